@@ -1,0 +1,16 @@
+r"""FoX, the Forgetting Transformer: softmax attention with a data-dependent forget gate.
+
+.. math:: \mathrm{logit}_{tj} = \lambda\, k_j^\top q_t + \sum_{l=j+1}^{t} \log f_l
+
+with :math:`g_l = \log f_l`. Linear dual: the scalar gate of Mamba-2. Sources: Lin et al., "Forgetting Transformer:
+Softmax Attention with a Forget Gate", 2025, eq. 5-9; for pruning, Lin et al., "Adaptive Computation
+Pruning for the Forgetting Transformer", 2025.
+"""
+
+from attnzoo.softmax import AdditiveForms
+
+TITLE = "FoX"
+PAPER = "Lin et al., 2025 (arXiv:2503.02130)"
+
+_forms = AdditiveForms()
+recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

@@ -1,0 +1,17 @@
+r"""PaTH: logits through accumulated Householder-like transitions.
+
+.. math:: \mathrm{logit}_{tj} = \lambda\, k_j^\top \Big(\prod_{l=j+1}^{t} (I - \beta_l w_l w_l^\top)\Big)\, q_t
+
+Linear dual: DeltaNet. In its recurrent form every cached key is multiplied by each new transition.
+Source: Yang et al., "PaTH Attention: Position Encoding via Accumulating Householder Transformations", 2025,
+eq. 3 and section 3.
+"""
+
+from attnzoo.recurrences.deltanet import Householder
+from attnzoo.softmax import CarriedForms
+
+TITLE = "PaTH"
+PAPER = "Yang et al., 2025 (arXiv:2505.16381)"
+
+_forms = CarriedForms(Householder())
+recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

@@ -1,0 +1,17 @@
+r"""PaTH-FoX: PaTH's transitions inside the logits and FoX's forget gate beside them.
+
+.. math:: \mathrm{logit}_{tj} = \lambda\, k_j^\top \Big(\prod_{l=j+1}^{t} (I - \beta_l w_l w_l^\top)\Big)\, q_t
+          + \sum_{l=j+1}^{t} \log f_l
+
+The log gate is not multiplied by the scale: with beta = 0 this is FoX exactly, with f = 1 it is PaTH. Linear dual:
+Gated DeltaNet. Source: Yang et al., "PaTH Attention", 2025, section 3.4.
+"""
+
+from attnzoo.recurrences.deltanet import Householder
+from attnzoo.softmax import CarriedForms
+
+TITLE = "PaTH-FoX"
+PAPER = "Yang et al., 2025 (arXiv:2505.16381)"
+
+_forms = CarriedForms(Householder())
+recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

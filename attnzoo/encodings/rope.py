@@ -1,0 +1,43 @@
+r"""RoPE: keys and queries turned by an angle that grows with position.
+
+.. math:: \mathrm{logit}_{tj} = \lambda\, k_j^\top \mathrm{Rot}(\theta_{j+1}) \cdots \mathrm{Rot}(\theta_t)\, q_t
+          = \lambda\, (\mathrm{Rot}(\phi_j) k_j)^\top (\mathrm{Rot}(\phi_t) q_t), \quad \phi_t = \theta_1 + ... + \theta_t
+
+Rotations commute, so each key is turned once, by its own phase. Linear dual: complex linear attention.
+Source: Su et al., "RoFormer", 2021, eq. 14-16.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.gate import Gate
+from attnzoo.recurrences.complex_linear import phases, rotate
+from attnzoo.softmax import AdditiveForms, KVCache
+from attnzoo.transitions import compute_dtype
+
+TITLE = "RoPE"
+PAPER = "Su et al., 2021 (arXiv:2104.09864)"
+
+
+class Rotated(AdditiveForms):
+    def _place(self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        angle = cast(Tensor, gate.angle)
+        if angle.ndim == 1:
+            position = torch.arange(1, q.shape[1] + 1, device=q.device, dtype=torch.float64)
+            phase = (position[:, None, None] * angle.double())[None]  # [1, T, 1, K/2]
+        else:
+            phase = phases(angle, dim=1)
+            k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+        if state is not None and state.phase is not None:
+            phase = phase + state.phase
+        return _turn(q, phase), _turn(k, phase), phase[:, -1:]
+
+
+def _turn(x: Tensor, phase: Tensor) -> Tensor:
+    return rotate(x.to(compute_dtype(x)), phase)
+
+
+_forms = Rotated()
+recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

@@ -1,0 +1,16 @@
+r"""Wall: the diagonal gate of GLA inside the softmax logits.
+
+.. math:: \mathrm{logit}_{tj} = \lambda \sum_c k_{jc}\, q_{tc} \exp\!\Big(\sum_{l=j+1}^{t} a_{lc}\Big)
+
+A matrix transition acts inside the dot product, so a per-channel decay scales each channel's share of the
+logit (it does not add to the logit, as a scalar gate does). Linear dual: GLA.
+"""
+
+from attnzoo.recurrences.gla import Diagonal
+from attnzoo.softmax import CarriedForms
+
+TITLE = "Wall"
+PAPER = "the exact softmax dual of GLA (arXiv:2312.06635)"
+
+_forms = CarriedForms(Diagonal())
+recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

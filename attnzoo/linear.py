@@ -1,0 +1,124 @@
+"""The linear readout: recurrent, parallel and chunkwise forms of any transition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnzoo.gate import Gate
+from attnzoo.transitions import Transition, block_decay, compute_dtype, cut, heads_first
+
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class LinearForms:
+    r"""``S_t = S_{t-1} A_t + v_t k_t^T``, ``o_t = S_t (scale q_t)`` for one transition.
+
+    All forms take q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, the gate and ``scale``
+    (default ``1/sqrt(K)``), and give ``[B, T, H, V]`` in v's dtype. The state is :math:`S^\top`,
+    ``[B, H, K, V]``, in float32 (float64 for float64 inputs).
+    """
+
+    transition: Transition
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None = None, scale: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One token (T = 1): the output and the new state."""
+        return self._recur(q, k, v, gate, state, scale)
+
+    def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+        """Token by token: O(T K V) operations, none of them in parallel over time."""
+        return self._recur(q, k, v, gate, None, scale)[0]
+
+    def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+        """Masked quadratic: ``(scores * exp(d)) v`` with one T x T matrix per head."""
+        return self._blockwise(q, k, v, gate, None, scale, size=q.shape[1])[0]
+
+    def chunk(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+        """Quadratic inside chunks of 64 tokens, recurrent across them."""
+        return self._blockwise(q, k, v, gate, None, scale, size=CHUNK)[0]
+
+    def extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Gate,
+        state: Tensor | None = None,
+        scale: float | None = None,
+        *,
+        valid: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Continue from ``state`` (None: empty) with one token or many.
+
+        Args:
+            valid: ``[B, T]`` bool; a token where it is false leaves the state as it is.
+        """
+        if valid is not None:
+            absent = ~valid
+            gate = gate.per_token(q).neutral_where(absent)
+            k = k.masked_fill(absent[..., None, None], 0.0)
+            v = v.masked_fill(absent[..., None, None], 0.0)
+        if q.shape[1] == 1:
+            return self._recur(q, k, v, gate, state, scale)
+        return self._blockwise(q, k, v, gate, state, scale, size=min(CHUNK, q.shape[1]))
+
+    def _inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor, Gate, Tensor]:
+        B, _, H, K = q.shape
+        dtype = compute_dtype(q)
+        gate = gate.per_token(q).map(lambda part: heads_first(part, H, dtype))
+        if state is None:
+            state = q.new_zeros(B, H, K, v.shape[-1], dtype=dtype)
+        q = heads_first(q, H, dtype) * (K**-0.5 if scale is None else scale)
+        return q, heads_first(k, H, dtype), heads_first(v, H, dtype), gate, state.to(dtype)
+
+    def _recur(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        dtype = v.dtype
+        q, k, v, gate, S = self._inputs(q, k, v, gate, state, scale)
+        decay = None if gate.log_decay is None else gate.log_decay.exp()
+        outputs = []
+        for t in range(q.shape[2]):
+            S = self.transition.apply(gate.map(lambda part, t=t: part[:, :, t]), S)  # type: ignore[misc]
+            if decay is not None:
+                S = decay[:, :, t, None, None] * S
+            S = S + k[:, :, t, :, None] * v[:, :, t, None, :]
+            outputs.append(q[:, :, t, None, :] @ S)
+        return torch.cat(outputs, 2).transpose(1, 2).to(dtype), S
+
+    def _blockwise(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None, size: int
+    ) -> tuple[Tensor, Tensor]:
+        T, dtype = q.shape[1], v.dtype
+        q, k, v, gate, S = self._inputs(q, k, v, gate, state, scale)
+        q, k, v, gate = cut(q, size), cut(k, size), cut(v, size), gate.map(lambda part: cut(part, size))
+        block = self.transition.block(q, k, gate)
+        scores, block_q, block_k = block.scores, block.q, block.k
+        decays: list[Tensor] | None = None
+        if gate.log_decay is None:
+            scores = scores.tril()
+        else:
+            decay = block_decay(gate.log_decay)
+            scores = scores.tril() * decay.between.exp()
+            block_q = block_q * decay.entry.exp()[..., None]
+            block_k = block_k * decay.exit.exp()[..., None]
+            decays = list(decay.total.exp()[..., None, None].unbind(2))
+        updates = (block_k.mT @ v).unbind(2)
+        totals = None if block.total is None else block.total.unbind(2)
+        starts = []
+        for n, update in enumerate(updates):
+            starts.append(S)
+            if totals is not None:
+                S = self.transition.carry(totals[n], S)
+            if decays is not None:
+                S = decays[n] * S
+            S = S + update
+        o = scores @ v + block_q @ torch.stack(starts, 2)
+        return o.flatten(2, 3)[:, :, :T].transpose(1, 2).to(dtype), S

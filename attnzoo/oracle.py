@@ -1,0 +1,78 @@
+"""The float64 oracle: the algebra of DESIGN section 1 written out as explicit products.
+
+Nothing here is fast. Every form of every variant is tested against these functions, and ``attnzoo verify``
+runs them. Shapes: q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, outputs ``[B, T, H, V]`` in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnzoo.gate import Gate
+
+
+def expand_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeat the G key/value heads (dim 2) so that each query head has its own."""
+    return x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def default_scale(q: Tensor) -> float:
+    """``1 / sqrt(K)``."""
+    return float(q.shape[-1] ** -0.5)
+
+
+def scores(q: Tensor, k: Tensor, gate: Gate, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """The two distances between a query and every earlier key.
+
+    Returns:
+        s ``[B, H, T, T]`` with ``s_tj = scale k_j^T R_{j+1} ... R_t q_t``, and d ``[B, H, T, T]`` with
+        ``d_tj = g_{j+1} + ... + g_t``; above the diagonal s = 0 and d = -inf.
+    """
+    B, T, H, _ = q.shape
+    g, R = gate.dense(q)
+    q64 = q.double() * (default_scale(q) if scale is None else scale)
+    k64 = expand_heads(k.double(), H)
+    rows_s, rows_d = [], []
+    keys = k64[:, :0]  # keys 0..t-1, each already multiplied by the transitions after it
+    past = g[:, :0]  # the log-decay from each of them to the present
+    for t in range(T):
+        keys = torch.cat([torch.einsum("bhkl,bjhk->bjhl", R[:, t], keys), k64[:, t : t + 1]], 1)
+        past = torch.cat([past + g[:, t : t + 1], torch.zeros_like(g[:, :1])], 1)
+        s = torch.einsum("bjhk,bhk->bhj", keys, q64[:, t])
+        rows_s.append(torch.nn.functional.pad(s, (0, T - 1 - t)))
+        rows_d.append(torch.nn.functional.pad(past.transpose(1, 2), (0, T - 1 - t), value=-torch.inf))
+    return torch.stack(rows_s, 2), torch.stack(rows_d, 2)
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+    """``o_t = sum_j s_tj exp(d_tj) v_j``."""
+    s, d = scores(q, k, gate, scale)
+    return torch.einsum("bhtj,bjhv->bthv", s * d.exp(), expand_heads(v.double(), q.shape[2]))
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+    """``o_t = sum_j softmax_j(s_tj + d_tj) v_j``."""
+    s, d = scores(q, k, gate, scale)
+    return torch.einsum("bhtj,bjhv->bthv", (s + d).softmax(-1), expand_heads(v.double(), q.shape[2]))
+
+
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``S_t = S_{t-1} A_t + v_t k_t^T``, ``o_t = S_t (scale q_t)``, with the state as ``S^T`` ``[B, H, K, V]``.
+
+    Returns:
+        o ``[B, T, H, V]`` and the state after the last token ``[B, H, K, V]``.
+    """
+    B, T, H, K = q.shape
+    g, R = gate.dense(q)
+    A = g.exp()[..., None, None] * R
+    q64 = q.double() * (default_scale(q) if scale is None else scale)
+    k64, v64 = expand_heads(k.double(), H), expand_heads(v.double(), H)
+    S = q64.new_zeros(B, H, K, v.shape[-1]) if state is None else state.double()
+    outputs = []
+    for t in range(T):
+        S = A[:, t].mT @ S + k64[:, t, :, :, None] * v64[:, t, :, None, :]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", S, q64[:, t]))
+    return torch.stack(outputs, 1), S

@@ -1,0 +1,144 @@
+r"""Adaptive Computation Pruning (ACP) in reference form: certified block boundaries.
+
+Keys 0..b may be dropped for a row block when their total weight in every row i is at most eps. With the
+running gate sum c, :math:`U_i \ge \max_j s_{ij}`, any lower bound :math:`l_i` of the row's log-sum-exp (here
+:math:`s_{ii}`) and :math:`n_b = \sum_{l \le b} e^{c_b - c_l}`,
+
+.. math:: U_i - l_i + (c_i - c_b) + \log n_b \le \log \epsilon
+
+is enough, because the weight of keys 0..b is at most :math:`e^{U_i + c_i} \sum_{l \le b} e^{-c_l} / Z_i`. Only
+:math:`|R_t| \le 1` is used, so the bound serves ALiBi, FoX and PaTH-FoX alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from attnzoo.transitions import open_sums
+
+Bound = Literal["tail", "paper"]
+
+
+@dataclass(frozen=True)
+class Prune:
+    """Which attention weights may be skipped: at most a mass ``eps`` per query row.
+
+    Args:
+        eps: largest total attention weight that may be dropped from one row, in (0, 1).
+        bound: ``"tail"`` is the certificate of DESIGN section 5 (sums the tail that is dropped);
+            ``"paper"`` is the threshold of Lin et al., "Adaptive Computation Pruning for the
+            Forgetting Transformer", 2025, section 3.
+
+    Raises:
+        ValueError: ``eps`` outside (0, 1) or an unknown ``bound``.
+    """
+
+    eps: float = math.exp(-10.0)
+    bound: Bound = "tail"
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.eps < 1.0:
+            raise ValueError(f"eps: expected a float in (0, 1), got {self.eps!r}")
+        if self.bound not in get_args(Bound):
+            raise ValueError(f"bound: expected one of {get_args(Bound)}, got {self.bound!r}")
+
+    @property
+    def log_eps(self) -> float:
+        return math.log(self.eps)
+
+
+def first_kept_keys(
+    q: Tensor, k: Tensor, log_decay: Tensor, prune: Prune, *, rows: int = 128, cols: int = 64
+) -> Tensor:
+    """The first key that each block of rows must see; all keys before it may be dropped.
+
+    Args:
+        q: scaled queries ``[B, H, T, K]``, the last T of S tokens.
+        k: keys ``[B, H, S, K]``; keys carried by non-expansive transitions serve as well.
+        log_decay: gates ``[B, H, S]``, <= 0, -inf allowed.
+        prune: bound and eps.
+        rows: rows per block.
+        cols: keys per block: boundaries are multiples of it.
+
+    Returns:
+        ``[B, H, ceil(T / rows)]`` int64, non-decreasing along the last axis.
+    """
+    T, S = q.shape[2], k.shape[2]
+    past = S - T
+    with torch.no_grad():
+        q, k, g = q.double(), k.double(), log_decay.double()
+        c, closed = open_sums(g)
+        ends = torch.arange(cols - 1, S, cols, device=q.device)  # the last key of every whole column block
+        own = slice(past, None)
+        starts = torch.arange(0, T, rows, device=q.device) + past
+        norm = k.norm(dim=-1)
+        if prune.bound == "paper":
+            bound = q.norm(dim=-1).amax(-1) * norm.amax(-1)  # U: [B, H]
+            need = -(2 * bound + math.log(S)) + prune.log_eps
+            decay = _decay_between(c, closed, starts, ends)
+            droppable = decay < need[..., None, None]
+        else:
+            upper = q.norm(dim=-1) * norm.cummax(-1).values[..., own]
+            lower = (q * k[:, :, own]).sum(-1)
+            # weight of row i relative to the first row of its block; closing inside the block only prunes more
+            worst = upper - lower + c[..., own]
+            worst = torch.nn.functional.pad(worst, (0, -T % rows), value=-math.inf)
+            worst = worst.unflatten(-1, (-1, rows)).amax(-1) - c[..., starts]
+            log_n = c + torch.logcumsumexp(-c, -1)  # with closed gates counted as open: n only grows
+            droppable = (
+                worst[..., :, None] + _decay_between(c, closed, starts, ends) + log_n[..., None, ends]
+            ) <= prune.log_eps
+        droppable = droppable & (ends < starts[:, None])
+        kept = droppable.sum(-1) * cols
+        # column boundaries (for a backward over keys) need row boundaries that never move back
+        monotone: Tensor = kept.flip(-1).cummin(-1).values
+        return monotone.flip(-1)
+
+
+def _decay_between(c: Tensor, closed: Tensor, late: Tensor, early: Tensor) -> Tensor:
+    """``c_late - c_early`` for every pair, -inf across a closed gate: ``[B, H, len(late), len(early)]``."""
+    difference = c[..., late, None] - c[..., None, early]
+    return difference.masked_fill(closed[..., late, None] != closed[..., None, early], -math.inf)
+
+
+def kept_fraction(first_kept: Tensor, keys: int, *, rows: int = 128, cols: int = 64) -> Tensor:
+    """Share of the causal blocks that are computed, per head ``[H]``, mean over the batch.
+
+    Args:
+        first_kept: from :func:`first_kept_keys`, ``[B, H, N]``.
+        keys: S, the number of keys; the rows are the last of them.
+        rows: rows per block.
+        cols: keys per block.
+
+    Raises:
+        ValueError: the row blocks do not fit ``keys``.
+    """
+    N = first_kept.shape[-1]
+    if (N - 1) * rows >= keys:
+        raise ValueError(f"keys: expected more than {(N - 1) * rows} for {N} blocks of {rows} rows, got {keys}")
+    ends = torch.arange(1, N + 1, device=first_kept.device) * rows
+    ends = (ends + max(keys - N * rows, 0)).clamp(max=keys)
+    causal = -(-ends // cols)
+    kept = causal - first_kept // cols
+    return kept.sum(-1).double().div(causal.sum()).mean(0)
+
+
+def dropped_mass(weights: Tensor, first_kept: Tensor, *, rows: int = 128) -> Tensor:
+    """The attention weight that pruning really drops, per row.
+
+    Args:
+        weights: unpruned softmax weights ``[B, H, T, S]``.
+        first_kept: from :func:`first_kept_keys` with the same ``rows``.
+        rows: rows per block.
+
+    Returns:
+        ``[B, H, T]``; the certificate promises at most ``prune.eps`` everywhere.
+    """
+    T, S = weights.shape[-2:]
+    first = first_kept.repeat_interleave(rows, -1)[..., :T, None]
+    return weights.masked_fill(torch.arange(S, device=weights.device) >= first, 0.0).sum(-1)

@@ -1,0 +1,246 @@
+"""The zoo: pairs of a linear recurrence and its softmax dual, and how to get at them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal
+
+import torch
+
+from attnzoo.errors import unknown
+from attnzoo.validation import check_inputs
+
+Side = Literal["linear", "softmax"]
+FORMS: Mapping[Side, tuple[str, ...]] = {
+    "linear": ("recurrent", "parallel", "chunk", "fla"),
+    "softmax": ("recurrent", "parallel", "triton"),
+}
+GATE_PARTS = ("log_decay", "log_diag", "angle", "w", "beta")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One row of the table.
+
+    Args:
+        linear: name of the linear recurrence.
+        softmax: name of its softmax dual.
+        requires: gate parts that both take.
+        g: the scalar log-decay, in words or symbols.
+        R: the matrix transition, in symbols.
+        note: what a reader of the literature should know.
+        linear_module: where the linear forms live; ``attnzoo.recurrences.<linear>`` when empty.
+        softmax_module: where the softmax forms live; ``attnzoo.encodings.<softmax>`` when empty.
+    """
+
+    linear: str
+    softmax: str
+    requires: tuple[str, ...]
+    g: str
+    R: str
+    note: str = ""
+    linear_module: str = ""
+    softmax_module: str = ""
+
+
+# fmt: off
+PAIRS = (
+    Pair("linear_attention", "nope",     (),                           "0",                  "I"),
+    Pair("retnet",           "alibi",    ("log_decay",),               "-slope_h",           "I"),
+    Pair("mamba2",           "fox",      ("log_decay",),               "log sigmoid(w.x+b)", "I"),
+    Pair("gla",              "wall",     ("log_diag",),                "0",                  "Diag(exp(a_t))",
+         note="The literature pairs GLA with FoX by reducing its diagonal gate to a scalar; the exact dual is wall."),
+    Pair("complex_linear",   "rope",     ("angle",),                   "0",                  "Rot(theta_t)"),
+    Pair("deltanet",         "path",     ("w", "beta"),                "0",                  "I - beta_t w_t w_t^T"),
+    Pair("gated_deltanet",   "path_fox", ("log_decay", "w", "beta"),   "log sigmoid(w.x+b)", "I - beta_t w_t w_t^T"),
+)
+# fmt: on
+
+_pairs: dict[str, Pair] = {}  # by either name
+_entry_points_loaded = False
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One side of a pair.
+
+    Args:
+        name: registry name.
+        side: ``"linear"`` or ``"softmax"``.
+        title: name in print.
+        paper: source.
+        requires: the gate parts it takes, all of them and no others.
+        pair: its row of the table.
+        forms: name -> ``form(q, k, v, gate, scale=None) -> [B, T, H, V]``, inputs checked.
+        extend: ``extend(q, k, v, gate, state=None, scale=None) -> (o, state)``, for one token or many.
+        module: the module that holds all of this.
+    """
+
+    name: str
+    side: Side
+    title: str
+    paper: str
+    requires: tuple[str, ...]
+    pair: Pair
+    forms: Mapping[str, Callable[..., Any]] = field(repr=False)
+    extend: Callable[..., Any] = field(repr=False)
+    module: ModuleType = field(repr=False)
+
+    @property
+    def dual(self) -> str:
+        """Name of the other side."""
+        return self.pair.softmax if self.side == "linear" else self.pair.linear
+
+    @property
+    def note(self) -> str:
+        return self.pair.note
+
+    @property
+    def prunable(self) -> bool:
+        """Whether the certificate of Adaptive Computation Pruning holds: a softmax with a scalar decay."""
+        return self.side == "softmax" and "log_decay" in self.requires
+
+
+def register(pair: Pair) -> None:
+    """Add a pair: both names become known to :func:`get`, the tests' parameters and the command line.
+
+    Raises:
+        TypeError: not a :class:`Pair`.
+        ValueError: a name that is taken, or an unknown gate part.
+    """
+    if not isinstance(pair, Pair):
+        raise TypeError(f"pair: expected attnzoo.Pair, got {type(pair).__name__}")
+    for part in pair.requires:
+        if part not in GATE_PARTS:
+            raise unknown("gate part", part, GATE_PARTS)
+    for name in (pair.linear, pair.softmax):
+        if name in _pairs and _pairs[name] != pair:
+            raise ValueError(f"pair: expected new names, got {name!r}, which is registered already")
+    _pairs[pair.linear] = _pairs[pair.softmax] = pair
+
+
+def unregister(pair: Pair) -> None:
+    """Take a pair out again (its names must have been registered)."""
+    for name in (pair.linear, pair.softmax):
+        if name not in _pairs:
+            raise unknown("variant", name, _pairs)
+        del _pairs[name]
+    get.cache_clear()
+
+
+def pairs() -> tuple[Pair, ...]:
+    """Every pair, the built-in ones first, then what entry points and :func:`register` added."""
+    _load_entry_points()
+    return tuple(dict.fromkeys(_pairs.values()))
+
+
+def list_variants(side: Side | None = None) -> tuple[str, ...]:
+    """Names of all variants, or of one side, in the order of the table."""
+    if side not in (None, "linear", "softmax"):
+        raise unknown("side", side, ("linear", "softmax"))
+    sides: tuple[Side, ...] = ("linear", "softmax") if side is None else (side,)
+    return tuple(getattr(pair, s) for s in sides for pair in pairs())
+
+
+@functools.cache
+def get(name: str) -> Variant:
+    """The variant of that name.
+
+    Raises:
+        ValueError: no such variant; the message lists them and names the nearest.
+    """
+    if name not in _pairs:
+        _load_entry_points()
+    if name not in _pairs:
+        raise unknown("variant", name, list_variants())
+    pair = _pairs[name]
+    side: Side = "linear" if name == pair.linear else "softmax"
+    given = pair.linear_module if side == "linear" else pair.softmax_module
+    folder = "recurrences" if side == "linear" else "encodings"
+    module = importlib.import_module(given or f"attnzoo.{folder}.{name}")
+    forms = {form: _checked(pair, name, getattr(module, form)) for form in FORMS[side] if hasattr(module, form)}
+    return Variant(
+        name=name,
+        side=side,
+        title=getattr(module, "TITLE", name),
+        paper=getattr(module, "PAPER", ""),
+        requires=pair.requires,
+        pair=pair,
+        forms=MappingProxyType(forms),
+        extend=_checked_extend(pair, name, module.extend),
+        module=module,
+    )
+
+
+def dual(name: str) -> Variant:
+    """The other side of the pair that ``name`` belongs to."""
+    return get(get(name).dual)
+
+
+def describe(name: str) -> str:
+    """A few lines about a variant and its pair: equations, gate, forms, source."""
+    variant = get(name)
+    pair = variant.pair
+    readout = {
+        "linear": "o_t = sum_j s_tj exp(d_tj) v_j        as S_t = S_{t-1} A_t + v_t k_t^T, o_t = S_t (scale q_t)",
+        "softmax": "o_t = sum_j softmax_j(s_tj + d_tj) v_j",
+    }[variant.side]
+    lines = [
+        f"{variant.title} ({name}), {variant.side} side",
+        f"  dual        {dual(name).title} ({variant.dual})",
+        f"  readout     {readout}",
+        "  scores      s_tj = scale k_j^T R_{j+1} ... R_t q_t,   d_tj = g_{j+1} + ... + g_t",
+        f"  transition  g_t = {pair.g},   R_t = {pair.R}",
+        f"  gate        Gate({', '.join(f'{part}=...' for part in variant.requires)})",
+        f"  forms       {', '.join(variant.forms)}",
+        f"  source      {variant.paper}",
+    ]
+    if variant.prunable:
+        lines.insert(-1, "  pruning     acp=True (certified: the decay outside bounds every dropped weight)")
+    if variant.note:
+        lines.append(f"  note        {variant.note}")
+    return "\n".join(lines)
+
+
+def _checked(pair: Pair, name: str, form: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(form)
+    def checked(q: Any, k: Any, v: Any, gate: Any, scale: float | None = None, **options: Any) -> Any:
+        check_inputs(name, pair.requires, q, k, v, gate, scale)
+        with torch.autocast(q.device.type, enabled=False):  # gates and states stay in float32
+            return form(q, k, v, gate, scale, **options)
+
+    return checked
+
+
+def _checked_extend(pair: Pair, name: str, extend: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(extend)
+    def checked(
+        q: Any, k: Any, v: Any, gate: Any, state: Any = None, scale: float | None = None,
+        *, valid: Any = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        check_inputs(name, pair.requires, q, k, v, gate, scale, valid)
+        with torch.autocast(q.device.type, enabled=False):
+            return extend(q, k, v, gate, state, scale, valid=valid, **options)
+
+    return checked
+
+
+def _load_entry_points() -> None:
+    """Register the pairs that installed packages offer in the group ``attnzoo.variants``."""
+    global _entry_points_loaded
+    if _entry_points_loaded:
+        return
+    _entry_points_loaded = True
+    for point in entry_points(group="attnzoo.variants"):
+        offered = point.load()
+        for pair in offered if isinstance(offered, (list, tuple)) else [offered]:
+            register(pair)
+
+
+for _pair in PAIRS:
+    register(_pair)

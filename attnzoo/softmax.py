@@ -1,0 +1,245 @@
+"""The softmax readout: parallel and cached-stepping forms, with keys carried by any transition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnzoo.gate import Gate
+from attnzoo.pruning import Prune, first_kept_keys
+from attnzoo.rowblocks import HIDDEN, causal_attention
+from attnzoo.transitions import Transition, block_decay, compute_dtype, heads_first
+
+ROWS = 128
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """What the softmax side remembers of S past tokens.
+
+    Args:
+        k: keys ``[B, S, G, K]``, carried to the last token by the matrix transitions (``[B, S, H, K]`` where the
+            transition is per query head). RoPE keeps them in the frame of the first token instead.
+        v: values ``[B, S, G, V]``.
+        log_decay: gates as they were given, ``[B, S, H]``, or None.
+        valid: ``[B, S]`` bool, or None when every token is.
+        phase: RoPE's total angle so far in float64, broadcastable to ``[B, 1, H, K/2]``, or None.
+    """
+
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None = None
+    valid: Tensor | None = None
+    phase: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.k.shape[1]
+
+
+def append(past: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """``past`` followed by ``new`` along time (dim 1)."""
+    if past is None or new is None:
+        return new
+    return torch.cat([past, new], 1)
+
+
+def append_valid(cache: KVCache | None, valid: Tensor | None, like: Tensor) -> Tensor | None:
+    """Which of the cached and the new tokens exist; None when all do. ``like`` is the new keys."""
+    if cache is None:
+        return valid
+    if cache.valid is None and valid is None:
+        return None
+    B, T = like.shape[:2]
+    past = cache.valid if cache.valid is not None else like.new_ones(B, len(cache), dtype=torch.bool)
+    return torch.cat([past, valid if valid is not None else like.new_ones(B, T, dtype=torch.bool)], 1)
+
+
+class SoftmaxForms:
+    r"""``o_t = sum_j softmax_j(s_tj + d_tj) v_j``.
+
+    All forms take q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, the gate and ``scale`` (default
+    ``1/sqrt(K)``), and give ``[B, T, H, V]`` in v's dtype. ``prune`` skips blocks of keys whose weight is
+    certified to be at most ``prune.eps`` in every row; it needs a scalar decay.
+    """
+
+    def parallel(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None, *, prune: Prune | None = None
+    ) -> Tensor:
+        """All tokens at once, in blocks of rows: memory O(T), no T x T matrix."""
+        return self.extend(q, k, v, gate, None, scale, prune=prune)[0]
+
+    def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+        """Token by token with a KV cache; softmax attention has no state of finite size."""
+        state: KVCache | None = None
+        outputs = []
+        for t in range(q.shape[1]):
+            now = slice(t, t + 1)
+            o, state = self.extend(q[:, now], k[:, now], v[:, now], gate.slice(t, t + 1), state, scale)
+            outputs.append(o)
+        return torch.cat(outputs, 1)
+
+    def extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Gate,
+        state: KVCache | None = None,
+        scale: float | None = None,
+        *,
+        valid: Tensor | None = None,
+        prune: Prune | None = None,
+    ) -> tuple[Tensor, KVCache]:
+        """Continue from ``state`` (None: empty) with one token or many.
+
+        Args:
+            valid: ``[B, T]`` bool; a token where it is false is never attended to and moves nothing. Its own
+                output is finite and means nothing.
+        """
+        if valid is not None:
+            gate = gate.per_token(q).neutral_where(~valid)
+        if prune is not None and gate.log_decay is None:
+            raise ValueError("prune: expected None (nothing decays without log_decay), got " + repr(prune))
+        return self._extend(q, k, v, gate, state, scale, valid, prune)
+
+    def _extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Gate,
+        state: KVCache | None,
+        scale: float | None,
+        valid: Tensor | None,
+        prune: Prune | None,
+    ) -> tuple[Tensor, KVCache]:
+        raise NotImplementedError
+
+
+class AdditiveForms(SoftmaxForms):
+    """Encodings that are a bias on the logits, or a rotation of q and k that can be done beforehand."""
+
+    def _extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Gate,
+        state: KVCache | None,
+        scale: float | None,
+        valid: Tensor | None,
+        prune: Prune | None,
+    ) -> tuple[Tensor, KVCache]:
+        q, k, phase = self._place(q, k, gate, state)
+        past = KVCache(k[:, :0], v[:, :0]) if state is None else state
+        state = KVCache(
+            k=cast(Tensor, append(past.k, k)),
+            v=cast(Tensor, append(past.v, v)),
+            log_decay=append(past.log_decay, gate.log_decay),
+            valid=append_valid(state, valid, k),
+            phase=phase,
+        )
+        H, dtype = q.shape[2], compute_dtype(q)
+        scaled = heads_first(q, H, dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        keys, values = heads_first(state.k, H, dtype), heads_first(state.v, H, dtype)
+        decay = None if state.log_decay is None else heads_first(state.log_decay, H, dtype)
+        first_kept = None
+        if prune is not None:
+            first_kept = first_kept_keys(scaled, keys, cast(Tensor, decay), prune, rows=ROWS)
+        o = causal_attention(scaled, keys, values, decay, state.valid, first_kept, rows=ROWS if prune else None)
+        return o.transpose(1, 2).to(v.dtype), state
+
+    def _place(self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """q and k with their matrix transitions folded in, and the cache's new phase."""
+        return q, k, None
+
+
+@dataclass(frozen=True)
+class CarriedForms(SoftmaxForms):
+    """Encodings whose keys must be carried past every transition, in blocks of rows.
+
+    A row block computes its own scores in closed form; for earlier keys the queries are carried back to the
+    start of the block, and the keys have been carried up to there.
+    """
+
+    transition: Transition
+
+    def _extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Gate,
+        state: KVCache | None,
+        scale: float | None,
+        valid: Tensor | None,
+        prune: Prune | None,
+    ) -> tuple[Tensor, KVCache]:
+        B, T, H, K = q.shape
+        G, dtype = k.shape[2], compute_dtype(q)
+        past = KVCache(k[:, :0], v[:, :0]) if state is None else state
+        P = len(past)
+        log_decay = append(past.log_decay, gate.log_decay)
+        new = KVCache(k, cast(Tensor, append(past.v, v)), log_decay, append_valid(state, valid, k))
+        scaled = heads_first(q, H, dtype) * (K**-0.5 if scale is None else scale)
+        keys, values = heads_first(k, H, dtype), heads_first(new.v, H, dtype)
+        carried = heads_first(past.k, H, dtype).mT  # [B, H, K, S]: laid out as a state, to be carried as one
+        local = gate.map(lambda part: heads_first(part, H, dtype))
+        decay = torch.zeros(B, H, P + T, dtype=dtype, device=q.device)
+        if log_decay is not None:
+            decay = heads_first(log_decay, H, dtype)
+        first_kept = None
+        if prune is not None:
+            first_kept = first_kept_keys(scaled, torch.cat([carried.mT, keys], 2), decay, prune, rows=ROWS)
+        outputs = []
+        for n, start in enumerate(range(0, T, ROWS)):
+            stop = min(start + ROWS, T)
+            rows = local.map(lambda part, a=start, b=stop: part[:, :, a:b])  # type: ignore[misc]
+            kept = None if first_kept is None else first_kept[:, :, n]
+            args = (
+                scaled[:, :, start:stop], keys[:, :, start:stop], values[:, :, : P + stop], rows,
+                decay[:, :, : P + stop], carried, None if new.valid is None else new.valid[:, : P + stop], kept,
+            )  # fmt: skip
+            if torch.is_grad_enabled():
+                o, carried = checkpoint(self._rows, *args, use_reentrant=False, preserve_rng_state=False)
+            else:
+                o, carried = self._rows(*args)
+            outputs.append(o)
+        step = 1 if gate.log_diag is not None or gate.angle is not None else H // G
+        new = KVCache(carried.mT[:, ::step].transpose(1, 2).to(k.dtype), new.v, log_decay, new.valid)
+        return torch.cat(outputs, 2).transpose(1, 2).to(v.dtype), new
+
+    def _rows(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Gate,
+        decay: Tensor,
+        carried: Tensor,
+        valid: Tensor | None,
+        first_kept: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """One block of C rows over ``carried`` ``[B, H, K, P]`` and itself: the output and the new ``carried``."""
+        P = carried.shape[-1]
+        block = self.transition.block(q, k, gate)
+        inside = block_decay(decay[..., P:])
+        # each earlier key's decay up to the block, summed from the block backwards
+        later = F.pad(decay[..., 1:P], (0, 1)) if P else decay[..., :0]
+        to_block = later.flip(-1).cumsum(-1).flip(-1)
+        hidden = torch.zeros(q.shape[0], 1, 1, 1, dtype=torch.bool, device=q.device)
+        if valid is not None:
+            hidden = ~valid[:, None, None, :]
+        bias = torch.cat([inside.entry[..., None] + to_block[..., None, :], inside.between], -1)
+        logits = torch.cat([block.q @ carried, block.scores], -1) + bias
+        if first_kept is not None:
+            hidden = hidden | (torch.arange(logits.shape[-1], device=q.device) < first_kept[..., None, None])
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(P + 1)
+        logits = logits.clamp(min=HIDDEN).masked_fill(hidden, HIDDEN).masked_fill(future, -torch.inf)
+        carried = self.transition.carry(cast(Tensor, block.total), carried)
+        return logits.softmax(-1) @ v, torch.cat([carried, block.k.mT], -1)

@@ -1,0 +1,108 @@
+"""What a matrix transition must be able to do, for one token and for a block of tokens.
+
+Both sides of a pair stand on one :class:`Transition`: the linear side carries its state across blocks with
+it, the softmax side its cached keys. The scalar decay commutes with every matrix and is kept apart, in logs.
+Inside this layer time is the second-to-last axis and heads come before it: q ``[B, H, T, K]``, or
+``[B, H, N, C, K]`` when T is cut into N blocks of C tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.gate import Gate
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of C tokens in closed form.
+
+    Args:
+        scores: ``k_j^T R_{j+1} ... R_i q_i`` for j <= i, ``[..., C, C]``; other entries are not defined.
+        q: queries carried back to the start, ``R_1 ... R_i q_i``, ``[..., C, K]``.
+        k: keys carried forward to the end, ``(R_{j+1} ... R_C)^T k_j``, ``[..., C, K]``.
+        total: whatever :meth:`Transition.carry` needs to apply ``(R_1 ... R_C)^T``; None for the identity.
+    """
+
+    scores: Tensor
+    q: Tensor
+    k: Tensor
+    total: Tensor | None
+
+
+class Transition:
+    """The identity; other transitions override all three methods."""
+
+    def apply(self, gate: Gate, state: Tensor) -> Tensor:
+        """``R_t^T state`` for one token: the parts of ``gate`` lack the time axis, state is ``[B, H, K, X]``."""
+        return state
+
+    def block(self, q: Tensor, k: Tensor, gate: Gate) -> Block:
+        """The closed form of a block; q, k ``[..., C, K]`` and gate parts with the same leading axes."""
+        return Block(scores=q @ k.mT, q=q, k=k, total=None)
+
+    def carry(self, total: Tensor, state: Tensor) -> Tensor:
+        """``(R_1 ... R_C)^T state`` with ``total`` from :meth:`block` and state ``[B, H, K, X]``."""
+        return state
+
+
+@dataclass(frozen=True)
+class Decay:
+    """Log-decays inside a block, exact for closed (-inf) gates.
+
+    Args:
+        entry: ``g_1 + ... + g_i``, ``[..., C]``.
+        between: ``g_{j+1} + ... + g_i``, ``[..., C, C]``, -inf above the diagonal.
+        exit: ``g_{j+1} + ... + g_C``, ``[..., C]``.
+        total: ``g_1 + ... + g_C``, ``[...]``.
+    """
+
+    entry: Tensor
+    between: Tensor
+    exit: Tensor
+    total: Tensor
+
+
+def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Running sum of the finite gates, and the running count of the closed ones.
+
+    A difference of two sums is a log-decay where the counts agree and -inf where they do not: no inf - inf.
+    """
+    closed = torch.isneginf(g)
+    return g.masked_fill(closed, 0.0).cumsum(dim), closed.cumsum(dim)
+
+
+def block_decay(g: Tensor) -> Decay:
+    """The :class:`Decay` of gates ``[..., C]``."""
+    c, n = open_sums(g)
+    later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
+    apart = (n[..., :, None] != n[..., None, :]) | later
+    return Decay(
+        entry=c.masked_fill(n > 0, -torch.inf),
+        between=(c[..., :, None] - c[..., None, :]).masked_fill(apart, -torch.inf),
+        exit=(c[..., -1:] - c).masked_fill(n != n[..., -1:], -torch.inf),
+        total=c[..., -1].masked_fill(n[..., -1] > 0, -torch.inf),
+    )
+
+
+def compute_dtype(q: Tensor) -> torch.dtype:
+    """float64 inputs stay float64; everything else is computed in float32."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """``[B, T, G, ...]`` to ``[B, H, T, ...]`` in ``dtype``, each query head with its own copy."""
+    x = x.to(dtype).transpose(1, 2)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def cut(x: Tensor, size: int) -> Tensor:
+    """Cut ``[B, H, T, ...]`` into blocks ``[B, H, N, size, ...]``, the last one filled up with zeros."""
+    missing = -x.shape[2] % size
+    if missing:
+        x = torch.cat([x, x.new_zeros(*x.shape[:2], missing, *x.shape[3:])], 2)
+    return cast(Tensor, x.unflatten(2, (-1, size)))

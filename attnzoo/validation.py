@@ -1,0 +1,141 @@
+"""Checks of what users hand to a form. Values are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnzoo.gate import Gate
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+GATE_FLOATS = (torch.float32, torch.float64)
+
+
+def check_inputs(
+    name: str,
+    requires: Sequence[str],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Gate,
+    scale: float | None = None,
+    valid: Tensor | None = None,
+) -> None:
+    """Raise where the inputs of variant ``name`` do not fit together.
+
+    Raises:
+        TypeError: an argument that is not what it should be, or a wrong dtype.
+        ValueError: a missing or surplus gate part, a wrong shape or device, or a value out of range.
+    """
+    for label, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{label}: expected a tensor, got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ValueError(f"{label}: expected 4 axes [B, T, heads, channels], got shape {tuple(x.shape)}")
+        if x.dtype not in FLOATS:
+            raise TypeError(f"{label}: expected a floating dtype, got {x.dtype}")
+        _same("dtype", label, x.dtype, "q", q.dtype)
+        _same("device", label, x.device, "q", q.device)
+    if not isinstance(gate, Gate):
+        raise TypeError(f"gate: expected attnzoo.Gate, got {type(gate).__name__}")
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    if T < 1:
+        raise ValueError(f"q: expected at least one token, got shape {tuple(q.shape)}")
+    if H % max(G, 1) or G < 1:
+        raise ValueError(f"k: expected a number of heads that divides q's {H}, got {G}")
+    _shape("k", k, (B, T, G, K), "[B, T, G, K]")
+    _shape("v", v, (B, T, G, v.shape[3]), "[B, T, G, V]")
+    check_parts(name, requires, gate)
+    _check_gate(gate, q, G)
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
+    if valid is not None:
+        _shape("valid", valid, (B, T), "[B, T]")
+        if valid.dtype != torch.bool:
+            raise TypeError(f"valid: expected torch.bool, got {valid.dtype}")
+        _same("device", "valid", valid.device, "q", q.device)
+    if reads_values(q):
+        check_values(gate)
+
+
+def check_parts(name: str, requires: Sequence[str], gate: Gate) -> None:
+    """The gate has the parts that variant ``name`` needs, and no others."""
+    needed = ", ".join(requires) or "no part"
+    for part in requires:
+        if part not in gate.parts:
+            raise ValueError(f"gate: {name!r} needs {part} (it takes {needed}), got {_parts(gate)}")
+    for part in gate.parts:
+        if part not in requires:
+            raise ValueError(f"gate: {name!r} has no use for {part} (it takes {needed}), got {_parts(gate)}")
+
+
+def _parts(gate: Gate) -> str:
+    return f"Gate({', '.join(gate.parts)})"
+
+
+def _check_gate(gate: Gate, q: Tensor, G: int) -> None:
+    B, T, H, K = q.shape
+    shapes = {
+        "log_decay": ((B, T, H), "[B, T, H]"),
+        "log_diag": ((B, T, H, K), "[B, T, H, K]"),
+        "angle": ((B, T, H, K // 2), "[B, T, H, K/2] or [K/2]"),
+        "w": ((B, T, G, K), "[B, T, G, K]"),
+        "beta": ((B, T, G), "[B, T, G]"),
+    }
+    for part in gate.parts:
+        x = getattr(gate, part)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"gate.{part}: expected a tensor, got {type(x).__name__}")
+        if part == "angle" and K % 2:
+            raise ValueError(f"gate.angle: expected an even number of key channels to turn in pairs, got K={K}")
+        if part == "angle" and x.ndim == 1:
+            _shape("gate.angle", x, (K // 2,), "[K/2]")
+        else:
+            _shape(f"gate.{part}", x, *shapes[part])
+        allowed = (*GATE_FLOATS, q.dtype) if part in ("w", "beta") else GATE_FLOATS
+        if x.dtype not in allowed:
+            raise TypeError(f"gate.{part}: expected float32 (or float64), got {x.dtype}")
+        _same("device", f"gate.{part}", x.device, "q", q.device)
+
+
+def _shape(label: str, x: Tensor, expected: tuple[int, ...], axes: str) -> None:
+    if tuple(x.shape) != expected:
+        raise ValueError(f"{label}: expected {axes} = {expected}, got {tuple(x.shape)}")
+
+
+def _same(what: str, label: str, got: object, other: str, expected: object) -> None:
+    if got != expected:
+        error = TypeError if what == "dtype" else ValueError
+        raise error(f"{label}: expected the {what} of {other}, {expected}, got {got}")
+
+
+def reads_values(q: Tensor) -> bool:
+    """Whether values may be looked at: never while compiling, on a GPU only when asked for."""
+    if torch.compiler.is_compiling():
+        return False
+    return not q.is_cuda or os.environ.get("ATTNZOO_VALIDATE") == "1"
+
+
+def check_values(gate: Gate) -> None:
+    """Log gates <= 0 and not NaN, angles finite, beta in [0, 2], w of unit length wherever beta is not 0."""
+    with torch.no_grad():
+        for part in ("log_decay", "log_diag"):
+            x = getattr(gate, part)
+            if x is not None and not bool((x <= 0).all()):
+                worst = "nan" if bool(x.isnan().any()) else f"{x.max().item():.6g}"
+                raise ValueError(f"gate.{part}: expected natural logs <= 0, got {worst}")
+        if gate.angle is not None and not bool(gate.angle.isfinite().all()):
+            raise ValueError("gate.angle: expected finite radians, got inf or nan")
+        if gate.beta is not None:
+            if not bool(((gate.beta >= 0) & (gate.beta <= 2)).all()):
+                low, high = gate.beta.min().item(), gate.beta.max().item()
+                raise ValueError(f"gate.beta: expected values in [0, 2], got {low:.6g} to {high:.6g}")
+            if gate.w is not None:
+                tolerance = 2e-2 if gate.w.dtype in (torch.float16, torch.bfloat16) else 1e-3
+                off = (gate.w.double().norm(dim=-1) - 1).abs().masked_fill(gate.beta == 0, 0)
+                if not bool((off <= tolerance).all()):
+                    raise ValueError(f"gate.w: expected unit vectors, got lengths off by up to {off.max().item():.3g}")

@@ -1,0 +1,68 @@
+r"""Linear attention with complex gates of modulus one.
+
+With K/2 complex channels, :math:`\Lambda_t = \mathrm{diag}(e^{i\theta_t})`,
+
+.. math:: S_t = S_{t-1} \Lambda_t + v_t k_t^{*}, \qquad o_t = \mathrm{Re}(S_t q_t)
+
+which over the reals is a rotation of each coordinate pair. Softmax dual: RoPE. Sources: Su et al., "RoFormer",
+2021, eq. 15 (rotation) and section 3.3 (with linear attention); Yang et al., "PaTH Attention", 2025,
+section 2, for the reading of RoPE as a product of transitions.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.fla_forms import fla_linear_attention
+from attnzoo.gate import Gate
+from attnzoo.linear import LinearForms
+from attnzoo.transitions import Block, Transition
+
+TITLE = "Complex linear attention"
+PAPER = "Su et al., 2021 (arXiv:2104.09864)"
+
+
+def rotate(x: Tensor, phase: Tensor) -> Tensor:
+    """Turn the pairs (2i, 2i+1) of ``x [..., K]`` by ``phase [..., K/2]`` radians."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = phase.cos().to(x.dtype), phase.sin().to(x.dtype)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+
+
+def phases(angle: Tensor, dim: int) -> Tensor:
+    """Running sum of angles in float64, so that the phase of a late token is as exact as an early one's."""
+    return angle.double().cumsum(dim)
+
+
+class Rotation(Transition):
+    """``R_t = Rot(angle_t)``; ``total`` is the phase turned over the block, ``[..., K/2]``."""
+
+    def apply(self, gate: Gate, state: Tensor) -> Tensor:
+        return self.carry(cast(Tensor, gate.angle), state)
+
+    def block(self, q: Tensor, k: Tensor, gate: Gate) -> Block:
+        phase = phases(cast(Tensor, gate.angle), dim=-2)
+        turned_q = rotate(q, phase)
+        return Block(
+            scores=turned_q @ rotate(k, phase).mT,
+            q=turned_q,
+            k=rotate(k, phase - phase[..., -1:, :]),
+            total=phase[..., -1, :],
+        )
+
+    def carry(self, total: Tensor, state: Tensor) -> Tensor:
+        return rotate(state.mT, -total[..., None, :]).mT
+
+
+_forms = LinearForms(Rotation())
+step, recurrent, parallel, chunk, extend = (
+    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
+)  # fmt: skip
+
+
+def fla(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+    """Rotated queries and keys through ``chunk_linear_attn``: ``Rot(a)^T Rot(b) = Rot(b - a)``."""
+    phase = phases(cast(Tensor, gate.per_token(q).angle), dim=1)
+    k = rotate(k.repeat_interleave(q.shape[2] // k.shape[2], 2), phase)
+    return fla_linear_attention(rotate(q, phase), k, v, Gate(), scale)

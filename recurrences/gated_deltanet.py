@@ -1,0 +1,19 @@
+r"""Gated DeltaNet: the delta rule with a scalar forget gate.
+
+.. math:: S_t = e^{g_t} S_{t-1} (I - \beta_t w_t w_t^\top) + v_t k_t^\top
+
+Softmax dual: PaTH-FoX. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2025, eq. 10.
+"""
+
+from attnzoo.fla_forms import fla_delta_rule
+from attnzoo.linear import LinearForms
+from attnzoo.recurrences.deltanet import Householder
+
+TITLE = "Gated DeltaNet"
+PAPER = "Yang, Kautz and Hatamizadeh, 2025 (arXiv:2412.06464)"
+
+_forms = LinearForms(Householder())
+step, recurrent, parallel, chunk, extend = (
+    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
+)  # fmt: skip
+fla = fla_delta_rule

@@ -1,0 +1,20 @@
+r"""Linear attention: the recurrence without a gate.
+
+.. math:: S_t = S_{t-1} + v_t k_t^\top, \qquad o_t = S_t q_t = \sum_{j \le t} (k_j^\top q_t)\, v_j
+
+Softmax dual: NoPE. Source: Katharopoulos et al., "Transformers are RNNs", 2020, eq. 10-12 and 18-20,
+without the normaliser.
+"""
+
+from attnzoo.fla_forms import fla_linear_attention
+from attnzoo.linear import LinearForms
+from attnzoo.transitions import Transition
+
+TITLE = "Linear attention"
+PAPER = "Katharopoulos et al., 2020 (arXiv:2006.16236)"
+
+_forms = LinearForms(Transition())
+step, recurrent, parallel, chunk, extend = (
+    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
+)  # fmt: skip
+fla = fla_linear_attention

@@ -1,0 +1,20 @@
+r"""Mamba-2 (state space duality): a data-dependent scalar decay.
+
+.. math:: S_t = e^{g_t} S_{t-1} + v_t k_t^\top, \qquad g_t \le 0
+
+Softmax dual: FoX, the same gate in the exponent. Source: Dao and Gu, "Transformers are SSMs", 2024,
+section 3.2 and eq. 16; the step size is part of v here.
+"""
+
+from attnzoo.fla_forms import fla_scalar_decay
+from attnzoo.linear import LinearForms
+from attnzoo.transitions import Transition
+
+TITLE = "Mamba-2"
+PAPER = "Dao and Gu, 2024 (arXiv:2405.21060)"
+
+_forms = LinearForms(Transition())
+step, recurrent, parallel, chunk, extend = (
+    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
+)  # fmt: skip
+fla = fla_scalar_decay

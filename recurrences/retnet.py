@@ -1,0 +1,19 @@
+r"""Retention: one constant scalar decay per head.
+
+.. math:: S_t = \gamma_h S_{t-1} + v_t k_t^\top, \qquad \gamma_h = e^{g_h}
+
+Softmax dual: ALiBi, whose slope is :math:`-g_h`. Source: Sun et al., "Retentive Network", 2023, eq. 5-7.
+"""
+
+from attnzoo.fla_forms import fla_scalar_decay
+from attnzoo.linear import LinearForms
+from attnzoo.transitions import Transition
+
+TITLE = "RetNet"
+PAPER = "Sun et al., 2023 (arXiv:2307.08621)"
+
+_forms = LinearForms(Transition())
+step, recurrent, parallel, chunk, extend = (
+    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
+)  # fmt: skip
+fla = fla_scalar_decay
