@@ -1,0 +1,229 @@
+"""The public functions: validate, choose an implementation, call it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from attnzoo.pruning import Prune
+
+from .reference import _gate_sums, _left, fox_reference, prune_starts_reference
+from .tuning import KEY_UNIT, ROW_UNIT, capability
+
+Impl = Literal["auto", "triton", "reference"]
+_log = logging.getLogger("attnzoo.kernels.fox")
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_said: set[str] = set()
+
+
+def fox_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_gate: Tensor | None,
+    scale: float | None = None,
+    prune: Prune | None = None,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    logit_bound: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Causal softmax attention with a forget gate (FoX); a constant gate is ALiBi, none is NoPE.
+
+        o_i = sum_{j <= i} softmax_j(scale q_i . k_j + log_gate_{j+1} + ... + log_gate_i) v_j
+
+    A log gate of -inf (anything <= -1e4) cuts off the past exactly. To neutralise padding on the left, close
+    the gate of the first real token; padding on the right is never seen by real tokens.
+
+    Args:
+        q: [B, T, H, K], the last T of S positions (T <= S: chunked prefill). bfloat16, float16 or float32; head dims
+            are multiples of 8 up to 256 in the Triton implementation.
+        k: [B, S, G, K], v: [B, S, G, V]; G divides H and head h reads key head h // (H / G).
+        log_gate: natural log of the forget gate, float32, <= 0: [B, S, H] (FoX), [H] (ALiBi: minus the slope) or None.
+            Differentiable, as are q, k, v and sink.
+        scale: of the logits; default K ** -0.5.
+        prune: skip blocks whose total weight is certified below ``prune.eps`` per row. Needs a gate.
+        window: each row sees itself and the window - 1 keys before it.
+        sink: [H] logits that take part in the softmax without a value.
+        cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. S; B is 1 and T equals S. Changing lengths does
+            not recompile.
+        logit_bound: [H] float32 known bound of |scale q . k| (say from the norm weights under QK-norm), used by
+            ``prune``; norms are measured without it. A bound that does not hold voids the certificate.
+        impl: "triton", "reference" (dense PyTorch, O(T S) memory), or "auto": Triton on CUDA tensors it supports.
+
+    Under autocast q, k and v are cast to the autocast dtype and log_gate to float32.
+    The forward pass is deterministic. So is the backward pass under ``torch.use_deterministic_algorithms(True)`` and
+    wherever the tuning table prefers the two-kernel schedule; the one-kernel schedule adds up dq with atomics.
+
+    Returns:
+        [B, T, H, V] in q's dtype.
+
+    Raises:
+        ValueError: a shape, dtype, device or option is wrong; the message says what was expected.
+        ImportError: ``impl="triton"`` without Triton.
+
+    Source: Lin et al., "Forgetting Transformer", 2025, equation 3; Press et al., "Train Short, Test Long", 2022;
+    pruning: see ``kernels/fox/prune.py``.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        log_gate = None if log_gate is None else log_gate.float()
+    _check(q, k, v, log_gate, scale, prune, window, sink, cu_seqlens, logit_bound)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if _choose(impl, q, v) == "reference":
+        return fox_reference(
+            q, k, v, log_gate=log_gate, scale=scale, prune=prune, window=window, sink=sink, cu_seqlens=cu_seqlens,
+            logit_bound=logit_bound,
+        )  # fmt: skip
+    from .op import fox_forward_op
+
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
+    o, *_ = fox_forward_op(q, k, v, log_gate, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
+    return o
+
+
+@torch.no_grad()
+def kept_fraction(
+    q: Tensor,
+    k: Tensor,
+    *,
+    log_gate: Tensor,
+    prune: Prune | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    logit_bound: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Share of the causal blocks (128 rows by 64 keys) that ``fox_attention`` computes, per head.
+
+    Arguments as ``fox_attention``. Closed gates, packing and the window count as well as pruning.
+
+    Returns:
+        [B, H] float32 in (0, 1].
+    """
+    _check(q, k, k, log_gate, scale, prune, window, None, cu_seqlens, logit_bound)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    B, T, H, _ = q.shape
+    S = k.shape[1]
+    left: Tensor | None
+    start: Tensor | None = None
+    if _choose(impl, q, k) == "triton":
+        from .op import bounds
+
+        bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
+        _, left, start = bounds(q, k, log_gate, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
+    else:
+        c, closed = _gate_sums(log_gate, B, S, H, q.device)
+        left = _left(closed, window, cu_seqlens)
+        if prune is not None:
+            start = prune_starts_reference(q, k, c, scale, prune, logit_bound)
+    first = torch.arange(0, T, ROW_UNIT, device=q.device) + (S - T)
+    last = (first + ROW_UNIT).clamp(max=S)
+    stop = (last + KEY_UNIT - 1) // KEY_UNIT  # blocks up to the diagonal
+    begin = torch.zeros(B, H, first.numel(), dtype=torch.int64, device=q.device)
+    if left is not None:
+        begin = begin.maximum(left[..., first].long() // KEY_UNIT)
+    if start is not None:
+        begin = begin.maximum(start.long() // KEY_UNIT)
+    return (stop - begin).sum(-1).float() / stop.sum()
+
+
+def _choose(impl: str, q: Tensor, v: Tensor) -> str:
+    """The implementation to run; an explicit choice never falls back."""
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl: expected one of {get_args(Impl)}, got {impl!r}")
+    why = _why_not_triton(q, v)
+    if impl == "triton" and why:
+        error = ImportError if "installed" in why else ValueError
+        raise error(f"impl: 'triton' cannot run here: {why}")
+    picked = ("reference" if why else "triton") if impl == "auto" else impl
+    if impl == "auto" and not torch.compiler.is_compiling() and picked not in _said:
+        _said.add(picked)
+        _log.info("fox_attention: auto picked %s%s", picked, f" ({why})" if why else "")
+    return picked
+
+
+def _why_not_triton(q: Tensor, v: Tensor) -> str:
+    """Why the Triton kernels cannot take these tensors, or "" if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the triton package is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    if not q.is_cuda and not interpreted:
+        return f"expected CUDA tensors (or TRITON_INTERPRET=1), got {q.device}"
+    if q.is_cuda and capability(q.device) < (8, 0):
+        return f"expected compute capability >= 8.0, got {capability(q.device)}"
+    if q.dtype not in _KERNEL_DTYPES:
+        return f"expected bfloat16, float16 or float32, got {q.dtype}"
+    if interpreted and q.dtype == torch.bfloat16:
+        return "the Triton interpreter computes bfloat16 wrongly"
+    for name, dim in (("K", q.shape[3]), ("V", v.shape[3])):
+        if dim % 8 or dim > 256:
+            return f"expected {name} a multiple of 8 up to 256, got {dim}"
+    return ""
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, scale: float | None, prune: Prune | None,
+    window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None,
+) -> None:  # fmt: skip
+    """Shapes, dtypes, devices and options. Values are read only with ATTNZOO_VALIDATE=1."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name}: expected 4 dimensions [batch, tokens, heads, dim], got shape {tuple(x.shape)}")
+        if x.dtype != q.dtype or not x.is_floating_point():
+            raise ValueError(f"{name}: expected the floating dtype of q ({q.dtype}), got {x.dtype}")
+    B, T, H, K = q.shape
+    S, G = k.shape[1], k.shape[2]
+    if k.shape[0] != B or k.shape[3] != K:
+        raise ValueError(f"k: expected [B={B}, S, G, K={K}] as in q, got {tuple(k.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: expected [B={B}, S={S}, G={G}, V] as in k, got {tuple(v.shape)}")
+    if G == 0 or H % G:
+        raise ValueError(f"q: expected H a multiple of the key heads G={G}, got H={H}")
+    if T > S or T == 0:
+        raise ValueError(f"q: expected 1 <= T <= S={S} (queries are the last T tokens), got T={T}")
+    if log_gate is not None:
+        if log_gate.shape != (B, S, H) and log_gate.shape != (H,):
+            raise ValueError(
+                f"log_gate: expected [B={B}, S={S}, H={H}] or [H={H}] (a gate per query head), got {tuple(log_gate.shape)}"
+            )
+        wide = (torch.float32,) if q.dtype != torch.float64 else (torch.float32, torch.float64)
+        if log_gate.dtype not in wide:
+            raise ValueError(f"log_gate: expected float32 (sums of 16-bit log gates are useless), got {log_gate.dtype}")
+    for name, x in (("sink", sink), ("logit_bound", logit_bound)):
+        if x is not None and (x.shape != (H,) or not x.is_floating_point()):
+            raise ValueError(f"{name}: expected a floating tensor of shape [H={H}], got {x.dtype} {tuple(x.shape)}")
+    if cu_seqlens is not None:
+        if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"cu_seqlens: expected int32 or int64 [N+1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
+        if B != 1 or T != S:
+            raise ValueError(f"cu_seqlens: expected B=1 and T=S (packed sequences), got B={B}, T={T}, S={S}")
+    for name, x in (("k", k), ("v", v), ("log_gate", log_gate), ("sink", sink), ("cu_seqlens", cu_seqlens),
+                    ("logit_bound", logit_bound)):  # fmt: skip
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name}: expected the device of q ({q.device}), got {x.device}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale: expected a positive number, got {scale}")
+    if prune is not None and log_gate is None:
+        raise ValueError("prune: expected a log_gate (nothing decays without one), got log_gate=None")
+    if prune is not None and not isinstance(prune, Prune):
+        raise ValueError(f"prune: expected attnzoo.Prune or None, got {type(prune).__name__}")
+    if os.environ.get("ATTNZOO_VALIDATE") == "1" and not torch.compiler.is_compiling():
+        if log_gate is not None and not bool((log_gate <= 0).all()):
+            raise ValueError("log_gate: expected log gates <= 0 without NaN, got a positive or NaN entry")
+        if cu_seqlens is not None and not (
+            bool((cu_seqlens.diff() >= 0).all()) and int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == S
+        ):
+            raise ValueError(f"cu_seqlens: expected borders rising from 0 to S={S}, got {cu_seqlens.tolist()}")

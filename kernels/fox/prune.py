@@ -1,0 +1,230 @@
+"""Adaptive Computation Pruning: where each row unit starts, found on the device.
+
+Keys 0..b may be dropped for row i when (Lin et al., "Adaptive Computation Pruning for the Forgetting
+Transformer", 2025, with the threshold of its section 3 for ``"paper"``)
+
+    paper:  (c_i - c_b) + 2 U + log N <= log eps                          U >= every |logit|
+    tail:   (c_i - c_b) + U_i - l_i + log n_b <= log eps                  U_i = scale |q_i| max_j |k_j|
+
+with log n_b = log sum_{l <= b} exp(c_b - c_l) <= log N (the normaliser of gated linear attention) and l_i = s_ii,
+a lower bound of the row's log-sum-exp. Both drop at most a mass eps of each row. A row unit takes its worst row, and
+the boundaries are made monotone by a suffix minimum (which only prunes less). In log2 throughout.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .fwd import GATE_CONST, LOG2E, _const_gate, _gate_at, _load_tile, gate_kind, head_block
+from .tuning import KEY_UNIT, ROW_UNIT
+
+SLACK = 1.0e-3  # log2 units added to the bound: covers the float32 rounding of norms and sums
+
+
+@triton.jit(do_not_specialize=["R", "stride_b"])
+def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+                    BR: tl.constexpr):  # fmt: skip
+    """Largest |x|^2 per head of [B, R, H, D]; p_max [B, H] starts at 0."""
+    i_r, i_bh = tl.program_id(0), tl.program_id(1)
+    p_x += (i_bh // H).to(tl.int64) * stride_b + (i_bh % H) * stride_h + (i_r * BR).to(tl.int64) * stride_r
+    b_x = _load_tile(p_x, tl.arange(0, BR), tl.arange(0, BD), stride_r, R - i_r * BR, D, BD, True).to(tl.float32)
+    tl.atomic_max(p_max + i_bh, tl.max(tl.sum(b_x * b_x, 1), 0))
+
+
+@triton.jit
+def _tail_at(p_x, b_slope, i_u, GATE: tl.constexpr, TAIL: tl.constexpr, KU: tl.constexpr):
+    """log2 n_b - c_b (tail) or -c_b (paper) at the last key b of unit i_u. # float64"""
+    b = i_u * KU + KU - 1
+    if GATE == 1:  # n_b = sum of 2^(g l) for l = 0..b: bounded by both closed forms
+        x = -b.to(tl.float64) * b_slope
+        if TAIL:
+            log_n = tl.log2(b.to(tl.float32) + 1.0)
+            log_n = tl.minimum(log_n, -tl.log2(tl.maximum(1.0 - tl.exp2(b_slope), 1.0e-30)))
+            x += log_n.to(tl.float64)
+    else:
+        x = tl.load(p_x + i_u)
+    return x
+
+
+@triton.jit(do_not_specialize=["T", "S", "stride_qb", "stride_kb"])
+def prune_rows_kernel(
+    p_q, p_k, p_qmax, p_kmax, p_bound, p_c, p_g, p_x, p_start, T, S, scale2, log2_eps, log2_s, n_steps,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh,
+    H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
+    GATE: tl.constexpr, TAIL: tl.constexpr, HAS_BOUND: tl.constexpr,
+):  # fmt: skip
+    """First key [B, H, T / RU] of each row unit, before the suffix minimum: a binary search over key units."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    i_bg = i_b * (H // REP) + i_h // REP
+    off = S - T
+    p_first = i_t * RU + off
+    o_t, o_k = tl.arange(0, RU), tl.arange(0, BK)
+    b_slope = 0.0
+    if GATE == 1:
+        b_slope = _const_gate(p_g, i_h)
+    p_c += i_bh.to(tl.int64) * 2 * S
+    ref_hi, ref_lo = _gate_at(p_c, b_slope, p_first, S, GATE)
+    if TAIL:  # worst row of U_i - s_ii + (c_i - c_ref)
+        r = (i_t * RU).to(tl.int64)
+        p_qt = p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt
+        p_kt = p_k + i_b * stride_kb + (i_h // REP) * stride_kh + (r + off) * stride_ks
+        b_q = _load_tile(p_qt, o_t, o_k, stride_qt, T - i_t * RU, K, BK, True).to(tl.float32)
+        b_k = _load_tile(p_kt, o_t, o_k, stride_ks, T - i_t * RU, K, BK, True).to(tl.float32)
+        b_u = tl.sqrt(tl.sum(b_q * b_q, 1) * tl.load(p_kmax + i_bg)) * (scale2 * 1.0001)  # [RU]
+        if HAS_BOUND:
+            b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * 1.4426950408889634)
+        b_w = b_u - tl.sum(b_q * b_k, 1) * scale2
+        m_t = i_t * RU + o_t < T
+        if GATE == 2:
+            b_hi = tl.load(p_c + p_first + o_t, mask=m_t, other=0.0)
+            b_lo = tl.load(p_c + S + p_first + o_t, mask=m_t, other=0.0)
+            b_w += (b_hi - ref_hi) + (b_lo - ref_lo)
+        else:
+            b_w += o_t.to(tl.float32) * b_slope
+        b_worst = tl.max(tl.where(m_t, b_w, float("-inf")), 0)
+    else:
+        if HAS_BOUND:
+            b_u = tl.load(p_bound + i_h).to(tl.float32) * 1.4426950408889634
+        else:
+            b_u = tl.sqrt(tl.load(p_qmax + i_bh) * tl.load(p_kmax + i_bg)) * (scale2 * 1.0001)
+        b_worst = 2.0 * b_u + log2_s
+    if GATE == 2:
+        b_c = ref_hi.to(tl.float64) + ref_lo.to(tl.float64)
+    else:
+        b_c = p_first.to(tl.float64) * b_slope
+    b_c += b_worst.to(tl.float64)
+    lo, hi = 0, p_first // KU  # units lo' < lo are dropped; the bound is monotone in the unit
+    p_x += i_bh.to(tl.int64) * tl.cdiv(S, KU)
+    for _ in range(0, n_steps):
+        mid = (lo + hi) // 2
+        m_drop = (mid < hi) & (b_c + _tail_at(p_x, b_slope, mid, GATE, TAIL, KU) <= log2_eps)
+        lo, hi = tl.where(m_drop, mid + 1, lo), tl.where(m_drop, hi, mid)
+    tl.store(p_start + i_bh.to(tl.int64) * tl.cdiv(T, RU) + i_t, lo * KU)
+
+
+@triton.jit
+def _minimum(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit(do_not_specialize=["N"])
+def suffix_min_kernel(p_x, N, BN: tl.constexpr):
+    """Suffix minimum of each row of [., N] int32, in place."""
+    p_x += tl.program_id(0).to(tl.int64) * N
+    c_min = tl.full([], 2147483647, tl.int32)
+    for i in range(0, tl.cdiv(N, BN)):
+        o_n = N - (i + 1) * BN + tl.arange(0, BN)
+        b_x = tl.load(p_x + o_n, mask=o_n >= 0, other=2147483647)
+        b_x = tl.minimum(tl.associative_scan(b_x, 0, _minimum, reverse=True), c_min)
+        tl.store(p_x + o_n, b_x, mask=o_n >= 0)
+        c_min = tl.min(b_x, 0)
+
+
+@triton.jit
+def _first(p, n, bound, n_steps):
+    """First index i < n with p[i] > bound (n if none) for a block of bounds; p is monotone."""
+    lo, hi = bound * 0, bound * 0 + n
+    for _ in range(0, n_steps):
+        mid = (lo + hi) // 2
+        m = mid < hi
+        up = m & (tl.load(p + mid, mask=m, other=0) <= bound)
+        lo, hi = tl.where(up, mid + 1, lo), tl.where(up | (mid >= hi), hi, mid)
+    return lo
+
+
+@triton.jit(do_not_specialize=["T", "S", "stride_lb", "stride_lh"])
+def key_bounds_kernel(p_left, p_start, p_end, p_full, T, S, n_steps, stride_lb, stride_lh, H: tl.constexpr,
+                      RU: tl.constexpr, KU: tl.constexpr, BU: tl.constexpr, HAS_LEFT: tl.constexpr,
+                      HAS_START: tl.constexpr):  # fmt: skip
+    """Per key unit [B, H, S / KU]: first row that sees none of it, first row that misses some of it."""
+    i_c, i_bh = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    n_u = tl.cdiv(S, KU)
+    o_u = i_c * BU + tl.arange(0, BU)
+    b_end = o_u * 0 + T
+    b_full = o_u * 0 + T
+    if HAS_LEFT:
+        p_l = p_left + i_b * stride_lb + i_h * stride_lh + (S - T)
+        b_end = _first(p_l, T, o_u * KU + KU - 1, n_steps)
+        b_full = _first(p_l, T, o_u * KU, n_steps)
+    if HAS_START:
+        n_t = tl.cdiv(T, RU)
+        b_cut = tl.minimum(_first(p_start + i_bh.to(tl.int64) * n_t, n_t, o_u * KU, n_steps) * RU, T)
+        b_end, b_full = tl.minimum(b_end, b_cut), tl.minimum(b_full, b_cut)
+    p_u = i_bh.to(tl.int64) * n_u + o_u
+    tl.store(p_end + p_u, b_end, mask=o_u < n_u)
+    tl.store(p_full + p_u, b_full, mask=o_u < n_u)
+
+
+def prune_starts(
+    q: Tensor, k: Tensor, log_gate: Tensor, c: Tensor | None, x: Tensor | None, scale: float, *, bound: str,
+    log_eps: float, logit_bound: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """First key of each unit of ROW_UNIT query rows, a multiple of KEY_UNIT. No host synchronisation.
+
+    Args:
+        q, k: [B, T, H, K] and [B, S, G, K], last dim contiguous.
+        log_gate: [B, S, H] with its sums c and x from ``gates.gate_sums``, or [H] (c and x None).
+        logit_bound: [H], known bound of |logits| (natural units), or None to find it from the norms.
+
+    Returns:
+        [B, H, ceil(T / ROW_UNIT)] int32, non-decreasing along the rows.
+    """
+    B, T, H, K = q.shape
+    S, G = k.shape[1], k.shape[2]
+    tail, gate, BK = bound == "tail", gate_kind(log_gate), head_block(K)
+    n_t = triton.cdiv(T, ROW_UNIT)
+    start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device)
+    norms = torch.zeros(B * (H + G), dtype=torch.float32, device=q.device)
+    qmax, kmax = norms[: B * H], norms[B * H :]
+    if tail or logit_bound is None:
+        norm_max_kernel[(triton.cdiv(S, 128), B * G)](k, kmax, S, *k.stride()[:3], H=G, D=K, BD=BK, BR=128)
+    if not tail and logit_bound is None:
+        norm_max_kernel[(triton.cdiv(T, 128), B * H)](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
+    if not tail and gate != GATE_CONST:
+        assert c is not None
+        x = unit_ends(c)
+    prune_rows_kernel[(n_t, B * H)](
+        q, k, qmax, kmax, norms if logit_bound is None else logit_bound, norms if c is None else c, log_gate,
+        norms if x is None else x, start, T, S, scale * LOG2E, log_eps * LOG2E - SLACK, math.log2(S),
+        triton.cdiv(S, KEY_UNIT).bit_length() + 1, *q.stride()[:3], *k.stride()[:3], H=H, REP=H // G, K=K, BK=BK,
+        RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, TAIL=tail, HAS_BOUND=logit_bound is not None,
+        num_warps=8 if BK >= 128 else 4,
+    )  # fmt: skip
+    suffix_min_kernel[(B * H,)](start, n_t, BN=min(1024, max(16, triton.next_power_of_2(n_t))))
+    return start
+
+
+def unit_ends(c: Tensor) -> Tensor:
+    """-c at the last key of each unit, float64 [B, H, ceil(S / KEY_UNIT)]; c is [B, H, 2, S]."""
+    S = c.shape[3]
+    last = torch.arange(KEY_UNIT - 1, S + KEY_UNIT - 1, KEY_UNIT, device=c.device).clamp_(max=S - 1)
+    pair = c[..., last].double()
+    return -(pair[:, :, 0] + pair[:, :, 1]).contiguous()
+
+
+def key_bounds(left: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int) -> tuple[Tensor, Tensor]:
+    """The same boundaries seen from the keys, for the backward pass.
+
+    Returns:
+        end, full [B, H, ceil(S / KEY_UNIT)] int32: rows >= end see nothing of the unit, rows < full see all of it.
+    """
+    some = left if left is not None else start
+    assert some is not None
+    n_u = triton.cdiv(S, KEY_UNIT)
+    end = torch.empty((B, H, n_u), dtype=torch.int32, device=some.device)
+    full = torch.empty_like(end)
+    strides = (0, 0)
+    if left is not None:
+        strides = (left.stride(0) * (left.shape[0] > 1), left.stride(1) * (left.shape[1] > 1))
+    key_bounds_kernel[(triton.cdiv(n_u, 128), B * H)](
+        some if left is None else left, some if start is None else start, end, full, T, S, T.bit_length() + 1,
+        *strides, H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_LEFT=left is not None, HAS_START=start is not None,
+    )  # fmt: skip
+    return end, full

@@ -1,0 +1,139 @@
+"""Forgetting attention written out densely: the definition the kernels are held to. No Triton here.
+
+    o_i = sum_j softmax_j(scale q_i . k_j + c_i - c_j) v_j,     c = running sum of log_gate,     j <= i
+
+Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025, equation 3.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnzoo.pruning import Prune
+
+from .tuning import KEY_UNIT, ROW_UNIT
+
+CLOSED = -1.0e4  # a log gate this low is treated as -inf: exp(CLOSED) is 0 by any measure
+
+
+def segment_starts(cu_seqlens: Tensor, S: int) -> Tensor:
+    """First position of each token's packed sequence: [S] int32 from cu_seqlens [N+1]."""
+    cu = cu_seqlens.to(torch.int64)
+    index = torch.searchsorted(cu, torch.arange(S, device=cu.device), right=True) - 1
+    return cu[index].to(torch.int32)
+
+
+def _gate_sums(log_gate: Tensor | None, B: int, S: int, H: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Running sums c [B, H, S] float64 and closed [B, H, S]; closed gates add nothing to c."""
+    if log_gate is None:
+        return (
+            torch.zeros(B, H, S, dtype=torch.float64, device=device),
+            torch.zeros(B, H, S, dtype=torch.bool, device=device),
+        )
+    if log_gate.ndim == 1:
+        log_gate = log_gate.clamp(min=CLOSED).expand(B, S, H)
+        closed = torch.zeros(B, S, H, dtype=torch.bool, device=device)
+    else:
+        closed = log_gate <= CLOSED
+    g = log_gate.double().masked_fill(closed, 0.0)
+    return g.cumsum(1).transpose(1, 2), closed.transpose(1, 2)
+
+
+def _left(closed: Tensor, window: int | None, cu_seqlens: Tensor | None) -> Tensor:
+    """First visible key of each position: [B, H, S]."""
+    S = closed.shape[-1]
+    pos = torch.arange(S, device=closed.device)
+    left = torch.where(closed, pos, 0).cummax(-1).values
+    if window is not None:
+        left = torch.maximum(left, pos - window + 1)
+    if cu_seqlens is not None:
+        left = torch.maximum(left, segment_starts(cu_seqlens, S))
+    return left
+
+
+def prune_starts_reference(
+    q: Tensor, k: Tensor, c: Tensor, scale: float, prune: Prune, logit_bound: Tensor | None = None
+) -> Tensor:
+    """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)]: prune.py's bounds, in float64.
+
+    Args:
+        q, k: [B, T, H, K] and [B, S, G, K]; c: [B, H, S] running gate sums.
+    """
+    B, T, H, _ = q.shape
+    S, G = k.shape[1], k.shape[2]
+    q64, k64 = q.detach().double(), k.detach().double()
+    k_max = k64.norm(dim=-1).amax(1).repeat_interleave(H // G, 1)  # [B, H]
+    c = c.detach()
+    last = torch.arange(KEY_UNIT - 1, S, KEY_UNIT, device=q.device)
+    off = S - T
+    if prune.bound == "tail":
+        own = k64[:, off:].repeat_interleave(H // G, 2)
+        u = scale * q64.norm(dim=-1).transpose(1, 2) * k_max[..., None]  # [B, H, T]
+        if logit_bound is not None:
+            u = torch.minimum(u, logit_bound.double()[None, :, None])
+        row = u - scale * (q64 * own).sum(-1).transpose(1, 2) + c[..., off:]
+        tail = torch.logcumsumexp(-c, -1)[..., last]  # log n_b - c_b
+    else:
+        u = scale * q64.norm(dim=-1).amax(1) * k_max if logit_bound is None else logit_bound.double().expand(B, H)
+        row = 2 * u[..., None] + math.log(S) + c[..., off:]
+        tail = -c[..., last]
+    first = torch.arange(0, T, ROW_UNIT, device=q.device)
+    pad = first.numel() * ROW_UNIT - T
+    if prune.bound == "tail":
+        worst = torch.nn.functional.pad(row, (0, pad), value=-math.inf).unflatten(-1, (-1, ROW_UNIT)).amax(-1)
+    else:
+        worst = row[..., first]
+    drop = worst[..., :, None] + tail[..., None, :] <= prune.log_eps
+    drop &= last[None, :] < (first + off)[:, None]
+    start = drop.long().cumprod(-1).sum(-1) * KEY_UNIT
+    return start.flip(-1).cummin(-1).values.flip(-1)
+
+
+def fox_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_gate: Tensor | None,
+    scale: float | None = None,
+    prune: Prune | None = None,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    logit_bound: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Dense forgetting attention; arguments as ``fox_attention``. Memory O(T S).
+
+    Args:
+        compute_dtype: dtype of the operands of both matrix products (the softmax is float32 or better). Default:
+            float64 for float64 inputs, else float32.
+
+    Returns:
+        [B, T, H, V] in q's dtype.
+    """
+    B, T, H, K = q.shape
+    S, G = k.shape[1], k.shape[2]
+    scale = K**-0.5 if scale is None else scale
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    cd = wide if compute_dtype is None else compute_dtype
+    c, closed = _gate_sums(log_gate, B, S, H, q.device)
+    left = _left(closed, window, cu_seqlens)
+    off = S - T
+    pos = torch.arange(off, S, device=q.device)
+    j = torch.arange(S, device=q.device)
+    visible = (j <= pos[:, None]) & (j >= left[..., off:, None])  # [B, H, T, S]
+    if prune is not None:
+        start = prune_starts_reference(q, k, c, scale, prune, logit_bound)
+        visible &= j >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
+    qh = q.to(cd).transpose(1, 2)
+    kh, vh = (x.to(cd).transpose(1, 2).repeat_interleave(H // G, 1) for x in (k, v))
+    decay = (c[..., off:, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
+    logits = (torch.matmul(qh, kh.transpose(-1, -2)).to(wide) * scale + decay).masked_fill(~visible, -math.inf)
+    if sink is not None:
+        logits = torch.cat([logits, sink.to(wide)[None, :, None, None].expand(B, H, T, 1)], -1)
+    weights = torch.softmax(logits, -1)[..., :S]
+    return torch.matmul(weights.to(cd), vh).transpose(1, 2).to(q.dtype)

@@ -1,0 +1,110 @@
+"""Tile sizes and the choice of hardware features, in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Kind = Literal["fwd", "dq", "dkdv", "fused"]
+_log = logging.getLogger("attnzoo.kernels.fox")
+
+ROW_UNIT = 128  # query rows that share one pruning boundary; every BT divides it
+KEY_UNIT = 64  # boundaries are multiples of this many keys
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One launch configuration: BT query rows by BS keys."""
+
+    BT: int
+    BS: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        if self.BT not in (16, 32, 64, 128):
+            raise ValueError(f"BT: expected one of (16, 32, 64, 128), got {self.BT}")
+        if self.BS not in (16, 32, 64, 128):
+            raise ValueError(f"BS: expected one of (16, 32, 64, 128), got {self.BS}")
+
+
+# Head dims up to the key -> tiles. Measured on an H200 (benchmarks/NOTES.md), 16-bit inputs.
+_HOPPER: dict[Kind, dict[int, Tiles]] = {
+    "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 64, 8, 2)},
+    "dq": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 8, 2)},
+    "dkdv": {64: Tiles(64, 128, 8, 3), 128: Tiles(64, 128, 8, 2), 256: Tiles(32, 64, 8, 2)},
+    "fused": {64: Tiles(64, 128, 8, 2), 128: Tiles(64, 128, 8, 2), 256: Tiles(32, 64, 8, 1)},
+}
+# Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
+_SAFE: dict[Kind, dict[int, Tiles]] = {
+    "fwd": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 1)},
+    "dq": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
+    "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2), 256: Tiles(32, 32, 4, 1)},
+    "fused": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2), 256: Tiles(32, 32, 4, 1)},
+}
+# Exact float32 products run on the scalar units and need the registers.
+_FLOAT32: dict[Kind, dict[int, Tiles]] = {
+    kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)} for kind in _SAFE
+}
+_FUSED_FASTER: tuple[tuple[int, int], ...] = ()  # capabilities where the one-kernel backward was measured faster
+_overrides: dict[Kind, Tiles] = {}
+_fused_override: list[bool] = []
+_said: set[tuple[int, int]] = set()
+
+
+@contextlib.contextmanager
+def override(tiles: dict[Kind, Tiles] | None = None, *, fused: bool | None = None) -> Iterator[None]:
+    """Force tiles, or the backward schedule, for tests and sweeps; for every head dim while the context is open."""
+    before = dict(_overrides)
+    _overrides.update(tiles or {})
+    if fused is not None:
+        _fused_override.append(fused)
+    try:
+        yield
+    finally:
+        if fused is not None:
+            _fused_override.pop()
+        _overrides.clear()
+        _overrides.update(before)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; (0, 0) for a CPU (the interpreter)."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """Tiles of a kernel for head dims up to ``head_dim`` (the larger of K and V)."""
+    if kind in _overrides:
+        return _overrides[kind]
+    size = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    if dtype == torch.float32:
+        return _FLOAT32[kind][size]
+    cap = capability(device)
+    if cap == (9, 0):
+        return _HOPPER[kind][size]
+    if cap not in ((0, 0), (8, 0), (8, 6), (8, 9)) and cap not in _said:
+        _said.add(cap)
+        _log.info("fox: no tuned tiles for compute capability %d.%d; using the safe table", *cap)
+    return _SAFE[kind][size]
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Precision of float32 products: torch's own setting decides, as for torch.matmul."""
+    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
+        return "ieee"
+    return "tf32"
+
+
+def use_fused(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the backward pass runs as one kernel with atomics (never under deterministic algorithms)."""
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    if _fused_override:
+        return _fused_override[-1]
+    return dtype != torch.float32 and head_dim <= 128 and capability(device) in _FUSED_FASTER
