@@ -1,7 +1,8 @@
 """Typed configuration, read from YAML with `key=value` overrides.
 
-A config is a plain dataclass; OmegaConf converts the values, and what it cannot place is refused here with the nearest
-valid name. `load_config` serves any dataclass, so that other commands can nest `TrainConfig` in their own schema.
+A config is a plain dataclass; OmegaConf converts the values, and what it cannot place is refused here with
+the nearest valid name. `load_config` serves any dataclass, so that other commands can nest `TrainConfig` in
+their own schema.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 from attnzoo.errors import unknown
 
@@ -33,11 +34,12 @@ class ModelConfig:
     `attention` is one of
 
     - a name, for every layer: `fox`;
-    - a list that is repeated until the layers are filled: `[mamba2, mamba2, fox]`. A list as long as the model is thus a
-      per-layer list. The number of layers must be a multiple of the list's length.
+    - a list that is repeated until the layers are filled: `[mamba2, mamba2, fox]`. A list as long as the
+      model is thus a per-layer list. The number of layers must be a multiple of the list's length.
 
-    An entry of the list (or the whole of `attention`) may also be a mapping `{name: fox, repeat: 2, options: {acp: true}}`:
-    `repeat` stands for that many equal entries, and `options` are added to `attention_options` for those layers only.
+    An entry of the list (or the whole of `attention`) may also be a mapping `{name: fox, repeat: 2, options:
+    {acp: true}}`: `repeat` stands for that many equal entries, and `options` are added to `attention_options`
+    for those layers only.
     """
 
     attention: Any = "fox"
@@ -67,7 +69,8 @@ class ModelConfig:
         """What each of the `num_layers` layers is made of.
 
         Raises:
-            ValueError: an entry is neither a name nor a mapping with a name, or the list does not fill the layers evenly.
+            ValueError: an entry is neither a name nor a mapping with a name, or the list does not fill the
+                layers evenly.
         """
         entries = self.attention if isinstance(self.attention, list | tuple) else [self.attention]
         pattern = [spec for entry in entries for spec in self._layer_specs(entry)]
@@ -102,9 +105,9 @@ class ModelConfig:
 class DataConfig:
     """Where the tokens come from, and how they are cut.
 
-    `source` is `stdlib` (the Python standard library's own source), a text file, a folder of text files, or pre-tokenised
-    `.npy` / `.bin` files (one, or a folder of them). Text is read byte by byte: the vocabulary is 256, and a zero byte ends
-    each document.
+    `source` is `stdlib` (the Python standard library's own source), a text file, a folder of text files, or
+    pre-tokenised `.npy` / `.bin` files (one, or a folder of them). Text is read byte by byte: the vocabulary
+    is 256, and a zero byte ends each document.
     """
 
     source: str = "stdlib"
@@ -128,7 +131,9 @@ class DataConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with a linear warm-up and a cosine to 0, as in the Forgetting Transformer (Lin et al. 2025, appendix B)."""
+    """AdamW with a linear warm-up and a cosine to 0, as in the Forgetting Transformer (Lin et al. 2025,
+    appendix B).
+    """
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -169,7 +174,16 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "steps", "batch_size", "gradient_accumulation", "log_every", "eval_tokens", "keep_checkpoints")
+        _at_least(
+            self,
+            1,
+            "steps",
+            "batch_size",
+            "gradient_accumulation",
+            "log_every",
+            "eval_tokens",
+            "keep_checkpoints",
+        )
         _at_least(self, 0, "seed", "eval_every", "checkpoint_every")
         _one_of(self, "mixed_precision", ["none", "bf16", "fp16"])
         _one_of(self, "device", ["auto", "cpu"])
@@ -181,21 +195,21 @@ class TrainConfig:
             )
 
 
-def load_config(
-    path: str | Path | None = None,
-    overrides: Sequence[str] = (),
-    schema: type[T] = TrainConfig,  # type: ignore[assignment]
-) -> T:
+@overload
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig: ...
+@overload
+def load_config(path: str | Path | None, overrides: Sequence[str], schema: type[T]) -> T: ...
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), schema: type[Any] = TrainConfig) -> Any:
     """Read a YAML file (None: the defaults), apply `key=value` overrides, and make a `schema` of it.
 
     Keys of overrides are dotted (`model.hidden_size=64`), values are YAML (`model.attention=[fox,mamba2]`).
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a key that the schema lacks (the nearest one is named), a value that does not fit, or YAML that cannot
-            be read.
+        ValueError: a key that the schema lacks (the nearest one is named), a value that does not fit, or YAML
+            that cannot be read.
     """
-    import yaml
+    import yaml  # type: ignore[import-untyped]
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -226,7 +240,7 @@ def load_config(
         except OmegaConfBaseException as error:
             raise ValueError(_value_error(error)) from error
     try:
-        return cast(T, OmegaConf.to_object(merged))
+        return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(_value_error(error)) from error
 

@@ -21,8 +21,18 @@ SHARDS = (".npy", ".bin")
 
 # Tests and their data, generated tables, installed packages, and what differs between builds of one Python.
 STDLIB_EXCLUDED = frozenset(
-    ["__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"]
-    + ["turtledemo"]
+    [
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "idlelib",
+        "lib2to3",
+        "pydoc_data",
+        "site-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    ]
 )
 
 
@@ -30,8 +40,8 @@ STDLIB_EXCLUDED = frozenset(
 class Data:
     """Tokens ready for training.
 
-    `train` gives windows by index; `heldout` is a 1-D array of tokens that training never sees; `fingerprint` changes when
-    the tokens or their split do.
+    `train` gives windows by index; `heldout` is a 1-D array of tokens that training never sees; `fingerprint`
+    changes when the tokens or their split do.
     """
 
     vocab_size: int
@@ -155,7 +165,9 @@ def _read_shard(path: Path, dtype: str) -> Tokens:
 
 
 def _split(pieces: Sequence[_Piece], config: DataConfig) -> tuple[list[_Piece], list[_Piece]]:
-    """By a hash of the file's name, so that a file keeps its side when others come; a single file gives its end."""
+    """By a hash of the file's name, so that a file keeps its side when others come; a single file gives its
+    end.
+    """
     if len(pieces) == 1:
         piece = pieces[0]
         cut = len(piece.tokens) - int(len(piece.tokens) * config.heldout_fraction)

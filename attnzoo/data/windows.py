@@ -13,9 +13,9 @@ Tokens = npt.NDArray[np.integer]
 class TokenWindows:
     """Windows of `context_length + 1` tokens over one or more shards (inputs and their next-token targets).
 
-    Window `i` depends on the seed and `i` only, never on the number of workers or processes. An epoch visits each window
-    once, in an order of its own, and shifts the cuts so that windows start elsewhere than in the epoch before. A window
-    does not cross shards; shards too short for one window are left out.
+    Window `i` depends on the seed and `i` only, never on the number of workers or processes. An epoch visits
+    each window once, in an order of its own, and shifts the cuts so that windows start elsewhere than in the
+    epoch before. A window does not cross shards; shards too short for one window are left out.
 
     Args:
         shards: 1-D integer arrays; memory maps are read window by window.
@@ -26,7 +26,12 @@ class TokenWindows:
     """
 
     def __init__(
-        self, shards: Sequence[Tokens], context_length: int, vocab_size: int, seed: int = 0, name: str = "the data"
+        self,
+        shards: Sequence[Tokens],
+        context_length: int,
+        vocab_size: int,
+        seed: int = 0,
+        name: str = "the data",
     ):
         for shard in shards:
             if shard.ndim != 1 or not np.issubdtype(shard.dtype, np.integer):
@@ -67,8 +72,8 @@ class TokenWindows:
         tokens = np.asarray(self.shards[shard][start : start + self.context_length + 1], dtype=np.int64)
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise ValueError(
-                f"{self.name}: tokens from {tokens.min()} to {tokens.max()} near position {start} of shard {shard}, "
-                f"outside the vocabulary of {self.vocab_size}"
+                f"{self.name}: tokens from {tokens.min()} to {tokens.max()} near position {start} "
+                f"of shard {shard}, outside the vocabulary of {self.vocab_size}"
             )
         return tokens
 
@@ -93,7 +98,9 @@ def heldout_windows(heldout: Tokens, length: int, max_tokens: int) -> npt.NDArra
         ValueError: the held-out tokens are too few for one window.
     """
     if len(heldout) <= length:
-        raise ValueError(f"the held-out split has {len(heldout)} tokens: a length of {length} needs at least {length + 1}")
+        raise ValueError(
+            f"the held-out split has {len(heldout)} tokens: a length of {length} needs at least {length + 1}"
+        )
     available = (len(heldout) - 1) // length
     count = max(1, min(available, max_tokens // length))
     starts = np.arange(count) * available // count * length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,9 @@ IGNORED = -100  # a label that does not count
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """`logits [B, T, vocab_size]`, and the mean cross-entropy in nats over the labels that count, when there are labels."""
+    """`logits [B, T, vocab_size]`, and the mean cross-entropy in nats over the labels that count, when there
+    are labels.
+    """
 
     logits: Tensor
     loss: Tensor | None = None
@@ -44,12 +46,16 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads}
-        self.attention = build_attention(layer.name, **{**sizes, **layer.options})
+        self.attention: Any = build_attention(layer.name, **{**sizes, **layer.options})
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size)
 
     def forward(
-        self, x: Tensor, cu_seqlens: Tensor | None = None, attention_mask: Tensor | None = None, cache: Any = None
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]; `cache` is the one of this block's attention."""
         attended = self.attention(
@@ -62,8 +68,8 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """A decoder-only language model; `config.attention` says which variant each layer runs.
 
-    Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for parameters that an attention module
-    marks with `_no_reinit`, which keep the initialisation of their own.
+    Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for parameters that an
+    attention module marks with `_no_reinit`, which keep the initialisation of their own.
 
     Raises:
         ValueError: a variant or one of its options does not exist.
@@ -82,7 +88,7 @@ class LanguageModel(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise all weights anew, from torch's global random state."""
-        for block in self.blocks:
+        for block in self._blocks():
             block.attention.reset_parameters()
         for module in self.modules():
             if isinstance(module, nn.RMSNorm) and module.weight is not None:
@@ -104,8 +110,8 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids: integers [B, T].
-            labels: integers [B, T]; `labels[b, t]` is what position t should predict (the token after it: nothing is
-                shifted here), or -100 where nothing is asked.
+            labels: integers [B, T]; `labels[b, t]` is what position t should predict (the token after it:
+                nothing is shifted here), or -100 where nothing is asked.
             cu_seqlens: int [N + 1], starts of the sequences packed into a batch of one.
             attention_mask: [B, T], 0 at padding.
             cache: from `new_cache`; extended in place, so that a sequence can be given in pieces.
@@ -130,7 +136,10 @@ class LanguageModel(nn.Module):
 
     def new_cache(self) -> list[Any]:
         """An empty cache for one batch of sequences, one entry per layer."""
-        return [block.attention.new_cache() for block in self.blocks]  # type: ignore[operator, union-attr]
+        return [block.attention.new_cache() for block in self._blocks()]
+
+    def _blocks(self) -> list[Block]:
+        return cast("list[Block]", list(self.blocks))
 
     @torch.no_grad()
     def generate(
@@ -147,7 +156,8 @@ class LanguageModel(nn.Module):
         `temperature=0` takes the likeliest token; `top_k` samples among the k likeliest.
 
         Raises:
-            ValueError: an empty prompt, a negative temperature, or top_k or max_new_tokens below their minimum.
+            ValueError: an empty prompt, a negative temperature, or top_k or max_new_tokens below their
+                minimum.
         """
         _check_tokens("input_ids", input_ids, None)
         if input_ids.shape[1] == 0:

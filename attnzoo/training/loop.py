@@ -1,0 +1,314 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.config import TrainConfig
+from attnzoo.data import Data, TokenWindows, build_data, heldout_windows
+from attnzoo.models import LanguageModel
+from attnzoo.models.language_model import IGNORED
+from attnzoo.training.checkpoint import (
+    Progress,
+    check_resumable,
+    exclusive,
+    newest_checkpoint,
+    read_progress,
+    remove_stale,
+    share_weights_between_process_counts,
+    write_checkpoint,
+    write_config,
+)
+from attnzoo.training.metrics import Metrics, Row
+from attnzoo.training.optimizer import build_optimizer, learning_rate
+from attnzoo.training.progress import Quiet, build_display
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> Path:
+    """Train a model, or go on training it, and return the run folder (`config.output_dir`).
+
+    A folder that holds checkpoints of the same configuration is continued from the newest one, to the same
+    losses that an uninterrupted run has (bit for bit on a CPU); one that is finished is left as it is. Under
+    `accelerate launch` this runs in every process, the model being replicated.
+
+    The first SIGINT or SIGTERM in a single process ends the step under way, writes a checkpoint and then
+    raises KeyboardInterrupt.
+
+    Args:
+        on_row: called in the main process with each row of the metrics, as it is written.
+
+    Raises:
+        ValueError, FileNotFoundError: the configuration, its variants or its data are not usable.
+        FloatingPointError: the loss or the gradient is not finite.
+        CheckpointError: the folder holds another run, is in use, or a checkpoint could not be written.
+    """
+    accelerator = _build_accelerator(config)
+    from accelerate.utils import set_seed
+
+    rows_per_part = _rows_per_part(config, accelerator.num_processes)
+    data = build_data(config.data)
+    if data.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} is below the {data.vocab_size} tokens "
+            f"of {config.data.source!r}"
+        )
+    set_seed(config.seed)
+    model: Any = LanguageModel(config.model)
+    optimizer: Any = build_optimizer(model, config.optimizer)
+
+    run_dir = Path(config.output_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    main = accelerator.is_main_process
+    with exclusive(run_dir) if main else nullcontext():
+        checkpoint = check_resumable(run_dir, config, data.fingerprint)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        share_weights_between_process_counts(accelerator)
+        progress = Progress(data_fingerprint=data.fingerprint)
+        if checkpoint is not None:
+            progress = read_progress(checkpoint)
+            accelerator.load_state(str(checkpoint))
+        accelerator.wait_for_everyone()
+        if main:
+            write_config(run_dir, config)
+            remove_stale(run_dir / "checkpoints", config.keep_checkpoints)
+        if progress.step < config.steps:
+            run = _Run(config, accelerator, model, optimizer, data, rows_per_part)
+            _train_from(progress, run, run_dir, on_row)
+        accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    return run_dir
+
+
+class _Run:
+    """One run's parts, and the three things done with them: a step, an evaluation, a check."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data: Data,
+        rows_per_part: int,
+    ):
+        self.config, self.accelerator, self.model, self.optimizer = config, accelerator, model, optimizer
+        self.data, self.rows_per_part = data, rows_per_part
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Update once; the mean loss over the whole batch, and the norm of the gradient before clipping."""
+        config, accelerator = self.config, self.accelerator
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.steps, config.optimizer)
+        self.model.train()
+        losses = []
+        norm = torch.zeros(())
+        for part in range(config.gradient_accumulation):
+            with accelerator.accumulate(self.model):
+                tokens = self._part(self.data.train, step, part)  # [b, T + 1]
+                loss = self.model(tokens[:, :-1], labels=tokens[:, 1:]).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                losses.append(loss.detach())
+        return accelerator.reduce(torch.stack(losses).mean(), "mean"), norm
+
+    def _part(self, windows: TokenWindows, step: int, part: int) -> Tensor:
+        """This process's rows of a part of a batch: which rows the batch has depends on the step alone."""
+        rows, accelerator = self.rows_per_part, self.accelerator
+        first = (step - 1) * self.config.batch_size + (
+            part * accelerator.num_processes + accelerator.process_index
+        ) * rows
+        return torch.from_numpy(windows.batch(range(first, first + rows))).to(accelerator.device)
+
+    @torch.no_grad()
+    def heldout_loss(self) -> float:
+        """Mean loss in nats per token over the held-out windows, however many processes share them."""
+        accelerator, config = self.accelerator, self.config
+        windows = torch.from_numpy(heldout_windows(self.data.heldout, config.data.context_length, config.eval_tokens))
+        inputs, labels = windows[:, :-1], windows[:, 1:]
+        # Every process runs equally many equal batches: the model synchronises them.
+        together = self.rows_per_part * accelerator.num_processes
+        missing = -len(windows) % together
+        inputs = torch.cat([inputs, inputs[:1].expand(missing, -1)])
+        labels = torch.cat([labels, torch.full_like(labels[:1], IGNORED).expand(missing, -1)])
+        total = torch.zeros(2, dtype=torch.float64)  # [sum of losses, tokens]
+        self.model.eval()
+        for first in range(accelerator.process_index * self.rows_per_part, len(inputs), together):
+            rows = slice(first, first + self.rows_per_part)
+            count = int((labels[rows] != IGNORED).sum())
+            loss = self.model(inputs[rows].to(accelerator.device), labels=labels[rows].to(accelerator.device)).loss
+            if count:
+                total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
+        # Two float32 numbers would not hold a sum over many tokens.
+        summed = accelerator.gather(total.to(accelerator.device)[None]).sum(0)
+        return float(summed[0] / summed[1])
+
+    def check_finite(self, step: int, loss: Tensor, norm: Tensor) -> tuple[float, float]:
+        """Loss and norm as numbers.
+
+        Raises:
+            FloatingPointError: one of them is not finite, unless loss scaling has skipped that update.
+        """
+        skipped = bool(getattr(self.optimizer, "step_was_skipped", False))
+        for name, value in (("loss", float(loss)), ("norm of the gradient", float(norm))):
+            if not math.isfinite(value) and not (name != "loss" and skipped):
+                lr = learning_rate(step, self.config.steps, self.config.optimizer)
+                before = newest_checkpoint(self.config.output_dir)
+                kept = (
+                    f"the last checkpoint, {before.name}, is from before"
+                    if before
+                    else "there is no checkpoint before it"
+                )
+                raise FloatingPointError(f"the {name} is {value} at step {step} (learning rate {lr:.3g}); {kept}")
+        return float(loss), float(norm) if math.isfinite(float(norm)) else 0.0
+
+
+def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[Row], None] | None) -> None:
+    config, accelerator = run.config, run.accelerator
+    main = accelerator.is_main_process
+    tokens_per_step = config.batch_size * config.data.context_length
+
+    with (
+        Metrics(run_dir, progress.step) if main else nullcontext() as metrics,
+        build_display(config, progress.step) if main else Quiet() as display,
+        _stop_requests(accelerator.num_processes == 1) as stop_requested,
+        _trackers(config, accelerator, progress.step),
+    ):
+
+        def record(row: Row) -> None:
+            if metrics is not None:
+                metrics.append(row)
+                display.row(row)
+                if on_row is not None:
+                    on_row(row)
+            if config.tensorboard:
+                numbers = {f"{row['kind']}/{key}": row[key] for key in row if key not in ("kind", "step")}
+                accelerator.log(numbers, step=row["step"])
+
+        clock, steps_timed = time.perf_counter(), 0
+        for step in range(progress.step + 1, config.steps + 1):
+            last = step == config.steps
+            loss, norm = run.step(step)
+            steps_timed += 1
+            tokens = step * tokens_per_step
+            logs = last or step % config.log_every == 0
+            evaluates = last or _due(step, config.eval_every)
+            stops = stop_requested()
+            saves = last or stops or _due(step, config.checkpoint_every)
+            if logs or evaluates or saves:
+                loss_value, norm_value = run.check_finite(step, loss, norm)
+                elapsed = time.perf_counter() - clock
+                progress = replace(progress, step=step, tokens=tokens, seconds=progress.seconds + elapsed)
+                if logs:
+                    record(
+                        {
+                            "kind": "train",
+                            "step": step,
+                            "tokens": tokens,
+                            "loss": loss_value,
+                            "lr": learning_rate(step, config.steps, config.optimizer),
+                            "grad_norm": norm_value,
+                            "tokens_per_second": steps_timed * tokens_per_step / elapsed,
+                            "seconds": progress.seconds,
+                        }
+                    )
+                if evaluates:
+                    record({"kind": "eval", "step": step, "loss": run.heldout_loss()})
+                if saves:
+                    if metrics is not None:
+                        metrics.sync()
+                    write_checkpoint(accelerator, run_dir, progress, config.keep_checkpoints)
+                clock, steps_timed = time.perf_counter(), 0
+            display.step(step)
+            if stops and not last:
+                raise KeyboardInterrupt(f"stopped after step {step}; train in {run_dir} again to go on")
+
+
+@contextmanager
+def _trackers(config: TrainConfig, accelerator: Accelerator, step: int) -> Iterator[None]:
+    if config.tensorboard:
+        # Points that a killed run wrote after its last checkpoint are purged, as they are from the metrics.
+        accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})
+    try:
+        yield
+    finally:
+        # Not accelerator.end_training(): it would end the process group, and another run may follow.
+        for tracker in accelerator.trackers:
+            tracker.finish()
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _build_accelerator(config: TrainConfig) -> Accelerator:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    # accelerate keeps one precision per process; several runs in one process may differ in it.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        cpu=config.device == "cpu",
+        mixed_precision="no" if config.mixed_precision == "none" else config.mixed_precision,
+        gradient_accumulation_steps=config.gradient_accumulation,
+        log_with="tensorboard" if config.tensorboard else None,
+        project_dir=config.output_dir,
+    )
+    if accelerator.distributed_type in (
+        DistributedType.FSDP,
+        DistributedType.DEEPSPEED,
+        DistributedType.MEGATRON_LM,
+    ):
+        raise ValueError(
+            f"{accelerator.distributed_type} shards the model; training here replicates it: use data parallel"
+        )
+    return accelerator
+
+
+def _rows_per_part(config: TrainConfig, processes: int) -> int:
+    parts = processes * config.gradient_accumulation
+    if config.batch_size % parts:
+        raise ValueError(
+            f"batch_size={config.batch_size} does not divide evenly among {processes} processes "
+            f"times gradient_accumulation={config.gradient_accumulation}"
+        )
+    return config.batch_size // parts
+
+
+@contextmanager
+def _stop_requests(enabled: bool) -> Iterator[Callable[[], bool]]:
+    """Note the first SIGINT or SIGTERM instead of breaking off; the second one breaks off as usual."""
+    requested = threading.Event()
+    if not enabled or threading.current_thread() is not threading.main_thread():
+        yield requested.is_set
+        return
+
+    def note(number: int, frame: Any) -> None:
+        requested.set()
+        signal.signal(number, before[number])
+
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield requested.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
