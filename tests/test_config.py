@@ -1,0 +1,142 @@
+"""Configuration: what is written is what is read, and what is wrong is refused by name."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from attnzoo.config import (
+    LayerSpec,
+    ModelConfig,
+    TrainConfig,
+    config_differences,
+    load_config,
+    save_config,
+)
+from attnzoo.errors import unknown
+
+
+def names(config: ModelConfig) -> list[str]:
+    return [layer.name for layer in config.layers()]
+
+
+def test_a_written_config_reads_back_equal(tmp_path):
+    config = load_config(None, ["steps=700", "model.attention=[fox,{name: gla,options: {acp: true}}]", "optimizer.lr=3e-4"])
+    assert config.steps == 700
+    assert config.optimizer.lr == 3e-4
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    (tmp_path / "c.yaml").write_text("steps: 500\nbatch_size: 8\n")
+    config = load_config(tmp_path / "c.yaml", ["steps=900"])
+    assert (config.steps, config.batch_size, config.seed) == (900, 8, TrainConfig().seed)
+
+
+def test_another_schema_may_nest_the_train_config():
+    @dataclass
+    class Comparison:
+        variants: list[str] = field(default_factory=list)
+        train: TrainConfig = field(default_factory=TrainConfig)
+
+    # A class defined in a function has no module scope for its annotations.
+    Comparison.__annotations__ = {"variants": list[str], "train": TrainConfig}
+    config = load_config(None, ["variants=[fox,nope]", "train.model.num_layers=2"], Comparison)
+    assert config.variants == ["fox", "nope"]
+    assert config.train.model.num_layers == 2
+    with pytest.raises(ValueError, match=r"train\.model\.num_layer.*did you mean 'train\.model\.num_layers'"):
+        load_config(None, ["train.model.num_layer=2"], Comparison)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stepz=3", "unknown configuration key 'stepz'.*did you mean 'steps'"),
+        ("model.hiden_size=3", r"'model\.hiden_size'.*did you mean 'model\.hidden_size'"),
+        ("optimiser.lr=3", "'optimiser'.*did you mean 'optimizer'"),
+        ("mixed_precision=bf61", "unknown mixed_precision 'bf61'.*did you mean 'bf16'"),
+        ("progress=queit", "did you mean 'quiet'"),
+        ("data.dtype=int61", "did you mean 'int64'"),
+        ("steps=many", "steps: .*many"),
+        ("steps=1.5", "steps: .*1.5"),
+        ("steps=null", "steps: "),
+        ("steps=0", "steps must be at least 1, got 0"),
+        ("optimizer.lr=-1", "lr must be above 0, got -1"),
+        ("optimizer.beta2=1", r"beta2 must be in \[0, 1\), got 1"),
+        ("optimizer.warmup_steps=1000", "warmup_steps=1000 must be below steps=1000"),
+        ("data.heldout_fraction=1.5", "heldout_fraction must be between 0 and 1, got 1.5"),
+        ("model=fox", "model: expected a mapping"),
+        ("steps", "expected key=value"),
+        ("=3", "expected key=value"),
+        ("steps=[", "not readable"),
+    ],
+)
+def test_a_wrong_key_or_value_is_refused_by_name(override, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(None, [override])
+
+
+@pytest.mark.parametrize("text", ["steps: [", "- steps", "modle:\n  num_layers: 2\n"])
+def test_a_wrong_file_is_refused(tmp_path, text):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"readable|mapping|did you mean 'model'"):
+        load_config(tmp_path / "c.yaml")
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml"):
+        load_config("nowhere.yaml")
+
+
+def test_one_name_serves_every_layer():
+    assert names(ModelConfig(attention="gla", num_layers=3)) == ["gla"] * 3
+
+
+def test_a_pattern_repeats_over_the_layers():
+    assert names(ModelConfig(attention=["mamba2", "fox"], num_layers=6)) == ["mamba2", "fox"] * 3
+    repeated = [{"name": "mamba2", "repeat": 3}, "fox"]
+    assert names(ModelConfig(attention=repeated, num_layers=8)) == (["mamba2"] * 3 + ["fox"]) * 2
+
+
+def test_options_of_an_entry_are_added_to_those_of_the_model():
+    config = ModelConfig(
+        attention=["gla", {"name": "fox", "options": {"acp": True, "block": None}}],
+        attention_options={"block": "pro"},
+        num_layers=2,
+    )
+    assert config.layers() == [LayerSpec("gla", {"block": "pro"}), LayerSpec("fox", {"acp": True, "block": None})]
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (["fox", "gla", "nope"], "pattern of 3 layers.*num_layers=4"),
+        (["fox"] * 8, "pattern of 8 layers.*num_layers=4"),
+        ([], "empty list"),
+        ([["fox"]], "expected a name or a mapping"),
+        ({"repeat": 2}, "with a name"),
+        ({"name": "fox", "option": {}}, "did you mean 'options'"),
+        ({"name": "fox", "repeat": 0}, "at least 1, got 0"),
+        ({"name": "fox", "options": ["acp"]}, "must be a mapping"),
+    ],
+)
+def test_a_wrong_attention_pattern_is_refused(attention, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(attention=attention, num_layers=4)
+
+
+def test_differences_are_named_by_their_dotted_field():
+    old, new = TrainConfig(), load_config(None, ["model.hidden_size=64", "seed=5"])
+    assert config_differences(old, new) == {"seed": (0, 5), "model.hidden_size": (256, 64)}
+    assert config_differences(old, TrainConfig()) == {}
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    message = str(unknown("variant", "foks", ["nope", "fox"]))
+    assert message == "unknown variant 'foks': expected one of nope, fox; did you mean 'fox'?"
+    assert str(unknown("variant", "FOX", ["nope", "fox"])).endswith("did you mean 'fox'?")
+
+
+def test_an_unknown_name_that_nothing_resembles_gets_no_guess():
+    assert "did you mean" not in str(unknown("variant", "zzz", ["nope", "fox"]))
+    assert "none is expected" in str(unknown("option", "x", []))
