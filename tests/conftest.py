@@ -1,0 +1,28 @@
+"""Settings of every test: one thread, the Triton interpreter where there is no GPU, Hypothesis profiles."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, so it is set before anything else
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+_COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", max_examples=12, derandomize=True, database=None, **_COMMON)
+settings.register_profile("long", max_examples=200, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))  # --hypothesis-profile has the last word
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and this machine has none"))
