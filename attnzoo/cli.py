@@ -1,0 +1,173 @@
+"""The command line ``attnzoo``: look at the zoo, verify it, train, compare, report."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+# Everything else is imported inside the commands: `attnzoo --help` must not wait for torch.
+
+config_argument = click.argument("config", type=click.Path(path_type=Path))
+overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="attnzoo")
+def app() -> None:
+    """Every linear recurrence beside its dual softmax position encoding."""
+
+
+@app.command("list")
+def list_pairs() -> None:
+    """The pairs of duals, as a table."""
+    from attnzoo.registry import pairs
+
+    table = _table("pair", "linear side", "softmax side", "g_t", "R_t")
+    for number, pair in enumerate(pairs(), 1):
+        table.add_row(str(number), pair.linear, pair.softmax, pair.g, pair.R)
+    _console().print(table)
+    notes = [pair.note for pair in pairs() if pair.note]
+    for note in notes:
+        click.echo(note)
+
+
+@app.command()
+@click.argument("name")
+def show(name: str) -> None:
+    """One variant: its equations, gate, forms and source."""
+    from attnzoo.registry import describe
+
+    click.echo(describe(name))
+
+
+@app.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs."
+)
+def verify(names: tuple[str, ...], seed: int) -> None:
+    """Check every form against the float64 oracle on fresh random inputs; exit 1 if one fails."""
+    from attnzoo.verify import LIMIT
+    from attnzoo.verify import verify as checks
+
+    table = _table("variant", "form", "values", "gradients", "allowed", "")
+    passed = failed = skipped = 0
+    previous = ""
+    for check in checks(names, seed):
+        name, previous = ("" if check.variant == previous else check.variant), check.variant
+        if check.skipped:
+            skipped += 1
+            table.add_row(name, check.form, "", "", "", f"not run: {check.skipped}", style="dim")
+            continue
+        passed, failed = passed + check.ok, failed + (not check.ok)
+        numbers = (f"{check.value:.1e}", f"{check.gradient:.1e}", f"{check.limit:.0e}")
+        table.add_row(
+            name, check.form, *numbers, "ok" if check.ok else "FAILED", style=None if check.ok else "bold red"
+        )
+    _console().print(table)
+    click.echo(
+        f"largest relative errors against the oracle, seed {seed}, limit {LIMIT:.0e} in float64: "
+        f"{passed} ok, {failed} failed, {skipped} not run"
+    )
+    if failed:
+        sys.exit(1)
+
+
+@app.command()
+@config_argument
+@overrides_argument
+def train(config: Path, overrides: tuple[str, ...]) -> None:
+    """Train one model as CONFIG says."""
+    from attnzoo.config import TrainConfig, load_config
+
+    loaded = load_config(config, overrides, schema=TrainConfig)
+    from attnzoo.training import train as run
+
+    click.echo(f"run: {run(loaded)}")
+
+
+@app.command()
+@config_argument
+@overrides_argument
+def compare(config: Path, overrides: tuple[str, ...]) -> None:
+    """Train several variants on the same budget and write a report of what was measured."""
+    from attnzoo.compare import CompareConfig, run_comparison
+    from attnzoo.config import load_config
+
+    loaded = load_config(config, overrides, schema=CompareConfig)
+    run_comparison(loaded, _console(), command=" ".join(["attnzoo compare", str(config), *overrides]))
+
+
+@app.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default="report.html",
+    show_default=True,
+    help="The page.",
+)
+@click.option("--title", default="comparison", show_default=True, help="The page's heading.")
+def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
+    """Build the report again from finished runs; RUN is one of them or the folder of a comparison."""
+    from attnzoo.report import load_result, terminal_table, write_report
+    from attnzoo.report.results import find_runs
+
+    results = [load_result(run) for run in find_runs(runs)]
+    page = write_report(results, output, title=title, command=results[0].facts.command)
+    _console().print(terminal_table(results))
+    click.echo(f"report: {page}")
+
+
+def main() -> NoReturn:
+    """Run the command line: 0 done, 1 a check failed, 2 what was asked for cannot be done, 130 interrupted.
+
+    A mistake in the input is one line without a traceback; ``ATTNZOO_TRACEBACK=1`` shows where it was raised.
+    """
+    try:
+        sys.exit(app(standalone_mode=False, prog_name="attnzoo") or 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(2)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted", 130)
+    except Exception as error:
+        ours = isinstance(error, ValueError | OSError | FloatingPointError) or type(
+            error
+        ).__module__.startswith("attnzoo.")
+        if not ours or os.environ.get("ATTNZOO_TRACEBACK"):
+            raise
+        _fail(" ".join(str(error).split()), 2)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    click.echo(f"attnzoo: {message}", err=True)
+    sys.exit(code)
+
+
+def _table(*columns: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    return Table(*columns, box=SIMPLE_HEAD)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Several variants on the same data and budget, measured alike, and one report about them."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from attnzoo.config import TrainConfig, to_yaml
+from attnzoo.data import build_data, heldout_windows
+from attnzoo.errors import unknown
+from attnzoo.evaluation import gate_maps, token_losses
+from attnzoo.models import LanguageModel
+from attnzoo.registry import get, pairs
+from attnzoo.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
+from attnzoo.report.results import describe_machine
+from attnzoo.training import load_run, read_metrics, train
+
+ENTRY_KEYS = ("name", "label", "options")
+
+
+@dataclass
+class EvaluateConfig:
+    """What is measured of each trained model."""
+
+    length_factor: int = 4  # windows of this many training contexts
+    tokens: int = 65536  # held-out tokens, the same ones for every variant
+    batch_size: int = 4  # windows per forward pass
+    block: int = 32  # rows and keys per block when pruning is measured
+
+    def __post_init__(self) -> None:
+        for name in ("length_factor", "tokens", "batch_size", "block"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"evaluate.{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass
+class CompareConfig:
+    """Variants that share one training configuration.
+
+    An entry of `variants` is a name, or `{name: fox, options: {acp: true}, label: fox (acp)}`: `options` are added to
+    `train.model.attention_options`, and `label` is what the report shows. `train.model.attention` and
+    `train.output_dir` are set per variant: a run goes to `output_dir` under its label.
+    """
+
+    title: str = "comparison"
+    output_dir: str = "runs/comparison"
+    variants: list[Any] = field(default_factory=list)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run to make: ``key`` names its folder, ``label`` is what a reader sees."""
+
+    key: str
+    label: str
+    variant: str
+    config: TrainConfig
+
+
+def plan(config: CompareConfig) -> list[Run]:
+    """The runs of a comparison, each with its whole training configuration.
+
+    Raises:
+        ValueError: no variants, an unknown one, an entry of another shape, or two entries with one label.
+    """
+    if not config.variants:
+        raise ValueError("variants: expected at least one name, got none")
+    runs = [_plan_one(config, entry) for entry in config.variants]
+    keys = [run.key for run in runs]
+    for run in runs:
+        if keys.count(run.key) > 1:
+            raise ValueError(f"variants: expected distinct labels, got {run.label!r} twice")
+    return runs
+
+
+def _plan_one(config: CompareConfig, entry: object) -> Run:
+    if isinstance(entry, str):
+        entry = {"name": entry}
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+        raise ValueError(f"variants: expected a name or a mapping with a name, got {entry!r}")
+    for key in entry:
+        if key not in ENTRY_KEYS:
+            raise unknown("key of a variant", key, ENTRY_KEYS)
+    options = entry.get("options") or {}
+    if not isinstance(options, Mapping):
+        raise ValueError(f"variants: options of {entry['name']} must be a mapping, got {options!r}")
+    variant = get(entry["name"]).name
+    extras = ", ".join(str(key) if value is True else f"{key}={value}" for key, value in options.items())
+    label = str(entry.get("label") or (f"{variant} ({extras})" if extras else variant))
+    key = re.sub(r"[^\w.=]+", "-", label).strip("-")
+    model = replace(
+        config.train.model,
+        attention=variant,
+        attention_options={**config.train.model.attention_options, **options},
+    )
+    return Run(
+        key, label, variant, replace(config.train, output_dir=f"{config.output_dir}/{key}", model=model)
+    )
+
+
+def run_comparison(config: CompareConfig, console: Console, command: str = "") -> Path:
+    """Train what is not trained yet, measure what is not measured yet, print a table and write the report.
+
+    Args:
+        config: what to compare.
+        console: where progress and the table go.
+        command: the command line, for the report.
+
+    Returns:
+        The report, ``report.html`` in ``config.output_dir``.
+
+    Raises:
+        ValueError, FileNotFoundError: the configuration or its data are not usable; found before any training.
+    """
+    runs = plan(config)
+    for run in runs:  # a wrong option of the last variant must not show after an hour
+        LanguageModel(run.config.model)
+    results = []
+    for number, run in enumerate(runs, 1):
+        console.print(f"[{number}/{len(runs)}] {run.label}", markup=False, highlight=False)
+        train(run.config)
+        results.append(_measured(run, config.evaluate, command))
+    console.print(terminal_table(results))
+    path = write_report(results, Path(config.output_dir) / "report.html", title=config.title, command=command)
+    console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
+    return path
+
+
+def _measured(run: Run, evaluate: EvaluateConfig, command: str) -> RunResult:
+    """The result of a trained run: read when these settings were measured before, else measured and saved."""
+    run_dir = Path(run.config.output_dir)
+    settings = (
+        to_yaml(run.config) + "evaluate:\n" + "".join(f"  {x}\n" for x in to_yaml(evaluate).splitlines())
+    )
+    try:
+        saved = load_result(run_dir)
+        if saved.facts.settings == settings and saved.facts.label == run.label:
+            return saved
+    except (FileNotFoundError, ValueError):
+        pass
+    result = measure(run, evaluate, settings, command)
+    save_result(result, run_dir)
+    return result
+
+
+def measure(run: Run, evaluate: EvaluateConfig, settings: str, command: str) -> RunResult:
+    """Evaluate the newest checkpoint of a run on held-out text.
+
+    Raises:
+        ValueError: the held-out text is shorter than one window.
+    """
+    device = "cuda" if torch.cuda.is_available() and run.config.device != "cpu" else "cpu"
+    model, config = load_run(run.config.output_dir, device)
+    context = config.data.context_length
+    data = build_data(config.data)
+    cut = heldout_windows(data.heldout, context * evaluate.length_factor, evaluate.tokens)
+    windows = torch.from_numpy(cut).to(device)
+    losses = token_losses(model, windows, evaluate.batch_size)
+    steps = [row for row in read_metrics(run.config.output_dir) if row["kind"] == "train"]
+    curve = np.array([[row["tokens"], row["loss"]] for row in steps], dtype=np.float64).T
+    variant = get(run.variant)
+    facts = Facts(
+        key=run.key,
+        label=run.label,
+        variant=variant.name,
+        side=variant.side,
+        pair=pairs().index(variant.pair) + 1,
+        dual=variant.dual,
+        parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        context=context,
+        steps=config.steps,
+        tokens=steps[-1]["tokens"],
+        seconds=steps[-1]["seconds"],
+        tokens_per_second=statistics.median(row["tokens_per_second"] for row in steps),
+        unit="byte" if data.vocab_size == 256 else "token",
+        settings=settings,
+        command=command,
+        machine=describe_machine(),
+    )
+    gates = gate_maps(model, windows[0, :-1], block=evaluate.block)
+    return RunResult(facts, losses, curve, tuple(gates))

@@ -1,0 +1,184 @@
+"""What a trained model is measured by: loss per token index, perplexity over lengths, forget-gate matrices.
+
+Definitions (Lin et al., "Forgetting Transformer", 2025, section 4): over held-out windows of length L,
+L(i) is the mean negative log-likelihood in nats of the token at index i, and P(l) = exp of the mean of
+L(1) ... L(l).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnzoo.attention import Attention
+from attnzoo.gate import Gate
+from attnzoo.oracle import default_scale, expand_heads
+from attnzoo.pruning import Bound, Prune, first_kept_keys, kept_fraction
+
+Array = npt.NDArray[np.float64]
+BOUNDS: tuple[Bound, ...] = ("tail", "paper")
+
+
+@dataclass(frozen=True)
+class PruneMap:
+    """What one bound prunes in one layer.
+
+    Args:
+        first: the first key that is kept, per head and block of rows, ``[H, blocks]``.
+        kept: share of the causal blocks that is kept, per head, ``[H]``, in (0, 1].
+        block: rows and keys per block.
+    """
+
+    first: Array
+    kept: Array
+    block: int
+
+
+@dataclass(frozen=True)
+class GateMap:
+    """The forget gate of one layer on one held-out window.
+
+    Args:
+        layer: index of the layer.
+        decay: exp(d_tj) at the sampled tokens, ``[H, S, S]``, 0 above the diagonal. A gate per channel is
+            averaged over its channels.
+        length: tokens in the window; the S samples are evenly spaced over it.
+        prune: the pruning per bound, empty for a variant that cannot be pruned.
+    """
+
+    layer: int
+    decay: Array
+    length: int
+    prune: dict[str, PruneMap]
+
+
+@torch.inference_mode()
+def token_losses(model: nn.Module, windows: Tensor, batch_size: int = 4) -> Array:
+    """Negative log-likelihood of every token of every window.
+
+    Args:
+        model: called with token ids ``[B, L]``, its output has ``logits [B, L, vocabulary]``.
+        windows: ``[N, L + 1]``; index i is predicted from everything before it.
+        batch_size: windows per forward pass.
+
+    Returns:
+        Nats, float64, ``[N, L]``.
+    """
+    rows = []
+    for batch in windows.split(batch_size):
+        logits = model(batch[:, :-1]).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+        rows.append(loss.view(batch.shape[0], -1).double().cpu())
+    return np.asarray(torch.cat(rows).numpy(), dtype=np.float64)
+
+
+def moving_mean(values: Array, window: int) -> Array:
+    """Centred moving mean over ``window`` positions; at the ends, over the part of the window that exists.
+
+    Args:
+        values: ``[L]``.
+        window: positions averaged, >= 1.
+
+    Returns:
+        ``[L]``.
+    """
+    if window < 1:
+        raise ValueError(f"window: expected at least 1, got {window}")
+    ones = np.ones(min(window, values.size))
+    total = np.convolve(values, ones, mode="same")
+    return np.asarray(total / np.convolve(np.ones_like(values), ones, mode="same"), dtype=np.float64)
+
+
+def perplexity_over_lengths(loss: Array) -> Array:
+    """P(l) = exp of the mean of the first l values of L(i), for l = 1 ... L; ``loss`` is L(i), ``[L]``."""
+    return np.asarray(np.exp(np.cumsum(loss) / np.arange(1, loss.size + 1)), dtype=np.float64)
+
+
+def mean_and_error(losses: Array) -> tuple[float, float]:
+    """Mean of ``losses`` ``[N, L]`` and its standard error over the N windows (nan for one window)."""
+    per_window = losses.mean(1)
+    error = per_window.std(ddof=1) / math.sqrt(per_window.size) if per_window.size > 1 else math.nan
+    return float(per_window.mean()), float(error)
+
+
+@torch.inference_mode()
+def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int = 32) -> list[GateMap]:
+    """The forget gates of every gated layer of ``model`` on one window.
+
+    Args:
+        model: a language model that holds :class:`~attnzoo.attention.Attention` modules.
+        tokens: one window of ids, ``[T]``.
+        samples: rows and columns of each matrix (all T when it is shorter).
+        block: rows and keys per pruning block.
+
+    Returns:
+        One map per layer whose gate decays; layers without a decay are left out.
+    """
+    inputs: list[tuple[Attention, Tensor]] = []
+
+    def keep_input(module: nn.Module, args: tuple[Any, ...]) -> None:
+        inputs.append((cast(Attention, module), args[0]))
+
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    hooks = [layer.register_forward_pre_hook(keep_input) for layer in layers]
+    try:
+        model(tokens[None])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    maps = []
+    for index, (layer, x) in enumerate(inputs):
+        core = layer.project(x)
+        if core.gate.log_decay is None and core.gate.log_diag is None:
+            continue
+        prune = {}
+        if layer.variant.prunable:
+            eps = (layer.prune or Prune()).eps
+            prune = prune_maps(core.q, core.k, core.gate, layer.scale, eps, block)
+        maps.append(GateMap(index, decay_matrix(core.gate, samples), tokens.numel(), prune))
+    return maps
+
+
+def decay_matrix(gate: Gate, samples: int) -> Array:
+    """exp(d_tj) of the first sequence at evenly spaced tokens, ``[H, S, S]`` with S = min(samples, T)."""
+    log = gate.log_decay[0, :, :, None] if gate.log_decay is not None else None
+    if gate.log_diag is not None:
+        log = gate.log_diag[0] if log is None else log + gate.log_diag[0]
+    if log is None:
+        raise ValueError("gate: expected log_decay or log_diag, got neither")
+    # A closed gate is -inf, and -inf minus -inf is nan in a difference of sums.
+    total = log.double().clamp_min(-1e4).cumsum(0)  # [T, H, channels]
+    rows = torch.linspace(0, log.shape[0] - 1, min(samples, log.shape[0])).round().long()
+    total = total[rows].movedim(1, 0)  # [H, S, channels]
+    decay = torch.stack([(head[:, None] - head[None, :]).clamp_max(0).exp().mean(-1) for head in total])
+    return np.asarray(decay.tril().cpu().numpy(), dtype=np.float64)
+
+
+def prune_maps(
+    q: Tensor, k: Tensor, gate: Gate, scale: float | None, eps: float, block: int
+) -> dict[str, PruneMap]:
+    """What each bound prunes from the first sequence; q ``[B, T, H, K]``, k ``[B, T, G, K]``, a scalar decay."""
+    if gate.log_decay is None:
+        raise ValueError("gate: expected log_decay, got none")
+    scaled = q[:1].transpose(1, 2) * (default_scale(q) if scale is None else scale)
+    keys = expand_heads(k[:1], q.shape[2]).transpose(1, 2)
+    maps = {}
+    for bound in BOUNDS:
+        prune = Prune(eps=eps, bound=bound)
+        first = first_kept_keys(
+            scaled, keys, gate.log_decay[:1].transpose(1, 2), prune, rows=block, cols=block
+        )
+        kept = kept_fraction(first, q.shape[1], rows=block, cols=block)
+        maps[bound] = PruneMap(_numpy(first[0]), _numpy(kept), block)
+    return maps
+
+
+def _numpy(x: Tensor) -> Array:
+    return np.asarray(x.double().cpu().numpy(), dtype=np.float64)

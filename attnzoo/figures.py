@@ -1,0 +1,315 @@
+"""Figures from arrays: curves per position, duals side by side, forget-gate matrices, kept blocks.
+
+Every function returns a plain matplotlib figure. ``to_svg`` turns one into SVG whose known colours are CSS
+variables (``var(--ink, #1d2530)``), so that a page can restyle it for a dark theme.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+Array = npt.NDArray[np.float64]
+
+INK, MUTED, GRID, CUT = "#1d2530", "#5f6b7a", "#e3e7ec", "#e8463a"
+# One hue per pair of duals, in the order of the registry's table; registered pairs continue from the end.
+PAIR_COLORS = (
+    "#6d7684",
+    "#b8860b",
+    "#d6451b",
+    "#4f8a10",
+    "#1d6fdc",
+    "#0a8f8c",
+    "#8a3fd1",
+    "#c2256e",
+    "#8c5a2b",
+    "#33507a",
+)
+THEME = {INK: "ink", MUTED: "muted", GRID: "grid", CUT: "cut"} | {
+    color: f"pair-{number}" for number, color in enumerate(PAIR_COLORS, 1)
+}
+DECAY_COLORS = LinearSegmentedColormap.from_list(
+    "decay", ["#f3f1ea", "#c9dfd0", "#7fc0b5", "#2f8fa3", "#1f5a8a", "#22265e"]
+)
+DASHES: dict[str, tuple[tuple[float, ...], ...]] = {
+    "softmax": ((), (8, 1.5, 1.5, 1.5)),
+    "linear": ((4.5, 2), (1.5, 1.5)),
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a variant is drawn: in the hue of its pair, solid on the softmax side, dashed on the linear side."""
+
+    color: str
+    dash: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve: ``x`` and ``y`` are ``[points]``; ``key`` becomes the ``data-series`` of its SVG group."""
+
+    key: str
+    label: str
+    x: Array
+    y: Array
+    look: Look
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A value with its standard error (nan draws none); filled on the softmax side, hollow on the linear."""
+
+    key: str
+    label: str
+    value: float
+    error: float
+    look: Look
+    filled: bool
+
+
+def looks(series: Sequence[tuple[str, int, str]]) -> dict[str, Look]:
+    """A look per series.
+
+    Args:
+        series: (key, number of the pair from 1, side) of each.
+
+    Returns:
+        Look by key; a second series of the same pair and side gets another dash.
+    """
+    seen: dict[tuple[int, str], int] = {}
+    result = {}
+    for key, pair, side in series:
+        repeat = seen.get((pair, side), 0)
+        seen[pair, side] = repeat + 1
+        dashes = DASHES[side]
+        result[key] = Look(PAIR_COLORS[(pair - 1) % len(PAIR_COLORS)], dashes[repeat % len(dashes)])
+    return result
+
+
+def curves(
+    lines: Sequence[Line],
+    *,
+    xlabel: str,
+    ylim: tuple[float, float],
+    log_y: bool = False,
+    mark: tuple[float, str] | None = None,
+    names_width: int = 0,
+) -> Figure:
+    """Curves in one panel, each named at its right end.
+
+    Args:
+        lines: what to draw.
+        xlabel: text under the axis.
+        ylim: shared by the panels that stand side by side; values outside are cut off.
+        log_y: logarithmic y axis.
+        mark: an x and a word for it, drawn as a vertical rule.
+        names_width: characters to leave room for at the right; at least those of the longest label are.
+    """
+    figure, axes = _panel(400, 290)
+    for line in lines:
+        (drawn,) = axes.plot(line.x, line.y, color=line.look.color, linewidth=1.6, solid_capstyle="round")
+        if line.look.dash:
+            drawn.set_dashes(line.look.dash)
+        drawn.set_gid(f"series:{line.key}")
+    if log_y:
+        axes.set_yscale("log")
+    axes.set_ylim(*ylim)
+    right = max((float(line.x[-1]) for line in lines), default=1.0)
+    axes.set_xlim(0, right)
+    axes.set_xlabel(xlabel, loc="left")
+    if mark is not None:
+        axes.axvline(mark[0], color=MUTED, linewidth=0.8, dashes=(2, 2))
+        axes.annotate(
+            mark[1], (mark[0], 1), (3, -9), xycoords=("data", "axes fraction"), textcoords="offset points",
+            color=MUTED, fontsize=9,
+        )  # fmt: skip
+    _name_line_ends(axes, lines, right, names_width)
+    return figure
+
+
+def pairs(rows: Sequence[Sequence[Dot]], *, xlabel: str) -> Figure:
+    """A row per pair of duals, a dot per variant with its standard error.
+
+    Args:
+        rows: the dots of each pair, none empty.
+        xlabel: text under the axis.
+    """
+    figure, axes = _panel(400, 44 + 34 * len(rows), left=8)
+    values = [dot.value for row in rows for dot in row]
+    for y, row in enumerate(rows):
+        ends = [min(dot.value for dot in row), max(dot.value for dot in row)]
+        axes.plot(ends, [y, y], color=row[0].look.color, linewidth=2.2, alpha=0.35)
+        for dot in row:
+            spread = dot.error if np.isfinite(dot.error) else 0.0
+            below = not dot.filled and len(row) > 1
+            text = axes.annotate(
+                dot.label, (dot.value, y), (0, -7 if below else 7), textcoords="offset points", ha="center",
+                va="top" if below else "bottom", fontsize=9.5, color=dot.look.color,
+            )  # fmt: skip
+            ends = [dot.value - spread, dot.value + spread]
+            (bar,) = axes.plot(ends, [y, y], color=dot.look.color, linewidth=1.0)
+            face = dot.look.color if dot.filled else "none"
+            (mark,) = axes.plot(dot.value, y, "o", ms=7.5, mec=dot.look.color, mfc=face, mew=1.8)
+            for artist in (text, bar, mark):
+                artist.set_gid(f"series:{dot.key}")
+    margin = max((max(values) - min(values)) * 0.14, 1e-3)
+    axes.set_xlim(min(values) - margin, max(values) + margin)
+    axes.set_ylim(len(rows) - 0.35, -0.75)
+    axes.set_yticks([])
+    axes.grid(True, axis="x", color=GRID, linewidth=0.8)
+    axes.set_xlabel(xlabel, loc="left")
+    return figure
+
+
+def decay_map(decay: Array, length: int, cuts: Mapping[str, Array], block: int = 1) -> Figure:
+    """One forget-gate matrix, queries downwards and keys to the right, with the pruning boundaries on it.
+
+    Args:
+        decay: exp(d_tj), ``[S, S]``, in [0, 1].
+        length: tokens that the S samples span.
+        cuts: per bound, the first kept key of each block of rows, ``[blocks]``; everything to its left is
+            pruned. The first bound is drawn solid, the others dashed.
+        block: rows per block.
+    """
+    figure = Figure(figsize=(160 / 72, 160 / 72))
+    axes = figure.add_axes((0, 0, 1, 1))
+    visible = np.ma.masked_where(np.triu(np.ones_like(decay, dtype=bool), 1), decay)
+    axes.imshow(visible, extent=(0, length, length, 0), vmin=0, vmax=1, cmap=DECAY_COLORS, interpolation="nearest")
+    axes.plot([0, length], [0, length], color=MUTED, linewidth=0.7)
+    for number, first in enumerate(cuts.values()):
+        x = np.repeat(first, 2)
+        y = np.minimum(np.repeat(np.arange(first.size + 1) * block, 2)[1:-1], length)
+        axes.plot(x, y, color=CUT, linewidth=1.6 if number == 0 else 1.0, dashes=(3, 2) if number else (1, 0))
+    axes.set_xlim(0, length)
+    axes.set_ylim(length, 0)
+    axes.axis("off")
+    return figure
+
+
+def kept_blocks(heads: Sequence[str], kept: Mapping[str, Array], look: Look) -> Figure:
+    """Share of the causal blocks kept per head: a bar per head and bound, the first bound filled.
+
+    Args:
+        heads: a name per head.
+        kept: per bound, the shares ``[heads]`` in [0, 1].
+        look: colour of the variant.
+    """
+    figure, axes = _panel(400, 150, left=40, bottom=20)
+    width = 0.8 / max(len(kept), 1)
+    at = np.arange(len(heads))
+    for number, (bound, shares) in enumerate(kept.items()):
+        offset = (number - (len(kept) - 1) / 2) * width
+        face = look.color if number == 0 else "none"
+        axes.bar(
+            at + offset,
+            shares,
+            width * 0.86,
+            facecolor=face,
+            edgecolor=look.color,
+            linewidth=1.1,
+            label=bound,
+        )
+    axes.set_ylim(0, 1)
+    axes.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+    axes.set_xticks(at, list(heads))
+    axes.set_xlim(-0.6, len(heads) - 0.4)
+    return figure
+
+
+def to_svg(figure: Figure, name: str, title: str) -> str:
+    """The figure as an ``<svg>`` element that scales with its container.
+
+    Args:
+        figure: any matplotlib figure.
+        name: unique on the page, since it seeds the ids inside the SVG.
+        title: what the figure shows, for readers who do not see it.
+    """
+    buffer = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text).replace("xlink:href", "href")
+    text = re.sub(r'id="series:([^"]*)"', r'data-series="\1"', text)
+    # Matplotlib names every group alike in every file, and two figures on a page must not share an id.
+    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', text))
+    text = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", text)
+    text = text.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
+    for color, variable in THEME.items():
+        text = re.sub(rf"{color}\b(?!\))", f"var(--{variable}, {color})", text)
+    return text
+
+
+def _panel(width: float, height: float, left: float = 42, bottom: float = 34) -> tuple[Figure, Axes]:
+    """A figure of ``width`` x ``height`` points with one quiet axes."""
+    figure = Figure(figsize=(width / 72, height / 72))
+    axes = figure.add_axes((left / width, bottom / height, 1 - (left + 8) / width, 1 - (bottom + 10) / height))
+    axes.set_facecolor("none")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelsize=10, length=0, which="both")
+    axes.grid(True, axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.label.set(color=MUTED, fontsize=10)
+    return figure, axes
+
+
+def _name_line_ends(axes: Axes, lines: Sequence[Line], right: float, characters: int) -> None:
+    """Write each label right of its curve's end, pushed apart where they would collide."""
+    box = axes.get_position()
+    longest = max([characters, *(len(line.label) for line in lines)])
+    width = axes.figure.get_figwidth() * 72  # type: ignore[union-attr]
+    axes.set_position((box.x0, box.y0, box.width - (longest * 5.4 + 6) / width, box.height))
+    height = box.height * axes.figure.get_figheight() * 72  # type: ignore[union-attr]
+    low, high = axes.get_ylim()
+    inside = axes.transAxes.inverted()
+    lines = sorted(lines, key=lambda line: line.y[-1])
+    wanted = []
+    for line in lines:
+        end = float(np.clip(line.y[-1], low, high)) if np.isfinite(line.y[-1]) else high
+        wanted.append(float(inside.transform(axes.transData.transform((right, end)))[1]) * height)
+    for line, y in zip(lines, _spread(wanted, 12.0, height), strict=True):
+        axes.annotate(
+            line.label, (1, y / height), (6, 0), xycoords="axes fraction", textcoords="offset points",
+            color=line.look.color, fontsize=9.5, va="center", annotation_clip=False,
+        ).set_gid(f"series:{line.key}")  # fmt: skip
+
+
+def _spread(wanted: Sequence[float], gap: float, height: float) -> list[float]:
+    """Positions near ``wanted``, in its order, at least ``gap`` apart, inside [0, height] when they fit."""
+    order = np.argsort(wanted, kind="stable")
+    placed = np.array([wanted[i] for i in order], dtype=float)
+    # Repeated small pushes settle a crowd around its own middle, where one sweep would shift it all upwards.
+    for _ in range(200):
+        moved = False
+        for i in range(len(placed) - 1):
+            short = gap - (placed[i + 1] - placed[i])
+            if short > 1e-6:
+                placed[i] -= short / 2
+                placed[i + 1] += short / 2
+                moved = True
+        if placed.size and placed[0] < 0:
+            placed += -placed[0] if placed[-1] - placed[0] <= height else 0
+        if placed.size and placed[-1] > height:
+            placed -= placed[-1] - height
+        if not moved:
+            break
+    result = [0.0] * len(wanted)
+    for i, position in zip(order, placed, strict=True):
+        result[int(i)] = float(position)
+    return result

@@ -1,0 +1,201 @@
+"""What the report knows of one run, kept in the run's directory as ``evaluation.json`` and ``evaluation.npz``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnzoo.evaluation import Array, GateMap, PruneMap, mean_and_error, perplexity_over_lengths
+
+JSON_NAME, ARRAYS_NAME = "evaluation.json", "evaluation.npz"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The numbers and names of one run.
+
+    Args:
+        key: name of the run's directory, unique in a comparison.
+        label: what a reader sees, such as ``fox (acp)``.
+        variant: name in the registry.
+        side: ``softmax`` or ``linear``.
+        pair: number of its row in the table of pairs, from 1.
+        dual: name of the variant on the other side.
+        parameters: trainable parameters of the whole model.
+        context: tokens per training sequence.
+        steps: optimiser steps.
+        tokens: tokens trained on.
+        seconds: time of the training steps.
+        tokens_per_second: median over the logged steps.
+        unit: what a token is, ``byte`` or ``token``.
+        settings: the run's configuration as YAML.
+        command: the command line that trained it.
+        machine: what it ran on, by name.
+    """
+
+    key: str
+    label: str
+    variant: str
+    side: str
+    pair: int
+    dual: str
+    parameters: int
+    context: int
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    unit: str
+    settings: str
+    command: str
+    machine: dict[str, str]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run, measured.
+
+    Args:
+        facts: numbers and names.
+        losses: held-out negative log-likelihoods in nats, ``[windows, length]``.
+        curve: tokens seen and training loss at the logged steps, ``[2, points]``.
+        gates: forget-gate maps, one per gated layer.
+    """
+
+    facts: Facts
+    losses: Array
+    curve: Array
+    gates: tuple[GateMap, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Tokens per evaluation window."""
+        return int(self.losses.shape[1])
+
+    @property
+    def token_loss(self) -> Array:
+        """L(i), ``[length]``."""
+        return np.asarray(self.losses.mean(0), dtype=np.float64)
+
+    @property
+    def perplexity(self) -> Array:
+        """P(l), ``[length]``."""
+        return perplexity_over_lengths(self.token_loss)
+
+    @property
+    def final_loss(self) -> tuple[float, float]:
+        """Mean held-out loss over the training context and its standard error over windows, in nats."""
+        return mean_and_error(self.losses[:, : self.facts.context])
+
+    def kept(self, bound: str) -> float:
+        """Share of blocks kept by ``bound``, mean over the heads of all layers; nan where nothing prunes."""
+        shares = [gate.prune[bound].kept.mean() for gate in self.gates if bound in gate.prune]
+        return float(np.mean(shares)) if shares else math.nan
+
+
+def save_result(result: RunResult, run_dir: Path) -> None:
+    """Write ``result`` into ``run_dir``; the JSON goes last and makes it count as finished."""
+    arrays: dict[str, Array] = {"losses": result.losses.astype(np.float32), "curve": result.curve}
+    gates: list[dict[str, Any]] = []
+    for gate in result.gates:
+        name = f"gate{gate.layer}"
+        arrays[f"{name}.decay"] = gate.decay.astype(np.float16)
+        for bound, prune in gate.prune.items():
+            arrays[f"{name}.{bound}.first"] = prune.first
+            arrays[f"{name}.{bound}.kept"] = prune.kept
+        blocks = {bound: prune.block for bound, prune in gate.prune.items()}
+        gates.append({"layer": gate.layer, "length": gate.length, "bounds": blocks})
+    np.savez_compressed(run_dir / ARRAYS_NAME, **arrays)  # type: ignore[arg-type]
+    text = json.dumps({"facts": asdict(result.facts), "gates": gates}, indent=1)
+    part = run_dir / f"{JSON_NAME}.part"
+    part.write_text(text + "\n", encoding="utf-8")
+    os.replace(part, run_dir / JSON_NAME)
+
+
+def load_result(run_dir: Path) -> RunResult:
+    """Read what :func:`save_result` wrote.
+
+    Raises:
+        FileNotFoundError: the run has not been evaluated.
+        ValueError: a file in it is not what was written.
+    """
+    if not (run_dir / JSON_NAME).is_file():
+        raise FileNotFoundError(f"{run_dir}: no {JSON_NAME} in it, so it is no finished run of a comparison")
+    try:
+        saved = json.loads((run_dir / JSON_NAME).read_text(encoding="utf-8"))
+        with np.load(run_dir / ARRAYS_NAME) as archive:
+            arrays = {name: archive[name].astype(np.float64) for name in archive.files}
+        gates = tuple(_load_gate(row, arrays) for row in saved["gates"])
+        return RunResult(Facts(**saved["facts"]), arrays["losses"], arrays["curve"], gates)
+    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{run_dir}: {JSON_NAME} is not readable ({error}); run attnzoo compare again") from error
+
+
+def _load_gate(row: dict[str, Any], arrays: dict[str, Array]) -> GateMap:
+    name = f"gate{row['layer']}"
+    prune = {
+        bound: PruneMap(arrays[f"{name}.{bound}.first"], arrays[f"{name}.{bound}.kept"], block)
+        for bound, block in row["bounds"].items()
+    }
+    return GateMap(row["layer"], arrays[f"{name}.decay"], row["length"], prune)
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The finished runs among ``paths`` and, for a folder that is no run itself, directly inside it.
+
+    Raises:
+        FileNotFoundError: a path does not exist, or there is no finished run in it.
+    """
+    runs = []
+    for path in paths:
+        if not path.is_dir():
+            raise FileNotFoundError(f"{path}: no such folder")
+        inside = [path] if (path / JSON_NAME).is_file() else sorted(f.parent for f in path.glob(f"*/{JSON_NAME}"))
+        if not inside:
+            raise FileNotFoundError(
+                f"{path}: no finished run of a comparison in it (a run has {JSON_NAME} once it is measured)"
+            )
+        runs += inside
+    return runs
+
+
+def describe_machine() -> dict[str, str]:
+    """Processor, cores, accelerator and versions of what runs now, without anything that names its owner."""
+    import torch
+
+    machine = {
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if torch.cuda.is_available():
+        machine["accelerator"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return machine | {"python": platform.python_version()} | dict(_versions(("torch", "attnzoo", "accelerate")))
+
+
+def _versions(names: Iterable[str]) -> Iterable[tuple[str, str]]:
+    for name in names:
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,161 @@
+"""The equalities on fresh random inputs: every form of a variant against the float64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import cast, get_args
+
+import torch
+from torch import Tensor
+
+from attnzoo import oracle
+from attnzoo.gate import Gate
+from attnzoo.registry import Variant, get, list_variants
+from attnzoo.samples import Regime, random_inputs
+
+LIMIT = 1e-10
+LENGTHS = (1, 13, 71)  # alone, ragged, and past one chunk
+GPU_FORMS = ("fla", "triton")
+
+Inputs = tuple[Tensor, Tensor, Tensor, Gate]
+Form = Callable[[Tensor, Tensor, Tensor, Gate], Tensor]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The largest relative errors of one form over all inputs that were drawn.
+
+    Args:
+        variant: registry name.
+        form: name of the form.
+        value: error of the outputs.
+        gradient: error of the gradients of q, k, v and every gate part.
+        limit: what both may reach.
+        skipped: why the form was not run; then nothing is claimed about it.
+    """
+
+    variant: str
+    form: str
+    value: float
+    gradient: float
+    limit: float = LIMIT
+    skipped: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.skipped) or (self.value <= self.limit and self.gradient <= self.limit)
+
+
+def verify(names: Sequence[str] = (), seed: int = 0) -> Iterator[Check]:
+    """Check every form of the variants ``names`` (none given: all), one result per form.
+
+    The inputs go through every gate regime of :func:`~attnzoo.samples.random_inputs` and ``LENGTHS``, in float64
+    with fewer key heads than query heads and K != V.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    for variant in [get(name) for name in names or list_variants()]:
+        yield from _verify_variant(variant, seed)
+
+
+def _verify_variant(variant: Variant, seed: int) -> Iterator[Check]:
+    forms: dict[str, Form] = {name: form for name, form in variant.forms.items() if name not in GPU_FORMS}
+    forms["extend"] = lambda q, k, v, gate: _in_pieces(variant, q, k, v, gate)
+    errors = dict.fromkeys(forms, (0.0, 0.0))
+    for number, (length, regime) in enumerate((t, r) for t in LENGTHS for r in get_args(Regime)):
+        inputs = random_inputs(variant.name, B=1, T=length, regime=regime, seed=seed * 1000 + number)
+        cotangent = torch.randn(
+            _output_shape(inputs), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        expected = _value_and_gradients(_oracle(variant), inputs, cotangent)
+        for name, form in forms.items():
+            got = _value_and_gradients(form, inputs, cotangent)
+            value, gradient = errors[name]
+            errors[name] = (
+                max(value, relative_error(got[0], expected[0])),
+                max(gradient, *map(relative_error, got[1:], expected[1:])),
+            )
+    for name, (value, gradient) in errors.items():
+        yield Check(variant.name, name, value, gradient)
+    for name in GPU_FORMS:
+        if name in variant.forms:
+            yield _verify_on_gpu(variant, name, seed)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest entry of ``expected``; infinite where ``got`` is not finite."""
+    if not got.isfinite().all():
+        return float("inf")
+    size = float(expected.abs().max())
+    return float((got.double() - expected.double()).abs().max()) / (size if size > 0 else 1.0)
+
+
+def _oracle(variant: Variant) -> Form:
+    return oracle.linear if variant.side == "linear" else oracle.softmax
+
+
+def _output_shape(inputs: Inputs) -> tuple[int, ...]:
+    q, _, v, _ = inputs
+    return (*q.shape[:3], v.shape[3])
+
+
+def _in_pieces(variant: Variant, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
+    """A prefill, some single steps and a rest, chained through the explicit state."""
+    T = q.shape[1]
+    cuts = sorted({0, T // 2, min(T // 2 + 1, T), min(T // 2 + 2, T), T})
+    state, outputs = None, []
+    for start, stop in pairwise(cuts):
+        now = slice(start, stop)
+        o, state = variant.extend(q[:, now], k[:, now], v[:, now], gate.slice(start, stop), state)
+        outputs.append(o)
+    return torch.cat(outputs, 1)
+
+
+def _value_and_gradients(form: Form, inputs: Inputs, cotangent: Tensor) -> list[Tensor]:
+    """The output and the gradients of q, k, v and each gate part, in that order."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
+    gate = inputs[3].map(lambda part: part.detach().clone().requires_grad_())
+    leaves = [q, k, v, *(getattr(gate, part) for part in gate.parts)]
+    output = form(q, k, v, gate)
+    gradients = torch.autograd.grad(output, leaves, cotangent.to(output), allow_unused=True)
+    filled = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)]
+    return [output.detach(), *filled]
+
+
+def _verify_on_gpu(variant: Variant, form: str, seed: int) -> Check:
+    """A kernel in bfloat16: its error may be twice that of the parallel form in the same precision."""
+    if not torch.cuda.is_available():
+        return Check(variant.name, form, 0.0, 0.0, skipped="needs a GPU")
+    inputs = random_inputs(variant.name, B=1, T=128, H=4, G=4, K=64, V=64, regime="open", seed=seed)
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in inputs[:3])
+    gate = inputs[3].map(lambda part: part.to("cuda", torch.float32))
+    if gate.w is not None:
+        gate = replace(gate, w=gate.w.to(torch.bfloat16))
+    cotangent = torch.randn(_output_shape(inputs), generator=torch.Generator().manual_seed(seed)).cuda()
+    tie = _tied if form == "fla" and gate.w is not None else _same
+    expected = _value_and_gradients(tie(_oracle(variant)), (q, k, v, gate), cotangent)
+    reference = _value_and_gradients(tie(variant.forms["parallel"]), (q, k, v, gate), cotangent)
+    try:
+        got = _value_and_gradients(tie(variant.forms[form]), (q, k, v, gate), cotangent)
+    except RuntimeError as error:
+        return Check(variant.name, form, 0.0, 0.0, skipped=str(error))
+    allowed = 2 * max(map(relative_error, reference, expected)) + torch.finfo(torch.bfloat16).eps
+    value, *gradients = map(relative_error, got, expected)
+    return Check(variant.name, form, value, max(gradients), allowed)
+
+
+def _same(form: Form) -> Form:
+    return form
+
+
+def _tied(form: Form) -> Form:
+    """The delta rule proper, all that its kernel computes: one key to erase and to write, beta times the value."""
+
+    def tied(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
+        w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)
+        return form(q, w, (v * beta[..., None]).to(v.dtype), gate)
+
+    return tied

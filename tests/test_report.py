@@ -1,0 +1,219 @@
+"""The report: one page, whole in itself, that says what was measured."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from attnzoo.evaluation import GateMap, PruneMap
+from attnzoo.report import Facts, RunResult, load_result, render, save_result, terminal_table, write_report
+
+CONTEXT, LENGTH, WINDOWS, HEADS, BLOCK = 64, 256, 6, 3, 16
+NAMES = (
+    ("nope", "softmax", 1, "linear_attention", 0.00),
+    ("rope", "softmax", 5, "complex_linear", -0.25),
+    ("alibi", "softmax", 2, "retnet", -0.30),
+    ("fox", "softmax", 3, "mamba2", -0.45),
+    ("path", "softmax", 6, "deltanet", -0.35),
+    ("path_fox", "softmax", 7, "gated_deltanet", -0.50),
+    ("linear_attention", "linear", 1, "nope", 0.15),
+    ("retnet", "linear", 2, "alibi", -0.10),
+    ("mamba2", "linear", 3, "fox", -0.20),
+    ("gla", "linear", 4, "wall", -0.22),
+    ("deltanet", "linear", 6, "path", -0.24),
+    ("gated_deltanet", "linear", 7, "path_fox", -0.34),
+)
+GATED = ("alibi", "fox", "path_fox", "retnet", "mamba2", "gla", "gated_deltanet")
+
+
+def make_result(name: str, side: str, pair: int, dual: str, offset: float) -> RunResult:
+    """A made-up run with curves of a plausible shape."""
+    random = np.random.default_rng(sum(map(ord, name)))
+    index = np.arange(1, LENGTH + 1)
+    runs_away = np.maximum(index / CONTEXT - 1, 0) * (1.8 if name in ("nope", "rope") else 0.0)
+    losses = 1.6 + offset + 2.2 * index**-0.6 + runs_away + random.normal(0, 0.3, (WINDOWS, LENGTH))
+    steps = np.arange(1.0, 41)
+    curve = np.stack([steps * 4096, 1.7 + offset + 3.5 * np.exp(-steps / 8) + random.normal(0, 0.03, 40)])
+    gates = tuple(make_gate(layer, side == "softmax", random) for layer in range(2)) if name in GATED else ()
+    facts = Facts(
+        key=name, label="fox (acp)" if name == "fox" else name, variant=name, side=side, pair=pair, dual=dual,
+        parameters=400_000 + pair, context=CONTEXT, steps=40, tokens=163_840, seconds=12.0 + pair,
+        tokens_per_second=9000.0 + 700 * pair, unit="byte", settings=f"model:\n  attention: {name}\n",
+        command="attnzoo compare demo.yaml", machine={"processor": "a <processor>", "cores": "2"},
+    )  # fmt: skip
+    return RunResult(facts, losses, curve, gates)
+
+
+def make_gate(layer: int, prunable: bool, random: np.random.Generator) -> GateMap:
+    samples = 48
+    log_decay = -random.gamma(1.0, 0.4, (HEADS, samples)) * np.array([0.05, 0.4, 2.0])[:, None]
+    total = log_decay.cumsum(1)
+    decay = np.tril(np.exp(np.minimum(total[:, :, None] - total[:, None, :], 0)))
+    row = np.arange(LENGTH // BLOCK)
+    prune = {}
+    for bound, slack in (("tail", 0.0), ("paper", 3.0)):
+        first = np.maximum(row[None] - np.array([40.0, 6.0 + slack, 2.0 + slack])[:, None], 0)
+        prune[bound] = PruneMap(first * BLOCK, ((row - first + 1) / (row + 1)).mean(1), BLOCK)
+    return GateMap(layer, decay, LENGTH, prune if prunable else {})
+
+
+@pytest.fixture(scope="module")
+def results() -> list[RunResult]:
+    return [make_result(*row) for row in NAMES]
+
+
+@pytest.fixture(scope="module")
+def page(results: list[RunResult]) -> str:
+    return render(results, title="a <test>", command="attnzoo compare demo.yaml steps=40")
+
+
+class Loads(HTMLParser):
+    """Collects what a browser would fetch, the ids, and the tags that stay open."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            elif name in ("src", "href", "srcset", "data", "action") and value:
+                self.loads.append(value)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open[-1:] == [tag], f"</{tag}> closes {self.open[-1:]}"
+        self.open.pop()
+
+
+def parse(page: str) -> Loads:
+    parser = Loads()
+    parser.feed(page)
+    return parser
+
+
+def test_page_loads_nothing(page: str) -> None:
+    assert [url for url in parse(page).loads if not url.startswith(("#", "data:"))] == []
+    assert not re.search(r"@import|url\((?!#)|\bfetch\(|https?://", page)
+
+
+def test_tags_are_balanced_and_ids_are_unique_and_present(page: str) -> None:
+    parsed = parse(page)
+    assert parsed.open == []
+    assert len(parsed.ids) == len(set(parsed.ids))
+    assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', page)) <= set(parsed.ids)
+
+
+def test_every_run_is_in_the_table_and_in_every_curve_figure(results: list[RunResult], page: str) -> None:
+    svgs = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    for result in results:
+        series = f'data-series="{result.facts.key}"'
+        assert f"<tr {series}" in page
+        assert sum(series in svg for svg in svgs) == 5  # the duals' loss and speed, training, L(i), P(l)
+        assert f"{result.final_loss[0]:.4f}" in page
+
+
+def test_rows_stand_from_the_lowest_loss_to_the_highest(page: str) -> None:
+    losses = [float(x) for x in re.findall(r'<td class="n"><b>([\d.]+)<', page)]
+    assert len(losses) == len(NAMES)
+    assert losses == sorted(losses)
+
+
+def test_summary_names_the_measured_best_and_worst(results: list[RunResult], page: str) -> None:
+    best = min(results, key=lambda r: r.losses[:, :CONTEXT].mean())
+    worst = max(results, key=lambda r: r.losses[:, :CONTEXT].mean())
+    assert f"{best.facts.label}, {best.final_loss[0]:.3f} nats per byte. Highest: {worst.facts.label}" in page
+
+
+def test_gate_matrices_are_drawn_for_gated_variants_only(page: str) -> None:
+    for name, *_ in NAMES:
+        label = "fox (acp)" if name == "fox" else name
+        drawn = page.count(f'aria-label="Forget gate of {label}, head')
+        assert drawn == (2 * HEADS if name in GATED else 0)
+
+
+def test_kept_blocks_of_both_bounds_are_stated(results: list[RunResult], page: str) -> None:
+    fox = next(r for r in results if r.facts.key == "fox")
+    assert f"tail bound, {fox.kept('tail'):.1%} on average" in page
+    assert fox.kept("tail") < fox.kept("paper")
+    assert f"{fox.gates[0].prune['tail'].kept[1]:.0%} / {fox.gates[0].prune['paper'].kept[1]:.0%}" in page
+
+
+def test_text_from_outside_is_escaped(page: str) -> None:
+    for text in ("test", "processor"):
+        assert f"a &lt;{text}&gt;" in page
+        assert f"<{text}>" not in page
+
+
+def test_page_says_machine_command_and_budget(page: str) -> None:
+    assert "attnzoo compare demo.yaml steps=40" in page
+    assert "163,840 tokens each in 40 steps" in page
+    assert page.count("<dt>machine</dt>") == 1
+
+
+def test_saved_result_reads_back(tmp_path: Path, results: list[RunResult]) -> None:
+    fox = next(r for r in results if r.facts.key == "fox")
+    save_result(fox, tmp_path)
+    back = load_result(tmp_path)
+    assert back.facts == fox.facts
+    np.testing.assert_allclose(back.losses, fox.losses, rtol=1e-6)
+    np.testing.assert_allclose(back.gates[1].decay, fox.gates[1].decay, atol=1e-3)
+    np.testing.assert_array_equal(back.gates[1].prune["paper"].first, fox.gates[1].prune["paper"].first)
+
+
+def test_run_that_is_not_evaluated_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path))):
+        load_result(tmp_path)
+    (tmp_path / "evaluation.json").write_text("{}")
+    (tmp_path / "evaluation.npz").write_bytes(b"")
+    with pytest.raises(ValueError, match="not readable"):
+        load_result(tmp_path)
+
+
+def test_runs_of_different_contexts_are_refused(results: list[RunResult]) -> None:
+    other = replace(results[1], facts=replace(results[1].facts, context=128))
+    with pytest.raises(ValueError, match="one training context, got 64, 128"):
+        render([results[0], other])
+    with pytest.raises(ValueError, match="distinct names"):
+        render([results[0], results[0]])
+    with pytest.raises(ValueError, match="at least one run"):
+        render([])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_runs_make_a_page_too(tmp_path: Path, results: list[RunResult], count: int) -> None:
+    path = write_report(results[:count], tmp_path / "new" / "report.html")
+    assert parse(path.read_text()).open == []
+
+
+def test_infinite_loss_is_reported_not_hidden(results: list[RunResult]) -> None:
+    losses = results[0].losses.copy()
+    losses[:, CONTEXT:] = np.inf
+    page = render([replace(results[0], losses=losses), *results[1:3]])
+    assert "not finite" in page
+
+
+def test_terminal_table_is_sorted_and_complete(results: list[RunResult]) -> None:
+    console = Console(width=140, record=True, file=StringIO())
+    console.print(terminal_table(results))
+    text = console.export_text()
+    order = [text.index(f" {r.facts.label} ") for r in sorted(results, key=lambda r: r.final_loss[0])]
+    assert order == sorted(order)
