@@ -77,15 +77,18 @@ def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
 
 
 def block_decay(g: Tensor) -> Decay:
-    """The :class:`Decay` of gates ``[..., C]``."""
-    c, n = open_sums(g)
+    """The :class:`Decay` of gates ``[..., C]``.
+
+    Summed in float64: the difference of two float32 sums would be off by the rounding of the longer one.
+    """
+    c, n = open_sums(g.double())
     later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
     apart = (n[..., :, None] != n[..., None, :]) | later
     return Decay(
-        entry=c.masked_fill(n > 0, -torch.inf),
-        between=(c[..., :, None] - c[..., None, :]).masked_fill(apart, -torch.inf),
-        exit=(c[..., -1:] - c).masked_fill(n != n[..., -1:], -torch.inf),
-        total=c[..., -1].masked_fill(n[..., -1] > 0, -torch.inf),
+        entry=c.to(g.dtype).masked_fill(n > 0, -torch.inf),
+        between=(c[..., :, None] - c[..., None, :]).to(g.dtype).masked_fill(apart, -torch.inf),
+        exit=(c[..., -1:] - c).to(g.dtype).masked_fill(n != n[..., -1:], -torch.inf),
+        total=c[..., -1].to(g.dtype).masked_fill(n[..., -1] > 0, -torch.inf),
     )
 
 
