@@ -73,7 +73,7 @@ def first_kept_keys(
     with torch.no_grad():
         q, k, g = q.double(), k.double(), log_decay.double()
         c, closed = open_sums(g)
-        ends = torch.arange(cols - 1, S, cols, device=q.device)  # the last key of every whole column block
+        ends = torch.arange(1, S // cols + 1, device=q.device) * cols - 1  # the last key of every whole column block
         own = slice(past, None)
         starts = torch.arange(0, T, rows, device=q.device) + past
         norm = k.norm(dim=-1)

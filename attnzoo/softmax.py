@@ -40,6 +40,21 @@ class KVCache:
     def __len__(self) -> int:
         return self.k.shape[1]
 
+    def reorder(self, index: Tensor) -> KVCache:
+        """The rows ``index`` of the batch, in that order."""
+
+        def pick(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[index]
+
+        shared = self.phase is None or self.phase.shape[0] != self.k.shape[0]
+        return KVCache(
+            self.k[index],
+            self.v[index],
+            pick(self.log_decay),
+            pick(self.valid),
+            self.phase if shared else pick(self.phase),
+        )
+
 
 def append(past: Tensor | None, new: Tensor | None) -> Tensor | None:
     """``past`` followed by ``new`` along time (dim 1)."""

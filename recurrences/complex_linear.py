@@ -21,6 +21,7 @@ from attnzoo.transitions import Block, Transition
 
 TITLE = "Complex linear attention"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
+LAYER = {"gate": "rotary", "output_norm": "rms"}
 
 
 def rotate(x: Tensor, phase: Tensor) -> Tensor:

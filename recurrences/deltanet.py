@@ -23,6 +23,7 @@ from attnzoo.transitions import Block, Transition
 
 TITLE = "DeltaNet"
 PAPER = "Yang et al., 2024 (arXiv:2406.06484)"
+LAYER = {"gate": "delta", "feature_map": "silu", "qk_norm": "l2", "conv_size": 4, "output_norm": "rms"}
 
 
 class Householder(Transition):

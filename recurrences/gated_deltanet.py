@@ -11,6 +11,10 @@ from attnzoo.recurrences.deltanet import Householder
 
 TITLE = "Gated DeltaNet"
 PAPER = "Yang, Kautz and Hatamizadeh, 2025 (arXiv:2412.06464)"
+LAYER = {
+    "gate": ("softplus", "delta"), "feature_map": "silu", "qk_norm": "l2", "conv_size": 4,
+    "output_norm": "rms", "output_gate": "swish",
+}  # fmt: skip
 
 _forms = LinearForms(Householder())
 step, recurrent, parallel, chunk, extend = (

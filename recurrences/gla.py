@@ -23,6 +23,7 @@ from attnzoo.transitions import Block, Transition, open_sums
 
 TITLE = "Gated linear attention"
 PAPER = "Yang et al., 2024 (arXiv:2312.06635)"
+LAYER = {"gate": "low_rank", "output_norm": "rms", "output_gate": "swish"}
 
 LEAF = 8  # tokens of the smallest group
 SAFE = 16.0  # a log-decay over which exp is still accurate and far from overflow in float32
@@ -36,22 +37,22 @@ class Diagonal(Transition):
 
     def block(self, q: Tensor, k: Tensor, gate: Gate) -> Block:
         a = cast(Tensor, gate.log_diag)
-        b, n = open_sums(a, dim=-2)
+        b, n = open_sums(a.double(), dim=-2)  # differences of float32 sums would lose digits
         last = b[..., -1:, :], n[..., -1:, :]
         return Block(
             scores=_scores(q, k, a),
-            q=q * _decay((b, n), (torch.zeros_like(b[..., :1, :]), torch.zeros_like(n[..., :1, :]))),
-            k=k * _decay(last, (b, n)),
-            total=b[..., -1, :].exp() * (n[..., -1, :] == 0),
+            q=q * _decay((b, n), (torch.zeros_like(b[..., :1, :]), torch.zeros_like(n[..., :1, :])), q.dtype),
+            k=k * _decay(last, (b, n), k.dtype),
+            total=b[..., -1, :].to(a.dtype).exp() * (n[..., -1, :] == 0),
         )
 
     def carry(self, total: Tensor, state: Tensor) -> Tensor:
         return total[..., None] * state
 
 
-def _decay(late: tuple[Tensor, Tensor], early: tuple[Tensor, Tensor]) -> Tensor:
+def _decay(late: tuple[Tensor, Tensor], early: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """exp of the sum of gates after ``early`` up to ``late``, each given by :func:`open_sums`."""
-    return (late[0] - early[0]).exp() * (late[1] == early[1])
+    return (late[0] - early[0]).to(dtype).exp() * (late[1] == early[1])
 
 
 def _scores(q: Tensor, k: Tensor, a: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ def _scores(q: Tensor, k: Tensor, a: Tensor) -> Tensor:
     C = q.shape[-2]
     size = max(LEAF, 1 << (C - 1).bit_length())
     q, k, a = (torch.nn.functional.pad(x, (0, 0, 0, size - C)) for x in (q, k, a))
-    b, n = open_sums(a, dim=-2)
+    b, n = open_sums(a.double(), dim=-2)
     m = _factored_size(b, n, size)
     if m:
         out = _factored(*(x.unflatten(-2, (-1, m)) for x in (q, k, b)))
@@ -71,7 +72,7 @@ def _scores(q: Tensor, k: Tensor, a: Tensor) -> Tensor:
         (early_b, late_b), (early_n, late_n) = _halves(b, m), _halves(n, m)
         early, late = (early_b, early_n), (late_b, late_n)
         middle = early_b[..., -1:, :], early_n[..., -1:, :]
-        cross = (late_q * _decay(late, middle)) @ (early_k * _decay(middle, early)).mT
+        cross = (late_q * _decay(late, middle, q.dtype)) @ (early_k * _decay(middle, early, k.dtype)).mT
         first, second = out.unflatten(-3, (-1, 2)).unbind(-3)
         out = torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross, second], -1)], -2)
         m *= 2
@@ -91,13 +92,14 @@ def _factored_size(b: Tensor, n: Tensor, size: int) -> int:
 
 
 def _factored(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-    away = b - (b[..., :1, :] + b[..., -1:, :]) / 2
+    away = (b - (b[..., :1, :] + b[..., -1:, :]) / 2).to(q.dtype)
     return (q * away.exp()) @ (k * (-away).exp()).mT
 
 
 def _pairwise(q: Tensor, k: Tensor, b: Tensor, n: Tensor) -> Tensor:
     later = torch.ones(b.shape[-2], b.shape[-2], dtype=torch.bool, device=b.device).triu(1)[..., None]
     apart = later | (n[..., :, None, :] != n[..., None, :, :])
+    b = (b - b[..., :1, :]).to(q.dtype)  # relative to the group, a short sum
     pair = (b[..., :, None, :] - b[..., None, :, :]).masked_fill(apart, -torch.inf).exp()
     return torch.einsum("...ik,...jk,...ijk->...ij", q, k, pair)
 

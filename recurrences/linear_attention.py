@@ -12,6 +12,7 @@ from attnzoo.transitions import Transition
 
 TITLE = "Linear attention"
 PAPER = "Katharopoulos et al., 2020 (arXiv:2006.16236)"
+LAYER = {"feature_map": "elu", "output_norm": "rms"}
 
 _forms = LinearForms(Transition())
 step, recurrent, parallel, chunk, extend = (

@@ -12,6 +12,7 @@ from attnzoo.transitions import Transition
 
 TITLE = "Mamba-2"
 PAPER = "Dao and Gu, 2024 (arXiv:2405.21060)"
+LAYER = {"gate": "mamba2", "conv_size": 4, "output_norm": "rms", "output_gate": "swish"}
 
 _forms = LinearForms(Transition())
 step, recurrent, parallel, chunk, extend = (

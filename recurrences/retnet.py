@@ -11,6 +11,7 @@ from attnzoo.transitions import Transition
 
 TITLE = "RetNet"
 PAPER = "Sun et al., 2023 (arXiv:2307.08621)"
+LAYER = {"gate": "retention", "rotary": 10_000.0, "output_norm": "group", "output_gate": "swish"}
 
 _forms = LinearForms(Transition())
 step, recurrent, parallel, chunk, extend = (

@@ -10,6 +10,7 @@ from attnzoo.softmax import AdditiveForms
 
 TITLE = "ALiBi"
 PAPER = "Press et al., 2022 (arXiv:2108.12409)"
+LAYER = {"gate": "alibi"}
 
 _forms = AdditiveForms()
 recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

@@ -11,6 +11,7 @@ from attnzoo.softmax import AdditiveForms
 
 TITLE = "FoX"
 PAPER = "Lin et al., 2025 (arXiv:2503.02130)"
+LAYER = {"gate": "forget"}
 
 _forms = AdditiveForms()
 recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

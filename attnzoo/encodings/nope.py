@@ -10,6 +10,7 @@ from attnzoo.softmax import AdditiveForms
 
 TITLE = "NoPE"
 PAPER = "Kazemnejad et al., 2023 (arXiv:2305.19466)"
+LAYER = {"gate": "none"}
 
 _forms = AdditiveForms()
 recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

@@ -12,6 +12,7 @@ from attnzoo.softmax import CarriedForms
 
 TITLE = "PaTH"
 PAPER = "Yang et al., 2025 (arXiv:2505.16381)"
+LAYER = {"gate": "path"}
 
 _forms = CarriedForms(Householder())
 recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

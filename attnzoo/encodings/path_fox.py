@@ -12,6 +12,7 @@ from attnzoo.softmax import CarriedForms
 
 TITLE = "PaTH-FoX"
 PAPER = "Yang et al., 2025 (arXiv:2505.16381)"
+LAYER = {"gate": ("path", "forget")}
 
 _forms = CarriedForms(Householder())
 recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

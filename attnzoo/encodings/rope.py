@@ -1,7 +1,7 @@
 r"""RoPE: keys and queries turned by an angle that grows with position.
 
 .. math:: \mathrm{logit}_{tj} = \lambda\, k_j^\top \mathrm{Rot}(\theta_{j+1}) \cdots \mathrm{Rot}(\theta_t)\, q_t
-          = \lambda\, (\mathrm{Rot}(\phi_j) k_j)^\top (\mathrm{Rot}(\phi_t) q_t), \quad \phi_t = \theta_1 + ... + \theta_t
+          = \lambda\, (\mathrm{Rot}(\phi_j) k_j)^\top (\mathrm{Rot}(\phi_t) q_t), \; \phi_t = \theta_1 + ... + \theta_t
 
 Rotations commute, so each key is turned once, by its own phase. Linear dual: complex linear attention.
 Source: Su et al., "RoFormer", 2021, eq. 14-16.
@@ -19,6 +19,7 @@ from attnzoo.transitions import compute_dtype
 
 TITLE = "RoPE"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
+LAYER = {"gate": "rotary"}
 
 
 class Rotated(AdditiveForms):

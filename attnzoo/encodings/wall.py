@@ -11,6 +11,7 @@ from attnzoo.softmax import CarriedForms
 
 TITLE = "Wall"
 PAPER = "the exact softmax dual of GLA (arXiv:2312.06635)"
+LAYER = {"gate": "low_rank"}
 
 _forms = CarriedForms(Diagonal())
 recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

@@ -1,0 +1,367 @@
+"""One attention layer for the whole zoo: projections, gate, core, norms, in parts that a variant chooses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.dispatch import IMPLS, choose, run
+from attnzoo.errors import unknown
+from attnzoo.gate import Gate
+from attnzoo.gates import GateName, Sizes, build_gate, gate_classes, gate_options, rotary_angles
+from attnzoo.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
+from attnzoo.pruning import Prune
+from attnzoo.recurrences.complex_linear import rotate
+from attnzoo.registry import Variant, get, list_variants
+from attnzoo.stream import LayerCache, Packing, Stream
+
+logger = logging.getLogger(__name__)
+
+NORMS = ("none", "rms", "l2")
+OUTPUT_NORMS = ("none", "rms", "group")
+OUTPUT_GATES = ("none", *ACTIVATIONS)
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """The parts of a layer.
+
+    Args:
+        hidden_size: D.
+        num_heads: H, query heads.
+        num_kv_heads: G, key/value heads; default H.
+        head_dim: K; default D / H.
+        value_dim: V; default K.
+        feature_map: on q and k: ``identity``, ``silu``, ``relu``, ``elu`` (elu + 1).
+        qk_norm: on q and k per head: ``none``, ``rms`` (learned scale), ``l2`` (unit length).
+        conv_size: short convolution on q, k and v over that many tokens; 0 for none.
+        kv_shift: data-dependent shift of k and v by one token (FoX, appendix A).
+        rotary: rotate q and k with this base beside the gate (RetNet); None for none.
+        output_norm: per head before the output gate: ``none``, ``rms``, ``group``.
+        output_gate: ``none``, ``sigmoid`` or ``swish`` of a projection of x, times the output.
+        gate: gate projection(s) by name (``attnzoo.gates.GATES``) or class.
+        norm_eps: added to mean squares in norms.
+    """
+
+    hidden_size: int = 768
+    num_heads: int = 12
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    feature_map: str = "identity"
+    qk_norm: str = "none"
+    conv_size: int = 0
+    kv_shift: bool = False
+    rotary: float | None = None
+    output_norm: str = "none"
+    output_gate: str = "none"
+    gate: GateName | Sequence[GateName] = "none"
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "value_dim"):
+            size = getattr(self, name)
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size: expected a multiple of num_heads = {self.num_heads} (or head_dim given), "
+                f"got {self.hidden_size}"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}, got {self.kv_heads}")
+        if not isinstance(self.conv_size, int) or self.conv_size < 0:
+            raise ValueError(f"conv_size: expected a number of tokens >= 0, got {self.conv_size!r}")
+        for name, options in (
+            ("feature_map", tuple(FEATURE_MAPS)),
+            ("qk_norm", NORMS),
+            ("output_norm", OUTPUT_NORMS),
+            ("output_gate", OUTPUT_GATES),
+        ):
+            if getattr(self, name) not in options:
+                raise unknown(name, getattr(self, name), options)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def key_dim(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def v_dim(self) -> int:
+        return self.value_dim or self.key_dim
+
+
+PLAIN = {
+    "feature_map": "identity", "qk_norm": "none", "conv_size": 0, "kv_shift": False,
+    "output_norm": "none", "output_gate": "none",
+}  # fmt: skip
+BLOCKS: Mapping[str, Mapping[str, Any]] = {
+    "llama": PLAIN,
+    "pro": {**PLAIN, "qk_norm": "rms", "kv_shift": True, "output_norm": "rms", "output_gate": "sigmoid"},
+}
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What the core of a layer is given: q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]`` and the gate."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Gate
+
+
+def build_attention(
+    name: str,
+    *,
+    hidden_size: int = 768,
+    num_heads: int = 12,
+    block: str | None = None,
+    acp: bool | Prune = False,
+    impl: str = "auto",
+    **options: Any,
+) -> Attention:
+    """An attention layer of variant ``name``, with the defaults of its paper.
+
+    Args:
+        name: any of ``list_variants()``.
+        hidden_size: D.
+        num_heads: H.
+        block: None for the paper's own layer, ``"llama"`` for the bare one (projections only), ``"pro"`` for FoX's
+            Pro block: QK-norm, KV-shift, output norm and sigmoid output gate. Keys that must have unit length (where
+            the delta rule erases along them) keep their L2 norm in both.
+        acp: Adaptive Computation Pruning: True for ``Prune()``, or a :class:`~attnzoo.Prune`.
+        impl: ``"auto"`` (by device), ``"triton"``, ``"fla"`` or ``"reference"``; an explicit choice never falls back.
+        options: fields of :class:`AttentionConfig` and options of the variant's gate projection.
+
+    Raises:
+        ValueError: an unknown name or option (the nearest one is named), or one that does not serve this variant.
+    """
+    variant = get(name)
+    defaults = dict(getattr(variant.module, "LAYER", {}))
+    settings: dict[str, Any] = {"hidden_size": hidden_size, "num_heads": num_heads, **defaults}
+    known = {field.name for field in fields(AttentionConfig)}
+    classes = gate_classes(options.get("gate", settings.get("gate", "none")))
+    for option in options:
+        if option not in known | set(gate_options(classes)):
+            raise unknown(f"option for {name!r}", option, sorted(known | set(gate_options(classes)) | BUILD_OPTIONS))
+    if block is not None:
+        if block not in BLOCKS:
+            raise unknown("block", block, BLOCKS)
+        settings |= BLOCKS[block]
+        if any(cls.unit_keys for cls in classes):
+            settings["qk_norm"] = "l2"
+    settings |= options
+    gate_settings = {key: settings.pop(key) for key in list(settings) if key not in known}
+    gate_settings = {key: value for key, value in gate_settings.items() if key in gate_options(classes)}
+    return Attention(variant, AttentionConfig(**settings), gate_settings, prune=_prune(acp), impl=impl)
+
+
+BUILD_OPTIONS = {"block", "acp", "impl"}
+
+
+def _prune(acp: bool | Prune) -> Prune | None:
+    if isinstance(acp, Prune):
+        return acp
+    if not isinstance(acp, bool):
+        raise TypeError(f"acp: expected True, False or attnzoo.Prune, got {acp!r}")
+    return Prune() if acp else None
+
+
+class Attention(nn.Module):
+    """``attn(x) -> y``, both ``[B, T, D]``; see :func:`build_attention`."""
+
+    angle: Tensor | None
+
+    def __init__(
+        self,
+        variant: Variant,
+        config: AttentionConfig,
+        gate_options: Mapping[str, Any] | None = None,
+        *,
+        prune: Prune | None = None,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__()
+        if impl not in IMPLS:
+            raise unknown("impl", impl, IMPLS)
+        if prune is not None and not variant.prunable:
+            able = ", ".join(name for name in list_variants("softmax") if get(name).prunable)
+            raise ValueError(f"acp: {variant.name!r} has no scalar decay to certify pruning by (it serves {able})")
+        classes = gate_classes(config.gate)
+        provided = {part for cls in classes for part in cls.provides}
+        if provided != set(variant.requires):
+            raise ValueError(
+                f"gate: {variant.name!r} needs the parts {set(variant.requires) or '{}'}, "
+                f"{config.gate!r} provides {provided or '{}'}"
+            )
+        if any(cls.unit_keys for cls in classes) and config.qk_norm != "l2":
+            raise ValueError(f"qk_norm: expected 'l2' (the gate erases along unit keys), got {config.qk_norm!r}")
+        self.variant, self.config, self.prune, self.impl = variant, config, prune, impl
+        self.scale: float | None = None
+        D, H, G, K, V = config.hidden_size, config.num_heads, config.kv_heads, config.key_dim, config.v_dim
+        self.q_proj = nn.Linear(D, H * K, bias=False)
+        self.k_proj = nn.Linear(D, G * K, bias=False)
+        self.v_proj = nn.Linear(D, G * V, bias=False)
+        self.o_proj = nn.Linear(H * V, D, bias=False)
+        conv = config.conv_size
+        self.q_conv = ShortConvolution(H * K, conv) if conv else None
+        self.k_conv = ShortConvolution(G * K, conv) if conv else None
+        self.v_conv = ShortConvolution(G * V, conv) if conv else None
+        self.k_shift = Shift(D, G) if config.kv_shift else None
+        self.v_shift = Shift(D, G) if config.kv_shift else None
+        rms = config.qk_norm == "rms"
+        self.q_norm = HeadNorm(H, K, eps=config.norm_eps) if rms else None
+        self.k_norm = HeadNorm(G, K, eps=config.norm_eps) if rms else None
+        self.gate = build_gate(classes, Sizes(D, H, G, K), dict(gate_options or {}))
+        normed = config.output_norm != "none"
+        self.output_norm = HeadNorm(H, V, config.output_norm, config.norm_eps) if normed else None
+        self.output_gate = nn.Linear(D, H * V, bias=False) if config.output_gate != "none" else None
+        angle = None if config.rotary is None else rotary_angles(K, config.rotary)
+        self.register_buffer("angle", angle, persistent=False)
+        self._picked: str | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Linear weights N(0, 0.02^2); gates, norms and convolutions as their papers say."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, (HeadNorm, ShortConvolution)):
+                module.reset_parameters()
+        self.gate.reset_parameters()
+
+    def new_cache(self) -> LayerCache:
+        """An empty cache for this layer, to be handed to every call of one generation."""
+        return LayerCache()
+
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: ``[B, T, D]``; ``[1, T, D]`` with ``cu_seqlens``.
+            cu_seqlens: boundaries ``[N + 1]`` of packed sequences. With a cache, its rows are these N sequences.
+            attention_mask: ``[B, T]``, nonzero for tokens, zero for padding on either side; ``[B, S + T]`` with S cached
+                tokens is accepted too (the last T count). Outputs at padding are 0.
+            cache: from :meth:`new_cache`; it is extended in place, so that calls with pieces of any size continue one
+                another.
+
+        Raises:
+            TypeError, ValueError: arguments of the wrong kind, shape or value, each named.
+        """
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.config.hidden_size:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"x: expected [B, T, D = {self.config.hidden_size}], got {got}")
+        if x.shape[1] == 0:
+            raise ValueError(f"x: expected at least one token, got shape {tuple(x.shape)}")
+        if cu_seqlens is not None:
+            if attention_mask is not None:
+                raise ValueError("attention_mask: expected None with cu_seqlens (packed sequences have no padding)")
+            if x.shape[0] != 1:
+                raise ValueError(f"x: expected one row [1, T, D] with cu_seqlens, got {tuple(x.shape)}")
+            packing = Packing.of(cu_seqlens, x.shape[1])
+            return packing.pack(self._attend(packing.unpack(x), packing.valid, cache), x.shape[1])
+        return self._attend(x, self._valid(attention_mask, x, cache), cache)
+
+    def project(self, x: Tensor) -> Projected:
+        """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them."""
+        return self._project(x, self._stream(x, None, None))
+
+    def _valid(self, mask: Tensor | None, x: Tensor, cache: LayerCache | None) -> Tensor | None:
+        if mask is None:
+            return None
+        B, T = x.shape[:2]
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"attention_mask: expected a tensor, got {type(mask).__name__}")
+        if mask.ndim != 2 or mask.shape[0] != B or mask.shape[1] < T or (mask.shape[1] > T and cache is None):
+            raise ValueError(f"attention_mask: expected [B, T] = {(B, T)}, got {tuple(mask.shape)}")
+        valid = mask[:, mask.shape[1] - T :].bool()
+        return None if not valid.is_cuda and bool(valid.all()) else valid
+
+    def _stream(self, x: Tensor, valid: Tensor | None, cache: LayerCache | None) -> Stream:
+        B, T = x.shape[:2]
+        if cache is not None:
+            if not isinstance(cache, LayerCache):
+                raise TypeError(f"cache: expected what new_cache() gives, got {type(cache).__name__}")
+            if cache.seen is not None and len(cache.seen) != B:
+                raise ValueError(f"cache: expected {len(cache.seen)} rows as in the calls before, got {B}")
+        return Stream(valid, cache, (B, T), x.device)
+
+    def _attend(self, x: Tensor, valid: Tensor | None, cache: LayerCache | None) -> Tensor:
+        stream = self._stream(x, valid, cache)
+        if valid is not None:
+            x = x.masked_fill(~valid[..., None], 0.0)
+        parts = self._project(x, stream)
+        form = choose(self.variant, self.impl, parts, valid, cache)
+        self._say(form, x.device)
+        o, state = run(self.variant, form, parts, self.scale, cache, valid, self.prune)
+        stream.finish(state)
+        if self.output_norm is not None:
+            o = self.output_norm(o)
+        o = o.flatten(2)
+        if self.output_gate is not None:
+            o = o * ACTIVATIONS[self.config.output_gate](self.output_gate(x))
+        y: Tensor = self.o_proj(o)
+        return y if valid is None else y.masked_fill(~valid[..., None], 0.0)
+
+    def _project(self, x: Tensor, stream: Stream) -> Projected:
+        config = self.config
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_conv is not None and self.k_conv is not None and self.v_conv is not None:
+            q, k, v = self.q_conv(q, stream, "q"), self.k_conv(k, stream, "k"), self.v_conv(v, stream, "v")
+        if self.k_shift is not None and self.v_shift is not None:
+            k, v = self.k_shift(k, x, stream, "k_shift"), self.v_shift(v, x, stream, "v_shift")
+        q = q.unflatten(-1, (config.num_heads, config.key_dim))
+        k = k.unflatten(-1, (config.kv_heads, config.key_dim))
+        v = v.unflatten(-1, (config.kv_heads, config.v_dim))
+        feature = FEATURE_MAPS[config.feature_map]
+        q, k = feature(q), feature(k)
+        if config.qk_norm == "l2":
+            q, k = l2_normalize(q), l2_normalize(k)
+        elif self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.angle is not None:
+            phase = stream.positions()[..., None, None] * self.angle.double()
+            q, k = rotate(q, phase), rotate(k, phase)
+        gate, write = self.gate(x, k, stream)
+        if stream.valid is not None:
+            gate = gate.per_token(q).neutral_where(~stream.valid)
+        if write is not None:
+            if write.shape[2] != v.shape[2]:  # a strength per query head needs a value per query head
+                k, v = (y.repeat_interleave(config.num_heads // config.kv_heads, 2) for y in (k, v))
+            v = v * write[..., None].to(v.dtype)
+        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate)
+
+    def _say(self, form: str, device: torch.device) -> None:
+        picked = f"{form} on {device.type}"
+        if picked != self._picked:
+            self._picked = picked
+            logger.info("%s: impl=%r runs %s", self.variant.name, self.impl, picked)
+
+    def extra_repr(self) -> str:
+        chosen = {
+            f.name: getattr(self.config, f.name)
+            for f in fields(self.config)
+            if getattr(self.config, f.name) != f.default or f.name in ("hidden_size", "num_heads")
+        }
+        shown = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if name != "gate")
+        picked = f" ({self._picked})" if self._picked else ""
+        prune = f", prune={self.prune}" if self.prune else ""
+        return f"{self.variant.name!r}, {shown}, impl={self.impl!r}{picked}{prune}"
+
+
+__all__ = ["Attention", "AttentionConfig", "LayerCache", "Projected", "build_attention"]

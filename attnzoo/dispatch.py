@@ -1,0 +1,72 @@
+"""Which form runs: by device for ``impl="auto"``, as told otherwise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from attnzoo.fla_forms import fla_unavailable
+from attnzoo.pruning import Prune
+from attnzoo.registry import Variant
+from attnzoo.stream import LayerCache
+
+if TYPE_CHECKING:
+    from attnzoo.attention import Projected
+
+IMPLS = ("auto", "triton", "fla", "reference")
+
+
+def choose(
+    variant: Variant, impl: str, parts: Projected, valid: Tensor | None = None, cache: LayerCache | None = None
+) -> str:
+    """The form to run: ``"triton"``, ``"fla"`` or ``"reference"`` (``extend``, which also takes state and padding).
+
+    Raises:
+        RuntimeError: an explicit ``impl`` that cannot serve this variant, device or call; it never falls back.
+    """
+    if impl == "reference":
+        return "reference"
+    reasons = {form: _unserved(variant, form, parts, valid, cache) for form in ("triton", "fla")}
+    if impl == "auto":
+        return next((form for form, reason in reasons.items() if reason is None), "reference")
+    if reasons[impl] is not None:
+        raise RuntimeError(f"impl={impl!r}: {reasons[impl]}; use impl='auto' or 'reference'")
+    return impl
+
+
+def _unserved(
+    variant: Variant, form: str, parts: Projected, valid: Tensor | None, cache: LayerCache | None
+) -> str | None:
+    if form not in variant.forms:
+        served = ", ".join(variant.forms)
+        return f"{variant.name!r} has no {form} form (it has {served})"
+    if form == "fla":
+        if cache is not None or valid is not None:
+            return "the fla form serves whole sequences, without a cache or padding"
+        if parts.gate.w is not None and parts.gate.w is not parts.k:
+            return "the fla form erases along the key (w = k)"
+        return fla_unavailable(parts.q, parts.gate)
+    reason: str | None = variant.module.triton_unavailable(parts.q, parts.k, parts.v)
+    if reason is None and valid is not None:
+        return "the triton form takes packed sequences instead of padding"
+    return reason
+
+
+def run(
+    variant: Variant,
+    form: str,
+    parts: Projected,
+    scale: float | None,
+    cache: LayerCache | None,
+    valid: Tensor | None,
+    prune: Prune | None,
+) -> tuple[Tensor, Any]:
+    """Output ``[B, T, H, V]`` and the new state (None where no cache is kept)."""
+    options: dict[str, Any] = {} if prune is None else {"prune": prune}
+    q, k, v, gate = parts.q, parts.k, parts.v, parts.gate
+    if form == "reference":
+        state = None if cache is None else cache.state
+        o, new_state = variant.extend(q, k, v, gate, state, scale, valid=valid, **options)
+        return o, new_state
+    return variant.forms[form](q, k, v, gate, scale, **options), None

@@ -1,0 +1,143 @@
+"""Rows of tokens as an attention layer sees them: padding, packing, and what is remembered between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class LayerCache:
+    """What one attention layer remembers; filled in place by each call.
+
+    Args:
+        state: the recurrent matrix ``[B, H, K, V]`` or the :class:`~attnzoo.softmax.KVCache`; None at first.
+        windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
+        seen: tokens so far, ``[B]`` int64 (padding does not count).
+    """
+
+    state: Any = None
+    windows: dict[str, Tensor] = field(default_factory=dict)
+    seen: Tensor | None = None
+
+    def reorder(self, index: Tensor) -> None:
+        """Keep the rows ``index`` of the batch, in that order (beam search, finished rows)."""
+        if isinstance(self.state, Tensor):
+            self.state = self.state[index]
+        elif self.state is not None:
+            self.state = self.state.reorder(index)
+        self.windows = {name: window[index] for name, window in self.windows.items()}
+        self.seen = None if self.seen is None else self.seen[index]
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """One call's view of its rows.
+
+    Args:
+        valid: ``[B, T]`` bool, or None when there is no padding.
+        cache: the layer's memory, or None.
+        shape: ``(B, T)``.
+        device: where the rows are.
+    """
+
+    valid: Tensor | None
+    cache: LayerCache | None
+    shape: tuple[int, int]
+    device: torch.device
+
+    def positions(self) -> Tensor:
+        """Index of each token in its sequence, ``[B, T]`` int64; padding does not count."""
+        B, T = self.shape
+        if self.valid is None:
+            index = torch.arange(T, device=self.device).expand(B, T)
+        else:
+            index = (self.valid.cumsum(1) - 1).clamp(min=0)
+        if self.cache is not None and self.cache.seen is not None:
+            index = index + self.cache.seen[:, None]
+        return index
+
+    def windowed(self, name: str, x: Tensor, size: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply a causal operator with a window of ``size`` tokens, across padding and earlier calls.
+
+        Args:
+            name: the operator's key in the cache.
+            x: ``[B, T, X]``.
+            fn: ``[B, size - 1 + T, X] -> [B, T, Y]``; before the first token there are zeros.
+        """
+        B, T, X = x.shape
+        n = size - 1
+        past = None if self.cache is None else self.cache.windows.get(name)
+        past = x.new_zeros(B, n, X) if past is None else past.to(x.dtype)
+        full = torch.cat([past, x], 1)
+        if self.valid is None:
+            self._remember(name, full, n)
+            return fn(full)
+        # padding goes to the left, so that every window holds a sequence's own last tokens
+        there = torch.cat([torch.ones_like(self.valid[:, :1]).expand(B, n), self.valid], 1)
+        order = there.int().argsort(stable=True, dim=1)
+        full = full.gather(1, order[..., None].expand_as(full))
+        self._remember(name, full, n)
+        out = fn(full)
+        rank = order.argsort(1)[:, n:] - n
+        return out.gather(1, rank.clamp(min=0)[..., None].expand(-1, -1, out.shape[-1]))
+
+    def _remember(self, name: str, full: Tensor, n: int) -> None:
+        if self.cache is not None:
+            self.cache.windows[name] = full[:, full.shape[1] - n :]
+
+    def finish(self, state: Any) -> None:
+        """Store the core's state after the call."""
+        if self.cache is None:
+            return
+        B, T = self.shape
+        new = torch.full((B,), T, device=self.device) if self.valid is None else self.valid.sum(1)
+        self.cache.state = state
+        self.cache.seen = new if self.cache.seen is None else self.cache.seen + new
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """How packed sequences ``[1, T]`` become rows ``[N, L]`` and come back.
+
+    Args:
+        index: packed position of each slot, ``[N, L]``.
+        valid: slots that hold a token, ``[N, L]``, or None when all do.
+    """
+
+    index: Tensor
+    valid: Tensor | None
+
+    @staticmethod
+    def of(cu_seqlens: Tensor, tokens: int) -> Packing:
+        """From the boundaries ``[N + 1]`` of the sequences.
+
+        Raises:
+            TypeError: not an integer tensor.
+            ValueError: not one axis, not from 0 to ``tokens``, or decreasing.
+        """
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+            raise TypeError(f"cu_seqlens: expected an integer tensor [N + 1], got {cu_seqlens!r}")
+        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+            raise ValueError(f"cu_seqlens: expected one axis [N + 1] with N >= 1, got shape {tuple(cu_seqlens.shape)}")
+        cu = cu_seqlens.long()
+        lengths = cu.diff()
+        if cu[0] != 0 or cu[-1] != tokens or (lengths < 0).any():
+            raise ValueError(f"cu_seqlens: expected boundaries rising from 0 to T = {tokens}, got {cu.tolist()}")
+        slot = torch.arange(int(lengths.max()), device=cu.device)
+        valid = slot < lengths[:, None]
+        return Packing((cu[:-1, None] + slot).where(valid, 0), None if bool(valid.all()) else valid)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """``[1, T, X]`` to ``[N, L, X]``."""
+        return x[0][self.index]
+
+    def pack(self, x: Tensor, tokens: int) -> Tensor:
+        """``[N, L, X]`` to ``[1, T, X]``."""
+        if self.valid is None:
+            return x.reshape(1, tokens, -1)
+        return x[self.valid][None]
