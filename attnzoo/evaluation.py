@@ -169,7 +169,7 @@ def prune_maps(
         raise ValueError("gate: expected log_decay, got none")
     scaled = q[:1].transpose(1, 2) * (default_scale(q) if scale is None else scale)
     keys = expand_heads(k[:1], q.shape[2]).transpose(1, 2)
-    maps = {}
+    maps: dict[str, PruneMap] = {}
     for bound in BOUNDS:
         prune = Prune(eps=eps, bound=bound)
         first = first_kept_keys(
