@@ -20,7 +20,9 @@ def names(config: ModelConfig) -> list[str]:
 
 
 def test_a_written_config_reads_back_equal(tmp_path):
-    config = load_config(None, ["steps=700", "model.attention=[fox,{name: gla,options: {acp: true}}]", "optimizer.lr=3e-4"])
+    config = load_config(
+        None, ["steps=700", "model.attention=[fox,{name: gla,options: {acp: true}}]", "optimizer.lr=3e-4"]
+    )
     assert config.steps == 700
     assert config.optimizer.lr == 3e-4
     save_config(config, tmp_path / "config.yaml")

@@ -1,5 +1,7 @@
 """Data: deterministic windows that leave the held-out text alone, and errors that say what is wrong."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -50,7 +52,10 @@ def test_the_same_config_gives_the_same_data(stdlib):
 
 def test_no_file_is_on_both_sides_and_none_is_lost(folder):
     data = build_data(DataConfig(source=str(folder), context_length=8, heldout_fraction=0.2))
-    sides = [{line for line in decode(tokens).split("\n") if line.strip("\0")} for tokens in (data.train.shards[0], data.heldout)]
+    sides = [
+        {line for line in decode(tokens).split("\n") if line.strip("\0")}
+        for tokens in (data.train.shards[0], data.heldout)
+    ]
     train, held = [{line.strip("\0") for line in side} for side in sides]
     assert not train & held
     assert len(train | held) == 40
@@ -124,7 +129,7 @@ def test_a_heldout_source_leaves_all_of_the_source_to_training(tmp_path):
 )
 def test_an_epoch_visits_windows_that_do_not_overlap(lengths, context_length, seed, epoch):
     starts = np.cumsum([0, *lengths])
-    shards = [np.arange(first, last) for first, last in zip(starts, starts[1:], strict=False)]
+    shards = [np.arange(first, last) for first, last in itertools.pairwise(starts)]
     windows = TokenWindows(shards, context_length, vocab_size=int(starts[-1]), seed=seed)
     seen = [windows[epoch * len(windows) + position] for position in range(len(windows))]
     inputs = np.concatenate([window[:-1] for window in seen])
@@ -206,7 +211,7 @@ def test_a_vocabulary_that_does_not_hold_the_tokens_is_refused(tmp_path):
     source = write(tmp_path / "t.npy", [7] * 500)
     with pytest.raises(ValueError, match=r"data\.vocab_size is needed"):
         build_data(DataConfig(source=source, context_length=8))
-    with pytest.raises(ValueError, match="tokens from 7 to 7.*vocabulary of 7"):
+    with pytest.raises(ValueError, match=r"tokens from 7 to 7.*vocabulary of 7"):
         build_data(DataConfig(source=source, context_length=8, vocab_size=7)).train[0]
     with pytest.raises(ValueError, match="byte by byte and needs 256"):
         build_data(DataConfig(vocab_size=100))

@@ -159,7 +159,7 @@ def exclusive(run_dir: Path) -> Iterator[None]:
     """
     import fcntl
 
-    with open(run_dir / ".lock", "w") as lock:
+    with open(run_dir / ".lock", "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

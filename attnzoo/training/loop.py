@@ -211,8 +211,9 @@ def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[
             evaluates = last or _due(step, config.eval_every)
             stops = stop_requested()
             saves = last or stops or _due(step, config.checkpoint_every)
-            if logs or evaluates or saves:
+            if logs or evaluates or saves or accelerator.device.type == "cpu":  # elsewhere looking means waiting
                 loss_value, norm_value = run.check_finite(step, loss, norm)
+            if logs or evaluates or saves:
                 elapsed = time.perf_counter() - clock
                 progress = replace(progress, step=step, tokens=tokens, seconds=progress.seconds + elapsed)
                 if logs:

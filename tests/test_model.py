@@ -1,0 +1,210 @@
+"""The language model: initialisation, loss, causality, and that cached, packed and padded calls give the plain one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnzoo.config import ModelConfig, OptimizerConfig
+from attnzoo.models import LanguageModel, language_model
+from attnzoo.training.optimizer import build_optimizer, decays
+
+HYBRID = ["mamba2", "fox"]
+
+
+def build(attention="fox", **options):
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 40}
+    torch.manual_seed(0)
+    return LanguageModel(ModelConfig(attention=attention, **{**sizes, **options}))
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, 40, (2, 13), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=["fox", HYBRID], ids=["fox", "hybrid"])
+def model(request):
+    return build(request.param).double().eval()
+
+
+def test_linear_and_embedding_weights_are_normal_with_the_given_deviation():
+    model = build(hidden_size=128, initializer_range=0.05)
+    checked = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and not getattr(module.weight, "_no_reinit", False):
+            tolerance = 0.05 * 5 / (2 * module.weight.numel()) ** 0.5
+            assert abs(module.weight.std().item() - 0.05) < tolerance
+            checked += 1
+    assert checked >= 2 + 2 * 3  # embedding and head; three of the MLP in each layer, and what the attention has
+
+
+class Marked(nn.Module):
+    """An attention whose gate starts where it wants to."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = nn.Linear(32, 32)
+        self.gate = nn.Linear(32, 2)
+        for parameter in self.gate.parameters():
+            parameter._no_reinit = True
+        self.gate.weight._no_weight_decay = True
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.gate.weight, 0.25)
+        nn.init.constant_(self.gate.bias, 4.0)
+
+    def forward(self, x, cu_seqlens=None, attention_mask=None, cache=None):
+        return self.plain(x) * self.gate(x).mean(-1, keepdim=True)
+
+
+def test_marked_parameters_keep_their_own_initialisation(monkeypatch):
+    monkeypatch.setattr(language_model, "build_attention", lambda name, **options: Marked())
+    attention = build().blocks[0].attention
+    assert (attention.gate.weight == 0.25).all()
+    assert (attention.gate.bias == 4.0).all()
+    assert (attention.plain.bias == 0).all()
+    assert 0.015 < attention.plain.weight.std() < 0.025
+
+
+def test_weight_decay_spares_norms_biases_and_marked_parameters(monkeypatch):
+    monkeypatch.setattr(language_model, "build_attention", lambda name, **options: Marked())
+    model = build(num_layers=1)
+    spared = {name for name, parameter in model.named_parameters() if not decays(parameter)}
+    assert spared == {
+        "blocks.0.attention_norm.weight",
+        "blocks.0.attention.plain.bias",
+        "blocks.0.attention.gate.weight",
+        "blocks.0.attention.gate.bias",
+        "blocks.0.mlp_norm.weight",
+        "norm.weight",
+    }
+    groups = build_optimizer(model, OptimizerConfig()).param_groups
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(6, 0.1), (6, 0.0)]
+    assert groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_a_pattern_gives_each_layer_its_variant_and_options(monkeypatch):
+    built = []
+
+    def record(name, **options):
+        built.append((name, options))
+        return Marked()
+
+    monkeypatch.setattr(language_model, "build_attention", record)
+    build([{"name": "gla", "repeat": 2}, {"name": "fox", "options": {"acp": True, "num_heads": 4}}], num_layers=3)
+    plain = {"hidden_size": 32, "num_heads": 2}
+    assert built == [("gla", plain), ("gla", plain), ("fox", {"hidden_size": 32, "num_heads": 4, "acp": True})]
+
+
+def test_layers_of_a_hybrid_differ():
+    first, second = build(HYBRID).blocks
+    assert {n for n, _ in first.named_parameters()} != {n for n, _ in second.named_parameters()}
+
+
+def test_an_unknown_variant_or_option_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'fox'"):
+        build("foxx")
+    with pytest.raises(ValueError, match="did you mean 'acp'"):
+        build({"name": "fox", "options": {"apc": True}})
+
+
+def test_loss_is_the_cross_entropy_of_the_labels_that_count(model, tokens):
+    labels = tokens.roll(-1, dims=1)
+    labels[0, 3:9] = -100
+    output = model(tokens, labels=labels)
+    counted = labels != -100
+    expected = F.cross_entropy(output.logits[counted].float(), labels[counted])
+    assert output.logits.shape == (2, 13, 40)
+    torch.testing.assert_close(output.loss, expected)
+    assert model(tokens).loss is None
+    torch.testing.assert_close(model(tokens).logits, output.logits)
+
+
+def test_an_untrained_model_is_about_as_good_as_a_guess(tokens):
+    labels = torch.randint(0, 40, tokens.shape)
+    assert abs(build()(tokens, labels=labels).loss.item() - torch.tensor(40.0).log().item()) < 0.1
+
+
+def test_later_tokens_change_no_earlier_logits(model, tokens):
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 40
+    before, after = model(tokens).logits, model(changed).logits
+    torch.testing.assert_close(before[:, :7], after[:, :7], rtol=0, atol=1e-12)
+    assert (before[:, 7:] - after[:, 7:]).abs().amax(-1).min() > 1e-6
+
+
+@pytest.mark.parametrize("pieces", [[13], [1] * 13, [5, 1, 1, 6], [1, 12]])
+def test_a_sequence_in_pieces_gives_what_the_whole_gives(model, tokens, pieces):
+    cache = model.new_cache()
+    logits = torch.cat([model(piece, cache=cache).logits for piece in tokens.split(pieces, dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-9, atol=1e-10)
+
+
+def test_packed_sequences_do_not_see_each_other(model, tokens):
+    packed = torch.cat([tokens[0, :5], tokens[1]])[None]
+    bounds = torch.tensor([0, 5, 18], dtype=torch.int32)
+    logits = model(packed, cu_seqlens=bounds).logits[0]
+    torch.testing.assert_close(logits[:5], model(tokens[:1, :5]).logits[0], rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(logits[5:], model(tokens[1:]).logits[0], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(model, tokens, side):
+    width = (4, 0) if side == "left" else (0, 4)
+    padded, mask = F.pad(tokens, width, value=7), F.pad(torch.ones_like(tokens), width)
+    logits = model(padded, attention_mask=mask).logits
+    logits = logits[:, 4:] if side == "left" else logits[:, :-4]
+    torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-9, atol=1e-10)
+
+
+def test_greedy_generation_takes_the_likeliest_token_of_the_uncached_model(model, tokens):
+    generated = model.generate(tokens[:, :4], 6, temperature=0)
+    expected = tokens[:, :4]
+    for _ in range(6):
+        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
+    assert generated.tolist() == expected.tolist()
+
+
+def test_sampling_repeats_with_its_generator_and_keeps_to_the_top_k(tokens):
+    model = build().train()
+    first, second = (
+        model.generate(tokens, 8, temperature=2.0, generator=torch.Generator().manual_seed(3)) for _ in range(2)
+    )
+    assert first.tolist() == second.tolist()
+    assert model.training
+    greedy = model.generate(tokens, 8, temperature=0)
+    assert model.generate(tokens, 8, top_k=1).tolist() == greedy.tolist()
+    assert model.generate(tokens, 8, top_k=40).tolist() != greedy.tolist()
+
+
+def test_tied_embeddings_are_one_parameter(tokens):
+    tied, untied = build(tie_embeddings=True), build()
+    assert tied.head.weight is tied.embedding.weight
+    assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 40 * 32
+    assert 0.015 < tied.head.weight.std() < 0.025
+
+
+@pytest.mark.parametrize("attention", ["fox", HYBRID], ids=str)
+def test_every_parameter_learns(attention, tokens):
+    model = build(attention)
+    model(tokens, labels=tokens.roll(-1, dims=1)).loss.backward()
+    without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert without == []
+
+
+def test_wrong_tokens_are_refused(tokens):
+    model = build()
+    with pytest.raises(ValueError, match=r"input_ids: expected shape \[B, T\], got \[13\]"):
+        model(tokens[0])
+    with pytest.raises(ValueError, match=r"input_ids: expected int64 or int32 tokens, got torch.float32"):
+        model(tokens.float())
+    with pytest.raises(ValueError, match=r"labels: expected shape \[2, 13\], got \[2, 12\]"):
+        model(tokens, labels=tokens[:, 1:])
+    with pytest.raises(ValueError, match=r"cache: expected 2 layers.*got 1"):
+        model(tokens, cache=model.new_cache()[:1])
+    with pytest.raises(ValueError, match="at least one token"):
+        model.generate(tokens[:, :0], 3)
+    with pytest.raises(ValueError, match="temperature >= 0"):
+        model.generate(tokens, 3, temperature=-1)

@@ -1,0 +1,276 @@
+"""Real processes, really killed: whenever it happens, the disk holds a whole run, which goes on to the same bits.
+
+Run as a script, this file trains in child processes and kills them; run by pytest, it starts that script and looks at
+what is left. The script imports torch once and forks, so that a dozen killed processes cost a few seconds.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+STEPS = 12
+# Each leaves the process dead by SIGKILL at another place of writing rows or the checkpoint of step 8.
+POINTS = [
+    "at the first row",
+    "between two checkpoints",
+    "within a row",
+    "before the checkpoint is saved",
+    "in a half-written checkpoint",
+    "before the checkpoint is flushed",
+    "before the checkpoint is renamed",
+    "before an old checkpoint is removed",
+    "in a half-removed checkpoint",
+    "after the last checkpoint",
+]
+
+
+def config_of(folder: Path, run: str):
+    from attnzoo.config import load_config
+
+    return load_config(
+        None,
+        [
+            f"output_dir={folder / run}",
+            f"data.source={folder / 'text.txt'}",
+            "data.context_length=24",
+            "model.attention=[fox,mamba2]",
+            "model.hidden_size=16",
+            "model.intermediate_size=32",
+            "model.num_layers=2",
+            "model.num_heads=2",
+            "optimizer.warmup_steps=2",
+            f"steps={STEPS}",
+            "batch_size=2",
+            "log_every=1",
+            "eval_every=3",
+            "eval_tokens=100",
+            "checkpoint_every=4",
+            "keep_checkpoints=1",
+            "progress=quiet",
+            "device=cpu",
+            "tensorboard=false",
+        ],
+    )
+
+
+def name_of(point: str) -> str:
+    return point.replace(" ", "-")
+
+
+def die(*_args, **_kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_die(folder: Path, point: str) -> None:
+    """Train with a trap at `point`; returns only when the trap was never reached."""
+    import shutil
+
+    import accelerate
+
+    from attnzoo.training import checkpoint, metrics, train
+
+    steps = {"at the first row": 1, "between two checkpoints": 7, "after the last checkpoint": 13}
+    save_state, replace, rmtree, append = (
+        accelerate.Accelerator.save_state,
+        os.replace,
+        shutil.rmtree,
+        metrics.Metrics.append,
+    )
+
+    def on_row(row):
+        if row["step"] == steps.get(point):
+            die()
+
+    def torn_append(self, row):
+        if row["step"] == 7:
+            self._file.write(b'{"kind": "train", "step": 7, "lo')
+            die()
+        append(self, row)
+
+    def trapped_save(self, target, *args, **kwargs):
+        at_step_8 = "step-00000008" in str(target)
+        if at_step_8 and point == "before the checkpoint is saved":
+            die()
+        save_state(self, target, *args, **kwargs)
+        if at_step_8 and point == "in a half-written checkpoint":
+            os.truncate(Path(target) / "optimizer.bin", 100)
+            die()
+
+    def trapped_fsync(path):
+        if "step-00000008" in str(path) and point == "before the checkpoint is flushed":
+            die()
+
+    def trapped_replace(source, target):
+        if str(target).endswith("step-00000008") and point == "before the checkpoint is renamed":
+            die()
+        if str(source).endswith("step-00000004") and point == "before an old checkpoint is removed":
+            die()
+        replace(source, target)
+
+    def trapped_rmtree(path, *args, **kwargs):
+        if "step-00000004.old" in str(path) and point == "in a half-removed checkpoint":
+            (Path(path) / "model.safetensors").unlink()
+            die()
+        rmtree(path, *args, **kwargs)
+
+    if point == "within a row":
+        metrics.Metrics.append = torn_append
+    accelerate.Accelerator.save_state = trapped_save
+    checkpoint._fsync = trapped_fsync
+    checkpoint.os.replace = trapped_replace
+    checkpoint.shutil.rmtree = trapped_rmtree
+    train(config_of(folder, name_of(point)), on_row=on_row)
+    if point == "after the last checkpoint":
+        die()
+
+
+def in_child(work) -> int:
+    """Run `work` in a forked process and return how it ended: minus the signal, or the exit status."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def report(folder: Path, name: str, text: object) -> None:
+    (folder / f"{name}.report").write_text(str(text))
+
+
+def train_in_small_files(folder: Path) -> None:
+    from attnzoo.training import CheckpointError, train
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+    try:
+        train(config_of(folder, "small-files"))
+    except CheckpointError as error:
+        # No file may grow by now: the report is a name.
+        (folder / ("refused" if "could not write the checkpoint of step 4" in str(error) else "other")).touch()
+
+
+def main(folder: Path) -> None:
+    import torch
+
+    from attnzoo.training import load_run, newest_checkpoint, train
+
+    def check_and_train(name: str) -> None:
+        if newest_checkpoint(folder / name) is not None:
+            load_run(folder / name)
+        train(config_of(folder, name))
+
+    torch.set_num_threads(1)
+    import_all(folder)
+    report(folder, "reference", in_child(lambda: train(config_of(folder, "reference"))))
+    for point in POINTS:
+        name = name_of(point)
+        killed = in_child(lambda point=point: train_and_die(folder, point))
+        report(folder, name, [killed, in_child(lambda name=name: check_and_train(name))])
+    in_child(lambda: train_in_small_files(folder))
+    report(folder, "small-files", in_child(lambda: train(config_of(folder, "small-files"))))
+
+
+def import_all(folder: Path) -> None:
+    """Import here what each child would otherwise import for itself; no backward pass, for its threads do not fork."""
+    import accelerate  # noqa: F401
+    import rich.console  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.tensor
+
+    from attnzoo.models import LanguageModel
+    from attnzoo.training.optimizer import build_optimizer
+
+    config = config_of(folder, "none")
+    model = LanguageModel(config.model)
+    build_optimizer(model, config.optimizer)
+    model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "text.txt").write_text("".join(f"line {number} of the text\n" for number in range(200)))
+    done = subprocess.run([sys.executable, __file__, str(folder)], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def environment() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[1])
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+    }
+
+
+def outcome(run_dir: Path):
+    """All that must be equal: every number but the timings, and the weights."""
+    from attnzoo.training import newest_checkpoint, read_metrics
+
+    rows = [
+        {k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in read_metrics(run_dir)
+    ]
+    return rows, (newest_checkpoint(run_dir) / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_killed_at_any_point_goes_on_to_the_same_bits(folder, point):
+    killed, resumed = -int(signal.SIGKILL), 0
+    assert (folder / f"{name_of(point)}.report").read_text() == str([killed, resumed])
+    rows, weights = outcome(folder / name_of(point))
+    expected_rows, expected_weights = outcome(folder / "reference")
+    assert len(expected_rows) == STEPS + STEPS // 3
+    assert rows == expected_rows
+    assert weights == expected_weights
+    assert [path.name for path in (folder / name_of(point) / "checkpoints").iterdir()] == [f"step-{STEPS:08d}"]
+
+
+def test_a_disk_without_room_is_an_error_and_not_the_end_of_the_run(folder):
+    assert (folder / "refused").exists()
+    assert (folder / "small-files.report").read_text() == "0"
+    assert outcome(folder / "small-files") == outcome(folder / "reference")
+
+
+def test_a_process_killed_from_outside_goes_on_to_the_same_bits(folder):
+    from attnzoo.training import train
+
+    config = config_of(folder, "outside")
+    metrics = folder / "outside" / "metrics.jsonl"
+    program = (
+        "import sys, time, torch; torch.set_num_threads(1); from pathlib import Path; "
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+        "from test_training_kill import config_of; from attnzoo.training import train; "
+        f"train(config_of(Path({str(folder)!r}), 'outside'), on_row=lambda row: time.sleep(0.05))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 7:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.stderr.close()
+    assert metrics.read_bytes().count(b"\n") < STEPS
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    train(config)
+    torch.set_num_threads(threads)
+    assert outcome(folder / "outside") == outcome(folder / "reference")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
