@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -111,7 +112,9 @@ def value_and_gradients(form: Callable[[Tensor, Tensor, Tensor, Gate], Tensor], 
     o = form(q, k, v, gate)
     cotangent = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(o)
     grads = torch.autograd.grad(o, tuple(leaves.values()), cotangent, allow_unused=True)
-    filled = {name: x.new_zeros(x.shape) if g is None else g for (name, x), g in zip(leaves.items(), grads, strict=True)}
+    filled = {
+        name: x.new_zeros(x.shape) if g is None else g for (name, x), g in zip(leaves.items(), grads, strict=True)
+    }
     return {"o": o.detach(), **filled}
 
 
@@ -167,7 +170,7 @@ def extend_in_segments(
     """The output over all segments and the last state."""
     q, k, v, gate = inputs
     state, outputs = None, []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         now = slice(start, stop)
         options = {} if valid is None else {"valid": valid[:, now]}
         o, state = variant.extend(q[:, now], k[:, now], v[:, now], gate.slice(start, stop), state, scale, **options)

@@ -1,0 +1,200 @@
+"""Every form of every variant against the float64 oracle: values and gradients."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    CPU_FORMS,
+    LIMIT,
+    Case,
+    assert_close,
+    cases,
+    oracle_of,
+    relative_error,
+    straightforward,
+    value_and_gradients,
+)
+
+from attnzoo import get, list_variants, oracle
+from attnzoo.samples import Regime, random_inputs
+
+FORMS = [(name, form) for name in list_variants() for form in get(name).forms if form in CPU_FORMS]
+GPU_FORMS = [(name, form) for name in list_variants() for form in get(name).forms if form not in CPU_FORMS]
+LOW = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-23}
+
+
+def assert_forms_equal_oracle(case: Case, forms: tuple[str, ...] = CPU_FORMS) -> None:
+    variant, inputs = case.variant, case.inputs()
+    expected = value_and_gradients(lambda *x: oracle_of(variant)(*x, scale=case.scale), inputs)
+    for form in forms:
+        if form in variant.forms:
+            with case.blocks():
+                got = value_and_gradients(lambda *x, f=form: variant.forms[f](*x, scale=case.scale), inputs)
+            assert_close(got, expected, what=f"{form} of {case}")
+
+
+@pytest.mark.parametrize("name", list_variants())
+@given(data=st.data())
+def test_forms_equal_oracle(name: str, data: st.DataObject) -> None:
+    assert_forms_equal_oracle(data.draw(cases(name)))
+
+
+# around the real block sizes: chunks of 64, rows of 128 and of 512
+@pytest.mark.parametrize(
+    ("T", "regime"), [(63, "mixed"), (64, "open"), (65, "closing"), (128, "open"), (129, "mixed"), (130, "closed")]
+)
+@pytest.mark.parametrize("name", list_variants())
+def test_forms_equal_oracle_around_block_sizes(name: str, regime: Regime, T: int) -> None:
+    case = Case(name, B=1, T=T, H=2, G=1, K=4, V=3, regime=regime, seed=T)
+    assert_forms_equal_oracle(case, ("parallel", "chunk"))
+
+
+@pytest.mark.parametrize("name", list_variants("softmax"))
+def test_parallel_equals_oracle_past_the_largest_row_block(name: str) -> None:
+    case = Case(name, B=1, T=521, H=1, G=1, K=2, V=3, regime="open", seed=7)
+    q, k, v, gate = case.inputs()
+    got = case.variant.forms["parallel"](q, k, v, gate)
+    assert relative_error(got, oracle.softmax(q, k, v, gate)) <= LIMIT
+
+
+@pytest.mark.parametrize("regime", get_args(Regime))
+@pytest.mark.parametrize("name", ["alibi", "fox"])
+def test_gradients_past_the_largest_row_block(name: str, regime: Regime) -> None:
+    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: object) -> torch.Tensor:
+        c = gate.log_decay.masked_fill(gate.log_decay.isneginf(), 0).cumsum(1)  # type: ignore[attr-defined]
+        n = gate.log_decay.isneginf().cumsum(1)  # type: ignore[attr-defined]
+        hidden = (n[:, :, None] != n[:, None]) | torch.ones(T, T, dtype=torch.bool).triu(1)[None, :, :, None]
+        d = (c[:, :, None] - c[:, None]).masked_fill(hidden, -torch.inf)
+        s = torch.einsum("bthk,bjhk->btjh", q, k) * q.shape[-1] ** -0.5
+        return torch.einsum("btjh,bjhv->bthv", (s + d).softmax(2), v)
+
+    T = 1037
+    inputs = random_inputs(name, 1, T, 1, 1, 4, 3, regime=regime)
+    expected = value_and_gradients(dense, inputs)
+    assert_close(value_and_gradients(get(name).forms["parallel"], inputs), expected, what=f"parallel of {name}")
+
+
+@pytest.mark.parametrize("name", list_variants("linear"))
+def test_chunk_equals_parallel_over_many_chunks(name: str) -> None:
+    inputs = random_inputs(name, 1, 333, 2, 1, 8, 6, regime="open")
+    forms = get(name).forms
+    expected = value_and_gradients(forms["parallel"], inputs)
+    assert_close(value_and_gradients(forms["chunk"], inputs), expected, 1e-9, what=f"chunk of {name}")
+
+
+@pytest.mark.parametrize("name", list_variants("linear"))
+@given(data=st.data())
+def test_oracle_scores_equal_oracle_recurrence(name: str, data: st.DataObject) -> None:
+    case = data.draw(cases(name))
+    q, k, v, gate = case.inputs()
+    by_scores = oracle.linear(q, k, v, gate, case.scale)
+    assert relative_error(by_scores, oracle.recurrence(q, k, v, gate, case.scale)[0]) <= 1e-12
+
+
+@pytest.mark.parametrize("name", list_variants("linear"))
+@given(data=st.data())
+def test_state_equals_oracle_recurrence(name: str, data: st.DataObject) -> None:
+    case = data.draw(cases(name))
+    q, k, v, gate = case.inputs()
+    start = torch.randn(case.B, case.H, case.K, case.V, dtype=torch.float64)
+    with case.blocks():
+        o, state = case.variant.extend(q, k, v, gate, start, case.scale)
+    expected_o, expected_state = oracle.recurrence(q, k, v, gate, case.scale, start)
+    assert_close({"o": o, "state": state}, {"o": expected_o, "state": expected_state}, what=repr(case))
+
+
+@pytest.mark.parametrize("name", list_variants("linear"))
+def test_gradient_of_the_initial_state_equals_oracle(name: str) -> None:
+    q, k, v, gate = random_inputs(name, T=19)
+    start = torch.randn(2, 4, 8, 6, dtype=torch.float64, requires_grad=True)
+    got, expected = get(name).extend(q, k, v, gate, start), oracle.recurrence(q, k, v, gate, state=start)
+    grads = [torch.autograd.grad((o * o).sum() + (S * S).sum(), start)[0] for o, S in (got, expected)]
+    assert relative_error(*grads) <= LIMIT
+
+
+@pytest.mark.parametrize("name", list_variants("linear"))
+def test_step_equals_one_token_of_extend(name: str) -> None:
+    q, k, v, gate = random_inputs(name, T=1)
+    start = torch.randn(2, 4, 8, 6, dtype=torch.float64)
+    got = get(name).module.step(q, k, v, gate, start)
+    expected = oracle.recurrence(q, k, v, gate, state=start)
+    assert max(map(relative_error, got, expected)) <= LIMIT
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("name", list_variants())
+def test_low_precision_within_budget(name: str, dtype: torch.dtype) -> None:
+    """At most twice the error of the same computation written plainly in that dtype, plus a few roundings.
+
+    The gradient of a log gate is a running sum of terms that cancel: it gets more of them.
+    """
+    variant = get(name)
+    for regime in ("mixed", "open", "closing"):
+        q, k, v, gate = Case(name, B=1, T=90, H=2, G=1, K=16, V=8, regime=regime, seed=3).inputs(torch.float32)
+        inputs = q.to(dtype), k.to(dtype), v.to(dtype), gate
+        wide = inputs[0].double(), inputs[1].double(), inputs[2].double(), gate.map(torch.Tensor.double)
+        expected = value_and_gradients(oracle_of(variant), wide)
+        plain = value_and_gradients(straightforward(variant, dtype), inputs)
+        for form in set(CPU_FORMS) & set(variant.forms):
+            got = value_and_gradients(variant.forms[form], inputs)
+            for part, x in got.items():
+                roundings = 64 if part.startswith("log_") else 8
+                budget = 2 * relative_error(plain[part], expected[part]) + roundings * LOW[dtype]
+                error = relative_error(x, expected[part])
+                assert error <= budget, f"{form} of {name}, {regime}: {part} off by {error:.2e}, budget {budget:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float64], ids=str)
+@pytest.mark.parametrize("name", list_variants())
+def test_output_has_the_dtype_of_v(name: str, dtype: torch.dtype) -> None:
+    q, k, v, gate = random_inputs(name, T=9, dtype=torch.float32)
+    variant = get(name)
+    inputs = q.to(dtype), k.to(dtype), v.to(dtype), gate
+    for form in CPU_FORMS:
+        if form in variant.forms:
+            o = variant.forms[form](*inputs)
+            assert (o.dtype, o.shape) == (dtype, (2, 9, 4, 6))
+    o, _ = variant.extend(*inputs)
+    assert (o.dtype, o.shape) == (dtype, (2, 9, 4, 6))
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_autocast_does_not_reach_inside(name: str, form: str) -> None:
+    inputs = random_inputs(name, dtype=torch.float32)
+    plain = get(name).forms[form](*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(get(name).forms[form](*inputs), plain)
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_inputs_are_left_as_they_are(name: str, form: str) -> None:
+    inputs = random_inputs(name)
+    before = [x.clone() for x in (*inputs[:3], *(getattr(inputs[3], p) for p in inputs[3].parts))]
+    value_and_gradients(get(name).forms[form], inputs)
+    get(name).forms[form](*inputs)
+    after = [*inputs[:3], *(getattr(inputs[3], p) for p in inputs[3].parts)]
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_strides_do_not_matter(name: str, form: str) -> None:
+    q, k, v, gate = random_inputs(name)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    got = get(name).forms[form](*strided, gate.map(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)))
+    assert relative_error(got, get(name).forms[form](q, k, v, gate)) <= 1e-14
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "form"), GPU_FORMS)
+def test_gpu_form_equals_oracle(name: str, form: str) -> None:
+    """The delta rule of fla and the bf16 budgets have their own file; this is that each listed form runs at all."""
+    from attnzoo.verify import verify
+
+    checks = [check for check in verify([name]) if check.form == form]
+    assert checks
+    assert all(check.ok and not check.skipped for check in checks), checks
