@@ -23,7 +23,8 @@ class Gate:
     Args:
         log_decay: g, natural log, <= 0 (-inf closes the gate), ``[B, T, H]``.
         log_diag: a, natural log per channel, <= 0, ``[B, T, H, K]``.
-        angle: theta in radians per token, ``[K/2]`` (every token, every head) or ``[B, T, H, K/2]``.
+        angle: theta in radians per token, ``[K/2]`` (every token, every head), ``[B, T, 1, K/2]`` (every head) or
+            ``[B, T, H, K/2]``.
         w: unit vectors of the Householder-like factor, ``[B, T, G, K]``.
         beta: its strength in [0, 2], ``[B, T, G]``.
     """
@@ -50,15 +51,15 @@ class Gate:
     def neutral_where(self, absent: Tensor) -> Gate:
         """The gate with an identity transition at the tokens where ``absent`` ``[B, T]`` is true.
 
-        The angle must be per token ``[B, T, H, K/2]`` (a shared one is expanded by :meth:`per_token`).
+        The angle must be per token (a time-invariant one is expanded by :meth:`per_token`).
         """
         return self.map(lambda part: part.masked_fill(_unsqueeze_to(absent, part.ndim), 0.0))
 
     def per_token(self, q: Tensor) -> Gate:
-        """Expand a time-invariant angle to ``[B, T, H, K/2]``, with q ``[B, T, H, K]``."""
+        """Expand a time-invariant angle to ``[B, T, 1, K/2]``, with q ``[B, T, H, K]``."""
         if self.angle is None or self.angle.ndim != 1:
             return self
-        return replace(self, angle=self.angle.expand(*q.shape[:3], -1))
+        return replace(self, angle=self.angle.expand(*q.shape[:2], 1, -1))
 
     def dense(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """The gate as explicit float64 matrices, the ground of every test.

@@ -63,6 +63,11 @@ def append(past: Tensor | None, new: Tensor | None) -> Tensor | None:
     return torch.cat([past, new], 1)
 
 
+def expand_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeat the heads of ``[B, T, heads, X]`` up to ``heads``, if there are fewer."""
+    return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], 2)
+
+
 def append_valid(cache: KVCache | None, valid: Tensor | None, like: Tensor) -> Tensor | None:
     """Which of the cached and the new tokens exist; None when all do. ``like`` is the new keys."""
     if cache is None:
@@ -153,7 +158,7 @@ class AdditiveForms(SoftmaxForms):
         q, k, phase = self._place(q, k, gate, state)
         past = KVCache(k[:, :0], v[:, :0]) if state is None else state
         state = KVCache(
-            k=cast(Tensor, append(past.k, k)),
+            k=torch.cat([expand_heads(past.k, k.shape[2]), expand_heads(k, past.k.shape[2])], 1),
             v=cast(Tensor, append(past.v, v)),
             log_decay=append(past.log_decay, gate.log_decay),
             valid=append_valid(state, valid, k),

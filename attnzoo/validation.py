@@ -82,7 +82,7 @@ def _check_gate(gate: Gate, q: Tensor, G: int) -> None:
     shapes = {
         "log_decay": ((B, T, H), "[B, T, H]"),
         "log_diag": ((B, T, H, K), "[B, T, H, K]"),
-        "angle": ((B, T, H, K // 2), "[B, T, H, K/2] or [K/2]"),
+        "angle": ((B, T, H, K // 2), "[B, T, H, K/2] (or [B, T, 1, K/2], or [K/2])"),
         "w": ((B, T, G, K), "[B, T, G, K]"),
         "beta": ((B, T, G), "[B, T, G]"),
     }
@@ -94,6 +94,8 @@ def _check_gate(gate: Gate, q: Tensor, G: int) -> None:
             raise ValueError(f"gate.angle: expected an even number of key channels to turn in pairs, got K={K}")
         if part == "angle" and x.ndim == 1:
             _shape("gate.angle", x, (K // 2,), "[K/2]")
+        elif part == "angle" and x.ndim == 4 and x.shape[2] == 1:
+            _shape("gate.angle", x, (B, T, 1, K // 2), "[B, T, 1, K/2]")
         else:
             _shape(f"gate.{part}", x, *shapes[part])
         allowed = (*GATE_FLOATS, q.dtype) if part in ("w", "beta") else GATE_FLOATS

@@ -29,10 +29,11 @@ class Rotated(AdditiveForms):
             position = torch.arange(1, q.shape[1] + 1, device=q.device, dtype=torch.float64)
             phase = (position[:, None, None] * angle.double())[None]  # [1, T, 1, K/2]
         else:
-            phase = phases(angle, dim=1)
-            k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+            phase = phases(angle, dim=1)  # [B, T, 1 or H, K/2]
         if state is not None and state.phase is not None:
             phase = phase + state.phase
+        if phase.shape[2] > 1:
+            k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
         return _turn(q, phase), _turn(k, phase), phase[:, -1:]
 
 
