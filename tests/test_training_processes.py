@@ -1,0 +1,99 @@
+"""Several processes train what one process trains."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys, torch
+torch.set_num_threads(1)
+from attnzoo.config import load_config
+from attnzoo.training import train
+config = load_config(sys.argv[1], sys.argv[2:])
+train(config)
+"""
+
+
+def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess:
+    root = str(Path(__file__).resolve().parents[1])
+    folder = Path(arguments[0]).parent
+    (folder / "program.py").write_text(PROGRAM)
+    # On CPUs, accelerate takes the processes of torchrun; its own launcher would start one.
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    paths = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *launcher, str(folder / "program.py"), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    (folder / "text.txt").write_text("".join(f"{number} and one is {number + 1}.\n" for number in range(900)))
+    (folder / "config.yaml").write_text(
+        f"""
+        output_dir: {folder / "two"}
+        steps: 6
+        batch_size: 8
+        gradient_accumulation: 2
+        log_every: 1
+        eval_every: 3
+        eval_tokens: 168   # seven windows, which two processes cannot share evenly
+        checkpoint_every: 4
+        keep_checkpoints: 3
+        progress: quiet
+        device: cpu
+        model: {{hidden_size: 16, intermediate_size: 32, num_layers: 2, num_heads: 2, attention: [fox, mamba2]}}
+        data: {{source: {folder / "text.txt"}, context_length: 24}}
+        optimizer: {{warmup_steps: 2, lr: 0.01}}
+        """
+    )
+    return folder / "config.yaml"
+
+
+@pytest.fixture(scope="module")
+def two_processes(config_file):
+    done = launch(2, str(config_file))
+    assert done.returncode == 0, done.stderr
+    run_dir = config_file.parent / "two"
+    states = (run_dir / "checkpoints" / "step-00000006").glob("random_states_*")
+    assert len(list(states)) == 2  # there really were two
+    return run_dir
+
+
+def numbers(run_dir, after=0):
+    from attnzoo.training import read_metrics
+
+    rows = [row for row in read_metrics(run_dir) if row["step"] > after]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(after + 1, 7))
+    return [number for row in rows for number in (row["loss"], row.get("grad_norm", 0.0))]
+
+
+def test_two_processes_train_what_one_trains(config_file, two_processes):
+    from attnzoo.config import load_config
+    from attnzoo.training import train
+
+    one = train(load_config(config_file, [f"output_dir={config_file.parent / 'one'}"]))
+    assert numbers(two_processes) == pytest.approx(numbers(one), rel=1e-4)
+
+
+def test_one_process_goes_on_where_two_stopped(config_file, two_processes):
+    import shutil
+
+    from attnzoo.config import load_config
+    from attnzoo.training import load_run, train
+
+    moved = config_file.parent / "moved"
+    shutil.copytree(two_processes, moved)
+    shutil.rmtree(moved / "checkpoints" / "step-00000006")
+    train(load_config(config_file, [f"output_dir={moved}"]))
+    assert numbers(moved)[:10] == numbers(two_processes)[:10]  # steps 1 to 4 and an evaluation are kept
+    assert numbers(moved, after=4) == pytest.approx(numbers(two_processes, after=4), rel=1e-4)
+    load_run(moved)
