@@ -65,7 +65,7 @@ def test_no_file_is_on_both_sides_and_none_is_lost(folder):
 def test_a_file_keeps_its_side_when_another_comes(folder):
     config = DataConfig(source=str(folder), context_length=8, heldout_fraction=0.2)
     before = set(decode(build_data(config).heldout).split("\0"))
-    (folder / "newcomer.txt").write_text("something else\n" * 20)
+    (folder / "a-newcomer.txt").write_text("something else\n" * 20)
     after = set(decode(build_data(config).heldout).split("\0"))
     assert before <= after
     assert build_data(config).fingerprint != build_data(DataConfig(source=str(folder), context_length=8)).fingerprint
