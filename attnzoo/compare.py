@@ -148,9 +148,8 @@ def _measured(run: Run, evaluate: EvaluateConfig, command: str) -> RunResult:
             return saved
     except (FileNotFoundError, ValueError):
         pass
-    result = measure(run, evaluate, settings, command)
-    save_result(result, run_dir)
-    return result
+    save_result(measure(run, evaluate, settings, command), run_dir)
+    return load_result(run_dir)  # what is shown now is what a later report will show
 
 
 def measure(run: Run, evaluate: EvaluateConfig, settings: str, command: str) -> RunResult:

@@ -49,6 +49,7 @@ def write_report(results: Sequence[RunResult], path: Path, *, title: str = "comp
 def render(results: Sequence[RunResult], *, title: str = "comparison", command: str = "") -> str:
     """The page as a string; see :func:`write_report`."""
     _check(results)
+    results = sorted(results, key=lambda r: (r.facts.pair, SIDES.index(r.facts.side), r.facts.key))
     ordered = sorted(results, key=lambda result: result.final_loss[0])
     looks = figures.looks([(r.facts.key, r.facts.pair, r.facts.side) for r in results])
     environment = jinja2.Environment(

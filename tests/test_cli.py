@@ -1,0 +1,280 @@
+"""The command line: what each command does, and that a mistake is one clear line and exit code 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnzoo import cli, get, list_variants, pairs
+from attnzoo import verify as verification
+from attnzoo.compare import CompareConfig, plan
+from attnzoo.config import load_config
+from attnzoo.models import LanguageModel
+
+DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
+TINY = """
+title: tiny comparison
+output_dir: {folder}/runs
+variants: [{{name: fox, options: {{acp: true}}}}, mamba2]
+train:
+  steps: 3
+  batch_size: 2
+  log_every: 1
+  progress: quiet
+  tensorboard: false
+  model: {{hidden_size: 32, num_layers: 1, num_heads: 2}}
+  data: {{source: {folder}/text.txt, context_length: 32}}
+  optimizer: {{warmup_steps: 1}}
+evaluate: {{tokens: 512, block: 16}}
+"""
+
+
+class Ran:
+    """Exit code, standard output and standard error of one command."""
+
+    def __init__(self, code: int, out: str, err: str):
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    def run(*arguments: object) -> Ran:
+        monkeypatch.setenv("COLUMNS", "140")
+        monkeypatch.setattr(sys, "argv", ["attnzoo", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return Ran(int(exit_.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A configuration that trains two small models in seconds."""
+    sentences = (f"line {i}: the gate of token {i * i % 97} closes\n" for i in range(2000))
+    (tmp_path / "text.txt").write_text("".join(sentences))
+    config = tmp_path / "tiny.yaml"
+    config.write_text(TINY.format(folder=tmp_path))
+    return config
+
+
+def assert_refused(ran: Ran, *parts: str) -> None:
+    assert ran.code == 2
+    lines = ran.err.strip().splitlines()
+    assert len(lines) == 1, ran.err
+    assert lines[0].startswith("attnzoo: ")
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_list_shows_every_pair(run: Any) -> None:
+    ran = run("list")
+    assert ran.code == 0
+    for pair in pairs():
+        assert any(pair.linear in row.split() and pair.softmax in row.split() for row in ran.out.splitlines())
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_show_names_the_dual_the_gate_and_every_form(run: Any, name: str) -> None:
+    ran = run("show", name)
+    assert ran.code == 0
+    variant = get(name)
+    for word in (variant.dual, *variant.requires, *variant.forms):
+        assert word in ran.out
+
+
+def test_verify_prints_a_row_per_form_and_passes(run: Any) -> None:
+    ran = run("verify", "nope", "gated_deltanet")
+    assert ran.code == 0
+    for form in (*get("nope").forms, *get("gated_deltanet").forms, "extend"):
+        assert re.search(rf"\b{form}\b", ran.out)
+    assert "FAILED" not in ran.out
+
+
+def broken(name: str, form: str, change: Any) -> Any:
+    """``get`` with one form of one variant changed."""
+
+    def get_broken(asked: str) -> Any:
+        variant = get(asked)
+        if asked != name:
+            return variant
+        forms = {**variant.forms, form: lambda *inputs: change(variant.forms[form](*inputs))}
+        return dataclasses.replace(variant, forms=MappingProxyType(forms))
+
+    return get_broken
+
+
+def wrong_gradient(o: Tensor) -> Tensor:
+    return o + 1e-6 * (o - o.detach())
+
+
+@pytest.mark.parametrize("change", [lambda o: o * (1 + 1e-8), wrong_gradient, lambda o: o * torch.nan])
+def test_verify_exits_1_when_a_form_is_wrong(run: Any, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    monkeypatch.setattr(verification, "get", broken("retnet", "parallel", change))
+    ran = run("verify", "retnet")
+    assert ran.code == 1
+    failed = [row for row in ran.out.splitlines() if "FAILED" in row]
+    assert len(failed) == 1
+    assert "parallel" in failed[0]
+
+
+def test_verify_draws_other_inputs_with_another_seed() -> None:
+    errors = [[check.value for check in verification.verify(["fox"], seed)] for seed in (0, 0, 1)]
+    assert errors[0] == errors[1] != errors[2]
+
+
+def test_verify_checks_every_variant_by_default() -> None:
+    checks = list(verification.verify())
+    assert {check.variant for check in checks} == set(list_variants())
+    assert all(check.ok for check in checks)
+    for name in list_variants():
+        forms = {check.form for check in checks if check.variant == name}
+        assert forms == {*get(name).forms, "extend"}
+
+
+def test_forms_that_need_a_gpu_are_not_counted_as_verified_without_one(run: Any) -> None:
+    ran = run("verify", "gla")
+    if torch.cuda.is_available():
+        assert "needs a GPU" not in ran.out
+    else:
+        assert "0 failed, 1 not run" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["lst"], ["'lst'", "'list'"]),
+        (["show", "foks"], ["'foks'", "did you mean 'fox'"]),
+        (["verify", "path_fax"], ["did you mean 'path_fox'"]),
+        (["show"], ["'NAME'"]),
+        (["show", "fox", "nope"], ["nope"]),
+        (["verify", "--sed", "1"], ["'--seed'"]),
+        (["verify", "--seed", "x"], ["'x'"]),
+        (["train", "missing.yaml"], ["missing.yaml"]),
+        (["compare", "missing.yaml"], ["missing.yaml"]),
+        (["report", "missing"], ["missing"]),
+        (["report"], ["RUN"]),
+        (["compare", DEMO, "train.stepz=3"], ["'train.stepz'", "'train.steps'"]),
+        (["compare", DEMO, "train.steps=three"], ["train.steps", "three"]),
+        (["compare", DEMO, "steps"], ["'steps'", "key=value"]),
+        (["compare", DEMO, "variants=[nope,foks]"], ["did you mean 'fox'"]),
+        (["compare", DEMO, "variants=[]"], ["variants"]),
+        (["compare", DEMO, "variants=[3]"], ["variants", "3"]),
+        (["compare", DEMO, "variants=[fox,fox]"], ["'fox' twice"]),
+        (["compare", DEMO, "variants=[{name: fox, option: {}}]"], ["'option'", "'options'"]),
+        (["compare", DEMO, "variants=[nope,{name: fox, options: {acq: true}}]"], ["acq", "acp"]),
+        (["compare", DEMO, "evaluate.length_factor=0"], ["length_factor"]),
+    ],
+)
+def test_mistake_is_one_line_that_names_the_nearest(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], parts: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(run(*arguments), *parts)
+    assert list(tmp_path.iterdir()) == []  # nothing was trained before it was noticed
+
+
+def test_error_of_our_own_is_kept_apart_from_a_bug(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(name: str) -> Any:
+        raise KeyError(name)
+
+    monkeypatch.setattr("attnzoo.registry.describe", bug)
+    monkeypatch.setattr(sys, "argv", ["attnzoo", "show", "fox"])
+    with pytest.raises(KeyError):
+        cli.main()
+
+
+def test_traceback_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNZOO_TRACEBACK", "1")
+    monkeypatch.setattr(sys, "argv", ["attnzoo", "show", "foks"])
+    with pytest.raises(ValueError, match="foks"):
+        cli.main()
+
+
+def test_help_lists_every_command_in_a_fresh_process() -> None:
+    ran = subprocess.run([sys.executable, "-m", "attnzoo.cli", "--help"], capture_output=True, text=True, check=True)
+    for command in ("list", "show", "verify", "train", "compare", "report"):
+        assert re.search(rf"^  {command} ", ran.stdout, flags=re.MULTILINE)
+
+
+def test_command_line_itself_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, attnzoo; before = set(sys.modules); import attnzoo.cli; "
+        "heavy = {'torch', 'numpy', 'matplotlib', 'accelerate', 'omegaconf', 'jinja2', 'transformers', 'rich'}; "
+        "print(sorted((set(sys.modules) - before) & heavy))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_train_trains(run: Any, tiny: Path, tmp_path: Path) -> None:
+    train = tmp_path / "train.yaml"
+    body = tiny.read_text().partition("train:\n")[2].partition("evaluate")[0]
+    train.write_text("\n".join(line[2:] for line in body.splitlines()))
+    ran = run("train", train, f"output_dir={tmp_path}/one", "model.attention=gla")
+    assert ran.code == 0
+    assert f"{tmp_path}/one" in ran.out
+    assert len((tmp_path / "one" / "metrics.jsonl").read_text().splitlines()) == 4  # three steps and an evaluation
+
+
+def test_compare_trains_measures_and_reports_and_does_not_do_it_twice(run: Any, tiny: Path, tmp_path: Path) -> None:
+    ran = run("compare", tiny)
+    assert ran.code == 0, ran.err
+    page = (tmp_path / "runs" / "report.html").read_text()
+    for label in ("fox (acp)", "mamba2"):
+        assert label in ran.out
+        assert page.count(f"Forget gate of {label}, head") == 2
+    assert "192 tokens each in 3 steps" in page
+    assert f"attnzoo compare {tiny}" in page
+
+    files = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/*.*") if path.is_file()}
+    stamps = {path: path.stat().st_mtime_ns for path in files if path.name.startswith("evaluation")}
+    again = run("compare", tiny, "variants=[{name: fox, options: {acp: true}}, mamba2, nope]")
+    assert again.code == 0, again.err
+    assert {path: path.read_bytes() for path in files} == files
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
+    assert 'data-series="nope"' in (tmp_path / "runs" / "report.html").read_text()
+
+
+def test_compare_measures_again_when_the_measuring_changes(run: Any, tiny: Path, tmp_path: Path) -> None:
+    assert run("compare", tiny, "variants=[nope]").code == 0
+    metrics = (tmp_path / "runs" / "nope" / "metrics.jsonl").read_bytes()
+    ran = run("compare", tiny, "variants=[nope]", "evaluate.length_factor=2")
+    assert "P(64)" in ran.out
+    assert (tmp_path / "runs" / "nope" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_compare_refuses_runs_of_another_budget(run: Any, tiny: Path) -> None:
+    assert run("compare", tiny, "variants=[nope]").code == 0
+    assert_refused(run("compare", tiny, "variants=[nope]", "train.steps=4"), "steps was 3 and is 4 now")
+
+
+def test_report_rebuilds_the_page_from_the_runs(run: Any, tiny: Path, tmp_path: Path) -> None:
+    assert run("compare", tiny).code == 0
+    first = (tmp_path / "runs" / "report.html").read_text()
+    ran = run("report", tmp_path / "runs", "-o", tmp_path / "again.html", "--title", "tiny comparison")
+    assert ran.code == 0, ran.err
+    assert (tmp_path / "again.html").read_text() == first
+    one = run("report", tmp_path / "runs" / "mamba2", "-o", tmp_path / "one.html")
+    assert one.code == 0
+    assert 'data-series="fox' not in (tmp_path / "one.html").read_text()
+
+
+def test_demo_compares_the_twelve_variants_on_equal_budgets() -> None:
+    runs = plan(load_config(DEMO, schema=CompareConfig))
+    twelve = "nope rope alibi fox path path_fox linear_attention retnet mamba2 gla deltanet gated_deltanet"
+    assert [run.variant for run in runs] == twelve.split()
+    assert [run.config.model.attention_options for run in runs if run.variant == "fox"] == [{"acp": True}]
+    assert len({(run.config.steps, run.config.batch_size, run.config.data.context_length) for run in runs}) == 1
+    sizes = [sum(p.numel() for p in LanguageModel(run.config.model).parameters()) for run in runs]
+    assert max(sizes) < 1.1 * min(sizes)
