@@ -24,7 +24,8 @@ class KVCache:
 
     Args:
         k: keys ``[B, S, G, K]``, carried to the last token by the matrix transitions (``[B, S, H, K]`` where the
-            transition is per query head). RoPE keeps them in the frame of the first token instead.
+            transition is per query head), in the dtype of the computation: rounding them at every step would add up.
+            RoPE keeps them in the frame of the first token instead.
         v: values ``[B, S, G, V]``.
         log_decay: gates as they were given, ``[B, S, H]``, or None.
         valid: ``[B, S]`` bool, or None when every token is.
@@ -231,7 +232,7 @@ class CarriedForms(SoftmaxForms):
                 o, carried = self._rows(*args)
             outputs.append(o)
         step = 1 if gate.log_diag is not None or gate.angle is not None else H // G
-        new = KVCache(carried.mT[:, ::step].transpose(1, 2).to(k.dtype), new.v, log_decay, new.valid)
+        new = KVCache(carried.mT[:, ::step].transpose(1, 2), new.v, log_decay, new.valid)
         return torch.cat(outputs, 2).transpose(1, 2).to(v.dtype), new
 
     def _rows(

@@ -89,17 +89,17 @@ def test_state_does_not_depend_on_the_cuts(name: str, data: st.DataObject) -> No
     assert_close(state_parts(pieces), state_parts(whole))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_decoding_continues_a_prefill_in_low_precision(name: str, dtype: torch.dtype) -> None:
-    """Stepping must not lose more than the rounding of one output: states are not rounded to the inputs' dtype."""
-    q, k, v, gate = random_inputs(name, 1, 90, 2, 1, 16, 8, dtype=torch.float32, regime="open")
-    inputs = q.to(dtype), k.to(dtype), v.to(dtype), gate
+def test_decoding_continues_a_prefill_in_bfloat16(name: str) -> None:
+    """Only outputs are rounded: a state that were rounded at every step would be 2 to 3 times worse here."""
+    q, k, v, gate = random_inputs(name, 1, 240, 1, 1, 8, 8, dtype=torch.float32, regime="open")
+    inputs = q.bfloat16(), k.bfloat16(), v.bfloat16(), gate
     wide = inputs[0].double(), inputs[1].double(), inputs[2].double(), gate.map(Tensor.double)
-    expected = get(name).forms["parallel"](*wide)
-    whole = relative_error(get(name).forms["parallel"](*inputs), expected)
-    steps, _ = extend_in_segments(get(name), inputs, [0, 30, *range(31, 91)])
-    assert relative_error(steps, expected) <= 2 * whole + 8 * torch.finfo(dtype).eps
+    with torch.no_grad():
+        expected = get(name).forms["parallel"](*wide)
+        whole = get(name).forms["parallel"](*inputs)
+        steps, _ = extend_in_segments(get(name), inputs, [0, 40, *range(41, 241)])
+    assert float((steps - expected).abs().mean()) <= 1.1 * float((whole - expected).abs().mean())
 
 
 @pytest.mark.parametrize("name", VARIANTS)
