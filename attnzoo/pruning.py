@@ -106,23 +106,27 @@ def _decay_between(c: Tensor, closed: Tensor, late: Tensor, early: Tensor) -> Te
     return difference.masked_fill(closed[..., late, None] != closed[..., None, early], -math.inf)
 
 
-def kept_fraction(first_kept: Tensor, keys: int, *, rows: int = 128, cols: int = 64) -> Tensor:
+def kept_fraction(
+    first_kept: Tensor, keys: int, *, queries: int | None = None, rows: int = 128, cols: int = 64
+) -> Tensor:
     """Share of the causal blocks that are computed, per head ``[H]``, mean over the batch.
 
     Args:
         first_kept: from :func:`first_kept_keys`, ``[B, H, N]``.
-        keys: S, the number of keys; the rows are the last of them.
+        keys: S, the number of keys.
+        queries: T, the number of rows, which are the last of the keys; default: all of them.
         rows: rows per block.
         cols: keys per block.
 
     Raises:
-        ValueError: the row blocks do not fit ``keys``.
+        ValueError: the row blocks do not fit ``queries`` or ``keys``.
     """
-    N = first_kept.shape[-1]
-    if (N - 1) * rows >= keys:
-        raise ValueError(f"keys: expected more than {(N - 1) * rows} for {N} blocks of {rows} rows, got {keys}")
-    ends = torch.arange(1, N + 1, device=first_kept.device) * rows
-    ends = (ends + max(keys - N * rows, 0)).clamp(max=keys)
+    N, T = first_kept.shape[-1], keys if queries is None else queries
+    if -(-T // rows) != N:
+        raise ValueError(f"queries: expected {(N - 1) * rows + 1} to {N * rows} for {N} blocks of {rows} rows, got {T}")
+    if keys < T:
+        raise ValueError(f"keys: expected at least as many as the {T} queries, got {keys}")
+    ends = keys - T + (torch.arange(1, N + 1, device=first_kept.device) * rows).clamp(max=T)
     causal = -(-ends // cols)
     kept = causal - first_kept // cols
     return kept.sum(-1).double().div(causal.sum()).mean(0)
