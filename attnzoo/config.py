@@ -258,18 +258,21 @@ def to_yaml(config: Any) -> str:
 
 
 def config_differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """The dotted fields in which two configs of one schema differ, with their (old, new) values."""
-    before, after = dict(_flatten(old)), dict(_flatten(new))
-    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    """The dotted fields in which two configs differ, with their (old, new) values as a file would hold them."""
+    from omegaconf import OmegaConf
+
+    before, after = (dict(_flatten(OmegaConf.to_container(OmegaConf.structured(config)))) for config in (old, new))
+    keys = dict.fromkeys([*before, *after])
+    pairs = {key: (before.get(key), after.get(key)) for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from _flatten(value, f"{prefix}{item.name}.")
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{item.name}", value
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
 
 
 def _check_keys(given: Any, schema: type[Any], prefix: str = "") -> None:

@@ -13,6 +13,7 @@ from attnzoo.config import (
     save_config,
 )
 from attnzoo.errors import unknown
+from attnzoo.pruning import Prune
 
 
 def names(config: ModelConfig) -> list[str]:
@@ -131,6 +132,19 @@ def test_differences_are_named_by_their_dotted_field():
     old, new = TrainConfig(), load_config(None, ["model.hidden_size=64", "seed=5"])
     assert config_differences(old, new) == {"seed": (0, 5), "model.hidden_size": (256, 64)}
     assert config_differences(old, TrainConfig()) == {}
+
+
+def test_options_differ_only_where_their_files_would():
+    old = ModelConfig(attention=("fox", "gla"), attention_options={"acp": Prune(eps=0.25)})
+    same = ModelConfig(attention=["fox", "gla"], attention_options={"acp": {"eps": 0.25, "bound": "tail"}})
+    other = ModelConfig(
+        attention=["fox", "gla"], attention_options={"acp": {"eps": 0.5, "bound": "tail"}, "block": "pro"}
+    )
+    assert config_differences(old, same) == {}
+    assert config_differences(same, other) == {
+        "attention_options.acp.eps": (0.25, 0.5),
+        "attention_options.block": (None, "pro"),
+    }
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():

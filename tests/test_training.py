@@ -15,6 +15,7 @@ from attnzoo.config import OptimizerConfig, TrainConfig, load_config
 from attnzoo.data import build_data
 from attnzoo.models import LanguageModel
 from attnzoo.models.language_model import SwiGLU
+from attnzoo.pruning import Prune
 from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training import checkpoint as checkpoint_module
 from attnzoo.training.optimizer import learning_rate
@@ -238,6 +239,23 @@ def test_a_hybrid_trains_and_loads(config_of):
     model, _ = load_run(run_dir)
     assert len(model.blocks) == 2
     assert math.isfinite(read_metrics(run_dir)[-1]["loss"])
+
+
+def test_a_pruned_run_goes_on_whether_its_options_are_objects_or_text(config_of):
+    config = config_of("model.attention_options={acp: {eps: 1e-3}}")
+    with pytest.raises(StoppedError):
+        train(config, on_row=stop_at(5))
+    config.model.attention_options = {"acp": Prune(eps=1e-3)}
+    with pytest.raises(CheckpointError, match=r"model\.attention_options\.acp\.bound was None and is 'tail' now"):
+        train(config)
+    config.model.attention_options = {"acp": {"eps": 1e-3}}
+    train(config)
+    assert load_run(config.output_dir)[0].blocks[0].attention.prune == Prune(eps=1e-3)
+
+
+def test_an_unknown_option_of_the_pruning_is_refused(config_of):
+    with pytest.raises(ValueError, match=r"option of acp 'epz'.*did you mean 'eps'"):
+        train(config_of("model.attention_options={acp: {epz: 1e-3}}"))
 
 
 def test_bfloat16_trains(config_of):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from attnzoo.attention import build_attention
 from attnzoo.config import LayerSpec, ModelConfig
+from attnzoo.errors import unknown
+from attnzoo.pruning import Prune
 
 IGNORED = -100  # a label that does not count
 
@@ -46,7 +49,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads}
-        self.attention: Any = build_attention(layer.name, **{**sizes, **layer.options})
+        self.attention: Any = build_attention(layer.name, **{**sizes, **_from_file(layer.options)})
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size)
 
@@ -188,6 +191,18 @@ def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: to
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, float("-inf"))
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+def _from_file(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with `acp: {eps: 1e-4}`, the way that a file spells it, as a `Prune`."""
+    prune = options.get("acp")
+    if not isinstance(prune, Mapping):
+        return options
+    known = [field.name for field in fields(Prune)]
+    for key in prune:
+        if key not in known:
+            raise unknown("option of acp", key, known)
+    return {**options, "acp": Prune(**prune)}
 
 
 def _unless_marked(parameter: Tensor, initialise: Any, **options: float) -> None:
