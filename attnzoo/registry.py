@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from attnzoo.errors import unknown
-from attnzoo.validation import check_inputs
+from attnzoo.validation import check_inputs, check_state
 
 Side = Literal["linear", "softmax"]
 FORMS: Mapping[Side, tuple[str, ...]] = {
@@ -111,13 +111,15 @@ def register(pair: Pair) -> None:
 
     Raises:
         TypeError: not a :class:`Pair`.
-        ValueError: a name that is taken, or an unknown gate part.
+        ValueError: a name that is taken or given twice, or an unknown gate part.
     """
     if not isinstance(pair, Pair):
         raise TypeError(f"pair: expected attnzoo.Pair, got {type(pair).__name__}")
     for part in pair.requires:
         if part not in GATE_PARTS:
             raise unknown("gate part", part, GATE_PARTS)
+    if pair.linear == pair.softmax:
+        raise ValueError(f"pair: expected two different names, got {pair.linear!r} twice")
     for name in (pair.linear, pair.softmax):
         if name in _pairs and _pairs[name] != pair:
             raise ValueError(f"pair: expected new names, got {name!r}, which is registered already")
@@ -172,7 +174,7 @@ def get(name: str) -> Variant:
         requires=pair.requires,
         pair=pair,
         forms=MappingProxyType(forms),
-        extend=_checked_extend(pair, name, module.extend),
+        extend=_checked_extend(pair, name, side, module.extend),
         module=module,
     )
 
@@ -217,13 +219,14 @@ def _checked(pair: Pair, name: str, form: Callable[..., Any]) -> Callable[..., A
     return checked
 
 
-def _checked_extend(pair: Pair, name: str, extend: Callable[..., Any]) -> Callable[..., Any]:
+def _checked_extend(pair: Pair, name: str, side: Side, extend: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(extend)
     def checked(
         q: Any, k: Any, v: Any, gate: Any, state: Any = None, scale: float | None = None,
         *, valid: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
         check_inputs(name, pair.requires, q, k, v, gate, scale, valid)
+        check_state(side, state, q, k, v)
         with torch.autocast(q.device.type, enabled=False):
             return extend(q, k, v, gate, state, scale, valid=valid, **options)
 
@@ -237,9 +240,13 @@ def _load_entry_points() -> None:
         return
     _entry_points_loaded = True
     for point in entry_points(group="attnzoo.variants"):
-        offered = point.load()
-        for pair in offered if isinstance(offered, (list, tuple)) else [offered]:
-            register(pair)
+        try:
+            offered = point.load()
+            for pair in offered if isinstance(offered, (list, tuple)) else [offered]:
+                register(pair)
+        except Exception as error:
+            _entry_points_loaded = False  # so that the next call says it again
+            raise RuntimeError(f"entry point {point.name!r} of attnzoo.variants ({point.value}): {error}") from error
 
 
 for _pair in PAIRS:
