@@ -1,6 +1,7 @@
 """Configuration: what is written is what is read, and what is wrong is refused by name."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -145,6 +146,13 @@ def test_options_differ_only_where_their_files_would():
         "attention_options.acp.eps": (0.25, 0.5),
         "attention_options.block": (None, "pro"),
     }
+
+
+@pytest.mark.parametrize("name", ["tiny", "fox_small"])
+def test_the_configurations_that_come_along_are_valid(name):
+    config = load_config(Path(__file__).parents[1] / "configs" / f"{name}.yaml")
+    assert config.output_dir == f"runs/{name}"
+    assert config.model.layers()[0].name == "fox"
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():

@@ -10,6 +10,7 @@ import accelerate
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from attnzoo.config import OptimizerConfig, TrainConfig, load_config
 from attnzoo.data import build_data
@@ -19,6 +20,7 @@ from attnzoo.pruning import Prune
 from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training import checkpoint as checkpoint_module
 from attnzoo.training.optimizer import learning_rate
+from attnzoo.training.progress import Bar, Lines, build_display
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -141,14 +143,13 @@ def test_the_first_update_is_adamw_on_the_clipped_gradient(config_of):
     row = read_metrics(run_dir)[0]
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    from safetensors.torch import load_file
-
     after = load_file(run_dir / "checkpoints" / "step-00000001" / "model.safetensors")["head.weight"]
     torch.testing.assert_close(after, expected.detach(), rtol=0, atol=1e-6)
 
 
-def test_accumulation_changes_no_more_than_rounding(config_of):
+def test_accumulation_changes_no_more_than_rounding(config_of, monkeypatch):
     whole = numbers(train(config_of(run="whole")))
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")  # a launcher's, which the configuration outranks
     parts = numbers(train(config_of("gradient_accumulation=4", run="parts")))
     assert [row["loss"] for row in whole] == pytest.approx([row["loss"] for row in parts], rel=1e-4)
     norms = [[row["grad_norm"] for row in rows if row["kind"] == "train"] for rows in (whole, parts)]
@@ -239,6 +240,38 @@ def test_a_hybrid_trains_and_loads(config_of):
     model, _ = load_run(run_dir)
     assert len(model.blocks) == 2
     assert math.isfinite(read_metrics(run_dir)[-1]["loss"])
+
+
+def test_a_compiled_run_saves_what_a_plain_one_loads(config_of, monkeypatch):
+    config = config_of("checkpoint_every=4")
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+        with pytest.raises(StoppedError):
+            train(config, on_row=stop_at(5))
+    names = set(LanguageModel(config.model).state_dict())
+    assert set(load_file(newest_checkpoint(config.output_dir) / "model.safetensors")) == names
+    load_run(config.output_dir)
+    train(config)
+    reference = numbers(train(config_of("checkpoint_every=4", run="reference")))
+    assert [row["loss"] for row in numbers(config.output_dir)] == pytest.approx(
+        [row["loss"] for row in reference], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("progress", ["bar", "lines", "quiet"])
+def test_progress_is_shown_as_asked(config_of, capsys, progress):
+    train(config_of(f"progress={progress}"))
+    shown = capsys.readouterr().err
+    assert ("tokens/s" in shown) == (progress != "quiet")
+    assert ("held-out" in shown) == (progress != "quiet")
+    assert ("8/8" in shown) == (progress != "quiet")
+    assert len(shown.splitlines()) < 16
+
+
+def test_progress_is_a_bar_on_a_terminal_alone(config_of, monkeypatch):
+    assert isinstance(build_display(config_of("progress=auto"), 0), Lines)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    assert isinstance(build_display(config_of("progress=auto"), 0), Bar)
 
 
 def test_a_pruned_run_goes_on_whether_its_options_are_objects_or_text(config_of):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,9 @@ FREE = frozenset(
         "tensorboard",
     ]
 )
+
+
+WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")  # what data parallelism and torch.compile put before names
 
 
 class CheckpointError(RuntimeError):
@@ -168,15 +172,15 @@ def exclusive(run_dir: Path) -> Iterator[None]:
 
 
 def share_weights_between_process_counts(accelerator: Accelerator) -> None:
-    """Save and load weights by the model's own names, so that any number of processes can continue a run."""
+    """Save and load weights by the model's own names, so that processes of any number, compiled or not, can go on."""
 
     def save(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
         for state in weights:
-            for name in [name for name in state if name.startswith("module.")]:
-                state[name.removeprefix("module.")] = state.pop(name)
+            for name in list(state):
+                state[WRAPPERS.sub("", name)] = state.pop(name)
 
     def load(models: list[Any], folder: str) -> None:
-        models[:] = [accelerator.unwrap_model(model) for model in models]
+        models[:] = [accelerator.unwrap_model(model, keep_torch_compile=False) for model in models]
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

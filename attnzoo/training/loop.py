@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> Path:
     """Train a model, or go on training it, and return the run folder (`config.output_dir`).
 
-    A folder that holds checkpoints of the same configuration is continued from the newest one, to the same
-    losses that an uninterrupted run has (bit for bit on a CPU); one that is finished is left as it is. Under
-    `accelerate launch` this runs in every process, the model being replicated.
+    A folder that holds checkpoints of the same configuration is continued from the newest one, to the same losses
+    that an uninterrupted run has (bit for bit on a CPU with equally many threads); one that is finished is left as
+    it is. Under `accelerate launch` this runs in every process, the model being replicated.
 
     The first SIGINT or SIGTERM in a single process ends the step under way, writes a checkpoint and then
     raises KeyboardInterrupt.
@@ -157,7 +157,10 @@ class _Run:
                 total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
         # Two float32 numbers would not hold a sum over many tokens.
         summed = accelerator.gather(total.to(accelerator.device)[None]).sum(0)
-        return float(summed[0] / summed[1])
+        mean = float(summed[0] / summed[1])
+        if not math.isfinite(mean):
+            raise FloatingPointError(f"the held-out loss is {mean}")
+        return mean
 
     def check_finite(self, step: int, loss: Tensor, norm: Tensor) -> tuple[float, float]:
         """Loss and norm as numbers.
@@ -261,14 +264,16 @@ def _due(step: int, every: int) -> bool:
 def _build_accelerator(config: TrainConfig) -> Accelerator:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, GradientAccumulationPlugin
 
     # accelerate keeps one precision per process; several runs in one process may differ in it.
     AcceleratorState._reset_state()
+    # A plugin, because the plain argument gives way to a launcher's environment variable.
+    plugin = GradientAccumulationPlugin(num_steps=config.gradient_accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(
         cpu=config.device == "cpu",
         mixed_precision="no" if config.mixed_precision == "none" else config.mixed_precision,
-        gradient_accumulation_steps=config.gradient_accumulation,
+        gradient_accumulation_plugin=plugin,
         log_with="tensorboard" if config.tensorboard else None,
         project_dir=config.output_dir,
     )
