@@ -1,6 +1,7 @@
 """Several processes train what one process trains."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,8 @@ import sys, torch
 torch.set_num_threads(1)
 from attnzoo.config import load_config
 from attnzoo.training import train
-config = load_config(sys.argv[1], sys.argv[2:])
-train(config)
+for output_dir in sys.argv[2:]:
+    train(load_config(sys.argv[1], [f"output_dir={output_dir}"]))
 """
 
 
@@ -59,13 +60,25 @@ def config_file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_processes(config_file):
-    done = launch(2, str(config_file))
+def runs(config_file):
+    """A folder with the run of `one` process, that of `two`, and one that two went on with after step 4: `one-two`."""
+    from attnzoo.config import load_config
+    from attnzoo.training import train
+
+    folder = config_file.parent
+    train(load_config(config_file, [f"output_dir={folder / 'one'}"]))
+    cut_back(folder / "one", folder / "one-two")
+    done = launch(2, str(config_file), str(folder / "two"), str(folder / "one-two"))
     assert done.returncode == 0, done.stderr
-    run_dir = config_file.parent / "two"
-    states = (run_dir / "checkpoints" / "step-00000006").glob("random_states_*")
+    states = (folder / "two" / "checkpoints" / "step-00000006").glob("random_states_*")
     assert len(list(states)) == 2  # there really were two
-    return run_dir
+    return folder
+
+
+def cut_back(run_dir, to):
+    """A copy of a finished run that ends at its checkpoint of step 4."""
+    shutil.copytree(run_dir, to)
+    shutil.rmtree(to / "checkpoints" / "step-00000006")
 
 
 def numbers(run_dir, after=0):
@@ -76,24 +89,20 @@ def numbers(run_dir, after=0):
     return [number for row in rows for number in (row["loss"], row.get("grad_norm", 0.0))]
 
 
-def test_two_processes_train_what_one_trains(config_file, two_processes):
-    from attnzoo.config import load_config
-    from attnzoo.training import train
-
-    one = train(load_config(config_file, [f"output_dir={config_file.parent / 'one'}"]))
-    assert numbers(two_processes) == pytest.approx(numbers(one), rel=1e-4)
+def test_two_processes_train_what_one_trains(runs):
+    assert numbers(runs / "two") == pytest.approx(numbers(runs / "one"), rel=1e-4)
 
 
-def test_one_process_goes_on_where_two_stopped(config_file, two_processes):
-    import shutil
+def test_two_processes_go_on_where_one_stopped(runs):
+    assert numbers(runs / "one-two")[:10] == numbers(runs / "one")[:10]  # steps 1 to 4 and an evaluation are kept
+    assert numbers(runs / "one-two", after=4) == pytest.approx(numbers(runs / "one", after=4), rel=1e-4)
 
+
+def test_one_process_goes_on_where_two_stopped(runs, config_file):
     from attnzoo.config import load_config
     from attnzoo.training import load_run, train
 
-    moved = config_file.parent / "moved"
-    shutil.copytree(two_processes, moved)
-    shutil.rmtree(moved / "checkpoints" / "step-00000006")
-    train(load_config(config_file, [f"output_dir={moved}"]))
-    assert numbers(moved)[:10] == numbers(two_processes)[:10]  # steps 1 to 4 and an evaluation are kept
-    assert numbers(moved, after=4) == pytest.approx(numbers(two_processes, after=4), rel=1e-4)
-    load_run(moved)
+    cut_back(runs / "two", runs / "two-one")
+    train(load_config(config_file, [f"output_dir={runs / 'two-one'}"]))
+    assert numbers(runs / "two-one", after=4) == pytest.approx(numbers(runs / "two", after=4), rel=1e-4)
+    load_run(runs / "two-one")

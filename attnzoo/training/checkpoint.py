@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnzoo.config import TrainConfig, config_differences, load_config, to_yaml
 
@@ -41,9 +40,6 @@ FREE = frozenset(
         "tensorboard",
     ]
 )
-
-
-WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")  # what data parallelism and torch.compile put before names
 
 
 class CheckpointError(RuntimeError):
@@ -169,21 +165,6 @@ def exclusive(run_dir: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise CheckpointError(f"another process is training in {run_dir}") from error
         yield
-
-
-def share_weights_between_process_counts(accelerator: Accelerator) -> None:
-    """Save and load weights by the model's own names, so that processes of any number, compiled or not, can go on."""
-
-    def save(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
-        for state in weights:
-            for name in list(state):
-                state[WRAPPERS.sub("", name)] = state.pop(name)
-
-    def load(models: list[Any], folder: str) -> None:
-        models[:] = [accelerator.unwrap_model(model, keep_torch_compile=False) for model in models]
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
 
 
 def load_run(run_dir: str | Path, device: str = "cpu") -> tuple[LanguageModel, TrainConfig]:

@@ -26,7 +26,6 @@ from attnzoo.training.checkpoint import (
     newest_checkpoint,
     read_progress,
     remove_stale,
-    share_weights_between_process_counts,
     write_checkpoint,
     write_config,
 )
@@ -76,7 +75,6 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     with exclusive(run_dir) if main else nullcontext():
         checkpoint = check_resumable(run_dir, config, data.fingerprint)
         model, optimizer = accelerator.prepare(model, optimizer)
-        share_weights_between_process_counts(accelerator)
         progress = Progress(data_fingerprint=data.fingerprint)
         if checkpoint is not None:
             progress = read_progress(checkpoint)
