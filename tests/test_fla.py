@@ -1,0 +1,80 @@
+"""The forms on flash-linear-attention's kernels: their budget on a GPU, their refusal elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from strategies import Inputs, relative_error, value_and_gradients
+from torch import Tensor
+
+from attnzoo import Gate, get, list_variants
+from attnzoo.samples import random_inputs
+
+SERVED = [name for name in list_variants() if "fla" in get(name).forms]
+EPS = 2**-7  # of bfloat16
+
+
+def tied(inputs: Inputs) -> Inputs:
+    """One key to erase along and to write, and the write strength in the value: all that its delta rule computes."""
+    q, k, v, gate = inputs
+    if gate.w is None:
+        return inputs
+    assert gate.beta is not None
+    w = gate.w.to(k.dtype)
+    return q, w, (v * gate.beta[..., None]).to(v.dtype), replace(gate, w=w)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA GPU serves the form")
+@pytest.mark.parametrize("name", SERVED)
+def test_fla_form_without_a_gpu_says_why(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"form 'fla': .*CUDA.*got cpu; use the 'chunk' form|gate.w must be k"):
+        get(name).forms["fla"](*random_inputs(name, dtype=torch.float32))
+    with pytest.raises(RuntimeError, match=r"needs CUDA tensors, got cpu; use the 'chunk' form"):
+        get(name).forms["fla"](*tied(random_inputs(name, dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if "w" in get(name).requires])
+def test_fla_delta_rule_refuses_another_erasing_key(name: str) -> None:
+    with pytest.raises(RuntimeError, match="gate.w must be k"):
+        get(name).forms["fla"](*random_inputs(name, dtype=torch.float32))
+
+
+def test_every_linear_variant_has_the_form() -> None:
+    assert list(list_variants("linear")) == SERVED
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [64, 200, 1024])
+@pytest.mark.parametrize("name", SERVED)
+def test_fla_within_budget_of_float64(name: str, T: int) -> None:
+    """In bfloat16: at most twice the error of the chunk form, plus an eps band, in values and gradients."""
+    inputs = random_inputs(name, 1, T, 4, 2, 64, 64, dtype=torch.float32, regime="open")
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in inputs[:3])
+    q, k, v, gate = tied((q, k, v, inputs[3].map(Tensor.cuda)))
+    wide: Inputs = (q.double(), k.double(), v.double(), gate.map(Tensor.double))
+
+    def with_one_key(form: str):  # type: ignore[no-untyped-def]
+        def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
+            return get(name).forms[form](q, k, v, gate if gate.w is None else replace(gate, w=k))  # type: ignore[no-any-return]
+
+        return run
+
+    expected = value_and_gradients(with_one_key("chunk"), wide)
+    chunk = value_and_gradients(with_one_key("chunk"), (q, k, v, gate))
+    got = value_and_gradients(with_one_key("fla"), (q, k, v, gate))
+    for part, x in got.items():
+        budget = 2 * relative_error(chunk[part], expected[part]) + 2 * EPS
+        error = relative_error(x, expected[part])
+        assert error <= budget, f"{name}: {part} off by {error:.2e}, budget {budget:.2e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SERVED)
+def test_fla_output_has_the_shape_and_dtype_of_chunk(name: str) -> None:
+    inputs = random_inputs(name, 2, 100, 4, 2, 64, 32, dtype=torch.float32, regime="open")
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in inputs[:3])
+    tied_inputs = tied((q, k, v, inputs[3].map(Tensor.cuda)))
+    fla, chunk = (get(name).forms[form](*tied_inputs) for form in ("fla", "chunk"))
+    assert (fla.shape, fla.dtype) == (chunk.shape, chunk.dtype)

@@ -1,0 +1,163 @@
+"""The table of pairs and how to get at it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+import attnzoo
+from attnzoo import Pair, describe, dual, get, list_variants, pairs, register
+from attnzoo.registry import FORMS, GATE_PARTS, PAIRS, unregister
+
+VARIANTS = list_variants()
+
+
+def test_table_is_that_of_the_design() -> None:
+    rows = [(pair.linear, pair.softmax, pair.requires) for pair in PAIRS]
+    assert rows == [
+        ("linear_attention", "nope", ()),
+        ("retnet", "alibi", ("log_decay",)),
+        ("mamba2", "fox", ("log_decay",)),
+        ("gla", "wall", ("log_diag",)),
+        ("complex_linear", "rope", ("angle",)),
+        ("deltanet", "path", ("w", "beta")),
+        ("gated_deltanet", "path_fox", ("log_decay", "w", "beta")),
+    ]
+
+
+def test_list_variants_by_side_in_the_order_of_the_table() -> None:
+    assert list_variants("linear") == tuple(pair.linear for pair in pairs())
+    assert list_variants("softmax") == tuple(pair.softmax for pair in pairs())
+    assert list_variants() == list_variants("linear") + list_variants("softmax")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_dual_is_an_involution(name: str) -> None:
+    assert dual(name).name != name
+    assert dual(dual(name).name) is get(name)
+    assert dual(name).side != get(name).side
+    assert dual(name).requires == get(name).requires
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_is_complete(name: str) -> None:
+    variant = get(name)
+    assert variant.name == name
+    assert variant.title
+    assert "20" in variant.paper or "arXiv" in variant.paper
+    assert set(variant.requires) <= set(GATE_PARTS)
+    assert set(variant.forms) <= set(FORMS[variant.side])
+    needed = {"recurrent", "parallel", "chunk"} if variant.side == "linear" else {"recurrent", "parallel"}
+    assert needed <= set(variant.forms)
+    assert callable(variant.extend)
+    assert variant.module.__doc__
+    assert hasattr(variant.module, "step") == (variant.side == "linear")
+
+
+def test_prunable_are_those_with_a_scalar_decay() -> None:
+    assert [name for name in VARIANTS if get(name).prunable] == [
+        pair.softmax for pair in pairs() if "log_decay" in pair.requires
+    ]
+
+
+def test_gla_says_what_the_literature_pairs_it_with() -> None:
+    assert dual("gla").name == "wall"
+    assert "FoX" in get("gla").note
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_describe_names_what_there_is(name: str) -> None:
+    text, variant = describe(name), get(name)
+    assert all(form in text for form in variant.forms)
+    assert all(f"{part}=..." in text for part in variant.requires)
+    assert variant.dual in text
+    assert variant.paper in text
+    assert ("acp=True" in text) == variant.prunable
+
+
+def test_get_gives_one_object() -> None:
+    assert get("fox") is get("fox")
+
+
+def test_variant_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        get("fox").name = "x"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        get("fox").forms["parallel"] = print  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", [name for name in attnzoo.__all__ if name not in ("Attention", "build_attention")])
+def test_public_names_are_there(name: str) -> None:
+    assert getattr(attnzoo, name) is not None
+    assert pickle.loads(pickle.dumps(getattr(attnzoo, name))) is not None
+
+
+def test_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'attnzoo' has no attribute 'foks'"):
+        _ = attnzoo.foks
+
+
+# registering
+
+NEW = Pair(
+    "new_linear", "new_softmax", ("log_decay",), "g", "I",
+    linear_module="attnzoo.recurrences.mamba2", softmax_module="attnzoo.encodings.fox",
+)  # fmt: skip
+
+
+@pytest.fixture
+def registered() -> Iterator[Pair]:
+    register(NEW)
+    yield NEW
+    unregister(NEW)
+
+
+def test_registered_pair_is_everywhere(registered: Pair) -> None:
+    assert pairs()[-1] == registered
+    assert list_variants("linear")[-1] == "new_linear"
+    assert get("new_softmax").prunable
+    assert dual("new_linear").name == "new_softmax"
+    assert "new_softmax" in describe("new_linear")
+
+
+def test_registering_again_changes_nothing(registered: Pair) -> None:
+    before = pairs()
+    register(replace(registered))
+    assert pairs() == before
+
+
+def test_unregistered_pair_is_gone() -> None:
+    register(NEW)
+    get("new_linear")
+    unregister(NEW)
+    assert "new_linear" not in list_variants()
+    with pytest.raises(ValueError, match="unknown variant 'new_linear'"):
+        get("new_linear")
+    with pytest.raises(ValueError, match="unknown variant 'new_linear'"):
+        unregister(NEW)
+
+
+def test_taken_name_is_refused_and_changes_nothing() -> None:
+    before = pairs()
+    for bad in (replace(NEW, softmax="fox"), replace(NEW, linear="nope")):
+        with pytest.raises(ValueError, match="pair: expected new names, got '(fox|nope)', which is registered already"):
+            register(bad)
+    assert pairs() == before
+
+
+def test_one_name_for_both_sides_is_refused() -> None:
+    with pytest.raises(ValueError, match="pair: expected two different names, got 'same' twice"):
+        register(replace(NEW, linear="same", softmax="same"))
+
+
+def test_unknown_gate_part_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown gate part 'log_decy': expected one of .*did you mean 'log_decay'"):
+        register(replace(NEW, requires=("log_decy",)))
+
+
+def test_something_else_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"pair: expected attnzoo.Pair, got dict"):
+        register({"linear": "x"})  # type: ignore[arg-type]
