@@ -103,9 +103,7 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
         attention=variant,
         attention_options={**config.train.model.attention_options, **options},
     )
-    return Run(
-        key, label, variant, replace(config.train, output_dir=f"{config.output_dir}/{key}", model=model)
-    )
+    return Run(key, label, variant, replace(config.train, output_dir=f"{config.output_dir}/{key}", model=model))
 
 
 def run_comparison(config: CompareConfig, console: Console, command: str = "") -> Path:
@@ -122,6 +120,8 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "") -
     Raises:
         ValueError, FileNotFoundError: the configuration or its data are not usable; found before any training.
     """
+    # Weights far in the past underflow to denormals, which a CPU multiplies many times slower than zeros.
+    torch.set_flush_denormal(True)
     runs = plan(config)
     for run in runs:  # a wrong option of the last variant must not show after an hour
         LanguageModel(run.config.model)
@@ -139,9 +139,7 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "") -
 def _measured(run: Run, evaluate: EvaluateConfig, command: str) -> RunResult:
     """The result of a trained run: read when these settings were measured before, else measured and saved."""
     run_dir = Path(run.config.output_dir)
-    settings = (
-        to_yaml(run.config) + "evaluate:\n" + "".join(f"  {x}\n" for x in to_yaml(evaluate).splitlines())
-    )
+    settings = to_yaml(run.config) + "evaluate:\n" + "".join(f"  {x}\n" for x in to_yaml(evaluate).splitlines())
     try:
         saved = load_result(run_dir)
         if saved.facts.settings == settings and saved.facts.label == run.label:
@@ -150,6 +148,13 @@ def _measured(run: Run, evaluate: EvaluateConfig, command: str) -> RunResult:
         pass
     save_result(measure(run, evaluate, settings, command), run_dir)
     return load_result(run_dir)  # what is shown now is what a later report will show
+
+
+def _model_words(run: Run) -> str:
+    model = run.config.model
+    block = model.attention_options.get("block")
+    layer = f"in the block {block!r}" if block else "each variant in the layer of its own paper"
+    return f"{model.num_layers} layers of size {model.hidden_size} with {model.num_heads} heads, {layer}"
 
 
 def measure(run: Run, evaluate: EvaluateConfig, settings: str, command: str) -> RunResult:
@@ -182,6 +187,8 @@ def measure(run: Run, evaluate: EvaluateConfig, settings: str, command: str) -> 
         seconds=steps[-1]["seconds"],
         tokens_per_second=statistics.median(row["tokens_per_second"] for row in steps),
         unit="byte" if data.vocab_size == 256 else "token",
+        model=_model_words(run),
+        text=config.data.source,
         settings=settings,
         command=command,
         machine=describe_machine(),

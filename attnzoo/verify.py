@@ -82,7 +82,10 @@ def _verify_variant(variant: Variant, seed: int) -> Iterator[Check]:
         yield Check(variant.name, name, value, gradient)
     for name in GPU_FORMS:
         if name in variant.forms:
-            yield _verify_on_gpu(variant, name, seed)
+            if torch.cuda.is_available():
+                yield verify_kernel(variant, name, seed, "cuda")
+            else:
+                yield Check(variant.name, name, 0.0, 0.0, skipped="needs a GPU")
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -125,16 +128,14 @@ def _value_and_gradients(form: Form, inputs: Inputs, cotangent: Tensor) -> list[
     return [output.detach(), *filled]
 
 
-def _verify_on_gpu(variant: Variant, form: str, seed: int) -> Check:
+def verify_kernel(variant: Variant, form: str, seed: int, device: str) -> Check:
     """A kernel in bfloat16: its error may be twice that of the parallel form in the same precision."""
-    if not torch.cuda.is_available():
-        return Check(variant.name, form, 0.0, 0.0, skipped="needs a GPU")
     inputs = random_inputs(variant.name, B=1, T=128, H=4, G=4, K=64, V=64, regime="open", seed=seed)
-    q, k, v = (x.to("cuda", torch.bfloat16) for x in inputs[:3])
-    gate = inputs[3].map(lambda part: part.to("cuda", torch.float32))
+    q, k, v = (x.to(device, torch.bfloat16) for x in inputs[:3])
+    gate = inputs[3].map(lambda part: part.to(device, torch.float32))
     if gate.w is not None:
         gate = replace(gate, w=gate.w.to(torch.bfloat16))
-    cotangent = torch.randn(_output_shape(inputs), generator=torch.Generator().manual_seed(seed)).cuda()
+    cotangent = torch.randn(_output_shape(inputs), generator=torch.Generator().manual_seed(seed)).to(device)
     tie = _tied if form == "fla" and gate.w is not None else _same
     expected = _value_and_gradients(tie(_oracle(variant)), (q, k, v, gate), cotangent)
     reference = _value_and_gradients(tie(variant.forms["parallel"]), (q, k, v, gate), cotangent)

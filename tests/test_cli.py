@@ -142,6 +142,31 @@ def test_verify_checks_every_variant_by_default() -> None:
         assert forms == {*get(name).forms, "extend"}
 
 
+@pytest.mark.parametrize(
+    ("name", "form"), [("fox", "triton"), ("path_fox", "triton"), ("gated_deltanet", "fla"), ("gla", "fla")]
+)
+def test_kernel_is_held_to_twice_the_error_of_the_reference_in_its_precision(name: str, form: str) -> None:
+    variant = get(name)
+    parallel = variant.forms["parallel"]
+
+    def with_form(kernel: Any) -> Any:
+        return dataclasses.replace(variant, forms=MappingProxyType({**variant.forms, form: kernel}))
+
+    good = verification.verify_kernel(with_form(parallel), form, 0, "cpu")
+    assert good.ok
+    assert good.value > 1e-5  # bfloat16, so the limit of float64 would refuse it
+    bad = verification.verify_kernel(with_form(lambda *inputs: 1.2 * parallel(*inputs)), form, 0, "cpu")
+    assert not bad.ok
+
+
+def test_kernel_that_refuses_is_reported_with_its_reason() -> None:
+    variant = get("gla")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is there, so the kernel serves")
+    check = verification.verify_kernel(variant, "fla", 0, "cpu")
+    assert "CUDA" in check.skipped
+
+
 def test_forms_that_need_a_gpu_are_not_counted_as_verified_without_one(run: Any) -> None:
     ran = run("verify", "gla")
     if torch.cuda.is_available():

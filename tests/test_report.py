@@ -45,7 +45,8 @@ def make_result(name: str, side: str, pair: int, dual: str, offset: float) -> Ru
     facts = Facts(
         key=name, label="fox (acp)" if name == "fox" else name, variant=name, side=side, pair=pair, dual=dual,
         parameters=400_000 + pair, context=CONTEXT, steps=40, tokens=163_840, seconds=12.0 + pair,
-        tokens_per_second=9000.0 + 700 * pair, unit="byte", settings=f"model:\n  attention: {name}\n",
+        tokens_per_second=9000.0 + 700 * pair, unit="byte",
+        model="2 layers", text="made up", settings=f"model:\n  attention: {name}\n",
         command="attnzoo compare demo.yaml", machine={"processor": "a <processor>", "cores": "2"},
     )  # fmt: skip
     return RunResult(facts, losses, curve, gates)
@@ -137,6 +138,15 @@ def test_rows_stand_from_the_lowest_loss_to_the_highest(page: str) -> None:
     assert losses == sorted(losses)
 
 
+def test_distance_behind_the_best_is_paired_window_by_window(results: list[RunResult]) -> None:
+    best = results[5]
+    shifted = replace(best, losses=best.losses + 0.25, facts=replace(best.facts, key="other", label="other"))
+    behind, error = shifted.behind(best)
+    assert behind == pytest.approx(0.25)
+    assert error == pytest.approx(0, abs=1e-12) != best.final_loss[1]
+    assert re.search(r"\+0\.250 <small>± 0\.000", render([best, shifted]))
+
+
 def test_summary_names_the_measured_best_and_worst(results: list[RunResult], page: str) -> None:
     best = min(results, key=lambda r: r.losses[:, :CONTEXT].mean())
     worst = max(results, key=lambda r: r.losses[:, :CONTEXT].mean())
@@ -212,7 +222,7 @@ def test_infinite_loss_is_reported_not_hidden(results: list[RunResult]) -> None:
 
 
 def test_terminal_table_is_sorted_and_complete(results: list[RunResult]) -> None:
-    console = Console(width=140, record=True, file=StringIO())
+    console = Console(width=80, record=True, file=StringIO())
     console.print(terminal_table(results))
     text = console.export_text()
     order = [text.index(f" {r.facts.label} ") for r in sorted(results, key=lambda r: r.final_loss[0])]

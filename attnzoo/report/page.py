@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from attnzoo import figures
@@ -78,19 +79,9 @@ def render(results: Sequence[RunResult], *, title: str = "comparison", command: 
 def terminal_table(results: Sequence[RunResult]) -> Table:
     """The final numbers, best first, for the terminal."""
     context, length = results[0].facts.context, results[0].length
-    table = Table(title=f"held-out text, training context {context}", title_justify="left")
-    table.add_column("variant")
-    table.add_column("side")
-    columns = (
-        "loss (nats)",
-        "± s.e.",
-        f"P({context})",
-        f"P({length})",
-        "blocks kept",
-        "tokens/s",
-        "parameters",
-    )
-    for name in columns:
+    table = Table("variant", "side", box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    table.title = f"held-out loss over {context} {results[0].facts.unit}s in nats; P(l): perplexity over l of them"
+    for name in ("loss", "± s.e.", f"P({context})", f"P({length})", "kept", "tokens/s"):
         table.add_column(name, justify="right")
     for result in sorted(results, key=lambda result: result.final_loss[0]):
         loss, error = result.final_loss
@@ -104,8 +95,10 @@ def terminal_table(results: Sequence[RunResult]) -> Table:
             number(result.perplexity[-1]),
             "" if np.isnan(kept) else f"{kept:.0%}",
             f"{result.facts.tokens_per_second:,.0f}",
-            f"{result.facts.parameters:,}",
         )
+    if any(np.isfinite(result.kept("tail")) for result in results):
+        table.caption = "kept: share of the blocks that pruning (tail bound) computes"
+        table.caption_justify = "left"
     return table
 
 
@@ -134,6 +127,7 @@ def _check(results: Sequence[RunResult]) -> None:
 def _row(result: RunResult, ordered: Sequence[RunResult], look: Look) -> dict[str, Any]:
     facts = result.facts
     loss, error = result.final_loss
+    behind, paired = result.behind(ordered[0])
     losses = [other.final_loss[0] for other in ordered]
     spread = max(losses) - min(losses)
     fastest = max(other.facts.tokens_per_second for other in ordered)
@@ -142,8 +136,9 @@ def _row(result: RunResult, ordered: Sequence[RunResult], look: Look) -> dict[st
         "color": figures.THEME[look.color],
         "loss": f"{loss:.4f}",
         "error": f"{error:.4f}" if np.isfinite(error) else "–",
-        "behind": f"+{loss - losses[0]:.3f}" if loss > losses[0] else "best",
-        "behind_share": (loss - losses[0]) / spread if spread > 0 else 0.0,
+        "behind": "best" if result is ordered[0] else f"+{behind:.3f}",
+        "behind_error": "" if result is ordered[0] or not np.isfinite(paired) else f"{paired:.3f}",
+        "behind_share": behind / spread if spread > 0 else 0.0,
         "short": number(result.perplexity[facts.context - 1]),
         "long": number(result.perplexity[-1]),
         "speed": f"{facts.tokens_per_second:,.0f}",

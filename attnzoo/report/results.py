@@ -38,6 +38,8 @@ class Facts:
         seconds: time of the training steps.
         tokens_per_second: median over the logged steps.
         unit: what a token is, ``byte`` or ``token``.
+        model: its size and layer, in words.
+        text: what it was trained on, in words.
         settings: the run's configuration as YAML.
         command: the command line that trained it.
         machine: what it ran on, by name.
@@ -56,6 +58,8 @@ class Facts:
     seconds: float
     tokens_per_second: float
     unit: str
+    model: str
+    text: str
     settings: str
     command: str
     machine: dict[str, str]
@@ -96,6 +100,11 @@ class RunResult:
     def final_loss(self) -> tuple[float, float]:
         """Mean held-out loss over the training context and its standard error over windows, in nats."""
         return mean_and_error(self.losses[:, : self.facts.context])
+
+    def behind(self, other: RunResult) -> tuple[float, float]:
+        """How far its final loss is above ``other``'s, and the standard error of that over the shared windows."""
+        context = self.facts.context
+        return mean_and_error(self.losses[:, :context] - other.losses[:, :context])
 
     def kept(self, bound: str) -> float:
         """Share of blocks kept by ``bound``, mean over the heads of all layers; nan where nothing prunes."""
