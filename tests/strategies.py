@@ -67,7 +67,8 @@ def block_sizes(size: int | None) -> Iterator[None]:
     with (
         mock.patch.object(attnzoo.linear, "CHUNK", size),
         mock.patch.object(attnzoo.softmax, "ROWS", size),
-        mock.patch.object(attnzoo.rowblocks, "ROWS", size),
+        mock.patch.object(attnzoo.rowblocks, "SIZES", (2 * size, size)),
+        mock.patch.object(attnzoo.rowblocks, "PLAIN", 1 if size % 2 else size // 2),  # divides the others
         mock.patch.object(attnzoo.recurrences.gla, "LEAF", min(2, size)),
     ):
         yield

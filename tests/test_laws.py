@@ -399,7 +399,7 @@ def test_parallel_makes_no_square_matrix(name: str, regime: str) -> None:
 @pytest.mark.parametrize("name", ["nope", "alibi", "fox", "rope"])
 def test_additive_parallel_holds_only_its_inputs(name: str, regime: str) -> None:
     """The fused kernel never writes logits: at most one block of them, where gates close and are done exactly."""
-    rows = attnzoo.rowblocks.ROWS
+    rows = attnzoo.rowblocks.SIZES[0]
     assert largest_tensor(name, 4096, regime=regime) <= max(4096 * 32, rows * rows)
 
 

@@ -1,0 +1,206 @@
+"""A pair from outside the package: one file per side and one row, and every form of it holds.
+
+The gate is a decay per channel times a Householder factor, as in Kimi Delta Attention (arXiv:2510.26692).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from strategies import (
+    CPU_FORMS,
+    Case,
+    assert_close,
+    cases,
+    cut_points,
+    extend_in_segments,
+    oracle_of,
+    relative_error,
+    value_and_gradients,
+)
+
+from attnzoo import Pair, describe, dual, get, list_variants, register
+from attnzoo.registry import unregister
+from attnzoo.verify import verify
+
+LINEAR = '''
+"""The linear side of a pair that lives outside attnzoo."""
+import torch
+
+from attnzoo.linear import LinearForms
+from attnzoo.transitions import Block, Transition
+
+TITLE = "Kimi Delta Attention"
+PAPER = "Kimi Team, 2025 (arXiv:2510.26692)"
+
+
+class DecayThenErase(Transition):
+    """R_t = Diag(exp(a_t)) (I - beta_t w_t w_t^T)"""
+
+    def apply(self, gate, state):
+        state = gate.log_diag.exp()[..., None] * state
+        w = gate.w[..., None, :]
+        return state - w.mT @ (gate.beta[..., None, None] * (w @ state))
+
+    def block(self, q, k, gate):
+        C, K = q.shape[-2:]
+        total = torch.eye(K, dtype=q.dtype).expand(*q.shape[:-2], K, K)
+        keys, scores, back = k[..., :0, :].mT, [], []
+        for i in range(C):
+            now = gate.map(lambda part: part.select(2 + (q.ndim == 5), i))
+            keys = torch.cat([self.apply(now, keys), k[..., i, :, None]], -1)
+            total = self.apply(now, total)
+            row = q[..., i, None, :] @ keys
+            scores.append(torch.nn.functional.pad(row, (0, C - 1 - i)))
+            back.append(q[..., i, None, :] @ total)
+        return Block(torch.cat(scores, -2), torch.cat(back, -2), keys.mT, total)
+
+    def carry(self, total, state):
+        return total @ state
+
+
+_forms = LinearForms(DecayThenErase())
+step, recurrent, parallel, chunk, extend = (
+    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend
+)
+'''
+
+SOFTMAX = '''
+"""The softmax side of a pair that lives outside attnzoo."""
+from attnzoo.softmax import CarriedForms
+from kimi_delta import DecayThenErase
+
+TITLE = "Kimi PaTH"
+PAPER = "the exact softmax dual of Kimi Delta Attention"
+
+_forms = CarriedForms(DecayThenErase())
+recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend
+'''
+
+ROW = Pair(
+    "kimi_delta", "kimi_path", ("log_diag", "w", "beta"), "0", "Diag(exp(a_t)) (I - beta_t w_t w_t^T)",
+    linear_module="kimi_delta", softmax_module="kimi_path",
+)  # fmt: skip
+NAMES = ("kimi_delta", "kimi_path")
+# the pair is registered once for all examples
+SETTINGS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+def write(folder: Path) -> None:
+    (folder / "kimi_delta.py").write_text(LINEAR)
+    (folder / "kimi_path.py").write_text(SOFTMAX)
+
+
+@pytest.fixture
+def kimi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    write(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    register(ROW)
+    yield
+    unregister(ROW)
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("kimi")
+def test_new_pair_is_listed_like_any_other() -> None:
+    assert set(NAMES) <= set(list_variants())
+    assert dual("kimi_delta") is get("kimi_path")
+    assert set(get("kimi_delta").forms) == {"recurrent", "parallel", "chunk"}
+    assert set(get("kimi_path").forms) == {"recurrent", "parallel"}
+    assert "Kimi Delta Attention" in describe("kimi_delta")
+    with pytest.raises(ValueError, match="did you mean 'kimi_delta'"):
+        get("kimi_dleta")
+
+
+@pytest.mark.usefixtures("kimi")
+@pytest.mark.parametrize("name", NAMES)
+@SETTINGS
+@given(data=st.data())
+def test_forms_of_new_pair_equal_oracle(name: str, data: st.DataObject) -> None:
+    case = data.draw(cases(name, max_t=24))
+    inputs, variant = case.inputs(), case.variant
+    cuts = data.draw(cut_points(case.T))
+    expected = value_and_gradients(lambda *x: oracle_of(variant)(*x, scale=case.scale), inputs)
+    with case.blocks():
+        for form in set(CPU_FORMS) & set(variant.forms):
+            got = value_and_gradients(lambda *x, f=form: variant.forms[f](*x, scale=case.scale), inputs)
+            assert_close(got, expected, what=f"{form} of {case}")
+        got = value_and_gradients(lambda *x: extend_in_segments(variant, x, cuts, case.scale)[0], inputs)
+        assert_close(got, expected, what=f"cuts {cuts} of {case}")
+
+
+@pytest.mark.usefixtures("kimi")
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_of_new_pair_changes_nothing(name: str) -> None:
+    q, k, v, gate = Case(name, B=1, T=20).inputs()
+    valid = torch.ones(1, 20, dtype=torch.bool)
+    valid[:, [0, 1, 7, 13]] = False
+    index = valid[0].nonzero()[:, 0]
+    o, _ = get(name).extend(q, k, v, gate, valid=valid)
+    short, _ = get(name).extend(q[:, index], k[:, index], v[:, index], gate.map(lambda x: x[:, index]))
+    assert relative_error(o[:, index], short) <= 1e-10
+
+
+@pytest.mark.usefixtures("kimi")
+def test_new_pair_passes_verify() -> None:
+    checks = list(verify(NAMES))
+    assert {check.variant for check in checks} == set(NAMES)
+    assert all(check.ok and not check.skipped for check in checks), checks
+
+
+def plug_in(folder: Path, target: str) -> None:
+    """What installing a distribution with that entry point leaves behind."""
+    info = folder / "kimi_zoo-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kimi-zoo\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[attnzoo.variants]\nkimi = {target}\n")
+
+
+def run_with(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_entry_point_adds_the_pair(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "kimi_row.py").write_text(f"from attnzoo import Pair\n\nPAIRS = [{ROW!r}]\n")
+    plug_in(tmp_path, "kimi_row:PAIRS")
+    code = (
+        "import sys, attnzoo\n"
+        "assert 'kimi_row' not in sys.modules\n"
+        "assert attnzoo.get('kimi_delta').dual == 'kimi_path'\n"
+        "assert attnzoo.list_variants('softmax')[-1] == 'kimi_path'\n"
+        "from attnzoo import oracle\n"
+        "from attnzoo.samples import random_inputs\n"
+        "inputs = random_inputs('kimi_delta')\n"
+        "error = attnzoo.get('kimi_delta').forms['chunk'](*inputs) - oracle.linear(*inputs)\n"
+        "print(float(error.abs().max()) < 1e-12)\n"
+    )
+    done = run_with(tmp_path, code)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_broken_entry_point_is_named_each_time(tmp_path: Path) -> None:
+    (tmp_path / "kimi_row.py").write_text("PAIR = 'not a pair'\n")
+    plug_in(tmp_path, "kimi_row:PAIR")
+    code = (
+        "import attnzoo\n"
+        "attnzoo.get('fox')\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        attnzoo.list_variants()\n"
+        "    except RuntimeError as error:\n"
+        "        print(error)\n"
+    )
+    done = run_with(tmp_path, code)
+    said = "entry point 'kimi' of attnzoo.variants (kimi_row:PAIR): pair: expected attnzoo.Pair, got str\n"
+    assert (done.returncode, done.stdout) == (0, 2 * said), done.stderr

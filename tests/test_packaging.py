@@ -1,0 +1,198 @@
+"""The two symlinked packages, the wheel, and what importing attnzoo costs and brings along."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import tomllib
+
+import attnzoo
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKS = ("kernels", "recurrences")
+HEAVY = ("triton", "transformers", "matplotlib", "accelerate", "omegaconf", "typer", "fla", "rich", "tensorboard")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def python(code: str, folder: Path, *paths: Path, isolated: bool = False) -> str:
+    """What a fresh interpreter prints, started in ``folder`` with ``paths`` on its path."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    flags = ["-I"] if isolated else []
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def tracked(*patterns: str) -> list[str]:
+    done = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return done.stdout.split()
+
+
+# the symlinks
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_link_is_relative_and_resolves(name: str) -> None:
+    link = ROOT / "attnzoo" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+    assert link.resolve() == ROOT / name
+    assert any(link.rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_link_is_committed_as_a_link(name: str) -> None:
+    done = subprocess.run(["git", "ls-files", "-s", f"attnzoo/{name}"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    assert done.stdout.startswith("120000 "), "the mode of a symbolic link"
+    assert len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_root_folder_is_no_regular_package(name: str) -> None:
+    """An importable top-level ``kernels`` would shadow Hugging Face's package, which transformers imports."""
+    assert not (ROOT / name / "__init__.py").exists()
+
+
+def test_root_kernels_does_not_shadow_hugging_faces(tmp_path: Path) -> None:
+    """From the repository root, its path first: an installed ``kernels`` still wins over our folder."""
+    installed = tmp_path / "kernels"
+    installed.mkdir()
+    (installed / "__init__.py").write_text("OWNER = 'Hugging Face'\n")
+    assert python("import kernels; print(kernels.OWNER)", ROOT, ROOT, tmp_path) == "Hugging Face"
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_root_folder_is_at_most_a_namespace(name: str) -> None:
+    code = f"import importlib.util as u; spec = u.find_spec('{name}'); print(spec is None or spec.origin is None)"
+    assert python(code, ROOT, ROOT) == "True"
+
+
+def test_transformers_imports_from_the_root() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    code = "from transformers import PretrainedConfig; import attnzoo; print('ok')"
+    assert python(code, ROOT, ROOT) == "ok"
+
+
+def test_modules_are_known_by_one_name() -> None:
+    code = (
+        "import sys, attnzoo; [attnzoo.get(name) for name in attnzoo.list_variants()];"
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('kernels', 'recurrences')))"
+    )
+    assert python(code, ROOT, ROOT) == "[]"
+
+
+# the package
+
+
+def packages() -> set[str]:
+    """Every folder of Python files under attnzoo, symbolic links followed."""
+    found = set()
+    for folder, _, files in os.walk(ROOT / "attnzoo", followlinks=True):
+        if any(name.endswith(".py") for name in files) or os.path.islink(folder):
+            found.add(".".join(Path(folder).relative_to(ROOT).parts))
+    return found
+
+
+def test_pyproject_lists_every_package() -> None:
+    """The list is by hand, because discovery does not follow the links."""
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages()
+
+
+def test_versions_agree() -> None:
+    assert attnzoo.__version__ == PROJECT["project"]["version"] == version("attnzoo")
+
+
+def test_torch_is_a_range() -> None:
+    """The library declares ranges; the tested versions are in constraints.txt."""
+    assert "torch>=2.7" in PROJECT["project"]["dependencies"]
+    every = PROJECT["project"]["dependencies"] + [
+        line for extra in PROJECT["project"]["optional-dependencies"].values() for line in extra
+    ]
+    assert not [line for line in every if "==" in line]
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of what is tracked, without the network."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    wanted = tracked("attnzoo", "kernels", "recurrences", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+    for name in wanted:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            (source / name).symlink_to(os.readlink(ROOT / name))
+        elif (ROOT / name).exists():
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*command, "-w", str(target), str(source)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (built,) = target.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_every_tracked_module(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = set(tracked("attnzoo/*.py"))
+    expected |= {f"attnzoo/{name}" for name in tracked("kernels/*.py", "recurrences/*.py")}
+    assert expected <= names
+    assert any(re.fullmatch(r"attnzoo/kernels/fox/\w+\.py", name) for name in names)
+    assert not [name for name in names if name.startswith(("kernels/", "recurrences/", "tests/"))]
+
+
+def test_wheel_holds_the_data_files_of_the_package(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    data = [name for name in tracked("attnzoo") if not name.endswith(".py") and not (ROOT / name).is_symlink()]
+    assert set(data) <= names
+
+
+def test_wheel_works_from_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = (
+        "import attnzoo, attnzoo.kernels.fox\n"
+        "from attnzoo.samples import random_inputs\n"
+        "[attnzoo.get(name).forms['parallel'](*random_inputs(name)) for name in ('fox', 'mamba2', 'nope')]\n"
+        "print(attnzoo.__file__)"
+    )
+    assert python(code, tmp_path, tmp_path / "site") == str(tmp_path / "site" / "attnzoo" / "__init__.py")
+
+
+def test_works_uninstalled(tmp_path: Path) -> None:
+    """From a checkout on the path alone, reached by another name, so that an installed attnzoo cannot help."""
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for name in ("attnzoo", *LINKS):
+        (checkout / name).symlink_to(ROOT / name)
+    code = "import attnzoo; [attnzoo.get(n) for n in attnzoo.list_variants()]; print(attnzoo.__file__)"
+    assert python(code, tmp_path, checkout) == str(checkout / "attnzoo" / "__init__.py")
+
+
+# importing
+
+
+def test_import_is_quick_and_light(tmp_path: Path) -> None:
+    """Under 0.5 s of processor time on top of torch, and none of the heavy packages."""
+    code = (
+        "import sys, time, json, torch\n"
+        "before, start = set(sys.modules), time.process_time()\n"
+        "import attnzoo\n"
+        "attnzoo.Gate, attnzoo.Prune, attnzoo.get\n"
+        "spent = time.process_time() - start\n"
+        "print(json.dumps([spent, sorted({m.split('.')[0] for m in set(sys.modules) - before})]))"
+    )
+    runs = [json.loads(python(code, tmp_path, ROOT)) for _ in range(3)]
+    assert statistics.median(spent for spent, _ in runs) < 0.5
+    assert not set(HEAVY) & set(runs[0][1])
