@@ -69,41 +69,33 @@ def first_kept_keys(
         ``[B, H, ceil(T / rows)]`` int64, non-decreasing along the last axis.
     """
     T, S = q.shape[2], k.shape[2]
-    past = S - T
     with torch.no_grad():
         q, k, g = q.double(), k.double(), log_decay.double()
-        c, closed = open_sums(g)
-        ends = torch.arange(1, S // cols + 1, device=q.device) * cols - 1  # the last key of every whole column block
-        own = slice(past, None)
-        starts = torch.arange(0, T, rows, device=q.device) + past
+        c, _ = open_sums(g)
+        starts = torch.arange(S - T, S, rows, device=q.device)
         norm = k.norm(dim=-1)
         if prune.bound == "paper":
             bound = q.norm(dim=-1).amax(-1) * norm.amax(-1)  # U: [B, H]
             need = -(2 * bound + math.log(S)) + prune.log_eps
-            decay = _decay_between(c, closed, starts, ends)
-            droppable = decay < need[..., None, None]
+            # drop key b while c_start - c_b < need: -c only grows with b
+            count = torch.searchsorted(-c, (need[..., None] - c[..., starts]).contiguous())
         else:
-            upper = q.norm(dim=-1) * norm.cummax(-1).values[..., own]
-            lower = (q * k[:, :, own]).sum(-1)
-            # weight of row i relative to the first row of its block; closing inside the block only prunes more
-            worst = upper - lower + c[..., own]
-            worst = torch.nn.functional.pad(worst, (0, -T % rows), value=-math.inf)
-            worst = worst.unflatten(-1, (-1, rows)).amax(-1) - c[..., starts]
-            log_n = c + torch.logcumsumexp(-c, -1)  # with closed gates counted as open: n only grows
-            droppable = (
-                worst[..., :, None] + _decay_between(c, closed, starts, ends) + log_n[..., None, ends]
-            ) <= prune.log_eps
-        droppable = droppable & (ends < starts[:, None])
-        kept = droppable.sum(-1) * cols
+            upper = q.norm(dim=-1) * norm.cummax(-1).values[..., S - T :]
+            lower = (q * k[:, :, S - T :]).sum(-1)
+            worst = torch.nn.functional.pad(upper - lower + c[..., S - T :], (0, -T % rows), value=-math.inf)
+            worst = worst.unflatten(-1, (-1, rows)).amax(-1)
+            # drop key b while worst + log sum_{l <= b} exp(-c_l) <= log eps: the sum only grows with b. Closed gates
+            # count as open in c, which makes the sum larger and the certificate stricter.
+            tail = torch.logcumsumexp(-c, -1)
+            count = torch.searchsorted(tail, (prune.log_eps - worst).contiguous(), right=True)
+        # whatever lies before the last closed gate is gone anyway
+        index = torch.arange(S, device=q.device)
+        last_closed = torch.where(torch.isneginf(g), index, 0).cummax(-1).values
+        count = torch.minimum(torch.maximum(count, last_closed[..., starts]), starts)
+        kept = count // cols * cols
         # column boundaries (for a backward over keys) need row boundaries that never move back
         monotone: Tensor = kept.flip(-1).cummin(-1).values
         return monotone.flip(-1)
-
-
-def _decay_between(c: Tensor, closed: Tensor, late: Tensor, early: Tensor) -> Tensor:
-    """``c_late - c_early`` for every pair, -inf across a closed gate: ``[B, H, len(late), len(early)]``."""
-    difference = c[..., late, None] - c[..., None, early]
-    return difference.masked_fill(closed[..., late, None] != closed[..., None, early], -math.inf)
 
 
 def kept_fraction(

@@ -8,22 +8,27 @@ For a block of rows that starts after key p the logits are
 :math:`b_j` rides along as one more key channel against a query channel of ones: the fused kernel needs no mask,
 and the gradient of that channel is the gradient of the gate. All sums are relative to p, so they stay
 accurate at any length. The parts left of the block and inside it are merged by their log-sum-exps, and each
-part's backward runs with the merged one.
+part's backward runs with the merged one. Heads with closed or strong gates see few keys; they take plain operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from attnzoo.transitions import block_decay, open_sums
+from attnzoo.pruning import Prune, first_kept_keys
+from attnzoo.transitions import block_decay
 
 HIDDEN = -1e30  # a logit whose exp is 0, and whose arithmetic never makes a NaN
-ROWS = 512
+SIZES = (512, 128)  # rows per fused block
+CALM = 20.0  # log-decay over a block up to which the fused kernel serves it
+PLAIN = 64  # rows per block in plain operations; divides every size above
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -36,9 +41,12 @@ def causal_attention(
     log_decay: Tensor | None = None,
     valid: Tensor | None = None,
     first_kept: Tensor | None = None,
-    rows: int | None = None,
+    rows: int = SIZES[-1],
 ) -> Tensor:
     """The last T of S tokens attend to all before them.
+
+    On a CPU each head takes the block size that its decay allows, and keys whose weight is certified to be below
+    the square of the dtype's rounding are left out: they cannot change a bit of the sum.
 
     Args:
         q: scaled queries ``[B, H, T, K]``.
@@ -47,41 +55,110 @@ def causal_attention(
         log_decay: gates ``[B, H, S]`` <= 0, -inf allowed, or None.
         valid: keys that exist, ``[B, S]`` bool, or None for all.
         first_kept: first key that each block of ``rows`` rows may see, ``[B, H, ceil(T / rows)]``, or None.
-        rows: size of a row block; default 512.
+        rows: rows per block of ``first_kept``.
 
     Returns:
         ``[B, H, T, V]``. A row without any valid key is finite and means nothing.
     """
-    T, S, V = q.shape[2], k.shape[2], v.shape[3]
-    width = -(-max(q.shape[3] + (log_decay is not None or valid is not None), V) // 8) * 8
-    if log_decay is None and valid is None and (T == S or T == 1):
-        o = F.scaled_dot_product_attention(
-            _widen(q, width), _widen(k, width), _widen(v, width), is_causal=T > 1, scale=1.0
-        )
-        return o[..., :V]
+    B, H, T, K = q.shape
+    S, V = k.shape[2], v.shape[3]
+    if log_decay is None and valid is None and T in (1, S):
+        width = -(-max(K, V) // 8) * 8
+        q, k, v = (_widen(x, width) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=1.0)[..., :V]
     if log_decay is None:
-        log_decay = q.new_zeros(*q.shape[:2], S)
-    if T == 1:
-        return _one_row(q, k, v, log_decay, valid, first_kept)
-    rows = min(rows or ROWS, -(-T // 8) * 8)
-    return cast(Tensor, _RowBlocks.apply(q, k, v, log_decay, valid, first_kept, rows))  # type: ignore[no-untyped-call]
+        log_decay = q.new_zeros(B, H, S)
+    if T == 1 or not q.is_cpu:
+        there = None if valid is None else valid[:, None]
+        return _plain_rows(q, k, v, log_decay, there, first_kept, rows)
+    heads = [x.flatten(0, 1)[None] for x in (q, k, v, log_decay)]  # [1, B H, ...]: each head may have its own size
+    valid = None if valid is None else valid.repeat_interleave(H, 0)[None]
+    kept = None if first_kept is None else first_kept.flatten(0, 1)[None]
+    sizes = _block_sizes(heads[3][..., S - T :], SIZES if kept is None else (rows,))
+    out = q.new_zeros(1, B * H, T, V)
+    for size in sizes.unique().tolist():
+        index = (sizes == size).nonzero()[:, 0]
+        group, there = [x[:, index] for x in heads], None if valid is None else valid[:, index]
+        first = first_kept_keys(*group[:2], group[3], _negligible(q.dtype), rows=size, cols=1)
+        if kept is not None:
+            first = torch.maximum(first, kept[:, index].repeat_interleave(rows // size, -1)[..., : first.shape[-1]])
+        attend = _plain_rows if size == PLAIN else _fused_rows
+        out = out.index_copy(1, index, attend(*group, there, first, size))
+    return out.unflatten(1, (B, H))[0]
 
 
-def _one_row(
+def _negligible(dtype: torch.dtype) -> Prune:
+    return Prune(eps=torch.finfo(dtype).eps ** 2)
+
+
+def _block_sizes(gates: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Rows per block for each head of ``[1, heads, T]``: the largest that is calm, or PLAIN, ``[heads]``."""
+    loss = -gates[0].detach()
+    size = torch.full(loss.shape[:1], PLAIN, device=gates.device)
+    for rows in sorted(sizes):
+        blocks = F.pad(loss, (0, -loss.shape[-1] % rows)).unflatten(-1, (-1, rows)).sum(-1)
+        size = torch.where(blocks.amax(-1) <= CALM, rows, size)
+    return size
+
+
+def _plain_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    valid: Tensor | None,
+    first_kept: Tensor | None,
+    rows: int,
+) -> Tensor:
+    """Row blocks in plain operations, for any gates on any device; the backward computes each block again."""
+    T, S = q.shape[2], k.shape[2]
+    if first_kept is None:
+        rows = min(T, SIZES[-1])
+    outputs = []
+    for n, start in enumerate(range(0, T, rows)):
+        stop = min(start + rows, T)
+        end = S - T + stop
+        kept = None if first_kept is None else first_kept[..., n]
+        # a GPU is not asked where the kept keys begin: it would have to be waited for
+        first = int(kept.min()) if kept is not None and q.is_cpu else 0
+        args = (
+            q[:, :, start:stop], k[:, :, first:end], v[:, :, first:end], log_decay[..., first:end],
+            None if valid is None else valid[..., first:end], None if kept is None else kept - first,
+        )  # fmt: skip
+        again = torch.is_grad_enabled() and T > rows
+        block = checkpoint(_plain_block, *args, use_reentrant=False) if again else _plain_block(*args)
+        outputs.append(cast(Tensor, block))
+    return torch.cat(outputs, 2)
+
+
+def _plain_block(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None
 ) -> Tensor:
-    S = k.shape[2]
-    later = torch.cat([log_decay[..., 1:], torch.zeros_like(log_decay[..., :1])], -1)
-    logits = (q @ k.mT) + later.flip(-1).cumsum(-1).flip(-1)[..., None, :]
-    logits = logits.clamp(min=HIDDEN)
+    C, S = q.shape[2], k.shape[2]
+    P = S - C
+    inside = block_decay(log_decay[..., P:])
+    later = F.pad(log_decay[..., 1:P], (0, 1)) if P else log_decay[..., :0]
+    to_block = later.flip(-1).cumsum(-1).flip(-1)
+    bias = torch.cat([inside.entry[..., None] + to_block[..., None, :], inside.between], -1)
+    logits = (q @ k.mT + bias).clamp(min=HIDDEN)
     if valid is not None:
-        logits = logits.masked_fill(~valid[:, None, None, :], HIDDEN)
+        logits = logits.masked_fill(~valid[..., None, :], HIDDEN)
+    index = torch.arange(S, device=q.device)
     if first_kept is not None:
-        logits = logits.masked_fill(torch.arange(S, device=q.device) < first_kept[..., None], HIDDEN)
+        logits = logits.masked_fill(index < first_kept[..., None, None], HIDDEN)
+    logits = logits.masked_fill(torch.ones(C, S, dtype=torch.bool, device=q.device).triu(P + 1), -torch.inf)
+    tiny = 0.8 * math.log(torch.finfo(q.dtype).tiny)  # exponentials below it would be slow denormal numbers
+    logits = logits.masked_fill(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf)
     return logits.softmax(-1) @ v
 
 
+def _fused_rows(*args: Any) -> Tensor:
+    return cast(Tensor, _RowBlocks.apply(*args))  # type: ignore[no-untyped-call]
+
+
 class _RowBlocks(torch.autograd.Function):
+    """Arguments as :func:`_plain_rows`, gates finite and calm."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -90,52 +167,40 @@ class _RowBlocks(torch.autograd.Function):
         v: Tensor,
         log_decay: Tensor,
         valid: Tensor | None,
-        first_kept: Tensor | None,
+        first_kept: Tensor,
         rows: int,
     ) -> Tensor:
-        V = v.shape[3]
         plan = _Plan(q, k, v, log_decay, valid, first_kept, rows)
         o, lse = plan.inside()
-        for part in plan.before():
-            o_part, lse_part = plan.attend(part)
-            lse_part = lse_part + plan.entry[:, :, part.block]
-            merged = torch.logaddexp(lse[:, :, part.block], lse_part)
-            o[:, :, part.block] *= (lse[:, :, part.block] - merged).exp()[..., None]
-            o[:, :, part.block] += o_part * (lse_part - merged).exp()[..., None]
-            lse[:, :, part.block] = merged
+        for n, first, stop in plan.before():
+            o_part, lse_part = plan.attend(n, first, stop)
+            merged = torch.logaddexp(lse[:, :, n], lse_part)
+            o[:, :, n] *= (lse[:, :, n] - merged).exp()[..., None]
+            o[:, :, n] += o_part * (lse_part - merged).exp()[..., None]
+            lse[:, :, n] = merged
         ctx.save_for_backward(q, k, v, log_decay, valid, first_kept, o, lse)
         ctx.rows = rows
-        return o.flatten(2, 3)[:, :, : q.shape[2], :V].contiguous()
+        return o.flatten(2, 3)[:, :, : q.shape[2], : v.shape[3]].contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, valid, first_kept, o, lse = ctx.saved_tensors
         T, S, K, V = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
         plan = _Plan(q, k, v, log_decay, valid, first_kept, ctx.rows)
-        do = plan.fill(F.pad(grads[0], (0, o.shape[-1] - V)))
+        do = plan.rows_of(F.pad(grads[0], (0, o.shape[-1] - V)))
         dq, dk, dv = plan.inside_backward(do, o, lse)
-        for part in plan.before():
-            dq_part, dk_part, dv_part = plan.attend_backward(part, do, o, lse)
-            dq[:, :, part.block] += dq_part
-            dk[:, :, part.first : part.stop] += dk_part
-            dv[:, :, part.first : part.stop] += dv_part
-        # d_tj depends on -c_j only: the row side of c has no gradient, softmax is invariant to it
-        dg = -dk[:, :, :S, K].double().flip(-1).cumsum(-1).flip(-1)
-        dg = torch.where(torch.isneginf(log_decay), 0.0, dg).to(log_decay.dtype)
-        return (
-            dq.flatten(2, 3)[:, :, :T, :K], dk[:, :, :S, :K], dv[:, :, :S, :V], dg, None, None, None,
-        )  # fmt: skip
-
-
-class _Part:
-    """The keys ``first`` to ``stop`` that one row block sees on its left."""
-
-    def __init__(self, block: int, first: int, stop: int) -> None:
-        self.block, self.first, self.stop = block, first, stop
+        for n, first, stop in plan.before():
+            dq_part, dk_part, dv_part = plan.attend_backward(n, first, stop, do, o, lse)
+            dq[:, :, n] += dq_part
+            dk[:, :, first:stop] += dk_part
+            dv[:, :, first:stop] += dv_part
+        # the logits hold -c_j: the row side of c has no gradient, softmax is invariant to it
+        dg = -dk[:, :, :S, K].double().flip(-1).cumsum(-1).flip(-1).to(log_decay.dtype)
+        return dq.flatten(2, 3)[:, :, :T, :K], dk[:, :, :S, :K], dv[:, :, :S, :V], dg, None, None, None
 
 
 class _Plan:
-    """Tensors widened by the bias channel and cut into row blocks, with each block's decays."""
+    """Tensors widened by the bias channel and cut into row blocks, with the decays of each block."""
 
     def __init__(
         self,
@@ -144,126 +209,80 @@ class _Plan:
         v: Tensor,
         log_decay: Tensor,
         valid: Tensor | None,
-        first_kept: Tensor | None,
+        first_kept: Tensor,
         rows: int,
     ) -> None:
-        self.T, self.S, self.K, self.rows = q.shape[2], k.shape[2], q.shape[3], rows
-        self.past = self.S - self.T
-        self.width = -(-max(self.K + 1, v.shape[3]) // 8) * 8
+        self.T, self.K, self.rows, self.first_kept = q.shape[2], q.shape[3], rows, first_kept
+        self.past = k.shape[2] - self.T
+        width = -(-max(self.K + 1, v.shape[3]) // 8) * 8
         filler = -self.T % rows
-        q = _widen(q, self.width)
+        q = _widen(q, width)
         q[..., self.K] = 1.0
-        self.q = self.fill(q)  # [B, H, N, C, width]
-        self.k = F.pad(_widen(k, self.width), (0, 0, 0, filler))
-        self.v = F.pad(_widen(v, self.width), (0, 0, 0, filler))
-        gates = F.pad(log_decay, (0, filler))
-        hidden = None if valid is None else F.pad(~valid, (0, filler))[:, None, :]
-        self.hidden = hidden
-        self.first_kept = first_kept
-        self.sums = open_sums(gates.double())
-        own = gates[..., self.past :].unflatten(-1, (-1, rows))  # [B, H, N, C]
-        self.gates = own
-        c, n = open_sums(own)
-        self.entry = c.masked_fill(n > 0, HIDDEN)
-        # the bias inside a block is -c_j around its middle: too long a sum, or a closed gate, is done exactly
-        self.middle = (c[..., :1] + c[..., -1:]) / 2
-        self.c = c
-        far = 128.0 if c.dtype == torch.float32 else 4096.0
-        spread = (c[..., 0] - c[..., -1]).amax(dim=(0, 1))
-        self.exact = ((n[..., -1] > 0).any(0).any(0) | (spread > far)).tolist()
-        if hidden is not None:
-            self.own_hidden = hidden[..., self.past :].unflatten(-1, (-1, rows))
+        self.q = self.rows_of(q)  # [B, H, N, C, width]
+        self.k = F.pad(_widen(k, width), (0, 0, 0, filler))
+        self.v = F.pad(_widen(v, width), (0, 0, 0, filler))
+        # a closed gate is in the past here, and first_kept lies behind it: it may count as open
+        gates = log_decay.masked_fill(torch.isneginf(log_decay), 0.0)
+        self.c = F.pad(gates, (0, filler)).double().cumsum(-1)
+        self.hidden = None if valid is None else F.pad(~valid, (0, filler)).expand(self.c.shape)
+        start = F.pad(self.c, (1, 0))[..., self.past : -1 : rows, None]
+        self.entry = (self.c[..., self.past :].unflatten(-1, (-1, rows)) - start).to(q.dtype)  # [B, H, N, C]
 
-    def fill(self, x: Tensor) -> Tensor:
+    def rows_of(self, x: Tensor) -> Tensor:
         """``[B, H, T, X]`` cut into row blocks ``[B, H, N, C, X]``, the last one filled up with zeros."""
         return cast(Tensor, F.pad(x, (0, 0, 0, -self.T % self.rows)).unflatten(2, (-1, self.rows)))
 
     def own(self, x: Tensor) -> Tensor:
-        """The keys of the row blocks themselves, ``[B, H, N, C, X]``."""
+        """The keys of the row blocks themselves, ``[B, H, N, C, ...]``."""
         return cast(Tensor, x[:, :, self.past :].unflatten(2, (-1, self.rows)))
 
-    def before(self) -> Iterator[_Part]:
-        for n in range(self.q.shape[2]):
+    def before(self) -> Iterator[tuple[int, int, int]]:
+        """(block, first key, end) of the keys left of each block."""
+        for n, first in enumerate(self.first_kept.amin(dim=(0, 1)).tolist()):
             stop = self.past + n * self.rows
-            first = 0 if self.first_kept is None else int(self.first_kept[:, :, n].min())
             if first < stop:
-                yield _Part(n, first, stop)
+                yield n, first, stop
 
-    def _keys(self, part: _Part) -> Tensor:
+    def _keys(self, n: int, first: int, stop: int) -> Tensor:
         """Keys left of a block with their decay up to it in the bias channel."""
-        c, n = (x[..., part.first : part.stop] for x in self.sums)
-        bias = (c[..., -1:] - c).to(self.k.dtype).masked_fill(n != n[..., -1:], HIDDEN)
+        bias = (self.c[..., stop - 1 : stop] - self.c[..., first:stop]).to(self.k.dtype)
         if self.hidden is not None:
-            bias = bias.masked_fill(self.hidden[..., part.first : part.stop], HIDDEN)
-        if self.first_kept is not None:
-            index = torch.arange(part.first, part.stop, device=bias.device)
-            bias = bias.masked_fill(index < self.first_kept[:, :, part.block, None], HIDDEN)
-        keys = self.k[:, :, part.first : part.stop]
+            bias = bias.masked_fill(self.hidden[..., first:stop], HIDDEN)
+        bias = bias.masked_fill(torch.arange(first, stop) < self.first_kept[:, :, n, None], HIDDEN)
+        keys = self.k[:, :, first:stop]
         keys[..., self.K] = bias
         return keys
 
-    def attend(self, part: _Part) -> tuple[Tensor, Tensor]:
-        o, lse = _forward(self.q[:, :, part.block], self._keys(part), self.v[:, :, part.first : part.stop], scale=1.0)
-        return o, lse
+    def attend(self, n: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        o, lse = _forward(self.q[:, :, n], self._keys(n, first, stop), self.v[:, :, first:stop], scale=1.0)
+        return o, lse + self.entry[:, :, n]
 
-    def attend_backward(self, part: _Part, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        n = part.block
-        return cast(
-            tuple[Tensor, ...],
-            _backward(
-                do[:, :, n].contiguous(), self.q[:, :, n], self._keys(part), self.v[:, :, part.first : part.stop],
-                o[:, :, n].contiguous(), (lse - self.entry)[:, :, n].contiguous(), 0.0, False, scale=1.0,
-            ),
-        )  # fmt: skip
+    def attend_backward(self, n: int, first: int, stop: int, do: Tensor, o: Tensor, lse: Tensor) -> Any:
+        keys, values = self._keys(n, first, stop), self.v[:, :, first:stop]
+        out, local = o[:, :, n].contiguous(), (lse - self.entry)[:, :, n].contiguous()
+        return _backward(do[:, :, n].contiguous(), self.q[:, :, n], keys, values, out, local, 0.0, False, scale=1.0)
 
     def _own_keys(self) -> Tensor:
         keys = self.own(self.k).clone()
-        bias = self.middle - self.c
+        bias = -self.entry
         if self.hidden is not None:
-            bias = bias.masked_fill(self.own_hidden, HIDDEN)
+            bias = bias.masked_fill(self.own(self.hidden), HIDDEN)
         keys[..., self.K] = bias
         return keys
 
     def inside(self) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of every block over its own keys."""
-        B, H, N, C, _ = self.q.shape
-        o, lse = _forward(
-            self.q.flatten(1, 2), self._own_keys().flatten(1, 2), self.own(self.v).flatten(1, 2),
-            is_causal=True, scale=1.0,
-        )  # fmt: skip
-        o, lse = o.unflatten(1, (H, N)).contiguous(), lse.unflatten(1, (H, N)) + (self.c - self.middle)
-        for n in range(N):
-            if self.exact[n]:
-                logits = self._own_logits(n)
-                lse[:, :, n] = logits.logsumexp(-1)
-                o[:, :, n] = logits.softmax(-1) @ self.own(self.v)[:, :, n]
-        return o, lse
-
-    def _own_logits(self, n: int) -> Tensor:
-        q, k = self.q[:, :, n, :, : self.K], self.own(self.k)[:, :, n, :, : self.K]
-        logits = q @ k.mT + block_decay(self.gates[:, :, n]).between.clamp(min=HIDDEN)
-        if self.hidden is not None:
-            logits = logits.masked_fill(self.own_hidden[:, :, n, None, :], HIDDEN)
-        return logits.masked_fill(torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+        """Output ``[B, H, N, C, width]`` and log-sum-exp ``[B, H, N, C]`` of every block over its own keys."""
+        shape = self.q.shape[1:3]
+        flat = (x.flatten(1, 2) for x in (self.q, self._own_keys(), self.own(self.v)))
+        o, lse = _forward(*flat, is_causal=True, scale=1.0)
+        return o.unflatten(1, shape).contiguous(), lse.unflatten(1, shape) + self.entry
 
     def inside_backward(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq ``[B, H, N, C, width]`` and dk, dv ``[B, H, S + filler, width]`` of the blocks over their own keys."""
-        B, H, N, C, _ = self.q.shape
-        flat = [x.flatten(1, 2).contiguous() for x in (do, self.q, self._own_keys(), self.own(self.v), o)]
-        local_lse = (lse - (self.c - self.middle)).flatten(1, 2).contiguous()
-        grads = _backward(*flat, local_lse, 0.0, True, scale=1.0)
-        dq, dk_own, dv_own = (x.unflatten(1, (H, N)).contiguous() for x in grads)
-        for n in range(N):
-            if self.exact[n]:
-                p = (self._own_logits(n) - lse[:, :, n, :, None]).exp()
-                v, q, k = self.own(self.v)[:, :, n], self.q[:, :, n], self.own(self.k)[:, :, n]
-                delta = (do[:, :, n] * o[:, :, n]).sum(-1, keepdim=True)
-                ds = p * (do[:, :, n] @ v.mT - delta)
-                dq[:, :, n], dk_own[:, :, n], dv_own[:, :, n] = ds @ k, ds.mT @ q, p.mT @ do[:, :, n]
-        return dq, self._at_keys(dk_own), self._at_keys(dv_own)
-
-    def _at_keys(self, x: Tensor) -> Tensor:
-        return F.pad(x.flatten(2, 3), (0, 0, self.past, 0)).contiguous()
+        flat = (do, self.q, self._own_keys(), self.own(self.v), o, lse - self.entry)
+        grads = _backward(*(x.flatten(1, 2).contiguous() for x in flat), 0.0, True, scale=1.0)
+        dq, dk, dv = (x.unflatten(1, self.q.shape[1:3]).contiguous() for x in grads)
+        return dq, F.pad(dk.flatten(2, 3), (0, 0, self.past, 0)), F.pad(dv.flatten(2, 3), (0, 0, self.past, 0))
 
 
 def _widen(x: Tensor, width: int) -> Tensor:

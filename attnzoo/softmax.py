@@ -172,7 +172,7 @@ class AdditiveForms(SoftmaxForms):
         first_kept = None
         if prune is not None:
             first_kept = first_kept_keys(scaled, keys, cast(Tensor, decay), prune, rows=ROWS)
-        o = causal_attention(scaled, keys, values, decay, state.valid, first_kept, rows=ROWS if prune else None)
+        o = causal_attention(scaled, keys, values, decay, state.valid, first_kept, rows=ROWS)
         return o.transpose(1, 2).to(v.dtype), state
 
     def _place(self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None) -> tuple[Tensor, Tensor, Tensor | None]:
