@@ -59,8 +59,7 @@ def fox_attention(
         impl: "triton", "reference" (dense PyTorch, O(T S) memory), or "auto": Triton on CUDA tensors it supports.
 
     Under autocast q, k and v are cast to the autocast dtype and log_gate to float32.
-    The forward pass is deterministic. So is the backward pass under ``torch.use_deterministic_algorithms(True)`` and
-    wherever the tuning table prefers the two-kernel schedule; the one-kernel schedule adds up dq with atomics.
+    Forward and backward are deterministic, with or without ``torch.use_deterministic_algorithms``.
 
     Returns:
         [B, T, H, V] in q's dtype.
@@ -121,7 +120,7 @@ def kept_fraction(
         from .op import bounds
 
         bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-        _, left, start = bounds(q, k, log_gate, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
+        _, _, left, start = bounds(q, k, log_gate, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
     else:
         c, closed = _gate_sums(log_gate, B, S, H, q.device)
         left = _left(closed, window, cu_seqlens)

@@ -7,6 +7,8 @@ kept in that frame ("of its row unit") and the backward kernels use it as it is.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -40,64 +42,90 @@ def _const_gate(p_g, i_h):
 
 
 @triton.jit
-def _gate_at(p_c, b_slope, pos, S, GATE: tl.constexpr):
-    """The running gate sum at a position (scalar or block), as a (high, low) pair."""
+def _gate_at(p_c, p_base, b_slope, pos, GATE: tl.constexpr, KU: tl.constexpr):
+    """The running sum of log2 gates at one position. # float64"""
     if GATE == 2:
-        hi, lo = tl.load(p_c + pos), tl.load(p_c + S + pos)
+        b = tl.load(p_base + pos // KU) + tl.load(p_c + pos).to(tl.float64)
     elif GATE == 1:
-        hi, lo = pos.to(tl.float32), 0.0 * pos
+        b = pos * b_slope.to(tl.float64)
     else:
-        hi, lo = 0.0, 0.0
-    return hi, lo
+        b = tl.zeros([], tl.float64)
+    return b
 
 
 @triton.jit
-def _key_bias(p_c, b_slope, s, o_s, ref_hi, ref_lo, S, GATE: tl.constexpr, MASK: tl.constexpr):
-    """bias_j = c_ref - c_j of keys s + o_s, in log2. # [BS]"""
+def _gates_from(p_c, p_base, b_slope, b_pos, b_ref, m, GATE: tl.constexpr, KU: tl.constexpr):
+    """c_ref - c at a block of positions. # [len(b_pos)] float32"""
     if GATE == 2:
-        if MASK:
-            hi = tl.load(p_c + s + o_s, mask=s + o_s < S, other=0.0)
-            lo = tl.load(p_c + S + s + o_s, mask=s + o_s < S, other=0.0)
-        else:
-            hi, lo = tl.load(p_c + s + o_s), tl.load(p_c + S + s + o_s)
-        b = (ref_hi - hi) + (ref_lo - lo)
-    elif GATE == 1:
-        b = (ref_hi - (s + o_s).to(tl.float32)) * b_slope
+        b_base = tl.load(p_base + b_pos // KU, mask=m, other=0.0)
+        b = (b_ref - b_base).to(tl.float32) - tl.load(p_c + b_pos, mask=m, other=0.0)
     else:
-        b = tl.zeros(o_s.shape, tl.float32)
+        b = (b_ref - b_pos * b_slope.to(tl.float64)).to(tl.float32)
+    return b
+
+
+@triton.jit
+def _base_shift(p_base, b_slope, b_ref, s, GATE: tl.constexpr, KU: tl.constexpr):
+    """c_ref minus the running sum before the key tile at s. # float32 scalar"""
+    if GATE == 2:
+        b = (b_ref - tl.load(p_base + s // KU)).to(tl.float32)
+    elif GATE == 1:
+        b = (b_ref - s * b_slope.to(tl.float64)).to(tl.float32)
+    else:
+        b = 0.0
+    return b
+
+
+@triton.jit
+def _key_bias(p_c, b_slope, b_shift, s, o_s, GATE: tl.constexpr):
+    """bias_j = c_ref - c_j of the keys s + o_s, all in one unit of KU keys. # [BS]"""
+    if GATE == 2:
+        b = b_shift - tl.load(p_c + s + o_s)
+    else:
+        b = b_shift - o_s.to(tl.float32) * b_slope
     return b
 
 
 @triton.jit
 def _row_bounds(p_left, p_start, i_t, p_first, p_last, BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr,
                 KU: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr):  # fmt: skip
-    """Key ranges of a row block: [lo, full) needs the left mask, [full, mid) no mask, [mid, ..) the causal one.
+    """Key tiles of a row block, as tile indices: the left mask from lo, none from full, the causal one from mid.
 
-    Returns lo, full, mid and the number of tiles in the first and last ranges.
+    Returns lo, full, mid and the number of tiles in the first and last ranges. (An index times BS is a position
+    that the compiler knows to be aligned.)
     """
     lo = 0
     left = 0
     if HAS_LEFT:
-        lo = tl.load(p_left + p_first) // KU * KU
+        lo = tl.load(p_left + p_first) // KU * (KU // BS)
         left = tl.load(p_left + p_last)
     if HAS_START:
-        lo = tl.maximum(lo, tl.load(p_start + i_t * BT // RU))
-    n_left = tl.cdiv(tl.maximum(left - lo, 0), BS)
-    full = lo + n_left * BS
-    mid = full + tl.maximum(p_first + 1 - full, 0) // BS * BS
-    n_diag = tl.cdiv(tl.maximum(p_last + 1 - mid, 0), BS)
+        lo = tl.maximum(lo, tl.load(p_start + i_t * BT // RU) // BS)
+    n_left = tl.cdiv(tl.maximum(left - lo * BS, 0), BS)
+    full = lo + n_left
+    mid = tl.maximum(full, (p_first + 1) // BS)
+    n_diag = tl.maximum(tl.cdiv(p_last + 1, BS) - mid, 0)
     return lo, full, mid, n_left, n_diag
 
 
 @triton.jit
-def _fwd_tile(b_o, b_m, b_l, b_q, p_k, p_v, p_c, b_slope, s, o_s, o_k, o_v, b_pos, b_left, ref_hi, ref_lo, S,
-              stride_ks, stride_vs, scale2, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-              GATE: tl.constexpr, HAS_LEFT: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """One key tile of the online softmax."""
-    b_k = _load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, MASK)  # [BS, BK]
-    b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BT, BS]
+def _keys(p_x, i_b, s, i_g, o_s, o_d, stride, S, D: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr,
+          MASK: tl.constexpr):  # fmt: skip
+    """Rows s + o_s of one head of k or v, by descriptor or by pointer. # [BS, BD]"""
+    if TMA:  # reads 0 past S and past D
+        b = p_x.load([i_b, s, i_g, 0]).reshape([o_s.shape[0], BD])
+    else:
+        b = _load_tile(p_x + s * stride.to(tl.int64), o_s, o_d, stride, S - s, D, BD, MASK)
+    return b
+
+
+@triton.jit
+def _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_left, scale2, GATE: tl.constexpr,
+              HAS_LEFT: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """One key tile of the online softmax; b_s = q k^T. # [BT, BS]"""
+    b_y = b_s * scale2
     if GATE != 0:
-        b_y += _key_bias(p_c, b_slope, s, o_s, ref_hi, ref_lo, S, GATE, MASK)[None, :]
+        b_y += _key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
     if MASK:
         m_y = (s + o_s)[None, :] <= b_pos[:, None]
         if HAS_LEFT:
@@ -111,26 +139,26 @@ def _fwd_tile(b_o, b_m, b_l, b_q, p_k, p_v, p_c, b_slope, s, o_s, o_k, o_v, b_po
     b_p = tl.exp2(b_y - b_ms[:, None])  # [BT, BS]
     b_a = tl.exp2(b_m - b_ms)
     b_l = b_l * b_a + tl.sum(b_p, 1)
-    b_v = _load_tile(p_v + s * stride_vs.to(tl.int64), o_s, o_v, stride_vs, S - s, V, BV, MASK)  # [BS, BV]
     b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_a[:, None], input_precision=PREC)  # [BT, BV]
     return b_o, b_mn, b_l
 
 
-@triton.jit(do_not_specialize=["T", "S", "stride_qb", "stride_kb", "stride_vb", "stride_lb", "stride_lh"])
+@triton.jit(do_not_specialize=["T", "S", "stride_lb", "stride_lh"])
 def fox_fwd_kernel(
-    p_q, p_k, p_v, p_o, p_lse, p_c, p_g, p_left, p_start, p_sink, T, S, scale2,
+    p_q, p_k, p_v, p_o, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, T, S, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, PREC: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per row block, the longest rows first."""
     n_t = tl.cdiv(T, BT)
     n_bh = tl.num_programs(0) // n_t
     i_t = n_t - 1 - tl.program_id(0) // n_bh
     i_bh = tl.program_id(0) % n_bh
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    i_b32, i_h = i_bh // H, i_bh % H
+    i_b, i_g = i_b32.to(tl.int64), i_h // REP
     off = S - T
     p_first = i_t * BT + off  # position of the first row
     p_last = tl.minimum(i_t * BT + BT, T) - 1 + off
@@ -139,17 +167,20 @@ def fox_fwd_kernel(
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     b_pos = p_first + o_t  # [BT]
     r = (i_t * BT).to(tl.int64)
-    p_k += i_b * stride_kb + (i_h // REP) * stride_kh
-    p_v += i_b * stride_vb + (i_h // REP) * stride_vh
+    if not TMA:
+        p_k += i_b * stride_kb + i_g * stride_kh
+        p_v += i_b * stride_vb + i_g * stride_vh
     b_q = _load_tile(p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt, o_t, o_k, stride_qt, T - i_t * BT,
                      K, BK, True)  # fmt: skip
-    p_c += i_bh.to(tl.int64) * 2 * S
+    n_s = tl.cdiv(S, KU)
+    p_c += i_bh.to(tl.int64) * (n_s * KU)
+    p_base += i_bh.to(tl.int64) * (n_s + 1)
     p_left += i_b * stride_lb + i_h * stride_lh
-    b_slope = 0.0
+    b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = _const_gate(p_g, i_h)
     p_ref = i_t * BT // RU * RU + off
-    ref_hi, ref_lo = _gate_at(p_c, b_slope, p_ref, S, GATE)
+    b_ref = _gate_at(p_c, p_base, b_slope, p_ref, GATE, KU)
     b_left = b_pos
     if HAS_LEFT:
         b_left = tl.load(p_left + b_pos, mask=b_pos < S, other=0)
@@ -161,25 +192,29 @@ def fox_fwd_kernel(
     b_l = tl.zeros([BT], tl.float32)
     if HAS_SINK:  # one more logit, without a value: moved to the frame of the row unit
         b_sink = tl.load(p_sink + i_h).to(tl.float32) * 1.4426950408889634
-        if GATE == 2:
-            c_hi = tl.load(p_c + b_pos, mask=b_pos < S, other=0.0)
-            c_lo = tl.load(p_c + S + b_pos, mask=b_pos < S, other=0.0)
-            b_m = b_sink + ((ref_hi - c_hi) + (ref_lo - c_lo))
-        elif GATE == 1:
-            b_m = b_sink + (p_ref - b_pos).to(tl.float32) * b_slope
-        else:
-            b_m = tl.zeros([BT], tl.float32) + b_sink
+        b_m = tl.zeros([BT], tl.float32) + b_sink
+        if GATE != 0:
+            b_m += _gates_from(p_c, p_base, b_slope, b_pos, b_ref, b_pos < S, GATE, KU)
         b_l = tl.where(b_m == float("-inf"), 0.0, 1.0)
     b_o = tl.zeros([BT, BV], tl.float32)
-    for i in range(0, n_left + n_diag):  # the diagonal first: later rows start from a good maximum
-        s = tl.where(i < n_diag, mid + i * BS, lo + (i - n_diag) * BS)
-        b_o, b_m, b_l = _fwd_tile(b_o, b_m, b_l, b_q, p_k, p_v, p_c, b_slope, s, o_s, o_k, o_v, b_pos, b_left,
-                                  ref_hi, ref_lo, S, stride_ks, stride_vs, scale2, K, V, BK, BV, GATE, HAS_LEFT,
-                                  PREC, True)  # fmt: skip
-    for s in range(full, mid, BS):
-        b_o, b_m, b_l = _fwd_tile(b_o, b_m, b_l, b_q, p_k, p_v, p_c, b_slope, s, o_s, o_k, o_v, b_pos, b_left,
-                                  ref_hi, ref_lo, S, stride_ks, stride_vs, scale2, K, V, BK, BV, GATE, HAS_LEFT,
-                                  PREC, False)  # fmt: skip
+    for i in range(0, n_left + n_diag):  # the diagonal first: later tiles start from a good maximum
+        s = tl.where(i < n_diag, mid + i, lo + i - n_diag) * BS
+        b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
+        b_k = _keys(p_k, i_b32, s, i_g, o_s, o_k, stride_ks, S, K, BK, TMA, True)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+        b_v = _keys(p_v, i_b32, s, i_g, o_s, o_v, stride_vs, S, V, BV, TMA, True)
+        b_o, b_m, b_l = _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_left, scale2, GATE,
+                                  HAS_LEFT, PREC, True)  # fmt: skip
+    b_shift = _base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
+    for i_s in range(full, mid):
+        s = i_s * BS
+        b_next = _base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)  # one tile ahead: hides the load
+        b_k = _keys(p_k, i_b32, s, i_g, o_s, o_k, stride_ks, S, K, BK, TMA, False)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+        b_v = _keys(p_v, i_b32, s, i_g, o_s, o_v, stride_vs, S, V, BV, TMA, False)
+        b_o, b_m, b_l = _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_left, scale2,
+                                  GATE, HAS_LEFT, PREC, False)  # fmt: skip
+        b_shift = b_next
     m_t = i_t * BT + o_t < T
     b_o = b_o / b_l[:, None]
     p_ot = p_o + ((i_b * T + i_t * BT) * H + i_h) * V + o_t[:, None] * (H * V) + o_v[None, :]
@@ -203,9 +238,23 @@ def left_strides(left: Tensor | None) -> tuple[int, int]:
     return left.stride(0) * (left.shape[0] > 1), left.stride(1) * (left.shape[1] > 1)
 
 
+def can_describe(*xs: Tensor) -> bool:
+    """Whether tensor descriptors can address these [B, R, H, D] tensors: 16-byte strides and base."""
+    return all(
+        x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:3]) for x in xs
+    )
+
+
+def describe(x: Tensor, rows: int) -> Any:
+    """Descriptor of x [B, R, H, D] for tiles of ``rows`` tokens of one head."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, head_block(x.shape[3])])
+
+
 def fox_forward(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, sink: Tensor | None, c: Tensor | None,
-    left: Tensor | None, start: Tensor | None, scale: float,
+    base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel. Shapes as in ``fox_attention``; last dims contiguous.
 
@@ -216,12 +265,14 @@ def fox_forward(
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
     t = tiles("fwd", max(K, V), q.dtype, q.device)
+    tma = t.tma and can_describe(k, v)
+    p_k, p_v = (describe(k, t.BS), describe(v, t.BS)) if tma else (k, v)
     fox_fwd_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-        q, k, v, o, lse, lse if c is None else c, lse if log_gate is None else log_gate,
+        q, p_k, p_v, o, lse, lse if c is None else c, lse if base is None else base, lse if log_gate is None else log_gate,
         lse if left is None else left, lse if start is None else start, lse if sink is None else sink,
         T, S, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *left_strides(left),
         H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT,
         GATE=gate_kind(log_gate), HAS_LEFT=left is not None, HAS_START=start is not None,
-        HAS_SINK=sink is not None, PREC=dot_precision(q.dtype), num_warps=t.num_warps, num_stages=t.num_stages,
+        HAS_SINK=sink is not None, TMA=tma, PREC=dot_precision(q.dtype), num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip
     return o, lse

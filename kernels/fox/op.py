@@ -12,19 +12,19 @@ from .fwd import GATE_CONST, GATE_FULL, fox_forward, gate_kind
 from .gates import gate_gradient, gate_sums
 from .prune import prune_starts
 from .reference import CLOSED, segment_starts
-from .tuning import KEY_UNIT, ROW_UNIT, use_fused
+from .tuning import KEY_UNIT, ROW_UNIT
 
 
 def bounds(
     q: Tensor, k: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None,
     scale: float, window: int, bound: str, log_eps: float,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gate sums c, first visible keys and pruning starts: what both passes need before the main kernels."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gate sums c and base, first visible keys and pruning starts: what both passes need before the main kernels."""
     S = k.shape[1]
     doc = None if cu_seqlens is None else segment_starts(cu_seqlens, S)
-    c = x = left = start = None
+    c = base = x = left = start = None
     if log_gate is not None and gate_kind(log_gate) == GATE_FULL:
-        c, left, x = gate_sums(log_gate, doc, window if window > 0 else S)
+        c, base, left, x = gate_sums(log_gate, doc, window if window > 0 else S)
     elif window > 0:
         left = (torch.arange(S, device=q.device, dtype=torch.int32) - (window - 1)).clamp_(min=0)
         left = (left if doc is None else torch.maximum(left, doc)).view(1, 1, S)
@@ -32,69 +32,75 @@ def bounds(
         left = doc.view(1, 1, S)
     if bound:
         assert log_gate is not None
-        start = prune_starts(q, k, log_gate, c, x, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound)
-    return c, left, start
+        start = prune_starts(
+            q, k, log_gate, c, base, x, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound
+        )
+    return c, base, left, start
 
 
 @torch.library.custom_op("attnzoo::fox_forward", mutates_args=())
 def fox_forward_op(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None,
     logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns o, lse, and c, left, start for the backward pass (empty where they do not apply)."""
-    c, left, start = bounds(q, k, log_gate, cu_seqlens, logit_bound, scale, window, bound, log_eps)
-    o, lse = fox_forward(q, k, v, log_gate, sink, c, left, start, scale)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns o, lse, and c, base, left, start for the backward pass (empty where they do not apply)."""
+    c, base, left, start = bounds(q, k, log_gate, cu_seqlens, logit_bound, scale, window, bound, log_eps)
+    o, lse = fox_forward(q, k, v, log_gate, sink, c, base, left, start, scale)
     c = lse.new_empty(0) if c is None else c
+    base = lse.new_empty(0, dtype=torch.float64) if base is None else base
     left = lse.new_empty(0, dtype=torch.int32) if left is None else left
     start = lse.new_empty(0, dtype=torch.int32) if start is None else start
-    return o, lse, c, left, start
+    return o, lse, c, base, left, start
 
 
 @fox_forward_op.register_fake
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None,
     logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, H, _ = q.shape
     S, V = k.shape[1], v.shape[3]
     full = log_gate is not None and log_gate.ndim == 3
     f32, i32 = dict(dtype=torch.float32), dict(dtype=torch.int32)
-    c = q.new_empty((B, H, 2, S) if full else (0,), **f32)
+    n_u = (S + KEY_UNIT - 1) // KEY_UNIT
+    c = q.new_empty((B, H, n_u * KEY_UNIT) if full else (0,), **f32)
+    base = q.new_empty((B, H, n_u + 1) if full else (0,), dtype=torch.float64)
     shape: tuple[Any, ...] = (B, H, S) if full else (1, 1, S) if window > 0 or cu_seqlens is not None else (0,)
     start = q.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound else (0,), **i32)
-    return q.new_empty((B, T, H, V)), q.new_empty((B, H, T), **f32), c, q.new_empty(shape, **i32), start
+    return q.new_empty((B, T, H, V)), q.new_empty((B, H, T), **f32), c, base, q.new_empty(shape, **i32), start
 
 
 @torch.library.custom_op("attnzoo::fox_backward", mutates_args=())
 def fox_backward_op(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_gate: Tensor | None, sink: Tensor | None,
-    cu_seqlens: Tensor | None, c: Tensor, left: Tensor, start: Tensor, scale: float,
+    cu_seqlens: Tensor | None, c: Tensor, base: Tensor, left: Tensor, start: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns dq, dk, dv, and the gradients of log_gate and sink (empty where they do not apply)."""
-    S = k.shape[1]
-    fused = use_fused(max(q.shape[3], v.shape[3]), q.dtype, q.device)
-    dq, dk, dv, dkey, drow, dsink = fox_backward(
-        do, q, k, v, o, lse, log_gate, sink, c if c.numel() else None, left if left.numel() else None,
-        start if start.numel() else None, scale, fused=fused,
+    T, S = q.shape[1], k.shape[1]
+    dq, dk, dv, dkey, drow = fox_backward(
+        do, q, k, v, o, lse, log_gate, sink, c if c.numel() else None, base if base.numel() else None,
+        left if left.numel() else None, start if start.numel() else None, scale,
     )  # fmt: skip
-    dgate = lse.new_empty(0)
-    if log_gate is not None and dkey is not None and drow is not None:
-        if gate_kind(log_gate) == GATE_CONST:
-            # the running sum of a constant gate is its multiple of the position
+    dgate, dsink = lse.new_empty(0), lse.new_empty(0)
+    if drow is not None:
+        dsink = -drow.sum((0, 2))
+    if log_gate is not None and dkey is not None:
+        if gate_kind(log_gate) == GATE_CONST:  # the running sum of a constant gate is its multiple of the position
             dc = -dkey.double()
-            dc[..., S - q.shape[1] :] += drow
+            if drow is not None:
+                dc[..., S - T :] += drow
             dgate = (dc * torch.arange(S, device=q.device)).sum((0, 2)).float()
             dgate = dgate.masked_fill(log_gate <= CLOSED, 0.0)
         else:
             doc = None if cu_seqlens is None else segment_starts(cu_seqlens, S)
-            dgate = gate_gradient(dkey, drow, log_gate, doc)
-    return dq, dk, dv, dgate, lse.new_empty(0) if dsink is None else dsink
+            dgate = gate_gradient(dkey, drow, log_gate, doc, T)
+    return dq, dk, dv, dgate, dsink
 
 
 @fox_backward_op.register_fake
 def _backward_fake(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_gate: Tensor | None, sink: Tensor | None,
-    cu_seqlens: Tensor | None, c: Tensor, left: Tensor, start: Tensor, scale: float,
+    cu_seqlens: Tensor | None, c: Tensor, base: Tensor, left: Tensor, start: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     def dense(x: Tensor) -> Tensor:
         return x.new_empty(x.shape)
@@ -116,12 +122,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, do: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, log_gate, sink, cu_seqlens, o, lse, c, left, start = ctx.saved_tensors
+    q, k, v, log_gate, sink, cu_seqlens, o, lse, c, base, left, start = ctx.saved_tensors
     none = (None,) * 11
     if do is None:
         return none
     dq, dk, dv, dgate, dsink = fox_backward_op(
-        do, q, k, v, o, lse, log_gate, sink, cu_seqlens, c, left, start, ctx.scale
+        do, q, k, v, o, lse, log_gate, sink, cu_seqlens, c, base, left, start, ctx.scale
     )
     dsink = None if sink is None else dsink.to(sink.dtype)
     return (dq, dk, dv, None if log_gate is None else dgate, dsink, *none[5:])

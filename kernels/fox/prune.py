@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fwd import GATE_CONST, LOG2E, _const_gate, _gate_at, _load_tile, gate_kind, head_block
+from .fwd import LOG2E, _const_gate, _gate_at, _gates_from, _load_tile, gate_kind, head_block, left_strides
 from .tuning import KEY_UNIT, ROW_UNIT
 
 SLACK = 1.0e-3  # log2 units added to the bound: covers the float32 rounding of norms and sums
 
 
-@triton.jit(do_not_specialize=["R", "stride_b"])
+@triton.jit(do_not_specialize=["R"])
 def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
                     BR: tl.constexpr):  # fmt: skip
     """Largest |x|^2 per head of [B, R, H, D]; p_max [B, H] starts at 0."""
@@ -37,23 +37,25 @@ def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr
 
 
 @triton.jit
-def _tail_at(p_x, b_slope, i_u, GATE: tl.constexpr, TAIL: tl.constexpr, KU: tl.constexpr):
+def _tail_at(p_x, p_base, b_slope, i_u, GATE: tl.constexpr, TAIL: tl.constexpr, KU: tl.constexpr):
     """log2 n_b - c_b (tail) or -c_b (paper) at the last key b of unit i_u. # float64"""
     b = i_u * KU + KU - 1
     if GATE == 1:  # n_b = sum of 2^(g l) for l = 0..b: bounded by both closed forms
-        x = -b.to(tl.float64) * b_slope
+        x = -b * b_slope.to(tl.float64)
         if TAIL:
             log_n = tl.log2(b.to(tl.float32) + 1.0)
             log_n = tl.minimum(log_n, -tl.log2(tl.maximum(1.0 - tl.exp2(b_slope), 1.0e-30)))
             x += log_n.to(tl.float64)
-    else:
+    elif TAIL:
         x = tl.load(p_x + i_u)
+    else:
+        x = -tl.load(p_base + i_u + 1)
     return x
 
 
-@triton.jit(do_not_specialize=["T", "S", "stride_qb", "stride_kb"])
+@triton.jit(do_not_specialize=["T", "S", "n_steps"])
 def prune_rows_kernel(
-    p_q, p_k, p_qmax, p_kmax, p_bound, p_c, p_g, p_x, p_start, T, S, scale2, log2_eps, log2_s, n_steps,
+    p_q, p_k, p_qmax, p_kmax, p_bound, p_c, p_base, p_g, p_x, p_start, T, S, scale2, log2_eps, log2_s, n_steps,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
     GATE: tl.constexpr, TAIL: tl.constexpr, HAS_BOUND: tl.constexpr,
@@ -65,11 +67,13 @@ def prune_rows_kernel(
     off = S - T
     p_first = i_t * RU + off
     o_t, o_k = tl.arange(0, RU), tl.arange(0, BK)
-    b_slope = 0.0
+    b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = _const_gate(p_g, i_h)
-    p_c += i_bh.to(tl.int64) * 2 * S
-    ref_hi, ref_lo = _gate_at(p_c, b_slope, p_first, S, GATE)
+    n_s = tl.cdiv(S, KU)
+    p_c += i_bh.to(tl.int64) * (n_s * KU)
+    p_base += i_bh.to(tl.int64) * (n_s + 1)
+    b_c = _gate_at(p_c, p_base, b_slope, p_first, GATE, KU)
     if TAIL:  # worst row of U_i - s_ii + (c_i - c_ref)
         r = (i_t * RU).to(tl.int64)
         p_qt = p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt
@@ -81,12 +85,7 @@ def prune_rows_kernel(
             b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * 1.4426950408889634)
         b_w = b_u - tl.sum(b_q * b_k, 1) * scale2
         m_t = i_t * RU + o_t < T
-        if GATE == 2:
-            b_hi = tl.load(p_c + p_first + o_t, mask=m_t, other=0.0)
-            b_lo = tl.load(p_c + S + p_first + o_t, mask=m_t, other=0.0)
-            b_w += (b_hi - ref_hi) + (b_lo - ref_lo)
-        else:
-            b_w += o_t.to(tl.float32) * b_slope
+        b_w -= _gates_from(p_c, p_base, b_slope, p_first + o_t, b_c, m_t, GATE, KU)
         b_worst = tl.max(tl.where(m_t, b_w, float("-inf")), 0)
     else:
         if HAS_BOUND:
@@ -94,16 +93,12 @@ def prune_rows_kernel(
         else:
             b_u = tl.sqrt(tl.load(p_qmax + i_bh) * tl.load(p_kmax + i_bg)) * (scale2 * 1.0001)
         b_worst = 2.0 * b_u + log2_s
-    if GATE == 2:
-        b_c = ref_hi.to(tl.float64) + ref_lo.to(tl.float64)
-    else:
-        b_c = p_first.to(tl.float64) * b_slope
     b_c += b_worst.to(tl.float64)
     lo, hi = 0, p_first // KU  # units lo' < lo are dropped; the bound is monotone in the unit
-    p_x += i_bh.to(tl.int64) * tl.cdiv(S, KU)
+    p_x += i_bh.to(tl.int64) * n_s
     for _ in range(0, n_steps):
         mid = (lo + hi) // 2
-        m_drop = (mid < hi) & (b_c + _tail_at(p_x, b_slope, mid, GATE, TAIL, KU) <= log2_eps)
+        m_drop = (mid < hi) & (b_c + _tail_at(p_x, p_base, b_slope, mid, GATE, TAIL, KU) <= log2_eps)
         lo, hi = tl.where(m_drop, mid + 1, lo), tl.where(m_drop, hi, mid)
     tl.store(p_start + i_bh.to(tl.int64) * tl.cdiv(T, RU) + i_t, lo * KU)
 
@@ -138,7 +133,7 @@ def _first(p, n, bound, n_steps):
     return lo
 
 
-@triton.jit(do_not_specialize=["T", "S", "stride_lb", "stride_lh"])
+@triton.jit(do_not_specialize=["T", "S", "n_steps", "stride_lb", "stride_lh"])
 def key_bounds_kernel(p_left, p_start, p_end, p_full, T, S, n_steps, stride_lb, stride_lh, H: tl.constexpr,
                       RU: tl.constexpr, KU: tl.constexpr, BU: tl.constexpr, HAS_LEFT: tl.constexpr,
                       HAS_START: tl.constexpr):  # fmt: skip
@@ -163,14 +158,14 @@ def key_bounds_kernel(p_left, p_start, p_end, p_full, T, S, n_steps, stride_lb, 
 
 
 def prune_starts(
-    q: Tensor, k: Tensor, log_gate: Tensor, c: Tensor | None, x: Tensor | None, scale: float, *, bound: str,
-    log_eps: float, logit_bound: Tensor | None,
+    q: Tensor, k: Tensor, log_gate: Tensor, c: Tensor | None, base: Tensor | None, x: Tensor | None, scale: float, *,
+    bound: str, log_eps: float, logit_bound: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT query rows, a multiple of KEY_UNIT. No host synchronisation.
 
     Args:
         q, k: [B, T, H, K] and [B, S, G, K], last dim contiguous.
-        log_gate: [B, S, H] with its sums c and x from ``gates.gate_sums``, or [H] (c and x None).
+        log_gate: [B, S, H] with its sums c, base and x from ``gates.gate_sums``, or [H] (None).
         logit_bound: [H], known bound of |logits| (natural units), or None to find it from the norms.
 
     Returns:
@@ -187,26 +182,15 @@ def prune_starts(
         norm_max_kernel[(triton.cdiv(S, 128), B * G)](k, kmax, S, *k.stride()[:3], H=G, D=K, BD=BK, BR=128)
     if not tail and logit_bound is None:
         norm_max_kernel[(triton.cdiv(T, 128), B * H)](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
-    if not tail and gate != GATE_CONST:
-        assert c is not None
-        x = unit_ends(c)
     prune_rows_kernel[(n_t, B * H)](
-        q, k, qmax, kmax, norms if logit_bound is None else logit_bound, norms if c is None else c, log_gate,
-        norms if x is None else x, start, T, S, scale * LOG2E, log_eps * LOG2E - SLACK, math.log2(S),
+        q, k, qmax, kmax, norms if logit_bound is None else logit_bound, norms if c is None else c,
+        norms if base is None else base, log_gate, norms if x is None else x, start, T, S, scale * LOG2E, log_eps * LOG2E - SLACK, math.log2(S),
         triton.cdiv(S, KEY_UNIT).bit_length() + 1, *q.stride()[:3], *k.stride()[:3], H=H, REP=H // G, K=K, BK=BK,
         RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, TAIL=tail, HAS_BOUND=logit_bound is not None,
         num_warps=8 if BK >= 128 else 4,
     )  # fmt: skip
     suffix_min_kernel[(B * H,)](start, n_t, BN=min(1024, max(16, triton.next_power_of_2(n_t))))
     return start
-
-
-def unit_ends(c: Tensor) -> Tensor:
-    """-c at the last key of each unit, float64 [B, H, ceil(S / KEY_UNIT)]; c is [B, H, 2, S]."""
-    S = c.shape[3]
-    last = torch.arange(KEY_UNIT - 1, S + KEY_UNIT - 1, KEY_UNIT, device=c.device).clamp_(max=S - 1)
-    pair = c[..., last].double()
-    return -(pair[:, :, 0] + pair[:, :, 1]).contiguous()
 
 
 def key_bounds(left: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int) -> tuple[Tensor, Tensor]:
@@ -220,11 +204,8 @@ def key_bounds(left: Tensor | None, start: Tensor | None, B: int, T: int, H: int
     n_u = triton.cdiv(S, KEY_UNIT)
     end = torch.empty((B, H, n_u), dtype=torch.int32, device=some.device)
     full = torch.empty_like(end)
-    strides = (0, 0)
-    if left is not None:
-        strides = (left.stride(0) * (left.shape[0] > 1), left.stride(1) * (left.shape[1] > 1))
     key_bounds_kernel[(triton.cdiv(n_u, 128), B * H)](
         some if left is None else left, some if start is None else start, end, full, T, S, T.bit_length() + 1,
-        *strides, H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_LEFT=left is not None, HAS_START=start is not None,
+        *left_strides(left), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_LEFT=left is not None, HAS_START=start is not None,
     )  # fmt: skip
     return end, full

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["fwd", "dq", "dkdv", "fused"]
+Kind = Literal["fwd", "dq", "dkdv"]
 _log = logging.getLogger("attnzoo.kernels.fox")
 
 ROW_UNIT = 128  # query rows that share one pruning boundary; every BT divides it
@@ -25,6 +25,9 @@ class Tiles:
     BS: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None  # registers per thread, to fit more programs on a multiprocessor
+    tma: bool = False  # load tiles through tensor descriptors (Hopper and later)
+    acc: bool = False  # dkdv: start the accumulators from the row terms
 
     def __post_init__(self) -> None:
         if self.BT not in (16, 32, 64, 128):
@@ -38,37 +41,29 @@ _HOPPER: dict[Kind, dict[int, Tiles]] = {
     "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 64, 8, 2)},
     "dq": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 8, 2)},
     "dkdv": {64: Tiles(64, 128, 8, 3), 128: Tiles(64, 128, 8, 2), 256: Tiles(32, 64, 8, 2)},
-    "fused": {64: Tiles(64, 128, 8, 2), 128: Tiles(64, 128, 8, 2), 256: Tiles(32, 64, 8, 1)},
 }
 # Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
 _SAFE: dict[Kind, dict[int, Tiles]] = {
     "fwd": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 1)},
     "dq": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
     "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2), 256: Tiles(32, 32, 4, 1)},
-    "fused": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2), 256: Tiles(32, 32, 4, 1)},
 }
 # Exact float32 products run on the scalar units and need the registers.
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {
     kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)} for kind in _SAFE
 }
-_FUSED_FASTER: tuple[tuple[int, int], ...] = ()  # capabilities where the one-kernel backward was measured faster
 _overrides: dict[Kind, Tiles] = {}
-_fused_override: list[bool] = []
 _said: set[tuple[int, int]] = set()
 
 
 @contextlib.contextmanager
-def override(tiles: dict[Kind, Tiles] | None = None, *, fused: bool | None = None) -> Iterator[None]:
-    """Force tiles, or the backward schedule, for tests and sweeps; for every head dim while the context is open."""
+def override(tiles: dict[Kind, Tiles]) -> Iterator[None]:
+    """Force tiles for tests and sweeps; affects every head dim while the context is open."""
     before = dict(_overrides)
-    _overrides.update(tiles or {})
-    if fused is not None:
-        _fused_override.append(fused)
+    _overrides.update(tiles)
     try:
         yield
     finally:
-        if fused is not None:
-            _fused_override.pop()
         _overrides.clear()
         _overrides.update(before)
 
@@ -81,6 +76,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """Tiles of a kernel for head dims up to ``head_dim`` (the larger of K and V)."""
     if kind in _overrides:
+        if kind != "dkdv" and _overrides[kind].BS > KEY_UNIT:
+            raise ValueError(f"BS: expected at most {KEY_UNIT} in {kind} (one gate base per tile), got {_overrides[kind].BS}")
         return _overrides[kind]
     size = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     if dtype == torch.float32:
@@ -100,11 +97,3 @@ def dot_precision(dtype: torch.dtype) -> str:
         return "ieee"
     return "tf32"
 
-
-def use_fused(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the backward pass runs as one kernel with atomics (never under deterministic algorithms)."""
-    if torch.are_deterministic_algorithms_enabled():
-        return False
-    if _fused_override:
-        return _fused_override[-1]
-    return dtype != torch.float32 and head_dim <= 128 and capability(device) in _FUSED_FASTER
