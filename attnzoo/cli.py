@@ -50,9 +50,7 @@ def show(name: str) -> None:
 
 @app.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs."
-)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
 def verify(names: tuple[str, ...], seed: int) -> None:
     """Check every form against the float64 oracle on fresh random inputs; exit 1 if one fails."""
     from attnzoo.verify import LIMIT
@@ -118,11 +116,12 @@ def compare(config: Path, overrides: tuple[str, ...]) -> None:
 )
 @click.option("--title", default="comparison", show_default=True, help="The page's heading.")
 def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
-    """Build the report again from finished runs; RUN is one of them or the folder of a comparison."""
-    from attnzoo.report import load_result, terminal_table, write_report
+    """Build a report from runs, measuring those that are not yet; RUN is a run or a folder of runs."""
+    from attnzoo.compare import result_of
+    from attnzoo.report import terminal_table, write_report
     from attnzoo.report.results import find_runs
 
-    results = [load_result(run) for run in find_runs(runs)]
+    results = [result_of(run) for run in find_runs(runs)]
     page = write_report(results, output, title=title, command=results[0].facts.command)
     _console().print(terminal_table(results))
     click.echo(f"report: {page}")
@@ -143,9 +142,9 @@ def main() -> NoReturn:
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     except Exception as error:
-        ours = isinstance(error, ValueError | OSError | FloatingPointError) or type(
-            error
-        ).__module__.startswith("attnzoo.")
+        ours = isinstance(error, ValueError | OSError | FloatingPointError) or type(error).__module__.startswith(
+            "attnzoo."
+        )
         if not ours or os.environ.get("ATTNZOO_TRACEBACK"):
             raise
         _fail(" ".join(str(error).split()), 2)

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from attnzoo.config import TrainConfig, to_yaml
+from attnzoo.config import ModelConfig, TrainConfig, load_config, to_yaml
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.errors import unknown
 from attnzoo.evaluation import gate_maps, token_losses
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get, pairs
 from attnzoo.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
-from attnzoo.report.results import describe_machine
+from attnzoo.report.results import JSON_NAME, describe_machine
 from attnzoo.training import load_run, read_metrics, train
 
 ENTRY_KEYS = ("name", "label", "options")
@@ -150,8 +150,33 @@ def _measured(run: Run, evaluate: EvaluateConfig, command: str) -> RunResult:
     return load_result(run_dir)  # what is shown now is what a later report will show
 
 
-def _model_words(run: Run) -> str:
-    model = run.config.model
+def result_of(run_dir: Path, evaluate: EvaluateConfig | None = None) -> RunResult:
+    """What is known of any run: read when it was measured before, else measured and saved.
+
+    Raises:
+        FileNotFoundError: no run in that folder, or none that has reached its first checkpoint.
+        ValueError: its settings or its results cannot be read.
+    """
+    if (run_dir / JSON_NAME).is_file():
+        return load_result(run_dir)
+    config = replace(load_config(run_dir / "config.yaml"), output_dir=str(run_dir))
+    names = dict.fromkeys(layer.name for layer in config.model.layers())
+    run = Run(run_dir.name, run_dir.name, " + ".join(names), config)
+    save_result(measure(run, evaluate or EvaluateConfig(), to_yaml(config), ""), run_dir)
+    return load_result(run_dir)
+
+
+def _kind(variant: str) -> tuple[str, int, str]:
+    """Side, number of the pair and dual; a hybrid (``mamba2 + fox``) gets a number of its own and no dual."""
+    names = variant.split(" + ")
+    if len(names) > 1:
+        side = "softmax" if any(get(name).side == "softmax" for name in names) else "linear"
+        return side, len(pairs()) + 1, ""
+    found = get(variant)
+    return found.side, pairs().index(found.pair) + 1, found.dual
+
+
+def _model_words(model: ModelConfig) -> str:
     block = model.attention_options.get("block")
     layer = f"in the block {block!r}" if block else "each variant in the layer of its own paper"
     return f"{model.num_layers} layers of size {model.hidden_size} with {model.num_heads} heads, {layer}"
@@ -161,6 +186,7 @@ def measure(run: Run, evaluate: EvaluateConfig, settings: str, command: str) -> 
     """Evaluate the newest checkpoint of a run on held-out text.
 
     Raises:
+        FileNotFoundError: it has no checkpoint.
         ValueError: the held-out text is shorter than one window.
     """
     device = "cuda" if torch.cuda.is_available() and run.config.device != "cpu" else "cpu"
@@ -172,22 +198,22 @@ def measure(run: Run, evaluate: EvaluateConfig, settings: str, command: str) -> 
     losses = token_losses(model, windows, evaluate.batch_size)
     steps = [row for row in read_metrics(run.config.output_dir) if row["kind"] == "train"]
     curve = np.array([[row["tokens"], row["loss"]] for row in steps], dtype=np.float64).T
-    variant = get(run.variant)
+    side, pair, dual = _kind(run.variant)
     facts = Facts(
         key=run.key,
         label=run.label,
-        variant=variant.name,
-        side=variant.side,
-        pair=pairs().index(variant.pair) + 1,
-        dual=variant.dual,
+        variant=run.variant,
+        side=side,
+        pair=pair,
+        dual=dual,
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         context=context,
-        steps=config.steps,
+        steps=steps[-1]["step"],
         tokens=steps[-1]["tokens"],
         seconds=steps[-1]["seconds"],
         tokens_per_second=statistics.median(row["tokens_per_second"] for row in steps),
         unit="byte" if data.vocab_size == 256 else "token",
-        model=_model_words(run),
+        model=_model_words(config.model),
         text=config.data.source,
         settings=settings,
         command=command,

@@ -242,11 +242,17 @@ def test_command_line_itself_loads_nothing_heavy() -> None:
     assert ran.stdout.strip() == "[]"
 
 
-def test_train_trains(run: Any, tiny: Path, tmp_path: Path) -> None:
-    train = tmp_path / "train.yaml"
+@pytest.fixture
+def tiny_train(tiny: Path, tmp_path: Path) -> Path:
+    """The configuration of one of the tiny runs."""
+    path = tmp_path / "train.yaml"
     body = tiny.read_text().partition("train:\n")[2].partition("evaluate")[0]
-    train.write_text("\n".join(line[2:] for line in body.splitlines()))
-    ran = run("train", train, f"output_dir={tmp_path}/one", "model.attention=gla")
+    path.write_text("\n".join(line[2:] for line in body.splitlines()))
+    return path
+
+
+def test_train_trains(run: Any, tiny_train: Path, tmp_path: Path) -> None:
+    ran = run("train", tiny_train, f"output_dir={tmp_path}/one", "model.attention=gla")
     assert ran.code == 0
     assert f"{tmp_path}/one" in ran.out
     assert len((tmp_path / "one" / "metrics.jsonl").read_text().splitlines()) == 4  # three steps and an evaluation
@@ -293,6 +299,17 @@ def test_report_rebuilds_the_page_from_the_runs(run: Any, tiny: Path, tmp_path: 
     one = run("report", tmp_path / "runs" / "mamba2", "-o", tmp_path / "one.html")
     assert one.code == 0
     assert 'data-series="fox' not in (tmp_path / "one.html").read_text()
+
+
+def test_report_measures_runs_that_were_trained_one_by_one(run: Any, tiny_train: Path, tmp_path: Path) -> None:
+    hybrid = ["model.attention=[mamba2,fox]", "model.num_layers=2"]
+    assert run("train", tiny_train, f"output_dir={tmp_path}/runs/gla", "model.attention=gla").code == 0
+    assert run("train", tiny_train, f"output_dir={tmp_path}/runs/mixed", *hybrid).code == 0
+    ran = run("report", tmp_path / "runs", "-o", tmp_path / "page.html")
+    assert ran.code == 0, ran.err
+    page = (tmp_path / "page.html").read_text()
+    for key in ("gla", "mixed"):
+        assert f'<tr data-series="{key}"' in page
 
 
 def test_demo_compares_the_twelve_variants_on_equal_budgets() -> None:

@@ -160,20 +160,22 @@ def _load_gate(row: dict[str, Any], arrays: dict[str, Array]) -> GateMap:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The finished runs among ``paths`` and, for a folder that is no run itself, directly inside it.
+    """The runs that ``paths`` mean: each is a run, or a folder with runs directly inside it.
+
+    Of a folder the measured runs are taken, and all runs when none is measured.
 
     Raises:
-        FileNotFoundError: a path does not exist, or there is no finished run in it.
+        FileNotFoundError: a path does not exist, or there is no run in it.
     """
     runs = []
     for path in paths:
         if not path.is_dir():
             raise FileNotFoundError(f"{path}: no such folder")
-        inside = [path] if (path / JSON_NAME).is_file() else sorted(f.parent for f in path.glob(f"*/{JSON_NAME}"))
+        inside: list[Path] = []
+        for name in (JSON_NAME, "config.yaml"):
+            inside = inside or ([path] if (path / name).is_file() else sorted(f.parent for f in path.glob(f"*/{name}")))
         if not inside:
-            raise FileNotFoundError(
-                f"{path}: no finished run of a comparison in it (a run has {JSON_NAME} once it is measured)"
-            )
+            raise FileNotFoundError(f"{path}: no run in it")
         runs += inside
     return runs
 
