@@ -56,7 +56,7 @@ class Decay:
 
     Args:
         entry: ``g_1 + ... + g_i``, ``[..., C]``.
-        between: ``g_{j+1} + ... + g_i``, ``[..., C, C]``, -inf above the diagonal.
+        between: ``g_{j+1} + ... + g_i`` for j <= i, ``[..., C, C]``; above the diagonal something <= 0.
         exit: ``g_{j+1} + ... + g_C``, ``[..., C]``.
         total: ``g_1 + ... + g_C``, ``[...]``.
     """
@@ -67,12 +67,14 @@ class Decay:
     total: Tensor
 
 
-def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Running sum of the finite gates, and the running count of the closed ones.
+def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
+    """Running sum of the finite gates, and the running count of the closed ones (None: known to be none).
 
     A difference of two sums is a log-decay where the counts agree and -inf where they do not: no inf - inf.
     """
     closed = torch.isneginf(g)
+    if g.is_cpu and not closed.any():  # a GPU is not asked: it would have to be waited for
+        return g.cumsum(dim), None
     return g.masked_fill(closed, 0.0).cumsum(dim), closed.cumsum(dim)
 
 
@@ -82,13 +84,19 @@ def block_decay(g: Tensor) -> Decay:
     Summed in float64: the difference of two float32 sums would be off by the rounding of the longer one.
     """
     c, n = open_sums(g.double())
-    later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
-    apart = (n[..., :, None] != n[..., None, :]) | later
+    decay = Decay(
+        entry=c.to(g.dtype),
+        between=(c[..., :, None] - c[..., None, :]).to(g.dtype).clamp(max=0),
+        exit=(c[..., -1:] - c).to(g.dtype),
+        total=c[..., -1].to(g.dtype),
+    )
+    if n is None:
+        return decay
     return Decay(
-        entry=c.to(g.dtype).masked_fill(n > 0, -torch.inf),
-        between=(c[..., :, None] - c[..., None, :]).to(g.dtype).masked_fill(apart, -torch.inf),
-        exit=(c[..., -1:] - c).to(g.dtype).masked_fill(n != n[..., -1:], -torch.inf),
-        total=c[..., -1].to(g.dtype).masked_fill(n[..., -1] > 0, -torch.inf),
+        entry=decay.entry.masked_fill(n > 0, -torch.inf),
+        between=decay.between.masked_fill(n[..., :, None] != n[..., None, :], -torch.inf),
+        exit=decay.exit.masked_fill(n != n[..., -1:], -torch.inf),
+        total=decay.total.masked_fill(n[..., -1] > 0, -torch.inf),
     )
 
 
@@ -100,7 +108,7 @@ def compute_dtype(q: Tensor) -> torch.dtype:
 def heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """``[B, T, G, ...]`` to ``[B, H, T, ...]`` in ``dtype``, each query head with its own copy."""
     x = x.to(dtype).transpose(1, 2)
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+    return x.contiguous() if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def cut(x: Tensor, size: int) -> Tensor:

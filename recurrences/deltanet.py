@@ -11,7 +11,7 @@ with the erased row :math:`u_t = \beta_t w_t^\top S_{t-1}^\top`, :math:`L = \mat
 .. math:: U = X\,(W S_0^\top + \mathrm{tril}(W K^\top, -1)\, V).
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ TITLE = "DeltaNet"
 PAPER = "Yang et al., 2024 (arXiv:2406.06484)"
 LAYER = {"gate": "delta", "feature_map": "silu", "qk_norm": "l2", "conv_size": 4, "output_norm": "rms"}
 
+BASE = 8  # tokens of the smallest block that is inverted row by row
+
 
 class Householder(Transition):
     """``R_t = I - beta_t w_t w_t^T``; ``total`` is the transposed product of the block, ``[..., K, K]``."""
@@ -35,22 +37,53 @@ class Householder(Transition):
 
     def block(self, q: Tensor, k: Tensor, gate: Gate) -> Block:
         w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)[..., None]
-        C, K = w.shape[-2:]
         qw = (q @ w.mT).tril()
         wk = (w @ k.mT).tril(-1)
         lower = (beta * (w @ w.mT)).tril(-1)
-        # X [wk | w] at once: the rows erased from the values of this block, and from the state before it
-        erased = torch.linalg.solve_triangular(lower, beta * torch.cat([wk, w], -1), upper=False, unitriangular=True)
-        from_values, from_state = erased.split([C, K], -1)
+        inverse = unit_lower_inverse(lower) * beta.mT  # X
+        from_values, from_state = inverse @ wk, inverse @ w
         return Block(
             scores=q @ k.mT - qw @ from_values,
             q=q - qw @ from_state,
             k=k - from_values.mT @ w,
-            total=torch.eye(K, dtype=w.dtype, device=w.device) - w.mT @ from_state,
+            total=torch.eye(w.shape[-1], dtype=w.dtype, device=w.device) - w.mT @ from_state,
         )
 
     def carry(self, total: Tensor, state: Tensor) -> Tensor:
         return total @ state
+
+
+class _UnitLowerInverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lower: Tensor) -> Tensor:
+        C = lower.shape[-1]
+        size = max(BASE, 1 << (C - 1).bit_length())
+        lower = torch.nn.functional.pad(lower, (0, size - C, 0, size - C))
+        blocks = lower.unflatten(-1, (-1, BASE)).unflatten(-3, (-1, BASE)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        inverse = torch.eye(BASE, dtype=lower.dtype, device=lower.device).expand(blocks.shape).contiguous()
+        for i in range(1, BASE):  # forward substitution, row by row
+            inverse[..., i, :i] = -(blocks[..., i : i + 1, :i] @ inverse[..., :i, :i])[..., 0, :]
+        m = BASE
+        while m < size:  # [[A, 0], [C, D]]^-1 = [[A^-1, 0], [-D^-1 C A^-1, D^-1]]
+            first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
+            pairs = lower.unflatten(-1, (-1, 2 * m)).unflatten(-3, (-1, 2 * m)).diagonal(dim1=-4, dim2=-2)
+            corner = pairs.movedim(-1, -3)[..., m:, :m]
+            cross = -(second @ corner @ first)
+            inverse = torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross, second], -1)], -2)
+            m *= 2
+        inverse = inverse[..., 0, :C, :C]
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ grads[0] @ inverse.mT).tril(-1)
+
+
+def unit_lower_inverse(lower: Tensor) -> Tensor:
+    """``(I + lower)^{-1}`` for strictly lower triangular matrices ``[..., C, C]``, in products of blocks."""
+    return cast(Tensor, _UnitLowerInverse.apply(lower))  # type: ignore[no-untyped-call]
 
 
 _forms = LinearForms(Householder())

@@ -36,55 +36,69 @@ class Diagonal(Transition):
         return cast(Tensor, gate.log_diag).exp()[..., None] * state
 
     def block(self, q: Tensor, k: Tensor, gate: Gate) -> Block:
-        a = cast(Tensor, gate.log_diag)
-        b, n = open_sums(a.double(), dim=-2)  # differences of float32 sums would lose digits
-        last = b[..., -1:, :], n[..., -1:, :]
+        sums = open_sums(cast(Tensor, gate.log_diag).double(), dim=-2)  # float32 sums would round like the longest
+        b, n = sums
+        total = b[..., -1, :].to(q.dtype).exp()
         return Block(
-            scores=_scores(q, k, a),
-            q=q * _decay((b, n), (torch.zeros_like(b[..., :1, :]), torch.zeros_like(n[..., :1, :])), q.dtype),
-            k=k * _decay(last, (b, n), k.dtype),
-            total=b[..., -1, :].to(a.dtype).exp() * (n[..., -1, :] == 0),
+            scores=_scores(q, k, *sums),
+            q=q * (b.to(q.dtype).exp() if n is None else b.to(q.dtype).exp() * (n == 0)),
+            k=k * _decay(_at(sums, -1), sums, k.dtype),
+            total=total if n is None else total * (n[..., -1, :] == 0),
         )
 
     def carry(self, total: Tensor, state: Tensor) -> Tensor:
         return total[..., None] * state
 
 
-def _decay(late: tuple[Tensor, Tensor], early: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """exp of the sum of gates after ``early`` up to ``late``, each given by :func:`open_sums`."""
-    return (late[0] - early[0]).to(dtype).exp() * (late[1] == early[1])
+Sums = tuple[Tensor, Tensor | None]  # what open_sums gives
 
 
-def _scores(q: Tensor, k: Tensor, a: Tensor) -> Tensor:
-    """Scores of all pairs j <= i of a block; q, k, a ``[..., C, K]``, result ``[..., C, C]``."""
+def _at(sums: Sums, token: int) -> Sums:
+    """The sums of one token, with its axis kept."""
+    b, n = sums
+    index = torch.tensor([token % b.shape[-2]], device=b.device)
+    return b.index_select(-2, index), None if n is None else n.index_select(-2, index)
+
+
+def _decay(late: Sums, early: Sums, dtype: torch.dtype) -> Tensor:
+    """exp of the sum of gates after ``early`` up to ``late``."""
+    decay = (late[0] - early[0]).to(dtype).exp()
+    return decay if late[1] is None or early[1] is None else decay * (late[1] == early[1])
+
+
+def _scores(q: Tensor, k: Tensor, b: Tensor, n: Tensor | None) -> Tensor:
+    """Scores of all pairs j <= i of a block; q, k and the sums ``[..., C, K]``, result ``[..., C, C]``."""
     C = q.shape[-2]
     size = max(LEAF, 1 << (C - 1).bit_length())
-    q, k, a = (torch.nn.functional.pad(x, (0, 0, 0, size - C)) for x in (q, k, a))
-    b, n = open_sums(a.double(), dim=-2)
+    if size > C:
+        q, k = (torch.nn.functional.pad(x, (0, 0, 0, size - C)) for x in (q, k))
+        b, n = (None if x is None else torch.cat([x, *[x[..., -1:, :]] * (size - C)], -2) for x in (b, n))
+        b = cast(Tensor, b)
     m = _factored_size(b, n, size)
     if m:
-        out = _factored(*(x.unflatten(-2, (-1, m)) for x in (q, k, b)))
+        out = _factored(*(_groups(x, m) for x in (q, k, b)))
     else:
         m = LEAF
-        out = _pairwise(*(x.unflatten(-2, (-1, m)) for x in (q, k, b, n)))
+        out = _pairwise(*(_groups(x, m) for x in (q, k, b)), None if n is None else _groups(n, m))
     while m < size:
-        (_, late_q), (early_k, _) = _halves(q, m), _halves(k, m)
-        (early_b, late_b), (early_n, late_n) = _halves(b, m), _halves(n, m)
-        early, late = (early_b, early_n), (late_b, late_n)
-        middle = early_b[..., -1:, :], early_n[..., -1:, :]
-        cross = (late_q * _decay(late, middle, q.dtype)) @ (early_k * _decay(middle, early, k.dtype)).mT
+        (_, late_q), (early_k, _), (early_b, late_b) = (_halves(x, m) for x in (q, k, b))
+        early_n, late_n = (None, None) if n is None else _halves(n, m)
+        middle = _at((early_b, early_n), -1)
+        late = _decay((late_b, late_n), middle, q.dtype)
+        early = _decay(middle, (early_b, early_n), q.dtype)
+        cross = (late_q * late) @ (early_k * early).mT
         first, second = out.unflatten(-3, (-1, 2)).unbind(-3)
         out = torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross, second], -1)], -2)
         m *= 2
     return out[..., 0, :C, :C]
 
 
-def _factored_size(b: Tensor, n: Tensor, size: int) -> int:
+def _factored_size(b: Tensor, n: Tensor | None, size: int) -> int:
     """The largest group whose scores can be one product of factors exp(+-SAFE/2), or 0 for none."""
-    if b.is_cuda or n.any():  # reading a range off a GPU would synchronise it
+    if n is not None or b.is_cuda:  # reading a range off a GPU would synchronise it
         return 0
     while size >= LEAF:
-        groups = b.unflatten(-2, (-1, size))
+        groups = _groups(b, size)
         if (groups[..., 0, :] - groups[..., -1, :]).max() <= SAFE:
             return size
         size //= 2
@@ -96,12 +110,15 @@ def _factored(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
     return (q * away.exp()) @ (k * (-away).exp()).mT
 
 
-def _pairwise(q: Tensor, k: Tensor, b: Tensor, n: Tensor) -> Tensor:
-    later = torch.ones(b.shape[-2], b.shape[-2], dtype=torch.bool, device=b.device).triu(1)[..., None]
-    apart = later | (n[..., :, None, :] != n[..., None, :, :])
-    b = (b - b[..., :1, :]).to(q.dtype)  # relative to the group, a short sum
-    pair = (b[..., :, None, :] - b[..., None, :, :]).masked_fill(apart, -torch.inf).exp()
-    return torch.einsum("...ik,...jk,...ijk->...ij", q, k, pair)
+def _pairwise(q: Tensor, k: Tensor, b: Tensor, n: Tensor | None) -> Tensor:
+    pair = (b[..., :, None, :] - b[..., None, :, :]).to(q.dtype).clamp(max=0)  # j <= i only; the rest is not read
+    if n is not None:
+        pair = pair.masked_fill(n[..., :, None, :] != n[..., None, :, :], -torch.inf)
+    return torch.einsum("...ik,...jk,...ijk->...ij", q, k, pair.exp())
+
+
+def _groups(x: Tensor, m: int) -> Tensor:
+    return cast(Tensor, x.unflatten(-2, (-1, m)))
 
 
 def _halves(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
