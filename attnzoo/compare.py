@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from attnzoo.config import ModelConfig, TrainConfig, load_config, to_yaml
 from attnzoo.data import build_data, heldout_windows
@@ -125,18 +126,19 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "") -
     runs = plan(config)
     for run in runs:  # a wrong option of the last variant must not show after an hour
         LanguageModel(run.config.model)
+    windows = _windows(runs[0].config, config.evaluate)
     results = []
     for number, run in enumerate(runs, 1):
         console.print(f"[{number}/{len(runs)}] {run.label}", markup=False, highlight=False)
         train(run.config)
-        results.append(_measured(run, config.evaluate, command))
+        results.append(_measured(run, config.evaluate, windows, command))
     console.print(terminal_table(results))
     path = write_report(results, Path(config.output_dir) / "report.html", title=config.title, command=command)
     console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
     return path
 
 
-def _measured(run: Run, evaluate: EvaluateConfig, command: str) -> RunResult:
+def _measured(run: Run, evaluate: EvaluateConfig, windows: Tensor, command: str) -> RunResult:
     """The result of a trained run: read when these settings were measured before, else measured and saved."""
     run_dir = Path(run.config.output_dir)
     settings = to_yaml(run.config) + "evaluate:\n" + "".join(f"  {x}\n" for x in to_yaml(evaluate).splitlines())
@@ -146,7 +148,7 @@ def _measured(run: Run, evaluate: EvaluateConfig, command: str) -> RunResult:
             return saved
     except (FileNotFoundError, ValueError):
         pass
-    save_result(measure(run, evaluate, settings, command), run_dir)
+    save_result(measure(run, evaluate, windows, settings, command), run_dir)
     return load_result(run_dir)  # what is shown now is what a later report will show
 
 
@@ -162,7 +164,8 @@ def result_of(run_dir: Path, evaluate: EvaluateConfig | None = None) -> RunResul
     config = replace(load_config(run_dir / "config.yaml"), output_dir=str(run_dir))
     names = dict.fromkeys(layer.name for layer in config.model.layers())
     run = Run(run_dir.name, run_dir.name, " + ".join(names), config)
-    save_result(measure(run, evaluate or EvaluateConfig(), to_yaml(config), ""), run_dir)
+    evaluate = evaluate or EvaluateConfig()
+    save_result(measure(run, evaluate, _windows(config, evaluate), to_yaml(config), ""), run_dir)
     return load_result(run_dir)
 
 
@@ -182,19 +185,30 @@ def _model_words(model: ModelConfig) -> str:
     return f"{model.num_layers} layers of size {model.hidden_size} with {model.num_heads} heads, {layer}"
 
 
-def measure(run: Run, evaluate: EvaluateConfig, settings: str, command: str) -> RunResult:
-    """Evaluate the newest checkpoint of a run on held-out text.
+def _windows(config: TrainConfig, evaluate: EvaluateConfig) -> Tensor:
+    """Held-out windows of ``length_factor`` training contexts, ``[N, length + 1]``."""
+    heldout = build_data(config.data).heldout
+    return torch.from_numpy(
+        heldout_windows(heldout, config.data.context_length * evaluate.length_factor, evaluate.tokens)
+    )
+
+
+def measure(run: Run, evaluate: EvaluateConfig, windows: Tensor, settings: str, command: str) -> RunResult:
+    """Evaluate the newest checkpoint of a run.
+
+    Args:
+        run: a run that has a checkpoint.
+        evaluate: how to measure it.
+        windows: held-out ids, ``[N, length + 1]``.
+        settings: what the report shows as the run's settings.
+        command: the command line, for the report.
 
     Raises:
         FileNotFoundError: it has no checkpoint.
-        ValueError: the held-out text is shorter than one window.
     """
     device = "cuda" if torch.cuda.is_available() and run.config.device != "cpu" else "cpu"
     model, config = load_run(run.config.output_dir, device)
-    context = config.data.context_length
-    data = build_data(config.data)
-    cut = heldout_windows(data.heldout, context * evaluate.length_factor, evaluate.tokens)
-    windows = torch.from_numpy(cut).to(device)
+    windows = windows.to(device)
     losses = token_losses(model, windows, evaluate.batch_size)
     steps = [row for row in read_metrics(run.config.output_dir) if row["kind"] == "train"]
     curve = np.array([[row["tokens"], row["loss"]] for row in steps], dtype=np.float64).T
@@ -207,12 +221,12 @@ def measure(run: Run, evaluate: EvaluateConfig, settings: str, command: str) -> 
         pair=pair,
         dual=dual,
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        context=context,
+        context=config.data.context_length,
         steps=steps[-1]["step"],
         tokens=steps[-1]["tokens"],
         seconds=steps[-1]["seconds"],
         tokens_per_second=statistics.median(row["tokens_per_second"] for row in steps),
-        unit="byte" if data.vocab_size == 256 else "token",
+        unit="byte" if config.model.vocab_size == 256 else "token",
         model=_model_words(config.model),
         text=config.data.source,
         settings=settings,

@@ -290,6 +290,11 @@ def test_compare_refuses_runs_of_another_budget(run: Any, tiny: Path) -> None:
     assert_refused(run("compare", tiny, "variants=[nope]", "train.steps=4"), "steps was 3 and is 4 now")
 
 
+def test_text_too_short_to_measure_is_noticed_before_training(run: Any, tiny: Path, tmp_path: Path) -> None:
+    assert_refused(run("compare", tiny, "evaluate.length_factor=400"), "12800", "12801")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_report_rebuilds_the_page_from_the_runs(run: Any, tiny: Path, tmp_path: Path) -> None:
     assert run("compare", tiny).code == 0
     first = (tmp_path / "runs" / "report.html").read_text()
