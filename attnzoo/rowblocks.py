@@ -71,20 +71,21 @@ def causal_attention(
     if T == 1 or not q.is_cpu:
         there = None if valid is None else valid[:, None]
         return _plain_rows(q, k, v, log_decay, there, first_kept, rows)
-    heads = [x.flatten(0, 1)[None] for x in (q, k, v, log_decay)]  # [1, B H, ...]: each head may have its own size
+    # [1, B H, ...]: each head may have its own size of blocks
+    q, k, v, log_decay = (x.flatten(0, 1)[None] for x in (q, k, v, log_decay))
     valid = None if valid is None else valid.repeat_interleave(H, 0)[None]
     kept = None if first_kept is None else first_kept.flatten(0, 1)[None]
-    sizes = _block_sizes(heads[3][..., S - T :], SIZES if kept is None else (rows,))
+    sizes = _block_sizes(log_decay[..., S - T :], SIZES if kept is None else (rows,))
     out = q.new_zeros(1, B * H, T, V)
     for size in sizes.unique().tolist():
         index = (sizes == size).nonzero()[:, 0]
-        group, there = [x[:, index] for x in heads], None if valid is None else valid[:, index]
-        first = first_kept_keys(*group[:2], group[3], _negligible(q.dtype), rows=size, cols=1)
+        q_, k_, v_, g_ = (x[:, index] for x in (q, k, v, log_decay))
+        first = first_kept_keys(q_, k_, g_, _negligible(q.dtype), rows=size, cols=1)
         if kept is not None:
             first = torch.maximum(first, kept[:, index].repeat_interleave(rows // size, -1)[..., : first.shape[-1]])
         attend = _plain_rows if size == PLAIN else _fused_rows
-        out = out.index_copy(1, index, attend(*group, there, first, size))
-    return out.unflatten(1, (B, H))[0]
+        out = out.index_copy(1, index, attend(q_, k_, v_, g_, None if valid is None else valid[:, index], first, size))
+    return cast(Tensor, out.unflatten(1, (B, H)))[0]
 
 
 def _negligible(dtype: torch.dtype) -> Prune:
@@ -152,13 +153,21 @@ def _plain_block(
     return logits.softmax(-1) @ v
 
 
-def _fused_rows(*args: Any) -> Tensor:
-    return cast(Tensor, _RowBlocks.apply(*args))  # type: ignore[no-untyped-call]
+def _fused_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    valid: Tensor | None,
+    first_kept: Tensor | None,
+    rows: int,
+) -> Tensor:
+    """Row blocks on the fused kernel, for gates that are finite and calm in the rows."""
+    out = _RowBlocks.apply(q, k, v, log_decay, valid, first_kept, rows)  # type: ignore[no-untyped-call]
+    return cast(Tensor, out)
 
 
 class _RowBlocks(torch.autograd.Function):
-    """Arguments as :func:`_plain_rows`, gates finite and calm."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -71,9 +71,9 @@ class _UnitLowerInverse(torch.autograd.Function):
             cross = -(second @ corner @ first)
             inverse = torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross, second], -1)], -2)
             m *= 2
-        inverse = inverse[..., 0, :C, :C]
-        ctx.save_for_backward(inverse)
-        return inverse
+        result: Tensor = inverse[..., 0, :C, :C]
+        ctx.save_for_backward(result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

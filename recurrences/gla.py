@@ -72,14 +72,13 @@ def _scores(q: Tensor, k: Tensor, b: Tensor, n: Tensor | None) -> Tensor:
     size = max(LEAF, 1 << (C - 1).bit_length())
     if size > C:
         q, k = (torch.nn.functional.pad(x, (0, 0, 0, size - C)) for x in (q, k))
-        b, n = (None if x is None else torch.cat([x, *[x[..., -1:, :]] * (size - C)], -2) for x in (b, n))
-        b = cast(Tensor, b)
+        b, n = _repeat_last(b, size - C), None if n is None else _repeat_last(n, size - C)
     m = _factored_size(b, n, size)
     if m:
-        out = _factored(*(_groups(x, m) for x in (q, k, b)))
+        out = _factored(_groups(q, m), _groups(k, m), _groups(b, m))
     else:
         m = LEAF
-        out = _pairwise(*(_groups(x, m) for x in (q, k, b)), None if n is None else _groups(n, m))
+        out = _pairwise(_groups(q, m), _groups(k, m), _groups(b, m), None if n is None else _groups(n, m))
     while m < size:
         (_, late_q), (early_k, _), (early_b, late_b) = (_halves(x, m) for x in (q, k, b))
         early_n, late_n = (None, None) if n is None else _halves(n, m)
@@ -115,6 +114,10 @@ def _pairwise(q: Tensor, k: Tensor, b: Tensor, n: Tensor | None) -> Tensor:
     if n is not None:
         pair = pair.masked_fill(n[..., :, None, :] != n[..., None, :, :], -torch.inf)
     return torch.einsum("...ik,...jk,...ijk->...ij", q, k, pair.exp())
+
+
+def _repeat_last(x: Tensor, times: int) -> Tensor:
+    return torch.cat([x, *[x[..., -1:, :]] * times], -2)
 
 
 def _groups(x: Tensor, m: int) -> Tensor:
