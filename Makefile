@@ -1,0 +1,48 @@
+# make demo: install if need be, train the zoo's variants side by side, write a report
+# make test: install if need be, prove every equality
+VENV ?= .venv
+PYTHON ?= python3
+BIN = $(VENV)/bin
+JOBS ?= 2
+
+.DEFAULT_GOAL = help
+.PHONY: help install demo test test-long lint types check bench clean
+
+help:
+	@echo "make demo       train twelve variants on the standard library's source, write runs/demo/report.html"
+	@echo "make test       run the tests"
+	@echo "make test-long  at least 200 random examples per variant and property"
+	@echo "make check      lint, types and tests"
+	@echo "make bench      CPU speed of the reference forms"
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,triton]'
+	touch $@
+
+demo: install
+	$(BIN)/attnzoo compare configs/demo.yaml
+
+test: install
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet
+
+test-long: install
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --hypothesis-profile=long \
+		tests/test_forms.py tests/test_laws.py tests/test_reductions.py tests/test_pruning.py tests/test_attention.py
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+check: lint types test
+
+bench: install
+	$(BIN)/python benchmarks/cpu.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
