@@ -29,7 +29,8 @@ def choose(
         return "reference"
     reasons = {form: _unserved(variant, form, parts, valid, cache) for form in ("triton", "fla")}
     if impl == "auto":
-        return next((form for form, reason in reasons.items() if reason is None), "reference")
+        able = (form for form, reason in reasons.items() if reason is None)
+        return next(able, "reference") if parts.q.is_cuda else "reference"
     if reasons[impl] is not None:
         raise RuntimeError(f"impl={impl!r}: {reasons[impl]}; use impl='auto' or 'reference'")
     return impl
@@ -47,10 +48,11 @@ def _unserved(
         if parts.gate.w is not None and parts.gate.w is not parts.k:
             return "the fla form erases along the key (w = k)"
         return fla_unavailable(parts.q, parts.gate)
-    reason: str | None = variant.module.triton_unavailable(parts.q, parts.k, parts.v)
-    if reason is None and valid is not None:
-        return "the triton form takes packed sequences instead of padding"
-    return reason
+    if valid is not None and cache is not None:
+        return "the triton form serves padding only in whole sequences, without a cache"
+    from attnzoo.kernels.fox.api import _why_not_triton
+
+    return _why_not_triton(parts.q, parts.v) or None
 
 
 def run(
@@ -68,5 +70,9 @@ def run(
     if form == "reference":
         state = None if cache is None else cache.state
         o, new_state = variant.extend(q, k, v, gate, state, scale, valid=valid, **options)
+        return o, new_state
+    if form == "triton":
+        state = None if cache is None else cache.state
+        o, new_state = variant.module.extend_triton(q, k, v, gate, state, scale, valid=valid, **options)
         return o, new_state
     return variant.forms[form](q, k, v, gate, scale, **options), None

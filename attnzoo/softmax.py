@@ -59,7 +59,7 @@ class KVCache:
 
 def append(past: Tensor | None, new: Tensor | None) -> Tensor | None:
     """``past`` followed by ``new`` along time (dim 1)."""
-    if past is None or new is None:
+    if past is None or new is None or not past.shape[1]:
         return new
     return torch.cat([past, new], 1)
 
@@ -156,15 +156,7 @@ class AdditiveForms(SoftmaxForms):
         valid: Tensor | None,
         prune: Prune | None,
     ) -> tuple[Tensor, KVCache]:
-        q, k, phase = self._place(q, k, gate, state)
-        past = KVCache(k[:, :0], v[:, :0]) if state is None else state
-        state = KVCache(
-            k=torch.cat([expand_heads(past.k, k.shape[2]), expand_heads(k, past.k.shape[2])], 1),
-            v=cast(Tensor, append(past.v, v)),
-            log_decay=append(past.log_decay, gate.log_decay),
-            valid=append_valid(state, valid, k),
-            phase=phase,
-        )
+        q, state = self._remember(q, k, v, gate, state, valid)
         H, dtype = q.shape[2], compute_dtype(q)
         scaled = heads_first(q, H, dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
         keys, values = heads_first(state.k, H, dtype), heads_first(state.v, H, dtype)
@@ -174,6 +166,64 @@ class AdditiveForms(SoftmaxForms):
             first_kept = first_kept_keys(scaled, keys, cast(Tensor, decay), prune, rows=ROWS)
         o = causal_attention(scaled, keys, values, decay, state.valid, first_kept, rows=ROWS)
         return o.transpose(1, 2).to(v.dtype), state
+
+    def triton(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None, *, prune: Prune | None = None
+    ) -> Tensor:
+        """The fused kernel (``attnzoo.kernels.fox``), in the inputs' own precision."""
+        return self.extend_triton(q, k, v, gate, None, scale, prune=prune)[0]
+
+    def extend_triton(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Gate,
+        state: KVCache | None = None,
+        scale: float | None = None,
+        *,
+        valid: Tensor | None = None,
+        prune: Prune | None = None,
+    ) -> tuple[Tensor, KVCache]:
+        """:meth:`extend` on the fused kernel; with ``valid`` the rows run as packed sequences, from an empty state.
+
+        Raises:
+            ValueError: ``valid`` together with a state.
+        """
+        from attnzoo.kernels.fox import fox_attention
+
+        if valid is not None and state is not None:
+            raise ValueError("valid: expected None with a state (the kernel packs whole sequences)")
+        if valid is not None:
+            gate = gate.per_token(q).neutral_where(~valid)
+        q, state = self._remember(q, k, v, gate, state, valid)
+        q, k, g = q.to(v.dtype), state.k.to(v.dtype), state.log_decay
+        if valid is None:
+            constant = g is not None and g.stride()[:2] == (0, 0)  # one decay per head, expanded over the tokens
+            g = g[0, 0] if g is not None and constant else g
+            return fox_attention(q, k, state.v, log_gate=g, scale=scale, prune=prune, impl="triton"), state
+        borders = F.pad(valid.sum(1).cumsum(0), (1, 0)).int()
+        packed = (x[valid][None] for x in (q, k, v))
+        g = None if g is None else g[valid][None]
+        o = fox_attention(*packed, log_gate=g, scale=scale, prune=prune, cu_seqlens=borders, impl="triton")
+        out = o.new_zeros(*q.shape[:3], v.shape[3])
+        out[valid] = o[0]
+        return out, state
+
+    def _remember(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        """q in its place, and the cache with the new tokens."""
+        q, k, phase = self._place(q, k, gate, state)
+        past = KVCache(k[:, :0], v[:, :0]) if state is None else state
+        new = KVCache(
+            k=torch.cat([expand_heads(past.k, k.shape[2]), expand_heads(k, past.k.shape[2])], 1),
+            v=cast(Tensor, append(past.v, v)),
+            log_decay=append(past.log_decay, gate.log_decay),
+            valid=append_valid(state, valid, k),
+            phase=phase,
+        )
+        return q, new
 
     def _place(self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """q and k with their matrix transitions folded in, and the cache's new phase."""

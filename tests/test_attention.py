@@ -347,6 +347,36 @@ def test_explicit_impl_never_falls_back(name, impl):
         attn(torch.randn(1, 3, D))
 
 
+TRITON = [name for name in list_variants("softmax") if "triton" in get(name).forms]
+
+
+@pytest.mark.parametrize("acp", [False, True])
+@pytest.mark.parametrize("name", TRITON)
+def test_the_kernel_serves_a_layer_like_the_reference(name, acp):
+    """Whole calls, padding, packing, a prefill and steps, and the gradient of every parameter (interpreted)."""
+    if acp and not get(name).prunable:
+        return
+    torch.manual_seed(0)
+    reference = build_attention(name, hidden_size=D, num_heads=H, num_kv_heads=G, head_dim=8, acp=acp, impl="reference")
+    kernel = build_attention(name, hidden_size=D, num_heads=H, num_kv_heads=G, head_dim=8, acp=acp, impl="triton")
+    kernel.load_state_dict(reference.state_dict())
+    x = rows(2, 37).float()
+    mask = torch.ones(2, 37, dtype=torch.bool)
+    mask[0, :5] = mask[1, 30:] = False
+
+    def run(attn):
+        cache = attn.new_cache()
+        with torch.no_grad():
+            steps = [attn(part, cache=cache) for part in (x[:, :30], x[:, 30:31], x[:, 31:])]
+            packed = attn(x[:1], cu_seqlens=torch.tensor([0, 11, 11, 37]))
+        whole = attn(x)
+        gradients = torch.autograd.grad(whole.square().sum(), list(attn.parameters()), allow_unused=True)
+        return [whole, attn(x, attention_mask=mask), packed, torch.cat(steps, 1), *gradients]
+
+    for got, expected in zip(run(kernel), run(reference), strict=True):
+        assert (got - expected).norm() <= 1e-4 * expected.norm()
+
+
 # Bad input
 
 

@@ -15,3 +15,4 @@ LAYER = {"gate": "forget"}
 
 _forms = AdditiveForms()
 recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend
+triton, extend_triton = _forms.triton, _forms.extend_triton

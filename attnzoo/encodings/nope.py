@@ -14,3 +14,4 @@ LAYER = {"gate": "none"}
 
 _forms = AdditiveForms()
 recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend
+triton, extend_triton = _forms.triton, _forms.extend_triton

@@ -43,3 +43,4 @@ def _turn(x: Tensor, phase: Tensor) -> Tensor:
 
 _forms = Rotated()
 recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend
+triton, extend_triton = _forms.triton, _forms.extend_triton
