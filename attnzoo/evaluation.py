@@ -23,6 +23,7 @@ from attnzoo.oracle import default_scale, expand_heads
 from attnzoo.pruning import Bound, Prune, first_kept_keys, kept_fraction
 
 Array = npt.NDArray[np.float64]
+FADED = math.exp(-10.0)  # below this nothing of a key is left to see; also the default eps of the pruning
 BOUNDS: tuple[Bound, ...] = ("tail", "paper")
 
 
@@ -49,13 +50,15 @@ class GateMap:
         layer: index of the layer.
         decay: exp(d_tj) at the sampled tokens, ``[H, S, S]``, 0 above the diagonal. A gate per channel is
             averaged over its channels.
-        length: tokens in the window; the S samples are evenly spaced over it.
+        length: tokens that the S samples are evenly spaced over, from the start of the window.
+        window: tokens in the window, all of which the pruning is measured on.
         prune: the pruning per bound, empty for a variant that cannot be pruned.
     """
 
     layer: int
     decay: Array
     length: int
+    window: int
     prune: dict[str, PruneMap]
 
 
@@ -133,17 +136,28 @@ def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int =
     finally:
         for hook in hooks:
             hook.remove()
+    cores = [(index, layer, layer.project(x)) for index, (layer, x) in enumerate(inputs)]
+    gated = [x for x in cores if x[2].gate.log_decay is not None or x[2].gate.log_diag is not None]
+    T = tokens.numel()
+    length = max((_shown_length(core.gate, T) for _, _, core in gated), default=T)
     maps = []
-    for index, (layer, x) in enumerate(inputs):
-        core = layer.project(x)
-        if core.gate.log_decay is None and core.gate.log_diag is None:
-            continue
+    for index, layer, core in gated:
         prune = {}
         if layer.variant.prunable:
             eps = (layer.prune or Prune()).eps
             prune = prune_maps(core.q, core.k, core.gate, layer.scale, eps, block)
-        maps.append(GateMap(index, decay_matrix(core.gate, samples), tokens.numel(), prune))
+        maps.append(GateMap(index, decay_matrix(core.gate.slice(0, length), samples), length, T, prune))
     return maps
+
+
+def _shown_length(gate: Gate, T: int) -> int:
+    """Tokens on which the head that remembers longest still shows its shape: short memories need a closer look."""
+    decay = decay_matrix(gate, 128)
+    reach = (decay > FADED).sum(2).mean(1).max() * T / decay.shape[1]
+    length = 256
+    while length < 2 * reach:
+        length *= 2
+    return min(length, T)
 
 
 def decay_matrix(gate: Gate, samples: int) -> Array:
@@ -161,9 +175,7 @@ def decay_matrix(gate: Gate, samples: int) -> Array:
     return np.asarray(decay.tril().cpu().numpy(), dtype=np.float64)
 
 
-def prune_maps(
-    q: Tensor, k: Tensor, gate: Gate, scale: float | None, eps: float, block: int
-) -> dict[str, PruneMap]:
+def prune_maps(q: Tensor, k: Tensor, gate: Gate, scale: float | None, eps: float, block: int) -> dict[str, PruneMap]:
     """What each bound prunes from the first sequence; q ``[B, T, H, K]``, k ``[B, T, G, K]``, a scalar decay."""
     if gate.log_decay is None:
         raise ValueError("gate: expected log_decay, got none")
@@ -172,9 +184,7 @@ def prune_maps(
     maps: dict[str, PruneMap] = {}
     for bound in BOUNDS:
         prune = Prune(eps=eps, bound=bound)
-        first = first_kept_keys(
-            scaled, keys, gate.log_decay[:1].transpose(1, 2), prune, rows=block, cols=block
-        )
+        first = first_kept_keys(scaled, keys, gate.log_decay[:1].transpose(1, 2), prune, rows=block, cols=block)
         kept = kept_fraction(first, q.shape[1], rows=block, cols=block)
         maps[bound] = PruneMap(_numpy(first[0]), _numpy(kept), block)
     return maps

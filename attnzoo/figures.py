@@ -175,6 +175,8 @@ def pairs(rows: Sequence[Sequence[Dot]], *, xlabel: str) -> Figure:
 def decay_map(decay: Array, length: int, cuts: Mapping[str, Array], block: int = 1) -> Figure:
     """One forget-gate matrix, queries downwards and keys to the right, with the pruning boundaries on it.
 
+    Colours are logarithmic, from e^-10 (or less) to 1.
+
     Args:
         decay: exp(d_tj), ``[S, S]``, in [0, 1].
         length: tokens that the S samples span.
@@ -184,10 +186,12 @@ def decay_map(decay: Array, length: int, cuts: Mapping[str, Array], block: int =
     """
     figure = Figure(figsize=(160 / 72, 160 / 72))
     axes = figure.add_axes((0, 0, 1, 1))
-    visible = np.ma.masked_where(np.triu(np.ones_like(decay, dtype=bool), 1), decay)
-    axes.imshow(visible, extent=(0, length, length, 0), vmin=0, vmax=1, cmap=DECAY_COLORS, interpolation="nearest")
+    log = np.log(np.maximum(decay, np.exp(-10.0)))
+    visible = np.ma.masked_where(np.triu(np.ones_like(decay, dtype=bool), 1), log)
+    axes.imshow(visible, extent=(0, length, length, 0), vmin=-10, vmax=0, cmap=DECAY_COLORS, interpolation="nearest")
     axes.plot([0, length], [0, length], color=MUTED, linewidth=0.7)
-    for number, first in enumerate(cuts.values()):
+    for number, whole in enumerate(cuts.values()):
+        first = whole[: -(-length // block)]
         x = np.repeat(first, 2)
         y = np.minimum(np.repeat(np.arange(first.size + 1) * block, 2)[1:-1], length)
         axes.plot(x, y, color=CUT, linewidth=1.6 if number == 0 else 1.0, dashes=(3, 2) if number else (1, 0))

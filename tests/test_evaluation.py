@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attnzoo import Gate, Prune, get, list_variants, oracle
 from attnzoo.config import ModelConfig
 from attnzoo.evaluation import (
+    _shown_length,
     decay_matrix,
     gate_maps,
     mean_and_error,
@@ -146,6 +147,11 @@ def test_gate_maps_are_found_for_the_gated_layers_of_a_hybrid_only() -> None:
         assert gate.decay.shape == (2, 12, 12)
         np.testing.assert_allclose(np.diagonal(gate.decay, axis1=1, axis2=2), 1.0, atol=1e-6)
         assert ((gate.decay >= 0) & (gate.decay <= 1)).all()
+
+
+@pytest.mark.parametrize(("bias", "shown"), [(-3.0, 256), (-0.05, 512), (-1e-4, 700)])
+def test_faster_forgetting_is_shown_on_fewer_tokens(bias: float, shown: int) -> None:
+    assert _shown_length(Gate(log_decay=torch.full((1, 700, 2), bias)), 700) == shown
 
 
 def test_gate_maps_use_the_eps_that_the_model_prunes_with() -> None:

@@ -62,7 +62,7 @@ def make_gate(layer: int, prunable: bool, random: np.random.Generator) -> GateMa
     for bound, slack in (("tail", 0.0), ("paper", 3.0)):
         first = np.maximum(row[None] - np.array([40.0, 6.0 + slack, 2.0 + slack])[:, None], 0)
         prune[bound] = PruneMap(first * BLOCK, ((row - first + 1) / (row + 1)).mean(1), BLOCK)
-    return GateMap(layer, decay, LENGTH, prune if prunable else {})
+    return GateMap(layer, decay, LENGTH, LENGTH, prune if prunable else {})
 
 
 @pytest.fixture(scope="module")

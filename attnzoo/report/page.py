@@ -306,8 +306,16 @@ def _gates(result: RunResult, look: Look) -> dict[str, Any]:
         bars = to_svg(figures.kept_blocks(names, kept_by, look), f"kept-{key}", f"Blocks kept per head of {label}")
     means = {bound: f"{result.kept(bound):.1%}" for bound in (pruned[0].prune if pruned else ())}
     block = pruned[0].prune["tail"].block if pruned and "tail" in pruned[0].prune else 0
-    return {"facts": result.facts, "color": figures.THEME[look.color], "layers": layers, "bars": bars,
-            "means": means, "length": result.gates[0].length, "block": block}  # fmt: skip
+    return {
+        "facts": result.facts,
+        "color": figures.THEME[look.color],
+        "layers": layers,
+        "bars": bars,
+        "means": means,
+        "length": result.gates[0].length,
+        "window": result.gates[0].window,
+        "block": block,
+    }
 
 
 def _distinct(items: Sequence[dict[str, str]]) -> list[dict[str, str]]:

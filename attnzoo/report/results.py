@@ -123,7 +123,7 @@ def save_result(result: RunResult, run_dir: Path) -> None:
             arrays[f"{name}.{bound}.first"] = prune.first
             arrays[f"{name}.{bound}.kept"] = prune.kept
         blocks = {bound: prune.block for bound, prune in gate.prune.items()}
-        gates.append({"layer": gate.layer, "length": gate.length, "bounds": blocks})
+        gates.append({"layer": gate.layer, "length": gate.length, "window": gate.window, "bounds": blocks})
     np.savez_compressed(run_dir / ARRAYS_NAME, **arrays)  # type: ignore[arg-type]
     text = json.dumps({"facts": asdict(result.facts), "gates": gates}, indent=1)
     part = run_dir / f"{JSON_NAME}.part"
@@ -156,7 +156,7 @@ def _load_gate(row: dict[str, Any], arrays: dict[str, Array]) -> GateMap:
         bound: PruneMap(arrays[f"{name}.{bound}.first"], arrays[f"{name}.{bound}.kept"], block)
         for bound, block in row["bounds"].items()
     }
-    return GateMap(row["layer"], arrays[f"{name}.decay"], row["length"], prune)
+    return GateMap(row["layer"], arrays[f"{name}.decay"], row["length"], row["window"], prune)
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
