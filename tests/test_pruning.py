@@ -42,6 +42,13 @@ def adversarial(kind: str, T: int, S: int, seed: int, size: float) -> tuple[Tens
         axis[0] = size**0.5
         q, k = axis.expand(1, 2, T, 4).clone(), axis.expand(1, 2, S, 4).clone()
         k[:, :, S // 2 :] *= -1
+    if kind == "one bad row":  # the same, but only in one row of each block, and not in the first
+        axis = torch.tensor([size, 0.0, 0.0, 0.0], dtype=torch.float64)
+        k = axis.expand(1, 2, S, 4).clone()
+        k[:, :, S // 2 :] *= -1
+        q = q.new_zeros(1, 2, T, 4)
+        q[:, :, 1 + seed % (ROWS - 1) :: ROWS, 0] = 1.0
+        g = g * size / 6
     if kind == "one far key":
         k, q = 0.01 * k, q.abs()
         k[:, :, seed % max(S // 3, 1)] = size
@@ -57,7 +64,16 @@ def adversarial(kind: str, T: int, S: int, seed: int, size: float) -> tuple[Tens
     return q, k, g
 
 
-KINDS = ("random", "at the bound", "one far key", "gates that open and close", "closed gates", "one flood", "strong")
+KINDS = (
+    "random",
+    "at the bound",
+    "one bad row",
+    "one far key",
+    "gates that open and close",
+    "closed gates",
+    "one flood",
+    "strong",
+)
 
 
 @st.composite
