@@ -1,0 +1,27 @@
+"""The code in the README and the other documents runs, each document as one session."""
+
+import re
+from pathlib import Path
+
+import pytest
+from mktestdocs import check_md_file
+
+from attnzoo.registry import PAIRS, pairs, unregister
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_examples_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        check_md_file(ROOT / name, memory=True)
+    finally:
+        for pair in pairs()[len(PAIRS) :]:
+            unregister(pair)
+
+
+def test_every_link_in_the_documents_leads_somewhere():
+    for document in ROOT.glob("*.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)\)", document.read_text()):
+            assert (ROOT / target).exists(), f"{document.name}: {target}"
