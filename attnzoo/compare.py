@@ -34,7 +34,7 @@ class EvaluateConfig:
     length_factor: int = 4  # windows of this many training contexts
     tokens: int = 65536  # held-out tokens, the same ones for every variant
     batch_size: int = 4  # windows per forward pass
-    block: int = 32  # rows and keys per block when pruning is measured
+    block: int = 16  # rows and keys per block when pruning is measured
 
     def __post_init__(self) -> None:
         for name in ("length_factor", "tokens", "batch_size", "block"):

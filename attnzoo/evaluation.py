@@ -112,7 +112,7 @@ def mean_and_error(losses: Array) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int = 32) -> list[GateMap]:
+def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int = 16) -> list[GateMap]:
     """The forget gates of every gated layer of ``model`` on one window.
 
     Args:
@@ -154,7 +154,7 @@ def _shown_length(gate: Gate, T: int) -> int:
     """Tokens on which the head that remembers longest still shows its shape: short memories need a closer look."""
     decay = decay_matrix(gate, 128)
     reach = (decay > FADED).sum(2).mean(1).max() * T / decay.shape[1]
-    length = 256
+    length = 128
     while length < 2 * reach:
         length *= 2
     return min(length, T)

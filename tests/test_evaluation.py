@@ -149,7 +149,7 @@ def test_gate_maps_are_found_for_the_gated_layers_of_a_hybrid_only() -> None:
         assert ((gate.decay >= 0) & (gate.decay <= 1)).all()
 
 
-@pytest.mark.parametrize(("bias", "shown"), [(-3.0, 256), (-0.05, 512), (-1e-4, 700)])
+@pytest.mark.parametrize(("bias", "shown"), [(-3.0, 128), (-0.05, 512), (-1e-4, 700)])
 def test_faster_forgetting_is_shown_on_fewer_tokens(bias: float, shown: int) -> None:
     assert _shown_length(Gate(log_decay=torch.full((1, 700, 2), bias)), 700) == shown
 
