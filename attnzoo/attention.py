@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from attnzoo.dispatch import IMPLS, choose, run
 from attnzoo.errors import unknown
 from attnzoo.gate import Gate
-from attnzoo.gates import GateName, Sizes, build_gate, gate_classes, gate_options, rotary_angles
+from attnzoo.gates import GateName, Sizes, build_gate, gate_classes, gate_options
 from attnzoo.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
+from attnzoo.projections import rotary_angles
 from attnzoo.pruning import Prune
 from attnzoo.recurrences.complex_linear import rotate
 from attnzoo.registry import Variant, get, list_variants
@@ -255,8 +256,8 @@ class Attention(nn.Module):
         Args:
             x: ``[B, T, D]``; ``[1, T, D]`` with ``cu_seqlens``.
             cu_seqlens: boundaries ``[N + 1]`` of packed sequences. With a cache, its rows are these N sequences.
-            attention_mask: ``[B, T]``, nonzero for tokens, zero for padding on either side; ``[B, S + T]`` with S cached
-                tokens is accepted too (the last T count). Outputs at padding are 0.
+            attention_mask: ``[B, T]``, nonzero for tokens, zero for padding on either side; ``[B, S + T]`` with S
+                cached tokens is accepted too (the last T count). Outputs at padding are 0.
             cache: from :meth:`new_cache`; it is extended in place, so that calls with pieces of any size continue one
                 another.
 
