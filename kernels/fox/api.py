@@ -86,7 +86,7 @@ def fox_attention(
 
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-    o, *_ = fox_forward_op(q, k, v, log_gate, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
+    o: Tensor = fox_forward_op(q, k, v, log_gate, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)[0]
     return o
 
 
@@ -194,23 +194,27 @@ def _check(
     if log_gate is not None:
         if log_gate.shape != (B, S, H) and log_gate.shape != (H,):
             raise ValueError(
-                f"log_gate: expected [B={B}, S={S}, H={H}] or [H={H}] (a gate per query head), got {tuple(log_gate.shape)}"
+                f"log_gate: expected [B={B}, S={S}, H={H}] or [H={H}], a gate per query head, "
+                f"got {tuple(log_gate.shape)}"
             )
         wide = (torch.float32,) if q.dtype != torch.float64 else (torch.float32, torch.float64)
         if log_gate.dtype not in wide:
             raise ValueError(f"log_gate: expected float32 (sums of 16-bit log gates are useless), got {log_gate.dtype}")
-    for name, x in (("sink", sink), ("logit_bound", logit_bound)):
-        if x is not None and (x.shape != (H,) or not x.is_floating_point()):
-            raise ValueError(f"{name}: expected a floating tensor of shape [H={H}], got {x.dtype} {tuple(x.shape)}")
+    for name, per_head in (("sink", sink), ("logit_bound", logit_bound)):
+        if per_head is not None and (per_head.shape != (H,) or not per_head.is_floating_point()):
+            got = f"{per_head.dtype} {tuple(per_head.shape)}"
+            raise ValueError(f"{name}: expected a floating tensor of shape [H={H}], got {got}")
     if cu_seqlens is not None:
         if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"cu_seqlens: expected int32 or int64 [N+1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
+            raise ValueError(
+                f"cu_seqlens: expected int32 or int64 [N+1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            )
         if B != 1 or T != S:
             raise ValueError(f"cu_seqlens: expected B=1 and T=S (packed sequences), got B={B}, T={T}, S={S}")
-    for name, x in (("k", k), ("v", v), ("log_gate", log_gate), ("sink", sink), ("cu_seqlens", cu_seqlens),
-                    ("logit_bound", logit_bound)):  # fmt: skip
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name}: expected the device of q ({q.device}), got {x.device}")
+    others = {"k": k, "v": v, "log_gate": log_gate, "sink": sink, "cu_seqlens": cu_seqlens, "logit_bound": logit_bound}
+    for name, other in others.items():
+        if other is not None and other.device != q.device:
+            raise ValueError(f"{name}: expected the device of q ({q.device}), got {other.device}")
     if window is not None and window < 1:
         raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
     if scale is not None and not scale > 0:

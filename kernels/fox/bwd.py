@@ -6,9 +6,9 @@ With P the weights, dP = dO V^T and delta_i = sum_j P_ij dP_ij:
     dS = P * (dP - delta),   dV = P^T dO,   dQ = scale dS K,   dK = scale dS^T Q,   d(bias) = dS.
 
 delta = dO . O holds for the exact output; the stored one is rounded, and the error, the same for a whole row, would
-build up in the gate's suffix sums (1e-1 relative after 4096 tokens at a decay length of 8). The row kernel sees sum_j dS_ij,
-which is 0 for the exact delta, so it corrects delta for the key kernel; with a sink of weight w the sum is w delta.
-After that the gate's gradient needs the key side only.
+build up in the gate's suffix sums (1e-1 relative after 4096 tokens at a decay length of 8). The row kernel sees
+sum_j dS_ij, which is 0 for the exact delta, so it corrects delta for the key kernel; with a sink of weight w the sum
+is w delta. After that the gate's gradient needs the key side only.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .fwd import (
     _key_bias,
     _load_tile,
     _row_bounds,
+    _schedule,
     can_describe,
     describe,
     gate_kind,
@@ -104,9 +105,9 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
     return b_dq, b_dr
 
 
-@triton.jit(do_not_specialize=["T", "S", "stride_lb", "stride_lh"])
+@triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_dq_kernel(
-    p_q, p_k, p_v, p_do, p_rows, p_w, p_dq, p_c, p_base, p_g, p_left, p_start, T, S, scale, scale2,
+    p_q, p_k, p_v, p_do, p_rows, p_w, p_dq, p_c, p_base, p_g, p_left, p_start, T, S, n_heads, scale, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -114,10 +115,8 @@ def fox_dq_kernel(
     HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dQ [B, T, H, K], and delta corrected in place; schedule and frame of the forward kernel."""
-    n_t = tl.cdiv(T, BT)
-    n_bh = tl.num_programs(0) // n_t
-    i_t = n_t - 1 - tl.program_id(0) // n_bh
-    i_bh = tl.program_id(0) % n_bh
+    i_t, i_bh = _schedule(tl.cdiv(T, BT), n_heads)
+    i_t = tl.cdiv(T, BT) - 1 - i_t
     i_b32, i_h = i_bh // H, i_bh % H
     i_b = i_b32.to(tl.int64)
     off = S - T
@@ -155,19 +154,19 @@ def fox_dq_kernel(
     )
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT], tl.float32)
-    for i in range(0, n_left + n_diag):
+    for i in range(n_left + n_diag):
         s = tl.where(i < n_diag, mid + i, lo + i - n_diag) * BS
         b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
-        b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s, i_h // REP,
-                              o_s, o_k, o_v, b_pos, b_left, S, stride_ks, stride_vs, scale2, K, V, BK, BV, GATE, HAS_LEFT,
-                              GATE != 0 or HAS_SINK, TMA, PREC, True)  # fmt: skip
+        b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
+                              i_h // REP, o_s, o_k, o_v, b_pos, b_left, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
+                              GATE, HAS_LEFT, GATE != 0 or HAS_SINK, TMA, PREC, True)  # fmt: skip
     b_shift = _base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
     for i_s in range(full, mid):
         s = i_s * BS
         b_next = _base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)
-        b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s, i_h // REP,
-                              o_s, o_k, o_v, b_pos, b_left, S, stride_ks, stride_vs, scale2, K, V, BK, BV, GATE, HAS_LEFT,
-                              GATE != 0 or HAS_SINK, TMA, PREC, False)  # fmt: skip
+        b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
+                              i_h // REP, o_s, o_k, o_v, b_pos, b_left, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
+                              GATE, HAS_LEFT, GATE != 0 or HAS_SINK, TMA, PREC, False)  # fmt: skip
         b_shift = b_next
     p_dqt = p_dq + ((i_b * T + i_t * BT) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
     tl.store(p_dqt, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k[None, :] < K))
@@ -181,10 +180,10 @@ def fox_dq_kernel(
 
 
 @triton.jit
-def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_left, p_start, b_shift, i_b, i, i_h, o_t, o_k, o_v,
-               b_s, off, T, stride_qt, stride_dt, scale2, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_left, p_start, b_shift, i_b, i, i_h, o_t, o_k,
+               o_v, b_s, off, T, stride_qt, stride_dt, scale2, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
                BV: tl.constexpr, RU: tl.constexpr, GATE: tl.constexpr, HAS_LEFT: tl.constexpr,
-               HAS_START: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+               HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """dK, dV and column sums of dS from the row tile that starts at row i."""
     if TMA:  # zeros past T and past the head dims
         b_q = p_q.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BK])
@@ -195,19 +194,12 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_left, p_
     b_lse, b_delta = tl.split(tl.load(p_rows + (i + o_t)[:, None] * 2 + tl.arange(0, 2)[None, :]))  # [BT]
     if GATE != 0:
         b_lse -= b_shift  # from the frame of the row unit to that of the key tile
-    if ACC:  # the row terms start the accumulators: as operands of their own they would cost BT / 2 registers
-        b_y = tl.zeros([b_s.shape[0], o_t.shape[0]], tl.float32)
-        b_y = tl.dot(b_k, tl.trans(b_q), b_y - (b_lse * (1.0 / scale2))[None, :], input_precision=PREC)  # [BS, BT]
-        b_dp = tl.zeros([b_s.shape[0], o_t.shape[0]], tl.float32)
-        b_dp = tl.dot(b_v, tl.trans(b_do), b_dp - b_delta[None, :], input_precision=PREC)  # in flight during exp2
-        b_p = tl.exp2(b_y * scale2 + (b_bias[:, None] if GATE != 0 else 0.0))  # [BS, BT]
-    else:
-        b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)  # [BS, BT]
-        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PREC)  # [BS, BT], in flight during exp2
-        b_y = b_y * scale2
-        if GATE != 0:
-            b_y += b_bias[:, None]
-        b_p = tl.exp2(b_y - b_lse[None, :])  # [BS, BT]
+    b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)  # [BS, BT]
+    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PREC)  # [BS, BT], in flight during exp2
+    b_y = b_y * scale2
+    if GATE != 0:
+        b_y += b_bias[:, None]
+    b_p = tl.exp2(b_y - b_lse[None, :])  # [BS, BT]
     if MASK:
         m_y = b_s[:, None] <= (off + i + o_t)[None, :]
         if HAS_LEFT:
@@ -217,10 +209,7 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_left, p_
             m_y = m_y & (b_s >= tl.load(p_start + i // RU))[:, None]
         b_p = tl.where(m_y, b_p, 0.0)
     b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
-    if ACC:
-        b_ds = b_p * b_dp
-    else:
-        b_ds = b_p * (b_dp - b_delta[None, :])
+    b_ds = b_p * (b_dp - b_delta[None, :])
     if GATE != 0:
         b_dc += tl.sum(b_ds, 1)
     b_dsh = b_ds.to(b_q.dtype)
@@ -238,25 +227,22 @@ def _row_shift(p_c, p_base, b_slope, b_ref, i, off, S, GATE: tl.constexpr, RU: t
     return b
 
 
-@triton.jit(do_not_specialize=["T", "S", "stride_lb", "stride_lh"])
+@triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_dkdv_kernel(
-    p_q, p_k, p_v, p_do, p_rows, p_dk, p_dv, p_dc, p_c, p_base, p_g, p_left, p_start, p_end, p_full, T, S, scale,
-    scale2,
+    p_q, p_k, p_v, p_do, p_rows, p_dk, p_dv, p_dc, p_c, p_base, p_g, p_left, p_start, p_end, p_full, T, S, n_heads,
+    scale, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dK [B, S, G, K], dV [B, S, G, V], column sums of dS [B, H, S]; one program per key tile and key head.
 
     Key tiles with the most rows (the first) run first.
     """
     G: tl.constexpr = H // REP
-    n_s = tl.cdiv(S, BS)
-    n_bg = tl.num_programs(0) // n_s
-    i_s = tl.program_id(0) // n_bg
-    i_bg = tl.program_id(0) % n_bg
+    i_s, i_bg = _schedule(tl.cdiv(S, BS), n_heads)
     i_b32, i_g = i_bg // G, i_bg % G
     i_b = i_b32.to(tl.int64)
     off = S - T
@@ -271,7 +257,7 @@ def fox_dkdv_kernel(
     b_dv = tl.zeros([BS, BV], tl.float32)
     i_lo = tl.maximum(s - off, 0) // BT * BT  # first row tile that sees the first key
     i_mid = tl.cdiv(tl.maximum(s + BS - 1 - off, 0), BT) * BT  # from here every row is past every key
-    for i_r in range(0, REP):
+    for i_r in range(REP):
         i_h = i_g * REP + i_r
         i_bh = i_b * H + i_h
         p_qh, p_doh = p_q, p_do  # descriptors
@@ -299,18 +285,20 @@ def fox_dkdv_kernel(
         n_head = tl.cdiv(tl.maximum(tl.minimum(i_mid, i_end) - i_lo, 0), BT)
         n_tail = tl.cdiv(tl.maximum(i_end - i_mask, 0), BT)
         b_dc = tl.zeros([BS], tl.float32)
-        for i_n in range(0, n_head + n_tail):
+        for i_n in range(n_head + n_tail):
             i = tl.where(i_n < n_head, i_lo + i_n * BT, i_mask + (i_n - n_head) * BT)
             b_shift = _row_shift(p_ch, p_baseh, b_slope, b_ref, i, off, S, GATE, RU, KU)
             b_dk, b_dv, b_dc = _dkdv_tile(
-                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_lefth, p_starth, b_shift, i_b32, i, i_h, o_t,
-                o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_LEFT, HAS_START, TMA, ACC, PREC, True)  # fmt: skip
+                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_lefth, p_starth, b_shift, i_b32, i, i_h,
+                o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_LEFT, HAS_START,
+                TMA, PREC, True)  # fmt: skip
         b_shift = _row_shift(p_ch, p_baseh, b_slope, b_ref, i_mid, off, S, GATE, RU, KU)
         for i in range(i_mid, tl.minimum(i_mask, i_end), BT):
             b_next = _row_shift(p_ch, p_baseh, b_slope, b_ref, i + BT, off, S, GATE, RU, KU)
             b_dk, b_dv, b_dc = _dkdv_tile(
-                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_lefth, p_starth, b_shift, i_b32, i, i_h, o_t,
-                o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_LEFT, HAS_START, TMA, ACC, PREC, False)  # fmt: skip
+                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_lefth, p_starth, b_shift, i_b32, i, i_h,
+                o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_LEFT, HAS_START,
+                TMA, PREC, False)  # fmt: skip
             b_shift = b_next
         if GATE != 0:
             tl.store(p_dc + i_bh * S + b_s, b_dc, mask=b_s < S)
@@ -340,9 +328,9 @@ def fox_backward(
     drow = torch.empty_like(lse) if has_sink else None
     dkey = lse.new_empty((B, H, S)) if gate else None
     dq, dk, dv = q.new_empty((B, T, H, K)), k.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
-    flags: dict[str, Any] = dict(GATE=gate, HAS_LEFT=left is not None, HAS_START=start is not None)
-    flags |= dict(PREC=dot_precision(q.dtype), RU=ROW_UNIT, KU=KEY_UNIT)
-    dims: dict[str, Any] = dict(H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=head_block(V))
+    flags: dict[str, Any] = {"GATE": gate, "HAS_LEFT": left is not None, "HAS_START": start is not None}
+    flags |= {"PREC": dot_precision(q.dtype), "RU": ROW_UNIT, "KU": KEY_UNIT}
+    dims: dict[str, Any] = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V)}
     gates = (lse if c is None else c, lse if base is None else base, lse if log_gate is None else log_gate)
     limits = (lse if left is None else left, lse if start is None else start)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *left_strides(left))
@@ -358,15 +346,16 @@ def fox_backward(
     tma = t.tma and can_describe(k, v)
     p_k, p_v = (describe(k, t.BS), describe(v, t.BS)) if tma else (k, v)
     fox_dq_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-        q, p_k, p_v, do, rows, p_w, dq, *gates, *limits, T, S, scale, scale * LOG2E, *strides, **dims, **flags,
-        BT=t.BT, BS=t.BS, HAS_SINK=has_sink, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+        q, p_k, p_v, do, rows, p_w, dq, *gates, *limits, T, S, min(t.heads, B * H), scale, scale * LOG2E, *strides,
+        **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages,
+        maxnreg=t.maxnreg,
     )  # fmt: skip
     t = tiles("dkdv", max(K, V), q.dtype, q.device)
     tma = t.tma and can_describe(q, do)
     p_q, p_do = (describe(q, t.BT), describe(do, t.BT)) if tma else (q, do)
     fox_dkdv_kernel[(triton.cdiv(S, t.BS) * B * G,)](
-        p_q, k, v, p_do, rows, dk, dv, lse if dkey is None else dkey, *gates, *limits, end, full, T, S, scale,
-        scale * LOG2E, *strides, **dims, **flags,
-        BT=t.BT, BS=t.BS, TMA=tma, ACC=t.acc, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+        p_q, k, v, p_do, rows, dk, dv, lse if dkey is None else dkey, *gates, *limits, end, full, T, S,
+        min(t.heads, B * G), scale, scale * LOG2E, *strides, **dims, **flags,
+        BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip
     return dq, dk, dv, dkey, drow

@@ -36,6 +36,15 @@ def _load_tile(p, o_r, o_d, stride_r, R, D: tl.constexpr, BD: tl.constexpr, MASK
 
 
 @triton.jit
+def _schedule(n_blocks, n_heads):
+    """Block and head of this program: groups of n_heads heads (they share the L2 cache), in a group block by block."""
+    per = n_blocks * n_heads
+    i_g = tl.program_id(0) // per
+    n = tl.minimum(n_heads, tl.num_programs(0) // n_blocks - i_g * n_heads)  # the last group may be smaller
+    return tl.program_id(0) % per // n, i_g * n_heads + tl.program_id(0) % per % n
+
+
+@triton.jit
 def _const_gate(p_g, i_h):
     """Log2 of a per-head constant gate; a closed one (-inf) becomes a finite number whose 2^g is 0."""
     return tl.maximum(tl.load(p_g + i_h).to(tl.float32), -1.0e4) * 1.4426950408889634
@@ -79,11 +88,7 @@ def _base_shift(p_base, b_slope, b_ref, s, GATE: tl.constexpr, KU: tl.constexpr)
 @triton.jit
 def _key_bias(p_c, b_slope, b_shift, s, o_s, GATE: tl.constexpr):
     """bias_j = c_ref - c_j of the keys s + o_s, all in one unit of KU keys. # [BS]"""
-    if GATE == 2:
-        b = b_shift - tl.load(p_c + s + o_s)
-    else:
-        b = b_shift - o_s.to(tl.float32) * b_slope
-    return b
+    return b_shift - (tl.load(p_c + s + o_s) if GATE == 2 else o_s.to(tl.float32) * b_slope)
 
 
 @triton.jit
@@ -132,10 +137,7 @@ def _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_l
             m_y = m_y & ((s + o_s)[None, :] >= b_left[:, None])
         b_y = tl.where(m_y, b_y, float("-inf"))
     b_mn = tl.maximum(b_m, tl.max(b_y, 1))  # [BT]
-    if MASK:
-        b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)  # a row that has seen no key yet
-    else:
-        b_ms = b_mn
+    b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn) if MASK else b_mn  # a row that has seen no key yet
     b_p = tl.exp2(b_y - b_ms[:, None])  # [BT, BS]
     b_a = tl.exp2(b_m - b_ms)
     b_l = b_l * b_a + tl.sum(b_p, 1)
@@ -143,9 +145,9 @@ def _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_l
     return b_o, b_mn, b_l
 
 
-@triton.jit(do_not_specialize=["T", "S", "stride_lb", "stride_lh"])
+@triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_fwd_kernel(
-    p_q, p_k, p_v, p_o, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, T, S, scale2,
+    p_q, p_k, p_v, p_o, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, T, S, n_heads, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -153,10 +155,8 @@ def fox_fwd_kernel(
     HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per row block, the longest rows first."""
-    n_t = tl.cdiv(T, BT)
-    n_bh = tl.num_programs(0) // n_t
-    i_t = n_t - 1 - tl.program_id(0) // n_bh
-    i_bh = tl.program_id(0) % n_bh
+    i_t, i_bh = _schedule(tl.cdiv(T, BT), n_heads)
+    i_t = tl.cdiv(T, BT) - 1 - i_t
     i_b32, i_h = i_bh // H, i_bh % H
     i_b, i_g = i_b32.to(tl.int64), i_h // REP
     off = S - T
@@ -197,7 +197,7 @@ def fox_fwd_kernel(
             b_m += _gates_from(p_c, p_base, b_slope, b_pos, b_ref, b_pos < S, GATE, KU)
         b_l = tl.where(b_m == float("-inf"), 0.0, 1.0)
     b_o = tl.zeros([BT, BV], tl.float32)
-    for i in range(0, n_left + n_diag):  # the diagonal first: later tiles start from a good maximum
+    for i in range(n_left + n_diag):  # the diagonal first: later tiles start from a good maximum
         s = tl.where(i < n_diag, mid + i, lo + i - n_diag) * BS
         b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
         b_k = _keys(p_k, i_b32, s, i_g, o_s, o_k, stride_ks, S, K, BK, TMA, True)
@@ -228,7 +228,8 @@ def gate_kind(log_gate: Tensor | None) -> int:
 
 def head_block(dim: int) -> int:
     """Smallest tile width that holds a head dim (tensor cores need 16)."""
-    return max(16, triton.next_power_of_2(dim))
+    block: int = triton.next_power_of_2(dim)
+    return max(16, block)
 
 
 def left_strides(left: Tensor | None) -> tuple[int, int]:
@@ -240,9 +241,7 @@ def left_strides(left: Tensor | None) -> tuple[int, int]:
 
 def can_describe(*xs: Tensor) -> bool:
     """Whether tensor descriptors can address these [B, R, H, D] tensors: 16-byte strides and base."""
-    return all(
-        x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:3]) for x in xs
-    )
+    return all(x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:3]) for x in xs)
 
 
 def describe(x: Tensor, rows: int) -> Any:
@@ -268,11 +267,12 @@ def fox_forward(
     tma = t.tma and can_describe(k, v)
     p_k, p_v = (describe(k, t.BS), describe(v, t.BS)) if tma else (k, v)
     fox_fwd_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-        q, p_k, p_v, o, lse, lse if c is None else c, lse if base is None else base, lse if log_gate is None else log_gate,
-        lse if left is None else left, lse if start is None else start, lse if sink is None else sink,
-        T, S, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *left_strides(left),
-        H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT,
-        GATE=gate_kind(log_gate), HAS_LEFT=left is not None, HAS_START=start is not None,
-        HAS_SINK=sink is not None, TMA=tma, PREC=dot_precision(q.dtype), num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+        q, p_k, p_v, o, lse, lse if c is None else c, lse if base is None else base,
+        lse if log_gate is None else log_gate, lse if left is None else left, lse if start is None else start,
+        lse if sink is None else sink, T, S, min(t.heads, B * H), scale * LOG2E, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], *left_strides(left), H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT,
+        BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_gate), HAS_LEFT=left is not None, HAS_START=start is not None,
+        HAS_SINK=sink is not None, TMA=tma, PREC=dot_precision(q.dtype),
+        num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip
     return o, lse

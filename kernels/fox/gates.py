@@ -2,9 +2,11 @@
 
 The kernels never see a long float32 sum: the running sum of log2 gates is kept as a float64 per unit of
 KEY_UNIT tokens (``base``, the sum before the unit) and a float32 per token within its unit (``c``), so a
-difference of two entries is as good at token 1,000,000 as at token 100. A closed gate (log gate <= CLOSED, -inf included) adds nothing to the sum;
-it moves ``left``, the first key that a row may see, which makes the cut exact and free of inf - inf.
-Packed segments and sliding windows are the same thing and use the same array.
+difference of two entries is as good at token 1,000,000 as at token 100.
+
+A closed gate (log gate <= CLOSED, -inf included) adds nothing to the sum; it moves ``left``, the first key that a row
+may see, which makes the cut exact and free of inf - inf. Packed segments and sliding windows are the
+same thing and use the same array.
 """
 
 from __future__ import annotations
@@ -176,8 +178,8 @@ def gate_sums(log_gate: Tensor, doc: Tensor | None, window: int) -> tuple[Tensor
         window: visible keys per row, a number >= S for no window.
 
     Returns:
-        With U = ceil(S / KEY_UNIT): c [B, H, U * KEY_UNIT] float32 within the unit; base [B, H, U + 1] float64 before the
-        unit; left [B, H, S] int32; x [B, H, U] float64, log2 sum_{l <= b} 2^(-c_l) at the last key b of each unit.
+        With U = ceil(S / KEY_UNIT): c [B, H, U * KEY_UNIT] float32 within the unit; base [B, H, U + 1] float64 before
+        the unit; left [B, H, S] int32; x [B, H, U] float64, log2 sum_{l <= b} 2^(-c_l) at the last key b of each unit.
     """
     B, S, H = log_gate.shape
     NU, new = triton.cdiv(S, KEY_UNIT), log_gate.new_empty
@@ -195,7 +197,7 @@ def gate_sums(log_gate: Tensor, doc: Tensor | None, window: int) -> tuple[Tensor
 
 
 def gate_gradient(dkey: Tensor, drow: Tensor | None, log_gate: Tensor, doc: Tensor | None, T: int) -> Tensor:
-    """Gradient of log_gate [B, S, H] from column sums dkey [B, H, S] of dS and, with a sink, row sums drow [B, H, T]."""
+    """Gradient of log_gate [B, S, H] from dS: column sums dkey [B, H, S] and, with a sink, row sums drow [B, H, T]."""
     B, S, H = log_gate.shape
     NU, row = triton.cdiv(S, KEY_UNIT), dkey if drow is None else drow
     total = dkey.new_empty((B, H, NU), dtype=torch.float64)

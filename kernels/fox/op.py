@@ -32,9 +32,7 @@ def bounds(
         left = doc.view(1, 1, S)
     if bound:
         assert log_gate is not None
-        start = prune_starts(
-            q, k, log_gate, c, base, x, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound
-        )
+        start = prune_starts(q, k, log_gate, c, base, x, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound)
     return c, base, left, start
 
 
@@ -61,13 +59,13 @@ def _forward_fake(
     B, T, H, _ = q.shape
     S, V = k.shape[1], v.shape[3]
     full = log_gate is not None and log_gate.ndim == 3
-    f32, i32 = dict(dtype=torch.float32), dict(dtype=torch.int32)
+    f32, i32 = torch.float32, torch.int32
     n_u = (S + KEY_UNIT - 1) // KEY_UNIT
-    c = q.new_empty((B, H, n_u * KEY_UNIT) if full else (0,), **f32)
+    c = q.new_empty((B, H, n_u * KEY_UNIT) if full else (0,), dtype=f32)
     base = q.new_empty((B, H, n_u + 1) if full else (0,), dtype=torch.float64)
     shape: tuple[Any, ...] = (B, H, S) if full else (1, 1, S) if window > 0 or cu_seqlens is not None else (0,)
-    start = q.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound else (0,), **i32)
-    return q.new_empty((B, T, H, V)), q.new_empty((B, H, T), **f32), c, base, q.new_empty(shape, **i32), start
+    start = q.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound else (0,), dtype=i32)
+    return q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=f32), c, base, q.new_empty(shape, dtype=i32), start
 
 
 @torch.library.custom_op("attnzoo::fox_backward", mutates_args=())

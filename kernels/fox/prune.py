@@ -96,7 +96,7 @@ def prune_rows_kernel(
     b_c += b_worst.to(tl.float64)
     lo, hi = 0, p_first // KU  # units lo' < lo are dropped; the bound is monotone in the unit
     p_x += i_bh.to(tl.int64) * n_s
-    for _ in range(0, n_steps):
+    for _ in range(n_steps):
         mid = (lo + hi) // 2
         m_drop = (mid < hi) & (b_c + _tail_at(p_x, p_base, b_slope, mid, GATE, TAIL, KU) <= log2_eps)
         lo, hi = tl.where(m_drop, mid + 1, lo), tl.where(m_drop, hi, mid)
@@ -113,7 +113,7 @@ def suffix_min_kernel(p_x, N, BN: tl.constexpr):
     """Suffix minimum of each row of [., N] int32, in place."""
     p_x += tl.program_id(0).to(tl.int64) * N
     c_min = tl.full([], 2147483647, tl.int32)
-    for i in range(0, tl.cdiv(N, BN)):
+    for i in range(tl.cdiv(N, BN)):
         o_n = N - (i + 1) * BN + tl.arange(0, BN)
         b_x = tl.load(p_x + o_n, mask=o_n >= 0, other=2147483647)
         b_x = tl.minimum(tl.associative_scan(b_x, 0, _minimum, reverse=True), c_min)
@@ -125,7 +125,7 @@ def suffix_min_kernel(p_x, N, BN: tl.constexpr):
 def _first(p, n, bound, n_steps):
     """First index i < n with p[i] > bound (n if none) for a block of bounds; p is monotone."""
     lo, hi = bound * 0, bound * 0 + n
-    for _ in range(0, n_steps):
+    for _ in range(n_steps):
         mid = (lo + hi) // 2
         m = mid < hi
         up = m & (tl.load(p + mid, mask=m, other=0) <= bound)
@@ -184,7 +184,8 @@ def prune_starts(
         norm_max_kernel[(triton.cdiv(T, 128), B * H)](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
     prune_rows_kernel[(n_t, B * H)](
         q, k, qmax, kmax, norms if logit_bound is None else logit_bound, norms if c is None else c,
-        norms if base is None else base, log_gate, norms if x is None else x, start, T, S, scale * LOG2E, log_eps * LOG2E - SLACK, math.log2(S),
+        norms if base is None else base, log_gate, norms if x is None else x, start, T, S, scale * LOG2E,
+        log_eps * LOG2E - SLACK, math.log2(S),
         triton.cdiv(S, KEY_UNIT).bit_length() + 1, *q.stride()[:3], *k.stride()[:3], H=H, REP=H // G, K=K, BK=BK,
         RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, TAIL=tail, HAS_BOUND=logit_bound is not None,
         num_warps=8 if BK >= 128 else 4,
@@ -206,6 +207,7 @@ def key_bounds(left: Tensor | None, start: Tensor | None, B: int, T: int, H: int
     full = torch.empty_like(end)
     key_bounds_kernel[(triton.cdiv(n_u, 128), B * H)](
         some if left is None else left, some if start is None else start, end, full, T, S, T.bit_length() + 1,
-        *left_strides(left), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_LEFT=left is not None, HAS_START=start is not None,
+        *left_strides(left), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_LEFT=left is not None,
+        HAS_START=start is not None,
     )  # fmt: skip
     return end, full

@@ -89,7 +89,8 @@ def prune_starts_reference(
     drop = worst[..., :, None] + tail[..., None, :] <= prune.log_eps
     drop &= last[None, :] < (first + off)[:, None]
     start = drop.long().cumprod(-1).sum(-1) * KEY_UNIT
-    return start.flip(-1).cummin(-1).values.flip(-1)
+    monotone: Tensor = start.flip(-1).cummin(-1).values.flip(-1)
+    return monotone
 
 
 def fox_reference(

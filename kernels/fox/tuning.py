@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import importlib.metadata
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ class Tiles:
     num_stages: int
     maxnreg: int | None = None  # registers per thread, to fit more programs on a multiprocessor
     tma: bool = False  # load tiles through tensor descriptors (Hopper and later)
-    acc: bool = False  # dkdv: start the accumulators from the row terms
+    heads: int = 1 << 20  # heads scheduled together
 
     def __post_init__(self) -> None:
         if self.BT not in (16, 32, 64, 128):
@@ -38,9 +41,17 @@ class Tiles:
 
 # Head dims up to the key -> tiles. Measured on an H200 (benchmarks/NOTES.md), 16-bit inputs.
 _HOPPER: dict[Kind, dict[int, Tiles]] = {
-    "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 64, 8, 2)},
-    "dq": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 8, 2)},
-    "dkdv": {64: Tiles(64, 128, 8, 3), 128: Tiles(64, 128, 8, 2), 256: Tiles(32, 64, 8, 2)},
+    "fwd": {
+        64: Tiles(128, 64, 4, 3),
+        128: Tiles(128, 64, 8, 2, maxnreg=128, tma=True, heads=8),
+        256: Tiles(128, 64, 8, 2),
+    },
+    "dq": {
+        64: Tiles(128, 64, 8, 3, maxnreg=128, tma=True),
+        128: Tiles(128, 64, 8, 3, tma=True, heads=8),
+        256: Tiles(64, 32, 8, 2),
+    },
+    "dkdv": {64: Tiles(64, 64, 4, 4, heads=8), 128: Tiles(32, 64, 4, 4, heads=8), 256: Tiles(32, 64, 8, 2)},
 }
 # Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
 _SAFE: dict[Kind, dict[int, Tiles]] = {
@@ -73,18 +84,31 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+@functools.cache
+def has_descriptors() -> bool:
+    """Whether this Triton has host-side tensor descriptors (3.4 and later); asked without importing it."""
+    try:
+        major, minor = importlib.metadata.version("triton").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (3, 4)
+
+
 def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """Tiles of a kernel for head dims up to ``head_dim`` (the larger of K and V)."""
     if kind in _overrides:
         if kind != "dkdv" and _overrides[kind].BS > KEY_UNIT:
-            raise ValueError(f"BS: expected at most {KEY_UNIT} in {kind} (one gate base per tile), got {_overrides[kind].BS}")
+            raise ValueError(
+                f"BS: expected at most {KEY_UNIT} in {kind} (one gate base per tile), got {_overrides[kind].BS}"
+            )
         return _overrides[kind]
     size = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     if dtype == torch.float32:
         return _FLOAT32[kind][size]
     cap = capability(device)
     if cap == (9, 0):
-        return _HOPPER[kind][size]
+        t = _HOPPER[kind][size]
+        return t if has_descriptors() else dataclasses.replace(t, tma=False, maxnreg=None)
     if cap not in ((0, 0), (8, 0), (8, 6), (8, 9)) and cap not in _said:
         _said.add(cap)
         _log.info("fox: no tuned tiles for compute capability %d.%d; using the safe table", *cap)
@@ -96,4 +120,3 @@ def dot_precision(dtype: torch.dtype) -> str:
     if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
         return "ieee"
     return "tf32"
-

@@ -1,0 +1,126 @@
+"""Inputs, the float64 oracle and the error budget of the fox kernel tests."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.kernels.fox import fox_attention, tuning
+from attnzoo.kernels.fox.reference import fox_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = tuning.Tiles(64, 32, 4, 1)  # several tiles in each direction at test sizes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of fox_attention: sizes, gate regime and options."""
+
+    B: int = 1
+    T: int = 150
+    S: int = 150
+    H: int = 2
+    G: int = 1
+    K: int = 16
+    V: int = 16
+    gate: str = "mixed"  # open, mixed, strong, shut, ones (log gate exactly 0), const, none
+    sink: bool = False
+    cu_seqlens: tuple[int, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        extra = "".join(f"-{k}" for k in self.options) + ("-sink" if self.sink else "")
+        packed = "-packed" if self.cu_seqlens else ""
+        return f"{self.gate}-B{self.B}T{self.T}S{self.S}H{self.H}G{self.G}K{self.K}V{self.V}{packed}{extra}"
+
+
+def draw_gate(case: Case, generator: torch.Generator) -> Tensor | None:
+    shape = (case.B, case.S, case.H)
+    u = torch.rand(shape, generator=generator)
+    g = -0.2 * torch.rand(shape, generator=generator)
+    if case.gate == "none":
+        return None
+    if case.gate == "const":
+        return -0.1 * torch.rand(case.H, generator=generator)
+    if case.gate == "ones":
+        return torch.zeros(shape)
+    if case.gate == "strong":
+        return 20.0 * g
+    if case.gate == "shut":  # every gate closed: each row sees itself alone
+        return torch.full(shape, -math.inf)
+    if case.gate == "mixed":
+        g[u < 0.3] = 0.0
+        g[u < 0.04] = -30.0
+        g[u < 0.02] = -math.inf
+    return g
+
+
+def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """q, k, v, do and, where the case has them, log_gate and sink; q and k of unit scale."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    x = {
+        "q": randn(case.B, case.T, case.H, case.K),
+        "k": randn(case.B, case.S, case.G, case.K),
+        "v": randn(case.B, case.S, case.G, case.V),
+        "do": randn(case.B, case.T, case.H, case.V),
+    }
+    gate = draw_gate(case, generator)
+    if gate is not None:
+        x["log_gate"] = gate
+    if case.sink:
+        x["sink"] = torch.randn(case.H, generator=generator)
+    return {name: t.to(DEVICE) for name, t in x.items()}
+
+
+def run(fn: Any, case: Case, x: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
+    """Output and gradients of fn at x."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in x.items() if name != "do"}
+    named = {"log_gate": None} | {n: t for n, t in leaves.items() if n not in "qkv"}
+    if case.cu_seqlens is not None:
+        named["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=DEVICE)
+    o = fn(leaves["q"], leaves["k"], leaves["v"], **named, **case.options, **more)
+    grads = torch.autograd.grad(o, list(leaves.values()), x["do"].to(o.dtype))
+    return {"o": o.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+def oracle(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return run(fox_reference, case, {name: t.double() for name, t in x.items()})
+
+
+def triton(case: Case, x: dict[str, Tensor], tiles: tuning.Tiles | None = SMALL) -> dict[str, Tensor]:
+    override: dict[tuning.Kind, tuning.Tiles] = {} if tiles is None else {"fwd": tiles, "dq": tiles, "dkdv": tiles}
+    with tuning.override(override):
+        return run(fox_attention, case, x, impl="triton")
+
+
+def within_budget(case: Case, x: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
+    """Error against float64 at most twice that of PyTorch in the same dtype, plus a band of rounding.
+
+    The band is an eighth of a rounding of the input dtype, plus 16 of float32, plus those of the float32 exponents:
+    gates make these as large as the log2 gates of a 128-row unit add up to. The gate's gradient adds up over the S
+    keys, and so do its roundings, in quadrature. Errors are relative to the result, or to a tenth of dO where terms cancel.
+    """
+    exact = oracle(case, x)
+    dtype = x["q"].dtype
+    plain = run(fox_reference, case, x, compute_dtype=dtype)
+    exponent = 0.0
+    if "log_gate" in x and x["log_gate"].ndim == 3:
+        g = x["log_gate"].masked_fill(x["log_gate"] <= -1e4, 0.0)
+        c = torch.nn.functional.pad(g.double().cumsum(1), (0, 0, 128, 0))
+        exponent = 1.45 * float((c[:, :-128] - c[:, 128:]).max())  # the largest sum over 128 tokens
+    single = (16 + exponent) * torch.finfo(torch.float32).eps
+    for name, reference in exact.items():
+        scale = reference.norm().clamp(min=0.1 * x["do"].double().norm())
+        band = torch.finfo(dtype).eps / 8 + single * (math.sqrt(case.S) if name == "dlog_gate" else 1.0)
+        error = ((ours[name].double() - reference).norm() / scale).item()
+        budget = 2 * ((plain[name].double() - reference).norm() / scale).item() + band
+        assert math.isfinite(error), f"{case}: {name} is not finite"
+        assert error <= budget, f"{case}: {name} error {error:.2e}, budget {budget:.2e}"

@@ -1,0 +1,215 @@
+"""The fox kernels against the float64 definition: values and gradients, every option, and the laws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fox_cases import DEVICE, SMALL, Case, inputs, oracle, run, triton, within_budget
+
+from attnzoo.kernels.fox import fox_attention, tuning
+
+CASES = [
+    Case(gate="open"),
+    Case(B=2, H=4, G=2, K=8, V=24, sink=True),
+    Case(gate="strong", T=1, S=1),
+    Case(T=1, S=130, sink=True),
+    Case(T=70, S=230, G=2, sink=True),
+    Case(gate="shut", T=66, S=66),
+    Case(gate="ones", T=100, S=100),
+    Case(gate="strong", T=200, S=200, K=40),
+    Case(gate="const", T=200, S=200, sink=True),
+    Case(gate="const", T=90, S=160, options={"window": 40}),
+    Case(gate="none", T=140, S=140, sink=True),
+    Case(gate="none", T=140, S=140, options={"window": 33}),
+    Case(T=200, S=200, sink=True, options={"window": 70}),
+    Case(T=220, S=220, cu_seqlens=(0, 1, 71, 71, 190, 220)),
+    Case(gate="const", T=220, S=220, cu_seqlens=(0, 100, 220)),
+    Case(gate="none", T=220, S=220, cu_seqlens=(0, 3, 220), options={"window": 50}),
+    Case(options={"scale": 0.7}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_within_budget(case: Case, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and CASES.index(case) % 3:
+        pytest.skip("every third case in float16")
+    x = inputs(case, dtype)
+    within_budget(case, x, triton(case, x))
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [tuning.Tiles(128, 64, 4, 1), tuning.Tiles(16, 16, 4, 1), tuning.Tiles(64, 64, 4, 1, tma=True, heads=1)],
+    ids=["large", "small", "descriptors"],
+)
+def test_every_tiling_computes_the_same(tiles: tuning.Tiles) -> None:
+    case = Case(T=100, S=170, H=2, sink=True)
+    x = inputs(case, torch.float32)
+    within_budget(case, x, triton(case, x, tiles))
+
+
+def test_key_tiles_may_be_wider_than_a_unit() -> None:
+    case = Case(T=200, S=230)
+    x = inputs(case, torch.float32)
+    with tuning.override({"fwd": SMALL, "dq": SMALL, "dkdv": tuning.Tiles(32, 128, 4, 1)}):
+        within_budget(case, x, run(fox_attention, case, x, impl="triton"))
+
+
+def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poisoned(original):  # type: ignore[no-untyped-def]
+        def new(*args, **kwargs):  # type: ignore[no-untyped-def]
+            t = original(*args, **kwargs)
+            return t.fill_(math.nan) if t.is_floating_point() else t.fill_(-(2**30))
+
+        return new
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    for case in (Case(T=70, S=201, sink=True), Case(gate="const", T=130, S=130), Case(gate="none", K=24, V=40)):
+        ours = triton(case, inputs(case, torch.float32))
+        assert all(bool(t.isfinite().all()) for t in ours.values())
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    case = Case(T=100, S=150, sink=True)
+    x = inputs(case, torch.float32)
+    first, second = triton(case, x), triton(case, x)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_closed_gate_equals_a_border_between_sequences() -> None:
+    case = Case(T=160, S=160, gate="open", H=2)
+    x = inputs(case, torch.float32)
+    packed = triton(Case(T=160, S=160, gate="open", cu_seqlens=(0, 57, 160)), x)
+    closed = dict(x, log_gate=x["log_gate"].clone())
+    closed["log_gate"][:, 57] = -math.inf
+    cut = triton(case, closed)
+    for name in packed:
+        torch.testing.assert_close(cut[name], packed[name], rtol=1e-4, atol=2e-5)
+
+
+def test_packed_equals_separate() -> None:
+    case = Case(T=190, S=190)
+    x = inputs(case, torch.float32)
+    packed = triton(Case(T=190, S=190, cu_seqlens=(0, 80, 190)), x)
+    for a, b in ((0, 80), (80, 190)):
+        part = {name: t if name == "sink" else t[:, a:b] for name, t in x.items()}
+        alone = triton(Case(T=b - a, S=b - a), part)
+        for name in alone:
+            torch.testing.assert_close(packed[name][:, a:b], alone[name], rtol=1e-4, atol=5e-5)
+
+
+def test_padding_on_the_left_is_neutral_once_its_gate_is_closed() -> None:
+    case = Case(T=100, S=100, gate="open")
+    x = inputs(case, torch.float32)
+    pad = {n: torch.cat([torch.full_like(t[:, :37], 1e3 if n in "kv" else 0.0), t], 1) for n, t in x.items()}
+    pad["log_gate"][:, 37] = -math.inf
+    padded, alone = triton(Case(T=137, S=137, gate="open"), pad), triton(case, x)
+    for name in alone:
+        got = padded[name][:, 37:]
+        if name == "dlog_gate":
+            got, alone[name] = got[:, 1:], alone[name][:, 1:]  # the first real gate is the closed one
+        torch.testing.assert_close(got, alone[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_future_changes_nothing() -> None:
+    case = Case(T=150, S=150)
+    x = inputs(case, torch.float32)
+    y = {name: t.clone() for name, t in x.items()}
+    for name in ("q", "k", "v", "log_gate"):
+        y[name][:, 100:] = -3.0
+    # the tiles' order may depend on closed gates, so equal up to rounding
+    torch.testing.assert_close(triton(case, x)["o"][:, :100], triton(case, y)["o"][:, :100], rtol=1e-5, atol=1e-6)
+
+
+def test_constant_gates_and_no_gate_are_special_cases_of_gates() -> None:
+    x = inputs(Case(gate="const", H=2), torch.float32)
+    full = dict(x, log_gate=x["log_gate"].expand(1, 150, 2).contiguous())
+    const, gated = triton(Case(gate="const"), x), triton(Case(), full)
+    for name in ("o", "dq", "dk", "dv"):
+        torch.testing.assert_close(const[name], gated[name], rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(const["dlog_gate"], gated["dlog_gate"].sum((0, 1)), rtol=2e-4, atol=1e-5)
+    nope = {name: t for name, t in x.items() if name != "log_gate"}
+    ones = dict(x, log_gate=torch.zeros(1, 150, 2, device=DEVICE))
+    none, gated = triton(Case(gate="none"), nope), triton(Case(gate="ones"), ones)
+    for name in none:
+        torch.testing.assert_close(none[name], gated[name], rtol=2e-5, atol=2e-6)
+
+
+def test_gate_sums_do_not_lose_precision_with_length() -> None:
+    """Mean |log gate| 1: the bias between neighbours near the end of a long sequence, against float64."""
+    from attnzoo.kernels.fox.gates import gate_sums
+
+    S = 131072
+    g = -2 * torch.rand(1, S, 1, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    c, base, left, _ = gate_sums(g, None, S)
+    exact = (g.double() / math.log(2)).cumsum(1)[0, :, 0]
+    unit = torch.arange(S, device=DEVICE) // tuning.KEY_UNIT
+
+    def bias(i: int, j: torch.Tensor) -> torch.Tensor:  # as the kernels form it: base to base, then within the unit
+        shift = (base[0, 0, unit[i]] + c[0, 0, i].double() - base[0, 0, unit[j]]).float()
+        return shift - c[0, 0, j]
+
+    worst = []
+    for end in (2048, S):
+        j = torch.arange(end - 256, end, device=DEVICE)
+        worst.append((bias(end - 128, j).double() - (exact[end - 128] - exact[j])).abs().max().item())
+    assert int(left.max()) == 0
+    assert worst[1] <= 2 * worst[0]
+    assert worst[1] < 1e-4
+
+
+@pytest.mark.gpu
+def test_offsets_are_64_bit() -> None:
+    """Keys and queries whose last tokens lie past 2^31 elements would wrap around in 32 bits."""
+    case = Case(T=256, S=256, H=1, K=64, V=64)
+    x = inputs(case, torch.bfloat16)
+    far = dict(x)
+    for name in "qkv":
+        stride = 2**31 // 200 // 64 * 64
+        storage = torch.empty(255 * stride + 64, dtype=torch.bfloat16, device=DEVICE)
+        far[name] = storage.as_strided((1, 256, 1, 64), (256 * stride, stride, 64, 1)).copy_(x[name])
+    with torch.no_grad():
+        near_o, far_o = (fox_attention(t["q"], t["k"], t["v"], log_gate=t["log_gate"], impl="triton") for t in (x, far))
+    assert torch.equal(near_o, far_o)
+
+
+BIG = [Case(K=256, V=256), Case(T=700, S=700, K=64, V=64), Case(T=600, S=900, K=128, V=64)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, *BIG], ids=str)
+def test_kernel_within_budget_bf16(case: Case) -> None:
+    x = inputs(case, torch.bfloat16)
+    within_budget(case, x, triton(case, x, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [64, 128])
+def test_errors_are_not_above_the_peers(K: int) -> None:
+    """Figures of the official kernel at T = 2048 (relative to float64 on the same inputs)."""
+    case = Case(T=2048, S=2048, H=4, G=4, K=K, V=K, gate="open")
+    x = inputs(case, torch.bfloat16)
+    x["q"], x["k"] = (torch.nn.functional.rms_norm(x[n].float(), (K,)).bfloat16() for n in "qk")
+    exact, ours = oracle(case, x), triton(case, x, None)
+    for name, limit in {"o": 2.05e-3, "dq": 2.9e-3, "dk": 2.9e-3, "dv": 2.9e-3, "dlog_gate": 3.0e-3}.items():
+        error = (ours[name].double() - exact[name]).norm() / exact[name].norm()
+        assert error <= limit, f"{name}: {error:.2e}"
+
+
+@pytest.mark.gpu
+def test_long_sequences_on_the_gpu() -> None:
+    """T = 131072, mean |log gate| 1: the last rows equal those of the same tokens cut out (the past has decayed)."""
+    case = Case(T=131072, S=131072, H=1, K=64, V=64, gate="open")
+    x = inputs(case, torch.bfloat16)
+    x["log_gate"] = -2 * torch.rand_like(x["log_gate"])
+    cut = {name: t[:, -2048:].contiguous() for name, t in x.items()}
+    whole, part = triton(case, x, None), triton(Case(T=2048, S=2048, H=1, K=64, V=64, gate="open"), cut, None)
+    exact = oracle(Case(T=2048, S=2048, H=1, K=64, V=64, gate="open"), cut)
+    for name in ("o", "dq"):
+        a, b, e = (t[name][:, -1024:].double() for t in (whole, part, exact))
+        assert (a - e).norm() <= 1.05 * (b - e).norm()

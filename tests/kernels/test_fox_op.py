@@ -1,0 +1,158 @@
+"""The custom ops under torch.library's checks, torch.compile and autocast; the public function's errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from fox_cases import DEVICE, Case, inputs, run
+
+from attnzoo.kernels.fox import fox_attention
+from attnzoo.kernels.fox.reference import fox_reference
+from attnzoo.pruning import Prune
+
+CASE = Case(T=70, S=90, H=2, G=1, K=8, V=8, sink=True)
+
+
+@pytest.mark.parametrize("kind", ["gates", "const", "none"])
+def test_opcheck(kind: str) -> None:
+    from attnzoo.kernels.fox.op import fox_forward_op
+
+    case = Case(T=70, S=90, K=8, V=8, gate={"gates": "mixed"}.get(kind, kind), sink=kind == "gates")
+    x = {n: t.requires_grad_() for n, t in inputs(case, torch.float32).items() if n != "do"}
+    prune = ("tail", -10.0) if kind == "gates" else ("", 0.0)
+    window = 40 if kind == "none" else 0
+    args = (x["q"], x["k"], x["v"], x.get("log_gate"), x.get("sink"), None, None, 0.3, window, *prune)
+    torch.library.opcheck(fox_forward_op, args)
+
+
+def test_compiles_as_one_graph_for_any_length() -> None:
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:
+        return fox_attention(q * 2, k, v, log_gate=log_gate, prune=Prune(), impl="triton") + 1
+
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    for T in (66, 80, 131):
+        case = Case(T=T, S=T, K=8, V=8, gate="open")
+        x = inputs(case, torch.float32)
+        got, want = run(compiled_keywords(compiled), case, x), run(compiled_keywords(layer), case, x)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    assert len(graphs) == 1
+
+
+def compiled_keywords(fn: Any) -> Any:
+    return lambda q, k, v, log_gate: fn(q, k, v, log_gate)
+
+
+def test_autocast_casts_the_operands_and_keeps_the_gate() -> None:
+    x = inputs(Case(T=66, S=66, K=8, V=8, gate="open"), torch.float32)
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        o = fox_attention(x["q"], x["k"], x["v"], log_gate=x["log_gate"].half(), impl="triton")
+    half = (x[n].half() for n in "qkv")
+    want = fox_attention(*half, log_gate=x["log_gate"].half().float(), impl="triton")
+    assert o.dtype == torch.float16
+    assert torch.equal(o, want)
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    case = Case(T=66, S=66, H=2, G=2, K=8, V=8)
+    x = inputs(case, torch.float32)
+    strided = {
+        n: t.transpose(1, 2).contiguous().transpose(1, 2) if n in ("q", "k", "v", "do") else t for n, t in x.items()
+    }
+    strided["log_gate"] = x["log_gate"].transpose(1, 2).contiguous().transpose(1, 2)
+    strided["k"] = torch.cat([x["k"], x["v"]], -1)[..., :8]
+    strided["v"] = x["v"].transpose(-1, -2).contiguous().transpose(-1, -2)
+    call = {"log_gate": x["log_gate"], "impl": "triton"}
+    want = fox_attention(x["q"], x["k"], x["v"], **call)
+    call["log_gate"] = strided["log_gate"]
+    torch.testing.assert_close(fox_attention(strided["q"], strided["k"], strided["v"], **call), want, rtol=0, atol=0)
+
+
+def test_auto_takes_what_the_device_can_run() -> None:
+    x = inputs(CASE, torch.float64)
+    want = fox_reference(x["q"], x["k"], x["v"], log_gate=x["log_gate"])
+    assert torch.equal(fox_attention(x["q"], x["k"], x["v"], log_gate=x["log_gate"]), want)  # no float64 kernel
+    with pytest.raises(ValueError, match="'triton' cannot run here.*float64"):
+        fox_attention(x["q"], x["k"], x["v"], log_gate=x["log_gate"], impl="triton")
+
+
+def test_importing_needs_no_triton_and_asking_for_it_says_so() -> None:
+    code = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name.startswith("triton") else find(name, *a)
+import torch
+from attnzoo.kernels.fox import fox_attention
+assert "triton" not in sys.modules, "importing the package imported triton"
+x = torch.randn(1, 4, 1, 8)
+fox_attention(x, x, x, log_gate=None)
+try:
+    fox_attention(x, x, x, log_gate=None, impl="triton")
+except ImportError as e:
+    assert "triton package is not installed" in str(e), e
+else:
+    raise AssertionError("no error")
+assert "triton" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"q": torch.zeros(1, 4, 2)}, r"q: expected 4 dimensions"),
+    ({"k": torch.zeros(1, 4, 2, 16)}, r"k: expected \[B=1, S, G, K=8\]"),
+    ({"v": torch.zeros(1, 5, 2, 8)}, r"v: expected \[B=1, S=4, G=2, V\]"),
+    ({"v": torch.zeros(1, 4, 2, 8, dtype=torch.float16)}, r"v: expected the floating dtype of q"),
+    ({"q": torch.zeros(1, 4, 3, 8)}, r"q: expected H a multiple of the key heads G=2, got H=3"),
+    ({"q": torch.zeros(1, 9, 2, 8)}, r"q: expected 1 <= T <= S=4"),
+    ({"log_gate": torch.zeros(1, 4, 1)}, r"log_gate: expected \[B=1, S=4, H=2\]"),
+    ({"log_gate": torch.zeros(1, 4, 2, dtype=torch.float16)}, r"log_gate: expected float32"),
+    ({"sink": torch.zeros(3)}, r"sink: expected a floating tensor of shape \[H=2\]"),
+    ({"logit_bound": torch.zeros(1)}, r"logit_bound: expected"),
+    ({"cu_seqlens": torch.zeros(3)}, r"cu_seqlens: expected int32 or int64"),
+    ({"window": 0}, r"window: expected at least 1"),
+    ({"scale": -1.0}, r"scale: expected a positive number"),
+    ({"prune": Prune(), "log_gate": None}, r"prune: expected a log_gate"),
+    ({"prune": 1e-3}, r"prune: expected attnzoo.Prune"),
+    ({"impl": "cuda"}, r"impl: expected one of"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[m[:22] for _, m in BAD])
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    args: dict[str, Any] = {n: torch.zeros(1, 4, 2, 8) for n in "qkv"} | {"log_gate": torch.zeros(1, 4, 2)} | change
+    q, k, v = (args.pop(n) for n in "qkv")
+    with pytest.raises(ValueError, match=message):
+        fox_attention(q, k, v, **args)
+
+
+def test_values_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    monkeypatch.setenv("ATTNZOO_VALIDATE", "1")
+    with pytest.raises(ValueError, match="log_gate: expected log gates <= 0"):
+        fox_attention(x, x, x, log_gate=torch.full((1, 4, 2), 0.5), impl="reference")
+    with pytest.raises(ValueError, match="cu_seqlens: expected borders"):
+        fox_attention(x, x, x, log_gate=None, cu_seqlens=torch.tensor([0, 3]), impl="reference")
+
+
+@pytest.mark.gpu
+def test_compiles_with_inductor() -> None:
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:
+        return fox_attention(q * 2, k, v, log_gate=log_gate, prune=Prune()) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for T in (300, 500):
+        case = Case(T=T, S=T, K=64, V=64, gate="open")
+        x = inputs(case, torch.bfloat16)
+        got, want = run(compiled_keywords(compiled), case, x), run(compiled_keywords(layer), case, x)
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=2e-2, atol=2e-2)

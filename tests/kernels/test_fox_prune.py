@@ -1,0 +1,160 @@
+"""Pruning: the mass that is dropped, measured; the boundaries against their float64 definition; adversaries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from fox_cases import DEVICE, Case, inputs, run, triton, within_budget
+from torch import Tensor
+
+from attnzoo.kernels.fox import fox_attention, kept_fraction, tuning
+from attnzoo.kernels.fox.reference import _gate_sums, _left, prune_starts_reference
+from attnzoo.pruning import Prune
+
+EPS = math.exp(-10.0)
+BOUNDS = ("tail", "paper")
+
+
+def starts(q: Tensor, k: Tensor, log_gate: Tensor, prune: Prune, **options: Any) -> Tensor:
+    """The first key of each row unit as the kernels find it."""
+    from attnzoo.kernels.fox.op import bounds
+
+    scale = options.pop("scale", q.shape[3] ** -0.5)
+    start = bounds(q, k, log_gate, None, options.pop("logit_bound", None), scale, 0, prune.bound, prune.log_eps)[3]
+    assert start is not None
+    return start
+
+
+def dropped_mass(q: Tensor, k: Tensor, log_gate: Tensor, start: Tensor, scale: float | None = None) -> Tensor:
+    """Attention weight before each row's start, in float64: [B, H, T]."""
+    B, T, H, K = q.shape
+    S = k.shape[1]
+    c, closed = _gate_sums(log_gate, B, S, H, q.device)
+    pos = torch.arange(S - T, S, device=q.device)
+    j = torch.arange(S, device=q.device)
+    rep = H // k.shape[2]
+    s = torch.einsum("bthk,bshk->bhts", q.double(), k.double().repeat_interleave(rep, 2)) * (scale or K**-0.5)
+    visible = (j <= pos[:, None]) & (j >= _left(closed, None, None)[..., S - T :, None])
+    s = (s + c[..., S - T :, None] - c[..., None, :]).masked_fill(~visible, -math.inf)
+    cut = start.repeat_interleave(tuning.ROW_UNIT, -1)[..., :T, None]
+    return torch.where(j < cut, s.softmax(-1), 0.0).sum(-1)
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("gate", ["open", "strong", "mixed", "const"])
+def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
+    case = Case(T=390, S=520, H=2, K=8, gate=gate)
+    x = inputs(case, torch.float32)
+    prune = Prune(bound=bound)
+    found = starts(x["q"], x["k"], x["log_gate"], prune, scale=0.1).long()
+    c = _gate_sums(x["log_gate"], 1, 520, 2, x["q"].device)[0]
+    exact = prune_starts_reference(x["q"], x["k"], c, 0.1, prune)
+    assert bool((found <= exact).all())  # rounding may only prune less
+    assert bool((exact - found <= tuning.KEY_UNIT).all())
+    assert int(exact.max()) > 0, "nothing was pruned: the case shows nothing"
+    assert float(dropped_mass(x["q"], x["k"], x["log_gate"], found, 0.1).max()) <= EPS
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("gate", ["open", "const"])
+def test_forward_and_backward_use_the_same_boundaries(bound: str, gate: str) -> None:
+    """Against the dense definition with the same blocks removed: values and gradients."""
+    options = {"prune": Prune(bound=bound), "scale": 0.1}
+    case = Case(T=400, S=450, H=2, K=8, V=8, gate=gate, sink=True, options=options)
+    x = inputs(case, torch.float32)
+    within_budget(case, x, triton(case, x, tuning.Tiles(64, 64, 4, 1)))
+
+
+def adversary(kind: str) -> tuple[Tensor, Tensor, Tensor, float]:
+    """q, k, log_gate and scale of inputs built against the certificate; decay fast enough to prune."""
+    S, K = 640, 8
+    generator = torch.Generator().manual_seed(1)
+    q, k = torch.randn(1, S, 2, K, generator=generator), torch.randn(1, S, 2, K, generator=generator)
+    g = torch.full((1, S, 2), -0.15)
+    if kind == "at the bound":  # far keys aligned with every query, near ones against it: |logit| = U everywhere
+        q = torch.ones(1, S, 2, K)
+        k = torch.ones(1, S, 2, K)
+        k[:, ::2] = -1.0
+        k[:, 256:] = -1.0
+    elif kind == "one dominating key":  # far away, ten times the norm of the others and aligned with the queries
+        q = torch.ones(1, S, 2, K) + 0.1 * q
+        k[:, 3] = 3.0
+    elif kind == "gates open and close":
+        g = torch.where((torch.arange(S) // 64 % 2 == 0)[None, :, None], torch.tensor(0.0), torch.tensor(-0.5)).expand(
+            1, S, 2
+        )
+        g = g.clone()
+        g[:, 300] = -math.inf
+        g[:, 301:] = -0.2
+    elif kind == "all at once":  # a burst: no decay for 500 tokens, then 30 nats in one
+        g = torch.zeros(1, S, 2)
+        g[:, 511] = -30.0
+    elif kind == "zero keys":
+        k = torch.zeros(1, S, 2, K)
+    return q.to(DEVICE), k.to(DEVICE), g.to(DEVICE), 1.0
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize(
+    "kind", ["at the bound", "one dominating key", "gates open and close", "all at once", "zero keys"]
+)
+def test_dropped_mass_stays_below_eps(kind: str, bound: str) -> None:
+    q, k, g, scale = adversary(kind)
+    for eps in (EPS, 1e-2):
+        start = starts(q, k, g, Prune(eps=eps, bound=bound), scale=scale)
+        assert float(dropped_mass(q, k, g, start, scale).max()) <= eps
+    assert bool((start.diff(dim=-1) >= 0).all())
+    assert int(starts(q, k, g, Prune(eps=0.5, bound="tail"), scale=0.01).max()) > 0  # it does prune where it may
+
+
+def test_a_known_bound_replaces_the_norms() -> None:
+    case = Case(T=256, S=256, H=2, G=2, K=8, gate="strong")
+    x = inputs(case, torch.float32)
+    known = torch.full((2,), 2.0, device=DEVICE)
+    for bound in BOUNDS:
+        prune = Prune(bound=bound)
+        with_norms = starts(x["q"], x["k"], x["log_gate"], prune)
+        with_bound = starts(x["q"], x["k"], x["log_gate"], prune, logit_bound=known)
+        assert bool((with_bound >= with_norms).all())
+
+
+def test_kept_fraction_agrees_with_the_reference() -> None:
+    case = Case(T=400, S=450, H=2, K=8, gate="open")
+    x = inputs(case, torch.float32)
+    args = {"log_gate": x["log_gate"], "prune": Prune(), "scale": 0.1}
+    ours, dense = (kept_fraction(x["q"], x["k"], impl=impl, **args) for impl in ("triton", "reference"))
+    assert ours.shape == (1, 2)
+    assert bool(((ours >= dense) & (ours <= dense + 0.1) & (dense < 1)).all())
+    assert bool((kept_fraction(x["q"], x["k"], log_gate=torch.zeros_like(x["log_gate"]), prune=Prune()) == 1).all())
+
+
+def test_the_tail_bound_prunes_at_least_as_much_on_normed_heads() -> None:
+    case = Case(T=512, S=512, H=2, G=2, K=16, gate="strong")
+    x = inputs(case, torch.float32)
+    q, k = (torch.nn.functional.rms_norm(x[n], (16,)) for n in "qk")
+    tail, paper = (kept_fraction(q, k, log_gate=x["log_gate"], prune=Prune(bound=b)) for b in BOUNDS)
+    assert bool((tail <= paper).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_pruned_within_budget_bf16(bound: str) -> None:
+    for gate in ("open", "mixed", "const"):
+        case = Case(T=2000, S=2100, H=2, K=64, V=64, gate=gate, options={"prune": Prune(bound=bound), "scale": 0.05})
+        x = inputs(case, torch.bfloat16)
+        within_budget(case, x, triton(case, x, None))
+
+
+@pytest.mark.gpu
+def test_pruning_does_not_wait_for_the_device() -> None:
+    case = Case(T=1024, S=1024, K=64, V=64, options={"prune": Prune()})
+    x = inputs(case, torch.bfloat16)
+    run(fox_attention, case, x)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(fox_attention, case, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
