@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from attnzoo.attention import Attention
 from attnzoo.config import ModelConfig, TrainConfig, load_config, to_yaml
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.errors import unknown
@@ -193,6 +194,21 @@ def _windows(config: TrainConfig, evaluate: EvaluateConfig) -> Tensor:
     )
 
 
+def _parts(model: LanguageModel) -> list[str]:
+    """What the attention layers have besides projections, gate and core."""
+    layers = [module.config for module in model.modules() if isinstance(module, Attention)]
+    present = {
+        "short convolution": any(layer.conv_size for layer in layers),
+        "KV-shift": any(layer.kv_shift for layer in layers),
+        "QK-norm": any(layer.qk_norm != "none" for layer in layers),
+        "feature map": any(layer.feature_map != "identity" for layer in layers),
+        "rotation": any(layer.rotary is not None for layer in layers),
+        "output norm": any(layer.output_norm != "none" for layer in layers),
+        "output gate": any(layer.output_gate != "none" for layer in layers),
+    }
+    return [name for name, there in present.items() if there]
+
+
 def measure(run: Run, evaluate: EvaluateConfig, windows: Tensor, settings: str, command: str) -> RunResult:
     """Evaluate the newest checkpoint of a run.
 
@@ -228,6 +244,7 @@ def measure(run: Run, evaluate: EvaluateConfig, windows: Tensor, settings: str, 
         tokens_per_second=statistics.median(row["tokens_per_second"] for row in steps),
         unit="byte" if config.model.vocab_size == 256 else "token",
         model=_model_words(config.model),
+        parts=_parts(model),
         text=config.data.source,
         settings=settings,
         command=command,

@@ -46,7 +46,8 @@ def make_result(name: str, side: str, pair: int, dual: str, offset: float) -> Ru
         key=name, label="fox (acp)" if name == "fox" else name, variant=name, side=side, pair=pair, dual=dual,
         parameters=400_000 + pair, context=CONTEXT, steps=40, tokens=163_840, seconds=12.0 + pair,
         tokens_per_second=9000.0 + 700 * pair, unit="byte",
-        model="2 layers", text="made up", settings=f"model:\n  attention: {name}\n",
+        model="2 layers", parts=["output norm"] if side == "linear" else [],
+        text="made up", settings=f"model:\n  attention: {name}\n",
         command="attnzoo compare demo.yaml", machine={"processor": "a <processor>", "cores": "2"},
     )  # fmt: skip
     return RunResult(facts, losses, curve, gates)
@@ -165,6 +166,12 @@ def test_kept_blocks_of_both_bounds_are_stated(results: list[RunResult], page: s
     assert f"tail bound, {fox.kept('tail'):.1%} on average" in page
     assert fox.kept("tail") < fox.kept("paper")
     assert f"{fox.gates[0].prune['tail'].kept[1]:.0%} / {fox.gates[0].prune['paper'].kept[1]:.0%}" in page
+
+
+def test_parts_that_only_some_layers_have_are_stated(results: list[RunResult], page: str) -> None:
+    linear = [name for name, side, *_ in NAMES if side == "linear"]
+    assert f"output norm: {', '.join(linear)}" in page
+    assert "differ in more than their gates" not in render([r for r in results if r.facts.side == "linear"])
 
 
 def test_text_from_outside_is_escaped(page: str) -> None:

@@ -65,6 +65,7 @@ def render(results: Sequence[RunResult], *, title: str = "comparison", command: 
         colors=figures.THEME,
         rows=[_row(result, ordered, looks[result.facts.key]) for result in ordered],
         summary=_summary(ordered),
+        layers=_layers(results),
         duals=_duals(results, looks, "loss"),
         speeds=_duals(results, looks, "speed"),
         sections=[_training(results, looks), _token_loss(results, looks), _perplexity(results, looks)],
@@ -176,6 +177,17 @@ def _summary(ordered: Sequence[RunResult]) -> list[str]:
     if shares:
         sentences.append(f"Blocks kept by pruning, tail bound / the paper's bound: {', '.join(shares)}.")
     return sentences
+
+
+def _layers(results: Sequence[RunResult]) -> str:
+    """How the layers differ besides their gates; empty when they do not."""
+    everywhere = [part for part in results[0].facts.parts if all(part in other.facts.parts for other in results)]
+    having: dict[str, list[str]] = {}
+    for result in results:
+        for part in result.facts.parts:
+            if part not in everywhere:
+                having.setdefault(part, []).append(result.facts.label)
+    return "; ".join(f"{part}: {', '.join(labels)}" for part, labels in having.items())
 
 
 def _budget(results: Sequence[RunResult]) -> str:

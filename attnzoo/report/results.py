@@ -39,6 +39,7 @@ class Facts:
         tokens_per_second: median over the logged steps.
         unit: what a token is, ``byte`` or ``token``.
         model: its size and layer, in words.
+        parts: what its attention layers have besides projections, gate and core.
         text: what it was trained on, in words.
         settings: the run's configuration as YAML.
         command: the command line that trained it.
@@ -59,6 +60,7 @@ class Facts:
     tokens_per_second: float
     unit: str
     model: str
+    parts: list[str]
     text: str
     settings: str
     command: str
