@@ -271,8 +271,8 @@ def fox_forward(
         lse if log_gate is None else log_gate, lse if left is None else left, lse if start is None else start,
         lse if sink is None else sink, T, S, min(t.heads, B * H), scale * LOG2E, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], *left_strides(left), H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT,
-        BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_gate), HAS_LEFT=left is not None, HAS_START=start is not None,
-        HAS_SINK=sink is not None, TMA=tma, PREC=dot_precision(q.dtype),
+        BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_gate), HAS_LEFT=left is not None,
+        HAS_START=start is not None, HAS_SINK=sink is not None, TMA=tma, PREC=dot_precision(q.dtype),
         num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip
     return o, lse

@@ -106,7 +106,8 @@ def within_budget(case: Case, x: dict[str, Tensor], ours: dict[str, Tensor]) -> 
 
     The band is an eighth of a rounding of the input dtype, plus 16 of float32, plus those of the float32 exponents:
     gates make these as large as the log2 gates of a 128-row unit add up to. The gate's gradient adds up over the S
-    keys, and so do its roundings, in quadrature. Errors are relative to the result, or to a tenth of dO where terms cancel.
+    keys, and so do its roundings, in quadrature. Errors are relative to the result, or to a tenth of dO where terms
+    cancel.
     """
     exact = oracle(case, x)
     dtype = x["q"].dtype
