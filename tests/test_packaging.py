@@ -123,7 +123,7 @@ def test_torch_is_a_range() -> None:
     every = PROJECT["project"]["dependencies"] + [
         line for extra in PROJECT["project"]["optional-dependencies"].values() for line in extra
     ]
-    assert not [line for line in every if "==" in line]
+    assert not [line for line in every if "==" in line.split(";")[0]]  # a marker may compare
 
 
 @pytest.fixture(scope="session")
