@@ -8,12 +8,12 @@ import re
 import statistics
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import tomllib
 
 import attnzoo
 
