@@ -91,6 +91,9 @@ class Variant:
     extend: Callable[..., Any] = field(repr=False)
     module: ModuleType = field(repr=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return get, (self.name,)  # copies and pickles of a layer hold the name, not the module
+
     @property
     def dual(self) -> str:
         """Name of the other side."""

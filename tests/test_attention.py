@@ -1,7 +1,9 @@
 """The attention layer: padding, packing, caches, presets, the papers' defaults, and bad input."""
 
+import copy
 import logging
 import math
+import pickle
 
 import pytest
 import torch
@@ -194,6 +196,15 @@ def test_state_dict_round_trip_and_reset(name):
     torch.manual_seed(3)
     other.reset_parameters()
     assert torch.equal(attn(x), other(x))
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_a_layer_can_be_copied_and_pickled(name):
+    attn, x = layer(name), rows(1, 5)
+    for other in (copy.deepcopy(attn), pickle.loads(pickle.dumps(attn))):
+        assert torch.equal(other(x), attn(x))
+        assert other.variant is attn.variant
+        assert other.o_proj.weight is not attn.o_proj.weight
 
 
 # The papers' defaults
