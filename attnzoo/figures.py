@@ -145,7 +145,7 @@ def pairs(rows: Sequence[Sequence[Dot]], *, xlabel: str) -> Figure:
         rows: the dots of each pair, none empty.
         xlabel: text under the axis.
     """
-    figure, axes = _panel(400, 44 + 34 * len(rows), left=8)
+    figure, axes = _panel(400, 44 + 40 * len(rows), left=8)
     values = [dot.value for row in rows for dot in row]
     for y, row in enumerate(rows):
         ends = [min(dot.value for dot in row), max(dot.value for dot in row)]

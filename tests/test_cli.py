@@ -267,7 +267,7 @@ def test_compare_trains_measures_and_reports_and_does_not_do_it_twice(run: Any, 
         assert page.count(f"Forget gate of {label}, head") == 2
     assert "192 tokens each in 3 steps" in page
     assert f"attnzoo compare {tiny}" in page
-    assert "short convolution: mamba2" in page
+    assert "short convolution in mamba2" in page
 
     files = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/*.*") if path.is_file()}
     stamps = {path: path.stat().st_mtime_ns for path in files if path.name.startswith("evaluation")}

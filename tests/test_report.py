@@ -170,7 +170,7 @@ def test_kept_blocks_of_both_bounds_are_stated(results: list[RunResult], page: s
 
 def test_parts_that_only_some_layers_have_are_stated(results: list[RunResult], page: str) -> None:
     linear = [name for name, side, *_ in NAMES if side == "linear"]
-    assert f"output norm: {', '.join(linear)}" in page
+    assert f"output norm in {', '.join(linear)}" in page
     assert "differ in more than their gates" not in render([r for r in results if r.facts.side == "linear"])
 
 

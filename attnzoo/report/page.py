@@ -187,7 +187,7 @@ def _layers(results: Sequence[RunResult]) -> str:
         for part in result.facts.parts:
             if part not in everywhere:
                 having.setdefault(part, []).append(result.facts.label)
-    return "; ".join(f"{part}: {', '.join(labels)}" for part, labels in having.items())
+    return "; ".join(f"{part} in {', '.join(labels)}" for part, labels in having.items())
 
 
 def _budget(results: Sequence[RunResult]) -> str:
