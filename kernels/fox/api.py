@@ -18,6 +18,7 @@ from .tuning import KEY_UNIT, ROW_UNIT, capability
 Impl = Literal["auto", "triton", "reference"]
 _log = logging.getLogger("attnzoo.kernels.fox")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _said: set[str] = set()
 
 
@@ -125,7 +126,7 @@ def kept_fraction(
         c, closed = _gate_sums(log_gate, B, S, H, q.device)
         left = _left(closed, window, cu_seqlens)
         if prune is not None:
-            start = prune_starts_reference(q, k, c, scale, prune, logit_bound)
+            start = prune_starts_reference(q, k, c, left, scale, prune, logit_bound)
     first = torch.arange(0, T, ROW_UNIT, device=q.device) + (S - T)
     last = (first + ROW_UNIT).clamp(max=S)
     stop = (last + KEY_UNIT - 1) // KEY_UNIT  # blocks up to the diagonal
@@ -154,7 +155,7 @@ def _choose(impl: str, q: Tensor, v: Tensor) -> str:
 
 def _why_not_triton(q: Tensor, v: Tensor) -> str:
     """Why the Triton kernels cannot take these tensors, or "" if they can."""
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         return "the triton package is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     if not q.is_cuda and not interpreted:

@@ -347,8 +347,8 @@ def fox_backward(
     p_k, p_v = (describe(k, t.BS), describe(v, t.BS)) if tma else (k, v)
     fox_dq_kernel[(triton.cdiv(T, t.BT) * B * H,)](
         q, p_k, p_v, do, rows, p_w, dq, *gates, *limits, T, S, min(t.heads, B * H), scale, scale * LOG2E, *strides,
-        **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages,
-        maxnreg=t.maxnreg,
+        **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, TMA=tma, num_warps=t.num_warps,
+        num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip
     t = tiles("dkdv", max(K, V), q.dtype, q.device)
     tma = t.tma and can_describe(q, do)

@@ -32,7 +32,9 @@ def bounds(
         left = doc.view(1, 1, S)
     if bound:
         assert log_gate is not None
-        start = prune_starts(q, k, log_gate, c, base, x, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound)
+        start = prune_starts(
+            q, k, log_gate, c, base, x, left, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound
+        )
     return c, base, left, start
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.pruning import Prune
 
-from .tuning import KEY_UNIT, ROW_UNIT
+from .tuning import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 
 CLOSED = -1.0e4  # a log gate this low is treated as -inf: exp(CLOSED) is 0 by any measure
 
@@ -55,12 +55,12 @@ def _left(closed: Tensor, window: int | None, cu_seqlens: Tensor | None) -> Tens
 
 
 def prune_starts_reference(
-    q: Tensor, k: Tensor, c: Tensor, scale: float, prune: Prune, logit_bound: Tensor | None = None
+    q: Tensor, k: Tensor, c: Tensor, left: Tensor, scale: float, prune: Prune, logit_bound: Tensor | None = None
 ) -> Tensor:
     """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)]: prune.py's bounds, in float64.
 
     Args:
-        q, k: [B, T, H, K] and [B, S, G, K]; c: [B, H, S] running gate sums.
+        q, k: [B, T, H, K] and [B, S, G, K]; c: [B, H, S] running gate sums; left: [B, H, S] first visible keys.
     """
     B, T, H, _ = q.shape
     S, G = k.shape[1], k.shape[2]
@@ -70,11 +70,15 @@ def prune_starts_reference(
     last = torch.arange(KEY_UNIT - 1, S, KEY_UNIT, device=q.device)
     off = S - T
     if prune.bound == "tail":
-        own = k64[:, off:].repeat_interleave(H // G, 2)
+        pos, j = torch.arange(off, S, device=q.device), torch.arange(S, device=q.device)
+        near = ((pos - off) // ROW_UNIT * ROW_UNIT + off) // KEY_UNIT * KEY_UNIT - NEAR_UNITS * KEY_UNIT
+        seen = (j <= pos[:, None]) & (j >= near[:, None]) & (j >= left[..., off:, None])
+        logits = scale * torch.einsum("bthk,bshk->bhts", q64, k64.repeat_interleave(H // G, 2))
+        logits = (logits + c[..., off:, None] - c[..., None, :]).masked_fill(~seen, -math.inf)
         u = scale * q64.norm(dim=-1).transpose(1, 2) * k_max[..., None]  # [B, H, T]
         if logit_bound is not None:
             u = torch.minimum(u, logit_bound.double()[None, :, None])
-        row = u - scale * (q64 * own).sum(-1).transpose(1, 2) + c[..., off:]
+        row = u - torch.logsumexp(logits, -1) + c[..., off:]
         tail = torch.logcumsumexp(-c, -1)[..., last]  # log n_b - c_b
     else:
         u = scale * q64.norm(dim=-1).amax(1) * k_max if logit_bound is None else logit_bound.double().expand(B, H)
@@ -128,7 +132,7 @@ def fox_reference(
     j = torch.arange(S, device=q.device)
     visible = (j <= pos[:, None]) & (j >= left[..., off:, None])  # [B, H, T, S]
     if prune is not None:
-        start = prune_starts_reference(q, k, c, scale, prune, logit_bound)
+        start = prune_starts_reference(q, k, c, left, scale, prune, logit_bound)
         visible &= j >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
     qh = q.to(cd).transpose(1, 2)
     kh, vh = (x.to(cd).transpose(1, 2).repeat_interleave(H // G, 1) for x in (k, v))

@@ -18,6 +18,7 @@ _log = logging.getLogger("attnzoo.kernels.fox")
 
 ROW_UNIT = 128  # query rows that share one pruning boundary; every BT divides it
 KEY_UNIT = 64  # boundaries are multiples of this many keys
+NEAR_UNITS = 1  # key units before a row unit whose weights count towards the row's normaliser in the tail bound
 
 
 @dataclass(frozen=True)
