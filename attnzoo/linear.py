@@ -69,20 +69,20 @@ class LinearForms:
 
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None
-    ) -> tuple[Tensor, Tensor, Tensor, Gate, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Gate, Tensor, float]:
         B, _, H, K = q.shape
         dtype = compute_dtype(q)
         gate = gate.per_token(q).map(lambda part: heads_first(part, H, dtype))
         if state is None:
             state = q.new_zeros(B, H, K, v.shape[-1], dtype=dtype)
-        q = heads_first(q, H, dtype) * (K**-0.5 if scale is None else scale)
-        return q, heads_first(k, H, dtype), heads_first(v, H, dtype), gate, state.to(dtype)
+        q, k, v = (heads_first(x, H, dtype) for x in (q, k, v))
+        return q, k, v, gate, state.to(dtype), K**-0.5 if scale is None else scale
 
     def _recur(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None
     ) -> tuple[Tensor, Tensor]:
         dtype = v.dtype
-        q, k, v, gate, S = self._inputs(q, k, v, gate, state, scale)
+        q, k, v, gate, S, scale = self._inputs(q, k, v, gate, state, scale)
         decay = None if gate.log_decay is None else gate.log_decay.exp()
         outputs = []
         for t in range(q.shape[2]):
@@ -91,22 +91,22 @@ class LinearForms:
                 S = decay[:, :, t, None, None] * S
             S = S + k[:, :, t, :, None] * v[:, :, t, None, :]
             outputs.append(q[:, :, t, None, :] @ S)
-        return torch.cat(outputs, 2).transpose(1, 2).to(dtype), S
+        return torch.cat(outputs, 2).mul_(scale).transpose(1, 2).to(dtype), S
 
     def _blockwise(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None, size: int
     ) -> tuple[Tensor, Tensor]:
         T, dtype = q.shape[1], v.dtype
-        q, k, v, gate, S = self._inputs(q, k, v, gate, state, scale)
+        q, k, v, gate, S, scale = self._inputs(q, k, v, gate, state, scale)
         q, k, v, gate = cut(q, size), cut(k, size), cut(v, size), gate.map(lambda part: cut(part, size))
         block = self.transition.block(q, k, gate)
         scores, block_q, block_k = block.scores, block.q, block.k
         decays: list[Tensor] | None = None
         if gate.log_decay is None:
-            scores = scores.tril()
+            scores = scores.tril_()
         else:
             decay = block_decay(gate.log_decay)
-            scores = scores.tril() * decay.between.exp()
+            scores = scores.tril_() * decay.between.exp()
             block_q = block_q * decay.entry.exp()[..., None]
             block_k = block_k * decay.exit.exp()[..., None]
             decays = list(decay.total.exp()[..., None, None].unbind(2))
@@ -120,5 +120,5 @@ class LinearForms:
             if decays is not None:
                 S = decays[n] * S
             S = S + update
-        o = scores @ v + block_q @ torch.stack(starts, 2)
+        o = (scores @ v).add_(block_q @ torch.stack(starts, 2)).mul_(scale)  # in place: fresh memory is slow
         return o.flatten(2, 3)[:, :, :T].transpose(1, 2).to(dtype), S

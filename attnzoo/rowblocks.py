@@ -126,7 +126,7 @@ def _plain_rows(
             q[:, :, start:stop], k[:, :, first:end], v[:, :, first:end], log_decay[..., first:end],
             None if valid is None else valid[..., first:end], None if kept is None else kept - first,
         )  # fmt: skip
-        again = torch.is_grad_enabled() and T > rows
+        again = torch.is_grad_enabled() and rows < T
         block = checkpoint(_plain_block, *args, use_reentrant=False) if again else _plain_block(*args)
         outputs.append(cast(Tensor, block))
     return torch.cat(outputs, 2)

@@ -35,7 +35,7 @@ class Block:
 
 
 class Transition:
-    """The identity; other transitions override all three methods."""
+    """The identity; other transitions override all three methods. What they return may be written to in place."""
 
     def apply(self, gate: Gate, state: Tensor) -> Tensor:
         """``R_t^T state`` for one token: the parts of ``gate`` lack the time axis, state is ``[B, H, K, X]``."""
@@ -68,25 +68,24 @@ class Decay:
 
 
 def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
-    """Running sum of the finite gates, and the running count of the closed ones (None: known to be none).
+    """Running sum of the finite gates in float64, and the running count of the closed ones (None: there are none).
+
+    A float32 sum would round like its longest part, and so would every difference.
 
     A difference of two sums is a log-decay where the counts agree and -inf where they do not: no inf - inf.
     """
     closed = torch.isneginf(g)
     if g.is_cpu and not closed.any():  # a GPU is not asked: it would have to be waited for
-        return g.cumsum(dim), None
-    return g.masked_fill(closed, 0.0).cumsum(dim), closed.cumsum(dim)
+        return g.cumsum(dim, dtype=torch.float64), None
+    return g.masked_fill(closed, 0.0).cumsum(dim, dtype=torch.float64), closed.cumsum(dim)
 
 
 def block_decay(g: Tensor) -> Decay:
-    """The :class:`Decay` of gates ``[..., C]``.
-
-    Summed in float64: the difference of two float32 sums would be off by the rounding of the longer one.
-    """
-    c, n = open_sums(g.double())
+    """The :class:`Decay` of gates ``[..., C]``."""
+    c, n = open_sums(g)
     decay = Decay(
         entry=c.to(g.dtype),
-        between=(c[..., :, None] - c[..., None, :]).to(g.dtype).clamp(max=0),
+        between=_differences(c, g.dtype).clamp_(max=0),
         exit=(c[..., -1:] - c).to(g.dtype),
         total=c[..., -1].to(g.dtype),
     )
@@ -98,6 +97,13 @@ def block_decay(g: Tensor) -> Decay:
         exit=decay.exit.masked_fill(n != n[..., -1:], -torch.inf),
         total=decay.total.masked_fill(n[..., -1] > 0, -torch.inf),
     )
+
+
+def _differences(c: Tensor, dtype: torch.dtype) -> Tensor:
+    """``c_i - c_j`` in ``dtype``, ``[..., C, C]``, as exact as if taken in float64 but without that matrix."""
+    high = c.to(dtype)
+    low = (c - high).to(dtype)
+    return (high[..., :, None] - high[..., None, :]).add_(low[..., :, None]).sub_(low[..., None, :])
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ import argparse
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ def linear_table(T: int, repeats: int) -> list[tuple[str, float, float]]:
         forms = get(name).forms
         with torch.no_grad():
             slow, fast = interleaved(
-                lambda: forms["recurrent"](q, k, v, gate), lambda: forms["chunk"](q, k, v, gate), repeats
+                partial(forms["recurrent"], q, k, v, gate), partial(forms["chunk"], q, k, v, gate), repeats
             )
         rows.append((name, 1e3 * slow, 1e3 * fast))
     return rows
@@ -58,7 +59,7 @@ def fox_table(T: int, repeats: int) -> list[tuple[str, float, float]]:
             o = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
             torch.autograd.grad(o, (q, k, v), grad.transpose(1, 2))
 
-        def ours(q=q, k=k, v=v, g=g, grad=grad):
+        def ours(q=q, k=k, v=v, g=g, grad=grad, fox=fox):
             torch.autograd.grad(fox(q, k, v, Gate(log_decay=g)), (q, k, v, g), grad)
 
         slow, fast = interleaved(sdpa, ours, repeats)

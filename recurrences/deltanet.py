@@ -37,9 +37,9 @@ class Householder(Transition):
 
     def block(self, q: Tensor, k: Tensor, gate: Gate) -> Block:
         w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)[..., None]
-        qw = (q @ w.mT).tril()
-        wk = (w @ k.mT).tril(-1)
-        lower = (beta * (w @ w.mT)).tril(-1)
+        qw = (q @ w.mT).tril_()
+        wk = (w @ k.mT).tril_(-1)
+        lower = (beta * (w @ w.mT)).tril_(-1)
         inverse = unit_lower_inverse(lower) * beta.mT  # X
         from_values, from_state = inverse @ wk, inverse @ w
         return Block(

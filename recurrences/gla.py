@@ -36,7 +36,7 @@ class Diagonal(Transition):
         return cast(Tensor, gate.log_diag).exp()[..., None] * state
 
     def block(self, q: Tensor, k: Tensor, gate: Gate) -> Block:
-        sums = open_sums(cast(Tensor, gate.log_diag).double(), dim=-2)  # float32 sums would round like the longest
+        sums = open_sums(cast(Tensor, gate.log_diag), dim=-2)
         b, n = sums
         total = b[..., -1, :].to(q.dtype).exp()
         return Block(
@@ -106,7 +106,8 @@ def _factored_size(b: Tensor, n: Tensor | None, size: int) -> int:
 
 def _factored(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
     away = (b - (b[..., :1, :] + b[..., -1:, :]) / 2).to(q.dtype)
-    return (q * away.exp()) @ (k * (-away).exp()).mT
+    grow = away.exp()
+    return (q * grow) @ (k / grow).mT
 
 
 def _pairwise(q: Tensor, k: Tensor, b: Tensor, n: Tensor | None) -> Tensor:
