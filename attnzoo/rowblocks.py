@@ -26,9 +26,9 @@ from attnzoo.pruning import Prune, first_kept_keys
 from attnzoo.transitions import block_decay
 
 HIDDEN = -1e30  # a logit whose exp is 0, and whose arithmetic never makes a NaN
-SIZES = (512, 128)  # rows per fused block
+SIZES = (1024, 128)  # rows per fused block
 CALM = 20.0  # log-decay over a block up to which the fused kernel serves it
-PLAIN = 64  # rows per block in plain operations; divides every size above
+PLAIN = 128  # rows per block in plain operations
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -77,14 +77,17 @@ def causal_attention(
     kept = None if first_kept is None else first_kept.flatten(0, 1)[None]
     sizes = _block_sizes(log_decay[..., S - T :], SIZES if kept is None else (rows,))
     out = q.new_zeros(1, B * H, T, V)
-    for size in sizes.unique().tolist():
-        index = (sizes == size).nonzero()[:, 0]
-        q_, k_, v_, g_ = (x[:, index] for x in (q, k, v, log_decay))
+    for calm in sizes.unique().tolist():
+        index = (sizes == calm).nonzero()[:, 0]
+        whole = len(index) == B * H
+        q_, k_, v_, g_ = (x if whole else x[:, index] for x in (q, k, v, log_decay))
+        there = valid if valid is None or whole else valid[:, index]
+        attend, size = (_fused_rows, calm) if calm else (_plain_rows, PLAIN if kept is None else rows)
         first = first_kept_keys(q_, k_, g_, _negligible(q.dtype), rows=size, cols=1)
         if kept is not None:
-            first = torch.maximum(first, kept[:, index].repeat_interleave(rows // size, -1)[..., : first.shape[-1]])
-        attend = _plain_rows if size == PLAIN else _fused_rows
-        out = out.index_copy(1, index, attend(q_, k_, v_, g_, None if valid is None else valid[:, index], first, size))
+            first = torch.maximum(first, kept[:, index])
+        o = attend(q_, k_, v_, g_, there, first, size)
+        out = o if whole else out.index_copy(1, index, o)
     return cast(Tensor, out.unflatten(1, (B, H)))[0]
 
 
@@ -93,9 +96,9 @@ def _negligible(dtype: torch.dtype) -> Prune:
 
 
 def _block_sizes(gates: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Rows per block for each head of ``[1, heads, T]``: the largest that is calm, or PLAIN, ``[heads]``."""
+    """Rows per block for each head of ``[1, heads, T]``: the largest in which it is calm, or 0, ``[heads]``."""
     loss = -gates[0].detach()
-    size = torch.full(loss.shape[:1], PLAIN, device=gates.device)
+    size = torch.zeros(loss.shape[:1], dtype=torch.long)
     for rows in sorted(sizes):
         blocks = F.pad(loss, (0, -loss.shape[-1] % rows)).unflatten(-1, (-1, rows)).sum(-1)
         size = torch.where(blocks.amax(-1) <= CALM, rows, size)
