@@ -9,12 +9,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from attnzoo.gate import Gate
-from attnzoo.pruning import Prune
-from attnzoo.registry import Pair, Variant, describe, dual, get, list_variants, pairs, register
-
 if TYPE_CHECKING:
     from attnzoo.attention import Attention, build_attention
+    from attnzoo.gate import Gate
+    from attnzoo.pruning import Prune
+    from attnzoo.registry import Pair, Variant, describe, dual, get, list_variants, pairs, register
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,9 +30,15 @@ __all__ = [
     "pairs",
     "register",
 ]
+_HOMES = {"Attention": "attention", "build_attention": "attention", "Gate": "gate", "Prune": "pruning"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Attention", "build_attention"):
-        return getattr(importlib.import_module("attnzoo.attention"), name)
-    raise AttributeError(f"module 'attnzoo' has no attribute {name!r}")
+    """Exports are loaded when they are first used, so that the command line starts without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'attnzoo' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"attnzoo.{_HOMES.get(name, 'registry')}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -122,8 +122,7 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "") -
     Raises:
         ValueError, FileNotFoundError: the configuration or its data are not usable; found before any training.
     """
-    # Weights far in the past underflow to denormals, which a CPU multiplies many times slower than zeros.
-    torch.set_flush_denormal(True)
+    torch.set_flush_denormal(True)  # for the evaluation of runs that need no training, as in training
     runs = plan(config)
     for run in runs:  # a wrong option of the last variant must not show after an hour
         LanguageModel(run.config.model)

@@ -68,7 +68,7 @@ def causal_attention(
         return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=1.0)[..., :V]
     if log_decay is None:
         log_decay = q.new_zeros(B, H, S)
-    if T == 1 or not q.is_cpu:
+    if T <= 2 * PLAIN or not q.is_cpu:
         there = None if valid is None else valid[:, None]
         return _plain_rows(q, k, v, log_decay, there, first_kept, rows)
     # [1, B H, ...]: each head may have its own size of blocks
@@ -117,7 +117,7 @@ def _plain_rows(
     """Row blocks in plain operations, for any gates on any device; the backward computes each block again."""
     T, S = q.shape[2], k.shape[2]
     if first_kept is None:
-        rows = min(T, SIZES[-1])
+        rows = 2 * PLAIN
     outputs = []
     for n, start in enumerate(range(0, T, rows)):
         stop = min(start + rows, T)
@@ -129,7 +129,7 @@ def _plain_rows(
             q[:, :, start:stop], k[:, :, first:end], v[:, :, first:end], log_decay[..., first:end],
             None if valid is None else valid[..., first:end], None if kept is None else kept - first,
         )  # fmt: skip
-        again = torch.is_grad_enabled() and rows < T
+        again = torch.is_grad_enabled() and T > 2 * PLAIN
         block = checkpoint(_plain_block, *args, use_reentrant=False) if again else _plain_block(*args)
         outputs.append(cast(Tensor, block))
     return torch.cat(outputs, 2)

@@ -77,8 +77,8 @@ class _UnitLowerInverse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (inverse,) = ctx.saved_tensors
-        return -(inverse.mT @ grads[0] @ inverse.mT).tril(-1)
+        transposed: Tensor = ctx.saved_tensors[0].mT
+        return -(transposed @ grads[0] @ transposed).tril(-1)
 
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:

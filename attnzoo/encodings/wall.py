@@ -3,14 +3,15 @@ r"""Wall: the diagonal gate of GLA inside the softmax logits.
 .. math:: \mathrm{logit}_{tj} = \lambda \sum_c k_{jc}\, q_{tc} \exp\!\Big(\sum_{l=j+1}^{t} a_{lc}\Big)
 
 A matrix transition acts inside the dot product, so a per-channel decay scales each channel's share of the
-logit (it does not add to the logit, as a scalar gate does). Linear dual: GLA.
+logit (it does not add to the logit, as a scalar gate does). Linear dual: GLA. Source: Averbuch and Pai (Tilde
+Research), Wall attention, in flash-linear-attention 0.6 (``fla/ops/wall_attn/naive.py`` states the logits).
 """
 
 from attnzoo.recurrences.gla import Diagonal
 from attnzoo.softmax import CarriedForms
 
 TITLE = "Wall"
-PAPER = "the exact softmax dual of GLA (arXiv:2312.06635)"
+PAPER = "Tilde Research, in flash-linear-attention 0.6.0 (2026), ops/wall_attn"
 LAYER = {"gate": "low_rank"}
 
 _forms = CarriedForms(Diagonal())

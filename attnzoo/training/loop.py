@@ -55,6 +55,8 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         FloatingPointError: the loss or the gradient is not finite.
         CheckpointError: the folder holds another run, is in use, or a checkpoint could not be written.
     """
+    # Weights far in the past underflow to denormals, which a CPU multiplies many times slower than zeros.
+    torch.set_flush_denormal(True)
     accelerator = _build_accelerator(config)
     from accelerate.utils import set_seed
 
