@@ -47,8 +47,8 @@ def fox_attention(
         q: [B, T, H, K], the last T of S positions (T <= S: chunked prefill). bfloat16, float16 or float32; head dims
             are multiples of 8 up to 256 in the Triton implementation.
         k: [B, S, G, K], v: [B, S, G, V]; G divides H and head h reads key head h // (H / G).
-        log_gate: natural log of the forget gate, float32, <= 0: [B, S, H] (FoX), [H] (ALiBi: minus the slope) or None.
-            Differentiable, as are q, k, v and sink.
+        log_gate: natural log of the forget gate, float32, <= 0: [B, S, H] (FoX), [H] (ALiBi: minus the slope; clamped
+            at -1e4) or None. Differentiable, as are q, k, v and sink.
         scale: of the logits; default K ** -0.5.
         prune: skip blocks whose total weight is certified below ``prune.eps`` per row. Needs a gate.
         window: each row sees itself and the window - 1 keys before it.
