@@ -48,7 +48,7 @@ def fox_delta_kernel(
     GATE: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
     """Pairs (lse, dO . O) per row, [B, H, Tp, 2] with Tp rounded up to RU; with a sink its weight [B, H, T]."""
-    i_t, i_bh = tl.program_id(0), tl.program_id(1)
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
     r = (i_t * BT).to(tl.int64)
@@ -335,7 +335,7 @@ def fox_backward(
     limits = (lse if left is None else left, lse if start is None else start)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *left_strides(left))
     p_w = lse if drow is None else drow
-    fox_delta_kernel[(rows.shape[2] // 64, B * H)](
+    fox_delta_kernel[(B * H, rows.shape[2] // 64)](
         o, do, lse, rows, p_w, *gates, lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3],
         H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink,
     )  # fmt: skip

@@ -48,7 +48,7 @@ def gate_units_kernel(
     p_g, p_base, p_tail, p_closed, S, NU, H, stride_b, stride_s, stride_h, BU: tl.constexpr, KU: tl.constexpr
 ):
     """Per key unit: sum of log2 gates, log2 sum_l 2^(c_end - c_l), last closed position."""
-    i_c, i_bh = tl.program_id(0), tl.program_id(1)
+    i_bh, i_c = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_u = i_c * BU + tl.arange(0, BU)
     o_pos = o_u[:, None] * KU + tl.arange(0, KU)[None, :]  # [BU, KU]
@@ -102,7 +102,7 @@ def gate_tokens_kernel(
     HAS_DOC: tl.constexpr, BU: tl.constexpr, KU: tl.constexpr,
 ):  # fmt: skip
     """Per token: the running sum within its unit [B, H, NU * KU], and the first visible key [B, H, S]."""
-    i_c, i_bh = tl.program_id(0), tl.program_id(1)
+    i_bh, i_c = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_u = i_c * BU + tl.arange(0, BU)
     o_pos = o_u[:, None] * KU + tl.arange(0, KU)[None, :]  # [BU, KU]
@@ -133,7 +133,7 @@ def _load_dc(p_key, p_row, o_pos, S, T, HAS_ROW: tl.constexpr):
 @triton.jit(do_not_specialize=["S", "T", "NU"])
 def dgate_units_kernel(p_key, p_row, p_sum, S, T, NU, HAS_ROW: tl.constexpr, BU: tl.constexpr, KU: tl.constexpr):
     """Per key unit: sum of the gradient of the running gate sum."""
-    i_c, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_bh, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_u = i_c * BU + tl.arange(0, BU)
     o_pos = o_u[:, None] * KU + tl.arange(0, KU)[None, :]
     b_dc = _load_dc(p_key + i_bh * S, p_row + i_bh * T, o_pos, S, T, HAS_ROW)
@@ -146,7 +146,7 @@ def dgate_tokens_kernel(
     HAS_DOC: tl.constexpr, HAS_ROW: tl.constexpr, BU: tl.constexpr, KU: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dg_l = sum of dc over t >= l; exactly 0 for a closed gate and for the first of a segment."""
-    i_c, i_bh = tl.program_id(0), tl.program_id(1)
+    i_bh, i_c = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     p_u = i_bh.to(tl.int64) * NU
     b_after = tl.zeros([], tl.float64)
@@ -186,7 +186,7 @@ def gate_sums(log_gate: Tensor, doc: Tensor | None, window: int) -> tuple[Tensor
     base, x = new((B, H, NU + 1), dtype=torch.float64), new((B, H, NU), dtype=torch.float64)
     tail, closed = new((B, H, NU)), new((B, H, NU), dtype=torch.int32)
     c, left = new((B, H, NU * KEY_UNIT)), new((B, H, S), dtype=torch.int32)
-    grid, strides = (triton.cdiv(NU, UNITS), B * H), log_gate.stride()
+    grid, strides = (B * H, triton.cdiv(NU, UNITS)), log_gate.stride()
     gate_units_kernel[grid](log_gate, base, tail, closed, S, NU, H, *strides, BU=UNITS, KU=KEY_UNIT)
     gate_scan_kernel[(B * H,)](base, tail, closed, x, NU, BU=min(1024, triton.next_power_of_2(NU)))
     gate_tokens_kernel[grid](
@@ -202,7 +202,7 @@ def gate_gradient(dkey: Tensor, drow: Tensor | None, log_gate: Tensor, doc: Tens
     NU, row = triton.cdiv(S, KEY_UNIT), dkey if drow is None else drow
     total = dkey.new_empty((B, H, NU), dtype=torch.float64)
     dg = dkey.new_empty((B, S, H))
-    grid, has_row = (triton.cdiv(NU, UNITS), B * H), drow is not None
+    grid, has_row = (B * H, triton.cdiv(NU, UNITS)), drow is not None
     dgate_units_kernel[grid](dkey, row, total, S, T, NU, HAS_ROW=has_row, BU=UNITS, KU=KEY_UNIT)
     dgate_tokens_kernel[grid](
         dkey, row, total, log_gate, log_gate if doc is None else doc, dg, S, T, NU, H, *log_gate.stride(),

@@ -42,7 +42,7 @@ SLACK = 1.0e-3  # log2 units added to the bound: covers the float32 rounding of 
 def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
                     BR: tl.constexpr):  # fmt: skip
     """Largest |x|^2 per head of [B, R, H, D]; p_max [B, H] starts at 0."""
-    i_r, i_bh = tl.program_id(0), tl.program_id(1)
+    i_bh, i_r = tl.program_id(0), tl.program_id(1)
     p_x += (i_bh // H).to(tl.int64) * stride_b + (i_bh % H) * stride_h + (i_r * BR).to(tl.int64) * stride_r
     b_x = _load_tile(p_x, tl.arange(0, BR), tl.arange(0, BD), stride_r, R - i_r * BR, D, BD, True).to(tl.float32)
     tl.atomic_max(p_max + i_bh, tl.max(tl.sum(b_x * b_x, 1), 0))
@@ -74,7 +74,7 @@ def prune_rows_kernel(
     HAS_LEFT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Worst row of each row unit, [B, H, T / RU] float64: c_i + U_i - l_i (tail) or c_i + 2 U + log N (paper)."""
-    i_t, i_bh = tl.program_id(0), tl.program_id(1)
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     i_bg = i_b * (H // REP) + i_h // REP
     off = S - T
@@ -184,7 +184,7 @@ def key_bounds_kernel(p_left, p_start, p_end, p_full, T, S, n_steps, stride_lb, 
                       RU: tl.constexpr, KU: tl.constexpr, BU: tl.constexpr, HAS_LEFT: tl.constexpr,
                       HAS_START: tl.constexpr):  # fmt: skip
     """Per key unit [B, H, S / KU]: first row that sees none of it, first row that misses some of it."""
-    i_c, i_bh = tl.program_id(0), tl.program_id(1)
+    i_bh, i_c = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     n_u = tl.cdiv(S, KU)
     o_u = i_c * BU + tl.arange(0, BU)
@@ -228,10 +228,10 @@ def prune_starts(
     norms = torch.zeros(B * (H + G), dtype=torch.float32, device=q.device)
     qmax, kmax = norms[: B * H], norms[B * H :]
     if tail or logit_bound is None:
-        norm_max_kernel[(triton.cdiv(S, 128), B * G)](k, kmax, S, *k.stride()[:3], H=G, D=K, BD=BK, BR=128)
+        norm_max_kernel[(B * G, triton.cdiv(S, 128))](k, kmax, S, *k.stride()[:3], H=G, D=K, BD=BK, BR=128)
     if not tail and logit_bound is None:
-        norm_max_kernel[(triton.cdiv(T, 128), B * H)](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
-    prune_rows_kernel[(n_t, B * H)](
+        norm_max_kernel[(B * H, triton.cdiv(T, 128))](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
+    prune_rows_kernel[(B * H, n_t)](
         q, k, qmax, kmax, norms if logit_bound is None else logit_bound, norms if c is None else c,
         norms if base is None else base, log_gate, start if left is None else left, need, T, S, scale * LOG2E,
         math.log2(S), *q.stride()[:3], *k.stride()[:3], *left_strides(left), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
@@ -257,7 +257,7 @@ def key_bounds(left: Tensor | None, start: Tensor | None, B: int, T: int, H: int
     n_u = triton.cdiv(S, KEY_UNIT)
     end = torch.empty((B, H, n_u), dtype=torch.int32, device=some.device)
     full = torch.empty_like(end)
-    key_bounds_kernel[(triton.cdiv(n_u, 128), B * H)](
+    key_bounds_kernel[(B * H, triton.cdiv(n_u, 128))](
         some if left is None else left, some if start is None else start, end, full, T, S, T.bit_length() + 1,
         *left_strides(left), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_LEFT=left is not None,
         HAS_START=start is not None,

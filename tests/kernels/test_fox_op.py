@@ -77,6 +77,20 @@ def test_inputs_need_not_be_contiguous() -> None:
     torch.testing.assert_close(fox_attention(strided["q"], strided["k"], strided["v"], **call), want, rtol=0, atol=0)
 
 
+def test_broadcast_keys_and_gradients() -> None:
+    """One key head seen as two by expand, and the stride-0 gradient of a sum."""
+    x = inputs(Case(T=66, S=66, K=8, V=8), torch.float32)
+    q, k, v = (x[n].requires_grad_() for n in "qkv")
+
+    def grads(k_heads: torch.Tensor, v_heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        o = fox_attention(q, k_heads, v_heads, log_gate=x["log_gate"], impl="triton")
+        return torch.autograd.grad(o.sum(), (q, k, v))
+
+    wide = (t.expand(1, 66, 2, 8) for t in (k, v))
+    for a, b in zip(grads(*wide), grads(k, v), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_auto_takes_what_the_device_can_run() -> None:
     x = inputs(CASE, torch.float64)
     want = fox_reference(x["q"], x["k"], x["v"], log_gate=x["log_gate"])
