@@ -240,10 +240,9 @@ def left_strides(left: Tensor | None) -> tuple[int, int]:
 
 
 def can_describe(*xs: Tensor) -> bool:
-    """Whether tensor descriptors can address these [B, R, H, D] tensors: 16-byte strides and base, nothing broadcast."""
-    return all(
-        x.data_ptr() % 16 == 0 and all(n > 0 and n * x.element_size() % 16 == 0 for n in x.stride()[:3]) for x in xs
-    )
+    """Whether tensor descriptors can address these [B, R, H, D] tensors: 16-byte strides and base, no broadcast."""
+    strides = [n * x.element_size() for x in xs for n in x.stride()[:3]]
+    return all(n > 0 and n % 16 == 0 for n in strides) and all(x.data_ptr() % 16 == 0 for x in xs)
 
 
 def describe(x: Tensor, rows: int) -> Any:
