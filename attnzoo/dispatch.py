@@ -50,9 +50,9 @@ def _unserved(
         return fla_unavailable(parts.q, parts.gate)
     if valid is not None and cache is not None:
         return "the triton form serves padding only in whole sequences, without a cache"
-    from attnzoo.kernels.fox.api import _why_not_triton
+    from attnzoo.kernels.fox import triton_unavailable
 
-    return _why_not_triton(parts.q, parts.v) or None
+    return triton_unavailable(parts.q, parts.v) or None
 
 
 def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from attnzoo.gate import Gate
 from attnzoo.transitions import Transition, block_decay, compute_dtype, cut, heads_first
 
-CHUNK = 64
+CHUNK = 64  # tokens of the longest chunk of any variant
+SEGMENT = 1024  # tokens that a CPU works on at a time: what it writes then stays in its caches
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class LinearForms:
     """
 
     transition: Transition
+    chunk_size: int = 64  # tokens per chunk, at most CHUNK
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None = None, scale: float | None = None
@@ -39,8 +42,8 @@ class LinearForms:
         return self._blockwise(q, k, v, gate, None, scale, size=q.shape[1])[0]
 
     def chunk(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
-        """Quadratic inside chunks of 64 tokens, recurrent across them."""
-        return self._blockwise(q, k, v, gate, None, scale, size=CHUNK)[0]
+        """Quadratic inside chunks of ``chunk_size`` tokens, recurrent across them."""
+        return self._chunked(q, k, v, gate, None, scale)[0]
 
     def extend(
         self,
@@ -65,7 +68,7 @@ class LinearForms:
             v = v.masked_fill(absent[..., None, None], 0.0)
         if q.shape[1] == 1:
             return self._recur(q, k, v, gate, state, scale)
-        return self._blockwise(q, k, v, gate, state, scale, size=min(CHUNK, q.shape[1]))
+        return self._chunked(q, k, v, gate, state, scale)
 
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None
@@ -92,6 +95,18 @@ class LinearForms:
             S = S + k[:, :, t, :, None] * v[:, :, t, None, :]
             outputs.append(q[:, :, t, None, :] @ S)
         return torch.cat(outputs, 2).mul_(scale).transpose(1, 2).to(dtype), S
+
+    def _chunked(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        T, outputs = q.shape[1], []
+        stride = SEGMENT if q.is_cpu else T
+        for a in range(0, T, stride):
+            b = min(a + stride, T)
+            size = min(CHUNK, self.chunk_size, b - a)
+            o, state = self._blockwise(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), state, scale, size)
+            outputs.append(o)
+        return torch.cat(outputs, 1), cast(Tensor, state)
 
     def _blockwise(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None, size: int

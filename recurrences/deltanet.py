@@ -86,7 +86,7 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     return cast(Tensor, _UnitLowerInverse.apply(lower))  # type: ignore[no-untyped-call]
 
 
-_forms = LinearForms(Householder())
+_forms = LinearForms(Householder(), chunk_size=32)
 step, recurrent, parallel, chunk, extend = (
     _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
 )  # fmt: skip

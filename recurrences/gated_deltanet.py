@@ -16,7 +16,7 @@ LAYER = {
     "output_norm": "rms", "output_gate": "swish",
 }  # fmt: skip
 
-_forms = LinearForms(Householder())
+_forms = LinearForms(Householder(), chunk_size=32)
 step, recurrent, parallel, chunk, extend = (
     _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
 )  # fmt: skip

@@ -66,6 +66,7 @@ def block_sizes(size: int | None) -> Iterator[None]:
         return
     with (
         mock.patch.object(attnzoo.linear, "CHUNK", size),
+        mock.patch.object(attnzoo.linear, "SEGMENT", 2 * size),
         mock.patch.object(attnzoo.softmax, "ROWS", size),
         mock.patch.object(attnzoo.rowblocks, "SIZES", (2 * size, size)),
         mock.patch.object(attnzoo.rowblocks, "PLAIN", 1 if size % 2 else size // 2),  # divides the others

@@ -142,7 +142,7 @@ def _choose(impl: str, q: Tensor, v: Tensor) -> str:
     """The implementation to run; an explicit choice never falls back."""
     if impl not in get_args(Impl):
         raise ValueError(f"impl: expected one of {get_args(Impl)}, got {impl!r}")
-    why = _why_not_triton(q, v)
+    why = triton_unavailable(q, v)
     if impl == "triton" and why:
         error = ImportError if "installed" in why else ValueError
         raise error(f"impl: 'triton' cannot run here: {why}")
@@ -153,7 +153,7 @@ def _choose(impl: str, q: Tensor, v: Tensor) -> str:
     return picked
 
 
-def _why_not_triton(q: Tensor, v: Tensor) -> str:
+def triton_unavailable(q: Tensor, v: Tensor) -> str:
     """Why the Triton kernels cannot take these tensors, or "" if they can."""
     if not _HAS_TRITON:
         return "the triton package is not installed"
