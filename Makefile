@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 JOBS ?= 2
 
 .DEFAULT_GOAL = help
-.PHONY: help install demo test test-long lint types check bench clean
+.PHONY: help install demo test test-long lint types check bench bench-gpu clean
 
 help:
 	@echo "make demo       train twelve variants on the standard library's source, write runs/demo/report.html"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-long  at least 200 random examples per variant and property"
 	@echo "make check      lint, types and tests"
 	@echo "make bench      CPU speed of the reference forms"
+	@echo "make bench-gpu  GPU speed of the kernels beside every peer that is installed"
 
 install: $(VENV)/.installed
 
@@ -43,6 +44,9 @@ check: lint types test
 
 bench: install
 	$(BIN)/python benchmarks/cpu.py
+
+bench-gpu: install
+	$(BIN)/python benchmarks/fox_gpu.py --out runs/bench-gpu --plot
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

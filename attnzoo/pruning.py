@@ -88,14 +88,17 @@ def first_kept_keys(
             # count as open in c, which makes the sum larger and the certificate stricter.
             tail = torch.logcumsumexp(-c, -1)
             count = torch.searchsorted(tail, (prune.log_eps - worst).contiguous(), right=True)
-        # whatever lies before the last closed gate is gone anyway
-        index = torch.arange(S, device=q.device)
-        last_closed = torch.where(torch.isneginf(g), index, 0).cummax(-1).values
-        count = torch.minimum(torch.maximum(count, last_closed[..., starts]), starts)
+        count = torch.minimum(torch.maximum(count, keys_behind_closed(g, starts)), starts)
         kept = count // cols * cols
         # column boundaries (for a backward over keys) need row boundaries that never move back
         monotone: Tensor = kept.flip(-1).cummin(-1).values
         return monotone.flip(-1)
+
+
+def keys_behind_closed(log_decay: Tensor, at: Tensor) -> Tensor:
+    """How many keys lie behind the last closed gate (-inf) up to the tokens ``at``: ``[B, H, len(at)]``."""
+    index = torch.arange(log_decay.shape[-1], device=log_decay.device)
+    return torch.where(torch.isneginf(log_decay), index, 0).cummax(-1).values[..., at]
 
 
 def kept_fraction(

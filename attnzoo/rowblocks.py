@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.pruning import Prune, first_kept_keys
+from attnzoo.pruning import Prune, first_kept_keys, keys_behind_closed
 from attnzoo.transitions import block_decay
 
 HIDDEN = -1e30  # a logit whose exp is 0, and whose arithmetic never makes a NaN
@@ -45,8 +45,8 @@ def causal_attention(
 ) -> Tensor:
     """The last T of S tokens attend to all before them.
 
-    On a CPU each head takes the block size that its decay allows, and keys whose weight is certified to be below
-    the square of the dtype's rounding are left out: they cannot change a bit of the sum.
+    On a CPU each head takes the block size that its decay allows, and in float32 keys whose weight is certified to be
+    below the square of its rounding are left out: they are lost in the sum, and their tiny exponentials are slow.
 
     Args:
         q: scaled queries ``[B, H, T, K]``.
@@ -83,7 +83,7 @@ def causal_attention(
         q_, k_, v_, g_ = (x if whole else x[:, index] for x in (q, k, v, log_decay))
         there = valid if valid is None or whole else valid[:, index]
         attend, size = (_fused_rows, calm) if calm else (_plain_rows, PLAIN if kept is None else rows)
-        first = first_kept_keys(q_, k_, g_, _negligible(q.dtype), rows=size, cols=1)
+        first = _first_felt(q_, k_, g_, size)
         if kept is not None:
             first = torch.maximum(first, kept[:, index])
         o = attend(q_, k_, v_, g_, there, first, size)
@@ -91,8 +91,15 @@ def causal_attention(
     return cast(Tensor, out.unflatten(1, (B, H)))[0]
 
 
-def _negligible(dtype: torch.dtype) -> Prune:
-    return Prune(eps=torch.finfo(dtype).eps ** 2)
+def _first_felt(q: Tensor, k: Tensor, log_decay: Tensor, rows: int) -> Tensor:
+    """First key of each row block that is not certified to be nothing.
+
+    In float64 only closed gates count: its exponentials have room for all others, and what a row sums then does not
+    depend on the rows after it, bit for bit.
+    """
+    if q.dtype == torch.float64:
+        return keys_behind_closed(log_decay, torch.arange(k.shape[2] - q.shape[2], k.shape[2], rows))
+    return first_kept_keys(q, k, log_decay, Prune(eps=torch.finfo(q.dtype).eps ** 2), rows=rows, cols=1)
 
 
 def _block_sizes(gates: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -138,22 +145,34 @@ def _plain_rows(
 def _plain_block(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None
 ) -> Tensor:
-    C, S = q.shape[2], k.shape[2]
+    return block_weights(q @ k.mT, log_decay, valid, first_kept) @ v
+
+
+def block_weights(scores: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None) -> Tensor:
+    """Softmax weights of a block of rows over all keys up to it, ``[B, H, C, S]``.
+
+    Args:
+        scores: ``[B, H, C, S]``, scaled; the last C keys are the block's own. Later ones than a row are not read.
+        log_decay: gates of all S tokens, ``[B, H, S]``, -inf allowed.
+        valid: keys that exist, ``[B, 1 or H, S]``, or None for all.
+        first_kept: first key that the block may see, ``[B, H]``, or None.
+    """
+    C, S = scores.shape[-2:]
     P = S - C
     inside = block_decay(log_decay[..., P:])
+    # each earlier key's decay up to the block, summed from the block backwards
     later = F.pad(log_decay[..., 1:P], (0, 1)) if P else log_decay[..., :0]
     to_block = later.flip(-1).cumsum(-1).flip(-1)
     bias = torch.cat([inside.entry[..., None] + to_block[..., None, :], inside.between], -1)
-    logits = (q @ k.mT + bias).clamp(min=HIDDEN)
+    logits = (scores + bias).clamp(min=HIDDEN)
     if valid is not None:
         logits = logits.masked_fill(~valid[..., None, :], HIDDEN)
-    index = torch.arange(S, device=q.device)
     if first_kept is not None:
-        logits = logits.masked_fill(index < first_kept[..., None, None], HIDDEN)
-    logits = logits.masked_fill(torch.ones(C, S, dtype=torch.bool, device=q.device).triu(P + 1), -torch.inf)
-    tiny = 0.8 * math.log(torch.finfo(q.dtype).tiny)  # exponentials below it would be slow denormal numbers
-    logits = logits.masked_fill(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf)
-    return logits.softmax(-1) @ v
+        logits = logits.masked_fill(torch.arange(S, device=scores.device) < first_kept[..., None, None], HIDDEN)
+    future = torch.ones(C, S, dtype=torch.bool, device=scores.device).triu(P + 1)
+    logits = logits.masked_fill(future, -torch.inf)
+    tiny = 0.8 * math.log(torch.finfo(scores.dtype).tiny)  # exponentials below it would be slow denormal numbers
+    return logits.masked_fill(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf).softmax(-1)
 
 
 def _fused_rows(

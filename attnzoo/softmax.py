@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.gate import Gate
 from attnzoo.pruning import Prune, first_kept_keys
-from attnzoo.rowblocks import HIDDEN, causal_attention
-from attnzoo.transitions import Transition, block_decay, compute_dtype, heads_first
+from attnzoo.rowblocks import block_weights, causal_attention
+from attnzoo.transitions import Transition, compute_dtype, heads_first
 
 ROWS = 128
 
@@ -80,7 +81,7 @@ def append_valid(cache: KVCache | None, valid: Tensor | None, like: Tensor) -> T
     return torch.cat([past, valid if valid is not None else like.new_ones(B, T, dtype=torch.bool)], 1)
 
 
-class SoftmaxForms:
+class SoftmaxForms(ABC):
     r"""``o_t = sum_j softmax_j(s_tj + d_tj) v_j``.
 
     All forms take q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, the gate and ``scale`` (default
@@ -128,6 +129,7 @@ class SoftmaxForms:
             raise ValueError("prune: expected None (nothing decays without log_decay), got " + repr(prune))
         return self._extend(q, k, v, gate, state, scale, valid, prune)
 
+    @abstractmethod
     def _extend(
         self,
         q: Tensor,
@@ -139,7 +141,7 @@ class SoftmaxForms:
         valid: Tensor | None,
         prune: Prune | None,
     ) -> tuple[Tensor, KVCache]:
-        raise NotImplementedError
+        """:meth:`extend` with its arguments checked."""
 
 
 class AdditiveForms(SoftmaxForms):
@@ -297,20 +299,8 @@ class CarriedForms(SoftmaxForms):
         first_kept: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """One block of C rows over ``carried`` ``[B, H, K, P]`` and itself: the output and the new ``carried``."""
-        P = carried.shape[-1]
         block = self.transition.block(q, k, gate)
-        inside = block_decay(decay[..., P:])
-        # each earlier key's decay up to the block, summed from the block backwards
-        later = F.pad(decay[..., 1:P], (0, 1)) if P else decay[..., :0]
-        to_block = later.flip(-1).cumsum(-1).flip(-1)
-        hidden = torch.zeros(q.shape[0], 1, 1, 1, dtype=torch.bool, device=q.device)
-        if valid is not None:
-            hidden = ~valid[:, None, None, :]
-        bias = torch.cat([inside.entry[..., None] + to_block[..., None, :], inside.between], -1)
-        logits = torch.cat([block.q @ carried, block.scores], -1) + bias
-        if first_kept is not None:
-            hidden = hidden | (torch.arange(logits.shape[-1], device=q.device) < first_kept[..., None, None])
-        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(P + 1)
-        logits = logits.clamp(min=HIDDEN).masked_fill(hidden, HIDDEN).masked_fill(future, -torch.inf)
+        scores = torch.cat([block.q @ carried, block.scores], -1)
+        weights = block_weights(scores, decay, None if valid is None else valid[:, None], first_kept)
         carried = self.transition.carry(cast(Tensor, block.total), carried)
-        return logits.softmax(-1) @ v, torch.cat([carried, block.k.mT], -1)
+        return weights @ v, torch.cat([carried, block.k.mT], -1)

@@ -48,7 +48,11 @@ def linear_table(T: int, repeats: int) -> list[tuple[str, float, float]]:
 def fox_table(T: int, repeats: int) -> list[tuple[str, float, float]]:
     """(gates, SDPA ms, FoX ms), forward and backward, at B=1, H=4, K=V=64, float32."""
     rows = []
-    for label, mean in (("mean |log f| 0.01", 0.01), ("mean |log f| 0.1", 0.1), ("mean |log f| 1", 1.0)):
+    for label, mean in (
+        ("mean decay per token 0.01", 0.01),
+        ("mean decay per token 0.1", 0.1),
+        ("mean decay per token 1", 1.0),
+    ):
         torch.manual_seed(0)
         q, k, v = (torch.randn(1, T, 4, 64, requires_grad=True) for _ in range(3))
         g = (-2 * mean * torch.rand(1, T, 4)).requires_grad_()
