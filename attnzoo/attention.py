@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnzoo.dispatch import IMPLS, choose, run
 from attnzoo.errors import unknown
-from attnzoo.gate import Gate
+from attnzoo.gate import Gate, expand_heads
 from attnzoo.gates import GateName, Sizes, build_gate, gate_classes, gate_options
 from attnzoo.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
 from attnzoo.projections import rotary_angles
@@ -343,7 +343,7 @@ class Attention(nn.Module):
             gate = gate.per_token(q).neutral_where(~stream.valid)
         if write is not None:
             if write.shape[2] != v.shape[2]:  # a strength per query head needs a value per query head
-                k, v = (y.repeat_interleave(config.num_heads // config.kv_heads, 2) for y in (k, v))
+                k, v = expand_heads(k, config.num_heads), expand_heads(v, config.num_heads)
             v = v * write[..., None].to(v.dtype)
         return Projected(q.to(v.dtype), k.to(v.dtype), v, gate)
 

@@ -25,14 +25,14 @@ def choose(
     Raises:
         RuntimeError: an explicit ``impl`` that cannot serve this variant, device or call; it never falls back.
     """
-    if impl == "reference":
+    if impl == "reference" or (impl == "auto" and not parts.q.is_cuda):
         return "reference"
-    reasons = {form: _unserved(variant, form, parts, valid, cache) for form in ("triton", "fla")}
     if impl == "auto":
-        able = (form for form, reason in reasons.items() if reason is None)
-        return next(able, "reference") if parts.q.is_cuda else "reference"
-    if reasons[impl] is not None:
-        raise RuntimeError(f"impl={impl!r}: {reasons[impl]}; use impl='auto' or 'reference'")
+        able = (form for form in ("triton", "fla") if _unserved(variant, form, parts, valid, cache) is None)
+        return next(able, "reference")
+    reason = _unserved(variant, impl, parts, valid, cache)
+    if reason is not None:
+        raise RuntimeError(f"impl={impl!r}: {reason}; use impl='auto' or 'reference'")
     return impl
 
 
@@ -67,12 +67,9 @@ def run(
     """Output ``[B, T, H, V]`` and the new state (None where no cache is kept)."""
     options: dict[str, Any] = {} if prune is None else {"prune": prune}
     q, k, v, gate = parts.q, parts.k, parts.v, parts.gate
-    if form == "reference":
-        state = None if cache is None else cache.state
-        o, new_state = variant.extend(q, k, v, gate, state, scale, valid=valid, **options)
-        return o, new_state
-    if form == "triton":
-        state = None if cache is None else cache.state
-        o, new_state = variant.module.extend_triton(q, k, v, gate, state, scale, valid=valid, **options)
-        return o, new_state
-    return variant.forms[form](q, k, v, gate, scale, **options), None
+    if form == "fla":
+        return variant.forms["fla"](q, k, v, gate, scale), None
+    extend = variant.extend if form == "reference" else variant.module.extend_triton
+    state = None if cache is None else cache.state
+    o, new_state = extend(q, k, v, gate, state, scale, valid=valid, **options)
+    return o, new_state

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnzoo.attention import Attention
-from attnzoo.gate import Gate
-from attnzoo.oracle import default_scale, expand_heads
+from attnzoo.gate import Gate, expand_heads
+from attnzoo.oracle import default_scale
 from attnzoo.pruning import Bound, Prune, first_kept_keys, kept_fraction
 
 Array = npt.NDArray[np.float64]

@@ -6,6 +6,7 @@ must be finite here: a closed gate (-inf) is served by the ``chunk`` form.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from importlib.metadata import version
 from typing import Any, cast
@@ -14,7 +15,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from attnzoo.gate import Gate
+from attnzoo.gate import Gate, expand_heads
 
 
 def fla_unavailable(q: Tensor, gate: Gate) -> str | None:
@@ -33,10 +34,14 @@ def fla_unavailable(q: Tensor, gate: Gate) -> str | None:
         return "its delta-rule kernels do not take float32"
     gated = gate.log_decay is not None
     hopper = torch.cuda.get_device_capability(q.device)[0] == 9
-    triton = Version(version("triton"))
-    if gated and hopper and Version("3.4") <= triton < Version("3.7.1") and torch.is_grad_enabled():
-        return f"its gated backward is miscompiled by Triton {triton} on Hopper (3.7.1 mends it)"
+    if gated and hopper and torch.is_grad_enabled() and Version("3.4") <= _triton() < Version("3.7.1"):
+        return f"its gated backward is miscompiled by Triton {_triton()} on Hopper (3.7.1 mends it)"
     return None
+
+
+@functools.cache  # asked at every call of a layer, and read from disk
+def _triton() -> Version:
+    return Version(version("triton"))
 
 
 def _ready(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
@@ -44,11 +49,7 @@ def _ready(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Tensor]
     reason = fla_unavailable(q, gate)
     if reason is not None:
         raise RuntimeError(f"form 'fla': {reason}; use the 'chunk' form")
-    return _expand(k, q), _expand(v, q)
-
-
-def _expand(x: Tensor, q: Tensor) -> Tensor:
-    return x if x.shape[2] == q.shape[2] else x.repeat_interleave(q.shape[2] // x.shape[2], 2)
+    return expand_heads(k, q.shape[2]), expand_heads(v, q.shape[2])
 
 
 def fla_linear_attention(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
@@ -86,7 +87,7 @@ def fla_delta_rule(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | N
     """
     if gate.w is not k:
         raise RuntimeError("form 'fla': its delta rule erases along the key it writes (gate.w must be k); use 'chunk'")
-    beta = _expand(cast(Tensor, gate.beta), q)
+    beta = expand_heads(cast(Tensor, gate.beta), q.shape[2])
     k, v = _ready(q, k, v, gate)
     safe = torch.where(beta == 0, torch.ones_like(beta), beta)[..., None]
     strength_free = torch.where(beta[..., None] == 0, torch.zeros_like(v), v / safe).to(v.dtype)

@@ -83,11 +83,15 @@ class Gate:
                 torch.diag_embed(_every_second(-angle.sin()), 1)
             ).add(torch.diag_embed(_every_second(angle.sin()), -1))
         if self.w is not None and self.beta is not None:
-            w = self.w.double().repeat_interleave(H // self.w.shape[2], 2)
-            beta = self.beta.double().repeat_interleave(H // self.beta.shape[2], 2)
+            w, beta = expand_heads(self.w.double(), H), expand_heads(self.beta.double(), H)
             eye = torch.eye(K, dtype=torch.float64, device=q.device)
             R = R @ (eye - beta[..., None, None] * w[..., :, None] * w[..., None, :])
         return g, R
+
+
+def expand_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeat the heads of ``[B, T, G, ...]`` up to ``heads``, if there are fewer."""
+    return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
 def _every_second(x: Tensor) -> Tensor:

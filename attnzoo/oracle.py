@@ -9,12 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.gate import Gate
-
-
-def expand_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat the G key/value heads (dim 2) so that each query head has its own."""
-    return x.repeat_interleave(heads // x.shape[2], dim=2)
+from attnzoo.gate import Gate, expand_heads
 
 
 def default_scale(q: Tensor) -> float:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.gate import Gate
+from attnzoo.gate import Gate, expand_heads
 from attnzoo.pruning import Prune, first_kept_keys
 from attnzoo.rowblocks import block_weights, causal_attention
 from attnzoo.transitions import Transition, compute_dtype, heads_first
@@ -63,11 +63,6 @@ def append(past: Tensor | None, new: Tensor | None) -> Tensor | None:
     if past is None or new is None or not past.shape[1]:
         return new
     return torch.cat([past, new], 1)
-
-
-def expand_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat the heads of ``[B, T, heads, X]`` up to ``heads``, if there are fewer."""
-    return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
 def append_valid(cache: KVCache | None, valid: Tensor | None, like: Tensor) -> Tensor | None:
@@ -219,7 +214,7 @@ class AdditiveForms(SoftmaxForms):
         q, k, phase = self._place(q, k, gate, state)
         past = KVCache(k[:, :0], v[:, :0]) if state is None else state
         new = KVCache(
-            k=torch.cat([expand_heads(past.k, k.shape[2]), expand_heads(k, past.k.shape[2])], 1),
+            k=cast(Tensor, append(expand_heads(past.k, k.shape[2]), expand_heads(k, past.k.shape[2]))),
             v=cast(Tensor, append(past.v, v)),
             log_decay=append(past.log_decay, gate.log_decay),
             valid=append_valid(state, valid, k),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.fla_forms import fla_linear_attention
-from attnzoo.gate import Gate
+from attnzoo.gate import Gate, expand_heads
 from attnzoo.linear import LinearForms
 from attnzoo.transitions import Block, Transition
 
@@ -65,5 +65,5 @@ step, recurrent, parallel, chunk, extend = (
 def fla(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
     """Rotated queries and keys through ``chunk_linear_attn``: ``Rot(a)^T Rot(b) = Rot(b - a)``."""
     phase = phases(cast(Tensor, gate.per_token(q).angle), dim=1)
-    k = rotate(k.repeat_interleave(q.shape[2] // k.shape[2], 2), phase)
+    k = rotate(expand_heads(k, q.shape[2]), phase)
     return fla_linear_attention(rotate(q, phase), k, v, Gate(), scale)

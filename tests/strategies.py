@@ -18,6 +18,7 @@ import attnzoo.recurrences.gla
 import attnzoo.rowblocks
 import attnzoo.softmax
 from attnzoo import Gate, Variant, get, oracle
+from attnzoo.gate import expand_heads
 from attnzoo.samples import Regime, random_inputs
 
 LIMIT = 1e-10  # float64: relative to the largest entry of what is expected
@@ -150,7 +151,7 @@ def straightforward(variant: Variant, dtype: torch.dtype) -> Form:
         g, R = gate.dense(q)
         g, R = g.to(dtype), R.to(dtype)
         q = q * (K**-0.5 if scale is None else scale)
-        k, v = (oracle.expand_heads(x, H).to(dtype) for x in (k, v))
+        k, v = (expand_heads(x, H).to(dtype) for x in (k, v))
         keys, past = k[:, :0], g[:, :0]
         outputs = []
         for t in range(T):

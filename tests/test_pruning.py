@@ -14,6 +14,7 @@ from strategies import Inputs, assert_close, block_sizes, relative_error, value_
 from torch import Tensor
 
 from attnzoo import Gate, Prune, get, list_variants, oracle
+from attnzoo.gate import expand_heads
 from attnzoo.pruning import Bound, dropped_mass, first_kept_keys, kept_fraction
 from attnzoo.samples import random_inputs
 
@@ -251,7 +252,7 @@ def test_pruned_equals_attention_over_the_kept_keys(name: str, monkeypatch: pyte
     def kept_only(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
         s, d = oracle.scores(q, k, gate)
         weights = (s + d).masked_fill(dropped, -torch.inf).softmax(-1)
-        return torch.einsum("bhtj,bjhv->bthv", weights, oracle.expand_heads(v, 2))
+        return torch.einsum("bhtj,bjhv->bthv", weights, expand_heads(v, 2))
 
     assert dropped.any()
     assert_close(got, value_and_gradients(kept_only, inputs))

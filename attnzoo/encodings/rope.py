@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.gate import Gate
+from attnzoo.gate import Gate, expand_heads
 from attnzoo.recurrences.complex_linear import phases, rotate
 from attnzoo.softmax import AdditiveForms, KVCache
 from attnzoo.transitions import compute_dtype
@@ -33,7 +33,7 @@ class Rotated(AdditiveForms):
         if state is not None and state.phase is not None:
             phase = phase + state.phase
         if phase.shape[2] > 1:
-            k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+            k = expand_heads(k, q.shape[2])
         return _turn(q, phase), _turn(k, phase), phase[:, -1:]
 
 
