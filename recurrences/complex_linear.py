@@ -21,6 +21,11 @@ from attnzoo.transitions import Block, Transition
 
 TITLE = "Complex linear attention"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
+EQUATIONS = (
+    "Sₜ = Sₜ₋₁ Rot(θₜ) + vₜ kₜᵀ",
+    "oₜ = Sₜ (λ qₜ)",
+    "   = Σⱼ (λ kⱼᵀ Rot(θⱼ₊₁ + ⋯ + θₜ) qₜ) vⱼ",
+)
 LAYER = {"gate": "rotary", "output_norm": "rms"}
 
 

@@ -23,6 +23,12 @@ from attnzoo.transitions import Block, Transition
 
 TITLE = "DeltaNet"
 PAPER = "Yang et al., 2024 (arXiv:2406.06484)"
+EQUATIONS = (
+    "Rₜ = I − βₜ wₜ wₜᵀ",
+    "Sₜ = Sₜ₋₁ Rₜ + vₜ kₜᵀ",
+    "oₜ = Sₜ (λ qₜ)",
+    "   = Σⱼ (λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ) vⱼ",
+)
 LAYER = {"gate": "delta", "feature_map": "silu", "qk_norm": "l2", "conv_size": 4, "output_norm": "rms"}
 
 BASE = 8  # tokens of the smallest block that is inverted row by row

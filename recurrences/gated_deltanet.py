@@ -11,6 +11,12 @@ from attnzoo.recurrences.deltanet import Householder
 
 TITLE = "Gated DeltaNet"
 PAPER = "Yang, Kautz and Hatamizadeh, 2025 (arXiv:2412.06464)"
+EQUATIONS = (
+    "Rₜ = I − βₜ wₜ wₜᵀ",
+    "Sₜ = exp(gₜ) Sₜ₋₁ Rₜ + vₜ kₜᵀ",
+    "oₜ = Sₜ (λ qₜ)",
+    "   = Σⱼ (λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ) exp(gⱼ₊₁ + ⋯ + gₜ) vⱼ",
+)
 LAYER = {
     "gate": ("softplus", "delta"), "feature_map": "silu", "qk_norm": "l2", "conv_size": 4,
     "output_norm": "rms", "output_gate": "swish",

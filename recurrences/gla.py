@@ -23,6 +23,11 @@ from attnzoo.transitions import Block, Transition, open_sums
 
 TITLE = "Gated linear attention"
 PAPER = "Yang et al., 2024 (arXiv:2312.06635)"
+EQUATIONS = (
+    "Sₜ = Sₜ₋₁ Diag(exp(aₜ)) + vₜ kₜᵀ",
+    "oₜ = Sₜ (λ qₜ)",
+    "   = Σⱼ (λ kⱼᵀ Diag(exp(aⱼ₊₁ + ⋯ + aₜ)) qₜ) vⱼ",
+)
 LAYER = {"gate": "low_rank", "output_norm": "rms", "output_gate": "swish"}
 
 LEAF = 8  # tokens of the smallest group

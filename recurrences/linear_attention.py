@@ -12,6 +12,11 @@ from attnzoo.transitions import Transition
 
 TITLE = "Linear attention"
 PAPER = "Katharopoulos et al., 2020 (arXiv:2006.16236)"
+EQUATIONS = (
+    "Sₜ = Sₜ₋₁ + vₜ kₜᵀ",
+    "oₜ = Sₜ (λ qₜ)",
+    "   = Σⱼ (λ kⱼᵀ qₜ) vⱼ",
+)
 LAYER = {"feature_map": "elu", "output_norm": "rms"}
 
 _forms = LinearForms(Transition())

@@ -12,6 +12,11 @@ from attnzoo.transitions import Transition
 
 TITLE = "Mamba-2"
 PAPER = "Dao and Gu, 2024 (arXiv:2405.21060)"
+EQUATIONS = (
+    "Sₜ = exp(gₜ) Sₜ₋₁ + vₜ kₜᵀ",
+    "oₜ = Sₜ (λ qₜ)",
+    "   = Σⱼ (λ kⱼᵀ qₜ) exp(gⱼ₊₁ + ⋯ + gₜ) vⱼ",
+)
 LAYER = {"gate": "mamba2", "conv_size": 4, "output_norm": "rms", "output_gate": "swish"}
 
 _forms = LinearForms(Transition())

@@ -11,6 +11,11 @@ from attnzoo.transitions import Transition
 
 TITLE = "RetNet"
 PAPER = "Sun et al., 2023 (arXiv:2307.08621)"
+EQUATIONS = (
+    "Sₜ = exp(−m) Sₜ₋₁ + vₜ kₜᵀ",
+    "oₜ = Sₜ (λ qₜ)",
+    "   = Σⱼ (λ kⱼᵀ qₜ) exp(−m (t − j)) vⱼ",
+)
 LAYER = {"gate": "retention", "rotary": 10_000.0, "output_norm": "group", "output_gate": "swish"}
 
 _forms = LinearForms(Transition())

@@ -10,6 +10,10 @@ from attnzoo.softmax import AdditiveForms
 
 TITLE = "ALiBi"
 PAPER = "Press et al., 2022 (arXiv:2108.12409)"
+EQUATIONS = (
+    "ℓₜⱼ = λ kⱼᵀ qₜ − m (t − j)",
+    "oₜ = Σⱼ softmaxⱼ(ℓₜⱼ) vⱼ",
+)
 LAYER = {"gate": "alibi"}
 
 _forms = AdditiveForms()

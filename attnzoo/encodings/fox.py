@@ -11,6 +11,10 @@ from attnzoo.softmax import AdditiveForms
 
 TITLE = "FoX"
 PAPER = "Lin et al., 2025 (arXiv:2503.02130)"
+EQUATIONS = (
+    "ℓₜⱼ = λ kⱼᵀ qₜ + gⱼ₊₁ + ⋯ + gₜ",
+    "oₜ = Σⱼ softmaxⱼ(ℓₜⱼ) vⱼ",
+)
 LAYER = {"gate": "forget"}
 
 _forms = AdditiveForms()

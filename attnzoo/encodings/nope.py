@@ -10,6 +10,10 @@ from attnzoo.softmax import AdditiveForms
 
 TITLE = "NoPE"
 PAPER = "Kazemnejad et al., 2023 (arXiv:2305.19466)"
+EQUATIONS = (
+    "ℓₜⱼ = λ kⱼᵀ qₜ",
+    "oₜ = Σⱼ softmaxⱼ(ℓₜⱼ) vⱼ",
+)
 LAYER = {"gate": "none"}
 
 _forms = AdditiveForms()

@@ -12,6 +12,11 @@ from attnzoo.softmax import CarriedForms
 
 TITLE = "PaTH"
 PAPER = "Yang et al., 2025 (arXiv:2505.16381)"
+EQUATIONS = (
+    "Rₜ = I − βₜ wₜ wₜᵀ",
+    "ℓₜⱼ = λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ",
+    "oₜ = Σⱼ softmaxⱼ(ℓₜⱼ) vⱼ",
+)
 LAYER = {"gate": "path"}
 
 _forms = CarriedForms(Householder())

@@ -19,6 +19,10 @@ from attnzoo.transitions import compute_dtype
 
 TITLE = "RoPE"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
+EQUATIONS = (
+    "ℓₜⱼ = λ kⱼᵀ Rot(θⱼ₊₁ + ⋯ + θₜ) qₜ",
+    "oₜ = Σⱼ softmaxⱼ(ℓₜⱼ) vⱼ",
+)
 LAYER = {"gate": "rotary"}
 
 

@@ -12,6 +12,10 @@ from attnzoo.softmax import CarriedForms
 
 TITLE = "Wall"
 PAPER = "Tilde Research, in flash-linear-attention 0.6.0 (2026), ops/wall_attn"
+EQUATIONS = (
+    "ℓₜⱼ = λ kⱼᵀ Diag(exp(aⱼ₊₁ + ⋯ + aₜ)) qₜ",
+    "oₜ = Σⱼ softmaxⱼ(ℓₜⱼ) vⱼ",
+)
 LAYER = {"gate": "low_rank"}
 
 _forms = CarriedForms(Diagonal())
