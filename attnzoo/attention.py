@@ -282,6 +282,29 @@ class Attention(nn.Module):
         """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them."""
         return self._project(x, self._stream(x, None, None))
 
+    @torch.no_grad()
+    def logit_bound(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """What QK-norm promises: ``[H]`` float32 that no ``|s_tj|`` exceeds, by the norms' weights; None without it.
+
+        ``scale K max_c |w_q[c] w_k[c]|`` per head, as normed vectors have at most length ``sqrt(K)`` before the
+        weights; where a rotation or another transition mixes the channels, ``scale K max |w_q| max |w_k|``.
+
+        Args:
+            dtype: q and k have been rounded to it.
+        """
+        config = self.config
+        scale = config.key_dim**-0.5 if self.scale is None else self.scale
+        scale *= (1 + torch.finfo(dtype).eps) ** 2
+        if config.qk_norm == "l2":
+            return self.q_proj.weight.new_full((config.num_heads,), scale, dtype=torch.float32)
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        q, k = self.q_norm.weight.float().abs(), self.k_norm.weight.float().abs()
+        k = k.repeat_interleave(config.num_heads // config.kv_heads, 0)
+        mixed = self.angle is not None or self.variant.requires != ("log_decay",)
+        largest = q.amax(-1) * k.amax(-1) if mixed else (q * k).amax(-1)
+        return largest * (config.key_dim * scale)
+
     def _valid(self, mask: Tensor | None, x: Tensor, cache: LayerCache | None) -> Tensor | None:
         if mask is None:
             return None
@@ -309,7 +332,8 @@ class Attention(nn.Module):
         parts = self._project(x, stream)
         form = choose(self.variant, self.impl, parts, valid, cache)
         self._say(form, x.device)
-        o, state = run(self.variant, form, parts, self.scale, cache, valid, self.prune)
+        bound = None if self.prune is None else self.logit_bound(parts.q.dtype)
+        o, state = run(self.variant, form, parts, self.scale, cache, valid, self.prune, bound)
         stream.finish(state)
         if self.output_norm is not None:
             o = self.output_norm(o)

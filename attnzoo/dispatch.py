@@ -63,9 +63,10 @@ def run(
     cache: LayerCache | None,
     valid: Tensor | None,
     prune: Prune | None,
+    logit_bound: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     """Output ``[B, T, H, V]`` and the new state (None where no cache is kept)."""
-    options: dict[str, Any] = {} if prune is None else {"prune": prune}
+    options: dict[str, Any] = {} if prune is None else {"prune": prune, "logit_bound": logit_bound}
     q, k, v, gate = parts.q, parts.k, parts.v, parts.gate
     if form == "fla":
         return variant.forms["fla"](q, k, v, gate, scale), None

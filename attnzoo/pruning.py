@@ -53,7 +53,14 @@ class Prune:
 
 
 def first_kept_keys(
-    q: Tensor, k: Tensor, log_decay: Tensor, prune: Prune, *, rows: int = 128, cols: int = 64
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor,
+    prune: Prune,
+    logit_bound: Tensor | None = None,
+    *,
+    rows: int = 128,
+    cols: int = 64,
 ) -> Tensor:
     """The first key that each block of rows must see; all keys before it may be dropped.
 
@@ -62,6 +69,7 @@ def first_kept_keys(
         k: keys ``[B, H, S, K]``; keys carried by non-expansive transitions serve as well.
         log_decay: gates ``[B, H, S]``, <= 0, -inf allowed.
         prune: bound and eps.
+        logit_bound: ``[H]``, no ``|q . k|`` exceeds it; None: norms alone are used.
         rows: rows per block.
         cols: keys per block: boundaries are multiples of it.
 
@@ -76,11 +84,15 @@ def first_kept_keys(
         norm = k.norm(dim=-1)
         if prune.bound == "paper":
             bound = q.norm(dim=-1).amax(-1) * norm.amax(-1)  # U: [B, H]
+            if logit_bound is not None:
+                bound = bound.minimum(logit_bound.double())
             need = -(2 * bound + math.log(S)) + prune.log_eps
             # drop key b while c_start - c_b < need: -c only grows with b
             count = torch.searchsorted(-c, (need[..., None] - c[..., starts]).contiguous())
         else:
             upper = q.norm(dim=-1) * norm.cummax(-1).values[..., S - T :]
+            if logit_bound is not None:
+                upper = upper.minimum(logit_bound.double()[:, None])
             lower = (q * k[:, :, S - T :]).sum(-1)
             worst = torch.nn.functional.pad(upper - lower + c[..., S - T :], (0, -T % rows), value=-math.inf)
             worst = worst.unflatten(-1, (-1, rows)).amax(-1)

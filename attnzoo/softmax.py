@@ -76,6 +76,16 @@ def append_valid(cache: KVCache | None, valid: Tensor | None, like: Tensor) -> T
     return torch.cat([past, valid if valid is not None else like.new_ones(B, T, dtype=torch.bool)], 1)
 
 
+def _check_logit_bound(logit_bound: Tensor | None, prune: Prune | None, q: Tensor) -> None:
+    if logit_bound is None:
+        return
+    if prune is None:
+        raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
+    if logit_bound.shape != q.shape[2:3] or not logit_bound.is_floating_point():
+        got = f"{logit_bound.dtype} {tuple(logit_bound.shape)}"
+        raise ValueError(f"logit_bound: expected a floating tensor of shape [H={q.shape[2]}], got {got}")
+
+
 class SoftmaxForms(ABC):
     r"""``o_t = sum_j softmax_j(s_tj + d_tj) v_j``.
 
@@ -111,18 +121,21 @@ class SoftmaxForms(ABC):
         *,
         valid: Tensor | None = None,
         prune: Prune | None = None,
+        logit_bound: Tensor | None = None,
     ) -> tuple[Tensor, KVCache]:
         """Continue from ``state`` (None: empty) with one token or many.
 
         Args:
             valid: ``[B, T]`` bool; a token where it is false is never attended to and moves nothing. Its own
                 output is finite and means nothing.
+            logit_bound: ``[H]``, no ``|s_tj|`` may exceed it; ``prune`` certifies by it besides the measured norms.
         """
         if valid is not None:
             gate = gate.per_token(q).neutral_where(~valid)
         if prune is not None and gate.log_decay is None:
             raise ValueError("prune: expected None (nothing decays without log_decay), got " + repr(prune))
-        return self._extend(q, k, v, gate, state, scale, valid, prune)
+        _check_logit_bound(logit_bound, prune, q)
+        return self._extend(q, k, v, gate, state, scale, valid, prune, logit_bound)
 
     @abstractmethod
     def _extend(
@@ -135,6 +148,7 @@ class SoftmaxForms(ABC):
         scale: float | None,
         valid: Tensor | None,
         prune: Prune | None,
+        logit_bound: Tensor | None,
     ) -> tuple[Tensor, KVCache]:
         """:meth:`extend` with its arguments checked."""
 
@@ -152,6 +166,7 @@ class AdditiveForms(SoftmaxForms):
         scale: float | None,
         valid: Tensor | None,
         prune: Prune | None,
+        logit_bound: Tensor | None,
     ) -> tuple[Tensor, KVCache]:
         q, state = self._remember(q, k, v, gate, state, valid)
         H, dtype = q.shape[2], compute_dtype(q)
@@ -160,7 +175,7 @@ class AdditiveForms(SoftmaxForms):
         decay = None if state.log_decay is None else heads_first(state.log_decay, H, dtype)
         first_kept = None
         if prune is not None:
-            first_kept = first_kept_keys(scaled, keys, cast(Tensor, decay), prune, rows=ROWS)
+            first_kept = first_kept_keys(scaled, keys, cast(Tensor, decay), prune, logit_bound, rows=ROWS)
         o = causal_attention(scaled, keys, values, decay, state.valid, first_kept, rows=ROWS)
         return o.transpose(1, 2).to(v.dtype), state
 
@@ -181,6 +196,7 @@ class AdditiveForms(SoftmaxForms):
         *,
         valid: Tensor | None = None,
         prune: Prune | None = None,
+        logit_bound: Tensor | None = None,
     ) -> tuple[Tensor, KVCache]:
         """:meth:`extend` on the fused kernel; with ``valid`` the rows run as packed sequences, from an empty state.
 
@@ -198,11 +214,16 @@ class AdditiveForms(SoftmaxForms):
         if valid is None:
             constant = g is not None and g.stride()[:2] == (0, 0)  # one decay per head, expanded over the tokens
             g = g[0, 0] if g is not None and constant else g
-            return fox_attention(q, k, state.v, log_gate=g, scale=scale, prune=prune, impl="triton"), state
+            o = fox_attention(
+                q, k, state.v, log_gate=g, scale=scale, prune=prune, logit_bound=logit_bound, impl="triton"
+            )
+            return o, state
         borders = F.pad(valid.sum(1).cumsum(0), (1, 0)).int()
         packed = (x[valid][None] for x in (q, k, v))
         g = None if g is None else g[valid][None]
-        o = fox_attention(*packed, log_gate=g, scale=scale, prune=prune, cu_seqlens=borders, impl="triton")
+        o = fox_attention(
+            *packed, log_gate=g, scale=scale, prune=prune, cu_seqlens=borders, logit_bound=logit_bound, impl="triton"
+        )
         out = o.new_zeros(*q.shape[:3], v.shape[3])
         out[valid] = o[0]
         return out, state
@@ -247,6 +268,7 @@ class CarriedForms(SoftmaxForms):
         scale: float | None,
         valid: Tensor | None,
         prune: Prune | None,
+        logit_bound: Tensor | None,
     ) -> tuple[Tensor, KVCache]:
         B, T, H, K = q.shape
         G, dtype = k.shape[2], compute_dtype(q)
@@ -263,7 +285,8 @@ class CarriedForms(SoftmaxForms):
             decay = heads_first(log_decay, H, dtype)
         first_kept = None
         if prune is not None:
-            first_kept = first_kept_keys(scaled, torch.cat([carried.mT, keys], 2), decay, prune, rows=ROWS)
+            all_keys = torch.cat([carried.mT, keys], 2)
+            first_kept = first_kept_keys(scaled, all_keys, decay, prune, logit_bound, rows=ROWS)
         outputs = []
         for n, start in enumerate(range(0, T, ROWS)):
             stop = min(start + ROWS, T)

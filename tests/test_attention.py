@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnzoo import Gate, Pair, Prune, build_attention, get, list_variants, register
+from attnzoo import Gate, Pair, Prune, build_attention, get, list_variants, oracle, register
 from attnzoo.gates import GATES, GateProjection
 from attnzoo.registry import unregister
 
 D, H, G = 24, 4, 2
 BLOCKS = (None, "llama", "pro")
+PRUNABLE = [n for n in list_variants() if get(n).prunable]
 every_layer = pytest.mark.parametrize(("name", "block"), [(n, b) for n in list_variants() for b in BLOCKS])
 
 
@@ -145,7 +146,7 @@ def test_future_changes_nothing(name, block):
         assert_same(attn(x)[:, :7], y[:, :7])
 
 
-@pytest.mark.parametrize("name", [n for n in list_variants() if get(n).prunable])
+@pytest.mark.parametrize("name", PRUNABLE)
 def test_pruned_layer_stays_within_eps(name):
     attn, x = layer(name, "pro", acp=Prune(eps=1e-6)), rows(1, 700)
     with torch.no_grad():
@@ -156,6 +157,62 @@ def test_pruned_layer_stays_within_eps(name):
         attn.prune = None
         assert (got - attn(x)).abs().max() < 1e-4
         assert not torch.equal(got, attn(x))  # something was pruned, or the test says nothing
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"qk_norm": "rms"}, {"qk_norm": "l2"}, {"qk_norm": "rms", "rotary": 1e4}], ids=str)
+@pytest.mark.parametrize("name", PRUNABLE)
+def test_qk_norm_bounds_every_logit(name, options, dtype):
+    attn, x = layer(name, **options).to(dtype), rows(2, 40).to(dtype)
+    with torch.no_grad():
+        for norm in (attn.q_norm, attn.k_norm):
+            if norm is not None:
+                norm.weight *= 3
+        parts = attn.project(x)
+        bound = attn.logit_bound(dtype)
+        scores, _ = oracle.scores(parts.q, parts.k, parts.gate)
+    assert bound.shape == (H,)
+    largest = scores.abs().amax((0, 2, 3))
+    assert (largest <= bound).all()
+    assert (largest > 0.05 * bound).all()  # a bound that means something
+
+
+def test_the_logit_bound_is_reached():
+    """q and k along the channel with the largest weights have the bound as their logit, up to the rounding margin."""
+    attn = layer("fox", qk_norm="rms")
+    with torch.no_grad():
+        weights = attn.q_norm.weight * attn.k_norm.weight.repeat_interleave(H // G, 0)
+        spike = F.one_hot(weights.abs().argmax(-1), 8).double()[None, None] * 1e3  # [1, 1, H, K]
+        k = torch.cat([attn.k_norm(spike[:, :, h :: H // G])[:, :, :, None] for h in range(H // G)], 3).flatten(2, 3)
+        largest = (attn.q_norm(spike) * k).sum(-1).abs()[0, 0] * 8**-0.5
+        bound = attn.logit_bound(torch.float64)
+    assert (largest <= bound * (1 + 1e-6)).all()
+    assert (largest >= bound * (1 - 1e-5)).all()
+
+
+def test_no_logit_bound_without_qk_norm():
+    assert layer("fox", "llama").logit_bound() is None
+
+
+@pytest.mark.parametrize("name", PRUNABLE)
+def test_the_layer_prunes_by_its_qk_norm(name, monkeypatch):
+    """The pruning is given the bound of the weights as they are now."""
+    import attnzoo.softmax
+
+    seen, found = [], attnzoo.softmax.first_kept_keys
+
+    def record(*args, **options):
+        seen.append(args[4])
+        return found(*args, **options)
+
+    monkeypatch.setattr(attnzoo.softmax, "first_kept_keys", record)
+    attn = layer(name, "pro", acp=True)
+    with torch.no_grad():
+        attn(rows(1, 20))
+        attn.q_norm.weight *= 2
+        attn(rows(1, 20))
+    assert torch.equal(seen[1], 2 * seen[0])
+    assert torch.equal(seen[1], attn.logit_bound(torch.float64))
 
 
 @pytest.mark.parametrize("name", list_variants())

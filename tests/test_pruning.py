@@ -240,6 +240,35 @@ def test_pruned_is_within_eps_of_unpruned(name: str, bound: Bound, eps: float, m
 
 
 @pytest.mark.parametrize("name", PRUNABLE)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_a_known_logit_bound_prunes_more_and_stays_within_eps(
+    name: str, bound: Bound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two long vectors that never meet spoil the norms, not the bound of what their products really are."""
+    seen = spy(monkeypatch)
+    q, k, v, gate = decaying(name, 150)
+    q[:, 0], k[:, -1] = 30 * q[:, 0], 30 * k[:, -1]
+    q[:, -1], k[:, 0] = 0, 0
+    s, _ = oracle.scores(q, k, gate)
+    known = s.abs().amax((0, 2, 3))
+    with block_sizes(16):
+        plain = get(name).extend(q, k, v, gate, prune=Prune(bound=bound))[0]
+        got = get(name).extend(q, k, v, gate, prune=Prune(bound=bound), logit_bound=known)[0]
+    assert bool((seen[1] >= seen[0]).all())
+    assert bool((seen[1] > seen[0]).any()) or bound == "tail"
+    for o in (plain, got):
+        assert float((o - oracle.softmax(q, k, v, gate)).abs().max()) <= 2 * Prune().eps * float(v.abs().max())
+
+
+def test_a_logit_bound_of_the_wrong_kind_is_refused() -> None:
+    q, k, v, gate = decaying("fox", 20)
+    with pytest.raises(ValueError, match="logit_bound: expected None without prune"):
+        get("fox").extend(q, k, v, gate, logit_bound=torch.ones(q.shape[2]))
+    with pytest.raises(ValueError, match=r"logit_bound: expected a floating tensor of shape \[H=2\]"):
+        get("fox").extend(q, k, v, gate, prune=Prune(), logit_bound=torch.ones(7))
+
+
+@pytest.mark.parametrize("name", PRUNABLE)
 def test_pruned_equals_attention_over_the_kept_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly the certified keys are left out, in values and gradients: no more and no fewer."""
     seen = spy(monkeypatch)
