@@ -1,18 +1,21 @@
 # make demo: install if need be, train the zoo's variants side by side, write a report
 # make test: install if need be, prove every equality
+# make docs: install if need be, draw the figures, build site/index.html
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 JOBS ?= 2
 
 .DEFAULT_GOAL = help
-.PHONY: help install demo test test-long lint types check bench bench-gpu clean
+.PHONY: help install demo test test-long lint types check docs docs-install docs-site docs-test bench bench-gpu clean
 
 help:
 	@echo "make demo       train twelve variants on the standard library's source, write runs/demo/report.html"
 	@echo "make test       run the tests"
 	@echo "make test-long  at least 200 random examples per variant and property"
 	@echo "make check      lint, types and tests"
+	@echo "make docs       draw the figures and build the documentation, site/index.html"
+	@echo "make docs-test  build it from the committed figures and read it in a headless Chromium"
 	@echo "make bench      CPU speed of the reference forms"
 	@echo "make bench-gpu  GPU speed of the kernels beside every peer that is installed"
 
@@ -27,7 +30,7 @@ demo: install
 	$(BIN)/attnzoo compare configs/demo.yaml
 
 test: install
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --ignore=tests/docs
 
 test-long: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --hypothesis-profile=long \
@@ -41,6 +44,23 @@ types: install
 	$(BIN)/mypy
 
 check: lint types test
+
+docs-install: $(VENV)/.docs-installed
+
+$(VENV)/.docs-installed: $(VENV)/.installed docs/package-lock.json
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,triton,docs]'
+	PATH="$(abspath $(BIN)):$$PATH" npm ci --prefix docs --no-audit --no-fund --loglevel=error
+	touch $@
+
+docs-site: docs-install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+docs: docs-install
+	$(BIN)/python docs/figures/make.py
+	$(MAKE) docs-site
+
+docs-test: docs-site
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --require-browser tests/docs tests/test_documents.py
 
 bench: install
 	$(BIN)/python benchmarks/cpu.py

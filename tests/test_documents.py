@@ -9,9 +9,11 @@ from mktestdocs import check_md_file
 from attnzoo.registry import PAIRS, pairs, unregister
 
 ROOT = Path(__file__).parents[1]
+PAGES = [path for path in (ROOT / "docs").rglob("*.md") if "node_modules" not in path.parts]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in PAGES)]
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     try:
