@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnzoo.attention import Attention, build_attention
+    from attnzoo.equations import describe
     from attnzoo.gate import Gate
     from attnzoo.pruning import Prune
-    from attnzoo.registry import Pair, Variant, describe, dual, get, list_variants, pairs, register
+    from attnzoo.registry import Pair, Variant, dual, get, list_variants, pairs, register
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,7 +31,13 @@ __all__ = [
     "pairs",
     "register",
 ]
-_HOMES = {"Attention": "attention", "build_attention": "attention", "Gate": "gate", "Prune": "pruning"}
+_HOMES = {
+    "Attention": "attention",
+    "build_attention": "attention",
+    "Gate": "gate",
+    "Prune": "pruning",
+    "describe": "equations",
+}
 
 
 def __getattr__(name: str) -> Any:

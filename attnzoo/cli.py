@@ -42,10 +42,17 @@ def list_pairs() -> None:
 @app.command()
 @click.argument("name")
 def show(name: str) -> None:
-    """One variant: its equations, gate, forms and source."""
-    from attnzoo.registry import describe
+    """One variant and its dual: equations, gate, layer, forms, sources, and the page that derives it."""
+    from attnzoo.equations import describe
 
-    click.echo(describe(name))
+    text = describe(name)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = describe(name, ascii_only=True)
+    title, _, rest = text.partition("\n")
+    click.echo(click.style(title, bold=True))
+    click.echo(rest)
 
 
 @app.command()

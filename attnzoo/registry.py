@@ -187,31 +187,6 @@ def dual(name: str) -> Variant:
     return get(get(name).dual)
 
 
-def describe(name: str) -> str:
-    """A few lines about a variant and its pair: equations, gate, forms, source."""
-    variant = get(name)
-    pair = variant.pair
-    readout = {
-        "linear": "o_t = sum_j s_tj exp(d_tj) v_j        as S_t = S_{t-1} A_t + v_t k_t^T, o_t = S_t (scale q_t)",
-        "softmax": "o_t = sum_j softmax_j(s_tj + d_tj) v_j",
-    }[variant.side]
-    lines = [
-        f"{variant.title} ({name}), {variant.side} side",
-        f"  dual        {dual(name).title} ({variant.dual})",
-        f"  readout     {readout}",
-        "  scores      s_tj = scale k_j^T R_{j+1} ... R_t q_t,   d_tj = g_{j+1} + ... + g_t",
-        f"  transition  g_t = {pair.g},   R_t = {pair.R}",
-        f"  gate        Gate({', '.join(f'{part}=...' for part in variant.requires)})",
-        f"  forms       {', '.join(variant.forms)}",
-        f"  source      {variant.paper}",
-    ]
-    if variant.prunable:
-        lines.insert(-1, "  pruning     acp=True (certified: the decay outside bounds every dropped weight)")
-    if variant.note:
-        lines.append(f"  note        {variant.note}")
-    return "\n".join(lines)
-
-
 def _checked(pair: Pair, name: str, form: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(form)
     def checked(q: Any, k: Any, v: Any, gate: Any, scale: float | None = None, **options: Any) -> Any:

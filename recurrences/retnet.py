@@ -12,6 +12,7 @@ from attnzoo.transitions import Transition
 TITLE = "RetNet"
 PAPER = "Sun et al., 2023 (arXiv:2307.08621)"
 EQUATIONS = (
+    "gₜ = −m",
     "Sₜ = exp(−m) Sₜ₋₁ + vₜ kₜᵀ",
     "oₜ = Sₜ (λ qₜ)",
     "   = Σⱼ (λ kⱼᵀ qₜ) exp(−m (t − j)) vⱼ",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnzoo import cli, get, list_variants, pairs
+from attnzoo import cli, describe, get, list_variants, pairs
 from attnzoo import verify as verification
 from attnzoo.compare import CompareConfig, plan
 from attnzoo.config import load_config
@@ -91,6 +92,15 @@ def test_show_names_the_dual_the_gate_and_every_form(run: Any, name: str) -> Non
     variant = get(name)
     for word in (variant.dual, *variant.requires, *variant.forms):
         assert word in ran.out
+    assert "\x1b" not in ran.out  # no colour where there is no terminal
+    assert ran.out == describe(name) + "\n"
+
+
+def test_show_speaks_ascii_to_a_terminal_that_knows_nothing_else() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "attnzoo.cli", "show", "path_fox"]
+    ran = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert ran.stdout.decode("ascii") == describe("path_fox", ascii_only=True) + "\n"
 
 
 def test_verify_prints_a_row_per_form_and_passes(run: Any) -> None:
@@ -213,7 +223,7 @@ def test_error_of_our_own_is_kept_apart_from_a_bug(run: Any, monkeypatch: pytest
     def bug(name: str) -> Any:
         raise KeyError(name)
 
-    monkeypatch.setattr("attnzoo.registry.describe", bug)
+    monkeypatch.setattr("attnzoo.equations.describe", bug)
     monkeypatch.setattr(sys, "argv", ["attnzoo", "show", "fox"])
     with pytest.raises(KeyError):
         cli.main()

@@ -71,11 +71,39 @@ def test_gla_says_what_the_literature_pairs_it_with() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_describe_names_what_there_is(name: str) -> None:
     text, variant = describe(name), get(name)
-    assert all(form in text for form in variant.forms)
+    assert text.startswith(f"{variant.title} ({name}), {variant.side} side of pair ")
+    assert all(form in text for form in (*variant.forms, *dual(name).forms))
     assert all(f"{part}=..." in text for part in variant.requires)
-    assert variant.dual in text
-    assert variant.paper in text
+    assert dual(name).title in text
+    assert all(side.paper in " ".join(text.split()) for side in (variant, dual(name)))
     assert ("acp=True" in text) == variant.prunable
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_describe_fits_a_narrow_terminal(name: str) -> None:
+    assert max(map(len, describe(name).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_describe_shows_the_equations_of_both_sides_with_their_signs_aligned(name: str) -> None:
+    lines = describe(name).splitlines()
+    for side in (get(name), dual(name)):
+        equations = side.module.EQUATIONS
+        start = next(n for n, line in enumerate(lines) if line.startswith(side.side)) + 1
+        shown = lines[start : start + len(equations)]
+        assert [line.replace(" ", "") for line in shown] == [line.replace(" ", "") for line in equations]
+        assert len({line.index("=") for line in shown}) == 1
+    assert describe(name).splitlines()[1:11] == describe(get(name).dual).splitlines()[1:11]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_describe_in_ascii_is_ascii_and_says_the_same(name: str) -> None:
+    text = describe(name, ascii_only=True)
+    assert text.isascii()
+    assert "?" not in text
+    assert "S_t = " in text
+    assert "l_{tj}" in text
+    assert len(text.splitlines()) == len(describe(name).splitlines())
 
 
 def test_get_gives_one_object() -> None:
@@ -121,6 +149,29 @@ def test_registered_pair_is_everywhere(registered: Pair) -> None:
     assert get("new_softmax").prunable
     assert dual("new_linear").name == "new_softmax"
     assert "new_softmax" in describe("new_linear")
+
+
+@pytest.mark.parametrize("given", [None, (), "Sₜ  = F Sₜ₋₁\noₜⱼₖ = 1", ("Sₜ = F Sₜ₋₁", "in words", "oₜⱼₖ = 1")])
+def test_describe_of_a_third_partys_pair(registered: Pair, monkeypatch: pytest.MonkeyPatch, given: object) -> None:
+    for module in (get("new_linear").module, get("new_softmax").module):
+        for constant in ("TITLE", "PAPER", "LAYER", "EQUATIONS"):
+            monkeypatch.delattr(module, constant)
+    if given is not None:
+        monkeypatch.setattr(get("mamba2").module, "EQUATIONS", given, raising=False)
+    get.cache_clear()
+    text = describe("new_linear")
+    get.cache_clear()
+    assert text.startswith("new_linear, linear side of pair 8; dual: new_softmax\n")
+    assert "docs/" not in text
+    assert "not given" in text
+    assert "Rₜ  = I" in text  # the softmax side's general equations
+    if given:
+        assert "  Sₜ   = F Sₜ₋₁" in text
+        assert "  oₜⱼₖ = 1" in text
+        assert ("  in words\n" in text) == isinstance(given, tuple)
+    else:
+        assert "  gₜ = g\n" in text
+        assert "  Sₜ = exp(gₜ) Sₜ₋₁ Rₜ + vₜ kₜᵀ\n" in text
 
 
 def test_registering_again_changes_nothing(registered: Pair) -> None:

@@ -11,6 +11,7 @@ from attnzoo.softmax import AdditiveForms
 TITLE = "ALiBi"
 PAPER = "Press et al., 2022 (arXiv:2108.12409)"
 EQUATIONS = (
+    "gₜ = −m",
     "ℓₜⱼ = λ kⱼᵀ qₜ − m (t − j)",
     "oₜ = Σⱼ softmaxⱼ(ℓₜⱼ) vⱼ",
 )

@@ -1,0 +1,133 @@
+"""A variant and its dual on one screen of text: equations, gate, layer, forms, sources."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from attnzoo.registry import PAIRS, Pair, Variant, get, pairs
+
+WIDTH = 80
+LABEL = 12  # columns before the text
+PARTS = {
+    "log_decay": ("gₜ", "[B, T, H]", "natural log, ≤ 0; −∞ closes the gate"),
+    "log_diag": ("aₜ", "[B, T, H, K]", "natural log per channel, ≤ 0"),
+    "angle": ("θₜ", "[K/2] or [B, T, H, K/2]", "radians per token"),
+    "w": ("wₜ", "[B, T, G, K]", "unit vectors"),
+    "beta": ("βₜ", "[B, T, G]", "in [0, 2]"),
+}
+
+
+def describe(name: str, *, ascii_only: bool = False) -> str:
+    """A variant and its dual as text of 80 columns: the equations of both sides (a module's ``EQUATIONS``, or the
+    general ones with the pair's g and R), the gate, the layer's defaults, the forms, the sources, and the page that
+    derives it all.
+
+    Args:
+        name: any of ``list_variants()``.
+        ascii_only: for a terminal that shows nothing else: ``gⱼ₊₁`` becomes ``g_{j+1}``.
+
+    Raises:
+        ValueError: no such variant; the message lists them and names the nearest.
+    """
+    variant = get(name)
+    pair = variant.pair
+    linear, softmax = get(pair.linear), get(pair.softmax)
+    write = _in_ascii if ascii_only else str
+    lines = [f"{_full(variant)}, {variant.side} side of pair {pairs().index(pair) + 1}; dual: {variant.dual}", ""]
+    for side in (linear, softmax):
+        lines += _row(side.side, [_full(side)])
+        lines += [f"{'':{LABEL}}  {line}" for line in _equations([write(line) for line in _given(side)])]
+        lines.append("")
+    lines += _row("", ["sums over the keys j ≤ t; λ is the scale, 1/√K by default"])
+    lines.append("")
+    lines += _row("gate", [f"Gate({', '.join(f'{part}=...' for part in variant.requires)})"])
+    lines += [f"{'':{LABEL}}  {line}" for line in _parts(pair, write)]
+    lines += _row("layer", _layer(variant))
+    if variant.prunable:
+        lines += _row("pruning", ["acp=True, certified: the decay bounds every weight that is dropped"])
+    sides = (variant, get(variant.dual))
+    lines += _row("forms", [f"{side.name}: {', '.join(side.forms)}" for side in sides])
+    lines += _row("sources", [f"{side.name}: {side.paper or 'not given'}" for side in sides])
+    if variant.note:
+        lines += _row("note", [variant.note])
+    if pair in PAIRS:
+        page = f"derivations/{pair.softmax}"
+        lines += _row("derivation", [f"docs/{page}.md", f"(make docs, then open site/{page}.html)"])
+    return write("\n".join(line.rstrip() for line in lines))
+
+
+SUBSCRIPTS = str.maketrans("ₜⱼ₊₋₁", "tj+-1")
+SYMBOLS = {
+    "ᵀ": "^T", "ℓ": "l", "λ": "lambda", "β": "beta", "θ": "theta", "Σ": "sum", "⋯": "...", "−": "-", "≤": "<=",
+    "∞": "inf", "√": "sqrt ",
+}  # fmt: skip
+
+
+def _in_ascii(text: str) -> str:
+    def subscript(match: re.Match[str]) -> str:
+        plain = match[0].translate(SUBSCRIPTS)
+        return f"_{{{plain}}}" if len(plain) > 1 else f"_{plain}"
+
+    text = re.sub("[ₜⱼ₊₋₁]+", subscript, text)
+    return "".join(SYMBOLS.get(c, c) for c in text).encode("ascii", "replace").decode()
+
+
+def _full(variant: Variant) -> str:
+    return variant.name if variant.title == variant.name else f"{variant.title} ({variant.name})"
+
+
+def _row(label: str, texts: Iterable[str]) -> list[str]:
+    """Texts under each other beside a label, each wrapped with a hanging indent."""
+    lines = [
+        line
+        for text in texts
+        for line in textwrap.wrap(text, WIDTH - LABEL, subsequent_indent="  ", break_on_hyphens=False)
+    ]
+    return [f"{label if number == 0 else '':{LABEL}}{line}" for number, line in enumerate(lines)]
+
+
+def _given(variant: Variant) -> Sequence[str]:
+    given = getattr(variant.module, "EQUATIONS", None) or _general(variant)
+    return given.splitlines() if isinstance(given, str) else given
+
+
+def _equations(lines: Sequence[str]) -> list[str]:
+    """The same with their signs of equality under each other."""
+    rows = [line.partition("=") for line in lines]
+    width = max((len(left.strip()) for left, sign, _ in rows if sign), default=0)
+    return [f"{left.strip():{width}} = {right.strip()}" if sign else left for left, sign, right in rows]
+
+
+def _general(variant: Variant) -> Sequence[str]:
+    transition = [f"gₜ = {variant.pair.g}", f"Rₜ = {variant.pair.R}"]
+    if variant.side == "linear":
+        unrolled = " = Σⱼ (λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ) exp(gⱼ₊₁ + ⋯ + gₜ) vⱼ"
+        return [*transition, "Sₜ = exp(gₜ) Sₜ₋₁ Rₜ + vₜ kₜᵀ", "oₜ = Sₜ (λ qₜ)", unrolled]
+    return [*transition, "ℓₜⱼ = λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ + gⱼ₊₁ + ⋯ + gₜ", "oₜ = Σⱼ softmaxⱼ(ℓₜⱼ) vⱼ"]
+
+
+def _parts(pair: Pair, write: Callable[[str], str]) -> Iterator[str]:
+    """A line per part of the gate, in columns: symbol, name, shape, values."""
+    rows = [tuple(map(write, (PARTS[part][0], part, *PARTS[part][1:]))) for part in pair.requires]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+
+
+def _layer(variant: Variant) -> Iterator[str]:
+    """The defaults of the variant's layer, with a line about each gate projection."""
+    from attnzoo.gates import gate_classes
+
+    settings = dict(getattr(variant.module, "LAYER", {}))
+    gate = settings.pop("gate", "none")
+    for name, cls in zip([gate] if isinstance(gate, str) else gate, gate_classes(gate), strict=True):
+        if cls.provides:
+            told = (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("``", "")
+            yield f"gate={name!r}: {' '.join(told.split())}"
+    if settings:
+        yield ", ".join(f"{key}={value!r}" for key, value in settings.items())
+    elif gate == "none":
+        yield "projections alone"
