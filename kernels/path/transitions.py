@@ -1,0 +1,382 @@
+r"""The algebra of PaTH's transitions: every score as a plain dot product, by a binary tree over blocks of tokens.
+
+With :math:`R_t = I - \beta_t w_t w_t^\top` a score is :math:`k_j^\top R_{j+1} \cdots R_i q_i`. Blocks of 64 tokens are
+the leaves of a tree; a node of size h holds the product N of its factors in time order. Two tokens of different blocks
+meet in one lowest node: j in its left child, i in its right child, both of size :math:`h = 64 \cdot 2^s`. With
+
+.. math:: q^s_i = R_{\text{first of its child}} \cdots R_i\, q_i \qquad
+          k^s_j = (R_{j+1} \cdots R_{\text{last of its child}})^\top k_j
+
+the score is :math:`k^s_j \cdot q^s_i`. So the keys before a row are one range per set bit s of its block index, each
+read against its own :math:`q^s_i`; inside a block the UT transform gives the scores (Yang et al., "PaTH Attention", 2025,
+section 3).
+
+A level s keeps the rows that it needs packed: query i at row ``i - (u + 1) h`` and key j at row ``j - u h`` of node
+``u = i // 2h``. The near stage (levels 0, 1, 2) stays inside superblocks of 512 tokens and may run on slabs of them;
+the far stage (level 3 + t for its scale t) works on all tokens. Level 0 reads qb and kb as they are.
+
+Here: the definitions in PyTorch, for any floating dtype, and their derivatives written out. The kernels in blocks.py
+and carry.py have the same signatures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 64  # tokens of a leaf
+SUPER = 512  # tokens of a superblock: three levels above a leaf
+NEAR = 3  # levels inside a superblock
+
+
+class Block(NamedTuple):
+    """What block_level gives.
+
+    Attributes:
+        diag: [B, nC, H, C, C] float32 (float64 for float64 inputs), unscaled scores; 0 above the diagonal.
+        q: [B, T, H, K] queries carried back to the start of their block.
+        k: [B, T, G, K] keys carried to the end of their block.
+        m: [B, nC, G, K, K] products of the blocks' factors, in diag's dtype.
+    """
+
+    diag: Tensor
+    q: Tensor
+    k: Tensor
+    m: Tensor
+
+
+class Levels(NamedTuple):
+    """Consecutive levels, packed: q [n, B, Tq, H, K], k [n, B, Tk, G, K]; rows past a level's own are undefined."""
+
+    q: Tensor
+    k: Tensor
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of T tokens: its child size and how many rows it packs."""
+
+    h: int
+    T: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes with a right child that is not empty (their left child is full)."""
+        return (self.T + self.h - 1) // (2 * self.h)
+
+    @property
+    def queries(self) -> int:
+        return self.T // (2 * self.h) * self.h + max(0, self.T % (2 * self.h) - self.h)
+
+    @property
+    def keys(self) -> int:
+        return self.nodes * self.h
+
+
+def far_count(T: int) -> int:
+    """Number of far levels of T tokens: superblock indices need this many bits."""
+    return max(0, (T - 1) // SUPER).bit_length()
+
+
+def level_rows(T: int, h: int, n: int) -> tuple[int, int]:
+    """Rows (Tq, Tk) that hold each of n levels, the first of child size h."""
+    levels = [Level(h << s, T) for s in range(n)]
+    return max(x.queries for x in levels), max(x.keys for x in levels)
+
+
+def tree_offset(units: int, scale: int) -> int:
+    """Where the nodes of a scale begin in a tree buffer; the last node of a scale may lack its right part."""
+    return sum(tree_nodes(units, s) for s in range(scale))
+
+
+def tree_nodes(units: int, scale: int) -> int:
+    return -(-units >> scale)
+
+
+def tree_scales(units: int) -> int:
+    """Scales that are ever used: the highest is that of the root's children."""
+    return max(1, (units - 1).bit_length())
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    """[B, T, ...] to [B, n, size, ...], filled up with zeros."""
+    pad = -x.shape[1] % size
+    y: Tensor = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)).unflatten(1, (-1, size))
+    return y
+
+
+def _blocks(x: Tensor, G: int) -> Tensor:
+    """[B, T, H, K] to [B, nC, G, H/G, C, K] in the wide dtype."""
+    y: Tensor = _cut(x.to(_wide(x.dtype)), BLOCK).unflatten(3, (G, -1))
+    return y.permute(0, 1, 3, 4, 2, 5)
+
+
+def _tokens(x: Tensor, T: int, dtype: torch.dtype) -> Tensor:
+    """Inverse of _blocks."""
+    return x.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, :T].to(dtype)
+
+
+class _Ut(NamedTuple):
+    """The UT transform of a block, all [B, nC, G, 1, C, .]: y = x w rows y_a = beta_a R_1 .. R_{a-1} w_a."""
+
+    gram: Tensor  # strictly lower w w^T
+    inverse: Tensor  # (I + diag(beta) gram)^-1
+    x: Tensor  # inverse diag(beta)
+    wk: Tensor  # strictly lower w k^T
+    y: Tensor  # x w
+    z: Tensor  # x wk
+
+
+def _ut(k: Tensor, w: Tensor, beta: Tensor) -> _Ut:
+    gram = (w @ w.mT).tril(-1)
+    eye = torch.eye(BLOCK, dtype=w.dtype, device=w.device)
+    inverse = torch.linalg.solve_triangular(eye + beta[..., None] * gram, eye, upper=False, unitriangular=True)
+    x = inverse * beta[..., None, :]
+    wk = (w @ k.mT).tril(-1)
+    return _Ut(gram, inverse, x, wk, x @ w, x @ wk)
+
+
+def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
+    """Closed form of the blocks. q [B, T, H, K]; k, w [B, T, G, K]; beta [B, T, G]."""
+    T, G = k.shape[1:3]
+    b_q, b_k, b_w = _blocks(q, G), _blocks(k, G), _blocks(w, G)
+    u = _ut(b_k, b_w, _blocks(beta[..., None], G)[..., 0])
+    qw = (b_q @ b_w.mT).tril()
+    eye = torch.eye(k.shape[3], dtype=b_w.dtype, device=w.device)
+    return Block(
+        diag=(b_q @ b_k.mT - qw @ u.z).tril().flatten(2, 3),
+        q=_tokens(b_q - qw @ u.y, T, q.dtype),
+        k=_tokens(b_k - u.z.mT @ b_w, T, k.dtype),
+        m=(eye - u.y.mT @ b_w).squeeze(3),
+    )
+
+
+def block_level_backward(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Block
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, w, beta in the wide dtype, given those of all parts of the block level."""
+    T, G = k.shape[1:3]
+    b_q, b_k, b_w, d_q, d_k = (_blocks(x, G) for x in (q, k, w, d.q, d.k))
+    b_beta = _blocks(beta[..., None], G)[..., 0]
+    d_a, d_m = d.diag.unflatten(2, (G, -1)).tril(), d.m.unsqueeze(3)
+    u = _ut(b_k, b_w, b_beta)
+    qw = (b_q @ b_w.mT).tril()
+
+    d_qw = -(d_q @ u.y.mT + d_a @ u.z.mT).tril()
+    dq = d_q + d_a @ b_k + d_qw @ b_w
+    d_y = -(qw.mT @ d_q).sum(3, keepdim=True) - b_w @ d_m.mT
+    d_z = -(qw.mT @ d_a).sum(3, keepdim=True) - b_w @ d_k.mT
+    d_x = d_y @ b_w.mT + d_z @ u.wk.mT
+    d_wk = (u.x.mT @ d_z).tril(-1)
+    dk = d_k + (d_a.mT @ b_q).sum(3, keepdim=True) + d_wk.mT @ b_w
+    d_l = -(u.inverse.mT @ (d_x * b_beta[..., None, :]) @ u.inverse.mT).tril(-1)
+    dbeta = (u.inverse * d_x).sum(-2) + (d_l * u.gram).sum(-1)
+    d_gram = b_beta[..., None] * d_l
+    dw = (d_qw.mT @ b_q).sum(3, keepdim=True) + u.x.mT @ d_y + d_wk @ b_k - u.z @ d_k - u.y @ d_m
+    dw = dw + (d_gram + d_gram.mT) @ b_w
+    wide = _wide(q.dtype)
+    return (
+        _tokens(dq, T, wide),
+        _tokens(dk, T, wide),
+        _tokens(dw, T, wide),
+        _tokens(dbeta[..., None], T, wide)[..., 0],
+    )
+
+
+def _apply(x: Tensor, n: Tensor) -> Tensor:
+    """Rows x [B, u, h, H, K] times n [B, u, G, K, K], one matrix per node and key head."""
+    return torch.einsum("buhgrk,bugkl->buhgrl", x.unflatten(3, (n.shape[2], -1)), n).flatten(3, 4)
+
+
+def _outer(x: Tensor, y: Tensor, G: int) -> Tensor:
+    """Sum over rows and query heads of x y^T: [B, u, h, H, K] twice to [B, u, G, K, K]."""
+    return torch.einsum("buhgrk,buhgrl->bugkl", x.unflatten(3, (G, -1)), y.unflatten(3, (G, -1)))
+
+
+def _pack(x: Tensor, level: Level, side: int) -> Tensor:
+    """The rows of the right (1) or left (0) children of a level: [B, T, H, K] to [B, rows, H, K]."""
+    packed: Tensor = _cut(x, level.h * 2)[:, : level.nodes].unflatten(2, (2, -1))[:, :, side].flatten(1, 2)
+    return packed[:, : level.queries if side else level.keys]
+
+
+def _unpack(x: Tensor, level: Level) -> Tensor:
+    """Packed rows [B, rows, H, K] as [B, nodes, h, H, K], filled up with zeros."""
+    pad = level.nodes * level.h - x.shape[1]
+    y: Tensor = F.pad(x, (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, level.h))
+    return y
+
+
+def _join(left: Tensor, right: Tensor, rest: Tensor) -> Tensor:
+    """Tokens [B, T, H, K] of the first nodes by their children [B, n, h, H, K], and the rest [B, ., 2, h, H, K]."""
+    return torch.cat([torch.stack([left, right], 2), rest], 1).flatten(1, 3)
+
+
+def _up(q: Tensor, k: Tensor, nodes: Tensor, level: Level) -> tuple[Tensor, Tensor]:
+    """q and k carried to the ends of nodes twice the size; nodes [B, n, G, K, K] of size h."""
+    n, T = level.nodes, q.shape[1]
+    c_q, c_k = (_cut(x, 2 * level.h).unflatten(2, (2, -1)) for x in (q, k))
+    new_q = _join(c_q[:, :n, 0], _apply(c_q[:, :n, 1], nodes[:, 0 : 2 * n : 2].mT), c_q[:, n:])
+    new_k = _join(_apply(c_k[:, :n, 0], nodes[:, 1 : 2 * n : 2]), c_k[:, :n, 1], c_k[:, n:])
+    return new_q[:, :T], new_k[:, :T]
+
+
+def _down(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, nodes: Tensor, level: Level) -> tuple[Tensor, Tensor, Tensor]:
+    """Derivative of _up: dq, dk [B, T, ., K] of its results; q, k its packed inputs. Gives dq, dk, dnodes."""
+    n, T, G = level.nodes, dq.shape[1], nodes.shape[2]
+    left, right = nodes[:, 0 : 2 * n : 2], nodes[:, 1 : 2 * n : 2]
+    c_q, c_k = (_cut(x, 2 * level.h).unflatten(2, (2, -1)) for x in (dq, dk))
+    dnodes = torch.zeros_like(nodes)
+    dnodes[:, 0 : 2 * n : 2] = _outer(c_q[:, :n, 1], _unpack(q, level), G)
+    dnodes[:, 1 : 2 * n : 2] = _outer(_unpack(k, level), c_k[:, :n, 0], G)
+    new_q = _join(c_q[:, :n, 0], _apply(c_q[:, :n, 1], left), c_q[:, n:])
+    new_k = _join(_apply(c_k[:, :n, 0], right.mT), c_k[:, :n, 1], c_k[:, n:])
+    return new_q[:, :T], new_k[:, :T], dnodes
+
+
+def _add(x: Tensor, packed: Tensor, level: Level, side: int) -> Tensor:
+    """x [B, T, H, K] plus a level's packed rows."""
+    c: Tensor = _cut(x, 2 * level.h).unflatten(2, (2, -1)).clone()
+    c[:, : level.nodes, side] += _unpack(packed, level).to(x.dtype)
+    return c.flatten(1, 3)[:, : x.shape[1]]
+
+
+def _stack(levels: list[Tensor], rows: int) -> Tensor:
+    return torch.stack([F.pad(x, (0, 0, 0, 0, 0, rows - x.shape[1])) for x in levels])
+
+
+def tree(units: Tensor) -> Tensor:
+    """Products of all nodes over units [B, n, G, K, K]: [B, total, G, K, K], scale by scale."""
+    scales = [units]
+    for _ in range(1, tree_scales(units.shape[1])):
+        left, right = scales[-1][:, 0::2], scales[-1][:, 1::2]
+        n = right.shape[1]
+        scales.append(torch.cat([left[:, :n] @ right, left[:, n:]], 1))
+    return torch.cat(scales, 1)
+
+
+def tree_backward(nodes: Tensor, dnodes: Tensor, units: int) -> Tensor:
+    """Gradient of the units, given that of every node; both [B, total, G, K, K]."""
+    d = dnodes.clone()
+    for s in reversed(range(tree_scales(units) - 1)):
+        at, size = tree_offset(units, s), tree_nodes(units, s)
+        child, dchild, above = nodes[:, at : at + size], d[:, at : at + size], d[:, at + size :]
+        n = size // 2
+        dchild[:, 0 : 2 * n : 2] += above[:, :n] @ child[:, 1::2].mT
+        dchild[:, 1::2] += child[:, 0 : 2 * n : 2].mT @ above[:, :n]
+        if size % 2:
+            dchild[:, -1] += above[:, n]
+    return d[:, :units]
+
+
+def _walk(q: Tensor, k: Tensor, nodes: Tensor, units: int, h: int, lo: int, hi: int) -> Levels:
+    """Scales lo .. hi - 1 above units of h tokens; q and k are carried to the ends of their unit."""
+    dtype, wide = q.dtype, nodes.dtype
+    b_q, b_k = q.to(wide), k.to(wide)
+    out_q, out_k = [], []
+    for s in range(hi):
+        level = Level(h << s, q.shape[1])
+        if s >= lo:
+            out_q.append(_pack(b_q, level, 1).to(dtype))
+            out_k.append(_pack(b_k, level, 0).to(dtype))
+        if s < hi - 1:
+            b_q, b_k = _up(b_q, b_k, nodes[:, tree_offset(units, s) :][:, : tree_nodes(units, s)], level)
+    Tq, Tk = level_rows(q.shape[1], h << lo, hi - lo)
+    return Levels(_stack(out_q, Tq), _stack(out_k, Tk))
+
+
+def far_levels(q: Tensor, k: Tensor, nodes: Tensor, lo: int, hi: int) -> Levels:
+    """Far levels lo .. hi - 1, from q and k at the ends of their superblocks and the tree of the superblocks."""
+    return _walk(q, k, nodes, -(-q.shape[1] // SUPER), SUPER, lo, hi)
+
+
+def far_levels_backward(
+    levels: Levels, d: Levels, nodes: Tensor, lo: int, hi: int, dq: Tensor, dk: Tensor, dnodes: Tensor
+) -> None:
+    """Walk far levels hi - 1 .. lo downwards, in place; call it for the topmost levels first.
+
+    Args:
+        levels, d: these levels and their gradients; past this call d holds no gradients.
+        dq, dk: [B, T, ., K], gradients of q and k at the ends of nodes of scale hi (0 for the topmost level); become
+            those of scale lo.
+        dnodes: the tree's gradient; the nodes of scales lo .. hi - 1 are written.
+    """
+    T, units = dq.shape[1], -(-dq.shape[1] // SUPER)
+    for s in reversed(range(lo, hi)):
+        level, at = Level(SUPER << s, T), tree_offset(units, s)
+        n = tree_nodes(units, s)
+        x = (levels.q[s - lo, :, : level.queries], levels.k[s - lo, :, : level.keys])
+        wide = nodes.dtype
+        new_q, new_k, dn = _down(dq.to(wide), dk.to(wide), x[0].to(wide), x[1].to(wide), nodes[:, at : at + n], level)
+        dnodes[:, at : at + n] = dn
+        dq.copy_(_add(new_q, d.q[s - lo, :, : level.queries], level, 1))
+        dk.copy_(_add(new_k, d.k[s - lo, :, : level.keys], level, 0))
+
+
+def near_levels(q: Tensor, k: Tensor, m: Tensor) -> tuple[Levels, Tensor, Tensor, Tensor]:
+    """The near levels 1 and 2, and everything carried to the ends of the superblocks.
+
+    Args:
+        q, k: [B, T, ., K] at the ends of their blocks; m: [B, nC, G, K, K]. T may be a slab from a superblock on.
+
+    Returns:
+        levels 1 and 2; qs [B, T, H, K]; ks [B, T, G, K]; p [B, nL, G, K, K], the superblocks' products.
+    """
+    n = m.shape[1]
+    eye = torch.eye(m.shape[3], dtype=m.dtype, device=m.device)
+    full = torch.cat([m, eye.expand(m.shape[0], -n % 8, *m.shape[2:])], 1)
+    units = full.shape[1]
+    nodes = tree(full) if units > 1 else full
+    levels = _walk(q, k, nodes, units, BLOCK, 1, NEAR)
+    b_q, b_k, b_p = q.to(m.dtype), k.to(m.dtype), full
+    for s in range(NEAR):
+        b_q, b_k = _up(b_q, b_k, b_p, Level(BLOCK << s, q.shape[1]))
+        b_p = b_p[:, 0::2] @ b_p[:, 1::2]
+    return levels, b_q.to(q.dtype), b_k.to(k.dtype), b_p
+
+
+def near_levels_backward(
+    q: Tensor,
+    k: Tensor,
+    m: Tensor,
+    levels: Levels,
+    d: Levels,
+    dq: Tensor,
+    dk: Tensor,
+    dqs: Tensor,
+    dks: Tensor,
+    dp: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k (at the ends of their blocks) and m, in the wide dtype.
+
+    Args:
+        q, k, m, levels: inputs and levels of near_levels.
+        d: gradients of levels 1 and 2; dq, dk: those of level 0: rows of odd blocks of dq, of even blocks of dk with
+            a right sibling. The other rows are not read.
+        dqs, dks, dp: gradients of the other results.
+    """
+    n, T = m.shape[1], q.shape[1]
+    eye = torch.eye(m.shape[3], dtype=m.dtype, device=m.device)
+    scales = [torch.cat([m, eye.expand(m.shape[0], -n % 8, *m.shape[2:])], 1)]
+    for _ in range(NEAR - 1):
+        scales.append(scales[-1][:, 0::2] @ scales[-1][:, 1::2])
+    g_q, g_k, g_p = dqs.to(m.dtype), dks.to(m.dtype), dp.to(m.dtype)
+    for s in reversed(range(NEAR)):
+        level = Level(BLOCK << s, T)
+        at_q, at_k = (levels.q[s - 1, :, : level.queries], levels.k[s - 1, :, : level.keys]) if s else (
+            _pack(q, level, 1), _pack(k, level, 0))  # fmt: skip
+        d_q, d_k = (d.q[s - 1, :, : level.queries], d.k[s - 1, :, : level.keys]) if s else (
+            _pack(dq, level, 1), _pack(dk, level, 0))  # fmt: skip
+        g_q, g_k, dn = _down(g_q, g_k, at_q.to(m.dtype), at_k.to(m.dtype), scales[s], level)
+        g_q, g_k = _add(g_q, d_q, level, 1), _add(g_k, d_k, level, 0)
+        dn[:, 0::2] += g_p @ scales[s][:, 1::2].mT
+        dn[:, 1::2] += scales[s][:, 0::2].mT @ g_p
+        g_p = dn
+    return g_q, g_k, g_p[:, :n]
