@@ -17,6 +17,9 @@ from tools import equations, maths, sources
 log = logging.getLogger("mkdocs.hooks")  # a warning fails the strict build
 DOCS = Path(__file__).parent
 HREF = re.compile(r'href="(src|test|eq):([^"]*)"')
+FIGURE = re.compile(
+    r'<img (?P<before>[^>]*)src="(?P<path>[^"#]*figures/out/[^"#]*)\.svg(?:#only-light)?"(?P<after>[^>]*)>'
+)
 # a reference in running text, or something in which it stays as it is
 REFERENCE = re.compile(
     rf"{maths.FORMULA.pattern}|<(?P<element>a|code|pre|h[1-6]|script|style)\b.*?</(?P=element)>|<[^>]*>"
@@ -100,6 +103,11 @@ def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:
     for item in page.toc:
         _set_titles(item, complain)
     html = _link_references(html, page, files, complain)
+    html = FIGURE.sub(
+        r'<img \g<before>src="\g<path>.svg#only-light"\g<after>>'
+        r'<img \g<before>src="\g<path>.dark.svg#only-dark"\g<after>>',
+        html,
+    )
     html = HREF.sub(lambda m: f'href="{_url(m[1], m[2], page, files, complain)}" class="to-{m[1]}"', html)
     return maths.render(html, _renderer[0], complain)
 

@@ -1,0 +1,47 @@
+"""Draws every figure of the documentation: ``python docs/figures/make.py [name ...]``, or ``make docs``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from lattice import lattice
+from style import save
+
+
+def draw_lattice() -> None:
+    save("lattice", lattice)
+
+
+def draw_fox() -> None:
+    import fox
+    import numpy as np
+    from runs import cores, heldout, trained
+
+    model = trained("fox")
+    layers = cores(model, heldout(256))
+    decays, weights = [fox.log_decay(core) for core in layers], [fox.log_weights(core) for core in layers]
+    save("gates", lambda theme: fox.maps(layers, decays, "decay $e^{d_{tj}}$", theme))
+    save("attention", lambda theme: fox.maps(layers, weights, "attention weight $p_{tj}$", theme))
+    save("kept-per-head", lambda theme: fox.kept_per_head(layers, theme))
+    lengths = [256 << n for n in range(7)]
+    shares = []
+    for length in lengths:
+        long = cores(model, heldout(length))
+        shares.append({bound: np.concatenate([fox.kept(core, bound) for core in long]) for bound in fox.BOUNDS})
+    save("kept-over-length", lambda theme: fox.kept_over_length(lengths, shares, theme))
+
+
+DRAWINGS: dict[str, Callable[[], None]] = {"lattice": draw_lattice, "fox": draw_fox}
+
+
+def main(names: list[str]) -> None:
+    for name in names or DRAWINGS:
+        if name not in DRAWINGS:
+            raise SystemExit(f"no drawing {name!r}: expected one of {', '.join(DRAWINGS)}")
+        print(f"drawing {name}", flush=True)
+        DRAWINGS[name]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

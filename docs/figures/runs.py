@@ -1,0 +1,81 @@
+"""The trained models behind the figures, and what is read off them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attnzoo.attention import Attention, Projected
+from attnzoo.compare import CompareConfig, plan
+from attnzoo.config import load_config
+from attnzoo.data import build_data, heldout_windows
+from attnzoo.gate import Gate
+from attnzoo.models import LanguageModel
+from attnzoo.oracle import default_scale
+from attnzoo.training import load_run, train
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+Array = npt.NDArray[np.float64]
+
+
+def zoo() -> CompareConfig:
+    """The comparison whose models the figures show."""
+    config = load_config(HERE / "zoo.yaml", [], CompareConfig)
+    config.output_dir = str(ROOT / config.output_dir)
+    return config
+
+
+def trained(key: str) -> LanguageModel:
+    """The model of one run of the comparison, trained now if it is not there."""
+    (run,) = [run for run in plan(zoo()) if run.key == key]
+    run_dir = train(run.config)
+    model, _ = load_run(str(run_dir), "cpu")
+    return cast(LanguageModel, model)
+
+
+def heldout(length: int) -> Tensor:
+    """The first ``length`` held-out tokens, ``[length]``."""
+    data = build_data(zoo().train.data).heldout
+    window = heldout_windows(data, length, length + 1)[0, :length]
+    return torch.from_numpy(window)
+
+
+@dataclass(frozen=True)
+class Core:
+    """What the core of one layer is given, q scaled: float64, q and k ``[T, H, K]``, v ``[T, H, V]``."""
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Gate
+
+
+@torch.inference_mode()
+def cores(model: LanguageModel, tokens: Tensor) -> list[Core]:
+    """Every layer's core on one sequence of token ids ``[T]``."""
+    seen: list[Projected] = []
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+
+    def project(module: Any, args: tuple[Any, ...]) -> None:
+        seen.append(module.project(args[0]))
+
+    hooks = [layer.register_forward_pre_hook(project) for layer in layers]
+    try:
+        model(tokens[None])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = []
+    for index, (layer, core) in enumerate(zip(layers, seen, strict=True)):
+        scale = default_scale(core.q) if layer.scale is None else layer.scale
+        gate = core.gate.map(lambda part: part.double())
+        found.append(Core(index, core.q[0].double() * scale, core.k[0].double(), core.v[0].double(), gate))
+    return found
