@@ -8,12 +8,12 @@ meet in one lowest node: j in its left child, i in its right child, both of size
           k^s_j = (R_{j+1} \cdots R_{\text{last of its child}})^\top k_j
 
 the score is :math:`k^s_j \cdot q^s_i`. So the keys before a row are one range per set bit s of its block index, each
-read against its own :math:`q^s_i`; inside a block the UT transform gives the scores (Yang et al., "PaTH Attention", 2025,
-section 3).
+read against its own :math:`q^s_i`; inside a block the UT transform gives the scores (Yang et al., "PaTH Attention",
+2025, section 3).
 
 A level s keeps the rows that it needs packed: query i at row ``i - (u + 1) h`` and key j at row ``j - u h`` of node
 ``u = i // 2h``. The near stage (levels 0, 1, 2) stays inside superblocks of 512 tokens and may run on slabs of them;
-the far stage (level 3 + t for its scale t) works on all tokens. Level 0 reads qb and kb as they are.
+the far stage (level 3 + t for its scale t) works on all tokens.
 
 Here: the definitions in PyTorch, for any floating dtype, and their derivatives written out. The kernels in blocks.py
 and carry.py have the same signatures.
@@ -276,25 +276,24 @@ def tree_backward(nodes: Tensor, dnodes: Tensor, units: int) -> Tensor:
     return d[:, :units]
 
 
-def _walk(q: Tensor, k: Tensor, nodes: Tensor, units: int, h: int, lo: int, hi: int) -> Levels:
-    """Scales lo .. hi - 1 above units of h tokens; q and k are carried to the ends of their unit."""
-    dtype, wide = q.dtype, nodes.dtype
-    b_q, b_k = q.to(wide), k.to(wide)
+def far_levels(q: Tensor, k: Tensor, nodes: Tensor, lo: int, hi: int) -> Levels:
+    """Far levels lo .. hi - 1 (level 3 + t is far level t).
+
+    Args:
+        q, k: [B, T, ., K] at the ends of their superblocks; nodes: the tree of the superblocks.
+    """
+    b_q, b_k = q.to(nodes.dtype), k.to(nodes.dtype)
+    units = -(-q.shape[1] // SUPER)
     out_q, out_k = [], []
     for s in range(hi):
-        level = Level(h << s, q.shape[1])
+        level = Level(SUPER << s, q.shape[1])
         if s >= lo:
-            out_q.append(_pack(b_q, level, 1).to(dtype))
-            out_k.append(_pack(b_k, level, 0).to(dtype))
+            out_q.append(_pack(b_q, level, 1).to(q.dtype))
+            out_k.append(_pack(b_k, level, 0).to(k.dtype))
         if s < hi - 1:
             b_q, b_k = _up(b_q, b_k, nodes[:, tree_offset(units, s) :][:, : tree_nodes(units, s)], level)
-    Tq, Tk = level_rows(q.shape[1], h << lo, hi - lo)
+    Tq, Tk = level_rows(q.shape[1], SUPER << lo, hi - lo)
     return Levels(_stack(out_q, Tq), _stack(out_k, Tk))
-
-
-def far_levels(q: Tensor, k: Tensor, nodes: Tensor, lo: int, hi: int) -> Levels:
-    """Far levels lo .. hi - 1, from q and k at the ends of their superblocks and the tree of the superblocks."""
-    return _walk(q, k, nodes, -(-q.shape[1] // SUPER), SUPER, lo, hi)
 
 
 def far_levels_backward(
@@ -320,63 +319,54 @@ def far_levels_backward(
         dk.copy_(_add(new_k, d.k[s - lo, :, : level.keys], level, 0))
 
 
+def _near_scales(m: Tensor) -> list[Tensor]:
+    """Products of the nodes of 1, 2, 4 and 8 blocks, [B, n, G, K, K] each."""
+    eye = torch.eye(m.shape[3], dtype=m.dtype, device=m.device)
+    scales = [torch.cat([m, eye.expand(m.shape[0], -m.shape[1] % (1 << NEAR), *m.shape[2:])], 1)]
+    for _ in range(NEAR):
+        scales.append(scales[-1][:, 0::2] @ scales[-1][:, 1::2])
+    return scales
+
+
 def near_levels(q: Tensor, k: Tensor, m: Tensor) -> tuple[Levels, Tensor, Tensor, Tensor]:
-    """The near levels 1 and 2, and everything carried to the ends of the superblocks.
+    """The near levels, and everything carried to the ends of the superblocks.
 
     Args:
         q, k: [B, T, ., K] at the ends of their blocks; m: [B, nC, G, K, K]. T may be a slab from a superblock on.
 
     Returns:
-        levels 1 and 2; qs [B, T, H, K]; ks [B, T, G, K]; p [B, nL, G, K, K], the superblocks' products.
+        levels 0, 1, 2; qs [B, T, H, K]; ks [B, T, G, K]; p [B, nL, G, K, K], the superblocks' products.
     """
-    n = m.shape[1]
-    eye = torch.eye(m.shape[3], dtype=m.dtype, device=m.device)
-    full = torch.cat([m, eye.expand(m.shape[0], -n % 8, *m.shape[2:])], 1)
-    units = full.shape[1]
-    nodes = tree(full) if units > 1 else full
-    levels = _walk(q, k, nodes, units, BLOCK, 1, NEAR)
-    b_q, b_k, b_p = q.to(m.dtype), k.to(m.dtype), full
+    scales = _near_scales(m)
+    b_q, b_k = q.to(m.dtype), k.to(m.dtype)
+    out_q, out_k = [], []
     for s in range(NEAR):
-        b_q, b_k = _up(b_q, b_k, b_p, Level(BLOCK << s, q.shape[1]))
-        b_p = b_p[:, 0::2] @ b_p[:, 1::2]
-    return levels, b_q.to(q.dtype), b_k.to(k.dtype), b_p
+        level = Level(BLOCK << s, q.shape[1])
+        out_q.append(_pack(b_q, level, 1).to(q.dtype))
+        out_k.append(_pack(b_k, level, 0).to(k.dtype))
+        b_q, b_k = _up(b_q, b_k, scales[s], level)
+    Tq, Tk = level_rows(q.shape[1], BLOCK, NEAR)
+    return Levels(_stack(out_q, Tq), _stack(out_k, Tk)), b_q.to(q.dtype), b_k.to(k.dtype), scales[NEAR]
 
 
 def near_levels_backward(
-    q: Tensor,
-    k: Tensor,
-    m: Tensor,
-    levels: Levels,
-    d: Levels,
-    dq: Tensor,
-    dk: Tensor,
-    dqs: Tensor,
-    dks: Tensor,
-    dp: Tensor,
+    m: Tensor, levels: Levels, d: Levels, dqs: Tensor, dks: Tensor, dp: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k (at the ends of their blocks) and m, in the wide dtype.
 
     Args:
-        q, k, m, levels: inputs and levels of near_levels.
-        d: gradients of levels 1 and 2; dq, dk: those of level 0: rows of odd blocks of dq, of even blocks of dk with
-            a right sibling. The other rows are not read.
-        dqs, dks, dp: gradients of the other results.
+        m, levels: an input and a result of near_levels.
+        d, dqs, dks, dp: gradients of its results; past this call d holds no gradients.
     """
-    n, T = m.shape[1], q.shape[1]
-    eye = torch.eye(m.shape[3], dtype=m.dtype, device=m.device)
-    scales = [torch.cat([m, eye.expand(m.shape[0], -n % 8, *m.shape[2:])], 1)]
-    for _ in range(NEAR - 1):
-        scales.append(scales[-1][:, 0::2] @ scales[-1][:, 1::2])
+    scales = _near_scales(m)
     g_q, g_k, g_p = dqs.to(m.dtype), dks.to(m.dtype), dp.to(m.dtype)
     for s in reversed(range(NEAR)):
-        level = Level(BLOCK << s, T)
-        at_q, at_k = (levels.q[s - 1, :, : level.queries], levels.k[s - 1, :, : level.keys]) if s else (
-            _pack(q, level, 1), _pack(k, level, 0))  # fmt: skip
-        d_q, d_k = (d.q[s - 1, :, : level.queries], d.k[s - 1, :, : level.keys]) if s else (
-            _pack(dq, level, 1), _pack(dk, level, 0))  # fmt: skip
-        g_q, g_k, dn = _down(g_q, g_k, at_q.to(m.dtype), at_k.to(m.dtype), scales[s], level)
-        g_q, g_k = _add(g_q, d_q, level, 1), _add(g_k, d_k, level, 0)
+        level = Level(BLOCK << s, dqs.shape[1])
+        at = slice(level.queries), slice(level.keys)
+        x_q, x_k = levels.q[s, :, at[0]].to(m.dtype), levels.k[s, :, at[1]].to(m.dtype)
+        g_q, g_k, dn = _down(g_q, g_k, x_q, x_k, scales[s], level)
+        g_q, g_k = _add(g_q, d.q[s, :, at[0]], level, 1), _add(g_k, d.k[s, :, at[1]], level, 0)
         dn[:, 0::2] += g_p @ scales[s][:, 1::2].mT
         dn[:, 1::2] += scales[s][:, 0::2].mT @ g_p
         g_p = dn
-    return g_q, g_k, g_p[:, :n]
+    return g_q, g_k, g_p[:, : m.shape[1]]
