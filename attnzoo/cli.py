@@ -42,7 +42,7 @@ def list_pairs() -> None:
 @app.command()
 @click.argument("name")
 def show(name: str) -> None:
-    """One variant and its dual: equations, gate, layer, forms, sources, and the page that derives it."""
+    """One variant and its dual: equations, gate, forms, sources."""
     from attnzoo.equations import describe
 
     text = describe(name)
@@ -59,7 +59,11 @@ def show(name: str) -> None:
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
 def verify(names: tuple[str, ...], seed: int) -> None:
-    """Check every form against the float64 oracle on fresh random inputs; exit 1 if one fails."""
+    """Check every form against the float64 oracle; exit 1 if one fails.
+
+    NAME is any variant; none given means all of them. The inputs are random, drawn anew from --seed, in every
+    regime of gates. Kernels are checked where there is a GPU.
+    """
     from attnzoo.verify import LIMIT
     from attnzoo.verify import verify as checks
 
@@ -90,7 +94,11 @@ def verify(names: tuple[str, ...], seed: int) -> None:
 @config_argument
 @overrides_argument
 def train(config: Path, overrides: tuple[str, ...]) -> None:
-    """Train one model as CONFIG says."""
+    """Train one model as CONFIG says, or go on training it.
+
+    CONFIG is a YAML file with the fields of TrainConfig; KEY=VALUE overrides one of them, as in
+    model.attention=gla. A run that was interrupted goes on from its newest checkpoint.
+    """
     from attnzoo.config import TrainConfig, load_config
 
     loaded = load_config(config, overrides, schema=TrainConfig)
@@ -103,7 +111,11 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
 @config_argument
 @overrides_argument
 def compare(config: Path, overrides: tuple[str, ...]) -> None:
-    """Train several variants on the same budget and write a report of what was measured."""
+    """Train several variants on one budget and write a report.
+
+    CONFIG is a YAML file with the fields of CompareConfig; KEY=VALUE overrides one of them, as in
+    train.steps=100. What is trained or measured already is not done again.
+    """
     from attnzoo.compare import CompareConfig, run_comparison
     from attnzoo.config import load_config
 
@@ -123,7 +135,10 @@ def compare(config: Path, overrides: tuple[str, ...]) -> None:
 )
 @click.option("--title", default="comparison", show_default=True, help="The page's heading.")
 def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
-    """Build a report from runs, measuring those that are not yet; RUN is a run or a folder of runs."""
+    """Write a report about runs, measuring those that are not yet.
+
+    RUN is the folder of a run, or a folder of runs.
+    """
     from attnzoo.compare import result_of
     from attnzoo.report import terminal_table, write_report
     from attnzoo.report.results import find_runs
@@ -166,7 +181,7 @@ def _table(*columns: str) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    return Table(*columns, box=SIMPLE_HEAD)
+    return Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def _console() -> Console:
