@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from attnzoo.fla_forms import fla_unavailable
@@ -48,10 +49,18 @@ def _unserved(
         if parts.gate.w is not None and parts.gate.w is not parts.k:
             return "the fla form erases along the key (w = k)"
         return fla_unavailable(parts.q, parts.gate)
-    if valid is not None and cache is not None:
-        return "the triton form serves padding only in whole sequences, without a cache"
-    from attnzoo.kernels.fox import triton_unavailable
+    state = None if cache is None else cache.state
+    if "w" in variant.requires:
+        from attnzoo.kernels.path import triton_unavailable
 
+        tensors = (parts.q, parts.k, parts.v, *(getattr(parts.gate, part) for part in parts.gate.parts))
+        if state is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return "a cached step of the triton form has no gradient (run it under torch.no_grad())"
+    else:
+        from attnzoo.kernels.fox import triton_unavailable
+
+        if cache is not None and (valid is not None or getattr(state, "valid", None) is not None):
+            return "the triton form serves padding only in whole sequences, without a cache"
     return triton_unavailable(parts.q, parts.v) or None
 
 
@@ -70,6 +79,9 @@ def run(
     q, k, v, gate = parts.q, parts.k, parts.v, parts.gate
     if form == "fla":
         return variant.forms["fla"](q, k, v, gate, scale), None
+    if form == "triton" and cache is None:
+        padding = {} if valid is None else {"valid": valid}
+        return variant.forms["triton"](q, k, v, gate, scale, **padding, **options), None
     extend = variant.extend if form == "reference" else variant.module.extend_triton
     state = None if cache is None else cache.state
     o, new_state = extend(q, k, v, gate, state, scale, valid=valid, **options)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +85,21 @@ def _check_logit_bound(logit_bound: Tensor | None, prune: Prune | None, q: Tenso
     if logit_bound.shape != q.shape[2:3] or not logit_bound.is_floating_point():
         got = f"{logit_bound.dtype} {tuple(logit_bound.shape)}"
         raise ValueError(f"logit_bound: expected a floating tensor of shape [H={q.shape[2]}], got {got}")
+
+
+def on_packed(attend: Callable[..., Tensor], valid: Tensor, *rows: Tensor | None) -> Tensor:
+    """``attend(*rows, cu_seqlens)`` on the valid tokens alone, as packed sequences; zeros elsewhere.
+
+    Args:
+        attend: takes each of ``rows`` as ``[1, tokens, ...]`` and the borders ``[B + 1]``; gives ``[1, tokens, ...]``.
+        valid: ``[B, T]`` bool.
+        rows: ``[B, T, ...]`` or None.
+    """
+    borders = F.pad(valid.sum(1).cumsum(0), (1, 0)).int()
+    o = attend(*(None if x is None else x[valid][None] for x in rows), borders)
+    out = o.new_zeros(*valid.shape, *o.shape[2:])
+    out[valid] = o[0]
+    return out
 
 
 class SoftmaxForms(ABC):
@@ -180,10 +196,11 @@ class AdditiveForms(SoftmaxForms):
         return o.transpose(1, 2).to(v.dtype), state
 
     def triton(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None, *, prune: Prune | None = None
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None, *,
+        valid: Tensor | None = None, prune: Prune | None = None, logit_bound: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """The fused kernel (``attnzoo.kernels.fox``), in the inputs' own precision."""
-        return self.extend_triton(q, k, v, gate, None, scale, prune=prune)[0]
+        return self.extend_triton(q, k, v, gate, None, scale, valid=valid, prune=prune, logit_bound=logit_bound)[0]
 
     def extend_triton(
         self,
@@ -211,22 +228,16 @@ class AdditiveForms(SoftmaxForms):
             gate = gate.per_token(q).neutral_where(~valid)
         q, state = self._remember(q, k, v, gate, state, valid)
         q, k, g = q.to(v.dtype), state.k.to(v.dtype), state.log_decay
+        options: dict[str, Any] = {"scale": scale, "prune": prune, "logit_bound": logit_bound, "impl": "triton"}
         if valid is None:
             constant = g is not None and g.stride()[:2] == (0, 0)  # one decay per head, expanded over the tokens
             g = g[0, 0] if g is not None and constant else g
-            o = fox_attention(
-                q, k, state.v, log_gate=g, scale=scale, prune=prune, logit_bound=logit_bound, impl="triton"
-            )
-            return o, state
-        borders = F.pad(valid.sum(1).cumsum(0), (1, 0)).int()
-        packed = (x[valid][None] for x in (q, k, v))
-        g = None if g is None else g[valid][None]
-        o = fox_attention(
-            *packed, log_gate=g, scale=scale, prune=prune, cu_seqlens=borders, logit_bound=logit_bound, impl="triton"
-        )
-        out = o.new_zeros(*q.shape[:3], v.shape[3])
-        out[valid] = o[0]
-        return out, state
+            return fox_attention(q, k, state.v, log_gate=g, **options), state
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Tensor:
+            return fox_attention(q, k, v, log_gate=g, cu_seqlens=borders, **options)
+
+        return on_packed(attend, valid, q, k, v, g), state
 
     def _remember(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None

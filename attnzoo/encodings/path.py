@@ -7,8 +7,8 @@ Source: Yang et al., "PaTH Attention: Position Encoding via Accumulating Househo
 eq. 3 and section 3.
 """
 
+from attnzoo.path_forms import PathForms
 from attnzoo.recurrences.deltanet import Householder
-from attnzoo.softmax import CarriedForms
 
 TITLE = "PaTH"
 PAPER = "Yang et al., 2025 (arXiv:2505.16381)"
@@ -19,5 +19,5 @@ EQUATIONS = (
 )
 LAYER = {"gate": "path"}
 
-_forms = CarriedForms(Householder())
+_forms = PathForms(Householder())
 recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

@@ -7,8 +7,8 @@ The log gate is not multiplied by the scale: with beta = 0 this is FoX exactly, 
 Gated DeltaNet. Source: Yang et al., "PaTH Attention", 2025, section 3.4.
 """
 
+from attnzoo.path_forms import PathForms
 from attnzoo.recurrences.deltanet import Householder
-from attnzoo.softmax import CarriedForms
 
 TITLE = "PaTH-FoX"
 PAPER = "Yang et al., 2025 (arXiv:2505.16381)"
@@ -19,5 +19,5 @@ EQUATIONS = (
 )
 LAYER = {"gate": ("path", "forget")}
 
-_forms = CarriedForms(Householder())
+_forms = PathForms(Householder())
 recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_fox*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_fox*.py", "test_path*.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

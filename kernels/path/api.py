@@ -1,0 +1,196 @@
+"""The public functions: validate, choose an implementation, call it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from attnzoo.kernels.fox import api as fox_api
+from attnzoo.kernels.fox.api import Impl
+from attnzoo.kernels.fox.reference import _gate_sums, _left
+from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
+from attnzoo.pruning import Prune
+
+from .reference import path_reference, prune_starts_reference
+
+_log = logging.getLogger("attnzoo.kernels.path")
+_said: set[str] = set()
+
+
+def path_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    w: Tensor,
+    beta: Tensor,
+    log_gate: Tensor | None = None,
+    scale: float | None = None,
+    prune: Prune | None = None,
+    cu_seqlens: Tensor | None = None,
+    logit_bound: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Causal softmax attention with keys carried by Householder-like transitions (PaTH), and a forget gate (PaTH-FoX).
+
+        o_i = sum_{j <= i} softmax_j(scale k_j^T R_{j+1} ... R_i q_i + log_gate_{j+1} + ... + log_gate_i) v_j
+        R_t = I - beta_t w_t w_t^T
+
+    The log gate is added unscaled: beta = 0 is FoX exactly. A log gate of -inf (anything <= -1e4) cuts off the past
+    exactly. To neutralise padding on the left, close the gate of the first real token (or pack); padding
+    on the right is never seen by real tokens.
+
+    Args:
+        q: [B, T, H, K]. bfloat16, float16 or float32; the Triton implementation takes K and V that are multiples of 16
+            up to 128.
+        k: [B, T, G, K], v: [B, T, G, V]; G divides H and head h reads key head h // (H / G).
+        w: [B, T, G, K] unit vectors in q's dtype or float32, beta: [B, T, G] in [0, 2], q's dtype or float32. A w
+            rounded to 16 bits is of unit length up to 2^-9, which pruning's certificate does not count.
+        log_gate: [B, T, H] natural log of the forget gate, float32, <= 0, or None. All of these are differentiable.
+        scale: of the scores; default K ** -0.5.
+        prune: skip blocks whose total weight is certified below ``prune.eps`` per row. Needs a gate. The transitions
+            that only skipped blocks need are not computed either.
+        cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. T; B is 1. Changing lengths does not recompile.
+        logit_bound: [H] float32 known bound of |scale q . k|, used by ``prune`` besides measured norms. A bound that
+            does not hold voids the certificate.
+        impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports.
+
+    Under autocast q, k and v are cast to the autocast dtype, and w, beta and log_gate to float32.
+    Forward and backward are deterministic, with or without ``torch.use_deterministic_algorithms``.
+
+    Returns:
+        [B, T, H, V] in q's dtype.
+
+    Raises:
+        ValueError: a shape, dtype, device or option is wrong; the message says what was expected. Values (gates > 0,
+            beta outside [0, 2], w not of unit length) are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1.
+        ImportError: ``impl="triton"`` without Triton.
+
+    Source: Yang et al., "PaTH Attention", 2025, equation 3 and section 3.4; pruning: ``kernels/fox/prune.py``.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v, w, beta = q.to(dtype), k.to(dtype), v.to(dtype), w.float(), beta.float()
+        log_gate = None if log_gate is None else log_gate.float()
+    _check(q, k, v, w, beta, log_gate, scale, prune, cu_seqlens, logit_bound)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if _choose(impl, q, v) == "reference":
+        return path_reference(
+            q, k, v, w=w, beta=beta, log_gate=log_gate, scale=scale, prune=prune, cu_seqlens=cu_seqlens,
+            logit_bound=logit_bound,
+        )  # fmt: skip
+    from .op import path_forward_op
+
+    bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
+    o: Tensor = path_forward_op(
+        q.contiguous(), k.contiguous(), v.contiguous(), w.contiguous(), beta.float().contiguous(),
+        log_gate, cu_seqlens, logit_bound, scale, bound, log_eps,
+    )[0]  # fmt: skip
+    return o
+
+
+@torch.no_grad()
+def kept_fraction(
+    q: Tensor,
+    k: Tensor,
+    *,
+    w: Tensor,
+    beta: Tensor,
+    log_gate: Tensor,
+    prune: Prune | None = None,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    logit_bound: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Share of the causal blocks (128 rows by 64 keys) that ``path_attention`` computes, per head.
+
+    Arguments as ``path_attention``. Closed gates and packing count as well as pruning.
+
+    Returns:
+        [B, H] float32 in (0, 1].
+    """
+    _check(q, k, k, w, beta, log_gate, scale, prune, cu_seqlens, logit_bound)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    B, T, H, _ = q.shape
+    left: Tensor | None
+    start: Tensor | None = None
+    if _choose(impl, q, k) == "triton":
+        from .op import bounds
+
+        bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
+        _, _, left, start = bounds(q, k, w, beta.float(), log_gate, cu_seqlens, logit_bound, scale, bound, log_eps)
+    else:
+        c, closed = _gate_sums(log_gate, B, T, H, q.device)
+        left = _left(closed, None, cu_seqlens)
+        if prune is not None:
+            start = prune_starts_reference(q, k, w, beta, c, left, scale, prune, logit_bound)
+    first = torch.arange(0, T, ROW_UNIT, device=q.device)
+    stop = ((first + ROW_UNIT).clamp(max=T) + KEY_UNIT - 1) // KEY_UNIT  # blocks up to the diagonal
+    begin = torch.zeros(B, H, first.numel(), dtype=torch.int64, device=q.device)
+    if left is not None:
+        begin = begin.maximum(left[..., first].long() // KEY_UNIT)
+    if start is not None:
+        begin = begin.maximum(start.long() // KEY_UNIT)
+    return (stop - begin).sum(-1).float() / stop.sum()
+
+
+def _choose(impl: str, q: Tensor, v: Tensor) -> str:
+    """The implementation to run; an explicit choice never falls back."""
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl: expected one of {get_args(Impl)}, got {impl!r}")
+    why = triton_unavailable(q, v)
+    if impl == "triton" and why:
+        error = ImportError if "installed" in why else ValueError
+        raise error(f"impl: 'triton' cannot run here: {why}")
+    picked = ("reference" if why else "triton") if impl == "auto" else impl
+    if impl == "auto" and not torch.compiler.is_compiling() and picked not in _said:
+        _said.add(picked)
+        _log.info("path_attention: auto picked %s%s", picked, f" ({why})" if why else "")
+    return picked
+
+
+def triton_unavailable(q: Tensor, v: Tensor) -> str:
+    """Why the Triton kernels cannot take these tensors, or "" if they can."""
+    why = fox_api.triton_unavailable(q, v)
+    if why:
+        return why
+    for name, dim in (("K", q.shape[3]), ("V", v.shape[3])):
+        if dim % 16 or not 16 <= dim <= 128:
+            return f"expected {name} a multiple of 16 up to 128, got {dim}"
+    return ""
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float | None,
+    prune: Prune | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None,
+) -> None:  # fmt: skip
+    """Shapes, dtypes, devices and options; values where they may be read."""
+    if log_gate is not None and log_gate.ndim != 3:
+        raise ValueError(f"log_gate: expected [B, T, H], got shape {tuple(log_gate.shape)}")
+    fox_api._check(q, k, v, log_gate, scale, prune, None, None, cu_seqlens, logit_bound)
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    if k.shape[1] != T:
+        raise ValueError(f"k: expected as many tokens as q (T={T}), got {tuple(k.shape)}")
+    for name, x, shape, axes in (("w", w, (B, T, G, K), "[B, T, G, K]"), ("beta", beta, (B, T, G), "[B, T, G]")):
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name}: expected {axes} = {shape}, got {tuple(x.shape)}")
+        if x.dtype not in (q.dtype, torch.float32):
+            raise ValueError(f"{name}: expected q's dtype ({q.dtype}) or float32, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected the device of q ({q.device}), got {x.device}")
+    if torch.compiler.is_compiling() or (q.is_cuda and os.environ.get("ATTNZOO_VALIDATE") != "1"):
+        return
+    with torch.no_grad():
+        if log_gate is not None and not bool((log_gate <= 0).all()):
+            raise ValueError("log_gate: expected log gates <= 0 without NaN, got a positive or NaN entry")
+        if not bool(((beta >= 0) & (beta <= 2)).all()):
+            raise ValueError(f"beta: expected values in [0, 2], got {beta.min().item():.6g} to {beta.max().item():.6g}")
+        off = (w.double().norm(dim=-1) - 1).abs().masked_fill(beta == 0, 0)
+        if not bool((off <= (1e-3 if w.dtype == torch.float32 else 2e-2)).all()):
+            raise ValueError(f"w: expected unit vectors, got lengths off by up to {off.max().item():.3g}")

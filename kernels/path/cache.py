@@ -1,0 +1,89 @@
+"""The cache of PaTH: keys kept as they meet the next query, ``(R_{j+1} ... R_t)^T k_j``. No Triton here.
+
+Cached keys are float32. Every step rounds them again, and the roundings of a 16-bit cache would add up:
+after n steps about 2^-9 sqrt(n) of a bfloat16 key (tests/kernels/test_path_decode.py measures it).
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.gate import Gate
+from attnzoo.recurrences.deltanet import Householder
+from attnzoo.transitions import cut, heads_first
+
+CHUNK = 64  # most tokens that one pass over the cache takes
+
+
+def close_chunk(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A chunk of N tokens in closed form, float32.
+
+    Returns:
+        scores [B, H, N, N], queries carried back to its start [B, N, H, K], keys carried to its end [B, N, G, K], and
+        the product of its factors [B, G, K, K].
+    """
+    H = q.shape[2]
+    rep = H // k.shape[2]
+    qh, kh, wh, bh = (heads_first(x, H, torch.float32) for x in (q, k, w, beta))
+    block = Householder().block(qh, kh, Gate(w=wh, beta=bh))
+    total = cast(Tensor, block.total)[:, ::rep].mT.contiguous()
+    return block.scores.contiguous(), block.q.transpose(1, 2).contiguous(), block.k[:, ::rep].transpose(1, 2), total
+
+
+def refuse_gradients(*tensors: Tensor) -> None:
+    """Raise ValueError where a gradient would be expected of a cached step."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise ValueError("a cached step has no gradient: expected torch.no_grad() or inputs that require none")
+
+
+def path_extend(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
+    valid: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Any number of new tokens after S >= 1 cached ones, CHUNK at a time; arguments and results as ``path_advance``.
+
+    The cache that is given stays as it is. There is no gradient.
+
+    Raises:
+        ValueError: an input that requires a gradient while gradients are recorded.
+    """
+    refuse_gradients(q, k, w, beta, keys, values)
+    from .decode import path_advance
+
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    S, outputs = keys.shape[1], []
+    for start in range(0, q.shape[1], CHUNK):
+        stop = min(start + CHUNK, q.shape[1])
+        now, seen = slice(start, stop), slice(0, S + stop)
+        o, keys = path_advance(
+            q[:, now], k[:, now], w[:, now], beta[:, now], keys, values[:, seen],
+            None if gates is None else gates[:, seen], None if valid is None else valid[:, seen], scale,
+        )  # fmt: skip
+        outputs.append(o)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), keys
+
+
+def carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
+    """``(R_{j+1} ... R_T)^T k_j`` for every token j, in float32 or better: the cache after a prefill.
+
+    Args:
+        k, w: [B, T, G, K]; beta: [B, T, G].
+
+    Returns:
+        [B, T, G, K].
+    """
+    T, G = k.shape[1], k.shape[2]
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    kh, wh, bh = (cut(heads_first(x, G, dtype), CHUNK) for x in (k, w, beta))  # [B, G, blocks, CHUNK, ...]
+    block = Householder().block(kh[..., :1, :], kh, Gate(w=wh, beta=bh))
+    after = cast(Tensor, block.total)  # transposed products, to be added up over the blocks to the right
+    step = 1
+    while step < after.shape[2]:
+        after = torch.cat([after[:, :, step:] @ after[:, :, :-step], after[:, :, -step:]], 2)
+        step *= 2
+    carried = block.k.clone()
+    carried[:, :, :-1] = block.k[:, :, :-1] @ after[:, :, 1:].mT
+    return carried.flatten(2, 3)[:, :, :T].transpose(1, 2).contiguous()

@@ -1,0 +1,115 @@
+"""torch.library registration: path as two custom ops (forward, backward) with fakes and autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.kernels.fox.gates import gate_gradient, gate_sums
+from attnzoo.kernels.fox.reference import segment_starts
+from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
+
+from .bwd import path_backward  # type: ignore[import-not-found]
+from .fwd import path_forward  # type: ignore[import-not-found]
+from .prune import path_starts  # type: ignore[import-not-found]
+
+
+def bounds(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None,
+    logit_bound: Tensor | None, scale: float, bound: str, log_eps: float,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gate sums c and base, first visible keys and pruning starts: what both passes need before the main kernels."""
+    T = q.shape[1]
+    doc = None if cu_seqlens is None else segment_starts(cu_seqlens, T)
+    c = base = left = start = None
+    if log_gate is not None:
+        c, base, left, x = gate_sums(log_gate, doc, T)
+        if bound:
+            start = path_starts(
+                q, k, w, beta, log_gate, c, base, x, left, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound
+            )
+    elif doc is not None:
+        left = doc.view(1, 1, T)
+    return c, base, left, start
+
+
+@torch.library.custom_op("attnzoo::path_forward", mutates_args=())
+def path_forward_op(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None,
+    logit_bound: Tensor | None, scale: float, bound: str, log_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns o, lse, and c, base, left, start for the backward pass (empty where they do not apply)."""
+    c, base, left, start = bounds(q, k, w, beta, log_gate, cu_seqlens, logit_bound, scale, bound, log_eps)
+    o, lse = path_forward(q, k, v, w, beta, log_gate, c, base, left, start, scale)
+    c = lse.new_empty(0) if c is None else c
+    base = lse.new_empty(0, dtype=torch.float64) if base is None else base
+    left = lse.new_empty(0, dtype=torch.int32) if left is None else left
+    start = lse.new_empty(0, dtype=torch.int32) if start is None else start
+    return o, lse, c, base, left, start
+
+
+@path_forward_op.register_fake
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None,
+    logit_bound: Tensor | None, scale: float, bound: str, log_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    B, T, H, _ = q.shape
+    gated, i32 = log_gate is not None, torch.int32
+    n_u = (T + KEY_UNIT - 1) // KEY_UNIT
+    o, lse = q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=torch.float32)
+    c = lse.new_empty((B, H, n_u * KEY_UNIT) if gated else (0,))
+    base = lse.new_empty((B, H, n_u + 1) if gated else (0,), dtype=torch.float64)
+    shape: tuple[Any, ...] = (B, H, T) if gated else (1, 1, T) if cu_seqlens is not None else (0,)
+    start = lse.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound else (0,), dtype=i32)
+    return o, lse, c, base, lse.new_empty(shape, dtype=i32), start
+
+
+@torch.library.custom_op("attnzoo::path_backward", mutates_args=())
+def path_backward_op(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
+    log_gate: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, left: Tensor, start: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns dq, dk, dv, dw, dbeta, and the gradient of log_gate (empty without one)."""
+    dq, dk, dv, dw, dbeta, dkey = path_backward(
+        do, q, k, v, w, beta, o, lse, log_gate, c if c.numel() else None, base if base.numel() else None,
+        left if left.numel() else None, start if start.numel() else None, scale,
+    )  # fmt: skip
+    dgate = lse.new_empty(0)
+    if log_gate is not None and dkey is not None:
+        doc = None if cu_seqlens is None else segment_starts(cu_seqlens, q.shape[1])
+        dgate = gate_gradient(dkey, None, log_gate, doc, q.shape[1])
+    return dq, dk, dv, dw.to(w.dtype), dbeta, dgate
+
+
+@path_backward_op.register_fake
+def _backward_fake(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
+    log_gate: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, left: Tensor, start: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv, dw, dbeta = (x.new_empty(x.shape) for x in (q, k, v, w, beta))
+    return dq, dk, dv, dw, dbeta, lse.new_empty((0,) if log_gate is None else log_gate.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, w, beta, log_gate, cu_seqlens, _, scale, _, _ = inputs
+    ctx.save_for_backward(q, k, v, w, beta, log_gate, cu_seqlens, *output)
+    ctx.scale = scale
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, do: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, w, beta, log_gate, cu_seqlens, o, lse, c, base, left, start = ctx.saved_tensors
+    none = (None,) * 11
+    if do is None:
+        return none
+    dq, dk, dv, dw, dbeta, dgate = path_backward_op(
+        do.contiguous(), q, k, v, w, beta, o, lse, log_gate, cu_seqlens, c, base, left, start, ctx.scale
+    )
+    return (dq, dk, dv, dw, dbeta, None if log_gate is None else dgate, *none[6:])
+
+
+path_forward_op.register_autograd(_backward, setup_context=_setup)

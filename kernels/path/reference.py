@@ -1,0 +1,124 @@
+"""PaTH attention written out densely: the definition the kernels are held to. No Triton here.
+
+    o_i = sum_j softmax_j(scale k_j^T R_{j+1} ... R_i q_i + c_i - c_j) v_j,     R_t = I - beta_t w_t w_t^T,     j <= i
+
+with c the running sum of log_gate (all 0 without one). Yang et al., "PaTH Attention: Position Encoding via
+Accumulating Householder Transformations", 2025, equation 3 and section 3.4, here with the log gate unscaled.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnzoo.kernels.fox.reference import _gate_sums, _left
+from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
+from attnzoo.pruning import Prune
+
+
+def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
+    """``k_j^T R_{j+1} ... R_i q_i`` for j <= i, 0 above: [B, H, T, T], unscaled, float32 or better.
+
+    The product unrolls into ``q_i - sum_{l <= i} (...) w_l`` with coefficients that solve one triangular system for all
+    of T (the UT transform, Yang et al., 2024, eq. 10):
+
+        S = tril(Q K^T) - tril(Q W^T) (I + tril(Diag(beta) W W^T, -1))^-1 Diag(beta) tril(W K^T, -1)
+
+    Args:
+        compute_dtype: dtype of the operands of matrix products; the system is solved in float32 or better.
+    """
+    T, H, G = q.shape[1], q.shape[2], k.shape[2]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    cd = wide if compute_dtype is None else compute_dtype
+    qh, kh, wh = (x.to(cd).transpose(1, 2) for x in (q, k, w))
+    strength = beta.to(wide).transpose(1, 2)[..., None]  # [B, G, T, 1]
+    system = torch.eye(T, dtype=wide, device=q.device) + (strength * (wh @ wh.mT).to(wide)).tril(-1)
+    erased = torch.linalg.solve_triangular(
+        system, strength * (wh @ kh.mT).to(wide).tril(-1), upper=False, unitriangular=True
+    )
+    kh, wh, erased = (x.repeat_interleave(H // G, 1) for x in (kh, wh, erased.to(cd)))
+    direct, turned = (qh @ kh.mT).to(wide), ((qh @ wh.mT).tril() @ erased).to(wide)
+    return (direct - turned).tril()
+
+
+def prune_starts_reference(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, c: Tensor, left: Tensor, scale: float, prune: Prune,
+    logit_bound: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)], in float64.
+
+    The bounds of ``kernels/fox/prune.py``: every factor has norm at most 1, so |q_i| |k_j| still bounds each score. The
+    tail bound takes a row's log-sum-exp over its own block of KEY_UNIT keys.
+
+    Args:
+        q: [B, T, H, K]; k, w: [B, T, G, K]; beta: [B, T, G]; c, left: [B, H, T] running gate sums, first visible keys.
+    """
+    T, H, G = q.shape[1], q.shape[2], k.shape[2]
+    q64, k64 = q.detach().double(), k.detach().double()
+    c = c.detach()
+    k_max = k64.norm(dim=-1).amax(1).repeat_interleave(H // G, 1)  # [B, H]
+    last = torch.arange(KEY_UNIT - 1, T, KEY_UNIT, device=q.device)
+    if prune.bound == "tail":
+        pos = torch.arange(T, device=q.device)
+        own = (pos <= pos[:, None]) & (pos // KEY_UNIT == pos[:, None] // KEY_UNIT) & (pos >= left[..., None])
+        logits = scale * path_scores(q64, k64, w.detach().double(), beta.detach().double())
+        logits = (logits + c[..., :, None] - c[..., None, :]).masked_fill(~own, -math.inf)
+        u = scale * q64.norm(dim=-1).transpose(1, 2) * k_max[..., None]  # [B, H, T]
+        if logit_bound is not None:
+            u = torch.minimum(u, logit_bound.double()[None, :, None])
+        row = u - torch.logsumexp(logits, -1) + c
+        tail = torch.logcumsumexp(-c, -1)[..., last]  # log n_b - c_b
+        worst = torch.nn.functional.pad(row, (0, -T % ROW_UNIT), value=-math.inf).unflatten(-1, (-1, ROW_UNIT)).amax(-1)
+    else:
+        u = scale * q64.norm(dim=-1).amax(1) * k_max
+        if logit_bound is not None:
+            u = torch.minimum(u, logit_bound.double())
+        worst = (2 * u[..., None] + math.log(T) + c)[..., ::ROW_UNIT]
+        tail = -c[..., last]
+    drop = worst[..., :, None] + tail[..., None, :] <= prune.log_eps
+    drop &= last < torch.arange(0, T, ROW_UNIT, device=q.device)[:, None]
+    start = drop.long().cumprod(-1).sum(-1) * KEY_UNIT
+    monotone: Tensor = start.flip(-1).cummin(-1).values.flip(-1)
+    return monotone
+
+
+def path_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    w: Tensor,
+    beta: Tensor,
+    log_gate: Tensor | None = None,
+    scale: float | None = None,
+    prune: Prune | None = None,
+    cu_seqlens: Tensor | None = None,
+    logit_bound: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Dense PaTH attention; arguments as ``path_attention``. Memory O(T^2).
+
+    Args:
+        compute_dtype: dtype of the operands of the matrix products (softmax and the triangular solve are float32 or
+            better). Default: float64 for float64 inputs, else float32.
+
+    Returns:
+        [B, T, H, V] in q's dtype.
+    """
+    B, T, H, K = q.shape
+    scale = K**-0.5 if scale is None else scale
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    cd = wide if compute_dtype is None else compute_dtype
+    c, closed = _gate_sums(log_gate, B, T, H, q.device)
+    left = _left(closed, None, cu_seqlens)
+    pos = torch.arange(T, device=q.device)
+    visible = (pos <= pos[:, None]) & (pos >= left[..., None])  # [B, H, T, T]
+    if prune is not None:
+        start = prune_starts_reference(q, k, w, beta, c, left, scale, prune, logit_bound)
+        visible &= pos >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
+    decay = (c[..., :, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
+    logits = (path_scores(q, k, w, beta, compute_dtype) * scale + decay).masked_fill(~visible, -math.inf)
+    vh = v.to(cd).transpose(1, 2).repeat_interleave(H // v.shape[2], 1)
+    return torch.matmul(torch.softmax(logits, -1).to(cd), vh).transpose(1, 2).to(q.dtype)

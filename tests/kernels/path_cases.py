@@ -1,0 +1,109 @@
+"""Inputs, the float64 oracle and the error budget of the path kernel tests."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fox_cases import DEVICE, draw_gate
+from torch import Tensor
+
+from attnzoo.kernels.path import path_attention
+from attnzoo.kernels.path.reference import path_reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of path_attention: sizes, gate and beta regimes, and options."""
+
+    B: int = 1
+    T: int = 150
+    H: int = 2
+    G: int = 1
+    K: int = 16
+    V: int = 16
+    gate: str = "mixed"  # open, mixed, strong, shut, ones (log gate exactly 0), none
+    beta: str = "any"  # any (uniform in 0..2, some exactly 0 or 2), zero, two
+    cu_seqlens: tuple[int, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    S = property(lambda self: self.T)  # what draw_gate asks for
+
+    def __str__(self) -> str:
+        extra = "".join(f"-{k}" for k in self.options) + ("-packed" if self.cu_seqlens else "")
+        return f"{self.gate}-{self.beta}-B{self.B}T{self.T}H{self.H}G{self.G}K{self.K}V{self.V}{extra}"
+
+
+def draw_beta(case: Case, generator: torch.Generator) -> Tensor:
+    shape = (case.B, case.T, case.G)
+    beta, u = 2 * torch.rand(shape, generator=generator), torch.rand(shape, generator=generator)
+    if case.beta == "any":
+        return beta.masked_fill(u < 0.1, 0.0).masked_fill(u > 0.9, 2.0)
+    return torch.full(shape, {"zero": 0.0, "two": 2.0}[case.beta])
+
+
+def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """q, k, v, w, beta, do and, where the case has one, log_gate; w and beta in float32."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x = {
+        "q": randn(case.B, case.T, case.H, case.K).to(dtype),
+        "k": randn(case.B, case.T, case.G, case.K).to(dtype),
+        "v": randn(case.B, case.T, case.G, case.V).to(dtype),
+        "w": torch.nn.functional.normalize(randn(case.B, case.T, case.G, case.K), dim=-1),
+        "beta": draw_beta(case, generator),
+        "do": randn(case.B, case.T, case.H, case.V).to(dtype),
+    }
+    gate = draw_gate(case, generator)
+    if gate is not None:
+        x["log_gate"] = gate
+    return {name: t.to(DEVICE) for name, t in x.items()}
+
+
+def run(fn: Any, case: Case, x: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
+    """Output and gradients of fn at x."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in x.items() if name != "do"}
+    named = {"log_gate": None} | {n: t for n, t in leaves.items() if n not in "qkv"}
+    if case.cu_seqlens is not None:
+        named["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=DEVICE)
+    o = fn(leaves["q"], leaves["k"], leaves["v"], **named, **case.options, **more)
+    grads = torch.autograd.grad(o, list(leaves.values()), x["do"].to(o.dtype))
+    return {"o": o.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+def oracle(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return run(path_reference, case, {name: t.double() for name, t in x.items()})
+
+
+def triton(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return run(path_attention, case, x, impl="triton")
+
+
+def within_budget(case: Case, x: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
+    """Error against float64 at most twice that of PyTorch in the same dtype, plus a band of rounding.
+
+    The band is that of the fox kernels: an eighth of a rounding of the input dtype, 16 of float32, those of the float32
+    exponents within a row unit, and, for sums over the keys or over the factors (log_gate, w, beta), in quadrature.
+    """
+    exact = oracle(case, x)
+    dtype = x["q"].dtype
+    plain = run(path_reference, case, x, compute_dtype=dtype)
+    exponent = 0.0
+    if "log_gate" in x:
+        g = x["log_gate"].masked_fill(x["log_gate"] <= -1e4, 0.0)
+        c = torch.nn.functional.pad(g.double().cumsum(1), (0, 0, 128, 0))
+        exponent = 1.45 * float((c[:, :-128] - c[:, 128:]).max())  # the largest sum over 128 tokens
+    single = (16 + exponent) * torch.finfo(torch.float32).eps
+    for name, reference in exact.items():
+        scale = reference.norm().clamp(min=0.1 * x["do"].double().norm())
+        summed = math.sqrt(case.T) if name in ("dlog_gate", "dw", "dbeta") else 1.0
+        band = torch.finfo(dtype).eps / 8 + single * summed
+        error = ((ours[name].double() - reference).norm() / scale).item()
+        budget = 2 * ((plain[name].double() - reference).norm() / scale).item() + band
+        assert math.isfinite(error), f"{case}: {name} is not finite"
+        assert error <= budget, f"{case}: {name} error {error:.2e}, budget {budget:.2e}"

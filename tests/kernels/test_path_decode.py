@@ -1,0 +1,190 @@
+"""Continuing from a cache: one token and chunks, against the float64 definition and the reference's own cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from path_cases import DEVICE, Case, inputs
+from torch import Tensor
+
+from attnzoo import Gate, get
+from attnzoo.kernels.path import carry_keys, path_extend
+from attnzoo.kernels.path.reference import path_reference
+
+CASES = [
+    (Case(T=70), (60, 1, 1, 8)),
+    (Case(T=75, B=2, H=2, G=1, K=32, V=16, beta="two"), (70, 1, 3, 1)),
+    (Case(T=50, H=3, G=3, K=16, V=48, gate="none"), (1, 1, 46, 2)),
+    (Case(T=40, H=4, G=1, gate="shut"), (20, 19, 1)),
+    (Case(T=40, gate="strong", beta="zero"), (38, 1, 1)),
+    (Case(T=160, H=1, G=1), (10, 150)),  # more than one pass of 64 tokens
+]
+
+
+def parts(x: dict[str, Tensor], a: int, b: int) -> tuple[Tensor, ...]:
+    return tuple(x[name][:, a:b] for name in ("q", "k", "w", "beta"))
+
+
+def extend_in_pieces(x: dict[str, Tensor], pieces: tuple[int, ...], **options: Any) -> tuple[Tensor, Tensor]:
+    """Outputs after the first piece, and the keys at the end."""
+    t = pieces[0]
+    _, k, w, beta = parts(x, 0, t)
+    keys, outputs = carry_keys(k, w, beta), []
+    for n in pieces[1:]:
+        gates = None if "log_gate" not in x else x["log_gate"][:, : t + n]
+        o, keys = path_extend(*parts(x, t, t + n), keys, x["v"][:, : t + n], gates, **options)
+        outputs.append(o)
+        t += n
+    return torch.cat(outputs, 1), keys
+
+
+def exact(x: dict[str, Tensor]) -> Tensor:
+    wide = {name: t.double() for name, t in x.items() if name != "do"}
+    return path_reference(wide.pop("q"), wide.pop("k"), wide.pop("v"), **wide)
+
+
+@pytest.mark.parametrize(("case", "pieces"), CASES, ids=str)
+def test_steps_and_chunks_equal_the_whole(case: Case, pieces: tuple[int, ...]) -> None:
+    x = inputs(case, torch.float32)
+    o, keys = extend_in_pieces(x, pieces)
+    torch.testing.assert_close(o.double(), exact(x)[:, pieces[0] :], rtol=1e-5, atol=5e-6)
+    want = carry_keys(x["k"].double(), x["w"].double(), x["beta"].double())
+    torch.testing.assert_close(keys.double(), want, rtol=1e-5, atol=5e-6)
+
+
+def test_carried_keys_are_those_of_the_reference() -> None:
+    x = {n: t.double() for n, t in inputs(Case(T=200, B=2, H=4, G=2), torch.float32).items()}
+    gate = Gate(log_decay=x["log_gate"], w=x["w"], beta=x["beta"])
+    _, state = get("path_fox").extend(x["q"], x["k"], x["v"], gate)
+    torch.testing.assert_close(carry_keys(x["k"], x["w"], x["beta"]), state.k, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_split_keys_add_up(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many splits, with closed gates between and inside them, and the same bits every time."""
+    from attnzoo.kernels.path import decode
+
+    case = Case(T=300, H=2, G=1)
+    x = inputs(case, torch.float32)
+    x["log_gate"][:, [130, 203]] = -math.inf
+    x["log_gate"][:, 150:200] = 0.0
+    monkeypatch.setattr(decode, "_splits", lambda S, *_: (-(-S // 64), 64))
+    o, keys = extend_in_pieces(x, (300 - n, n))
+    torch.testing.assert_close(o.double(), exact(x)[:, 300 - n :], rtol=1e-5, atol=5e-6)
+    again, keys_again = extend_in_pieces(x, (300 - n, n))
+    assert torch.equal(o, again)
+    assert torch.equal(keys, keys_again)
+
+
+def test_half_precision_values_and_a_scale() -> None:
+    case = Case(T=90, H=4, G=2, K=16, V=32)
+    x = inputs(case, torch.float16)
+    o, _ = extend_in_pieces(x, (80, 1, 9), scale=0.7)
+    wide = {name: t.double() for name, t in x.items() if name != "do"}
+    want = path_reference(wide.pop("q"), wide.pop("k"), wide.pop("v"), scale=0.7, **wide)[:, 80:]
+    assert o.dtype == torch.float16
+    assert float((o.double() - want).norm() / want.norm()) <= 2 * torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_tokens_that_are_not_there(n: int) -> None:
+    """Keys marked invalid are never attended to, cached or new; a row without any valid key is finite."""
+    case = Case(T=70, B=2, H=2, G=1, gate="open")
+    x = inputs(case, torch.float32)
+    valid = torch.ones(2, 70, dtype=torch.bool, device=DEVICE)
+    valid[0, :20] = valid[0, 50:53] = valid[1, 66:] = False
+    valid[1] = False
+    for name in ("w", "beta", "log_gate"):
+        x[name] = x[name].masked_fill(~valid.view(2, 70, *(1,) * (x[name].ndim - 2)), 0.0)
+    o, keys = extend_in_pieces(x, (70 - n, n), valid=valid)
+    there = {name: t[:1, valid[0]] for name, t in x.items()}
+    torch.testing.assert_close(o[:1].double(), exact(there)[:, -n:], rtol=1e-5, atol=5e-6)
+    assert bool(o.isfinite().all())
+    assert bool(keys.isfinite().all())
+
+
+def test_nothing_that_is_given_is_changed() -> None:
+    x = inputs(Case(T=40), torch.float32)
+    _, k, w, beta = parts(x, 0, 38)
+    keys = carry_keys(k, w, beta)
+    before = [keys.clone(), *(t.clone() for t in x.values())]
+    first, _ = path_extend(*parts(x, 38, 39), keys, x["v"][:, :39], x["log_gate"][:, :39])
+    second, _ = path_extend(*parts(x, 38, 39), keys, x["v"][:, :39], x["log_gate"][:, :39])
+    assert torch.equal(first, second)
+    assert all(torch.equal(a, b) for a, b in zip(before, [keys, *x.values()], strict=True))
+
+
+def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **kw: original(*a, **kw).fill_(math.nan))
+    for gate in ("mixed", "none"):
+        o, keys = extend_in_pieces(inputs(Case(T=90, H=2, gate=gate), torch.float32), (80, 1, 9))
+        assert bool(o.isfinite().all())
+        assert bool(keys.isfinite().all())
+
+
+def test_the_op_passes_its_checks() -> None:
+    from attnzoo.kernels.path.decode import path_advance
+
+    x = inputs(Case(T=20), torch.float32)
+    keys = carry_keys(*parts(x, 0, 18)[1:])
+    torch.library.opcheck(path_advance, (*parts(x, 18, 20), keys, x["v"], x["log_gate"], None, 0.25))
+
+
+def test_a_step_compiles_as_one_graph_for_any_length() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(path_extend, fullgraph=True, dynamic=True, backend=backend)
+    x = inputs(Case(T=40), torch.float32)
+    with torch.no_grad():
+        for t in (20, 25, 33):
+            keys = carry_keys(*parts(x, 0, t)[1:])
+            args = tuple(y.clone() for y in (*parts(x, t, t + 1), keys, x["v"][:, : t + 1], x["log_gate"][:, : t + 1]))
+            for got, want in zip(compiled(*args), path_extend(*args), strict=True):
+                assert torch.equal(got, want)
+    assert len(graphs) == 1
+
+
+def test_a_gradient_is_refused() -> None:
+    x = inputs(Case(T=20), torch.float32)
+    keys = carry_keys(*parts(x, 0, 18)[1:])
+    x["q"].requires_grad_()
+    with pytest.raises(ValueError, match="a cached step has no gradient"):
+        path_extend(*parts(x, 18, 20), keys, x["v"], x["log_gate"])
+
+
+def test_roundings_of_a_cache_add_up() -> None:
+    """Why cached keys are float32: rounded at every step, a 16-bit cache drifts with the number of steps."""
+    x = {n: t.double() for n, t in inputs(Case(T=600, H=1, G=1, K=32, beta="two"), torch.float32).items()}
+    drift = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        key, errors = x["k"][0, 0, 0].to(dtype), []
+        want = x["k"][0, 0, 0].clone()
+        for t in range(1, 600):
+            w, beta = x["w"][0, t, 0], x["beta"][0, t, 0]
+            key = (key.double() - beta * (key.double() @ w) * w).to(dtype)
+            want = want - beta * (want @ w) * w
+            errors.append(float((key.double() - want).norm() / want.norm()))
+        drift[dtype] = errors
+    assert drift[torch.float32][-1] <= 1e-5
+    assert drift[torch.bfloat16][-1] >= 4 * drift[torch.bfloat16][0]
+    assert drift[torch.bfloat16][-1] >= 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 16, 64])
+def test_bf16_values_on_a_long_cache(n: int) -> None:
+    case = Case(T=4000 + n, B=2, H=4, G=2, K=64, V=64, gate="open")
+    x = inputs(case, torch.bfloat16)
+    o, keys = extend_in_pieces(x, (4000, n))
+    want = exact(x)[:, 4000:]
+    assert float((o.double() - want).norm() / want.norm()) <= 2 * torch.finfo(torch.bfloat16).eps
+    double = carry_keys(x["k"].double(), x["w"].double(), x["beta"].double())
+    assert float((keys.double() - double).norm() / double.norm()) <= 1e-5
