@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .bwd import fox_backward
+from .decode import fox_split_forward, splits_keys
 from .fwd import GATE_CONST, GATE_FULL, fox_forward, gate_kind
 from .gates import gate_gradient, gate_sums
 from .prune import prune_starts
@@ -45,7 +46,8 @@ def fox_forward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o, lse, and c, base, left, start for the backward pass (empty where they do not apply)."""
     c, base, left, start = bounds(q, k, log_gate, cu_seqlens, logit_bound, scale, window, bound, log_eps)
-    o, lse = fox_forward(q, k, v, log_gate, sink, c, base, left, start, scale)
+    forward = fox_split_forward if splits_keys(q.shape[1], k.shape[1], q.shape[2] // k.shape[2]) else fox_forward
+    o, lse = forward(q, k, v, log_gate, sink, c, base, left, start, scale)
     c = lse.new_empty(0) if c is None else c
     base = lse.new_empty(0, dtype=torch.float64) if base is None else base
     left = lse.new_empty(0, dtype=torch.int32) if left is None else left

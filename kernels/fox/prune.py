@@ -213,7 +213,8 @@ def prune_starts(
     Args:
         q, k: [B, T, H, K] and [B, S, G, K], last dim contiguous.
         log_gate: [B, S, H] with its sums c, base and x from ``gates.gate_sums``, or [H] (None).
-        logit_bound: [H], known bound of |logits| (natural units), or None to find it from the norms.
+        logit_bound: [H], known bound of |logits| (natural units), or None to find it from the norms. The tail bound
+            takes the smaller of both, and for fewer than ROW_UNIT rows this one alone.
 
     Returns:
         [B, H, ceil(T / ROW_UNIT)] int32, non-decreasing along the rows.
@@ -227,7 +228,9 @@ def prune_starts(
     need = torch.empty((B, H, n_t), dtype=torch.float64, device=q.device)
     norms = torch.zeros(B * (H + G), dtype=torch.float32, device=q.device)
     qmax, kmax = norms[: B * H], norms[B * H :]
-    if tail or logit_bound is None:
+    if tail and logit_bound is not None and T < ROW_UNIT:  # a pass over all keys would cost as much as these few rows
+        kmax.fill_(torch.finfo(torch.float32).max)
+    elif tail or logit_bound is None:
         norm_max_kernel[(B * G, triton.cdiv(S, 128))](k, kmax, S, *k.stride()[:3], H=G, D=K, BD=BK, BR=128)
     if not tail and logit_bound is None:
         norm_max_kernel[(B * H, triton.cdiv(T, 128))](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
