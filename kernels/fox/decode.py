@@ -143,7 +143,8 @@ def _chunk(programs: int, S: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 4 * KEY_UNIT
     wanted = 8 * torch.cuda.get_device_properties(device).multi_processor_count
-    return min(2048, max(256, triton.next_power_of_2(S * programs // wanted)))
+    chunk: int = triton.next_power_of_2(S * programs // wanted)
+    return min(2048, max(256, chunk))
 
 
 def _tile(width: int, element_size: int) -> tuple[int, int]:
