@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from runs import Array, Core
 from style import Theme, framed, quiet
 from torch import Tensor
+from trained import Array, Core
 
 from attnzoo.gate import expand_heads
 from attnzoo.pruning import Bound, Prune, first_kept_keys, kept_fraction

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from style import Theme
+from trained import ROOT
 
 from attnzoo import get, pairs
-from runs import ROOT
 
 SYMBOLS = {"log_decay": "g", "log_diag": "a", "angle": "\\theta", "beta": "\\beta"}
 # where each pair stands, by its linear side: x in columns, y in rows from the bottom

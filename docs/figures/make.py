@@ -16,10 +16,10 @@ def draw_lattice() -> None:
 def draw_fox() -> None:
     import fox
     import numpy as np
-    from runs import cores, heldout, trained
+    from trained import cores, fox_config, heldout, model_of
 
-    model = trained("fox")
-    layers = cores(model, heldout(256))
+    model = model_of(fox_config())
+    layers = cores(model, heldout(512))
     decays, weights = [fox.log_decay(core) for core in layers], [fox.log_weights(core) for core in layers]
     save("gates", lambda theme: fox.maps(layers, decays, "decay $e^{d_{tj}}$", theme))
     save("attention", lambda theme: fox.maps(layers, weights, "attention weight $p_{tj}$", theme))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.attention import Attention, Projected
 from attnzoo.compare import CompareConfig, plan
-from attnzoo.config import load_config
+from attnzoo.config import TrainConfig, load_config
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.gate import Gate
 from attnzoo.models import LanguageModel
@@ -25,24 +25,34 @@ ROOT = HERE.parents[1]
 Array = npt.NDArray[np.float64]
 
 
-def zoo() -> CompareConfig:
-    """The comparison whose models the figures show."""
+def zoo_config() -> CompareConfig:
+    """The comparison of all variants."""
     config = load_config(HERE / "zoo.yaml", [], CompareConfig)
     config.output_dir = str(ROOT / config.output_dir)
     return config
 
 
-def trained(key: str) -> LanguageModel:
-    """The model of one run of the comparison, trained now if it is not there."""
-    (run,) = [run for run in plan(zoo()) if run.key == key]
-    run_dir = train(run.config)
-    model, _ = load_run(str(run_dir), "cpu")
-    return cast(LanguageModel, model)
+def fox_config() -> TrainConfig:
+    """The FoX of the figures about gates and pruning."""
+    config = load_config(HERE / "fox.yaml")
+    config.output_dir = str(ROOT / config.output_dir)
+    return config
+
+
+def path_config() -> TrainConfig:
+    """The PaTH of the comparison."""
+    return next(run.config for run in plan(zoo_config()) if run.key == "path")
+
+
+def model_of(config: TrainConfig) -> LanguageModel:
+    """The model of a run, trained now if it is not there."""
+    model, _ = load_run(train(config), "cpu")
+    return model
 
 
 def heldout(length: int) -> Tensor:
     """The first ``length`` held-out tokens, ``[length]``."""
-    data = build_data(zoo().train.data).heldout
+    data = build_data(fox_config().data).heldout
     window = heldout_windows(data, length, length + 1)[0, :length]
     return torch.from_numpy(window)
 

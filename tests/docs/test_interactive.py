@@ -1,0 +1,167 @@
+"""The interactive page, driven by hand, against the library: every number it shows is the oracle's."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+
+from attnzoo import Gate, Prune, oracle, pairs
+from attnzoo.pruning import dropped_mass, first_kept_keys
+
+PARTS = {"log_decay": "g", "log_diag": "a", "angle": "theta", "w": "w", "beta": "beta"}
+SOFTMAX = [pair.softmax for pair in pairs() if not pair.softmax_module]
+
+
+@pytest.fixture
+def play(reader):
+    page = reader.open("interactive.html")
+    page.locator("form[data-ready]").wait_for()
+    yield page
+    assert reader.complaints == []
+
+
+def tensor(rows) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def padded(rows, fill: float) -> torch.Tensor:
+    """The rows of a triangle as a square matrix."""
+    return tensor([[*row, *[fill] * (len(rows) - len(row))] for row in rows])
+
+
+def check(page) -> dict:
+    """Compare all that the page computes now with the library; what the page says of itself."""
+    now = page.evaluate("attnzoo.read()")
+    pair = next(pair for pair in pairs() if pair.softmax == now["pair"])
+    gate = Gate(**{part: tensor(now["gate"][PARTS[part]])[None, :, None] for part in pair.requires})
+    q, k = (tensor(now[name])[None, :, None] for name in "qk")
+    s, d = oracle.scores(q, k, gate, now["scale"])
+    s, d = s[0, 0], d[0, 0]
+    below = torch.ones_like(s, dtype=torch.bool).tril()
+    logits = s + d
+    softmax = logits.softmax(-1)
+    weights = softmax if now["readout"] == "softmax" else s * d.exp()
+    for shown, expected, fill in (
+        (now["s"], s, 0.0),
+        (now["decay"], d.exp(), 0.0),
+        (now["logits"], logits, -math.inf),
+        (now["weights"], weights, 0.0),
+    ):
+        torch.testing.assert_close(padded(shown, fill)[below], expected[below], rtol=1e-12, atol=1e-12)
+    prune = Prune(eps=math.exp(now["prune"]["logEps"]), bound=now["prune"]["bound"])
+    g = gate.log_decay if gate.log_decay is not None else torch.zeros(1, len(s), 1, dtype=torch.float64)
+    block = now["prune"]["block"]
+    scaled = (q * now["scale"]).transpose(1, 2)
+    first = first_kept_keys(scaled, k.transpose(1, 2), g.transpose(1, 2), prune, rows=block, cols=block)
+    assert now["kept"] == first[0, 0].tolist()
+    lost = float(dropped_mass(softmax[None, None], first, rows=block).max())
+    assert now["dropped"] == pytest.approx(lost, rel=1e-9, abs=1e-300)
+    assert lost <= prune.eps
+    drawn = page.locator(".pruned path").count()
+    assert drawn == int(first.sum()) // block
+    blocks = len(s) // block
+    assert page.locator("[data-kept]").inner_text() == (
+        f"{blocks * (blocks + 1) // 2 - drawn} of {blocks * (blocks + 1) // 2} blocks computed"
+    )
+    return now
+
+
+def slide(page, name: str, keys: str) -> None:
+    """Press keys on a slider."""
+    slider = page.locator(f"[name={name}]")
+    slider.focus()
+    for key in keys.split():
+        slider.press(key)
+
+
+MOVES = {
+    "nope": [],
+    "alibi": [("slope", "End"), ("slope", "PageDown PageDown ArrowLeft")],
+    "fox": [("f3", "Home"), ("f9", "PageDown PageDown"), ("f-all", "PageDown PageDown PageDown PageDown")],
+    "wall": [("channel0", "PageDown"), ("channel2", "Home")],
+    "rope": [("angle0", "End"), ("angle1", "PageUp PageUp PageUp")],
+    "path": [("beta5", "End"), ("spread", "Home"), ("beta-all", "PageUp PageUp")],
+    "path_fox": [("beta7", "Home"), ("f4", "Home"), ("f-all", "PageDown PageDown"), ("spread", "PageDown")],
+}
+
+
+@pytest.mark.parametrize("pair", SOFTMAX)
+def test_sliders_move_what_the_oracle_says(play, pair):
+    play.locator("#pair").select_option(pair)
+    before = check(play)
+    for name, keys in MOVES[pair]:
+        slide(play, name, keys)
+        after = check(play)
+        assert after["gate"] != before["gate"], name
+        before = after
+    play.get_by_label("linear side").check()
+    assert check(play)["readout"] == "linear"
+    play.get_by_label("softmax side").check()
+    slide(play, "content", "PageUp PageUp PageUp")
+    assert check(play)["scale"] > before["scale"]
+
+
+@pytest.mark.parametrize("pair", ["alibi", "fox", "path_fox"])
+def test_epsilon_and_bound_move_the_pruned_blocks(play, pair):
+    play.locator("#pair").select_option(pair)
+    slide(play, "slope" if pair == "alibi" else "f-all", "End" if pair == "alibi" else "Home " + "PageUp " * 3)
+    counts = []
+    for key in ("End", "PageDown PageDown PageDown", "Home"):
+        slide(play, "eps", key)
+        check(play)
+        counts.append(play.locator(".pruned path").count())
+    assert counts[0] > counts[2]
+    assert counts == sorted(counts, reverse=True)
+    slide(play, "eps", "End")
+    tail = play.locator(".pruned path").count()
+    play.get_by_label("the paper's threshold").check()
+    check(play)
+    assert play.locator(".pruned path").count() <= tail
+
+
+def test_marked_cell_is_reached_by_pointer_and_by_keys(play):
+    now = check(play)
+    play.locator("[data-matrix=weights] rect").nth(30).hover()  # row 8 starts at cell 28
+    assert play.locator("[data-cell]").inner_text() == "query 8, key 3"
+    assert play.locator('[data-value="weight"]').inner_text() == f"{now['weights'][7][2]:.4f}"
+    play.locator(".matrices").focus()
+    play.keyboard.press("ArrowDown")
+    play.keyboard.press("ArrowRight")
+    assert play.locator("[data-cell]").inner_text() == "query 9, key 4"
+    assert play.locator('[data-value="logit"]').inner_text() == f"{now['logits'][8][3]:.4f}"
+
+
+def test_colours_follow_the_values(play):
+    now = check(play)
+    opacity = play.locator("[data-matrix=decay] rect").evaluate_all(
+        "cells => cells.map(c => +c.getAttribute('fill-opacity'))"
+    )
+    decay = [value for row in now["decay"] for value in row]
+    assert len(opacity) == len(decay)
+    order = sorted(range(len(decay)), key=lambda i: decay[i])
+    assert all(opacity[a] <= opacity[b] for a, b in pairwise(order))
+    assert max(opacity) == 1.0
+
+
+def test_reset_and_link_choose_the_pair(play, reader):
+    slide(play, "f2", "Home")
+    changed = check(play)
+    play.get_by_role("button", name="Start again").click()
+    assert check(play)["gate"] != changed["gate"]
+    reader.open("interactive.html#path")
+    assert play.evaluate("attnzoo.read().pair") == "path"
+    assert play.locator("#path").is_visible()
+    assert not play.locator("#fox").is_visible()
+
+
+def test_every_control_has_a_name(play):
+    names = play.evaluate(
+        """() => [...document.querySelectorAll("#play input, #play select, #play button")].map((e) =>
+            [e.ariaLabel, e.textContent, ...[...(e.labels ?? [])].map((l) => l.textContent)].join(""))"""
+    )
+    assert len(names) > 40
+    assert all(re.search(r"\w", name) for name in names)
