@@ -65,12 +65,12 @@ def render(text: str, renderer: Renderer, complain: Callable[[str], None], patte
         pattern: how formulas are marked; its groups are ``inline`` and ``display``.
     """
     found = list(pattern.finditer(text))
-    formulas = [(html.unescape(m["inline"] or m["display"] or "").strip(), m["display"] is not None) for m in found]
+    formulas = [(_tex(m["inline"] or m["display"] or ""), m["display"] is not None) for m in found]
     pieces, end = [], 0
     for match, (tex, display), answer in zip(found, formulas, renderer(formulas) if formulas else [], strict=True):
         if "error" in answer:
             complain(f"{answer['error']}\n    in: {tex}")
-        tag = TAG.search(tex)
+        tag = TAG.search(tex.replace("\\_", "_"))
         element = "div" if display else "span"
         anchor = f' id="{tag[1]}"' if tag else ""
         focus = ' tabindex="0"' if display else ""  # a wide formula scrolls, so the keyboard must reach it
@@ -78,3 +78,8 @@ def render(text: str, renderer: Renderer, complain: Callable[[str], None], patte
         pieces += [text[end : match.start()], opening, answer.get("html", html.escape(tex)), f"</{element}>"]
         end = match.end()
     return "".join([*pieces, text[end:]])
+
+
+def _tex(escaped: str) -> str:
+    """The formula as KaTeX wants it: an underscore in a tag is text."""
+    return TAG.sub(lambda tag: tag[0].replace("_", "\\_"), html.unescape(escaped).strip())

@@ -12,13 +12,15 @@ from pygments.lexers import get_lexer_for_filename
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("attnzoo", "recurrences", "kernels", "benchmarks", "configs", "tests")
-SUFFIXES = (".py", ".yaml")
+ALONE = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "pyproject.toml")
+SUFFIXES = (".md", ".py", ".yaml")
 
 
 @functools.cache
 def paths() -> tuple[str, ...]:
     """Every file that gets a page, relative to the root of the repository."""
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    found += [ROOT / name for name in ALONE]
     # attnzoo/kernels and attnzoo/recurrences are links to the folders at the root
     return tuple(sorted(str(path.relative_to(ROOT)) for path in found if path.resolve() == path))
 
