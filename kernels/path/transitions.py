@@ -11,9 +11,8 @@ the score is :math:`k^s_j \cdot q^s_i`. So the keys before a row are one range p
 read against its own :math:`q^s_i`; inside a block the UT transform gives the scores (Yang et al., "PaTH Attention",
 2025, section 3).
 
-A level s keeps the rows that it needs packed: query i at row ``i - (u + 1) h`` and key j at row ``j - u h`` of node
-``u = i // 2h``. The near stage (levels 0, 1, 2) stays inside superblocks of 512 tokens and may run on slabs of them;
-the far stage (level 3 + t for its scale t) works on all tokens.
+A level s >= 1 keeps the rows that it needs packed: query i at row ``i - (u + 1) h`` and key j at row ``j - u h`` of
+node ``u = i // 2h``. Level 0 (neighbouring blocks) needs no carrying.
 
 Here: the definitions in PyTorch, for any floating dtype, and their derivatives written out. The kernels in blocks.py
 and carry.py have the same signatures.
@@ -29,8 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64  # tokens of a leaf
-SUPER = 512  # tokens of a superblock: three levels above a leaf
-NEAR = 3  # levels inside a superblock
+UNIT = 128  # rows that share a first key where there is pruning; the child size of level 1
 
 
 class Block(NamedTuple):
@@ -50,10 +48,17 @@ class Block(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """Consecutive levels, packed: q [n, B, Tq, H, K], k [n, B, Tk, G, K]; rows past a level's own are undefined."""
+    """Levels 1 .. n, packed: q [n, B, Tq, H, K], k [n, B, Tk, G, K]; rows past a level's own are undefined."""
 
     q: Tensor
     k: Tensor
+
+
+class Carried(NamedTuple):
+    """What carry gives: the levels, and the products of all nodes [B, total, G, K, K], scale by scale."""
+
+    levels: Levels
+    nodes: Tensor
 
 
 @dataclass(frozen=True)
@@ -77,15 +82,19 @@ class Level:
         return self.nodes * self.h
 
 
-def far_count(T: int) -> int:
-    """Number of far levels of T tokens: superblock indices need this many bits."""
-    return max(0, (T - 1) // SUPER).bit_length()
+def level_count(T: int) -> int:
+    """Number of levels from 1 on."""
+    return max(0, (T - 1) // UNIT).bit_length()
 
 
-def level_rows(T: int, h: int, n: int) -> tuple[int, int]:
-    """Rows (Tq, Tk) that hold each of n levels, the first of child size h."""
-    levels = [Level(h << s, T) for s in range(n)]
-    return max(x.queries for x in levels), max(x.keys for x in levels)
+def levels_of(T: int) -> list[Level]:
+    """Levels 1 .. n of T tokens."""
+    return [Level(BLOCK << s, T) for s in range(1, level_count(T) + 1)]
+
+
+def level_rows(T: int) -> tuple[int, int]:
+    """Rows (Tq, Tk) that hold each of the levels of T tokens."""
+    return max((x.queries for x in levels_of(T)), default=0), max((x.keys for x in levels_of(T)), default=0)
 
 
 def tree_offset(units: int, scale: int) -> int:
@@ -98,8 +107,8 @@ def tree_nodes(units: int, scale: int) -> int:
 
 
 def tree_scales(units: int) -> int:
-    """Scales that are ever used: the highest is that of the root's children."""
-    return max(1, (units - 1).bit_length())
+    """Scales whose nodes carry anything: below those of the root's children, whose rows meet in the topmost level."""
+    return max(1, (units - 1).bit_length() - 1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -276,97 +285,75 @@ def tree_backward(nodes: Tensor, dnodes: Tensor, units: int) -> Tensor:
     return d[:, :units]
 
 
-def far_levels(q: Tensor, k: Tensor, nodes: Tensor, lo: int, hi: int) -> Levels:
-    """Far levels lo .. hi - 1 (level 3 + t is far level t).
+def needed(start: Tensor, level: Level, G: int) -> tuple[Tensor, Tensor]:
+    """Which packed rows of a level some row reads: queries [B, rows, H, 1], keys [B, rows, G, 1], bool.
 
     Args:
-        q, k: [B, T, ., K] at the ends of their superblocks; nodes: the tree of the superblocks.
+        start: [B, H, ceil(T / 128)] first key of each unit of rows, a multiple of 64, never moving left.
     """
-    b_q, b_k = q.to(nodes.dtype), k.to(nodes.dtype)
-    units = -(-q.shape[1] // SUPER)
-    out_q, out_k = [], []
-    for s in range(hi):
-        level = Level(SUPER << s, q.shape[1])
-        if s >= lo:
-            out_q.append(_pack(b_q, level, 1).to(q.dtype))
-            out_k.append(_pack(b_k, level, 0).to(k.dtype))
-        if s < hi - 1:
-            b_q, b_k = _up(b_q, b_k, nodes[:, tree_offset(units, s) :][:, : tree_nodes(units, s)], level)
-    Tq, Tk = level_rows(q.shape[1], SUPER << lo, hi - lo)
-    return Levels(_stack(out_q, Tq), _stack(out_k, Tk))
+    u = torch.arange(level.nodes, device=start.device)
+    mid = (2 * u + 1) * level.h
+    at = torch.arange(level.nodes * level.h, device=start.device)
+    q = at[: level.queries] + (at[: level.queries] // level.h + 1) * level.h
+    k = at + at // level.h * level.h
+    for_q = start[:, :, q // UNIT] < mid[at[: level.queries] // level.h]
+    first = start[:, :, mid // UNIT].unflatten(1, (G, -1)).amin(2)
+    for_k = first[:, :, at // level.h] <= k // BLOCK * BLOCK
+    return for_q.transpose(1, 2)[..., None], for_k.transpose(1, 2)[..., None]
 
 
-def far_levels_backward(
-    levels: Levels, d: Levels, nodes: Tensor, lo: int, hi: int, dq: Tensor, dk: Tensor, dnodes: Tensor
-) -> None:
-    """Walk far levels hi - 1 .. lo downwards, in place; call it for the topmost levels first.
-
-    Args:
-        levels, d: these levels and their gradients; past this call d holds no gradients.
-        dq, dk: [B, T, ., K], gradients of q and k at the ends of nodes of scale hi (0 for the topmost level); become
-            those of scale lo.
-        dnodes: the tree's gradient; the nodes of scales lo .. hi - 1 are written.
-    """
-    T, units = dq.shape[1], -(-dq.shape[1] // SUPER)
-    for s in reversed(range(lo, hi)):
-        level, at = Level(SUPER << s, T), tree_offset(units, s)
-        n = tree_nodes(units, s)
-        x = (levels.q[s - lo, :, : level.queries], levels.k[s - lo, :, : level.keys])
-        wide = nodes.dtype
-        new_q, new_k, dn = _down(dq.to(wide), dk.to(wide), x[0].to(wide), x[1].to(wide), nodes[:, at : at + n], level)
-        dnodes[:, at : at + n] = dn
-        dq.copy_(_add(new_q, d.q[s - lo, :, : level.queries], level, 1))
-        dk.copy_(_add(new_k, d.k[s - lo, :, : level.keys], level, 0))
-
-
-def _near_scales(m: Tensor) -> list[Tensor]:
-    """Products of the nodes of 1, 2, 4 and 8 blocks, [B, n, G, K, K] each."""
-    eye = torch.eye(m.shape[3], dtype=m.dtype, device=m.device)
-    scales = [torch.cat([m, eye.expand(m.shape[0], -m.shape[1] % (1 << NEAR), *m.shape[2:])], 1)]
-    for _ in range(NEAR):
-        scales.append(scales[-1][:, 0::2] @ scales[-1][:, 1::2])
-    return scales
-
-
-def near_levels(q: Tensor, k: Tensor, m: Tensor) -> tuple[Levels, Tensor, Tensor, Tensor]:
-    """The near levels, and everything carried to the ends of the superblocks.
-
-    Args:
-        q, k: [B, T, ., K] at the ends of their blocks; m: [B, nC, G, K, K]. T may be a slab from a superblock on.
-
-    Returns:
-        levels 0, 1, 2; qs [B, T, H, K]; ks [B, T, G, K]; p [B, nL, G, K, K], the superblocks' products.
-    """
-    scales = _near_scales(m)
+def carry(block: Block, start: Tensor | None = None) -> Carried:
+    """The levels above the blocks. ``start`` as in ``needed``: the other rows may be left undefined (here they are not)."""
+    q, k, m = block.q, block.k, block.m
+    nodes, T, n = tree(m), q.shape[1], level_count(q.shape[1])
     b_q, b_k = q.to(m.dtype), k.to(m.dtype)
     out_q, out_k = [], []
-    for s in range(NEAR):
-        level = Level(BLOCK << s, q.shape[1])
+    for s in range(n):
+        at = tree_offset(m.shape[1], s)
+        b_q, b_k = _up(b_q, b_k, nodes[:, at : at + tree_nodes(m.shape[1], s)], Level(BLOCK << s, T))
+        level = Level(BLOCK << (s + 1), T)
         out_q.append(_pack(b_q, level, 1).to(q.dtype))
         out_k.append(_pack(b_k, level, 0).to(k.dtype))
-        b_q, b_k = _up(b_q, b_k, scales[s], level)
-    Tq, Tk = level_rows(q.shape[1], BLOCK, NEAR)
-    return Levels(_stack(out_q, Tq), _stack(out_k, Tk)), b_q.to(q.dtype), b_k.to(k.dtype), scales[NEAR]
+    Tq, Tk = level_rows(T)
+    if not n:
+        return Carried(Levels(q.new_empty(0, *q.shape), k.new_empty(0, *k.shape)), nodes)
+    return Carried(Levels(_stack(out_q, Tq), _stack(out_k, Tk)), nodes)
 
 
-def near_levels_backward(
-    m: Tensor, levels: Levels, d: Levels, dqs: Tensor, dks: Tensor, dp: Tensor
+def carry_backward(
+    block: Block, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k (at the ends of their blocks) and m, in the wide dtype.
+    """Gradients of block.q, block.k and block.m, in the wide dtype.
 
     Args:
-        m, levels: an input and a result of near_levels.
-        d, dqs, dks, dp: gradients of its results; past this call d holds no gradients.
+        d: gradients of the levels; rows that do not exist or are not ``needed`` are not read. Holds no gradients after.
+        dq, dk: gradients of level 0: rows of odd blocks of q, rows of even blocks of k with a right sibling; the other
+            rows are not read.
     """
-    scales = _near_scales(m)
-    g_q, g_k, g_p = dqs.to(m.dtype), dks.to(m.dtype), dp.to(m.dtype)
-    for s in reversed(range(NEAR)):
-        level = Level(BLOCK << s, dqs.shape[1])
-        at = slice(level.queries), slice(level.keys)
-        x_q, x_k = levels.q[s, :, at[0]].to(m.dtype), levels.k[s, :, at[1]].to(m.dtype)
-        g_q, g_k, dn = _down(g_q, g_k, x_q, x_k, scales[s], level)
-        g_q, g_k = _add(g_q, d.q[s, :, at[0]], level, 1), _add(g_k, d.k[s, :, at[1]], level, 0)
-        dn[:, 0::2] += g_p @ scales[s][:, 1::2].mT
-        dn[:, 1::2] += scales[s][:, 0::2].mT @ g_p
-        g_p = dn
-    return g_q, g_k, g_p[:, : m.shape[1]]
+    m, nodes, T, n = block.m, carried.nodes, dq.shape[1], level_count(dq.shape[1])
+    units, G = m.shape[1], m.shape[2]
+    dnodes = torch.zeros_like(nodes)
+    g_q, g_k = (torch.zeros_like(x, dtype=m.dtype) for x in (dq, dk))
+    for s in reversed(range(n + 1)):
+        level = Level(BLOCK << s, T)
+        rows = slice(level.queries), slice(level.keys)
+        if s:
+            x_q, x_k = carried.levels.q[s - 1, :, rows[0]], carried.levels.k[s - 1, :, rows[1]]
+            d_q, d_k = d.q[s - 1, :, rows[0]], d.k[s - 1, :, rows[1]]
+        else:
+            x_q, x_k, d_q, d_k = (
+                _pack(block.q, level, 1),
+                _pack(block.k, level, 0),
+                _pack(dq, level, 1),
+                _pack(dk, level, 0),
+            )
+        if start is not None and s:
+            m_q, m_k = needed(start, level, G)
+            d_q, d_k = d_q.where(m_q, 0), d_k.where(m_k, 0)
+        if s < n:
+            at, size = tree_offset(units, s), tree_nodes(units, s)
+            g_q, g_k, dnodes[:, at : at + size] = _down(
+                g_q, g_k, x_q.to(m.dtype), x_k.to(m.dtype), nodes[:, at : at + size], level
+            )
+        g_q, g_k = _add(g_q, d_q, level, 1), _add(g_k, d_k, level, 0)
+    return g_q, g_k, tree_backward(nodes, dnodes, units)

@@ -56,44 +56,27 @@ def read_level(scores: Tensor, q: Tensor, k: Tensor, level: tr.Level) -> None:
         scores[:, :, rows, cols] = pairs(q[:, u * h : u * h + end], k[:, u * h : (u + 1) * h])
 
 
-def assemble(block: tr.Block, near: tr.Levels, far: tr.Levels | None, T: int) -> Tensor:
+def assemble(block: tr.Block, levels: tr.Levels, T: int) -> Tensor:
     """All scores from the levels, as the attention kernels read them."""
     B, nC, H = block.diag.shape[:3]
     scores = block.diag.new_zeros(B, H, nC * 64, nC * 64)
     for n in range(nC):
         scores[:, :, n * 64 : n * 64 + 64, n * 64 : n * 64 + 64] = block.diag[:, n]
     scores = scores[:, :, :T, :T].clone()
-    for s in range(3):
-        read_level(scores, near.q[s], near.k[s], tr.Level(64 << s, T))
-    for s in range(tr.far_count(T)):
-        assert far is not None
-        read_level(scores, far.q[s], far.k[s], tr.Level(512 << s, T))
+    for u in range(tr.Level(64, T).nodes):
+        rows, cols = slice(u * 128 + 64, min(u * 128 + 128, T)), slice(u * 128, u * 128 + 64)
+        scores[:, :, rows, cols] = pairs(block.q[:, rows], block.k[:, cols])
+    for s, level in enumerate(tr.levels_of(T)):
+        read_level(scores, levels.q[s], levels.k[s], level)
     return scores
-
-
-def everything(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
-    T = q.shape[1]
-    block = tr.block_level(q, k, w, beta)
-    near, qs, ks, p = tr.near_levels(block.q, block.k, block.m)
-    n = tr.far_count(T)
-    far = tr.far_levels(qs, ks, tr.tree(p), 0, n) if n else None
-    return assemble(block, near, far, T)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_levels_give_every_score(case: tuple[int, ...]) -> None:
     x = draw(*case)
-    torch.testing.assert_close(everything(*x), explicit_scores(*x), rtol=1e-11, atol=1e-11)
-
-
-def test_near_stage_runs_on_slabs() -> None:
-    x = draw(2, 1400, 2, 1, 16)
-    whole = tr.near_levels(*tr.block_level(*x)[1:])
-    for at in (0, 512, 1024):
-        part = tr.near_levels(*tr.block_level(*(t[:, at : at + 512] for t in x))[1:])
-        torch.testing.assert_close(part[1], whole[1][:, at : at + 512])
-        torch.testing.assert_close(part[2], whole[2][:, at : at + 512])
-        torch.testing.assert_close(part[3], whole[3][:, at // 512 : at // 512 + 1])
+    block = tr.block_level(*x)
+    scores = assemble(block, tr.carry(block).levels, case[1])
+    torch.testing.assert_close(scores, explicit_scores(*x), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -106,56 +89,67 @@ def test_block_level_backward_is_the_derivative(case: tuple[int, ...]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"d{n}: {m}")
 
 
-def rows_of(levels: tr.Levels, lo: int, h: int, T: int) -> tuple[Tensor, ...]:
-    """The defined rows of some levels."""
+def rows_of(levels: tr.Levels, T: int) -> tuple[Tensor, ...]:
+    """The rows that exist, level by level."""
     out = []
-    for s in range(levels.q.shape[0]):
-        level = tr.Level(h << (lo + s), T)
+    for s, level in enumerate(tr.levels_of(T)):
         out += [levels.q[s, :, : level.queries], levels.k[s, :, : level.keys]]
     return tuple(out)
 
 
-def poison(levels: tr.Levels, lo: int, h: int, T: int) -> tr.Levels:
-    """Random gradients, NaN where rows are not defined."""
+def random_like(levels: tr.Levels, T: int) -> tr.Levels:
+    """Random numbers, NaN in the rows that do not exist."""
     d = tr.Levels(torch.full_like(levels.q, torch.nan), torch.full_like(levels.k, torch.nan))
-    for x in rows_of(d, lo, h, T):
+    for x in rows_of(d, T):
         x.copy_(torch.randn_like(x))
     return d
 
 
+def level_zero(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random gradients of level 0: with zeros, and with NaN, in the rows that it does not read."""
+    T = q.shape[1]
+    blk = torch.arange(T) // 64
+    right, left = blk % 2 == 1, (blk % 2 == 0) & ((blk + 1) * 64 < T)
+    dq, dk = torch.randn_like(q), torch.randn_like(k)
+    full = torch.where(right[:, None, None], dq, 0.0), torch.where(left[:, None, None], dk, 0.0)
+    return *full, torch.where(right[:, None, None], dq, torch.nan), torch.where(left[:, None, None], dk, torch.nan)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_near_levels_backward_is_the_derivative(case: tuple[int, ...]) -> None:
+def test_carry_backward_is_the_derivative(case: tuple[int, ...]) -> None:
     T = case[1]
-    q, k, m = (t.detach().requires_grad_() for t in tr.block_level(*draw(*case))[1:])
-    levels, *rest = tr.near_levels(q, k, m)
-    d = poison(levels, 0, 64, T)
-    drest = [torch.randn_like(x) for x in rest]
-    grads = [*rows_of(d, 0, 64, T), *drest]
-    expected = torch.autograd.grad([*rows_of(levels, 0, 64, T), *rest], (q, k, m), grads, materialize_grads=True)
+    block = tr.block_level(*draw(*case))
+    q, k, m = (t.detach().requires_grad_() for t in block[1:])
+    block = tr.Block(block.diag, q, k, m)
+    carried = tr.carry(block)
+    d = random_like(carried.levels, T)
+    zq, zk, dq, dk = level_zero(q, k)
+    outputs, grads = [q, k, *rows_of(carried.levels, T)], [zq, zk, *rows_of(d, T)]
+    expected = torch.autograd.grad(outputs, (q, k, m), grads, materialize_grads=True)
     with torch.no_grad():
-        ours = tr.near_levels_backward(m, levels, d, *drest)
+        ours = tr.carry_backward(block, carried, d, dq, dk)
     for name, a, b in zip("qkm", ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"d{n}: {m}")
 
 
-@pytest.mark.parametrize("T", [513, 1024, 2200, 4096])
-@pytest.mark.parametrize("group", [1, 2, 9])
-def test_far_levels_backward_is_the_derivative(T: int, group: int) -> None:
-    B, H, G, K, n = 2, 2, 1, 16, tr.far_count(T)
-    q, k = (torch.randn(B, T, x, K, dtype=torch.float64, requires_grad=True) for x in (H, G))
-    p = (torch.randn(B, -(-T // 512), G, K, K, dtype=torch.float64) / 4).requires_grad_()
-    nodes = tr.tree(p)
-    levels = tr.far_levels(q, k, nodes, 0, n)
-    d = poison(levels, 0, 512, T)
-    expected = torch.autograd.grad(rows_of(levels, 0, 512, T), (q, k, p), rows_of(d, 0, 512, T), materialize_grads=True)
-    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
-    dnodes = torch.zeros_like(nodes)
-    for hi in range(n, 0, -group):
-        lo = max(0, hi - group)
-        part = tr.far_levels(q.detach(), k.detach(), nodes.detach(), lo, hi)
-        Tq, Tk = part.q.shape[2], part.k.shape[2]
-        tr.far_levels_backward(part, tr.Levels(d.q[lo:hi, :, :Tq], d.k[lo:hi, :, :Tk]), nodes.detach(), lo, hi, dq, dk,
-                               dnodes)  # fmt: skip
-    ours = dq, dk, tr.tree_backward(nodes.detach(), dnodes, p.shape[1])
-    for name, a, b in zip("qkp", ours, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"d{n}: {m}")
+def draw_start(B: int, T: int, H: int) -> Tensor:
+    """First keys of units of 128 rows, multiples of 64, never moving left nor past their row."""
+    n = -(-T // 128)
+    lag = torch.randint(0, 9, (B, H, n), generator=torch.Generator().manual_seed(T)) * 64
+    start = (torch.arange(n) * 128 - lag).clamp(min=0)
+    return start.flip(2).cummin(2).values.flip(2).int()
+
+
+def test_needed_rows_are_those_that_some_row_reads() -> None:
+    B, T, H, G = 2, 2000, 4, 2
+    start = draw_start(B, T, H)
+    i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
+    kept = (j <= i) & (j >= start.repeat_interleave(128, 2)[:, :, :T, None])  # [B, H, T, T]
+    for level in tr.levels_of(T):
+        h = level.h
+        meet = kept & (i // (2 * h) == j // (2 * h)) & (i // h != j // h)
+        q, k = tr.needed(start, level, G)
+        read_q = tr._pack(meet.any(3).transpose(1, 2)[..., None].long(), level, 1).bool()
+        read_k = tr._pack(meet.any(2).unflatten(1, (G, -1)).any(2).transpose(1, 2)[..., None].long(), level, 0).bool()
+        assert torch.equal(q, read_q)
+        assert torch.equal(k, read_k)
