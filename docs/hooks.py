@@ -50,9 +50,9 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Read the equations of all pages, and add the source pages and what the site carries with it."""
     _known.clear()
     _titles.clear()
-    for file in files.documentation_pages():
-        if file.abs_src_path is None:
-            continue
+    order = {path: number for number, path in enumerate(_paths(config.nav))}
+    pages = [file for file in files.documentation_pages() if file.abs_src_path is not None]
+    for file in sorted(pages, key=lambda file: order.get(file.src_uri, len(order))):
         markdown, meta = get_data(file.content_string)
         heading = re.search(r"^# (.+)$", markdown, re.MULTILINE)
         _titles[file.src_uri] = str(meta.get("title") or (heading[1] if heading else file.name))
@@ -76,17 +76,25 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     return files
 
 
+def _paths(nav: Any) -> list[str]:
+    """The pages of the navigation, in its order."""
+    if isinstance(nav, str):
+        return [nav]
+    items = nav.values() if isinstance(nav, dict) else nav or []
+    return [path for item in items for path in _paths(item)]
+
+
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Put the tables of equations where the pages ask for them."""
     own = [equation for equation in _known.values() if equation.page == page.file.src_uri]
     markdown = markdown.replace("<!-- equations -->", f"\n{equations.table(own)}\n")
     if "<!-- all equations -->" in markdown:
-        here = posixpath.dirname(page.file.src_uri)
-        table = equations.table(_known.values(), titles=_titles)
-        links = {page: posixpath.relpath(page, here or ".") for page in {e.page for e in _known.values()}}
-        for target, link in links.items():
-            table = table.replace(f"]({target})", f"]({link})")
-        markdown = markdown.replace("<!-- all equations -->", f"{equations.summary(_known.values())}\n\n{table}")
+        parts = [equations.summary(_known.values())]
+        for path in {equation.page: None for equation in _known.values()}:
+            link = posixpath.relpath(path, posixpath.dirname(page.file.src_uri) or ".")
+            table = equations.table((e for e in _known.values() if e.page == path), elsewhere=True)
+            parts += [f"## [{_titles[path]}]({link})", table]
+        markdown = markdown.replace("<!-- all equations -->", "\n\n".join(parts))
     return markdown
 
 

@@ -88,32 +88,32 @@ def _tuple(value: object) -> tuple[str, ...]:
     return tuple(str(item) for item in value) if isinstance(value, list) else (str(value),)
 
 
-def table(equations: Iterable[Equation], *, titles: Mapping[str, str] | None = None) -> str:
+def table(equations: Iterable[Equation], *, elsewhere: bool = False) -> str:
     """A Markdown table of ``equations``.
 
     Args:
         equations: its rows.
-        titles: title by page, for a table of several pages; without it there is no column of pages.
+        elsewhere: the table is on another page than the equations.
     """
-    rows = [["equation", "says", *(["page"] if titles else []), "in code", "checked by"]]
-    rows.append(["---"] * len(rows[0]))
+    rows = [["equation", "says", "in code", "checked by"], ["---"] * 4]
     for equation in equations:
-        code = ", ".join(f"[`{_short(target)}`](src:{target})" for target in equation.code)
-        test = ", ".join(_checked_by(equation, target, titles is not None) for target in equation.test) or "*no test*"
-        page = [f"[{titles[equation.page]}]({equation.page})"] if titles else []
-        rows.append([f"[{equation.tag}](eq:{equation.tag})", equation.says.replace("|", "\\|"), *page, code, test])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        code = ", ".join(f"[{_name(target)}](src:{target})" for target in equation.code)
+        test = ", ".join(_checked_by(target, elsewhere) for target in equation.test) or "*no test*"
+        rows.append([f"[{equation.tag}](eq:{equation.tag})", equation.says.replace("|", "\\|"), code, test])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(['<div class="equations" markdown>', "", *lines, "", "</div>"])
 
 
-def _checked_by(equation: Equation, target: str, elsewhere: bool) -> str:
+def _checked_by(target: str, elsewhere: bool) -> str:
     if target == "page":
         return "code on its page" if elsewhere else "code on this page"
-    return f"[`{target.split('::')[-1]}`](test:{target})"
+    return f"[{_name(target)}](test:{target})"
 
 
-def _short(target: str) -> str:
-    path, _, symbol = target.partition("#")
-    return symbol or path.split("/")[-1]
+def _name(target: str) -> str:
+    """The last part of a link to code as HTML, breakable at its underscores and dots."""
+    name = re.split("#|::", target)[-1] if "#" in target or "::" in target else target.split("/")[-1]
+    return "<code>" + name.replace(".", ".<wbr>").replace("_", "&#95;<wbr>") + "</code>"
 
 
 def summary(equations: Iterable[Equation]) -> str:
