@@ -1,0 +1,156 @@
+"""Block level kernels: the UT transform of 64 tokens, forward and backward; one program per block and key head.
+
+With y_a = beta_a R_1 .. R_{a-1} w_a the product of a block's first i factors is I - sum_{a <= i} y_a w_a^T, and
+
+    Y = X W,   X = (I + diag(beta) tril(W W^T, -1))^-1 diag(beta),   Z = X tril(W K^T, -1)
+    qb = Q - tril(Q W^T) Y,   kb = K - Z^T W,   diag = tril(Q K^T - tril(Q W^T) Z),   M = I - Y^T W.
+
+Entries of the inverse stay below 2 for unit w and beta <= 2, whatever the conditioning, so a float32 inverse is safe;
+what follows multiplies it in pieces of 16 bits: M, whose errors add up along the sequence, in two, the rest as the
+inputs ask.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.fox.fwd import _load_tile, head_block
+
+from .transitions import BLOCK, Block, tree_offset, tree_scales
+
+
+@triton.jit
+def _mm(a, b, acc, NA: tl.constexpr, NB: tl.constexpr, DT: tl.constexpr):
+    """acc + a b, with a as the sum of NA numbers of dtype DT and b of NB; float32 if DT is."""
+    if DT == tl.float32:  # noqa: SIM300
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
+    else:
+        a1, b1 = a.to(DT), b.to(DT)
+        acc = tl.dot(a1, b1, acc)
+        if NA == 2:
+            acc = tl.dot((a.to(tl.float32) - a1.to(tl.float32)).to(DT), b1, acc)
+        if NB == 2:
+            acc = tl.dot(a1, (b.to(tl.float32) - b1.to(tl.float32)).to(DT), acc)
+    return acc
+
+
+@triton.jit
+def _row_scale(x):
+    """Powers of two that bring the rows of x near 1, and their inverses. # [rows] each"""
+    m = tl.max(tl.abs(x.to(tl.float32)), 1)
+    s = (m.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    s = tl.where((s > 0.0) & (s < 1e38), s, 1.0)
+    return s, 1.0 / s
+
+
+@triton.jit
+def _merge(b_l, b_x, h: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
+    """Diagonal blocks of size 2h inverted, given those of size h: [[A, 0], [B, D]] has -D^-1 B A^-1 below. # [C, C]"""
+    o_c = tl.arange(0, C)
+    m_b = (o_c[:, None] // (2 * h) == o_c[None, :] // (2 * h)) & (o_c[:, None] // h != o_c[None, :] // h)
+    b_t = _mm(tl.where(m_b, b_l, 0.0), b_x, tl.zeros([C, C], tl.float32), 2, 2, DT)
+    return b_x - _mm(b_x, b_t, tl.zeros([C, C], tl.float32), 2, 2, DT)
+
+
+@triton.jit
+def _unit_lower_inverse(b_l, C: tl.constexpr, DT: tl.constexpr):
+    """(I + b_l)^-1 of a strictly lower triangular matrix: rows of 16 x 16 blocks, then pairs of blocks. # [C, C]"""
+    N: tl.constexpr = C // 16
+    o_n, o_s = tl.arange(0, N), tl.arange(0, 16)
+    m_d = o_n[:, None, None, None] == o_n[None, None, :, None]
+    b_d = tl.sum(tl.where(m_d, tl.reshape(b_l, [N, 16, N, 16]), 0.0), 2)  # [N, 16, 16]
+    b_i = tl.where(o_s[None, :, None] == o_s[None, None, :], 1.0, tl.zeros([N, 16, 16], tl.float32))
+    for i in range(1, 16):
+        m_i = (o_s == i)[None, :, None]
+        b_r = tl.sum(tl.where(m_i, b_d, 0.0), 1)  # [N, 16]
+        b_i = tl.where(m_i, b_i - tl.sum(b_r[:, :, None] * b_i, 1)[:, None, :], b_i)
+    b_x = tl.reshape(tl.where(m_d, b_i[:, :, None, :], 0.0), [C, C])
+    b_x = _merge(b_l, b_x, 16, C, DT)
+    b_x = _merge(b_l, b_x, 32, C, DT)
+    return b_x
+
+
+@triton.jit(do_not_specialize=["T", "stride_mb"])
+def block_fwd_kernel(
+    p_q, p_k, p_w, p_beta, p_diag, p_qb, p_kb, p_m, T, stride_mb,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
+    stride_bb, stride_bt, stride_bh,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr,
+    NW: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """diag [B, nC, H, C, C], qb [B, T, H, K], kb [B, T, G, K], M [B, nC, G, K, K]."""
+    n_c = tl.cdiv(T, C)
+    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    m_c, m_k = i_c * C + o_c < T, o_k < K
+    m_lo, m_le = o_c[:, None] > o_c[None, :], o_c[:, None] >= o_c[None, :]
+    r = (i_c * C).to(tl.int64)
+    R = T - i_c * C
+    p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
+    p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
+    b_w = _load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
+    b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=m_c, other=0.0)
+    b_beta = b_beta.to(tl.float32)
+    zeros = tl.zeros([C, C], tl.float32)
+
+    b_l = tl.where(m_lo, _mm(b_w, tl.trans(b_w), zeros, NW, NW, DT) * b_beta[:, None], 0.0)
+    b_x = _unit_lower_inverse(b_l, C, DT) * b_beta[None, :]  # [C, C]
+    b_y = _mm(b_x, b_w, tl.zeros([C, BK], tl.float32), 2, NW, DT)  # [C, BK]
+    b_m = tl.where(o_k[:, None] == o_k[None, :], 1.0, tl.zeros([BK, BK], tl.float32))
+    b_m = _mm(-tl.trans(b_y), b_w, b_m, 2, NW, DT)
+    p_m += i_b * stride_mb + (i_c.to(tl.int64) * G + i_g) * (K * K)
+    tl.store(p_m + o_k[:, None] * K + o_k[None, :], b_m, mask=m_k[:, None] & m_k[None, :])
+
+    b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
+    b_ks = tl.full([C], 1.0, tl.float32)
+    if SCALE:
+        b_ks, b_inv = _row_scale(b_k)
+        b_k = (b_k.to(tl.float32) * b_inv[:, None]).to(DT)
+    b_wk = tl.where(m_lo, _mm(b_w, tl.trans(b_k), zeros, NW, 1, DT), 0.0)
+    b_z = _mm(b_x, b_wk, zeros, NP, NP, DT)  # [C, C]
+    b_kb = _mm(-tl.trans(b_z), b_w, b_k.to(tl.float32), NP, NW, DT)
+    p_kb += ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_k[None, :]
+    m_ck = m_c[:, None] & m_k[None, :]
+    tl.store(p_kb, (b_kb * b_ks[:, None]).to(p_kb.dtype.element_ty), mask=m_ck)
+    REP: tl.constexpr = H // G
+    for j in range(REP):
+        i_h = i_g * REP + j
+        b_q = _load_tile(p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt, o_c, o_k, stride_qt, R, K, BK, True)
+        b_qs = tl.full([C], 1.0, tl.float32)
+        if SCALE:
+            b_qs, b_inv = _row_scale(b_q)
+            b_q = (b_q.to(tl.float32) * b_inv[:, None]).to(DT)
+        b_qw = tl.where(m_le, -_mm(b_q, tl.trans(b_w), zeros, 1, NW, DT), 0.0)
+        b_qb = _mm(b_qw, b_y, b_q.to(tl.float32), NP, NP, DT)
+        p_qt = p_qb + ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
+        tl.store(p_qt, (b_qb * b_qs[:, None]).to(p_qb.dtype.element_ty), mask=m_ck)
+        b_a = _mm(b_qw, b_z, _mm(b_q, tl.trans(b_k), zeros, 1, 1, DT), NP, NP, DT)
+        p_a = p_diag + ((i_b * n_c + i_c) * H + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
+        tl.store(p_a, b_a * b_qs[:, None] * b_ks[None, :], mask=m_le)
+
+
+def pieces(dtype: torch.dtype) -> tl.dtype:
+    """The dtype of the factors that tensor cores multiply: 11 bits, or float32 in three passes."""
+    return tl.float32 if dtype == torch.float32 else tl.float16
+
+
+def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
+    """As ``transitions.block_level``, on views of any stride with contiguous last dims; diag above the diagonal is not
+    written. w in q's dtype or float32, beta in any floating dtype. m is the first nodes of a tree for near_levels."""
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    n = triton.cdiv(T, BLOCK)
+    diag = q.new_empty((B, n, H, BLOCK, BLOCK), dtype=torch.float32)
+    m = q.new_empty((B, tree_offset(n, tree_scales(n)), G, K, K), dtype=torch.float32)
+    qb, kb = q.new_empty((B, T, H, K)), k.new_empty((B, T, G, K))
+    block_fwd_kernel[(n * B * G,)](
+        q, k, w, beta, diag, qb, kb, m, T, m.stride(0), *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
+        *beta.stride(), H=H, G=G, K=K, BK=head_block(K), C=BLOCK, SCALE=q.dtype != torch.float32,
+        NW=2 if w.dtype == torch.float32 else 1, NP=1 if q.dtype == torch.bfloat16 else 2, DT=pieces(q.dtype),
+        num_warps=4 if K <= 64 else 8,
+    )  # fmt: skip
+    return Block(diag, qb, kb, m)

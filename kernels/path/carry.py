@@ -1,0 +1,371 @@
+"""Kernels of the tree of carries: node products, levels, and their derivatives (see transitions.py).
+
+One program carries 128 tokens of a head through all levels; a level costs one K x K product where the bit of its unit
+says so. On the way back it holds the running gradient D and leaves it, at each level, in the place of that level's own
+gradient: a node's gradient is then the sum of D x^T over the rows that it carried, and no sum crosses programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.fox.fwd import head_block
+
+from .blocks import _mm, _row_scale, pieces
+from .transitions import (
+    BLOCK,
+    UNIT,
+    Block,
+    Carried,
+    Levels,
+    level_count,
+    level_rows,
+    tree_nodes,
+    tree_offset,
+    tree_scales,
+)
+
+
+@triton.jit
+def _node(p, o_k, K: tl.constexpr, BK: tl.constexpr):
+    """One node's matrix. # [BK, BK] float32"""
+    p += o_k[:, None] * K + o_k[None, :]
+    return tl.load(p, mask=(o_k[:, None] < K) & (o_k[None, :] < K), other=0.0)
+
+
+@triton.jit(do_not_specialize=["n", "stride_b"])
+def tree_kernel(p_child, p_node, n, stride_b, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr):
+    """Nodes [ceil(n / 2), G, K, K] from their children [n, G, K, K]."""
+    i_g, i_u, i_b = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    p_child += i_b * stride_b + (2 * i_u.to(tl.int64) * G + i_g) * (K * K)
+    b = _node(p_child, o_k, K, BK)
+    if 2 * i_u + 1 < n:
+        b_r = _node(p_child + G * K * K, o_k, K, BK)
+        b = _mm(b, b_r, tl.zeros([BK, BK], tl.float32), 2, 2, DT)
+    p_node += i_b * stride_b + (i_u.to(tl.int64) * G + i_g) * (K * K)
+    tl.store(p_node + o_k[:, None] * K + o_k[None, :], b, mask=(o_k[:, None] < K) & (o_k[None, :] < K))
+
+
+@triton.jit(do_not_specialize=["n", "stride_b"])
+def tree_bwd_kernel(p_child, p_dchild, p_dnode, n, stride_b, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+                    DT: tl.constexpr):  # fmt: skip
+    """Adds the gradient that each child gets through its parent, in place."""
+    i_g, i_v, i_b = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    b = _node(p_dnode + i_b * stride_b + ((i_v // 2).to(tl.int64) * G + i_g) * (K * K), o_k, K, BK)
+    p_s = p_child + i_b * stride_b + ((i_v ^ 1).to(tl.int64) * G + i_g) * (K * K)  # the sibling
+    zeros = tl.zeros([BK, BK], tl.float32)
+    if i_v % 2 == 1:
+        b = _mm(tl.trans(_node(p_s, o_k, K, BK)), b, zeros, 2, 2, DT)
+    elif i_v + 1 < n:
+        b = _mm(b, tl.trans(_node(p_s, o_k, K, BK)), zeros, 2, 2, DT)
+    p_d = p_dchild + i_b * stride_b + (i_v.to(tl.int64) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
+    m_k = (o_k[:, None] < K) & (o_k[None, :] < K)
+    tl.store(p_d, b + tl.load(p_d, mask=m_k, other=0.0), mask=m_k)
+
+
+@triton.jit
+def _first_row(p_start, i_t, i_h, stride_sh, QUERY: tl.constexpr, REP: tl.constexpr):
+    """First key of a unit of rows, for a query head or for all those of a key head."""
+    if QUERY:
+        first = tl.load(p_start + i_h * stride_sh + i_t)
+    else:
+        first = tl.load(p_start + i_h * REP * stride_sh + i_t)
+        for j in range(1, REP):
+            first = tl.minimum(first, tl.load(p_start + (i_h * REP + j) * stride_sh + i_t))
+    return first
+
+
+@triton.jit
+def _part(p_start, i_t, i_h, u, h, T, stride_sh, QUERY: tl.constexpr, REP: tl.constexpr, HAS_START: tl.constexpr):
+    """Which tokens of a unit of 128, in node u of size h, take part in the level: those from the returned one on.
+
+    Pruning drops queries whose first key is past the left sibling, and keys before the first key of all rows of the
+    right sibling; first keys never move left, so its first row decides.
+    """
+    first = i_t * 128
+    act = u % 2 == 1 if QUERY else (u % 2 == 0) & ((u + 1) * h < T)
+    begin = tl.where(act, first, first + 128)
+    if HAS_START:
+        row = i_t if QUERY else tl.minimum((u + 1) * h, T - 1) // 128
+        key = _first_row(p_start, row, i_h, stride_sh, QUERY, REP)
+        begin = tl.maximum(begin, tl.where(key < u * h, first, first + 128) if QUERY else key)
+    return begin
+
+
+@triton.jit(do_not_specialize=["T", "Tr", "n", "stride_nb", "stride_lv", "stride_sb", "stride_sh"])
+def carry_kernel(
+    p_x, p_level, p_node, p_start, T, Tr, n, stride_nb, stride_lv, stride_sb, stride_sh,
+    H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
+    HAS_START: tl.constexpr, SCALE: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Packed rows of the levels 1 .. n [n, B, Tr, H, K] from x [B, T, H, K] at the ends of its blocks."""
+    BT: tl.constexpr = 128
+    n_t = tl.cdiv(T, BT)
+    i_t, i_bh = tl.program_id(0) % n_t, tl.program_id(0) // n_t
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
+    first = i_t * BT
+    m_t = (first + o_t < T)[:, None] & (o_k < K)[None, :]
+    o_x = o_t[:, None] * (H * K) + o_k[None, :]
+    b_x = tl.load(p_x + ((i_b * T + first) * H + i_h) * K + o_x, mask=m_t, other=0.0).to(tl.float32)  # [BT, BK]
+    b_s = tl.full([BT], 1.0, tl.float32)
+    if SCALE:
+        b_s, b_inv = _row_scale(b_x)
+        b_x = b_x * b_inv[:, None]
+    p_node += i_b * stride_nb + i_h // (H // G) * (K * K)
+    p_start += i_b * stride_sb
+    zeros = tl.zeros([BT, BK], tl.float32)
+    if first + 64 < T:  # to the ends of the unit: its second block's queries, its first block's keys
+        if QUERY:
+            b_n = tl.trans(_node(p_node + 2 * i_t.to(tl.int64) * (G * K * K), o_k, K, BK))
+        else:
+            b_n = _node(p_node + (2 * i_t + 1).to(tl.int64) * (G * K * K), o_k, K, BK)
+        b_x = tl.where(((o_t >= 64) == QUERY)[:, None], _mm(b_x, b_n, zeros, NP, NP, DT), b_x)
+    units = tl.cdiv(T, 64)
+    for s in range(1, n + 1):
+        u, h = i_t >> (s - 1), 64 << s
+        p_node += units.to(tl.int64) * (G * K * K)
+        units = (units + 1) // 2
+        if _part(p_start, i_t, i_h, u, h, T, stride_sh, QUERY, REP, HAS_START) < first + BT:
+            row = first - (u // 2 + QUERY) * h
+            p = p_level + (s - 1) * stride_lv.to(tl.int64) + ((i_b * Tr + row) * H + i_h) * K + o_x
+            tl.store(p, (b_x * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_t)
+            if s < n:
+                b_n = _node(p_node + (u ^ 1).to(tl.int64) * (G * K * K), o_k, K, BK)
+                if QUERY:
+                    b_n = tl.trans(b_n)
+                b_x = _mm(b_x, b_n, zeros, NP, NP, DT)
+
+
+@triton.jit
+def _scaled_mm(b_d, b_n, SCALE: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr):
+    """b_d b_n with the rows of b_d brought near 1 first. # float32"""
+    zeros = tl.zeros([b_d.shape[0], b_d.shape[1]], tl.float32)
+    if SCALE:
+        b_s, b_inv = _row_scale(b_d)
+        b = _mm(b_d * b_inv[:, None], b_n, zeros, NP, NP, DT) * b_s[:, None]
+    else:
+        b = _mm(b_d, b_n, zeros, NP, NP, DT)
+    return b
+
+
+@triton.jit(do_not_specialize=["T", "Tr", "n", "stride_nb", "stride_lv", "stride_sb", "stride_sh"])
+def carry_bwd_kernel(
+    p_d, p_level, p_zero, p_out, p_node, p_start, T, Tr, n, stride_nb, stride_lv, stride_sb, stride_sh,
+    H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
+    HAS_START: tl.constexpr, SCALE: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Gradient [B, T, H, K] of x, from those of the levels and of level 0 (p_d [B, T, H, K]).
+
+    The running gradient D, that of x at the next scale, replaces a level's own; level 0's goes to p_zero, packed.
+    """
+    BT: tl.constexpr = 128
+    n_t = tl.cdiv(T, BT)
+    i_t, i_bh = tl.program_id(0) % n_t, tl.program_id(0) // n_t
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
+    first = i_t * BT
+    m_t = (first + o_t < T)[:, None] & (o_k < K)[None, :]
+    o_x = o_t[:, None] * (H * K) + o_k[None, :]
+    p_node += i_b * stride_nb + i_h // (H // G) * (K * K)
+    p_start += i_b * stride_sb
+    b_d = tl.zeros([BT, BK], tl.float32)
+    units = tl.cdiv(T, 64)
+    at = 0  # nodes before those of scale s
+    for s in range(n):
+        at += (units + (1 << s) - 1) >> s
+    for j in range(n):
+        s = n - j
+        u, h = i_t >> (s - 1), 64 << s
+        begin = _part(p_start, i_t, i_h, u, h, T, stride_sh, QUERY, REP, HAS_START)
+        if begin < first + BT:
+            m_p = m_t
+            if HAS_START:
+                m_p = m_t & (first + o_t >= begin)[:, None]
+            row = first - (u // 2 + QUERY) * h
+            p = p_level + (s - 1) * stride_lv.to(tl.int64) + ((i_b * Tr + row) * H + i_h) * K + o_x
+            b_g = tl.load(p, mask=m_p, other=0.0).to(tl.float32)
+            if s < n:
+                tl.store(p, b_d.to(p_level.dtype.element_ty), mask=m_t)
+                b_n = _node(p_node + (at + (u ^ 1)).to(tl.int64) * (G * K * K), o_k, K, BK)
+                if not QUERY:
+                    b_n = tl.trans(b_n)
+                b_d = _scaled_mm(b_d, b_n, SCALE, NP, DT)
+            b_d += b_g
+        at -= (units + (1 << (s - 1)) - 1) >> (s - 1)
+    p = ((i_b * T + first) * H + i_h) * K + o_x
+    if first + 64 < T:
+        m_h = ((o_t >= 64) == QUERY)[:, None]
+        b_g = tl.load(p_d + p, mask=m_t & m_h, other=0.0).to(tl.float32)
+        p_z = p_zero + ((i_b * (n_t * 64) + i_t * 64 - QUERY * 64) * H + i_h) * K + o_x
+        tl.store(p_z, b_d.to(p_zero.dtype.element_ty), mask=m_t & m_h)
+        if QUERY:
+            b_n = _node(p_node + 2 * i_t.to(tl.int64) * (G * K * K), o_k, K, BK)
+        else:
+            b_n = tl.trans(_node(p_node + (2 * i_t + 1).to(tl.int64) * (G * K * K), o_k, K, BK))
+        b_d = tl.where(m_h, _scaled_mm(b_d, b_n, SCALE, NP, DT) + b_g, b_d)
+    tl.store(p_out + p, b_d.to(p_out.dtype.element_ty), mask=m_t)
+
+
+@triton.jit
+def _add_outer(b, p_x, p_y, m, PREC: tl.constexpr):
+    """b + x^T y over a tile of rows. # [BK, BK]"""
+    b_x, b_y = tl.load(p_x, mask=m, other=0.0), tl.load(p_y, mask=m, other=0.0)
+    return tl.dot(tl.trans(b_x), b_y, b, input_precision=PREC)
+
+
+@triton.jit(do_not_specialize=["T", "Tq", "Tk", "n", "stride_nb", "stride_lq", "stride_lk", "stride_sb", "stride_sh"])
+def node_bwd_kernel(
+    p_xq, p_xk, p_zq, p_zk, p_lq, p_lk, p_dq, p_dk, p_out, p_start, T, Tq, Tk, n, stride_nb, stride_lq, stride_lk,
+    stride_sb, stride_sh,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, HAS_START: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the nodes of scales 0 .. n - 1, [B, nodes, G, K, K]: sums of D x^T over the rows they carried.
+
+    A left child carries the queries of its sibling, a right child the keys of its sibling. D is what carry_bwd_kernel
+    left in p_dq, p_dk and, for scale 0, in p_zq, p_zk.
+    """
+    REP: tl.constexpr = H // G
+    i_b, i_g = tl.program_id(1).to(tl.int64), tl.program_id(0) % G
+    i_n = tl.num_programs(0) // G - 1 - tl.program_id(0) // G  # the largest nodes first
+    s, v = 0, i_n
+    units = tl.cdiv(T, 64)
+    for t in range(n):
+        up = (v >= units) & (s == t)
+        s, v = tl.where(up, s + 1, s), tl.where(up, v - units, v)
+        units = (units + 1) // 2
+    h = 64 << s
+    u = (v // 2).to(tl.int64)
+    o_r, o_k = tl.arange(0, BR), tl.arange(0, BK)
+    m_k = (o_k < K)[None, :]
+    b = tl.zeros([BK, BK], tl.float32)
+    mid = (v // 2 * 2 + 1) * h  # first token of the right child
+    p_start += i_b * stride_sb
+    if v % 2 == 0:  # queries from mid on
+        n_r = tl.minimum(h, T - mid)
+        if s == 0:
+            p_x, p_d = p_xq + (i_b * T + mid) * (H * K), p_zq + (i_b * (tl.cdiv(T, 128) * 64) + u * 64) * (H * K)
+        else:
+            row = (s - 1) * stride_lq.to(tl.int64) + (i_b * Tq + u * h) * (H * K)
+            p_x, p_d = p_lq + row, p_dq + row
+        for i_h in range(i_g * REP, i_g * REP + REP):
+            n_h = n_r
+            if HAS_START and s > 0:  # rows whose first key lies before mid
+                n_h = 0
+                for i in range(tl.cdiv(n_r, 128)):
+                    near = tl.load(p_start + i_h * stride_sh + mid // 128 + i) < mid
+                    n_h = tl.where(near, tl.minimum(i * 128 + 128, n_r), n_h)
+            for r in range(0, n_h, BR):
+                o_x = ((r + o_r).to(tl.int64) * H + i_h)[:, None] * K + o_k[None, :]
+                b = _add_outer(b, p_d + o_x, p_x + o_x, (r + o_r < n_h)[:, None] & m_k, PREC)
+    elif mid < T:  # keys before mid
+        begin = 0
+        if s == 0:
+            p_x, p_d = p_xk + (i_b * T + mid - h) * (G * K), p_zk + (i_b * (tl.cdiv(T, 128) * 64) + u * 64) * (G * K)
+        else:
+            row = (s - 1) * stride_lk.to(tl.int64) + (i_b * Tk + u * h) * (G * K)
+            p_x, p_d = p_lk + row, p_dk + row
+            if HAS_START:
+                begin = tl.maximum(_first_row(p_start, mid // 128, i_g, stride_sh, False, REP) - mid + h, 0) // BR * BR
+        for r in range(begin, h, BR):
+            o_x = ((r + o_r).to(tl.int64) * G + i_g)[:, None] * K + o_k[None, :]
+            b = _add_outer(b, p_x + o_x, p_d + o_x, m_k, PREC)
+    p_out += i_b * stride_nb + (i_n.to(tl.int64) * G + i_g) * (K * K)
+    tl.store(p_out + o_k[:, None] * K + o_k[None, :], b, mask=(o_k < K)[:, None] & m_k)
+
+
+def _warps(K: int) -> int:
+    return 4 if K <= 64 else 8
+
+
+def _gradient_pieces(dtype: torch.dtype) -> tl.dtype:
+    """As ``pieces``, for matrices of gradients, which may be as small as they like."""
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+
+
+def _tree(nodes: Tensor, units: int, dtype: torch.dtype) -> None:
+    """Fill a tree in place from its first ``units`` nodes."""
+    B, _, G, K, _ = nodes.shape
+    for s in range(tree_scales(units) - 1):
+        at, n = tree_offset(units, s), tree_nodes(units, s)
+        tree_kernel[(triton.cdiv(n, 2) * G, B)](
+            nodes[:, at:], nodes[:, at + n :], n, nodes.stride(0), G=G, K=K, BK=head_block(K), DT=pieces(dtype),
+            num_warps=_warps(K),
+        )  # fmt: skip
+
+
+def _tree_backward(nodes: Tensor, dnodes: Tensor, units: int, dtype: torch.dtype) -> None:
+    """Add to each node's gradient what comes from above it."""
+    B, _, G, K, _ = nodes.shape
+    for s in reversed(range(tree_scales(units) - 1)):
+        at, n = tree_offset(units, s), tree_nodes(units, s)
+        tree_bwd_kernel[(n * G, B)](
+            nodes[:, at:], dnodes[:, at:], dnodes[:, at + n :], n, nodes.stride(0), G=G, K=K, BK=head_block(K),
+            DT=_gradient_pieces(dtype), num_warps=_warps(K),
+        )  # fmt: skip
+
+
+def _options(x: Tensor, start: Tensor | None, G: int, query: bool) -> dict[str, object]:
+    """What carry_kernel and carry_bwd_kernel are compiled for."""
+    H, K = x.shape[2:]
+    return {
+        "H": H, "G": G, "REP": 1 if query or start is None else start.shape[1] // G, "K": K, "BK": head_block(K),
+        "QUERY": query, "HAS_START": start is not None, "SCALE": x.dtype != torch.float32,
+        "NP": 1 if x.dtype == torch.bfloat16 else 2, "DT": pieces(x.dtype), "num_warps": _warps(K),
+    }  # fmt: skip
+
+
+def _starts(start: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if start is None else (start.stride(0), start.stride(1))
+
+
+def carry(block: Block, start: Tensor | None = None) -> Carried:
+    """As ``transitions.carry``, of a Block from ``blocks.block_level``; its tree is filled here.
+
+    With ``start`` (int32, last dim contiguous) the carries that no row needs are not computed.
+    """
+    nodes, (B, T, H, K), G = block.m, block.q.shape, block.k.shape[2]
+    n, (Tq, Tk) = level_count(T), level_rows(T)
+    levels = Levels(block.q.new_empty((n, B, Tq, H, K)), block.k.new_empty((n, B, Tk, G, K)))
+    if n:
+        _tree(nodes, triton.cdiv(T, BLOCK), block.q.dtype)
+        for x, level, query in ((block.q, levels.q, True), (block.k, levels.k, False)):
+            carry_kernel[(triton.cdiv(T, UNIT) * B * x.shape[2],)](
+                x, level, nodes, nodes if start is None else start, T, level.shape[2], n, nodes.stride(0),
+                level.stride(0), *_starts(start), **_options(x, start, G, query),
+            )  # fmt: skip
+    return Carried(levels, nodes)
+
+
+def carry_backward(
+    block: Block, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``transitions.carry_backward``: gradients of block.q and block.k in their dtypes, and of block.m in float32
+    (the first ceil(T / 64) nodes of a tree). d is overwritten."""
+    nodes, (B, T, H, K), G = carried.nodes, block.q.shape, block.k.shape[2]
+    n, n_t, units, dtype = level_count(T), triton.cdiv(T, UNIT), triton.cdiv(T, BLOCK), block.q.dtype
+    zero = Levels(dq.new_empty((B, n_t * BLOCK, H, K), dtype=dtype), dk.new_empty((B, n_t * BLOCK, G, K), dtype=dtype))
+    out = torch.empty_like(block.q), torch.empty_like(block.k)
+    for x, g, level, z, o, query in (
+        (block.q, dq, d.q, zero.q, out[0], True),
+        (block.k, dk, d.k, zero.k, out[1], False),
+    ):
+        carry_bwd_kernel[(n_t * B * x.shape[2],)](
+            g, level, z, o, nodes, nodes if start is None else start, T, level.shape[2], n, nodes.stride(0),
+            level.stride(0), *_starts(start), **_options(x, start, G, query),
+        )  # fmt: skip
+    dnodes = torch.empty_like(nodes)
+    node_bwd_kernel[(nodes.shape[1] * G, B)](
+        block.q, block.k, zero.q, zero.k, carried.levels.q, carried.levels.k, d.q, d.k, dnodes,
+        nodes if start is None else start, T, d.q.shape[2], d.k.shape[2], tree_scales(units), nodes.stride(0),
+        d.q.stride(0), d.k.stride(0), *_starts(start), H=H, G=G, K=K, BK=head_block(K), BR=BLOCK,
+        HAS_START=start is not None, PREC="tf32x3", num_warps=_warps(K),
+    )  # fmt: skip
+    _tree_backward(nodes, dnodes, units, dtype)
+    return out[0], out[1], dnodes
