@@ -10,7 +10,7 @@ from typing import Any
 from tools.maths import TAG
 from tools.sources import locate
 
-FENCE = re.compile(r"^(?P<fence>`{3,})(?P<info>[^\n]*)\n(?P<code>.*?)^(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^ *(?P<fence>`{3,})(?P<info>[^\n]*)\n(?P<code>.*?)^ *(?P=fence) *$", re.DOTALL | re.MULTILINE)
 FIELDS = {"says", "code", "test"}
 
 

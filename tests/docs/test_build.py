@@ -1,0 +1,116 @@
+"""The build refuses what is not so: formulas, equations and links to code that do not exist."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("mkdocs", reason="the documentation's tools are not installed: run `make docs-install`")
+
+
+@pytest.fixture(scope="module")
+def tools():
+    sys.path.insert(0, str(ROOT / "docs"))
+    from tools import docstrings, equations, maths, sources
+
+    yield {"docstrings": docstrings, "equations": equations, "maths": maths, "sources": sources}
+    sys.path.remove(str(ROOT / "docs"))
+
+
+PAGE = textwrap.dedent(
+    r"""
+    # A page
+
+    $$ a = b \tag{fox.1} $$
+
+    $$ c = d \tag{fox.2} $$
+
+    ```python
+    assert 1 + 1 == 2
+    ```
+    """
+)
+GOOD = {
+    "fox.1": {"says": "one", "code": "attnzoo/gate.py#Gate.dense", "test": "tests/test_laws.py::test_causality"},
+    "fox.2": {"says": "two", "test": "page"},
+}
+
+
+def complaints(tools, meta, text=PAGE) -> list[str]:
+    found: list[str] = []
+    tools["equations"].of_page("page.md", {"equations": meta}, text, found.append)
+    return found
+
+
+def test_a_true_page_passes(tools):
+    existing = next(name for name in tools["sources"].symbols("tests/test_laws.py") if name.startswith("test_"))
+    meta = GOOD | {"fox.1": GOOD["fox.1"] | {"test": f"tests/test_laws.py::{existing}"}}
+    assert complaints(tools, meta) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"fox.1": GOOD["fox.1"] | {"code": "attnzoo/gate.py#Gate.sparse"}}, "no Gate.sparse in attnzoo/gate.py"),
+        ({"fox.1": GOOD["fox.1"] | {"code": "attnzoo/gates/none.py"}}, "no file attnzoo/gates/none.py"),
+        ({"fox.1": GOOD["fox.1"] | {"test": "tests/test_laws.py::test_nothing"}}, "no test_nothing"),
+        ({"fox.1": GOOD["fox.1"] | {"test": "tests/test_laws.py"}}, "expected path::test_name"),
+        ({"fox.1": {"code": None, "test": None}}, "expected {says"),
+        ({"fox.1": {"says": "one"}}, "expected a test"),
+        ({"fox.3": {"says": "three", "test": None}}, "no equation of the page has it"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_refused(tools, change, words):
+    assert any(words in complaint for complaint in complaints(tools, GOOD | change))
+
+
+def test_numbering_and_missing_assertions_are_refused(tools):
+    assert any("not in its front matter" in x for x in complaints(tools, {"fox.1": {"says": "one", "test": None}}))
+    swapped = PAGE.replace("fox.1", "fox.9").replace("fox.2", "fox.1").replace("fox.9", "fox.2")
+    assert any("without gaps" in x for x in complaints(tools, GOOD, swapped))
+    assert any("two equations" in x for x in complaints(tools, GOOD, PAGE.replace("fox.2", "fox.1")))
+    unchecked = PAGE.replace("assert 1 + 1 == 2", "print(1)")
+    assert any("no python block with an assert" in x for x in complaints(tools, GOOD, unchecked))
+
+
+def test_formulas_are_set_and_wrong_ones_refused(tools):
+    found: list[str] = []
+    renderer = tools["maths"].Renderer()
+    try:
+        html = tools["maths"].render(
+            r'<p><span class="arithmatex">\(f_t &lt; 1\)</span></p>'
+            r'<div class="arithmatex">\[ x \tag{path_fox.2} \]</div>'
+            r'<span class="arithmatex">\(\nosuchcommand\)</span>',
+            renderer,
+            found.append,
+        )
+    finally:
+        renderer.close()
+    assert html.count('class="katex"') == 2
+    assert 'id="path_fox.2"' in html
+    assert len(found) == 1
+    assert "nosuchcommand" in found[0]
+
+
+def test_symbols_of_a_file_have_their_lines(tools):
+    lines = (ROOT / "attnzoo/pruning.py").read_text(encoding="utf-8").splitlines()
+    symbols = tools["sources"].symbols("attnzoo/pruning.py")
+    assert lines[symbols["first_kept_keys"] - 1].startswith("def first_kept_keys")
+    assert lines[symbols["Prune.log_eps"] - 1].strip().startswith("def log_eps")
+    assert lines[symbols["Bound"] - 1].startswith("Bound =")
+    listing = tools["sources"].listing("attnzoo/pruning.py")
+    assert listing.count('id="L-') == len(lines)
+
+
+def test_docstrings_become_markdown(tools):
+    text = ":func:`~attnzoo.get` and :math:`x_t`.\n\n.. math:: a = b\n   + c\n\nend"
+    assert tools["docstrings"].to_markdown(text) == "`attnzoo.get` and $x_t$.\n\n\n$$\na = b\n+ c\n$$\n\nend"
+
+
+def test_folders_behind_links_are_listed_once(tools):
+    assert "kernels/fox/api.py" in tools["sources"].paths()
+    assert not any(path.startswith(("attnzoo/kernels", "attnzoo/recurrences")) for path in tools["sources"].paths())
