@@ -32,7 +32,27 @@ def draw_fox() -> None:
     save("kept-over-length", lambda theme: fox.kept_over_length(lengths, shares, theme))
 
 
-DRAWINGS: dict[str, Callable[[], None]] = {"lattice": draw_lattice, "fox": draw_fox}
+def draw_zoo() -> None:
+    import zoo
+
+    save("token-loss", zoo.token_loss)
+    save("decay-profiles", zoo.decay_profiles)
+
+
+def draw_path() -> None:
+    import zoo
+    from trained import cores, heldout, model_of, path_config
+
+    layers = cores(model_of(path_config()), heldout(256))
+    save("path-products", lambda theme: zoo.path_products(layers, zoo.extremes(layers), theme))
+
+
+DRAWINGS: dict[str, Callable[[], None]] = {
+    "lattice": draw_lattice,
+    "fox": draw_fox,
+    "zoo": draw_zoo,
+    "path": draw_path,
+}
 
 
 def main(names: list[str]) -> None:

@@ -58,11 +58,14 @@ def token_loss(theme: Theme) -> Figure:
 def _name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], x: float) -> None:
     """Write the names right of the curves, pushed apart."""
     low, high = axes.get_ylim()
-    gap = (high - low) * 0.068
-    placed: list[float] = []
-    for value, name, color in sorted(ends):
-        y = max([min(value, high), *(p + gap for p in placed[-1:])])
-        placed.append(y)
+    gap = (high - low) * 0.066
+    ends = sorted(ends)
+    places = [min(value, high) for value, _, _ in ends]
+    for _ in range(200):
+        for i in range(len(places) - 1):
+            short = max(0.0, gap - (places[i + 1] - places[i])) / 2
+            places[i], places[i + 1] = places[i] - short, places[i + 1] + short
+    for y, (_, name, color) in zip(places, ends, strict=True):
         axes.annotate(name, (x, y), (5, 0), textcoords="offset points", fontsize=8, color=color, va="center",
                       annotation_clip=False)  # fmt: skip
 
@@ -112,7 +115,18 @@ def products(core: Core, distances: Sequence[int], count: int) -> tuple[Array, A
             wanted.append(product)
         values.append(torch.linalg.svdvals(product))
         product = R[core.q.shape[0] - 1 - n] @ product
-    return (np.asarray(torch.stack(x).numpy(), dtype=np.float64) for x in (wanted, values))  # type: ignore[return-value]
+    matrices = torch.stack(wanted) if wanted else torch.empty(0, H, K, K)
+    return np.asarray(matrices.numpy(), dtype=np.float64), np.asarray(torch.stack(values).numpy(), dtype=np.float64)
+
+
+def extremes(layers: Sequence[Core], n: int = 64) -> list[tuple[int, int]]:
+    """(layer, head) of the head whose product loses most over ``n`` tokens, and of the one that loses least."""
+    left = {}
+    for layer, core in enumerate(layers):
+        _, values = products(core, (), n + 1)
+        left |= {(layer, head): float(value) for head, value in enumerate(values[n].mean(-1))}
+    ordered = sorted(left, key=lambda key: left[key])
+    return [ordered[0], ordered[-1]]
 
 
 def path_products(layers: Sequence[Core], heads: Sequence[tuple[int, int]], theme: Theme) -> Figure:
