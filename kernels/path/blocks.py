@@ -73,9 +73,9 @@ def _unit_lower_inverse(b_l, C: tl.constexpr, DT: tl.constexpr):
     return b_x
 
 
-@triton.jit(do_not_specialize=["T", "stride_mb"])
+@triton.jit(do_not_specialize=["T", "N"])
 def block_fwd_kernel(
-    p_q, p_k, p_w, p_beta, p_diag, p_qb, p_kb, p_m, T, stride_mb,
+    p_q, p_k, p_w, p_beta, p_diag, p_qb, p_kb, p_m, T, N,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
     stride_bb, stride_bt, stride_bh,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr,
@@ -102,7 +102,7 @@ def block_fwd_kernel(
     b_y = _mm(b_x, b_w, tl.zeros([C, BK], tl.float32), 2, NW, DT)  # [C, BK]
     b_m = tl.where(o_k[:, None] == o_k[None, :], 1.0, tl.zeros([BK, BK], tl.float32))
     b_m = _mm(-tl.trans(b_y), b_w, b_m, 2, NW, DT)
-    p_m += i_b * stride_mb + (i_c.to(tl.int64) * G + i_g) * (K * K)
+    p_m += ((i_b * N + i_c) * G + i_g) * (K * K)
     tl.store(p_m + o_k[:, None] * K + o_k[None, :], b_m, mask=m_k[:, None] & m_k[None, :])
 
     b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
@@ -148,7 +148,7 @@ def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
     m = q.new_empty((B, tree_offset(n, tree_scales(n)), G, K, K), dtype=torch.float32)
     qb, kb = q.new_empty((B, T, H, K)), k.new_empty((B, T, G, K))
     block_fwd_kernel[(n * B * G,)](
-        q, k, w, beta, diag, qb, kb, m, T, m.stride(0), *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
+        q, k, w, beta, diag, qb, kb, m, T, m.shape[1], *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
         *beta.stride(), H=H, G=G, K=K, BK=head_block(K), C=BLOCK, SCALE=q.dtype != torch.float32,
         NW=2 if w.dtype == torch.float32 else 1, NP=1 if q.dtype == torch.bfloat16 else 2, DT=pieces(q.dtype),
         num_warps=4 if K <= 64 else 8,

@@ -36,34 +36,34 @@ def _node(p, o_k, K: tl.constexpr, BK: tl.constexpr):
     return tl.load(p, mask=(o_k[:, None] < K) & (o_k[None, :] < K), other=0.0)
 
 
-@triton.jit(do_not_specialize=["n", "stride_b"])
-def tree_kernel(p_child, p_node, n, stride_b, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "N"])
+def tree_kernel(p_child, p_node, n, N, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr):
     """Nodes [ceil(n / 2), G, K, K] from their children [n, G, K, K]."""
     i_g, i_u, i_b = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1).to(tl.int64)
     o_k = tl.arange(0, BK)
-    p_child += i_b * stride_b + (2 * i_u.to(tl.int64) * G + i_g) * (K * K)
+    p_child += ((i_b * N + 2 * i_u.to(tl.int64)) * G + i_g) * (K * K)
     b = _node(p_child, o_k, K, BK)
     if 2 * i_u + 1 < n:
         b_r = _node(p_child + G * K * K, o_k, K, BK)
         b = _mm(b, b_r, tl.zeros([BK, BK], tl.float32), 2, 2, DT)
-    p_node += i_b * stride_b + (i_u.to(tl.int64) * G + i_g) * (K * K)
+    p_node += ((i_b * N + i_u.to(tl.int64)) * G + i_g) * (K * K)
     tl.store(p_node + o_k[:, None] * K + o_k[None, :], b, mask=(o_k[:, None] < K) & (o_k[None, :] < K))
 
 
-@triton.jit(do_not_specialize=["n", "stride_b"])
-def tree_bwd_kernel(p_child, p_dchild, p_dnode, n, stride_b, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "N"])
+def tree_bwd_kernel(p_child, p_dchild, p_dnode, n, N, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
                     DT: tl.constexpr):  # fmt: skip
     """Adds the gradient that each child gets through its parent, in place."""
     i_g, i_v, i_b = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1).to(tl.int64)
     o_k = tl.arange(0, BK)
-    b = _node(p_dnode + i_b * stride_b + ((i_v // 2).to(tl.int64) * G + i_g) * (K * K), o_k, K, BK)
-    p_s = p_child + i_b * stride_b + ((i_v ^ 1).to(tl.int64) * G + i_g) * (K * K)  # the sibling
+    b = _node(p_dnode + ((i_b * N + (i_v // 2).to(tl.int64)) * G + i_g) * (K * K), o_k, K, BK)
+    p_s = p_child + ((i_b * N + (i_v ^ 1).to(tl.int64)) * G + i_g) * (K * K)  # the sibling
     zeros = tl.zeros([BK, BK], tl.float32)
     if i_v % 2 == 1:
         b = _mm(tl.trans(_node(p_s, o_k, K, BK)), b, zeros, 2, 2, DT)
     elif i_v + 1 < n:
         b = _mm(b, tl.trans(_node(p_s, o_k, K, BK)), zeros, 2, 2, DT)
-    p_d = p_dchild + i_b * stride_b + (i_v.to(tl.int64) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
+    p_d = p_dchild + ((i_b * N + i_v.to(tl.int64)) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
     m_k = (o_k[:, None] < K) & (o_k[None, :] < K)
     tl.store(p_d, b + tl.load(p_d, mask=m_k, other=0.0), mask=m_k)
 
@@ -97,9 +97,9 @@ def _part(p_start, i_t, i_h, u, h, T, stride_sh, QUERY: tl.constexpr, REP: tl.co
     return begin
 
 
-@triton.jit(do_not_specialize=["T", "Tr", "n", "stride_nb", "stride_lv", "stride_sb", "stride_sh"])
+@triton.jit(do_not_specialize=["T", "Tr", "B", "n", "N", "stride_sb", "stride_sh"])
 def carry_kernel(
-    p_x, p_level, p_node, p_start, T, Tr, n, stride_nb, stride_lv, stride_sb, stride_sh,
+    p_x, p_level, p_node, p_start, T, Tr, B, n, N, stride_sb, stride_sh,
     H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
     HAS_START: tl.constexpr, SCALE: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def carry_kernel(
     if SCALE:
         b_s, b_inv = _row_scale(b_x)
         b_x = b_x * b_inv[:, None]
-    p_node += i_b * stride_nb + i_h // (H // G) * (K * K)
+    p_node += (i_b * N * G + i_h // (H // G)) * (K * K)
     p_start += i_b * stride_sb
     zeros = tl.zeros([BT, BK], tl.float32)
     if first + 64 < T:  # to the ends of the unit: its second block's queries, its first block's keys
@@ -133,7 +133,7 @@ def carry_kernel(
         units = (units + 1) // 2
         if _part(p_start, i_t, i_h, u, h, T, stride_sh, QUERY, REP, HAS_START) < first + BT:
             row = first - (u // 2 + QUERY) * h
-            p = p_level + (s - 1) * stride_lv.to(tl.int64) + ((i_b * Tr + row) * H + i_h) * K + o_x
+            p = p_level + ((((s - 1) * B + i_b) * Tr + row) * H + i_h) * K + o_x
             tl.store(p, (b_x * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_t)
             if s < n:
                 b_n = _node(p_node + (u ^ 1).to(tl.int64) * (G * K * K), o_k, K, BK)
@@ -154,9 +154,9 @@ def _scaled_mm(b_d, b_n, SCALE: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr
     return b
 
 
-@triton.jit(do_not_specialize=["T", "Tr", "n", "stride_nb", "stride_lv", "stride_sb", "stride_sh"])
+@triton.jit(do_not_specialize=["T", "Tr", "B", "n", "N", "stride_sb", "stride_sh"])
 def carry_bwd_kernel(
-    p_d, p_level, p_zero, p_out, p_node, p_start, T, Tr, n, stride_nb, stride_lv, stride_sb, stride_sh,
+    p_d, p_level, p_zero, p_out, p_node, p_start, T, Tr, B, n, N, stride_sb, stride_sh,
     H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
     HAS_START: tl.constexpr, SCALE: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +172,7 @@ def carry_bwd_kernel(
     first = i_t * BT
     m_t = (first + o_t < T)[:, None] & (o_k < K)[None, :]
     o_x = o_t[:, None] * (H * K) + o_k[None, :]
-    p_node += i_b * stride_nb + i_h // (H // G) * (K * K)
+    p_node += (i_b * N * G + i_h // (H // G)) * (K * K)
     p_start += i_b * stride_sb
     b_d = tl.zeros([BT, BK], tl.float32)
     units = tl.cdiv(T, 64)
@@ -188,7 +188,7 @@ def carry_bwd_kernel(
             if HAS_START:
                 m_p = m_t & (first + o_t >= begin)[:, None]
             row = first - (u // 2 + QUERY) * h
-            p = p_level + (s - 1) * stride_lv.to(tl.int64) + ((i_b * Tr + row) * H + i_h) * K + o_x
+            p = p_level + ((((s - 1) * B + i_b) * Tr + row) * H + i_h) * K + o_x
             b_g = tl.load(p, mask=m_p, other=0.0).to(tl.float32)
             if s < n:
                 tl.store(p, b_d.to(p_level.dtype.element_ty), mask=m_t)
@@ -219,10 +219,10 @@ def _add_outer(b, p_x, p_y, m, PREC: tl.constexpr):
     return tl.dot(tl.trans(b_x), b_y, b, input_precision=PREC)
 
 
-@triton.jit(do_not_specialize=["T", "Tq", "Tk", "n", "stride_nb", "stride_lq", "stride_lk", "stride_sb", "stride_sh"])
+@triton.jit(do_not_specialize=["T", "Tq", "Tk", "B", "n", "N", "stride_sb", "stride_sh"])
 def node_bwd_kernel(
-    p_xq, p_xk, p_zq, p_zk, p_lq, p_lk, p_dq, p_dk, p_out, p_start, T, Tq, Tk, n, stride_nb, stride_lq, stride_lk,
-    stride_sb, stride_sh,
+    p_xq, p_xk, p_zq, p_zk, p_lq, p_lk, p_dq, p_dk, p_out, p_start, T, Tq, Tk, B, n, N, stride_sb,
+    stride_sh,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, HAS_START: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
@@ -252,7 +252,7 @@ def node_bwd_kernel(
         if s == 0:
             p_x, p_d = p_xq + (i_b * T + mid) * (H * K), p_zq + (i_b * (tl.cdiv(T, 128) * 64) + u * 64) * (H * K)
         else:
-            row = (s - 1) * stride_lq.to(tl.int64) + (i_b * Tq + u * h) * (H * K)
+            row = (((s - 1) * B + i_b) * Tq + u * h) * (H * K)
             p_x, p_d = p_lq + row, p_dq + row
         for i_h in range(i_g * REP, i_g * REP + REP):
             n_h = n_r
@@ -269,14 +269,14 @@ def node_bwd_kernel(
         if s == 0:
             p_x, p_d = p_xk + (i_b * T + mid - h) * (G * K), p_zk + (i_b * (tl.cdiv(T, 128) * 64) + u * 64) * (G * K)
         else:
-            row = (s - 1) * stride_lk.to(tl.int64) + (i_b * Tk + u * h) * (G * K)
+            row = (((s - 1) * B + i_b) * Tk + u * h) * (G * K)
             p_x, p_d = p_lk + row, p_dk + row
             if HAS_START:
                 begin = tl.maximum(_first_row(p_start, mid // 128, i_g, stride_sh, False, REP) - mid + h, 0) // BR * BR
         for r in range(begin, h, BR):
             o_x = ((r + o_r).to(tl.int64) * G + i_g)[:, None] * K + o_k[None, :]
             b = _add_outer(b, p_x + o_x, p_d + o_x, m_k, PREC)
-    p_out += i_b * stride_nb + (i_n.to(tl.int64) * G + i_g) * (K * K)
+    p_out += ((i_b * N + i_n) * G + i_g) * (K * K)
     tl.store(p_out + o_k[:, None] * K + o_k[None, :], b, mask=(o_k < K)[:, None] & m_k)
 
 
@@ -291,22 +291,22 @@ def _gradient_pieces(dtype: torch.dtype) -> tl.dtype:
 
 def _tree(nodes: Tensor, units: int, dtype: torch.dtype) -> None:
     """Fill a tree in place from its first ``units`` nodes."""
-    B, _, G, K, _ = nodes.shape
+    B, N, G, K, _ = nodes.shape
     for s in range(tree_scales(units) - 1):
         at, n = tree_offset(units, s), tree_nodes(units, s)
         tree_kernel[(triton.cdiv(n, 2) * G, B)](
-            nodes[:, at:], nodes[:, at + n :], n, nodes.stride(0), G=G, K=K, BK=head_block(K), DT=pieces(dtype),
+            nodes[:, at:], nodes[:, at + n :], n, N, G=G, K=K, BK=head_block(K), DT=pieces(dtype),
             num_warps=_warps(K),
         )  # fmt: skip
 
 
 def _tree_backward(nodes: Tensor, dnodes: Tensor, units: int, dtype: torch.dtype) -> None:
     """Add to each node's gradient what comes from above it."""
-    B, _, G, K, _ = nodes.shape
+    B, N, G, K, _ = nodes.shape
     for s in reversed(range(tree_scales(units) - 1)):
         at, n = tree_offset(units, s), tree_nodes(units, s)
         tree_bwd_kernel[(n * G, B)](
-            nodes[:, at:], dnodes[:, at:], dnodes[:, at + n :], n, nodes.stride(0), G=G, K=K, BK=head_block(K),
+            nodes[:, at:], dnodes[:, at:], dnodes[:, at + n :], n, N, G=G, K=K, BK=head_block(K),
             DT=_gradient_pieces(dtype), num_warps=_warps(K),
         )  # fmt: skip
 
@@ -337,8 +337,8 @@ def carry(block: Block, start: Tensor | None = None) -> Carried:
         _tree(nodes, triton.cdiv(T, BLOCK), block.q.dtype)
         for x, level, query in ((block.q, levels.q, True), (block.k, levels.k, False)):
             carry_kernel[(triton.cdiv(T, UNIT) * B * x.shape[2],)](
-                x, level, nodes, nodes if start is None else start, T, level.shape[2], n, nodes.stride(0),
-                level.stride(0), *_starts(start), **_options(x, start, G, query),
+                x, level, nodes, nodes if start is None else start, T, level.shape[2], B, n, nodes.shape[1],
+                *_starts(start), **_options(x, start, G, query),
             )  # fmt: skip
     return Carried(levels, nodes)
 
@@ -357,14 +357,14 @@ def carry_backward(
         (block.k, dk, d.k, zero.k, out[1], False),
     ):
         carry_bwd_kernel[(n_t * B * x.shape[2],)](
-            g, level, z, o, nodes, nodes if start is None else start, T, level.shape[2], n, nodes.stride(0),
-            level.stride(0), *_starts(start), **_options(x, start, G, query),
+            g, level, z, o, nodes, nodes if start is None else start, T, level.shape[2], B, n, nodes.shape[1],
+            *_starts(start), **_options(x, start, G, query),
         )  # fmt: skip
     dnodes = torch.empty_like(nodes)
     node_bwd_kernel[(nodes.shape[1] * G, B)](
         block.q, block.k, zero.q, zero.k, carried.levels.q, carried.levels.k, d.q, d.k, dnodes,
-        nodes if start is None else start, T, d.q.shape[2], d.k.shape[2], tree_scales(units), nodes.stride(0),
-        d.q.stride(0), d.k.stride(0), *_starts(start), H=H, G=G, K=K, BK=head_block(K), BR=BLOCK,
+        nodes if start is None else start, T, d.q.shape[2], d.k.shape[2], B, tree_scales(units),
+        nodes.shape[1], *_starts(start), H=H, G=G, K=K, BK=head_block(K), BR=BLOCK,
         HAS_START=start is not None, PREC="tf32x3", num_warps=_warps(K),
     )  # fmt: skip
     _tree_backward(nodes, dnodes, units, dtype)
