@@ -133,6 +133,91 @@ def block_fwd_kernel(
         tl.store(p_a, b_a * b_qs[:, None] * b_ks[None, :], mask=m_le)
 
 
+@triton.jit(do_not_specialize=["T", "N"])
+def block_bwd_kernel(
+    p_q, p_k, p_w, p_beta, p_da, p_dqb, p_dkb, p_dm, p_dq, p_dk, p_dw, p_dbeta, T, N,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
+    stride_bb, stride_bt, stride_bh, stride_dqb, stride_dqt, stride_dqh, stride_dkb, stride_dkt, stride_dkh,
+    stride_dwb, stride_dwt, stride_dwh, stride_dbb, stride_dbt, stride_dbh,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr,
+    NF: tl.constexpr, NG: tl.constexpr, DT: tl.constexpr, DI: tl.constexpr,
+):  # fmt: skip
+    """dQ, dK, dW, dbeta from the gradients of diag [B, nC, H, C, C], qb [B, T, H, K], kb [B, T, G, K] and M.
+
+    Inputs are one piece (w NW), recomputed factors NF, gradients NG. With QW = tril(Q W^T) and WK = tril(W K^T, -1):
+
+        dQW = -tril(dqb Y^T + dA Z^T)      dY = -QW^T dqb - W dM^T      dZ = -QW^T dA - W dkb^T
+        dQ  = dqb + dA K + dQW W           dWK = tril(X^T dZ, -1)       dX = dY W^T + dZ WK^T
+        dK  = dkb + dA^T Q + dWK^T W       dL  = -tril(V^T (dX diag(beta)) V^T, -1),  V = X diag(beta)^-1
+        dW  = dQW^T Q + X^T dY + dWK K - Z dkb - Y dM + (S + S^T) W,    S = diag(beta) dL
+    """
+    n_c = tl.cdiv(T, C)
+    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    m_c, m_k = i_c * C + o_c < T, o_k < K
+    m_ck = m_c[:, None] & m_k[None, :]
+    m_lo, m_le = o_c[:, None] > o_c[None, :], o_c[:, None] >= o_c[None, :]
+    r = (i_c * C).to(tl.int64)
+    R = T - i_c * C
+    b_w = _load_tile(p_w + i_b * stride_wb + i_g * stride_wh + r * stride_wt, o_c, o_k, stride_wt, R, K, BK, True)
+    b_k = _load_tile(p_k + i_b * stride_kb + i_g * stride_kh + r * stride_kt, o_c, o_k, stride_kt, R, K, BK, True)
+    b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=m_c, other=0.0)
+    b_beta = b_beta.to(tl.float32)
+    cc = tl.zeros([C, C], tl.float32)
+    ck = tl.zeros([C, BK], tl.float32)
+
+    b_s = tl.where(m_lo, _mm(b_w, tl.trans(b_w), cc, NW, NW, DI), 0.0)
+    b_v = _unit_lower_inverse(b_s * b_beta[:, None], C, DI)
+    b_wk = tl.where(m_lo, _mm(b_w, tl.trans(b_k), cc, NW, 1, DT), 0.0)
+    b_x = b_v * b_beta[None, :]
+    b_y = _mm(b_x, b_w, ck, 2, NW, DT)
+    b_z = _mm(b_x, b_wk, cc, 2, 2, DT)
+    d_y, d_z, d_k, d_w = ck, cc, ck, ck
+    REP: tl.constexpr = H // G
+    for j in range(REP):
+        i_h = i_g * REP + j
+        b_q = _load_tile(p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt, o_c, o_k, stride_qt, R, K, BK, True)
+        o_q = ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
+        d_qb = tl.load(p_dqb + o_q, mask=m_ck, other=0.0)
+        p_a = p_da + ((i_b * n_c + i_c) * H + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
+        d_a = tl.load(p_a, mask=m_le & m_c[:, None], other=0.0)
+        d_qw = _mm(d_a, tl.trans(b_z), _mm(d_qb, tl.trans(b_y), cc, NG, NF, DT), NG, NF, DT)
+        d_qw = tl.where(m_le, -d_qw, 0.0)
+        d_q = _mm(d_qw, b_w, _mm(d_a, b_k, d_qb.to(tl.float32), NG, 1, DT), NG, NW, DT)
+        p_t = p_dq + i_b * stride_dqb + i_h * stride_dqh + r * stride_dqt + o_c[:, None] * stride_dqt + o_k[None, :]
+        tl.store(p_t, d_q.to(p_dq.dtype.element_ty), mask=m_ck)
+        d_k = _mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
+        d_w = _mm(tl.trans(d_qw), b_q, d_w, NG, 1, DT)
+        b_qw = tl.trans(tl.where(m_le, -_mm(b_q, tl.trans(b_w), cc, 1, NW, DT), 0.0))
+        d_y = _mm(b_qw, d_qb, d_y, NF, NG, DT)
+        d_z = _mm(b_qw, d_a, d_z, NF, NG, DT)
+    d_kb = tl.load(p_dkb + ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_k[None, :], mask=m_ck, other=0.0)
+    d_z -= _mm(b_w, tl.trans(d_kb), cc, NW, NG, DT)
+    d_w -= _mm(b_z, d_kb, ck, NF, NG, DT)
+    d_wk = tl.where(m_lo, _mm(tl.trans(b_x), d_z, cc, NF, NG, DT), 0.0)
+    d_k = _mm(tl.trans(d_wk), b_w, d_k + d_kb.to(tl.float32), NG, NW, DT)
+    p_t = p_dk + i_b * stride_dkb + i_g * stride_dkh + r * stride_dkt + o_c[:, None] * stride_dkt + o_k[None, :]
+    tl.store(p_t, d_k.to(p_dk.dtype.element_ty), mask=m_ck)
+    d_w = _mm(d_wk, b_k, d_w, NG, 1, DT)
+    p_m = p_dm + ((i_b * N + i_c) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
+    d_m = tl.load(p_m, mask=m_k[:, None] & m_k[None, :], other=0.0)
+    d_y -= _mm(b_w, tl.trans(d_m), ck, NW, NG, DT)
+    d_w -= _mm(b_y, d_m, ck, NF, NG, DT)
+    d_w = _mm(tl.trans(b_x), d_y, d_w, NF, NG, DT)
+    d_x = _mm(d_y, tl.trans(b_w), _mm(d_z, tl.trans(b_wk), cc, NG, NF, DT), NG, NW, DT)
+    d_beta = tl.sum(b_v * d_x, 0)
+    d_l = _mm(tl.trans(b_v), d_x * b_beta[None, :], cc, 2, 2, DT)
+    d_l = tl.where(m_lo, -_mm(d_l, tl.trans(b_v), cc, 2, 2, DT), 0.0)
+    d_beta += tl.sum(d_l * b_s, 1)
+    d_s = d_l * b_beta[:, None]
+    d_w = _mm(d_s + tl.trans(d_s), b_w, d_w, NG, NW, DT)
+    p_t = p_dw + i_b * stride_dwb + i_g * stride_dwh + r * stride_dwt + o_c[:, None] * stride_dwt + o_k[None, :]
+    tl.store(p_t, d_w.to(p_dw.dtype.element_ty), mask=m_ck)
+    p_t = p_dbeta + i_b * stride_dbb + i_g * stride_dbh + (r + o_c) * stride_dbt
+    tl.store(p_t, d_beta.to(p_dbeta.dtype.element_ty), mask=m_c)
+
+
 def pieces(dtype: torch.dtype) -> tl.dtype:
     """The dtype of the factors that tensor cores multiply: 11 bits, or float32 in three passes."""
     return tl.float32 if dtype == torch.float32 else tl.float16
@@ -154,3 +239,26 @@ def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
         num_warps=4 if K <= 64 else 8,
     )  # fmt: skip
     return Block(diag, qb, kb, m)
+
+
+def block_level_backward(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Block, out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``transitions.block_level_backward``; d.diag above the diagonal is not read, d.m may be longer than nC.
+
+    Args:
+        out: where to put dq, dk, dw, dbeta: views of any floating dtype, with contiguous last dims but for dbeta;
+            default: new tensors in the inputs' dtypes.
+    """
+    B, T, H, K = q.shape
+    G, exact = k.shape[2], q.dtype == torch.float32
+    dq, dk, dw, dbeta = tuple(x.new_empty(x.shape) for x in (q, k, w, beta)) if out is None else out
+    fine = q.dtype != torch.bfloat16
+    block_bwd_kernel[(triton.cdiv(T, BLOCK) * B * G,)](
+        q, k, w, beta, d.diag, d.q, d.k, d.m, dq, dk, dw, dbeta, T, d.m.shape[1], *q.stride()[:3], *k.stride()[:3],
+        *w.stride()[:3], *beta.stride(), *dq.stride()[:3], *dk.stride()[:3], *dw.stride()[:3], *dbeta.stride(), H=H,
+        G=G, K=K, BK=head_block(K), C=BLOCK, NW=2 if w.dtype == torch.float32 else 1, NF=2 if fine else 1,
+        NG=2 if fine else 1, DT=tl.float32 if exact else tl.float16 if fine else tl.bfloat16, DI=pieces(q.dtype),
+        num_warps=4 if K <= 64 else 8,
+    )  # fmt: skip
+    return dq, dk, dw, dbeta

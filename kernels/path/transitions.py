@@ -130,7 +130,7 @@ def _blocks(x: Tensor, G: int) -> Tensor:
 
 def _tokens(x: Tensor, T: int, dtype: torch.dtype) -> Tensor:
     """Inverse of _blocks."""
-    return x.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, :T].to(dtype)
+    return x.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, :T].to(dtype).contiguous()
 
 
 class _Ut(NamedTuple):
@@ -171,11 +171,15 @@ def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
 def block_level_backward(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Block
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, w, beta in the wide dtype, given those of all parts of the block level."""
+    """Gradients of q, k, w, beta in the wide dtype, given those of all parts of the block level.
+
+    d.diag is read where it means something: on and below the diagonal, in rows before T.
+    """
     T, G = k.shape[1:3]
     b_q, b_k, b_w, d_q, d_k = (_blocks(x, G) for x in (q, k, w, d.q, d.k))
     b_beta = _blocks(beta[..., None], G)[..., 0]
-    d_a, d_m = d.diag.unflatten(2, (G, -1)).tril(), d.m.unsqueeze(3)
+    rows = torch.arange(d.diag.shape[1] * BLOCK, device=q.device).view(-1, 1, 1, BLOCK, 1) < T
+    d_a, d_m = d.diag.unflatten(2, (G, -1)).where(rows, 0.0).tril(), d.m.unsqueeze(3)
     u = _ut(b_k, b_w, b_beta)
     qw = (b_q @ b_w.mT).tril()
 
