@@ -218,6 +218,10 @@ def block_bwd_kernel(
     tl.store(p_t, d_beta.to(p_dbeta.dtype.element_ty), mask=m_c)
 
 
+def _warps(K: int, part: str) -> int:
+    return 4 if K <= 64 else 8
+
+
 def pieces(dtype: torch.dtype) -> tl.dtype:
     """The dtype of the factors that tensor cores multiply: 11 bits, or float32 in three passes."""
     return tl.float32 if dtype == torch.float32 else tl.float16
@@ -236,7 +240,7 @@ def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
         q, k, w, beta, diag, qb, kb, m, T, m.shape[1], *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
         *beta.stride(), H=H, G=G, K=K, BK=head_block(K), C=BLOCK, SCALE=q.dtype != torch.float32,
         NW=2 if w.dtype == torch.float32 else 1, NP=1 if q.dtype == torch.bfloat16 else 2, DT=pieces(q.dtype),
-        num_warps=4 if K <= 64 else 8,
+        num_warps=_warps(K, "block"),
     )  # fmt: skip
     return Block(diag, qb, kb, m)
 
@@ -259,6 +263,6 @@ def block_level_backward(
         *w.stride()[:3], *beta.stride(), *dq.stride()[:3], *dk.stride()[:3], *dw.stride()[:3], *dbeta.stride(), H=H,
         G=G, K=K, BK=head_block(K), C=BLOCK, NW=2 if w.dtype == torch.float32 else 1, NF=2 if fine else 1,
         NG=2 if fine else 1, DT=tl.float32 if exact else tl.float16 if fine else tl.bfloat16, DI=pieces(q.dtype),
-        num_warps=4 if K <= 64 else 8,
+        num_warps=_warps(K, "block_bwd"),
     )  # fmt: skip
     return dq, dk, dw, dbeta

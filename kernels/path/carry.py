@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.kernels.fox.fwd import head_block
 
-from .blocks import _mm, _row_scale, pieces
+from .blocks import _mm, _row_scale, _warps, pieces
 from .transitions import (
     BLOCK,
     UNIT,
@@ -280,10 +280,6 @@ def node_bwd_kernel(
     tl.store(p_out + o_k[:, None] * K + o_k[None, :], b, mask=(o_k < K)[:, None] & m_k)
 
 
-def _warps(K: int) -> int:
-    return 4 if K <= 64 else 8
-
-
 def _gradient_pieces(dtype: torch.dtype) -> tl.dtype:
     """As ``pieces``, for matrices of gradients, which may be as small as they like."""
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
@@ -296,7 +292,7 @@ def _tree(nodes: Tensor, units: int, dtype: torch.dtype) -> None:
         at, n = tree_offset(units, s), tree_nodes(units, s)
         tree_kernel[(triton.cdiv(n, 2) * G, B)](
             nodes[:, at:], nodes[:, at + n :], n, N, G=G, K=K, BK=head_block(K), DT=pieces(dtype),
-            num_warps=_warps(K),
+            num_warps=_warps(K, "tree"),
         )  # fmt: skip
 
 
@@ -307,7 +303,7 @@ def _tree_backward(nodes: Tensor, dnodes: Tensor, units: int, dtype: torch.dtype
         at, n = tree_offset(units, s), tree_nodes(units, s)
         tree_bwd_kernel[(n * G, B)](
             nodes[:, at:], dnodes[:, at:], dnodes[:, at + n :], n, N, G=G, K=K, BK=head_block(K),
-            DT=_gradient_pieces(dtype), num_warps=_warps(K),
+            DT=_gradient_pieces(dtype), num_warps=_warps(K, "tree"),
         )  # fmt: skip
 
 
@@ -317,7 +313,7 @@ def _options(x: Tensor, start: Tensor | None, G: int, query: bool) -> dict[str, 
     return {
         "H": H, "G": G, "REP": 1 if query or start is None else start.shape[1] // G, "K": K, "BK": head_block(K),
         "QUERY": query, "HAS_START": start is not None, "SCALE": x.dtype != torch.float32,
-        "NP": 1 if x.dtype == torch.bfloat16 else 2, "DT": pieces(x.dtype), "num_warps": _warps(K),
+        "NP": 1 if x.dtype == torch.bfloat16 else 2, "DT": pieces(x.dtype), "num_warps": _warps(K, "carry"),
     }  # fmt: skip
 
 
@@ -365,7 +361,7 @@ def carry_backward(
         block.q, block.k, zero.q, zero.k, carried.levels.q, carried.levels.k, d.q, d.k, dnodes,
         nodes if start is None else start, T, d.q.shape[2], d.k.shape[2], B, tree_scales(units),
         nodes.shape[1], *_starts(start), H=H, G=G, K=K, BK=head_block(K), BR=BLOCK,
-        HAS_START=start is not None, PREC="tf32x3", num_warps=_warps(K),
+        HAS_START=start is not None, PREC="tf32x3", num_warps=_warps(K, "node"),
     )  # fmt: skip
     _tree_backward(nodes, dnodes, units, dtype)
     return out[0], out[1], dnodes

@@ -307,7 +307,7 @@ def needed(start: Tensor, level: Level, G: int) -> tuple[Tensor, Tensor]:
 
 
 def carry(block: Block, start: Tensor | None = None) -> Carried:
-    """The levels above the blocks. ``start`` as in ``needed``: the other rows may be left undefined (here they are not)."""
+    """The levels above the blocks. Rows not ``needed`` with ``start`` may be left undefined (here they are not)."""
     q, k, m = block.q, block.k, block.m
     nodes, T, n = tree(m), q.shape[1], level_count(q.shape[1])
     b_q, b_k = q.to(m.dtype), k.to(m.dtype)
