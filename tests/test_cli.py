@@ -242,6 +242,19 @@ def test_help_lists_every_command_in_a_fresh_process() -> None:
         assert re.search(rf"^  {command} ", ran.stdout, flags=re.MULTILINE)
 
 
+def test_documented_help_is_what_the_commands_print() -> None:
+    page = (DEMO.parents[1] / "docs" / "reference" / "cli.md").read_text()
+    shown = re.findall(r"```text\n(.*?)\n```", page, flags=re.DOTALL)
+    program = [sys.executable, "-m", "attnzoo.cli"]
+    environment = {**os.environ, "COLUMNS": "80"}
+    for command in ([], *([name] for name in cli.app.commands)):
+        ran = subprocess.run(
+            [*program, *command, "--help"], env=environment, capture_output=True, text=True, check=True
+        )
+        assert ran.stdout.strip() in shown, command
+    assert len(shown) == 1 + len(cli.app.commands)
+
+
 def test_command_line_itself_loads_nothing_heavy() -> None:
     code = (
         "import sys, attnzoo; before = set(sys.modules); import attnzoo.cli; "
