@@ -1,0 +1,99 @@
+"""Backward pass: one kernel owns rows (dq.py), one owns keys (dkdv.py), as in ``kernels/fox/bwd.py``; nothing is added
+up across programs, so the result does not depend on their order.
+
+Their results are gradients of the carried operands, which ``transitions.py`` turns into those of q, k, w and beta.
+With a gate the row kernel corrects delta by the row sums of dS over all levels, which the key kernel then uses.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from attnzoo.kernels.fox.bwd import fox_delta_kernel
+from attnzoo.kernels.fox.fwd import GATE_FULL, GATE_NONE, LOG2E, can_describe, describe, head_block, left_strides
+from attnzoo.kernels.fox.prune import key_bounds
+from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT, dot_precision
+
+from .dkdv import path_dkdv_kernel
+from .dq import path_dq_kernel
+from .fwd import describe_levels
+from .transitions import Block, Levels, block_level, block_level_backward, carry, carry_backward
+from .tuning import parts, tiles
+
+
+def path_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor, c: Tensor | None,
+    base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Launch the backward kernels on what the forward pass saved, some heads at a time; the carries are made again.
+
+    Returns:
+        dq, dk, dv in the inputs' dtype; dw [B, T, G, K] and dbeta [B, T, G] in float32; with a gate, column sums
+        [B, H, T] of dS.
+    """
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dw, dbeta = torch.empty_like(w, dtype=torch.float32), torch.empty_like(beta, dtype=torch.float32)
+    dkey = None if c is None else torch.empty_like(lse)
+    for part in parts(q, k, backward=True):
+        x = part.queries(q), part.keys(k), part.keys(w), part.keys(beta)
+        p_c, p_base, p_left, p_start = part.rows(c), part.rows(base), part.rows(left), part.rows(start)
+        block = block_level(*x)
+        carried = carry(block, p_start)
+        d_block, d_levels, d_key = _launch(
+            block, carried.levels, part.queries(do), part.keys(v), part.queries(o), lse[part.b, part.h],
+            p_c, p_base, p_left, p_start, scale, part.keys(dv),
+        )  # fmt: skip
+        if dkey is not None and d_key is not None:
+            dkey[part.b, part.h] = d_key
+        total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start)
+        d = block_level_backward(*x, Block(d_block.diag, *total))
+        for whole, piece in zip((part.queries(dq), *map(part.keys, (dk, dw, dbeta))), d, strict=True):
+            whole.copy_(piece)
+    return dq, dk, dv, dw, dbeta, dkey
+
+
+def _launch(
+    block: Block, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
+    left: Tensor | None, start: Tensor | None, scale: float, dv: Tensor,
+) -> tuple[Block, Levels, Tensor | None]:  # fmt: skip
+    """Gradients of the blocks (without m), of the levels and, with a gate, of the keys' bias; dv is written."""
+    (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    gate = GATE_NONE if c is None else GATE_FULL
+    rows = lse.new_empty((B, H, triton.cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
+    d_key = lse.new_zeros((n + 1, B, H, T)) if gate else lse
+    d_block = Block(torch.empty_like(block.diag), torch.empty_like(block.q), torch.empty_like(block.k), block.m)
+    d_levels = Levels(torch.empty_like(levels.q), torch.empty_like(levels.k))
+    fox_delta_kernel[(B * H, rows.shape[2] // 64)](
+        o, do, lse, rows, lse, lse, lse, lse, lse, T, T, *o.stride()[:3], *do.stride()[:3],
+        H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=False,
+    )  # fmt: skip
+    gates = (lse if c is None else c, lse if base is None else base)
+    limits = (lse if left is None else left, lse if start is None else start)
+    end, full = limits if left is None and start is None else key_bounds(left, start, B, T, H, T)
+    sizes = (B, T, levels.q.shape[2], levels.k.shape[2], n)
+    strides = (*v.stride()[:3], *do.stride()[:3])
+    options = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V), "RU": ROW_UNIT,
+               "KU": KEY_UNIT, "GATE": gate, "HAS_LEFT": left is not None, "HAS_START": start is not None,
+               "PREC": dot_precision(v.dtype)}  # fmt: skip
+    t = tiles("dq", max(K, V), v.dtype, v.device)
+    tma = t.tma and n > 0 and can_describe(v)
+    p_k, p_v = (describe_levels(levels.k, t.BS), describe(v, t.BS)) if tma else (levels.k, v)
+    path_dq_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+        block.diag, block.q, block.k, levels.q, p_k, p_v, do, rows, d_block.q, d_levels.q, *gates, *limits, *sizes,
+        min(t.heads, B * H), scale, scale * LOG2E, *strides, *left_strides(left), **options, BT=t.BT, BS=t.BS, TMA=tma,
+        num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+    )  # fmt: skip
+    t = tiles("dkdv", max(K, V), v.dtype, v.device)
+    tma = t.tma and n > 0 and can_describe(do)
+    p_q, p_do = (describe_levels(levels.q, t.BT), describe(do, t.BT)) if tma else (levels.q, do)
+    path_dkdv_kernel[(triton.cdiv(T, t.BS) * B * G,)](
+        block.diag, block.q, block.k, p_q, levels.k, v, p_do, rows, d_block.diag, d_block.k, d_levels.k, dv, d_key,
+        *gates, *limits, end, full, *sizes, min(t.heads, B * G), scale, scale * LOG2E, *strides, *dv.stride()[:3],
+        *left_strides(left), **options, BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages,
+        maxnreg=t.maxnreg,
+    )  # fmt: skip
+    return d_block, d_levels, d_key.sum(0) if gate else None

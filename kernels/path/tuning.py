@@ -1,0 +1,114 @@
+"""Tile sizes of the path kernels, and how many heads share one workspace."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from attnzoo.kernels.fox.tuning import Tiles, capability, has_descriptors
+
+from .transitions import BLOCK, level_count
+
+Kind = Literal["fwd", "dq", "dkdv"]
+BUDGET = 5 << 28  # bytes of workspace for carried operands and their gradients (one key head may need more)
+
+# Head dims up to the key -> tiles. Measured on an H200 (benchmarks/NOTES.md), 16-bit inputs.
+_HOPPER: dict[Kind, dict[int, Tiles]] = {
+    "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 2, maxnreg=128, tma=True, heads=8)},
+    "dq": {64: Tiles(128, 64, 8, 3, maxnreg=128, tma=True), 128: Tiles(128, 64, 8, 3, tma=True, heads=8)},
+    "dkdv": {64: Tiles(64, 64, 4, 4, heads=8), 128: Tiles(32, 64, 4, 4, heads=8)},
+}
+# Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
+_SAFE: dict[Kind, dict[int, Tiles]] = {
+    "fwd": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
+    "dq": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
+    "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2)},
+}
+_FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1)} for kind in _SAFE}
+_overrides: dict[Kind, Tiles] = {}
+
+
+@contextlib.contextmanager
+def override(tiles: dict[Kind, Tiles]) -> Iterator[None]:
+    """Force tiles for tests and sweeps; affects every head dim while the context is open."""
+    before = dict(_overrides)
+    _overrides.update(tiles)
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(before)
+
+
+def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """Tiles of a kernel for head dims up to ``head_dim`` (the larger of K and V, at most 128).
+
+    A key tile lies in one block of 64 tokens (as do the dkdv kernel's row tiles), a row tile of fwd and dq in one
+    pair of blocks.
+    """
+    t = _overrides.get(kind) or _table(kind, 64 if head_dim <= 64 else 128, dtype, device)
+    if t.BS > BLOCK or (kind == "dkdv" and t.BT > BLOCK):
+        raise ValueError(f"{kind} tiles: expected BS (and in dkdv BT) of at most {BLOCK}, got BT={t.BT}, BS={t.BS}")
+    return t
+
+
+def _table(kind: Kind, size: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    if dtype == torch.float32:
+        return _FLOAT32[kind][size]
+    if capability(device) == (9, 0):
+        t = _HOPPER[kind][size]
+        return t if has_descriptors() else dataclasses.replace(t, tma=False, maxnreg=None)
+    return _SAFE[kind][size]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some batches with all their heads, or some key heads (and their query heads) of one batch."""
+
+    b: slice
+    g: slice
+    h: slice
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Part of x [B, T, H, ...]."""
+        return x[self.b, :, self.h]
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Part of x [B, T, G, ...]."""
+        return x[self.b, :, self.g]
+
+    @overload
+    def rows(self, x: Tensor) -> Tensor: ...
+    @overload
+    def rows(self, x: None) -> None: ...
+    def rows(self, x: Tensor | None) -> Tensor | None:
+        """Part of x [B, H, ...]; [1, 1, T] is shared by all."""
+        return x if x is None or x.shape[:2] == (1, 1) else x[self.b, self.h]
+
+    def bound(self, x: Tensor | None) -> Tensor | None:
+        """Part of x [H]."""
+        return x if x is None else x[self.h]
+
+
+def parts(q: Tensor, k: Tensor, backward: bool) -> list[Part]:
+    """Parts whose workspaces stay below BUDGET, as even as possible: (batches or key heads) of q [B, T, H, K]."""
+    (B, T, H, K), G = q.shape, k.shape[2]
+    rep, n = H // G, level_count(T)
+    rows = T * (rep + 1) * K * q.element_size() * (n / 2 + 2)
+    squares = T * rep * BLOCK * 4 + T * K * K * 4 * 2 / BLOCK
+    heads = max(1, int(BUDGET / ((rows + squares) * (2 if backward else 1))))
+    if heads >= G:
+        return [Part(b, slice(0, G), slice(0, H)) for b in _even(B, heads // G)]
+    return [Part(slice(b, b + 1), g, slice(g.start * rep, g.stop * rep)) for b in range(B) for g in _even(G, heads)]
+
+
+def _even(n: int, most: int) -> list[slice]:
+    size = math.ceil(n / math.ceil(n / most))
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
