@@ -17,11 +17,12 @@ SHIM = HERE.parent / "node_modules" / "iframe-worker" / "shim" / "index.js"
 TAG = re.compile(r"\\tag\{([a-z_]+\.\d+)\}")
 # what pymdownx.arithmatex (generic) leaves in the page
 FORMULA = re.compile(
-    r'<span class="arithmatex">\\\((?P<inline>.*?)\\\)</span>'
+    r'(?P<before>\(?)<span class="arithmatex">\\\((?P<inline>.*?)\\\)</span>(?P<after>[.,;:?!)]*)'
     r'|<div class="arithmatex">\s*\\\[(?P<display>.*?)\\\]\s*</div>',
     re.DOTALL,
 )
-PLAIN = re.compile(r"\\\((?P<inline>.*?)\\\)(?P<display>(?!))?", re.DOTALL)
+PLAIN = re.compile(r"(?P<before>)\\\((?P<inline>.*?)\\\)(?P<after>)(?P<display>(?!))?", re.DOTALL)
+SHORT = 40  # characters of TeX that stay on one line, together with the punctuation around them
 
 
 class Renderer:
@@ -75,7 +76,11 @@ def render(text: str, renderer: Renderer, complain: Callable[[str], None], patte
         anchor = f' id="{tag[1]}"' if tag else ""
         focus = ' tabindex="0"' if display else ""  # a wide formula scrolls, so the keyboard must reach it
         opening = f'<{element} class="maths"{anchor}{focus} data-search-exclude>'
-        pieces += [text[end : match.start()], opening, answer.get("html", html.escape(tex)), f"</{element}>"]
+        formula = f"{opening}{answer.get('html', html.escape(tex))}</{element}>"
+        if not display:
+            formula = f"{match['before']}{formula}{match['after']}"
+            formula = f'<span class="together">{formula}</span>' if len(tex) <= SHORT else formula
+        pieces += [text[end : match.start()], formula]
         end = match.end()
     return "".join([*pieces, text[end:]])
 
