@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo.gate import Gate
 from attnzoo.pruning import Prune
-from attnzoo.softmax import CarriedForms, KVCache, append_valid, on_packed
+from attnzoo.softmax import CarriedForms, KVCache, on_packed
 
 ROOM = 256  # buffers hold multiples of this many tokens
 
@@ -38,7 +38,7 @@ class Room:
         if room is not None and fits and writable and masked == (room.valid is not None):
             return room
         size = -(-(S + extra + S // 4) // ROOM) * ROOM
-        valid = append_valid(state, None, state.v) if state.valid is not None or not masked else None
+        valid = state.valid
         if masked and valid is None:
             valid = state.v.new_ones(*state.v.shape[:2], dtype=torch.bool)
 

@@ -408,7 +408,7 @@ def test_auto_says_what_it_picked(caplog):
     assert "impl='auto' (reference on cpu)" in repr(attn)
 
 
-@pytest.mark.parametrize(("name", "impl"), [("path", "triton"), ("fox", "fla"), ("mamba2", "fla"), ("gla", "triton")])
+@pytest.mark.parametrize(("name", "impl"), [("wall", "triton"), ("fox", "fla"), ("mamba2", "fla"), ("gla", "triton")])
 def test_explicit_impl_never_falls_back(name, impl):
     attn = build_attention(name, hidden_size=D, num_heads=H, impl=impl)
     with pytest.raises(RuntimeError, match=f"impl='{impl}'"):
@@ -418,16 +418,22 @@ def test_explicit_impl_never_falls_back(name, impl):
 TRITON = [name for name in list_variants("softmax") if "triton" in get(name).forms]
 
 
+def on_both(name, acp=False):
+    """The same layer on the reference and on the (interpreted) kernel."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": D, "num_heads": H, "num_kv_heads": G, "head_dim": 16 if "path" in name else 8}
+    reference, kernel = (build_attention(name, **sizes, acp=acp, impl=impl) for impl in ("reference", "triton"))
+    kernel.load_state_dict(reference.state_dict())
+    return reference, kernel
+
+
 @pytest.mark.parametrize("acp", [False, True])
 @pytest.mark.parametrize("name", TRITON)
 def test_the_kernel_serves_a_layer_like_the_reference(name, acp):
     """Whole calls, padding, packing, a prefill and steps, and the gradient of every parameter (interpreted)."""
     if acp and not get(name).prunable:
         return
-    torch.manual_seed(0)
-    reference = build_attention(name, hidden_size=D, num_heads=H, num_kv_heads=G, head_dim=8, acp=acp, impl="reference")
-    kernel = build_attention(name, hidden_size=D, num_heads=H, num_kv_heads=G, head_dim=8, acp=acp, impl="triton")
-    kernel.load_state_dict(reference.state_dict())
+    reference, kernel = on_both(name, acp)
     x = rows(2, 37).float()
     mask = torch.ones(2, 37, dtype=torch.bool)
     mask[0, :5] = mask[1, 30:] = False
@@ -443,6 +449,68 @@ def test_the_kernel_serves_a_layer_like_the_reference(name, acp):
 
     for got, expected in zip(run(kernel), run(reference), strict=True):
         assert (got - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["path", "path_fox"])
+@torch.no_grad()
+def test_cached_steps_of_the_kernel_take_padding(name):
+    """A padded prefill, a padded chunk and steps without a mask; rows reordered; the cache handed to the reference."""
+    reference, kernel = on_both(name)
+    x = rows(2, 24).float()
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    mask[0, :5] = mask[1, 14:17] = False
+
+    def run(attn, then):
+        cache = attn.new_cache()
+        steps = [attn(x[:, a:b], attention_mask=mask[:, :b], cache=cache) for a, b in ((0, 12), (12, 18))]
+        steps += [attn(x[:, 18:19], cache=cache), attn(x[:, 19:20], cache=cache)]
+        cache.reorder(torch.tensor([1, 1]))
+        steps.append(attn(x[:, 20:21], cache=cache))
+        return torch.cat([*steps, then(x[:, 21:], cache=cache)], 1)
+
+    expected = run(reference, reference)
+    for got in (run(kernel, kernel), run(kernel, reference), run(reference, kernel)):
+        assert (got - expected).norm() <= 1e-4 * expected.norm()
+
+
+@torch.no_grad()
+def test_a_cache_of_the_kernel_can_be_continued_twice():
+    """Appending writes behind a cache, in shared buffers: an earlier state still gives what it gave."""
+    _, kernel = on_both("path_fox")
+    parts = kernel.project(rows(1, 10).float())
+
+    def step(t, state, sign=1.0):
+        now = slice(t, t + 1)
+        q, k, v = (y[:, now] for y in (parts.q, parts.k, parts.v))
+        return kernel.variant.module.extend_triton(sign * q, k, sign * v, parts.gate.slice(t, t + 1), state)
+
+    _, state = step(0, None)
+    for t in range(1, 6):
+        _, state = step(t, state)
+    first, after = step(6, state)
+    other, _ = step(6, state, -1.0)
+    assert not torch.equal(first, other)
+    assert torch.equal(step(6, state)[0], first)
+    assert torch.equal(step(7, after)[0], step(7, step(6, state)[1])[0])
+
+
+def test_a_cached_step_of_the_kernel_refuses_to_record_gradients():
+    attn = build_attention("path", hidden_size=D, num_heads=H, head_dim=16, impl="triton")
+    cache = attn.new_cache()
+    attn(rows(1, 3).float(), cache=cache)
+    with pytest.raises(RuntimeError, match="a cached step of the triton form has no gradient"):
+        attn(rows(1, 1).float(), cache=cache)
+
+
+@pytest.mark.parametrize("name", ["fox", "nope"])
+@torch.no_grad()
+def test_a_cache_with_padding_is_refused_where_the_kernel_has_no_mask(name):
+    reference, kernel = on_both(name)
+    cache = reference.new_cache()
+    x = rows(2, 6).float()
+    reference(x, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6]), cache=cache)
+    with pytest.raises(RuntimeError, match="padding only in whole sequences"):
+        kernel(x[:, :1], cache=cache)
 
 
 # Bad input

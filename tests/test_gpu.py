@@ -75,6 +75,6 @@ def test_auto_takes_a_kernel_where_there_is_one(name):
     attn = layers(name)[0]
     with torch.no_grad():
         attn(torch.randn(1, 64, D, device="cuda", dtype=torch.bfloat16))
-    kernels = {"nope", "alibi", "fox", "rope"}
+    kernels = {"nope", "alibi", "fox", "rope", "path", "path_fox"}
     expected = "triton" if name in kernels else "fla" if get(name).side == "linear" else "reference"
     assert f"({expected} on cuda)" in repr(attn)

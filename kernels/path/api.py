@@ -74,8 +74,12 @@ def path_attention(
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v, w, beta = q.to(dtype), k.to(dtype), v.to(dtype), w.float(), beta.float()
-        log_gate = None if log_gate is None else log_gate.float()
+        with torch.autocast(q.device.type, enabled=False):
+            return path_attention(
+                q.to(dtype), k.to(dtype), v.to(dtype), w=w.float(), beta=beta.float(),
+                log_gate=None if log_gate is None else log_gate.float(), scale=scale, prune=prune,
+                cu_seqlens=cu_seqlens, logit_bound=logit_bound, impl=impl,
+            )  # fmt: skip
     _check(q, k, v, w, beta, log_gate, scale, prune, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if _choose(impl, q, v) == "reference":
@@ -85,11 +89,9 @@ def path_attention(
         )  # fmt: skip
     from .op import path_forward_op
 
+    q, k, v, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w, beta.float()))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-    o: Tensor = path_forward_op(
-        q.contiguous(), k.contiguous(), v.contiguous(), w.contiguous(), beta.float().contiguous(),
-        log_gate, cu_seqlens, logit_bound, scale, bound, log_eps,
-    )[0]  # fmt: skip
+    o: Tensor = path_forward_op(q, k, v, w, beta, log_gate, cu_seqlens, logit_bound, scale, bound, log_eps)[0]
     return o
 
 
@@ -120,10 +122,11 @@ def kept_fraction(
     left: Tensor | None
     start: Tensor | None = None
     if _choose(impl, q, k) == "triton":
-        from .op import bounds
+        from .op import starts
 
         bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-        _, _, left, start = bounds(q, k, w, beta.float(), log_gate, cu_seqlens, logit_bound, scale, bound, log_eps)
+        q, k, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, w, beta.float()))
+        left, start = starts(q, k, w, beta, log_gate, cu_seqlens, logit_bound, scale, bound, log_eps)
     else:
         c, closed = _gate_sums(log_gate, B, T, H, q.device)
         left = _left(closed, None, cu_seqlens)

@@ -23,13 +23,14 @@ def close_chunk(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, 
 
     Returns:
         scores [B, H, N, N], queries carried back to its start [B, N, H, K], keys carried to its end [B, N, G, K], and
-        the product of its factors [B, G, K, K].
+        the transposed product of its factors [B, G, K, K].
     """
     H = q.shape[2]
     rep = H // k.shape[2]
     qh, kh, wh, bh = (heads_first(x, H, torch.float32) for x in (q, k, w, beta))
-    block = Householder().block(qh, kh, Gate(w=wh, beta=bh))
-    total = cast(Tensor, block.total)[:, ::rep].mT.contiguous()
+    with torch.autocast(q.device.type, enabled=False):
+        block = Householder().block(qh, kh, Gate(w=wh, beta=bh))
+    total = cast(Tensor, block.total)[:, ::rep].contiguous()
     return block.scores.contiguous(), block.q.transpose(1, 2).contiguous(), block.k[:, ::rep].transpose(1, 2), total
 
 
@@ -75,6 +76,11 @@ def carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
     Returns:
         [B, T, G, K].
     """
+    with torch.autocast(k.device.type, enabled=False):
+        return _carry_keys(k, w, beta)
+
+
+def _carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
     T, G = k.shape[1], k.shape[2]
     dtype = torch.promote_types(k.dtype, torch.float32)
     kh, wh, bh = (cut(heads_first(x, G, dtype), CHUNK) for x in (k, w, beta))  # [B, G, blocks, CHUNK, ...]

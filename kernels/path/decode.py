@@ -25,12 +25,12 @@ def advance_kernel(
     stride_kb, stride_kt, stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb,
     S, SPLIT, NS, scale,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
-    BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr,
+    BS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys lo..hi of one head: advance and store them, and attend to them from BR of the R = rep N rows of the group.
 
     N = 1: p_q holds the query itself, attending to the advanced keys. N > 1: p_q holds queries carried back to the
-    start of the chunk, attending to the keys as they were; p_total is ``R_1 ... R_N``. Parts go to [B, G, NS, R, ...].
+    start of the chunk, attending to the keys as they were; p_total is ``(R_1 ... R_N)^T``. Parts: [B, G, NS, R, ...].
     """
     i_bg, i_s, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
@@ -47,9 +47,7 @@ def advance_kernel(
     if N == 1:
         b_w = tl.load(p_w + i_bg * K + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_beta = tl.load(p_beta + i_bg).to(tl.float32)
-    else:
-        p_total += i_bg.to(tl.int64) * K * K + o_k[:, None] * K + o_k[None, :]
-        b_total = tl.load(p_total, mask=m_k[:, None] & m_k[None, :], other=0.0)
+    p_total += i_bg.to(tl.int64) * K * K
     p_keys += i_b * stride_kb + i_g * K
     p_next += i_b * stride_nb + i_g * K
     p_v += i_b * stride_vb + i_g * V
@@ -68,34 +66,39 @@ def advance_kernel(
             b_k -= (b_beta * tl.sum(b_k * b_w[None, :], 1))[:, None] * b_w[None, :]
             tl.store(p_next + o_s64[:, None] * (G * K) + o_k[None, :], b_k, mask=m_key)
         elif i_r == 0:
-            b_next = tl.dot(b_k, b_total, input_precision="tf32x3")
-            tl.store(p_next + o_s64[:, None] * (G * K) + o_k[None, :], b_next, mask=m_key)
+            for i_c in tl.static_range(0, BK, BC):  # in slices: all of the product would not fit the registers
+                o_c = i_c + tl.arange(0, BC)
+                m_c = o_c < K
+                p_slice = p_total + o_c[:, None] * K + o_k[None, :]
+                b_total = tl.load(p_slice, mask=m_c[:, None] & m_k[None, :], other=0.0)  # [BC, BK]
+                b_next = tl.dot(b_k, tl.trans(b_total), input_precision="tf32x3")
+                tl.store(p_next + o_s64[:, None] * (G * K) + o_c[None, :], b_next, mask=m_s[:, None] & m_c[None, :])
         if BR == 1:
-            b_s = tl.sum(b_k[:, None, :] * b_q[None, :, :], 2)
+            b_s = tl.sum(b_q[:, None, :] * b_k[None, :, :], 2)
         else:
-            b_s = tl.dot(b_k, tl.trans(b_q), input_precision="tf32x3")
-        b_s *= scale * LOG2E  # [BS, BR]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
+        b_s *= scale * LOG2E  # [BR, BS]
         if GATED:
-            m_g = (o_s + 1 < hi)[:, None] & m_r[None, :]
-            p_next_gate = p_g + i_b * stride_gb + (o_s64 + 1)[:, None] * stride_gt + o_h[None, :]
-            b_g = tl.load(p_next_gate, mask=m_g, other=0.0).to(tl.float32) * LOG2E
-            b_s += tl.cumsum(b_g, 0, reverse=True) + b_sum[None, :]
-            b_sum += tl.sum(b_g, 0)
+            m_g = m_r[:, None] & (o_s + 1 < hi)[None, :]
+            p_after = p_g + i_b * stride_gb + o_h[:, None] + (o_s64 + 1)[None, :] * stride_gt
+            b_g = tl.load(p_after, mask=m_g, other=0.0).to(tl.float32) * LOG2E
+            b_s += tl.cumsum(b_g, 1, reverse=True) + b_sum[:, None]
+            b_sum += tl.sum(b_g, 1)
         m_seen = m_s
         if MASKED:
             m_seen &= tl.load(p_valid + i_b * stride_mb + o_s64, mask=m_s, other=0) != 0
-        b_s = tl.where(m_seen[:, None], b_s, float("-inf"))
-        b_new = tl.maximum(b_m, tl.max(b_s, 0))
+        b_s = tl.where(m_seen[None, :], b_s, float("-inf"))
+        b_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_safe[None, :])
+        b_p = tl.exp2(b_s - b_safe[:, None])
         b_scale = tl.exp2(b_m - b_safe)
-        b_l = b_l * b_scale + tl.sum(b_p, 0)
+        b_l = b_l * b_scale + tl.sum(b_p, 1)
         m_value = m_s[:, None] & m_v[None, :]
-        b_v = tl.load(p_v + o_s64[:, None] * stride_vt + o_v[None, :], mask=m_value, other=0.0)
+        b_v = tl.load(p_v + o_s64[:, None] * stride_vt + o_v[None, :], mask=m_value, other=0.0)  # [BS, BV]
         if BR == 1:
-            b_part = tl.sum(tl.trans(b_p)[:, :, None] * b_v.to(tl.float32)[None, :, :], 1)
+            b_part = tl.sum(b_p[:, :, None] * b_v.to(tl.float32)[None, :, :], 1)
         else:
-            b_part = tl.dot(tl.trans(b_p).to(b_v.dtype), b_v, input_precision="tf32x3")
+            b_part = tl.dot(b_p.to(b_v.dtype), b_v, input_precision="tf32x3")
         b_o = b_o * b_scale[:, None] + b_part
         b_m = b_new
     o_part = (i_bg.to(tl.int64) * NS + i_s) * R + o_r
@@ -176,6 +179,8 @@ def path_advance(
     S, G, V = keys.shape[1], keys.shape[2], values.shape[3]
     if N > CHUNK:
         raise ValueError(f"q: expected at most {CHUNK} new tokens, got {N}")
+    keys, values = _dense_heads(keys), _dense_heads(values)
+    gates, valid = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (gates, valid))
     following = _new_keys(keys, S + N)
     if N == 1:
         scores = (q.float().unflatten(2, (G, -1)) * k.float()[:, :, :, None]).sum(-1).view(B, H, 1, 1)
@@ -185,21 +190,26 @@ def path_advance(
         scores, rows, own, total = close_chunk(q, k, w, beta)
     following[:, S:] = own
     R = H // G * N
-    BR = 1 if R == 1 else min(64, max(16, triton.next_power_of_2(R)))
-    BS = 64 if K <= 64 else 32
+    wide = max(K, V) > 64
+    # within the registers and 99 KiB of shared memory (compiled for compute capability 9.0)
+    BR = 1 if R == 1 else min(32 if wide else 64, max(16, triton.next_power_of_2(R)))
+    BS = 32 if R > 1 and values.dtype == torch.float32 else 64
+    warps = 8 if wide else 4
     row_tiles = triton.cdiv(R, BR)
     splits, size = _splits(S, B * G * row_tiles, BS, q.device)
     parts = q.new_empty(B, G, splits, R, V, dtype=torch.float32)
     top, mass, sums = (q.new_empty(B, G, splits, R, dtype=torch.float32) for _ in range(3))
     o = q.new_empty(B, N, H, V, dtype=values.dtype)
     BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    BC = 32 if wide else BK
     g, there = parts if gates is None else gates, parts if valid is None else valid
     gate_strides = (g.stride(0), g.stride(1))
     flags = {"GATED": gates is not None, "MASKED": valid is not None}
     advance_kernel[(B * G, splits, row_tiles)](
         rows, w, beta, total, keys, following, values, g, there, parts, top, mass, sums,
         keys.stride(0), keys.stride(1), following.stride(0), values.stride(0), values.stride(1), *gate_strides,
-        there.stride(0), S, size, splits, scale, N, G, H, K, V, BR, BS, BK, BV, **flags, num_warps=4,
+        there.stride(0), S, size, splits, scale, N, G, H, K, V, BR, BS, BK, BC, BV, **flags,
+        num_warps=warps, num_stages=1,
     )  # fmt: skip
     combine_kernel[(B * H, N)](
         parts, top, mass, sums, scores, values, g, there, o, values.stride(0), values.stride(1), *gate_strides,
@@ -207,6 +217,11 @@ def path_advance(
         **flags, num_warps=4,
     )  # fmt: skip
     return o, following
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    """[B, S, G, D] with the heads of a token in one piece; batch and tokens may be strided (a larger buffer)."""
+    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
 
 
 def _new_keys(keys: Tensor, tokens: int) -> Tensor:

@@ -11,28 +11,37 @@ from attnzoo.kernels.fox.gates import gate_gradient, gate_sums
 from attnzoo.kernels.fox.reference import segment_starts
 from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
 
-from .bwd import path_backward  # type: ignore[import-not-found]
-from .fwd import path_forward  # type: ignore[import-not-found]
-from .prune import path_starts  # type: ignore[import-not-found]
+from .bwd import path_backward
+from .fwd import path_forward
+from .prune import path_starts
 
 
-def bounds(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, bound: str, log_eps: float,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gate sums c and base, first visible keys and pruning starts: what both passes need before the main kernels."""
-    T = q.shape[1]
+def gates(
+    log_gate: Tensor | None, cu_seqlens: Tensor | None, T: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gate sums c and base, first visible keys, and the tail sums x for pruning."""
     doc = None if cu_seqlens is None else segment_starts(cu_seqlens, T)
-    c = base = left = start = None
     if log_gate is not None:
         c, base, left, x = gate_sums(log_gate, doc, T)
-        if bound:
-            start = path_starts(
-                q, k, w, beta, log_gate, c, base, x, left, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound
-            )
-    elif doc is not None:
-        left = doc.view(1, 1, T)
-    return c, base, left, start
+        return c, base, left, x
+    return None, None, None if doc is None else doc.view(1, 1, T), None
+
+
+def starts(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor, cu_seqlens: Tensor | None,
+    logit_bound: Tensor | None, scale: float, bound: str, log_eps: float,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """First visible keys [B, H, T], and the first key of each row unit where ``bound`` names one."""
+    c, base, left, x = gates(log_gate, cu_seqlens, q.shape[1])
+    if not bound:
+        return left, None
+    assert c is not None
+    assert base is not None
+    assert x is not None
+    assert left is not None
+    return left, path_starts(
+        q, k, w, beta, c, base, x, left, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound
+    )
 
 
 @torch.library.custom_op("attnzoo::path_forward", mutates_args=())
@@ -41,8 +50,10 @@ def path_forward_op(
     logit_bound: Tensor | None, scale: float, bound: str, log_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o, lse, and c, base, left, start for the backward pass (empty where they do not apply)."""
-    c, base, left, start = bounds(q, k, w, beta, log_gate, cu_seqlens, logit_bound, scale, bound, log_eps)
-    o, lse = path_forward(q, k, v, w, beta, log_gate, c, base, left, start, scale)
+    c, base, left, x = gates(log_gate, cu_seqlens, q.shape[1])
+    o, lse, start = path_forward(
+        q, k, v, w, beta, c, base, x, left, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound
+    )
     c = lse.new_empty(0) if c is None else c
     base = lse.new_empty(0, dtype=torch.float64) if base is None else base
     left = lse.new_empty(0, dtype=torch.int32) if left is None else left
@@ -74,7 +85,7 @@ def path_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns dq, dk, dv, dw, dbeta, and the gradient of log_gate (empty without one)."""
     dq, dk, dv, dw, dbeta, dkey = path_backward(
-        do, q, k, v, w, beta, o, lse, log_gate, c if c.numel() else None, base if base.numel() else None,
+        do, q, k, v, w, beta, o, lse, c if c.numel() else None, base if base.numel() else None,
         left if left.numel() else None, start if start.numel() else None, scale,
     )  # fmt: skip
     dgate = lse.new_empty(0)
@@ -107,7 +118,7 @@ def _backward(ctx: Any, do: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
     if do is None:
         return none
     dq, dk, dv, dw, dbeta, dgate = path_backward_op(
-        do.contiguous(), q, k, v, w, beta, o, lse, log_gate, cu_seqlens, c, base, left, start, ctx.scale
+        do, q, k, v, w, beta, o, lse, log_gate, cu_seqlens, c, base, left, start, ctx.scale
     )
     return (dq, dk, dv, dw, dbeta, None if log_gate is None else dgate, *none[6:])
 

@@ -50,7 +50,7 @@ def prune_starts_reference(
     """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)], in float64.
 
     The bounds of ``kernels/fox/prune.py``: every factor has norm at most 1, so |q_i| |k_j| still bounds each score. The
-    tail bound takes a row's log-sum-exp over its own block of KEY_UNIT keys.
+    tail bound takes a row's log-sum-exp over its own block of KEY_UNIT keys and the one before it.
 
     Args:
         q: [B, T, H, K]; k, w: [B, T, G, K]; beta: [B, T, G]; c, left: [B, H, T] running gate sums, first visible keys.
@@ -62,7 +62,8 @@ def prune_starts_reference(
     last = torch.arange(KEY_UNIT - 1, T, KEY_UNIT, device=q.device)
     if prune.bound == "tail":
         pos = torch.arange(T, device=q.device)
-        own = (pos <= pos[:, None]) & (pos // KEY_UNIT == pos[:, None] // KEY_UNIT) & (pos >= left[..., None])
+        near = (pos // KEY_UNIT - 1) * KEY_UNIT
+        own = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= left[..., None])
         logits = scale * path_scores(q64, k64, w.detach().double(), beta.detach().double())
         logits = (logits + c[..., :, None] - c[..., None, :]).masked_fill(~own, -math.inf)
         u = scale * q64.norm(dim=-1).transpose(1, 2) * k_max[..., None]  # [B, H, T]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from fox_cases import DEVICE, draw_gate
 from torch import Tensor
 
-from attnzoo.kernels.path import path_attention
+from attnzoo.kernels.path import path_attention, tuning
 from attnzoo.kernels.path.reference import path_reference
 
 
@@ -34,6 +36,16 @@ class Case:
     def __str__(self) -> str:
         extra = "".join(f"-{k}" for k in self.options) + ("-packed" if self.cu_seqlens else "")
         return f"{self.gate}-{self.beta}-B{self.B}T{self.T}H{self.H}G{self.G}K{self.K}V{self.V}{extra}"
+
+
+@pytest.fixture(autouse=True)
+def large_tiles() -> Iterator[None]:
+    """Under the interpreter large tiles are the fastest; a GPU keeps its own."""
+    large: dict[tuning.Kind, tuning.Tiles] = {
+        "fwd": tuning.Tiles(128, 64, 4, 1), "dq": tuning.Tiles(128, 64, 4, 1), "dkdv": tuning.Tiles(64, 64, 4, 1),
+    }  # fmt: skip
+    with tuning.override(large if DEVICE == "cpu" else {}):
+        yield
 
 
 def draw_beta(case: Case, generator: torch.Generator) -> Tensor:

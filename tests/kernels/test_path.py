@@ -1,0 +1,218 @@
+"""path_attention against the float64 definition: values and gradients, every option, and the laws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from path_cases import DEVICE, Case, inputs, large_tiles, oracle, run, triton, within_budget  # noqa: F401  (a fixture)
+from torch import Tensor
+
+from attnzoo import Prune
+from attnzoo.kernels.fox import fox_attention
+from attnzoo.kernels.path import path_attention
+from attnzoo.kernels.path.reference import path_reference
+from attnzoo.oracle import softmax
+from attnzoo.samples import random_inputs
+
+CASES = [
+    Case(gate="open"),
+    Case(B=2, T=140, H=4, G=2, K=32, V=48),
+    Case(gate="strong", T=1),
+    Case(gate="shut", T=66),
+    Case(gate="ones", T=100, beta="two"),
+    Case(gate="none", T=200, H=3, G=3, K=48, V=16),
+    Case(gate="none", T=130, beta="two"),
+    Case(gate="open", T=140, beta="zero"),
+    Case(gate="strong", T=200, K=32),
+    Case(T=220, cu_seqlens=(0, 1, 71, 71, 190, 220)),
+    Case(gate="none", T=220, cu_seqlens=(0, 100, 220)),
+    Case(options={"scale": 0.7}),
+    Case(T=64, H=1),
+    Case(gate="open", T=700, H=1),  # two levels of superblocks
+    Case(gate="none", T=1100, H=1, beta="two"),
+]
+
+
+@pytest.mark.parametrize("regime", ["open", "closing", "zero", "closed", "mixed"])
+def test_the_definition_is_the_product_written_out(regime: str) -> None:
+    for name in ("path", "path_fox"):
+        q, k, v, gate = random_inputs(name, B=1, T=40, H=4, G=2, K=8, V=6, regime=regime)  # type: ignore[arg-type]
+        w, beta, log_gate = gate.w, gate.beta, gate.log_decay
+        assert w is not None
+        assert beta is not None
+        leaves = [x.requires_grad_() for x in (q, k, v, w, beta, log_gate) if x is not None]
+        results = []
+        for o in (path_reference(q, k, v, w=w, beta=beta, log_gate=log_gate), softmax(q, k, v, gate)):
+            results.append([o, *torch.autograd.grad(o.sin().sum(), leaves)])
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.float32) for case in CASES] + [(case, torch.float16) for case in CASES[1::4]],
+    ids=str,
+)
+def test_kernel_within_budget(case: Case, dtype: torch.dtype) -> None:
+    x = inputs(case, dtype)
+    within_budget(case, x, triton(case, x))
+
+
+def test_w_and_beta_in_the_dtype_of_q() -> None:
+    case = Case(T=100)
+    x = inputs(case, torch.float16)
+    x["w"], x["beta"] = x["w"].half(), x["beta"].half()
+    ours = triton(case, x)
+    assert ours["dw"].dtype == ours["dbeta"].dtype == torch.float16
+    within_budget(case, x, ours)
+
+
+def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poisoned(original):  # type: ignore[no-untyped-def]
+        def new(*args, **kwargs):  # type: ignore[no-untyped-def]
+            t = original(*args, **kwargs)
+            return t.fill_(math.nan) if t.is_floating_point() else t.fill_(-(2**30))
+
+        return new
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    pruned = Case(gate="strong", T=600, H=1, options={"prune": Prune(), "scale": 0.1})
+    for case in (Case(T=201), Case(gate="none", T=130, K=32, V=48), pruned):
+        ours = triton(case, inputs(case, torch.float32))
+        for name, t in ours.items():
+            assert bool(t.isfinite().all()), f"{case}: {name}"
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    case = Case(T=200)
+    x = inputs(case, torch.float32)
+    first, second = triton(case, x), triton(case, x)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def close(got: dict[str, Tensor], want: dict[str, Tensor], names: tuple[str, ...] | None = None) -> None:
+    for name in names or want:
+        torch.testing.assert_close(got[name], want[name], rtol=2e-4, atol=5e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_beta_zero_is_fox() -> None:
+    case = Case(T=200, beta="zero")
+    x = inputs(case, torch.float32)
+    plain = {name: t for name, t in x.items() if name not in ("w", "beta")}
+    fox = run(lambda q, k, v, log_gate: fox_attention(q, k, v, log_gate=log_gate, impl="triton"), case, plain)
+    close(triton(case, x), fox)
+
+
+def test_no_gate_is_a_gate_of_one() -> None:
+    x = inputs(Case(gate="ones", T=200), torch.float32)
+    bare = {name: t for name, t in x.items() if name != "log_gate"}
+    close(triton(Case(gate="ones", T=200), x), triton(Case(gate="none", T=200), bare))
+
+
+def test_one_reflection_turns_the_keys_before_it() -> None:
+    """beta = 2 at token 50 alone, across a block later: those rows see the keys before it mirrored."""
+    case = Case(T=150, gate="none", beta="zero")
+    x = inputs(case, torch.float32)
+    x["beta"][:, 50] = 2.0
+    w = x["w"][:, 50:51]
+    mirrored = x["k"] - 2 * (x["k"] * w).sum(-1, keepdim=True) * w
+    flat = dict(x, beta=torch.zeros_like(x["beta"]), k=torch.cat([mirrored[:, :50], x["k"][:, 50:]], 1))
+    torch.testing.assert_close(triton(case, x)["o"][:, 50:], triton(case, flat)["o"][:, 50:], rtol=1e-4, atol=1e-5)
+
+
+def test_packed_equals_separate() -> None:
+    case = Case(T=190)
+    x = inputs(case, torch.float32)
+    packed = triton(Case(T=190, cu_seqlens=(0, 80, 190)), x)
+    for a, b in ((0, 80), (80, 190)):
+        alone = triton(Case(T=b - a), {name: t[:, a:b] for name, t in x.items()})
+        close({name: t[:, a:b] for name, t in packed.items()}, alone)
+
+
+def test_a_closed_gate_equals_a_border_between_sequences() -> None:
+    case = Case(T=160, gate="open")
+    x = inputs(case, torch.float32)
+    packed = triton(Case(T=160, gate="open", cu_seqlens=(0, 57, 160)), x)
+    x["log_gate"] = x["log_gate"].clone()
+    x["log_gate"][:, 57] = -math.inf
+    close(triton(case, x), packed)
+
+
+def test_padding_on_the_left_is_neutral_once_its_gate_is_closed() -> None:
+    case = Case(T=100, gate="open")
+    x = inputs(case, torch.float32)
+    pad = {n: torch.cat([torch.full_like(t[:, :37], 1e3 if n in "kv" else 0.0), t], 1) for n, t in x.items()}
+    pad["log_gate"][:, 37] = -math.inf
+    padded, alone = triton(Case(T=137, gate="open"), pad), triton(case, x)
+    names = ("o", "dq", "dk", "dv", "dw", "dbeta")
+    trimmed = {name: padded[name][:, 37:] for name in names}
+    for name in ("dw", "dbeta"):  # the first real transition carries nothing in either
+        trimmed[name], alone[name] = trimmed[name][:, 1:], alone[name][:, 1:]
+    close(trimmed, alone, names)
+
+
+def test_the_future_changes_nothing() -> None:
+    case = Case(T=200)
+    x = inputs(case, torch.float32)
+    y = {name: t.clone() for name, t in x.items()}
+    for name in ("q", "k", "v", "log_gate"):
+        y[name][:, 100:] = -3.0
+    y["w"][:, 100:] = x["w"][:, 100:].flip(1)
+    torch.testing.assert_close(triton(case, x)["o"][:, :100], triton(case, y)["o"][:, :100], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, Case(T=2000, K=64, V=64), Case(T=1500, H=4, K=128, V=64)], ids=str)
+def test_kernel_within_budget_bf16(case: Case) -> None:
+    x = inputs(case, torch.bfloat16)
+    within_budget(case, x, triton(case, x))
+
+
+@pytest.mark.gpu
+def test_errors_do_not_grow_with_length() -> None:
+    """beta = 2 throughout, whole products of 8192 factors: the error is that of a short sequence, about."""
+    errors = []
+    for T in (512, 8192):
+        case = Case(T=T, H=1, G=1, K=64, V=64, gate="none", beta="two")
+        x = inputs(case, torch.bfloat16)
+        exact, ours = oracle(case, x), triton(case, x)
+        errors.append(max(float((ours[n].double() - e).norm() / e.norm()) for n, e in exact.items()))
+    assert errors[1] <= 2 * errors[0]
+
+
+@pytest.mark.gpu
+def test_memory_grows_linearly_and_stays_small() -> None:
+    """At most 2 GiB beyond inputs, outputs and gradients at (1, 24, 65536, 64)."""
+    shape = (1, 65536, 24, 64)
+    q, k, v, w = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    w = torch.nn.functional.normalize(w, dim=-1)
+    beta, gate = 2 * torch.rand(shape[:3], device=DEVICE), -0.01 * torch.rand(shape[:3], device=DEVICE)
+    leaves = [x.requires_grad_() for x in (q, k, v, w, beta, gate)]
+    do = torch.randn_like(v)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    o = path_attention(q, k, v, w=w, beta=beta, log_gate=gate)
+    grads = torch.autograd.grad(o, leaves, do)
+    own = sum(x.numel() * x.element_size() for x in (o, *grads))
+    assert torch.cuda.max_memory_allocated() - before - own <= 2 << 30
+
+
+@pytest.mark.gpu
+def test_a_million_tokens() -> None:
+    shape = (1, 1 << 20, 1, 64)
+    q, k, v, w = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    w = torch.nn.functional.normalize(w.float(), dim=-1)
+    beta, gate = 2 * torch.rand(shape[:3], device=DEVICE), -0.5 * torch.rand(shape[:3], device=DEVICE)
+    leaves = [x.requires_grad_() for x in (q, k, v, w, beta, gate)]
+    o = path_attention(q, k, v, w=w, beta=beta, log_gate=gate, prune=Prune())
+    grads = torch.autograd.grad(o, leaves, torch.randn_like(o))
+    tail = {name: x[:, -2048:].detach().double() for name, x in zip("qkvwbg", leaves, strict=True)}
+    want = path_reference(tail["q"], tail["k"], tail["v"], w=tail["w"], beta=tail["b"], log_gate=tail["g"])
+    error = (o[:, -1024:].double() - want[:, -1024:]).norm() / want[:, -1024:].norm()  # decay: 2048 keys hold the mass
+    assert float(error) <= 4e-3
+    assert all(bool(g.isfinite().all()) for g in grads)

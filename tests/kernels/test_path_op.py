@@ -1,0 +1,199 @@
+"""The custom ops under torch.library's checks, torch.compile and autocast; the public function's errors."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from path_cases import DEVICE, Case, inputs, large_tiles, run  # noqa: F401  (a fixture)
+
+from attnzoo.kernels.path import api, path_attention
+from attnzoo.kernels.path.reference import path_reference
+from attnzoo.pruning import Prune
+
+
+@pytest.mark.parametrize("kind", ["pruned", "packed", "none"])
+def test_opcheck(kind: str) -> None:
+    from attnzoo.kernels.path.op import path_forward_op
+
+    x = inputs(Case(T=70, gate="none" if kind == "none" else "mixed"), torch.float32)
+    x = {n: t.requires_grad_() for n, t in x.items() if n != "do"}
+    prune = ("tail", -10.0) if kind == "pruned" else ("", 0.0)
+    borders = torch.tensor([0, 30, 70], device=DEVICE) if kind == "packed" else None
+    args = (x["q"], x["k"], x["v"], x["w"], x["beta"], x.get("log_gate"), borders, None, 0.3, *prune)
+    torch.library.opcheck(path_forward_op, args)
+
+
+def layer(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, beta: torch.Tensor, log_gate: torch.Tensor
+) -> torch.Tensor:
+    return path_attention(q * 2, k, v, w=w, beta=beta, log_gate=log_gate, prune=Prune(), impl="triton") + 1
+
+
+def named(fn: Any) -> Any:
+    return lambda q, k, v, w, beta, log_gate: fn(q, k, v, w, beta, log_gate)
+
+
+def test_compiles_as_one_graph_for_any_length() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    for T in (66, 80, 131):
+        case = Case(T=T, gate="open")
+        x = inputs(case, torch.float32)
+        got, want = run(named(compiled), case, x), run(named(layer), case, x)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    assert len(graphs) == 1
+
+
+def test_autocast_casts_the_operands_and_keeps_the_gates() -> None:
+    x = inputs(Case(T=66, gate="open"), torch.float32)
+    gates = {name: x[name].half() for name in ("w", "beta", "log_gate")}
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        o = path_attention(x["q"], x["k"], x["v"], **gates, impl="triton")
+    half = (x[n].half() for n in "qkv")
+    want = path_attention(*half, **{name: t.float() for name, t in gates.items()}, impl="triton")
+    assert o.dtype == torch.float16
+    assert torch.equal(o, want)
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    x = inputs(Case(T=66, H=2, G=2), torch.float32)
+    strided = {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in x.items() if n != "do"}
+    strided["k"] = torch.cat([x["k"], x["v"]], -1)[..., :16]
+    strided["v"] = x["v"].transpose(-1, -2).contiguous().transpose(-1, -2)
+    strided["beta"] = x["beta"][:1].expand(1, 66, 2)
+    x = {n: t for n, t in x.items() if n != "do"}
+    assert torch.equal(path_attention(**strided, impl="triton"), path_attention(**x, impl="triton"))
+
+
+def test_broadcast_keys_and_gradients() -> None:
+    """One key head seen as two by expand, and the stride-0 gradient of a sum."""
+    x = inputs(Case(T=66), torch.float32)
+    leaves = [x[n].requires_grad_() for n in ("q", "k", "v", "w", "beta")]
+    q, k, v, w, beta = leaves
+
+    def grads(heads: int) -> tuple[torch.Tensor, ...]:
+        wide = (t.expand(1, 66, heads, 16) for t in (k, v))
+        w_, beta_ = w.expand(1, 66, heads, 16), beta.expand(1, 66, heads)
+        o = path_attention(q, *wide, w=w_, beta=beta_, log_gate=x["log_gate"], impl="triton")
+        return torch.autograd.grad(o.sum(), leaves)
+
+    for a, b in zip(grads(2), grads(1), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_auto_takes_what_the_device_can_run(caplog: pytest.LogCaptureFixture) -> None:
+    x = {n: t.double() for n, t in inputs(Case(T=40), torch.float32).items() if n != "do"}
+    api._said.clear()
+    with caplog.at_level(logging.INFO, "attnzoo.kernels.path"):
+        with pytest.raises(ValueError, match=r"w: expected q's dtype \(torch.float32\)"):
+            path_attention(x["q"].float(), x["k"].float(), x["v"].float(), w=x["w"], beta=x["beta"])
+        x["log_gate"] = x["log_gate"].float()
+        o = path_attention(**x)  # no float64 kernel
+    assert torch.equal(o, path_reference(**x))
+    assert "path_attention: auto picked reference (expected bfloat16, float16 or float32" in caplog.text
+    with pytest.raises(ValueError, match="'triton' cannot run here.*float64"):
+        path_attention(**x, impl="triton")
+
+
+@pytest.mark.parametrize(("K", "V"), [(8, 16), (24, 16), (144, 16), (16, 8), (16, 256)])
+def test_head_dims_that_the_kernels_do_not_have(K: int, V: int) -> None:
+    x = {n: t for n, t in inputs(Case(T=20, K=K, V=V), torch.float32).items() if n != "do"}
+    with pytest.raises(ValueError, match="cannot run here: expected [KV] a multiple of 16 up to 128"):
+        path_attention(**x, impl="triton")
+    assert torch.equal(path_attention(**x), path_reference(**x))
+
+
+def test_importing_needs_no_triton_and_asking_for_it_says_so() -> None:
+    code = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name.startswith("triton") else find(name, *a)
+import torch
+from attnzoo.kernels.path import path_attention
+assert "triton" not in sys.modules, "importing the package imported triton"
+x = torch.nn.functional.normalize(torch.randn(1, 4, 1, 16), dim=-1)
+beta = torch.ones(1, 4, 1)
+path_attention(x, x, x, w=x, beta=beta)
+try:
+    path_attention(x, x, x, w=x, beta=beta, impl="triton")
+except ImportError as e:
+    assert "triton package is not installed" in str(e), e
+else:
+    raise AssertionError("no error")
+assert "triton" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+UNIT = torch.nn.functional.normalize(torch.ones(1, 4, 2, 16), dim=-1)
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"q": torch.zeros(1, 4, 2)}, r"q: expected 4 dimensions"),
+    ({"q": torch.zeros(1, 3, 2, 16)}, r"k: expected as many tokens as q \(T=3\)"),
+    ({"q": torch.zeros(1, 5, 2, 16)}, r"q: expected 1 <= T <= S=4"),
+    ({"q": torch.zeros(1, 4, 3, 16)}, r"q: expected H a multiple of the key heads G=2, got H=3"),
+    ({"k": torch.zeros(1, 4, 2, 32)}, r"k: expected \[B=1, S, G, K=16\]"),
+    ({"v": torch.zeros(1, 4, 1, 16)}, r"v: expected \[B=1, S=4, G=2, V\]"),
+    ({"v": torch.zeros(1, 4, 2, 16, dtype=torch.float16)}, r"v: expected the floating dtype of q"),
+    ({"w": UNIT[:, :, :1]}, r"w: expected \[B, T, G, K\] = \(1, 4, 2, 16\), got \(1, 4, 1, 16\)"),
+    ({"w": UNIT.bfloat16()}, r"w: expected q's dtype \(torch.float32\) or float32, got torch.bfloat16"),
+    ({"w": 1.1 * UNIT}, r"w: expected unit vectors, got lengths off by up to 0.1"),
+    ({"w": torch.full_like(UNIT, torch.nan)}, r"w: expected unit vectors"),
+    ({"beta": torch.ones(1, 4)}, r"beta: expected \[B, T, G\] = \(1, 4, 2\), got \(1, 4\)"),
+    ({"beta": torch.full((1, 4, 2), 2.5)}, r"beta: expected values in \[0, 2\], got 2.5 to 2.5"),
+    ({"beta": torch.full((1, 4, 2), torch.nan)}, r"beta: expected values in \[0, 2\]"),
+    ({"log_gate": torch.zeros(2)}, r"log_gate: expected \[B, T, H\], got shape \(2,\)"),
+    ({"log_gate": torch.zeros(1, 4, 1)}, r"log_gate: expected \[B=1, S=4, H=2\]"),
+    ({"log_gate": torch.zeros(1, 4, 2, dtype=torch.float16)}, r"log_gate: expected float32"),
+    ({"log_gate": torch.full((1, 4, 2), 0.5)}, r"log_gate: expected log gates <= 0"),
+    ({"logit_bound": torch.zeros(1)}, r"logit_bound: expected"),
+    ({"cu_seqlens": torch.zeros(3)}, r"cu_seqlens: expected int32 or int64"),
+    ({"scale": -1.0}, r"scale: expected a positive number"),
+    ({"prune": Prune(), "log_gate": None}, r"prune: expected a log_gate"),
+    ({"prune": 1e-3}, r"prune: expected attnzoo.Prune"),
+    ({"impl": "cuda"}, r"impl: expected one of"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[m[:22] for _, m in BAD])
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    args: dict[str, Any] = {n: torch.zeros(1, 4, 2, 16) for n in "qkv"}
+    args |= {"w": UNIT, "beta": torch.ones(1, 4, 2), "log_gate": torch.zeros(1, 4, 2)} | change
+    with pytest.raises(ValueError, match=message):
+        path_attention(**args)
+
+
+def test_an_idle_factor_needs_no_direction() -> None:
+    x = torch.randn(1, 4, 2, 16)
+    path_attention(x, x, x, w=torch.zeros_like(x), beta=torch.zeros(1, 4, 2))
+
+
+@pytest.mark.gpu
+def test_values_on_a_gpu_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 4, 2, 16, device=DEVICE)
+    beta = torch.full((1, 4, 2), 3.0, device=DEVICE)
+    path_attention(x, x, x, w=UNIT.to(DEVICE), beta=beta)
+    monkeypatch.setenv("ATTNZOO_VALIDATE", "1")
+    with pytest.raises(ValueError, match="beta: expected values"):
+        path_attention(x, x, x, w=UNIT.to(DEVICE), beta=beta)
+
+
+@pytest.mark.gpu
+def test_compiles_with_inductor() -> None:
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for T in (300, 700):
+        case = Case(T=T, K=64, V=64, gate="open")
+        x = inputs(case, torch.bfloat16)
+        got, want = run(named(compiled), case, x), run(named(layer), case, x)
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=2e-2, atol=2e-2)
