@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.path import blocks, carry
 from attnzoo.kernels.path import transitions as tr
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 CASES = [  # B, T, H, G, K
     (2, 1, 2, 2, 16),
@@ -153,3 +158,109 @@ def test_needed_rows_are_those_that_some_row_reads() -> None:
         read_k = tr._pack(meet.any(2).unflatten(1, (G, -1)).any(2).transpose(1, 2)[..., None].long(), level, 0).bool()
         assert torch.equal(q, read_q)
         assert torch.equal(k, read_k)
+
+
+def on_device(x: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [t.to(DEVICE, dtype) for t in x[:3]] + [x[3].to(DEVICE, torch.float32)]
+
+
+def within(name: str, exact: Tensor, ours: Tensor, plain: Tensor, dtype: torch.dtype) -> None:
+    """Error against float64 at most twice that of PyTorch in float32, rounded to the same dtype, plus a band.
+
+    The band is an eighth of a rounding of the inputs' dtype and 16 of float32.
+    """
+    assert ours.isfinite().all(), f"{name} is not finite"
+    scale = exact.norm().clamp(min=1e-30)
+    error, other = (((x.double() - exact).norm() / scale).item() for x in (ours, plain.to(ours.dtype)))
+    budget = 2 * other + torch.finfo(dtype).eps / 8 + 16 * torch.finfo(torch.float32).eps
+    assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
+
+
+def doubled(x: Any) -> Any:
+    return type(x)(*(t.double() for t in x))
+
+
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hard", [False, True], ids=["mixed", "hard"])
+@pytest.mark.parametrize("case", [(2, 1, 2, 2, 16), (1, 65, 1, 1, 128), (1, 130, 2, 1, 48)], ids=str)
+def test_block_kernels_within_budget(case: tuple[int, ...], hard: bool, dtype: torch.dtype) -> None:
+    """Hard: every beta is 2 and half of the w are the same, which makes I + L as ill-conditioned as it gets."""
+    x = draw(*case)
+    if hard:
+        x[2][:, ::2] = x[2][:, :1].clone()
+        x[3].fill_(2.0)
+    x = on_device(x, dtype)
+    exact, plain, ours = tr.block_level(*(t.double() for t in x)), tr.block_level(*x), blocks.block_level(*x)
+    ours = ours._replace(diag=ours.diag.tril(), m=ours.m[:, : plain.m.shape[1]])
+    for name, a, b, c in zip(tr.Block._fields, exact, ours, plain, strict=True):
+        within(name, a, b, c, dtype)
+
+    d = tr.Block(*(torch.randn_like(t) for t in plain))
+    exact_d = tr.block_level_backward(*(t.double() for t in x), doubled(d))
+    plain_d = tr.block_level_backward(*x, d)
+    d.diag.add_(torch.full_like(d.diag, torch.nan).triu(1))
+    for name, a, b, c in zip("qkwb", exact_d, blocks.block_level_backward(*x, d), plain_d, strict=True):
+        within(f"d{name}", a, b, c, dtype)
+
+
+def test_block_kernels_take_views_of_any_scale() -> None:
+    """Head slices of larger tensors; queries of the size of 1e4 and keys of 1e-4 in float16; beta 0 and 2 exact."""
+    x = on_device(draw(2, 70, 4, 4, 32), torch.float16)
+    x[3][:, :, 1] = 0.0
+    x[0], x[1] = x[0] * 1e4, x[1] * 1e-4
+    part = [t[:1, :, 1:3] for t in x]
+    whole, ours = blocks.block_level(*x), blocks.block_level(*part)
+    assert torch.equal(ours.q, whole.q[:1, :, 1:3])
+    assert torch.equal(ours.k, whole.k[:1, :, 1:3])
+    assert torch.equal(ours.diag.tril(), whole.diag[:1, :, 1:3].tril())
+    assert torch.equal(ours.q[:, :, 0], x[0][:1, :, 1])  # beta = 0 moves nothing
+    assert torch.equal(ours.k[:, :, 0], x[1][:1, :, 1])
+    exact = tr.block_level(*(t.double() for t in part))
+    assert (ours.diag.tril() - exact.diag).norm() <= 1e-5 * exact.diag.norm()
+    d = tr.Block(*(torch.randn_like(t) * 1e-4 for t in ours))
+    out = [torch.full_like(t, torch.nan) for t in x]
+    blocks.block_level_backward(*part, d, out=tuple(t[:1, :, 1:3] for t in out))
+    for got, new in zip(out, blocks.block_level_backward(*part, d), strict=True):
+        assert torch.equal(got[:1, :, 1:3], new)
+        assert got[1:].isnan().all()
+        assert got[:, :, 0].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pruned", [False, True], ids=["all", "pruned"])
+@pytest.mark.parametrize(
+    "case", [(1, 60, 1, 1, 16), (1, 120, 1, 1, 80), (2, 330, 2, 1, 16), (1, 600, 2, 1, 16)], ids=str
+)
+def test_carry_kernels_within_budget(case: tuple[int, ...], pruned: bool, dtype: torch.dtype) -> None:
+    B, T, H, G, K = case
+    x = on_device(draw(*case), dtype)
+    start = draw_start(B, T, H).to(DEVICE) if pruned else None
+    block, plain = blocks.block_level(*x), tr.block_level(*x)
+    plain = plain._replace(q=block.q, k=block.k, m=block.m[:, : plain.m.shape[1]].clone())
+    exact, theirs, ours = tr.carry(doubled(plain)), tr.carry(plain), carry.carry(block, start)
+    exists = [part for level in tr.levels_of(T) for part in (tr.needed(start, level, G) if pruned else (None, None))]
+    reads = [None if e is None else e.to(DEVICE) for e in exists]
+
+    def kept(levels: tr.Levels) -> list[Tensor]:
+        return [r if m is None else r.where(m, 0.0) for r, m in zip(rows_of(levels, T), reads, strict=True)]
+
+    for a, b, c in zip(kept(exact.levels), kept(ours.levels), kept(theirs.levels), strict=True):
+        within("level", a, b, c, dtype)
+    within("nodes", exact.nodes, ours.nodes, theirs.nodes, dtype)
+
+    d = random_like(theirs.levels, T)
+    for r, m in zip(rows_of(d, T), reads, strict=True):
+        if m is not None:
+            r.copy_(r.where(m, torch.nan))
+    _, _, dq, dk = level_zero(block.q, block.k)
+    exact_d = tr.carry_backward(
+        doubled(plain), tr.Carried(doubled(theirs.levels), exact.nodes), doubled(d), dq.double(), dk.double(), start
+    )
+    plain_d = tr.carry_backward(plain, theirs, d, dq, dk, start)
+    gq, gk, gm = carry.carry_backward(block, ours, d, dq, dk, start)
+    plain_d = *plain_d[:2], plain_d[2].to(dtype)  # the running gradients are kept in the inputs' dtype
+    for name, a, b, c in zip("qkm", exact_d, (gq, gk, gm[:, : plain.m.shape[1]]), plain_d, strict=True):
+        within(f"d{name}", a, b, c, dtype)
