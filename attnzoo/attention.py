@@ -112,7 +112,14 @@ BLOCKS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Projected:
-    """What the core of a layer is given: q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]`` and the gate."""
+    """What the core of a layer is given.
+
+    Args:
+        q: ``[B, T, H, K]``.
+        k: ``[B, T, G, K]``.
+        v: ``[B, T, G, V]``.
+        gate: the parts that the variant requires.
+    """
 
     q: Tensor
     k: Tensor

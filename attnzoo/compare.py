@@ -30,12 +30,22 @@ ENTRY_KEYS = ("name", "label", "options")
 
 @dataclass
 class EvaluateConfig:
-    """What is measured of each trained model."""
+    """What is measured of each trained model.
 
-    length_factor: int = 4  # windows of this many training contexts
-    tokens: int = 65536  # held-out tokens, the same ones for every variant
-    batch_size: int = 4  # windows per forward pass
-    block: int = 16  # rows and keys per block when pruning is measured
+    Args:
+        length_factor: windows of this many training contexts.
+        tokens: held-out tokens, the same ones for every variant.
+        batch_size: windows per forward pass.
+        block: rows and keys per block when pruning is measured.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    length_factor: int = 4
+    tokens: int = 65536
+    batch_size: int = 4
+    block: int = 16
 
     def __post_init__(self) -> None:
         for name in ("length_factor", "tokens", "batch_size", "block"):
@@ -50,6 +60,13 @@ class CompareConfig:
     An entry of `variants` is a name, or `{name: fox, options: {acp: true}, label: fox (acp)}`: `options` are added to
     `train.model.attention_options`, and `label` is what the report shows. `train.model.attention` and
     `train.output_dir` are set per variant: a run goes to `output_dir` under its label.
+
+    Args:
+        title: the report's heading.
+        output_dir: where the runs and `report.html` go.
+        variants: what is compared, as above.
+        train: what the runs share.
+        evaluate: how they are measured.
     """
 
     title: str = "comparison"

@@ -21,7 +21,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer's attention: the variant's name and the options given to `build_attention`."""
+    """One layer's attention.
+
+    Args:
+        name: of the variant.
+        options: given to `build_attention`.
+    """
 
     name: str
     options: dict[str, Any]
@@ -40,14 +45,29 @@ class ModelConfig:
     An entry of the list (or the whole of `attention`) may also be a mapping `{name: fox, repeat: 2, options:
     {acp: true}}`: `repeat` stands for that many equal entries, and `options` are added to `attention_options`
     for those layers only.
+
+    Args:
+        attention: the variant of each layer, as above.
+        attention_options: given to `build_attention` for every layer; `acp` may be `{eps: 1e-4, bound: tail}` there.
+        hidden_size: D.
+        num_layers: blocks.
+        num_heads: H, query heads per layer.
+        intermediate_size: width inside the SwiGLU; None for 8/3 of `hidden_size`, rounded up to a multiple of 64.
+        vocab_size: 256 for bytes.
+        tie_embeddings: one matrix for the embedding and the head.
+        norm_eps: added to mean squares in the blocks' norms.
+        initializer_range: standard deviation of the initial linear and embedding weights.
+
+    Raises:
+        ValueError: a size below 1, or layers that the list of `attention` does not fill evenly.
     """
 
     attention: Any = "fox"
-    attention_options: dict[str, Any] = field(default_factory=dict)  # given to build_attention for every layer
+    attention_options: dict[str, Any] = field(default_factory=dict)
     hidden_size: int = 256
     num_layers: int = 4
     num_heads: int = 4
-    intermediate_size: int | None = None  # None: 8/3 of hidden_size, rounded up to a multiple of 64
+    intermediate_size: int | None = None
     vocab_size: int = 256
     tie_embeddings: bool = False
     norm_eps: float = 1e-6
@@ -105,19 +125,30 @@ class ModelConfig:
 class DataConfig:
     """Where the tokens come from, and how they are cut.
 
-    `source` is `stdlib` (the Python standard library's own source), a text file, a folder of text files, or
-    pre-tokenised `.npy` / `.bin` files (one, or a folder of them). Text is read byte by byte: the vocabulary
-    is 256, and a zero byte ends each document.
+    Args:
+        source: `stdlib` (the Python standard library's own source), a text file, a folder of text files, or
+            pre-tokenised `.npy` / `.bin` files (one, or a folder of them). Text is read byte by byte: the vocabulary is
+            256, and a zero byte ends each document.
+        context_length: tokens per training sequence.
+        heldout_fraction: share of the text that training never sees, by file; of a single file, its end.
+        heldout_source: held-out tokens from here instead; then all of `source` is trained on.
+        pattern: which files of a text folder, at any depth.
+        vocab_size: needed for pre-tokenised files.
+        dtype: of `.bin` files.
+        seed: of the order in which the text is seen.
+
+    Raises:
+        ValueError: a number out of range or an unknown dtype.
     """
 
     source: str = "stdlib"
     context_length: int = 256
-    heldout_fraction: float = 0.05  # by file; of a single file, its end
-    heldout_source: str | None = None  # held-out tokens from here instead: then all of `source` is trained on
-    pattern: str = "*"  # which files of a text folder, at any depth
-    vocab_size: int | None = None  # needed for pre-tokenised files
-    dtype: str = "uint16"  # of .bin files
-    seed: int = 0  # of the order in which the text is seen
+    heldout_fraction: float = 0.05
+    heldout_source: str | None = None
+    pattern: str = "*"
+    vocab_size: int | None = None
+    dtype: str = "uint16"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "context_length")
@@ -133,13 +164,25 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW with a linear warm-up and a cosine to 0, as in the Forgetting Transformer (Lin et al. 2025,
     appendix B).
+
+    Args:
+        lr: the peak of the learning rate, reached after `warmup_steps`.
+        beta1: decay of the mean of the gradients.
+        beta2: decay of the mean of their squares.
+        eps: added to the root of the latter.
+        weight_decay: not on norms, biases and other one-dimensional parameters.
+        clip_norm: longest gradient, over all parameters.
+        warmup_steps: of the linear rise; must be below the run's `steps`.
+
+    Raises:
+        ValueError: a number out of range.
     """
 
     lr: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    weight_decay: float = 0.1  # not on norms, biases and other one-dimensional parameters
+    weight_decay: float = 0.1
     clip_norm: float = 1.0
     warmup_steps: int = 100
 
@@ -153,21 +196,44 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
-    """One training run. Its result depends on this and the data alone, not on the number of processes."""
+    """One training run. Its result depends on this and the data alone, not on the number of processes.
+
+    Args:
+        output_dir: the run's folder; a run in it is continued if it is this one, and refused if it is another.
+        seed: of the initial weights.
+        steps: updates of the weights.
+        batch_size: sequences per step, over all processes and accumulated parts.
+        gradient_accumulation: parts into which each process cuts its share of a step.
+        mixed_precision: `none`, `bf16` or `fp16`.
+        device: `auto` (what accelerate finds) or `cpu`.
+        log_every: steps between rows of the metrics.
+        eval_every: steps between evaluations; 0 for one at the end.
+        eval_tokens: held-out tokens per evaluation, spread evenly over the held-out text.
+        checkpoint_every: steps between checkpoints; 0 for one at the end.
+        keep_checkpoints: the newest ones are kept.
+        progress: `auto` (a bar on a terminal, else lines), `bar`, `lines` or `quiet`.
+        tensorboard: write the metrics for TensorBoard too.
+        model: see `ModelConfig`.
+        data: see `DataConfig`.
+        optimizer: see `OptimizerConfig`.
+
+    Raises:
+        ValueError: a number out of range, an unknown word, or a warm-up that never ends.
+    """
 
     output_dir: str = "runs/default"
     seed: int = 0
     steps: int = 1000
-    batch_size: int = 32  # sequences per step, over all processes and accumulated parts
-    gradient_accumulation: int = 1  # parts into which each process cuts its share of a step
-    mixed_precision: str = "none"  # none, bf16, fp16
-    device: str = "auto"  # auto (what accelerate finds), cpu
+    batch_size: int = 32
+    gradient_accumulation: int = 1
+    mixed_precision: str = "none"
+    device: str = "auto"
     log_every: int = 10
-    eval_every: int = 100  # 0: only at the end
-    eval_tokens: int = 65536  # held-out tokens per evaluation, spread evenly over the held-out text
-    checkpoint_every: int = 100  # 0: only at the end
+    eval_every: int = 100
+    eval_tokens: int = 65536
+    checkpoint_every: int = 100
     keep_checkpoints: int = 2
-    progress: str = "auto"  # auto (a bar on a terminal, else lines), bar, lines, quiet
+    progress: str = "auto"
     tensorboard: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -200,9 +266,16 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 @overload
 def load_config(path: str | Path | None, overrides: Sequence[str], schema: type[T]) -> T: ...
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), schema: type[Any] = TrainConfig) -> Any:
-    """Read a YAML file (None: the defaults), apply `key=value` overrides, and make a `schema` of it.
+    """Read a YAML file, apply overrides, and make a config dataclass of it.
 
-    Keys of overrides are dotted (`model.hidden_size=64`), values are YAML (`model.attention=[fox,mamba2]`).
+    Args:
+        path: the file; None for the defaults.
+        overrides: `key=value` each: keys are dotted (`model.hidden_size=64`), values are YAML
+            (`model.attention=[fox,mamba2]`).
+        schema: the dataclass.
+
+    Returns:
+        A `schema`, with every field checked.
 
     Raises:
         FileNotFoundError: no such file.

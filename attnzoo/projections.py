@@ -34,7 +34,12 @@ class Sizes:
 
 
 class GateProjection(nn.Module):
-    """Base: no gate at all."""
+    """Base of all projections: no gate at all. ``provides`` names the gate parts that a subclass makes, and
+    ``unit_keys`` says that it needs keys of unit length (w = k).
+
+    Args:
+        sizes: of the layer.
+    """
 
     provides: ClassVar[tuple[str, ...]] = ()
     unit_keys: ClassVar[bool] = False  # whether w = k, so that the layer must give unit keys
@@ -47,6 +52,16 @@ class GateProjection(nn.Module):
         """The initialisation of the paper."""
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+        """The gate of each token, and how strongly it writes.
+
+        Args:
+            x: hidden states, ``[B, T, D]``.
+            k: keys as the core gets them, ``[B, T, G, K]``.
+            stream: the rows' padding and cache, for projections that look back (a short convolution).
+
+        Returns:
+            A gate with the parts ``provides``, and a factor on v ``[B, T, H]`` or ``[B, T, G]``, or None.
+        """
         return Gate(), None
 
 

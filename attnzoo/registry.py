@@ -112,6 +112,9 @@ class Variant:
 def register(pair: Pair) -> None:
     """Add a pair: both names become known to :func:`get`, the tests' parameters and the command line.
 
+    Args:
+        pair: the row, with the modules that hold its two sides.
+
     Raises:
         TypeError: not a :class:`Pair`.
         ValueError: a name that is taken or given twice, or an unknown gate part.
@@ -130,7 +133,11 @@ def register(pair: Pair) -> None:
 
 
 def unregister(pair: Pair) -> None:
-    """Take a pair out again (its names must have been registered)."""
+    """Take a pair out again.
+
+    Raises:
+        ValueError: one of its names is not registered.
+    """
     for name in (pair.linear, pair.softmax):
         if name not in _pairs:
             raise unknown("variant", name, _pairs)
@@ -145,7 +152,14 @@ def pairs() -> tuple[Pair, ...]:
 
 
 def list_variants(side: Side | None = None) -> tuple[str, ...]:
-    """Names of all variants, or of one side, in the order of the table."""
+    """Names of all variants, in the order of the table.
+
+    Args:
+        side: ``"linear"`` or ``"softmax"`` for one side alone; None for the linear side, then the softmax side.
+
+    Raises:
+        ValueError: another side.
+    """
     if side not in (None, "linear", "softmax"):
         raise unknown("side", side, ("linear", "softmax"))
     sides: tuple[Side, ...] = ("linear", "softmax") if side is None else (side,)
@@ -154,7 +168,10 @@ def list_variants(side: Side | None = None) -> tuple[str, ...]:
 
 @functools.cache
 def get(name: str) -> Variant:
-    """The variant of that name.
+    """The variant of that name, always the same object.
+
+    Args:
+        name: any of :func:`list_variants`.
 
     Raises:
         ValueError: no such variant; the message lists them and names the nearest.
@@ -183,7 +200,11 @@ def get(name: str) -> Variant:
 
 
 def dual(name: str) -> Variant:
-    """The other side of the pair that ``name`` belongs to."""
+    """The other side of the pair that ``name`` belongs to: ``dual("fox")`` is ``get("mamba2")``.
+
+    Raises:
+        ValueError: no such variant.
+    """
     return get(get(name).dual)
 
 

@@ -88,7 +88,23 @@ def random_inputs(
     regime: Regime = "mixed",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Gate]:
-    """q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]`` and a gate for variant ``name``."""
+    """Normal q, k, v and a gate for variant ``name``.
+
+    Args:
+        name: any of ``list_variants()``.
+        B: batch.
+        T: tokens.
+        H: query heads.
+        G: key heads.
+        K: key channels.
+        V: value channels.
+        dtype: of everything.
+        regime: of the gate, see :func:`random_gate`.
+        seed: the same seed gives the same inputs.
+
+    Returns:
+        q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]`` and the gate.
+    """
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(B, T, H, K, dtype=dtype, generator=generator)
     k = torch.randn(B, T, G, K, dtype=dtype, generator=generator)

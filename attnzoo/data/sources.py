@@ -40,8 +40,11 @@ STDLIB_EXCLUDED = frozenset(
 class Data:
     """Tokens ready for training.
 
-    `train` gives windows by index; `heldout` is a 1-D array of tokens that training never sees; `fingerprint`
-    changes when the tokens or their split do.
+    Args:
+        vocab_size: tokens are below it.
+        train: windows by index.
+        heldout: 1-D array of tokens that training never sees.
+        fingerprint: changes when the tokens or their split do.
     """
 
     vocab_size: int

@@ -92,6 +92,11 @@ class TokenWindows:
 def heldout_windows(heldout: Tokens, length: int, max_tokens: int) -> npt.NDArray[np.int64]:
     """Windows of `length + 1` tokens spread evenly over the held-out tokens, int64 [n, length + 1].
 
+    Args:
+        heldout: 1-D tokens.
+        length: tokens that each window predicts.
+        max_tokens: in all windows together, at most.
+
     They do not overlap in their inputs, and `n * length <= max(max_tokens, length)`.
 
     Raises:

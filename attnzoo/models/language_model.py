@@ -20,8 +20,11 @@ IGNORED = -100  # a label that does not count
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """`logits [B, T, vocab_size]`, and the mean cross-entropy in nats over the labels that count, when there
-    are labels.
+    """What a model gives.
+
+    Args:
+        logits: `[B, T, vocab_size]`.
+        loss: mean cross-entropy in nats over the labels that count; None without labels.
     """
 
     logits: Tensor
@@ -73,6 +76,9 @@ class LanguageModel(nn.Module):
 
     Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for parameters that an
     attention module marks with `_no_reinit`, which keep the initialisation of their own.
+
+    Args:
+        config: its sizes and the variant of each layer.
 
     Raises:
         ValueError: a variant or one of its options does not exist.
@@ -154,9 +160,17 @@ class LanguageModel(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue sequences: [B, T] -> [B, T + max_new_tokens], one cached step per token.
+        """Continue sequences, one cached step per token.
 
-        `temperature=0` takes the likeliest token; `top_k` samples among the k likeliest.
+        Args:
+            input_ids: prompts of one length, integers [B, T].
+            max_new_tokens: how many tokens follow.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: sample among the k likeliest; None for all.
+            generator: of the random draws; None for torch's global one.
+
+        Returns:
+            The prompts with their continuations, [B, T + max_new_tokens].
 
         Raises:
             ValueError: an empty prompt, a negative temperature, or top_k or max_new_tokens below their

@@ -170,6 +170,10 @@ def exclusive(run_dir: Path) -> Iterator[None]:
 def load_run(run_dir: str | Path, device: str = "cpu") -> tuple[LanguageModel, TrainConfig]:
     """The model of a run's newest checkpoint, in evaluation mode, and the run's configuration.
 
+    Args:
+        run_dir: the run's folder.
+        device: where the model goes.
+
     Raises:
         FileNotFoundError: no run in that folder, or none that has reached its first checkpoint.
         CheckpointError: the weights do not fit the configuration.

@@ -48,6 +48,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     raises KeyboardInterrupt.
 
     Args:
+        config: the run.
         on_row: called in the main process with each row of the metrics, as it is written.
 
     Raises:
