@@ -44,6 +44,13 @@ def test_shown_output_is_what_the_code_prints(page: Path, tmp_path: Path, monkey
             assert printed.getvalue().strip() == text.strip(), code
 
 
+def test_no_block_of_code_escapes_being_run() -> None:
+    for path in DOCS.rglob("*.md"):
+        if "node_modules" not in path.parts:
+            for fence in re.findall(r"^\s*```+[ {]*\.?py.*$", path.read_text(), flags=re.MULTILINE):
+                assert fence.strip() == "```python", f"{path.relative_to(DOCS)}: {fence} is skipped by mktestdocs"
+
+
 def test_pages_are_found() -> None:
     assert {path.parent.name for path in PAGES} >= {"tutorials"}
     assert blocks("```python\n1\n```\n\n```text\n2\n```\n```python\n3\n```\nno\n```text\n4\n```") == [
