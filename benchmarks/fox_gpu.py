@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import math
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,9 +26,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu import ceiling, decay_lengths, machine, relative, timing
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from triton.testing import do_bench
 
 from attnzoo.kernels.fox import fox_attention, kept_fraction
 from attnzoo.kernels.fox.reference import fox_reference
@@ -69,10 +67,7 @@ class Contender:
 
 def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
-    local = round(0.75 * H)
-    spans = [torch.empty(n).uniform_(math.log(a), math.log(b), generator=generator)
-             for n, a, b in ((local, 8, 256), (H - local, 1e5, 1e6))]  # fmt: skip
-    tau = torch.cat(spans).exp()[torch.randperm(H, generator=generator)].cuda()
+    tau = decay_lengths(H, generator)
     torch.manual_seed(seed)
     q, k, v, do = (torch.randn(B, T, H, K, device="cuda") for _ in range(4))
     g = -2 * torch.rand(B, T, H, device="cuda") / tau
@@ -160,10 +155,6 @@ class FlexFox:
         return self.flex(x.q, x.k, x.v, score_mod=bias, block_mask=self.mask[T])
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b).norm() / b.norm()).item()
-
-
 def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
     """Errors of output and gradients against float64 on the same bf16 inputs."""
     x = draw(1, 4, T, K)
@@ -180,38 +171,10 @@ def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
     return {n: relative(a, b) for n, a, b in zip(names, got, [exact, *grads], strict=False)}
 
 
-def timing(peer: Contender, x: Inputs, rep: int) -> tuple[float, float]:
+def time_peer(peer: Contender, x: Inputs, rep: int) -> tuple[float, float]:
     """Median milliseconds of forward (no grad) and of forward + backward."""
     y = x.head_first() if peer.head_first else x
-    with torch.no_grad():
-        forward = do_bench(lambda: peer.call(y), warmup=40, rep=rep, return_mode="median")
-    leaves = y.leaves()[: 4 if peer.gate else 3]
-    both = do_bench(lambda: torch.autograd.grad(peer.call(y), leaves, y.do), warmup=40, rep=rep, return_mode="median")
-    return float(forward), float(both)
-
-
-def ceiling() -> float:
-    """TFLOP/s of an 8192^3 bf16 matrix product on random data."""
-    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    return float(2 * 8192**3 / do_bench(lambda: a @ b, warmup=50, rep=200, return_mode="median") / 1e9)
-
-
-def machine() -> dict[str, str]:
-    def version(name: str) -> str:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return "not installed"
-
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "fla": version("flash-linear-attention"),
-        "cudnn": str(torch.backends.cudnn.version()),
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
+    return timing(lambda: peer.call(y), y.leaves()[: 4 if peer.gate else 3], y.do, rep)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -255,7 +218,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 print("out of time at", (B, H, T, K), peer.name, flush=True)
                 return result
             try:
-                forward, both = timing(peer, x, args.rep)
+                forward, both = time_peer(peer, x, args.rep)
             except Exception as error:
                 print({"name": peer.name, "shape": (B, H, T, K), "failed": repr(error)[:200]}, flush=True)
                 continue
@@ -329,7 +292,7 @@ def plot(args: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
     for T in (2**n for n in range(10, 18)):
         x = draw(131072 // T, 8, T, 64)
         for peer in peers:
-            rows.append({"name": peer.name, "T": T, "both_ms": timing(peer, x, 40)[1]})
+            rows.append({"name": peer.name, "T": T, "both_ms": time_peer(peer, x, 40)[1]})
             print(json.dumps(rows[-1]), flush=True)
         torch.cuda.empty_cache()
     fig, ax = plt.subplots(figsize=(6.4, 4))
