@@ -73,15 +73,15 @@ def _unit_lower_inverse(b_l, C: tl.constexpr, DT: tl.constexpr):
     return b_x
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "B", "N"])
 def block_fwd_kernel(
-    p_q, p_k, p_w, p_beta, p_diag, p_qb, p_kb, p_m, T, N,
+    p_q, p_k, p_w, p_beta, p_diag, p_qb, p_kb, p_m, T, B, N,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
     stride_bb, stride_bt, stride_bh,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr,
-    NW: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
+    NW: tl.constexpr, NP: tl.constexpr, PN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """diag [B, nC, H, C, C], qb [B, T, H, K], kb [B, T, G, K], M [B, nC, G, K, K]."""
+    """diag [B, nC, H, C, C], qb [B, T, H, K], kb [B, T, G, K]; M, the first nC of N nodes, in PN pieces."""
     n_c = tl.cdiv(T, C)
     i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
@@ -102,8 +102,13 @@ def block_fwd_kernel(
     b_y = _mm(b_x, b_w, tl.zeros([C, BK], tl.float32), 2, NW, DT)  # [C, BK]
     b_m = tl.where(o_k[:, None] == o_k[None, :], 1.0, tl.zeros([BK, BK], tl.float32))
     b_m = _mm(-tl.trans(b_y), b_w, b_m, 2, NW, DT)
-    p_m += ((i_b * N + i_c) * G + i_g) * (K * K)
-    tl.store(p_m + o_k[:, None] * K + o_k[None, :], b_m, mask=m_k[:, None] & m_k[None, :])
+    p_m += ((i_b * N + i_c) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
+    m_kk = m_k[:, None] & m_k[None, :]
+    b_hi = b_m.to(p_m.dtype.element_ty)
+    tl.store(p_m, b_hi, mask=m_kk)
+    if PN == 2:
+        p_m += B * N.to(tl.int64) * (G * K * K)
+        tl.store(p_m, (b_m - b_hi.to(tl.float32)).to(p_m.dtype.element_ty), mask=m_kk)
 
     b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
     b_ks = tl.full([C], 1.0, tl.float32)
@@ -227,20 +232,30 @@ def pieces(dtype: torch.dtype) -> tl.dtype:
     return tl.float32 if dtype == torch.float32 else tl.float16
 
 
+def new_tree(q: Tensor, units: int, G: int) -> Tensor:
+    """Room for the products of all nodes over some units, [1, B, total, G, K, K] float32, or in two float16 pieces.
+
+    Two pieces hold 22 bits (with one, errors would grow with the square root of T); most readers need only the first.
+    """
+    shape = (q.shape[0], tree_offset(units, tree_scales(units)), G, q.shape[3], q.shape[3])
+    exact = q.dtype == torch.float32
+    return q.new_empty((1 if exact else 2, *shape), dtype=torch.float32 if exact else torch.float16)
+
+
 def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
     """As ``transitions.block_level``, on views of any stride with contiguous last dims; diag above the diagonal is not
-    written. w in q's dtype or float32, beta in any floating dtype. m is the first nodes of a tree for near_levels."""
+    written. w in q's dtype or float32, beta in any floating dtype. m is a tree (see new_tree) that carry fills."""
     B, T, H, K = q.shape
     G = k.shape[2]
     n = triton.cdiv(T, BLOCK)
     diag = q.new_empty((B, n, H, BLOCK, BLOCK), dtype=torch.float32)
-    m = q.new_empty((B, tree_offset(n, tree_scales(n)), G, K, K), dtype=torch.float32)
+    m = new_tree(q, n, G)
     qb, kb = q.new_empty((B, T, H, K)), k.new_empty((B, T, G, K))
     block_fwd_kernel[(n * B * G,)](
-        q, k, w, beta, diag, qb, kb, m, T, m.shape[1], *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
+        q, k, w, beta, diag, qb, kb, m, T, B, m.shape[2], *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
         *beta.stride(), H=H, G=G, K=K, BK=head_block(K), C=BLOCK, SCALE=q.dtype != torch.float32,
-        NW=2 if w.dtype == torch.float32 else 1, NP=1 if q.dtype == torch.bfloat16 else 2, DT=pieces(q.dtype),
-        num_warps=_warps(K, "block"),
+        NW=2 if w.dtype == torch.float32 else 1, NP=1 if q.dtype == torch.bfloat16 else 2, PN=m.shape[0],
+        DT=pieces(q.dtype), num_warps=_warps(K, "block"),
     )  # fmt: skip
     return Block(diag, qb, kb, m)
 

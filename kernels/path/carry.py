@@ -31,41 +31,76 @@ from .transitions import (
 
 @triton.jit
 def _node(p, o_k, K: tl.constexpr, BK: tl.constexpr):
-    """One node's matrix. # [BK, BK] float32"""
+    """One matrix. # [BK, BK]"""
     p += o_k[:, None] * K + o_k[None, :]
     return tl.load(p, mask=(o_k[:, None] < K) & (o_k[None, :] < K), other=0.0)
 
 
-@triton.jit(do_not_specialize=["n", "N"])
-def tree_kernel(p_child, p_node, n, N, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr):
-    """Nodes [ceil(n / 2), G, K, K] from their children [n, G, K, K]."""
+@triton.jit
+def _mm_node(b_x, p, plane, o_k, TRANS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NP: tl.constexpr,
+             PN: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+    """b_x N or b_x N^T, the node at p in PN pieces, a plane apart; with NP = 1 the first one does. # float32"""
+    b_n = _node(p, o_k, K, BK)
+    b = _mm(b_x, tl.trans(b_n) if TRANS else b_n, tl.zeros([b_x.shape[0], BK], tl.float32), NP, 1, DT)
+    if PN == 2 and NP == 2:
+        b_n = _node(p + plane, o_k, K, BK)
+        b = _mm(b_x, tl.trans(b_n) if TRANS else b_n, b, 1, 1, DT)
+    return b
+
+
+@triton.jit(do_not_specialize=["n", "B", "N"])
+def tree_kernel(p_child, p_node, n, B, N, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, PN: tl.constexpr,
+                DT: tl.constexpr):  # fmt: skip
+    """Nodes [PN, B, ceil(n / 2), G, K, K] from their n children."""
     i_g, i_u, i_b = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1).to(tl.int64)
     o_k = tl.arange(0, BK)
-    p_child += ((i_b * N + 2 * i_u.to(tl.int64)) * G + i_g) * (K * K)
+    plane = B * N.to(tl.int64) * (G * K * K)
+    p_child += ((i_b * N + 2 * i_u) * G + i_g) * (K * K)
+    p_node += ((i_b * N + i_u) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
+    m_k = (o_k[:, None] < K) & (o_k[None, :] < K)
     b = _node(p_child, o_k, K, BK)
-    if 2 * i_u + 1 < n:
-        b_r = _node(p_child + G * K * K, o_k, K, BK)
-        b = _mm(b, b_r, tl.zeros([BK, BK], tl.float32), 2, 2, DT)
-    p_node += ((i_b * N + i_u.to(tl.int64)) * G + i_g) * (K * K)
-    tl.store(p_node + o_k[:, None] * K + o_k[None, :], b, mask=(o_k[:, None] < K) & (o_k[None, :] < K))
+    if PN == 2:
+        b_lo = _node(p_child + plane, o_k, K, BK)
+        if 2 * i_u + 1 < n:
+            p_right = p_child + G * K * K
+            b_r = _node(p_right, o_k, K, BK)
+            b_w = _mm(b, b_r, _mm(b_lo, b_r, tl.zeros([BK, BK], tl.float32), 1, 1, DT), 1, 1, DT)
+            b_w = _mm(b, _node(p_right + plane, o_k, K, BK), b_w, 1, 1, DT)
+            b = b_w.to(DT)
+            b_lo = (b_w - b.to(tl.float32)).to(DT)
+        tl.store(p_node + plane, b_lo, mask=m_k)
+    elif 2 * i_u + 1 < n:
+        b = _mm(b, _node(p_child + G * K * K, o_k, K, BK), tl.zeros([BK, BK], tl.float32), 1, 1, DT)
+    tl.store(p_node, b, mask=m_k)
 
 
-@triton.jit(do_not_specialize=["n", "N"])
-def tree_bwd_kernel(p_child, p_dchild, p_dnode, n, N, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-                    DT: tl.constexpr):  # fmt: skip
+@triton.jit
+def _tile_scale(x):
+    """A power of two near the largest entry of x, and its inverse."""
+    m = tl.max(tl.max(tl.abs(x), 1), 0)
+    s = (m.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    s = tl.where((s > 1e-37) & (s < 1e37), s, 1.0)
+    return s, 1.0 / s
+
+
+@triton.jit(do_not_specialize=["n", "B", "N"])
+def tree_bwd_kernel(p_child, p_dchild, p_dnode, n, B, N, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+                    NP: tl.constexpr, PN: tl.constexpr, DT: tl.constexpr):  # fmt: skip
     """Adds the gradient that each child gets through its parent, in place."""
     i_g, i_v, i_b = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1).to(tl.int64)
     o_k = tl.arange(0, BK)
-    b = _node(p_dnode + ((i_b * N + (i_v // 2).to(tl.int64)) * G + i_g) * (K * K), o_k, K, BK)
-    p_s = p_child + ((i_b * N + (i_v ^ 1).to(tl.int64)) * G + i_g) * (K * K)  # the sibling
-    zeros = tl.zeros([BK, BK], tl.float32)
-    if i_v % 2 == 1:
-        b = _mm(tl.trans(_node(p_s, o_k, K, BK)), b, zeros, 2, 2, DT)
+    plane = B * N.to(tl.int64) * (G * K * K)
+    b = _node(p_dnode + ((i_b * N + i_v // 2) * G + i_g) * (K * K), o_k, K, BK).to(tl.float32)
+    p_s = p_child + ((i_b * N + (i_v ^ 1)) * G + i_g) * (K * K)  # the sibling
+    s, inv = _tile_scale(b)
+    if i_v % 2 == 1:  # dright = left^T d = (d^T left)^T
+        b = tl.trans(_mm_node(tl.trans(b * inv), p_s, plane, o_k, False, K, BK, NP, PN, DT)) * s
     elif i_v + 1 < n:
-        b = _mm(b, tl.trans(_node(p_s, o_k, K, BK)), zeros, 2, 2, DT)
-    p_d = p_dchild + ((i_b * N + i_v.to(tl.int64)) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
+        b = _mm_node(b * inv, p_s, plane, o_k, True, K, BK, NP, PN, DT) * s
+    p_d = p_dchild + ((i_b * N + i_v) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
     m_k = (o_k[:, None] < K) & (o_k[None, :] < K)
-    tl.store(p_d, b + tl.load(p_d, mask=m_k, other=0.0), mask=m_k)
+    b += tl.load(p_d, mask=m_k, other=0.0).to(tl.float32)
+    tl.store(p_d, b.to(p_dchild.dtype.element_ty), mask=m_k)
 
 
 @triton.jit
@@ -101,7 +136,7 @@ def _part(p_start, i_t, i_h, u, h, T, stride_sh, QUERY: tl.constexpr, REP: tl.co
 def carry_kernel(
     p_x, p_level, p_node, p_start, T, Tr, B, n, N, stride_sb, stride_sh,
     H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
-    HAS_START: tl.constexpr, SCALE: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
+    HAS_START: tl.constexpr, SCALE: tl.constexpr, NP: tl.constexpr, PN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Packed rows of the levels 1 .. n [n, B, Tr, H, K] from x [B, T, H, K] at the ends of its blocks."""
     BT: tl.constexpr = 128
@@ -119,13 +154,11 @@ def carry_kernel(
         b_x = b_x * b_inv[:, None]
     p_node += (i_b * N * G + i_h // (H // G)) * (K * K)
     p_start += i_b * stride_sb
-    zeros = tl.zeros([BT, BK], tl.float32)
+    plane = B * N.to(tl.int64) * (G * K * K)
     if first + 64 < T:  # to the ends of the unit: its second block's queries, its first block's keys
-        if QUERY:
-            b_n = tl.trans(_node(p_node + 2 * i_t.to(tl.int64) * (G * K * K), o_k, K, BK))
-        else:
-            b_n = _node(p_node + (2 * i_t + 1).to(tl.int64) * (G * K * K), o_k, K, BK)
-        b_x = tl.where(((o_t >= 64) == QUERY)[:, None], _mm(b_x, b_n, zeros, NP, NP, DT), b_x)
+        p = p_node + (2 * i_t + 1 - QUERY).to(tl.int64) * (G * K * K)
+        b_y = _mm_node(b_x, p, plane, o_k, QUERY, K, BK, NP, PN, DT)
+        b_x = tl.where(((o_t >= 64) == QUERY)[:, None], b_y, b_x)
     units = tl.cdiv(T, 64)
     for s in range(1, n + 1):
         u, h = i_t >> (s - 1), 64 << s
@@ -136,21 +169,19 @@ def carry_kernel(
             p = p_level + ((((s - 1) * B + i_b) * Tr + row) * H + i_h) * K + o_x
             tl.store(p, (b_x * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_t)
             if s < n:
-                b_n = _node(p_node + (u ^ 1).to(tl.int64) * (G * K * K), o_k, K, BK)
-                if QUERY:
-                    b_n = tl.trans(b_n)
-                b_x = _mm(b_x, b_n, zeros, NP, NP, DT)
+                p = p_node + (u ^ 1).to(tl.int64) * (G * K * K)
+                b_x = _mm_node(b_x, p, plane, o_k, QUERY, K, BK, NP, PN, DT)
 
 
 @triton.jit
-def _scaled_mm(b_d, b_n, SCALE: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr):
-    """b_d b_n with the rows of b_d brought near 1 first. # float32"""
-    zeros = tl.zeros([b_d.shape[0], b_d.shape[1]], tl.float32)
+def _mm_node_back(b_d, p, plane, o_k, TRANS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr,
+                  NP: tl.constexpr, PN: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+    """_mm_node of gradients, their rows brought near 1 first. # float32"""
     if SCALE:
         b_s, b_inv = _row_scale(b_d)
-        b = _mm(b_d * b_inv[:, None], b_n, zeros, NP, NP, DT) * b_s[:, None]
+        b = _mm_node(b_d * b_inv[:, None], p, plane, o_k, TRANS, K, BK, NP, PN, DT) * b_s[:, None]
     else:
-        b = _mm(b_d, b_n, zeros, NP, NP, DT)
+        b = _mm_node(b_d, p, plane, o_k, TRANS, K, BK, NP, PN, DT)
     return b
 
 
@@ -158,7 +189,7 @@ def _scaled_mm(b_d, b_n, SCALE: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr
 def carry_bwd_kernel(
     p_d, p_level, p_zero, p_out, p_node, p_start, T, Tr, B, n, N, stride_sb, stride_sh,
     H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
-    HAS_START: tl.constexpr, SCALE: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
+    HAS_START: tl.constexpr, SCALE: tl.constexpr, NP: tl.constexpr, PN: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Gradient [B, T, H, K] of x, from those of the levels and of level 0 (p_d [B, T, H, K]).
 
@@ -174,6 +205,7 @@ def carry_bwd_kernel(
     o_x = o_t[:, None] * (H * K) + o_k[None, :]
     p_node += (i_b * N * G + i_h // (H // G)) * (K * K)
     p_start += i_b * stride_sb
+    plane = B * N.to(tl.int64) * (G * K * K)
     b_d = tl.zeros([BT, BK], tl.float32)
     units = tl.cdiv(T, 64)
     at = 0  # nodes before those of scale s
@@ -192,10 +224,8 @@ def carry_bwd_kernel(
             b_g = tl.load(p, mask=m_p, other=0.0).to(tl.float32)
             if s < n:
                 tl.store(p, b_d.to(p_level.dtype.element_ty), mask=m_t)
-                b_n = _node(p_node + (at + (u ^ 1)).to(tl.int64) * (G * K * K), o_k, K, BK)
-                if not QUERY:
-                    b_n = tl.trans(b_n)
-                b_d = _scaled_mm(b_d, b_n, SCALE, NP, DT)
+                p = p_node + (at + (u ^ 1)).to(tl.int64) * (G * K * K)
+                b_d = _mm_node_back(b_d, p, plane, o_k, not QUERY, K, BK, SCALE, NP, PN, DT)
             b_d += b_g
         at -= (units + (1 << (s - 1)) - 1) >> (s - 1)
     p = ((i_b * T + first) * H + i_h) * K + o_x
@@ -204,11 +234,9 @@ def carry_bwd_kernel(
         b_g = tl.load(p_d + p, mask=m_t & m_h, other=0.0).to(tl.float32)
         p_z = p_zero + ((i_b * (n_t * 64) + i_t * 64 - QUERY * 64) * H + i_h) * K + o_x
         tl.store(p_z, b_d.to(p_zero.dtype.element_ty), mask=m_t & m_h)
-        if QUERY:
-            b_n = _node(p_node + 2 * i_t.to(tl.int64) * (G * K * K), o_k, K, BK)
-        else:
-            b_n = tl.trans(_node(p_node + (2 * i_t + 1).to(tl.int64) * (G * K * K), o_k, K, BK))
-        b_d = tl.where(m_h, _scaled_mm(b_d, b_n, SCALE, NP, DT) + b_g, b_d)
+        p_n = p_node + (2 * i_t + 1 - QUERY).to(tl.int64) * (G * K * K)
+        b_y = _mm_node_back(b_d, p_n, plane, o_k, not QUERY, K, BK, SCALE, NP, PN, DT)
+        b_d = tl.where(m_h, b_y + b_g, b_d)
     tl.store(p_out + p, b_d.to(p_out.dtype.element_ty), mask=m_t)
 
 
@@ -277,43 +305,40 @@ def node_bwd_kernel(
             o_x = ((r + o_r).to(tl.int64) * G + i_g)[:, None] * K + o_k[None, :]
             b = _add_outer(b, p_x + o_x, p_d + o_x, m_k, PREC)
     p_out += ((i_b * N + i_n) * G + i_g) * (K * K)
-    tl.store(p_out + o_k[:, None] * K + o_k[None, :], b, mask=(o_k < K)[:, None] & m_k)
+    tl.store(p_out + o_k[:, None] * K + o_k[None, :], b.to(p_out.dtype.element_ty), mask=(o_k < K)[:, None] & m_k)
 
 
-def _gradient_pieces(dtype: torch.dtype) -> tl.dtype:
-    """As ``pieces``, for matrices of gradients, which may be as small as they like."""
-    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
-
-
-def _tree(nodes: Tensor, units: int, dtype: torch.dtype) -> None:
-    """Fill a tree in place from its first ``units`` nodes."""
-    B, N, G, K, _ = nodes.shape
+def _tree(nodes: Tensor, units: int) -> None:
+    """Fill a tree [PN, B, total, G, K, K] in place from its first ``units`` nodes."""
+    PN, B, N, G, K, _ = nodes.shape
     for s in range(tree_scales(units) - 1):
         at, n = tree_offset(units, s), tree_nodes(units, s)
         tree_kernel[(triton.cdiv(n, 2) * G, B)](
-            nodes[:, at:], nodes[:, at + n :], n, N, G=G, K=K, BK=head_block(K), DT=pieces(dtype),
-            num_warps=_warps(K, "tree"),
+            nodes[:, :, at:], nodes[:, :, at + n :], n, B, N, G=G, K=K, BK=head_block(K), PN=PN,
+            DT=pieces(nodes.dtype), num_warps=_warps(K, "tree"),
         )  # fmt: skip
 
 
-def _tree_backward(nodes: Tensor, dnodes: Tensor, units: int, dtype: torch.dtype) -> None:
-    """Add to each node's gradient what comes from above it."""
-    B, N, G, K, _ = nodes.shape
+def _tree_backward(nodes: Tensor, dnodes: Tensor, units: int) -> None:
+    """Add to each node's gradient, [B, total, G, K, K], what comes from above it."""
+    PN, B, N, G, K, _ = nodes.shape
     for s in reversed(range(tree_scales(units) - 1)):
         at, n = tree_offset(units, s), tree_nodes(units, s)
         tree_bwd_kernel[(n * G, B)](
-            nodes[:, at:], dnodes[:, at:], dnodes[:, at + n :], n, N, G=G, K=K, BK=head_block(K),
-            DT=_gradient_pieces(dtype), num_warps=_warps(K, "tree"),
+            nodes[:, :, at:], dnodes[:, at:], dnodes[:, at + n :], n, B, N, G=G, K=K, BK=head_block(K),
+            NP=1 if dnodes.dtype == torch.bfloat16 else 2, PN=PN, DT=pieces(nodes.dtype), num_warps=_warps(K, "tree"),
         )  # fmt: skip
 
 
-def _options(x: Tensor, start: Tensor | None, G: int, query: bool) -> dict[str, object]:
+def _options(x: Tensor, start: Tensor | None, nodes: Tensor, query: bool) -> dict[str, object]:
     """What carry_kernel and carry_bwd_kernel are compiled for."""
     H, K = x.shape[2:]
+    PN, G = nodes.shape[0], nodes.shape[3]
     return {
         "H": H, "G": G, "REP": 1 if query or start is None else start.shape[1] // G, "K": K, "BK": head_block(K),
         "QUERY": query, "HAS_START": start is not None, "SCALE": x.dtype != torch.float32,
-        "NP": 1 if x.dtype == torch.bfloat16 else 2, "DT": pieces(x.dtype), "num_warps": _warps(K, "carry"),
+        "NP": 1 if x.dtype == torch.bfloat16 else 2, "PN": PN, "DT": pieces(x.dtype),
+        "num_warps": _warps(K, "carry"),
     }  # fmt: skip
 
 
@@ -330,11 +355,11 @@ def carry(block: Block, start: Tensor | None = None) -> Carried:
     n, (Tq, Tk) = level_count(T), level_rows(T)
     levels = Levels(block.q.new_empty((n, B, Tq, H, K)), block.k.new_empty((n, B, Tk, G, K)))
     if n:
-        _tree(nodes, triton.cdiv(T, BLOCK), block.q.dtype)
+        _tree(nodes, triton.cdiv(T, BLOCK))
         for x, level, query in ((block.q, levels.q, True), (block.k, levels.k, False)):
             carry_kernel[(triton.cdiv(T, UNIT) * B * x.shape[2],)](
-                x, level, nodes, nodes if start is None else start, T, level.shape[2], B, n, nodes.shape[1],
-                *_starts(start), **_options(x, start, G, query),
+                x, level, nodes, nodes if start is None else start, T, level.shape[2], B, n, nodes.shape[2],
+                *_starts(start), **_options(x, start, nodes, query),
             )  # fmt: skip
     return Carried(levels, nodes)
 
@@ -342,8 +367,8 @@ def carry(block: Block, start: Tensor | None = None) -> Carried:
 def carry_backward(
     block: Block, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``transitions.carry_backward``: gradients of block.q and block.k in their dtypes, and of block.m in float32
-    (the first ceil(T / 64) nodes of a tree). d is overwritten."""
+    """As ``transitions.carry_backward``: gradients of block.q and block.k in their dtypes, and of block.m
+    ([B, total, G, K, K], the first ceil(T / 64) count). d is overwritten."""
     nodes, (B, T, H, K), G = carried.nodes, block.q.shape, block.k.shape[2]
     n, n_t, units, dtype = level_count(T), triton.cdiv(T, UNIT), triton.cdiv(T, BLOCK), block.q.dtype
     zero = Levels(dq.new_empty((B, n_t * BLOCK, H, K), dtype=dtype), dk.new_empty((B, n_t * BLOCK, G, K), dtype=dtype))
@@ -353,15 +378,15 @@ def carry_backward(
         (block.k, dk, d.k, zero.k, out[1], False),
     ):
         carry_bwd_kernel[(n_t * B * x.shape[2],)](
-            g, level, z, o, nodes, nodes if start is None else start, T, level.shape[2], B, n, nodes.shape[1],
-            *_starts(start), **_options(x, start, G, query),
+            g, level, z, o, nodes, nodes if start is None else start, T, level.shape[2], B, n, nodes.shape[2],
+            *_starts(start), **_options(x, start, nodes, query),
         )  # fmt: skip
-    dnodes = torch.empty_like(nodes)
-    node_bwd_kernel[(nodes.shape[1] * G, B)](
+    dnodes = nodes.new_empty(nodes.shape[1:], dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    node_bwd_kernel[(nodes.shape[2] * G, B)](
         block.q, block.k, zero.q, zero.k, carried.levels.q, carried.levels.k, d.q, d.k, dnodes,
         nodes if start is None else start, T, d.q.shape[2], d.k.shape[2], B, tree_scales(units),
-        nodes.shape[1], *_starts(start), H=H, G=G, K=K, BK=head_block(K), BR=BLOCK,
+        nodes.shape[2], *_starts(start), H=H, G=G, K=K, BK=head_block(K), BR=BLOCK,
         HAS_START=start is not None, PREC="tf32x3", num_warps=_warps(K, "node"),
     )  # fmt: skip
-    _tree_backward(nodes, dnodes, units, dtype)
+    _tree_backward(nodes, dnodes, units)
     return out[0], out[1], dnodes
