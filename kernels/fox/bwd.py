@@ -40,6 +40,22 @@ from .prune import key_bounds
 from .tuning import KEY_UNIT, ROW_UNIT, dot_precision, tiles
 
 
+@triton.jit
+def _sink_weight(p_sink, p_c, p_base, p_g, b_lse, o_r, i_bh, i_h, i_ref, T, S, KU: tl.constexpr, GATE: tl.constexpr):
+    """Weight of the sink in rows o_r of one row unit, whose first row is i_ref. # [len(o_r)]"""
+    b_y = tl.zeros_like(b_lse) + tl.load(p_sink + i_h).to(tl.float32) * 1.4426950408889634
+    if GATE != 0:
+        n_s = tl.cdiv(S, KU)
+        p_c += i_bh.to(tl.int64) * (n_s * KU)
+        p_base += i_bh.to(tl.int64) * (n_s + 1)
+        b_slope = tl.zeros([], tl.float32)
+        if GATE == 1:
+            b_slope = _const_gate(p_g, i_h)
+        b_ref = _gate_at(p_c, p_base, b_slope, i_ref + S - T, GATE, KU)
+        b_y += _gates_from(p_c, p_base, b_slope, o_r + S - T, b_ref, o_r < T, GATE, KU)
+    return tl.exp2(b_y - b_lse)
+
+
 @triton.jit(do_not_specialize=["T", "S"])
 def fox_delta_kernel(
     p_o, p_do, p_lse, p_rows, p_w, p_c, p_base, p_g, p_sink, T, S,
@@ -63,17 +79,8 @@ def fox_delta_kernel(
     tl.store(p_rw, b_lse)
     tl.store(p_rw + 1, tl.sum(b_o * b_do, 1))
     if HAS_SINK:
-        b_y = tl.zeros([BT], tl.float32) + tl.load(p_sink + i_h).to(tl.float32) * 1.4426950408889634
-        if GATE != 0:
-            n_s = tl.cdiv(S, KU)
-            p_c += i_bh.to(tl.int64) * (n_s * KU)
-            p_base += i_bh.to(tl.int64) * (n_s + 1)
-            b_slope = tl.zeros([], tl.float32)
-            if GATE == 1:
-                b_slope = _const_gate(p_g, i_h)
-            b_ref = _gate_at(p_c, p_base, b_slope, i_t * BT // RU * RU + S - T, GATE, KU)
-            b_y += _gates_from(p_c, p_base, b_slope, o_r + S - T, b_ref, o_r < T, GATE, KU)
-        tl.store(p_w + p_r, tl.exp2(b_y - b_lse), mask=o_r < T)
+        b_w = _sink_weight(p_sink, p_c, p_base, p_g, b_lse, o_r, i_bh, i_h, i_t * BT // RU * RU, T, S, KU, GATE)
+        tl.store(p_w + p_r, b_w, mask=o_r < T)
 
 
 @triton.jit

@@ -147,12 +147,13 @@ def _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_l
 
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_fwd_kernel(
-    p_q, p_k, p_v, p_o, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, T, S, n_heads, scale2,
+    p_q, p_k, p_v, p_o, p_low, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, T, S, n_heads, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LOW: tl.constexpr, TMA: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per row block, the longest rows first."""
     i_t, i_bh = _schedule(tl.cdiv(T, BT), n_heads)
@@ -217,8 +218,12 @@ def fox_fwd_kernel(
         b_shift = b_next
     m_t = i_t * BT + o_t < T
     b_o = b_o / b_l[:, None]
-    p_ot = p_o + ((i_b * T + i_t * BT) * H + i_h) * V + o_t[:, None] * (H * V) + o_v[None, :]
-    tl.store(p_ot, b_o.to(p_o.dtype.element_ty), mask=m_t[:, None] & (o_v[None, :] < V))
+    p_ot = ((i_b * T + i_t * BT) * H + i_h) * V + o_t[:, None] * (H * V) + o_v[None, :]
+    m_o = m_t[:, None] & (o_v[None, :] < V)
+    b_oh = b_o.to(p_o.dtype.element_ty)
+    tl.store(p_o + p_ot, b_oh, mask=m_o)
+    if HAS_LOW:  # what the rounding dropped
+        tl.store(p_low + p_ot, (b_o - b_oh.to(tl.float32)).to(p_low.dtype.element_ty), mask=m_o)
     tl.store(p_lse + i_bh.to(tl.int64) * T + i_t * BT + o_t, b_m + tl.log2(b_l), mask=m_t)
 
 
@@ -254,9 +259,12 @@ def describe(x: Tensor, rows: int) -> Any:
 
 def fox_forward(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, sink: Tensor | None, c: Tensor | None,
-    base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float,
+    base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float, low: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel. Shapes as in ``fox_attention``; last dims contiguous.
+
+    Args:
+        low: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
 
     Returns:
         o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit.
@@ -268,12 +276,12 @@ def fox_forward(
     tma = t.tma and can_describe(k, v)
     p_k, p_v = (describe(k, t.BS), describe(v, t.BS)) if tma else (k, v)
     fox_fwd_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-        q, p_k, p_v, o, lse, lse if c is None else c, lse if base is None else base,
+        q, p_k, p_v, o, o if low is None else low, lse, lse if c is None else c, lse if base is None else base,
         lse if log_gate is None else log_gate, lse if left is None else left, lse if start is None else start,
         lse if sink is None else sink, T, S, min(t.heads, B * H), scale * LOG2E, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], *left_strides(left), H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT,
         BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_gate), HAS_LEFT=left is not None,
-        HAS_START=start is not None, HAS_SINK=sink is not None, TMA=tma, PREC=dot_precision(q.dtype),
-        num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+        HAS_START=start is not None, HAS_SINK=sink is not None, HAS_LOW=low is not None, TMA=tma,
+        PREC=dot_precision(q.dtype), num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip
     return o, lse

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from .bwd import fox_backward
 from .decode import fox_split_forward, splits_keys
-from .fwd import GATE_CONST, GATE_FULL, fox_forward, gate_kind
+from .fwd import GATE_CONST, GATE_FULL, can_describe, fox_forward, gate_kind
 from .gates import gate_gradient, gate_sums
 from .prune import prune_starts
 from .reference import CLOSED, segment_starts
-from .tuning import KEY_UNIT, ROW_UNIT
+from .tuning import KEY_UNIT, ROW_UNIT, one_pass
 
 
 def bounds(
@@ -39,27 +39,38 @@ def bounds(
     return c, base, left, start
 
 
+def _keeps_low(q: Tensor, v: Tensor, log_gate: Tensor | None, backward: bool) -> bool:
+    """Whether the backward needs what the rounding of o drops: in one pass, for the gate's gradient (``hopper``)."""
+    return backward and log_gate is not None and one_pass(q.shape[3], v.shape[3], q.dtype, q.device)
+
+
 @torch.library.custom_op("attnzoo::fox_forward", mutates_args=())
 def fox_forward_op(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns o, lse, and c, base, left, start for the backward pass (empty where they do not apply)."""
+    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns o, lse, and c, base, left, start, low for the backward pass (empty where they do not apply).
+
+    low [B, T, H, V], what the rounding of o drops, only if a backward pass will follow.
+    """
     c, base, left, start = bounds(q, k, log_gate, cu_seqlens, logit_bound, scale, window, bound, log_eps)
-    forward = fox_split_forward if splits_keys(q.shape[1], k.shape[1], q.shape[2] // k.shape[2]) else fox_forward
-    o, lse = forward(q, k, v, log_gate, sink, c, base, left, start, scale)
+    low = q.new_zeros((*q.shape[:3], v.shape[3])) if _keeps_low(q, v, log_gate, backward) else None
+    if splits_keys(q.shape[1], k.shape[1], q.shape[2] // k.shape[2]):
+        o, lse = fox_split_forward(q, k, v, log_gate, sink, c, base, left, start, scale)
+    else:
+        o, lse = fox_forward(q, k, v, log_gate, sink, c, base, left, start, scale, low)
     c = lse.new_empty(0) if c is None else c
     base = lse.new_empty(0, dtype=torch.float64) if base is None else base
     left = lse.new_empty(0, dtype=torch.int32) if left is None else left
     start = lse.new_empty(0, dtype=torch.int32) if start is None else start
-    return o, lse, c, base, left, start
+    return o, lse, c, base, left, start, q.new_empty(0) if low is None else low
 
 
 @fox_forward_op.register_fake
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, H, _ = q.shape
     S, V = k.shape[1], v.shape[3]
     full = log_gate is not None and log_gate.ndim == 3
@@ -69,20 +80,29 @@ def _forward_fake(
     base = q.new_empty((B, H, n_u + 1) if full else (0,), dtype=torch.float64)
     shape: tuple[Any, ...] = (B, H, S) if full else (1, 1, S) if window > 0 or cu_seqlens is not None else (0,)
     start = q.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound else (0,), dtype=i32)
-    return q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=f32), c, base, q.new_empty(shape, dtype=i32), start
+    left, o = q.new_empty(shape, dtype=i32), q.new_empty((B, T, H, V))
+    low = torch.empty_like(o) if _keeps_low(q, v, log_gate, backward) else q.new_empty(0)
+    return o, q.new_empty((B, H, T), dtype=f32), c, base, left, start, low
 
 
 @torch.library.custom_op("attnzoo::fox_backward", mutates_args=())
 def fox_backward_op(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_gate: Tensor | None, sink: Tensor | None,
-    cu_seqlens: Tensor | None, c: Tensor, base: Tensor, left: Tensor, start: Tensor, scale: float,
+    cu_seqlens: Tensor | None, c: Tensor, base: Tensor, left: Tensor, start: Tensor, low: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns dq, dk, dv, and the gradients of log_gate and sink (empty where they do not apply)."""
     T, S = q.shape[1], k.shape[1]
-    dq, dk, dv, dkey, drow = fox_backward(
-        do, q, k, v, o, lse, log_gate, sink, c if c.numel() else None, base if base.numel() else None,
-        left if left.numel() else None, start if start.numel() else None, scale,
-    )  # fmt: skip
+    some = [x if x.numel() else None for x in (c, base, left, start)]
+    if one_pass(q.shape[3], v.shape[3], q.dtype, q.device) and can_describe(q, k, v):
+        from .one_pass import fox_backward_one_pass
+
+        kept = low if low.numel() else None
+        grads = fox_backward_one_pass(
+            do, q, k, v, o, kept, lse, log_gate, sink, some[0], some[1], some[2], some[3], scale
+        )
+    else:
+        grads = fox_backward(do, q, k, v, o, lse, log_gate, sink, some[0], some[1], some[2], some[3], scale)
+    dq, dk, dv, dkey, drow = grads
     dgate, dsink = lse.new_empty(0), lse.new_empty(0)
     if drow is not None:
         dsink = -drow.sum((0, 2))
@@ -102,7 +122,7 @@ def fox_backward_op(
 @fox_backward_op.register_fake
 def _backward_fake(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_gate: Tensor | None, sink: Tensor | None,
-    cu_seqlens: Tensor | None, c: Tensor, base: Tensor, left: Tensor, start: Tensor, scale: float,
+    cu_seqlens: Tensor | None, c: Tensor, base: Tensor, left: Tensor, start: Tensor, low: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     def dense(x: Tensor) -> Tensor:
         return x.new_empty(x.shape)
@@ -117,19 +137,19 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, log_gate, sink, cu_seqlens, _, scale, _, _, _ = inputs
+    q, k, v, log_gate, sink, cu_seqlens, _, scale, *_ = inputs
     ctx.save_for_backward(q, k, v, log_gate, sink, cu_seqlens, *output)
     ctx.scale = scale
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, do: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, log_gate, sink, cu_seqlens, o, lse, c, base, left, start = ctx.saved_tensors
-    none = (None,) * 11
+    q, k, v, log_gate, sink, cu_seqlens, o, lse, c, base, left, start, low = ctx.saved_tensors
+    none = (None,) * 12
     if do is None:
         return none
     dq, dk, dv, dgate, dsink = fox_backward_op(
-        do, q, k, v, o, lse, log_gate, sink, cu_seqlens, c, base, left, start, ctx.scale
+        do, q, k, v, o, lse, log_gate, sink, cu_seqlens, c, base, left, start, low, ctx.scale
     )
     dsink = None if sink is None else dsink.to(sink.dtype)
     return (dq, dk, dv, None if log_gate is None else dgate, dsink, *none[5:])

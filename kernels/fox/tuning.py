@@ -54,6 +54,8 @@ _HOPPER: dict[Kind, dict[int, Tiles]] = {
     },
     "dkdv": {64: Tiles(64, 64, 4, 4, heads=8), 128: Tiles(32, 64, 4, 4, heads=8), 256: Tiles(32, 64, 8, 2)},
 }
+# The one-pass backward (``hopper``); head dims up to 128.
+ONE_PASS = Tiles(64, 128, 8, 2, tma=True, heads=2)
 # Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
 _SAFE: dict[Kind, dict[int, Tiles]] = {
     "fwd": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 1)},
@@ -86,13 +88,31 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
-def has_descriptors() -> bool:
-    """Whether this Triton has host-side tensor descriptors (3.4 and later); asked without importing it."""
+def triton_version() -> tuple[int, int]:
+    """Installed Triton, asked without importing it; (0, 0) if there is none."""
     try:
         major, minor = importlib.metadata.version("triton").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:
+        return 0, 0
+    return int(major), int(minor)
+
+
+def has_descriptors() -> bool:
+    """Whether this Triton has host-side tensor descriptors."""
+    return triton_version() >= (3, 4)
+
+
+def one_pass(K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the backward runs as one pass, in Gluon, instead of as two kernels.
+
+    Where it was measured: on Hopper, with Triton 3.6 (Gluon is an experimental interface), for 16-bit inputs and head
+    dims of 33 to 128. Not under deterministic algorithms: it adds up dq in an order that varies. Not where tests force
+    the tiles of the two kernels.
+    """
+    if "dq" in _overrides or "dkdv" in _overrides or torch.are_deterministic_algorithms_enabled():
         return False
-    return (int(major), int(minor)) >= (3, 4)
+    fits = dtype in (torch.bfloat16, torch.float16) and min(K, V) > 32 and max(K, V) <= 128
+    return fits and capability(device) == (9, 0) and triton_version() == (3, 6)
 
 
 def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:

@@ -9,6 +9,7 @@ import torch
 from fox_cases import DEVICE, SMALL, Case, inputs, oracle, run, triton, within_budget
 
 from attnzoo.kernels.fox import fox_attention, tuning
+from attnzoo.pruning import Prune
 
 CASES = [
     Case(gate="open"),
@@ -187,6 +188,67 @@ BIG = [Case(K=256, V=256), Case(T=700, S=700, K=64, V=64), Case(T=600, S=900, K=
 def test_kernel_within_budget_bf16(case: Case) -> None:
     x = inputs(case, torch.bfloat16)
     within_budget(case, x, triton(case, x, None))
+
+
+ONE_PASS = [
+    Case(T=700, S=700, G=2, K=64, V=64, gate="none"),
+    Case(T=700, S=700, G=2, K=128, V=128, gate="open", sink=True),
+    Case(B=2, T=600, S=901, H=4, G=2, K=128, V=64),
+    Case(T=999, S=999, K=72, V=120, sink=True),
+    Case(T=900, S=900, K=64, V=64, gate="const", options={"window": 300}),
+    Case(T=901, S=901, H=4, G=2, K=64, V=64, gate="strong", options={"prune": Prune()}),
+    Case(T=900, S=900, K=128, V=128, cu_seqlens=(0, 1, 200, 201, 640, 900)),
+    Case(T=900, S=1000, K=64, V=64, gate="none", sink=True, options={"window": 100}),
+    Case(T=1, S=130, K=64, V=64),
+    Case(T=130, S=130, K=64, V=64, gate="shut"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ONE_PASS, ids=str)
+def test_one_pass_and_two_kernels_within_budget(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward of this GPU, and the deterministic one where that is another."""
+    x = inputs(case, dtype)
+    within_budget(case, x, triton(case, x, None))
+    monkeypatch.setattr(tuning, "one_pass", lambda *_: False)
+    monkeypatch.setattr("attnzoo.kernels.fox.op.one_pass", lambda *_: False)
+    within_budget(case, x, triton(case, x, None))
+
+
+@pytest.mark.gpu
+def test_two_runs_give_the_same_bits_under_deterministic_algorithms() -> None:
+    case = Case(T=1500, S=1500, K=64, V=64, gate="open")
+    x = inputs(case, torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [triton(case, x, None) for _ in range(5)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(runs[0][name], other[name]) for other in runs[1:] for name in other)
+
+
+def test_where_the_backward_runs_as_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(tuning, "triton_version", lambda: (3, 6))
+    device = torch.device(DEVICE)
+    assert tuning.one_pass(64, 128, torch.bfloat16, device)
+    assert not tuning.one_pass(64, 64, torch.float32, device)
+    assert not tuning.one_pass(64, 256, torch.float16, device)
+    assert not tuning.one_pass(32, 64, torch.float16, device)
+    with tuning.override({"dq": SMALL}):
+        assert not tuning.one_pass(64, 64, torch.bfloat16, device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not tuning.one_pass(64, 64, torch.bfloat16, device)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, other in (("capability", (8, 0)), ("triton_version", (3, 7))):
+        with monkeypatch.context() as patch:
+            patch.setattr(tuning, name, lambda *_, other=other: other)
+            assert not tuning.one_pass(64, 64, torch.bfloat16, device)
 
 
 @pytest.mark.gpu
