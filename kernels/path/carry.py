@@ -156,8 +156,8 @@ def carry_kernel(
     p_start += i_b * stride_sb
     plane = B * N.to(tl.int64) * (G * K * K)
     if first + 64 < T:  # to the ends of the unit: its second block's queries, its first block's keys
-        p = p_node + (2 * i_t + 1 - QUERY).to(tl.int64) * (G * K * K)
-        b_y = _mm_node(b_x, p, plane, o_k, QUERY, K, BK, NP, PN, DT)
+        p_n = p_node + (2 * i_t + 1 - QUERY).to(tl.int64) * (G * K * K)
+        b_y = _mm_node(b_x, p_n, plane, o_k, QUERY, K, BK, NP, PN, DT)
         b_x = tl.where(((o_t >= 64) == QUERY)[:, None], b_y, b_x)
     units = tl.cdiv(T, 64)
     for s in range(1, n + 1):
@@ -169,8 +169,8 @@ def carry_kernel(
             p = p_level + ((((s - 1) * B + i_b) * Tr + row) * H + i_h) * K + o_x
             tl.store(p, (b_x * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_t)
             if s < n:
-                p = p_node + (u ^ 1).to(tl.int64) * (G * K * K)
-                b_x = _mm_node(b_x, p, plane, o_k, QUERY, K, BK, NP, PN, DT)
+                p_n = p_node + (u ^ 1).to(tl.int64) * (G * K * K)
+                b_x = _mm_node(b_x, p_n, plane, o_k, QUERY, K, BK, NP, PN, DT)
 
 
 @triton.jit
@@ -224,8 +224,8 @@ def carry_bwd_kernel(
             b_g = tl.load(p, mask=m_p, other=0.0).to(tl.float32)
             if s < n:
                 tl.store(p, b_d.to(p_level.dtype.element_ty), mask=m_t)
-                p = p_node + (at + (u ^ 1)).to(tl.int64) * (G * K * K)
-                b_d = _mm_node_back(b_d, p, plane, o_k, not QUERY, K, BK, SCALE, NP, PN, DT)
+                p_n = p_node + (at + (u ^ 1)).to(tl.int64) * (G * K * K)
+                b_d = _mm_node_back(b_d, p_n, plane, o_k, not QUERY, K, BK, SCALE, NP, PN, DT)
             b_d += b_g
         at -= (units + (1 << (s - 1)) - 1) >> (s - 1)
     p = ((i_b * T + first) * H + i_h) * K + o_x
