@@ -16,10 +16,12 @@ from attnzoo.kernels.fox.fwd import GATE_FULL, GATE_NONE, LOG2E, can_describe, d
 from attnzoo.kernels.fox.prune import key_bounds
 from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT, dot_precision
 
+from .blocks import block_level, block_level_backward
+from .carry import carry, carry_backward
 from .dkdv import path_dkdv_kernel
 from .dq import path_dq_kernel
 from .fwd import describe_levels
-from .transitions import Block, Levels, block_level, block_level_backward, carry, carry_backward
+from .transitions import Block, Levels
 from .tuning import parts, tiles
 
 
@@ -48,9 +50,8 @@ def path_backward(
         if dkey is not None and d_key is not None:
             dkey[part.b, part.h] = d_key
         total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start)
-        d = block_level_backward(*x, Block(d_block.diag, *total))
-        for whole, piece in zip((part.queries(dq), *map(part.keys, (dk, dw, dbeta))), d, strict=True):
-            whole.copy_(piece)
+        out = part.queries(dq), part.keys(dk), part.keys(dw), part.keys(dbeta)
+        block_level_backward(*x, Block(d_block.diag, *total), out)
     return dq, dk, dv, dw, dbeta, dkey
 
 

@@ -93,7 +93,7 @@ def path_dkdv_kernel(
         b_dc = tl.zeros([BS], tl.float32)
         i_lo = s // BT * BT
         i_hi = tl.minimum(s // RU * RU + RU, n_u * KU)  # whole blocks: d(diag) is written past T too
-        for i_n in range(tl.cdiv(i_hi - i_lo, BT)):
+        for i_n in tl.range(tl.cdiv(i_hi - i_lo, BT), num_stages=1):
             i = i_lo + i_n * BT
             b_row = i + o_t
             p_qt = p_qb + ((i_b * T + i) * H + i_h) * K

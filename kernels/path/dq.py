@@ -78,7 +78,7 @@ def path_dq_kernel(
     p_kb += (i_b * T * G + i_g) * K
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_q = _load_tile(p_qb + row64 * (H * K), o_t, o_k, H * K, T - row, K, BK, True)
-    for i in range(tl.cdiv(last + 1 - pair, BS)):
+    for i in tl.range(tl.cdiv(last + 1 - pair, BS), num_stages=1):  # or diag would be staged through shared memory
         s = pair + i * BS
         b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
         b_k = _load_tile(p_kb + s.to(tl.int64) * (G * K), o_s, o_k, G * K, T - s, K, BK, True)

@@ -32,8 +32,10 @@ from attnzoo.kernels.fox.fwd import (
 )
 from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT, dot_precision
 
+from .blocks import block_level
+from .carry import carry
 from .prune import block_starts
-from .transitions import Block, Levels, block_level, carry
+from .transitions import Block, Levels
 from .tuning import parts, tiles
 
 
@@ -122,7 +124,7 @@ def path_fwd_kernel(
     p_qb += (i_b * T * H + i_h) * K
     p_kb += (i_b * T * G + i_g) * K
     b_q = _load_tile(p_qb + row.to(tl.int64) * (H * K), o_t, o_k, H * K, T - row, K, BK, True)
-    for i in range(tl.cdiv(last + 1 - pair, BS)):
+    for i in tl.range(tl.cdiv(last + 1 - pair, BS), num_stages=1):  # or diag would be staged through shared memory
         s = pair + i * BS
         b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
         b_k = _load_tile(p_kb + s.to(tl.int64) * (G * K), o_s, o_k, G * K, T - s, K, BK, True)

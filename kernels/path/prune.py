@@ -18,7 +18,8 @@ from attnzoo.kernels.fox.fwd import LOG2E, _base_shift, _gate_at, _key_bias, _lo
 from attnzoo.kernels.fox.prune import SLACK, norm_max_kernel, prune_scan_kernel
 from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT, dot_precision
 
-from .transitions import Block, block_level
+from .blocks import block_level
+from .transitions import Block
 from .tuning import parts
 
 
