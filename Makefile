@@ -60,7 +60,7 @@ docs: docs-install
 	$(MAKE) docs-site
 
 docs-test: docs-site
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --require-browser tests/docs tests/test_documents.py
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --require-browser tests/docs
 
 bench: install
 	$(BIN)/python benchmarks/cpu.py

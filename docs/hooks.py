@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
-from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
@@ -15,7 +14,6 @@ from mkdocs.utils.meta import get_data
 from tools import equations, maths, sources
 
 log = logging.getLogger("mkdocs.hooks")  # a warning fails the strict build
-DOCS = Path(__file__).parent
 HREF = re.compile(r'href="(src|test|eq):([^"]*)"')
 FIGURE = re.compile(
     r'<img (?P<before>[^>]*)src="(?P<path>[^"#]*figures/out/[^"#]*)\.svg(?:#only-light)?"(?P<after>[^>]*)>'
@@ -30,20 +28,6 @@ REFERENCE = re.compile(
 _known: dict[str, equations.Equation] = {}
 _titles: dict[str, str] = {}
 _renderer: list[maths.Renderer] = []
-
-
-def on_config(config: Any) -> Any:
-    """Leave out of nav what is not there yet."""
-
-    def there(item: Any) -> Any:
-        if isinstance(item, list):
-            return [kept for kept in map(there, item) if kept]
-        if isinstance(item, dict):
-            return {name: kept for name, kept in ((n, there(v)) for n, v in item.items()) if kept}
-        return item if (DOCS / item).exists() else None
-
-    config.nav = there(config.nav)
-    return config
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:

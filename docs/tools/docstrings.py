@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from pathlib import Path
 from typing import Any
 
 from griffe import Extension, Object
@@ -12,14 +13,27 @@ MATH_BLOCK = re.compile(
     r"^(?P<indent>[ ]*)\.\. math::(?P<first>[^\n]*)\n(?P<body>(?:[ ]*\n|(?P=indent)[ ]+[^\n]*\n?)*)", re.M
 )
 MATH = re.compile(r":math:`([^`]+)`")
-ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc):`~?([^`]+)`")
+ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc):`(~?)([^`]+)`")
+ROOT = Path(__file__).parents[2]
 
 
-def to_markdown(text: str) -> str:
-    """reStructuredText roles and maths, as far as this project uses them, as Markdown."""
+def to_markdown(text: str, module: str = "") -> str:
+    """reStructuredText roles and maths, as far as this project uses them, as Markdown.
+
+    Args:
+        text: a docstring.
+        module: where it stands; a role without a dot means a name of this module.
+    """
+
+    def role(match: re.Match[str]) -> str:
+        target = match[2] if "." in match[2] or not module else f"{module}.{match[2]}"
+        shown = match[2].rpartition(".")[2] if match[1] else match[2]
+        # optional: a link where the target is on a page of the reference, else the name alone
+        return f'<autoref optional identifier="{target}"><code>{shown}</code></autoref>'
+
     text = MATH_BLOCK.sub(_display, text)
     text = MATH.sub(r"$\1$", text)
-    return ROLE.sub(r"`\1`", text)
+    return ROLE.sub(role, text)
 
 
 def _display(match: re.Match[str]) -> str:
@@ -29,8 +43,12 @@ def _display(match: re.Match[str]) -> str:
 
 
 class Markdown(Extension):
-    """Rewrites every docstring as it is loaded."""
+    """Rewrites every docstring as it is loaded, and links each function and class of a module to its source."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
-        if obj.docstring is not None:
-            obj.docstring.value = to_markdown(obj.docstring.value)
+        if obj.docstring is None:
+            return
+        obj.docstring.value = to_markdown(obj.docstring.value, obj.module.path)
+        if (obj.is_function or obj.is_class) and obj.parent is not None and obj.parent.is_module:
+            path = Path(str(obj.filepath)).resolve().relative_to(ROOT)
+            obj.docstring.value += f"\n\n[source](src:{path}#{obj.name})"

@@ -71,8 +71,12 @@ class Reader:
             "console", lambda m: m.type in ("error", "warning") and self.complaints.append(f"console: {m.text}")
         )
         self.page.on("pageerror", lambda error: self.complaints.append(f"script: {error}"))
-        self.page.on("requestfailed", lambda request: self.complaints.append(f"failed: {request.url}"))
+        self.page.on("requestfailed", self._failed)
         self.page.on("request", self._is_local)
+
+    def _failed(self, request) -> None:
+        if "ERR_ABORTED" not in request.failure:  # the reader went on before it came
+            self.complaints.append(f"failed: {request.url} ({request.failure})")
 
     def _is_local(self, request) -> None:
         if not request.url.startswith((self.site.as_uri(), "data:", "blob:", "about:")):

@@ -108,7 +108,9 @@ def test_symbols_of_a_file_have_their_lines(tools):
 
 def test_docstrings_become_markdown(tools):
     text = ":func:`~attnzoo.get` and :math:`x_t`.\n\n.. math:: a = b\n   + c\n\nend"
-    assert tools["docstrings"].to_markdown(text) == "`attnzoo.get` and $x_t$.\n\n\n$$\na = b\n+ c\n$$\n\nend"
+    link = '<autoref optional identifier="attnzoo.get"><code>get</code></autoref>'
+    assert tools["docstrings"].to_markdown(text) == f"{link} and $x_t$.\n\n\n$$\na = b\n+ c\n$$\n\nend"
+    assert 'identifier="attnzoo.gate.Gate"' in tools["docstrings"].to_markdown(":class:`Gate`", "attnzoo.gate")
 
 
 def test_folders_behind_links_are_listed_once(tools):
