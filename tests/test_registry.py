@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from attnzoo import Pair, describe, dual, get, list_variants, pairs, register
 from attnzoo.registry import FORMS, GATE_PARTS, PAIRS, unregister
 
 VARIANTS = list_variants()
+ROOT = Path(__file__).parents[1]
 
 
 def test_table_is_that_of_the_design() -> None:
@@ -104,6 +107,14 @@ def test_describe_in_ascii_is_ascii_and_says_the_same(name: str) -> None:
     assert "S_t = " in text
     assert "l_{tj}" in text
     assert len(text.splitlines()) == len(describe(name).splitlines())
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.softmax)
+def test_derivation_page_that_describe_names_is_there(pair: Pair) -> None:
+    for name in (pair.linear, pair.softmax):
+        page = re.search(r"docs/derivations/\w+\.md", describe(name))
+        assert page is not None
+        assert (ROOT / page[0]).is_file()
 
 
 def test_get_gives_one_object() -> None:
