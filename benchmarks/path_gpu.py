@@ -217,7 +217,7 @@ def table(result: dict[str, Any]) -> str:
             "|---|---|---|---|---|---|",
         ]
         for r in rows:
-            peer, fox = both.get(like[r["name"]]), both.get("FoX, pruned" if "pruned" in r["name"] else "FoX")
+            peer, fox = both.get(like.get(r["name"], "")), both.get("FoX, pruned" if "pruned" in r["name"] else "FoX")
             cells = (f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", f"{peer / r['both_ms']:.2f}" if peer else "-",
                      f"{r['both_ms'] / fox:.2f}" if fox else "-", f"{r['extra_GiB']:.2f}")  # fmt: skip
             lines.append(f"| {r['name']} | " + " | ".join(cells) + " |")

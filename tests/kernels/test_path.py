@@ -18,21 +18,21 @@ from attnzoo.samples import random_inputs
 
 CASES = [
     Case(gate="open"),
-    Case(B=2, T=140, H=4, G=2, K=32, V=48),
+    Case(B=2, T=70, H=4, G=2, K=32, V=48),
     Case(gate="strong", T=1),
     Case(gate="shut", T=66),
     Case(gate="ones", T=100, beta="two"),
-    Case(gate="none", T=200, H=3, G=3, K=48, V=16),
+    Case(gate="none", T=140, H=2, G=2, K=48, V=16),
     Case(gate="none", T=130, beta="two"),
     Case(gate="open", T=140, beta="zero"),
-    Case(gate="strong", T=200, K=32),
+    Case(gate="strong", T=200, H=1, K=32),
     Case(T=220, cu_seqlens=(0, 1, 71, 71, 190, 220)),
     Case(gate="none", T=220, cu_seqlens=(0, 100, 220)),
     Case(options={"scale": 0.7}),
     Case(T=64, H=1),
-    Case(gate="open", T=700, H=1),  # two levels of superblocks
-    Case(gate="none", T=1100, H=1, beta="two"),
+    Case(gate="open", T=600, H=1),  # three levels of carries
 ]
+LONG = [Case(gate="none", T=1100, H=1, beta="two"), Case(T=2000, K=64, V=64), Case(T=1500, H=4, K=128, V=64)]
 
 
 @pytest.mark.parametrize("regime", ["open", "closing", "zero", "closed", "mixed"])
@@ -52,7 +52,7 @@ def test_the_definition_is_the_product_written_out(regime: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, torch.float32) for case in CASES] + [(case, torch.float16) for case in CASES[1::4]],
+    [(case, torch.float32) for case in CASES] + [(case, torch.float16) for case in (CASES[1], CASES[6], CASES[9])],
     ids=str,
 )
 def test_kernel_within_budget(case: Case, dtype: torch.dtype) -> None:
@@ -80,18 +80,23 @@ def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    pruned = Case(gate="strong", T=600, H=1, options={"prune": Prune(), "scale": 0.1})
-    for case in (Case(T=201), Case(gate="none", T=130, K=32, V=48), pruned):
+    pruned = Case(gate="strong", T=300, H=1, options={"prune": Prune(), "scale": 0.1})
+    for case in (Case(T=201, H=1), Case(gate="none", T=70, K=32, V=48), pruned):
         ours = triton(case, inputs(case, torch.float32))
         for name, t in ours.items():
             assert bool(t.isfinite().all()), f"{case}: {name}"
 
 
 def test_two_runs_give_the_same_bits() -> None:
-    case = Case(T=200)
+    case = Case(T=140)
     x = inputs(case, torch.float32)
     first, second = triton(case, x), triton(case, x)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@torch.no_grad()
+def forward(x: dict[str, Tensor]) -> Tensor:
+    return path_attention(**{name: t for name, t in x.items() if name != "do"}, impl="triton")
 
 
 def close(got: dict[str, Tensor], want: dict[str, Tensor], names: tuple[str, ...] | None = None) -> None:
@@ -100,7 +105,7 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor], names: tuple[str, ...
 
 
 def test_beta_zero_is_fox() -> None:
-    case = Case(T=200, beta="zero")
+    case = Case(T=200, H=1, beta="zero")
     x = inputs(case, torch.float32)
     plain = {name: t for name, t in x.items() if name not in ("w", "beta")}
     fox = run(lambda q, k, v, log_gate: fox_attention(q, k, v, log_gate=log_gate, impl="triton"), case, plain)
@@ -108,46 +113,45 @@ def test_beta_zero_is_fox() -> None:
 
 
 def test_no_gate_is_a_gate_of_one() -> None:
-    x = inputs(Case(gate="ones", T=200), torch.float32)
-    bare = {name: t for name, t in x.items() if name != "log_gate"}
-    close(triton(Case(gate="ones", T=200), x), triton(Case(gate="none", T=200), bare))
+    case = Case(gate="ones", T=200, H=1)
+    x = inputs(case, torch.float32)
+    close(triton(case, x), triton(case, {name: t for name, t in x.items() if name != "log_gate"}))
 
 
 def test_one_reflection_turns_the_keys_before_it() -> None:
     """beta = 2 at token 50 alone, across a block later: those rows see the keys before it mirrored."""
-    case = Case(T=150, gate="none", beta="zero")
+    case = Case(T=150, H=1, gate="none", beta="zero")
     x = inputs(case, torch.float32)
     x["beta"][:, 50] = 2.0
     w = x["w"][:, 50:51]
     mirrored = x["k"] - 2 * (x["k"] * w).sum(-1, keepdim=True) * w
     flat = dict(x, beta=torch.zeros_like(x["beta"]), k=torch.cat([mirrored[:, :50], x["k"][:, 50:]], 1))
-    torch.testing.assert_close(triton(case, x)["o"][:, 50:], triton(case, flat)["o"][:, 50:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(forward(x)[:, 50:], forward(flat)[:, 50:], rtol=1e-4, atol=1e-5)
 
 
 def test_packed_equals_separate() -> None:
-    case = Case(T=190)
-    x = inputs(case, torch.float32)
-    packed = triton(Case(T=190, cu_seqlens=(0, 80, 190)), x)
+    x = inputs(Case(T=190, H=1), torch.float32)
+    packed = triton(Case(T=190, H=1, cu_seqlens=(0, 80, 190)), x)
     for a, b in ((0, 80), (80, 190)):
-        alone = triton(Case(T=b - a), {name: t[:, a:b] for name, t in x.items()})
+        alone = triton(Case(T=b - a, H=1), {name: t[:, a:b] for name, t in x.items()})
         close({name: t[:, a:b] for name, t in packed.items()}, alone)
 
 
 def test_a_closed_gate_equals_a_border_between_sequences() -> None:
-    case = Case(T=160, gate="open")
+    case = Case(T=160, H=1, gate="open")
     x = inputs(case, torch.float32)
-    packed = triton(Case(T=160, gate="open", cu_seqlens=(0, 57, 160)), x)
+    packed = triton(Case(T=160, H=1, gate="open", cu_seqlens=(0, 57, 160)), x)
     x["log_gate"] = x["log_gate"].clone()
     x["log_gate"][:, 57] = -math.inf
     close(triton(case, x), packed)
 
 
 def test_padding_on_the_left_is_neutral_once_its_gate_is_closed() -> None:
-    case = Case(T=100, gate="open")
+    case = Case(T=100, H=1, gate="open")
     x = inputs(case, torch.float32)
     pad = {n: torch.cat([torch.full_like(t[:, :37], 1e3 if n in "kv" else 0.0), t], 1) for n, t in x.items()}
     pad["log_gate"][:, 37] = -math.inf
-    padded, alone = triton(Case(T=137, gate="open"), pad), triton(case, x)
+    padded, alone = triton(Case(T=137, H=1, gate="open"), pad), triton(case, x)
     names = ("o", "dq", "dk", "dv", "dw", "dbeta")
     trimmed = {name: padded[name][:, 37:] for name in names}
     for name in ("dw", "dbeta"):  # the first real transition carries nothing in either
@@ -162,11 +166,11 @@ def test_the_future_changes_nothing() -> None:
     for name in ("q", "k", "v", "log_gate"):
         y[name][:, 100:] = -3.0
     y["w"][:, 100:] = x["w"][:, 100:].flip(1)
-    torch.testing.assert_close(triton(case, x)["o"][:, :100], triton(case, y)["o"][:, :100], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(forward(x)[:, :100], forward(y)[:, :100], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES, Case(T=2000, K=64, V=64), Case(T=1500, H=4, K=128, V=64)], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *LONG], ids=str)
 def test_kernel_within_budget_bf16(case: Case) -> None:
     x = inputs(case, torch.bfloat16)
     within_budget(case, x, triton(case, x))

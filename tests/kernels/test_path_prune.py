@@ -52,10 +52,10 @@ def dropped_mass(x: dict[str, Tensor], start: Tensor, scale: float) -> Tensor:
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("gate", ["open", "strong", "mixed"])
 def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
-    x = inputs(Case(T=520, gate=gate), torch.float32)
+    x = inputs(Case(T=520, H=1, gate=gate), torch.float32)
     prune = Prune(bound=bound)  # type: ignore[arg-type]
     found = starts(x, prune, 0.1).long()
-    c, closed = _gate_sums(x["log_gate"], 1, 520, 2, x["q"].device)
+    c, closed = _gate_sums(x["log_gate"], 1, 520, 1, x["q"].device)
     parts = (x["q"], x["k"], x["w"], x["beta"])
     exact = prune_starts_reference(*parts, c, _left(closed, None, None), 0.1, prune)
     assert bool((found <= exact).all())  # rounding may only prune less
@@ -67,7 +67,7 @@ def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_forward_and_backward_use_the_same_boundaries(bound: str) -> None:
     """Against the dense definition with the same blocks removed: values and gradients."""
-    case = Case(T=450, gate="open", options={"prune": Prune(bound=bound), "scale": 0.1})  # type: ignore[arg-type]
+    case = Case(T=450, H=1, gate="open", options={"prune": Prune(bound=bound), "scale": 0.1})  # type: ignore[arg-type]
     x = inputs(case, torch.float32)
     within_budget(case, x, triton(case, x))
 
@@ -75,19 +75,19 @@ def test_forward_and_backward_use_the_same_boundaries(bound: str) -> None:
 def adversary(kind: str) -> dict[str, Tensor]:
     """Inputs built against the certificate; decay fast enough to prune."""
     T, K = 640, 16
-    x = inputs(Case(T=T, K=K), torch.float32, seed=1)
-    x["log_gate"] = torch.full((1, T, 2), -0.15)
+    x = inputs(Case(T=T, H=1, K=K), torch.float32, seed=1)
+    x["log_gate"] = torch.full((1, T, 1), -0.15)
     if kind == "at the bound":  # far keys aligned with every query, near ones against it: |logit| = U everywhere
-        x["q"], x["k"] = torch.ones(1, T, 2, K), torch.ones(1, T, 1, K)
+        x["q"], x["k"] = torch.ones(1, T, 1, K), torch.ones(1, T, 1, K)
         x["k"][:, ::2] = -1.0
         x["k"][:, 256:] = -1.0
         x["beta"] = torch.zeros(1, T, 1)
     elif kind == "turned against the row":  # reflections along the key make every second one of them its own negative
-        x["q"], x["k"] = torch.ones(1, T, 2, K), torch.ones(1, T, 1, K)
+        x["q"], x["k"] = torch.ones(1, T, 1, K), torch.ones(1, T, 1, K)
         x["w"], x["beta"] = torch.full((1, T, 1, K), K**-0.5), torch.zeros(1, T, 1)
         x["beta"][:, 3::7] = 2.0
     elif kind == "one dominating key":  # far away, of ten times the norm of the others, aligned with the queries
-        x["q"] = torch.ones(1, T, 2, K) + 0.1 * x["q"].cpu()
+        x["q"] = torch.ones(1, T, 1, K) + 0.1 * x["q"].cpu()
         x["k"] = x["k"].cpu()
         x["k"][:, 3] = 3.0
         x["beta"] = torch.zeros(1, T, 1)
@@ -95,9 +95,9 @@ def adversary(kind: str) -> dict[str, Tensor]:
         g = torch.where(torch.arange(T) // 64 % 2 == 0, 0.0, -0.5)
         g[300] = -math.inf
         g[301:] = -0.2
-        x["log_gate"] = g[None, :, None].repeat(1, 1, 2)
+        x["log_gate"] = g[None, :, None]
     elif kind == "all at once":  # a burst: no decay for 500 tokens, then 30 nats in one
-        x["log_gate"] = torch.zeros(1, T, 2)
+        x["log_gate"] = torch.zeros(1, T, 1)
         x["log_gate"][:, 511] = -30.0
     return {name: t.to(DEVICE) for name, t in x.items()}
 
@@ -113,22 +113,22 @@ def test_dropped_mass_stays_below_eps(kind: str, bound: str) -> None:
         start = starts(x, Prune(eps=eps, bound=bound), 1.0)  # type: ignore[arg-type]
         assert float(dropped_mass(x, start, 1.0).max()) <= eps
     assert bool((start.diff(dim=-1) >= 0).all())
-    assert int(starts(x, Prune(eps=0.5), 0.01).max()) > 0  # it does prune where it may
+    assert int(starts(x, Prune(eps=0.5, bound="paper"), 0.01).max()) > 0  # it does prune where it may
 
 
 def test_a_known_bound_counts_beside_the_norms() -> None:
-    x = inputs(Case(T=256, gate="strong"), torch.float32)
+    x = inputs(Case(T=256, H=1, gate="strong"), torch.float32)
     for bound in BOUNDS:
         prune = Prune(bound=bound)  # type: ignore[arg-type]
         with_norms = starts(x, prune, 0.25)
-        tight, loose = (starts(x, prune, 0.25, torch.full((2,), u, device=DEVICE)) for u in (1.0, 1e6))
+        tight, loose = (starts(x, prune, 0.25, torch.full((1,), u, device=DEVICE)) for u in (1.0, 1e6))
         assert bool((tight >= with_norms).all())
         assert int(tight.max()) > 0
         assert torch.equal(loose, with_norms)
 
 
 def test_kept_fraction_agrees_with_the_reference() -> None:
-    x = inputs(Case(T=450, gate="open"), torch.float32)
+    x = inputs(Case(T=400, gate="open"), torch.float32)
     parts = {"w": x["w"], "beta": x["beta"]}
     args: dict[str, Any] = {"log_gate": x["log_gate"], "prune": Prune(), "scale": 0.1, **parts}
     ours, dense = (kept_fraction(x["q"], x["k"], impl=impl, **args) for impl in ("triton", "reference"))
