@@ -22,10 +22,14 @@ class LinearForms:
     All forms take q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, the gate and ``scale``
     (default ``1/sqrt(K)``), and give ``[B, T, H, V]`` in v's dtype. The state is :math:`S^\top`,
     ``[B, H, K, V]``, in float32 (float64 for float64 inputs).
+
+    Args:
+        transition: the matrix part of the gate.
+        chunk_size: tokens per chunk, at most ``CHUNK``.
     """
 
     transition: Transition
-    chunk_size: int = 64  # tokens per chunk, at most CHUNK
+    chunk_size: int = 64
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None = None, scale: float | None = None
@@ -59,7 +63,11 @@ class LinearForms:
         """Continue from ``state`` (None: empty) with one token or many.
 
         Args:
+            state: ``[B, H, K, V]``, what an earlier call gave.
             valid: ``[B, T]`` bool; a token where it is false leaves the state as it is.
+
+        Returns:
+            The output ``[B, T, H, V]`` and the state after the last token.
         """
         if valid is not None:
             absent = ~valid

@@ -142,9 +142,17 @@ class SoftmaxForms(ABC):
         """Continue from ``state`` (None: empty) with one token or many.
 
         Args:
+            state: what an earlier call gave.
             valid: ``[B, T]`` bool; a token where it is false is never attended to and moves nothing. Its own
                 output is finite and means nothing.
+            prune: see the class.
             logit_bound: ``[H]``, no ``|s_tj|`` may exceed it; ``prune`` certifies by it besides the measured norms.
+
+        Returns:
+            The output ``[B, T, H, V]`` and the cache with the new tokens.
+
+        Raises:
+            ValueError: ``prune`` without a scalar decay, or a ``logit_bound`` that nothing reads or of another shape.
         """
         if valid is not None:
             gate = gate.per_token(q).neutral_where(~valid)
@@ -265,6 +273,9 @@ class CarriedForms(SoftmaxForms):
 
     A row block computes its own scores in closed form; for earlier keys the queries are carried back to the
     start of the block, and the keys have been carried up to there.
+
+    Args:
+        transition: the matrix part of the gate.
     """
 
     transition: Transition
