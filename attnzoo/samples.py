@@ -30,6 +30,8 @@ def random_gate(
     """A gate with the parts that variant ``name`` needs.
 
     Args:
+        name: any of ``list_variants()``; B, T, H, G, K, dtype: as in :func:`random_inputs`.
+        generator: of the random draws; None for torch's global one.
         regime: ``open`` (log gates near 0), ``closing`` (about -5 per token), ``zero`` (log gates and beta exactly 0,
             angle 0), ``closed`` (a quarter of the log gates -inf, beta 0 or 2), ``mixed`` (all of these).
     """

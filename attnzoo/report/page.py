@@ -36,6 +36,12 @@ class Panels:
 def write_report(results: Sequence[RunResult], path: Path, *, title: str = "comparison", command: str = "") -> Path:
     """Render ``results`` and write the page to ``path`` in one move.
 
+    Args:
+        results: of the runs, measured over the same lengths.
+        path: the page; its folder is made.
+        title: the heading.
+        command: the command line that made it, shown on the page.
+
     Raises:
         ValueError: no results, or results that were not measured over the same lengths.
     """
