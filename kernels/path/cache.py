@@ -16,6 +16,7 @@ from attnzoo.recurrences.deltanet import Householder
 from attnzoo.transitions import cut, heads_first
 
 CHUNK = 64  # most tokens that one pass over the cache takes
+SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill
 
 
 def close_chunk(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -81,15 +82,21 @@ def carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
 
 
 def _carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
-    T, G = k.shape[1], k.shape[2]
+    T, G, K = k.shape[1:]
     dtype = torch.promote_types(k.dtype, torch.float32)
-    kh, wh, bh = (cut(heads_first(x, G, dtype), CHUNK) for x in (k, w, beta))  # [B, G, blocks, CHUNK, ...]
-    block = Householder().block(kh[..., :1, :], kh, Gate(w=wh, beta=bh))
-    after = cast(Tensor, block.total)  # transposed products, to be added up over the blocks to the right
-    step = 1
-    while step < after.shape[2]:
-        after = torch.cat([after[:, :, step:] @ after[:, :, :-step], after[:, :, -step:]], 2)
-        step *= 2
-    carried = block.k.clone()
-    carried[:, :, :-1] = block.k[:, :, :-1] @ after[:, :, 1:].mT
-    return carried.flatten(2, 3)[:, :, :T].transpose(1, 2).contiguous()
+    after = torch.eye(K, dtype=dtype, device=k.device).expand(k.shape[0], G, 1, K, K)  # transposed product to the right
+    slabs = []
+    for start in reversed(range(0, T, SLAB)):
+        now = slice(start, start + SLAB)
+        kh, wh, bh = (cut(heads_first(x[:, now], G, dtype), CHUNK) for x in (k, w, beta))  # [B, G, blocks, CHUNK, ...]
+        block = Householder().block(kh[..., :1, :], kh, Gate(w=wh, beta=bh))
+        products = cast(Tensor, block.total)  # of each block; then of all blocks of the slab from it on
+        step = 1
+        while step < products.shape[2]:
+            products = torch.cat([products[:, :, step:] @ products[:, :, :-step], products[:, :, -step:]], 2)
+            step *= 2
+        products = after @ products
+        carried = block.k @ torch.cat([products[:, :, 1:], after], 2).mT
+        slabs.append(carried.flatten(2, 3)[:, :, : min(SLAB, T - start)])
+        after = products[:, :, :1]
+    return torch.cat(slabs[::-1], 2).transpose(1, 2).contiguous()

@@ -11,7 +11,7 @@ from path_cases import DEVICE, Case, inputs
 from torch import Tensor
 
 from attnzoo import Gate, get
-from attnzoo.kernels.path import carry_keys, path_extend
+from attnzoo.kernels.path import cache, carry_keys, path_extend
 from attnzoo.kernels.path.reference import path_reference
 
 CASES = [
@@ -60,6 +60,21 @@ def test_carried_keys_are_those_of_the_reference() -> None:
     gate = Gate(log_decay=x["log_gate"], w=x["w"], beta=x["beta"])
     _, state = get("path_fox").extend(x["q"], x["k"], x["v"], gate)
     torch.testing.assert_close(carry_keys(x["k"], x["w"], x["beta"]), state.k, rtol=1e-12, atol=1e-12)
+
+
+def test_keys_are_carried_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients do not depend on how many tokens are carried at a time."""
+    x = {n: t.double() for n, t in inputs(Case(T=330, G=2, beta="two"), torch.float32).items()}
+    leaves = [x[name].requires_grad_() for name in ("k", "w", "beta")]
+
+    def both() -> tuple[Tensor, ...]:
+        keys = carry_keys(*leaves)
+        return keys, *torch.autograd.grad(keys.sin().sum(), leaves)
+
+    whole = both()
+    monkeypatch.setattr(cache, "SLAB", 128)
+    for got, want in zip(both(), whole, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("n", [1, 5])
