@@ -6,12 +6,14 @@ last bits of dq and of the gate's gradient, vary between runs.
 
 delta is not exact here (``bwd`` says why it must be for the gate), so with E_i = sum_j dS_ij, which should be 0, the
 gate's gradient takes column sums minus E: what delta's error adds to the columns of a row, E takes off again at the row
-itself, and nothing drifts. (With a sink of weight w, E_i beyond w delta.) E is kept per pair of rows. The forward pass keeps what the rounding of O drops (``low``),
-which leaves the rounding of the weights as the only error of delta.
+itself, and nothing drifts. (With a sink of weight w, E_i beyond w delta.) E is kept per pair of rows. The forward pass
+keeps what the rounding of O drops (``low``), which leaves the rounding of the weights as the only error of delta.
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,8 +25,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .fwd import _schedule
+from .fwd import _schedule, head_block
+
+_GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def describe(x: Tensor, rows: int) -> TensorDescriptor:
+    """Descriptor of x [B, R, H, D] for tiles of ``rows`` tokens of one head."""
+    block = [1, rows, 1, head_block(x.shape[3])]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[x.dtype])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
 @builtin

@@ -13,11 +13,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bwd import _sink_weight
 from .fwd import LOG2E, _load_tile, can_describe, gate_kind, head_block, left_strides
-from .hopper import fox_bwd_kernel
+from .hopper import describe, fox_bwd_kernel
 from .prune import key_bounds
 from .tuning import KEY_UNIT, ONE_PASS, ROW_UNIT
-
-_GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -80,13 +78,6 @@ def fox_finish_kernel(
         tl.store(p_dct, tl.load(p_dct, mask=m_t, other=0.0) - b_e, mask=m_t)
 
 
-def _describe(x: Tensor, rows: int) -> TensorDescriptor:
-    """Descriptor of x [B, R, H, D] for tiles of ``rows`` tokens of one head."""
-    block = [1, rows, 1, head_block(x.shape[3])]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-
-
 def _plain(x: Tensor, block: list[int]) -> TensorDescriptor:
     """Descriptor of a contiguous float32 matrix, its tiles in plain row order."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout(0, 32, 2))
@@ -124,9 +115,9 @@ def fox_backward_one_pass(
     if left is not None or start is not None:
         end, full = key_bounds(left, start, B, T, H, S)
     d_rows = [_plain(y, [1, t.BT]) for y in (rows, delta)]
-    keys: list[Any] = [_describe(y, t.BS) for y in (k, v, dk, dv)]
+    keys: list[Any] = [describe(y, t.BS) for y in (k, v, dk, dv)]
     fox_bwd_kernel[(triton.cdiv(S, t.BS) * B * G,)](
-        _describe(q, t.BT), *keys[:2], _describe(do, t.BT), *d_rows, _plain(x, [t.BT * BK // 256, 256]), *keys[2:],
+        describe(q, t.BT), *keys[:2], describe(do, t.BT), *d_rows, _plain(x, [t.BT * BK // 256, 256]), *keys[2:],
         sums, p_dc, *gates, lse if left is None else left, lse if start is None else start, end, full, T, S,
         min(t.heads, B * G), scale, scale * LOG2E, *left_strides(left), H=H, REP=H // G, BK=BK, BV=BV, BT=t.BT, BS=t.BS,
         RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_LEFT=left is not None, HAS_START=start is not None,

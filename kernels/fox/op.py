@@ -13,7 +13,7 @@ from .fwd import GATE_CONST, GATE_FULL, can_describe, fox_forward, gate_kind
 from .gates import gate_gradient, gate_sums
 from .prune import prune_starts
 from .reference import CLOSED, segment_starts
-from .tuning import KEY_UNIT, ROW_UNIT, one_pass
+from .tuning import KEY_UNIT, ROW_UNIT, hopper_forward, one_pass
 
 
 def bounds(
@@ -57,6 +57,10 @@ def fox_forward_op(
     low = q.new_zeros((*q.shape[:3], v.shape[3])) if _keeps_low(q, v, log_gate, backward) else None
     if splits_keys(q.shape[1], k.shape[1], q.shape[2] // k.shape[2]):
         o, lse = fox_split_forward(q, k, v, log_gate, sink, c, base, left, start, scale)
+    elif hopper_forward(q.shape[1], q.shape[3], v.shape[3], q.dtype, q.device) and can_describe(q, k, v):
+        from .hopper_fwd import fox_forward_hopper
+
+        o, lse = fox_forward_hopper(q, k, v, log_gate, sink, c, base, left, start, scale, low)
     else:
         o, lse = fox_forward(q, k, v, log_gate, sink, c, base, left, start, scale, low)
     c = lse.new_empty(0) if c is None else c

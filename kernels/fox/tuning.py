@@ -56,6 +56,9 @@ _HOPPER: dict[Kind, dict[int, Tiles]] = {
 }
 # The one-pass backward (``hopper``); head dims up to 128.
 ONE_PASS = Tiles(64, 128, 8, 2, tma=True, heads=2)
+# The Gluon forward (``hopper_fwd``); num_warps are those of each of its two warpgroups. Head dims over 64 up to 128: at
+# 64 it is no faster than the portable one.
+HOPPER_FORWARD = Tiles(128, 128, 4, 2, tma=True, heads=2)
 # Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
 _SAFE: dict[Kind, dict[int, Tiles]] = {
     "fwd": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 1)},
@@ -102,17 +105,27 @@ def has_descriptors() -> bool:
     return triton_version() >= (3, 4)
 
 
-def one_pass(K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the backward runs as one pass, in Gluon, instead of as two kernels.
+def _gluon(K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the Gluon kernels were measured here: Hopper, Triton 3.6 (Gluon is an experimental interface), 16-bit
+    inputs, head dims of 33 to 128."""
+    fits = dtype in (torch.bfloat16, torch.float16) and min(K, V) > 32 and max(K, V) <= 128
+    return fits and capability(device) == (9, 0) and triton_version() == (3, 6)
 
-    Where it was measured: on Hopper, with Triton 3.6 (Gluon is an experimental interface), for 16-bit inputs and head
-    dims of 33 to 128. Not under deterministic algorithms: it adds up dq in an order that varies. Not where tests force
-    the tiles of the two kernels.
+
+def one_pass(K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the backward runs as one pass (``hopper``) instead of as two kernels.
+
+    Not under deterministic algorithms: it adds up dq in an order that varies. Not where tests force the two kernels'
+    tiles.
     """
     if "dq" in _overrides or "dkdv" in _overrides or torch.are_deterministic_algorithms_enabled():
         return False
-    fits = dtype in (torch.bfloat16, torch.float16) and min(K, V) > 32 and max(K, V) <= 128
-    return fits and capability(device) == (9, 0) and triton_version() == (3, 6)
+    return _gluon(K, V, dtype, device)
+
+
+def hopper_forward(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the Gluon forward (``hopper_fwd``) runs: where it is faster, and there are rows for both warpgroups."""
+    return "fwd" not in _overrides and T >= ROW_UNIT and max(K, V) > 64 and _gluon(K, V, dtype, device)
 
 
 def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:

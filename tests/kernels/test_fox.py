@@ -210,11 +210,12 @@ ONE_PASS = [
 def test_one_pass_and_two_kernels_within_budget(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backward of this GPU, and the deterministic one where that is another."""
+    """The kernels of this GPU, and the portable ones where those are others."""
     x = inputs(case, dtype)
     within_budget(case, x, triton(case, x, None))
-    monkeypatch.setattr(tuning, "one_pass", lambda *_: False)
     monkeypatch.setattr("attnzoo.kernels.fox.op.one_pass", lambda *_: False)
+    within_budget(case, x, triton(case, x, None))
+    monkeypatch.setattr("attnzoo.kernels.fox.op.hopper_forward", lambda *_: False)
     within_budget(case, x, triton(case, x, None))
 
 
@@ -230,7 +231,7 @@ def test_two_runs_give_the_same_bits_under_deterministic_algorithms() -> None:
     assert all(torch.equal(runs[0][name], other[name]) for other in runs[1:] for name in other)
 
 
-def test_where_the_backward_runs_as_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_gluon_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "capability", lambda device: (9, 0))
     monkeypatch.setattr(tuning, "triton_version", lambda: (3, 6))
     device = torch.device(DEVICE)
@@ -240,6 +241,9 @@ def test_where_the_backward_runs_as_one_pass(monkeypatch: pytest.MonkeyPatch) ->
     assert not tuning.one_pass(32, 64, torch.float16, device)
     with tuning.override({"dq": SMALL}):
         assert not tuning.one_pass(64, 64, torch.bfloat16, device)
+        assert tuning.hopper_forward(1000, 64, 128, torch.bfloat16, device)
+    assert not tuning.hopper_forward(100, 128, 128, torch.bfloat16, device)
+    assert not tuning.hopper_forward(1000, 64, 64, torch.bfloat16, device)
     torch.use_deterministic_algorithms(True)
     try:
         assert not tuning.one_pass(64, 64, torch.bfloat16, device)

@@ -1,0 +1,246 @@
+"""Forward for Hopper, in Gluon: what ``fwd.fox_fwd_kernel`` computes, by warpgroups that do not wait for each other.
+
+A program owns 128 rows. A loader warp copies k, v and the keys' gates into shared memory; two warpgroups own 64 rows
+each and drift apart, so the exponentials of one run beside the products of the other.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from .fwd import LOG2E, _schedule, gate_kind, head_block, left_strides
+from .hopper import _gate_at, _slope, describe
+from .tuning import HOPPER_FORWARD, KEY_UNIT, ROW_UNIT
+
+
+@gluon.jit
+def _key_tiles(p_left, p_start, i_t, p_first, p_last, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr,
+               HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr):  # fmt: skip
+    """Key tiles of a row block: n_diag from mid and n_left from lo need a mask, then those from full to mid do not.
+
+    Also the first key that pruning keeps.
+    """
+    lo, left, start = 0, 0, 0
+    if HAS_LEFT:
+        lo = gl.load(p_left + p_first) // BS
+        left = gl.load(p_left + p_last)
+    if HAS_START:
+        start = gl.load(p_start + i_t * BT // RU)
+        lo = gl.maximum(lo, start // BS)
+        left = gl.maximum(left, start)
+    n_left = gl.cdiv(gl.maximum(left - lo * BS, 0), BS)
+    full = lo + n_left
+    mid = gl.maximum(full, (p_first + 1) // BS)
+    n_diag = gl.maximum(gl.cdiv(p_last + 1, BS) - mid, 0)
+    return lo, full, mid, n_left, n_diag, start
+
+
+@gluon.jit
+def _tile_at(n, lo, full, mid, n_left, n_diag):
+    """Index of the n-th key tile: the diagonal first, so that later tiles start from a good maximum."""
+    i = gl.where(n < n_diag, mid + n, lo + n - n_diag)
+    return gl.where(n < n_diag + n_left, i, full + n - n_diag - n_left)
+
+
+@gluon.jit
+def _load(d_q, d_k, d_v, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, p_c, p_base, p_g, p_left, p_start, i_b,
+          i_h, i_t, T, S, REP: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
+          GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Loader: q once; per key tile k, v and bias_j = c_ref - c_j."""
+    mbarrier.expect(rows_in, 2 * d_q.block_type.nbytes)
+    for w in gl.static_range(2):
+        tma.async_copy_global_to_shared(d_q, [i_b, i_t * BT + w * (BT // 2), i_h, 0], rows_in, q_s.index(w))
+    off = S - T
+    p_first, p_last = i_t * BT + off, gl.minimum(i_t * BT + BT, T) - 1 + off
+    lo, full, mid, n_left, n_diag, start = _key_tiles(p_left, p_start, i_t, p_first, p_last, BT, BS, RU, HAS_LEFT,
+                                                      HAS_START)  # fmt: skip
+    o_s = gl.arange(0, BS, gl.BlockedLayout([BS // 32], [32], [1], [0]))
+    b_slope = _slope(p_g, i_h, GATE)
+    b_ref = _gate_at(p_c, p_base, b_slope, i_t * BT // RU * RU + off, GATE, KU)
+    for n in range(n_diag + n_left + gl.maximum(mid - full, 0)):
+        s = _tile_at(n, lo, full, mid, n_left, n_diag) * BS
+        b_bias = (s + o_s).to(gl.float32)
+        if GATE == 2:
+            m_s = s + o_s < S
+            b_base = gl.load(p_base + (s + o_s) // KU, mask=m_s, other=0.0)
+            b_bias = (b_ref - b_base).to(gl.float32) - gl.load(p_c + s + o_s, mask=m_s, other=0.0)
+        elif GATE == 1:
+            b_bias = (b_ref - (s + o_s) * b_slope.to(gl.float64)).to(gl.float32)
+        b = n % STAGES
+        mbarrier.wait(empty.index(b), (n // STAGES & 1) ^ 1)
+        if GATE != 0:
+            bias_s.index(b).store(b_bias)
+            gl.thread_barrier()
+        mbarrier.expect(full_k.index(b), d_k.block_type.nbytes)
+        tma.async_copy_global_to_shared(d_k, [i_b, s, i_h // REP, 0], full_k.index(b), k_s.index(b))
+        mbarrier.expect(full_v.index(b), d_v.block_type.nbytes)
+        tma.async_copy_global_to_shared(d_v, [i_b, s, i_h // REP, 0], full_v.index(b), v_s.index(b))
+
+
+@gluon.jit
+def _tile(b_o, b_m, b_l, q_t, k_s, v_s, bias_s, full_k, full_v, empty, n, s, b_pos, b_left, scale2, BR: gl.constexpr,
+          BS: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr,
+          HAS_START: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr, L_O: gl.constexpr,
+          MASK: gl.constexpr):  # fmt: skip
+    """One key tile of the online softmax."""
+    b = n % STAGES
+    k_t, v_t = k_s.index(b).reshape([BS, BK]), v_s.index(b).reshape([BS, BV])
+    zero = gl.zeros([BR, BS], gl.float32, L_S)
+    mbarrier.wait(full_k.index(b), n // STAGES & 1)
+    b_y = warpgroup_mma(q_t, k_t.permute([1, 0]), zero, use_acc=False, is_async=True)  # [BR, BS]
+    o_s = gl.arange(0, BS, gl.SliceLayout(0, L_S))
+    if GATE != 0:
+        b_bias = bias_s.index(b).load(gl.SliceLayout(0, L_S))
+    b_y = warpgroup_mma_wait(0, [b_y])
+    b_y = b_y * scale2
+    if GATE != 0:
+        b_y += b_bias[None, :]
+    if MASK:
+        m_y = (s + o_s)[None, :] <= b_pos[:, None]
+        if HAS_LEFT or HAS_START:
+            m_y = m_y & ((s + o_s)[None, :] >= b_left[:, None])
+        b_y = gl.where(m_y, b_y, float("-inf"))
+    b_mn = gl.maximum(b_m, gl.max(b_y, 1))
+    b_ms = b_mn
+    if MASK:  # a row that has seen no key yet
+        b_ms = gl.where(b_mn == float("-inf"), 0.0, b_mn)
+    b_p = gl.exp2(b_y - b_ms[:, None])
+    b_a = gl.exp2(b_m - b_ms)
+    b_l = b_l * b_a + gl.sum(b_p, 1)
+    b_o = b_o * gl.convert_layout(b_a, gl.SliceLayout(1, L_O))[:, None]
+    b_ph = gl.convert_layout(b_p.to(v_s.dtype), gl.DotOperandLayout(0, L_O, 2))
+    mbarrier.wait(full_v.index(b), n // STAGES & 1)
+    b_o = warpgroup_mma(b_ph, v_t, b_o, is_async=True)
+    b_o = warpgroup_mma_wait(0, [b_o])
+    mbarrier.arrive(empty.index(b), count=1)
+    return b_o, b_mn, b_l
+
+
+@gluon.jit
+def _rows(w: gl.constexpr, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, p_o, p_low, p_lse, p_c, p_base, p_g,
+          p_left, p_start, p_sink, i_b, i_h, i_t, T, S, scale2, H: gl.constexpr, V: gl.constexpr, BK: gl.constexpr,
+          BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
+          GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr, HAS_SINK: gl.constexpr,
+          HAS_LOW: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The w-th warpgroup's 64 rows."""
+    BR: gl.constexpr = BT // 2
+    L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BS, 16])
+    L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    L_R: gl.constexpr = gl.SliceLayout(1, L_S)
+    off = S - T
+    p_first, p_last = i_t * BT + off, gl.minimum(i_t * BT + BT, T) - 1 + off
+    lo, full, mid, n_left, n_diag, start = _key_tiles(p_left, p_start, i_t, p_first, p_last, BT, BS, RU, HAS_LEFT,
+                                                      HAS_START)  # fmt: skip
+    b_pos = p_first + w * BR + gl.arange(0, BR, L_R)
+    b_left = b_pos * 0 + start
+    if HAS_LEFT:
+        b_left = gl.maximum(b_left, gl.load(p_left + b_pos, mask=b_pos < S, other=0))
+    b_m = gl.full([BR], float("-inf"), gl.float32, L_R)
+    b_l = gl.zeros([BR], gl.float32, L_R)
+    if HAS_SINK:  # one more logit, without a value: moved to the frame of the row unit
+        b_m = b_l + gl.load(p_sink + i_h).to(gl.float32) * 1.4426950408889634
+        b_slope = _slope(p_g, i_h, GATE)
+        b_ref = _gate_at(p_c, p_base, b_slope, i_t * BT // RU * RU + off, GATE, KU)
+        if GATE == 2:
+            b_base = gl.load(p_base + b_pos // KU, mask=b_pos < S, other=0.0)
+            b_m += (b_ref - b_base).to(gl.float32) - gl.load(p_c + b_pos, mask=b_pos < S, other=0.0)
+        elif GATE == 1:
+            b_m += (b_ref - b_pos * b_slope.to(gl.float64)).to(gl.float32)
+        b_l = gl.where(b_m == float("-inf"), 0.0, 1.0)
+    b_o = gl.zeros([BR, BV], gl.float32, L_O)
+    q_t = q_s.index(w).reshape([BR, BK])
+    mbarrier.wait(rows_in, 0)
+    n_mask = n_diag + n_left
+    for n in range(n_mask):
+        s = _tile_at(n, lo, full, mid, n_left, n_diag) * BS
+        b_o, b_m, b_l = _tile(b_o, b_m, b_l, q_t, k_s, v_s, bias_s, full_k, full_v, empty, n, s, b_pos, b_left, scale2,
+                              BR, BS, BK, BV, GATE, HAS_LEFT, HAS_START, STAGES, L_S, L_O, True)  # fmt: skip
+    for n in range(n_mask, n_mask + gl.maximum(mid - full, 0)):
+        b_o, b_m, b_l = _tile(b_o, b_m, b_l, q_t, k_s, v_s, bias_s, full_k, full_v, empty, n, 0, b_pos, b_left, scale2,
+                              BR, BS, BK, BV, GATE, HAS_LEFT, HAS_START, STAGES, L_S, L_O, False)  # fmt: skip
+    L_W: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [4, 1], [1, 0])
+    b_o = b_o / gl.convert_layout(b_l, gl.SliceLayout(1, L_O))[:, None]
+    b_oh = b_o.to(p_o.dtype.element_ty)
+    r = i_t * BT + w * BR
+    o_t, o_v = r + gl.arange(0, BR, gl.SliceLayout(1, L_W)), gl.arange(0, BV, gl.SliceLayout(0, L_W))
+    p_ot = (i_b.to(gl.int64) * T * H + i_h) * V + o_t[:, None].to(gl.int64) * (H * V) + o_v[None, :]
+    m_o = (o_t < T)[:, None] & (o_v < V)[None, :]
+    gl.store(p_o + p_ot, gl.convert_layout(b_oh, L_W), mask=m_o)
+    if HAS_LOW:  # what the rounding dropped
+        b_low = (b_o - b_oh.to(gl.float32)).to(p_low.dtype.element_ty)
+        gl.store(p_low + p_ot, gl.convert_layout(b_low, L_W), mask=m_o)
+    o_r = r + gl.arange(0, BR, L_R)
+    gl.store(p_lse + o_r, b_m + gl.log2(b_l), mask=o_r < T)
+
+
+@gluon.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
+def fox_fwd_kernel(
+    d_q, d_k, d_v, p_o, p_low, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, T, S, n_heads, scale2, stride_lb,
+    stride_lh,
+    H: gl.constexpr, REP: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
+    BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_START: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LOW: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per BT rows, the longest rows first."""
+    n_t = gl.cdiv(T, BT)
+    i_n, i_bh = _schedule(n_t, n_heads)
+    i_t, i_b, i_h = n_t - 1 - i_n, i_bh // H, i_bh % H
+    dtype: gl.constexpr = d_q.dtype
+    q_s = gl.allocate_shared_memory(dtype, [2, 1, BT // 2, 1, BK], d_q.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BS, 1, BK], d_k.layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BS, 1, BV], d_v.layout)
+    bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, BS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rows_in = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(rows_in, count=1)
+    for b in gl.static_range(STAGES):
+        mbarrier.init(full_k.index(b), count=1)
+        mbarrier.init(full_v.index(b), count=1)
+        mbarrier.init(empty.index(b), count=2)
+    p_c += i_bh.to(gl.int64) * (gl.cdiv(S, KU) * KU)
+    p_base += i_bh.to(gl.int64) * (gl.cdiv(S, KU) + 1)
+    p_left += i_b.to(gl.int64) * stride_lb + i_h * stride_lh
+    p_start += i_bh.to(gl.int64) * gl.cdiv(T, RU)
+    p_lse += i_bh.to(gl.int64) * T
+    gl.warp_specialize(
+        [
+            (_rows, (0, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, p_o, p_low, p_lse, p_c, p_base, p_g,
+                     p_left, p_start, p_sink, i_b, i_h, i_t, T, S, scale2, H, V, BK, BV, BT, BS, RU, KU, GATE, HAS_LEFT,
+                     HAS_START, HAS_SINK, HAS_LOW, STAGES)),
+            (_rows, (1, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, p_o, p_low, p_lse, p_c, p_base, p_g,
+                     p_left, p_start, p_sink, i_b, i_h, i_t, T, S, scale2, H, V, BK, BV, BT, BS, RU, KU, GATE, HAS_LEFT,
+                     HAS_START, HAS_SINK, HAS_LOW, STAGES)),
+            (_load, (d_q, d_k, d_v, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, p_c, p_base, p_g, p_left,
+                     p_start, i_b, i_h, i_t, T, S, REP, BT, BS, RU, KU, GATE, HAS_LEFT, HAS_START, STAGES)),
+        ],
+        [4, 1],  # warps, beside the four of the first
+        [240, 24],  # registers per thread; the first gets what is left, 240
+    )  # fmt: skip
+
+
+def fox_forward_hopper(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, sink: Tensor | None, c: Tensor | None,
+    base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float, low: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As ``fwd.fox_forward``, where ``tuning.hopper_forward`` holds."""
+    B, T, H, K = q.shape
+    S, G, V = k.shape[1], k.shape[2], v.shape[3]
+    o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
+    BK, BV = head_block(K), head_block(V)
+    t = HOPPER_FORWARD
+    fox_fwd_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+        describe(q, t.BT // 2), describe(k, t.BS), describe(v, t.BS), o, o if low is None else low, lse,
+        lse if c is None else c, lse if base is None else base, lse if log_gate is None else log_gate,
+        lse if left is None else left, lse if start is None else start, lse if sink is None else sink, T, S,
+        min(t.heads, B * H), scale * LOG2E, *left_strides(left), H=H, REP=H // G, V=V, BK=BK, BV=BV, BT=t.BT, BS=t.BS,
+        RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_gate), HAS_LEFT=left is not None, HAS_START=start is not None,
+        HAS_SINK=sink is not None, HAS_LOW=low is not None, STAGES=t.num_stages, num_warps=t.num_warps,
+    )  # fmt: skip
+    return o, lse
