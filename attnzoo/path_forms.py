@@ -77,7 +77,7 @@ class PathForms(CarriedForms):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None, *,
         valid: Tensor | None = None, prune: Prune | None = None, logit_bound: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The fused kernel on whole sequences; with ``valid`` they are packed."""
+        """The fused kernel (``attnzoo.kernels.path``) on whole sequences; with ``valid`` they run packed."""
         from attnzoo.kernels.path import path_attention
 
         w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)
@@ -110,10 +110,13 @@ class PathForms(CarriedForms):
         no mass at all. ``state`` stays as it was. A step has no gradient.
 
         Raises:
-            ValueError: a state together with inputs that require a gradient while gradients are recorded.
+            ValueError: ``prune`` without a scalar decay; a state together with inputs that require a gradient while
+                gradients are recorded.
         """
         from attnzoo.kernels.path import carry_keys, path_extend, refuse_gradients
 
+        if prune is not None and gate.log_decay is None:
+            raise ValueError("prune: expected None (nothing decays without log_decay), got " + repr(prune))
         if valid is not None:
             gate = gate.neutral_where(~valid)
         w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)

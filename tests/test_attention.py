@@ -502,6 +502,18 @@ def test_a_cached_step_of_the_kernel_refuses_to_record_gradients():
         attn(rows(1, 1).float(), cache=cache)
 
 
+def test_head_dims_without_a_kernel_are_named():
+    attn = build_attention("path_fox", hidden_size=D, num_heads=H, head_dim=8, impl="triton")
+    with pytest.raises(RuntimeError, match="impl='triton': expected K a multiple of 16 up to 128, got 8"):
+        attn(rows(1, 3).float())
+
+
+def test_a_step_without_decay_cannot_be_pruned():
+    parts = build_attention("path", hidden_size=D, num_heads=H, head_dim=16).project(rows(1, 3).float())
+    with pytest.raises(ValueError, match="prune: expected None"):
+        get("path").module.extend_triton(parts.q, parts.k, parts.v, parts.gate, prune=Prune())
+
+
 @pytest.mark.parametrize("name", ["fox", "nope"])
 @torch.no_grad()
 def test_a_cache_with_padding_is_refused_where_the_kernel_has_no_mask(name):
