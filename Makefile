@@ -69,4 +69,4 @@ bench-gpu: install
 	$(BIN)/python benchmarks/fox_gpu.py --out runs/bench-gpu --plot
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
