@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.fox.fwd import _load_tile, head_block
+from attnzoo.kernels.fox.tuning import has_descriptors
 
 from .transitions import BLOCK, Block, tree_offset, tree_scales
 
@@ -85,13 +86,13 @@ def block_fwd_kernel(
     n_c = tl.cdiv(T, C)
     i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    BC: tl.constexpr = min(BK, 64)
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_c, m_k = i_c * C + o_c < T, o_k < K
     m_lo, m_le = o_c[:, None] > o_c[None, :], o_c[:, None] >= o_c[None, :]
     r = (i_c * C).to(tl.int64)
     R = T - i_c * C
     p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
-    p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
     b_w = _load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
     b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=m_c, other=0.0)
     b_beta = b_beta.to(tl.float32)
@@ -99,43 +100,75 @@ def block_fwd_kernel(
 
     b_l = tl.where(m_lo, _mm(b_w, tl.trans(b_w), zeros, NW, NW, DT) * b_beta[:, None], 0.0)
     b_x = _unit_lower_inverse(b_l, C, DT) * b_beta[None, :]  # [C, C]
-    b_y = _mm(b_x, b_w, tl.zeros([C, BK], tl.float32), 2, NW, DT)  # [C, BK]
-    b_m = tl.where(o_k[:, None] == o_k[None, :], 1.0, tl.zeros([BK, BK], tl.float32))
-    b_m = _mm(-tl.trans(b_y), b_w, b_m, 2, NW, DT)
-    p_m += ((i_b * N + i_c) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
-    m_kk = m_k[:, None] & m_k[None, :]
-    b_hi = b_m.to(p_m.dtype.element_ty)
-    tl.store(p_m, b_hi, mask=m_kk)
-    if PN == 2:
-        p_m += B * N.to(tl.int64) * (G * K * K)
-        tl.store(p_m, (b_m - b_hi.to(tl.float32)).to(p_m.dtype.element_ty), mask=m_kk)
-
+    p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
     b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
-    b_ks = tl.full([C], 1.0, tl.float32)
+    b_ks, b_ki = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
     if SCALE:
-        b_ks, b_inv = _row_scale(b_k)
-        b_k = (b_k.to(tl.float32) * b_inv[:, None]).to(DT)
+        b_ks, b_ki = _row_scale(b_k)
+        b_k = (b_k.to(tl.float32) * b_ki[:, None]).to(DT)
     b_wk = tl.where(m_lo, _mm(b_w, tl.trans(b_k), zeros, NW, 1, DT), 0.0)
     b_z = _mm(b_x, b_wk, zeros, NP, NP, DT)  # [C, C]
-    b_kb = _mm(-tl.trans(b_z), b_w, b_k.to(tl.float32), NP, NW, DT)
-    p_kb += ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_k[None, :]
-    m_ck = m_c[:, None] & m_k[None, :]
-    tl.store(p_kb, (b_kb * b_ks[:, None]).to(p_kb.dtype.element_ty), mask=m_ck)
+    p_m += ((i_b * N + i_c) * G + i_g) * (K * K)
+    plane = B * N.to(tl.int64) * (G * K * K)
+    p_kb += ((i_b * T + r) * G + i_g) * K
+    for c in range(BK // BC):  # columns of Y and kb, rows of M
+        o_n = c * BC + tl.arange(0, BC)
+        b_wn = _load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)  # [C, BC]
+        b_y = _mm(b_x, b_wn, tl.zeros([C, BC], tl.float32), 2, NW, DT)  # [C, BC]
+        b_m = tl.where(o_n[:, None] == o_k[None, :], 1.0, tl.zeros([BC, BK], tl.float32))
+        b_m = _mm(-tl.trans(b_y), b_w, b_m, 2, NW, DT)
+        o_m = o_n[:, None] * K + o_k[None, :]
+        m_m = (o_n < K)[:, None] & m_k[None, :]
+        b_hi = b_m.to(p_m.dtype.element_ty)
+        tl.store(p_m + o_m, b_hi, mask=m_m)
+        if PN == 2:
+            tl.store(p_m + plane + o_m, (b_m - b_hi.to(tl.float32)).to(p_m.dtype.element_ty), mask=m_m)
+        b_kn = _load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True).to(tl.float32) * b_ki[:, None]
+        b_kb = _mm(-tl.trans(b_z), b_wn, b_kn, NP, NW, DT) * b_ks[:, None]
+        o_kb = o_c[:, None] * (G * K) + o_n[None, :]
+        tl.store(p_kb + o_kb, b_kb.to(p_kb.dtype.element_ty), mask=m_c[:, None] & (o_n < K)[None, :])
     REP: tl.constexpr = H // G
     for j in range(REP):
         i_h = i_g * REP + j
-        b_q = _load_tile(p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt, o_c, o_k, stride_qt, R, K, BK, True)
-        b_qs = tl.full([C], 1.0, tl.float32)
+        p_qh = p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt
+        b_q = _load_tile(p_qh, o_c, o_k, stride_qt, R, K, BK, True)
+        b_qs, b_qi = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
         if SCALE:
-            b_qs, b_inv = _row_scale(b_q)
-            b_q = (b_q.to(tl.float32) * b_inv[:, None]).to(DT)
+            b_qs, b_qi = _row_scale(b_q)
+            b_q = (b_q.to(tl.float32) * b_qi[:, None]).to(DT)
         b_qw = tl.where(m_le, -_mm(b_q, tl.trans(b_w), zeros, 1, NW, DT), 0.0)
-        b_qb = _mm(b_qw, b_y, b_q.to(tl.float32), NP, NP, DT)
-        p_qt = p_qb + ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
-        tl.store(p_qt, (b_qb * b_qs[:, None]).to(p_qb.dtype.element_ty), mask=m_ck)
         b_a = _mm(b_qw, b_z, _mm(b_q, tl.trans(b_k), zeros, 1, 1, DT), NP, NP, DT)
         p_a = p_diag + ((i_b * n_c + i_c) * H + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
         tl.store(p_a, b_a * b_qs[:, None] * b_ks[None, :], mask=m_le)
+        for c in range(BK // BC):
+            o_n = c * BC + tl.arange(0, BC)
+            b_wn = _load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
+            b_y = _mm(b_x, b_wn, tl.zeros([C, BC], tl.float32), NP, NW, DT)
+            b_qn = _load_tile(p_qh, o_c, o_n, stride_qt, R, K, BK, True).to(tl.float32) * b_qi[:, None]
+            b_qb = _mm(b_qw, b_y, b_qn, NP, NP, DT) * b_qs[:, None]
+            p_qt = p_qb + ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_n[None, :]
+            tl.store(p_qt, b_qb.to(p_qb.dtype.element_ty), mask=m_c[:, None] & (o_n < K)[None, :])
+
+
+@triton.jit
+def _head_factors(p_q, p_dqb, p_da, b_w, b_x, b_z, o_c, o_k, stride_qt, R, H: tl.constexpr, K: tl.constexpr,
+                  BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, NG: tl.constexpr,
+                  DT: tl.constexpr):  # fmt: skip
+    """Of one query head: tril(Q W^T), E = dqb W^T, dA and dQW = -tril(E X^T + dA Z^T). # [C, C] each"""
+    cc = tl.zeros([C, C], tl.float32)
+    m_le = o_c[:, None] >= o_c[None, :]
+    b_q = _load_tile(p_q, o_c, o_k, stride_qt, R, K, BK, True)
+    d_qb = _load_tile(p_dqb, o_c, o_k, H * K, R, K, BK, True)
+    d_a = tl.load(p_da + o_c[:, None] * C + o_c[None, :], mask=m_le & (o_c < R)[:, None], other=0.0)
+    b_qw = tl.where(m_le, _mm(b_q, tl.trans(b_w), cc, 1, NW, DT), 0.0)
+    d_e = _mm(d_qb, tl.trans(b_w), cc, 1, NW, DT)
+    d_qw = _mm(d_a, tl.trans(b_z), _mm(d_e, tl.trans(b_x), cc, NG, NF, DT), NG, NF, DT)
+    d_qw = tl.where(m_le, -d_qw, 0.0)
+    if NF == 1:
+        b_qw = b_qw.to(DT)
+    if NG == 1:
+        d_e, d_a, d_qw = d_e.to(DT), d_a.to(DT), d_qw.to(DT)
+    return b_qw, d_e, d_a, d_qw
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -149,82 +182,130 @@ def block_bwd_kernel(
 ):  # fmt: skip
     """dQ, dK, dW, dbeta from the gradients of diag [B, nC, H, C, C], qb [B, T, H, K], kb [B, T, G, K] and M.
 
-    Inputs are one piece (w NW), recomputed factors NF, gradients NG. With QW = tril(Q W^T) and WK = tril(W K^T, -1):
+    Inputs are one piece (w NW), recomputed factors NF, gradients NG. With QW = tril(Q W^T), WK = tril(W K^T, -1),
+    E = dqb W^T and V the inverse, X = V diag(beta), it works in C x C matrices:
 
-        dQW = -tril(dqb Y^T + dA Z^T)      dY = -QW^T dqb - W dM^T      dZ = -QW^T dA - W dkb^T
-        dQ  = dqb + dA K + dQW W           dWK = tril(X^T dZ, -1)       dX = dY W^T + dZ WK^T
-        dK  = dkb + dA^T Q + dWK^T W       dL  = -tril(V^T (dX diag(beta)) V^T, -1),  V = X diag(beta)^-1
-        dW  = dQW^T Q + X^T dY + dWK K - Z dkb - Y dM + (S + S^T) W,    S = diag(beta) dL
+        dQW = -tril(E X^T + dA Z^T)               dZ = -QW^T dA - W dkb^T          dWK = tril(X^T dZ, -1)
+        dX  = -QW^T E - W dM^T W^T + dZ WK^T      S  = -diag(beta) tril(V^T (dX diag(beta)) V^T, -1)
+
+    and then column by column (64 at a time):
+
+        dQ = dqb + dA K + dQW W      dK = dkb + dA^T Q + dWK^T W      dY = -QW^T dqb - W dM^T
+        dW = dQW^T Q + X^T dY + dWK K - Z dkb - X W dM + (S + S^T) W
     """
+    BC: tl.constexpr = min(BK, 64)
+    REP: tl.constexpr = H // G
     n_c = tl.cdiv(T, C)
     i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_c, m_k = i_c * C + o_c < T, o_k < K
-    m_ck = m_c[:, None] & m_k[None, :]
-    m_lo, m_le = o_c[:, None] > o_c[None, :], o_c[:, None] >= o_c[None, :]
+    m_lo = o_c[:, None] > o_c[None, :]
     r = (i_c * C).to(tl.int64)
     R = T - i_c * C
-    b_w = _load_tile(p_w + i_b * stride_wb + i_g * stride_wh + r * stride_wt, o_c, o_k, stride_wt, R, K, BK, True)
-    b_k = _load_tile(p_k + i_b * stride_kb + i_g * stride_kh + r * stride_kt, o_c, o_k, stride_kt, R, K, BK, True)
+    p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
+    p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
+    p_dkb += ((i_b * T + r) * G + i_g) * K
+    p_dm += ((i_b * N + i_c) * G + i_g) * (K * K)
+    p_q += i_b * stride_qb + i_g * REP * stride_qh + r * stride_qt
+    p_dqb += ((i_b * T + r) * H + i_g * REP) * K
+    p_da += ((i_b * n_c + i_c) * H + i_g * REP) * (C * C)
+    b_w = _load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
     b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=m_c, other=0.0)
     b_beta = b_beta.to(tl.float32)
     cc = tl.zeros([C, C], tl.float32)
-    ck = tl.zeros([C, BK], tl.float32)
 
     b_s = tl.where(m_lo, _mm(b_w, tl.trans(b_w), cc, NW, NW, DI), 0.0)
     b_v = _unit_lower_inverse(b_s * b_beta[:, None], C, DI)
+    b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
     b_wk = tl.where(m_lo, _mm(b_w, tl.trans(b_k), cc, NW, 1, DT), 0.0)
     b_x = b_v * b_beta[None, :]
-    b_y = _mm(b_x, b_w, ck, 2, NW, DT)
     b_z = _mm(b_x, b_wk, cc, 2, 2, DT)
-    d_y, d_z, d_k, d_w = ck, cc, ck, ck
-    REP: tl.constexpr = H // G
-    for j in range(REP):
-        i_h = i_g * REP + j
-        b_q = _load_tile(p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt, o_c, o_k, stride_qt, R, K, BK, True)
-        o_q = ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
-        d_qb = tl.load(p_dqb + o_q, mask=m_ck, other=0.0)
-        p_a = p_da + ((i_b * n_c + i_c) * H + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
-        d_a = tl.load(p_a, mask=m_le & m_c[:, None], other=0.0)
-        d_qw = _mm(d_a, tl.trans(b_z), _mm(d_qb, tl.trans(b_y), cc, NG, NF, DT), NG, NF, DT)
-        d_qw = tl.where(m_le, -d_qw, 0.0)
-        d_q = _mm(d_qw, b_w, _mm(d_a, b_k, d_qb.to(tl.float32), NG, 1, DT), NG, NW, DT)
-        p_t = p_dq + i_b * stride_dqb + i_h * stride_dqh + r * stride_dqt + o_c[:, None] * stride_dqt + o_k[None, :]
-        tl.store(p_t, d_q.to(p_dq.dtype.element_ty), mask=m_ck)
-        d_k = _mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
-        d_w = _mm(tl.trans(d_qw), b_q, d_w, NG, 1, DT)
-        b_qw = tl.trans(tl.where(m_le, -_mm(b_q, tl.trans(b_w), cc, 1, NW, DT), 0.0))
-        d_y = _mm(b_qw, d_qb, d_y, NF, NG, DT)
-        d_z = _mm(b_qw, d_a, d_z, NF, NG, DT)
-    d_kb = tl.load(p_dkb + ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_k[None, :], mask=m_ck, other=0.0)
-    d_z -= _mm(b_w, tl.trans(d_kb), cc, NW, NG, DT)
-    d_w -= _mm(b_z, d_kb, ck, NF, NG, DT)
+    if NF == 1:  # one piece is all that is read from here on
+        b_x, b_z, b_wk = b_x.to(DT), b_z.to(DT), b_wk.to(DT)
+    d_kb = _load_tile(p_dkb, o_c, o_k, G * K, R, K, BK, True)
+    d_z = _mm(b_w, tl.trans(d_kb), cc, NW, 1, DT)
+    d_x = cc
+    for c in range(BK // BC):
+        o_n = c * BC + tl.arange(0, BC)
+        m_n = o_n < K
+        d_m = tl.load(p_dm + o_n[:, None] * K + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
+        d_f = _mm(b_w, tl.trans(d_m), tl.zeros([C, BC], tl.float32), NW, NG, DT)
+        d_x = _mm(d_f, tl.trans(_load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)), d_x, NG, NW, DT)
+    if REP == 1:
+        b_qw, d_e, d_a, d_qw = _head_factors(p_q, p_dqb, p_da, b_w, b_x, b_z, o_c, o_k, stride_qt, R, H, K, BK, C, NW,
+                                             NF, NG, DT)  # fmt: skip
+        d_x = _mm(tl.trans(b_qw), d_e, d_x, NF, NG, DT)
+        d_z = _mm(tl.trans(b_qw), d_a, d_z, NF, NG, DT)
+    else:
+        for j in range(REP):
+            b_qw, d_e, d_a, d_qw = _head_factors(p_q + j * stride_qh, p_dqb + j * K, p_da + j * C * C, b_w, b_x, b_z,
+                                                 o_c, o_k, stride_qt, R, H, K, BK, C, NW, NF, NG, DT)  # fmt: skip
+            d_x = _mm(tl.trans(b_qw), d_e, d_x, NF, NG, DT)
+            d_z = _mm(tl.trans(b_qw), d_a, d_z, NF, NG, DT)
+    d_z = -d_z
+    d_x = _mm(d_z, tl.trans(b_wk), -d_x, NG, NF, DT)
     d_wk = tl.where(m_lo, _mm(tl.trans(b_x), d_z, cc, NF, NG, DT), 0.0)
-    d_k = _mm(tl.trans(d_wk), b_w, d_k + d_kb.to(tl.float32), NG, NW, DT)
-    p_t = p_dk + i_b * stride_dkb + i_g * stride_dkh + r * stride_dkt + o_c[:, None] * stride_dkt + o_k[None, :]
-    tl.store(p_t, d_k.to(p_dk.dtype.element_ty), mask=m_ck)
-    d_w = _mm(d_wk, b_k, d_w, NG, 1, DT)
-    p_m = p_dm + ((i_b * N + i_c) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
-    d_m = tl.load(p_m, mask=m_k[:, None] & m_k[None, :], other=0.0)
-    d_y -= _mm(b_w, tl.trans(d_m), ck, NW, NG, DT)
-    d_w -= _mm(b_y, d_m, ck, NF, NG, DT)
-    d_w = _mm(tl.trans(b_x), d_y, d_w, NF, NG, DT)
-    d_x = _mm(d_y, tl.trans(b_w), _mm(d_z, tl.trans(b_wk), cc, NG, NF, DT), NG, NW, DT)
     d_beta = tl.sum(b_v * d_x, 0)
     d_l = _mm(tl.trans(b_v), d_x * b_beta[None, :], cc, 2, 2, DT)
     d_l = tl.where(m_lo, -_mm(d_l, tl.trans(b_v), cc, 2, 2, DT), 0.0)
     d_beta += tl.sum(d_l * b_s, 1)
     d_s = d_l * b_beta[:, None]
-    d_w = _mm(d_s + tl.trans(d_s), b_w, d_w, NG, NW, DT)
-    p_t = p_dw + i_b * stride_dwb + i_g * stride_dwh + r * stride_dwt + o_c[:, None] * stride_dwt + o_k[None, :]
-    tl.store(p_t, d_w.to(p_dw.dtype.element_ty), mask=m_ck)
+    d_s += tl.trans(d_s)
+    if NG == 1:
+        d_s, d_wk = d_s.to(DT), d_wk.to(DT)
     p_t = p_dbeta + i_b * stride_dbb + i_g * stride_dbh + (r + o_c) * stride_dbt
     tl.store(p_t, d_beta.to(p_dbeta.dtype.element_ty), mask=m_c)
 
+    p_dq += i_b * stride_dqb + i_g * REP * stride_dqh + r * stride_dqt
+    p_dk += i_b * stride_dkb + i_g * stride_dkh + r * stride_dkt
+    p_dw += i_b * stride_dwb + i_g * stride_dwh + r * stride_dwt
+    for c in range(BK // BC):
+        o_n = c * BC + tl.arange(0, BC)
+        m_n = o_n < K
+        m_cn = m_c[:, None] & m_n[None, :]
+        cn = tl.zeros([C, BC], tl.float32)
+        d_m = tl.load(p_dm + o_n[:, None] * K + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
+        d_y = _mm(b_w, tl.trans(d_m), cn, NW, NG, DT)
+        d_m = tl.load(p_dm + o_k[:, None] * K + o_n[None, :], mask=m_k[:, None] & m_n[None, :], other=0.0)
+        b_wn = _load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)  # [C, BC]
+        b_kn = _load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
+        d_kn = _load_tile(p_dkb, o_c, o_n, G * K, R, K, BK, True)
+        d_w = _mm(b_x, _mm(b_w, d_m, cn, NW, NG, DT), _mm(b_z, d_kn, cn, NF, 1, DT), NF, NG, DT)
+        d_w = _mm(d_wk, b_kn, _mm(d_s, b_wn, -d_w, NG, NW, DT), NG, 1, DT)
+        d_k = _mm(tl.trans(d_wk), b_wn, d_kn.to(tl.float32), NG, NW, DT)
+        for j in range(REP):
+            if REP > 1:
+                b_qw, d_e, d_a, d_qw = _head_factors(p_q + j * stride_qh, p_dqb + j * K, p_da + j * C * C, b_w, b_x,
+                                                     b_z, o_c, o_k, stride_qt, R, H, K, BK, C, NW, NF, NG,
+                                                     DT)  # fmt: skip
+            b_qn = _load_tile(p_q + j * stride_qh, o_c, o_n, stride_qt, R, K, BK, True)
+            d_qn = _load_tile(p_dqb + j * K, o_c, o_n, H * K, R, K, BK, True)
+            d_q = _mm(d_qw, b_wn, _mm(d_a, b_kn, d_qn.to(tl.float32), NG, 1, DT), NG, NW, DT)
+            p_dqn = p_dq + j * stride_dqh + o_c[:, None] * stride_dqt + o_n[None, :]
+            tl.store(p_dqn, d_q.to(p_dq.dtype.element_ty), mask=m_cn)
+            d_y = _mm(tl.trans(b_qw), d_qn, d_y, NF, 1, DT)
+            d_k = _mm(tl.trans(d_a), b_qn, d_k, NG, 1, DT)
+            d_w = _mm(tl.trans(d_qw), b_qn, d_w, NG, 1, DT)
+        d_w = _mm(tl.trans(b_x), -d_y, d_w, NF, NG, DT)
+        tl.store(p_dk + o_c[:, None] * stride_dkt + o_n[None, :], d_k.to(p_dk.dtype.element_ty), mask=m_cn)
+        tl.store(p_dw + o_c[:, None] * stride_dwt + o_n[None, :], d_w.to(p_dw.dtype.element_ty), mask=m_cn)
 
-def _warps(K: int, part: str) -> int:
-    return 4 if K <= 64 else 8
+
+# Warps and registers per thread of each kernel, for head dims up to 64 and up to 128.
+LAUNCH: dict[str, tuple[tuple[int, int | None], tuple[int, int | None]]] = {
+    "block": ((4, None), (4, None)),
+    "block_bwd": ((4, None), (4, None)),
+    "tree": ((4, None), (4, None)),
+    "carry": ((4, None), (8, None)),
+    "node": ((4, None), (8, None)),
+}
+
+
+def launch(part: str, K: int) -> dict[str, int | None]:
+    """Launch options of a kernel."""
+    num_warps, maxnreg = LAUNCH[part][K > 64]
+    return {"num_warps": num_warps, "maxnreg": maxnreg if has_descriptors() else None}
 
 
 def pieces(dtype: torch.dtype) -> tl.dtype:
@@ -255,7 +336,7 @@ def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
         q, k, w, beta, diag, qb, kb, m, T, B, m.shape[2], *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
         *beta.stride(), H=H, G=G, K=K, BK=head_block(K), C=BLOCK, SCALE=q.dtype != torch.float32,
         NW=2 if w.dtype == torch.float32 else 1, NP=1 if q.dtype == torch.bfloat16 else 2, PN=m.shape[0],
-        DT=pieces(q.dtype), num_warps=_warps(K, "block"),
+        DT=pieces(q.dtype), num_stages=1, **launch("block", K),
     )  # fmt: skip
     return Block(diag, qb, kb, m)
 
@@ -278,6 +359,6 @@ def block_level_backward(
         *w.stride()[:3], *beta.stride(), *dq.stride()[:3], *dk.stride()[:3], *dw.stride()[:3], *dbeta.stride(), H=H,
         G=G, K=K, BK=head_block(K), C=BLOCK, NW=2 if w.dtype == torch.float32 else 1, NF=2 if fine else 1,
         NG=2 if fine else 1, DT=tl.float32 if exact else tl.float16 if fine else tl.bfloat16, DI=pieces(q.dtype),
-        num_warps=_warps(K, "block_bwd"),
+        num_stages=1, **launch("block_bwd", K),
     )  # fmt: skip
     return dq, dk, dw, dbeta

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.kernels.fox.fwd import head_block
 
-from .blocks import _mm, _row_scale, _warps, pieces
+from .blocks import _mm, _row_scale, launch, pieces
 from .transitions import (
     BLOCK,
     UNIT,
@@ -48,30 +48,37 @@ def _mm_node(b_x, p, plane, o_k, TRANS: tl.constexpr, K: tl.constexpr, BK: tl.co
     return b
 
 
+@triton.jit
+def _part_of(p, o_r, o_c, K: tl.constexpr):
+    """Rows o_r and columns o_c of a matrix."""
+    return tl.load(p + o_r[:, None] * K + o_c[None, :], mask=(o_r < K)[:, None] & (o_c < K)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["n", "B", "N"])
-def tree_kernel(p_child, p_node, n, B, N, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, PN: tl.constexpr,
-                DT: tl.constexpr):  # fmt: skip
-    """Nodes [PN, B, ceil(n / 2), G, K, K] from their n children."""
+def tree_kernel(p_child, p_node, n, B, N, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
+                PN: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+    """Nodes [PN, B, ceil(n / 2), G, K, K] from their n children; one program per BC columns."""
     i_g, i_u, i_b = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1).to(tl.int64)
-    o_k = tl.arange(0, BK)
+    o_k, o_c = tl.arange(0, BK), tl.program_id(2) * BC + tl.arange(0, BC)
     plane = B * N.to(tl.int64) * (G * K * K)
     p_child += ((i_b * N + 2 * i_u) * G + i_g) * (K * K)
-    p_node += ((i_b * N + i_u) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
-    m_k = (o_k[:, None] < K) & (o_k[None, :] < K)
-    b = _node(p_child, o_k, K, BK)
-    if PN == 2:
-        b_lo = _node(p_child + plane, o_k, K, BK)
-        if 2 * i_u + 1 < n:
-            p_right = p_child + G * K * K
-            b_r = _node(p_right, o_k, K, BK)
-            b_w = _mm(b, b_r, _mm(b_lo, b_r, tl.zeros([BK, BK], tl.float32), 1, 1, DT), 1, 1, DT)
-            b_w = _mm(b, _node(p_right + plane, o_k, K, BK), b_w, 1, 1, DT)
-            b = b_w.to(DT)
-            b_lo = (b_w - b.to(tl.float32)).to(DT)
-        tl.store(p_node + plane, b_lo, mask=m_k)
-    elif 2 * i_u + 1 < n:
-        b = _mm(b, _node(p_child + G * K * K, o_k, K, BK), tl.zeros([BK, BK], tl.float32), 1, 1, DT)
-    tl.store(p_node, b, mask=m_k)
+    p_right = p_child + G * K * K
+    p_node += ((i_b * N + i_u) * G + i_g) * (K * K) + o_k[:, None] * K + o_c[None, :]
+    m_k = (o_k < K)[:, None] & (o_c < K)[None, :]
+    if 2 * i_u + 1 < n:
+        b_l, b_r = _node(p_child, o_k, K, BK), _part_of(p_right, o_k, o_c, K)
+        b = _mm(b_l, b_r, tl.zeros([BK, BC], tl.float32), 1, 1, DT)
+        if PN == 2:
+            b = _mm(_node(p_child + plane, o_k, K, BK), b_r, b, 1, 1, DT)
+            b = _mm(b_l, _part_of(p_right + plane, o_k, o_c, K), b, 1, 1, DT)
+        b_hi = b.to(DT)
+        tl.store(p_node, b_hi, mask=m_k)
+        if PN == 2:
+            tl.store(p_node + plane, (b - b_hi.to(tl.float32)).to(DT), mask=m_k)
+    else:
+        tl.store(p_node, _part_of(p_child, o_k, o_c, K), mask=m_k)
+        if PN == 2:
+            tl.store(p_node + plane, _part_of(p_child + plane, o_k, o_c, K), mask=m_k)
 
 
 @triton.jit
@@ -85,20 +92,32 @@ def _tile_scale(x):
 
 @triton.jit(do_not_specialize=["n", "B", "N"])
 def tree_bwd_kernel(p_child, p_dchild, p_dnode, n, B, N, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-                    NP: tl.constexpr, PN: tl.constexpr, DT: tl.constexpr):  # fmt: skip
-    """Adds the gradient that each child gets through its parent, in place."""
+                    BC: tl.constexpr, NP: tl.constexpr, PN: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+    """Adds the gradient that each child gets through its parent, in place; one program per BC columns."""
     i_g, i_v, i_b = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1).to(tl.int64)
-    o_k = tl.arange(0, BK)
+    o_k, o_c = tl.arange(0, BK), tl.program_id(2) * BC + tl.arange(0, BC)
     plane = B * N.to(tl.int64) * (G * K * K)
-    b = _node(p_dnode + ((i_b * N + i_v // 2) * G + i_g) * (K * K), o_k, K, BK).to(tl.float32)
+    p_dnode += ((i_b * N + i_v // 2) * G + i_g) * (K * K)
     p_s = p_child + ((i_b * N + (i_v ^ 1)) * G + i_g) * (K * K)  # the sibling
-    s, inv = _tile_scale(b)
-    if i_v % 2 == 1:  # dright = left^T d = (d^T left)^T
-        b = tl.trans(_mm_node(tl.trans(b * inv), p_s, plane, o_k, False, K, BK, NP, PN, DT)) * s
-    elif i_v + 1 < n:
-        b = _mm_node(b * inv, p_s, plane, o_k, True, K, BK, NP, PN, DT) * s
-    p_d = p_dchild + ((i_b * N + i_v) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
-    m_k = (o_k[:, None] < K) & (o_k[None, :] < K)
+    zeros = tl.zeros([BK, BC], tl.float32)
+    if i_v % 2 == 1:  # dright = left^T d
+        b_d = _part_of(p_dnode, o_k, o_c, K).to(tl.float32)
+        s, inv = _tile_scale(b_d)
+        b = _mm(tl.trans(_node(p_s, o_k, K, BK)), b_d * inv, zeros, 1, NP, DT)
+        if PN == 2 and NP == 2:
+            b = _mm(tl.trans(_node(p_s + plane, o_k, K, BK)), b_d * inv, b, 1, 1, DT)
+        b *= s
+    elif i_v + 1 < n:  # dleft = d right^T
+        b_d = _node(p_dnode, o_k, K, BK).to(tl.float32)
+        s, inv = _tile_scale(b_d)
+        b = _mm(b_d * inv, tl.trans(_part_of(p_s, o_c, o_k, K)), zeros, NP, 1, DT)
+        if PN == 2 and NP == 2:
+            b = _mm(b_d * inv, tl.trans(_part_of(p_s + plane, o_c, o_k, K)), b, 1, 1, DT)
+        b *= s
+    else:
+        b = _part_of(p_dnode, o_k, o_c, K).to(tl.float32)
+    p_d = p_dchild + ((i_b * N + i_v) * G + i_g) * (K * K) + o_k[:, None] * K + o_c[None, :]
+    m_k = (o_k < K)[:, None] & (o_c < K)[None, :]
     b += tl.load(p_d, mask=m_k, other=0.0).to(tl.float32)
     tl.store(p_d, b.to(p_dchild.dtype.element_ty), mask=m_k)
 
@@ -313,9 +332,9 @@ def _tree(nodes: Tensor, units: int) -> None:
     PN, B, N, G, K, _ = nodes.shape
     for s in range(tree_scales(units) - 1):
         at, n = tree_offset(units, s), tree_nodes(units, s)
-        tree_kernel[(triton.cdiv(n, 2) * G, B)](
-            nodes[:, :, at:], nodes[:, :, at + n :], n, B, N, G=G, K=K, BK=head_block(K), PN=PN,
-            DT=pieces(nodes.dtype), num_warps=_warps(K, "tree"),
+        tree_kernel[(triton.cdiv(n, 2) * G, B, triton.cdiv(K, 64))](
+            nodes[:, :, at:], nodes[:, :, at + n :], n, B, N, G=G, K=K, BK=head_block(K), BC=min(64, head_block(K)),
+            PN=PN, DT=pieces(nodes.dtype), **launch("tree", K),
         )  # fmt: skip
 
 
@@ -324,9 +343,10 @@ def _tree_backward(nodes: Tensor, dnodes: Tensor, units: int) -> None:
     PN, B, N, G, K, _ = nodes.shape
     for s in reversed(range(tree_scales(units) - 1)):
         at, n = tree_offset(units, s), tree_nodes(units, s)
-        tree_bwd_kernel[(n * G, B)](
+        tree_bwd_kernel[(n * G, B, triton.cdiv(K, 64))](
             nodes[:, :, at:], dnodes[:, at:], dnodes[:, at + n :], n, B, N, G=G, K=K, BK=head_block(K),
-            NP=1 if dnodes.dtype == torch.bfloat16 else 2, PN=PN, DT=pieces(nodes.dtype), num_warps=_warps(K, "tree"),
+            BC=min(64, head_block(K)), NP=1 if dnodes.dtype == torch.bfloat16 else 2, PN=PN, DT=pieces(nodes.dtype),
+            **launch("tree", K),
         )  # fmt: skip
 
 
@@ -338,7 +358,7 @@ def _options(x: Tensor, start: Tensor | None, nodes: Tensor, query: bool) -> dic
         "H": H, "G": G, "REP": 1 if query or start is None else start.shape[1] // G, "K": K, "BK": head_block(K),
         "QUERY": query, "HAS_START": start is not None, "SCALE": x.dtype != torch.float32,
         "NP": 1 if x.dtype == torch.bfloat16 else 2, "PN": PN, "DT": pieces(x.dtype),
-        "num_warps": _warps(K, "carry"),
+        **launch("carry", K),
     }  # fmt: skip
 
 
@@ -386,7 +406,7 @@ def carry_backward(
         block.q, block.k, zero.q, zero.k, carried.levels.q, carried.levels.k, d.q, d.k, dnodes,
         nodes if start is None else start, T, d.q.shape[2], d.k.shape[2], B, tree_scales(units),
         nodes.shape[2], *_starts(start), H=H, G=G, K=K, BK=head_block(K), BR=BLOCK,
-        HAS_START=start is not None, PREC="tf32x3", num_warps=_warps(K, "node"),
+        HAS_START=start is not None, PREC="tf32x3", **launch("node", K),
     )  # fmt: skip
     _tree_backward(nodes, dnodes, units)
     return out[0], out[1], dnodes
