@@ -252,7 +252,8 @@ def test_documented_help_is_what_the_commands_print() -> None:
             [*program, *command, "--help"], env=environment, capture_output=True, text=True, check=True
         )
         assert ran.stdout.strip() in shown, command
-    assert len(shown) == 1 + len(cli.app.commands)
+    assert describe("path_fox") in shown  # the example of `attnzoo show`
+    assert len(shown) == 2 + len(cli.app.commands)
 
 
 def test_command_line_itself_loads_nothing_heavy() -> None:
