@@ -279,34 +279,42 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(args: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
+def lengths(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Forward + backward per token against context length; B shrinks so that B T = 131072."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
+    deadline = time.time() + args.seconds
     wanted = ("ours", "ours, pruned (tail)", "SDPA cuDNN (no gate)", "official", "official, pruned", "FLA")
     peers = [p for p in contenders(args.official)[0] if p.name in wanted]
     rows: list[dict[str, Any]] = []
     for T in (2**n for n in range(10, 18)):
         x = draw(131072 // T, 8, T, 64)
         for peer in peers:
+            if time.time() > deadline:
+                print("out of time at", T, peer.name, flush=True)
+                return rows
             rows.append({"name": peer.name, "T": T, "both_ms": time_peer(peer, x, 40)[1]})
             print(json.dumps(rows[-1]), flush=True)
         torch.cuda.empty_cache()
+    return rows
+
+
+def plot(result: dict[str, Any], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
     fig, ax = plt.subplots(figsize=(6.4, 4))
+    rows = result["lengths"]
     for name in dict.fromkeys(r["name"] for r in rows):
         points = [(r["T"], r["both_ms"]) for r in rows if r["name"] == name]
         ax.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name, base=2)
     ax.set(
         xlabel="context length",
         ylabel="forward + backward, ms",
-        title=f"131072 tokens, 8 heads of 64, {machine()['gpu']}",
+        title=f"131072 tokens, 8 heads of 64, {result['machine']['gpu']}",
     )
     ax.legend(fontsize=8)
     fig.savefig(out / "plot.svg", bbox_inches="tight")
-    return rows
 
 
 def main() -> None:
@@ -316,7 +324,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", help="B,H,T,K ...")
     parser.add_argument("--only", nargs="*", help="names (prefixes) of the contenders to run")
     parser.add_argument("--rep", type=int, default=150, help="milliseconds of timing per figure")
-    parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("--seconds", type=float, default=500, help="limit of the table, and of the plot")
     parser.add_argument("--plot", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -324,8 +332,9 @@ def main() -> None:
     (args.out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     (args.out / "results.md").write_text(table(result))
     if args.plot:
-        result["lengths"] = plot(args, args.out)
+        result["lengths"] = lengths(args)
         (args.out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+        plot(result, args.out)
     print(table(result))
 
 

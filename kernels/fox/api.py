@@ -62,7 +62,7 @@ def fox_attention(
     Under autocast q, k and v are cast to the autocast dtype and log_gate to float32.
     The forward is deterministic. So is the backward, except on Hopper, where one pass adds up dq (and with gates part
     of their gradient) in an order that varies; under ``torch.use_deterministic_algorithms(True)`` it takes the two
-    deterministic kernels there too, at up to 1.4 times the backward's time.
+    deterministic kernels there too, at 1.2 to 1.5 times the backward's time.
 
     Returns:
         [B, T, H, V] in q's dtype.
