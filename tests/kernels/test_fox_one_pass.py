@@ -1,0 +1,72 @@
+"""What surrounds the one-pass backward: plain Triton, so it runs under the interpreter; the pass itself needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fox_cases import DEVICE
+
+from attnzoo.kernels.fox import tuning
+
+pytestmark = pytest.mark.skipif(tuning.triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
+B, H, K = 2, 3, 40
+BT, BK, RU = tuning.ONE_PASS.BT, 64, tuning.ROW_UNIT
+M = BT // 16
+N = tuning.ONE_PASS.num_warps // M
+
+
+@pytest.mark.parametrize("T", [130, 201])
+@pytest.mark.parametrize("sink", [False, True])
+def test_dq_and_row_sums_reach_their_places(T: int, sink: bool) -> None:
+    """dQ stored as the products' threads hold it, and sums per pair of rows, come out per row and column."""
+    from attnzoo.kernels.fox import one_pass
+
+    S, Tp = T + 9, -(-T // RU) * RU
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    dq, sums, drow, dkey = randn(B * H, Tp, BK), randn(B * H, Tp), randn(B, H, T), randn(B, H, S)
+    sums[:, T:] = 0.0  # rows past the end have no weights
+    # row = (warp, half, lane / 4), column = (warp, step, lane % 4, parity), as in the registers of a wgmma
+    held = dq.view(B * H, Tp // BT, M, 2, 8, N, BK // N // 8, 4, 2).permute(0, 1, 6, 5, 2, 4, 7, 3, 8).contiguous()
+    pairs = sums.view(B * H, Tp // 2, 2).sum(-1)
+    got = torch.full((B, T, H, K), float("nan"), device=DEVICE)
+    columns = dkey.clone()
+    one_pass.fox_finish_kernel[(B * H, -(-T // BT))](
+        held, got, pairs, drow, columns, T, S, 0.5, H=H, K=K, BK=BK, BT=BT, RU=RU, M=M, N=N, GATE=2, HAS_SINK=sink
+    )
+    torch.testing.assert_close(got, 0.5 * dq[:, :T, :K].view(B, H, T, K).transpose(1, 2))
+    taken = (dkey - columns)[:, :, S - T :]
+    excess = sums[:, :T].view(B, H, T) - (drow if sink else 0.0)
+    even = T // 2 * 2
+    torch.testing.assert_close(taken[..., 0:even:2], taken[..., 1:even:2])  # halves of a pair
+    torch.testing.assert_close(
+        taken[..., :even].unflatten(-1, (-1, 2)).sum(-1), excess[..., :even].unflatten(-1, (-1, 2)).sum(-1)
+    )
+    torch.testing.assert_close(taken[..., even:], excess[..., even:])  # a last row without a partner
+    assert torch.equal(columns[:, :, : S - T], dkey[:, :, : S - T])
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_delta_takes_the_dropped_part_of_the_output(low: bool) -> None:
+    from attnzoo.kernels.fox import one_pass
+
+    T, Tp = 70, RU
+    generator = torch.Generator().manual_seed(0)
+    exact, do = (torch.randn(B, T, H, K, generator=generator).to(DEVICE) for _ in range(2))
+    o = exact.half()
+    dropped = (exact - o.float()).half()
+    lse = torch.randn(B, H, T, generator=generator).to(DEVICE)
+    rows, delta = (torch.full((B * H, Tp), float("nan"), device=DEVICE) for _ in range(2))
+    one_pass.fox_rows_kernel[(B * H, Tp // 64)](
+        o, dropped if low else o, do.half(), lse, rows, delta, lse, lse, lse, lse, lse, T, T, *o.stride()[:3],
+        *o.stride()[:3], H=H, V=K, BV=64, BT=64, RU=RU, KU=tuning.KEY_UNIT, GATE=0, HAS_SINK=False, HAS_LOW=low,
+    )  # fmt: skip
+    assert torch.equal(rows[:, :T].view(B, H, T), lse)
+    assert bool((rows[:, T:] == float("inf")).all())
+    assert bool((delta[:, T:] == 0.0).all())
+    want = (exact.double() * do.half().double()).sum(-1).transpose(1, 2)
+    error = float((delta[:, :T].view(B, H, T).double() - want).norm() / want.norm())
+    assert error < 1e-6 if low else 1e-5 < error < 1e-3
