@@ -1,0 +1,60 @@
+"""The committed figures are what their code draws, where that needs no training."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from attnzoo import get, pairs
+
+ROOT = Path(__file__).parents[2]
+FIGURES = ROOT / "docs" / "figures"
+
+
+@pytest.fixture
+def code(monkeypatch, tmp_path):
+    """The drawing code, which writes to a temporary folder here."""
+    monkeypatch.syspath_prepend(str(FIGURES))
+    for name in ("lattice", "make", "style", "trained", "zoo"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import lattice
+    import make
+    import style
+
+    monkeypatch.setattr(style, "OUT", tmp_path)
+    return {"lattice": lattice, "make": make, "out": tmp_path}
+
+
+@pytest.mark.parametrize("name", ["lattice", "zoo"])
+def test_committed_figures_are_drawn_anew_to_the_letter(code, name):
+    pinned = re.search(r"^matplotlib==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    if metadata.version("matplotlib") != pinned[1]:
+        pytest.skip(f"drawn with matplotlib {pinned[1]}, installed is {metadata.version('matplotlib')}")
+    code["make"].main([name])
+    drawn = sorted(code["out"].glob("*.svg"))
+    assert len(drawn) in (2, 4)
+    for path in drawn:
+        assert path.read_bytes() == (FIGURES / "out" / path.name).read_bytes(), path.name
+
+
+def test_every_built_in_pair_has_its_place_in_the_lattice(code):
+    builtin = [pair.linear for pair in pairs() if not (pair.linear_module or pair.softmax_module)]
+    assert sorted(code["lattice"].PLACES) == sorted(builtin)
+
+
+def test_every_reduction_has_words_and_follows_from_arrows(code):
+    """What the lattice leaves out is made of the arrows it draws."""
+    edges = code["lattice"].reductions()
+    assert all(edges.values())
+    for side in ("linear", "softmax"):
+        of_side = [edge for edge in edges if get(edge[0]).side == side]
+        drawn = {edge for edge in of_side if not code["lattice"].implied(edge, of_side)}
+        reached = set(drawn)
+        for _ in range(len(of_side)):
+            reached |= {(a, d) for a, b in reached for c, d in drawn if b == c}
+        assert set(of_side) <= reached
