@@ -25,7 +25,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "silu": F.silu,
     "relu": F.relu,
-    "elu": lambda x: F.elu(x) + 1,  # Katharopoulos et al., 2020, eq. 7
+    "elu": lambda x: F.elu(x) + 1,  # Katharopoulos et al., 2020
 }
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu}

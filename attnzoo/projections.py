@@ -107,7 +107,7 @@ class RetentionDecay(GateProjection):
 
 
 class ForgetGate(GateProjection):
-    """``g_t = log sigmoid(w x_t + b)`` per head, b = 0 at the start (Lin et al., 2025, eq. 4 and section 3)."""
+    """``g_t = log sigmoid(w x_t + b)`` per head, b = 0 at the start (Lin et al., 2025, section 3)."""
 
     provides = ("log_decay",)
 

@@ -2,9 +2,9 @@ r"""DeltaNet: a Householder-like transition that erases before it writes.
 
 .. math:: S_t = S_{t-1} (I - \beta_t w_t w_t^\top) + v_t k_t^\top, \qquad |w_t| = 1,\; \beta_t \in [0, 2]
 
-The delta rule of Schlag et al., 2021 (eq. 25) is w = k with unit keys and the write strength in the value
+The delta rule of Schlag et al., 2021, is w = k with unit keys and the write strength in the value
 (:math:`\beta_t v_t` for v). Softmax dual: PaTH. Chunkwise form: Yang et al., "Parallelizing Linear
-Transformers with the Delta Rule over Sequence Length", 2024, eq. 7-11, here with w apart from k:
+Transformers with the Delta Rule over Sequence Length", 2024, here with w apart from k:
 with the erased row :math:`u_t = \beta_t w_t^\top S_{t-1}^\top`, :math:`L = \mathrm{tril}(\beta W W^\top, -1)` and
 :math:`X = (I + L)^{-1} \mathrm{Diag}(\beta)` (the UT transform),
 

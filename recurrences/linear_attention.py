@@ -2,7 +2,7 @@ r"""Linear attention: the recurrence without a gate.
 
 .. math:: S_t = S_{t-1} + v_t k_t^\top, \qquad o_t = S_t q_t = \sum_{j \le t} (k_j^\top q_t)\, v_j
 
-Softmax dual: NoPE. Source: Katharopoulos et al., "Transformers are RNNs", 2020, eq. 10-12 and 18-20,
+Softmax dual: NoPE. Source: Katharopoulos et al., "Transformers are RNNs", 2020,
 without the normaliser.
 """
 

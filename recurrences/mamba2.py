@@ -3,7 +3,7 @@ r"""Mamba-2 (state space duality): a data-dependent scalar decay.
 .. math:: S_t = e^{g_t} S_{t-1} + v_t k_t^\top, \qquad g_t \le 0
 
 Softmax dual: FoX, the same gate in the exponent. Source: Dao and Gu, "Transformers are SSMs", 2024,
-section 3.2 and eq. 16; the step size is part of v here.
+section 3.2; the step size is part of v here.
 """
 
 from attnzoo.fla_forms import fla_scalar_decay

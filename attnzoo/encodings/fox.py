@@ -3,7 +3,7 @@ r"""FoX, the Forgetting Transformer: softmax attention with a data-dependent for
 .. math:: \mathrm{logit}_{tj} = \lambda\, k_j^\top q_t + \sum_{l=j+1}^{t} \log f_l
 
 with :math:`g_l = \log f_l`. Linear dual: the scalar gate of Mamba-2. Sources: Lin et al., "Forgetting Transformer:
-Softmax Attention with a Forget Gate", 2025, eq. 5-9; for pruning, Lin et al., "Adaptive Computation
+Softmax Attention with a Forget Gate", 2025, section 3; for pruning, Lin et al., "Adaptive Computation
 Pruning for the Forgetting Transformer", 2025.
 """
 

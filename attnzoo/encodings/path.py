@@ -4,7 +4,7 @@ r"""PaTH: logits through accumulated Householder-like transitions.
 
 Linear dual: DeltaNet. In its recurrent form every cached key is multiplied by each new transition.
 Source: Yang et al., "PaTH Attention: Position Encoding via Accumulating Householder Transformations", 2025,
-eq. 3 and section 3.
+sections 2 and 3.
 """
 
 from attnzoo.path_forms import PathForms

@@ -4,7 +4,7 @@ r"""PaTH-FoX: PaTH's transitions inside the logits and FoX's forget gate beside 
           + \sum_{l=j+1}^{t} \log f_l
 
 The log gate is not multiplied by the scale: with beta = 0 this is FoX exactly, with f = 1 it is PaTH. Linear dual:
-Gated DeltaNet. Source: Yang et al., "PaTH Attention", 2025, section 3.4.
+Gated DeltaNet. Source: Yang et al., "PaTH Attention", 2025, section 2.2.
 """
 
 from attnzoo.path_forms import PathForms

@@ -71,7 +71,7 @@ def fox_attention(
         ValueError: a shape, dtype, device or option is wrong; the message says what was expected.
         ImportError: ``impl="triton"`` without Triton.
 
-    Source: Lin et al., "Forgetting Transformer", 2025, equation 3; Press et al., "Train Short, Test Long", 2022;
+    Source: Lin et al., "Forgetting Transformer", 2025, section 3; Press et al., "Train Short, Test Long", 2022;
     pruning: see ``kernels/fox/prune.py``.
     """
     if torch.is_autocast_enabled(q.device.type):

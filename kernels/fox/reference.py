@@ -2,7 +2,7 @@
 
     o_i = sum_j softmax_j(scale q_i . k_j + c_i - c_j) v_j,     c = running sum of log_gate,     j <= i
 
-Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025, equation 3.
+Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025, section 3.
 """
 
 from __future__ import annotations

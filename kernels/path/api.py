@@ -70,7 +70,7 @@ def path_attention(
             beta outside [0, 2], w not of unit length) are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1.
         ImportError: ``impl="triton"`` without Triton.
 
-    Source: Yang et al., "PaTH Attention", 2025, equation 3 and section 3.4; pruning: ``kernels/fox/prune.py``.
+    Source: Yang et al., "PaTH Attention", 2025, sections 2.2 and 3; pruning: ``kernels/fox/prune.py``.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)

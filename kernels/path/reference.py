@@ -3,7 +3,7 @@
     o_i = sum_j softmax_j(scale k_j^T R_{j+1} ... R_i q_i + c_i - c_j) v_j,     R_t = I - beta_t w_t w_t^T,     j <= i
 
 with c the running sum of log_gate (all 0 without one). Yang et al., "PaTH Attention: Position Encoding via
-Accumulating Householder Transformations", 2025, equation 3 and section 3.4, here with the log gate unscaled.
+Accumulating Householder Transformations", 2025, sections 2.2 and 3, here with the log gate unscaled.
 """
 
 from __future__ import annotations
