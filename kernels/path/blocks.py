@@ -48,6 +48,12 @@ def _row_scale(x):
 
 
 @triton.jit
+def _columns(p, b_x, o_c, o_n, stride, R, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr):
+    """Columns o_n of the tile b_x that p points at: itself if it has no more."""
+    return b_x if BK == BC else _load_tile(p, o_c, o_n, stride, R, K, BK, True)
+
+
+@triton.jit
 def _merge(b_l, b_x, h: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
     """Diagonal blocks of size 2h inverted, given those of size h: [[A, 0], [B, D]] has -D^-1 B A^-1 below. # [C, C]"""
     o_c = tl.arange(0, C)
@@ -79,14 +85,18 @@ def block_fwd_kernel(
     p_q, p_k, p_w, p_beta, p_diag, p_qb, p_kb, p_m, T, B, N,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
     stride_bb, stride_bt, stride_bh,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr,
-    NW: tl.constexpr, NP: tl.constexpr, PN: tl.constexpr, DT: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NI: tl.constexpr,
+    NW: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """diag [B, nC, H, C, C], qb [B, T, H, K], kb [B, T, G, K]; M, the first nC of N nodes, in PN pieces."""
+    """diag [B, nC, H, C, C], qb [B, T, H, K], kb [B, T, G, K]; M, the first nC of N nodes, in two pieces.
+
+    q and k are NI pieces, w NW, what follows from them NP; rows are brought near 1 first.
+    """
     n_c = tl.cdiv(T, C)
     i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
     BC: tl.constexpr = min(BK, 64)
+    REP: tl.constexpr = H // G
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_c, m_k = i_c * C + o_c < T, o_k < K
     m_lo, m_le = o_c[:, None] > o_c[None, :], o_c[:, None] >= o_c[None, :]
@@ -94,57 +104,58 @@ def block_fwd_kernel(
     R = T - i_c * C
     p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
     b_w = _load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
+    p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
+    b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
+    p_q += i_b * stride_qb + i_g * REP * stride_qh + r * stride_qt
+    b_q = _load_tile(p_q, o_c, o_k, stride_qt, R, K, BK, True)  # early: the inverse hides these loads
     b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=m_c, other=0.0)
     b_beta = b_beta.to(tl.float32)
     zeros = tl.zeros([C, C], tl.float32)
 
     b_l = tl.where(m_lo, _mm(b_w, tl.trans(b_w), zeros, NW, NW, DT) * b_beta[:, None], 0.0)
     b_x = _unit_lower_inverse(b_l, C, DT) * b_beta[None, :]  # [C, C]
-    p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
-    b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
-    b_ks, b_ki = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
-    if SCALE:
-        b_ks, b_ki = _row_scale(b_k)
-        b_k = (b_k.to(tl.float32) * b_ki[:, None]).to(DT)
-    b_wk = tl.where(m_lo, _mm(b_w, tl.trans(b_k), zeros, NW, 1, DT), 0.0)
+    b_ks, b_ki = _row_scale(b_k)
+    b_ku = b_k.to(tl.float32) * b_ki[:, None]
+    if NI == 1:
+        b_ku = b_ku.to(DT)
+    b_wk = tl.where(m_lo, _mm(b_w, tl.trans(b_ku), zeros, NW, NI, DT), 0.0)
     b_z = _mm(b_x, b_wk, zeros, NP, NP, DT)  # [C, C]
     p_m += ((i_b * N + i_c) * G + i_g) * (K * K)
     plane = B * N.to(tl.int64) * (G * K * K)
     p_kb += ((i_b * T + r) * G + i_g) * K
     for c in range(BK // BC):  # columns of Y and kb, rows of M
         o_n = c * BC + tl.arange(0, BC)
-        b_wn = _load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)  # [C, BC]
+        b_wn = _columns(p_w, b_w, o_c, o_n, stride_wt, R, K, BK, BC)  # [C, BC]
         b_y = _mm(b_x, b_wn, tl.zeros([C, BC], tl.float32), 2, NW, DT)  # [C, BC]
         b_m = tl.where(o_n[:, None] == o_k[None, :], 1.0, tl.zeros([BC, BK], tl.float32))
         b_m = _mm(-tl.trans(b_y), b_w, b_m, 2, NW, DT)
         o_m = o_n[:, None] * K + o_k[None, :]
         m_m = (o_n < K)[:, None] & m_k[None, :]
-        b_hi = b_m.to(p_m.dtype.element_ty)
+        b_hi = b_m.to(DT)
         tl.store(p_m + o_m, b_hi, mask=m_m)
-        if PN == 2:
-            tl.store(p_m + plane + o_m, (b_m - b_hi.to(tl.float32)).to(p_m.dtype.element_ty), mask=m_m)
-        b_kn = _load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True).to(tl.float32) * b_ki[:, None]
+        tl.store(p_m + plane + o_m, (b_m - b_hi.to(tl.float32)).to(DT), mask=m_m)
+        b_kn = _columns(p_k, b_k, o_c, o_n, stride_kt, R, K, BK, BC).to(tl.float32) * b_ki[:, None]
         b_kb = _mm(-tl.trans(b_z), b_wn, b_kn, NP, NW, DT) * b_ks[:, None]
         o_kb = o_c[:, None] * (G * K) + o_n[None, :]
         tl.store(p_kb + o_kb, b_kb.to(p_kb.dtype.element_ty), mask=m_c[:, None] & (o_n < K)[None, :])
-    REP: tl.constexpr = H // G
     for j in range(REP):
         i_h = i_g * REP + j
-        p_qh = p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt
-        b_q = _load_tile(p_qh, o_c, o_k, stride_qt, R, K, BK, True)
-        b_qs, b_qi = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
-        if SCALE:
-            b_qs, b_qi = _row_scale(b_q)
-            b_q = (b_q.to(tl.float32) * b_qi[:, None]).to(DT)
-        b_qw = tl.where(m_le, -_mm(b_q, tl.trans(b_w), zeros, 1, NW, DT), 0.0)
-        b_a = _mm(b_qw, b_z, _mm(b_q, tl.trans(b_k), zeros, 1, 1, DT), NP, NP, DT)
+        p_qh = p_q + j * stride_qh
+        if REP > 1:
+            b_q = _load_tile(p_qh, o_c, o_k, stride_qt, R, K, BK, True)
+        b_qs, b_qi = _row_scale(b_q)
+        b_qu = b_q.to(tl.float32) * b_qi[:, None]
+        if NI == 1:
+            b_qu = b_qu.to(DT)
+        b_qw = tl.where(m_le, -_mm(b_qu, tl.trans(b_w), zeros, NI, NW, DT), 0.0)
+        b_a = _mm(b_qw, b_z, _mm(b_qu, tl.trans(b_ku), zeros, NI, NI, DT), NP, NP, DT)
         p_a = p_diag + ((i_b * n_c + i_c) * H + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
         tl.store(p_a, b_a * b_qs[:, None] * b_ks[None, :], mask=m_le)
         for c in range(BK // BC):
             o_n = c * BC + tl.arange(0, BC)
-            b_wn = _load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
+            b_wn = _columns(p_w, b_w, o_c, o_n, stride_wt, R, K, BK, BC)
             b_y = _mm(b_x, b_wn, tl.zeros([C, BC], tl.float32), NP, NW, DT)
-            b_qn = _load_tile(p_qh, o_c, o_n, stride_qt, R, K, BK, True).to(tl.float32) * b_qi[:, None]
+            b_qn = _columns(p_qh, b_q, o_c, o_n, stride_qt, R, K, BK, BC).to(tl.float32) * b_qi[:, None]
             b_qb = _mm(b_qw, b_y, b_qn, NP, NP, DT) * b_qs[:, None]
             p_qt = p_qb + ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_n[None, :]
             tl.store(p_qt, b_qb.to(p_qb.dtype.element_ty), mask=m_c[:, None] & (o_n < K)[None, :])
@@ -211,19 +222,19 @@ def block_bwd_kernel(
     p_dqb += ((i_b * T + r) * H + i_g * REP) * K
     p_da += ((i_b * n_c + i_c) * H + i_g * REP) * (C * C)
     b_w = _load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
+    b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
+    d_kb = _load_tile(p_dkb, o_c, o_k, G * K, R, K, BK, True)
     b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=m_c, other=0.0)
     b_beta = b_beta.to(tl.float32)
     cc = tl.zeros([C, C], tl.float32)
 
     b_s = tl.where(m_lo, _mm(b_w, tl.trans(b_w), cc, NW, NW, DI), 0.0)
     b_v = _unit_lower_inverse(b_s * b_beta[:, None], C, DI)
-    b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
     b_wk = tl.where(m_lo, _mm(b_w, tl.trans(b_k), cc, NW, 1, DT), 0.0)
     b_x = b_v * b_beta[None, :]
     b_z = _mm(b_x, b_wk, cc, 2, 2, DT)
     if NF == 1:  # one piece is all that is read from here on
         b_x, b_z, b_wk = b_x.to(DT), b_z.to(DT), b_wk.to(DT)
-    d_kb = _load_tile(p_dkb, o_c, o_k, G * K, R, K, BK, True)
     d_z = _mm(b_w, tl.trans(d_kb), cc, NW, 1, DT)
     d_x = cc
     for c in range(BK // BC):
@@ -231,7 +242,7 @@ def block_bwd_kernel(
         m_n = o_n < K
         d_m = tl.load(p_dm + o_n[:, None] * K + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
         d_f = _mm(b_w, tl.trans(d_m), tl.zeros([C, BC], tl.float32), NW, NG, DT)
-        d_x = _mm(d_f, tl.trans(_load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)), d_x, NG, NW, DT)
+        d_x = _mm(d_f, tl.trans(_columns(p_w, b_w, o_c, o_n, stride_wt, R, K, BK, BC)), d_x, NG, NW, DT)
     if REP == 1:
         b_qw, d_e, d_a, d_qw = _head_factors(p_q, p_dqb, p_da, b_w, b_x, b_z, o_c, o_k, stride_qt, R, H, K, BK, C, NW,
                                              NF, NG, DT)  # fmt: skip
@@ -268,9 +279,9 @@ def block_bwd_kernel(
         d_m = tl.load(p_dm + o_n[:, None] * K + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
         d_y = _mm(b_w, tl.trans(d_m), cn, NW, NG, DT)
         d_m = tl.load(p_dm + o_k[:, None] * K + o_n[None, :], mask=m_k[:, None] & m_n[None, :], other=0.0)
-        b_wn = _load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)  # [C, BC]
-        b_kn = _load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
-        d_kn = _load_tile(p_dkb, o_c, o_n, G * K, R, K, BK, True)
+        b_wn = _columns(p_w, b_w, o_c, o_n, stride_wt, R, K, BK, BC)  # [C, BC]
+        b_kn = _columns(p_k, b_k, o_c, o_n, stride_kt, R, K, BK, BC)
+        d_kn = _columns(p_dkb, d_kb, o_c, o_n, G * K, R, K, BK, BC)
         d_w = _mm(b_x, _mm(b_w, d_m, cn, NW, NG, DT), _mm(b_z, d_kn, cn, NF, 1, DT), NF, NG, DT)
         d_w = _mm(d_wk, b_kn, _mm(d_s, b_wn, -d_w, NG, NW, DT), NG, 1, DT)
         d_k = _mm(tl.trans(d_wk), b_wn, d_kn.to(tl.float32), NG, NW, DT)
@@ -308,19 +319,13 @@ def launch(part: str, K: int) -> dict[str, int | None]:
     return {"num_warps": num_warps, "maxnreg": maxnreg if has_descriptors() else None}
 
 
-def pieces(dtype: torch.dtype) -> tl.dtype:
-    """The dtype of the factors that tensor cores multiply: 11 bits, or float32 in three passes."""
-    return tl.float32 if dtype == torch.float32 else tl.float16
-
-
 def new_tree(q: Tensor, units: int, G: int) -> Tensor:
-    """Room for the products of all nodes over some units, [1, B, total, G, K, K] float32, or in two float16 pieces.
+    """Room for the products of all nodes over some units, in two float16 pieces: [2, B, total, G, K, K].
 
     Two pieces hold 22 bits (with one, errors would grow with the square root of T); most readers need only the first.
     """
-    shape = (q.shape[0], tree_offset(units, tree_scales(units)), G, q.shape[3], q.shape[3])
-    exact = q.dtype == torch.float32
-    return q.new_empty((1 if exact else 2, *shape), dtype=torch.float32 if exact else torch.float16)
+    shape = (2, q.shape[0], tree_offset(units, tree_scales(units)), G, q.shape[3], q.shape[3])
+    return q.new_empty(shape, dtype=torch.float16)
 
 
 def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
@@ -334,9 +339,9 @@ def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
     qb, kb = q.new_empty((B, T, H, K)), k.new_empty((B, T, G, K))
     block_fwd_kernel[(n * B * G,)](
         q, k, w, beta, diag, qb, kb, m, T, B, m.shape[2], *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
-        *beta.stride(), H=H, G=G, K=K, BK=head_block(K), C=BLOCK, SCALE=q.dtype != torch.float32,
-        NW=2 if w.dtype == torch.float32 else 1, NP=1 if q.dtype == torch.bfloat16 else 2, PN=m.shape[0],
-        DT=pieces(q.dtype), num_stages=1, **launch("block", K),
+        *beta.stride(), H=H, G=G, K=K, BK=head_block(K), C=BLOCK, NI=2 if q.dtype == torch.float32 else 1,
+        NW=2 if w.dtype == torch.float32 else 1, NP=1 if q.dtype == torch.bfloat16 else 2, DT=tl.float16, num_stages=1,
+        **launch("block", K),
     )  # fmt: skip
     return Block(diag, qb, kb, m)
 
@@ -358,7 +363,7 @@ def block_level_backward(
         q, k, w, beta, d.diag, d.q, d.k, d.m, dq, dk, dw, dbeta, T, d.m.shape[1], *q.stride()[:3], *k.stride()[:3],
         *w.stride()[:3], *beta.stride(), *dq.stride()[:3], *dk.stride()[:3], *dw.stride()[:3], *dbeta.stride(), H=H,
         G=G, K=K, BK=head_block(K), C=BLOCK, NW=2 if w.dtype == torch.float32 else 1, NF=2 if fine else 1,
-        NG=2 if fine else 1, DT=tl.float32 if exact else tl.float16 if fine else tl.bfloat16, DI=pieces(q.dtype),
+        NG=2 if fine else 1, DT=tl.float32 if exact else tl.float16 if fine else tl.bfloat16, DI=tl.float16,
         num_stages=1, **launch("block_bwd", K),
     )  # fmt: skip
     return dq, dk, dw, dbeta

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.kernels.fox.fwd import head_block
 
-from .blocks import _mm, _row_scale, launch, pieces
+from .blocks import _mm, _row_scale, launch
 from .transitions import (
     BLOCK,
     UNIT,
@@ -38,11 +38,11 @@ def _node(p, o_k, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _mm_node(b_x, p, plane, o_k, TRANS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NP: tl.constexpr,
-             PN: tl.constexpr, DT: tl.constexpr):  # fmt: skip
-    """b_x N or b_x N^T, the node at p in PN pieces, a plane apart; with NP = 1 the first one does. # float32"""
+             DT: tl.constexpr):  # fmt: skip
+    """b_x N or b_x N^T, the node at p in two pieces, a plane apart; with NP = 1 the first one does. # float32"""
     b_n = _node(p, o_k, K, BK)
     b = _mm(b_x, tl.trans(b_n) if TRANS else b_n, tl.zeros([b_x.shape[0], BK], tl.float32), NP, 1, DT)
-    if PN == 2 and NP == 2:
+    if NP == 2:
         b_n = _node(p + plane, o_k, K, BK)
         b = _mm(b_x, tl.trans(b_n) if TRANS else b_n, b, 1, 1, DT)
     return b
@@ -56,8 +56,8 @@ def _part_of(p, o_r, o_c, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "B", "N"])
 def tree_kernel(p_child, p_node, n, B, N, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
-                PN: tl.constexpr, DT: tl.constexpr):  # fmt: skip
-    """Nodes [PN, B, ceil(n / 2), G, K, K] from their n children; one program per BC columns."""
+                DT: tl.constexpr):  # fmt: skip
+    """Nodes [2, B, ceil(n / 2), G, K, K] from their n children; one program per BC columns."""
     i_g, i_u, i_b = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1).to(tl.int64)
     o_k, o_c = tl.arange(0, BK), tl.program_id(2) * BC + tl.arange(0, BC)
     plane = B * N.to(tl.int64) * (G * K * K)
@@ -68,17 +68,14 @@ def tree_kernel(p_child, p_node, n, B, N, G: tl.constexpr, K: tl.constexpr, BK: 
     if 2 * i_u + 1 < n:
         b_l, b_r = _node(p_child, o_k, K, BK), _part_of(p_right, o_k, o_c, K)
         b = _mm(b_l, b_r, tl.zeros([BK, BC], tl.float32), 1, 1, DT)
-        if PN == 2:
-            b = _mm(_node(p_child + plane, o_k, K, BK), b_r, b, 1, 1, DT)
-            b = _mm(b_l, _part_of(p_right + plane, o_k, o_c, K), b, 1, 1, DT)
+        b = _mm(_node(p_child + plane, o_k, K, BK), b_r, b, 1, 1, DT)
+        b = _mm(b_l, _part_of(p_right + plane, o_k, o_c, K), b, 1, 1, DT)
         b_hi = b.to(DT)
         tl.store(p_node, b_hi, mask=m_k)
-        if PN == 2:
-            tl.store(p_node + plane, (b - b_hi.to(tl.float32)).to(DT), mask=m_k)
+        tl.store(p_node + plane, (b - b_hi.to(tl.float32)).to(DT), mask=m_k)
     else:
         tl.store(p_node, _part_of(p_child, o_k, o_c, K), mask=m_k)
-        if PN == 2:
-            tl.store(p_node + plane, _part_of(p_child + plane, o_k, o_c, K), mask=m_k)
+        tl.store(p_node + plane, _part_of(p_child + plane, o_k, o_c, K), mask=m_k)
 
 
 @triton.jit
@@ -92,7 +89,7 @@ def _tile_scale(x):
 
 @triton.jit(do_not_specialize=["n", "B", "N"])
 def tree_bwd_kernel(p_child, p_dchild, p_dnode, n, B, N, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-                    BC: tl.constexpr, NP: tl.constexpr, PN: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+                    BC: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr):  # fmt: skip
     """Adds the gradient that each child gets through its parent, in place; one program per BC columns."""
     i_g, i_v, i_b = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1).to(tl.int64)
     o_k, o_c = tl.arange(0, BK), tl.program_id(2) * BC + tl.arange(0, BC)
@@ -104,14 +101,14 @@ def tree_bwd_kernel(p_child, p_dchild, p_dnode, n, B, N, G: tl.constexpr, K: tl.
         b_d = _part_of(p_dnode, o_k, o_c, K).to(tl.float32)
         s, inv = _tile_scale(b_d)
         b = _mm(tl.trans(_node(p_s, o_k, K, BK)), b_d * inv, zeros, 1, NP, DT)
-        if PN == 2 and NP == 2:
+        if NP == 2:
             b = _mm(tl.trans(_node(p_s + plane, o_k, K, BK)), b_d * inv, b, 1, 1, DT)
         b *= s
     elif i_v + 1 < n:  # dleft = d right^T
         b_d = _node(p_dnode, o_k, K, BK).to(tl.float32)
         s, inv = _tile_scale(b_d)
         b = _mm(b_d * inv, tl.trans(_part_of(p_s, o_c, o_k, K)), zeros, NP, 1, DT)
-        if PN == 2 and NP == 2:
+        if NP == 2:
             b = _mm(b_d * inv, tl.trans(_part_of(p_s + plane, o_c, o_k, K)), b, 1, 1, DT)
         b *= s
     else:
@@ -155,7 +152,7 @@ def _part(p_start, i_t, i_h, u, h, T, stride_sh, QUERY: tl.constexpr, REP: tl.co
 def carry_kernel(
     p_x, p_level, p_node, p_start, T, Tr, B, n, N, stride_sb, stride_sh,
     H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
-    HAS_START: tl.constexpr, SCALE: tl.constexpr, NP: tl.constexpr, PN: tl.constexpr, DT: tl.constexpr,
+    HAS_START: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Packed rows of the levels 1 .. n [n, B, Tr, H, K] from x [B, T, H, K] at the ends of its blocks."""
     BT: tl.constexpr = 128
@@ -167,16 +164,14 @@ def carry_kernel(
     m_t = (first + o_t < T)[:, None] & (o_k < K)[None, :]
     o_x = o_t[:, None] * (H * K) + o_k[None, :]
     b_x = tl.load(p_x + ((i_b * T + first) * H + i_h) * K + o_x, mask=m_t, other=0.0).to(tl.float32)  # [BT, BK]
-    b_s = tl.full([BT], 1.0, tl.float32)
-    if SCALE:
-        b_s, b_inv = _row_scale(b_x)
-        b_x = b_x * b_inv[:, None]
+    b_s, b_inv = _row_scale(b_x)
+    b_x = b_x * b_inv[:, None]
     p_node += (i_b * N * G + i_h // (H // G)) * (K * K)
     p_start += i_b * stride_sb
     plane = B * N.to(tl.int64) * (G * K * K)
     if first + 64 < T:  # to the ends of the unit: its second block's queries, its first block's keys
         p_n = p_node + (2 * i_t + 1 - QUERY).to(tl.int64) * (G * K * K)
-        b_y = _mm_node(b_x, p_n, plane, o_k, QUERY, K, BK, NP, PN, DT)
+        b_y = _mm_node(b_x, p_n, plane, o_k, QUERY, K, BK, NP, DT)
         b_x = tl.where(((o_t >= 64) == QUERY)[:, None], b_y, b_x)
     units = tl.cdiv(T, 64)
     for s in range(1, n + 1):
@@ -189,26 +184,22 @@ def carry_kernel(
             tl.store(p, (b_x * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_t)
             if s < n:
                 p_n = p_node + (u ^ 1).to(tl.int64) * (G * K * K)
-                b_x = _mm_node(b_x, p_n, plane, o_k, QUERY, K, BK, NP, PN, DT)
+                b_x = _mm_node(b_x, p_n, plane, o_k, QUERY, K, BK, NP, DT)
 
 
 @triton.jit
-def _mm_node_back(b_d, p, plane, o_k, TRANS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr,
-                  NP: tl.constexpr, PN: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+def _mm_node_back(b_d, p, plane, o_k, TRANS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NP: tl.constexpr,
+                  DT: tl.constexpr):  # fmt: skip
     """_mm_node of gradients, their rows brought near 1 first. # float32"""
-    if SCALE:
-        b_s, b_inv = _row_scale(b_d)
-        b = _mm_node(b_d * b_inv[:, None], p, plane, o_k, TRANS, K, BK, NP, PN, DT) * b_s[:, None]
-    else:
-        b = _mm_node(b_d, p, plane, o_k, TRANS, K, BK, NP, PN, DT)
-    return b
+    b_s, b_inv = _row_scale(b_d)
+    return _mm_node(b_d * b_inv[:, None], p, plane, o_k, TRANS, K, BK, NP, DT) * b_s[:, None]
 
 
 @triton.jit(do_not_specialize=["T", "Tr", "B", "n", "N", "stride_sb", "stride_sh"])
 def carry_bwd_kernel(
     p_d, p_level, p_zero, p_out, p_node, p_start, T, Tr, B, n, N, stride_sb, stride_sh,
     H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
-    HAS_START: tl.constexpr, SCALE: tl.constexpr, NP: tl.constexpr, PN: tl.constexpr, DT: tl.constexpr,
+    HAS_START: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Gradient [B, T, H, K] of x, from those of the levels and of level 0 (p_d [B, T, H, K]).
 
@@ -244,7 +235,7 @@ def carry_bwd_kernel(
             if s < n:
                 tl.store(p, b_d.to(p_level.dtype.element_ty), mask=m_t)
                 p_n = p_node + (at + (u ^ 1)).to(tl.int64) * (G * K * K)
-                b_d = _mm_node_back(b_d, p_n, plane, o_k, not QUERY, K, BK, SCALE, NP, PN, DT)
+                b_d = _mm_node_back(b_d, p_n, plane, o_k, not QUERY, K, BK, NP, DT)
             b_d += b_g
         at -= (units + (1 << (s - 1)) - 1) >> (s - 1)
     p = ((i_b * T + first) * H + i_h) * K + o_x
@@ -254,7 +245,7 @@ def carry_bwd_kernel(
         p_z = p_zero + ((i_b * (n_t * 64) + i_t * 64 - QUERY * 64) * H + i_h) * K + o_x
         tl.store(p_z, b_d.to(p_zero.dtype.element_ty), mask=m_t & m_h)
         p_n = p_node + (2 * i_t + 1 - QUERY).to(tl.int64) * (G * K * K)
-        b_y = _mm_node_back(b_d, p_n, plane, o_k, not QUERY, K, BK, SCALE, NP, PN, DT)
+        b_y = _mm_node_back(b_d, p_n, plane, o_k, not QUERY, K, BK, NP, DT)
         b_d = tl.where(m_h, b_y + b_g, b_d)
     tl.store(p_out + p, b_d.to(p_out.dtype.element_ty), mask=m_t)
 
@@ -328,24 +319,24 @@ def node_bwd_kernel(
 
 
 def _tree(nodes: Tensor, units: int) -> None:
-    """Fill a tree [PN, B, total, G, K, K] in place from its first ``units`` nodes."""
-    PN, B, N, G, K, _ = nodes.shape
+    """Fill a tree [2, B, total, G, K, K] in place from its first ``units`` nodes."""
+    _, B, N, G, K, _ = nodes.shape
     for s in range(tree_scales(units) - 1):
         at, n = tree_offset(units, s), tree_nodes(units, s)
         tree_kernel[(triton.cdiv(n, 2) * G, B, triton.cdiv(K, 64))](
             nodes[:, :, at:], nodes[:, :, at + n :], n, B, N, G=G, K=K, BK=head_block(K), BC=min(64, head_block(K)),
-            PN=PN, DT=pieces(nodes.dtype), **launch("tree", K),
+            DT=tl.float16, **launch("tree", K),
         )  # fmt: skip
 
 
 def _tree_backward(nodes: Tensor, dnodes: Tensor, units: int) -> None:
     """Add to each node's gradient, [B, total, G, K, K], what comes from above it."""
-    PN, B, N, G, K, _ = nodes.shape
+    _, B, N, G, K, _ = nodes.shape
     for s in reversed(range(tree_scales(units) - 1)):
         at, n = tree_offset(units, s), tree_nodes(units, s)
         tree_bwd_kernel[(n * G, B, triton.cdiv(K, 64))](
             nodes[:, :, at:], dnodes[:, at:], dnodes[:, at + n :], n, B, N, G=G, K=K, BK=head_block(K),
-            BC=min(64, head_block(K)), NP=1 if dnodes.dtype == torch.bfloat16 else 2, PN=PN, DT=pieces(nodes.dtype),
+            BC=min(64, head_block(K)), NP=1 if dnodes.dtype == torch.bfloat16 else 2, DT=tl.float16,
             **launch("tree", K),
         )  # fmt: skip
 
@@ -353,11 +344,10 @@ def _tree_backward(nodes: Tensor, dnodes: Tensor, units: int) -> None:
 def _options(x: Tensor, start: Tensor | None, nodes: Tensor, query: bool) -> dict[str, object]:
     """What carry_kernel and carry_bwd_kernel are compiled for."""
     H, K = x.shape[2:]
-    PN, G = nodes.shape[0], nodes.shape[3]
+    G = nodes.shape[3]
     return {
         "H": H, "G": G, "REP": 1 if query or start is None else start.shape[1] // G, "K": K, "BK": head_block(K),
-        "QUERY": query, "HAS_START": start is not None, "SCALE": x.dtype != torch.float32,
-        "NP": 1 if x.dtype == torch.bfloat16 else 2, "PN": PN, "DT": pieces(x.dtype),
+        "QUERY": query, "HAS_START": start is not None, "NP": 1 if x.dtype == torch.bfloat16 else 2, "DT": tl.float16,
         **launch("carry", K),
     }  # fmt: skip
 
