@@ -74,8 +74,7 @@ def render(text: str, renderer: Renderer, complain: Callable[[str], None], patte
         tag = TAG.search(tex.replace("\\_", "_"))
         element = "div" if display else "span"
         anchor = f' id="{tag[1]}"' if tag else ""
-        focus = ' tabindex="0"' if display else ""  # a wide formula scrolls, so the keyboard must reach it
-        opening = f'<{element} class="maths"{anchor}{focus} data-search-exclude>'
+        opening = f'<{element} class="maths"{anchor} data-search-exclude>'
         formula = f"{opening}{answer.get('html', html.escape(tex))}</{element}>"
         if not display:
             formula = f"{match['before']}{formula}{match['after']}"
