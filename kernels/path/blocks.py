@@ -260,6 +260,7 @@ def block_bwd_kernel(
     d_beta = tl.sum(b_v * d_x, 0)
     d_l = _mm(tl.trans(b_v), d_x * b_beta[None, :], cc, 2, 2, DT)
     d_l = tl.where(m_lo, -_mm(d_l, tl.trans(b_v), cc, 2, 2, DT), 0.0)
+    b_s = _mm(b_w, tl.trans(b_w), cc, NW, NW, DI)  # again: cheaper than to keep it
     d_beta += tl.sum(d_l * b_s, 1)
     d_s = d_l * b_beta[:, None]
     d_s += tl.trans(d_s)
