@@ -22,7 +22,7 @@ from .dkdv import path_dkdv_kernel
 from .dq import path_dq_kernel
 from .fwd import describe_levels
 from .transitions import Block, Levels
-from .tuning import parts, tiles
+from .tuning import pair_width, parts, tiles
 
 
 def path_backward(
@@ -32,11 +32,10 @@ def path_backward(
     """Launch the backward kernels on what the forward pass saved, some heads at a time; the carries are made again.
 
     Returns:
-        dq, dk, dv in the inputs' dtype; dw [B, T, G, K] and dbeta [B, T, G] in float32; with a gate, column sums
-        [B, H, T] of dS.
+        dq, dk, dv, dw [B, T, G, K] and dbeta [B, T, G] in the inputs' dtypes; with a gate, column sums [B, H, T] of dS.
     """
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dw, dbeta = torch.empty_like(w, dtype=torch.float32), torch.empty_like(beta, dtype=torch.float32)
+    dw, dbeta = torch.empty_like(w), torch.empty_like(beta)
     dkey = None if c is None else torch.empty_like(lse)
     for part in parts(q, k, backward=True):
         x = part.queries(q), part.keys(k), part.keys(w), part.keys(beta)
@@ -80,21 +79,19 @@ def _launch(
     options = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V), "RU": ROW_UNIT,
                "KU": KEY_UNIT, "GATE": gate, "HAS_LEFT": left is not None, "HAS_START": start is not None,
                "PREC": dot_precision(v.dtype)}  # fmt: skip
-    t = tiles("dq", max(K, V), v.dtype, v.device)
+    t = tiles("dq", max(K, V), v.dtype, v.device, start is not None)
     tma = t.tma and n > 0 and can_describe(v)
-    p_k, p_v = (describe_levels(levels.k, t.BS), describe(v, t.BS)) if tma else (levels.k, v)
+    p_k, p_vd = (describe_levels(levels.k, t.BS), describe(v, t.BS)) if tma else (levels.k, v)
     path_dq_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-        block.diag, block.q, block.k, levels.q, p_k, p_v, do, rows, d_block.q, d_levels.q, *gates, *limits, *sizes,
-        min(t.heads, B * H), scale, scale * LOG2E, *strides, *left_strides(left), **options, BT=t.BT, BS=t.BS, TMA=tma,
-        num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+        block.diag, block.q, block.k, levels.q, p_k, v, p_vd, do, rows, d_block.q, d_levels.q, *gates, *limits, *sizes,
+        min(t.heads, B * H), scale, scale * LOG2E, *strides, *left_strides(left), **options, BT=t.BT, BS=t.BS,
+        BP=pair_width(t, max(K, V)), TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip
-    t = tiles("dkdv", max(K, V), v.dtype, v.device)
-    tma = t.tma and n > 0 and can_describe(do)
-    p_q, p_do = (describe_levels(levels.q, t.BT), describe(do, t.BT)) if tma else (levels.q, do)
+    t = tiles("dkdv", max(K, V), v.dtype, v.device, start is not None)
     path_dkdv_kernel[(triton.cdiv(T, t.BS) * B * G,)](
-        block.diag, block.q, block.k, p_q, levels.k, v, p_do, rows, d_block.diag, d_block.k, d_levels.k, dv, d_key,
+        block.diag, block.q, block.k, levels.q, levels.k, v, do, rows, d_block.diag, d_block.k, d_levels.k, dv, d_key,
         *gates, *limits, end, full, *sizes, min(t.heads, B * G), scale, scale * LOG2E, *strides, *dv.stride()[:3],
-        *left_strides(left), **options, BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages,
+        *left_strides(left), **options, BT=t.BT, BS=t.BS, num_warps=t.num_warps, num_stages=t.num_stages,
         maxnreg=t.maxnreg,
     )  # fmt: skip
     return d_block, d_levels, d_key.sum(0) if gate else None

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from attnzoo.kernels.fox.bwd import _row_shift
-from attnzoo.kernels.fox.fwd import _gate_at, _gates_from, _keys, _load_tile, _schedule
+from attnzoo.kernels.fox.fwd import _gate_at, _gates_from, _load_tile, _schedule
 
 from .fwd import _level_tile
 
@@ -31,6 +31,16 @@ def _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_left, b_s, b
 
 
 @triton.jit
+def _row_gate(p_c, p_base, i, T, GATE: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr):
+    """The running gate sum at the frame of row i's unit, in two parts, loaded one tile ahead. # float64, float32"""
+    if GATE == 2:
+        r = tl.minimum(i // RU * RU, T - 1)
+        return tl.load(p_base + r // KU), tl.load(p_c + r)
+    else:
+        return tl.zeros([], tl.float64), tl.zeros([], tl.float32)
+
+
+@triton.jit
 def _load_rows(p_rows, b_row):
     """(lse, delta) of some rows. # [BT] each"""
     b_lse, b_delta = tl.split(tl.load(p_rows + b_row[:, None] * 2 + tl.arange(0, 2)[None, :]))
@@ -38,11 +48,11 @@ def _load_rows(p_rows, b_row):
 
 
 @triton.jit
-def _row_tile(p_q, p_do, i_lb, i_b, Tq, r, i, i_h, o_t, o_k, o_v, stride_dt, T, H: tl.constexpr, K: tl.constexpr,
-              V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+def _row_tile(p_q, p_do, i_lb, Tq, r, i, i_h, o_t, o_k, o_v, stride_dt, T, H: tl.constexpr, K: tl.constexpr,
+              V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """q (rows r of a level) and dO of the row tile at token i. # [BT, BK], [BT, BV]"""
-    b_q = _level_tile(p_q, i_lb, Tq, r, i_h, o_t, o_k, H, K, BK, T - i, TMA, MASK)
-    b_do = _keys(p_do, i_b, i, i_h, o_t, o_v, stride_dt, T, V, BV, TMA, MASK)
+    b_q = _level_tile(p_q, i_lb, Tq, r, i_h, o_t, o_k, H, K, BK, T - i, False, MASK)
+    b_do = _load_tile(p_do + i * stride_dt.to(tl.int64), o_t, o_v, stride_dt, T - i, V, BV, MASK)
     return b_q, b_do
 
 
@@ -54,7 +64,7 @@ def path_dkdv_kernel(
     stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dK of each level and of the even blocks, d(diag), dV [B, T, G, V]; one program per key tile and key head.
 
@@ -141,9 +151,7 @@ def path_dkdv_kernel(
             for i_r in range(REP):
                 i_h = i_g * REP + i_r
                 i_bh = i_b * H + i_h
-                p_doh = p_do  # a descriptor
-                if not TMA:
-                    p_doh = p_do + i_b * stride_db + i_h * stride_dh
+                p_doh = p_do + i_b * stride_db + i_h * stride_dh
                 p_rowsh = p_rows + i_bh * (n_t * RU) * 2
                 p_lefth = p_left + i_b * stride_lb + i_h * stride_lh
                 p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
@@ -157,26 +165,26 @@ def path_dkdv_kernel(
                     i_full = tl.minimum(r1, tl.load(p_full + i_bh * n_u + s // KU))
                 i_mask = tl.maximum(i_full // BT * BT, r0)  # from here the left mask, a bound or the end of the rows
                 b_dc = tl.zeros([BS], tl.float32)
-                for i_n in range(tl.cdiv(tl.maximum(i_end - i_mask, 0), BT)):
-                    i = i_mask + i_n * BT
+                for i in tl.range(i_mask, i_end, BT, num_stages=1):
                     b_row = i + o_t
                     b_shift = _row_shift(p_ch, p_baseh, b_slope, b_ref, i, 0, T, GATE, RU, KU)
-                    b_q, b_do = _row_tile(p_q, p_doh, i_lb, i_b32, Tq, i - back, i, i_h, o_t, o_k, o_v, stride_dt, T, H,
-                                          K, V, BK, BV, TMA, True)  # fmt: skip
+                    b_q, b_do = _row_tile(p_q, p_doh, i_lb, Tq, i - back, i, i_h, o_t, o_k, o_v, stride_dt, T, H, K,
+                                          V, BK, BV, True)  # fmt: skip
                     b_lse, b_delta = _load_rows(p_rowsh, b_row)
                     b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
-                    b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_lefth, b_s, b_row, T,
-                                             scale2, GATE, HAS_LEFT, PREC, True)  # fmt: skip
+                    b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_lefth, b_s, b_row,
+                                             T, scale2, GATE, HAS_LEFT, PREC, True)  # fmt: skip
                     b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
                     if GATE != 0:
                         b_dc += tl.sum(b_ds, 1)
                     b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PREC)
-                b_shift = _row_shift(p_ch, p_baseh, b_slope, b_ref, r0, 0, T, GATE, RU, KU)
+                b_base, b_c = _row_gate(p_ch, p_baseh, r0, T, GATE, RU, KU)
                 for i in range(r0, tl.minimum(i_mask, i_end), BT):
                     b_row = i + o_t
-                    b_next = _row_shift(p_ch, p_baseh, b_slope, b_ref, i + BT, 0, T, GATE, RU, KU)
-                    b_q, b_do = _row_tile(p_q, p_doh, i_lb, i_b32, Tq, i - back, i, i_h, o_t, o_k, o_v, stride_dt, T, H,
-                                          K, V, BK, BV, TMA, False)  # fmt: skip
+                    b_shift = (b_base + b_c - b_ref).to(tl.float32)
+                    b_base, b_c = _row_gate(p_ch, p_baseh, i + BT, T, GATE, RU, KU)
+                    b_q, b_do = _row_tile(p_q, p_doh, i_lb, Tq, i - back, i, i_h, o_t, o_k, o_v, stride_dt, T, H, K, V,
+                                          BK, BV, False)  # fmt: skip
                     b_lse, b_delta = _load_rows(p_rowsh, b_row)
                     b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
                     b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_lefth, b_s, b_row, T,
@@ -185,7 +193,6 @@ def path_dkdv_kernel(
                     if GATE != 0:
                         b_dc += tl.sum(b_ds, 1)
                     b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PREC)
-                    b_shift = b_next
                 if GATE != 0:
                     tl.store(p_dc + ((i_l + 1) * B * H + i_bh) * T + b_s, b_dc, mask=m_s)
             p_dkt = p_dk + ((i_lb.to(tl.int64) * Tk + s - u * h) * G + i_g) * K

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from attnzoo.kernels.fox.fwd import _base_shift, _gate_at, _key_bias, _keys, _load_tile, _row_bounds, _schedule
 
-from .fwd import _level_keys, _level_tile, _pair_scores
+from .fwd import _base_at, _level_keys, _level_tile, _pair_scores
 
 
 @triton.jit
@@ -29,10 +29,11 @@ def _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_
 
 @triton.jit(do_not_specialize=["B", "T", "Tq", "Tk", "n_levels", "n_heads", "stride_lb", "stride_lh"])
 def path_dq_kernel(
-    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_do, p_rows, p_dqb, p_dq, p_c, p_base, p_left, p_start, B, T, Tq, Tk, n_levels,
-    n_heads, scale, scale2, stride_vb, stride_vt, stride_vh, stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
+    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_do, p_rows, p_dqb, p_dq, p_c, p_base, p_left, p_start, B, T, Tq, Tk,
+    n_levels, n_heads, scale, scale2, stride_vb, stride_vt, stride_vh, stride_db, stride_dt, stride_dh, stride_lb,
+    stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dQ of each level and of the odd blocks, and delta corrected in place; schedule and frame of the forward."""
@@ -43,14 +44,15 @@ def path_dq_kernel(
     i_b, i_g = i_b32.to(tl.int64), i_h // REP
     row = i_t * BT
     last = tl.minimum(row + BT, T) - 1
-    o_t, o_s = tl.arange(0, BT), tl.arange(0, BS)
+    o_t, o_s, o_p = tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BP)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     b_row = row + o_t
     m_t = b_row < T
     row64 = row.to(tl.int64)
-    p_vt = p_v  # a descriptor
+    p_v += i_b * stride_vb + i_g * stride_vh
+    p_vt = p_vd  # a descriptor
     if not TMA:
-        p_vt = p_v + i_b * stride_vb + i_g * stride_vh
+        p_vt = p_v
     p_do += i_b * stride_db + i_h * stride_dh + row64 * stride_dt
     b_do = _load_tile(p_do, o_t, o_v, stride_dt, T - row, V, BV, True)
     p_rows += (i_bh.to(tl.int64) * (tl.cdiv(T, RU) * RU) + row) * 2
@@ -78,13 +80,13 @@ def path_dq_kernel(
     p_kb += (i_b * T * G + i_g) * K
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_q = _load_tile(p_qb + row64 * (H * K), o_t, o_k, H * K, T - row, K, BK, True)
-    for i in tl.range(tl.cdiv(last + 1 - pair, BS), num_stages=1):  # or diag would be staged through shared memory
-        s = pair + i * BS
+    for i in tl.range(tl.cdiv(last + 1 - pair, BP), num_stages=1):  # or diag would be staged through shared memory
+        s = pair + i * BP
         b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
-        b_k = _load_tile(p_kb + s.to(tl.int64) * (G * K), o_s, o_k, G * K, T - s, K, BK, True)
-        b_s = _pair_scores(p_diag, b_q, b_k, b_row, s, o_s, T, H * KU * KU, PREC, KU)
-        b_v = _keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, True)
-        b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_left, scale2, GATE,
+        b_k = _load_tile(p_kb + s.to(tl.int64) * (G * K), o_p, o_k, G * K, T - s, K, BK, True)
+        b_s = _pair_scores(p_diag, b_q, b_k, b_row, s, o_p, T, H * KU * KU, PREC, KU)
+        b_v = _load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
+        b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_p, b_row, b_left, scale2, GATE,
                           HAS_LEFT, PREC, True)  # fmt: skip
         if GATE != 0:
             b_dr += tl.sum(b_ds, 1)
@@ -116,10 +118,11 @@ def path_dq_kernel(
                     if GATE != 0:
                         b_dr += tl.sum(b_ds, 1)
                     b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
-            b_shift = _base_shift(p_base, b_slope, b_ref, mid * BS, GATE, KU)
+            b_base = _base_at(p_base, mid * BS, GATE, KU)
             for i_s in range(mid, stop):
                 s = i_s * BS
-                b_next = _base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)
+                b_shift = (b_ref - b_base).to(tl.float32)
+                b_base = _base_at(p_base, s + BS, GATE, KU)
                 b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                 b_v = _keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
@@ -128,7 +131,6 @@ def path_dq_kernel(
                 if GATE != 0:
                     b_dr += tl.sum(b_ds, 1)
                 b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
-                b_shift = b_next
             p_dqt = p_dq + ((i_lb.to(tl.int64) * Tq + r) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
             tl.store(p_dqt, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k[None, :] < K))
     if GATE != 0:

@@ -36,7 +36,7 @@ from .blocks import block_level
 from .carry import carry
 from .prune import block_starts
 from .transitions import Block, Levels
-from .tuning import parts, tiles
+from .tuning import pair_width, parts, tiles
 
 
 @triton.jit
@@ -68,6 +68,15 @@ def _level_tile(p_x, i_b, R, r, i_h, o_r, o_d, N: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
+def _base_at(p_base, s, GATE: tl.constexpr, KU: tl.constexpr):
+    """The running gate sum before the unit of key s. # float64
+
+    A loop loads it one tile ahead and converts it where it is used: converting at once would wait for the load.
+    """
+    return tl.load(p_base + s // KU) if GATE == 2 else tl.zeros([], tl.float64)
+
+
+@triton.jit
 def _level_keys(row, i_l, lo, BS: tl.constexpr, RU: tl.constexpr):
     """Keys of level i_l + 1 of a row tile: child size, node, first and last key tile; none if the level is not its.
 
@@ -82,10 +91,10 @@ def _level_keys(row, i_l, lo, BS: tl.constexpr, RU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "T", "Tq", "Tk", "n_levels", "n_heads", "stride_lb", "stride_lh"])
 def path_fwd_kernel(
-    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_o, p_lse, p_c, p_base, p_left, p_start, B, T, Tq, Tk, n_levels, n_heads,
+    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_o, p_lse, p_c, p_base, p_left, p_start, B, T, Tq, Tk, n_levels, n_heads,
     scale2, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per row tile, the longest rows first."""
@@ -96,13 +105,14 @@ def path_fwd_kernel(
     i_b, i_g = i_b32.to(tl.int64), i_h // REP
     row = i_t * BT
     last = tl.minimum(row + BT, T) - 1
-    o_t, o_s = tl.arange(0, BT), tl.arange(0, BS)
+    o_t, o_s, o_p = tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BP)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     b_row = row + o_t  # [BT]
     m_t = b_row < T
-    p_vt = p_v  # a descriptor
+    p_v += i_b * stride_vb + i_g * stride_vh
+    p_vt = p_vd  # a descriptor
     if not TMA:
-        p_vt = p_v + i_b * stride_vb + i_g * stride_vh
+        p_vt = p_v
     n_u = tl.cdiv(T, KU)
     p_c += i_bh.to(tl.int64) * (n_u * KU)
     p_base += i_bh.to(tl.int64) * (n_u + 1)
@@ -124,13 +134,13 @@ def path_fwd_kernel(
     p_qb += (i_b * T * H + i_h) * K
     p_kb += (i_b * T * G + i_g) * K
     b_q = _load_tile(p_qb + row.to(tl.int64) * (H * K), o_t, o_k, H * K, T - row, K, BK, True)
-    for i in tl.range(tl.cdiv(last + 1 - pair, BS), num_stages=1):  # or diag would be staged through shared memory
-        s = pair + i * BS
+    for i in tl.range(tl.cdiv(last + 1 - pair, BP), num_stages=1):  # or diag would be staged through shared memory
+        s = pair + i * BP
         b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
-        b_k = _load_tile(p_kb + s.to(tl.int64) * (G * K), o_s, o_k, G * K, T - s, K, BK, True)
-        b_s = _pair_scores(p_diag, b_q, b_k, b_row, s, o_s, T, H * KU * KU, PREC, KU)
-        b_v = _keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, True)
-        b_o, b_m, b_l = _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_left, scale2, GATE,
+        b_k = _load_tile(p_kb + s.to(tl.int64) * (G * K), o_p, o_k, G * K, T - s, K, BK, True)
+        b_s = _pair_scores(p_diag, b_q, b_k, b_row, s, o_p, T, H * KU * KU, PREC, KU)
+        b_v = _load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
+        b_o, b_m, b_l = _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_p, b_row, b_left, scale2, GATE,
                                   HAS_LEFT, PREC, True)  # fmt: skip
 
     # levels
@@ -143,7 +153,7 @@ def path_fwd_kernel(
             back = u * h  # of a key: its token minus its packed row
             mid = tl.minimum(tl.maximum(begin, full), stop)
             if HAS_LEFT:
-                for i_s in range(begin, mid):
+                for i_s in tl.range(begin, mid, num_stages=1):
                     s = i_s * BS
                     b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
                     b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
@@ -151,16 +161,16 @@ def path_fwd_kernel(
                     b_v = _keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                     b_o, b_m, b_l = _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_left,
                                               scale2, GATE, HAS_LEFT, PREC, True)  # fmt: skip
-            b_shift = _base_shift(p_base, b_slope, b_ref, mid * BS, GATE, KU)
+            b_base = _base_at(p_base, mid * BS, GATE, KU)
             for i_s in range(mid, stop):
                 s = i_s * BS
-                b_next = _base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)  # one tile ahead: hides the load
+                b_shift = (b_ref - b_base).to(tl.float32)
+                b_base = _base_at(p_base, s + BS, GATE, KU)
                 b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
                 b_v = _keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                 b_o, b_m, b_l = _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_left,
                                           scale2, GATE, HAS_LEFT, PREC, False)  # fmt: skip
-                b_shift = b_next
     b_o = b_o / b_l[:, None]
     p_ot = p_o + i_b * stride_ob + i_h * stride_oh + row.to(tl.int64) * stride_ot + o_t[:, None] * stride_ot
     tl.store(p_ot + o_v[None, :], b_o.to(p_o.dtype.element_ty), mask=m_t[:, None] & (o_v[None, :] < V))
@@ -212,15 +222,15 @@ def _launch(
     left: Tensor | None, start: Tensor | None, scale: float,
 ) -> None:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
-    t = tiles("fwd", max(K, V), v.dtype, v.device)
+    t = tiles("fwd", max(K, V), v.dtype, v.device, start is not None)
     tma = t.tma and n > 0 and can_describe(v)
-    p_k, p_v = (describe_levels(levels.k, t.BS), describe(v, t.BS)) if tma else (levels.k, v)
+    p_k, p_vd = (describe_levels(levels.k, t.BS), describe(v, t.BS)) if tma else (levels.k, v)
     path_fwd_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-        block.diag, block.q, block.k, levels.q, p_k, p_v, o, lse, lse if c is None else c,
+        block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, lse, lse if c is None else c,
         lse if base is None else base, lse if left is None else left, lse if start is None else start,
         B, T, levels.q.shape[2], levels.k.shape[2], n, min(t.heads, B * H), scale * LOG2E, *v.stride()[:3],
         *o.stride()[:3], *left_strides(left), H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT,
-        BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL, HAS_LEFT=left is not None,
-        HAS_START=start is not None, TMA=tma, PREC=dot_precision(v.dtype), num_warps=t.num_warps,
-        num_stages=t.num_stages, maxnreg=t.maxnreg,
+        BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT, KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL,
+        HAS_LEFT=left is not None, HAS_START=start is not None, TMA=tma, PREC=dot_precision(v.dtype),
+        num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip

@@ -21,9 +21,14 @@ BUDGET = 5 << 28  # bytes of workspace for carried operands and their gradients 
 
 # Head dims up to the key -> tiles. Measured on an H200 (benchmarks/NOTES.md), 16-bit inputs.
 _HOPPER: dict[Kind, dict[int, Tiles]] = {
-    "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 2, maxnreg=128, tma=True, heads=8)},
+    "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 3, tma=True, heads=8)},
     "dq": {64: Tiles(128, 64, 8, 3, maxnreg=128, tma=True), 128: Tiles(128, 64, 8, 3, tma=True, heads=8)},
     "dkdv": {64: Tiles(64, 64, 4, 4, heads=8), 128: Tiles(32, 64, 4, 4, heads=8)},
+}
+# Where they differ with pruning, which leaves short rows.
+_HOPPER_PRUNED: dict[Kind, dict[int, Tiles]] = {
+    "fwd": {64: Tiles(128, 64, 8, 3, maxnreg=128, tma=True)},
+    "dq": {128: Tiles(64, 64, 4, 2, tma=True, heads=8)},
 }
 # Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
 _SAFE: dict[Kind, dict[int, Tiles]] = {
@@ -47,23 +52,30 @@ def override(tiles: dict[Kind, Tiles]) -> Iterator[None]:
         _overrides.update(before)
 
 
-def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device, pruned: bool) -> Tiles:
     """Tiles of a kernel for head dims up to ``head_dim`` (the larger of K and V, at most 128).
 
     A key tile lies in one block of 64 tokens (as do the dkdv kernel's row tiles), a row tile of fwd and dq in one
     pair of blocks.
     """
-    t = _overrides.get(kind) or _table(kind, 64 if head_dim <= 64 else 128, dtype, device)
+    t = _overrides.get(kind) or _table(kind, 64 if head_dim <= 64 else 128, dtype, device, pruned)
     if t.BS > BLOCK or (kind == "dkdv" and t.BT > BLOCK):
         raise ValueError(f"{kind} tiles: expected BS (and in dkdv BT) of at most {BLOCK}, got BT={t.BT}, BS={t.BS}")
     return t
 
 
-def _table(kind: Kind, size: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+def pair_width(t: Tiles, head_dim: int) -> int:
+    """Keys per tile within the own pair of blocks, where diag takes registers besides."""
+    return min(t.BS, 32) if head_dim > 64 else t.BS
+
+
+def _table(kind: Kind, size: int, dtype: torch.dtype, device: torch.device, pruned: bool) -> Tiles:
     if dtype == torch.float32:
         return _FLOAT32[kind][size]
     if capability(device) == (9, 0):
         t = _HOPPER[kind][size]
+        if pruned:
+            t = _HOPPER_PRUNED.get(kind, {}).get(size, t)
         return t if has_descriptors() else dataclasses.replace(t, tma=False, maxnreg=None)
     return _SAFE[kind][size]
 
