@@ -67,6 +67,8 @@ bench: install
 
 bench-gpu: install
 	$(BIN)/python benchmarks/fox_gpu.py --out runs/bench-gpu --plot
+	$(BIN)/python benchmarks/decode_gpu.py --out runs/bench-gpu
+	$(BIN)/python benchmarks/path_gpu.py --out runs/bench-gpu/path
 
 clean:
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

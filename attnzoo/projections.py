@@ -352,8 +352,9 @@ def rotary_angles(head_dim: int, theta: float) -> Tensor:
 
 
 def _unit_or_idle(w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalise w; where it vanishes there is no direction to erase, and beta is 0."""
-    length = wide(w).norm(dim=-1)
+    """w of unit length, in float32 at least (a rounded one may be longer than 1); where it vanishes, beta is 0."""
+    w = wide(w)
+    length = w.norm(dim=-1)
     return l2_normalize(w), beta.masked_fill(length < 1e-6, 0.0)
 
 
