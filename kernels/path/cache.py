@@ -41,17 +41,59 @@ def refuse_gradients(*tensors: Tensor) -> None:
         raise ValueError("a cached step has no gradient: expected torch.no_grad() or inputs that require none")
 
 
+def _check(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
+    valid: Tensor | None,
+) -> None:  # fmt: skip
+    if q.ndim != 4 or keys.ndim != 4 or values.ndim != 4:
+        got = {"q": q.ndim, "keys": keys.ndim, "values": values.ndim}
+        raise ValueError(f"q, keys, values: expected 4 dimensions each, got {got}")
+    B, N, H, K = q.shape
+    S, G = keys.shape[1:3]
+    if S == 0 or G == 0 or H % G:
+        raise ValueError(f"keys: expected [B, S >= 1, G, K] with G a divisor of H={H}, got {tuple(keys.shape)}")
+    if keys.dtype != torch.float32:
+        raise ValueError(f"keys: expected float32 (roundings of every step add up), got {keys.dtype}")
+    shapes = {
+        "k": (k, (B, N, G, K)), "w": (w, (B, N, G, K)), "beta": (beta, (B, N, G)), "keys": (keys, (B, S, G, K)),
+        "values": (values, (B, S + N, G, values.shape[3])), "gates": (gates, (B, S + N, H)),
+        "valid": (valid, (B, S + N)),
+    }  # fmt: skip
+    for name, (x, shape) in shapes.items():
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{name}: expected {shape} beside q {tuple(q.shape)}, got {tuple(x.shape)}")
+
+
 def path_extend(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
     valid: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Any number of new tokens after S >= 1 cached ones, CHUNK at a time; arguments and results as ``path_advance``.
+    """Continue PaTH or PaTH-FoX from cached keys, with one new token or many: one pass over the cache per CHUNK tokens.
 
-    The cache that is given stays as it is. There is no gradient.
+    Each cached key is read once, multiplied by the factors of the new tokens, used and written to the cache that is
+    returned; the one that is given stays as it is. Runs on Triton, without a gradient.
+
+    Args:
+        q: [B, N, H, K], the new tokens.
+        k: [B, N, G, K] their keys.
+        w: [B, N, G, K] unit vectors.
+        beta: [B, N, G] in [0, 2].
+        keys: [B, S, G, K] float32, S >= 1 cached keys as the last cached token left them (``carry_keys``).
+        values: [B, S + N, G, V], cached and new.
+        gates: [B, S + N, H] log gates of the cached and the new tokens, or None.
+        valid: [B, S + N] bool, the tokens that exist, or None for all.
+        scale: of the scores; default K ** -0.5.
+
+    Returns:
+        o [B, N, H, V] in the dtype of ``values``, and the keys as the last new token leaves them,
+        [B, S + N, G, K] float32.
 
     Raises:
-        ValueError: an input that requires a gradient while gradients are recorded.
+        ValueError: a shape or dtype is wrong, or an input requires a gradient while gradients are recorded.
+
+    Source: Yang et al., "PaTH Attention", 2025, section 3.4.
     """
+    _check(q, k, w, beta, keys, values, gates, valid)
     refuse_gradients(q, k, w, beta, keys, values)
     from .decode import path_advance
 
@@ -72,10 +114,12 @@ def carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
     """``(R_{j+1} ... R_T)^T k_j`` for every token j, in float32 or better: the cache after a prefill.
 
     Args:
-        k, w: [B, T, G, K]; beta: [B, T, G].
+        k: [B, T, G, K].
+        w: [B, T, G, K] unit vectors.
+        beta: [B, T, G] in [0, 2].
 
     Returns:
-        [B, T, G, K].
+        [B, T, G, K]. Differentiable.
     """
     with torch.autocast(k.device.type, enabled=False):
         return _carry_keys(k, w, beta)

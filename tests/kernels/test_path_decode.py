@@ -217,3 +217,24 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
     assert float((o.double() - want).norm() / want.norm()) <= 2 * torch.finfo(torch.bfloat16).eps
     double = carry_keys(x["k"].double(), x["w"].double(), x["beta"].double())
     assert float((keys.double() - double).norm() / double.norm()) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("keys", lambda x: x[:, :0], r"keys: expected \[B, S >= 1, G, K\]"),
+        ("keys", lambda x: x.half(), r"keys: expected float32"),
+        ("values", lambda x: x[:, :-1], r"values: expected \(1, 40, 1, 16\)"),
+        ("w", lambda x: x[..., :-1], r"w: expected \(1, 2, 1, 16\)"),
+        ("gates", lambda x: x[..., :1], r"gates: expected \(1, 40, 2\)"),
+        ("q", lambda x: x[0], r"expected 4 dimensions each"),
+    ],
+    ids=str,
+)
+def test_wrong_cache_is_refused(name: str, change: Any, message: str) -> None:
+    x = inputs(Case(T=40, H=2, G=1, K=16, V=16), torch.float32)
+    q, k, w, beta = parts(x, 38, 40)
+    call = {"q": q, "k": k, "w": w, "beta": beta, "keys": x["k"][:, :38], "values": x["v"], "gates": x["log_gate"]}
+    path_extend(**call)
+    with pytest.raises(ValueError, match=message):
+        path_extend(**call | {name: change(call[name])})
