@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from attnzoo.kernels.fox.tuning import Tiles, capability, has_descriptors
 from .transitions import BLOCK, level_count
 
 Kind = Literal["fwd", "dq", "dkdv"]
+_log = logging.getLogger("attnzoo.kernels.path")
 BUDGET = 5 << 28  # bytes of workspace for carried operands and their gradients (one key head may need more)
 
 # Head dims up to the key -> tiles. Measured on an H200 (benchmarks/NOTES.md), 16-bit inputs.
@@ -38,6 +40,7 @@ _SAFE: dict[Kind, dict[int, Tiles]] = {
 }
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1)} for kind in _SAFE}
 _overrides: dict[Kind, Tiles] = {}
+_said: set[tuple[int, int]] = set()
 
 
 @contextlib.contextmanager
@@ -72,11 +75,15 @@ def pair_width(t: Tiles, head_dim: int) -> int:
 def _table(kind: Kind, size: int, dtype: torch.dtype, device: torch.device, pruned: bool) -> Tiles:
     if dtype == torch.float32:
         return _FLOAT32[kind][size]
-    if capability(device) == (9, 0):
+    cap = capability(device)
+    if cap == (9, 0):
         t = _HOPPER[kind][size]
         if pruned:
             t = _HOPPER_PRUNED.get(kind, {}).get(size, t)
         return t if has_descriptors() else dataclasses.replace(t, tma=False, maxnreg=None)
+    if cap not in ((0, 0), (8, 0), (8, 6), (8, 9)) and cap not in _said:
+        _said.add(cap)
+        _log.info("path: no tuned tiles for compute capability %d.%d; using the safe table", *cap)
     return _SAFE[kind][size]
 
 

@@ -100,3 +100,16 @@ def test_a_tile_must_fit_a_block(kind: Any, tiles: Tiles) -> None:
     device = torch.device(DEVICE)
     with tuning.override({kind: tiles}), pytest.raises(ValueError, match=f"{kind} tiles: expected BS"):
         tuning.tiles(kind, 64, torch.float16, device, pruned=False)
+
+
+def test_an_unknown_gpu_gets_the_safe_tiles_and_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "capability", lambda device: (12, 3))
+    with caplog.at_level("INFO", logger="attnzoo.kernels.path"):
+        for _ in range(2):
+            t = tuning.tiles("fwd", 64, torch.float16, torch.device(DEVICE), pruned=True)
+    assert t == tuning._SAFE["fwd"][64]
+    assert [r.getMessage() for r in caplog.records] == [
+        "path: no tuned tiles for compute capability 12.3; using the safe table"
+    ]
