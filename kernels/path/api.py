@@ -12,10 +12,11 @@ from torch import Tensor
 from attnzoo.kernels.fox import api as fox_api
 from attnzoo.kernels.fox.api import Impl
 from attnzoo.kernels.fox.reference import _gate_sums, _left
-from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT, capability
 from attnzoo.pruning import Prune
 
 from .reference import path_reference, prune_starts_reference
+from .tuning import too_small
 
 _log = logging.getLogger("attnzoo.kernels.path")
 _said: set[str] = set()
@@ -57,7 +58,8 @@ def path_attention(
         cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. T; B is 1. Changing lengths does not recompile.
         logit_bound: [H] float32 known bound of |scale q . k|, used by ``prune`` besides measured norms. A bound that
             does not hold voids the certificate.
-        impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports.
+        impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports (GPUs
+            with 163 KiB of shared memory per program, 227 for float32: compute capability 8.0, 9.0, 10.0).
 
     Under autocast q, k and v are cast to the autocast dtype, and w, beta and log_gate to float32.
     Forward and backward are deterministic, with or without ``torch.use_deterministic_algorithms``.
@@ -162,6 +164,8 @@ def triton_unavailable(q: Tensor, v: Tensor) -> str:
     why = fox_api.triton_unavailable(q, v)
     if why:
         return why
+    if q.is_cuda and too_small(q.dtype, capability(q.device)):
+        return too_small(q.dtype, capability(q.device))
     for name, dim in (("K", q.shape[3]), ("V", v.shape[3])):
         if dim % 16 or not 16 <= dim <= 128:
             return f"expected {name} a multiple of 16 up to 128, got {dim}"

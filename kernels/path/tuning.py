@@ -39,6 +39,9 @@ _SAFE: dict[Kind, dict[int, Tiles]] = {
     "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2)},
 }
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1)} for kind in _SAFE}
+# KiB of shared memory per program: what the block kernels need at head dim 128, and what a GPU has (99 if not listed).
+_NEEDED = {torch.bfloat16: 147, torch.float16: 147, torch.float32: 180}
+_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 _overrides: dict[Kind, Tiles] = {}
 _said: set[tuple[int, int]] = set()
 
@@ -53,6 +56,14 @@ def override(tiles: dict[Kind, Tiles]) -> Iterator[None]:
     finally:
         _overrides.clear()
         _overrides.update(before)
+
+
+def too_small(dtype: torch.dtype, capability: tuple[int, int]) -> str:
+    """Why the block kernels do not fit a GPU's shared memory, or ""."""
+    has = _SHARED.get(capability, 99)
+    if _NEEDED[dtype] <= has:
+        return ""
+    return f"expected {_NEEDED[dtype]} KiB of shared memory per program for {dtype}, this GPU {capability} has {has}"
 
 
 def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device, pruned: bool) -> Tiles:

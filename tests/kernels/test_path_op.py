@@ -11,7 +11,7 @@ import pytest
 import torch
 from path_cases import DEVICE, Case, inputs, large_tiles, run  # noqa: F401  (a fixture)
 
-from attnzoo.kernels.path import api, path_attention
+from attnzoo.kernels.path import api, path_attention, tuning
 from attnzoo.kernels.path.reference import path_reference
 from attnzoo.pruning import Prune
 
@@ -197,3 +197,22 @@ def test_compiles_with_inductor() -> None:
         got, want = run(named(compiled), case, x), run(named(layer), case, x)
         for name in want:
             torch.testing.assert_close(got[name], want[name], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "fits"),
+    [
+        (torch.bfloat16, (8, 0), True),
+        (torch.float32, (9, 0), True),
+        (torch.float32, (8, 0), False),
+        (torch.float16, (8, 9), False),
+        (torch.bfloat16, (12, 0), False),
+    ],
+    ids=str,
+)
+def test_gpus_with_too_little_shared_memory_are_refused(
+    dtype: torch.dtype, capability: tuple[int, int], fits: bool
+) -> None:
+    why = tuning.too_small(dtype, capability)
+    assert (why == "") == fits
+    assert fits or "KiB of shared memory" in why
