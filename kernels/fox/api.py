@@ -16,10 +16,9 @@ from .reference import _gate_sums, _left, fox_reference, prune_starts_reference
 from .tuning import KEY_UNIT, ROW_UNIT, capability
 
 Impl = Literal["auto", "triton", "reference"]
-_log = logging.getLogger("attnzoo.kernels.fox")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-_said: set[str] = set()
+_said: set[tuple[str, str]] = set()
 
 
 def fox_attention(
@@ -80,7 +79,7 @@ def fox_attention(
         log_gate = None if log_gate is None else log_gate.float()
     _check(q, k, v, log_gate, scale, prune, window, sink, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if _choose(impl, q, v) == "reference":
+    if choose("fox_attention", impl, triton_unavailable(q, v)) == "reference":
         return fox_reference(
             q, k, v, log_gate=log_gate, scale=scale, prune=prune, window=window, sink=sink, cu_seqlens=cu_seqlens,
             logit_bound=logit_bound,
@@ -122,7 +121,7 @@ def kept_fraction(
     S = k.shape[1]
     left: Tensor | None
     start: Tensor | None = None
-    if _choose(impl, q, k) == "triton":
+    if choose("fox_attention", impl, triton_unavailable(q, k)) == "triton":
         from .op import bounds
 
         bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
@@ -132,10 +131,16 @@ def kept_fraction(
         left = _left(closed, window, cu_seqlens)
         if prune is not None:
             start = prune_starts_reference(q, k, c, left, scale, prune, logit_bound)
-    first = torch.arange(0, T, ROW_UNIT, device=q.device) + (S - T)
-    last = (first + ROW_UNIT).clamp(max=S)
-    stop = (last + KEY_UNIT - 1) // KEY_UNIT  # blocks up to the diagonal
-    begin = torch.zeros(B, H, first.numel(), dtype=torch.int64, device=q.device)
+    return share_kept(left, start, B, T, H, S, q.device)
+
+
+def share_kept(
+    left: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int, device: torch.device
+) -> Tensor:
+    """Share of the causal blocks that lie right of ``left`` (first visible keys) and ``start``, [B, H]."""
+    first = torch.arange(0, T, ROW_UNIT, device=device) + (S - T)
+    stop = ((first + ROW_UNIT).clamp(max=S) + KEY_UNIT - 1) // KEY_UNIT  # blocks up to the diagonal
+    begin = torch.zeros(B, H, first.numel(), dtype=torch.int64, device=device)
     if left is not None:
         begin = begin.maximum(left[..., first].long() // KEY_UNIT)
     if start is not None:
@@ -143,18 +148,18 @@ def kept_fraction(
     return (stop - begin).sum(-1).float() / stop.sum()
 
 
-def _choose(impl: str, q: Tensor, v: Tensor) -> str:
-    """The implementation to run; an explicit choice never falls back."""
+def choose(function: str, impl: str, why: str) -> str:
+    """The implementation to run, with the reason ``why`` Triton cannot; an explicit choice never falls back."""
     if impl not in get_args(Impl):
         raise ValueError(f"impl: expected one of {get_args(Impl)}, got {impl!r}")
-    why = triton_unavailable(q, v)
     if impl == "triton" and why:
         error = ImportError if "installed" in why else ValueError
         raise error(f"impl: 'triton' cannot run here: {why}")
     picked = ("reference" if why else "triton") if impl == "auto" else impl
-    if impl == "auto" and not torch.compiler.is_compiling() and picked not in _said:
-        _said.add(picked)
-        _log.info("fox_attention: auto picked %s%s", picked, f" ({why})" if why else "")
+    if impl == "auto" and not torch.compiler.is_compiling() and (function, picked) not in _said:
+        _said.add((function, picked))
+        logger = logging.getLogger(f"attnzoo.kernels.{function.removesuffix('_attention')}")
+        logger.info("%s: auto picked %s%s", function, picked, f" ({why})" if why else "")
     return picked
 
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from attnzoo.kernels.fox import api as fox_api
-from attnzoo.kernels.fox.api import Impl
+from attnzoo.kernels.fox.api import Impl, choose, share_kept
 from attnzoo.kernels.fox.reference import _gate_sums, _left
-from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT, capability
+from attnzoo.kernels.fox.tuning import capability
 from attnzoo.pruning import Prune
 
 from .reference import path_reference, prune_starts_reference
 from .tuning import too_small
-
-_log = logging.getLogger("attnzoo.kernels.path")
-_said: set[str] = set()
 
 
 def path_attention(
@@ -84,7 +79,7 @@ def path_attention(
             )  # fmt: skip
     _check(q, k, v, w, beta, log_gate, scale, prune, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if _choose(impl, q, v) == "reference":
+    if choose("path_attention", impl, triton_unavailable(q, v)) == "reference":
         return path_reference(
             q, k, v, w=w, beta=beta, log_gate=log_gate, scale=scale, prune=prune, cu_seqlens=cu_seqlens,
             logit_bound=logit_bound,
@@ -123,7 +118,7 @@ def kept_fraction(
     B, T, H, _ = q.shape
     left: Tensor | None
     start: Tensor | None = None
-    if _choose(impl, q, k) == "triton":
+    if choose("path_attention", impl, triton_unavailable(q, k)) == "triton":
         from .op import starts
 
         bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
@@ -134,29 +129,7 @@ def kept_fraction(
         left = _left(closed, None, cu_seqlens)
         if prune is not None:
             start = prune_starts_reference(q, k, w, beta, c, left, scale, prune, logit_bound)
-    first = torch.arange(0, T, ROW_UNIT, device=q.device)
-    stop = ((first + ROW_UNIT).clamp(max=T) + KEY_UNIT - 1) // KEY_UNIT  # blocks up to the diagonal
-    begin = torch.zeros(B, H, first.numel(), dtype=torch.int64, device=q.device)
-    if left is not None:
-        begin = begin.maximum(left[..., first].long() // KEY_UNIT)
-    if start is not None:
-        begin = begin.maximum(start.long() // KEY_UNIT)
-    return (stop - begin).sum(-1).float() / stop.sum()
-
-
-def _choose(impl: str, q: Tensor, v: Tensor) -> str:
-    """The implementation to run; an explicit choice never falls back."""
-    if impl not in get_args(Impl):
-        raise ValueError(f"impl: expected one of {get_args(Impl)}, got {impl!r}")
-    why = triton_unavailable(q, v)
-    if impl == "triton" and why:
-        error = ImportError if "installed" in why else ValueError
-        raise error(f"impl: 'triton' cannot run here: {why}")
-    picked = ("reference" if why else "triton") if impl == "auto" else impl
-    if impl == "auto" and not torch.compiler.is_compiling() and picked not in _said:
-        _said.add(picked)
-        _log.info("path_attention: auto picked %s%s", picked, f" ({why})" if why else "")
-    return picked
+    return share_kept(left, start, B, T, H, T, q.device)
 
 
 def triton_unavailable(q: Tensor, v: Tensor) -> str:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from path_cases import DEVICE, Case, inputs, large_tiles, run  # noqa: F401  (a fixture)
 
-from attnzoo.kernels.path import api, path_attention, tuning
+from attnzoo.kernels.fox import api as fox_api
+from attnzoo.kernels.path import path_attention, tuning
 from attnzoo.kernels.path.reference import path_reference
 from attnzoo.pruning import Prune
 
@@ -93,7 +94,7 @@ def test_broadcast_keys_and_gradients() -> None:
 
 def test_auto_takes_what_the_device_can_run(caplog: pytest.LogCaptureFixture) -> None:
     x = {n: t.double() for n, t in inputs(Case(T=40), torch.float32).items() if n != "do"}
-    api._said.clear()
+    fox_api._said.clear()
     with caplog.at_level(logging.INFO, "attnzoo.kernels.path"):
         with pytest.raises(ValueError, match=r"w: expected q's dtype \(torch.float32\)"):
             path_attention(x["q"].float(), x["k"].float(), x["v"].float(), w=x["w"], beta=x["beta"])
