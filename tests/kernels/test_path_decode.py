@@ -229,7 +229,7 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
         ("gates", lambda x: x[..., :1], r"gates: expected \(1, 40, 2\)"),
         ("q", lambda x: x[0], r"expected 4 dimensions each"),
     ],
-    ids=str,
+    ids=["no keys", "half keys", "short values", "narrow w", "few gates", "flat q"],
 )
 def test_wrong_cache_is_refused(name: str, change: Any, message: str) -> None:
     x = inputs(Case(T=40, H=2, G=1, K=16, V=16), torch.float32)
