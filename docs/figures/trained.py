@@ -45,7 +45,8 @@ def path_config() -> TrainConfig:
 
 
 def model_of(config: TrainConfig) -> LanguageModel:
-    """The model of a run, trained now if it is not there."""
+    """The model of a run, trained now if it is not there; on one core, so that it is the same on every machine."""
+    torch.set_num_threads(1)
     model, _ = load_run(train(config), "cpu")
     return model
 
