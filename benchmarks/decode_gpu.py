@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fox_gpu import PRUNE, Inputs, draw, machine, official_module, relative
+from fox_gpu import PRUNE, Inputs, draw, official_module
+from gpu import copy_bandwidth, machine, milliseconds, relative
 from torch import Tensor
-from triton.testing import do_bench
 
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.fox.reference import fox_reference
@@ -66,13 +66,6 @@ def contenders(x: Inputs, official: str | None, missing: list[str]) -> dict[str,
     return steps
 
 
-def copy_bandwidth() -> float:
-    """TB/s of a device copy, bytes read and written."""
-    a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
-    b = torch.empty_like(a)
-    return 2 * a.numel() / float(do_bench(lambda: b.copy_(a), return_mode="median")) / 1e9
-
-
 def measure(shape: tuple[int, ...], official: str | None, bandwidth: float, missing: list[str]) -> list[dict[str, Any]]:
     B, H, S, K = shape
     x = draw(B, H, S, K)
@@ -86,7 +79,7 @@ def measure(shape: tuple[int, ...], official: str | None, bandwidth: float, miss
             with torch.no_grad():
                 row["error"] = relative(step()[:1], plain if "no gate" in name else gates)
                 if row["error"] <= LIMIT:
-                    row["ms"] = float(do_bench(step, warmup=40, rep=150, return_mode="median"))
+                    row["ms"] = milliseconds(step, 150)
                     row["of_floor"] = 4 * B * S * H * K / bandwidth / 1e9 / row["ms"]
         except Exception as e:
             row["failed"] = repr(e)[:200]

@@ -61,7 +61,7 @@ def ceiling() -> float:
 
 def copy_bandwidth() -> float:
     """TB/s, read and write together, of a copy of 2 GiB."""
-    x = torch.empty(2 << 30, device="cuda", dtype=torch.uint8)
+    x = torch.empty(2 << 30, device="cuda", dtype=torch.uint8).random_()
     y = torch.empty_like(x)
     return 2 * x.numel() / milliseconds(lambda: y.copy_(x), 200) / 1e9
 

@@ -74,15 +74,20 @@ _said: set[tuple[int, int]] = set()
 
 
 @contextlib.contextmanager
-def override(tiles: dict[Kind, Tiles]) -> Iterator[None]:
-    """Force tiles for tests and sweeps; affects every head dim while the context is open."""
-    before = dict(_overrides)
-    _overrides.update(tiles)
+def override(tiles: dict[Kind, Tiles], forced: dict[Kind, Tiles] = _overrides) -> Iterator[None]:
+    """Force tiles for tests and sweeps; affects every head dim while the context is open.
+
+    Args:
+        tiles: by kernel.
+        forced: of the kernel family; FoX's by default.
+    """
+    before = dict(forced)
+    forced.update(tiles)
     try:
         yield
     finally:
-        _overrides.clear()
-        _overrides.update(before)
+        forced.clear()
+        forced.update(before)
 
 
 def capability(device: torch.device) -> tuple[int, int]:

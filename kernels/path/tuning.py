@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.fox.tuning import Tiles, capability, has_descriptors
+from attnzoo.kernels.fox.tuning import Kind, Tiles, capability, has_descriptors
+from attnzoo.kernels.fox.tuning import override as fox_override
 
 from .transitions import BLOCK, level_count
 
-Kind = Literal["fwd", "dq", "dkdv"]
 _log = logging.getLogger("attnzoo.kernels.path")
 BUDGET = 5 << 28  # bytes of workspace for carried operands and their gradients (one key head may need more)
 
@@ -43,19 +42,8 @@ _FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: T
 _NEEDED = {torch.bfloat16: 147, torch.float16: 147, torch.float32: 180}
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 _overrides: dict[Kind, Tiles] = {}
+override = functools.partial(fox_override, forced=_overrides)
 _said: set[tuple[int, int]] = set()
-
-
-@contextlib.contextmanager
-def override(tiles: dict[Kind, Tiles]) -> Iterator[None]:
-    """Force tiles for tests and sweeps; affects every head dim while the context is open."""
-    before = dict(_overrides)
-    _overrides.update(tiles)
-    try:
-        yield
-    finally:
-        _overrides.clear()
-        _overrides.update(before)
 
 
 def too_small(dtype: torch.dtype, capability: tuple[int, int]) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import fox_cases
 import pytest
 import torch
-from fox_cases import DEVICE, draw_gate
+from fox_cases import DEVICE, draw_gate, run
 from torch import Tensor
 
 from attnzoo.kernels.path import path_attention, tuning
@@ -77,19 +77,8 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     return {name: t.to(DEVICE) for name, t in x.items()}
 
 
-def run(fn: Any, case: Case, x: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
-    """Output and gradients of fn at x."""
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in x.items() if name != "do"}
-    named = {"log_gate": None} | {n: t for n, t in leaves.items() if n not in "qkv"}
-    if case.cu_seqlens is not None:
-        named["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=DEVICE)
-    o = fn(leaves["q"], leaves["k"], leaves["v"], **named, **case.options, **more)
-    grads = torch.autograd.grad(o, list(leaves.values()), x["do"].to(o.dtype))
-    return {"o": o.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
-
-
 def oracle(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    return run(path_reference, case, {name: t.double() for name, t in x.items()})
+    return fox_cases.oracle(case, x, path_reference)
 
 
 def triton(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -97,25 +86,5 @@ def triton(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def within_budget(case: Case, x: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
-    """Error against float64 at most twice that of PyTorch in the same dtype, plus a band of rounding.
-
-    The band is that of the fox kernels: an eighth of a rounding of the input dtype, 16 of float32, those of the float32
-    exponents within a row unit, and, for sums over the keys or over the factors (log_gate, w, beta), in quadrature.
-    """
-    exact = oracle(case, x)
-    dtype = x["q"].dtype
-    plain = run(path_reference, case, x, compute_dtype=dtype)
-    exponent = 0.0
-    if "log_gate" in x:
-        g = x["log_gate"].masked_fill(x["log_gate"] <= -1e4, 0.0)
-        c = torch.nn.functional.pad(g.double().cumsum(1), (0, 0, 128, 0))
-        exponent = 1.45 * float((c[:, :-128] - c[:, 128:]).max())  # the largest sum over 128 tokens
-    single = (16 + exponent) * torch.finfo(torch.float32).eps
-    for name, reference in exact.items():
-        scale = reference.norm().clamp(min=0.1 * x["do"].double().norm())
-        summed = math.sqrt(case.T) if name in ("dlog_gate", "dw", "dbeta") else 1.0
-        band = torch.finfo(dtype).eps / 8 + single * summed
-        error = ((ours[name].double() - reference).norm() / scale).item()
-        budget = 2 * ((plain[name].double() - reference).norm() / scale).item() + band
-        assert math.isfinite(error), f"{case}: {name} is not finite"
-        assert error <= budget, f"{case}: {name} error {error:.2e}, budget {budget:.2e}"
+    """The budget of the fox kernels; w and beta, too, have gradients that are sums over the factors."""
+    fox_cases.within_budget(case, x, ours, path_reference, ("dlog_gate", "dw", "dbeta"))
