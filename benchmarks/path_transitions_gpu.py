@@ -51,8 +51,8 @@ def errors(case: tuple[int, ...], dtype: torch.dtype, hard: bool) -> dict[str, f
     found["levels"] = max(relative(a, b) for a, b in pairs)
     d = Levels(*(torch.randn_like(t) for t in carried.levels))
     dq, dk, ddiag = torch.randn_like(got.q), torch.randn_like(got.k), torch.randn_like(got.diag)
-    down = carry.carry_backward(got, carried, d, dq, dk)
     exact_d = Levels(*(t.double() for t in d))
+    down = carry.carry_backward(got, carried, d, dq, dk)  # overwrites d
     exact_down = transitions.carry_backward(exact, exact_carried, exact_d, dq.double(), dk.double())
     grads = blocks.block_level_backward(*x, Block(ddiag, *down))
     exact_grads = transitions.block_level_backward(*wide, Block(ddiag.double(), *exact_down))
