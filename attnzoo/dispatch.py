@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from attnzoo.fla_forms import fla_unavailable
@@ -50,18 +49,7 @@ def _unserved(
             return "the fla form erases along the key (w = k)"
         return fla_unavailable(parts.q, parts.gate)
     state = None if cache is None else cache.state
-    if "w" in variant.requires:
-        from attnzoo.kernels.path import triton_unavailable
-
-        tensors = (parts.q, parts.k, parts.v, *(getattr(parts.gate, part) for part in parts.gate.parts))
-        if state is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return "a cached step of the triton form has no gradient (run it under torch.no_grad())"
-    else:
-        from attnzoo.kernels.fox import triton_unavailable
-
-        if cache is not None and (valid is not None or getattr(state, "valid", None) is not None):
-            return "the triton form serves padding only in whole sequences, without a cache"
-    return triton_unavailable(parts.q, parts.v) or None
+    return variant.module.triton_refuses(parts.q, parts.k, parts.v, parts.gate, state, valid) or None
 
 
 def run(

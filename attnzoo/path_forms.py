@@ -1,4 +1,4 @@
-"""The fused forms of PaTH and PaTH-FoX (``attnzoo.kernels.path``), and a cache that grows in place."""
+"""The fused forms of PaTH and PaTH-FoX (``attnzoo.kernels.path``)."""
 
 from __future__ import annotations
 
@@ -9,64 +9,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.gate import Gate
+from attnzoo.kv_cache import GrowingCache, KVCache, append_in_place, given
 from attnzoo.pruning import Prune
-from attnzoo.softmax import CarriedForms, KVCache, on_packed
-
-ROOM = 256  # buffers hold multiples of this many tokens
-
-
-@dataclass(eq=False)
-class Room:
-    """Buffers that begin with a cache's values, gates and validity, ``[B, capacity, ...]``.
-
-    Args:
-        used: tokens of the longest cache in them; only that one may be appended to in place.
-    """
-
-    v: Tensor
-    log_decay: Tensor | None
-    valid: Tensor | None
-    used: int
-
-    @staticmethod
-    def of(state: KVCache, extra: int, masked: bool) -> Room:
-        """The buffers of ``state`` if ``extra`` tokens still fit behind it, else larger copies."""
-        S = len(state)
-        room = state.room if isinstance(state, GrowingCache) else None
-        fits = room is not None and room.used == S and S + extra <= room.v.shape[1]
-        writable = room is not None and (torch.is_inference_mode_enabled() or not room.v.is_inference())
-        if room is not None and fits and writable and masked == (room.valid is not None):
-            return room
-        size = -(-(S + extra + S // 4) // ROOM) * ROOM
-        valid = state.valid
-        if masked and valid is None:
-            valid = state.v.new_ones(*state.v.shape[:2], dtype=torch.bool)
-
-        def widened(x: Tensor | None) -> Tensor | None:
-            if x is None:
-                return None
-            wide = x.new_empty(x.shape[0], size, *x.shape[2:])
-            wide[:, :S] = x
-            return wide
-
-        return Room(cast(Tensor, widened(state.v)), widened(state.log_decay), widened(valid), S)
-
-    def append(self, v: Tensor, log_decay: Tensor | None, valid: Tensor | None) -> None:
-        """Write the new tokens behind the others."""
-        now = slice(self.used, self.used + v.shape[1])
-        self.v[:, now] = v
-        if self.log_decay is not None:
-            self.log_decay[:, now] = cast(Tensor, log_decay)
-        if self.valid is not None:
-            self.valid[:, now] = True if valid is None else valid
-        self.used = now.stop
-
-
-@dataclass(frozen=True, eq=False)
-class GrowingCache(KVCache):
-    """A :class:`KVCache` whose values, gates and validity are views of a :class:`Room`: appending copies nothing."""
-
-    room: Room | None = None
+from attnzoo.softmax import CarriedForms, on_packed
 
 
 @dataclass(frozen=True)
@@ -90,6 +35,17 @@ class PathForms(CarriedForms):
 
         rows = (q.to(v.dtype), k.to(v.dtype), v, w, beta, gate.log_decay)
         return attend(*rows) if valid is None else on_packed(attend, valid, *rows)
+
+    def triton_refuses(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None
+    ) -> str:
+        """Why :meth:`extend_triton` cannot serve a call, or ""."""
+        from attnzoo.kernels.path import triton_unavailable
+
+        rows = (q, k, v, *(cast(Tensor, getattr(gate, part)) for part in gate.parts))
+        if state is not None and torch.is_grad_enabled() and any(x.requires_grad for x in rows):
+            return "a cached step of the triton form has no gradient (run it under torch.no_grad())"
+        return triton_unavailable(q, v)
 
     def extend_triton(
         self,
@@ -124,11 +80,12 @@ class PathForms(CarriedForms):
             o = self.triton(q, k, v, gate, scale, valid=valid, prune=prune, logit_bound=logit_bound)
             return o, KVCache(carry_keys(k, w, beta), v, gate.log_decay, valid)
         refuse_gradients(q, k, v, w, beta, state.k, state.v)
-        room = Room.of(state, v.shape[1], masked=valid is not None or state.valid is not None)
-        room.append(v, gate.log_decay, valid)
-        seen = slice(0, room.used)
-        gates = None if room.log_decay is None else room.log_decay[:, seen]
-        there = None if room.valid is None else room.valid[:, seen]
-        values = room.v[:, seen]
-        o, keys = path_extend(q, k, w, beta, state.k.float(), values, gates, there, scale)
-        return o, GrowingCache(keys, values, gates, there, None, room)
+        past, now = {"v": state.v}, {"v": v}
+        if gate.log_decay is not None:
+            past["log_decay"], now["log_decay"] = cast(Tensor, state.log_decay), gate.log_decay
+        if valid is not None or state.valid is not None:
+            past["valid"], now["valid"] = given(state.valid, state.v, len(state)), given(valid, v, v.shape[1])
+        parts, room = append_in_place(state, past, now)
+        gates, there = parts.get("log_decay"), parts.get("valid")
+        o, keys = path_extend(q, k, w, beta, state.k.float(), parts["v"], gates, there, scale)
+        return o, GrowingCache(keys, **parts, room=room)

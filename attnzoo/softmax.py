@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,68 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.gate import Gate, expand_heads
+from attnzoo.kv_cache import KVCache, append, append_valid, grown
 from attnzoo.pruning import Prune, first_kept_keys
 from attnzoo.rowblocks import block_weights, causal_attention
 from attnzoo.transitions import Transition, compute_dtype, heads_first
 
 ROWS = 128
-
-
-@dataclass(frozen=True, eq=False)
-class KVCache:
-    """What the softmax side remembers of S past tokens.
-
-    Args:
-        k: keys ``[B, S, G, K]``, carried to the last token by the matrix transitions (``[B, S, H, K]`` where the
-            transition is per query head), in the dtype of the computation: rounding them at every step would add up.
-            RoPE keeps them in the frame of the first token instead.
-        v: values ``[B, S, G, V]``.
-        log_decay: gates as they were given, ``[B, S, H]``, or None.
-        valid: ``[B, S]`` bool, or None when every token is.
-        phase: RoPE's total angle so far in float64, broadcastable to ``[B, 1, H, K/2]``, or None.
-    """
-
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None = None
-    valid: Tensor | None = None
-    phase: Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.k.shape[1]
-
-    def reorder(self, index: Tensor) -> KVCache:
-        """The rows ``index`` of the batch, in that order."""
-
-        def pick(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[index]
-
-        shared = self.phase is None or self.phase.shape[0] != self.k.shape[0]
-        return KVCache(
-            self.k[index],
-            self.v[index],
-            pick(self.log_decay),
-            pick(self.valid),
-            self.phase if shared else pick(self.phase),
-        )
-
-
-def append(past: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """``past`` followed by ``new`` along time (dim 1)."""
-    if past is None or new is None or not past.shape[1]:
-        return new
-    return torch.cat([past, new], 1)
-
-
-def append_valid(cache: KVCache | None, valid: Tensor | None, like: Tensor) -> Tensor | None:
-    """Which of the cached and the new tokens exist; None when all do. ``like`` is the new keys."""
-    if cache is None:
-        return valid
-    if cache.valid is None and valid is None:
-        return None
-    B, T = like.shape[:2]
-    past = cache.valid if cache.valid is not None else like.new_ones(B, len(cache), dtype=torch.bool)
-    return torch.cat([past, valid if valid is not None else like.new_ones(B, T, dtype=torch.bool)], 1)
 
 
 def _check_logit_bound(logit_bound: Tensor | None, prune: Prune | None, q: Tensor) -> None:
@@ -210,6 +154,16 @@ class AdditiveForms(SoftmaxForms):
         """The fused kernel (``attnzoo.kernels.fox``), in the inputs' own precision."""
         return self.extend_triton(q, k, v, gate, None, scale, valid=valid, prune=prune, logit_bound=logit_bound)[0]
 
+    def triton_refuses(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None
+    ) -> str:
+        """Why :meth:`extend_triton` cannot serve a call, or ""."""
+        from attnzoo.kernels.fox import triton_unavailable
+
+        if state is not None and (valid is not None or state.valid is not None):
+            return "the triton form serves padding only in whole sequences, without a cache"
+        return triton_unavailable(q, v)
+
     def extend_triton(
         self,
         q: Tensor,
@@ -252,15 +206,13 @@ class AdditiveForms(SoftmaxForms):
     ) -> tuple[Tensor, KVCache]:
         """q in its place, and the cache with the new tokens."""
         q, k, phase = self._place(q, k, gate, state)
-        past = KVCache(k[:, :0], v[:, :0]) if state is None else state
-        new = KVCache(
-            k=cast(Tensor, append(expand_heads(past.k, k.shape[2]), expand_heads(k, past.k.shape[2]))),
-            v=cast(Tensor, append(past.v, v)),
-            log_decay=append(past.log_decay, gate.log_decay),
-            valid=append_valid(state, valid, k),
-            phase=phase,
-        )
-        return q, new
+        new = KVCache(k, v, gate.log_decay, valid, phase)
+        if state is None:
+            return q, new
+        if k.shape[2] != state.k.shape[2]:
+            state = replace(state, k=expand_heads(state.k, k.shape[2]))
+            new = replace(new, k=expand_heads(k, state.k.shape[2]))
+        return q, grown(state, new)
 
     def _place(self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """q and k with their matrix transitions folded in, and the cache's new phase."""

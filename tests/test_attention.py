@@ -526,11 +526,17 @@ def test_a_step_without_decay_cannot_be_pruned():
 
 @pytest.mark.parametrize("name", ["fox", "nope"])
 @torch.no_grad()
-def test_a_cache_with_padding_is_refused_where_the_kernel_has_no_mask(name):
+def test_a_padded_prefill_is_served_and_its_steps_are_refused(name):
+    """The kernel packs whole sequences; over a cache with padding it has no mask, and the reference goes on."""
     reference, kernel = on_both(name)
-    cache = reference.new_cache()
-    x = rows(2, 6).float()
-    reference(x, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6]), cache=cache)
+    x, mask = rows(2, 7).float(), torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6])
+
+    def run(attn):
+        cache = attn.new_cache()
+        return cache, torch.cat([attn(x[:, :6], attention_mask=mask, cache=cache), reference(x[:, 6:], cache=cache)], 1)
+
+    (_, expected), (cache, got) = run(reference), run(kernel)
+    assert (got - expected).norm() <= 1e-4 * expected.norm()
     with pytest.raises(RuntimeError, match="padding only in whole sequences"):
         kernel(x[:, :1], cache=cache)
 

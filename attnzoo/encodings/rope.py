@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.gate import Gate, expand_heads
+from attnzoo.kv_cache import KVCache
 from attnzoo.recurrences.complex_linear import phases, rotate
-from attnzoo.softmax import AdditiveForms, KVCache
+from attnzoo.softmax import AdditiveForms
 from attnzoo.transitions import compute_dtype
 
 TITLE = "RoPE"
@@ -47,4 +48,4 @@ def _turn(x: Tensor, phase: Tensor) -> Tensor:
 
 _forms = Rotated()
 recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend
-triton, extend_triton = _forms.triton, _forms.extend_triton
+triton, extend_triton, triton_refuses = _forms.triton, _forms.extend_triton, _forms.triton_refuses
