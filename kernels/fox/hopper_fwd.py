@@ -48,6 +48,18 @@ def _tile_at(n, lo, full, mid, n_left, n_diag):
 
 
 @gluon.jit
+def _bias_at(p_c, p_base, b_slope, b_ref, b_s, S, GATE: gl.constexpr, KU: gl.constexpr):
+    """bias_j = c_ref - c_j of the keys b_s."""
+    b_bias = b_s.to(gl.float32)
+    if GATE == 2:
+        b_base = gl.load(p_base + b_s // KU, mask=b_s < S, other=0.0)
+        b_bias = (b_ref - b_base).to(gl.float32) - gl.load(p_c + b_s, mask=b_s < S, other=0.0)
+    elif GATE == 1:
+        b_bias = (b_ref - b_s * b_slope.to(gl.float64)).to(gl.float32)
+    return b_bias
+
+
+@gluon.jit
 def _load(d_q, d_k, d_v, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, p_c, p_base, p_g, p_left, p_start, i_b,
           i_h, i_t, T, S, REP: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
           GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
@@ -64,13 +76,7 @@ def _load(d_q, d_k, d_v, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, 
     b_ref = _gate_at(p_c, p_base, b_slope, i_t * BT // RU * RU + off, GATE, KU)
     for n in range(n_diag + n_left + gl.maximum(mid - full, 0)):
         s = _tile_at(n, lo, full, mid, n_left, n_diag) * BS
-        b_bias = (s + o_s).to(gl.float32)
-        if GATE == 2:
-            m_s = s + o_s < S
-            b_base = gl.load(p_base + (s + o_s) // KU, mask=m_s, other=0.0)
-            b_bias = (b_ref - b_base).to(gl.float32) - gl.load(p_c + s + o_s, mask=m_s, other=0.0)
-        elif GATE == 1:
-            b_bias = (b_ref - (s + o_s) * b_slope.to(gl.float64)).to(gl.float32)
+        b_bias = _bias_at(p_c, p_base, b_slope, b_ref, s + o_s, S, GATE, KU)
         b = n % STAGES
         mbarrier.wait(empty.index(b), (n // STAGES & 1) ^ 1)
         if GATE != 0:
@@ -122,6 +128,25 @@ def _tile(b_o, b_m, b_l, q_t, k_s, v_s, bias_s, full_k, full_v, empty, n, s, b_p
 
 
 @gluon.jit
+def _store_rows(b_o, b_m, b_l, p_o, p_low, p_lse, stride, r, T, V: gl.constexpr, BR: gl.constexpr, BV: gl.constexpr,
+                HAS_LOW: gl.constexpr, L_S: gl.constexpr, L_O: gl.constexpr):  # fmt: skip
+    """The results of BR rows from r on, where a row of p_o and p_low has ``stride`` elements."""
+    L_W: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [4, 1], [1, 0])
+    L_R: gl.constexpr = gl.SliceLayout(1, L_S)
+    b_o = b_o / gl.convert_layout(b_l, gl.SliceLayout(1, L_O))[:, None]
+    b_oh = b_o.to(p_o.dtype.element_ty)
+    o_t, o_v = r + gl.arange(0, BR, gl.SliceLayout(1, L_W)), gl.arange(0, BV, gl.SliceLayout(0, L_W))
+    p_ot = o_t[:, None].to(gl.int64) * stride + o_v[None, :]
+    m_o = (o_t < T)[:, None] & (o_v < V)[None, :]
+    gl.store(p_o + p_ot, gl.convert_layout(b_oh, L_W), mask=m_o)
+    if HAS_LOW:  # what the rounding dropped
+        b_low = (b_o - b_oh.to(gl.float32)).to(p_low.dtype.element_ty)
+        gl.store(p_low + p_ot, gl.convert_layout(b_low, L_W), mask=m_o)
+    o_r = r + gl.arange(0, BR, L_R)
+    gl.store(p_lse + o_r, b_m + gl.log2(b_l), mask=o_r < T)
+
+
+@gluon.jit
 def _rows(w: gl.constexpr, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, p_o, p_low, p_lse, p_c, p_base, p_g,
           p_left, p_start, p_sink, i_b, i_h, i_t, T, S, scale2, H: gl.constexpr, V: gl.constexpr, BK: gl.constexpr,
           BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
@@ -163,19 +188,9 @@ def _rows(w: gl.constexpr, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty
     for n in range(n_mask, n_mask + gl.maximum(mid - full, 0)):
         b_o, b_m, b_l = _tile(b_o, b_m, b_l, q_t, k_s, v_s, bias_s, full_k, full_v, empty, n, 0, b_pos, b_left, scale2,
                               BR, BS, BK, BV, GATE, HAS_LEFT, HAS_START, STAGES, L_S, L_O, False)  # fmt: skip
-    L_W: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [4, 1], [1, 0])
-    b_o = b_o / gl.convert_layout(b_l, gl.SliceLayout(1, L_O))[:, None]
-    b_oh = b_o.to(p_o.dtype.element_ty)
-    r = i_t * BT + w * BR
-    o_t, o_v = r + gl.arange(0, BR, gl.SliceLayout(1, L_W)), gl.arange(0, BV, gl.SliceLayout(0, L_W))
-    p_ot = (i_b.to(gl.int64) * T * H + i_h) * V + o_t[:, None].to(gl.int64) * (H * V) + o_v[None, :]
-    m_o = (o_t < T)[:, None] & (o_v < V)[None, :]
-    gl.store(p_o + p_ot, gl.convert_layout(b_oh, L_W), mask=m_o)
-    if HAS_LOW:  # what the rounding dropped
-        b_low = (b_o - b_oh.to(gl.float32)).to(p_low.dtype.element_ty)
-        gl.store(p_low + p_ot, gl.convert_layout(b_low, L_W), mask=m_o)
-    o_r = r + gl.arange(0, BR, L_R)
-    gl.store(p_lse + o_r, b_m + gl.log2(b_l), mask=o_r < T)
+    i_bt = i_b.to(gl.int64) * T
+    _store_rows(b_o, b_m, b_l, p_o + (i_bt * H + i_h) * V, p_low + (i_bt * H + i_h) * V, p_lse, H * V, i_t * BT + w * BR, T,
+                V, BR, BV, HAS_LOW, L_S, L_O)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])

@@ -36,7 +36,7 @@ from .blocks import block_level
 from .carry import carry
 from .prune import block_starts
 from .transitions import Block, Levels
-from .tuning import pair_width, parts, tiles
+from .tuning import hopper_forward, pair_width, parts, tiles
 
 
 @triton.jit
@@ -222,6 +222,11 @@ def _launch(
     left: Tensor | None, start: Tensor | None, scale: float,
 ) -> None:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
+    if scale > 0 and hopper_forward(T, K, V, v.dtype, v.device) and can_describe(v):
+        from .hopper_fwd import path_forward_hopper
+
+        path_forward_hopper(block, levels, v, o, lse, c, base, left, start, scale)
+        return
     t = tiles("fwd", max(K, V), v.dtype, v.device, start is not None)
     tma = t.tma and n > 0 and can_describe(v)
     p_k, p_vd = (describe_levels(levels.k, t.BS), describe(v, t.BS)) if tma else (levels.k, v)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from attnzoo import Prune
 from attnzoo.kernels.fox import fox_attention
-from attnzoo.kernels.path import path_attention
+from attnzoo.kernels.fox import tuning as fox_tuning
+from attnzoo.kernels.path import path_attention, tuning
 from attnzoo.kernels.path.reference import path_reference
 from attnzoo.oracle import softmax
 from attnzoo.samples import random_inputs
@@ -31,6 +32,17 @@ CASES = [
     Case(options={"scale": 0.7}),
     Case(T=64, H=1),
     Case(gate="open", T=600, H=1),  # three levels of carries
+]
+HOPPER = [  # what the Gluon forward takes
+    Case(gate="none", T=129, H=2, G=2, K=64, V=64),
+    Case(gate="open", B=2, T=1100, H=4, G=2, K=64, V=64),
+    Case(T=300, K=48, V=128),
+    Case(gate="strong", T=700, K=128, V=64),
+    Case(T=1000, K=128, V=128, cu_seqlens=(0, 1, 130, 130, 700, 1000)),
+    Case(gate="none", T=1000, K=64, V=64, cu_seqlens=(0, 500, 1000)),
+    Case(gate="none", T=900, K=128, V=128, options={"scale": -0.05}),
+    Case(gate="strong", B=2, T=1100, H=2, K=128, V=128, options={"prune": Prune(), "scale": 0.1}),
+    Case(gate="strong", T=1100, K=64, V=64, options={"prune": Prune(bound="paper"), "scale": 0.1}),
 ]
 LONG = [Case(gate="none", T=1100, H=1, beta="two"), Case(T=2000, K=64, V=64), Case(T=1500, H=4, K=128, V=64)]
 
@@ -174,6 +186,30 @@ def test_the_future_changes_nothing() -> None:
 def test_kernel_within_budget_bf16(case: Case) -> None:
     x = inputs(case, torch.bfloat16)
     within_budget(case, x, triton(case, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gluon", [True, False])
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_both_forwards_within_budget(case: Case, gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not gluon:
+        monkeypatch.setattr("attnzoo.kernels.path.fwd.hopper_forward", lambda *_: False)
+    x = inputs(case, torch.bfloat16)
+    within_budget(case, x, triton(case, x))
+
+
+def test_where_the_gluon_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fox_tuning, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(fox_tuning, "triton_version", lambda: (3, 6))
+    tuning._overrides.clear()  # the fixture puts them back
+    device = torch.device(DEVICE)
+    assert tuning.hopper_forward(129, 64, 128, torch.bfloat16, device)
+    assert not tuning.hopper_forward(128, 64, 64, torch.bfloat16, device)  # no level
+    assert not tuning.hopper_forward(1000, 64, 64, torch.float32, device)
+    assert not tuning.hopper_forward(1000, 32, 64, torch.float16, device)
+    assert not tuning.hopper_forward(1000, 66, 64, torch.float16, device)  # rows that descriptors cannot address
+    with tuning.override({"fwd": tuning.Tiles(128, 64, 4, 1)}):
+        assert not tuning.hopper_forward(1000, 64, 64, torch.bfloat16, device)
 
 
 @pytest.mark.gpu
