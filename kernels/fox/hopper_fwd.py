@@ -1,7 +1,8 @@
 """Forward for Hopper, in Gluon: what ``fwd.fox_fwd_kernel`` computes, by warpgroups that do not wait for each other.
 
 A program owns 128 rows. A loader warp copies k, v and the keys' gates into shared memory; two warpgroups own 64 rows
-each and drift apart, so the exponentials of one run beside the products of the other.
+each and drift apart, so the exponentials of one run beside the products of the other, and in each the exponentials of
+a key tile run beside the product of the last one's weights and v.
 """
 
 from __future__ import annotations
@@ -60,71 +61,124 @@ def _bias_at(p_c, p_base, b_slope, b_ref, b_s, S, GATE: gl.constexpr, KU: gl.con
 
 
 @gluon.jit
-def _load(d_q, d_k, d_v, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, p_c, p_base, p_g, p_left, p_start, i_b,
-          i_h, i_t, T, S, REP: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
-          GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Loader: q once; per key tile k, v and bias_j = c_ref - c_j."""
-    mbarrier.expect(rows_in, 2 * d_q.block_type.nbytes)
-    for w in gl.static_range(2):
-        tma.async_copy_global_to_shared(d_q, [i_b, i_t * BT + w * (BT // 2), i_h, 0], rows_in, q_s.index(w))
+def _load_keys(d_q, d_k, q_s, ring, i_q, first, p_c, p_base, b_slope, b_ref, n, i_b, r, r_k, s, i_h, i_g, S,
+               BR: gl.constexpr, BS: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
+               STAGES: gl.constexpr):  # fmt: skip
+    """The n-th key tile, at key s: rows r_k of k, and bias_j = c_ref - c_j; if ``first``, q from row r on into i_q."""
+    k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v = ring
+    b = n % STAGES
+    o_s = gl.arange(0, BS, gl.BlockedLayout([BS // 32], [32], [1], [0]))
+    b_bias = _bias_at(p_c, p_base, b_slope, b_ref, s + o_s, S, GATE, KU)
+    mbarrier.wait(empty_k.index(b), (n // STAGES & 1) ^ 1)
+    if GATE != 0:
+        bias_s.index(b).store(b_bias)
+        gl.thread_barrier()
+    if first:
+        mbarrier.expect(full_k.index(b), d_k.block_type.nbytes + 2 * d_q.block_type.nbytes)
+        for w in gl.static_range(2):
+            tma.async_copy_global_to_shared(d_q, [i_b, r + w * BR, i_h, 0], full_k.index(b), q_s.index(2 * i_q + w))
+    else:
+        mbarrier.expect(full_k.index(b), d_k.block_type.nbytes)
+    tma.async_copy_global_to_shared(d_k, [i_b, r_k, i_g, 0], full_k.index(b), k_s.index(b))
+
+
+@gluon.jit
+def _load_values(d_v, ring, n, i_b, s, i_g, STAGES: gl.constexpr):
+    """v of the n-th key tile, at key s."""
+    k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v = ring
+    b = n % STAGES
+    mbarrier.wait(empty_v.index(b), (n // STAGES & 1) ^ 1)
+    mbarrier.expect(full_v.index(b), d_v.block_type.nbytes)
+    tma.async_copy_global_to_shared(d_v, [i_b, s, i_g, 0], full_v.index(b), v_s.index(b))
+
+
+@gluon.jit
+def _load(d_q, d_k, d_v, q_s, ring, p_c, p_base, p_g, p_left, p_start, i_b, i_h, i_t, T, S, REP: gl.constexpr,
+          BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
+          HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Loader: q once; k and the bias of a key tile ahead of v of the tile before."""
     off = S - T
     p_first, p_last = i_t * BT + off, gl.minimum(i_t * BT + BT, T) - 1 + off
     lo, full, mid, n_left, n_diag, start = _key_tiles(p_left, p_start, i_t, p_first, p_last, BT, BS, RU, HAS_LEFT,
                                                       HAS_START)  # fmt: skip
-    o_s = gl.arange(0, BS, gl.BlockedLayout([BS // 32], [32], [1], [0]))
     b_slope = _slope(p_g, i_h, GATE)
     b_ref = _gate_at(p_c, p_base, b_slope, i_t * BT // RU * RU + off, GATE, KU)
-    for n in range(n_diag + n_left + gl.maximum(mid - full, 0)):
+    n_all = n_diag + n_left + gl.maximum(mid - full, 0)
+    s_v = 0
+    for n in range(n_all):
         s = _tile_at(n, lo, full, mid, n_left, n_diag) * BS
-        b_bias = _bias_at(p_c, p_base, b_slope, b_ref, s + o_s, S, GATE, KU)
-        b = n % STAGES
-        mbarrier.wait(empty.index(b), (n // STAGES & 1) ^ 1)
-        if GATE != 0:
-            bias_s.index(b).store(b_bias)
-            gl.thread_barrier()
-        mbarrier.expect(full_k.index(b), d_k.block_type.nbytes)
-        tma.async_copy_global_to_shared(d_k, [i_b, s, i_h // REP, 0], full_k.index(b), k_s.index(b))
-        mbarrier.expect(full_v.index(b), d_v.block_type.nbytes)
-        tma.async_copy_global_to_shared(d_v, [i_b, s, i_h // REP, 0], full_v.index(b), v_s.index(b))
+        _load_keys(d_q, d_k, q_s, ring, 0, n == 0, p_c, p_base, b_slope, b_ref, n, i_b, i_t * BT, s, s, i_h, i_h // REP,
+                   S, BT // 2, BS, KU, GATE, STAGES)  # fmt: skip
+        if n > 0:
+            _load_values(d_v, ring, n - 1, i_b, s_v, i_h // REP, STAGES)
+        s_v = s
+    _load_values(d_v, ring, n_all - 1, i_b, s_v, i_h // REP, STAGES)
 
 
 @gluon.jit
-def _tile(b_o, b_m, b_l, q_t, k_s, v_s, bias_s, full_k, full_v, empty, n, s, b_pos, b_left, scale2, BR: gl.constexpr,
-          BS: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr,
-          HAS_START: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr, L_O: gl.constexpr,
-          MASK: gl.constexpr):  # fmt: skip
-    """One key tile of the online softmax."""
+def _scores(q_t, ring, n, BR: gl.constexpr, BS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+            L_S: gl.constexpr):  # fmt: skip
+    """Starts the products of q and the n-th key tile. # [BR, BS]"""
+    k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v = ring
     b = n % STAGES
-    k_t, v_t = k_s.index(b).reshape([BS, BK]), v_s.index(b).reshape([BS, BV])
     zero = gl.zeros([BR, BS], gl.float32, L_S)
     mbarrier.wait(full_k.index(b), n // STAGES & 1)
-    b_y = warpgroup_mma(q_t, k_t.permute([1, 0]), zero, use_acc=False, is_async=True)  # [BR, BS]
+    return warpgroup_mma(q_t, k_s.index(b).reshape([BS, BK]).permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weights(b_y, b_m, b_l, b_bias, s, b_pos, b_left, scale2, BS: gl.constexpr, GATE: gl.constexpr,
+             LEFT: gl.constexpr, L_S: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """Online softmax of one tile of scores, at key s: the weights, the factor of what came before, maximum and sum.
+
+    Without a gate the maximum is taken before the scale, which is positive.
+    """
     o_s = gl.arange(0, BS, gl.SliceLayout(0, L_S))
     if GATE != 0:
-        b_bias = bias_s.index(b).load(gl.SliceLayout(0, L_S))
-    b_y = warpgroup_mma_wait(0, [b_y])
-    b_y = b_y * scale2
-    if GATE != 0:
-        b_y += b_bias[None, :]
+        b_y = b_y * scale2 + b_bias[None, :]
+        scale2 = 1.0
     if MASK:
         m_y = (s + o_s)[None, :] <= b_pos[:, None]
-        if HAS_LEFT or HAS_START:
+        if LEFT:
             m_y = m_y & ((s + o_s)[None, :] >= b_left[:, None])
         b_y = gl.where(m_y, b_y, float("-inf"))
-    b_mn = gl.maximum(b_m, gl.max(b_y, 1))
+    b_mn = gl.maximum(b_m, gl.max(b_y, 1) * scale2)
     b_ms = b_mn
     if MASK:  # a row that has seen no key yet
         b_ms = gl.where(b_mn == float("-inf"), 0.0, b_mn)
-    b_p = gl.exp2(b_y - b_ms[:, None])
+    b_p = gl.exp2(b_y * scale2 - b_ms[:, None])
     b_a = gl.exp2(b_m - b_ms)
-    b_l = b_l * b_a + gl.sum(b_p, 1)
-    b_o = b_o * gl.convert_layout(b_a, gl.SliceLayout(1, L_O))[:, None]
+    return b_p, b_a, b_mn, b_l * b_a + gl.sum(b_p, 1)
+
+
+@gluon.jit
+def _step(b_o, b_ph, b_m, b_l, q_t, ring, n, s, b_pos, b_left, scale2, BR: gl.constexpr, BS: gl.constexpr,
+          BK: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, LEFT: gl.constexpr, STAGES: gl.constexpr,
+          L_S: gl.constexpr, L_O: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """The n-th tile's weights times v, beside the scores and the weights of the next one, at key s."""
+    k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v = ring
+    b, b_n = n % STAGES, (n + 1) % STAGES
+    b_y = _scores(q_t, ring, n + 1, BR, BS, BK, STAGES, L_S)
+    b_o = warpgroup_mma(b_ph, v_s.index(b).reshape([BS, BV]), b_o, is_async=True)
+    b_bias = bias_s.index(b_n).load(gl.SliceLayout(0, L_S))
+    b_y = warpgroup_mma_wait(1, [b_y])
+    mbarrier.arrive(empty_k.index(b_n), count=1)
+    b_p, b_a, b_m, b_l = _weights(b_y, b_m, b_l, b_bias, s, b_pos, b_left, scale2, BS, GATE, LEFT, L_S, MASK)
     b_ph = gl.convert_layout(b_p.to(v_s.dtype), gl.DotOperandLayout(0, L_O, 2))
-    mbarrier.wait(full_v.index(b), n // STAGES & 1)
-    b_o = warpgroup_mma(b_ph, v_t, b_o, is_async=True)
-    b_o = warpgroup_mma_wait(0, [b_o])
-    mbarrier.arrive(empty.index(b), count=1)
-    return b_o, b_mn, b_l
+    # A wait that can branch: without it ptxas moves the exponentials behind the wait for the product.
+    mbarrier.wait(full_v.index(b_n), (n + 1) // STAGES & 1)
+    b_o, b_l = warpgroup_mma_wait(0, [b_o, b_l])
+    mbarrier.arrive(empty_v.index(b), count=1)
+    b_o = b_o * gl.convert_layout(b_a, gl.SliceLayout(1, L_O))[:, None]
+    return b_o, b_ph, b_m, b_l
+
+
+@gluon.jit
+def _last_step(b_o, b_ph, ring, n, BS: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):
+    """The n-th tile's weights times v, where there is no next one."""
+    k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v = ring
+    b_o = warpgroup_mma(b_ph, v_s.index(n % STAGES).reshape([BS, BV]), b_o, is_async=True)
+    return warpgroup_mma_wait(0, [b_o])
 
 
 @gluon.jit
@@ -147,12 +201,14 @@ def _store_rows(b_o, b_m, b_l, p_o, p_low, p_lse, stride, r, T, V: gl.constexpr,
 
 
 @gluon.jit
-def _rows(w: gl.constexpr, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, p_o, p_low, p_lse, p_c, p_base, p_g,
-          p_left, p_start, p_sink, i_b, i_h, i_t, T, S, scale2, H: gl.constexpr, V: gl.constexpr, BK: gl.constexpr,
-          BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
-          GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr, HAS_SINK: gl.constexpr,
-          HAS_LOW: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _rows(w: gl.constexpr, q_s, ring, p_o, p_low, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, i_b, i_h, i_t, T, S,
+          scale2, H: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
+          BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr,
+          HAS_START: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LOW: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
     """The w-th warpgroup's 64 rows."""
+    k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v = ring
+    LEFT: gl.constexpr = HAS_LEFT or HAS_START
     BR: gl.constexpr = BT // 2
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BS, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
@@ -179,18 +235,26 @@ def _rows(w: gl.constexpr, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty
         b_l = gl.where(b_m == float("-inf"), 0.0, 1.0)
     b_o = gl.zeros([BR, BV], gl.float32, L_O)
     q_t = q_s.index(w).reshape([BR, BK])
-    mbarrier.wait(rows_in, 0)
-    n_mask = n_diag + n_left
-    for n in range(n_mask):
-        s = _tile_at(n, lo, full, mid, n_left, n_diag) * BS
-        b_o, b_m, b_l = _tile(b_o, b_m, b_l, q_t, k_s, v_s, bias_s, full_k, full_v, empty, n, s, b_pos, b_left, scale2,
-                              BR, BS, BK, BV, GATE, HAS_LEFT, HAS_START, STAGES, L_S, L_O, True)  # fmt: skip
-    for n in range(n_mask, n_mask + gl.maximum(mid - full, 0)):
-        b_o, b_m, b_l = _tile(b_o, b_m, b_l, q_t, k_s, v_s, bias_s, full_k, full_v, empty, n, 0, b_pos, b_left, scale2,
-                              BR, BS, BK, BV, GATE, HAS_LEFT, HAS_START, STAGES, L_S, L_O, False)  # fmt: skip
-    i_bt = i_b.to(gl.int64) * T
-    _store_rows(b_o, b_m, b_l, p_o + (i_bt * H + i_h) * V, p_low + (i_bt * H + i_h) * V, p_lse, H * V, i_t * BT + w * BR, T,
-                V, BR, BV, HAS_LOW, L_S, L_O)  # fmt: skip
+    n_mask = n_diag + n_left  # at least one: a row sees itself
+    n_all = n_mask + gl.maximum(mid - full, 0)
+    s = _tile_at(0, lo, full, mid, n_left, n_diag) * BS
+    b_y = warpgroup_mma_wait(0, [_scores(q_t, ring, 0, BR, BS, BK, STAGES, L_S)])
+    b_bias = bias_s.index(0).load(gl.SliceLayout(0, L_S))
+    mbarrier.arrive(empty_k.index(0), count=1)
+    b_p, b_a, b_m, b_l = _weights(b_y, b_m, b_l, b_bias, s, b_pos, b_left, scale2, BS, GATE, LEFT, L_S, True)
+    b_ph = gl.convert_layout(b_p.to(v_s.dtype), gl.DotOperandLayout(0, L_O, 2))
+    mbarrier.wait(full_v.index(0), 0)
+    for n in range(n_mask - 1):
+        s = _tile_at(n + 1, lo, full, mid, n_left, n_diag) * BS
+        b_o, b_ph, b_m, b_l = _step(b_o, b_ph, b_m, b_l, q_t, ring, n, s, b_pos, b_left, scale2, BR, BS, BK, BV, GATE,
+                                    LEFT, STAGES, L_S, L_O, True)  # fmt: skip
+    for n in range(n_mask - 1, n_all - 1):
+        b_o, b_ph, b_m, b_l = _step(b_o, b_ph, b_m, b_l, q_t, ring, n, 0, b_pos, b_left, scale2, BR, BS, BK, BV, GATE,
+                                    LEFT, STAGES, L_S, L_O, False)  # fmt: skip
+    b_o = _last_step(b_o, b_ph, ring, n_all - 1, BS, BV, STAGES)
+    p_ot = (i_b.to(gl.int64) * T * H + i_h) * V
+    _store_rows(b_o, b_m, b_l, p_o + p_ot, p_low + p_ot, p_lse, H * V, i_t * BT + w * BR, T, V, BR, BV, HAS_LOW, L_S,
+                L_O)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
@@ -210,15 +274,16 @@ def fox_fwd_kernel(
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BS, 1, BK], d_k.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BS, 1, BV], d_v.layout)
     bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, BS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rows_in = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(rows_in, count=1)
+    empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for b in gl.static_range(STAGES):
         mbarrier.init(full_k.index(b), count=1)
         mbarrier.init(full_v.index(b), count=1)
-        mbarrier.init(empty.index(b), count=2)
+        mbarrier.init(empty_k.index(b), count=2)
+        mbarrier.init(empty_v.index(b), count=2)
+    ring = (k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v)
     p_c += i_bh.to(gl.int64) * (gl.cdiv(S, KU) * KU)
     p_base += i_bh.to(gl.int64) * (gl.cdiv(S, KU) + 1)
     p_left += i_b.to(gl.int64) * stride_lb + i_h * stride_lh
@@ -226,14 +291,12 @@ def fox_fwd_kernel(
     p_lse += i_bh.to(gl.int64) * T
     gl.warp_specialize(
         [
-            (_rows, (0, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, p_o, p_low, p_lse, p_c, p_base, p_g,
-                     p_left, p_start, p_sink, i_b, i_h, i_t, T, S, scale2, H, V, BK, BV, BT, BS, RU, KU, GATE, HAS_LEFT,
-                     HAS_START, HAS_SINK, HAS_LOW, STAGES)),
-            (_rows, (1, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, p_o, p_low, p_lse, p_c, p_base, p_g,
-                     p_left, p_start, p_sink, i_b, i_h, i_t, T, S, scale2, H, V, BK, BV, BT, BS, RU, KU, GATE, HAS_LEFT,
-                     HAS_START, HAS_SINK, HAS_LOW, STAGES)),
-            (_load, (d_q, d_k, d_v, q_s, k_s, v_s, bias_s, rows_in, full_k, full_v, empty, p_c, p_base, p_g, p_left,
-                     p_start, i_b, i_h, i_t, T, S, REP, BT, BS, RU, KU, GATE, HAS_LEFT, HAS_START, STAGES)),
+            (_rows, (0, q_s, ring, p_o, p_low, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, i_b, i_h, i_t, T, S,
+                     scale2, H, V, BK, BV, BT, BS, RU, KU, GATE, HAS_LEFT, HAS_START, HAS_SINK, HAS_LOW, STAGES)),
+            (_rows, (1, q_s, ring, p_o, p_low, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, i_b, i_h, i_t, T, S,
+                     scale2, H, V, BK, BV, BT, BS, RU, KU, GATE, HAS_LEFT, HAS_START, HAS_SINK, HAS_LOW, STAGES)),
+            (_load, (d_q, d_k, d_v, q_s, ring, p_c, p_base, p_g, p_left, p_start, i_b, i_h, i_t, T, S, REP, BT, BS, RU,
+                     KU, GATE, HAS_LEFT, HAS_START, STAGES)),
         ],
         [4, 1],  # warps, beside the four of the first
         [240, 24],  # registers per thread; the first gets what is left, 240
