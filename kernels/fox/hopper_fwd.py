@@ -70,16 +70,17 @@ def _load_keys(d_q, d_k, q_s, ring, i_q, first, p_c, p_base, b_slope, b_ref, n, 
     o_s = gl.arange(0, BS, gl.BlockedLayout([BS // 32], [32], [1], [0]))
     b_bias = _bias_at(p_c, p_base, b_slope, b_ref, s + o_s, S, GATE, KU)
     mbarrier.wait(empty_k.index(b), (n // STAGES & 1) ^ 1)
+    tma.async_copy_global_to_shared(d_k, [i_b, r_k, i_g, 0], full_k.index(b), k_s.index(b))
+    if first:
+        for w in gl.static_range(2):
+            tma.async_copy_global_to_shared(d_q, [i_b, r + w * BR, i_h, 0], full_k.index(b), q_s.index(2 * i_q + w))
     if GATE != 0:
         bias_s.index(b).store(b_bias)
         gl.thread_barrier()
-    if first:
+    if first:  # last, for it also publishes the bias
         mbarrier.expect(full_k.index(b), d_k.block_type.nbytes + 2 * d_q.block_type.nbytes)
-        for w in gl.static_range(2):
-            tma.async_copy_global_to_shared(d_q, [i_b, r + w * BR, i_h, 0], full_k.index(b), q_s.index(2 * i_q + w))
     else:
         mbarrier.expect(full_k.index(b), d_k.block_type.nbytes)
-    tma.async_copy_global_to_shared(d_k, [i_b, r_k, i_g, 0], full_k.index(b), k_s.index(b))
 
 
 @gluon.jit

@@ -41,6 +41,7 @@ def _load(d_qb, d_kb, d_q, d_k, d_v, q_s, ring, p_c, p_base, p_left, p_start, i_
     lo, full, mid, n_left, n_diag, start = _key_tiles(p_left, p_start, i_u, row, gl.minimum(row + BT, T) - 1, BT, BT,
                                                       BT, HAS_LEFT, HAS_START)  # fmt: skip
     b_ref = _gate_at(p_c, p_base, b_slope, row, GATE, KU)
+    _load_values(d_v, ring, 0, i_b, row, i_g, STAGES)
     _load_keys(d_qb, d_kb, q_s, ring, 0, True, p_c, p_base, b_slope, b_ref, 0, i_b, row, row, row, i_h, i_g, T, BT // 2,
                BT, KU, GATE, STAGES)  # fmt: skip
     j = 0
@@ -54,8 +55,10 @@ def _load(d_qb, d_kb, d_q, d_k, d_v, q_s, ring, p_c, p_base, p_left, p_start, i_
                 s = (i_u - n) * BT
                 _load_keys(d_q, d_k, q_s, ring, j % STAGES, i_u - n == last, p_c, p_base, b_slope, b_ref, n,
                            i * B + i_b, r, s - back, s, i_h, i_g, T, BT // 2, BT, KU, GATE, STAGES)  # fmt: skip
-                _load_values(d_v, ring, n - 1, i_b, s + BT, i_g, STAGES)
-    _load_values(d_v, ring, i_u - lo, i_b, lo * BT, i_g, STAGES)
+                if n > 1:
+                    _load_values(d_v, ring, n - 1, i_b, s + BT, i_g, STAGES)
+    if i_u > lo:
+        _load_values(d_v, ring, i_u - lo, i_b, lo * BT, i_g, STAGES)
 
 
 @gluon.jit
