@@ -109,7 +109,7 @@ def _rows(w: gl.constexpr, q_s, ring, p_diag, p_o, p_low, p_lse, p_left, p_start
     b_y = _pair_scores(w, q_s, ring, p_diag + (i_u * 2 + w) * stride_d, b_row, T, BR, BT, BK, STAGES, L_S)
     b_bias = bias_s.index(0).load(gl.SliceLayout(0, L_S))
     mbarrier.arrive(empty_k.index(0), count=1)
-    b_p, b_a, b_m, b_l = _weights(b_y, b_m, b_l, b_bias, row, b_row, b_left, scale2, BT, GATE, LEFT, L_S, True)
+    b_p, b_a, b_m, b_l = _weights(b_y, b_m, b_l, b_bias, row, b_row, b_left, scale2, BR, BT, GATE, LEFT, L_S, True)
     b_ph = gl.convert_layout(b_p.to(v_s.dtype), gl.DotOperandLayout(0, L_O, 2))
     mbarrier.wait(full_v.index(0), 0)
     level, j = i_u, 1

@@ -31,8 +31,8 @@ _HOPPER_PRUNED: dict[Kind, dict[int, Tiles]] = {
     "fwd": {64: Tiles(128, 64, 8, 3, maxnreg=128, tma=True)},
     "dq": {128: Tiles(64, 64, 4, 2, tma=True, heads=8)},
 }
-# The Gluon forward (``hopper_fwd``); num_warps are those of each of its two warpgroups.
-HOPPER_FORWARD = {64: Tiles(128, 128, 4, 3, tma=True, heads=2), 128: Tiles(128, 128, 4, 2, tma=True, heads=2)}
+# The Gluon forward (``hopper_fwd``), pruned or not; num_warps are those of each of its two warpgroups.
+HOPPER_FORWARD = {64: Tiles(128, 128, 4, 3, tma=True, heads=8), 128: Tiles(128, 128, 4, 2, tma=True, heads=8)}
 # Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
 _SAFE: dict[Kind, dict[int, Tiles]] = {
     "fwd": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
@@ -89,7 +89,7 @@ def _table(kind: Kind, size: int, dtype: torch.dtype, device: torch.device, prun
 
 
 def hopper_forward(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the Gluon forward (``hopper_fwd``) runs: where it was measured, and there are levels."""
+    """Whether the Gluon forward (``hopper_fwd``) runs: where it is faster, and there are levels."""
     return "fwd" not in _overrides and level_count(T) > 0 and K % 8 == 0 and _gluon(K, V, dtype, device)
 
 
