@@ -57,7 +57,9 @@ def path_attention(
             with 163 KiB of shared memory per program, 227 for float32: compute capability 8.0, 9.0, 10.0).
 
     Under autocast q, k and v are cast to the autocast dtype, and w, beta and log_gate to float32.
-    Forward and backward are deterministic, with or without ``torch.use_deterministic_algorithms``.
+    The forward is deterministic. So is the backward, except on Hopper, where one pass adds up the gradients of the
+    queries (and with gates part of theirs) in an order that varies; ``torch.use_deterministic_algorithms(True)``
+    selects the deterministic kernels there too.
 
     Returns:
         [B, T, H, V] in q's dtype.
@@ -88,7 +90,10 @@ def path_attention(
 
     q, k, v, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w, beta.float()))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-    o: Tensor = path_forward_op(q, k, v, w, beta, log_gate, cu_seqlens, logit_bound, scale, bound, log_eps)[0]
+    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, w, beta, log_gate))
+    o: Tensor = path_forward_op(
+        q, k, v, w, beta, log_gate, cu_seqlens, logit_bound, scale, bound, log_eps, backward
+    )[0]  # fmt: skip
     return o
 
 

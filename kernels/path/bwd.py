@@ -1,5 +1,5 @@
 """Backward pass: one kernel owns rows (dq.py), one owns keys (dkdv.py), as in ``kernels/fox/bwd.py``; nothing is added
-up across programs, so the result does not depend on their order.
+up across programs, so the result does not depend on their order. On Hopper one pass does both (one_pass.py).
 
 Their results are gradients of the carried operands, which ``transitions.py`` turns into those of q, k, w and beta.
 With a gate the row kernel corrects delta by the row sums of dS over all levels, which the key kernel then uses.
@@ -16,6 +16,7 @@ from attnzoo.kernels.fox.fwd import GATE_FULL, GATE_NONE, LOG2E, can_describe, d
 from attnzoo.kernels.fox.prune import key_bounds
 from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT, dot_precision
 
+from . import tuning
 from .blocks import block_level, block_level_backward
 from .carry import carry, carry_backward
 from .dkdv import path_dkdv_kernel
@@ -27,9 +28,12 @@ from .tuning import pair_width, parts, tiles
 
 def path_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor, c: Tensor | None,
-    base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float,
+    base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float, low: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch the backward kernels on what the forward pass saved, some heads at a time; the carries are made again.
+
+    Args:
+        low: [B, T, H, V], what the rounding of o dropped, where the backward runs in one pass.
 
     Returns:
         dq, dk, dv, dw [B, T, G, K] and dbeta [B, T, G] in the inputs' dtypes; with a gate, column sums [B, H, T] of dS.
@@ -37,21 +41,33 @@ def path_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dw, dbeta = torch.empty_like(w), torch.empty_like(beta)
     dkey = None if c is None else torch.empty_like(lse)
-    for part in parts(q, k, backward=True):
+    merged = can_merge(q.shape[1], q.shape[3], v)
+    for part in parts(q, k, backward=True, one_pass=merged):
         x = part.queries(q), part.keys(k), part.keys(w), part.keys(beta)
         p_c, p_base, p_left, p_start = part.rows(c), part.rows(base), part.rows(left), part.rows(start)
         block = block_level(*x)
         carried = carry(block, p_start)
-        d_block, d_levels, d_key = _launch(
-            block, carried.levels, part.queries(do), part.keys(v), part.queries(o), lse[part.b, part.h],
-            p_c, p_base, p_left, p_start, scale, part.keys(dv),
-        )  # fmt: skip
+        saved = part.queries(do), part.keys(v), part.queries(o), lse[part.b, part.h], p_c, p_base, p_left, p_start
+        if merged:
+            from .one_pass import launch_one_pass
+
+            p_low = None if low is None else part.queries(low)
+            grads = launch_one_pass(block, carried.levels, *saved, scale, part.keys(dv), p_low)
+        else:
+            grads = _launch(block, carried.levels, *saved, scale, part.keys(dv))
+        d_block, d_levels, d_key = grads
         if dkey is not None and d_key is not None:
             dkey[part.b, part.h] = d_key
         total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start)
         out = part.queries(dq), part.keys(dk), part.keys(dw), part.keys(dbeta)
         block_level_backward(*x, Block(d_block.diag, *total), out)
     return dq, dk, dv, dw, dbeta, dkey
+
+
+def can_merge(T: int, K: int, v: Tensor) -> bool:
+    """Whether the backward runs as one pass: where ``tuning`` says so, and tiles can be loaded by descriptors."""
+    V = v.shape[3]
+    return tuning.one_pass(T, K, V, v.dtype, v.device) and can_describe(v)
 
 
 def _launch(

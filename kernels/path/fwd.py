@@ -91,11 +91,11 @@ def _level_keys(row, i_l, lo, BS: tl.constexpr, RU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "T", "Tq", "Tk", "n_levels", "n_heads", "stride_lb", "stride_lh"])
 def path_fwd_kernel(
-    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_o, p_lse, p_c, p_base, p_left, p_start, B, T, Tq, Tk, n_levels, n_heads,
-    scale2, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lh,
+    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_o, p_low, p_lse, p_c, p_base, p_left, p_start, B, T, Tq, Tk,
+    n_levels, n_heads, scale2, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, HAS_LOW: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per row tile, the longest rows first."""
     G: tl.constexpr = H // REP
@@ -172,8 +172,12 @@ def path_fwd_kernel(
                 b_o, b_m, b_l = _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_left,
                                           scale2, GATE, HAS_LEFT, PREC, False)  # fmt: skip
     b_o = b_o / b_l[:, None]
-    p_ot = p_o + i_b * stride_ob + i_h * stride_oh + row.to(tl.int64) * stride_ot + o_t[:, None] * stride_ot
-    tl.store(p_ot + o_v[None, :], b_o.to(p_o.dtype.element_ty), mask=m_t[:, None] & (o_v[None, :] < V))
+    b_oh = b_o.to(p_o.dtype.element_ty)
+    p_ot = i_b * stride_ob + i_h * stride_oh + row.to(tl.int64) * stride_ot + o_t[:, None] * stride_ot + o_v[None, :]
+    m_o = m_t[:, None] & (o_v[None, :] < V)
+    tl.store(p_o + p_ot, b_oh, mask=m_o)
+    if HAS_LOW:  # what the rounding dropped
+        tl.store(p_low + p_ot, (b_o - b_oh.to(tl.float32)).to(p_low.dtype.element_ty), mask=m_o)
     tl.store(p_lse + i_bh.to(tl.int64) * T + b_row, b_m + tl.log2(b_l), mask=m_t)
 
 
@@ -185,12 +189,14 @@ def describe_levels(x: Tensor, rows: int) -> Any:
 def path_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, c: Tensor | None, base: Tensor | None, x: Tensor | None,
     left: Tensor | None, scale: float, *, bound: str = "", log_eps: float = 0.0, logit_bound: Tensor | None = None,
+    low: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch the forward kernels, some heads at a time. Shapes as in ``path_attention``; last dims contiguous.
 
     Args:
         c, base, left, x: of ``gate_sums``; without a gate None, but left may hold segment starts [1, 1, T].
         bound: "" for no pruning, else "paper" or "tail" (they need a gate).
+        low: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
 
     Returns:
         o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit; start
@@ -213,13 +219,26 @@ def path_forward(
                 p_q, p_k, block, p_c, p_base, part.rows(x), p_left, scale, bound, log_eps, part.bound(logit_bound)
             ))  # fmt: skip
         levels = carry(block, p_start).levels
-        _launch(block, levels, part.keys(v), part.queries(o), lse[part.b, part.h], p_c, p_base, p_left, p_start, scale)
+        p_low = None if low is None else part.queries(low)
+        _launch(
+            block,
+            levels,
+            part.keys(v),
+            part.queries(o),
+            lse[part.b, part.h],
+            p_c,
+            p_base,
+            p_left,
+            p_start,
+            scale,
+            p_low,
+        )
     return o, lse, start
 
 
 def _launch(
     block: Block, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    left: Tensor | None, start: Tensor | None, scale: float,
+    left: Tensor | None, start: Tensor | None, scale: float, low: Tensor | None,
 ) -> None:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if scale > 0 and hopper_forward(T, K, V, v.dtype, v.device) and can_describe(v):
@@ -231,11 +250,11 @@ def _launch(
     tma = t.tma and n > 0 and can_describe(v)
     p_k, p_vd = (describe_levels(levels.k, t.BS), describe(v, t.BS)) if tma else (levels.k, v)
     path_fwd_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-        block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, lse, lse if c is None else c,
-        lse if base is None else base, lse if left is None else left, lse if start is None else start,
-        B, T, levels.q.shape[2], levels.k.shape[2], n, min(t.heads, B * H), scale * LOG2E, *v.stride()[:3],
-        *o.stride()[:3], *left_strides(left), H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT,
-        BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT, KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL,
-        HAS_LEFT=left is not None, HAS_START=start is not None, TMA=tma, PREC=dot_precision(v.dtype),
-        num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+        block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, o if low is None else low, lse,
+        lse if c is None else c, lse if base is None else base, lse if left is None else left,
+        lse if start is None else start, B, T, levels.q.shape[2], levels.k.shape[2], n, min(t.heads, B * H),
+        scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *left_strides(left), H=H, REP=H // G, K=K, V=V,
+        BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT, KU=KEY_UNIT,
+        GATE=GATE_NONE if c is None else GATE_FULL, HAS_LEFT=left is not None, HAS_START=start is not None, HAS_LOW=low is not None,
+        TMA=tma, PREC=dot_precision(v.dtype), num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
 from .bwd import path_backward
 from .fwd import path_forward
 from .prune import path_starts
+from .tuning import one_pass
 
 
 def gates(
@@ -44,28 +45,38 @@ def starts(
     )
 
 
+def _keeps_low(q: Tensor, v: Tensor, log_gate: Tensor | None, backward: bool) -> bool:
+    """Whether the backward needs what the rounding of o drops: in one pass, for the gate's gradient (``hopper``)."""
+    (T, _, K), V = q.shape[1:], v.shape[3]
+    return backward and log_gate is not None and one_pass(T, K, V, q.dtype, q.device)
+
+
 @torch.library.custom_op("attnzoo::path_forward", mutates_args=())
 def path_forward_op(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, bound: str, log_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns o, lse, and c, base, left, start for the backward pass (empty where they do not apply)."""
+    logit_bound: Tensor | None, scale: float, bound: str, log_eps: float, backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns o, lse, and c, base, left, start, low for the backward pass (empty where they do not apply).
+
+    low [B, T, H, V], what the rounding of o drops, only if a backward pass will follow.
+    """
     c, base, left, x = gates(log_gate, cu_seqlens, q.shape[1])
+    low = q.new_empty((*q.shape[:3], v.shape[3])) if _keeps_low(q, v, log_gate, backward) else None
     o, lse, start = path_forward(
-        q, k, v, w, beta, c, base, x, left, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound
+        q, k, v, w, beta, c, base, x, left, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound, low=low
     )
     c = lse.new_empty(0) if c is None else c
     base = lse.new_empty(0, dtype=torch.float64) if base is None else base
     left = lse.new_empty(0, dtype=torch.int32) if left is None else left
     start = lse.new_empty(0, dtype=torch.int32) if start is None else start
-    return o, lse, c, base, left, start
+    return o, lse, c, base, left, start, q.new_empty(0) if low is None else low
 
 
 @path_forward_op.register_fake
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, bound: str, log_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    logit_bound: Tensor | None, scale: float, bound: str, log_eps: float, backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, H, _ = q.shape
     gated, i32 = log_gate is not None, torch.int32
     n_u = (T + KEY_UNIT - 1) // KEY_UNIT
@@ -74,19 +85,21 @@ def _forward_fake(
     base = lse.new_empty((B, H, n_u + 1) if gated else (0,), dtype=torch.float64)
     shape: tuple[Any, ...] = (B, H, T) if gated else (1, 1, T) if cu_seqlens is not None else (0,)
     start = lse.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound else (0,), dtype=i32)
-    return o, lse, c, base, lse.new_empty(shape, dtype=i32), start
+    low = torch.empty_like(o) if _keeps_low(q, v, log_gate, backward) else q.new_empty(0)
+    return o, lse, c, base, lse.new_empty(shape, dtype=i32), start, low
 
 
 @torch.library.custom_op("attnzoo::path_backward", mutates_args=())
 def path_backward_op(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
     log_gate: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, left: Tensor, start: Tensor,
-    scale: float,
+    low: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns dq, dk, dv, dw, dbeta, and the gradient of log_gate (empty without one)."""
     dq, dk, dv, dw, dbeta, dkey = path_backward(
         do, q, k, v, w, beta, o, lse, c if c.numel() else None, base if base.numel() else None,
         left if left.numel() else None, start if start.numel() else None, scale,
+        low if low.numel() else None,
     )  # fmt: skip
     dgate = lse.new_empty(0)
     if log_gate is not None and dkey is not None:
@@ -99,26 +112,26 @@ def path_backward_op(
 def _backward_fake(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
     log_gate: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, left: Tensor, start: Tensor,
-    scale: float,
+    low: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv, dw, dbeta = (x.new_empty(x.shape) for x in (q, k, v, w, beta))
     return dq, dk, dv, dw, dbeta, lse.new_empty((0,) if log_gate is None else log_gate.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, w, beta, log_gate, cu_seqlens, _, scale, _, _ = inputs
+    q, k, v, w, beta, log_gate, cu_seqlens, _, scale, *_ = inputs
     ctx.save_for_backward(q, k, v, w, beta, log_gate, cu_seqlens, *output)
     ctx.scale = scale
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, do: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, w, beta, log_gate, cu_seqlens, o, lse, c, base, left, start = ctx.saved_tensors
-    none = (None,) * 11
+    q, k, v, w, beta, log_gate, cu_seqlens, o, lse, c, base, left, start, low = ctx.saved_tensors
+    none = (None,) * 12
     if do is None:
         return none
     dq, dk, dv, dw, dbeta, dgate = path_backward_op(
-        do, q, k, v, w, beta, o, lse, log_gate, cu_seqlens, c, base, left, start, ctx.scale
+        do, q, k, v, w, beta, o, lse, log_gate, cu_seqlens, c, base, left, start, low, ctx.scale
     )
     return (dq, dk, dv, dw, dbeta, None if log_gate is None else dgate, *none[6:])
 

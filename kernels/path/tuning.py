@@ -12,6 +12,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.fox import tuning as fox_tuning
 from attnzoo.kernels.fox.tuning import Kind, Tiles, _gluon, capability, has_descriptors
 from attnzoo.kernels.fox.tuning import override as fox_override
 
@@ -68,6 +69,13 @@ def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device, p
     return t
 
 
+def one_pass(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the backward over the levels runs as one pass (``hopper``) instead of as two kernels, as in FoX."""
+    if "dq" in _overrides or "dkdv" in _overrides:
+        return False
+    return level_count(T) > 0 and fox_tuning.one_pass(K, V, dtype, device)
+
+
 def pair_width(t: Tiles, head_dim: int) -> int:
     """Keys per tile within the own pair of blocks, where diag takes registers besides."""
     return min(t.BS, 32) if head_dim > 64 else t.BS
@@ -122,13 +130,14 @@ class Part:
         return x if x is None else x[self.h]
 
 
-def parts(q: Tensor, k: Tensor, backward: bool) -> list[Part]:
+def parts(q: Tensor, k: Tensor, backward: bool, one_pass: bool = False) -> list[Part]:
     """Parts whose workspaces stay below BUDGET, as even as possible: (batches or key heads) of q [B, T, H, K]."""
     (B, T, H, K), G = q.shape, k.shape[2]
     rep, n = H // G, level_count(T)
     rows = T * (rep + 1) * K * q.element_size() * (n / 2 + 2)
     squares = T * rep * BLOCK * 4 + T * K * K * 4 * 2 / BLOCK
-    heads = max(1, int(BUDGET / ((rows + squares) * (2 if backward else 1))))
+    sums = T * (rep * n / 2 + 1) * K * 4 if one_pass else 0  # dq of the levels and dv in float32
+    heads = max(1, int(BUDGET / ((rows + squares) * (2 if backward else 1) + sums)))
     if heads >= G:
         return [Part(b, slice(0, G), slice(0, H)) for b in _even(B, heads // G)]
     return [Part(slice(b, b + 1), g, slice(g.start * rep, g.stop * rep)) for b in range(B) for g in _even(G, heads)]

@@ -25,7 +25,7 @@ def test_opcheck(kind: str) -> None:
     x = {n: t.requires_grad_() for n, t in x.items() if n != "do"}
     prune = ("tail", -10.0) if kind == "pruned" else ("", 0.0)
     borders = torch.tensor([0, 30, 40], device=DEVICE) if kind == "packed" else None
-    args = (x["q"], x["k"], x["v"], x["w"], x["beta"], x.get("log_gate"), borders, None, 0.3, *prune)
+    args = (x["q"], x["k"], x["v"], x["w"], x["beta"], x.get("log_gate"), borders, None, 0.3, *prune, True)
     torch.library.opcheck(path_forward_op, args)
 
 

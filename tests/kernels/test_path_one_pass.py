@@ -1,0 +1,166 @@
+"""The one-pass backward over the levels. What surrounds the pass is plain Triton and runs under the interpreter, with a
+stand-in for the pass; the pass itself needs a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fox_cases import DEVICE
+from path_cases import Case, inputs, triton, within_budget
+from torch import Tensor
+
+from attnzoo.kernels.fox import tuning as fox_tuning
+from attnzoo.kernels.path import tuning
+from attnzoo.kernels.path.transitions import levels_of
+from attnzoo.pruning import Prune
+
+gluon = pytest.mark.skipif(fox_tuning.triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
+M, N = fox_tuning.ONE_PASS.BT // 16, fox_tuning.ONE_PASS.num_warps // (fox_tuning.ONE_PASS.BT // 16)
+
+
+def _as_held(x: Tensor) -> Tensor:
+    """Tiles [..., BT, BK] in the order in which the threads of a product hold them."""
+    t = x.unflatten(-2, (M, 2, 8)).unflatten(-1, (N, x.shape[-1] // N // 8, 4, 2))
+    n = t.ndim - 7
+    return t.permute(*range(n), n + 4, n + 3, n, n + 2, n + 5, n + 1, n + 6).reshape(x.shape)
+
+
+class Pass:
+    """``path_bwd_kernel`` in PyTorch, all keys of a level at once."""
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return self
+
+    def __call__(
+        self, d_q: Any, d_k: Any, d_v: Any, d_do: Any, d_rows: Any, d_delta: Any, d_dq: Any, d_dk: Any, d_dv: Any,
+        own: Tensor, sums: Tensor, dc: Tensor, c: Tensor, base: Tensor, left: Tensor, start: Tensor, end: Tensor,
+        full: Tensor, B: int, T: int, Tq: int, n: int, heads: int, scale: float, *_: Any, **options: Any,
+    ) -> None:  # fmt: skip
+        H, REP, BK, BT, BV = (options[name] for name in ("H", "REP", "BK", "BT", "BV"))
+        k, v, do, q = (x.base.float() for x in (d_k, d_v, d_do, d_q))
+        K, V = q.shape[-1], v.shape[-1]
+        rows, delta = (x.base.view(B, H, -1) for x in (d_rows, d_delta))
+        dv = own[:, :, :T, :V].clone()
+        dk = torch.zeros_like(k)
+        held = d_dq.base.view(n, B, H, -1, BT, BK)
+        for i, level in enumerate(levels_of(T)):
+            h = level.h
+            for u in range(level.nodes):
+                mid, stop = (2 * u + 1) * h, min((2 * u + 2) * h, T)
+                t, s = torch.arange(mid, stop), torch.arange(mid - h, mid)
+                for b in range(B):
+                    for head in range(H):
+                        g = head // REP
+                        see = torch.ones(len(t), h, dtype=torch.bool)
+                        if options["HAS_LEFT"]:
+                            first = left[b % left.shape[0], head % left.shape[1]]
+                            see &= s >= first[t][:, None]
+                        if options["HAS_START"]:
+                            see &= s >= start[b, head][t // 128][:, None]
+                        b_q = torch.where(see.any(1)[:, None], q[i * B + b, t - (u + 1) * h, head], 0.0)
+                        b_k = torch.where(see.any(0)[:, None], k[i * B + b, s - u * h, g], 0.0)
+                        y = b_q @ b_k.T * scale / 0.6931471805599453
+                        if options["GATE"]:
+                            at = base[b, head][t // 128 * 2] + c[b, head][t // 128 * 128]
+                            y += (at[:, None] - base[b, head][s // 64] - c[b, head][s]).float()
+                        p = torch.where(see, (y - rows[b, head, t][:, None]).exp2(), 0.0)
+                        b_do = do[b, t, head]
+                        ds = p * (b_do @ v[b, s, g].T - delta[b, head, t][:, None])
+                        r = t - (u + 1) * h
+                        dq = ds @ b_k
+                        dk[i * B + b, s - u * h, g] += ds.T @ b_q * scale
+                        dv[b, g, s] += p.T @ b_do
+                        if options["GATE"]:
+                            dc[b, head, s] += ds.sum(0)
+                            sums.view(B, H, -1)[b, head].index_add_(0, t // 2, ds.sum(1))
+                        pad = torch.zeros(-(-len(t) // BT) * BT, BK)
+                        pad[: len(t), :K] = dq
+                        tile = int(r[0]) // BT
+                        add = _as_held(pad.view(-1, BT, BK))
+                        seen = see.any(1).nonzero().flatten() // BT
+                        for x in set(seen.tolist()):
+                            held[i, b, head, tile + x] += add[x]
+        d_dk.base.copy_(dk)
+        d_dv.base.copy_(dv.transpose(1, 2))
+
+
+@gluon
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=300, gate="none", V=32),
+        Case(T=201, B=2, H=4, G=2, K=48, gate="open"),
+        Case(T=390, H=1, gate="strong", options={"prune": Prune(), "scale": 0.1}),
+        Case(T=260, cu_seqlens=(0, 100, 260)),
+    ],
+    ids=str,
+)
+def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnzoo.kernels.path import bwd, one_pass, op
+
+    monkeypatch.setattr(one_pass, "path_bwd_kernel", Pass())
+    monkeypatch.setattr(one_pass, "describe", lambda x, rows: SimpleNamespace(base=x))
+    monkeypatch.setattr(bwd, "can_merge", lambda *_: True)
+    monkeypatch.setattr(op, "one_pass", lambda *_: True)
+    x = inputs(case, dtype)
+    within_budget(case, x, triton(case, x))
+
+
+def test_where_the_one_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fox_tuning, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(fox_tuning, "triton_version", lambda: (3, 6))
+    for kind in ("dq", "dkdv"):
+        monkeypatch.delitem(tuning._overrides, kind, raising=False)
+    device = torch.device(DEVICE)
+    assert tuning.one_pass(129, 64, 128, torch.bfloat16, device)
+    assert not tuning.one_pass(128, 64, 128, torch.bfloat16, device)  # no levels
+    assert not tuning.one_pass(1000, 64, 64, torch.float32, device)
+    assert not tuning.one_pass(1000, 32, 64, torch.float16, device)
+    with tuning.override({"dkdv": tuning.Tiles(64, 64, 4, 1)}):
+        assert not tuning.one_pass(1000, 64, 64, torch.bfloat16, device)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not tuning.one_pass(1000, 64, 64, torch.bfloat16, device)
+
+
+ON_GPU = [
+    Case(T=300, K=64, V=64, gate="none"),
+    Case(T=1100, K=128, V=128),
+    Case(T=1100, B=2, H=4, G=2, K=48, V=64, gate="open"),
+    Case(T=2500, H=4, G=1, K=64, V=128, gate="none", beta="two"),
+    Case(T=700, H=4, G=4, K=128, V=64, gate="strong", options={"prune": Prune(), "scale": 0.1}),
+    Case(T=2500, H=2, G=1, K=64, V=64, gate="open", options={"prune": Prune(), "scale": 0.1}),
+    Case(T=1100, K=128, V=128, cu_seqlens=(0, 1, 330, 900, 1100)),
+    Case(T=1100, K=64, V=64, gate="none", cu_seqlens=(0, 640, 1100)),
+    Case(T=1100, K=64, V=64, gate="shut"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ON_GPU, ids=str)
+def test_both_ways_within_budget(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not tuning.one_pass(case.T, case.K, case.V, dtype, torch.device(DEVICE)):
+        pytest.skip("the one-pass backward does not run here")
+    x = inputs(case, dtype)
+    within_budget(case, x, triton(case, x))
+    monkeypatch.setattr(fox_tuning, "one_pass", lambda *_: False)
+    within_budget(case, x, triton(case, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1000, 4096])
+def test_every_gradient_is_written_on_the_gpu(T: int) -> None:
+    """What a first call leaves in memory, NaN, does not show in a second."""
+    case = Case(T=T, H=4, G=2, K=64, V=64, gate="open", options={"prune": Prune()})
+    x = inputs(case, torch.bfloat16)
+    want = triton(case, x)
+    poison = torch.full((1 << 30,), float("nan"), device=DEVICE)
+    del poison
+    got = triton(case, x)
+    for name in want:
+        error = (got[name].double() - want[name].double()).norm() / want[name].double().norm()
+        assert float(error) <= 1e-3, name
