@@ -255,6 +255,7 @@ def _launch(
         lse if start is None else start, B, T, levels.q.shape[2], levels.k.shape[2], n, min(t.heads, B * H),
         scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *left_strides(left), H=H, REP=H // G, K=K, V=V,
         BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT, KU=KEY_UNIT,
-        GATE=GATE_NONE if c is None else GATE_FULL, HAS_LEFT=left is not None, HAS_START=start is not None, HAS_LOW=low is not None,
-        TMA=tma, PREC=dot_precision(v.dtype), num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+        GATE=GATE_NONE if c is None else GATE_FULL, HAS_LEFT=left is not None, HAS_START=start is not None,
+        HAS_LOW=low is not None, TMA=tma, PREC=dot_precision(v.dtype), num_warps=t.num_warps,
+        num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip

@@ -17,37 +17,51 @@ from attnzoo.kernels.fox.hopper import _gate_at, _tile, _tma_add
 
 
 @gluon.jit
-def _level(p_start, i_l, i_bg, s, T, REP: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, HAS_START: gl.constexpr):
-    """Whether the keys from s have this level, its first row, and its child size and node."""
-    h = RU << i_l
-    u = s // (2 * h)
-    r0 = (2 * u + 1) * h
-    need = ((s // h) % 2 == 0) & (r0 < T)
+def _stop(p_cut, i_bg, s, T, REP: gl.constexpr, BS: gl.constexpr, KU: gl.constexpr, HAS_START: gl.constexpr):
+    """First row that pruning lets see none of the keys from s, in any query head."""
+    stop = T
     if HAS_START:
-        n_t = gl.cdiv(T, RU)
-        first = s + BS
+        n_u = gl.cdiv(T, KU)
+        stop = 0
         for i_r in range(REP):
-            p_first = p_start + (i_bg.to(gl.int64) * REP + i_r) * n_t + r0 // RU
-            first = gl.minimum(first, gl.load(p_first, mask=need, other=2147483647))
-        need = need & (first < s + BS)
-    return need, r0, h, u
+            p_last = p_cut + (i_bg.to(gl.int64) * REP + i_r) * n_u + gl.minimum((s + BS - 1) // KU, n_u - 1)
+            stop = gl.maximum(stop, gl.load(p_last))
+    return stop
 
 
 @gluon.jit
-def _level_rows(p_end, p_full, r0, h, s, T, BT: gl.constexpr, BS: gl.constexpr, KU: gl.constexpr,
-                BOUNDED: gl.constexpr):  # fmt: skip
-    """Row tiles of a level that see the keys from s: n_mask of them, from i_tail, need a mask, then n_mid from r0 do
-    not."""
-    r1 = gl.minimum(r0 + h, T)
+def _level(i_l, s, stop, RU: gl.constexpr):
+    """Whether the keys from s have this level: rows r0 .. r0 + h; and its node."""
+    h = RU << i_l
+    u = s // (2 * h)
+    r0 = (2 * u + 1) * h
+    return ((s // h) % 2 == 0) & (r0 < stop), r0, h, u
+
+
+@gluon.jit
+def _bounds(p_end, p_full, i_bh, s, T, BS: gl.constexpr, KU: gl.constexpr, BOUNDED: gl.constexpr):
+    """Rows from i_end on see none of the keys from s, rows before i_full all of them."""
+    i_end, i_full = T, T
     if BOUNDED:
-        i_end = gl.minimum(r1, gl.load(p_end + (s + BS - 1) // KU))
-        i_tail = gl.maximum(gl.minimum(r1, gl.load(p_full + s // KU)) // BT * BT, r0)
+        n_u = gl.cdiv(T, KU)
+        p_u = i_bh.to(gl.int64) * n_u
+        i_end = gl.load(p_end + p_u + gl.minimum((s + BS - 1) // KU, n_u - 1))
+        i_full = gl.load(p_full + p_u + s // KU)
+    return i_end, i_full
+
+
+@gluon.jit
+def _level_rows(i_end, i_full, r0, h, T, BT: gl.constexpr, BOUNDED: gl.constexpr):
+    """Row tiles of a level: n_mask of them, from i_tail, need a mask, then n_mid from r0 do not."""
+    r1 = gl.minimum(r0 + h, T)
+    i_tail = r0
+    n_mask = r0 * 0
+    n_mid = gl.cdiv(r1 - r0, BT)
+    if BOUNDED:
+        i_end = gl.minimum(r1, i_end)
+        i_tail = gl.maximum(gl.minimum(r1, i_full) // BT * BT, r0)
         n_mask = gl.cdiv(gl.maximum(i_end - i_tail, 0), BT)
         n_mid = gl.cdiv(gl.maximum(gl.minimum(i_tail, i_end) - r0, 0), BT)
-    else:
-        i_tail = r0
-        n_mask = r0 * 0
-        n_mid = gl.cdiv(r1 - r0, BT)
     return i_tail, n_mask, n_mid
 
 
@@ -59,7 +73,7 @@ def _row(n, r0, i_tail, n_mask, BT: gl.constexpr):
 
 @gluon.jit
 def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, values_in, keys_in,
-          keys_out, full, empty, p_c, p_base, p_start, p_end, p_full, B, T, n_levels, i_b, i_g, s, REP: gl.constexpr,
+          keys_out, full, empty, p_c, p_base, p_cut, p_end, p_full, B, T, n_levels, i_b, i_g, s, REP: gl.constexpr,
           H: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
           HAS_START: gl.constexpr, BOUNDED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Loader: v once, k^s per level; per row tile q^s, dO, lse, delta and the gates between the frames of rows and
@@ -69,10 +83,15 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n_u = gl.cdiv(T, KU)
     i_bg = i_b * (H // REP) + i_g
+    stop = _stop(p_cut, i_bg, s, T, REP, BS, KU, HAS_START)
+    i_end, i_full = _bounds(p_end, p_full, i_bg * REP, s, T, BS, KU, BOUNDED)
+    b_slope = gl.to_tensor(0.0)
+    p_ch, p_baseh = p_c + (i_bg * REP).to(gl.int64) * (n_u * KU), p_base + (i_bg * REP).to(gl.int64) * (n_u + 1)
+    b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
     it = 0
     n_k = 0
     for i_l in range(n_levels):
-        need, r0, h, u = _level(p_start, i_l, i_bg, s, T, REP, BS, RU, HAS_START)
+        need, r0, h, u = _level(i_l, s, stop, RU)
         if need:
             i_lb = i_l * B + i_b
             back = (u + 1) * h  # of a row: its token minus its packed row
@@ -84,11 +103,11 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
             for i_r in range(REP):
                 i_h = i_g * REP + i_r
                 i_bh = i_b * H + i_h
-                p_unit = i_bh.to(gl.int64) * n_u
-                i_tail, n_mask, n_mid = _level_rows(p_end + p_unit, p_full + p_unit, r0, h, s, T, BT, BS, KU, BOUNDED)
-                p_ch, p_baseh = p_c + p_unit * KU, p_base + p_unit + i_bh
-                b_slope = gl.to_tensor(0.0)
-                b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+                if REP > 1:
+                    i_end, i_full = _bounds(p_end, p_full, i_bh, s, T, BS, KU, BOUNDED)
+                    p_ch, p_baseh = p_c + i_bh.to(gl.int64) * (n_u * KU), p_base + i_bh.to(gl.int64) * (n_u + 1)
+                    b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+                i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, BOUNDED)
                 for n in range(n_mask + n_mid):
                     i = _row(n, r0, i_tail, n_mask, BT)
                     b_at = _gate_at(p_ch, p_baseh, b_slope, i // RU * RU, GATE, KU)
@@ -107,23 +126,26 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
 
 
 @gluon.jit
-def _reduce(d_dq, d_dk, dq_s, k_s, dq_full, dq_empty, dk_full, keys_out, p_start, p_end, p_full, B, T, Tq, n_levels,
+def _reduce(d_dq, d_dk, dq_s, k_s, dq_full, dq_empty, dk_full, keys_out, p_cut, p_end, p_full, B, T, Tq, n_levels,
             i_b, i_g, s, REP: gl.constexpr, H: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr,
             KU: gl.constexpr, HAS_START: gl.constexpr, BOUNDED: gl.constexpr):  # fmt: skip
     """Reducer: adds each tile of dQ^s to the float32 buffer, where a tile is contiguous; copies dK^s out."""
-    n_u, n_q = gl.cdiv(T, KU), gl.cdiv(Tq, RU) * (RU // BT)
+    n_q = gl.cdiv(Tq, RU) * (RU // BT)
     i_bg = i_b * (H // REP) + i_g
+    stop = _stop(p_cut, i_bg, s, T, REP, BS, KU, HAS_START)
+    i_end, i_full = _bounds(p_end, p_full, i_bg * REP, s, T, BS, KU, BOUNDED)
     it = 0
     n_k = 0
     for i_l in range(n_levels):
-        need, r0, h, u = _level(p_start, i_l, i_bg, s, T, REP, BS, RU, HAS_START)
+        need, r0, h, u = _level(i_l, s, stop, RU)
         if need:
             i_lb = i_l * B + i_b
             back = (u + 1) * h
             for i_r in range(REP):
                 i_h = i_g * REP + i_r
-                p_unit = (i_b * H + i_h).to(gl.int64) * n_u
-                i_tail, n_mask, n_mid = _level_rows(p_end + p_unit, p_full + p_unit, r0, h, s, T, BT, BS, KU, BOUNDED)
+                if REP > 1:
+                    i_end, i_full = _bounds(p_end, p_full, i_b * H + i_h, s, T, BS, KU, BOUNDED)
+                i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, BOUNDED)
                 for n in range(n_mask + n_mid):
                     i = _row(n, r0, i_tail, n_mask, BT)
                     mbarrier.wait(dq_full, it & 1)
@@ -154,10 +176,11 @@ def _bias(p_c, p_base, i_bh, b_s, s, T, GATE: gl.constexpr, KU: gl.constexpr):
 
 @gluon.jit
 def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, values_in, keys_in, dk_full, full,
-             empty, dq_full, dq_empty, p_own, p_sum, p_dc, p_c, p_base, p_left, p_start, p_end, p_full, T, n_levels,
-             i_b, i_g, s, scale, scale2, stride_lb, stride_lh, REP: gl.constexpr, H: gl.constexpr, BK: gl.constexpr,
-             BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
-             GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+             empty, dq_full, dq_empty, p_own, p_sum, p_dc, p_c, p_base, p_left, p_start, p_cut, p_end, p_full, T,
+             n_levels, i_b, i_g, s, scale, scale2, stride_lb, stride_lh, REP: gl.constexpr, H: gl.constexpr,
+             BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr,
+             KU: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr,
+             STAGES: gl.constexpr):  # fmt: skip
     """Products and exponentials: each warpgroup holds dK^s and dV of 64 keys in registers."""
     W: gl.constexpr = gl.num_warps()
     M: gl.constexpr = BT // 16
@@ -167,9 +190,10 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
     L_Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M, W // M], [16, BK * M // W, 16])
     v_s = v4_s.reshape([BS, BV])
     b_s = s + gl.arange(0, BS, gl.SliceLayout(1, L_S))
-    n_u = gl.cdiv(T, KU)
     i_bg = i_b * (H // REP) + i_g
     i_bh = i_bg.to(gl.int64) * REP
+    stop = _stop(p_cut, i_bg, s, T, REP, BS, KU, HAS_START)
+    i_end, i_full = _bounds(p_end, p_full, i_bh, s, T, BS, KU, HAS_LEFT or HAS_START)
     o_v = gl.arange(0, BS, gl.SliceLayout(1, L_V))[:, None] * BV + gl.arange(0, BV, gl.SliceLayout(0, L_V))[None, :]
     b_dv = gl.load(p_own + (i_bg.to(gl.int64) * (gl.cdiv(T, BS) * BS) + s) * BV + o_v)
     b_bias = _bias(p_c, p_base, i_bh, b_s, s, T, GATE, KU)
@@ -178,7 +202,7 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
     n_k = 0
     mbarrier.wait(values_in, 0)
     for i_l in range(n_levels):
-        need, r0, h, u = _level(p_start, i_l, i_bg, s, T, REP, BS, RU, HAS_START)
+        need, r0, h, u = _level(i_l, s, stop, RU)
         if need:
             b_k = n_k % 2
             mbarrier.wait(keys_in.index(b_k), n_k // 2 & 1)
@@ -187,13 +211,13 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
             for i_r in range(REP):
                 i_hh = i_bh + i_r
                 if REP > 1:
+                    i_end, i_full = _bounds(p_end, p_full, i_hh, s, T, BS, KU, HAS_LEFT or HAS_START)
                     b_bias = _bias(p_c, p_base, i_hh, b_s, s, T, GATE, KU)
                     b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
                 p_sumh = p_sum + i_hh * (gl.cdiv(T, RU) * (RU // 2))
                 p_lefth = p_left + i_b.to(gl.int64) * stride_lb + (i_g * REP + i_r) * stride_lh
                 p_starth = p_start + i_hh * gl.cdiv(T, RU)
-                i_tail, n_mask, n_mid = _level_rows(p_end + i_hh * n_u, p_full + i_hh * n_u, r0, h, s, T, BT, BS, KU,
-                                                    HAS_LEFT or HAS_START)  # fmt: skip
+                i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, HAS_LEFT or HAS_START)
                 if HAS_LEFT or HAS_START:
                     for n in range(n_mask):
                         b_dk, b_dv, b_dc = _tile(
@@ -225,8 +249,8 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
 
 @gluon.jit(do_not_specialize=["B", "T", "Tq", "n_levels", "n_heads", "stride_lb", "stride_lh"])
 def path_bwd_kernel(
-    d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_own, p_sum, p_dc, p_c, p_base, p_left, p_start, p_end,
-    p_full, B, T, Tq, n_levels, n_heads, scale, scale2, stride_lb, stride_lh,
+    d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_own, p_sum, p_dc, p_c, p_base, p_left, p_start, p_cut,
+    p_end, p_full, B, T, Tq, n_levels, n_heads, scale, scale2, stride_lb, stride_lh,
     H: gl.constexpr, REP: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr,
     RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr,
     STAGES: gl.constexpr,
@@ -267,13 +291,13 @@ def path_bwd_kernel(
     gl.warp_specialize(
         [
             (_compute, (d_dv, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, values_in, keys_in, dk_full,
-                        full, empty, dq_full, dq_empty, p_own, p_sum, p_dc, p_c, p_base, p_left, p_start, p_end, p_full,
-                        T, n_levels, i_b, i_g, s, scale, scale2, stride_lb, stride_lh, REP, H, BK, BV, BT, BS, RU, KU,
-                        GATE, HAS_LEFT, HAS_START, STAGES)),
+                        full, empty, dq_full, dq_empty, p_own, p_sum, p_dc, p_c, p_base, p_left, p_start, p_cut, p_end,
+                        p_full, T, n_levels, i_b, i_g, s, scale, scale2, stride_lb, stride_lh, REP, H, BK, BV, BT, BS, RU,
+                        KU, GATE, HAS_LEFT, HAS_START, STAGES)),
             (_load, (d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, values_in,
-                     keys_in, keys_out, full, empty, p_c, p_base, p_start, p_end, p_full, B, T, n_levels, i_b, i_g, s,
+                     keys_in, keys_out, full, empty, p_c, p_base, p_cut, p_end, p_full, B, T, n_levels, i_b, i_g, s,
                      REP, H, BT, BS, RU, KU, GATE, HAS_START, HAS_LEFT or HAS_START, STAGES)),
-            (_reduce, (d_dq, d_dk, dq_s, k_s, dq_full, dq_empty, dk_full, keys_out, p_start, p_end, p_full, B, T, Tq,
+            (_reduce, (d_dq, d_dk, dq_s, k_s, dq_full, dq_empty, dk_full, keys_out, p_cut, p_end, p_full, B, T, Tq,
                        n_levels, i_b, i_g, s, REP, H, BT, BS, RU, KU, HAS_START, HAS_LEFT or HAS_START)),
         ],
         [1, 1],  # warps

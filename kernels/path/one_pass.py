@@ -43,6 +43,7 @@ def launch_one_pass(
     gates = (lse if c is None else c, lse if base is None else base)
     limits = (lse if left is None else left, lse if start is None else start)
     end, full = limits if left is None and start is None else key_bounds(left, start, B, T, H, T)
+    cut = end if left is None or start is None else key_bounds(None, start, B, T, H, T)[0]
     flags = {"GATE": gate, "HAS_START": start is not None, "RU": ROW_UNIT}
     bounded = {"HAS_LEFT": left is not None, "REP": H // G, "H": H, "BK": BK, **flags}
     path_pair_kernel[(Tp // KEY_UNIT * B * G,)](
@@ -54,7 +55,7 @@ def launch_one_pass(
     path_bwd_kernel[(Tp // t.BS * B * G,)](
         describe(levels.q.flatten(0, 1), t.BT), describe(levels.k.flatten(0, 1), t.BS), describe(v, t.BS),
         describe(do, t.BT), _plain(rows, [1, t.BT]), _plain(delta, [1, t.BT]), _plain(x, [t.BT * BK // 256, 256]),
-        describe(d_levels.k.flatten(0, 1), t.BS), describe(dv, t.BS), own, sums, d_key, *gates, *limits, end, full,
+        describe(d_levels.k.flatten(0, 1), t.BS), describe(dv, t.BS), own, sums, d_key, *gates, *limits, cut, end, full,
         B, T, Tq, n, min(t.heads, B * G), scale, scale * LOG2E, *left_strides(left), BV=BV, BT=t.BT, BS=t.BS,
         KU=KEY_UNIT, STAGES=t.num_stages, **bounded, num_warps=t.num_warps,
     )  # fmt: skip

@@ -36,8 +36,8 @@ class Pass:
 
     def __call__(
         self, d_q: Any, d_k: Any, d_v: Any, d_do: Any, d_rows: Any, d_delta: Any, d_dq: Any, d_dk: Any, d_dv: Any,
-        own: Tensor, sums: Tensor, dc: Tensor, c: Tensor, base: Tensor, left: Tensor, start: Tensor, end: Tensor,
-        full: Tensor, B: int, T: int, Tq: int, n: int, heads: int, scale: float, *_: Any, **options: Any,
+        own: Tensor, sums: Tensor, dc: Tensor, c: Tensor, base: Tensor, left: Tensor, start: Tensor, cut: Tensor,
+        end: Tensor, full: Tensor, B: int, T: int, Tq: int, n: int, heads: int, scale: float, *_: Any, **options: Any,
     ) -> None:  # fmt: skip
         H, REP, BK, BT, BV = (options[name] for name in ("H", "REP", "BK", "BT", "BV"))
         k, v, do, q = (x.base.float() for x in (d_k, d_v, d_do, d_q))
