@@ -292,8 +292,8 @@ def path_bwd_kernel(
         [
             (_compute, (d_dv, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, values_in, keys_in, dk_full,
                         full, empty, dq_full, dq_empty, p_own, p_sum, p_dc, p_c, p_base, p_left, p_start, p_cut, p_end,
-                        p_full, T, n_levels, i_b, i_g, s, scale, scale2, stride_lb, stride_lh, REP, H, BK, BV, BT, BS, RU,
-                        KU, GATE, HAS_LEFT, HAS_START, STAGES)),
+                        p_full, T, n_levels, i_b, i_g, s, scale, scale2, stride_lb, stride_lh, REP, H, BK, BV, BT, BS,
+                        RU, KU, GATE, HAS_LEFT, HAS_START, STAGES)),
             (_load, (d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, values_in,
                      keys_in, keys_out, full, empty, p_c, p_base, p_cut, p_end, p_full, B, T, n_levels, i_b, i_g, s,
                      REP, H, BT, BS, RU, KU, GATE, HAS_START, HAS_LEFT or HAS_START, STAGES)),
