@@ -195,7 +195,7 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
     stop = _stop(p_cut, i_bg, s, T, REP, BS, KU, HAS_START)
     i_end, i_full = _bounds(p_end, p_full, i_bh, s, T, BS, KU, HAS_LEFT or HAS_START)
     o_v = gl.arange(0, BS, gl.SliceLayout(1, L_V))[:, None] * BV + gl.arange(0, BV, gl.SliceLayout(0, L_V))[None, :]
-    b_dv = gl.load(p_own + (i_bg.to(gl.int64) * (gl.cdiv(T, BS) * BS) + s) * BV + o_v)
+    b_dv = gl.load(p_own + (i_bg.to(gl.int64) * (gl.cdiv(T, RU) * RU) + s) * BV + o_v)
     b_bias = _bias(p_c, p_base, i_bh, b_s, s, T, GATE, KU)
     b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
     it = 0
@@ -258,7 +258,7 @@ def path_bwd_kernel(
     """dK of each level, dV from p_own on; adds to dQ of each level (unscaled), to column sums of dS [B, H, T] and to
     sums of dS per pair of rows [B, H, Tp / 2]. Units of keys with the most rows (the first) run first."""
     G: gl.constexpr = H // REP
-    i_s, i_bg = _schedule(gl.cdiv(T, BS), n_heads)
+    i_s, i_bg = _schedule(gl.cdiv(T, RU) * (RU // BS), n_heads)
     s, i_b, i_g = i_s * BS, i_bg // G, i_bg % G
     dtype: gl.constexpr = d_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BT, 1, BK], d_q.layout)
