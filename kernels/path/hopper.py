@@ -10,16 +10,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from attnzoo.kernels.fox.fwd import _schedule
-from attnzoo.kernels.fox.hopper import _gate_at, _tma_add
+from attnzoo.kernels.fox.hopper import _gate_at, _tile, _tma_add
 
 
 @gluon.jit
@@ -85,7 +79,7 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
     """Loader: v once, k^s per level; per row tile q^s, dO, lse, delta and the gates between the frames of rows and
     keys."""
     mbarrier.expect(values_in, d_v.block_type.nbytes)
-    tma.async_copy_global_to_shared(d_v, [i_b, s, i_g, 0], values_in, v_s.index(0))
+    tma.async_copy_global_to_shared(d_v, [i_b, s, i_g, 0], values_in, v_s)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n_u = gl.cdiv(T, KU)
     i_bg = i_b * (H // REP) + i_g
@@ -181,96 +175,7 @@ def _bias(p_c, p_base, i_bh, b_s, s, T, GATE: gl.constexpr, KU: gl.constexpr):
 
 
 @gluon.jit
-def _weights(b_y, lse_s, shift_s, b, b_bias, b_s, i, masked, p_left, p_start, T, scale2, BT: gl.constexpr,
-             GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr, RU: gl.constexpr,
-             L_S: gl.constexpr):  # fmt: skip
-    """P of the row tile in stage b, at row i, from its scores. # [BS, BT]"""
-    b_lse = lse_s.index(b).load(L_S)  # [1, BT]
-    b_y = b_y * scale2
-    if GATE != 0:
-        b_y += (b_bias + shift_s.index(b).load(gl.SliceLayout(1, L_S)))[:, None]
-    b_p = gl.exp2(b_y - b_lse)
-    if HAS_LEFT or HAS_START:
-        o_t = gl.arange(0, BT, gl.SliceLayout(0, L_S))
-        if masked:
-            b_first = gl.zeros([BT], gl.int32, gl.SliceLayout(0, L_S))
-            if HAS_LEFT:
-                b_first = gl.load(p_left + i + o_t, mask=i + o_t < T, other=0)
-            if HAS_START:
-                b_first = gl.maximum(b_first, gl.load(p_start + i // RU))
-            b_p = gl.where(b_s[:, None] >= b_first[None, :], b_p, 0.0)
-    return b_p
-
-
-@gluon.jit
-def _add_row_sums(p_sum, b_ds, BT: gl.constexpr, BS: gl.constexpr):
-    """Sums of dS over the keys, per pair of rows: over what a thread holds, then, turned within a warp, over 8 lanes;
-    warps by atomics."""
-    W: gl.constexpr = BS // 16
-    L_R: gl.constexpr = gl.BlockedLayout([1, 8, BT // 64], [1, 1, 32], [W, 1, 1], [2, 1, 0])
-    b_e = gl.sum(gl.sum(gl.reshape(b_ds, [W, 2, 8, BT // 2, 2]), 4), 1)
-    b_e = gl.sum(gl.convert_layout(b_e, L_R), 1)  # [W, BT // 2]
-    o_e = gl.arange(0, BT // 2, gl.SliceLayout(0, gl.SliceLayout(1, L_R)))
-    gl.atomic_add(p_sum + o_e[None, :] + gl.zeros([W, BT // 2], gl.int32, gl.SliceLayout(1, L_R)), b_e, sem="relaxed")
-
-
-@gluon.jit
-def _step(b_p, b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,
-          dq_empty, b_k, it, i, i_next, more, masked, b_bias, b_s, p_sum, p_left, p_start, T, scale2, BT: gl.constexpr,
-          BS: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr,
-          HAS_START: gl.constexpr, RU: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr, L_K: gl.constexpr,
-          L_V: gl.constexpr, L_Q: gl.constexpr):  # fmt: skip
-    """dK, dV, column sums of dS, and its part of dQ, from the row tile at row i, whose P is given; P of the next one.
-
-    The next tile's scores are among this tile's products, so exponentials and dQ's way out have products beside them.
-    Without a next tile they are made of whatever its stage holds, and not used.
-    """
-    dtype: gl.constexpr = k_s.dtype
-    none = it >> 30  # 0, but not to the compiler, which would keep the addresses of all operands in registers
-    k_t, v_t, ds_t = k_s.index(b_k + none).reshape([BS, BK]), v_s.index(none).reshape([BS, BV]), ds_s.index(none)
-    b, b_n = it % STAGES, (it + 1) % STAGES
-    phase = (it + 1) // STAGES & 1
-    q_t, do_t, q_n = q_s.index(b).reshape([BT, BK]), do_s.index(b).reshape([BT, BV]), q_s.index(b_n).reshape([BT, BK])
-    zero = gl.zeros([BS, BT], gl.float32, L_S)
-    b_dp = warpgroup_mma(v_t, do_t.permute([1, 0]), zero, use_acc=False, is_async=True)  # [BS, BT]
-    b_ph = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, L_V, 2))
-    b_dv = warpgroup_mma(b_ph, do_t, b_dv, is_async=True)
-    b_delta = delta_s.index(b).load(L_S)  # [1, BT]
-    b_dp = warpgroup_mma_wait(1, [b_dp])
-    b_ds = b_p * (b_dp - b_delta)
-    b_dsh = b_ds.to(dtype)
-    ds_t.store(b_dsh)
-    fence_async_shared()
-    mbarrier.wait(full.index(b_n), phase, pred=more)
-    b_dq = warpgroup_mma(ds_t.permute([1, 0]), k_t, gl.zeros([BT, BK], gl.float32, L_Q), use_acc=False, is_async=True)
-    b_y = warpgroup_mma(k_t, q_n.permute([1, 0]), zero, use_acc=False, is_async=True)  # [BS, BT]
-    if BK + BV < 256:
-        b_dk = warpgroup_mma(gl.convert_layout(b_dsh, gl.DotOperandLayout(0, L_K, 2)), q_t, b_dk, is_async=True)
-    else:  # too few registers
-        b_dk = warpgroup_mma(ds_t, q_t, b_dk, is_async=True)
-    if GATE != 0:
-        b_dc += gl.sum(b_ds, 1)
-        _add_row_sums(p_sum + i // 2, b_ds, BT, BS)
-    b_dq, b_dv = warpgroup_mma_wait(2, [b_dq, b_dv])
-    mbarrier.wait(dq_empty, (it & 1) ^ 1)
-    # In the order in which threads hold it (``_tile_order`` undoes it): whole 16-byte writes without bank conflicts.
-    M: gl.constexpr = L_Q.warps_per_cta[0]
-    N: gl.constexpr = L_Q.warps_per_cta[1]
-    b_dq = gl.permute(gl.reshape(b_dq, [M, 2, 8, N, BK // N // 8, 4, 2]), [4, 3, 0, 2, 5, 1, 6])
-    dq_s.store(gl.reshape(b_dq, dq_s.shape))
-    fence_async_shared()
-    mbarrier.arrive(dq_full, count=1)
-    b_y = warpgroup_mma_wait(1, [b_y])
-    b_p = _weights(b_y, lse_s, shift_s, b_n, b_bias, b_s, i_next, masked, p_left, p_start, T, scale2, BT, GATE,
-                   HAS_LEFT, HAS_START, RU, L_S)  # fmt: skip
-    mbarrier.wait(full.index(b_n), phase, pred=more)  # a branch: ptxas would wait for dK before the exponentials
-    b_dk = warpgroup_mma_wait(0, [b_dk])
-    mbarrier.arrive(empty.index(b), count=1)
-    return b_p, b_dk, b_dv, b_dc
-
-
-@gluon.jit
-def _compute(d_dv, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, values_in, keys_in, dk_full, full,
+def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, values_in, keys_in, dk_full, full,
              empty, dq_full, dq_empty, p_own, p_sum, p_dc, p_c, p_base, p_left, p_start, p_cut, p_end, p_full, T,
              n_levels, i_b, i_g, s, scale, scale2, stride_lb, stride_lh, REP: gl.constexpr, H: gl.constexpr,
              BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr,
@@ -283,6 +188,7 @@ def _compute(d_dv, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, val
     L_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BK, 16])
     L_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BV, 16])
     L_Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M, W // M], [16, BK * M // W, 16])
+    v_s = v4_s.reshape([BS, BV])
     b_s = s + gl.arange(0, BS, gl.SliceLayout(1, L_S))
     i_bg = i_b * (H // REP) + i_g
     i_bh = i_bg.to(gl.int64) * REP
@@ -300,7 +206,7 @@ def _compute(d_dv, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, val
         if need:
             b_k = n_k % 2
             mbarrier.wait(keys_in.index(b_k), n_k // 2 & 1)
-            k_t = k_s.index(b_k).reshape([BS, BK])
+            k_s = k4_s.index(b_k).reshape([BS, BK])
             b_dk = gl.zeros([BS, BK], gl.float32, L_K)
             for i_r in range(REP):
                 i_hh = i_bh + i_r
@@ -312,36 +218,32 @@ def _compute(d_dv, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, val
                 p_lefth = p_left + i_b.to(gl.int64) * stride_lb + (i_g * REP + i_r) * stride_lh
                 p_starth = p_start + i_hh * gl.cdiv(T, RU)
                 i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, HAS_LEFT or HAS_START)
-                if n_mask + n_mid > 0:
-                    b = it % STAGES
-                    mbarrier.wait(full.index(b), it // STAGES & 1)
-                    q_t = q_s.index(b).reshape([BT, BK])
-                    b_y = warpgroup_mma(k_t, q_t.permute([1, 0]), gl.zeros([BS, BT], gl.float32, L_S), use_acc=False,
-                                        is_async=True)  # fmt: skip
-                    b_y = warpgroup_mma_wait(0, [b_y])
-                    i = _row(0, r0, i_tail, n_mask, BT)
-                    b_p = _weights(b_y, lse_s, shift_s, b, b_bias, b_s, i, n_mask > 0, p_lefth, p_starth, T, scale2, BT,
-                                   GATE, HAS_LEFT, HAS_START, RU, L_S)  # fmt: skip
-                    for n in range(1, n_mask + n_mid + 1):
-                        i_next = _row(n, r0, i_tail, n_mask, BT)
-                        b_p, b_dk, b_dv, b_dc = _step(
-                            b_p, b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full,
-                            empty, dq_full, dq_empty, b_k, it, i, i_next, n < n_mask + n_mid, n < n_mask, b_bias, b_s,
-                            p_sumh, p_lefth, p_starth, T, scale2, BT, BS, BK, BV, GATE, HAS_LEFT, HAS_START, RU, STAGES,
-                            L_S, L_K, L_V, L_Q)  # fmt: skip
-                        i = i_next
+                if HAS_LEFT or HAS_START:
+                    for n in range(n_mask):
+                        b_dk, b_dv, b_dc = _tile(
+                            b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty,
+                            dq_full, dq_empty, it, i_tail + n * BT, b_bias, b_s, p_sumh, p_lefth, p_starth, 0, T,
+                            scale2, BT, BS, BK, BV, GATE, HAS_LEFT, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q,
+                            True)  # fmt: skip
                         it += 1
+                for n in range(n_mid):
+                    b_dk, b_dv, b_dc = _tile(
+                        b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty,
+                        dq_full, dq_empty, it, r0 + n * BT, b_bias, b_s, p_sumh, p_lefth, p_starth, 0, T, scale2,
+                        BT, BS, BK, BV, GATE, HAS_LEFT, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q,
+                        False)  # fmt: skip
+                    it += 1
                 if GATE != 0 and REP > 1:
                     gl.atomic_add(p_dc + i_hh * T + b_s, b_dc, sem="relaxed")
-            k_t.store((b_dk * scale).to(k_t.dtype))
+            k_s.store((b_dk * scale).to(k_s.dtype))
             fence_async_shared()
             mbarrier.arrive(dk_full.index(b_k), count=1)
             n_k += 1
     if GATE != 0 and REP == 1:
         gl.atomic_add(p_dc + i_bh * T + b_s, b_dc, mask=b_s < T, sem="relaxed")
-    v_s.index(0).reshape([BS, BV]).store(b_dv.to(v_s.dtype))
+    v_s.store(b_dv.to(v_s.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(d_dv, [i_b, s, i_g, 0], v_s.index(0))
+    tma.async_copy_shared_to_global(d_dv, [i_b, s, i_g, 0], v4_s)
     tma.store_wait(0)
 
 
@@ -365,8 +267,8 @@ def path_bwd_kernel(
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BT], d_delta.layout)
     shift_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_s = gl.allocate_shared_memory(dtype, [2, 1, BS, 1, BK], d_k.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, 1, BS, 1, BV], d_v.layout)
-    ds_s = gl.allocate_shared_memory(dtype, [1, BS, BT], gl.NVMMASharedLayout.get_default_for([BS, BT], dtype))
+    v_s = gl.allocate_shared_memory(dtype, d_v.block_type.shape, d_v.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [BS, BT], gl.NVMMASharedLayout.get_default_for([BS, BT], dtype))
     dq_s = gl.allocate_shared_memory(gl.float32, d_dq.block_type.shape, d_dq.layout)
     values_in = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     dq_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

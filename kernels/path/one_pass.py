@@ -50,7 +50,7 @@ def launch_one_pass(
         block.diag, block.q, block.k, v, o, o if low is None else low, do, lse, rows, delta, d_block.diag, d_block.q,
         d_block.k, own, x, sums, d_key, *gates, *limits, B, T, Tq, n, scale, scale * LOG2E, *v.stride()[:3],
         *o.stride()[:3], *do.stride()[:3], *left_strides(left), K=K, V=V, BV=BV, C=KEY_UNIT,
-        HAS_LOW=low is not None, PREC="ieee", **bounded, num_warps=8,
+        HAS_LOW=low is not None, PREC="ieee", **bounded, num_warps=4,
     )  # fmt: skip
     path_bwd_kernel[(Tp // t.BS * B * G,)](
         describe(levels.q.flatten(0, 1), t.BT), describe(levels.k.flatten(0, 1), t.BS), describe(v, t.BS),
