@@ -10,11 +10,12 @@ from attnzoo.kernels.fox.fwd import GATE_FULL, GATE_NONE, LOG2E, can_describe, h
 from attnzoo.kernels.fox.hopper import describe
 from attnzoo.kernels.fox.one_pass import _plain
 from attnzoo.kernels.fox.prune import key_bounds
-from attnzoo.kernels.fox.tuning import KEY_UNIT, ONE_PASS, ROW_UNIT
+from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
 
 from .hopper import path_bwd_kernel
 from .pair import path_finish_kernel, path_pair_kernel
 from .transitions import Block, Levels, levels_of
+from .tuning import one_pass_tiles
 
 
 def launch_one_pass(
@@ -28,7 +29,7 @@ def launch_one_pass(
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if do.stride(-1) != 1 or not can_describe(do):
         do = do.contiguous()
-    t, BK, BV, Tq = ONE_PASS, head_block(K), head_block(V), levels.q.shape[2]
+    t, BK, BV, Tq = one_pass_tiles(start is not None), head_block(K), head_block(V), levels.q.shape[2]
     for level, x in zip(levels_of(T), levels.q, strict=True):
         if level.queries % t.BT:  # the last tile reads whole; rows that do not exist must not be NaN
             x[:, level.queries : triton.cdiv(level.queries, t.BT) * t.BT].zero_()

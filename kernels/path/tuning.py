@@ -76,6 +76,11 @@ def one_pass(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -
     return level_count(T) > 0 and fox_tuning.one_pass(K, V, dtype, device)
 
 
+def one_pass_tiles(pruned: bool) -> Tiles:
+    """Tiles of the one-pass backward: FoX's; where pruning leaves heads of different lengths, all of them together."""
+    return dataclasses.replace(fox_tuning.ONE_PASS, heads=1 << 20) if pruned else fox_tuning.ONE_PASS
+
+
 def pair_width(t: Tiles, head_dim: int) -> int:
     """Keys per tile within the own pair of blocks, where diag takes registers besides."""
     return min(t.BS, 32) if head_dim > 64 else t.BS
