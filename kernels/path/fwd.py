@@ -244,7 +244,7 @@ def _launch(
     if scale > 0 and hopper_forward(T, K, V, v.dtype, v.device) and can_describe(v):
         from .hopper_fwd import path_forward_hopper
 
-        path_forward_hopper(block, levels, v, o, lse, c, base, left, start, scale)
+        path_forward_hopper(block, levels, v, o, lse, c, base, left, start, scale, low)
         return
     t = tiles("fwd", max(K, V), v.dtype, v.device, start is not None)
     tma = t.tma and n > 0 and can_describe(v)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.kernels.fox import tuning as fox_tuning
-from attnzoo.kernels.fox.tuning import Kind, Tiles, _gluon, capability, has_descriptors
+from attnzoo.kernels.fox.tuning import Kind, Tiles, capability, has_descriptors
 from attnzoo.kernels.fox.tuning import override as fox_override
 
 from .transitions import BLOCK, level_count
@@ -103,7 +103,7 @@ def _table(kind: Kind, size: int, dtype: torch.dtype, device: torch.device, prun
 
 def hopper_forward(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the Gluon forward (``hopper_fwd``) runs: where it is faster, and there are levels."""
-    return "fwd" not in _overrides and level_count(T) > 0 and K % 8 == 0 and _gluon(K, V, dtype, device)
+    return "fwd" not in _overrides and level_count(T) > 0 and K % 8 == 0 and fox_tuning._gluon(K, V, dtype, device)
 
 
 @dataclass(frozen=True)
