@@ -1,5 +1,9 @@
 """Block level kernels: the UT transform of 64 tokens, forward and backward; one program per block and key head.
 
+Several small kernels, since these are bound by latency: straight code that takes few registers and little shared memory
+leaves room for other programs. Forward, inverse_kernel makes X, product_kernel M and block_fwd_kernel the rest;
+backward, block_bwd_kernel handles diag, qb and kb, product_bwd_kernel M and all that goes through the inverse.
+
 With y_a = beta_a R_1 .. R_{a-1} w_a the product of a block's first i factors is I - sum_{a <= i} y_a w_a^T, and
 
     Y = X W,   X = (I + diag(beta) tril(W W^T, -1))^-1 diag(beta),   Z = X tril(W K^T, -1)
@@ -17,89 +21,90 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.fwd import _load_tile, head_block
-from attnzoo.kernels.fox.tuning import has_descriptors
+from attnzoo.kernels.fox.fwd import _load_tile
 
+from .inverse import Kept, _pieces, _tile_scale, invert, new_kept, tree_block
+from .inverse import _mm as _mm
+from .inverse import _row_scale as _row_scale
+from .inverse import launch as launch
 from .transitions import BLOCK, Block, tree_offset, tree_scales
 
 
 @triton.jit
-def _mm(a, b, acc, NA: tl.constexpr, NB: tl.constexpr, DT: tl.constexpr):
-    """acc + a b, with a as the sum of NA numbers of dtype DT and b of NB; float32 if DT is."""
-    if DT == tl.float32:  # noqa: SIM300
-        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
-    else:
-        a1, b1 = a.to(DT), b.to(DT)
-        acc = tl.dot(a1, b1, acc)
-        if NA == 2:
-            acc = tl.dot((a.to(tl.float32) - a1.to(tl.float32)).to(DT), b1, acc)
-        if NB == 2:
-            acc = tl.dot(a1, (b.to(tl.float32) - b1.to(tl.float32)).to(DT), acc)
+def _identity(b_acc, C: tl.constexpr, DT: tl.constexpr):
+    """I, laid out as the product b_acc: in registers where it is a left factor. # [C, C]"""
+    o_c = tl.arange(0, C)
+    never = tl.where(o_c[:, None] < 0, b_acc, 0.0)
+    return tl.where(o_c[:, None] == o_c[None, :], 1.0, never).to(DT)
+
+
+@triton.jit
+def _mm_pair(a, b, b_lo, TRANS: tl.constexpr, acc, NP: tl.constexpr, NX: tl.constexpr, DT: tl.constexpr):
+    """acc + a (b + b_lo), or with its transpose; without b_lo if NX = 1."""
+    acc = _mm(a, tl.trans(b) if TRANS else b, acc, NP, NP, DT)
+    if NX == 2:
+        acc = _mm(a, tl.trans(b_lo) if TRANS else b_lo, acc, NP, NP, DT)
     return acc
 
 
-@triton.jit
-def _row_scale(x):
-    """Powers of two that bring the rows of x near 1, and their inverses. # [rows] each"""
-    m = tl.max(tl.abs(x.to(tl.float32)), 1)
-    s = (m.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    s = tl.where((s > 0.0) & (s < 1e38), s, 1.0)
-    return s, 1.0 / s
-
-
-@triton.jit
-def _columns(p, b_x, o_c, o_n, stride, R, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr):
-    """Columns o_n of the tile b_x that p points at: itself if it has no more."""
-    return b_x if BK == BC else _load_tile(p, o_c, o_n, stride, R, K, BK, True)
-
-
-@triton.jit
-def _merge(b_l, b_x, h: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
-    """Diagonal blocks of size 2h inverted, given those of size h: [[A, 0], [B, D]] has -D^-1 B A^-1 below. # [C, C]"""
-    o_c = tl.arange(0, C)
-    m_b = (o_c[:, None] // (2 * h) == o_c[None, :] // (2 * h)) & (o_c[:, None] // h != o_c[None, :] // h)
-    b_t = _mm(tl.where(m_b, b_l, 0.0), b_x, tl.zeros([C, C], tl.float32), 2, 2, DT)
-    return b_x - _mm(b_x, b_t, tl.zeros([C, C], tl.float32), 2, 2, DT)
-
-
-@triton.jit
-def _unit_lower_inverse(b_l, C: tl.constexpr, DT: tl.constexpr):
-    """(I + b_l)^-1 of a strictly lower triangular matrix: rows of 16 x 16 blocks, then pairs of blocks. # [C, C]"""
-    N: tl.constexpr = C // 16
-    o_n, o_s = tl.arange(0, N), tl.arange(0, 16)
-    m_d = o_n[:, None, None, None] == o_n[None, None, :, None]
-    b_d = tl.sum(tl.where(m_d, tl.reshape(b_l, [N, 16, N, 16]), 0.0), 2)  # [N, 16, 16]
-    b_i = tl.where(o_s[None, :, None] == o_s[None, None, :], 1.0, tl.zeros([N, 16, 16], tl.float32))
-    for i in range(1, 16):
-        m_i = (o_s == i)[None, :, None]
-        b_r = tl.sum(tl.where(m_i, b_d, 0.0), 1)  # [N, 16]
-        b_i = tl.where(m_i, b_i - tl.sum(b_r[:, :, None] * b_i, 1)[:, None, :], b_i)
-    b_x = tl.reshape(tl.where(m_d, b_i[:, :, None, :], 0.0), [C, C])
-    b_x = _merge(b_l, b_x, 16, C, DT)
-    b_x = _merge(b_l, b_x, 32, C, DT)
-    return b_x
-
-
 @triton.jit(do_not_specialize=["T", "B", "N"])
+def product_kernel(
+    p_w, p_x, p_m, T, B, N, stride_wb, stride_wt, stride_wh,
+    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """M = I - Y^T W, the first nC of N nodes, in two pieces of dtype DT; Y^T = W^T X^T, w in NW pieces."""
+    n_c = tl.cdiv(T, C)
+    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    r = (i_c * C).to(tl.int64)
+    R = T - i_c * C
+    p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
+    w_hi, w_lo = _pieces(_load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True), DT)  # [C, BK]
+    b_x = tl.load(p_x + ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :])
+    x_hi, x_lo = _pieces(b_x, DT)  # [C, C]
+    b_y = tl.dot(tl.trans(w_hi), tl.trans(x_hi))  # [BK, C]
+    b_y = tl.dot(tl.trans(w_hi), tl.trans(x_lo), b_y)
+    if NW == 2:
+        b_y = tl.dot(tl.trans(w_lo), tl.trans(x_hi), b_y)
+    y_hi, y_lo = _pieces(b_y, DT)
+    b_m = tl.dot(y_hi, w_hi)  # [BK, BK]
+    b_m = tl.dot(y_lo, w_hi, b_m)
+    if NW == 2:
+        b_m = tl.dot(y_hi, w_lo, b_m)
+    m_hi, m_lo = _pieces(tl.where(o_k[:, None] == o_k[None, :], 1.0, 0.0) - b_m, DT)
+    p_m += ((i_b * N + i_c) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
+    m_k = (o_k < K)[:, None] & (o_k < K)[None, :]
+    tl.store(p_m, m_hi, mask=m_k)
+    tl.store(p_m + B * N.to(tl.int64) * (G * K * K), m_lo, mask=m_k)
+
+
+@triton.jit
+def _unit_rows(x, NP: tl.constexpr, DT: tl.constexpr):
+    """The rows of x brought near 1 by powers of two, in dtype DT if one piece is enough, and these powers."""
+    s, inv = _row_scale(x)
+    x = x.to(tl.float32) * inv[:, None]
+    return x.to(DT) if NP == 1 else x, s
+
+
+@triton.jit(do_not_specialize=["T"])
 def block_fwd_kernel(
-    p_q, p_k, p_w, p_beta, p_diag, p_qb, p_kb, p_m, T, B, N,
+    p_q, p_k, p_w, p_x, p_diag, p_qb, p_kb, T,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
-    stride_bb, stride_bt, stride_bh,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NI: tl.constexpr,
     NW: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """diag [B, nC, H, C, C], qb [B, T, H, K], kb [B, T, G, K]; M, the first nC of N nodes, in two pieces.
+    """diag [B, nC, H, C, C], qb = Q - (tril(Q W^T) X) W [B, T, H, K], kb [B, T, G, K].
 
-    q and k are NI pieces, w NW, what follows from them NP; rows are brought near 1 first.
+    q and k are NI pieces, w NW, what follows from them NP. The first term of qb and kb is a product with I: that puts
+    the tile where the second one is added.
     """
     n_c = tl.cdiv(T, C)
     i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
-    BC: tl.constexpr = min(BK, 64)
     REP: tl.constexpr = H // G
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
-    m_c, m_k = i_c * C + o_c < T, o_k < K
-    m_lo, m_le = o_c[:, None] > o_c[None, :], o_c[:, None] >= o_c[None, :]
+    m_ck = (i_c * C + o_c < T)[:, None] & (o_k < K)[None, :]
     r = (i_c * C).to(tl.int64)
     R = T - i_c * C
     p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
@@ -107,217 +112,222 @@ def block_fwd_kernel(
     p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
     b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
     p_q += i_b * stride_qb + i_g * REP * stride_qh + r * stride_qt
-    b_q = _load_tile(p_q, o_c, o_k, stride_qt, R, K, BK, True)  # early: the inverse hides these loads
-    b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=m_c, other=0.0)
-    b_beta = b_beta.to(tl.float32)
-    zeros = tl.zeros([C, C], tl.float32)
+    b_x = tl.load(p_x + ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
+    b_k, b_ks = _unit_rows(b_k, NI, DT)
+    if NW == 1:
+        b_w = b_w.to(DT)
+    if NP == 1:
+        b_x = b_x.to(DT)
+    zeros, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
 
-    b_l = tl.where(m_lo, _mm(b_w, tl.trans(b_w), zeros, NW, NW, DT) * b_beta[:, None], 0.0)
-    b_x = _unit_lower_inverse(b_l, C, DT) * b_beta[None, :]  # [C, C]
-    b_ks, b_ki = _row_scale(b_k)
-    b_ku = b_k.to(tl.float32) * b_ki[:, None]
-    if NI == 1:
-        b_ku = b_ku.to(DT)
-    b_wk = tl.where(m_lo, _mm(b_w, tl.trans(b_ku), zeros, NW, NI, DT), 0.0)
-    b_z = _mm(b_x, b_wk, zeros, NP, NP, DT)  # [C, C]
-    p_m += ((i_b * N + i_c) * G + i_g) * (K * K)
-    plane = B * N.to(tl.int64) * (G * K * K)
-    p_kb += ((i_b * T + r) * G + i_g) * K
-    for c in range(BK // BC):  # columns of Y and kb, rows of M
-        o_n = c * BC + tl.arange(0, BC)
-        b_wn = _columns(p_w, b_w, o_c, o_n, stride_wt, R, K, BK, BC)  # [C, BC]
-        b_y = _mm(b_x, b_wn, tl.zeros([C, BC], tl.float32), 2, NW, DT)  # [C, BC]
-        b_m = tl.where(o_n[:, None] == o_k[None, :], 1.0, tl.zeros([BC, BK], tl.float32))
-        b_m = _mm(-tl.trans(b_y), b_w, b_m, 2, NW, DT)
-        o_m = o_n[:, None] * K + o_k[None, :]
-        m_m = (o_n < K)[:, None] & m_k[None, :]
-        b_hi = b_m.to(DT)
-        tl.store(p_m + o_m, b_hi, mask=m_m)
-        tl.store(p_m + plane + o_m, (b_m - b_hi.to(tl.float32)).to(DT), mask=m_m)
-        b_kn = _columns(p_k, b_k, o_c, o_n, stride_kt, R, K, BK, BC).to(tl.float32) * b_ki[:, None]
-        b_kb = _mm(-tl.trans(b_z), b_wn, b_kn, NP, NW, DT) * b_ks[:, None]
-        o_kb = o_c[:, None] * (G * K) + o_n[None, :]
-        tl.store(p_kb + o_kb, b_kb.to(p_kb.dtype.element_ty), mask=m_c[:, None] & (o_n < K)[None, :])
+    b_kw = tl.where(o_c[:, None] < o_c[None, :], -_mm(b_k, tl.trans(b_w), zeros, NI, NW, DT), 0.0)
+    b_eye = _identity(b_kw, C, DT)
+    b_z = _mm(b_kw, tl.trans(b_x), zeros, NP, NP, DT)  # -Z^T
+    if NP == 1:
+        b_z = b_z.to(DT)
+    b_kb = _mm(b_z, b_w, _mm(b_eye, b_k, wide, 1, NI, DT), NP, NW, DT) * b_ks[:, None]
+    p_kb += ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_k[None, :]
+    tl.store(p_kb, b_kb.to(p_kb.dtype.element_ty), mask=m_ck)
     for j in range(REP):
         i_h = i_g * REP + j
-        p_qh = p_q + j * stride_qh
-        if REP > 1:
-            b_q = _load_tile(p_qh, o_c, o_k, stride_qt, R, K, BK, True)
-        b_qs, b_qi = _row_scale(b_q)
-        b_qu = b_q.to(tl.float32) * b_qi[:, None]
-        if NI == 1:
-            b_qu = b_qu.to(DT)
-        b_qw = tl.where(m_le, -_mm(b_qu, tl.trans(b_w), zeros, NI, NW, DT), 0.0)
-        b_a = _mm(b_qw, b_z, _mm(b_qu, tl.trans(b_ku), zeros, NI, NI, DT), NP, NP, DT)
+        b_q = _load_tile(p_q + j * stride_qh, o_c, o_k, stride_qt, R, K, BK, True)
+        b_q, b_qs = _unit_rows(b_q, NI, DT)
+        b_qw = tl.where(o_c[:, None] >= o_c[None, :], _mm(b_q, tl.trans(b_w), zeros, NI, NW, DT), 0.0)
+        if NP == 1:
+            b_qw = b_qw.to(DT)
+        b_a = _mm(b_qw, tl.trans(b_z), _mm(b_q, tl.trans(b_k), zeros, NI, NI, DT), NP, NP, DT)
         p_a = p_diag + ((i_b * n_c + i_c) * H + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
-        tl.store(p_a, b_a * b_qs[:, None] * b_ks[None, :], mask=m_le)
-        for c in range(BK // BC):
-            o_n = c * BC + tl.arange(0, BC)
-            b_wn = _columns(p_w, b_w, o_c, o_n, stride_wt, R, K, BK, BC)
-            b_y = _mm(b_x, b_wn, tl.zeros([C, BC], tl.float32), NP, NW, DT)
-            b_qn = _columns(p_qh, b_q, o_c, o_n, stride_qt, R, K, BK, BC).to(tl.float32) * b_qi[:, None]
-            b_qb = _mm(b_qw, b_y, b_qn, NP, NP, DT) * b_qs[:, None]
-            p_qt = p_qb + ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_n[None, :]
-            tl.store(p_qt, b_qb.to(p_qb.dtype.element_ty), mask=m_c[:, None] & (o_n < K)[None, :])
+        tl.store(p_a, b_a * b_qs[:, None] * b_ks[None, :], mask=o_c[:, None] >= o_c[None, :])
+        b_p = _mm(b_qw, b_x, zeros, NP, NP, DT)
+        b_q += 0.0  # another value: its place in shared memory is taken when that of the left factor is free again
+        b_qb = _mm(-b_p, b_w, _mm(b_eye, b_q, wide, 1, NI, DT), NP, NW, DT) * b_qs[:, None]
+        p_qt = p_qb + ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
+        tl.store(p_qt, b_qb.to(p_qb.dtype.element_ty), mask=m_ck)
 
 
 @triton.jit
-def _head_factors(p_q, p_dqb, p_da, b_w, b_x, b_z, o_c, o_k, stride_qt, R, H: tl.constexpr, K: tl.constexpr,
-                  BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, NG: tl.constexpr,
-                  DT: tl.constexpr):  # fmt: skip
-    """Of one query head: tril(Q W^T), E = dqb W^T, dA and dQW = -tril(E X^T + dA Z^T). # [C, C] each"""
-    cc = tl.zeros([C, C], tl.float32)
+def _head_bwd(p_q, p_dqb, p_da, p_dq, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k, stride_qt, stride_dqt, R,
+              H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, NG: tl.constexpr,
+              NX: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+    """dQ of one query head, stored; tril(Q W^T), E = dqb W^T, dA, dQW. # [C, C] each"""
+    cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
     m_le = o_c[:, None] >= o_c[None, :]
+    d_a = tl.load(p_da + o_c[:, None] * C + o_c[None, :], mask=m_le & (o_c < R)[:, None], other=0.0)
     b_q = _load_tile(p_q, o_c, o_k, stride_qt, R, K, BK, True)
     d_qb = _load_tile(p_dqb, o_c, o_k, H * K, R, K, BK, True)
-    d_a = tl.load(p_da + o_c[:, None] * C + o_c[None, :], mask=m_le & (o_c < R)[:, None], other=0.0)
-    b_qw = tl.where(m_le, _mm(b_q, tl.trans(b_w), cc, 1, NW, DT), 0.0)
     d_e = _mm(d_qb, tl.trans(b_w), cc, 1, NW, DT)
-    d_qw = _mm(d_a, tl.trans(b_z), _mm(d_e, tl.trans(b_x), cc, NG, NF, DT), NG, NF, DT)
-    d_qw = tl.where(m_le, -d_qw, 0.0)
-    if NF == 1:
-        b_qw = b_qw.to(DT)
     if NG == 1:
-        d_e, d_a, d_qw = d_e.to(DT), d_a.to(DT), d_qw.to(DT)
-    return b_qw, d_e, d_a, d_qw
+        d_a, d_e = d_a.to(DT), d_e.to(DT)
+    d_qw = _mm(d_a, b_zt, _mm_pair(d_e, b_x, b_xl, True, cc, NG, NX, DT), NG, NG, DT)
+    b_eye = _identity(d_qw, C, DT)
+    d_qw = tl.where(m_le, -d_qw, 0.0)
+    if NG == 1:
+        d_qw = d_qw.to(DT)
+    d_q = _mm(d_qw, b_w, _mm(d_a, b_k, _mm(b_eye, d_qb, wide, 1, 1, DT), NG, 1, DT), NG, NW, DT)
+    p_dq += o_c[:, None] * stride_dqt + o_k[None, :]
+    tl.store(p_dq, d_q.to(p_dq.dtype.element_ty), mask=(o_c < R)[:, None] & (o_k < K)[None, :])
+    b_qw = tl.where(m_le, _mm(b_q, tl.trans(b_w), cc, 1, NW, DT), 0.0)
+    if NG == 1:
+        b_qw = b_qw.to(DT)
+    return b_q, d_qb, b_qw, d_e, d_a, d_qw
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit
+def _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C: tl.constexpr, NG: tl.constexpr, NX: tl.constexpr,
+             DT: tl.constexpr):  # fmt: skip
+    """d_w + dQW^T Q - (QW X)^T dqb. # [C, BK]"""
+    d_w = _mm(tl.trans(d_qw), b_q, d_w, NG, 1, DT)
+    b_p = -_mm_pair(b_qw, b_x, b_xl, False, tl.zeros([C, C], tl.float32), NG, NX, DT)
+    if NG == 1:
+        b_p = b_p.to(DT)
+    return _mm(tl.trans(b_p), d_qb, d_w, NG, 1, DT)
+
+
+@triton.jit(do_not_specialize=["T", "B"])
 def block_bwd_kernel(
-    p_q, p_k, p_w, p_beta, p_da, p_dqb, p_dkb, p_dm, p_dq, p_dk, p_dw, p_dbeta, T, N,
+    p_q, p_k, p_w, p_x, p_da, p_dqb, p_dkb, p_dq, p_dk, p_dw, p_dx, T, B,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
-    stride_bb, stride_bt, stride_bh, stride_dqb, stride_dqt, stride_dqh, stride_dkb, stride_dkt, stride_dkh,
-    stride_dwb, stride_dwt, stride_dwh, stride_dbb, stride_dbt, stride_dbh,
+    stride_dqb, stride_dqt, stride_dqh, stride_dkb, stride_dkt, stride_dkh,
+    stride_dwb, stride_dwt, stride_dwh,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr,
-    NF: tl.constexpr, NG: tl.constexpr, DT: tl.constexpr, DI: tl.constexpr,
+    NG: tl.constexpr, NX: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK, dW, dbeta from the gradients of diag [B, nC, H, C, C], qb [B, T, H, K], kb [B, T, G, K] and M.
+    """From the gradients of diag [B, nC, H, C, C], qb [B, T, H, K] and kb [B, T, G, K]: dQ, dK, and of dW and dX what
+    does not come from M (dX [B, nC, G, C, C] float32).
 
-    Inputs are one piece (w NW), recomputed factors NF, gradients NG. With QW = tril(Q W^T), WK = tril(W K^T, -1),
-    E = dqb W^T and V the inverse, X = V diag(beta), it works in C x C matrices:
+    Inputs are one piece (w NW), what follows from them NG. With QW = tril(Q W^T), WK = tril(W K^T, -1), E = dqb W^T:
 
-        dQW = -tril(E X^T + dA Z^T)               dZ = -QW^T dA - W dkb^T          dWK = tril(X^T dZ, -1)
-        dX  = -QW^T E - W dM^T W^T + dZ WK^T      S  = -diag(beta) tril(V^T (dX diag(beta)) V^T, -1)
+        dQW = -tril(E X^T + dA Z^T)   dZ = -QW^T dA - W dkb^T   dX = -QW^T E + dZ WK^T   dWK = tril(X^T dZ, -1)
+        dQ  = dqb + dA K + dQW W      dK = dkb + dA^T Q + dWK^T W
+        dW  = dQW^T Q - (QW X)^T dqb + dWK K - Z dkb
 
-    and then column by column (64 at a time):
-
-        dQ = dqb + dA K + dQW W      dK = dkb + dA^T Q + dWK^T W      dY = -QW^T dqb - W dM^T
-        dW = dQW^T Q + X^T dY + dWK K - Z dkb - X W dM + (S + S^T) W
+    WK, Z, dZ and dWK are kept transposed: then each is the left factor where it was made, in registers.
     """
-    BC: tl.constexpr = min(BK, 64)
     REP: tl.constexpr = H // G
     n_c = tl.cdiv(T, C)
     i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
-    m_c, m_k = i_c * C + o_c < T, o_k < K
-    m_lo = o_c[:, None] > o_c[None, :]
+    m_up = o_c[:, None] < o_c[None, :]
     r = (i_c * C).to(tl.int64)
     R = T - i_c * C
     p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
     p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
     p_dkb += ((i_b * T + r) * G + i_g) * K
-    p_dm += ((i_b * N + i_c) * G + i_g) * (K * K)
     p_q += i_b * stride_qb + i_g * REP * stride_qh + r * stride_qt
     p_dqb += ((i_b * T + r) * H + i_g * REP) * K
     p_da += ((i_b * n_c + i_c) * H + i_g * REP) * (C * C)
+    p_dq += i_b * stride_dqb + i_g * REP * stride_dqh + r * stride_dqt
+    o_cc = ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :]
     b_w = _load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
     b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
-    d_kb = _load_tile(p_dkb, o_c, o_k, G * K, R, K, BK, True)
-    b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=m_c, other=0.0)
-    b_beta = b_beta.to(tl.float32)
-    cc = tl.zeros([C, C], tl.float32)
-
-    b_s = tl.where(m_lo, _mm(b_w, tl.trans(b_w), cc, NW, NW, DI), 0.0)
-    b_v = _unit_lower_inverse(b_s * b_beta[:, None], C, DI)
-    b_wk = tl.where(m_lo, _mm(b_w, tl.trans(b_k), cc, NW, 1, DT), 0.0)
-    b_x = b_v * b_beta[None, :]
-    b_z = _mm(b_x, b_wk, cc, 2, 2, DT)
-    if NF == 1:  # one piece is all that is read from here on
-        b_x, b_z, b_wk = b_x.to(DT), b_z.to(DT), b_wk.to(DT)
-    d_z = _mm(b_w, tl.trans(d_kb), cc, NW, 1, DT)
-    d_x = cc
-    for c in range(BK // BC):
-        o_n = c * BC + tl.arange(0, BC)
-        m_n = o_n < K
-        d_m = tl.load(p_dm + o_n[:, None] * K + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
-        d_f = _mm(b_w, tl.trans(d_m), tl.zeros([C, BC], tl.float32), NW, NG, DT)
-        d_x = _mm(d_f, tl.trans(_columns(p_w, b_w, o_c, o_n, stride_wt, R, K, BK, BC)), d_x, NG, NW, DT)
+    b_x = tl.load(p_x + o_cc)  # [C, C]
+    b_xl = tl.load(p_x + B.to(tl.int64) * n_c * G * (C * C) + o_cc) if NX == 2 else b_x
+    cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
+    b_kw = tl.where(m_up, _mm(b_k, tl.trans(b_w), cc, 1, NW, DT), 0.0)
+    if NG == 1:
+        b_kw = b_kw.to(DT)
+    b_zt = _mm_pair(b_kw, b_x, b_xl, True, cc, NG, NX, DT)
+    if NG == 1:
+        b_zt = b_zt.to(DT)
+    d_k, d_w, d_x, d_zt = wide, wide, cc, cc
     if REP == 1:
-        b_qw, d_e, d_a, d_qw = _head_factors(p_q, p_dqb, p_da, b_w, b_x, b_z, o_c, o_k, stride_qt, R, H, K, BK, C, NW,
-                                             NF, NG, DT)  # fmt: skip
-        d_x = _mm(tl.trans(b_qw), d_e, d_x, NF, NG, DT)
-        d_z = _mm(tl.trans(b_qw), d_a, d_z, NF, NG, DT)
+        b_q, d_qb, b_qw, d_e, d_a, d_qw = _head_bwd(p_q, p_dqb, p_da, p_dq, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k,
+                                                    stride_qt, stride_dqt, R, H, K, BK, C, NW, NG, NX,
+                                                    DT)  # fmt: skip
+        d_x = _mm(tl.trans(b_qw), d_e, d_x, NG, NG, DT)
+        d_zt = _mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
     else:
         for j in range(REP):
-            b_qw, d_e, d_a, d_qw = _head_factors(p_q + j * stride_qh, p_dqb + j * K, p_da + j * C * C, b_w, b_x, b_z,
-                                                 o_c, o_k, stride_qt, R, H, K, BK, C, NW, NF, NG, DT)  # fmt: skip
-            d_x = _mm(tl.trans(b_qw), d_e, d_x, NF, NG, DT)
-            d_z = _mm(tl.trans(b_qw), d_a, d_z, NF, NG, DT)
-    d_z = -d_z
-    d_x = _mm(d_z, tl.trans(b_wk), -d_x, NG, NF, DT)
-    d_wk = tl.where(m_lo, _mm(tl.trans(b_x), d_z, cc, NF, NG, DT), 0.0)
-    d_beta = tl.sum(b_v * d_x, 0)
-    d_l = _mm(tl.trans(b_v), d_x * b_beta[None, :], cc, 2, 2, DT)
-    d_l = tl.where(m_lo, -_mm(d_l, tl.trans(b_v), cc, 2, 2, DT), 0.0)
-    b_s = _mm(b_w, tl.trans(b_w), cc, NW, NW, DI)  # again: cheaper than to keep it
-    d_beta += tl.sum(d_l * b_s, 1)
-    d_s = d_l * b_beta[:, None]
-    d_s += tl.trans(d_s)
+            b_q, d_qb, b_qw, d_e, d_a, d_qw = _head_bwd(
+                p_q + j * stride_qh, p_dqb + j * K, p_da + j * C * C, p_dq + j * stride_dqh, b_w, b_k, b_x, b_xl, b_zt,
+                o_c, o_k, stride_qt, stride_dqt, R, H, K, BK, C, NW, NG, NX, DT,
+            )  # fmt: skip
+            d_x = _mm(tl.trans(b_qw), d_e, d_x, NG, NG, DT)
+            d_zt = _mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
+            d_k = _mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
+            d_w = _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C, NG, NX, DT)
+    d_kb = _load_tile(p_dkb, o_c, o_k, G * K, R, K, BK, True)
+    d_zt = -_mm(d_kb, tl.trans(b_w), d_zt, 1, NW, DT)
+    if NG == 1:  # still two pieces: what is made of dZ goes through V again
+        d_zt, d_zl = _pieces(d_zt, DT)
+        d_x = _mm(tl.trans(d_zl), b_kw, -d_x, 1, 1, DT)
+        d_kw = _mm(d_zl, b_x, cc, 1, 1, DT)
+    else:
+        d_x, d_kw = -d_x, cc
+    d_x = _mm(tl.trans(d_zt), b_kw, d_x, NG, NG, DT)
+    tl.store(p_dx + o_cc, d_x)
+    d_kw = tl.where(m_up, _mm_pair(d_zt, b_x, b_xl, False, d_kw, NG, NX, DT), 0.0)
+    b_eye = _identity(d_kw, C, DT)
     if NG == 1:
-        d_s, d_wk = d_s.to(DT), d_wk.to(DT)
+        d_kw = d_kw.to(DT)
+    m_ck = (o_c < R)[:, None] & (o_k < K)[None, :]
+    if REP == 1:
+        d_k = _mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
+    d_k = _mm(d_kw, b_w, _mm(b_eye, d_kb, d_k, 1, 1, DT), NG, NW, DT)
+    p_dk += i_b * stride_dkb + i_g * stride_dkh + r * stride_dkt + o_c[:, None] * stride_dkt + o_k[None, :]
+    tl.store(p_dk, d_k.to(p_dk.dtype.element_ty), mask=m_ck)
+    if REP == 1:
+        d_w = _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C, NG, NX, DT)
+    d_w = _mm(tl.trans(d_kw), b_k, _mm(tl.trans(-b_zt), d_kb, d_w, NG, 1, DT), NG, 1, DT)
+    p_dw += i_b * stride_dwb + i_g * stride_dwh + r * stride_dwt + o_c[:, None] * stride_dwt + o_k[None, :]
+    tl.store(p_dw, d_w, mask=m_ck)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def product_bwd_kernel(
+    p_w, p_beta, p_v, p_x, p_dx, p_dm, p_part, p_dw, p_dbeta, T, N,
+    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, stride_pb, stride_pt, stride_ph,
+    stride_dwb, stride_dwt, stride_dwh, stride_dbb, stride_dbt, stride_dbh,
+    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, NG: tl.constexpr,
+    DT: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """dW and dbeta from the gradient of M, what block_bwd_kernel left of dX, and of dW in p_part.
+
+    With F = -W dM^T and S = -diag(beta) tril(V^T (dX diag(beta)) V^T, -1):
+
+        dX += F W^T      dW += (S + S^T) W + X^T F - X W dM      dbeta = diag(V^T dX) + diag(1 / beta) diag(S W W^T)
+
+    What goes through V twice is of dtype DV, brought near 1: there roundings are amplified most.
+    """
+    n_c = tl.cdiv(T, C)
+    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    m_lo = o_c[:, None] > o_c[None, :]
+    m_c, m_k = o_c < T - i_c * C, o_k < K
+    r = (i_c * C).to(tl.int64)
+    p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
+    o_cc = ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :]
+    b_w = _load_tile(p_w, o_c, o_k, stride_wt, T - i_c * C, K, BK, True)  # [C, BK]
+    p_dm += ((i_b * N + i_c) * G + i_g) * (K * K)
+    d_m = tl.load(p_dm + o_k[:, None] * K + o_k[None, :], mask=m_k[:, None] & m_k[None, :], other=0.0)  # [BK, BK]
+    b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=m_c, other=0.0)
+    b_beta = b_beta.to(tl.float32)
+    b_v, b_x = tl.load(p_v + o_cc), tl.load(p_x + o_cc)  # [C, C]
+    cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
+    b_f = -_mm(b_w, tl.trans(d_m), wide, NW, NG, DT)
+    if NG == 1:
+        b_f = b_f.to(DT)
+    d_x = _mm(b_f, tl.trans(b_w), cc, NG, NW, DT) + tl.load(p_dx + o_cc)
+    s, inv = _tile_scale(d_x)
+    d_l = _mm(tl.trans(b_v), d_x * inv, cc, NG, NG, DV)
+    d_beta = tl.sum(tl.where(o_c[:, None] == o_c[None, :], d_l, 0.0), 1)
+    d_l = tl.where(m_lo, -_mm(d_l * b_beta[None, :], tl.trans(b_v), cc, NG, NG, DV), 0.0)
+    d_beta = (d_beta + tl.sum(d_l * _mm(b_w, tl.trans(b_w), cc, NW, NW, DT), 1)) * s
     p_t = p_dbeta + i_b * stride_dbb + i_g * stride_dbh + (r + o_c) * stride_dbt
     tl.store(p_t, d_beta.to(p_dbeta.dtype.element_ty), mask=m_c)
-
-    p_dq += i_b * stride_dqb + i_g * REP * stride_dqh + r * stride_dqt
-    p_dk += i_b * stride_dkb + i_g * stride_dkh + r * stride_dkt
-    p_dw += i_b * stride_dwb + i_g * stride_dwh + r * stride_dwt
-    for c in range(BK // BC):
-        o_n = c * BC + tl.arange(0, BC)
-        m_n = o_n < K
-        m_cn = m_c[:, None] & m_n[None, :]
-        cn = tl.zeros([C, BC], tl.float32)
-        d_m = tl.load(p_dm + o_n[:, None] * K + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
-        d_y = _mm(b_w, tl.trans(d_m), cn, NW, NG, DT)
-        d_m = tl.load(p_dm + o_k[:, None] * K + o_n[None, :], mask=m_k[:, None] & m_n[None, :], other=0.0)
-        b_wn = _columns(p_w, b_w, o_c, o_n, stride_wt, R, K, BK, BC)  # [C, BC]
-        b_kn = _columns(p_k, b_k, o_c, o_n, stride_kt, R, K, BK, BC)
-        d_kn = _columns(p_dkb, d_kb, o_c, o_n, G * K, R, K, BK, BC)
-        d_w = _mm(b_x, _mm(b_w, d_m, cn, NW, NG, DT), _mm(b_z, d_kn, cn, NF, 1, DT), NF, NG, DT)
-        d_w = _mm(d_wk, b_kn, _mm(d_s, b_wn, -d_w, NG, NW, DT), NG, 1, DT)
-        d_k = _mm(tl.trans(d_wk), b_wn, d_kn.to(tl.float32), NG, NW, DT)
-        for j in range(REP):
-            if REP > 1:
-                b_qw, d_e, d_a, d_qw = _head_factors(p_q + j * stride_qh, p_dqb + j * K, p_da + j * C * C, b_w, b_x,
-                                                     b_z, o_c, o_k, stride_qt, R, H, K, BK, C, NW, NF, NG,
-                                                     DT)  # fmt: skip
-            b_qn = _load_tile(p_q + j * stride_qh, o_c, o_n, stride_qt, R, K, BK, True)
-            d_qn = _load_tile(p_dqb + j * K, o_c, o_n, H * K, R, K, BK, True)
-            d_q = _mm(d_qw, b_wn, _mm(d_a, b_kn, d_qn.to(tl.float32), NG, 1, DT), NG, NW, DT)
-            p_dqn = p_dq + j * stride_dqh + o_c[:, None] * stride_dqt + o_n[None, :]
-            tl.store(p_dqn, d_q.to(p_dq.dtype.element_ty), mask=m_cn)
-            d_y = _mm(tl.trans(b_qw), d_qn, d_y, NF, 1, DT)
-            d_k = _mm(tl.trans(d_a), b_qn, d_k, NG, 1, DT)
-            d_w = _mm(tl.trans(d_qw), b_qn, d_w, NG, 1, DT)
-        d_w = _mm(tl.trans(b_x), -d_y, d_w, NF, NG, DT)
-        tl.store(p_dk + o_c[:, None] * stride_dkt + o_n[None, :], d_k.to(p_dk.dtype.element_ty), mask=m_cn)
-        tl.store(p_dw + o_c[:, None] * stride_dwt + o_n[None, :], d_w.to(p_dw.dtype.element_ty), mask=m_cn)
-
-
-# Warps and registers per thread of each kernel, for head dims up to 64 and up to 128.
-LAUNCH: dict[str, tuple[tuple[int, int | None], tuple[int, int | None]]] = {
-    "block": ((4, None), (4, None)),
-    "block_bwd": ((4, None), (4, None)),
-    "tree": ((4, None), (4, None)),
-    "carry": ((4, None), (8, None)),
-    "node": ((4, None), (8, None)),
-}
-
-
-def launch(part: str, K: int) -> dict[str, int | None]:
-    """Launch options of a kernel."""
-    num_warps, maxnreg = LAUNCH[part][K > 64]
-    return {"num_warps": num_warps, "maxnreg": maxnreg if has_descriptors() else None}
+    d_s = d_l * (b_beta * s)[:, None]
+    if NG == 1:
+        d_s = d_s.to(DT)
+    d_w = _mm(tl.trans(b_x), b_f, wide, NG, NG, DT)
+    d_w = _mm(tl.trans(d_s), b_w, _mm(d_s, b_w, d_w, NG, NW, DT), NG, NW, DT)
+    d_w = _mm(b_x, -_mm(b_w, d_m, wide, NW, NG, DT), d_w, NG, NG, DT)
+    m_ck = m_c[:, None] & m_k[None, :]
+    p_part += i_b * stride_pb + i_g * stride_ph + r * stride_pt + o_c[:, None] * stride_pt + o_k[None, :]
+    d_w += tl.load(p_part, mask=m_ck, other=0.0)
+    p_dw += i_b * stride_dwb + i_g * stride_dwh + r * stride_dwt + o_c[:, None] * stride_dwt + o_k[None, :]
+    tl.store(p_dw, d_w.to(p_dw.dtype.element_ty), mask=m_ck)
 
 
 def new_tree(q: Tensor, units: int, G: int) -> Tensor:
@@ -329,42 +339,66 @@ def new_tree(q: Tensor, units: int, G: int) -> Tensor:
     return q.new_empty(shape, dtype=torch.float16)
 
 
-def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
+def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None = None) -> Block:
     """As ``transitions.block_level``, on views of any stride with contiguous last dims; diag above the diagonal is not
-    written. w in q's dtype or float32, beta in any floating dtype. m is a tree (see new_tree) that carry fills."""
+    written. w in q's dtype or float32, beta in any floating dtype. m is a tree (see new_tree) that carry fills.
+
+    Args:
+        kept: filled for the backward pass (see new_kept).
+    """
     B, T, H, K = q.shape
     G = k.shape[2]
     n = triton.cdiv(T, BLOCK)
     diag = q.new_empty((B, n, H, BLOCK, BLOCK), dtype=torch.float32)
     m = new_tree(q, n, G)
     qb, kb = q.new_empty((B, T, H, K)), k.new_empty((B, T, G, K))
+    pieces = 2 if w.dtype == torch.float32 else 1
+    fine = q.dtype != torch.bfloat16
+    x = invert(w, beta, kept)
+    product_kernel[(n * B * G,)](
+        w, x, m, T, B, m.shape[2], *w.stride()[:3], G=G, K=K, BK=tree_block(K), C=BLOCK, NW=pieces, DT=tl.float16,
+        num_stages=1, **launch("product", K),
+    )  # fmt: skip
     block_fwd_kernel[(n * B * G,)](
-        q, k, w, beta, diag, qb, kb, m, T, B, m.shape[2], *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
-        *beta.stride(), H=H, G=G, K=K, BK=head_block(K), C=BLOCK, NI=2 if q.dtype == torch.float32 else 1,
-        NW=2 if w.dtype == torch.float32 else 1, NP=1 if q.dtype == torch.bfloat16 else 2, DT=tl.float16, num_stages=1,
-        **launch("block", K),
+        q, k, w, x, diag, qb, kb, T, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], H=H, G=G, K=K, BK=tree_block(K),
+        C=BLOCK, NI=2 if q.dtype == torch.float32 else 1, NW=pieces if fine else 1,
+        NP=2 if fine else 1, DT=tl.float16, num_stages=1, **launch("block", K),
     )  # fmt: skip
     return Block(diag, qb, kb, m)
 
 
 def block_level_backward(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Block, out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Block, out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    kept: Kept | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As ``transitions.block_level_backward``; d.diag above the diagonal is not read, d.m may be longer than nC.
 
     Args:
         out: where to put dq, dk, dw, dbeta: views of any floating dtype, with contiguous last dims but for dbeta;
             default: new tensors in the inputs' dtypes.
+        kept: what block_level left; default: made again.
     """
     B, T, H, K = q.shape
     G, exact = k.shape[2], q.dtype == torch.float32
     dq, dk, dw, dbeta = tuple(x.new_empty(x.shape) for x in (q, k, w, beta)) if out is None else out
     fine = q.dtype != torch.bfloat16
-    block_bwd_kernel[(triton.cdiv(T, BLOCK) * B * G,)](
-        q, k, w, beta, d.diag, d.q, d.k, d.m, dq, dk, dw, dbeta, T, d.m.shape[1], *q.stride()[:3], *k.stride()[:3],
-        *w.stride()[:3], *beta.stride(), *dq.stride()[:3], *dk.stride()[:3], *dw.stride()[:3], *dbeta.stride(), H=H,
-        G=G, K=K, BK=head_block(K), C=BLOCK, NW=2 if w.dtype == torch.float32 else 1, NF=2 if fine else 1,
-        NG=2 if fine else 1, DT=tl.float32 if exact else tl.float16 if fine else tl.bfloat16, DI=tl.float16,
-        num_stages=1, **launch("block_bwd", K),
+    if kept is None:
+        kept = new_kept(q, w)
+        invert(w, beta, kept)
+    w = kept.w
+    n, pieces = triton.cdiv(T, BLOCK), 2 if fine and w.dtype == torch.float32 else 1
+    dtype = tl.float32 if exact else tl.float16 if fine else tl.bfloat16
+    dx = torch.empty_like(kept.v, dtype=torch.float32)
+    part = dw if dw.dtype == torch.float32 else torch.empty(w.shape, dtype=torch.float32, device=w.device)
+    block_bwd_kernel[(n * B * G,)](
+        q, k, w, kept.x, d.diag, d.q, d.k, dq, dk, part, dx, T, B, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
+        *dq.stride()[:3], *dk.stride()[:3], *part.stride()[:3], H=H, G=G, K=K, BK=tree_block(K),
+        C=BLOCK, NW=pieces, NG=2 if fine else 1, NX=1 if fine else 2, DT=dtype, num_stages=1, **launch("block_bwd", K),
+    )  # fmt: skip
+    product_bwd_kernel[(n * B * G,)](
+        w, beta, kept.v, kept.x, dx, d.m, part, dw, dbeta, T, d.m.shape[1], *w.stride()[:3], *beta.stride(),
+        *part.stride()[:3], *dw.stride()[:3], *dbeta.stride(), G=G, K=K, BK=tree_block(K), C=BLOCK, NW=pieces,
+        NG=2 if fine else 1, DT=dtype, DV=tl.float32 if exact else tl.float16, num_stages=1,
+        **launch("product_bwd", K),
     )  # fmt: skip
     return dq, dk, dw, dbeta

@@ -22,6 +22,7 @@ from .carry import carry, carry_backward
 from .dkdv import path_dkdv_kernel
 from .dq import path_dq_kernel
 from .fwd import describe_levels
+from .inverse import new_kept
 from .transitions import Block, Levels
 from .tuning import pair_width, parts, tiles
 
@@ -45,7 +46,8 @@ def path_backward(
     for part in parts(q, k, backward=True, one_pass=merged):
         x = part.queries(q), part.keys(k), part.keys(w), part.keys(beta)
         p_c, p_base, p_left, p_start = part.rows(c), part.rows(base), part.rows(left), part.rows(start)
-        block = block_level(*x)
+        kept = new_kept(x[0], x[2])
+        block = block_level(*x, kept)
         carried = carry(block, p_start)
         saved = part.queries(do), part.keys(v), part.queries(o), lse[part.b, part.h], p_c, p_base, p_left, p_start
         if merged:
@@ -60,7 +62,7 @@ def path_backward(
             dkey[part.b, part.h] = d_key
         total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start)
         out = part.queries(dq), part.keys(dk), part.keys(dw), part.keys(dbeta)
-        block_level_backward(*x, Block(d_block.diag, *total), out)
+        block_level_backward(*x, Block(d_block.diag, *total), out, kept)
     return dq, dk, dv, dw, dbeta, dkey
 
 
