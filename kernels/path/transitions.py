@@ -306,8 +306,25 @@ def needed(start: Tensor, level: Level, G: int) -> tuple[Tensor, Tensor]:
     return for_q.transpose(1, 2)[..., None], for_k.transpose(1, 2)[..., None]
 
 
+def needed_nodes(start: Tensor, units: int, G: int) -> Tensor:
+    """Which nodes of the tree lie between a row and a key that it reads, [B, total, G], bool.
+
+    The row right after a node decides, since first keys never move left; so a needed node's children are needed too.
+    start as in ``needed``; zeros without pruning.
+    """
+    found = []
+    for s in range(tree_scales(units)):
+        v = torch.arange(tree_nodes(units, s), device=start.device)
+        end = (v + 1) * (BLOCK << s)
+        row = (end // UNIT).clamp(max=start.shape[2] - 1)
+        first = start[:, :, row].unflatten(1, (G, -1)).amin(2)
+        found.append((first < v * (BLOCK << s)) & (end < units * BLOCK))
+    return torch.cat(found, 2).transpose(1, 2)
+
+
 def carry(block: Block, start: Tensor | None = None) -> Carried:
-    """The levels above the blocks. Rows not ``needed`` with ``start`` may be left undefined (here they are not)."""
+    """The levels above the blocks. Rows not ``needed`` and nodes above the leaves not in ``needed_nodes`` may be left
+    undefined (here they are not)."""
     q, k, m = block.q, block.k, block.m
     nodes, T, n = tree(m), q.shape[1], level_count(q.shape[1])
     b_q, b_k = q.to(m.dtype), k.to(m.dtype)

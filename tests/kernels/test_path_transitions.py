@@ -113,7 +113,7 @@ def random_like(levels: tr.Levels, T: int) -> tr.Levels:
 def level_zero(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Random gradients of level 0: with zeros, and with NaN, in the rows that it does not read."""
     T = q.shape[1]
-    blk = torch.arange(T) // 64
+    blk = torch.arange(T, device=q.device) // 64
     right, left = blk % 2 == 1, (blk % 2 == 0) & ((blk + 1) * 64 < T)
     dq, dk = torch.randn_like(q), torch.randn_like(k)
     full = torch.where(right[:, None, None], dq, 0.0), torch.where(left[:, None, None], dk, 0.0)
@@ -158,6 +158,25 @@ def test_needed_rows_are_those_that_some_row_reads() -> None:
         read_k = tr._pack(meet.any(2).unflatten(1, (G, -1)).any(2).transpose(1, 2)[..., None].long(), level, 0).bool()
         assert torch.equal(q, read_q)
         assert torch.equal(k, read_k)
+
+
+@pytest.mark.parametrize("T", [2000, 1856, 130])
+def test_needed_nodes_are_those_that_some_row_reads_across(T: int) -> None:
+    """A row after a node that reads keys before it; and what the kernels rely on: a needed node's children are too."""
+    B, H, G, units = 2, 4, 2, -(-T // 64)
+    start = draw_start(B, T, H)
+    i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
+    kept = (j <= i) & (j >= start.repeat_interleave(128, 2)[:, :, :T, None])  # [B, H, T, T]
+    kept = kept.unflatten(1, (G, -1)).any(2)
+    found, at = tr.needed_nodes(start, units, G), 0
+    for s in range(tr.tree_scales(units)):
+        h, size = 64 << s, tr.tree_nodes(units, s)
+        for v in range(size):
+            across = kept[:, :, (v + 1) * h :, : v * h].any(3).any(2)
+            assert torch.equal(found[:, at + v], across), (s, v)
+            if s + 1 < tr.tree_scales(units):
+                assert bool((found[:, at + v] | ~found[:, at + size + v // 2]).all())
+        at += size
 
 
 def on_device(x: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -241,7 +260,8 @@ def test_carry_kernels_within_budget(case: tuple[int, ...], pruned: bool, dtype:
     B, T, H, G, K = case
     x = on_device(draw(*case), dtype)
     start = draw_start(B, T, H).to(DEVICE) if pruned else None
-    block, plain = blocks.block_level(*x), tr.block_level(*x)
+    block, plain, units = blocks.block_level(*x), tr.block_level(*x), -(-T // 64)
+    block.m[:, :, units:] = torch.nan
     plain = plain._replace(q=block.q, k=block.k, m=block.m.float().sum(0)[:, : plain.m.shape[1]])
     exact, theirs, ours = tr.carry(doubled(plain)), tr.carry(plain), carry.carry(block, start)
     exists = [part for level in tr.levels_of(T) for part in (tr.needed(start, level, G) if pruned else (None, None))]
@@ -252,7 +272,12 @@ def test_carry_kernels_within_budget(case: tuple[int, ...], pruned: bool, dtype:
 
     for a, b, c in zip(kept(exact.levels), kept(ours.levels), kept(theirs.levels), strict=True):
         within("level", a, b, c, dtype)
-    within("nodes", exact.nodes, ours.nodes.float().sum(0), theirs.nodes, torch.float32)
+    every = torch.zeros(B, H, -(-T // 128), dtype=torch.int32, device=DEVICE)
+    nodes = tr.needed_nodes(every if start is None else start, units, G)
+    nodes[:, :units] = True  # the leaves are there anyhow
+    ours.nodes.masked_fill_(~nodes[None, ..., None, None], torch.nan)  # nobody reads them
+    computed = [t.where(nodes[..., None, None], 0.0) for t in (exact.nodes, ours.nodes.float().sum(0), theirs.nodes)]
+    within("nodes", *computed, torch.float32)
 
     d = random_like(theirs.levels, T)
     for r, m in zip(rows_of(d, T), reads, strict=True):
