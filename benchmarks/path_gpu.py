@@ -164,10 +164,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     print(result, flush=True)
     right = set()
     shapes = [tuple(int(n) for n in s.split(",")) for s in args.shapes] if args.shapes else SHAPES
-    for shape in DECODE if args.decode else ():
-        result["decode"].append(decode_row(*shape, result["copy_TBps"], args.rep))
-        print(json.dumps(result["decode"][-1]), flush=True)
-        torch.cuda.empty_cache()
     for B, H, T, K in shapes:
         x = draw(B, H, T, K)
         kept = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_gate=x.g, prune=PRUNE).mean().item()
@@ -196,6 +192,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             result["rows"].append(row)
             print(json.dumps(row), flush=True)
             torch.cuda.empty_cache()
+    for shape in DECODE if args.decode else ():
+        result["decode"].append(decode_row(*shape, result["copy_TBps"], args.rep))
+        print(json.dumps(result["decode"][-1]), flush=True)
+        torch.cuda.empty_cache()
     return result
 
 

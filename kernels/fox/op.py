@@ -57,7 +57,7 @@ def fox_forward_op(
     low = q.new_zeros((*q.shape[:3], v.shape[3])) if _keeps_low(q, v, log_gate, backward) else None
     if splits_keys(q.shape[1], k.shape[1], q.shape[2] // k.shape[2]):
         o, lse = fox_split_forward(q, k, v, log_gate, sink, c, base, left, start, scale)
-    elif scale > 0 and hopper_forward(q.shape[1], q.shape[3], v.shape[3], q.dtype, q.device) and can_describe(q, k, v):
+    elif hopper_forward(q.shape[1], q.shape[3], v.shape[3], q.dtype, q.device) and can_describe(q, k, v):
         from .hopper_fwd import fox_forward_hopper
 
         o, lse = fox_forward_hopper(q, k, v, log_gate, sink, c, base, left, start, scale, low)

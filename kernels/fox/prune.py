@@ -11,6 +11,9 @@ log-sum-exp of row i over the keys of its own row unit and NEAR key units before
 (within 1% of the blocks that the whole one would keep; s_ii alone keeps 10 to 20% more on local heads). Both drop at
 most a mass eps of each row. A row unit takes its worst row, and the boundaries are made monotone by a suffix minimum
 (which only prunes less). In log2 throughout.
+
+As l_i <= U_i + log n over n keys, the tail bound drops nothing from rows with (c_i - c_0) - log n > log eps: l_i is not
+computed for them.
 """
 
 from __future__ import annotations
@@ -67,13 +70,16 @@ def _tail_at(p_x, p_base, b_slope, i_u, m, GATE: tl.constexpr, TAIL: tl.constexp
 
 @triton.jit(do_not_specialize=["T", "S", "stride_lb", "stride_lh"])
 def prune_rows_kernel(
-    p_q, p_k, p_qmax, p_kmax, p_bound, p_c, p_base, p_g, p_left, p_need, T, S, scale2, log2_s,
+    p_q, p_k, p_qmax, p_kmax, p_bound, p_c, p_base, p_g, p_left, p_need, T, S, scale2, log2_s, b_none,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
     BR: tl.constexpr, GATE: tl.constexpr, TAIL: tl.constexpr, NEAR: tl.constexpr, HAS_BOUND: tl.constexpr,
     HAS_LEFT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Worst row of each row unit, [B, H, T / RU] float64: c_i + U_i - l_i (tail) or c_i + 2 U + log N (paper)."""
+    """Worst row of each row unit, [B, H, T / RU] float64: c_i + U_i - l_i (tail) or c_i + 2 U + log N (paper).
+
+    b_none: the tail bound drops nothing from rows with c_i - c_0 above it.
+    """
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     i_bg = i_b * (H // REP) + i_h // REP
@@ -88,38 +94,41 @@ def prune_rows_kernel(
     p_base += i_bh.to(tl.int64) * (n_s + 1)
     b_c = _gate_at(p_c, p_base, b_slope, p_first, GATE, KU)
     if TAIL:  # worst row of U_i - l_i, with l_i in the frame of this unit
-        p_q += i_b * stride_qb + i_h * stride_qh
-        p_k += i_b * stride_kb + (i_h // REP) * stride_kh
-        p_left += i_b * stride_lb + i_h * stride_lh
-        b_kmax = tl.load(p_kmax + i_bg)
-        b_worst = tl.full([], float("-inf"), tl.float32)
-        for i_r in range(RU // BR):
-            r = i_t * RU + i_r * BR
-            b_q = _load_tile(p_q + r * stride_qt.to(tl.int64), o_t, o_k, stride_qt, T - r, K, BK, True)
-            b_pos, m_t = r + off + o_t, r + o_t < T
-            b_left = b_pos * 0
-            if HAS_LEFT:
-                b_left = tl.load(p_left + b_pos, mask=m_t, other=0)
-            b_m = tl.full([BR], float("-inf"), tl.float32)
-            b_l = tl.zeros([BR], tl.float32)
-            for i_s in range(tl.maximum(p_first // KU - NEAR, 0), tl.cdiv(tl.minimum(r + off + BR, S), KU)):
-                s = i_s * KU
-                b_k = _load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, True)
-                b_shift = _base_shift(p_base, b_slope, b_c, s, GATE, KU)
-                b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BR, KU]
-                b_y += _key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
-                m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_left[:, None])
-                b_y = tl.where(m_y, b_y, float("-inf"))
-                b_mn = tl.maximum(b_m, tl.max(b_y, 1))
-                b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
-                b_l = b_l * tl.exp2(b_m - b_ms) + tl.sum(tl.exp2(b_y - b_ms[:, None]), 1)
-                b_m = b_mn
-            b_qn = b_q.to(tl.float32)
-            b_u = tl.sqrt(tl.sum(b_qn * b_qn, 1) * b_kmax) * (scale2 * 1.0001)  # [BR]
-            if HAS_BOUND:
-                b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * 1.4426950408889634)
-            b_row = tl.where(m_t, b_u - (b_m + tl.log2(b_l)), float("-inf"))
-            b_worst = tl.maximum(b_worst, tl.max(b_row, 0))
+        b_worst = tl.full([], float("inf"), tl.float32)
+        b_end = _gate_at(p_c, p_base, b_slope, tl.minimum(p_first + RU, S) - 1, GATE, KU)
+        if b_end - _gate_at(p_c, p_base, b_slope, 0, GATE, KU) <= b_none:
+            p_q += i_b * stride_qb + i_h * stride_qh
+            p_k += i_b * stride_kb + (i_h // REP) * stride_kh
+            p_left += i_b * stride_lb + i_h * stride_lh
+            b_kmax = tl.load(p_kmax + i_bg)
+            b_worst = tl.full([], float("-inf"), tl.float32)
+            for i_r in range(RU // BR):
+                r = i_t * RU + i_r * BR
+                b_q = _load_tile(p_q + r * stride_qt.to(tl.int64), o_t, o_k, stride_qt, T - r, K, BK, True)
+                b_pos, m_t = r + off + o_t, r + o_t < T
+                b_left = b_pos * 0
+                if HAS_LEFT:
+                    b_left = tl.load(p_left + b_pos, mask=m_t, other=0)
+                b_m = tl.full([BR], float("-inf"), tl.float32)
+                b_l = tl.zeros([BR], tl.float32)
+                for i_s in range(tl.maximum(p_first // KU - NEAR, 0), tl.cdiv(tl.minimum(r + off + BR, S), KU)):
+                    s = i_s * KU
+                    b_k = _load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, True)
+                    b_shift = _base_shift(p_base, b_slope, b_c, s, GATE, KU)
+                    b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BR, KU]
+                    b_y += _key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
+                    m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_left[:, None])
+                    b_y = tl.where(m_y, b_y, float("-inf"))
+                    b_mn = tl.maximum(b_m, tl.max(b_y, 1))
+                    b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
+                    b_l = b_l * tl.exp2(b_m - b_ms) + tl.sum(tl.exp2(b_y - b_ms[:, None]), 1)
+                    b_m = b_mn
+                b_qn = b_q.to(tl.float32)
+                b_u = tl.sqrt(tl.sum(b_qn * b_qn, 1) * b_kmax) * (scale2 * 1.0001)  # [BR]
+                if HAS_BOUND:
+                    b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * 1.4426950408889634)
+                b_row = tl.where(m_t, b_u - (b_m + tl.log2(b_l)), float("-inf"))
+                b_worst = tl.maximum(b_worst, tl.max(b_row, 0))
     else:
         if HAS_BOUND:
             b_u = tl.load(p_bound + i_h).to(tl.float32) * 1.4426950408889634
@@ -203,6 +212,11 @@ def key_bounds_kernel(p_left, p_start, p_end, p_full, T, S, n_steps, stride_lb, 
     tl.store(p_full + p_u, b_full, mask=o_u < n_u)
 
 
+def none_above(log_eps: float, n: int) -> float:
+    """The gate sum c_i - c_0 (log2) above which the tail bound drops nothing, where l_i is over n keys."""
+    return log_eps * LOG2E + math.log2(n)
+
+
 def prune_starts(
     q: Tensor, k: Tensor, log_gate: Tensor, c: Tensor | None, base: Tensor | None, x: Tensor | None,
     left: Tensor | None, scale: float, *,
@@ -237,7 +251,8 @@ def prune_starts(
     prune_rows_kernel[(B * H, n_t)](
         q, k, qmax, kmax, norms if logit_bound is None else logit_bound, norms if c is None else c,
         norms if base is None else base, log_gate, start if left is None else left, need, T, S, scale * LOG2E,
-        math.log2(S), *q.stride()[:3], *k.stride()[:3], *left_strides(left), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
+        math.log2(S), none_above(log_eps, ROW_UNIT + NEAR_UNITS * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
+        *left_strides(left), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
         KU=KEY_UNIT, BR=32 if wide else 128, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=logit_bound is not None,
         HAS_LEFT=left is not None, PREC=dot_precision(q.dtype), num_warps=4, num_stages=1 if wide else 2,
     )  # fmt: skip

@@ -241,7 +241,7 @@ def _launch(
     left: Tensor | None, start: Tensor | None, scale: float, low: Tensor | None,
 ) -> None:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
-    if scale > 0 and hopper_forward(T, K, V, v.dtype, v.device) and can_describe(v):
+    if hopper_forward(T, K, V, v.dtype, v.device) and can_describe(v):
         from .hopper_fwd import path_forward_hopper
 
         path_forward_hopper(block, levels, v, o, lse, c, base, left, start, scale, low)

@@ -201,7 +201,6 @@ ONE_PASS = [
     Case(T=900, S=1000, K=64, V=64, gate="none", sink=True, options={"window": 100}),
     Case(T=1, S=130, K=64, V=64),
     Case(T=130, S=130, K=64, V=64, gate="shut"),
-    Case(T=500, S=600, K=128, V=128, gate="none", options={"scale": -0.1}),
 ]
 
 

@@ -40,7 +40,6 @@ HOPPER = [  # what the Gluon forward takes
     Case(gate="strong", T=700, K=128, V=64),
     Case(T=1000, K=128, V=128, cu_seqlens=(0, 1, 130, 130, 700, 1000)),
     Case(gate="none", T=1000, K=64, V=64, cu_seqlens=(0, 500, 1000)),
-    Case(gate="none", T=900, K=128, V=128, options={"scale": -0.05}),
     Case(gate="strong", B=2, T=1100, H=2, K=128, V=128, options={"prune": Prune(), "scale": 0.1}),
     Case(gate="strong", T=1100, K=64, V=64, options={"prune": Prune(bound="paper"), "scale": 0.1}),
 ]

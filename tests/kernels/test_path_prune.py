@@ -64,6 +64,19 @@ def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
     assert float(dropped_mass(x, found, 0.1).max()) <= EPS
 
 
+def test_rows_that_drop_nothing_are_told_by_their_gates() -> None:
+    """The log-sum-exp of such rows is not computed; from where it is, boundaries are those of the definition."""
+    x = inputs(Case(T=1800, H=1, beta="zero"), torch.float32)
+    x["log_gate"] = torch.full_like(x["log_gate"], -0.008)
+    found = starts(x, Prune(), 0.1).long()
+    c, closed = _gate_sums(x["log_gate"], 1, 1800, 1, x["q"].device)
+    parts = (x["q"], x["k"], x["w"], x["beta"])
+    exact = prune_starts_reference(*parts, c, _left(closed, None, None), 0.1, Prune())
+    assert 0 < int((exact == 0).sum()) < exact.numel()
+    assert bool((found <= exact).all())
+    assert bool((exact - found <= KEY_UNIT).all())
+
+
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_forward_and_backward_use_the_same_boundaries(bound: str) -> None:
     """Against the dense definition with the same blocks removed: values and gradients."""
