@@ -23,7 +23,7 @@ KERNELS = {  # keys of inverse.LAUNCH that a call uses
     "block": ("inverse", "product", "block"),
     "block_bwd": ("block_bwd", "product_bwd"),
     "carry": ("tree", "carry"),
-    "carry_bwd": ("carry_bwd", "node", "tree"),
+    "carry_bwd": ("carry_bwd", "node"),
 }
 CASES = ((2, 1100, 4, 2, 64), (1, 2500, 2, 2, 128), (1, 700, 2, 1, 48))  # B, T, H, G, K
 

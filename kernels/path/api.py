@@ -58,8 +58,8 @@ def path_attention(
 
     Under autocast q, k and v are cast to the autocast dtype, and w, beta and log_gate to float32.
     The forward is deterministic. So is the backward, except on Hopper, where one pass adds up the gradients of the
-    queries (and with gates part of theirs) in an order that varies; ``torch.use_deterministic_algorithms(True)``
-    selects the deterministic kernels there too.
+    queries, which those of w and beta depend on (and with gates part of theirs), in an order that varies;
+    ``torch.use_deterministic_algorithms(True)`` selects the deterministic kernels there too.
 
     Returns:
         [B, T, H, V] in q's dtype.

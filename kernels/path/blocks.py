@@ -23,11 +23,9 @@ from torch import Tensor
 
 from attnzoo.kernels.fox.fwd import _load_tile
 
-from .inverse import Kept, _pieces, _tile_scale, invert, new_kept, tree_block
-from .inverse import _mm as _mm
-from .inverse import _row_scale as _row_scale
-from .inverse import launch as launch
-from .transitions import BLOCK, Block, tree_offset, tree_scales
+from .inverse import Kept, _mm, _pieces, _row_scale, _tile_scale, invert, launch, new_kept, tree_block
+from .transitions import BLOCK, Block
+from .tree import new_tree
 
 
 @triton.jit
@@ -330,21 +328,12 @@ def product_bwd_kernel(
     tl.store(p_dw, d_w.to(p_dw.dtype.element_ty), mask=m_ck)
 
 
-def new_tree(q: Tensor, units: int, G: int) -> Tensor:
-    """Room for the products of all nodes over some units, in two float16 pieces: [2, B, total, G, K, K].
-
-    Two pieces hold 22 bits (with one, errors would grow with the square root of T); most readers need only the first.
-    """
-    shape = (2, q.shape[0], tree_offset(units, tree_scales(units)), G, q.shape[3], q.shape[3])
-    return q.new_empty(shape, dtype=torch.float16)
-
-
 def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None = None) -> Block:
     """As ``transitions.block_level``, on views of any stride with contiguous last dims; diag above the diagonal is not
-    written. w in q's dtype or float32, beta in any floating dtype. m is a tree (see new_tree) that carry fills.
+    written. w in q's dtype or float32, beta in any floating dtype. m is a ``tree.new_tree`` that carry fills.
 
     Args:
-        kept: filled for the backward pass (see new_kept).
+        kept: filled for the backward pass (see ``inverse.new_kept``).
     """
     B, T, H, K = q.shape
     G = k.shape[2]

@@ -1,8 +1,9 @@
 """Backward pass: one kernel owns rows (dq.py), one owns keys (dkdv.py), as in ``kernels/fox/bwd.py``; nothing is added
-up across programs, so the result does not depend on their order. On Hopper one pass does both (one_pass.py).
+up across programs, so the result does not depend on their order. With a gate the row kernel corrects delta by the row
+sums of dS over all levels, which the key kernel then uses. On Hopper one pass does both (one_pass.py): there programs
+add up, and delta stays as it is.
 
-Their results are gradients of the carried operands, which ``transitions.py`` turns into those of q, k, w and beta.
-With a gate the row kernel corrects delta by the row sums of dS over all levels, which the key kernel then uses.
+The results are gradients of the carried operands, which carry.py and blocks.py turn into those of q, k, w and beta.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A row tile meets the keys of its own pair of blocks (128 tokens: ``diag`` within a block, the blocks' carried q and k
 across), then for each level s >= 1 whose bit is set in its position, h = 64 * 2^s keys read against its own q^s
-(``transitions.py``). Gates, bounds and the frame of the log-sum-exp are those of ``kernels/fox/fwd.py``.
+(``transitions.py``). Gates, bounds and the frame of the log-sum-exp are those of ``kernels/fox/fwd.py``. On Hopper
+``hopper_fwd.py`` computes the same.
 """
 
 from __future__ import annotations
@@ -221,18 +222,9 @@ def path_forward(
         levels = carry(block, p_start).levels
         p_low = None if low is None else part.queries(low)
         _launch(
-            block,
-            levels,
-            part.keys(v),
-            part.queries(o),
-            lse[part.b, part.h],
-            p_c,
-            p_base,
-            p_left,
-            p_start,
-            scale,
+            block, levels, part.keys(v), part.queries(o), lse[part.b, part.h], p_c, p_base, p_left, p_start, scale,
             p_low,
-        )
+        )  # fmt: skip
     return o, lse, start
 
 

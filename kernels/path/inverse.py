@@ -1,4 +1,5 @@
-"""Inverses of the blocks' triangular matrices, which the block level kernels are made of, forward and backward."""
+"""Inverses of the blocks' triangular matrices, which the block level kernels are made of, forward and backward; and the
+launch table of all transition kernels."""
 
 from __future__ import annotations
 

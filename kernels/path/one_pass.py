@@ -58,8 +58,7 @@ def launch_one_pass(
         describe(do, t.BT), _plain(rows, [1, t.BT]), _plain(delta, [1, t.BT]), _plain(x, [t.BT * BK // 256, 256]),
         describe(d_levels.k.flatten(0, 1), t.BS), describe(dv, t.BS), own, sums, d_key, *gates, *limits, cut, end, full,
         B, T, Tq, n, min(t.heads, B * G), scale, scale * LOG2E, *left_strides(left), BV=BV, BT=t.BT, BS=t.BS,
-        KU=KEY_UNIT, STAGES=t.num_stages, **bounded, num_warps=t.num_warps,
-        maxnreg=t.maxnreg,
+        KU=KEY_UNIT, STAGES=t.num_stages, **bounded, num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     M = t.BT // 16
     path_finish_kernel[(Tp // ROW_UNIT * B * H,)](

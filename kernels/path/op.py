@@ -98,14 +98,13 @@ def path_backward_op(
     """Returns dq, dk, dv, dw, dbeta, and the gradient of log_gate (empty without one)."""
     dq, dk, dv, dw, dbeta, dkey = path_backward(
         do, q, k, v, w, beta, o, lse, c if c.numel() else None, base if base.numel() else None,
-        left if left.numel() else None, start if start.numel() else None, scale,
-        low if low.numel() else None,
+        left if left.numel() else None, start if start.numel() else None, scale, low if low.numel() else None,
     )  # fmt: skip
     dgate = lse.new_empty(0)
     if log_gate is not None and dkey is not None:
         doc = None if cu_seqlens is None else segment_starts(cu_seqlens, q.shape[1])
         dgate = gate_gradient(dkey, None, log_gate, doc, q.shape[1])
-    return dq, dk, dv, dw.to(w.dtype), dbeta, dgate
+    return dq, dk, dv, dw, dbeta, dgate
 
 
 @path_backward_op.register_fake

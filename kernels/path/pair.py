@@ -12,7 +12,7 @@ from .dkdv import _dkdv_scores
 
 
 @triton.jit
-def _level_of(p_start, i_l, i_t, T, HAS_START: tl.constexpr, RU: tl.constexpr):
+def _level_of(p_start, i_l, i_t, HAS_START: tl.constexpr, RU: tl.constexpr):
     """Whether the queries of unit i_t read level i_l + 1, and the first of their packed rows."""
     h = RU << i_l
     u = i_t * RU // (2 * h)
@@ -127,7 +127,7 @@ def path_pair_kernel(
         if GATE != 0:
             tl.store(p_dc + i_bh * T + b_s, b_dc, mask=b_s < T)
         for i_l in range(n_levels):
-            reads, r = _level_of(p_start + i_bh * n_t, i_l, i_t, T, HAS_START, RU)
+            reads, r = _level_of(p_start + i_bh * n_t, i_l, i_t, HAS_START, RU)
             if reads:
                 p_xt = p_x + (((i_l * B + i_b) * H + i_h) * (tl.cdiv(Tq, RU) * RU) + r + s % RU) * BK
                 tl.store(p_xt + tl.arange(0, C * BK), tl.zeros([C * BK], tl.float32))
@@ -147,7 +147,7 @@ def path_finish_kernel(
     i_bh = i_bh32.to(tl.int64)
     o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
     for i_l in range(n_levels):
-        reads, r = _level_of(p_start + i_bh * n_t, i_l, i_t, T, HAS_START, RU)
+        reads, r = _level_of(p_start + i_bh * n_t, i_l, i_t, HAS_START, RU)
         if reads:
             i_lb = i_l * B + i_bh // H
             p_xt = p_x + ((i_lb * H + i_bh32 % H) * (tl.cdiv(Tq, RU) * RU) + r) * BK + tl.arange(0, BT * BK)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .inverse import launch, tree_block
-from .transitions import BLOCK, Block, Carried, Levels, tree_scales
+from .transitions import BLOCK, Block, Carried, Levels, tree_offset, tree_scales
 
 STAGES = {"tree": 3, "carry": 2, "carry_bwd": 3, "node": 3}  # of the pipelined loops, where float16 pieces fit
 
@@ -250,6 +250,15 @@ def options(part: str, K: int, fits: bool) -> dict[str, int | None]:
 def starts(start: Tensor | None, other: Tensor) -> tuple[Tensor, int, int]:
     """First keys and their strides, for a kernel that does not read them if there are none."""
     return (other, 0, 0) if start is None else (start, start.stride(0), start.stride(1))
+
+
+def new_tree(q: Tensor, units: int, G: int) -> Tensor:
+    """Room for the products of all nodes over some units, in two float16 pieces: [2, B, total, G, K, K].
+
+    Two pieces hold 22 bits (with one, errors would grow with the square root of T); most readers need only the first.
+    """
+    shape = (2, q.shape[0], tree_offset(units, tree_scales(units)), G, q.shape[3], q.shape[3])
+    return q.new_empty(shape, dtype=torch.float16)
 
 
 def tree(nodes: Tensor, T: int, start: Tensor | None) -> None:

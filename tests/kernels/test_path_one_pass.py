@@ -39,7 +39,7 @@ class Pass:
         own: Tensor, sums: Tensor, dc: Tensor, c: Tensor, base: Tensor, left: Tensor, start: Tensor, cut: Tensor,
         end: Tensor, full: Tensor, B: int, T: int, Tq: int, n: int, heads: int, scale: float, *_: Any, **options: Any,
     ) -> None:  # fmt: skip
-        H, REP, BK, BT, BV = (options[name] for name in ("H", "REP", "BK", "BT", "BV"))
+        H, REP, BK, BT = (options[name] for name in ("H", "REP", "BK", "BT"))
         k, v, do, q = (x.base.float() for x in (d_k, d_v, d_do, d_q))
         K, V = q.shape[-1], v.shape[-1]
         rows, delta = (x.base.view(B, H, -1) for x in (d_rows, d_delta))

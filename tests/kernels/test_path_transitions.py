@@ -290,5 +290,5 @@ def test_carry_kernels_within_budget(case: tuple[int, ...], pruned: bool, dtype:
     plain_d = tr.carry_backward(plain, theirs, d, dq, dk, start)
     gq, gk, gm = carry.carry_backward(block, ours, d, dq, dk, start)
     plain_d = *plain_d[:2], plain_d[2].to(dtype)  # the running gradients are kept in the inputs' dtype
-    for name, a, b, c in zip("qkm", exact_d, (gq, gk, gm[:, : plain.m.shape[1]]), plain_d, strict=True):
+    for name, a, b, c in zip("qkm", exact_d, (gq, gk, gm), plain_d, strict=True):
         within(f"d{name}", a, b, c, dtype)
