@@ -97,7 +97,8 @@ def fox_backward_op(
     """Returns dq, dk, dv, and the gradients of log_gate and sink (empty where they do not apply)."""
     T, S = q.shape[1], k.shape[1]
     some = [x if x.numel() else None for x in (c, base, left, start)]
-    if one_pass(q.shape[3], v.shape[3], q.dtype, q.device) and can_describe(q, k, v):
+    merges = log_gate is None or low.numel() > 0  # determinism may have been asked for in the forward alone
+    if merges and one_pass(q.shape[3], v.shape[3], q.dtype, q.device) and can_describe(q, k, v):
         from .one_pass import fox_backward_one_pass
 
         kept = low if low.numel() else None

@@ -251,7 +251,7 @@ def prune_starts(
     prune_rows_kernel[(B * H, n_t)](
         q, k, qmax, kmax, norms if logit_bound is None else logit_bound, norms if c is None else c,
         norms if base is None else base, log_gate, start if left is None else left, need, T, S, scale * LOG2E,
-        math.log2(S), none_above(log_eps, ROW_UNIT + NEAR_UNITS * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
+        math.log2(S), none_above(log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
         *left_strides(left), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
         KU=KEY_UNIT, BR=32 if wide else 128, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=logit_bound is not None,
         HAS_LEFT=left is not None, PREC=dot_precision(q.dtype), num_warps=4, num_stages=1 if wide else 2,

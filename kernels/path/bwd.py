@@ -35,7 +35,7 @@ def path_backward(
     """Launch the backward kernels on what the forward pass saved, some heads at a time; the carries are made again.
 
     Args:
-        low: [B, T, H, V], what the rounding of o dropped, where the backward runs in one pass.
+        low: [B, T, H, V], what the rounding of o dropped: with a gate, one pass needs it.
 
     Returns:
         dq, dk, dv, dw [B, T, G, K] and dbeta [B, T, G] in the inputs' dtypes; with a gate, column sums [B, H, T] of dS.
@@ -43,7 +43,7 @@ def path_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dw, dbeta = torch.empty_like(w), torch.empty_like(beta)
     dkey = None if c is None else torch.empty_like(lse)
-    merged = can_merge(q.shape[1], q.shape[3], v)
+    merged = (c is None or low is not None) and can_merge(q.shape[1], q.shape[3], v)
     for part in parts(q, k, backward=True, one_pass=merged):
         x = part.queries(q), part.keys(k), part.keys(w), part.keys(beta)
         p_c, p_base, p_left, p_start = part.rows(c), part.rows(base), part.rows(left), part.rows(start)

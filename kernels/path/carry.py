@@ -190,7 +190,8 @@ def _options(part: str, x: Tensor, start: Tensor | None, nodes: Tensor, query: b
 def carry(block: Block, start: Tensor | None = None) -> Carried:
     """As ``transitions.carry``, of a Block from ``blocks.block_level``; its tree is filled here.
 
-    With ``start`` (int32, last dim contiguous) the nodes and carries that no row needs are not computed.
+    With ``start`` (int32, last dim contiguous) the nodes and carries that no row needs are not computed; keys come by
+    whole units of 128, as the one-pass backward reads them.
     """
     nodes, (B, T, H, K), G = block.m, block.q.shape, block.k.shape[2]
     n, (Tq, Tk) = level_count(T), level_rows(T)

@@ -110,6 +110,17 @@ def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: py
     within_budget(case, x, triton(case, x))
 
 
+def test_without_what_rounding_dropped_the_two_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when deterministic algorithms are asked for in the forward alone."""
+    from attnzoo.kernels.path import bwd, op
+
+    monkeypatch.setattr(bwd, "can_merge", lambda *_: True)
+    monkeypatch.setattr(op, "one_pass", lambda *_: False)
+    case = Case(T=201, gate="open")
+    x = inputs(case, torch.float32)
+    within_budget(case, x, triton(case, x))
+
+
 def test_where_the_one_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fox_tuning, "capability", lambda device: (9, 0))
     monkeypatch.setattr(fox_tuning, "triton_version", lambda: (3, 6))
