@@ -129,15 +129,21 @@ def given(valid: Tensor | None, like: Tensor, tokens: int) -> Tensor:
     return like.new_ones(like.shape[0], tokens, dtype=torch.bool) if valid is None else valid
 
 
+def growing(state: KVCache, new: KVCache, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors ``names`` of both, and their gates and validity if there are any: what grows with the tokens."""
+    names += ("log_decay",) * (new.log_decay is not None)
+    past, now = ({name: getattr(cache, name) for name in names} for cache in (state, new))
+    if state.valid is not None or new.valid is not None:
+        past["valid"], now["valid"] = (given(cache.valid, cache.v, cache.v.shape[1]) for cache in (state, new))
+    return past, now
+
+
 def grown(state: KVCache, new: KVCache) -> KVCache:
     """``state`` followed by the tokens of ``new``; ``new.phase`` is the phase of both.
 
     Tensors that record a gradient are concatenated, others appended in place.
     """
-    names = ["k", "v"] + ["log_decay"] * (new.log_decay is not None)
-    past, now = ({name: getattr(cache, name) for name in names} for cache in (state, new))
-    if state.valid is not None or new.valid is not None:
-        past["valid"], now["valid"] = (given(cache.valid, cache.k, len(cache)) for cache in (state, new))
+    past, now = growing(state, new, ("k", "v"))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*past.values(), *now.values())):
         return KVCache(**{name: torch.cat([past[name], now[name]], 1) for name in past}, phase=new.phase)
     parts, room = append_in_place(state, past, now)

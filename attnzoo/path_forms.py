@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.gate import Gate
-from attnzoo.kv_cache import GrowingCache, KVCache, append_in_place, given
+from attnzoo.kv_cache import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.pruning import Prune
 from attnzoo.softmax import CarriedForms, on_packed
 
@@ -80,12 +80,8 @@ class PathForms(CarriedForms):
             o = self.triton(q, k, v, gate, scale, valid=valid, prune=prune, logit_bound=logit_bound)
             return o, KVCache(carry_keys(k, w, beta), v, gate.log_decay, valid)
         refuse_gradients(q, k, v, w, beta, state.k, state.v)
-        past, now = {"v": state.v}, {"v": v}
-        if gate.log_decay is not None:
-            past["log_decay"], now["log_decay"] = cast(Tensor, state.log_decay), gate.log_decay
-        if valid is not None or state.valid is not None:
-            past["valid"], now["valid"] = given(state.valid, state.v, len(state)), given(valid, v, v.shape[1])
-        parts, room = append_in_place(state, past, now)
+        new = KVCache(k, v, gate.log_decay, valid)
+        parts, room = append_in_place(state, *growing(state, new, ("v",)))
         gates, there = parts.get("log_decay"), parts.get("valid")
         o, keys = path_extend(q, k, w, beta, state.k.float(), parts["v"], gates, there, scale)
         return o, GrowingCache(keys, **parts, room=room)

@@ -483,27 +483,6 @@ def test_cached_steps_of_the_kernel_take_padding(name):
         assert (got - expected).norm() <= 1e-4 * expected.norm()
 
 
-@torch.no_grad()
-def test_a_cache_of_the_kernel_can_be_continued_twice():
-    """Appending writes behind a cache, in shared buffers: an earlier state still gives what it gave."""
-    _, kernel = on_both("path_fox")
-    parts = kernel.project(rows(1, 10).float())
-
-    def step(t, state, sign=1.0):
-        now = slice(t, t + 1)
-        q, k, v = (y[:, now] for y in (parts.q, parts.k, parts.v))
-        return kernel.variant.module.extend_triton(sign * q, k, sign * v, parts.gate.slice(t, t + 1), state)
-
-    _, state = step(0, None)
-    for t in range(1, 6):
-        _, state = step(t, state)
-    first, after = step(6, state)
-    other, _ = step(6, state, -1.0)
-    assert not torch.equal(first, other)
-    assert torch.equal(step(6, state)[0], first)
-    assert torch.equal(step(7, after)[0], step(7, step(6, state)[1])[0])
-
-
 def test_a_cached_step_of_the_kernel_refuses_to_record_gradients():
     attn = build_attention("path", hidden_size=D, num_heads=H, head_dim=16, impl="triton")
     cache = attn.new_cache()

@@ -9,8 +9,10 @@ from attnzoo.kv_cache import GrowingCache, KVCache, append_in_place
 GROWING = ("nope", "alibi", "fox", "rope")
 
 
-def stepper(name):
-    """``step(t, state, sign)``: token t, its query and value turned by sign."""
+def stepper(name, form="extend"):
+    """``step(t, state, sign)``: token t, its query and value turned by sign; by the reference or the kernels."""
+    variant = get(name)
+    extend = variant.extend if form == "extend" else variant.module.extend_triton
     torch.manual_seed(0)
     attn = build_attention(name, hidden_size=32, num_heads=2, head_dim=16)
     with torch.no_grad():
@@ -19,14 +21,18 @@ def stepper(name):
     def step(t, state, sign=1.0, until=None):
         now = slice(t, until or t + 1)
         q, k, v = (y[:, now] for y in (parts.q, parts.k, parts.v))
-        return get(name).extend(sign * q, k, sign * v, parts.gate.slice(now.start, now.stop), state)
+        return extend(sign * q, k, sign * v, parts.gate.slice(now.start, now.stop), state)
 
     return step
 
 
-@pytest.mark.parametrize("name", list_variants("softmax"))
-def test_a_cache_can_be_continued_twice(name):
-    step = stepper(name)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*((name, "extend") for name in list_variants("softmax")), ("fox", "extend_triton"), ("path_fox", "extend_triton")],
+)
+@torch.no_grad()
+def test_a_cache_can_be_continued_twice(name, form):
+    step = stepper(name, form)
     _, state = step(0, None)
     for t in range(1, 6):
         _, state = step(t, state)

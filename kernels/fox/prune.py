@@ -68,6 +68,16 @@ def _tail_at(p_x, p_base, b_slope, i_u, m, GATE: tl.constexpr, TAIL: tl.constexp
     return x
 
 
+@triton.jit
+def _need_rows(b_q, b_kmax, p_bound, i_h, b_lse, m_t, scale2, HAS_BOUND: tl.constexpr):
+    """U_i - l_i of some rows, l_i = b_lse. # [rows]"""
+    b_q = b_q.to(tl.float32)
+    b_u = tl.sqrt(tl.sum(b_q * b_q, 1) * b_kmax) * (scale2 * 1.0001)
+    if HAS_BOUND:
+        b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * 1.4426950408889634)
+    return tl.where(m_t, b_u - b_lse, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["T", "S", "stride_lb", "stride_lh"])
 def prune_rows_kernel(
     p_q, p_k, p_qmax, p_kmax, p_bound, p_c, p_base, p_g, p_left, p_need, T, S, scale2, log2_s, b_none,
@@ -123,11 +133,7 @@ def prune_rows_kernel(
                     b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
                     b_l = b_l * tl.exp2(b_m - b_ms) + tl.sum(tl.exp2(b_y - b_ms[:, None]), 1)
                     b_m = b_mn
-                b_qn = b_q.to(tl.float32)
-                b_u = tl.sqrt(tl.sum(b_qn * b_qn, 1) * b_kmax) * (scale2 * 1.0001)  # [BR]
-                if HAS_BOUND:
-                    b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * 1.4426950408889634)
-                b_row = tl.where(m_t, b_u - (b_m + tl.log2(b_l)), float("-inf"))
+                b_row = _need_rows(b_q, b_kmax, p_bound, i_h, b_m + tl.log2(b_l), m_t, scale2, HAS_BOUND)
                 b_worst = tl.maximum(b_worst, tl.max(b_row, 0))
     else:
         if HAS_BOUND:

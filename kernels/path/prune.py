@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.fox.fwd import LOG2E, _base_shift, _gate_at, _key_bias, _load_tile, head_block, left_strides
-from attnzoo.kernels.fox.prune import SLACK, none_above, norm_max_kernel, prune_scan_kernel
+from attnzoo.kernels.fox.prune import SLACK, _need_rows, none_above, norm_max_kernel, prune_scan_kernel
 from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT, dot_precision
 
 from .blocks import block_level
@@ -77,11 +77,7 @@ def path_rows_kernel(
                     b_l = b_l * tl.exp2(b_m - b_mn) + tl.sum(tl.exp2(b_y - b_mn[:, None]), 1)
                     b_m = b_mn
                 b_q = _load_tile(p_q + r.to(tl.int64) * stride_qt, o_t, o_k, stride_qt, T - r, K, BK, True)
-                b_q = b_q.to(tl.float32)
-                b_u = tl.sqrt(tl.sum(b_q * b_q, 1) * b_kmax) * (scale2 * 1.0001)  # [KU]
-                if HAS_BOUND:
-                    b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * 1.4426950408889634)
-                b_row = tl.where(m_t, b_u - (b_m + tl.log2(b_l)), float("-inf"))
+                b_row = _need_rows(b_q, b_kmax, p_bound, i_h, b_m + tl.log2(b_l), m_t, scale2, HAS_BOUND)
                 b_worst = tl.maximum(b_worst, tl.max(b_row, 0))
     else:
         b_u = tl.sqrt(tl.load(p_qmax + i_bh) * b_kmax) * (scale2 * 1.0001)
