@@ -65,6 +65,18 @@ def _gate_at(p_c, p_base, b_slope, pos, GATE: gl.constexpr, KU: gl.constexpr):
 
 
 @gluon.jit
+def _bias_at(p_c, p_base, b_slope, b_ref, b_s, S, GATE: gl.constexpr, KU: gl.constexpr):
+    """bias_j = c_ref - c_j of the keys b_s."""
+    b_bias = b_s.to(gl.float32)
+    if GATE == 2:
+        b_base = gl.load(p_base + b_s // KU, mask=b_s < S, other=0.0)
+        b_bias = (b_ref - b_base).to(gl.float32) - gl.load(p_c + b_s, mask=b_s < S, other=0.0)
+    elif GATE == 1:
+        b_bias = (b_ref - b_s * b_slope.to(gl.float64)).to(gl.float32)
+    return b_bias
+
+
+@gluon.jit
 def _row_tiles(p_end, p_full, s, T, S, BT: gl.constexpr, BS: gl.constexpr, KU: gl.constexpr, BOUNDED: gl.constexpr):
     """Row tiles that see the keys from s: n_mask of them need a mask (n_head from i_lo, the rest from i_tail), then
     n_mid from i_mid do not."""
@@ -252,12 +264,7 @@ def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, d
         p_starth = p_start + i_bh * gl.cdiv(T, RU)
         b_slope = _slope(p_g, i_h, GATE)
         b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
-        b_bias = b_s.to(gl.float32)
-        if GATE == 2:
-            b_base = gl.load(p_baseh + b_s // KU, mask=b_s < S, other=0.0)
-            b_bias = (b_ref - b_base).to(gl.float32) - gl.load(p_ch + b_s, mask=b_s < S, other=0.0)
-        elif GATE == 1:
-            b_bias = (b_ref - b_s * b_slope.to(gl.float64)).to(gl.float32)
+        b_bias = _bias_at(p_ch, p_baseh, b_slope, b_ref, b_s, S, GATE, KU)
         i_lo, i_tail, i_mid, n_head, n_mask, n_mid = _row_tiles(p_end + i_bh * n_u, p_full + i_bh * n_u, s, T, S, BT,
                                                                 BS, KU, HAS_LEFT or HAS_START)  # fmt: skip
         b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))

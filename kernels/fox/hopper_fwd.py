@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .fwd import LOG2E, _schedule, gate_kind, head_block, left_strides
-from .hopper import _gate_at, _slope, describe
+from .hopper import _bias_at, _gate_at, _slope, describe
 from .tuning import HOPPER_FORWARD, KEY_UNIT, ROW_UNIT
 
 
@@ -46,18 +46,6 @@ def _tile_at(n, lo, full, mid, n_left, n_diag):
     """Index of the n-th key tile: the diagonal first, so that later tiles start from a good maximum."""
     i = gl.where(n < n_diag, mid + n, lo + n - n_diag)
     return gl.where(n < n_diag + n_left, i, full + n - n_diag - n_left)
-
-
-@gluon.jit
-def _bias_at(p_c, p_base, b_slope, b_ref, b_s, S, GATE: gl.constexpr, KU: gl.constexpr):
-    """bias_j = c_ref - c_j of the keys b_s."""
-    b_bias = b_s.to(gl.float32)
-    if GATE == 2:
-        b_base = gl.load(p_base + b_s // KU, mask=b_s < S, other=0.0)
-        b_bias = (b_ref - b_base).to(gl.float32) - gl.load(p_c + b_s, mask=b_s < S, other=0.0)
-    elif GATE == 1:
-        b_bias = (b_ref - b_s * b_slope.to(gl.float64)).to(gl.float32)
-    return b_bias
 
 
 @gluon.jit
@@ -235,11 +223,8 @@ def _rows(w: gl.constexpr, q_s, ring, p_o, p_low, p_lse, p_c, p_base, p_g, p_lef
         b_m = b_l + gl.load(p_sink + i_h).to(gl.float32) * 1.4426950408889634
         b_slope = _slope(p_g, i_h, GATE)
         b_ref = _gate_at(p_c, p_base, b_slope, i_t * BT // RU * RU + off, GATE, KU)
-        if GATE == 2:
-            b_base = gl.load(p_base + b_pos // KU, mask=b_pos < S, other=0.0)
-            b_m += (b_ref - b_base).to(gl.float32) - gl.load(p_c + b_pos, mask=b_pos < S, other=0.0)
-        elif GATE == 1:
-            b_m += (b_ref - b_pos * b_slope.to(gl.float64)).to(gl.float32)
+        if GATE != 0:
+            b_m += _bias_at(p_c, p_base, b_slope, b_ref, b_pos, S, GATE, KU)
         b_l = gl.where(b_m == float("-inf"), 0.0, 1.0)
     b_o = gl.zeros([BR, BV], gl.float32, L_O)
     q_t = q_s.index(w).reshape([BR, BK])

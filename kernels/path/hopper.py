@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from attnzoo.kernels.fox.fwd import _schedule
-from attnzoo.kernels.fox.hopper import _gate_at, _tile, _tma_add
+from attnzoo.kernels.fox.hopper import _bias_at, _gate_at, _tile, _tma_add
 
 
 @gluon.jit
@@ -168,9 +168,9 @@ def _bias(p_c, p_base, i_bh, b_s, s, T, GATE: gl.constexpr, KU: gl.constexpr):
     if GATE != 0:
         n_u = gl.cdiv(T, KU)
         p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
-        b_base = gl.load(p_baseh + b_s // KU, mask=b_s < T, other=0.0)
-        b_ref = _gate_at(p_ch, p_baseh, gl.to_tensor(0.0), s, GATE, KU)
-        b_bias = (b_ref - b_base).to(gl.float32) - gl.load(p_ch + b_s, mask=b_s < T, other=0.0)
+        b_slope = gl.to_tensor(0.0)
+        b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+        b_bias = _bias_at(p_ch, p_baseh, b_slope, b_ref, b_s, T, GATE, KU)
     return b_bias
 
 
