@@ -10,10 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnzoo.algebra import oracle as oracle
+    from attnzoo.algebra.gate import Gate
+    from attnzoo.algebra.pruning import Prune
     from attnzoo.attention import Attention, build_attention
     from attnzoo.equations import describe
-    from attnzoo.gate import Gate
-    from attnzoo.pruning import Prune
     from attnzoo.registry import Pair, Variant, dual, get, list_variants, pairs, register
 
 __version__ = "0.1.0"
@@ -34,14 +35,16 @@ __all__ = [
 _HOMES = {
     "Attention": "attention",
     "build_attention": "attention",
-    "Gate": "gate",
-    "Prune": "pruning",
+    "Gate": "algebra.gate",
+    "Prune": "algebra.pruning",
     "describe": "equations",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Exports are loaded when they are first used, so that the command line starts without torch."""
+    if name == "oracle":
+        return importlib.import_module("attnzoo.algebra.oracle")
     if name not in __all__:
         raise AttributeError(f"module 'attnzoo' has no attribute {name!r}")
     return getattr(importlib.import_module(f"attnzoo.{_HOMES.get(name, 'registry')}"), name)

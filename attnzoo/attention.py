@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.pruning import Prune
 from attnzoo.dispatch import IMPLS, choose, run
 from attnzoo.errors import unknown
-from attnzoo.gate import Gate, expand_heads
 from attnzoo.gates import GateName, Sizes, build_gate, gate_classes, gate_options
 from attnzoo.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
 from attnzoo.projections import rotary_angles
-from attnzoo.pruning import Prune
 from attnzoo.recurrences.complex_linear import rotate
 from attnzoo.registry import Variant, get, list_variants
 from attnzoo.stream import LayerCache, Packing, Stream

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.fla_forms import fla_unavailable
-from attnzoo.pruning import Prune
 from attnzoo.registry import Variant
 from attnzoo.stream import LayerCache
 

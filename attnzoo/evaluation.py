@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.oracle import default_scale
+from attnzoo.algebra.pruning import Bound, Prune, first_kept_keys, kept_fraction
 from attnzoo.attention import Attention
-from attnzoo.gate import Gate, expand_heads
-from attnzoo.oracle import default_scale
-from attnzoo.pruning import Bound, Prune, first_kept_keys, kept_fraction
 
 Array = npt.NDArray[np.float64]
 FADED = math.exp(-10.0)  # below this nothing of a key is left to see; also the default eps of the pruning

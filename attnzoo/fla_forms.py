@@ -15,7 +15,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from attnzoo.gate import Gate, expand_heads
+from attnzoo.algebra.gate import Gate, expand_heads
 
 
 def fla_unavailable(q: Tensor, gate: Gate) -> str | None:

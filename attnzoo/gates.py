@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
-from attnzoo.gate import Gate
 from attnzoo.projections import (
     ALiBiSlope,
     DeltaRule,

@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.gate import Gate
-from attnzoo.transitions import Transition, block_decay, compute_dtype, cut, heads_first
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.transitions import Transition, block_decay, compute_dtype, cut, heads_first
 
 CHUNK = 64  # tokens of the longest chunk of any variant
 SEGMENT = 1024  # tokens that a CPU works on at a time: what it writes then stays in its caches

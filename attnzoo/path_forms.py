@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attnzoo.gate import Gate
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kv_cache import GrowingCache, KVCache, append_in_place, growing
-from attnzoo.pruning import Prune
 from attnzoo.softmax import CarriedForms, on_packed
 
 

@@ -1,4 +1,4 @@
-"""Gate projections: from the hidden states of a layer to the :class:`~attnzoo.gate.Gate` of its variant.
+"""Gate projections: from the hidden states of a layer to the :class:`~attnzoo.algebra.gate.Gate` of its variant.
 
 Each takes the layer's sizes and its own options by keyword, says which gate parts it ``provides``, and maps
 ``(x [B, T, D], k [B, T, G, K], stream)`` to a gate and a write strength (None, or a factor on v: ``[B, T, H]`` or
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
-from attnzoo.gate import Gate
 from attnzoo.parts import ShortConvolution, l2_normalize, wide
 from attnzoo.stream import Stream
 

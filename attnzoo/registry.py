@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from attnzoo.algebra.validation import check_inputs, check_state
 from attnzoo.errors import unknown
-from attnzoo.validation import check_inputs, check_state
 
 Side = Literal["linear", "softmax"]
 FORMS: Mapping[Side, tuple[str, ...]] = {

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.pruning import Prune, first_kept_keys, keys_behind_closed
-from attnzoo.transitions import block_decay
+from attnzoo.algebra.pruning import Prune, first_kept_keys, keys_behind_closed
+from attnzoo.algebra.transitions import block_decay
 
 HIDDEN = -1e30  # a logit whose exp is 0, and whose arithmetic never makes a NaN
 SIZES = (1024, 128)  # rows per fused block

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
-from attnzoo.gate import Gate
 from attnzoo.registry import get
 
 Regime = Literal["mixed", "open", "closing", "zero", "closed"]

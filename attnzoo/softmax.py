@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.gate import Gate, expand_heads
+from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.pruning import Prune, first_kept_keys
+from attnzoo.algebra.transitions import Transition, compute_dtype, heads_first
 from attnzoo.kv_cache import KVCache, append, append_valid, grown
-from attnzoo.pruning import Prune, first_kept_keys
 from attnzoo.rowblocks import block_weights, causal_attention
-from attnzoo.transitions import Transition, compute_dtype, heads_first
 
 ROWS = 128
 

@@ -10,8 +10,8 @@ from typing import cast, get_args
 import torch
 from torch import Tensor
 
-from attnzoo import oracle
-from attnzoo.gate import Gate
+from attnzoo.algebra import oracle
+from attnzoo.algebra.gate import Gate
 from attnzoo.registry import Variant, get, list_variants
 from attnzoo.samples import Regime, random_inputs
 

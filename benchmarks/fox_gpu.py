@@ -30,9 +30,9 @@ from gpu import ceiling, decay_lengths, machine, relative, timing
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox import fox_attention, kept_fraction
 from attnzoo.kernels.fox.reference import fox_reference
-from attnzoo.pruning import Prune
 
 SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (8, 24, 4096, 64), (1, 24, 65536, 64))
 LIMITS = {"o": 4e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dg": 8e-3}  # twice the peers' usual errors in bf16

@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from gpu import ceiling, copy_bandwidth, decay_lengths, extra_memory, machine, milliseconds, relative, timing
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.path import kept_fraction, path_attention, path_extend
 from attnzoo.kernels.path.reference import path_reference
-from attnzoo.pruning import Prune
 
 SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (1, 24, 65536, 64))
 DECODE = ((32, 24, 16384, 64), (8, 24, 65536, 64))

@@ -14,10 +14,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.transitions import Block, Transition
 from attnzoo.fla_forms import fla_linear_attention
-from attnzoo.gate import Gate, expand_heads
 from attnzoo.linear import LinearForms
-from attnzoo.transitions import Block, Transition
 
 TITLE = "Complex linear attention"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"

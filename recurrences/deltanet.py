@@ -16,10 +16,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.transitions import Block, Transition
 from attnzoo.fla_forms import fla_delta_rule
-from attnzoo.gate import Gate
 from attnzoo.linear import LinearForms
-from attnzoo.transitions import Block, Transition
 
 TITLE = "DeltaNet"
 PAPER = "Yang et al., 2024 (arXiv:2406.06484)"

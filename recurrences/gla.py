@@ -16,10 +16,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.transitions import Block, Transition, open_sums
 from attnzoo.fla_forms import fla_diagonal_decay
-from attnzoo.gate import Gate
 from attnzoo.linear import LinearForms
-from attnzoo.transitions import Block, Transition, open_sums
 
 TITLE = "Gated linear attention"
 PAPER = "Yang et al., 2024 (arXiv:2312.06635)"

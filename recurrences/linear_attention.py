@@ -6,9 +6,9 @@ Softmax dual: NoPE. Source: Katharopoulos et al., "Transformers are RNNs", 2020,
 without the normaliser.
 """
 
+from attnzoo.algebra.transitions import Transition
 from attnzoo.fla_forms import fla_linear_attention
 from attnzoo.linear import LinearForms
-from attnzoo.transitions import Transition
 
 TITLE = "Linear attention"
 PAPER = "Katharopoulos et al., 2020 (arXiv:2006.16236)"

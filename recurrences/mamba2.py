@@ -6,9 +6,9 @@ Softmax dual: FoX, the same gate in the exponent. Source: Dao and Gu, "Transform
 section 3.2; the step size is part of v here.
 """
 
+from attnzoo.algebra.transitions import Transition
 from attnzoo.fla_forms import fla_scalar_decay
 from attnzoo.linear import LinearForms
-from attnzoo.transitions import Transition
 
 TITLE = "Mamba-2"
 PAPER = "Dao and Gu, 2024 (arXiv:2405.21060)"

@@ -5,9 +5,9 @@ r"""Retention: one constant scalar decay per head.
 Softmax dual: ALiBi, whose slope is :math:`-g_h`. Source: Sun et al., "Retentive Network", 2023, eq. 5-7.
 """
 
+from attnzoo.algebra.transitions import Transition
 from attnzoo.fla_forms import fla_scalar_decay
 from attnzoo.linear import LinearForms
-from attnzoo.transitions import Transition
 
 TITLE = "RetNet"
 PAPER = "Sun et al., 2023 (arXiv:2307.08621)"

@@ -18,7 +18,7 @@ import attnzoo.recurrences.gla
 import attnzoo.rowblocks
 import attnzoo.softmax
 from attnzoo import Gate, Variant, get, oracle
-from attnzoo.gate import expand_heads
+from attnzoo.algebra.gate import expand_heads
 from attnzoo.samples import Regime, random_inputs
 
 LIMIT = 1e-10  # float64: relative to the largest entry of what is expected

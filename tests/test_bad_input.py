@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from attnzoo import Gate, Prune, get, list_variants
+from attnzoo.algebra.pruning import kept_fraction
+from attnzoo.algebra.validation import check_values, reads_values
 from attnzoo.errors import nearest, unknown
-from attnzoo.pruning import kept_fraction
 from attnzoo.samples import random_inputs
-from attnzoo.validation import check_values, reads_values
 
 B, T, H, G, K, V = 2, 5, 4, 2, 8, 6
 

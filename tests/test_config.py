@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.config import (
     LayerSpec,
     ModelConfig,
@@ -14,7 +15,6 @@ from attnzoo.config import (
     save_config,
 )
 from attnzoo.errors import unknown
-from attnzoo.pruning import Prune
 
 
 def names(config: ModelConfig) -> list[str]:

@@ -36,7 +36,7 @@ LINEAR = '''
 import torch
 
 from attnzoo.linear import LinearForms
-from attnzoo.transitions import Block, Transition
+from attnzoo.algebra.transitions import Block, Transition
 
 TITLE = "Kimi Delta Attention"
 PAPER = "Kimi Team, 2025 (arXiv:2510.26692)"

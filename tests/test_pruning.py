@@ -14,8 +14,8 @@ from strategies import Inputs, assert_close, block_sizes, relative_error, value_
 from torch import Tensor
 
 from attnzoo import Gate, Prune, get, list_variants, oracle
-from attnzoo.gate import expand_heads
-from attnzoo.pruning import Bound, dropped_mass, first_kept_keys, kept_fraction
+from attnzoo.algebra.gate import expand_heads
+from attnzoo.algebra.pruning import Bound, dropped_mass, first_kept_keys, kept_fraction
 from attnzoo.samples import random_inputs
 
 PRUNABLE = [name for name in list_variants() if get(name).prunable]

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.config import OptimizerConfig, TrainConfig, load_config
 from attnzoo.data import build_data
 from attnzoo.models import LanguageModel
 from attnzoo.models.language_model import SwiGLU
-from attnzoo.pruning import Prune
 from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training import checkpoint as checkpoint_module
 from attnzoo.training.optimizer import learning_rate

@@ -12,11 +12,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.gate import Gate, expand_heads
+from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.kv_cache import KVCache
 from attnzoo.recurrences.complex_linear import phases, rotate
 from attnzoo.softmax import AdditiveForms
-from attnzoo.transitions import compute_dtype
 
 TITLE = "RoPE"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.attention import build_attention
 from attnzoo.config import LayerSpec, ModelConfig
 from attnzoo.errors import unknown
-from attnzoo.pruning import Prune
 
 IGNORED = -100  # a label that does not count
 

@@ -13,8 +13,8 @@ from style import Theme, framed, quiet
 from torch import Tensor
 from trained import Array, Core
 
-from attnzoo.gate import expand_heads
-from attnzoo.pruning import Bound, Prune, first_kept_keys, kept_fraction
+from attnzoo.algebra.gate import expand_heads
+from attnzoo.algebra.pruning import Bound, Prune, first_kept_keys, kept_fraction
 
 BOUNDS: tuple[Bound, ...] = ("tail", "paper")
 BLOCK = 16

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from trained import HERE, ROOT, Array, cores, heldout, zoo_config
 
+from attnzoo.algebra.gate import Gate
 from attnzoo.compare import plan, result_of
-from attnzoo.gate import Gate
 from attnzoo.training import load_run
 
 DATA = HERE / "data"

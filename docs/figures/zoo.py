@@ -14,8 +14,8 @@ from style import Theme, framed, quiet
 from trained import HERE, Array, Core
 
 from attnzoo import pairs
+from attnzoo.algebra.gate import expand_heads
 from attnzoo.evaluation import moving_mean
-from attnzoo.gate import expand_heads
 
 SIDES = ("softmax", "linear")
 

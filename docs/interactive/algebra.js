@@ -1,4 +1,4 @@
-// The algebra of one head, token by token, as attnzoo/oracle.py and attnzoo/pruning.py have it. Vectors are arrays,
+// The algebra of one head, token by token, as attnzoo/algebra/oracle.py and attnzoo/algebra/pruning.py have it. Vectors are arrays,
 // matrices arrays of rows, tokens count from 0. A gate has per token: g <= 0 and, where the pair needs them, a [K] <= 0,
 // theta [K/2], w [K] of length 1 and beta in [0, 2].
 "use strict";

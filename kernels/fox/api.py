@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from attnzoo.pruning import Prune
+from attnzoo.algebra.pruning import Prune
 
 from .reference import _gate_sums, _left, fox_reference, prune_starts_reference
 from .tuning import KEY_UNIT, ROW_UNIT, capability

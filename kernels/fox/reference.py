@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from attnzoo.pruning import Prune
+from attnzoo.algebra.pruning import Prune
 
 from .tuning import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 

@@ -7,11 +7,11 @@ import os
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox import api as fox_api
 from attnzoo.kernels.fox.api import Impl, choose, share_kept
 from attnzoo.kernels.fox.reference import _gate_sums, _left
 from attnzoo.kernels.fox.tuning import capability
-from attnzoo.pruning import Prune
 
 from .reference import path_reference, prune_starts_reference
 from .tuning import too_small

@@ -11,9 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.gate import Gate
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.transitions import cut, heads_first
 from attnzoo.recurrences.deltanet import Householder
-from attnzoo.transitions import cut, heads_first
 
 CHUNK = 64  # most tokens that one pass over the cache takes
 SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill

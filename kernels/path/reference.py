@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox.reference import _gate_sums, _left
 from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
-from attnzoo.pruning import Prune
 
 
 def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:

@@ -35,7 +35,11 @@ PAGE = textwrap.dedent(
     """
 )
 GOOD = {
-    "fox.1": {"says": "one", "code": "attnzoo/gate.py#Gate.dense", "test": "tests/test_laws.py::test_causality"},
+    "fox.1": {
+        "says": "one",
+        "code": "attnzoo/algebra/gate.py#Gate.dense",
+        "test": "tests/test_laws.py::test_causality",
+    },
     "fox.2": {"says": "two", "test": "page"},
 }
 
@@ -55,7 +59,10 @@ def test_a_true_page_passes(tools):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"fox.1": GOOD["fox.1"] | {"code": "attnzoo/gate.py#Gate.sparse"}}, "no Gate.sparse in attnzoo/gate.py"),
+        (
+            {"fox.1": GOOD["fox.1"] | {"code": "attnzoo/algebra/gate.py#Gate.sparse"}},
+            "no Gate.sparse in attnzoo/algebra/gate.py",
+        ),
         ({"fox.1": GOOD["fox.1"] | {"code": "attnzoo/gates/none.py"}}, "no file attnzoo/gates/none.py"),
         ({"fox.1": GOOD["fox.1"] | {"test": "tests/test_laws.py::test_nothing"}}, "no test_nothing"),
         ({"fox.1": GOOD["fox.1"] | {"test": "tests/test_laws.py"}}, "expected path::test_name"),
@@ -97,12 +104,12 @@ def test_formulas_are_set_and_wrong_ones_refused(tools):
 
 
 def test_symbols_of_a_file_have_their_lines(tools):
-    lines = (ROOT / "attnzoo/pruning.py").read_text(encoding="utf-8").splitlines()
-    symbols = tools["sources"].symbols("attnzoo/pruning.py")
+    lines = (ROOT / "attnzoo/algebra/pruning.py").read_text(encoding="utf-8").splitlines()
+    symbols = tools["sources"].symbols("attnzoo/algebra/pruning.py")
     assert lines[symbols["first_kept_keys"] - 1].startswith("def first_kept_keys")
     assert lines[symbols["Prune.log_eps"] - 1].strip().startswith("def log_eps")
     assert lines[symbols["Bound"] - 1].startswith("Bound =")
-    listing = tools["sources"].listing("attnzoo/pruning.py")
+    listing = tools["sources"].listing("attnzoo/algebra/pruning.py")
     assert listing.count('id="L-') == len(lines)
 
 
@@ -110,7 +117,9 @@ def test_docstrings_become_markdown(tools):
     text = ":func:`~attnzoo.get` and :math:`x_t`.\n\n.. math:: a = b\n   + c\n\nend"
     link = '<autoref optional identifier="attnzoo.get"><code>get</code></autoref>'
     assert tools["docstrings"].to_markdown(text) == f"{link} and $x_t$.\n\n\n$$\na = b\n+ c\n$$\n\nend"
-    assert 'identifier="attnzoo.gate.Gate"' in tools["docstrings"].to_markdown(":class:`Gate`", "attnzoo.gate")
+    assert 'identifier="attnzoo.algebra.gate.Gate"' in tools["docstrings"].to_markdown(
+        ":class:`Gate`", "attnzoo.algebra.gate"
+    )
 
 
 def test_folders_behind_links_are_listed_once(tools):

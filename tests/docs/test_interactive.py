@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnzoo import Gate, Prune, oracle, pairs
-from attnzoo.pruning import dropped_mass, first_kept_keys
+from attnzoo.algebra.pruning import dropped_mass, first_kept_keys
 
 PARTS = {"log_decay": "g", "log_diag": "a", "angle": "theta", "w": "w", "beta": "beta"}
 SOFTMAX = [pair.softmax for pair in pairs() if not pair.softmax_module]

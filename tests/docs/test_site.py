@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 WRITTEN = sorted(
     str(path.relative_to(DOCS).with_suffix(".html")) for path in DOCS.rglob("*.md") if "node_modules" not in path.parts
 )
-SHOWN = [*WRITTEN, "source/attnzoo/gate.py.html"]
+SHOWN = [*WRITTEN, "source/attnzoo/algebra/gate.py.html"]
 
 # what a reader would see: text nodes outside code, scripts and the formulas' own markup
 RAW_TEX = r"""() => {

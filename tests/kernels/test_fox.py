@@ -8,8 +8,8 @@ import pytest
 import torch
 from fox_cases import DEVICE, SMALL, Case, inputs, oracle, run, triton, within_budget
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox import fox_attention, tuning
-from attnzoo.pruning import Prune
 
 CASES = [
     Case(gate="open"),

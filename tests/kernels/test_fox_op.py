@@ -10,9 +10,9 @@ import pytest
 import torch
 from fox_cases import DEVICE, Case, inputs, run
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.fox.reference import fox_reference
-from attnzoo.pruning import Prune
 
 CASE = Case(T=70, S=90, H=2, G=1, K=8, V=8, sink=True)
 

@@ -10,9 +10,9 @@ import torch
 from fox_cases import DEVICE, Case, inputs, run, triton, within_budget
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox import fox_attention, kept_fraction, tuning
 from attnzoo.kernels.fox.reference import _gate_sums, _left, prune_starts_reference
-from attnzoo.pruning import Prune
 
 EPS = math.exp(-10.0)
 BOUNDS = ("tail", "paper")

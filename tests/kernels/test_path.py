@@ -10,11 +10,11 @@ from path_cases import DEVICE, Case, inputs, large_tiles, oracle, run, triton, w
 from torch import Tensor
 
 from attnzoo import Prune
+from attnzoo.algebra.oracle import softmax
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.fox import tuning as fox_tuning
 from attnzoo.kernels.path import path_attention, tuning
 from attnzoo.kernels.path.reference import path_reference
-from attnzoo.oracle import softmax
 from attnzoo.samples import random_inputs
 
 CASES = [

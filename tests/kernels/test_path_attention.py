@@ -9,10 +9,10 @@ import torch
 from fox_cases import DEVICE
 from path_cases import Case, inputs, triton, within_budget
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox.tuning import Tiles
 from attnzoo.kernels.path import bwd, fwd, transitions, tuning
 from attnzoo.kernels.path.transitions import Carried, Levels
-from attnzoo.pruning import Prune
 
 LONG = Case(T=330, H=2, G=1, K=16, V=32)
 PACKED = Case(T=270, H=2, G=2, gate="none", cu_seqlens=(0, 1, 130, 200, 270))

@@ -12,10 +12,10 @@ from fox_cases import DEVICE
 from path_cases import Case, inputs, triton, within_budget
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox import tuning as fox_tuning
 from attnzoo.kernels.path import tuning
 from attnzoo.kernels.path.transitions import levels_of
-from attnzoo.pruning import Prune
 
 gluon = pytest.mark.skipif(fox_tuning.triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
 M, N = fox_tuning.ONE_PASS.BT // 16, fox_tuning.ONE_PASS.num_warps // (fox_tuning.ONE_PASS.BT // 16)

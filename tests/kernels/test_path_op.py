@@ -11,10 +11,10 @@ import pytest
 import torch
 from path_cases import DEVICE, Case, inputs, large_tiles, run  # noqa: F401  (a fixture)
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox import api as fox_api
 from attnzoo.kernels.path import path_attention, tuning
 from attnzoo.kernels.path.reference import path_reference
-from attnzoo.pruning import Prune
 
 
 @pytest.mark.parametrize("kind", ["pruned", "packed", "none"])

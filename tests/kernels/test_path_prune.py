@@ -10,11 +10,11 @@ import torch
 from path_cases import DEVICE, Case, inputs, large_tiles, run, triton, within_budget  # noqa: F401  (a fixture)
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox.reference import _gate_sums, _left
 from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.path import kept_fraction, path_attention
 from attnzoo.kernels.path.reference import path_scores, prune_starts_reference
-from attnzoo.pruning import Prune
 
 EPS = math.exp(-10.0)
 BOUNDS = ("tail", "paper")

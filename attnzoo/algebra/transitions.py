@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.gate import Gate
+from attnzoo.algebra.gate import Gate
 
 
 @dataclass(frozen=True)

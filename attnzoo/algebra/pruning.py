@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from attnzoo.transitions import open_sums
+from attnzoo.algebra.transitions import open_sums
 
 Bound = Literal["tail", "paper"]
 

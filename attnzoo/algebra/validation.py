@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnzoo.gate import Gate
+from attnzoo.algebra.gate import Gate
 from attnzoo.kv_cache import KVCache
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

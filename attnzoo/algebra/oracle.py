@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.gate import Gate, expand_heads
+from attnzoo.algebra.gate import Gate, expand_heads
 
 
 def default_scale(q: Tensor) -> float:
