@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.fla_forms import fla_unavailable
+from attnzoo.forms.fla import fla_unavailable
 from attnzoo.registry import Variant
 from attnzoo.stream import LayerCache
 

@@ -15,7 +15,7 @@ class LayerCache:
     """What one attention layer remembers; filled in place by each call.
 
     Args:
-        state: the recurrent matrix ``[B, H, K, V]`` or the :class:`~attnzoo.kv_cache.KVCache`; None at first.
+        state: the recurrent matrix ``[B, H, K, V]`` or the :class:`~attnzoo.forms.cache.KVCache`; None at first.
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
         seen: tokens so far, ``[B]`` int64 (padding does not count).
     """

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import Block, Transition
-from attnzoo.fla_forms import fla_linear_attention
-from attnzoo.linear import LinearForms
+from attnzoo.forms.fla import fla_linear_attention
+from attnzoo.forms.linear import LinearForms
 
 TITLE = "Complex linear attention"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"

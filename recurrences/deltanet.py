@@ -18,8 +18,8 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.transitions import Block, Transition
-from attnzoo.fla_forms import fla_delta_rule
-from attnzoo.linear import LinearForms
+from attnzoo.forms.fla import fla_delta_rule
+from attnzoo.forms.linear import LinearForms
 
 TITLE = "DeltaNet"
 PAPER = "Yang et al., 2024 (arXiv:2406.06484)"

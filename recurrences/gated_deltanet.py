@@ -5,8 +5,8 @@ r"""Gated DeltaNet: the delta rule with a scalar forget gate.
 Softmax dual: PaTH-FoX. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2025, eq. 10.
 """
 
-from attnzoo.fla_forms import fla_delta_rule
-from attnzoo.linear import LinearForms
+from attnzoo.forms.fla import fla_delta_rule
+from attnzoo.forms.linear import LinearForms
 from attnzoo.recurrences.deltanet import Householder
 
 TITLE = "Gated DeltaNet"

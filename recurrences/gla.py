@@ -18,8 +18,8 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.transitions import Block, Transition, open_sums
-from attnzoo.fla_forms import fla_diagonal_decay
-from attnzoo.linear import LinearForms
+from attnzoo.forms.fla import fla_diagonal_decay
+from attnzoo.forms.linear import LinearForms
 
 TITLE = "Gated linear attention"
 PAPER = "Yang et al., 2024 (arXiv:2312.06635)"

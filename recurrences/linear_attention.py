@@ -7,8 +7,8 @@ without the normaliser.
 """
 
 from attnzoo.algebra.transitions import Transition
-from attnzoo.fla_forms import fla_linear_attention
-from attnzoo.linear import LinearForms
+from attnzoo.forms.fla import fla_linear_attention
+from attnzoo.forms.linear import LinearForms
 
 TITLE = "Linear attention"
 PAPER = "Katharopoulos et al., 2020 (arXiv:2006.16236)"

@@ -7,8 +7,8 @@ section 3.2; the step size is part of v here.
 """
 
 from attnzoo.algebra.transitions import Transition
-from attnzoo.fla_forms import fla_scalar_decay
-from attnzoo.linear import LinearForms
+from attnzoo.forms.fla import fla_scalar_decay
+from attnzoo.forms.linear import LinearForms
 
 TITLE = "Mamba-2"
 PAPER = "Dao and Gu, 2024 (arXiv:2405.21060)"

@@ -6,8 +6,8 @@ Softmax dual: ALiBi, whose slope is :math:`-g_h`. Source: Sun et al., "Retentive
 """
 
 from attnzoo.algebra.transitions import Transition
-from attnzoo.fla_forms import fla_scalar_decay
-from attnzoo.linear import LinearForms
+from attnzoo.forms.fla import fla_scalar_decay
+from attnzoo.forms.linear import LinearForms
 
 TITLE = "RetNet"
 PAPER = "Sun et al., 2023 (arXiv:2307.08621)"

@@ -243,7 +243,7 @@ def test_bad_cache_is_refused(name: str) -> None:
         extend(*random_inputs(name), cache)
     with pytest.raises(ValueError, match=r"state.v: expected \[B, S, G, V\] = \(2, 24, 2, 6\), got "):
         extend(*random_inputs(name), extend(*random_inputs(name, V=5))[1])
-    with pytest.raises(TypeError, match="state: expected attnzoo.kv_cache.KVCache, got a tensor"):
+    with pytest.raises(TypeError, match="state: expected attnzoo.forms.cache.KVCache, got a tensor"):
         extend(*random_inputs(name), torch.zeros(2, 4, 8, 6))
 
 

@@ -10,7 +10,7 @@ from strategies import Inputs, relative_error, value_and_gradients
 from torch import Tensor
 
 from attnzoo import Gate, get, list_variants
-from attnzoo.fla_forms import fla_unavailable
+from attnzoo.forms.fla import fla_unavailable
 from attnzoo.samples import random_inputs
 
 SERVED = [name for name in list_variants() if "fla" in get(name).forms]

@@ -27,7 +27,7 @@ from strategies import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import attnzoo.rowblocks
+import attnzoo.forms.rowblocks
 from attnzoo import Gate, get, list_variants
 from attnzoo.samples import random_inputs
 
@@ -338,7 +338,7 @@ def test_float32_decays_stay_exact_at_length(name: str, mean: float) -> None:
     g = -mean * 2 * torch.rand(1, T, 1, generator=torch.Generator().manual_seed(0))
     exact = fox_rows(q, k, v, g, rows, torch.float64)
     budget = 2 * relative_error(fox_rows(q, k, v, g, rows, torch.float32), exact)
-    budget += (8 + attnzoo.rowblocks.CALM) * 2**-24  # a fused row block rounds decays of up to CALM
+    budget += (8 + attnzoo.forms.rowblocks.CALM) * 2**-24  # a fused row block rounds decays of up to CALM
     got = get(name).forms["parallel"](q, k, v, Gate(log_decay=g))[:, -rows:]
     assert relative_error(got, exact) <= budget
 
@@ -398,7 +398,7 @@ def test_parallel_makes_no_square_matrix(name: str, regime: str) -> None:
 @pytest.mark.parametrize("name", ["nope", "alibi", "fox", "rope"])
 def test_additive_parallel_holds_only_its_inputs(name: str, regime: str) -> None:
     """The fused kernel never writes logits: at most one block of them, where gates close and are done exactly."""
-    rows = attnzoo.rowblocks.SIZES[0]
+    rows = attnzoo.forms.rowblocks.SIZES[0]
     assert largest_tensor(name, 4096, regime=regime) <= max(4096 * 32, rows * rows)
 
 

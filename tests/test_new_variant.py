@@ -35,7 +35,7 @@ LINEAR = '''
 """The linear side of a pair that lives outside attnzoo."""
 import torch
 
-from attnzoo.linear import LinearForms
+from attnzoo.forms.linear import LinearForms
 from attnzoo.algebra.transitions import Block, Transition
 
 TITLE = "Kimi Delta Attention"
@@ -75,7 +75,7 @@ step, recurrent, parallel, chunk, extend = (
 
 SOFTMAX = '''
 """The softmax side of a pair that lives outside attnzoo."""
-from attnzoo.softmax import CarriedForms
+from attnzoo.forms.softmax import CarriedForms
 from kimi_delta import DecayThenErase
 
 TITLE = "Kimi PaTH"

@@ -212,7 +212,7 @@ def decaying(name: str, T: int, rate: float = 1.0) -> Inputs:
 
 def spy(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Records the boundaries that the forms compute."""
-    import attnzoo.softmax
+    import attnzoo.forms.softmax
 
     seen: list[Tensor] = []
 
@@ -220,7 +220,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         seen.append(first_kept_keys(*args, **kwargs, cols=COLS))
         return seen[-1]
 
-    monkeypatch.setattr(attnzoo.softmax, "first_kept_keys", record)
+    monkeypatch.setattr(attnzoo.forms.softmax, "first_kept_keys", record)
     return seen
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.kv_cache import KVCache
+from attnzoo.forms.cache import KVCache
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GATE_FLOATS = (torch.float32, torch.float64)
@@ -79,7 +79,7 @@ def check_state(side: str, state: object, q: Tensor, k: Tensor, v: Tensor) -> No
             _same("device", "state", state.device, "q", q.device)
     else:
         if isinstance(state, Tensor):
-            raise TypeError("state: expected attnzoo.kv_cache.KVCache, got a tensor")
+            raise TypeError("state: expected attnzoo.forms.cache.KVCache, got a tensor")
         if isinstance(state, KVCache):
             S = len(state)
             if state.k.shape not in ((B, S, G, K), (B, S, H, K)):

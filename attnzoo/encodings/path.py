@@ -7,7 +7,7 @@ Source: Yang et al., "PaTH Attention: Position Encoding via Accumulating Househo
 sections 2 and 3.
 """
 
-from attnzoo.path_forms import PathForms
+from attnzoo.forms.path_forms import PathForms
 from attnzoo.recurrences.deltanet import Householder
 
 TITLE = "PaTH"

@@ -7,7 +7,7 @@ The log gate is not multiplied by the scale: with beta = 0 this is FoX exactly, 
 Gated DeltaNet. Source: Yang et al., "PaTH Attention", 2025, section 2.2.
 """
 
-from attnzoo.path_forms import PathForms
+from attnzoo.forms.path_forms import PathForms
 from attnzoo.recurrences.deltanet import Householder
 
 TITLE = "PaTH-FoX"

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import compute_dtype
-from attnzoo.kv_cache import KVCache
+from attnzoo.forms.cache import KVCache
+from attnzoo.forms.softmax import AdditiveForms
 from attnzoo.recurrences.complex_linear import phases, rotate
-from attnzoo.softmax import AdditiveForms
 
 TITLE = "RoPE"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"

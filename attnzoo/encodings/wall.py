@@ -7,8 +7,8 @@ logit (it does not add to the logit, as a scalar gate does). Linear dual: GLA. S
 Research), Wall attention, in flash-linear-attention 0.6 (``fla/ops/wall_attn/naive.py`` states the logits).
 """
 
+from attnzoo.forms.softmax import CarriedForms
 from attnzoo.recurrences.gla import Diagonal
-from attnzoo.softmax import CarriedForms
 
 TITLE = "Wall"
 PAPER = "Tilde Research, in flash-linear-attention 0.6.0 (2026), ops/wall_attn"

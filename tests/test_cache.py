@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnzoo import build_attention, get, list_variants
-from attnzoo.kv_cache import GrowingCache, KVCache, append_in_place
+from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place
 
 GROWING = ("nope", "alibi", "fox", "rope")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kv_cache import GrowingCache, KVCache, append_in_place, growing
-from attnzoo.softmax import CarriedForms, on_packed
+from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
+from attnzoo.forms.softmax import CarriedForms, on_packed
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune, first_kept_keys
 from attnzoo.algebra.transitions import Transition, compute_dtype, heads_first
-from attnzoo.kv_cache import KVCache, append, append_valid, grown
-from attnzoo.rowblocks import block_weights, causal_attention
+from attnzoo.forms.cache import KVCache, append, append_valid, grown
+from attnzoo.forms.rowblocks import block_weights, causal_attention
 
 ROWS = 128
 
