@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from attnzoo.algebra import oracle as oracle
     from attnzoo.algebra.gate import Gate
     from attnzoo.algebra.pruning import Prune
-    from attnzoo.attention import Attention, build_attention
     from attnzoo.equations import describe
+    from attnzoo.layer.attention import Attention, build_attention
     from attnzoo.registry import Pair, Variant, dual, get, list_variants, pairs, register
 
 __version__ = "0.1.0"
@@ -33,8 +33,8 @@ __all__ = [
     "register",
 ]
 _HOMES = {
-    "Attention": "attention",
-    "build_attention": "attention",
+    "Attention": "layer.attention",
+    "build_attention": "layer.attention",
     "Gate": "algebra.gate",
     "Prune": "algebra.pruning",
     "describe": "equations",

@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from attnzoo.attention import Attention
 from attnzoo.config import ModelConfig, TrainConfig, load_config, to_yaml
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.errors import unknown
 from attnzoo.evaluation import gate_maps, token_losses
+from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get, pairs
 from attnzoo.report import Facts, RunResult, load_result, save_result, terminal_table, write_report

@@ -119,7 +119,7 @@ def _parts(pair: Pair, write: Callable[[str], str]) -> Iterator[str]:
 
 def _layer(variant: Variant) -> Iterator[str]:
     """The defaults of the variant's layer, with a line about each gate projection."""
-    from attnzoo.gates import gate_classes
+    from attnzoo.layer.gates import gate_classes
 
     settings = dict(getattr(variant.module, "LAYER", {}))
     gate = settings.pop("gate", "none")

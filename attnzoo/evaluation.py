@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.oracle import default_scale
 from attnzoo.algebra.pruning import Bound, Prune, first_kept_keys, kept_fraction
-from attnzoo.attention import Attention
+from attnzoo.layer.attention import Attention
 
 Array = npt.NDArray[np.float64]
 FADED = math.exp(-10.0)  # below this nothing of a key is left to see; also the default eps of the pruning
@@ -116,7 +116,7 @@ def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int =
     """The forget gates of every gated layer of ``model`` on one window.
 
     Args:
-        model: a language model that holds :class:`~attnzoo.attention.Attention` modules.
+        model: a language model that holds :class:`~attnzoo.layer.attention.Attention` modules.
         tokens: one window of ids, ``[T]``.
         samples: rows and columns of each matrix (all T when it is shorter).
         block: rows and keys per pruning block.

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnzoo import Gate, Pair, Prune, build_attention, get, list_variants, oracle, register
-from attnzoo.gates import GATES, GateProjection
+from attnzoo.layer.gates import GATES, GateProjection
 from attnzoo.registry import unregister
 
 D, H, G = 24, 4, 2

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.stream import Stream
+from attnzoo.layer.stream import Stream
 
 
 def wide(x: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
-from attnzoo.parts import ShortConvolution, l2_normalize, wide
-from attnzoo.stream import Stream
+from attnzoo.layer.parts import ShortConvolution, l2_normalize, wide
+from attnzoo.layer.stream import Stream
 
 INIT_STD = 0.02
 

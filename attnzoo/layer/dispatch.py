@@ -8,11 +8,11 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.forms.fla import fla_unavailable
+from attnzoo.layer.stream import LayerCache
 from attnzoo.registry import Variant
-from attnzoo.stream import LayerCache
 
 if TYPE_CHECKING:
-    from attnzoo.attention import Projected
+    from attnzoo.layer.attention import Projected
 
 IMPLS = ("auto", "triton", "fla", "reference")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
-from attnzoo.projections import (
+from attnzoo.layer.projections import (
     ALiBiSlope,
     DeltaRule,
     FixedForgetGate,
@@ -25,7 +25,7 @@ from attnzoo.projections import (
     Sizes,
     SoftplusDecay,
 )  # fmt: skip
-from attnzoo.stream import Stream
+from attnzoo.layer.stream import Stream
 
 __all__ = ["GATES", "Combined", "GateName", "GateProjection", "Sizes", "build_gate", "gate_classes", "gate_options"]
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
-from attnzoo.dispatch import IMPLS, choose, run
 from attnzoo.errors import unknown
-from attnzoo.gates import GateName, Sizes, build_gate, gate_classes, gate_options
-from attnzoo.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
-from attnzoo.projections import rotary_angles
+from attnzoo.layer.dispatch import IMPLS, choose, run
+from attnzoo.layer.gates import GateName, Sizes, build_gate, gate_classes, gate_options
+from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
+from attnzoo.layer.projections import rotary_angles
+from attnzoo.layer.stream import LayerCache, Packing, Stream
 from attnzoo.recurrences.complex_linear import rotate
 from attnzoo.registry import Variant, get, list_variants
-from attnzoo.stream import LayerCache, Packing, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class AttentionConfig:
         rotary: rotate q and k with this base beside the gate (RetNet); None for none.
         output_norm: per head before the output gate: ``none``, ``rms``, ``group``.
         output_gate: ``none``, ``sigmoid`` or ``swish`` of a projection of x, times the output.
-        gate: gate projection(s) by name (``attnzoo.gates.GATES``) or class.
+        gate: gate projection(s) by name (``attnzoo.layer.gates.GATES``) or class.
         norm_eps: added to mean squares in norms.
     """
 
