@@ -15,8 +15,9 @@ import torch
 from gpu import milliseconds, relative
 from torch import Tensor
 
-from attnzoo.kernels.path import blocks, carry, inverse, transitions
-from attnzoo.kernels.path.transitions import Block, Levels
+from attnzoo.kernels.path import levels
+from attnzoo.kernels.path.levels import Block, Levels
+from attnzoo.kernels.path.portable import blocks, carry, inverse
 
 SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128))
 KERNELS = {  # keys of inverse.LAUNCH that a call uses
@@ -42,7 +43,7 @@ def draw(
 
 def rows(levels: Levels, T: int) -> list[Tensor]:
     """The rows that the levels define."""
-    each = enumerate(transitions.levels_of(T))
+    each = enumerate(levels.levels_of(T))
     return [x for s, level in each for x in (levels.q[s, :, : level.queries], levels.k[s, :, : level.keys])]
 
 
@@ -50,8 +51,8 @@ def errors(case: tuple[int, ...], dtype: torch.dtype, w_dtype: torch.dtype, hard
     """Forward and backward against the float64 definitions, which are given the same gradients."""
     x = draw(*case, dtype, w_dtype, hard)
     wide, T = [t.double() for t in x], case[1]
-    exact, got = transitions.block_level(*wide), blocks.block_level(*x)
-    exact_carried, carried = transitions.carry(exact), carry.carry(got)
+    exact, got = levels.block_level(*wide), blocks.block_level(*x)
+    exact_carried, carried = levels.carry(exact), carry.carry(got)
     n = exact.m.shape[1]
     found = {"diag": relative(got.diag.tril(), exact.diag), "qb": relative(got.q, exact.q)}
     found |= {"kb": relative(got.k, exact.k), "m": relative(got.m.double().sum(0)[:, :n], exact.m)}
@@ -61,9 +62,9 @@ def errors(case: tuple[int, ...], dtype: torch.dtype, w_dtype: torch.dtype, hard
     dq, dk, ddiag = torch.randn_like(got.q), torch.randn_like(got.k), torch.randn_like(got.diag)
     exact_d = Levels(*(t.double() for t in d))
     down = carry.carry_backward(got, carried, d, dq, dk)  # overwrites d
-    exact_down = transitions.carry_backward(exact, exact_carried, exact_d, dq.double(), dk.double())
+    exact_down = levels.carry_backward(exact, exact_carried, exact_d, dq.double(), dk.double())
     grads = blocks.block_level_backward(*x, Block(ddiag, *down))
-    exact_grads = transitions.block_level_backward(*wide, Block(ddiag.double(), *exact_down))
+    exact_grads = levels.block_level_backward(*wide, Block(ddiag.double(), *exact_down))
     return found | {n: relative(a, b) for n, a, b in zip(("dq", "dk", "dw", "dbeta"), grads, exact_grads, strict=True)}
 
 

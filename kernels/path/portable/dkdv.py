@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.fox.bwd import _row_shift
-from attnzoo.kernels.fox.fwd import _gate_at, _gates_from, _load_tile, _schedule
+from attnzoo.kernels.fox.portable.backward import _row_shift
+from attnzoo.kernels.fox.portable.forward import _gate_at, _gates_from, _load_tile, _schedule
 
-from .fwd import _level_tile
+from .forward import _level_tile
 
 
 @triton.jit

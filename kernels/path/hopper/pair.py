@@ -1,14 +1,13 @@
-"""What surrounds the one-pass backward over the levels (``hopper``): the own pair of blocks before it, dQ after it."""
+"""What surrounds the one-pass backward over the levels: the own pair of blocks before it, dQ after it."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.fox.fwd import _gate_at, _gates_from, _load_tile
-from attnzoo.kernels.fox.one_pass import _tile_order
-
-from .dkdv import _dkdv_scores
+from attnzoo.kernels.fox.hopper.backward import _tile_order
+from attnzoo.kernels.fox.portable.forward import _gate_at, _gates_from, _load_tile
+from attnzoo.kernels.path.portable.dkdv import _dkdv_scores
 
 
 @triton.jit

@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.fwd import _load_tile, head_block
-from attnzoo.kernels.fox.tuning import has_descriptors
-
-from .transitions import BLOCK
+from attnzoo.kernels.fox.plan import has_descriptors
+from attnzoo.kernels.fox.portable.forward import _load_tile, head_block
+from attnzoo.kernels.path.levels import BLOCK
 
 # Warps and registers per thread of each kernel, for head dims up to 64 and up to 128.
 LAUNCH: dict[str, tuple[tuple[int, int | None], tuple[int, int | None]]] = {

@@ -1,6 +1,6 @@
 """Backward over the levels in one pass for Hopper, in Gluon: five products where ``dq`` and ``dkdv`` need seven.
 
-The pass of ``kernels/fox/hopper.py``, whose tiles it runs: a program owns the 128 keys of a unit, so that all of them
+FoX's pass, whose tiles it runs: a program owns the 128 keys of a unit, so that all of them
 share their levels, and walks the rows of each level in turn. The loader's row tiles need not stop between levels; k^s
 is loaded a level ahead, dK^s leaves through the place of its k^s, dV stays in registers. Not deterministic, and the
 gate's gradient is column sums minus row sums, as there.
@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from attnzoo.kernels.fox.fwd import _schedule
-from attnzoo.kernels.fox.hopper import _bias_at, _gate_at, _tile, _tma_add
+from attnzoo.kernels.fox.hopper.backward_kernel import _bias_at, _gate_at, _tile, _tma_add
+from attnzoo.kernels.fox.portable.forward import _schedule
 
 
 @gluon.jit

@@ -1,13 +1,21 @@
-"""Backward kernel that owns rows: dq of each level, and the row sums of dS (``bwd.py`` says what for)."""
+"""Backward kernel that owns rows: dq of each level, and the row sums of dS (``backward.py`` says what for)."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.fox.fwd import _base_shift, _gate_at, _key_bias, _keys, _load_tile, _row_bounds, _schedule
+from attnzoo.kernels.fox.portable.forward import (
+    _base_shift,
+    _gate_at,
+    _key_bias,
+    _keys,
+    _load_tile,
+    _row_bounds,
+    _schedule,
+)
 
-from .fwd import _base_at, _level_keys, _level_tile, _pair_scores
+from .forward import _base_at, _level_keys, _level_tile, _pair_scores
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 A row tile meets the keys of its own pair of blocks (128 tokens: ``diag`` within a block, the blocks' carried q and k
 across), then for each level s >= 1 whose bit is set in its position, h = 64 * 2^s keys read against its own q^s
-(``transitions.py``). Gates, bounds and the frame of the log-sum-exp are those of ``kernels/fox/fwd.py``. On Hopper
-``hopper_fwd.py`` computes the same.
+(``levels.py``). Gates, bounds and the frame of the log-sum-exp are those of FoX's forward. On Hopper
+``hopper/forward.py`` computes the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.fwd import (
+from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT, dot_precision
+from attnzoo.kernels.fox.portable.forward import (
     GATE_FULL,
     GATE_NONE,
     LOG2E,
@@ -31,13 +32,12 @@ from attnzoo.kernels.fox.fwd import (
     head_block,
     left_strides,
 )
-from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT, dot_precision
+from attnzoo.kernels.path.levels import Block, Levels
+from attnzoo.kernels.path.plan import hopper_forward, pair_width, parts, tiles
 
 from .blocks import block_level
 from .carry import carry
 from .prune import block_starts
-from .transitions import Block, Levels
-from .tuning import hopper_forward, pair_width, parts, tiles
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def _launch(
 ) -> None:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if hopper_forward(T, K, V, v.dtype, v.device) and can_describe(v):
-        from .hopper_fwd import path_forward_hopper
+        from attnzoo.kernels.path.hopper.forward import path_forward_hopper
 
         path_forward_hopper(block, levels, v, o, lse, c, base, left, start, scale, low)
         return

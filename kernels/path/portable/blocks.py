@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.fwd import _load_tile
+from attnzoo.kernels.fox.portable.forward import _load_tile
+from attnzoo.kernels.path.levels import BLOCK, Block
 
 from .inverse import Kept, _mm, _pieces, _row_scale, _tile_scale, invert, launch, new_kept, tree_block
-from .transitions import BLOCK, Block
 from .tree import new_tree
 
 
