@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attnzoo import cli, describe, get, list_variants, pairs
 from attnzoo import verify as verification
-from attnzoo.compare import CompareConfig, plan
 from attnzoo.config import load_config
+from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.models import LanguageModel
 
 DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
