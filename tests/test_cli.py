@@ -21,7 +21,7 @@ from attnzoo.config import load_config
 from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.models import LanguageModel
 
-DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
+DEMO = Path(__file__).parents[1] / "attnzoo/experiments/configs/demo.yaml"
 TINY = """
 title: tiny comparison
 output_dir: {folder}/runs
