@@ -1,7 +1,8 @@
 """CPU speed of the reference forms, as ratios measured in one run.
 
 ``python -m attnzoo.benchmarks.cpu`` prints two tables (Markdown): chunk against recurrent for every linear variant, and
-FoX's parallel form against causal SDPA. Each pair is timed in turn, several times over, and the fastest run of each counts.
+FoX's parallel form against causal SDPA. Each pair is timed in turn, several times over, and the fastest run of each
+counts.
 """
 
 import argparse
