@@ -155,14 +155,14 @@ def path_fwd_kernel(
         mbarrier.init(empty_k.index(b), count=2)
         mbarrier.init(empty_v.index(b), count=2)
     ring = (k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v)
-    i_b64, n_u = i_b.to(gl.int64), gl.cdiv(T, KU)
+    i_b64, i_h64, n_u = i_b.to(gl.int64), i_h.to(gl.int64), gl.cdiv(T, KU)
     p_diag += (i_b64 * n_u * H + i_h) * (KU * KU)
     p_c += i_bh.to(gl.int64) * (n_u * KU)
     p_base += i_bh.to(gl.int64) * (n_u + 1)
-    p_left += i_b64 * stride_lb + i_h * stride_lh
+    p_left += i_b64 * stride_lb + i_h64 * stride_lh
     p_start += i_bh.to(gl.int64) * n_t
     p_lse += i_bh.to(gl.int64) * T
-    o_row = i_b64 * stride_ob + i_h * stride_oh
+    o_row = i_b64 * stride_ob + i_h64 * stride_oh
     p_o += o_row
     p_low += o_row
     stride_d = gl.to_tensor(H * KU * KU).to(gl.int64)

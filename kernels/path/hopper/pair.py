@@ -66,7 +66,7 @@ def path_pair_kernel(
     n_t, n_u = tl.cdiv(T, RU), tl.cdiv(T, C)
     n_b = n_t * (RU // C)
     i_u, i_bg = tl.program_id(0) % n_b, tl.program_id(0) // n_b
-    i_b32, i_g = i_bg // G, i_bg % G
+    i_b32, i_g = i_bg // G, (i_bg % G).to(tl.int64)
     i_b = i_b32.to(tl.int64)
     i_t = i_u // (RU // C)
     s = i_u * C

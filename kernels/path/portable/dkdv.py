@@ -73,7 +73,7 @@ def path_dkdv_kernel(
     """
     G: tl.constexpr = H // REP
     i_s, i_bg = _schedule(tl.cdiv(T, BS), n_heads)
-    i_b32, i_g = i_bg // G, i_bg % G
+    i_b32, i_g = i_bg // G, (i_bg % G).to(tl.int64)
     i_b = i_b32.to(tl.int64)
     s = i_s * BS
     s64 = s.to(tl.int64)

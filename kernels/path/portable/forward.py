@@ -103,21 +103,21 @@ def path_fwd_kernel(
     i_t, i_bh = _schedule(tl.cdiv(T, BT), n_heads)
     i_t = tl.cdiv(T, BT) - 1 - i_t
     i_b32, i_h = i_bh // H, i_bh % H
-    i_b, i_g = i_b32.to(tl.int64), i_h // REP
+    i_b, i_g, i_h64 = i_b32.to(tl.int64), i_h // REP, i_h.to(tl.int64)
     row = i_t * BT
     last = tl.minimum(row + BT, T) - 1
     o_t, o_s, o_p = tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BP)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     b_row = row + o_t  # [BT]
     m_t = b_row < T
-    p_v += i_b * stride_vb + i_g * stride_vh
+    p_v += i_b * stride_vb + i_h64 // REP * stride_vh
     p_vt = p_vd  # a descriptor
     if not TMA:
         p_vt = p_v
     n_u = tl.cdiv(T, KU)
     p_c += i_bh.to(tl.int64) * (n_u * KU)
     p_base += i_bh.to(tl.int64) * (n_u + 1)
-    p_left += i_b * stride_lb + i_h * stride_lh
+    p_left += i_b * stride_lb + i_h64 * stride_lh
     p_start += i_bh.to(tl.int64) * tl.cdiv(T, RU)
     b_slope = tl.zeros([], tl.float32)
     b_ref = _gate_at(p_c, p_base, b_slope, row // RU * RU, GATE, KU)
@@ -174,7 +174,7 @@ def path_fwd_kernel(
                                           scale2, GATE, HAS_LEFT, PREC, False)  # fmt: skip
     b_o = b_o / b_l[:, None]
     b_oh = b_o.to(p_o.dtype.element_ty)
-    p_ot = i_b * stride_ob + i_h * stride_oh + row.to(tl.int64) * stride_ot + o_t[:, None] * stride_ot + o_v[None, :]
+    p_ot = i_b * stride_ob + i_h64 * stride_oh + row.to(tl.int64) * stride_ot + o_t[:, None] * stride_ot + o_v[None, :]
     m_o = m_t[:, None] & (o_v[None, :] < V)
     tl.store(p_o + p_ot, b_oh, mask=m_o)
     if HAS_LOW:  # what the rounding dropped

@@ -138,7 +138,7 @@ def inverse_kernel(
     """
     n_c = tl.cdiv(T, C)
     i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
-    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
     o_c = tl.arange(0, C)
     r = (i_c * C).to(tl.int64)
     R = T - i_c * C

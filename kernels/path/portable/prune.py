@@ -44,7 +44,7 @@ def path_rows_kernel(
     """
     G: tl.constexpr = H // REP
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     i_g = i_h // REP
     o_t, o_s, o_k = tl.arange(0, KU), tl.arange(0, KU), tl.arange(0, BK)
     n_u = tl.cdiv(T, KU)
