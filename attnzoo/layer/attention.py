@@ -15,8 +15,8 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
 from attnzoo.layer.dispatch import IMPLS, choose, run
 from attnzoo.layer.gates import GateName, Sizes, build_gate, gate_classes, gate_options
+from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
-from attnzoo.layer.projections import rotary_angles
 from attnzoo.layer.stream import LayerCache, Packing, Stream
 from attnzoo.recurrences.complex_linear import rotate
 from attnzoo.registry import Variant, get, list_variants
