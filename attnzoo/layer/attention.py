@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
 from attnzoo.layer.dispatch import IMPLS, choose, run
 from attnzoo.layer.gates import GateName, Sizes, build_gate, gate_classes, gate_options
 from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
+from attnzoo.layer.projected import Projected
 from attnzoo.layer.stream import LayerCache, Packing, Stream
 from attnzoo.recurrences.complex_linear import rotate
 from attnzoo.registry import Variant, get, list_variants
@@ -108,23 +109,6 @@ BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "llama": PLAIN,
     "pro": {**PLAIN, "qk_norm": "rms", "kv_shift": True, "output_norm": "rms", "output_gate": "sigmoid"},
 }
-
-
-@dataclass(frozen=True)
-class Projected:
-    """What the core of a layer is given.
-
-    Args:
-        q: ``[B, T, H, K]``.
-        k: ``[B, T, G, K]``.
-        v: ``[B, T, G, V]``.
-        gate: the parts that the variant requires.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Gate
 
 
 def build_attention(
@@ -336,11 +320,11 @@ class Attention(nn.Module):
         stream = self._stream(x, valid, cache)
         if valid is not None:
             x = x.masked_fill(~valid[..., None], 0.0)
-        parts = self._project(x, stream)
-        form = choose(self.variant, self.impl, parts, valid, cache)
+        projected = self._project(x, stream)
+        form = choose(self.variant, self.impl, projected, valid, cache)
         self._say(form, x.device)
-        bound = None if self.prune is None else self.logit_bound(parts.q.dtype)
-        o, state = run(self.variant, form, parts, self.scale, cache, valid, self.prune, bound)
+        bound = None if self.prune is None else self.logit_bound(projected.q.dtype)
+        o, state = run(self.variant, form, projected, self.scale, cache, valid, self.prune, bound)
         stream.finish(state)
         if self.output_norm is not None:
             o = self.output_norm(o)
