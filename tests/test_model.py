@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnzoo.config import ModelConfig, OptimizerConfig
-from attnzoo.models import LanguageModel, language_model
+from attnzoo.models import LanguageModel, decoder
 from attnzoo.training.optimizer import build_optimizer, decays
 
 HYBRID = ["mamba2", "fox"]
@@ -60,7 +60,7 @@ class Marked(nn.Module):
 
 
 def test_marked_parameters_keep_their_own_initialisation(monkeypatch):
-    monkeypatch.setattr(language_model, "build_attention", lambda name, **options: Marked())
+    monkeypatch.setattr(decoder, "build_attention", lambda name, **options: Marked())
     attention = build().blocks[0].attention
     assert (attention.gate.weight == 0.25).all()
     assert (attention.gate.bias == 4.0).all()
@@ -69,7 +69,7 @@ def test_marked_parameters_keep_their_own_initialisation(monkeypatch):
 
 
 def test_weight_decay_spares_norms_biases_and_marked_parameters(monkeypatch):
-    monkeypatch.setattr(language_model, "build_attention", lambda name, **options: Marked())
+    monkeypatch.setattr(decoder, "build_attention", lambda name, **options: Marked())
     model = build(num_layers=1)
     spared = {name for name, parameter in model.named_parameters() if not decays(parameter)}
     assert spared == {
@@ -92,7 +92,7 @@ def test_a_pattern_gives_each_layer_its_variant_and_options(monkeypatch):
         built.append((name, options))
         return Marked()
 
-    monkeypatch.setattr(language_model, "build_attention", record)
+    monkeypatch.setattr(decoder, "build_attention", record)
     build([{"name": "gla", "repeat": 2}, {"name": "fox", "options": {"acp": True, "num_heads": 4}}], num_layers=3)
     plain = {"hidden_size": 32, "num_heads": 2}
     assert built == [("gla", plain), ("gla", plain), ("fox", {"hidden_size": 32, "num_heads": 4, "acp": True})]

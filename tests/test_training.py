@@ -16,7 +16,7 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.config import OptimizerConfig, TrainConfig, load_config
 from attnzoo.data import build_data
 from attnzoo.models import LanguageModel
-from attnzoo.models.language_model import SwiGLU
+from attnzoo.models.decoder import SwiGLU
 from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training import checkpoint as checkpoint_module
 from attnzoo.training.optimizer import learning_rate

@@ -1,5 +1,5 @@
 """A decoder language model over any of the zoo's attention variants, one per layer."""
 
-from attnzoo.models.language_model import LanguageModel, ModelOutput
+from attnzoo.models.decoder import LanguageModel, ModelOutput
 
 __all__ = ["LanguageModel", "ModelOutput"]

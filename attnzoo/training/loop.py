@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from attnzoo.config import TrainConfig
 from attnzoo.data import Data, TokenWindows, build_data, heldout_windows
 from attnzoo.models import LanguageModel
-from attnzoo.models.language_model import IGNORED
+from attnzoo.models.decoder import IGNORED
 from attnzoo.training.checkpoint import (
     Progress,
     check_resumable,

@@ -45,7 +45,7 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, layer: LayerSpec):
@@ -88,7 +88,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in config.layers())
+        self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -147,8 +147,8 @@ class LanguageModel(nn.Module):
         """An empty cache for one batch of sequences, one entry per layer."""
         return [block.attention.new_cache() for block in self._blocks()]
 
-    def _blocks(self) -> list[Block]:
-        return cast("list[Block]", list(self.blocks))
+    def _blocks(self) -> list[DecoderBlock]:
+        return cast("list[DecoderBlock]", list(self.blocks))
 
     @torch.no_grad()
     def generate(
@@ -190,14 +190,14 @@ class LanguageModel(nn.Module):
             cache, step, tokens = self.new_cache(), input_ids, [input_ids]
             for _ in range(max_new_tokens):
                 logits = self(step, cache=cache).logits[:, -1].float()  # [B, vocab]
-                step = _choose(logits, temperature, top_k, generator)
+                step = sample_token(logits, temperature, top_k, generator)
                 tokens.append(step)
         finally:
             self.train(was_training)
         return torch.cat(tokens, dim=1)
 
 
-def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """[B, vocab] -> [B, 1]."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
