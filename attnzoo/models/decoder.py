@@ -15,7 +15,7 @@ from attnzoo.config import LayerSpec, ModelConfig
 from attnzoo.errors import unknown
 from attnzoo.layer.attention import build_attention
 
-IGNORED = -100  # a label that does not count
+IGNORED = -100  # a target that does not count
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ModelOutput:
 
     Args:
         logits: `[B, T, vocab_size]`.
-        loss: mean cross-entropy in nats over the labels that count; None without labels.
+        loss: mean cross-entropy in nats over the targets that count; None without targets.
     """
 
     logits: Tensor
@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        labels: Tensor | None = None,
+        targets: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: list[Any] | None = None,
@@ -119,7 +119,7 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids: integers [B, T].
-            labels: integers [B, T]; `labels[b, t]` is what position t should predict (the token after it:
+            targets: integers [B, T]; `targets[b, t]` is what position t should predict (the token after it:
                 nothing is shifted here), or -100 where nothing is asked.
             cu_seqlens: int [N + 1], starts of the sequences packed into a batch of one.
             attention_mask: [B, T], 0 at padding.
@@ -129,8 +129,8 @@ class LanguageModel(nn.Module):
             ValueError: shapes or dtypes other than these.
         """
         _check_tokens("input_ids", input_ids, None)
-        if labels is not None:
-            _check_tokens("labels", labels, input_ids.shape)
+        if targets is not None:
+            _check_tokens("targets", targets, input_ids.shape)
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache: expected {len(self.blocks)} layers, as new_cache() makes, got {len(cache)}")
         x = self.embedding(input_ids)  # [B, T, D]
@@ -138,9 +138,9 @@ class LanguageModel(nn.Module):
             layer_cache = None if cache is None else cache[index]
             x = block(x, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=layer_cache)
         logits = self.head(self.norm(x))  # [B, T, vocab]
-        if labels is None:
+        if targets is None:
             return ModelOutput(logits)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten().long(), ignore_index=IGNORED)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=IGNORED)
         return ModelOutput(logits, loss)
 
     def new_cache(self) -> list[Any]:
