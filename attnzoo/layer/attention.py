@@ -17,6 +17,7 @@ from attnzoo.layer.dispatch import IMPLS, choose, run
 from attnzoo.layer.gates import GateName, Sizes, build_gate, gate_classes, gate_options
 from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
+from attnzoo.layer.precision import PreciseModule, fill
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.stream import LayerCache, Packing, Stream
 from attnzoo.recurrences.complex_linear import rotate
@@ -168,7 +169,7 @@ def _prune(acp: bool | Prune) -> Prune | None:
     return Prune() if acp else None
 
 
-class Attention(nn.Module):
+class Attention(PreciseModule):
     """``attn(x) -> y``, both ``[B, T, D]``; see :func:`build_attention`."""
 
     angle: Tensor | None
@@ -217,8 +218,9 @@ class Attention(nn.Module):
         normed = config.output_norm != "none"
         self.output_norm = HeadNorm(H, V, config.output_norm, config.norm_eps) if normed else None
         self.output_gate = nn.Linear(D, H * V, bias=False) if config.output_gate != "none" else None
-        angle = None if config.rotary is None else rotary_angles(K, config.rotary)
-        self.register_buffer("angle", angle, persistent=False)
+        self.register_buffer("angle", None)
+        if config.rotary is not None:
+            self.keep("angle", rotary_angles(K, config.rotary), persistent=False, least=torch.float64)
         self._picked: str | None = None
         self.reset_parameters()
 
@@ -229,6 +231,8 @@ class Attention(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             elif isinstance(module, (HeadNorm, ShortConvolution)):
                 module.reset_parameters()
+        if self.angle is not None and self.config.rotary is not None:
+            fill(self.angle, rotary_angles(self.config.key_dim, self.config.rotary))
         self.gate.reset_parameters()
 
     def new_cache(self) -> LayerCache:

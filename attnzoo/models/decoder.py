@@ -92,20 +92,21 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
-        if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
 
     def reset_parameters(self) -> None:
         """Initialise all weights anew, from torch's global random state."""
         for block in self._blocks():
             block.attention.reset_parameters()
+        tied = self.head if self.config.tie_embeddings else None
         for module in self.modules():
             if isinstance(module, nn.RMSNorm) and module.weight is not None:
                 _unless_marked(module.weight, nn.init.ones_)
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding) and module is not tied:
                 _unless_marked(module.weight, nn.init.normal_, std=self.config.initializer_range)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 _unless_marked(module.bias, nn.init.zeros_)
+        if self.config.tie_embeddings:  # again, as to_empty unties them
+            self.head.weight = self.embedding.weight
 
     def forward(
         self,

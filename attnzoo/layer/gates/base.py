@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import Stream
 
 INIT_STD = 0.02
@@ -29,7 +29,7 @@ class Sizes:
     head_dim: int
 
 
-class GateProjection(nn.Module):
+class GateProjection(PreciseModule):
     """Base of all projections: no gate at all. ``provides`` names the gate parts that a subclass makes, and
     ``unit_keys`` says that it needs keys of unit length (w = k).
 
@@ -59,21 +59,6 @@ class GateProjection(nn.Module):
             A gate with the parts ``provides``, and a factor on v ``[B, T, H]`` or ``[B, T, G]``, or None.
         """
         return Gate(), None
-
-
-def own(module: nn.Module, name: str, value: Tensor, *, trainable: bool) -> None:
-    """A float32 parameter (or buffer) that the model leaves as it is: no weight decay, no re-initialisation."""
-    if trainable:
-        parameter = nn.Parameter(value.float())
-        parameter._no_weight_decay = parameter._no_reinit = True  # type: ignore[attr-defined]
-        module.register_parameter(name, parameter)
-    else:
-        module.register_buffer(name, value.float())
-
-
-def fill(target: Tensor, values: list[float]) -> None:
-    with torch.no_grad():
-        target.copy_(torch.tensor(values))
 
 
 def reset_linear(linear: nn.Linear) -> None:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.layer.gates.base import GateProjection, Sizes, fill, own, reset_linear
-from attnzoo.layer.parts import wide
+from attnzoo.layer.gates.base import GateProjection, Sizes, reset_linear
+from attnzoo.layer.precision import GateLinear, fill, wide
 from attnzoo.layer.stream import Stream
 
 
@@ -27,12 +27,12 @@ class ALiBiSlope(GateProjection):
 
     def __init__(self, sizes: Sizes, *, learnable_slopes: bool = False) -> None:
         super().__init__(sizes)
-        own(self, "log_slope", torch.empty(sizes.num_heads), trainable=learnable_slopes)
+        self.keep("log_slope", torch.empty(sizes.num_heads), trainable=learnable_slopes)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         H = self.sizes.num_heads
-        fill(self.log_slope, [-8 * (h + 1) / H * math.log(2) for h in range(H)])
+        fill(self.log_slope, torch.tensor([-8 * (h + 1) / H * math.log(2) for h in range(H)]))
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
         return _constant(-wide(self.log_slope).exp(), x), None
@@ -46,11 +46,11 @@ class RetentionDecay(GateProjection):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
-        own(self, "log_gamma", torch.empty(sizes.num_heads), trainable=False)
+        self.keep("log_gamma", torch.empty(sizes.num_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        fill(self.log_gamma, [math.log1p(-(2.0 ** (-5 - h))) for h in range(self.sizes.num_heads)])
+        fill(self.log_gamma, torch.tensor([math.log1p(-(2.0 ** (-5 - h))) for h in range(self.sizes.num_heads)]))
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
         return _constant(wide(self.log_gamma), x), None
@@ -63,7 +63,7 @@ class ForgetGate(GateProjection):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
-        self.forget_proj = nn.Linear(sizes.hidden_size, sizes.num_heads)
+        self.forget_proj = GateLinear(sizes.hidden_size, sizes.num_heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -93,12 +93,12 @@ class IndependentForgetGate(GateProjection):
         if not 0 < t_min <= t_max:
             raise ValueError(f"t_min, t_max: expected 0 < t_min <= t_max in tokens, got {t_min} and {t_max}")
         self.t_min, self.t_max = t_min, t_max
-        own(self, "forget_bias", torch.empty(sizes.num_heads), trainable=self.trainable)
+        self.keep("forget_bias", torch.empty(sizes.num_heads), trainable=self.trainable)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         lengths = torch.linspace(math.log(self.t_min), math.log(self.t_max), self.sizes.num_heads).exp()
-        fill(self.forget_bias, (-torch.log(torch.expm1(1 / lengths))).tolist())
+        fill(self.forget_bias, -torch.log(torch.expm1(1 / lengths)))
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
         return _constant(F.logsigmoid(wide(self.forget_bias)), x), None
@@ -134,16 +134,16 @@ class SoftplusDecay(GateProjection):
             raise ValueError(f"a_max: expected at least 1, got {a_max}")
         self.dt_min, self.dt_max, self.a_max = dt_min, dt_max, a_max
         self.dt_proj = nn.Linear(sizes.hidden_size, sizes.num_heads, bias=False)
-        own(self, "dt_bias", torch.empty(sizes.num_heads), trainable=True)
-        own(self, "log_a", torch.empty(sizes.num_heads), trainable=True)
+        self.keep("dt_bias", torch.empty(sizes.num_heads), trainable=True)
+        self.keep("log_a", torch.empty(sizes.num_heads), trainable=True)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         reset_linear(self.dt_proj)
         H = self.sizes.num_heads
         dt = torch.empty(H).uniform_(math.log(self.dt_min), math.log(self.dt_max)).exp()
-        fill(self.dt_bias, (dt + torch.log(-torch.expm1(-dt))).tolist())  # the inverse of softplus
-        fill(self.log_a, torch.empty(H).uniform_(1, self.a_max).log().tolist())
+        fill(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        fill(self.log_a, torch.empty(H).uniform_(1, self.a_max).log())
 
     def step(self, x: Tensor) -> Tensor:
         """dt ``[B, T, H]`` in float32."""

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
-from attnzoo.layer.gates.base import GateProjection, Sizes, own, reset_linear
-from attnzoo.layer.parts import ShortConvolution, l2_normalize, wide
+from attnzoo.layer.gates.base import GateProjection, Sizes, reset_linear
+from attnzoo.layer.parts import ShortConvolution, l2_normalize
+from attnzoo.layer.precision import GateLinear, fill, wide
 from attnzoo.layer.stream import Stream
 
 
@@ -34,7 +35,7 @@ class LowRankDiagonal(GateProjection):
             raise ValueError(f"temperature: expected a positive number, got {temperature}")
         self.temperature = temperature
         self.down = nn.Linear(sizes.hidden_size, gate_rank, bias=False)
-        self.up = nn.Linear(gate_rank, sizes.num_heads * sizes.head_dim)
+        self.up = GateLinear(gate_rank, sizes.num_heads * sizes.head_dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -64,7 +65,10 @@ class RotaryAngles(GateProjection):
         if theta <= 0:
             raise ValueError(f"theta: expected a positive number, got {theta}")
         self.theta = theta
-        own(self, "angle", rotary_angles(sizes.head_dim, theta), trainable=False)
+        self.keep("angle", rotary_angles(sizes.head_dim, theta))
+
+    def reset_parameters(self) -> None:
+        fill(self.angle, rotary_angles(self.sizes.head_dim, self.theta))
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
         return Gate(angle=wide(self.angle)), None
@@ -120,7 +124,7 @@ class PathTransition(GateProjection):
             self.w_down = nn.Linear(sizes.hidden_size, w_rank, bias=False)
             self.w_up = nn.Linear(w_rank, width, bias=False)
             self.w_conv = ShortConvolution(width, w_conv_size) if w_conv_size else None
-        self.beta_proj = nn.Linear(sizes.hidden_size, sizes.num_kv_heads)
+        self.beta_proj = GateLinear(sizes.hidden_size, sizes.num_kv_heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
