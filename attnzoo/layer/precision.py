@@ -23,7 +23,7 @@ class PreciseModule(nn.Module):
 
     ``.to(torch.bfloat16)``, ``.half()`` and their like move such a tensor to the device they name and leave its dtype;
     ``.double()`` makes it float64. What a parameter was marked with (``_no_weight_decay``) outlasts ``to_empty``. FSDP
-    casts all parameters of a group alike: give gates a group of their own (see the docs on training).
+    casts all parameters of a group alike: give gates a group of their own (docs/how-to/many_gpus.md).
     """
 
     def __init__(self) -> None:
