@@ -326,7 +326,9 @@ class Attention(PreciseModule):
             x = x.masked_fill(~valid[..., None], 0.0)
         projected = self._project(x, stream)
         form = choose(self.variant, self.impl, projected, valid, cache)
-        self._say(form, x.device)
+        _say(f"{self.variant.name}: impl={self.impl!r} runs {form} on {x.device.type}")
+        if not torch.compiler.is_compiling():
+            self._picked = f"{form} on {x.device.type}"
         bound = None if self.prune is None else self.logit_bound(projected.q.dtype)
         o, state = run(self.variant, form, projected, self.scale, cache, valid, self.prune, bound)
         stream.finish(state)
@@ -366,12 +368,6 @@ class Attention(PreciseModule):
             v = v * write[..., None].to(v.dtype)
         return Projected(q.to(v.dtype), k.to(v.dtype), v, gate)
 
-    def _say(self, form: str, device: torch.device) -> None:
-        picked = f"{form} on {device.type}"
-        if picked != self._picked:
-            self._picked = picked
-            logger.info("%s: impl=%r runs %s", self.variant.name, self.impl, picked)
-
     def extra_repr(self) -> str:
         chosen = {
             f.name: getattr(self.config, f.name)
@@ -382,6 +378,17 @@ class Attention(PreciseModule):
         picked = f" ({self._picked})" if self._picked else ""
         prune = f", prune={self.prune}" if self.prune else ""
         return f"{self.variant.name!r}, {shown}, impl={self.impl!r}{picked}{prune}"
+
+
+_said: set[str] = set()
+
+
+@torch.compiler.assume_constant_result  # a compiled layer says it while it is compiled
+def _say(picked: str) -> None:
+    """Log what runs, once per process."""
+    if picked not in _said:
+        _said.add(picked)
+        logger.info(picked)
 
 
 __all__ = ["Attention", "AttentionConfig", "LayerCache", "Projected", "build_attention"]
