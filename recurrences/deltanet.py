@@ -16,8 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import Block, Transition
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
 from attnzoo.algebra.triangular import unit_lower_inverse
 from attnzoo.forms.fla import fla_delta_rule
 from attnzoo.forms.linear import LinearForms
@@ -36,18 +35,18 @@ LAYER = {"gate": "delta", "feature_map": "silu", "qk_norm": "l2", "conv_size": 4
 class Householder(Transition):
     """``R_t = I - beta_t w_t w_t^T``; ``total`` is the transposed product of the block, ``[..., K, K]``."""
 
-    def apply(self, gate: Gate, state: Tensor) -> Tensor:
+    def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         w = cast(Tensor, gate.w)[..., None, :]
         return state - w.mT @ (cast(Tensor, gate.beta)[..., None, None] * (w @ state))
 
-    def block(self, q: Tensor, k: Tensor, gate: Gate) -> Block:
+    def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
         w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)[..., None]
         qw = (q @ w.mT).tril_()
         wk = (w @ k.mT).tril_(-1)
         lower = (beta * (w @ w.mT)).tril_(-1)
         inverse = unit_lower_inverse(lower) * beta.mT  # X
         from_values, from_state = inverse @ wk, inverse @ w
-        return Block(
+        return ClosedForm(
             scores=q @ k.mT - qw @ from_values,
             q=q - qw @ from_state,
             k=k - from_values.mT @ w,
