@@ -40,7 +40,7 @@ class Tiles:
             raise ValueError(f"BS: expected one of (16, 32, 64, 128), got {self.BS}")
 
 
-# Head dims up to the key -> tiles. Measured on an H200 (benchmarks/NOTES.md), 16-bit inputs.
+# Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/NOTES.md), 16-bit inputs.
 _HOPPER: dict[Kind, dict[int, Tiles]] = {
     "fwd": {
         64: Tiles(128, 64, 4, 3),

@@ -21,7 +21,7 @@ from .transitions import BLOCK, level_count
 _log = logging.getLogger("attnzoo.kernels.path")
 BUDGET = 5 << 28  # bytes of workspace for carried operands and their gradients (one key head may need more)
 
-# Head dims up to the key -> tiles. Measured on an H200 (benchmarks/NOTES.md), 16-bit inputs.
+# Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/NOTES.md), 16-bit inputs.
 _HOPPER: dict[Kind, dict[int, Tiles]] = {
     "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 3, tma=True, heads=8)},
     "dq": {64: Tiles(128, 64, 8, 3, maxnreg=128, tma=True), 128: Tiles(128, 64, 8, 3, tma=True, heads=8)},

@@ -1,9 +1,4 @@
-"""What a trained model is measured by: loss per token index, perplexity over lengths, forget-gate matrices.
-
-Definitions (Lin et al., "Forgetting Transformer", 2025, section 4): over held-out windows of length L,
-L(i) is the mean negative log-likelihood in nats of the token at index i, and P(l) = exp of the mean of
-L(1) ... L(l).
-"""
+"""The forget gates of a trained model as matrices, and what each bound prunes of them."""
 
 from __future__ import annotations
 
@@ -12,17 +7,15 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.oracle import default_scale
 from attnzoo.algebra.pruning import Bound, Prune, first_kept_keys, kept_fraction
+from attnzoo.evaluation.losses import Array
 from attnzoo.layer.attention import Attention
 
-Array = npt.NDArray[np.float64]
 FADED = math.exp(-10.0)  # below this nothing of a key is left to see; also the default eps of the pruning
 BOUNDS: tuple[Bound, ...] = ("tail", "paper")
 
@@ -60,55 +53,6 @@ class GateMap:
     length: int
     window: int
     prune: dict[str, PruneMap]
-
-
-@torch.inference_mode()
-def token_losses(model: nn.Module, windows: Tensor, batch_size: int = 4) -> Array:
-    """Negative log-likelihood of every token of every window.
-
-    Args:
-        model: called with token ids ``[B, L]``, its output has ``logits [B, L, vocabulary]``.
-        windows: ``[N, L + 1]``; index i is predicted from everything before it.
-        batch_size: windows per forward pass.
-
-    Returns:
-        Nats, float64, ``[N, L]``.
-    """
-    rows = []
-    for batch in windows.split(batch_size):
-        logits = model(batch[:, :-1]).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
-        rows.append(loss.view(batch.shape[0], -1).double().cpu())
-    return np.asarray(torch.cat(rows).numpy(), dtype=np.float64)
-
-
-def moving_mean(values: Array, window: int) -> Array:
-    """Centred moving mean over ``window`` positions; at the ends, over the part of the window that exists.
-
-    Args:
-        values: ``[L]``.
-        window: positions averaged, >= 1.
-
-    Returns:
-        ``[L]``.
-    """
-    if window < 1:
-        raise ValueError(f"window: expected at least 1, got {window}")
-    ones = np.ones(min(window, values.size))
-    total = np.convolve(values, ones, mode="same")
-    return np.asarray(total / np.convolve(np.ones_like(values), ones, mode="same"), dtype=np.float64)
-
-
-def perplexity_over_lengths(loss: Array) -> Array:
-    """P(l) = exp of the mean of the first l values of L(i), for l = 1 ... L; ``loss`` is L(i), ``[L]``."""
-    return np.asarray(np.exp(np.cumsum(loss) / np.arange(1, loss.size + 1)), dtype=np.float64)
-
-
-def mean_and_error(losses: Array) -> tuple[float, float]:
-    """Mean of ``losses`` ``[N, L]`` and its standard error over the N windows (nan for one window)."""
-    per_window = losses.mean(1)
-    error = per_window.std(ddof=1) / math.sqrt(per_window.size) if per_window.size > 1 else math.nan
-    return float(per_window.mean()), float(error)
 
 
 @torch.inference_mode()

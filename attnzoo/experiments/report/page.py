@@ -13,10 +13,10 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from attnzoo import figures
 from attnzoo.evaluation import Array, moving_mean
-from attnzoo.figures import Dot, Line, Look, to_svg
-from attnzoo.report.results import RunResult
+from attnzoo.experiments import figures
+from attnzoo.experiments.figures import Dot, Line, Look, to_svg
+from attnzoo.experiments.report.results import RunResult
 
 HERE = Path(__file__).parent
 SIDES = ("softmax", "linear")

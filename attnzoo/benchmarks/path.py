@@ -1,6 +1,6 @@
 """PaTH and PaTH-FoX on one GPU: ours, our FoX and flash-linear-attention's PaTH, in one run.
 
-    python benchmarks/path_gpu.py --out DIR [--shapes 2,24,16384,64 ...] [--only PREFIX ...] [--seconds 330]
+    python -m attnzoo.benchmarks.path --out DIR [--shapes 2,24,16384,64 ...] [--only PREFIX ...] [--seconds 330]
 
 Each contender is checked against float64 (output and all gradients) before it is timed; a wrong result gets no speed.
 Writes results.json and results.md. Decoding: one token after a cache, beside the same step in PyTorch operations.
@@ -25,10 +25,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu import ceiling, copy_bandwidth, decay_lengths, extra_memory, machine, milliseconds, relative, timing
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.benchmarks.gpu import (
+    ceiling,
+    copy_bandwidth,
+    decay_lengths,
+    extra_memory,
+    machine,
+    milliseconds,
+    relative,
+    timing,
+)
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.path import kept_fraction, path_attention, path_extend
 from attnzoo.kernels.path.reference import path_reference
@@ -230,8 +239,8 @@ def table(result: dict[str, Any]) -> str:
             "|---|---|---|---|",
         ]
         for r in result["decode"]:
-            cells = (str(r.get(n, "-")) for n in ("ours_ms", "floor_ms", "pytorch_ms"))
-            lines.append(f"| {(r['B'], r['H'], r['S'], r['K'])} | " + " | ".join(cells) + " |")
+            steps = (str(r.get(n, "-")) for n in ("ours_ms", "floor_ms", "pytorch_ms"))
+            lines.append(f"| {(r['B'], r['H'], r['S'], r['K'])} | " + " | ".join(steps) + " |")
         lines.append("")
     names = ("o", "dq", "dk", "dv", "dw", "dbeta", "dg")
     lines += [

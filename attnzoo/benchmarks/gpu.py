@@ -23,7 +23,7 @@ def decay_lengths(H: int, generator: torch.Generator) -> Tensor:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b).norm() / b.norm()).item()
+    return float((a.double() - b).norm() / b.norm())
 
 
 def milliseconds(call: Callable[[], Any], rep: int) -> float:

@@ -1,7 +1,8 @@
 """CPU speed of the reference forms, as ratios measured in one run.
 
-``python benchmarks/cpu.py`` prints two tables (Markdown): chunk against recurrent for every linear variant, and FoX's
-parallel form against causal SDPA. Each pair is timed in turn, several times over, and the fastest run of each counts.
+``python -m attnzoo.benchmarks.cpu`` prints two tables (Markdown): chunk against recurrent for every linear variant, and
+FoX's parallel form against causal SDPA. Each pair is timed in turn, several times over, and the fastest run of each
+counts.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attnzoo import Gate, get, list_variants
 from attnzoo.samples import random_gate
@@ -57,18 +59,19 @@ def fox_table(T: int, repeats: int) -> list[tuple[str, float, float]]:
         q, k, v = (torch.randn(1, T, 4, 64, requires_grad=True) for _ in range(3))
         g = (-2 * mean * torch.rand(1, T, 4)).requires_grad_()
         grad = torch.randn(1, T, 4, 64)
-        fox = get("fox").forms["parallel"]
 
-        def sdpa(q=q, k=k, v=v, grad=grad):
-            o = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
-            torch.autograd.grad(o, (q, k, v), grad.transpose(1, 2))
-
-        def ours(q=q, k=k, v=v, g=g, grad=grad, fox=fox):
-            torch.autograd.grad(fox(q, k, v, Gate(log_decay=g)), (q, k, v, g), grad)
-
-        slow, fast = interleaved(sdpa, ours, repeats)
+        slow, fast = interleaved(partial(causal_sdpa, q, k, v, grad), partial(fox_parallel, q, k, v, g, grad), repeats)
         rows.append((label, 1e3 * slow, 1e3 * fast))
     return rows
+
+
+def causal_sdpa(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:
+    o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+    torch.autograd.grad(o, (q, k, v), grad.transpose(1, 2))
+
+
+def fox_parallel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, grad: Tensor) -> None:
+    torch.autograd.grad(get("fox").forms["parallel"](q, k, v, Gate(log_decay=g)), (q, k, v, g), grad)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Forgetting attention on one GPU: ours beside every peer that is installed, in one run.
 
-    python benchmarks/fox_gpu.py --out DIR [--official FILE] [--shapes 2,24,16384,64 ...] [--plot] [--seconds 500]
+    python -m attnzoo.benchmarks.fox --out DIR [--official FILE] [--shapes 2,24,16384,64 ...] [--plot] [--seconds 500]
 
 Peers: scaled_dot_product_attention (cuDNN and FlashAttention; no gate, the ceiling), flash-linear-attention,
 FlexAttention, and the official FoX kernel (``forgetting_transformer``, or its single file with --official). Each is
@@ -26,17 +26,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu import ceiling, decay_lengths, machine, relative, timing
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.benchmarks.gpu import ceiling, decay_lengths, machine, relative, timing
 from attnzoo.kernels.fox import fox_attention, kept_fraction
 from attnzoo.kernels.fox.reference import fox_reference
 
 SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (8, 24, 4096, 64), (1, 24, 65536, 64))
 LIMITS = {"o": 4e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dg": 8e-3}  # twice the peers' usual errors in bf16
-PRUNE = {bound: Prune(math.exp(-10.0), bound) for bound in ("paper", "tail")}  # type: ignore[arg-type]
+PRUNE = {bound: Prune(math.exp(-10.0), bound) for bound in ("paper", "tail")}
 
 
 @dataclass
@@ -114,7 +114,8 @@ def contenders(official: str | None) -> tuple[list[Contender], list[str]]:
         def official_call(pruned: bool) -> Callable[[Inputs], Tensor]:
             def call(x: Inputs) -> Tensor:
                 limit = threshold(x) if pruned else None
-                return kernel(x.q, x.k, x.v, x.g, head_first=True, adaptive_threshold=limit)
+                o: Tensor = kernel(x.q, x.k, x.v, x.g, head_first=True, adaptive_threshold=limit)
+                return o
 
             return call
 

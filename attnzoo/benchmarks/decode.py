@@ -1,6 +1,6 @@
 """One decoding step of FoX on one GPU, beside its peers: one query token per head over cached keys.
 
-    python benchmarks/decode_gpu.py --out DIR [--official FILE] [--shapes 32,24,16384,64 ...]
+    python -m attnzoo.benchmarks.decode --out DIR [--official FILE] [--shapes 32,24,16384,64 ...]
 
 Shapes are B, H, cached tokens, K. Gates and pruning as in fox_gpu.py; q and k are RMS-normed per head, so ours is
 given the logit bound sqrt(K), as a layer with QK-norm gives it. Each contender is checked against float64 before it is
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fox_gpu import PRUNE, Inputs, draw, official_module
-from gpu import copy_bandwidth, machine, milliseconds, relative
 from torch import Tensor
 
+from attnzoo.benchmarks.fox import PRUNE, Inputs, draw, official_module
+from attnzoo.benchmarks.gpu import copy_bandwidth, machine, milliseconds, relative
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.fox.reference import fox_reference
 

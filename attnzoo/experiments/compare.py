@@ -18,11 +18,11 @@ from attnzoo.config import ModelConfig, TrainConfig, load_config, to_yaml
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.errors import unknown
 from attnzoo.evaluation import gate_maps, token_losses
+from attnzoo.experiments.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
+from attnzoo.experiments.report.results import JSON_NAME, describe_machine
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get, pairs
-from attnzoo.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
-from attnzoo.report.results import JSON_NAME, describe_machine
 from attnzoo.training import load_run, read_metrics, train
 
 ENTRY_KEYS = ("name", "label", "options")
