@@ -21,7 +21,8 @@ from attnzoo.config import load_config
 from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.models import LanguageModel
 
-DEMO = Path(__file__).parents[1] / "attnzoo/experiments/configs/demo.yaml"
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "attnzoo/experiments/configs/demo.yaml"
 TINY = """
 title: tiny comparison
 output_dir: {folder}/runs
@@ -243,7 +244,7 @@ def test_help_lists_every_command_in_a_fresh_process() -> None:
 
 
 def test_documented_help_is_what_the_commands_print() -> None:
-    page = (DEMO.parents[1] / "docs" / "reference" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     shown = re.findall(r"```text\n(.*?)\n```", page, flags=re.DOTALL)
     program = [sys.executable, "-m", "attnzoo.cli"]
     environment = {**os.environ, "COLUMNS": "80"}
