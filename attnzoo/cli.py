@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from attnzoo.benchmarks.command import bench
 from attnzoo.experiments.builtin import built_in, find_config
 
 if TYPE_CHECKING:
@@ -151,6 +152,9 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
     page = write_report(results, output, title=title, command=results[0].facts.command)
     _console().print(terminal_table(results))
     click.echo(f"report: {page}")
+
+
+app.add_command(bench)
 
 
 def main() -> NoReturn:
