@@ -80,7 +80,7 @@ def test_keys_are_carried_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("n", [1, 5])
 def test_split_keys_add_up(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many splits, with closed gates between and inside them, and the same bits every time."""
-    from attnzoo.kernels.path import decode
+    from attnzoo.kernels.path.portable import decode
 
     case = Case(T=300, H=2, G=1)
     x = inputs(case, torch.float32)
@@ -156,7 +156,7 @@ def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_op_passes_its_checks() -> None:
-    from attnzoo.kernels.path.decode import path_advance
+    from attnzoo.kernels.path.portable.decode import path_advance
 
     x = inputs(Case(T=20), torch.float32)
     keys = carry_keys(*parts(x, 0, 18)[1:])

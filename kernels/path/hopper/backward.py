@@ -1,4 +1,4 @@
-"""Launch of the one-pass backward for Hopper (``hopper``), with the kernels before and after it (``pair``)."""
+"""Launch of the one-pass backward for Hopper (``backward_kernel``), with the kernels before and after it (``pair``)."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import torch
 import triton
 from torch import Tensor
 
-from attnzoo.kernels.fox.fwd import GATE_FULL, GATE_NONE, LOG2E, can_describe, head_block, left_strides
-from attnzoo.kernels.fox.hopper import describe
-from attnzoo.kernels.fox.one_pass import _plain
-from attnzoo.kernels.fox.prune import key_bounds
-from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.fox.hopper.backward import _plain
+from attnzoo.kernels.fox.hopper.backward_kernel import describe
+from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.fox.portable.forward import GATE_FULL, GATE_NONE, LOG2E, can_describe, head_block, left_strides
+from attnzoo.kernels.fox.portable.prune import key_bounds
+from attnzoo.kernels.path.levels import Block, Levels, levels_of
+from attnzoo.kernels.path.plan import one_pass_tiles
 
-from .hopper import path_bwd_kernel
+from .backward_kernel import path_bwd_kernel
 from .pair import path_finish_kernel, path_pair_kernel
-from .transitions import Block, Levels, levels_of
-from .tuning import one_pass_tiles
 
 
 def launch_one_pass(
     block: Block, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     left: Tensor | None, start: Tensor | None, scale: float, dv: Tensor, low: Tensor | None,
 ) -> tuple[Block, Levels, Tensor | None]:  # fmt: skip
-    """As ``bwd._launch``, where ``tuning.one_pass`` holds; low is what the rounding of o dropped, laid out as o.
+    """As ``portable.backward._launch``, where ``plan.one_pass`` holds.
 
+    low is what the rounding of o dropped, laid out as o.
     Works on the queries of the levels in float32 beside its results. Not deterministic.
     """
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]

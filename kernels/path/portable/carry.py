@@ -1,4 +1,4 @@
-"""Kernels that carry queries and keys through the tree, and back their gradients (see transitions.py; tree.py has the
+"""Kernels that carry queries and keys through the tree, and back their gradients (see levels.py; tree.py has the
 nodes).
 
 One program carries 128 tokens of a head through all levels that they take part in; each costs one K x K product. On the
@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.path.levels import BLOCK, UNIT, Block, Carried, Levels, level_count, level_rows
+
 from .inverse import _mm, _row_scale
-from .transitions import BLOCK, UNIT, Block, Carried, Levels, level_count, level_rows
 from .tree import _first_key, _node, _ones, _scale_at, node_gradients, options, starts, tree
 
 

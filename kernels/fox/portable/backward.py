@@ -20,7 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fwd import (
+from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT, dot_precision, tiles
+
+from .forward import (
     LOG2E,
     _base_shift,
     _const_gate,
@@ -37,7 +39,6 @@ from .fwd import (
     left_strides,
 )
 from .prune import key_bounds
-from .tuning import KEY_UNIT, ROW_UNIT, dot_precision, tiles
 
 
 @triton.jit

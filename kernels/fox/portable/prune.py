@@ -25,7 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fwd import (
+from attnzoo.kernels.fox.plan import KEY_UNIT, NEAR_UNITS, ROW_UNIT, dot_precision
+
+from .forward import (
     LOG2E,
     _base_shift,
     _const_gate,
@@ -36,7 +38,6 @@ from .fwd import (
     head_block,
     left_strides,
 )
-from .tuning import KEY_UNIT, NEAR_UNITS, ROW_UNIT, dot_precision
 
 SLACK = 1.0e-3  # log2 units added to the bound: covers the float32 rounding of norms and sums
 
@@ -232,7 +233,7 @@ def prune_starts(
 
     Args:
         q, k: [B, T, H, K] and [B, S, G, K], last dim contiguous.
-        log_gate: [B, S, H] with its sums c, base and x from ``gates.gate_sums``, or [H] (None).
+        log_gate: [B, S, H] with its sums c, base and x from ``gate_sums``, or [H] (None).
         logit_bound: [H], known bound of |logits| (natural units), or None to find it from the norms. The tail bound
             takes the smaller of both, and for fewer than ROW_UNIT rows this one alone.
 

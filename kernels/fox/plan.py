@@ -54,10 +54,10 @@ _HOPPER: dict[Kind, dict[int, Tiles]] = {
     },
     "dkdv": {64: Tiles(64, 64, 4, 4, heads=8), 128: Tiles(32, 64, 4, 4, heads=8), 256: Tiles(32, 64, 8, 2)},
 }
-# The one-pass backward (``hopper``); head dims up to 128.
+# The one-pass backward (``hopper/backward_kernel.py``); head dims up to 128.
 ONE_PASS = Tiles(64, 128, 8, 2, tma=True, heads=2)
-# The Gluon forward (``hopper_fwd``); num_warps are those of each of its two warpgroups. Head dims over 64 up to 128: at
-# 64 it is no faster than the portable one.
+# The Gluon forward (``hopper/forward.py``); num_warps are those of each of its two warpgroups. Head dims over 64 up to
+# 128: at 64 it is no faster than the portable one.
 HOPPER_FORWARD = Tiles(128, 128, 4, 2, tma=True, heads=2)
 # Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
 _SAFE: dict[Kind, dict[int, Tiles]] = {
@@ -118,7 +118,7 @@ def _gluon(K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def one_pass(K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the backward runs as one pass (``hopper``) instead of as two kernels.
+    """Whether the backward runs as one pass (``hopper/backward_kernel.py``) instead of as two kernels.
 
     Not under deterministic algorithms: it adds up dq in an order that varies. Not where tests force the two kernels'
     tiles.
@@ -129,7 +129,7 @@ def one_pass(K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def hopper_forward(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the Gluon forward (``hopper_fwd``) runs: where it is faster, and there are rows for both warpgroups."""
+    """Whether the Gluon forward (``hopper/``) runs: where it is faster, and there are rows for both warpgroups."""
     return "fwd" not in _overrides and T >= ROW_UNIT and max(K, V) > 64 and _gluon(K, V, dtype, device)
 
 

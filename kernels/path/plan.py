@@ -12,11 +12,11 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.fox import tuning as fox_tuning
-from attnzoo.kernels.fox.tuning import Kind, Tiles, capability, has_descriptors
-from attnzoo.kernels.fox.tuning import override as fox_override
+from attnzoo.kernels.fox import plan as fox_plan
+from attnzoo.kernels.fox.plan import Kind, Tiles, capability, has_descriptors
+from attnzoo.kernels.fox.plan import override as fox_override
 
-from .transitions import BLOCK, level_count
+from .levels import BLOCK, level_count
 
 _log = logging.getLogger("attnzoo.kernels.path")
 BUDGET = 5 << 28  # bytes of workspace for carried operands and their gradients (one key head may need more)
@@ -32,7 +32,7 @@ _HOPPER_PRUNED: dict[Kind, dict[int, Tiles]] = {
     "fwd": {64: Tiles(128, 64, 8, 3, maxnreg=128, tma=True)},
     "dq": {128: Tiles(64, 64, 4, 2, tma=True, heads=8)},
 }
-# The Gluon forward (``hopper_fwd``), pruned or not; num_warps are those of each of its two warpgroups.
+# The Gluon forward (``hopper/forward.py``), pruned or not; num_warps are those of each of its two warpgroups.
 HOPPER_FORWARD = {64: Tiles(128, 128, 4, 3, tma=True, heads=8), 128: Tiles(128, 128, 4, 2, tma=True, heads=8)}
 # Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
 _SAFE: dict[Kind, dict[int, Tiles]] = {
@@ -70,15 +70,15 @@ def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device, p
 
 
 def one_pass(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the backward over the levels runs as one pass (``hopper``) instead of as two kernels, as in FoX."""
+    """Whether the backward over the levels runs as one pass (``hopper/``) instead of as two kernels, as in FoX."""
     if "dq" in _overrides or "dkdv" in _overrides:
         return False
-    return level_count(T) > 0 and fox_tuning.one_pass(K, V, dtype, device)
+    return level_count(T) > 0 and fox_plan.one_pass(K, V, dtype, device)
 
 
 def one_pass_tiles(pruned: bool) -> Tiles:
     """Tiles of the one-pass backward: FoX's; where pruning leaves heads of different lengths, all of them together."""
-    return dataclasses.replace(fox_tuning.ONE_PASS, heads=1 << 20) if pruned else fox_tuning.ONE_PASS
+    return dataclasses.replace(fox_plan.ONE_PASS, heads=1 << 20) if pruned else fox_plan.ONE_PASS
 
 
 def pair_width(t: Tiles, head_dim: int) -> int:
@@ -102,8 +102,8 @@ def _table(kind: Kind, size: int, dtype: torch.dtype, device: torch.device, prun
 
 
 def hopper_forward(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the Gluon forward (``hopper_fwd``) runs: where it is faster, and there are levels."""
-    return "fwd" not in _overrides and level_count(T) > 0 and K % 8 == 0 and fox_tuning._gluon(K, V, dtype, device)
+    """Whether the Gluon forward (``hopper/``) runs: where it is faster, and there are levels."""
+    return "fwd" not in _overrides and level_count(T) > 0 and K % 8 == 0 and fox_plan._gluon(K, V, dtype, device)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Backward over the levels in one pass for Hopper, in Gluon: five products where ``dq`` and ``dkdv`` need seven.
 
-The pass of ``kernels/fox/hopper.py``, whose tiles it runs: a program owns the 128 keys of a unit, so that all of them
+FoX's pass, whose tiles it runs: a program owns the 128 keys of a unit, so that all of them
 share their levels, and walks the rows of each level in turn. The loader's row tiles need not stop between levels; k^s
 is loaded a level ahead, dK^s leaves through the place of its k^s, dV stays in registers. Not deterministic, and the
 gate's gradient is column sums minus row sums, as there.
@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from attnzoo.kernels.fox.fwd import _schedule
-from attnzoo.kernels.fox.hopper import _bias_at, _gate_at, _tile, _tma_add
+from attnzoo.kernels.fox.hopper.backward_kernel import _bias_at, _gate_at, _tile, _tma_add
+from attnzoo.kernels.fox.portable.forward import _schedule
 
 
 @gluon.jit
@@ -215,7 +215,7 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
                     b_bias = _bias(p_c, p_base, i_hh, b_s, s, T, GATE, KU)
                     b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
                 p_sumh = p_sum + i_hh * (gl.cdiv(T, RU) * (RU // 2))
-                p_lefth = p_left + i_b.to(gl.int64) * stride_lb + (i_g * REP + i_r) * stride_lh
+                p_lefth = p_left + i_b.to(gl.int64) * stride_lb + (i_g * REP + i_r).to(gl.int64) * stride_lh
                 p_starth = p_start + i_hh * gl.cdiv(T, RU)
                 i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, HAS_LEFT or HAS_START)
                 if HAS_LEFT or HAS_START:

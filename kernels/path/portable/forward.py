@@ -2,8 +2,8 @@
 
 A row tile meets the keys of its own pair of blocks (128 tokens: ``diag`` within a block, the blocks' carried q and k
 across), then for each level s >= 1 whose bit is set in its position, h = 64 * 2^s keys read against its own q^s
-(``transitions.py``). Gates, bounds and the frame of the log-sum-exp are those of ``kernels/fox/fwd.py``. On Hopper
-``hopper_fwd.py`` computes the same.
+(``levels.py``). Gates, bounds and the frame of the log-sum-exp are those of FoX's forward. On Hopper
+``hopper/forward.py`` computes the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.fwd import (
+from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT, dot_precision
+from attnzoo.kernels.fox.portable.forward import (
     GATE_FULL,
     GATE_NONE,
     LOG2E,
@@ -31,13 +32,12 @@ from attnzoo.kernels.fox.fwd import (
     head_block,
     left_strides,
 )
-from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT, dot_precision
+from attnzoo.kernels.path.levels import Block, Levels
+from attnzoo.kernels.path.plan import hopper_forward, pair_width, parts, tiles
 
 from .blocks import block_level
 from .carry import carry
 from .prune import block_starts
-from .transitions import Block, Levels
-from .tuning import hopper_forward, pair_width, parts, tiles
 
 
 @triton.jit
@@ -103,21 +103,21 @@ def path_fwd_kernel(
     i_t, i_bh = _schedule(tl.cdiv(T, BT), n_heads)
     i_t = tl.cdiv(T, BT) - 1 - i_t
     i_b32, i_h = i_bh // H, i_bh % H
-    i_b, i_g = i_b32.to(tl.int64), i_h // REP
+    i_b, i_g, i_h64 = i_b32.to(tl.int64), i_h // REP, i_h.to(tl.int64)
     row = i_t * BT
     last = tl.minimum(row + BT, T) - 1
     o_t, o_s, o_p = tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BP)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     b_row = row + o_t  # [BT]
     m_t = b_row < T
-    p_v += i_b * stride_vb + i_g * stride_vh
+    p_v += i_b * stride_vb + i_h64 // REP * stride_vh
     p_vt = p_vd  # a descriptor
     if not TMA:
         p_vt = p_v
     n_u = tl.cdiv(T, KU)
     p_c += i_bh.to(tl.int64) * (n_u * KU)
     p_base += i_bh.to(tl.int64) * (n_u + 1)
-    p_left += i_b * stride_lb + i_h * stride_lh
+    p_left += i_b * stride_lb + i_h64 * stride_lh
     p_start += i_bh.to(tl.int64) * tl.cdiv(T, RU)
     b_slope = tl.zeros([], tl.float32)
     b_ref = _gate_at(p_c, p_base, b_slope, row // RU * RU, GATE, KU)
@@ -174,7 +174,7 @@ def path_fwd_kernel(
                                           scale2, GATE, HAS_LEFT, PREC, False)  # fmt: skip
     b_o = b_o / b_l[:, None]
     b_oh = b_o.to(p_o.dtype.element_ty)
-    p_ot = i_b * stride_ob + i_h * stride_oh + row.to(tl.int64) * stride_ot + o_t[:, None] * stride_ot + o_v[None, :]
+    p_ot = i_b * stride_ob + i_h64 * stride_oh + row.to(tl.int64) * stride_ot + o_t[:, None] * stride_ot + o_v[None, :]
     m_o = m_t[:, None] & (o_v[None, :] < V)
     tl.store(p_o + p_ot, b_oh, mask=m_o)
     if HAS_LOW:  # what the rounding dropped
@@ -234,7 +234,7 @@ def _launch(
 ) -> None:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if hopper_forward(T, K, V, v.dtype, v.device) and can_describe(v):
-        from .hopper_fwd import path_forward_hopper
+        from attnzoo.kernels.path.hopper.forward import path_forward_hopper
 
         path_forward_hopper(block, levels, v, o, lse, c, base, left, start, scale, low)
         return

@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.fwd import _load_tile
+from attnzoo.kernels.fox.portable.forward import _load_tile
+from attnzoo.kernels.path.levels import BLOCK, Block
 
 from .inverse import Kept, _mm, _pieces, _row_scale, _tile_scale, invert, launch, new_kept, tree_block
-from .transitions import BLOCK, Block
 from .tree import new_tree
 
 
@@ -53,7 +53,7 @@ def product_kernel(
     """M = I - Y^T W, the first nC of N nodes, in two pieces of dtype DT; Y^T = W^T X^T, w in NW pieces."""
     n_c = tl.cdiv(T, C)
     i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
-    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     r = (i_c * C).to(tl.int64)
     R = T - i_c * C
@@ -99,7 +99,7 @@ def block_fwd_kernel(
     """
     n_c = tl.cdiv(T, C)
     i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
-    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
     REP: tl.constexpr = H // G
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_ck = (i_c * C + o_c < T)[:, None] & (o_k < K)[None, :]
@@ -109,7 +109,7 @@ def block_fwd_kernel(
     b_w = _load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
     p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
     b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
-    p_q += i_b * stride_qb + i_g * REP * stride_qh + r * stride_qt
+    p_q += i_b * stride_qb + r * stride_qt
     b_x = tl.load(p_x + ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
     b_k, b_ks = _unit_rows(b_k, NI, DT)
     if NW == 1:
@@ -128,7 +128,7 @@ def block_fwd_kernel(
     tl.store(p_kb, b_kb.to(p_kb.dtype.element_ty), mask=m_ck)
     for j in range(REP):
         i_h = i_g * REP + j
-        b_q = _load_tile(p_q + j * stride_qh, o_c, o_k, stride_qt, R, K, BK, True)
+        b_q = _load_tile(p_q + i_h * stride_qh, o_c, o_k, stride_qt, R, K, BK, True)
         b_q, b_qs = _unit_rows(b_q, NI, DT)
         b_qw = tl.where(o_c[:, None] >= o_c[None, :], _mm(b_q, tl.trans(b_w), zeros, NI, NW, DT), 0.0)
         if NP == 1:
@@ -204,7 +204,7 @@ def block_bwd_kernel(
     REP: tl.constexpr = H // G
     n_c = tl.cdiv(T, C)
     i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
-    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_up = o_c[:, None] < o_c[None, :]
     r = (i_c * C).to(tl.int64)
@@ -236,15 +236,16 @@ def block_bwd_kernel(
         d_x = _mm(tl.trans(b_qw), d_e, d_x, NG, NG, DT)
         d_zt = _mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
     else:
-        for j in range(REP):
+        for _ in range(REP):
             b_q, d_qb, b_qw, d_e, d_a, d_qw = _head_bwd(
-                p_q + j * stride_qh, p_dqb + j * K, p_da + j * C * C, p_dq + j * stride_dqh, b_w, b_k, b_x, b_xl, b_zt,
-                o_c, o_k, stride_qt, stride_dqt, R, H, K, BK, C, NW, NG, NX, DT,
+                p_q, p_dqb, p_da, p_dq, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k, stride_qt, stride_dqt, R, H, K, BK, C, NW,
+                NG, NX, DT,
             )  # fmt: skip
             d_x = _mm(tl.trans(b_qw), d_e, d_x, NG, NG, DT)
             d_zt = _mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
             d_k = _mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
             d_w = _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C, NG, NX, DT)
+            p_q, p_dqb, p_da, p_dq = p_q + stride_qh, p_dqb + K, p_da + C * C, p_dq + stride_dqh
     d_kb = _load_tile(p_dkb, o_c, o_k, G * K, R, K, BK, True)
     d_zt = -_mm(d_kb, tl.trans(b_w), d_zt, 1, NW, DT)
     if NG == 1:  # still two pieces: what is made of dZ goes through V again
@@ -290,7 +291,7 @@ def product_bwd_kernel(
     """
     n_c = tl.cdiv(T, C)
     i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
-    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_lo = o_c[:, None] > o_c[None, :]
     m_c, m_k = o_c < T - i_c * C, o_k < K

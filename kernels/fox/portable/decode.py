@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fwd import LOG2E, _const_gate, _load_tile, gate_kind, head_block, left_strides
-from .tuning import KEY_UNIT, dot_precision
+from attnzoo.kernels.fox.plan import KEY_UNIT, dot_precision
+
+from .forward import LOG2E, _const_gate, _load_tile, gate_kind, head_block, left_strides
 
 MAX_ROWS = 64  # packed rows (T * REP) up to which the keys are split
 
@@ -158,7 +159,7 @@ def fox_split_forward(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, sink: Tensor | None, c: Tensor | None,
     base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch both kernels; what ``fwd.fox_forward`` takes and returns, for T * H / G <= MAX_ROWS rows."""
+    """Launch both kernels; what ``forward.fox_forward`` takes and returns, for T * H / G <= MAX_ROWS rows."""
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     chunk = _chunk(B * G, S, q.device)

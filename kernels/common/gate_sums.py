@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tuning import KEY_UNIT
+from attnzoo.kernels.fox.plan import KEY_UNIT
 
 LOG2E = tl.constexpr(1.4426950408889634)
 CLOSED = tl.constexpr(-1.0e4)  # exp(CLOSED) is 0 by any measure: such a gate is treated as -inf

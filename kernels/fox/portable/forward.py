@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tuning import KEY_UNIT, ROW_UNIT, dot_precision, tiles
+from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT, dot_precision, tiles
 
 LOG2E = 1.4426950408889634
 GATE_NONE, GATE_CONST, GATE_FULL = 0, 1, 2

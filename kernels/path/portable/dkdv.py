@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.fox.bwd import _row_shift
-from attnzoo.kernels.fox.fwd import _gate_at, _gates_from, _load_tile, _schedule
+from attnzoo.kernels.fox.portable.backward import _row_shift
+from attnzoo.kernels.fox.portable.forward import _gate_at, _gates_from, _load_tile, _schedule
 
-from .fwd import _level_tile
+from .forward import _level_tile
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def path_dkdv_kernel(
     """
     G: tl.constexpr = H // REP
     i_s, i_bg = _schedule(tl.cdiv(T, BS), n_heads)
-    i_b32, i_g = i_bg // G, i_bg % G
+    i_b32, i_g = i_bg // G, (i_bg % G).to(tl.int64)
     i_b = i_b32.to(tl.int64)
     s = i_s * BS
     s64 = s.to(tl.int64)

@@ -1,4 +1,4 @@
-"""Pruning for path with a gate: the bounds of ``kernels/fox/prune.py``, which need only that every factor has norm at
+"""Pruning for path with a gate: the bounds of FoX's pruning, which need only that every factor has norm at
 most 1, so that |q_i| |k_j| still bounds a score.
 
 The tail bound's l_i is the log-sum-exp of row i over its own block of keys and the one before it: diag, and q carried
@@ -14,13 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.fwd import LOG2E, _base_shift, _gate_at, _key_bias, _load_tile, head_block, left_strides
-from attnzoo.kernels.fox.prune import SLACK, _need_rows, none_above, norm_max_kernel, prune_scan_kernel
-from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT, dot_precision
+from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT, dot_precision
+from attnzoo.kernels.fox.portable.forward import (
+    LOG2E,
+    _base_shift,
+    _gate_at,
+    _key_bias,
+    _load_tile,
+    head_block,
+    left_strides,
+)
+from attnzoo.kernels.fox.portable.prune import SLACK, _need_rows, none_above, norm_max_kernel, prune_scan_kernel
+from attnzoo.kernels.path.levels import Block
+from attnzoo.kernels.path.plan import parts
 
 from .blocks import block_level
-from .transitions import Block
-from .tuning import parts
 
 
 @triton.jit(do_not_specialize=["T", "stride_lb", "stride_lh"])
@@ -36,7 +44,7 @@ def path_rows_kernel(
     """
     G: tl.constexpr = H // REP
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     i_g = i_h // REP
     o_t, o_s, o_k = tl.arange(0, KU), tl.arange(0, KU), tl.arange(0, BK)
     n_u = tl.cdiv(T, KU)

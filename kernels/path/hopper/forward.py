@@ -1,4 +1,4 @@
-"""Forward for Hopper, in Gluon: what ``fwd.path_fwd_kernel`` computes, with the steps of ``kernels/fox/hopper_fwd.py``.
+"""Forward for Hopper, in Gluon: what the portable kernel computes, with the steps of FoX's Gluon forward.
 
 A program owns a unit of 128 rows, which share every level. So their keys are the units before them, nearest first, each
 from the keys of one level, and the level changes where the next unit's index differs from the rows' in a higher bit. A
@@ -14,9 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from attnzoo.kernels.fox.fwd import GATE_FULL, GATE_NONE, LOG2E, _schedule, head_block, left_strides
-from attnzoo.kernels.fox.hopper import _gate_at, describe
-from attnzoo.kernels.fox.hopper_fwd import (
+from attnzoo.kernels.fox.hopper.backward_kernel import _gate_at, describe
+from attnzoo.kernels.fox.hopper.forward import (
     _key_tiles,
     _last_step,
     _load_keys,
@@ -26,10 +25,10 @@ from attnzoo.kernels.fox.hopper_fwd import (
     _store_rows,
     _weights,
 )
-from attnzoo.kernels.fox.tuning import KEY_UNIT
-
-from .transitions import UNIT, Block, Levels
-from .tuning import HOPPER_FORWARD
+from attnzoo.kernels.fox.plan import KEY_UNIT
+from attnzoo.kernels.fox.portable.forward import GATE_FULL, GATE_NONE, LOG2E, _schedule, head_block, left_strides
+from attnzoo.kernels.path.levels import UNIT, Block, Levels
+from attnzoo.kernels.path.plan import HOPPER_FORWARD
 
 
 @gluon.jit
@@ -156,14 +155,14 @@ def path_fwd_kernel(
         mbarrier.init(empty_k.index(b), count=2)
         mbarrier.init(empty_v.index(b), count=2)
     ring = (k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v)
-    i_b64, n_u = i_b.to(gl.int64), gl.cdiv(T, KU)
+    i_b64, i_h64, n_u = i_b.to(gl.int64), i_h.to(gl.int64), gl.cdiv(T, KU)
     p_diag += (i_b64 * n_u * H + i_h) * (KU * KU)
     p_c += i_bh.to(gl.int64) * (n_u * KU)
     p_base += i_bh.to(gl.int64) * (n_u + 1)
-    p_left += i_b64 * stride_lb + i_h * stride_lh
+    p_left += i_b64 * stride_lb + i_h64 * stride_lh
     p_start += i_bh.to(gl.int64) * n_t
     p_lse += i_bh.to(gl.int64) * T
-    o_row = i_b64 * stride_ob + i_h * stride_oh
+    o_row = i_b64 * stride_ob + i_h64 * stride_oh
     p_o += o_row
     p_low += o_row
     stride_d = gl.to_tensor(H * KU * KU).to(gl.int64)
@@ -185,7 +184,7 @@ def path_forward_hopper(
     block: Block, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     left: Tensor | None, start: Tensor | None, scale: float, low: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill o and lse as ``fwd.path_forward`` says, where ``tuning.hopper_forward`` holds and descriptors can address v.
+    """Fill o and lse as ``portable.forward.path_forward`` says, where ``plan.hopper_forward`` holds.
 
     Args:
         low: like o, filled with what the rounding of o dropped.

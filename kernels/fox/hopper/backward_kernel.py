@@ -1,13 +1,14 @@
-"""Backward in one pass for Hopper, in Gluon: five products where the two kernels of ``bwd`` need seven.
+"""Backward in one pass for Hopper, in Gluon: five products where the two portable kernels need seven.
 
 A program owns 128 keys. A loader warp copies q, dO and the rows' (lse, delta) into shared memory, eight warps compute,
 and a reducer warp adds dQ of each tile to a float32 buffer by the bulk copy engine, so the order of the sums, and the
 last bits of dq and of the gate's gradient, vary between runs.
 
-delta is not exact here (``bwd`` says why it must be for the gate), so with E_i = sum_j dS_ij, which should be 0, the
-gate's gradient takes column sums minus E: what delta's error adds to the columns of a row, E takes off again at the row
-itself, and nothing drifts. (With a sink of weight w, E_i beyond w delta.) E is kept per pair of rows. The forward pass
-keeps what the rounding of O drops (``low``), which leaves the rounding of the weights as the only error of delta.
+delta is not exact here (the portable backward says why it must be for the gate), so with E_i = sum_j dS_ij, which
+should be 0, the gate's gradient takes column sums minus E: what delta's error adds to the columns of a row, E takes off
+again at the row itself, and nothing drifts. (With a sink of weight w, E_i beyond w delta.) E is kept per pair of rows.
+The forward pass keeps what the rounding of O drops (``low``), which leaves the rounding of the weights as the only
+error of delta.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .fwd import _schedule, head_block
+from attnzoo.kernels.fox.portable.forward import _schedule, head_block
 
 _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -48,7 +49,7 @@ def _tma_add(desc, coord, src, _semantic=None):
 
 @gluon.jit
 def _slope(p_g, i_h, GATE: gl.constexpr):
-    """Log2 of a per-head constant gate, as ``fwd._const_gate``; 0 for the other kinds."""
+    """Log2 of a per-head constant gate, as ``portable.forward._const_gate``; 0 for the other kinds."""
     b = gl.to_tensor(0.0)
     if GATE == 1:
         b = gl.maximum(gl.load(p_g + i_h).to(gl.float32), -1.0e4) * 1.4426950408889634

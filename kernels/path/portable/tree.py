@@ -1,4 +1,4 @@
-"""Kernels of the tree of node products (see transitions.py), forward and backward, each in one launch.
+"""Kernels of the tree of node products (see levels.py), forward and backward, each in one launch.
 
 Only nodes that some row needs are computed. Forward, of the two programs that fill a node's children the one that comes
 last goes on to fill the node. Backward, a node's own gradient is a sum over the rows that it carried (carry.py says
@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.path.levels import BLOCK, Block, Carried, Levels, tree_offset, tree_scales
+
 from .inverse import launch, tree_block
-from .transitions import BLOCK, Block, Carried, Levels, tree_offset, tree_scales
 
 STAGES = {"tree": 3, "carry": 2, "carry_bwd": 3, "node": 3}  # of the pipelined loops, where float16 pieces fit
 

@@ -1,4 +1,4 @@
-"""Forward for Hopper, in Gluon: what ``fwd.fox_fwd_kernel`` computes, by warpgroups that do not wait for each other.
+"""Forward for Hopper, in Gluon: what the portable kernel computes, by warpgroups that do not wait for each other.
 
 A program owns 128 rows. A loader warp copies k, v and the keys' gates into shared memory; two warpgroups own 64 rows
 each and drift apart, so the exponentials of one run beside the products of the other, and in each the exponentials of
@@ -14,9 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .fwd import LOG2E, _schedule, gate_kind, head_block, left_strides
-from .hopper import _bias_at, _gate_at, _slope, describe
-from .tuning import HOPPER_FORWARD, KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.fox.plan import HOPPER_FORWARD, KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.fox.portable.forward import LOG2E, _schedule, gate_kind, head_block, left_strides
+
+from .backward_kernel import _bias_at, _gate_at, _slope, describe
 
 
 @gluon.jit
@@ -300,7 +301,7 @@ def fox_forward_hopper(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, sink: Tensor | None, c: Tensor | None,
     base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float, low: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As ``fwd.fox_forward``, where ``tuning.hopper_forward`` holds."""
+    """As ``portable.forward.fox_forward``, where ``plan.hopper_forward`` holds."""
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Launch of the one-pass backward for Hopper (``hopper``), with the kernels before and after it."""
+"""Launch of the one-pass backward for Hopper (``backward_kernel``), with the kernels before and after it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .bwd import _sink_weight
-from .fwd import LOG2E, _load_tile, can_describe, gate_kind, head_block, left_strides
-from .hopper import describe, fox_bwd_kernel
-from .prune import key_bounds
-from .tuning import KEY_UNIT, ONE_PASS, ROW_UNIT
+from attnzoo.kernels.fox.plan import KEY_UNIT, ONE_PASS, ROW_UNIT
+from attnzoo.kernels.fox.portable.backward import _sink_weight
+from attnzoo.kernels.fox.portable.forward import LOG2E, _load_tile, can_describe, gate_kind, head_block, left_strides
+from attnzoo.kernels.fox.portable.prune import key_bounds
+
+from .backward_kernel import describe, fox_bwd_kernel
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -59,7 +60,7 @@ def fox_finish_kernel(
     p_x, p_dq, p_sum, p_w, p_dc, T, S, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
     RU: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GATE: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
-    """dQ [B, T, H, K] in the inputs' dtype; E (see ``hopper``), beyond the sink's share p_w, taken off the columns."""
+    """dQ [B, T, H, K] in the inputs' dtype; E, beyond the sink's share p_w, is taken off the columns."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     n_t = tl.cdiv(T, RU) * (RU // BT)
     b_x = tl.load(p_x + (i_bh.to(tl.int64) * n_t + i_t) * (BT * BK) + tl.arange(0, BT * BK))
@@ -87,8 +88,9 @@ def fox_backward_one_pass(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, low: Tensor | None, lse: Tensor, log_gate: Tensor | None,
     sink: Tensor | None, c: Tensor | None, base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """As ``bwd.fox_backward``, where ``tuning.one_pass`` holds; low [B, T, H, V] is what the rounding of o dropped.
+    """As ``portable.backward.fox_backward``, where ``plan.one_pass`` holds.
 
+    low [B, T, H, V] is what the rounding of o dropped.
     Works on B H T K float32 numbers beside its results. Not deterministic.
     """
     B, T, H, K = q.shape

@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.fwd import _load_tile, head_block
-from attnzoo.kernels.fox.tuning import has_descriptors
-
-from .transitions import BLOCK
+from attnzoo.kernels.fox.plan import has_descriptors
+from attnzoo.kernels.fox.portable.forward import _load_tile, head_block
+from attnzoo.kernels.path.levels import BLOCK
 
 # Warps and registers per thread of each kernel, for head dims up to 64 and up to 128.
 LAUNCH: dict[str, tuple[tuple[int, int | None], tuple[int, int | None]]] = {
@@ -139,7 +138,7 @@ def inverse_kernel(
     """
     n_c = tl.cdiv(T, C)
     i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
-    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
     o_c = tl.arange(0, C)
     r = (i_c * C).to(tl.int64)
     R = T - i_c * C

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .cache import CHUNK, close_chunk
+from attnzoo.kernels.path.cache import CHUNK, close_chunk
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ROOM = 256  # keys are stored in multiples of this many tokens, so that growing reuses the allocator's blocks

@@ -1,14 +1,13 @@
-"""What surrounds the one-pass backward over the levels (``hopper``): the own pair of blocks before it, dQ after it."""
+"""What surrounds the one-pass backward over the levels: the own pair of blocks before it, dQ after it."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.fox.fwd import _gate_at, _gates_from, _load_tile
-from attnzoo.kernels.fox.one_pass import _tile_order
-
-from .dkdv import _dkdv_scores
+from attnzoo.kernels.fox.hopper.backward import _tile_order
+from attnzoo.kernels.fox.portable.forward import _gate_at, _gates_from, _load_tile
+from attnzoo.kernels.path.portable.dkdv import _dkdv_scores
 
 
 @triton.jit
@@ -67,7 +66,7 @@ def path_pair_kernel(
     n_t, n_u = tl.cdiv(T, RU), tl.cdiv(T, C)
     n_b = n_t * (RU // C)
     i_u, i_bg = tl.program_id(0) % n_b, tl.program_id(0) // n_b
-    i_b32, i_g = i_bg // G, i_bg % G
+    i_b32, i_g = i_bg // G, (i_bg % G).to(tl.int64)
     i_b = i_b32.to(tl.int64)
     i_t = i_u // (RU // C)
     s = i_u * C

@@ -1,6 +1,6 @@
-"""Backward pass: one kernel owns rows (dq.py), one owns keys (dkdv.py), as in ``kernels/fox/bwd.py``; nothing is added
-up across programs, so the result does not depend on their order. With a gate the row kernel corrects delta by the row
-sums of dS over all levels, which the key kernel then uses. On Hopper one pass does both (one_pass.py): there programs
+"""Backward pass: one kernel owns rows (dq.py), one owns keys (dkdv.py), as in FoX; nothing is added up
+across programs, so the result does not depend on their order. With a gate the row kernel corrects delta by the row
+sums of dS over all levels, which the key kernel then uses. On Hopper one pass does both (hopper/): there programs
 add up, and delta stays as it is.
 
 The results are gradients of the carried operands, which carry.py and blocks.py turn into those of q, k, w and beta.
@@ -12,20 +12,28 @@ import torch
 import triton
 from torch import Tensor
 
-from attnzoo.kernels.fox.bwd import fox_delta_kernel
-from attnzoo.kernels.fox.fwd import GATE_FULL, GATE_NONE, LOG2E, can_describe, describe, head_block, left_strides
-from attnzoo.kernels.fox.prune import key_bounds
-from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT, dot_precision
+from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT, dot_precision
+from attnzoo.kernels.fox.portable.backward import fox_delta_kernel
+from attnzoo.kernels.fox.portable.forward import (
+    GATE_FULL,
+    GATE_NONE,
+    LOG2E,
+    can_describe,
+    describe,
+    head_block,
+    left_strides,
+)
+from attnzoo.kernels.fox.portable.prune import key_bounds
+from attnzoo.kernels.path import plan
+from attnzoo.kernels.path.levels import Block, Levels
+from attnzoo.kernels.path.plan import pair_width, parts, tiles
 
-from . import tuning
 from .blocks import block_level, block_level_backward
 from .carry import carry, carry_backward
 from .dkdv import path_dkdv_kernel
 from .dq import path_dq_kernel
-from .fwd import describe_levels
+from .forward import describe_levels
 from .inverse import new_kept
-from .transitions import Block, Levels
-from .tuning import pair_width, parts, tiles
 
 
 def path_backward(
@@ -52,7 +60,7 @@ def path_backward(
         carried = carry(block, p_start)
         saved = part.queries(do), part.keys(v), part.queries(o), lse[part.b, part.h], p_c, p_base, p_left, p_start
         if merged:
-            from .one_pass import launch_one_pass
+            from attnzoo.kernels.path.hopper.backward import launch_one_pass
 
             p_low = None if low is None else part.queries(low)
             grads = launch_one_pass(block, carried.levels, *saved, scale, part.keys(dv), p_low)
@@ -68,9 +76,9 @@ def path_backward(
 
 
 def can_merge(T: int, K: int, v: Tensor) -> bool:
-    """Whether the backward runs as one pass: where ``tuning`` says so, and tiles can be loaded by descriptors."""
+    """Whether the backward runs as one pass: where ``plan`` says so, and tiles can be loaded by descriptors."""
     V = v.shape[3]
-    return tuning.one_pass(T, K, V, v.dtype, v.device) and can_describe(v)
+    return plan.one_pass(T, K, V, v.dtype, v.device) and can_describe(v)
 
 
 def _launch(

@@ -1,13 +1,21 @@
-"""Backward kernel that owns rows: dq of each level, and the row sums of dS (``bwd.py`` says what for)."""
+"""Backward kernel that owns rows: dq of each level, and the row sums of dS (``backward.py`` says what for)."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.fox.fwd import _base_shift, _gate_at, _key_bias, _keys, _load_tile, _row_bounds, _schedule
+from attnzoo.kernels.fox.portable.forward import (
+    _base_shift,
+    _gate_at,
+    _key_bias,
+    _keys,
+    _load_tile,
+    _row_bounds,
+    _schedule,
+)
 
-from .fwd import _base_at, _level_keys, _level_tile, _pair_scores
+from .forward import _base_at, _level_keys, _level_tile, _pair_scores
 
 
 @triton.jit
@@ -41,7 +49,7 @@ def path_dq_kernel(
     i_t, i_bh = _schedule(tl.cdiv(T, BT), n_heads)
     i_t = tl.cdiv(T, BT) - 1 - i_t
     i_b32, i_h = i_bh // H, i_bh % H
-    i_b, i_g = i_b32.to(tl.int64), i_h // REP
+    i_b, i_g, i_h64 = i_b32.to(tl.int64), i_h // REP, i_h.to(tl.int64)
     row = i_t * BT
     last = tl.minimum(row + BT, T) - 1
     o_t, o_s, o_p = tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BP)
@@ -49,18 +57,18 @@ def path_dq_kernel(
     b_row = row + o_t
     m_t = b_row < T
     row64 = row.to(tl.int64)
-    p_v += i_b * stride_vb + i_g * stride_vh
+    p_v += i_b * stride_vb + i_h64 // REP * stride_vh
     p_vt = p_vd  # a descriptor
     if not TMA:
         p_vt = p_v
-    p_do += i_b * stride_db + i_h * stride_dh + row64 * stride_dt
+    p_do += i_b * stride_db + i_h64 * stride_dh + row64 * stride_dt
     b_do = _load_tile(p_do, o_t, o_v, stride_dt, T - row, V, BV, True)
     p_rows += (i_bh.to(tl.int64) * (tl.cdiv(T, RU) * RU) + row) * 2
     b_lse, b_delta = tl.load(p_rows + o_t * 2), tl.load(p_rows + o_t * 2 + 1)
     n_u = tl.cdiv(T, KU)
     p_c += i_bh.to(tl.int64) * (n_u * KU)
     p_base += i_bh.to(tl.int64) * (n_u + 1)
-    p_left += i_b * stride_lb + i_h * stride_lh
+    p_left += i_b * stride_lb + i_h64 * stride_lh
     p_start += i_bh.to(tl.int64) * tl.cdiv(T, RU)
     b_slope = tl.zeros([], tl.float32)
     b_ref = _gate_at(p_c, p_base, b_slope, row // RU * RU, GATE, KU)
