@@ -1,8 +1,9 @@
 """One token or a chunk after a cache: one kernel advances every cached key by the new factors and attends to it.
 
-A step reads each key once, multiplies it by the new factors, writes it to the next cache and attends to it. The keys
-are split over programs; each walks its own from right to left and adds up gates on the way, so that no long sum is
-ever subtracted. A second, small kernel adds the parts up in a fixed order.
+For each cached key a program reads it, multiplies it by the factors of the new tokens, writes it to the next cache and
+attends to it. Programs share the keys out in ranges and walk a range from its last key to its first. The log decay
+between a key and the end of the range is then a running sum that grows as they walk; no two long sums are ever
+subtracted from each other. A second, small kernel combines the ranges in a fixed order.
 """
 
 from __future__ import annotations
