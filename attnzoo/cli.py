@@ -116,8 +116,8 @@ def compare(config: Path, overrides: tuple[str, ...]) -> None:
     CONFIG is a YAML file with the fields of CompareConfig; KEY=VALUE overrides one of them, as in
     train.steps=100. What is trained or measured already is not done again.
     """
-    from attnzoo.compare import CompareConfig, run_comparison
     from attnzoo.config import load_config
+    from attnzoo.experiments.compare import CompareConfig, run_comparison
 
     loaded = load_config(config, overrides, schema=CompareConfig)
     run_comparison(loaded, _console(), command=" ".join(["attnzoo compare", str(config), *overrides]))
@@ -139,9 +139,9 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
 
     RUN is the folder of a run, or a folder of runs.
     """
-    from attnzoo.compare import result_of
-    from attnzoo.report import terminal_table, write_report
-    from attnzoo.report.results import find_runs
+    from attnzoo.experiments.compare import result_of
+    from attnzoo.experiments.report import terminal_table, write_report
+    from attnzoo.experiments.report.results import find_runs
 
     results = [result_of(run) for run in find_runs(runs)]
     page = write_report(results, output, title=title, command=results[0].facts.command)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from attnzoo import cli, describe, get, list_variants, pairs
 from attnzoo import verify as verification
-from attnzoo.compare import CompareConfig, plan
 from attnzoo.config import load_config
+from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.models import LanguageModel
 
-DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
+DEMO = Path(__file__).parents[1] / "attnzoo/experiments/configs/demo.yaml"
 TINY = """
 title: tiny comparison
 output_dir: {folder}/runs

@@ -150,7 +150,7 @@ def test_options_differ_only_where_their_files_would():
 
 @pytest.mark.parametrize("name", ["tiny", "fox_small"])
 def test_the_configurations_that_come_along_are_valid(name):
-    config = load_config(Path(__file__).parents[1] / "configs" / f"{name}.yaml")
+    config = load_config(Path(__file__).parents[1] / f"attnzoo/experiments/configs/{name}.yaml")
     assert config.output_dir == f"runs/{name}"
     assert config.model.layers()[0].name == "fox"
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.config import LayerSpec, ModelConfig
 from attnzoo.errors import unknown
 from attnzoo.layer.attention import build_attention
+from attnzoo.models.config import LayerSpec, ModelConfig
 
 IGNORED = -100  # a label that does not count
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.config import TrainConfig
 from attnzoo.data import Data, TokenWindows, build_data, heldout_windows
 from attnzoo.models import LanguageModel
 from attnzoo.models.language_model import IGNORED
@@ -29,6 +28,7 @@ from attnzoo.training.checkpoint import (
     write_checkpoint,
     write_config,
 )
+from attnzoo.training.config import TrainConfig
 from attnzoo.training.metrics import Metrics, Row
 from attnzoo.training.optimizer import build_optimizer, learning_rate
 from attnzoo.training.progress import Quiet, build_display

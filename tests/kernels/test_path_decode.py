@@ -12,7 +12,8 @@ from path_cases import DEVICE, Case, inputs
 from torch import Tensor
 
 from attnzoo import Gate, get
-from attnzoo.kernels.path import cache, carry_keys, decode, path_extend
+from attnzoo.kernels.path import cache, carry_keys, path_extend
+from attnzoo.kernels.path.portable import decode
 from attnzoo.kernels.path.reference import path_reference
 
 CASES = [
@@ -185,7 +186,7 @@ def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_op_passes_its_checks() -> None:
-    from attnzoo.kernels.path.decode import path_advance
+    from attnzoo.kernels.path.portable.decode import path_advance
 
     x = inputs(Case(T=20), torch.float32)
     keys = carry_keys(*parts(x, 0, 18)[1:])

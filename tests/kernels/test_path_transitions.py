@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.path import blocks, carry
-from attnzoo.kernels.path import transitions as tr
+from attnzoo.kernels.path import levels as tr
+from attnzoo.kernels.path.portable import blocks, carry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
