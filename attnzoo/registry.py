@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.validation import check_inputs, check_state
 from attnzoo.errors import unknown
 
@@ -20,7 +21,7 @@ FORMS: Mapping[Side, tuple[str, ...]] = {
     "linear": ("recurrent", "parallel", "chunk", "fla"),
     "softmax": ("recurrent", "parallel", "triton"),
 }
-GATE_PARTS = ("log_decay", "log_diag", "angle", "w", "beta")
+GATE_PARTS = tuple(PARTS)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def fla_scalar_decay(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float |
     k, v = _ready(q, k, v, gate)
     from fla.ops.simple_gla import chunk_simple_gla
 
-    return _output(chunk_simple_gla(q, k, v, g=gate.log_decay, scale=scale))
+    return _output(chunk_simple_gla(q, k, v, g=gate.per_token(q).log_decay, scale=scale))
 
 
 def fla_diagonal_decay(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
@@ -96,7 +96,8 @@ def fla_delta_rule(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | N
 
     if gate.log_decay is None:
         return _output(chunk_delta_rule(q, k, strength_free, beta.to(v.dtype), scale=scale))
-    return _output(chunk_gated_delta_rule(q, k, strength_free, gate.log_decay, beta.to(v.dtype), scale=scale))
+    g = gate.per_token(q).log_decay
+    return _output(chunk_gated_delta_rule(q, k, strength_free, g, beta.to(v.dtype), scale=scale))
 
 
 def _output(result: Any) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import Transition, block_decay, compute_dtype, cut, heads_first
+from attnzoo.algebra.transitions import HeadGate, Transition, block_decay, compute_dtype, cut, heads_first
 
 CHUNK = 64  # tokens of the longest chunk of any variant
 SEGMENT = 1024  # tokens that a CPU works on at a time: what it writes then stays in its caches
@@ -80,24 +80,24 @@ class LinearForms:
 
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None
-    ) -> tuple[Tensor, Tensor, Tensor, Gate, Tensor, float]:
+    ) -> tuple[Tensor, Tensor, Tensor, HeadGate, Tensor, float]:
         B, _, H, K = q.shape
         dtype = compute_dtype(q)
-        gate = gate.per_token(q).map(lambda part: heads_first(part, H, dtype))
+        local = HeadGate.of(gate, q)
         if state is None:
             state = q.new_zeros(B, H, K, v.shape[-1], dtype=dtype)
         q, k, v = (heads_first(x, H, dtype) for x in (q, k, v))
-        return q, k, v, gate, state.to(dtype), K**-0.5 if scale is None else scale
+        return q, k, v, local, state.to(dtype), K**-0.5 if scale is None else scale
 
     def _recur(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None
     ) -> tuple[Tensor, Tensor]:
         dtype = v.dtype
-        q, k, v, gate, S, scale = self._inputs(q, k, v, gate, state, scale)
-        decay = None if gate.log_decay is None else gate.log_decay.exp()
+        q, k, v, local, S, scale = self._inputs(q, k, v, gate, state, scale)
+        decay = None if local.log_decay is None else local.log_decay.exp()
         outputs = []
         for t in range(q.shape[2]):
-            S = self.transition.apply(gate.map(lambda part, t=t: part[:, :, t]), S)  # type: ignore[misc]
+            S = self.transition.apply(local.at(t), S)
             if decay is not None:
                 S = decay[:, :, t, None, None] * S
             S = S + k[:, :, t, :, None] * v[:, :, t, None, :]
@@ -120,15 +120,15 @@ class LinearForms:
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None, size: int
     ) -> tuple[Tensor, Tensor]:
         T, dtype = q.shape[1], v.dtype
-        q, k, v, gate, S, scale = self._inputs(q, k, v, gate, state, scale)
-        q, k, v, gate = cut(q, size), cut(k, size), cut(v, size), gate.map(lambda part: cut(part, size))
-        block = self.transition.block(q, k, gate)
+        q, k, v, local, S, scale = self._inputs(q, k, v, gate, state, scale)
+        q, k, v, local = cut(q, size), cut(k, size), cut(v, size), local.cut(size)
+        block = self.transition.block(q, k, local)
         scores, block_q, block_k = block.scores, block.q, block.k
         decays: list[Tensor] | None = None
-        if gate.log_decay is None:
+        if local.log_decay is None:
             scores = scores.tril_()
         else:
-            decay = block_decay(gate.log_decay)
+            decay = block_decay(local.log_decay)
             scores = scores.tril_() * decay.between.exp()
             block_q = block_q * decay.entry.exp()[..., None]
             block_k = block_k * decay.exit.exp()[..., None]

@@ -25,6 +25,7 @@ class PathForms(CarriedForms):
         """The fused kernel (``attnzoo.kernels.path``) on whole sequences; with ``valid`` they run packed."""
         from attnzoo.kernels.path import path_attention
 
+        gate = gate.per_token(q)
         w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)
         options: dict[str, Any] = {"scale": scale, "prune": prune, "logit_bound": logit_bound, "impl": "triton"}
 
@@ -73,8 +74,7 @@ class PathForms(CarriedForms):
 
         if prune is not None and gate.log_decay is None:
             raise ValueError("prune: expected None (nothing decays without log_decay), got " + repr(prune))
-        if valid is not None:
-            gate = gate.neutral_where(~valid)
+        gate = gate.per_token(q) if valid is None else gate.neutral_where(~valid)
         w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)
         if state is None or not len(state):
             o = self.triton(q, k, v, gate, scale, valid=valid, prune=prune, logit_bound=logit_bound)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune, first_kept_keys
-from attnzoo.algebra.transitions import Transition, compute_dtype, heads_first
+from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
 from attnzoo.forms.rowblocks import block_weights, causal_attention
 
@@ -206,7 +206,7 @@ class AdditiveForms(SoftmaxForms):
     ) -> tuple[Tensor, KVCache]:
         """q in its place, and the cache with the new tokens."""
         q, k, phase = self._place(q, k, gate, state)
-        new = KVCache(k, v, gate.log_decay, valid, phase)
+        new = KVCache(k, v, gate.per_token(q).log_decay, valid, phase)
         if state is None:
             return q, new
         if k.shape[2] != state.k.shape[2]:
@@ -246,6 +246,7 @@ class CarriedForms(SoftmaxForms):
     ) -> tuple[Tensor, KVCache]:
         B, T, H, K = q.shape
         G, dtype = k.shape[2], compute_dtype(q)
+        gate = gate.per_token(q)
         past = KVCache(k[:, :0], v[:, :0]) if state is None else state
         P = len(past)
         log_decay = append(past.log_decay, gate.log_decay)
@@ -253,7 +254,7 @@ class CarriedForms(SoftmaxForms):
         scaled = heads_first(q, H, dtype) * (K**-0.5 if scale is None else scale)
         keys, values = heads_first(k, H, dtype), heads_first(new.v, H, dtype)
         carried = heads_first(past.k, H, dtype).mT  # [B, H, K, S]: laid out as a state, to be carried as one
-        local = gate.map(lambda part: heads_first(part, H, dtype))
+        local = HeadGate.of(gate, q)
         decay = torch.zeros(B, H, P + T, dtype=dtype, device=q.device)
         if log_decay is not None:
             decay = heads_first(log_decay, H, dtype)
@@ -264,7 +265,7 @@ class CarriedForms(SoftmaxForms):
         outputs = []
         for n, start in enumerate(range(0, T, ROWS)):
             stop = min(start + ROWS, T)
-            rows = local.map(lambda part, a=start, b=stop: part[:, :, a:b])  # type: ignore[misc]
+            rows = local.slice(start, stop)
             kept = None if first_kept is None else first_kept[:, :, n]
             args = (
                 scaled[:, :, start:stop], keys[:, :, start:stop], values[:, :, : P + stop], rows,
@@ -284,7 +285,7 @@ class CarriedForms(SoftmaxForms):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        gate: Gate,
+        gate: HeadGate,
         decay: Tensor,
         carried: Tensor,
         valid: Tensor | None,
