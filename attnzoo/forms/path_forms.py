@@ -32,7 +32,7 @@ class PathForms(CarriedForms):
         def attend(
             q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, g: Tensor | None, borders: Tensor | None = None
         ) -> Tensor:
-            return path_attention(q, k, v, w=w, beta=beta, log_gate=g, cu_seqlens=borders, **options)
+            return path_attention(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders, **options)
 
         rows = (q.to(v.dtype), k.to(v.dtype), v, w, beta, gate.log_decay)
         return attend(*rows) if valid is None else on_packed(attend, valid, *rows)

@@ -194,10 +194,10 @@ class AdditiveForms(SoftmaxForms):
         if valid is None:
             constant = g is not None and g.stride()[:2] == (0, 0)  # one decay per head, expanded over the tokens
             g = g[0, 0] if g is not None and constant else g
-            return fox_attention(q, k, state.v, log_gate=g, **options), state
+            return fox_attention(q, k, state.v, log_decay=g, **options), state
 
         def attend(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Tensor:
-            return fox_attention(q, k, v, log_gate=g, cu_seqlens=borders, **options)
+            return fox_attention(q, k, v, log_decay=g, cu_seqlens=borders, **options)
 
         return on_packed(attend, valid, q, k, v, g), state
 
