@@ -8,11 +8,12 @@ import pytest
 import torch
 from fox_cases import DEVICE
 from path_cases import Case, inputs, triton, within_budget
+from path_definition import needed
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox.plan import Tiles
-from attnzoo.kernels.path import levels, plan
-from attnzoo.kernels.path.levels import Carried, Levels
+from attnzoo.kernels.path import plan
+from attnzoo.kernels.path.levels import Block, Carried, Levels, levels_of
 from attnzoo.kernels.path.portable import backward, forward
 
 LONG = Case(T=330, H=2, G=1, K=16, V=32)
@@ -73,12 +74,12 @@ def test_pruned_carries_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     spared = 0
 
     def poison(carry: Any) -> Any:
-        def spoiled(block: levels.Block, start: torch.Tensor) -> Carried:
+        def spoiled(block: Block, start: torch.Tensor) -> Carried:
             nonlocal spared
             carried = carry(block, start)
             levels = Levels(torch.full_like(carried.levels.q, torch.nan), torch.full_like(carried.levels.k, torch.nan))
-            for s, level in enumerate(levels.levels_of(PRUNED.T)):
-                m_q, m_k = levels.needed(start, level, PRUNED.G)
+            for s, level in enumerate(levels_of(PRUNED.T)):
+                m_q, m_k = needed(start, level, PRUNED.G)
                 spared += int((~m_q).sum() + (~m_k).sum())
                 for y, z, m in ((levels.q, carried.levels.q, m_q), (levels.k, carried.levels.k, m_k)):
                     n = m.shape[1]
