@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/attnzoo compare attnzoo/experiments/configs/demo.yaml
+	$(BIN)/attnzoo compare demo
 
 test: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --ignore=tests/docs

@@ -1,24 +1,23 @@
 """PaTH and PaTH-FoX on one GPU: ours, our FoX and flash-linear-attention's PaTH, in one run.
 
-    python -m attnzoo.benchmarks.path --out DIR [--shapes 2,24,16384,64 ...] [--only PREFIX ...] [--seconds 330]
+    attnzoo bench path [--out DIR] [--shapes 2,24,16384,64]... [--only PREFIX]... [--seconds 330]
 
 Each contender is checked against float64 (output and all gradients) before it is timed; a wrong result gets no speed.
 Writes results.json and results.md. Decoding: one token after a cache, beside the same step in PyTorch operations.
 
-q and k are RMS-normed per head, w is of unit length and beta uniform in 0..2, both float32; gates as in fox_gpu.py.
+q and k are RMS-normed per head, w is of unit length and beta uniform in 0..2, both float32; gates as in fox.py.
 flash-linear-attention multiplies the log gate by the scale; it is given log_gate / scale, so that all compute the
 same function.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.benchmarks.gpu import (
+from attnzoo.benchmarks.measure import (
+    Result,
     ceiling,
+    chosen,
     copy_bandwidth,
     decay_lengths,
     extra_memory,
+    load_peer,
     machine,
     milliseconds,
+    not_measured,
     relative,
+    save,
     timing,
 )
 from attnzoo.kernels.fox import fox_attention
@@ -102,10 +106,10 @@ def contenders() -> tuple[list[Contender], list[str]]:
         Contender("FoX", fox(None), "q k v g"),
         Contender("FoX, pruned", fox(PRUNE), "q k v g"),
     ]
-    try:
-        peer = importlib.import_module("fla.ops.path_attn.parallel").parallel_path_attn
-    except Exception as error:  # absent or broken: said in the results
-        return found, [f"FLA: {error!r}"]
+    missing: list[str] = []
+    peer = load_peer("FLA", lambda: importlib.import_module("fla.ops.path_attn.parallel").parallel_path_attn, missing)
+    if peer is None:
+        return found, missing
     found.append(Contender("FLA PaTH", lambda x: peer(x.q, x.k, x.v, x.w, x.beta)[0], "q k v w beta", "FLA PaTH"))
     found.append(
         Contender(
@@ -115,7 +119,7 @@ def contenders() -> tuple[list[Contender], list[str]]:
             "FLA PaTH-FoX",
         )
     )
-    return found, []
+    return found, missing
 
 
 def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
@@ -163,16 +167,14 @@ def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> di
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    deadline = time.time() + args.seconds
-    peers, missing = contenders()
-    if args.only:
-        peers = [p for p in peers if any(p.name.startswith(o) for o in args.only)]
-    result: dict[str, Any] = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
+def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool) -> Result:
+    deadline = time.time() + seconds
+    found, missing = contenders()
+    peers = chosen(found, only)
+    result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
     result |= {"copy_TBps": copy_bandwidth(), "errors": [], "rows": [], "decode": []}
     print(result, flush=True)
     right = set()
-    shapes = [tuple(int(n) for n in s.split(",")) for s in args.shapes] if args.shapes else SHAPES
     for B, H, T, K in shapes:
         x = draw(B, H, T, K)
         kept = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_gate=x.g, prune=PRUNE).mean().item()
@@ -182,16 +184,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 return result
             try:
                 if (peer.name, K) not in {(e["name"], e["K"]) for e in result["errors"]}:
-                    found = errors(peer, K)
-                    result["errors"].append({"name": peer.name, "K": K, **{n: f"{v:.1e}" for n, v in found.items()}})
-                    if max(found.values()) <= LIMIT:
+                    wrong = errors(peer, K)
+                    result["errors"].append({"name": peer.name, "K": K, **{n: f"{v:.1e}" for n, v in wrong.items()}})
+                    if max(wrong.values()) <= LIMIT:
                         right.add((peer.name, K))
                     print(json.dumps(result["errors"][-1]), flush=True)
                 if (peer.name, K) not in right:
                     print(peer.name, "wrong: not timed", flush=True)
                     continue
                 call, leaves = functools.partial(peer.call, x), x.leaves(peer.leaves)
-                forward, both = timing(call, leaves, x.do, args.rep)
+                forward, both = timing(call, leaves, x.do, rep)
                 memory = extra_memory(call, leaves, x.do)
             except Exception as error:
                 print({"name": peer.name, "shape": (B, H, T, K), "failed": repr(error)[:300]}, flush=True)
@@ -201,19 +203,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             result["rows"].append(row)
             print(json.dumps(row), flush=True)
             torch.cuda.empty_cache()
-    for shape in DECODE if args.decode else ():
-        result["decode"].append(decode_row(*shape, result["copy_TBps"], args.rep))
+    for shape in DECODE if decode else ():
+        result["decode"].append(decode_row(*shape, result["copy_TBps"], rep))
         print(json.dumps(result["decode"][-1]), flush=True)
         torch.cuda.empty_cache()
     return result
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Result) -> str:
     """The results as Markdown."""
     m, like = result["machine"], {p.name: p.like for p in contenders()[0]}
     lines = [
         f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; bf16, causal, medians.",
         f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s; copy: {result['copy_TBps']:.2f} TB/s.",
+        *not_measured(result["missing"]),
         "",
     ]
     for shape in dict.fromkeys((r["B"], r["H"], r["T"], r["K"]) for r in result["rows"]):
@@ -254,21 +257,10 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shapes", nargs="*", help="B,H,T,K ...")
-    parser.add_argument("--only", nargs="*", help="names (prefixes) of the contenders to run")
-    parser.add_argument("--rep", type=int, default=150, help="milliseconds of timing per figure")
-    parser.add_argument("--seconds", type=float, default=330)
-    parser.add_argument("--decode", action=argparse.BooleanOptionalAction, default=True)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    result = measure(args)
-    (args.out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / "results.md").write_text(table(result))
+def run(
+    out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool
+) -> None:
+    """Measure, print the table, and write results.json and results.md to ``out``."""
+    result = measure(shapes or SHAPES, only, rep, seconds, decode)
+    save(out, result, table(result))
     print(table(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ A level s >= 1 keeps the rows that it needs packed: query i at row ``i - (u + 1)
 node ``u = i // 2h``. Level 0 (neighbouring blocks) needs no carrying.
 
 Here: what the parts are called and where they lie. The kernels in portable/blocks.py, tree.py and carry.py compute
-them; tests/kernels/path_definition.py writes them out in PyTorch.
+them; tests/kernels/path_definitions.py writes them out in PyTorch.
 """
 
 from __future__ import annotations

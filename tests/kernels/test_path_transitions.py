@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import path_definition as ref
+import path_definitions as dense
 import pytest
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.path.levels import Block, Carried, Level, Levels, levels_of, tree_nodes, tree_scales
+from attnzoo.kernels.path import levels as tr
 from attnzoo.kernels.path.portable import blocks, carry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +53,7 @@ def pairs(q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bihk,bjhk->bhij", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
 
 
-def read_level(scores: Tensor, q: Tensor, k: Tensor, level: Level) -> None:
+def read_level(scores: Tensor, q: Tensor, k: Tensor, level: tr.Level) -> None:
     """Write the scores of a level's packed rows where they belong."""
     h = level.h
     for u in range(level.nodes):
@@ -62,17 +62,17 @@ def read_level(scores: Tensor, q: Tensor, k: Tensor, level: Level) -> None:
         scores[:, :, rows, cols] = pairs(q[:, u * h : u * h + end], k[:, u * h : (u + 1) * h])
 
 
-def assemble(block: Block, levels: Levels, T: int) -> Tensor:
+def assemble(block: tr.Block, levels: tr.Levels, T: int) -> Tensor:
     """All scores from the levels, as the attention kernels read them."""
     B, nC, H = block.diag.shape[:3]
     scores = block.diag.new_zeros(B, H, nC * 64, nC * 64)
     for n in range(nC):
         scores[:, :, n * 64 : n * 64 + 64, n * 64 : n * 64 + 64] = block.diag[:, n]
     scores = scores[:, :, :T, :T].clone()
-    for u in range(Level(64, T).nodes):
+    for u in range(tr.Level(64, T).nodes):
         rows, cols = slice(u * 128 + 64, min(u * 128 + 128, T)), slice(u * 128, u * 128 + 64)
         scores[:, :, rows, cols] = pairs(block.q[:, rows], block.k[:, cols])
-    for s, level in enumerate(levels_of(T)):
+    for s, level in enumerate(tr.levels_of(T)):
         read_level(scores, levels.q[s], levels.k[s], level)
     return scores
 
@@ -80,32 +80,32 @@ def assemble(block: Block, levels: Levels, T: int) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_levels_give_every_score(case: tuple[int, ...]) -> None:
     x = draw(*case)
-    block = ref.block_level(*x)
-    scores = assemble(block, ref.carry(block).levels, case[1])
+    block = dense.block_level(*x)
+    scores = assemble(block, dense.carry(block).levels, case[1])
     torch.testing.assert_close(scores, explicit_scores(*x), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_block_level_backward_is_the_derivative(case: tuple[int, ...]) -> None:
     x = [t.requires_grad_() for t in draw(*case)]
-    out = ref.block_level(*x)
-    d = Block(*(torch.randn_like(t) for t in out))
+    out = dense.block_level(*x)
+    d = tr.Block(*(torch.randn_like(t) for t in out))
     expected = torch.autograd.grad(out, x, d)
-    for name, a, b in zip(("q", "k", "w", "beta"), ref.block_level_backward(*x, d), expected, strict=True):
+    for name, a, b in zip(("q", "k", "w", "beta"), dense.block_level_backward(*x, d), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"d{n}: {m}")
 
 
-def rows_of(levels: Levels, T: int) -> tuple[Tensor, ...]:
+def rows_of(levels: tr.Levels, T: int) -> tuple[Tensor, ...]:
     """The rows that exist, level by level."""
     out = []
-    for s, level in enumerate(levels_of(T)):
+    for s, level in enumerate(tr.levels_of(T)):
         out += [levels.q[s, :, : level.queries], levels.k[s, :, : level.keys]]
     return tuple(out)
 
 
-def random_like(levels: Levels, T: int) -> Levels:
+def random_like(levels: tr.Levels, T: int) -> tr.Levels:
     """Random numbers, NaN in the rows that do not exist."""
-    d = Levels(torch.full_like(levels.q, torch.nan), torch.full_like(levels.k, torch.nan))
+    d = tr.Levels(torch.full_like(levels.q, torch.nan), torch.full_like(levels.k, torch.nan))
     for x in rows_of(d, T):
         x.copy_(torch.randn_like(x))
     return d
@@ -124,16 +124,16 @@ def level_zero(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_carry_backward_is_the_derivative(case: tuple[int, ...]) -> None:
     T = case[1]
-    block = ref.block_level(*draw(*case))
+    block = dense.block_level(*draw(*case))
     q, k, m = (t.detach().requires_grad_() for t in block[1:])
-    block = Block(block.diag, q, k, m)
-    carried = ref.carry(block)
+    block = tr.Block(block.diag, q, k, m)
+    carried = dense.carry(block)
     d = random_like(carried.levels, T)
     zq, zk, dq, dk = level_zero(q, k)
     outputs, grads = [q, k, *rows_of(carried.levels, T)], [zq, zk, *rows_of(d, T)]
     expected = torch.autograd.grad(outputs, (q, k, m), grads, materialize_grads=True)
     with torch.no_grad():
-        ours = ref.carry_backward(block, carried, d, dq, dk)
+        ours = dense.carry_backward(block, carried, d, dq, dk)
     for name, a, b in zip("qkm", ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"d{n}: {m}")
 
@@ -151,12 +151,14 @@ def test_needed_rows_are_those_that_some_row_reads() -> None:
     start = draw_start(B, T, H)
     i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
     kept = (j <= i) & (j >= start.repeat_interleave(128, 2)[:, :, :T, None])  # [B, H, T, T]
-    for level in levels_of(T):
+    for level in tr.levels_of(T):
         h = level.h
         meet = kept & (i // (2 * h) == j // (2 * h)) & (i // h != j // h)
-        q, k = ref.needed(start, level, G)
-        read_q = ref._pack(meet.any(3).transpose(1, 2)[..., None].long(), level, 1).bool()
-        read_k = ref._pack(meet.any(2).unflatten(1, (G, -1)).any(2).transpose(1, 2)[..., None].long(), level, 0).bool()
+        q, k = dense.needed(start, level, G)
+        read_q = dense._pack(meet.any(3).transpose(1, 2)[..., None].long(), level, 1).bool()
+        read_k = dense._pack(
+            meet.any(2).unflatten(1, (G, -1)).any(2).transpose(1, 2)[..., None].long(), level, 0
+        ).bool()
         assert torch.equal(q, read_q)
         assert torch.equal(k, read_k)
 
@@ -169,13 +171,13 @@ def test_needed_nodes_are_those_that_some_row_reads_across(T: int) -> None:
     i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
     kept = (j <= i) & (j >= start.repeat_interleave(128, 2)[:, :, :T, None])  # [B, H, T, T]
     kept = kept.unflatten(1, (G, -1)).any(2)
-    found, at = ref.needed_nodes(start, units, G), 0
-    for s in range(tree_scales(units)):
-        h, size = 64 << s, tree_nodes(units, s)
+    found, at = dense.needed_nodes(start, units, G), 0
+    for s in range(tr.tree_scales(units)):
+        h, size = 64 << s, tr.tree_nodes(units, s)
         for v in range(size):
             across = kept[:, :, (v + 1) * h :, : v * h].any(3).any(2)
             assert torch.equal(found[:, at + v], across), (s, v)
-            if s + 1 < tree_scales(units):
+            if s + 1 < tr.tree_scales(units):
                 assert bool((found[:, at + v] | ~found[:, at + size + v // 2]).all())
         at += size
 
@@ -213,17 +215,17 @@ def test_block_kernels_within_budget(case: tuple[int, ...], hard: bool, dtype: t
         x[2][:, ::2] = x[2][:, :1].clone()
         x[3].fill_(2.0)
     x = on_device(x, dtype)
-    exact, ours = ref.block_level(*(t.double() for t in x)), blocks.block_level(*x)
+    exact, ours = dense.block_level(*(t.double() for t in x)), blocks.block_level(*x)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):  # its products are in bf16 too
-        plain = ref.block_level(*x)
+        plain = dense.block_level(*x)
     ours = ours._replace(diag=ours.diag.tril(), m=ours.m.float().sum(0)[:, : plain.m.shape[1]])
-    for name, a, b, c in zip(Block._fields, exact, ours, plain, strict=True):
+    for name, a, b, c in zip(tr.Block._fields, exact, ours, plain, strict=True):
         within(name, a, b, c, dtype)
 
-    d = Block(*(torch.randn_like(t) for t in ours))
-    exact_d = ref.block_level_backward(*(t.double() for t in x), doubled(d))
+    d = tr.Block(*(torch.randn_like(t) for t in ours))
+    exact_d = dense.block_level_backward(*(t.double() for t in x), doubled(d))
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        plain_d = ref.block_level_backward(*x, d)
+        plain_d = dense.block_level_backward(*x, d)
     d.diag.add_(torch.full_like(d.diag, torch.nan).triu(1))
     for name, a, b, c in zip("qkwb", exact_d, blocks.block_level_backward(*x, d), plain_d, strict=True):
         within(f"d{name}", a, b, c, dtype)
@@ -241,9 +243,9 @@ def test_block_kernels_take_views_of_any_scale() -> None:
     assert torch.equal(ours.diag.tril(), whole.diag[:1, :, 1:3].tril())
     assert torch.equal(ours.q[:, :, 0], x[0][:1, :, 1])  # beta = 0 moves nothing
     assert torch.equal(ours.k[:, :, 0], x[1][:1, :, 1])
-    exact = ref.block_level(*(t.double() for t in part))
+    exact = dense.block_level(*(t.double() for t in part))
     assert (ours.diag.tril() - exact.diag).norm() <= 1e-5 * exact.diag.norm()
-    d = Block(*(torch.randn_like(t) * 1e-4 for t in ours))
+    d = tr.Block(*(torch.randn_like(t) * 1e-4 for t in ours))
     out = [torch.full_like(t, torch.nan) for t in x]
     blocks.block_level_backward(*part, d, out=tuple(t[:1, :, 1:3] for t in out))
     for got, new in zip(out, blocks.block_level_backward(*part, d), strict=True):
@@ -261,20 +263,20 @@ def test_carry_kernels_within_budget(case: tuple[int, ...], pruned: bool, dtype:
     B, T, H, G, K = case
     x = on_device(draw(*case), dtype)
     start = draw_start(B, T, H).to(DEVICE) if pruned else None
-    block, plain, units = blocks.block_level(*x), ref.block_level(*x), -(-T // 64)
+    block, plain, units = blocks.block_level(*x), dense.block_level(*x), -(-T // 64)
     block.m[:, :, units:] = torch.nan
     plain = plain._replace(q=block.q, k=block.k, m=block.m.float().sum(0)[:, : plain.m.shape[1]])
-    exact, theirs, ours = ref.carry(doubled(plain)), ref.carry(plain), carry.carry(block, start)
-    exists = [part for level in levels_of(T) for part in (ref.needed(start, level, G) if pruned else (None, None))]
+    exact, theirs, ours = dense.carry(doubled(plain)), dense.carry(plain), carry.carry(block, start)
+    exists = [part for level in tr.levels_of(T) for part in (dense.needed(start, level, G) if pruned else (None, None))]
     reads = [None if e is None else e.to(DEVICE) for e in exists]
 
-    def kept(levels: Levels) -> list[Tensor]:
+    def kept(levels: tr.Levels) -> list[Tensor]:
         return [r if m is None else r.where(m, 0.0) for r, m in zip(rows_of(levels, T), reads, strict=True)]
 
     for a, b, c in zip(kept(exact.levels), kept(ours.levels), kept(theirs.levels), strict=True):
         within("level", a, b, c, dtype)
     every = torch.zeros(B, H, -(-T // 128), dtype=torch.int32, device=DEVICE)
-    nodes = ref.needed_nodes(every if start is None else start, units, G)
+    nodes = dense.needed_nodes(every if start is None else start, units, G)
     nodes[:, :units] = True  # the leaves are there anyhow
     ours.nodes.masked_fill_(~nodes[None, ..., None, None], torch.nan)  # nobody reads them
     computed = [t.where(nodes[..., None, None], 0.0) for t in (exact.nodes, ours.nodes.float().sum(0), theirs.nodes)]
@@ -285,10 +287,10 @@ def test_carry_kernels_within_budget(case: tuple[int, ...], pruned: bool, dtype:
         if m is not None:
             r.copy_(r.where(m, torch.nan))
     _, _, dq, dk = level_zero(block.q, block.k)
-    exact_d = ref.carry_backward(
-        doubled(plain), Carried(doubled(theirs.levels), exact.nodes), doubled(d), dq.double(), dk.double(), start
+    exact_d = dense.carry_backward(
+        doubled(plain), tr.Carried(doubled(theirs.levels), exact.nodes), doubled(d), dq.double(), dk.double(), start
     )
-    plain_d = ref.carry_backward(plain, theirs, d, dq, dk, start)
+    plain_d = dense.carry_backward(plain, theirs, d, dq, dk, start)
     gq, gk, gm = carry.carry_backward(block, ours, d, dq, dk, start)
     plain_d = *plain_d[:2], plain_d[2].to(dtype)  # the running gradients are kept in the inputs' dtype
     for name, a, b, c in zip("qkm", exact_d, (gq, gk, gm), plain_d, strict=True):
@@ -306,7 +308,7 @@ def test_programs_may_start_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Non
     carried = carry.carry(block)
     d = random_like(carried.levels, 600)
     _, _, dq, dk = level_zero(block.q, block.k)
-    want = carry.carry_backward(block, carried, Levels(d.q.clone(), d.k.clone()), dq, dk)
+    want = carry.carry_backward(block, carried, tr.Levels(d.q.clone(), d.k.clone()), dq, dk)
 
     def backwards(self: Any, x: int, y: int, z: int) -> None:
         self.grid_idx = tuple(n - 1 - i for n, i in zip(self.grid_dim, (x, y, z), strict=True))

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.path.cache import CHUNK, close_chunk
 
-LOG2E = tl.constexpr(1.4426950408889634)
 ROOM = 256  # keys are stored in multiples of this many tokens, so that growing reuses the allocator's blocks
 MAX_SPLITS = 128
 
@@ -78,11 +78,11 @@ def advance_kernel(
             b_s = tl.sum(b_q[:, None, :] * b_k[None, :, :], 2)
         else:
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
-        b_s *= scale * LOG2E  # [BR, BS]
+        b_s *= scale * TL_LOG2E  # [BR, BS]
         if GATED:
             m_g = m_r[:, None] & (o_s + 1 < hi)[None, :]
             p_after = p_g + i_b * stride_gb + o_h[:, None] + (o_s64 + 1)[None, :] * stride_gt
-            b_g = tl.load(p_after, mask=m_g, other=0.0).to(tl.float32) * LOG2E
+            b_g = tl.load(p_after, mask=m_g, other=0.0).to(tl.float32) * TL_LOG2E
             b_s += tl.cumsum(b_g, 1, reverse=True) + b_sum[:, None]
             b_sum += tl.sum(b_g, 1)
         m_seen = m_s
@@ -105,7 +105,7 @@ def advance_kernel(
     o_part = (i_bg.to(tl.int64) * NS + i_s) * R + o_r
     if GATED:
         p_first = p_g + i_b * stride_gb + lo.to(tl.int64) * stride_gt + o_h
-        b_sum += tl.load(p_first, mask=m_r, other=0.0).to(tl.float32) * LOG2E
+        b_sum += tl.load(p_first, mask=m_r, other=0.0).to(tl.float32) * TL_LOG2E
         tl.store(p_sum + o_part, b_sum, mask=m_r)
     tl.store(p_m + o_part, b_m, mask=m_r)
     tl.store(p_l + o_part, b_l, mask=m_r)
@@ -129,14 +129,14 @@ def combine_kernel(
     row = (i_b * G + i_h // REP) * NS * R + (i_h % REP) * N + i_n
     b_m = tl.load(p_m + row + o_p * R, mask=m_p, other=float("-inf"))
     b_l = tl.load(p_l + row + o_p * R, mask=m_p, other=0.0)
-    b_own = tl.load(p_scores + (i_bh.to(tl.int64) * N + i_n) * N + o_j, mask=m_j, other=0.0) * (scale * LOG2E)
+    b_own = tl.load(p_scores + (i_bh.to(tl.int64) * N + i_n) * N + o_j, mask=m_j, other=0.0) * (scale * TL_LOG2E)
     if GATED:
         p_g += i_b * stride_gb + i_h
         b_g = tl.load(p_g + (S + o_j).to(tl.int64) * stride_gt, mask=m_j, other=0.0).to(tl.float32)
         b_after = tl.load(p_sum + row + (o_p + 1) * R, mask=o_p + 1 < NS, other=0.0)
-        b_m += tl.cumsum(b_after, 0, reverse=True) + tl.sum(b_g, 0) * LOG2E
+        b_m += tl.cumsum(b_after, 0, reverse=True) + tl.sum(b_g, 0) * TL_LOG2E
         b_g = tl.load(p_g + (S + 1 + o_j).to(tl.int64) * stride_gt, mask=o_j < i_n, other=0.0).to(tl.float32)
-        b_own += tl.cumsum(b_g, 0, reverse=True) * LOG2E
+        b_own += tl.cumsum(b_g, 0, reverse=True) * TL_LOG2E
     if MASKED:
         m_j &= tl.load(p_valid + i_b * stride_mb + S + o_j, mask=m_j, other=0) != 0
     b_own = tl.where(m_j, b_own, float("-inf"))

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.plan import has_descriptors
-from attnzoo.kernels.fox.portable.forward import _load_tile, head_block
+from attnzoo.kernels.common.device import has_descriptors
+from attnzoo.kernels.common.launching import head_block
+from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK
 
 # Warps and registers per thread of each kernel, for head dims up to 64 and up to 128.
@@ -154,7 +155,7 @@ def inverse_kernel(
     b_l = tl.zeros([C, C], tl.float32)
     for c in range(0, BK, BC):
         o_n = c + tl.arange(0, BC)
-        b_w = _load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
+        b_w = load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
         if KW:
             p_t = p_kw + ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_n[None, :]
             tl.store(p_t, b_w.to(p_kw.dtype.element_ty), mask=(o_c < R)[:, None] & (o_n < K)[None, :])

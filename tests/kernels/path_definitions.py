@@ -1,7 +1,4 @@
-"""The block level and the carries of PaTH (kernels/path/levels.py) in PyTorch, for any floating dtype, and their
-derivatives written out: what the kernels in blocks.py and carry.py are held to. Same names, same signatures. Here
-diag is 0 above the diagonal, and the nodes of a tree are [B, total, G, K, K] in diag's dtype.
-"""
+"""PaTH's blocks, tree of products and carries written out in PyTorch: what the kernels are held to."""
 
 from __future__ import annotations
 
