@@ -68,7 +68,7 @@ def causal_attention(
         return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=1.0)[..., :V]
     if log_decay is None:
         log_decay = q.new_zeros(B, H, S)
-    if T <= 2 * PLAIN or not q.is_cpu:
+    if T <= 2 * PLAIN or not q.is_cpu or torch.compiler.is_compiling():
         there = None if valid is None else valid[:, None]
         return _plain_rows(q, k, v, log_decay, there, first_kept, rows)
     # [1, B H, ...]: each head may have its own size of blocks
@@ -131,7 +131,7 @@ def _plain_rows(
         end = S - T + stop
         kept = None if first_kept is None else first_kept[..., n]
         # a GPU is not asked where the kept keys begin: it would have to be waited for
-        first = int(kept.min()) if kept is not None and q.is_cpu else 0
+        first = int(kept.min()) if kept is not None and q.is_cpu and not torch.compiler.is_compiling() else 0
         args = (
             q[:, :, start:stop], k[:, :, first:end], v[:, :, first:end], log_decay[..., first:end],
             None if valid is None else valid[..., first:end], None if kept is None else kept - first,
