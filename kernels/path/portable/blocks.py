@@ -137,7 +137,7 @@ def block_fwd_kernel(
         p_a = p_diag + ((i_b * n_c + i_c) * H + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
         tl.store(p_a, b_a * b_qs[:, None] * b_ks[None, :], mask=o_c[:, None] >= o_c[None, :])
         b_p = _mm(b_qw, b_x, zeros, NP, NP, DT)
-        b_q += 0.0  # another value: its place in shared memory is taken when that of the left factor is free again
+        b_q += 0.0  # a copy for the compiler: it enters shared memory here, once the products above have left it
         b_qb = _mm(-b_p, b_w, _mm(b_eye, b_q, wide, 1, NI, DT), NP, NW, DT) * b_qs[:, None]
         p_qt = p_qb + ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
         tl.store(p_qt, b_qb.to(p_qb.dtype.element_ty), mask=m_ck)

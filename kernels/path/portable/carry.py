@@ -1,9 +1,10 @@
-"""Kernels that carry queries and keys through the tree, and back their gradients (see levels.py; tree.py has the
-nodes).
+"""Kernels that carry queries and keys through the tree (tree.py says which tree), and their gradients back.
 
-One program carries 128 tokens of a head through all levels that they take part in; each costs one K x K product. On the
-way back it holds the running gradient D and leaves it, at each level, in the place of that level's own gradient: a
-node's gradient is then the sum of D x^T over the rows that it carried, and no sum crosses programs.
+One program carries 128 tokens of a head through all levels that they take part in, from the lowest to the highest; each
+level costs one K x K product. The backward walks from the highest level to the lowest. It holds the running gradient D,
+the gradient of the rows as they were after the carry to a level, and stores it over that level's own gradient. What a
+node's gradient needs is then all there: it is the sum of D x^T over the rows x that the node carried, and one program
+can make it alone.
 """
 
 from __future__ import annotations
@@ -121,8 +122,13 @@ def carry_kernel(
 
 @triton.jit
 def _down(act, b_key, i_t, first, o_t, T, p_level, p_d, stride, BTr, QUERY: tl.constexpr, HAS_START: tl.constexpr):
-    """The highest level of those left, or level 0 if none is: where a unit's gradient lies in it, its rows that mean
-    something, and the other levels that are left."""
+    """One step of a walk from the highest level of a unit of 128 tokens down to level 0.
+
+    Bit s of act stands for level s + 1, which is still to come; without any bit this step is level 0.
+
+    Returns where the level keeps the unit's gradient, which of the 128 rows have one there [BT], s, and act without
+    this level.
+    """
     last = act == 0
     s = _top_bit(act | last)
     p = tl.where(last, p_d, p_level + (s * BTr + _unit_row(i_t, s, QUERY)) * stride)

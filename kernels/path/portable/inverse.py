@@ -1,5 +1,8 @@
-"""Inverses of the blocks' triangular matrices, which the block level kernels are made of, forward and backward; and the
-launch table of all transition kernels."""
+"""Within a block of 64 tokens everything follows from one inverse, X = (I + diag(beta) tril(W W^T, -1))^-1 diag(beta).
+
+Here: the kernel that makes X, matrix products whose factors are split into 16-bit pieces, and the launch options of all
+kernels that work on the transitions. blocks.py uses X.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,11 @@ def _tile_scale(x):
 
 @triton.jit
 def _mm(a, b, acc, NA: tl.constexpr, NB: tl.constexpr, DT: tl.constexpr):
-    """acc + a b, with a as the sum of NA numbers of dtype DT and b of NB; float32 if DT is."""
+    """acc + a b, computed with factors of dtype DT.
+
+    A factor that one rounding to DT would spoil is split in two (NA = 2 for a, NB = 2 for b): its rounding and what the
+    rounding dropped. The product of what was dropped on both sides is left out. A DT of float32 needs no splitting.
+    """
     if DT == tl.float32:  # noqa: SIM300
         if tl.program_id(0) >= 0:  # always: a region of its own, after which its tiles leave shared memory
             acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")

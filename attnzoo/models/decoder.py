@@ -15,7 +15,7 @@ from attnzoo.errors import unknown
 from attnzoo.layer.attention import build_attention
 from attnzoo.models.config import LayerSpec, ModelConfig
 
-IGNORED = -100  # a label that does not count
+IGNORED = -100  # a target that does not count
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ModelOutput:
 
     Args:
         logits: `[B, T, vocab_size]`.
-        loss: mean cross-entropy in nats over the labels that count; None without labels.
+        loss: mean cross-entropy in nats over the targets that count; None without targets.
     """
 
     logits: Tensor
@@ -45,7 +45,7 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, layer: LayerSpec):
@@ -88,29 +88,30 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in config.layers())
+        self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
-        if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
 
     def reset_parameters(self) -> None:
         """Initialise all weights anew, from torch's global random state."""
         for block in self._blocks():
             block.attention.reset_parameters()
+        tied = self.head if self.config.tie_embeddings else None
         for module in self.modules():
             if isinstance(module, nn.RMSNorm) and module.weight is not None:
                 _unless_marked(module.weight, nn.init.ones_)
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding) and module is not tied:
                 _unless_marked(module.weight, nn.init.normal_, std=self.config.initializer_range)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 _unless_marked(module.bias, nn.init.zeros_)
+        if self.config.tie_embeddings:  # again, as to_empty unties them
+            self.head.weight = self.embedding.weight
 
     def forward(
         self,
         input_ids: Tensor,
-        labels: Tensor | None = None,
+        targets: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: list[Any] | None = None,
@@ -119,7 +120,7 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids: integers [B, T].
-            labels: integers [B, T]; `labels[b, t]` is what position t should predict (the token after it:
+            targets: integers [B, T]; `targets[b, t]` is what position t should predict (the token after it:
                 nothing is shifted here), or -100 where nothing is asked.
             cu_seqlens: int [N + 1], starts of the sequences packed into a batch of one.
             attention_mask: [B, T], 0 at padding.
@@ -129,8 +130,8 @@ class LanguageModel(nn.Module):
             ValueError: shapes or dtypes other than these.
         """
         _check_tokens("input_ids", input_ids, None)
-        if labels is not None:
-            _check_tokens("labels", labels, input_ids.shape)
+        if targets is not None:
+            _check_tokens("targets", targets, input_ids.shape)
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache: expected {len(self.blocks)} layers, as new_cache() makes, got {len(cache)}")
         x = self.embedding(input_ids)  # [B, T, D]
@@ -138,17 +139,17 @@ class LanguageModel(nn.Module):
             layer_cache = None if cache is None else cache[index]
             x = block(x, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=layer_cache)
         logits = self.head(self.norm(x))  # [B, T, vocab]
-        if labels is None:
+        if targets is None:
             return ModelOutput(logits)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten().long(), ignore_index=IGNORED)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=IGNORED)
         return ModelOutput(logits, loss)
 
     def new_cache(self) -> list[Any]:
         """An empty cache for one batch of sequences, one entry per layer."""
         return [block.attention.new_cache() for block in self._blocks()]
 
-    def _blocks(self) -> list[Block]:
-        return cast("list[Block]", list(self.blocks))
+    def _blocks(self) -> list[DecoderBlock]:
+        return cast("list[DecoderBlock]", list(self.blocks))
 
     @torch.no_grad()
     def generate(
@@ -190,14 +191,14 @@ class LanguageModel(nn.Module):
             cache, step, tokens = self.new_cache(), input_ids, [input_ids]
             for _ in range(max_new_tokens):
                 logits = self(step, cache=cache).logits[:, -1].float()  # [B, vocab]
-                step = _choose(logits, temperature, top_k, generator)
+                step = sample_token(logits, temperature, top_k, generator)
                 tokens.append(step)
         finally:
             self.train(was_training)
         return torch.cat(tokens, dim=1)
 
 
-def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """[B, vocab] -> [B, 1]."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)

@@ -10,21 +10,17 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
-from attnzoo.layer.projections import (
+from attnzoo.layer.gates.base import GateProjection, Sizes
+from attnzoo.layer.gates.decay import (
     ALiBiSlope,
-    DeltaRule,
     FixedForgetGate,
     ForgetGate,
-    GateProjection,
     IndependentForgetGate,
-    LowRankDiagonal,
     Mamba2Decay,
-    PathTransition,
     RetentionDecay,
-    RotaryAngles,
-    Sizes,
     SoftplusDecay,
-)  # fmt: skip
+)
+from attnzoo.layer.gates.matrix import DeltaRule, LowRankDiagonal, PathTransition, RotaryAngles
 from attnzoo.layer.stream import Stream
 
 __all__ = ["GATES", "Combined", "GateName", "GateProjection", "Sizes", "build_gate", "gate_classes", "gate_options"]
