@@ -500,7 +500,7 @@ def test_head_dims_without_a_kernel_are_named():
 def test_a_step_without_decay_cannot_be_pruned():
     parts = build_attention("path", hidden_size=D, num_heads=H, head_dim=16).project(rows(1, 3).float())
     with pytest.raises(ValueError, match="prune: expected None"):
-        get("path").module.extend_triton(parts.q, parts.k, parts.v, parts.gate, prune=Prune())
+        get("path").extend(parts.q, parts.k, parts.v, parts.gate, form="triton", prune=Prune())
 
 
 @pytest.mark.parametrize("name", ["fox", "nope"])

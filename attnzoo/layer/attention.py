@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
-from attnzoo.layer.dispatch import IMPLS, choose, run
+from attnzoo.forms.protocol import Call
+from attnzoo.layer.dispatch import IMPLS, choose, given_options, run
 from attnzoo.layer.gates import GateName, Sizes, build_gate, gate_classes, gate_options
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
-from attnzoo.layer.projections import rotary_angles
+from attnzoo.layer.projections import Write, rotary_angles
 from attnzoo.layer.stream import LayerCache, Packing, Stream
 from attnzoo.recurrences.complex_linear import rotate
 from attnzoo.registry import Variant, get, list_variants
@@ -119,12 +120,14 @@ class Projected:
         k: ``[B, T, G, K]``.
         v: ``[B, T, G, V]``.
         gate: the parts that the variant requires.
+        write: how strongly each token writes, as a gate projection gives it.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     gate: Gate
+    write: Write = None
 
 
 def build_attention(
@@ -337,10 +340,19 @@ class Attention(nn.Module):
         if valid is not None:
             x = x.masked_fill(~valid[..., None], 0.0)
         parts = self._project(x, stream)
-        form = choose(self.variant, self.impl, parts, valid, cache)
-        self._say(form, x.device)
         bound = None if self.prune is None else self.logit_bound(parts.q.dtype)
-        o, state = run(self.variant, form, parts, self.scale, cache, valid, self.prune, bound)
+        delta_rule = isinstance(parts.write, str)
+        options = given_options(
+            {
+                "scale": self.scale, "valid": valid, "prune": self.prune, "logit_bound": bound,
+                "write": None if delta_rule else parts.write, "delta_rule": delta_rule,
+            }
+        )  # fmt: skip
+        state = None if cache is None else cache.state
+        call = Call(parts.q, parts.k, parts.v, parts.gate, state, cache is not None, options)
+        form = choose(self.variant, self.impl, call)
+        self._say(form, x.device)
+        o, state = run(self.variant, form, call)
         stream.finish(state)
         if self.output_norm is not None:
             o = self.output_norm(o)
@@ -372,11 +384,7 @@ class Attention(nn.Module):
         gate, write = self.gate(x, k, stream)
         if stream.valid is not None:
             gate = gate.per_token(q).neutral_where(~stream.valid)
-        if write is not None:
-            if write.shape[2] != v.shape[2]:  # a strength per query head needs a value per query head
-                k, v = expand_heads(k, config.num_heads), expand_heads(v, config.num_heads)
-            v = v * write[..., None].to(v.dtype)
-        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate)
+        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write)
 
     def _say(self, form: str, device: torch.device) -> None:
         picked = f"{form} on {device.type}"

@@ -1,15 +1,16 @@
 """Gate projections: from the hidden states of a layer to the :class:`~attnzoo.algebra.gate.Gate` of its variant.
 
 Each takes the layer's sizes and its own options by keyword, says which gate parts it ``provides``, and maps
-``(x [B, T, D], k [B, T, G, K], stream)`` to a gate and a write strength (None, or a factor on v: ``[B, T, H]`` or
-``[B, T, G]``). A variant's file names its default; any projection that provides the same parts may stand in.
+``(x [B, T, D], k [B, T, G, K], stream)`` to a gate and a write strength (None, a factor on v ``[B, T, H]`` or
+``[B, T, G]``, or ``DELTA_RULE``). A variant's file names its default; any projection that provides the same parts
+may stand in.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,9 @@ from attnzoo.layer.parts import ShortConvolution, l2_normalize, wide
 from attnzoo.layer.stream import Stream
 
 INIT_STD = 0.02
+DELTA_RULE: Literal["delta_rule"] = "delta_rule"  # w is k itself, and beta is the write strength as well
+
+Write = Tensor | Literal["delta_rule"] | None
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class GateProjection(nn.Module):
     def reset_parameters(self) -> None:
         """The initialisation of the paper."""
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         """The gate of each token, and how strongly it writes.
 
         Args:
@@ -60,7 +64,8 @@ class GateProjection(nn.Module):
             stream: the rows' padding and cache, for projections that look back (a short convolution).
 
         Returns:
-            A gate with the parts ``provides``, and a factor on v ``[B, T, H]`` or ``[B, T, G]``, or None.
+            A gate with the parts ``provides``, and a factor on v ``[B, T, H]`` or ``[B, T, G]``, or None, or
+            ``DELTA_RULE`` where w is k and that factor is beta.
         """
         return Gate(), None
 
@@ -84,7 +89,7 @@ class ALiBiSlope(GateProjection):
         H = self.sizes.num_heads
         _fill(self.log_slope, [-8 * (h + 1) / H * math.log(2) for h in range(H)])
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return _constant(-wide(self.log_slope).exp(), x), None
 
 
@@ -102,7 +107,7 @@ class RetentionDecay(GateProjection):
     def reset_parameters(self) -> None:
         _fill(self.log_gamma, [math.log1p(-(2.0 ** (-5 - h))) for h in range(self.sizes.num_heads)])
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return _constant(wide(self.log_gamma), x), None
 
 
@@ -119,7 +124,7 @@ class ForgetGate(GateProjection):
     def reset_parameters(self) -> None:
         _reset_linear(self.forget_proj)
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(log_decay=F.logsigmoid(wide(self.forget_proj(x)))), None
 
 
@@ -150,7 +155,7 @@ class IndependentForgetGate(GateProjection):
         lengths = torch.linspace(math.log(self.t_min), math.log(self.t_max), self.sizes.num_heads).exp()
         _fill(self.forget_bias, (-torch.log(torch.expm1(1 / lengths))).tolist())
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return _constant(F.logsigmoid(wide(self.forget_bias)), x), None
 
 
@@ -199,14 +204,14 @@ class SoftplusDecay(GateProjection):
         """dt ``[B, T, H]`` in float32."""
         return F.softplus(wide(self.dt_proj(x)) + wide(self.dt_bias))
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(log_decay=-wide(self.log_a).exp() * self.step(x)), None
 
 
 class Mamba2Decay(SoftplusDecay):
     """The softplus decay whose step also scales what is written: ``v_t`` becomes ``dt_t v_t``."""
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         dt = self.step(x)
         return Gate(log_decay=-wide(self.log_a).exp() * dt), dt
 
@@ -239,7 +244,7 @@ class LowRankDiagonal(GateProjection):
         _reset_linear(self.down)
         _reset_linear(self.up)
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         a = F.logsigmoid(wide(self.up(self.down(x)))) / self.temperature
         return Gate(log_diag=a.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))), None
 
@@ -264,7 +269,7 @@ class RotaryAngles(GateProjection):
         self.theta = theta
         _own(self, "angle", rotary_angles(sizes.head_dim, theta), trainable=False)
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(angle=wide(self.angle)), None
 
 
@@ -287,9 +292,9 @@ class DeltaRule(GateProjection):
     def reset_parameters(self) -> None:
         _reset_linear(self.beta_proj)
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         beta = wide(self.beta_proj(x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
-        return Gate(w=k, beta=beta), beta
+        return Gate(w=k, beta=beta), DELTA_RULE
 
 
 class PathTransition(GateProjection):
@@ -328,7 +333,7 @@ class PathTransition(GateProjection):
         if self.w_conv is not None:
             self.w_conv.reset_parameters()
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         w = k
         if self.w_down is not None and self.w_up is not None:
             w = self.w_up(self.w_down(x))
