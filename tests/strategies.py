@@ -178,8 +178,8 @@ def extend_in_segments(
     state, outputs = None, []
     for start, stop in itertools.pairwise(cuts):
         now = slice(start, stop)
-        options = {} if valid is None else {"valid": valid[:, now]}
-        o, state = variant.extend(
+        options = {"scale": scale} if valid is None else {"scale": scale, "valid": valid[:, now]}
+        o, state = variant.extend(q[:, now], k[:, now], v[:, now], gate.slice(start, stop), state, **options)
             q[:, now], k[:, now], v[:, now], gate.slice(start, stop), state, scale=scale, **options
         )
         outputs.append(o)
