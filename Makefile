@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/attnzoo compare configs/demo.yaml
+	$(BIN)/attnzoo compare demo
 
 test: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --ignore=tests/docs
@@ -63,12 +63,12 @@ docs-test: docs-site
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --require-browser tests/docs
 
 bench: install
-	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python -m attnzoo.benchmarks.cpu
 
 bench-gpu: install
-	$(BIN)/python benchmarks/fox_gpu.py --out runs/bench-gpu --plot
-	$(BIN)/python benchmarks/decode_gpu.py --out runs/bench-gpu
-	$(BIN)/python benchmarks/path_gpu.py --out runs/bench-gpu/path
+	$(BIN)/python -m attnzoo.benchmarks.fox --out runs/bench-gpu --plot
+	$(BIN)/python -m attnzoo.benchmarks.decode --out runs/bench-gpu
+	$(BIN)/python -m attnzoo.benchmarks.path --out runs/bench-gpu/path
 
 clean:
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,17 +7,11 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from attnzoo.algebra.gate import PARTS
 from attnzoo.registry import PAIRS, Pair, Variant, get, pairs
 
 WIDTH = 80
 LABEL = 12  # columns before the text
-PARTS = {
-    "log_decay": ("gₜ", "[B, T, H]", "natural log, ≤ 0; −∞ closes the gate"),
-    "log_diag": ("aₜ", "[B, T, H, K]", "natural log per channel, ≤ 0"),
-    "angle": ("θₜ", "[K/2] or [B, T, H, K/2]", "radians per token"),
-    "w": ("wₜ", "[B, T, G, K]", "unit vectors"),
-    "beta": ("βₜ", "[B, T, G]", "in [0, 2]"),
-}
 
 
 def describe(name: str, *, ascii_only: bool = False) -> str:
@@ -111,7 +105,8 @@ def _general(variant: Variant) -> Sequence[str]:
 
 def _parts(pair: Pair, write: Callable[[str], str]) -> Iterator[str]:
     """A line per part of the gate, in columns: symbol, name, shape, values."""
-    rows = [tuple(map(write, (PARTS[part][0], part, *PARTS[part][1:]))) for part in pair.requires]
+    parts = [(PARTS[name].symbol, name, PARTS[name].shown, PARTS[name].values) for name in pair.requires]
+    rows = [tuple(map(write, row)) for row in parts]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 def nearest(name: object, options: Iterable[str]) -> str | None:
@@ -23,3 +24,23 @@ def unknown(kind: str, name: object, options: Iterable[str]) -> ValueError:
     message = f"unknown {kind} {name!r}: expected one of {', '.join(listed)}"
     close = nearest(name, listed)
     return ValueError(f"{message}; did you mean {close!r}?" if close else message)
+
+
+def at_least(config: Any, minimum: float, *names: str) -> None:
+    """Raise ValueError if a field of ``config`` in ``names`` is below ``minimum``."""
+    for name in names:
+        if not getattr(config, name) >= minimum:
+            raise ValueError(f"{name} must be at least {minimum}, got {getattr(config, name)}")
+
+
+def above(config: Any, minimum: float, *names: str) -> None:
+    """Raise ValueError if a field of ``config`` in ``names`` is not above ``minimum``."""
+    for name in names:
+        if not getattr(config, name) > minimum:
+            raise ValueError(f"{name} must be above {minimum:g}, got {getattr(config, name)}")
+
+
+def one_of(config: Any, name: str, options: list[str]) -> None:
+    """Raise ValueError if the field ``name`` of ``config`` is none of ``options``."""
+    if getattr(config, name) not in options:
+        raise unknown(name, getattr(config, name), options)

@@ -12,13 +12,14 @@ from typing import Any, Literal, cast
 
 import torch
 
+from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.validation import check_inputs
 from attnzoo.errors import unknown
 from attnzoo.forms.cache import check_state
 from attnzoo.forms.protocol import REFERENCE, Call, FormSet, check_options
 
 Side = Literal["linear", "softmax"]
-GATE_PARTS = ("log_decay", "log_diag", "angle", "w", "beta")
+GATE_PARTS = tuple(PARTS)
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.gate import PARTS, Draws, Gate, Regime
 from attnzoo.errors import unknown
 from attnzoo.registry import get
 
-Regime = Literal["mixed", "open", "closing", "zero", "closed"]
+__all__ = ["Regime", "random_gate", "random_inputs"]
 
 
 def random_gate(
@@ -38,43 +37,16 @@ def random_gate(
     if regime not in get_args(Regime):
         raise unknown("regime", regime, get_args(Regime))
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype, generator=generator)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, dtype=dtype, generator=generator)
-
-    def log_gate(*shape: int) -> Tensor:
-        shift = {"open": 5.0, "closing": -5.0}.get(regime, 1.0)
-        g = F.logsigmoid(2 * normal(*shape) + shift)
-        draw = uniform(*shape)
-        if regime == "zero":
-            g = torch.zeros_like(g)
-        if regime == "closed":
-            g = g.masked_fill(draw < 0.25, -torch.inf)
-        if regime == "mixed":
-            g = g.masked_fill(draw < 0.05, -torch.inf).masked_fill(draw > 0.9, 0.0)
-        return g
-
+    draws = Draws(regime, dtype, generator)
+    sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "K/2": K // 2, "H or 1": H}
     requires = get(name).requires
-    parts: dict[str, Tensor] = {}
-    if "log_decay" in requires:
-        parts["log_decay"] = log_gate(B, T, H)
-    if "log_diag" in requires:
-        parts["log_diag"] = log_gate(B, T, H, K)
-    if "angle" in requires:
-        parts["angle"] = normal(B, T, H, K // 2) * (regime != "zero")
-    if "w" in requires:
-        parts["w"] = F.normalize(normal(B, T, G, K), dim=-1)
-    if "beta" in requires:
-        beta, draw = 2 * uniform(B, T, G), uniform(B, T, G)
-        if regime == "zero":
-            beta = torch.zeros_like(beta)
-        if regime in ("closed", "mixed"):
-            rare = 0.5 if regime == "closed" else 0.1
-            beta = beta.masked_fill(draw < rare, 0.0).masked_fill(draw > 1 - rare, 2.0)
-        parts["beta"] = beta
-    return Gate(**parts)
+    return Gate(
+        **{
+            part: declared.sample(draws, tuple(sizes[axis] for axis in declared.shapes[0].split(", ")))
+            for part, declared in PARTS.items()
+            if part in requires
+        }
+    )
 
 
 def random_inputs(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
-from attnzoo.algebra.transitions import Block, Transition
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
 from attnzoo.forms.fla import fla_linear_attention, fla_unavailable
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.protocol import Kernel
@@ -45,13 +45,13 @@ def phases(angle: Tensor, dim: int) -> Tensor:
 class Rotation(Transition):
     """``R_t = Rot(angle_t)``; ``total`` is the phase turned over the block, ``[..., K/2]``."""
 
-    def apply(self, gate: Gate, state: Tensor) -> Tensor:
+    def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         return self.carry(cast(Tensor, gate.angle), state)
 
-    def block(self, q: Tensor, k: Tensor, gate: Gate) -> Block:
+    def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
         phase = phases(cast(Tensor, gate.angle), dim=-2)
         turned_q = rotate(q, phase)
-        return Block(
+        return ClosedForm(
             scores=turned_q @ rotate(k, phase).mT,
             q=turned_q,
             k=rotate(k, phase - phase[..., -1:, :]),

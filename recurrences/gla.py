@@ -16,8 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import Block, Transition, open_sums
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, open_sums
 from attnzoo.forms.fla import FLA_DIAGONAL_DECAY
 from attnzoo.forms.linear import LinearForms
 
@@ -37,14 +36,14 @@ SAFE = 16.0  # a log-decay over which exp is still accurate and far from overflo
 class Diagonal(Transition):
     """``R_t = Diag(exp(log_diag_t))``; ``total`` is the decay of each channel over the block."""
 
-    def apply(self, gate: Gate, state: Tensor) -> Tensor:
+    def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         return cast(Tensor, gate.log_diag).exp()[..., None] * state
 
-    def block(self, q: Tensor, k: Tensor, gate: Gate) -> Block:
+    def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
         sums = open_sums(cast(Tensor, gate.log_diag), dim=-2)
         b, n = sums
         total = b[..., -1, :].to(q.dtype).exp()
-        return Block(
+        return ClosedForm(
             scores=_scores(q, k, *sums),
             q=q * (b.to(q.dtype).exp() if n is None else b.to(q.dtype).exp() * (n == 0)),
             k=k * _decay(_at(sums, -1), sums, k.dtype),

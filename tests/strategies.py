@@ -180,7 +180,5 @@ def extend_in_segments(
         now = slice(start, stop)
         options = {"scale": scale} if valid is None else {"scale": scale, "valid": valid[:, now]}
         o, state = variant.extend(q[:, now], k[:, now], v[:, now], gate.slice(start, stop), state, **options)
-            q[:, now], k[:, now], v[:, now], gate.slice(start, stop), state, scale=scale, **options
-        )
         outputs.append(o)
     return torch.cat(outputs, 1), state

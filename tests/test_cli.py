@@ -17,11 +17,13 @@ from torch import Tensor
 
 from attnzoo import cli, describe, get, list_variants, pairs
 from attnzoo import verify as verification
-from attnzoo.compare import CompareConfig, plan
 from attnzoo.config import load_config
+from attnzoo.experiments.builtin import built_in
+from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.models import LanguageModel
 
-DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
+ROOT = Path(__file__).parents[1]
+DEMO = built_in("compare")["demo"]
 TINY = """
 title: tiny comparison
 output_dir: {folder}/runs
@@ -195,7 +197,13 @@ def test_forms_that_need_a_gpu_are_not_counted_as_verified_without_one(run: Any)
         (["show", "fox", "nope"], ["nope"]),
         (["verify", "--sed", "1"], ["'--seed'"]),
         (["verify", "--seed", "x"], ["'x'"]),
-        (["train", "missing.yaml"], ["missing.yaml"]),
+        (["train", "missing.yaml"], ["missing.yaml", "fox_small, tiny"]),
+        (["train", "tinny"], ["'tinny'", "did you mean 'tiny'"]),
+        (["train", "configs/tiny.yaml"], ["'configs/tiny.yaml'", "did you mean 'tiny'"]),
+        (["train", "tiny", "stepz=3"], ["'stepz'", "'steps'"]),
+        (["train", "demo"], ["'demo'", "fox_small, tiny"]),
+        (["compare", "demos"], ["did you mean 'demo'"]),
+        (["compare", "demo", "train.stepz=3"], ["'train.stepz'"]),
         (["compare", "missing.yaml"], ["missing.yaml"]),
         (["report", "missing"], ["missing"]),
         (["report"], ["RUN"]),
@@ -243,7 +251,7 @@ def test_help_lists_every_command_in_a_fresh_process() -> None:
 
 
 def test_documented_help_is_what_the_commands_print() -> None:
-    page = (DEMO.parents[1] / "docs" / "reference" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     shown = re.findall(r"```text\n(.*?)\n```", page, flags=re.DOTALL)
     program = [sys.executable, "-m", "attnzoo.cli"]
     environment = {**os.environ, "COLUMNS": "80"}

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from attnzoo import Gate, Prune, get, list_variants, oracle
 from attnzoo.config import ModelConfig
 from attnzoo.evaluation import (
-    _shown_length,
     decay_matrix,
     gate_maps,
     mean_and_error,
@@ -22,6 +21,7 @@ from attnzoo.evaluation import (
     prune_maps,
     token_losses,
 )
+from attnzoo.evaluation.gates import _shown_length
 from attnzoo.models import LanguageModel
 from attnzoo.samples import random_inputs
 

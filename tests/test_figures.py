@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from attnzoo import figures
-from attnzoo.figures import Dot, Line, Look, to_svg
+from attnzoo.experiments import figures
+from attnzoo.experiments.figures import Dot, Line, Look, to_svg
 
 LOOK = Look(figures.PAIR_COLORS[2], ())
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import cases
+from strategies import CPU_FORMS, cases
 
 from attnzoo import Gate, get, list_variants
+from attnzoo.algebra.gate import PARTS
+from attnzoo.algebra.transitions import HeadGate
 from attnzoo.registry import GATE_PARTS
 from attnzoo.samples import random_inputs
 
@@ -70,6 +72,38 @@ def test_shared_angle_is_every_tokens_angle() -> None:
     assert shared.per_token(q).angle.shape == (B, T, 1, K // 2)  # type: ignore[union-attr]
 
 
+def test_shared_log_decay_is_every_tokens_log_decay() -> None:
+    q, _ = everything()
+    g = -torch.rand(H, dtype=torch.float64)
+    shared = Gate(log_decay=g)
+    assert torch.equal(shared.dense(q)[0], g.expand(B, T, H))
+    assert torch.equal(shared.per_token(q).log_decay, g.expand(B, T, H))  # type: ignore[arg-type]
+    assert torch.equal(shared.slice(1, 3).log_decay, g)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [n for n in list_variants() if "log_decay" in get(n).requires])
+def test_every_form_takes_a_shared_log_decay(name: str) -> None:
+    """A decay per head alone is the same as it repeated for every token, with padding and in segments too."""
+    q, k, v, gate = random_inputs(name, B, 9, H, G, K, 5, regime="open")
+    assert gate.log_decay is not None
+    shared = replace(gate, log_decay=gate.log_decay[0, 0].clone())
+    repeated = replace(gate, log_decay=gate.log_decay[:1, :1].expand(B, 9, H).contiguous())
+    valid = torch.ones(B, 9, dtype=torch.bool)
+    valid[0, :2] = False
+    variant = get(name)
+    for form in variant.forms:
+        if form in CPU_FORMS:
+            assert torch.equal(variant.forms[form](q, k, v, shared), variant.forms[form](q, k, v, repeated))
+    got, _ = variant.extend(q, k, v, shared, valid=valid)
+    expected, _ = variant.extend(q, k, v, repeated, valid=valid)
+    assert torch.equal(got, expected)
+    state, whole = None, variant.extend(q, k, v, repeated)[0]
+    for start, stop in [(0, 4), (4, 5), (5, 9)]:
+        now = slice(start, stop)
+        o, state = variant.extend(q[:, now], k[:, now], v[:, now], shared.slice(start, stop), state)
+        torch.testing.assert_close(o, whole[:, now], rtol=1e-12, atol=1e-12)
+
+
 def test_rotation_turns_counter_clockwise() -> None:
     """A quarter turn takes the first axis of a pair to the second."""
     _, R = Gate(angle=torch.tensor([math.pi / 2])).dense(torch.zeros(1, 1, 1, 2))
@@ -121,6 +155,36 @@ def test_map_and_slice() -> None:
     assert torch.equal(Gate(angle=theta).slice(1, 3).angle, theta)  # type: ignore[arg-type]
 
 
+def test_at_is_one_token_without_its_axis() -> None:
+    _, gate = everything()
+    assert all(torch.equal(getattr(gate.at(2), p), getattr(gate, p)[:, 2]) for p in gate.parts)
+    theta, g = torch.randn(K // 2), -torch.rand(H)
+    shared = Gate(angle=theta, log_decay=g).at(2)
+    assert torch.equal(shared.angle, theta)  # type: ignore[arg-type]
+    assert torch.equal(shared.log_decay, g)  # type: ignore[arg-type]
+
+
+def test_heads_first_gate_cuts_along_time() -> None:
+    """In the layout of transitions tokens come after heads, in parts with channels and without."""
+    q, gate = everything()
+    heads = HeadGate.of(gate, q)
+    for p in gate.parts:
+        x = getattr(gate, p).transpose(1, 2).repeat_interleave(H // getattr(gate, p).shape[2], 1)
+        assert torch.equal(getattr(heads, p), x)
+        assert torch.equal(getattr(heads.at(3), p), x[:, :, 3])
+        assert torch.equal(getattr(heads.slice(1, 3), p), x[:, :, 1:3])
+        assert torch.equal(getattr(heads.cut(2).at(1), p)[:, :, 1], x[:, :, 3])
+        assert not getattr(heads.cut(2).at(1), p)[:, :, 2].any()  # filled up with identities
+    assert HeadGate.of(Gate(angle=torch.ones(K // 2), log_decay=-torch.ones(H)), q).angle.shape == (B, H, T, K // 2)  # type: ignore[union-attr]
+
+
+def test_declared_parts_are_the_fields_of_a_gate() -> None:
+    assert tuple(PARTS) == tuple(f.name for f in fields(Gate)) == GATE_PARTS
+    _, gate = everything()
+    for name, part in PARTS.items():
+        assert getattr(gate, name).ndim == part.ndim
+
+
 def test_neutral_where_is_the_identity_there_and_nothing_elsewhere() -> None:
     q, gate = everything()
     absent = torch.zeros(B, T, dtype=torch.bool)
@@ -132,6 +196,18 @@ def test_neutral_where_is_the_identity_there_and_nothing_elsewhere() -> None:
     assert torch.equal(R[absent], torch.eye(K, dtype=torch.float64).expand(2, H, K, K))
     assert torch.equal(g[~absent], gate.dense(q)[0][~absent])
     assert torch.equal(R[~absent], gate.dense(q)[1][~absent])
+
+
+def test_neutral_where_takes_parts_that_hold_for_every_token() -> None:
+    q, _ = everything()
+    absent = torch.zeros(B, T, dtype=torch.bool)
+    absent[0, 2] = True
+    shared = Gate(angle=torch.randn(K // 2).double(), log_decay=-torch.rand(H).double())
+    g, R = shared.neutral_where(absent).dense(q)
+    assert not g[absent].any()
+    assert torch.equal(R[absent], torch.eye(K, dtype=torch.float64).expand(1, H, K, K))
+    assert torch.equal(g[~absent], shared.dense(q)[0][~absent])
+    assert torch.equal(R[~absent], shared.dense(q)[1][~absent])
 
 
 def test_gate_is_frozen() -> None:

@@ -36,7 +36,7 @@ LINEAR = '''
 import torch
 
 from attnzoo.forms.linear import LinearForms
-from attnzoo.algebra.transitions import Block, Transition
+from attnzoo.algebra.transitions import ClosedForm, Transition
 
 TITLE = "Kimi Delta Attention"
 PAPER = "Kimi Team, 2025 (arXiv:2510.26692)"
@@ -55,13 +55,13 @@ class DecayThenErase(Transition):
         total = torch.eye(K, dtype=q.dtype).expand(*q.shape[:-2], K, K)
         keys, scores, back = k[..., :0, :].mT, [], []
         for i in range(C):
-            now = gate.map(lambda part: part.select(2 + (q.ndim == 5), i))
+            now = gate.at(i)
             keys = torch.cat([self.apply(now, keys), k[..., i, :, None]], -1)
             total = self.apply(now, total)
             row = q[..., i, None, :] @ keys
             scores.append(torch.nn.functional.pad(row, (0, C - 1 - i)))
             back.append(q[..., i, None, :] @ total)
-        return Block(torch.cat(scores, -2), torch.cat(back, -2), keys.mT, total)
+        return ClosedForm(torch.cat(scores, -2), torch.cat(back, -2), keys.mT, total)
 
     def carry(self, total, state):
         return total @ state

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from attnzoo.evaluation import GateMap, PruneMap
-from attnzoo.report import Facts, RunResult, load_result, render, save_result, terminal_table, write_report
+from attnzoo.experiments.report import Facts, RunResult, load_result, render, save_result, terminal_table, write_report
 
 CONTEXT, LENGTH, WINDOWS, HEADS, BLOCK = 64, 256, 6, 3, 16
 NAMES = (

@@ -1,33 +1,22 @@
-"""The gate: the transition ``A_t = exp(g_t) R_t`` of every variant, in parts."""
+"""The gate: the transition ``A_t = exp(g_t) R_t`` of every variant, in parts that are declared here alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import reduce
+from typing import Literal, Self, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+Regime = Literal["mixed", "open", "closing", "zero", "closed"]
 
 
 @dataclass(frozen=True, eq=False)
-class Gate:
-    r"""The transition of each token, as the parts a variant needs.
-
-    The scalar part is :math:`g_t` = ``log_decay``. The matrix part is the product, in this order,
-
-    .. math:: R_t = \mathrm{Diag}(e^{a_t})\; \mathrm{Rot}(\theta_t)\; (I - \beta_t w_t w_t^\top)
-
-    of the parts that are given (a missing part is the identity). ``Rot`` turns the coordinate
-    pairs (2i, 2i+1) by the angle ``theta[i]``, as RoPE does (Su et al., 2021, eq. 15).
-
-    Args:
-        log_decay: g, natural log, <= 0 (-inf closes the gate), ``[B, T, H]``.
-        log_diag: a, natural log per channel, <= 0, ``[B, T, H, K]``.
-        angle: theta in radians per token, ``[K/2]`` (every token, every head), ``[B, T, 1, K/2]`` (every head) or
-            ``[B, T, H, K/2]``.
-        w: unit vectors of the Householder-like factor, ``[B, T, G, K]``.
-        beta: its strength in [0, 2], ``[B, T, G]``.
-    """
+class GateParts:
+    """The parts that a gate may have, in any layout; see :class:`Gate` for what they mean."""
 
     log_decay: Tensor | None = None
     log_diag: Tensor | None = None
@@ -40,26 +29,60 @@ class Gate:
         """Names of the parts that are given."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Gate:
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Apply ``fn`` to every part that is given."""
         return replace(self, **{name: fn(getattr(self, name)) for name in self.parts})
 
+
+@dataclass(frozen=True, eq=False)
+class Gate(GateParts):
+    r"""The transition of each token, as the parts a variant needs.
+
+    The scalar part is :math:`g_t` = ``log_decay``. The matrix part is the product, in this order,
+
+    .. math:: R_t = \mathrm{Diag}(e^{a_t})\; \mathrm{Rot}(\theta_t)\; (I - \beta_t w_t w_t^\top)
+
+    of the parts that are given (a missing part is the identity). ``Rot`` turns the coordinate
+    pairs (2i, 2i+1) by the angle ``theta[i]``, as RoPE does (Su et al., 2021, eq. 15).
+
+    Args:
+        log_decay: g, natural log, <= 0 (-inf closes the gate), ``[B, T, H]``, or ``[H]`` (every token).
+        log_diag: a, natural log per channel, <= 0, ``[B, T, H, K]``.
+        angle: theta in radians per token, ``[K/2]`` (every token, every head), ``[B, T, 1, K/2]`` (every head) or
+            ``[B, T, H, K/2]``.
+        w: unit vectors of the Householder-like factor, ``[B, T, G, K]``.
+        beta: its strength in [0, 2], ``[B, T, G]``.
+    """
+
     def slice(self, start: int, stop: int) -> Gate:
-        """The gate of tokens ``start`` to ``stop`` (a time-invariant angle stays as it is)."""
+        """The gate of tokens ``start`` to ``stop`` (a part that holds for every token stays as it is)."""
         return self.map(lambda part: part if part.ndim == 1 else part[:, start:stop])
 
-    def neutral_where(self, absent: Tensor) -> Gate:
-        """The gate with an identity transition at the tokens where ``absent`` ``[B, T]`` is true.
+    def at(self, t: int) -> Gate:
+        """The gate of one token, in parts without the axis of time (one that holds for every token stays as it is)."""
+        return self.map(lambda part: part if part.ndim == 1 else part[:, t])
 
-        The angle must be per token (a time-invariant one is expanded by :meth:`per_token`).
-        """
-        return self.map(lambda part: part.masked_fill(_unsqueeze_to(absent, part.ndim), 0.0))
+    def neutral_where(self, absent: Tensor) -> Gate:
+        """The gate with an identity transition at the tokens where ``absent`` ``[B, T]`` is true."""
+        gate = self._expanded(*absent.shape)
+        masked = {
+            name: getattr(gate, name).masked_fill(_unsqueeze_to(absent, getattr(gate, name).ndim), PARTS[name].neutral)
+            for name in gate.parts
+        }
+        return replace(gate, **masked)
 
     def per_token(self, q: Tensor) -> Gate:
-        """Expand a time-invariant angle to ``[B, T, 1, K/2]``, with q ``[B, T, H, K]``."""
-        if self.angle is None or self.angle.ndim != 1:
+        """Parts that hold for every token expanded to ``[B, T, ...]``, with q ``[B, T, H, K]``.
+
+        An angle ``[K/2]`` becomes ``[B, T, 1, K/2]``.
+        """
+        return self._expanded(*q.shape[:2])
+
+    def _expanded(self, B: int, T: int) -> Gate:
+        shared = {name: getattr(self, name) for name in self.parts if getattr(self, name).ndim == 1}
+        if not shared:
             return self
-        return replace(self, angle=self.angle.expand(*q.shape[:2], 1, -1))
+        return replace(self, **{name: x.expand(B, T, *(1,) * (PARTS[name].ndim - 3), -1) for name, x in shared.items()})
 
     def dense(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """The gate as explicit float64 matrices, the ground of every test.
@@ -71,32 +94,160 @@ class Gate:
             g ``[B, T, H]`` and R ``[B, T, H, K, K]``, float64.
         """
         B, T, H, K = q.shape
-        g = q.new_zeros(B, T, H, dtype=torch.float64)
-        if self.log_decay is not None:
-            g = self.log_decay.double()
-        R = torch.eye(K, dtype=torch.float64, device=q.device).expand(B, T, H, K, K)
-        if self.log_diag is not None:
-            R = R * self.log_diag.double().exp()[..., :, None]
-        if self.angle is not None:
-            angle = self.angle.double().expand(B, T, H, K // 2)
-            R = R @ torch.diag_embed(angle.cos().repeat_interleave(2, -1)).add(
-                torch.diag_embed(_every_second(-angle.sin()), 1)
-            ).add(torch.diag_embed(_every_second(angle.sin()), -1))
-        if self.w is not None and self.beta is not None:
-            w, beta = expand_heads(self.w.double(), H), expand_heads(self.beta.double(), H)
-            eye = torch.eye(K, dtype=torch.float64, device=q.device)
-            R = R @ (eye - beta[..., None, None] * w[..., :, None] * w[..., None, :])
-        return g, R
+        gate = self.per_token(q).map(Tensor.double)
+        g = q.new_zeros(B, T, H, dtype=torch.float64) if gate.log_decay is None else gate.log_decay
+        matrices = [
+            part.matrix(gate, H) for name, part in PARTS.items() if part.matrix is not None and name in gate.parts
+        ]
+        eye = torch.eye(K, dtype=torch.float64, device=q.device)
+        return g, reduce(torch.matmul, matrices, eye).expand(B, T, H, K, K)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where the random parts of :func:`attnzoo.samples.random_gate` come from."""
+
+    regime: Regime
+    dtype: torch.dtype
+    generator: torch.Generator | None
+
+    def normal(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, dtype=self.dtype, generator=self.generator)
+
+    def uniform(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.rand(shape, dtype=self.dtype, generator=self.generator)
+
+
+@dataclass(frozen=True)
+class GatePart:
+    """One part of a gate: all that the rest of the library must know of it.
+
+    Args:
+        symbol: in equations.
+        shapes: accepted shapes by the names of their axes (``H or 1``: either), the whole part first; a part of one
+            axis holds for every token.
+        values: what the entries are, in words.
+        refuse: what is wrong with the values of a part, or ""; it is given the part and the gate that it is in.
+        sample: a random part of a shape.
+        matrix: the factor of R_t, ``[B, T, H, K, K]``, from a float64 gate per token and H; factors are multiplied in
+            the order of :data:`PARTS`. None where the part is not a factor of its own.
+        neutral: the value of which the transition is the identity.
+        rounded: whether the part may come in the dtype of q; others must be float32 or float64.
+    """
+
+    symbol: str
+    shapes: tuple[str, ...]
+    values: str
+    refuse: Callable[[Tensor, GateParts], str]
+    sample: Callable[[Draws, tuple[int, ...]], Tensor]
+    matrix: Callable[[Gate, int], Tensor] | None = None
+    neutral: float = 0.0
+    rounded: bool = False
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the whole part."""
+        return self.shapes[0].count(",") + 1
+
+    @property
+    def shown(self) -> str:
+        """The accepted shapes in print."""
+        return " or ".join(f"[{shape}]" for shape in self.shapes)
+
+
+def _refuse_logs(x: Tensor, gate: GateParts) -> str:
+    if bool((x <= 0).all()):
+        return ""
+    return f"expected natural logs <= 0, got {'nan' if bool(x.isnan().any()) else f'{x.max().item():.6g}'}"
+
+
+def _refuse_angle(x: Tensor, gate: GateParts) -> str:
+    return "" if bool(x.isfinite().all()) else "expected finite radians, got inf or nan"
+
+
+def _refuse_beta(x: Tensor, gate: GateParts) -> str:
+    if bool(((x >= 0) & (x <= 2)).all()):
+        return ""
+    return f"expected values in [0, 2], got {x.min().item():.6g} to {x.max().item():.6g}"
+
+
+def _refuse_w(x: Tensor, gate: GateParts) -> str:
+    tolerance = 2e-2 if x.dtype in (torch.float16, torch.bfloat16) else 1e-3
+    off = (x.double().norm(dim=-1) - 1).abs()
+    if gate.beta is not None:
+        off = off.masked_fill(gate.beta == 0, 0)
+    return "" if bool((off <= tolerance).all()) else f"expected unit vectors, got lengths off by up to {off.max():.3g}"
+
+
+def _sample_logs(draws: Draws, shape: tuple[int, ...]) -> Tensor:
+    shift = {"open": 5.0, "closing": -5.0}.get(draws.regime, 1.0)
+    g, draw = F.logsigmoid(2 * draws.normal(shape) + shift), draws.uniform(shape)
+    if draws.regime == "zero":
+        return torch.zeros_like(g)
+    if draws.regime == "closed":
+        return g.masked_fill(draw < 0.25, -torch.inf)
+    if draws.regime == "mixed":
+        return g.masked_fill(draw < 0.05, -torch.inf).masked_fill(draw > 0.9, 0.0)
+    return g
+
+
+def _sample_angle(draws: Draws, shape: tuple[int, ...]) -> Tensor:
+    return draws.normal(shape) * (draws.regime != "zero")
+
+
+def _sample_w(draws: Draws, shape: tuple[int, ...]) -> Tensor:
+    return F.normalize(draws.normal(shape), dim=-1)
+
+
+def _sample_beta(draws: Draws, shape: tuple[int, ...]) -> Tensor:
+    beta, draw = 2 * draws.uniform(shape), draws.uniform(shape)
+    if draws.regime == "zero":
+        return torch.zeros_like(beta)
+    if draws.regime in ("closed", "mixed"):
+        rare = 0.5 if draws.regime == "closed" else 0.1
+        return beta.masked_fill(draw < rare, 0.0).masked_fill(draw > 1 - rare, 2.0)
+    return beta
+
+
+def _decay_matrix(gate: Gate, heads: int) -> Tensor:
+    return torch.diag_embed(cast(Tensor, gate.log_diag).exp())
+
+
+def _rotation_matrix(gate: Gate, heads: int) -> Tensor:
+    angle = cast(Tensor, gate.angle)
+    cos, sin = angle.cos().repeat_interleave(2, -1), angle.sin()
+    off_diagonal = torch.stack([sin, torch.zeros_like(sin)], -1).flatten(-2)[..., :-1]
+    return torch.diag_embed(cos) - torch.diag_embed(off_diagonal, 1) + torch.diag_embed(off_diagonal, -1)
+
+
+def _householder_matrix(gate: Gate, heads: int) -> Tensor:
+    w = expand_heads(cast(Tensor, gate.w), heads)
+    eye = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
+    if gate.beta is None:
+        return eye
+    return eye - expand_heads(gate.beta, heads)[..., None, None] * w[..., :, None] * w[..., None, :]
+
+
+PARTS: Mapping[str, GatePart] = {
+    "log_decay": GatePart(
+        "gₜ", ("B, T, H", "H"), "natural log ≤ 0 (−∞ closes)", _refuse_logs, _sample_logs,
+    ),
+    "log_diag": GatePart(
+        "aₜ", ("B, T, H, K",), "natural log per channel, ≤ 0", _refuse_logs, _sample_logs, _decay_matrix,
+    ),
+    "angle": GatePart(
+        "θₜ", ("B, T, H or 1, K/2", "K/2"), "radians per token", _refuse_angle, _sample_angle, _rotation_matrix,
+    ),
+    "w": GatePart(
+        "wₜ", ("B, T, G, K",), "unit vectors", _refuse_w, _sample_w, _householder_matrix, rounded=True,
+    ),
+    "beta": GatePart("βₜ", ("B, T, G",), "in [0, 2]", _refuse_beta, _sample_beta, rounded=True),
+}  # fmt: skip
 
 
 def expand_heads(x: Tensor, heads: int) -> Tensor:
     """Repeat the heads of ``[B, T, G, ...]`` up to ``heads``, if there are fewer."""
     return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], 2)
-
-
-def _every_second(x: Tensor) -> Tensor:
-    """Interleave the entries of ``x`` with zeros, without a zero at the end: an off-diagonal of length K-1."""
-    return torch.stack([x, torch.zeros_like(x)], -1).flatten(-2)[..., :-1]
 
 
 def _unsqueeze_to(mask: Tensor, ndim: int) -> Tensor:

@@ -30,9 +30,9 @@ class Prune:
 
     Args:
         eps: largest total attention weight that may be dropped from one row, in (0, 1).
-        bound: ``"tail"`` is the certificate of DESIGN section 5 (sums the tail that is dropped);
-            ``"paper"`` is the threshold of Lin et al., "Adaptive Computation Pruning for the
-            Forgetting Transformer", 2025, section 3.
+        bound: ``"tail"`` sums the weight of the keys that are dropped (the certificate at the top of
+            ``attnzoo/algebra/pruning.py``); ``"paper"`` is the threshold of Lin et al., "Adaptive Computation Pruning
+            for the Forgetting Transformer", 2025, section 3.
 
     Raises:
         ValueError: ``eps`` outside (0, 1) or an unknown ``bound``.

@@ -3,22 +3,54 @@
 Both sides of a pair stand on one :class:`Transition`: the linear side carries its state across blocks with
 it, the softmax side its cached keys. The scalar decay commutes with every matrix and is kept apart, in logs.
 Inside this layer time is the second-to-last axis and heads come before it: q ``[B, H, T, K]``, or
-``[B, H, N, C, K]`` when T is cut into N blocks of C tokens.
+``[B, H, N, C, K]`` when T is cut into N blocks of C tokens. Gates have that layout too, as :class:`HeadGate`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.gate import PARTS, Gate, GateParts
+
+
+@dataclass(frozen=True, eq=False)
+class HeadGate(GateParts):
+    """A gate as transitions take it: heads before time, and a copy of every part for each query head.
+
+    ``log_decay`` and ``beta`` are ``[B, H, T]``, ``log_diag`` and ``w`` ``[B, H, T, K]``, ``angle`` ``[B, H, T, K/2]``;
+    cut into N blocks of C tokens, ``[B, H, N, C]`` and so on. Those of one token (:meth:`at`) have no axis of time.
+    """
+
+    @classmethod
+    def of(cls, gate: Gate, q: Tensor) -> HeadGate:
+        """``gate`` in this layout and in the dtype of the computation, with q ``[B, T, H, K]``."""
+        gate, heads, dtype = gate.per_token(q), q.shape[2], compute_dtype(q)
+        return cls(**{name: heads_first(getattr(gate, name), heads, dtype) for name in gate.parts})
+
+    def at(self, t: int) -> HeadGate:
+        """The gate of one token."""
+        return self._along_time(lambda part, axis: part.select(axis, t))
+
+    def slice(self, start: int, stop: int) -> HeadGate:
+        """The gate of tokens ``start`` to ``stop``."""
+        return self._along_time(lambda part, axis: part.narrow(axis, start, stop - start))
+
+    def cut(self, size: int) -> HeadGate:
+        """The gate in blocks of ``size`` tokens, the last one filled up with identities."""
+        return self.map(lambda part: cut(part, size))
+
+    def _along_time(self, fn: Callable[[Tensor, int], Tensor]) -> HeadGate:
+        """Apply ``fn`` to every part and the axis on which its tokens are, counted from the end."""
+        return replace(self, **{name: fn(getattr(self, name), 2 - PARTS[name].ndim) for name in self.parts})
 
 
 @dataclass(frozen=True)
-class Block:
+class ClosedForm:
     """A block of C tokens in closed form.
 
     Args:
@@ -37,13 +69,13 @@ class Block:
 class Transition:
     """The identity; other transitions override all three methods. What they return may be written to in place."""
 
-    def apply(self, gate: Gate, state: Tensor) -> Tensor:
+    def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         """``R_t^T state`` for one token: the parts of ``gate`` lack the time axis, state is ``[B, H, K, X]``."""
         return state
 
-    def block(self, q: Tensor, k: Tensor, gate: Gate) -> Block:
+    def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
         """The closed form of a block; q, k ``[..., C, K]`` and gate parts with the same leading axes."""
-        return Block(scores=q @ k.mT, q=q, k=k, total=None)
+        return ClosedForm(scores=q @ k.mT, q=q, k=k, total=None)
 
     def carry(self, total: Tensor, state: Tensor) -> Tensor:
         """``(R_1 ... R_C)^T state`` with ``total`` from :meth:`block` and state ``[B, H, K, X]``."""
@@ -101,9 +133,9 @@ def block_decay(g: Tensor) -> Decay:
 
 def _differences(c: Tensor, dtype: torch.dtype) -> Tensor:
     """``c_i - c_j`` in ``dtype``, ``[..., C, C]``, as exact as if taken in float64 but without that matrix."""
-    high = c.to(dtype)
-    low = (c - high).to(dtype)
-    return (high[..., :, None] - high[..., None, :]).add_(low[..., :, None]).sub_(low[..., None, :])
+    rounded = c.to(dtype)
+    error = (c - rounded).to(dtype)
+    return (rounded[..., :, None] - rounded[..., None, :]).add_(error[..., :, None]).sub_(error[..., None, :])
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:

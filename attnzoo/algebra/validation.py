@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.gate import PARTS, Gate
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GATE_FLOATS = (torch.float32, torch.float64)
@@ -79,29 +79,32 @@ def _parts(gate: Gate) -> str:
 
 def _check_gate(gate: Gate, q: Tensor, G: int) -> None:
     B, T, H, K = q.shape
-    shapes = {
-        "log_decay": ((B, T, H), "[B, T, H]"),
-        "log_diag": ((B, T, H, K), "[B, T, H, K]"),
-        "angle": ((B, T, H, K // 2), "[B, T, H, K/2] (or [B, T, 1, K/2], or [K/2])"),
-        "w": ((B, T, G, K), "[B, T, G, K]"),
-        "beta": ((B, T, G), "[B, T, G]"),
-    }
-    for part in gate.parts:
-        x = getattr(gate, part)
+    sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "K/2": K // 2}
+    for name in gate.parts:
+        x, part = getattr(gate, name), PARTS[name]
         if not isinstance(x, Tensor):
-            raise TypeError(f"gate.{part}: expected a tensor, got {type(x).__name__}")
-        if part == "angle" and K % 2:
+            raise TypeError(f"gate.{name}: expected a tensor, got {type(x).__name__}")
+        if name == "angle" and K % 2:
             raise ValueError(f"gate.angle: expected an even number of key channels to turn in pairs, got K={K}")
-        if part == "angle" and x.ndim == 1:
-            _shape("gate.angle", x, (K // 2,), "[K/2]")
-        elif part == "angle" and x.ndim == 4 and x.shape[2] == 1:
-            _shape("gate.angle", x, (B, T, 1, K // 2), "[B, T, 1, K/2]")
-        else:
-            _shape(f"gate.{part}", x, *shapes[part])
-        allowed = (*GATE_FLOATS, q.dtype) if part in ("w", "beta") else GATE_FLOATS
+        accepted = {shape: _sizes(shape, sizes, x) for shape in part.shapes}
+        if tuple(x.shape) not in accepted.values():
+            near = {shape: size for shape, size in accepted.items() if len(size) == x.ndim} or accepted
+            expected = " or ".join(f"[{shape}] = {size}" for shape, size in near.items())
+            raise ValueError(f"gate.{name}: expected {expected}, got {tuple(x.shape)}")
+        allowed = (*GATE_FLOATS, q.dtype) if part.rounded else GATE_FLOATS
         if x.dtype not in allowed:
-            raise TypeError(f"gate.{part}: expected float32 (or float64), got {x.dtype}")
-        _same("device", f"gate.{part}", x.device, "q", q.device)
+            raise TypeError(f"gate.{name}: expected float32 (or float64), got {x.dtype}")
+        _same("device", f"gate.{name}", x.device, "q", q.device)
+
+
+def _sizes(shape: str, sizes: Mapping[str, int], x: Tensor) -> tuple[int, ...]:
+    """The sizes of axes given by name; one that may also be 1 is 1 where it is in ``x``."""
+    expected = []
+    for number, axis in enumerate(shape.split(", ")):
+        name, _, other = axis.partition(" or ")
+        one = other == "1" and x.ndim > number and x.shape[number] == 1
+        expected.append(1 if one else sizes[name])
+    return tuple(expected)
 
 
 def _shape(label: str, x: Tensor, expected: tuple[int, ...], axes: str) -> None:
@@ -130,19 +133,7 @@ def check_values(gate: Gate) -> None:
             where beta is not 0 (off by more than 1e-3, or 2e-2 in 16 bits).
     """
     with torch.no_grad():
-        for part in ("log_decay", "log_diag"):
-            x = getattr(gate, part)
-            if x is not None and not bool((x <= 0).all()):
-                worst = "nan" if bool(x.isnan().any()) else f"{x.max().item():.6g}"
-                raise ValueError(f"gate.{part}: expected natural logs <= 0, got {worst}")
-        if gate.angle is not None and not bool(gate.angle.isfinite().all()):
-            raise ValueError("gate.angle: expected finite radians, got inf or nan")
-        if gate.beta is not None:
-            if not bool(((gate.beta >= 0) & (gate.beta <= 2)).all()):
-                low, high = gate.beta.min().item(), gate.beta.max().item()
-                raise ValueError(f"gate.beta: expected values in [0, 2], got {low:.6g} to {high:.6g}")
-            if gate.w is not None:
-                tolerance = 2e-2 if gate.w.dtype in (torch.float16, torch.bfloat16) else 1e-3
-                off = (gate.w.double().norm(dim=-1) - 1).abs().masked_fill(gate.beta == 0, 0)
-                if not bool((off <= tolerance).all()):
-                    raise ValueError(f"gate.w: expected unit vectors, got lengths off by up to {off.max().item():.3g}")
+        for name in gate.parts:
+            wrong = PARTS[name].refuse(getattr(gate, name), gate)
+            if wrong:
+                raise ValueError(f"gate.{name}: {wrong}")

@@ -1,6 +1,24 @@
 """Tokens for training: the standard library's own source, text files, or pre-tokenised files."""
 
-from attnzoo.data.sources import DOCUMENT_END, Data, build_data, decode, encode
-from attnzoo.data.windows import TokenWindows, heldout_windows
+from typing import TYPE_CHECKING
+
+from attnzoo.lazy import lazy
+
+if TYPE_CHECKING:
+    from attnzoo.data.sources import DOCUMENT_END, Data, build_data, decode, encode
+    from attnzoo.data.windows import TokenWindows, heldout_windows
 
 __all__ = ["DOCUMENT_END", "Data", "TokenWindows", "build_data", "decode", "encode", "heldout_windows"]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "DOCUMENT_END": "sources",
+        "Data": "sources",
+        "build_data": "sources",
+        "decode": "sources",
+        "encode": "sources",
+        "TokenWindows": "windows",
+        "heldout_windows": "windows",
+    },
+)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from attnzoo.config import DataConfig
+from attnzoo.data.config import DataConfig
 from attnzoo.data.windows import Tokens, TokenWindows
 from attnzoo.errors import nearest
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
-from attnzoo.algebra.transitions import Transition, block_decay, compute_dtype, cut, heads_first
+from attnzoo.algebra.transitions import HeadGate, Transition, block_decay, compute_dtype, cut, heads_first
 from attnzoo.forms.cache import RecurrentState
 from attnzoo.forms.options import LinearOptions, check_linear, separated
 from attnzoo.forms.protocol import Forms
@@ -76,24 +76,24 @@ class LinearForms(Forms):
 
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Gate, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, HeadGate, Tensor]:
         """All of it with the heads first, each query head with its own copy, and the state ``[B, H, K, V]``."""
         B, _, H, K = q.shape
         dtype = compute_dtype(q)
-        gate = gate.per_token(q).map(lambda part: heads_first(part, H, dtype))
+        local = HeadGate.of(gate, q)
         if state is None:
             state = q.new_zeros(B, H, K, v.shape[-1], dtype=dtype)
         q, k, v = (heads_first(x, H, dtype) for x in (q, k, v))
-        return q, k, v, gate, state.to(dtype)
+        return q, k, v, local, state.to(dtype)
 
     def _recur(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        q, k, v, gate, S = self._inputs(q, k, v, gate, state)
-        decay = None if gate.log_decay is None else gate.log_decay.exp()
+        q, k, v, local, S = self._inputs(q, k, v, gate, state)
+        decay = None if local.log_decay is None else local.log_decay.exp()
         outputs = []
         for t in range(q.shape[2]):
-            S = self.transition.apply(gate.map(lambda part, t=t: part[:, :, t]), S)  # type: ignore[misc]
+            S = self.transition.apply(local.at(t), S)
             if decay is not None:
                 S = decay[:, :, t, None, None] * S
             S = S + k[:, :, t, :, None] * v[:, :, t, None, :]
@@ -117,15 +117,15 @@ class LinearForms(Forms):
         size: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         T = q.shape[1]
-        q, k, v, gate, S = self._inputs(q, k, v, gate, state)
-        q, k, v, gate = cut(q, size), cut(k, size), cut(v, size), gate.map(lambda part: cut(part, size))
-        block = self.transition.block(q, k, gate)
+        q, k, v, local, S = self._inputs(q, k, v, gate, state)
+        q, k, v, local = cut(q, size), cut(k, size), cut(v, size), local.cut(size)
+        block = self.transition.block(q, k, local)
         scores, block_q, block_k = block.scores, block.q, block.k
         decays: list[Tensor] | None = None
-        if gate.log_decay is None:
+        if local.log_decay is None:
             scores = scores.tril_()
         else:
-            decay = block_decay(gate.log_decay)
+            decay = block_decay(local.log_decay)
             scores = scores.tril_() * decay.between.exp()
             block_q = block_q * decay.entry.exp()[..., None]
             block_k = block_k * decay.exit.exp()[..., None]

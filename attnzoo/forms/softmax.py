@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import first_kept_keys
-from attnzoo.algebra.transitions import Transition, compute_dtype, heads_first
+from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, separated
 from attnzoo.forms.protocol import Forms
@@ -82,6 +82,7 @@ class SoftmaxForms(Forms):
         """o ``[B, H, T, V]`` without the sink, its log-sum-exp ``[B, H, T]`` where one is needed, and the new state."""
         B, T, H, K = q.shape
         G, dtype = k.shape[2], compute_dtype(q)
+        gate = gate.per_token(q)
         past = KVCache(k[:, :0], v[:, :0]) if state is None else state
         P = len(past)
         log_decay = append(past.log_decay, gate.log_decay)
@@ -91,7 +92,7 @@ class SoftmaxForms(Forms):
         scaled = heads_first(q, H, dtype) * (K**-0.5 if options.scale is None else options.scale)
         keys, values = heads_first(k, H, dtype), heads_first(new.v, H, dtype)
         carried = heads_first(past.k, H, dtype).mT  # [B, H, K, S]: laid out as a state, to be carried as one
-        local = gate.map(lambda part: heads_first(part, H, dtype))
+        local = HeadGate.of(gate, q)
         decay = torch.zeros(B, H, P + T, dtype=dtype, device=q.device)
         if log_decay is not None:
             decay = heads_first(log_decay, H, dtype)
@@ -104,7 +105,7 @@ class SoftmaxForms(Forms):
         outputs = []
         for n, start in enumerate(range(0, T, ROWS)):
             stop = min(start + ROWS, T)
-            rows = local.map(lambda part, a=start, b=stop: part[:, :, a:b])  # type: ignore[misc]
+            rows = local.slice(start, stop)
             kept = None if first_kept is None else first_kept[:, :, n]
             args = (
                 scaled[:, :, start:stop], keys[:, :, start:stop], values[:, :, : P + stop], rows,
@@ -125,7 +126,7 @@ class SoftmaxForms(Forms):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        gate: Gate,
+        gate: HeadGate,
         decay: Tensor,
         carried: Tensor,
         valid: Tensor | None,
@@ -180,7 +181,7 @@ class AdditiveForms(SoftmaxForms):
     ) -> tuple[Tensor, KVCache]:
         """q in its place, and the cache with the new tokens."""
         q, k, phase = self.place(q, k, gate, state)
-        new = KVCache(k, v, gate.log_decay, valid, phase)
+        new = KVCache(k, v, gate.per_token(q).log_decay, valid, phase)
         if state is None:
             return q, new
         if k.shape[2] != state.k.shape[2]:

@@ -1,5 +1,12 @@
 """A decoder language model over any of the zoo's attention variants, one per layer."""
 
-from attnzoo.models.language_model import LanguageModel, ModelOutput
+from typing import TYPE_CHECKING
+
+from attnzoo.lazy import lazy
+
+if TYPE_CHECKING:
+    from attnzoo.models.decoder import LanguageModel, ModelOutput
 
 __all__ = ["LanguageModel", "ModelOutput"]
+
+__getattr__ = lazy(__name__, {"LanguageModel": "decoder", "ModelOutput": "decoder"})

@@ -1,7 +1,23 @@
 """Training on Hugging Face accelerate: one call, which also resumes what was interrupted."""
 
-from attnzoo.training.checkpoint import CheckpointError, load_run, newest_checkpoint
-from attnzoo.training.loop import train
-from attnzoo.training.metrics import read_metrics
+from typing import TYPE_CHECKING
+
+from attnzoo.lazy import lazy
+
+if TYPE_CHECKING:
+    from attnzoo.training.checkpoint import CheckpointError, load_run, newest_checkpoint
+    from attnzoo.training.loop import train
+    from attnzoo.training.metrics import read_metrics
 
 __all__ = ["CheckpointError", "load_run", "newest_checkpoint", "read_metrics", "train"]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "CheckpointError": "checkpoint",
+        "load_run": "checkpoint",
+        "newest_checkpoint": "checkpoint",
+        "train": "loop",
+        "read_metrics": "metrics",
+    },
+)

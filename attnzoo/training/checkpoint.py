@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnzoo.config import TrainConfig, config_differences, load_config, to_yaml
+from attnzoo.config import config_differences, load_config, to_yaml
+from attnzoo.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

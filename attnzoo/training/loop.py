@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.config import TrainConfig
 from attnzoo.data import Data, TokenWindows, build_data, heldout_windows
 from attnzoo.models import LanguageModel
-from attnzoo.models.language_model import IGNORED
+from attnzoo.models.decoder import IGNORED
 from attnzoo.training.checkpoint import (
     Progress,
     check_resumable,
@@ -29,6 +28,7 @@ from attnzoo.training.checkpoint import (
     write_checkpoint,
     write_config,
 )
+from attnzoo.training.config import TrainConfig
 from attnzoo.training.metrics import Metrics, Row
 from attnzoo.training.optimizer import build_optimizer, learning_rate
 from attnzoo.training.progress import Quiet, build_display
@@ -120,7 +120,7 @@ class _Run:
         for part in range(config.gradient_accumulation):
             with accelerator.accumulate(self.model):
                 tokens = self._part(self.data.train, step, part)  # [b, T + 1]
-                loss = self.model(tokens[:, :-1], labels=tokens[:, 1:]).loss
+                loss = self.model(tokens[:, :-1], targets=tokens[:, 1:]).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm)
@@ -142,18 +142,18 @@ class _Run:
         """Mean loss in nats per token over the held-out windows, however many processes share them."""
         accelerator, config = self.accelerator, self.config
         windows = torch.from_numpy(heldout_windows(self.data.heldout, config.data.context_length, config.eval_tokens))
-        inputs, labels = windows[:, :-1], windows[:, 1:]
+        inputs, targets = windows[:, :-1], windows[:, 1:]
         # Every process runs equally many equal batches: the model synchronises them.
         together = self.rows_per_part * accelerator.num_processes
         missing = -len(windows) % together
         inputs = torch.cat([inputs, inputs[:1].expand(missing, -1)])
-        labels = torch.cat([labels, torch.full_like(labels[:1], IGNORED).expand(missing, -1)])
+        targets = torch.cat([targets, torch.full_like(targets[:1], IGNORED).expand(missing, -1)])
         total = torch.zeros(2, dtype=torch.float64)  # [sum of losses, tokens]
         self.model.eval()
         for first in range(accelerator.process_index * self.rows_per_part, len(inputs), together):
             rows = slice(first, first + self.rows_per_part)
-            count = int((labels[rows] != IGNORED).sum())
-            loss = self.model(inputs[rows].to(accelerator.device), labels=labels[rows].to(accelerator.device)).loss
+            count = int((targets[rows] != IGNORED).sum())
+            loss = self.model(inputs[rows].to(accelerator.device), targets=targets[rows].to(accelerator.device)).loss
             if count:
                 total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
         # Two float32 numbers would not hold a sum over many tokens.

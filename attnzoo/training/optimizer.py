@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from attnzoo.config import OptimizerConfig
+from attnzoo.training.config import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from attnzoo.training.metrics import Row
 
 if TYPE_CHECKING:
-    from attnzoo.config import TrainConfig
+    from attnzoo.training.config import TrainConfig
 
 
 class Display(Protocol):

@@ -14,7 +14,7 @@ import torch
 from trained import HERE, ROOT, Array, cores, heldout, zoo_config
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.compare import plan, result_of
+from attnzoo.experiments.compare import plan, result_of
 from attnzoo.training import load_run
 
 DATA = HERE / "data"

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from attnzoo.figures import DECAY_COLORS, PAIR_COLORS
+from attnzoo.experiments.figures import DECAY_COLORS, PAIR_COLORS
 
 OUT = Path(__file__).parent / "out"
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.oracle import default_scale
-from attnzoo.compare import CompareConfig, plan
 from attnzoo.config import TrainConfig, load_config
 from attnzoo.data import build_data, heldout_windows
-from attnzoo.layer.attention import Attention, Projected
+from attnzoo.experiments.compare import CompareConfig, plan
+from attnzoo.layer.attention import Attention
+from attnzoo.layer.projected import Projected
 from attnzoo.models import LanguageModel
 from attnzoo.training import load_run, train
 

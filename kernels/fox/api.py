@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 
+from .plan import KEY_UNIT, ROW_UNIT, capability
 from .reference import _gate_sums, _left, fox_reference, prune_starts_reference
-from .tuning import KEY_UNIT, ROW_UNIT, capability
 
 Impl = Literal["auto", "triton", "reference"]
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -71,7 +71,7 @@ def fox_attention(
         ImportError: ``impl="triton"`` without Triton.
 
     Source: Lin et al., "Forgetting Transformer", 2025, section 3; Press et al., "Train Short, Test Long", 2022;
-    pruning: see ``kernels/fox/prune.py``.
+    pruning: see ``kernels/fox/portable/prune.py``.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bwd import fox_backward
-from .decode import fox_split_forward, splits_keys
-from .fwd import GATE_CONST, GATE_FULL, can_describe, fox_forward, gate_kind
-from .gates import gate_gradient, gate_sums
-from .prune import prune_starts
+from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
+from attnzoo.kernels.fox.portable.backward import fox_backward
+from attnzoo.kernels.fox.portable.decode import fox_split_forward, splits_keys
+from attnzoo.kernels.fox.portable.forward import GATE_CONST, GATE_FULL, can_describe, fox_forward, gate_kind
+from attnzoo.kernels.fox.portable.prune import prune_starts
+
+from .plan import KEY_UNIT, ROW_UNIT, hopper_forward, one_pass
 from .reference import CLOSED, segment_starts
-from .tuning import KEY_UNIT, ROW_UNIT, hopper_forward, one_pass
 
 
 def bounds(
@@ -40,7 +41,7 @@ def bounds(
 
 
 def _keeps_low(q: Tensor, v: Tensor, log_gate: Tensor | None, backward: bool) -> bool:
-    """Whether the backward needs what the rounding of o drops: in one pass, for the gate's gradient (``hopper``)."""
+    """Whether the backward needs what the rounding of o drops: in one pass, for the gate's gradient (``hopper/``)."""
     return backward and log_gate is not None and one_pass(q.shape[3], v.shape[3], q.dtype, q.device)
 
 
@@ -58,7 +59,7 @@ def fox_forward_op(
     if splits_keys(q.shape[1], k.shape[1], q.shape[2] // k.shape[2]):
         o, lse = fox_split_forward(q, k, v, log_gate, sink, c, base, left, start, scale)
     elif hopper_forward(q.shape[1], q.shape[3], v.shape[3], q.dtype, q.device) and can_describe(q, k, v):
-        from .hopper_fwd import fox_forward_hopper
+        from attnzoo.kernels.fox.hopper.forward import fox_forward_hopper
 
         o, lse = fox_forward_hopper(q, k, v, log_gate, sink, c, base, left, start, scale, low)
     else:
@@ -99,7 +100,7 @@ def fox_backward_op(
     some = [x if x.numel() else None for x in (c, base, left, start)]
     merges = log_gate is None or low.numel() > 0  # determinism may have been asked for in the forward alone
     if merges and one_pass(q.shape[3], v.shape[3], q.dtype, q.device) and can_describe(q, k, v):
-        from .one_pass import fox_backward_one_pass
+        from attnzoo.kernels.fox.hopper.backward import fox_backward_one_pass
 
         kept = low if low.numel() else None
         grads = fox_backward_one_pass(

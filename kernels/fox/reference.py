@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 
-from .tuning import KEY_UNIT, NEAR_UNITS, ROW_UNIT
+from .plan import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 
 CLOSED = -1.0e4  # a log gate this low is treated as -inf: exp(CLOSED) is 0 by any measure
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox import api as fox_api
 from attnzoo.kernels.fox.api import Impl, choose, share_kept
+from attnzoo.kernels.fox.plan import capability
 from attnzoo.kernels.fox.reference import _gate_sums, _left
-from attnzoo.kernels.fox.tuning import capability
 
+from .plan import too_small
 from .reference import path_reference, prune_starts_reference
-from .tuning import too_small
 
 
 def path_attention(
@@ -69,7 +69,7 @@ def path_attention(
             beta outside [0, 2], w not of unit length) are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1.
         ImportError: ``impl="triton"`` without Triton.
 
-    Source: Yang et al., "PaTH Attention", 2025, sections 2.2 and 3; pruning: ``kernels/fox/prune.py``.
+    Source: Yang et al., "PaTH Attention", 2025, sections 2.2 and 3; pruning: ``kernels/fox/portable/prune.py``.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)

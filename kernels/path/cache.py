@@ -11,8 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import cut, heads_first
+from attnzoo.algebra.transitions import HeadGate, cut, heads_first
 from attnzoo.recurrences.deltanet import Householder
 
 CHUNK = 64  # most tokens that one pass over the cache takes
@@ -30,7 +29,7 @@ def close_chunk(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, 
     rep = H // k.shape[2]
     qh, kh, wh, bh = (heads_first(x, H, torch.float32) for x in (q, k, w, beta))
     with torch.autocast(q.device.type, enabled=False):
-        block = Householder().block(qh, kh, Gate(w=wh, beta=bh))
+        block = Householder().block(qh, kh, HeadGate(w=wh, beta=bh))
     total = cast(Tensor, block.total)[:, ::rep].contiguous()
     return block.scores.contiguous(), block.q.transpose(1, 2).contiguous(), block.k[:, ::rep].transpose(1, 2), total
 
@@ -95,7 +94,7 @@ def path_extend(
     """
     _check(q, k, w, beta, keys, values, gates, valid)
     refuse_gradients(q, k, w, beta, keys, values)
-    from .decode import path_advance
+    from attnzoo.kernels.path.portable.decode import path_advance
 
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     S, outputs = keys.shape[1], []
@@ -133,7 +132,7 @@ def _carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
     for start in reversed(range(0, T, SLAB)):
         now = slice(start, start + SLAB)
         kh, wh, bh = (cut(heads_first(x[:, now], G, dtype), CHUNK) for x in (k, w, beta))  # [B, G, blocks, CHUNK, ...]
-        block = Householder().block(kh[..., :1, :], kh, Gate(w=wh, beta=bh))
+        block = Householder().block(kh[..., :1, :], kh, HeadGate(w=wh, beta=bh))
         products = cast(Tensor, block.total)  # of each block; then of all blocks of the slab from it on
         step = 1
         while step < products.shape[2]:

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.fox.gates import gate_gradient, gate_sums
+from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
+from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.fox.reference import segment_starts
-from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.path.portable.backward import path_backward
+from attnzoo.kernels.path.portable.forward import path_forward
+from attnzoo.kernels.path.portable.prune import path_starts
 
-from .bwd import path_backward
-from .fwd import path_forward
-from .prune import path_starts
-from .tuning import one_pass
+from .plan import one_pass
 
 
 def gates(
@@ -46,7 +46,7 @@ def starts(
 
 
 def _keeps_low(q: Tensor, v: Tensor, log_gate: Tensor | None, backward: bool) -> bool:
-    """Whether the backward needs what the rounding of o drops: in one pass, for the gate's gradient (``hopper``)."""
+    """Whether the backward needs what the rounding of o drops: in one pass, for the gate's gradient (``hopper/``)."""
     (T, _, K), V = q.shape[1:], v.shape[3]
     return backward and log_gate is not None and one_pass(T, K, V, q.dtype, q.device)
 

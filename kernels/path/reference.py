@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.fox.reference import _gate_sums, _left
-from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
 
 
 def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
@@ -49,7 +49,7 @@ def prune_starts_reference(
 ) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)], in float64.
 
-    The bounds of ``kernels/fox/prune.py``: every factor has norm at most 1, so |q_i| |k_j| still bounds each score. The
+    The bounds of FoX's pruning: every factor has norm at most 1, so |q_i| |k_j| still bounds each score. The
     tail bound takes a row's log-sum-exp over its own block of KEY_UNIT keys and the one before it.
 
     Args:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.fox import fox_attention, tuning
+from attnzoo.kernels.fox import fox_attention, plan
 from attnzoo.kernels.fox.reference import fox_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = tuning.Tiles(64, 32, 4, 1)  # several tiles in each direction at test sizes
+SMALL = plan.Tiles(64, 32, 4, 1)  # several tiles in each direction at test sizes
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ def oracle(case: Case, x: dict[str, Tensor], reference: Any = fox_reference) -> 
     return run(reference, case, {name: t.double() for name, t in x.items()})
 
 
-def triton(case: Case, x: dict[str, Tensor], tiles: tuning.Tiles | None = SMALL) -> dict[str, Tensor]:
-    override: dict[tuning.Kind, tuning.Tiles] = {} if tiles is None else {"fwd": tiles, "dq": tiles, "dkdv": tiles}
-    with tuning.override(override):
+def triton(case: Case, x: dict[str, Tensor], tiles: plan.Tiles | None = SMALL) -> dict[str, Tensor]:
+    override: dict[plan.Kind, plan.Tiles] = {} if tiles is None else {"fwd": tiles, "dq": tiles, "dkdv": tiles}
+    with plan.override(override):
         return run(fox_attention, case, x, impl="triton")
 
 

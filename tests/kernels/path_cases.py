@@ -12,7 +12,7 @@ import torch
 from fox_cases import DEVICE, draw_gate, run
 from torch import Tensor
 
-from attnzoo.kernels.path import path_attention, tuning
+from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 
 
@@ -41,10 +41,10 @@ class Case:
 @pytest.fixture(autouse=True)
 def large_tiles() -> Iterator[None]:
     """Under the interpreter large tiles are the fastest; a GPU keeps its own."""
-    large: dict[tuning.Kind, tuning.Tiles] = {
-        "fwd": tuning.Tiles(128, 64, 4, 1), "dq": tuning.Tiles(128, 64, 4, 1), "dkdv": tuning.Tiles(64, 64, 4, 1),
+    large: dict[plan.Kind, plan.Tiles] = {
+        "fwd": plan.Tiles(128, 64, 4, 1), "dq": plan.Tiles(128, 64, 4, 1), "dkdv": plan.Tiles(64, 64, 4, 1),
     }  # fmt: skip
-    with tuning.override(large if DEVICE == "cpu" else {}):
+    with plan.override(large if DEVICE == "cpu" else {}):
         yield
 
 

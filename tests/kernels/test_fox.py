@@ -9,7 +9,7 @@ import torch
 from fox_cases import DEVICE, SMALL, Case, inputs, oracle, run, triton, within_budget
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.fox import fox_attention, tuning
+from attnzoo.kernels.fox import fox_attention, plan
 
 CASES = [
     Case(gate="open"),
@@ -44,10 +44,10 @@ def test_kernel_within_budget(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "tiles",
-    [tuning.Tiles(128, 64, 4, 1), tuning.Tiles(16, 16, 4, 1), tuning.Tiles(64, 64, 4, 1, tma=True, heads=1)],
+    [plan.Tiles(128, 64, 4, 1), plan.Tiles(16, 16, 4, 1), plan.Tiles(64, 64, 4, 1, tma=True, heads=1)],
     ids=["large", "small", "descriptors"],
 )
-def test_every_tiling_computes_the_same(tiles: tuning.Tiles) -> None:
+def test_every_tiling_computes_the_same(tiles: plan.Tiles) -> None:
     case = Case(T=100, S=170, H=2, sink=True)
     x = inputs(case, torch.float32)
     within_budget(case, x, triton(case, x, tiles))
@@ -56,7 +56,7 @@ def test_every_tiling_computes_the_same(tiles: tuning.Tiles) -> None:
 def test_key_tiles_may_be_wider_than_a_unit() -> None:
     case = Case(T=200, S=230)
     x = inputs(case, torch.float32)
-    with tuning.override({"fwd": SMALL, "dq": SMALL, "dkdv": tuning.Tiles(32, 128, 4, 1)}):
+    with plan.override({"fwd": SMALL, "dq": SMALL, "dkdv": plan.Tiles(32, 128, 4, 1)}):
         within_budget(case, x, run(fox_attention, case, x, impl="triton"))
 
 
@@ -144,13 +144,13 @@ def test_constant_gates_and_no_gate_are_special_cases_of_gates() -> None:
 
 def test_gate_sums_do_not_lose_precision_with_length() -> None:
     """Mean |log gate| 1: the bias between neighbours near the end of a long sequence, against float64."""
-    from attnzoo.kernels.fox.gates import gate_sums
+    from attnzoo.kernels.common.gate_sums import gate_sums
 
     S = 131072
     g = -2 * torch.rand(1, S, 1, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     c, base, left, _ = gate_sums(g, None, S)
     exact = (g.double() / math.log(2)).cumsum(1)[0, :, 0]
-    unit = torch.arange(S, device=DEVICE) // tuning.KEY_UNIT
+    unit = torch.arange(S, device=DEVICE) // plan.KEY_UNIT
 
     def bias(i: int, j: torch.Tensor) -> torch.Tensor:  # as the kernels form it: base to base, then within the unit
         shift = (base[0, 0, unit[i]] + c[0, 0, i].double() - base[0, 0, unit[j]]).float()
@@ -232,27 +232,27 @@ def test_two_runs_give_the_same_bits_under_deterministic_algorithms() -> None:
 
 
 def test_where_the_gluon_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tuning, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(plan, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(plan, "triton_version", lambda: (3, 6))
     device = torch.device(DEVICE)
-    assert tuning.one_pass(64, 128, torch.bfloat16, device)
-    assert not tuning.one_pass(64, 64, torch.float32, device)
-    assert not tuning.one_pass(64, 256, torch.float16, device)
-    assert not tuning.one_pass(32, 64, torch.float16, device)
-    with tuning.override({"dq": SMALL}):
-        assert not tuning.one_pass(64, 64, torch.bfloat16, device)
-        assert tuning.hopper_forward(1000, 64, 128, torch.bfloat16, device)
-    assert not tuning.hopper_forward(100, 128, 128, torch.bfloat16, device)
-    assert not tuning.hopper_forward(1000, 64, 64, torch.bfloat16, device)
+    assert plan.one_pass(64, 128, torch.bfloat16, device)
+    assert not plan.one_pass(64, 64, torch.float32, device)
+    assert not plan.one_pass(64, 256, torch.float16, device)
+    assert not plan.one_pass(32, 64, torch.float16, device)
+    with plan.override({"dq": SMALL}):
+        assert not plan.one_pass(64, 64, torch.bfloat16, device)
+        assert plan.hopper_forward(1000, 64, 128, torch.bfloat16, device)
+    assert not plan.hopper_forward(100, 128, 128, torch.bfloat16, device)
+    assert not plan.hopper_forward(1000, 64, 64, torch.bfloat16, device)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not tuning.one_pass(64, 64, torch.bfloat16, device)
+        assert not plan.one_pass(64, 64, torch.bfloat16, device)
     finally:
         torch.use_deterministic_algorithms(False)
     for name, other in (("capability", (8, 0)), ("triton_version", (3, 7))):
         with monkeypatch.context() as patch:
-            patch.setattr(tuning, name, lambda *_, other=other: other)
-            assert not tuning.one_pass(64, 64, torch.bfloat16, device)
+            patch.setattr(plan, name, lambda *_, other=other: other)
+            assert not plan.one_pass(64, 64, torch.bfloat16, device)
 
 
 @pytest.mark.gpu

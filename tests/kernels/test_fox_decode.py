@@ -7,8 +7,9 @@ import torch
 from fox_cases import Case, inputs, triton, within_budget
 
 from attnzoo import Prune
-from attnzoo.kernels.fox import decode, fox_attention
-from attnzoo.kernels.fox.decode import splits_keys
+from attnzoo.kernels.fox import fox_attention
+from attnzoo.kernels.fox.portable import decode
+from attnzoo.kernels.fox.portable.decode import splits_keys
 
 CASES = [
     Case(T=1, S=600, H=2, G=2),

@@ -11,7 +11,7 @@ from fox_cases import DEVICE, Case, inputs, run, triton, within_budget
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.fox import fox_attention, kept_fraction, tuning
+from attnzoo.kernels.fox import fox_attention, kept_fraction, plan
 from attnzoo.kernels.fox.reference import _gate_sums, _left, prune_starts_reference
 
 EPS = math.exp(-10.0)
@@ -39,7 +39,7 @@ def dropped_mass(q: Tensor, k: Tensor, log_gate: Tensor, start: Tensor, scale: f
     s = torch.einsum("bthk,bshk->bhts", q.double(), k.double().repeat_interleave(rep, 2)) * (scale or K**-0.5)
     visible = (j <= pos[:, None]) & (j >= _left(closed, None, None)[..., S - T :, None])
     s = (s + c[..., S - T :, None] - c[..., None, :]).masked_fill(~visible, -math.inf)
-    cut = start.repeat_interleave(tuning.ROW_UNIT, -1)[..., :T, None]
+    cut = start.repeat_interleave(plan.ROW_UNIT, -1)[..., :T, None]
     return torch.where(j < cut, s.softmax(-1), 0.0).sum(-1)
 
 
@@ -55,7 +55,7 @@ def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
     c, closed = _gate_sums(x["log_gate"], 1, 520, 2, x["q"].device)
     exact = prune_starts_reference(x["q"], x["k"], c, _left(closed, None, None), 0.1, prune)
     assert bool((found <= exact).all())  # rounding may only prune less
-    assert bool((exact - found <= tuning.KEY_UNIT).all())
+    assert bool((exact - found <= plan.KEY_UNIT).all())
     assert int(exact.max()) > 0, "nothing was pruned: the case shows nothing"
     assert float(dropped_mass(x["q"], x["k"], x["log_gate"], found, 0.1).max()) <= EPS
 
@@ -69,7 +69,7 @@ def test_rows_that_drop_nothing_are_told_by_their_gates() -> None:
     exact = prune_starts_reference(x["q"], x["k"], c, _left(closed, None, None), 0.1, Prune())
     assert 0 < int((exact == 0).sum()) < exact.numel()
     assert bool((found <= exact).all())
-    assert bool((exact - found <= tuning.KEY_UNIT).all())
+    assert bool((exact - found <= plan.KEY_UNIT).all())
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
@@ -79,7 +79,7 @@ def test_forward_and_backward_use_the_same_boundaries(bound: str, gate: str) -> 
     options = {"prune": Prune(bound=bound), "scale": 0.1}
     case = Case(T=400, S=450, H=2, K=8, V=8, gate=gate, sink=True, options=options)
     x = inputs(case, torch.float32)
-    within_budget(case, x, triton(case, x, tuning.Tiles(64, 64, 4, 1)))
+    within_budget(case, x, triton(case, x, plan.Tiles(64, 64, 4, 1)))
 
 
 def adversary(kind: str) -> tuple[Tensor, Tensor, Tensor, float]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from attnzoo import Prune
 from attnzoo.algebra.oracle import softmax
 from attnzoo.kernels.fox import fox_attention
-from attnzoo.kernels.fox import tuning as fox_tuning
-from attnzoo.kernels.path import path_attention, tuning
+from attnzoo.kernels.fox import plan as fox_plan
+from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 from attnzoo.samples import random_inputs
 
@@ -192,23 +192,23 @@ def test_kernel_within_budget_bf16(case: Case) -> None:
 @pytest.mark.parametrize("case", HOPPER, ids=str)
 def test_both_forwards_within_budget(case: Case, gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not gluon:
-        monkeypatch.setattr("attnzoo.kernels.path.fwd.hopper_forward", lambda *_: False)
+        monkeypatch.setattr("attnzoo.kernels.path.portable.forward.hopper_forward", lambda *_: False)
     x = inputs(case, torch.bfloat16)
     within_budget(case, x, triton(case, x))
 
 
 def test_where_the_gluon_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fox_tuning, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(fox_tuning, "triton_version", lambda: (3, 6))
-    tuning._overrides.clear()  # the fixture puts them back
+    monkeypatch.setattr(fox_plan, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(fox_plan, "triton_version", lambda: (3, 6))
+    plan._overrides.clear()  # the fixture puts them back
     device = torch.device(DEVICE)
-    assert tuning.hopper_forward(129, 64, 128, torch.bfloat16, device)
-    assert not tuning.hopper_forward(128, 64, 64, torch.bfloat16, device)  # no level
-    assert not tuning.hopper_forward(1000, 64, 64, torch.float32, device)
-    assert not tuning.hopper_forward(1000, 32, 64, torch.float16, device)
-    assert not tuning.hopper_forward(1000, 66, 64, torch.float16, device)  # rows that descriptors cannot address
-    with tuning.override({"fwd": tuning.Tiles(128, 64, 4, 1)}):
-        assert not tuning.hopper_forward(1000, 64, 64, torch.bfloat16, device)
+    assert plan.hopper_forward(129, 64, 128, torch.bfloat16, device)
+    assert not plan.hopper_forward(128, 64, 64, torch.bfloat16, device)  # no level
+    assert not plan.hopper_forward(1000, 64, 64, torch.float32, device)
+    assert not plan.hopper_forward(1000, 32, 64, torch.float16, device)
+    assert not plan.hopper_forward(1000, 66, 64, torch.float16, device)  # rows that descriptors cannot address
+    with plan.override({"fwd": plan.Tiles(128, 64, 4, 1)}):
+        assert not plan.hopper_forward(1000, 64, 64, torch.bfloat16, device)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from path_cases import DEVICE, Case, inputs, large_tiles, run  # noqa: F401  (a 
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.fox import api as fox_api
-from attnzoo.kernels.path import path_attention, tuning
+from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 
 
@@ -214,6 +214,6 @@ def test_compiles_with_inductor() -> None:
 def test_gpus_with_too_little_shared_memory_are_refused(
     dtype: torch.dtype, capability: tuple[int, int], fits: bool
 ) -> None:
-    why = tuning.too_small(dtype, capability)
+    why = plan.too_small(dtype, capability)
     assert (why == "") == fits
     assert fits or "KiB of shared memory" in why

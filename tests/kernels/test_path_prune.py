@@ -11,8 +11,8 @@ from path_cases import DEVICE, Case, inputs, large_tiles, run, triton, within_bu
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.fox.reference import _gate_sums, _left
-from attnzoo.kernels.fox.tuning import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.path import kept_fraction, path_attention
 from attnzoo.kernels.path.reference import path_scores, prune_starts_reference
 

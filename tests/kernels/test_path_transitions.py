@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.path import blocks, carry
-from attnzoo.kernels.path import transitions as tr
+from attnzoo.kernels.path import levels as tr
+from attnzoo.kernels.path.portable import blocks, carry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -292,3 +292,24 @@ def test_carry_kernels_within_budget(case: tuple[int, ...], pruned: bool, dtype:
     plain_d = *plain_d[:2], plain_d[2].to(dtype)  # the running gradients are kept in the inputs' dtype
     for name, a, b, c in zip("qkm", exact_d, (gq, gk, gm), plain_d, strict=True):
         within(f"d{name}", a, b, c, dtype)
+
+
+@pytest.mark.timeout(120)  # a deadlock, not a wrong number, is what fails here
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU starts programs in an order of its own")
+def test_programs_may_start_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started last to first, one after another: none may wait for one that has not started."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    x = on_device(draw(1, 600, 2, 1, 16), torch.float32)
+    block = blocks.block_level(*x)
+    carried = carry.carry(block)
+    d = random_like(carried.levels, 600)
+    _, _, dq, dk = level_zero(block.q, block.k)
+    want = carry.carry_backward(block, carried, tr.Levels(d.q.clone(), d.k.clone()), dq, dk)
+
+    def backwards(self: Any, x: int, y: int, z: int) -> None:
+        self.grid_idx = tuple(n - 1 - i for n, i in zip(self.grid_dim, (x, y, z), strict=True))
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", backwards)
+    got = carry.carry_backward(block, carried, d, dq, dk)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

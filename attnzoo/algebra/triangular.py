@@ -1,0 +1,43 @@
+"""The inverse of unit lower triangular matrices, with its gradient."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+BASE = 8  # rows of the smallest block that is inverted row by row
+
+
+class _UnitLowerInverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lower: Tensor) -> Tensor:
+        C = lower.shape[-1]
+        size = max(BASE, 1 << (C - 1).bit_length())
+        lower = torch.nn.functional.pad(lower, (0, size - C, 0, size - C))
+        blocks = lower.unflatten(-1, (-1, BASE)).unflatten(-3, (-1, BASE)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        inverse = torch.eye(BASE, dtype=lower.dtype, device=lower.device).expand(blocks.shape).contiguous()
+        for i in range(1, BASE):  # forward substitution, row by row
+            inverse[..., i, :i] = -(blocks[..., i : i + 1, :i] @ inverse[..., :i, :i])[..., 0, :]
+        m = BASE
+        while m < size:  # [[A, 0], [C, D]]^-1 = [[A^-1, 0], [-D^-1 C A^-1, D^-1]]
+            first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
+            pairs = lower.unflatten(-1, (-1, 2 * m)).unflatten(-3, (-1, 2 * m)).diagonal(dim1=-4, dim2=-2)
+            corner = pairs.movedim(-1, -3)[..., m:, :m]
+            cross = -(second @ corner @ first)
+            inverse = torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross, second], -1)], -2)
+            m *= 2
+        result: Tensor = inverse[..., 0, :C, :C]
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        transposed: Tensor = ctx.saved_tensors[0].mT
+        return -(transposed @ grads[0] @ transposed).tril(-1)
+
+
+def unit_lower_inverse(lower: Tensor) -> Tensor:
+    """``(I + lower)^{-1}`` for strictly lower triangular matrices ``[..., C, C]``, in products of blocks."""
+    return cast(Tensor, _UnitLowerInverse.apply(lower))  # type: ignore[no-untyped-call]

@@ -1,0 +1,348 @@
+"""Forgetting attention on one GPU: ours beside every peer that is installed, in one run.
+
+    attnzoo bench fox [--out DIR] [--official FILE] [--shapes 2,24,16384,64]... [--plot] [--seconds 500]
+
+Peers: scaled_dot_product_attention (cuDNN and FlashAttention; no gate, the ceiling), flash-linear-attention,
+FlexAttention, and the official FoX kernel (``forgetting_transformer``, or its single file with --official). Each is
+checked against float64 before it is timed; a wrong result gets no speed. Writes results.json and results.md,
+and with --plot time against context length (1k to 128k) as plot.svg.
+
+Gates: 75% of the heads decay with a 1/e length log-uniform in 8..256 tokens, the rest in 1e5..1e6; q and k are
+RMS-normed per head. TFLOP/s are nominal: 4 B H T^2 K / 2 forward and 3.5 times that forward + backward, pruned or not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attnzoo.algebra.pruning import Prune
+from attnzoo.benchmarks.measure import (
+    Result,
+    ceiling,
+    chosen,
+    decay_lengths,
+    load_peer,
+    machine,
+    not_measured,
+    relative,
+    save,
+    timing,
+)
+from attnzoo.kernels.fox import fox_attention, kept_fraction
+from attnzoo.kernels.fox.reference import fox_reference
+
+SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (8, 24, 4096, 64), (1, 24, 65536, 64))
+LIMITS = {"o": 4e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dg": 8e-3}  # twice the peers' usual errors in bf16
+PRUNE = {bound: Prune(math.exp(-10.0), bound) for bound in ("paper", "tail")}
+
+
+@dataclass
+class Inputs:
+    """Tensors of one shape: [B, T, H, K] (ours) and [B, H, T, K] (head_first), log gates likewise."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    do: Tensor
+
+    def head_first(self) -> Inputs:
+        return Inputs(*(x.detach().transpose(1, 2).contiguous() for x in (self.q, self.k, self.v, self.g, self.do)))
+
+    def leaves(self) -> list[Tensor]:
+        return [x.requires_grad_() for x in (self.q, self.k, self.v, self.g)]
+
+
+@dataclass
+class Contender:
+    name: str
+    call: Callable[[Inputs], Tensor]
+    head_first: bool = False
+    gate: bool = True  # False: computes plain softmax attention
+    lengths: tuple[int, ...] = ()  # time it at these T only (it compiles for minutes)
+
+
+def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    tau = decay_lengths(H, generator)
+    torch.manual_seed(seed)
+    q, k, v, do = (torch.randn(B, T, H, K, device="cuda") for _ in range(4))
+    g = -2 * torch.rand(B, T, H, device="cuda") / tau
+    q, k = F.rms_norm(q, (K,)), F.rms_norm(k, (K,))
+    return Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, do.bfloat16())
+
+
+def official_module(path: Path | None) -> Any:
+    if path is None:
+        return importlib.import_module("forgetting_transformer.ops.forgetting_attention")
+    spec = importlib.util.spec_from_file_location("official_fox", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no Python file at {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
+    """Everything that can be called here, and why the rest cannot."""
+    found: list[Contender] = []
+    missing: list[str] = []
+
+    def ours(prune: Prune | None) -> Callable[[Inputs], Tensor]:
+        return lambda x: fox_attention(x.q, x.k, x.v, log_gate=x.g, prune=prune, impl="triton")
+
+    def sdpa(backend: SDPBackend) -> Callable[[Inputs], Tensor]:
+        def call(x: Inputs) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True)
+
+        return call
+
+    found.append(Contender("ours", ours(None)))
+    found += [Contender(f"ours, pruned ({bound})", ours(PRUNE[bound])) for bound in PRUNE]
+    found.append(Contender("SDPA cuDNN (no gate)", sdpa(SDPBackend.CUDNN_ATTENTION), True, False))
+    found.append(Contender("SDPA FlashAttention (no gate)", sdpa(SDPBackend.FLASH_ATTENTION), True, False))
+    kernel = load_peer("official", lambda: official_module(official).forgetting_attention, missing)
+    if kernel is not None:
+
+        def threshold(x: Inputs) -> Tensor:
+            B, H, T, K = x.q.shape
+            return torch.full((B, H), -(2 * math.sqrt(K) + math.log(T)) - 10.0, device="cuda")
+
+        def official_call(pruned: bool) -> Callable[[Inputs], Tensor]:
+            def call(x: Inputs) -> Tensor:
+                limit = threshold(x) if pruned else None
+                o: Tensor = kernel(x.q, x.k, x.v, x.g, head_first=True, adaptive_threshold=limit)
+                return o
+
+            return call
+
+        found += [
+            Contender("official", official_call(False), True),
+            Contender("official, pruned", official_call(True), True),
+        ]
+    parallel = load_peer(
+        "FLA", lambda: importlib.import_module("fla.ops.forgetting_attn").parallel_forgetting_attn, missing
+    )
+    if parallel is not None:
+        found.append(Contender("FLA", lambda x: parallel(x.q, x.k, x.v, x.g)))
+    found.append(Contender("FlexAttention", FlexFox(), True, lengths=(16384,)))
+    return found, missing
+
+
+class FlexFox:
+    """FlexAttention with the gate as a score modification; block masks are kept per length."""
+
+    def __init__(self) -> None:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        self.mask: dict[int, Any] = {}
+        self.create, self.flex = create_block_mask, torch.compile(flex_attention, dynamic=False)
+
+    def __call__(self, x: Inputs) -> Tensor:
+        T = x.q.shape[2]
+        if T not in self.mask:
+            self.mask[T] = self.create(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
+        c = x.g.cumsum(-1)
+        rows, keys = c, c.clone()  # its backward refuses one tensor indexed by both i and j
+
+        def bias(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s + rows[b, h, i] - keys[b, h, j]
+
+        return self.flex(x.q, x.k, x.v, score_mod=bias, block_mask=self.mask[T])
+
+
+def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
+    """Errors of output and gradients against float64 on the same bf16 inputs."""
+    x = draw(1, 4, T, K)
+    wide = [t.double().requires_grad_() for t in (x.q, x.k, x.v, x.g)]
+    exact = fox_reference(wide[0], wide[1], wide[2], log_gate=wide[3] if peer.gate else None)
+    grads = torch.autograd.grad(exact, wide if peer.gate else wide[:3], x.do.double())
+    y = x.head_first() if peer.head_first else x
+    leaves = y.leaves()[: 4 if peer.gate else 3]
+    o = peer.call(y)
+    got = [o, *torch.autograd.grad(o, leaves, y.do)]
+    if peer.head_first:
+        got = [t.transpose(1, 2) for t in got]
+    names = ("o", "dq", "dk", "dv", "dg")
+    return {n: relative(a, b) for n, a, b in zip(names, got, [exact, *grads], strict=False)}
+
+
+def time_peer(peer: Contender, x: Inputs, rep: int) -> tuple[float, float]:
+    """Median milliseconds of forward (no grad) and of forward + backward."""
+    y = x.head_first() if peer.head_first else x
+    return timing(lambda: peer.call(y), y.leaves()[: 4 if peer.gate else 3], y.do, rep)
+
+
+def measure(
+    shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, official: Path | None
+) -> Result:
+    deadline = time.time() + seconds
+    found, missing = contenders(official)
+    peers = chosen(found, only)
+    result: Result = {
+        "machine": machine(),
+        "missing": missing,
+        "matmul_tflops": ceiling(),
+        "rows": [],
+        "errors": [],
+    }
+    print(result["machine"], f"matmul {result['matmul_tflops']:.0f} TFLOP/s", flush=True)
+    print(*not_measured(missing), sep="\n", flush=True)
+    right: dict[tuple[str, int], bool] = {}
+    for K in sorted({s[3] for s in shapes}):
+        for peer in peers:
+            try:
+                e = errors(peer, K)
+            except Exception as error:
+                result["errors"].append({"name": peer.name, "K": K, "failed": repr(error)[:300]})
+                print(result["errors"][-1], flush=True)
+                continue
+            right[peer.name, K] = all(v <= LIMITS[n] for n, v in e.items())
+            result["errors"].append({"name": peer.name, "K": K, **{n: f"{v:.1e}" for n, v in e.items()}})
+            print(result["errors"][-1], "" if right[peer.name, K] else "WRONG: not timed", flush=True)
+    for B, H, T, K in shapes:
+        x = draw(B, H, T, K)
+        bound = torch.full((H,), math.sqrt(K), device="cuda")
+        kept = {}
+        for name, prune in PRUNE.items():
+            known = bound if name == "paper" else None
+            kept[name] = kept_fraction(x.q, x.k, log_gate=x.g, prune=prune, logit_bound=known).mean().item()
+        flops = 2 * B * H * T * T * K
+        for peer in peers:
+            if not right.get((peer.name, K)) or (peer.lengths and T not in peer.lengths):
+                continue
+            if time.time() > deadline:
+                print("out of time at", (B, H, T, K), peer.name, flush=True)
+                return result
+            try:
+                forward, both = time_peer(peer, x, rep)
+            except Exception as error:
+                print({"name": peer.name, "shape": (B, H, T, K), "failed": repr(error)[:200]}, flush=True)
+                continue
+            rate = 3.5 * flops / both / 1e9
+            row = {
+                "name": peer.name,
+                **dict(zip("BHTK", (B, H, T, K), strict=True)),
+                "forward_ms": round(forward, 3),
+                "both_ms": round(both, 3),
+                "forward_tflops": round(flops / forward / 1e9),
+                "both_tflops": round(rate),
+                "of_matmul": round(rate / result["matmul_tflops"], 3),
+                "kept": {name: round(share, 4) for name, share in kept.items()},
+            }
+            result["rows"].append(row)
+            print(json.dumps(row), flush=True)
+            torch.cuda.empty_cache()
+    return result
+
+
+def table(result: Result) -> str:
+    """The results as Markdown; ratios are to the official kernel without and with pruning."""
+    m = result["machine"]
+    lines = [
+        f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; bf16, causal, medians.",
+        f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s.",
+        *not_measured(result["missing"]),
+        "",
+    ]
+    for shape in dict.fromkeys((r["B"], r["H"], r["T"], r["K"]) for r in result["rows"]):
+        rows = [r for r in result["rows"] if (r["B"], r["H"], r["T"], r["K"]) == shape]
+        both = {r["name"]: r["both_ms"] for r in rows}
+        kept = ", ".join(f"{bound} {share:.3f}" for bound, share in rows[0]["kept"].items())
+        lines += [
+            f"### (B, H, T, K) = {shape}; blocks kept: {kept}",
+            "",
+            "| | forward ms | fwd+bwd ms | nominal TFLOP/s | of matmul | x official | x official, pruned |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for r in rows:
+            ratios = [f"{both[o] / r['both_ms']:.2f}" if o in both else "-" for o in ("official", "official, pruned")]
+            cells = (
+                r["name"],
+                f"{r['forward_ms']:.2f}",
+                f"{r['both_ms']:.2f}",
+                r["both_tflops"],
+                f"{r['of_matmul']:.2f}",
+            )
+            lines.append("| " + " | ".join(str(cell) for cell in (*cells, *ratios)) + " |")
+        lines.append("")
+    lines += [
+        "### Errors against float64 on the same bf16 inputs, T = 2048",
+        "",
+        "| | K | o | dq | dk | dv | dg |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for e in result["errors"]:
+        lines.append("| " + " | ".join(str(e.get(n, "-")) for n in ("name", "K", "o", "dq", "dk", "dv", "dg")) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def lengths(seconds: float, official: Path | None) -> list[dict[str, Any]]:
+    """Forward + backward per token against context length; B shrinks so that B T = 131072."""
+    deadline = time.time() + seconds
+    wanted = ("ours", "ours, pruned (tail)", "SDPA cuDNN (no gate)", "official", "official, pruned", "FLA")
+    peers = [p for p in contenders(official)[0] if p.name in wanted]
+    rows: list[dict[str, Any]] = []
+    for T in (2**n for n in range(10, 18)):
+        x = draw(131072 // T, 8, T, 64)
+        for peer in peers:
+            if time.time() > deadline:
+                print("out of time at", T, peer.name, flush=True)
+                return rows
+            rows.append({"name": peer.name, "T": T, "both_ms": time_peer(peer, x, 40)[1]})
+            print(json.dumps(rows[-1]), flush=True)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def draw_lengths(result: Result, out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(6.4, 4))
+    rows = result["lengths"]
+    for name in dict.fromkeys(r["name"] for r in rows):
+        points = [(r["T"], r["both_ms"]) for r in rows if r["name"] == name]
+        ax.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name, base=2)
+    ax.set(
+        xlabel="context length",
+        ylabel="forward + backward, ms",
+        title=f"131072 tokens, 8 heads of 64, {result['machine']['gpu']}",
+    )
+    ax.legend(fontsize=8)
+    fig.savefig(out / "plot.svg", bbox_inches="tight")
+
+
+def run(
+    out: Path,
+    shapes: Sequence[tuple[int, ...]],
+    only: Sequence[str],
+    rep: int,
+    seconds: float,
+    official: Path | None,
+    plot: bool,
+) -> None:
+    """Measure, print the table, and write results.json, results.md and (for ``plot``) plot.svg to ``out``."""
+    result = measure(shapes or SHAPES, only, rep, seconds, official)
+    save(out, result, table(result))
+    if plot:
+        result["lengths"] = lengths(seconds, official)
+        save(out, result, table(result))
+        draw_lengths(result, out)
+    print(table(result))

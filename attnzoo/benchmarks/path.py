@@ -1,0 +1,266 @@
+"""PaTH and PaTH-FoX on one GPU: ours, our FoX and flash-linear-attention's PaTH, in one run.
+
+    attnzoo bench path [--out DIR] [--shapes 2,24,16384,64]... [--only PREFIX]... [--seconds 330]
+
+Each contender is checked against float64 (output and all gradients) before it is timed; a wrong result gets no speed.
+Writes results.json and results.md. Decoding: one token after a cache, beside the same step in PyTorch operations.
+
+q and k are RMS-normed per head, w is of unit length and beta uniform in 0..2, both float32; gates as in fox.py.
+flash-linear-attention multiplies the log gate by the scale; it is given log_gate / scale, so that all compute the
+same function.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.algebra.pruning import Prune
+from attnzoo.benchmarks.measure import (
+    Result,
+    ceiling,
+    chosen,
+    copy_bandwidth,
+    decay_lengths,
+    extra_memory,
+    load_peer,
+    machine,
+    milliseconds,
+    not_measured,
+    relative,
+    save,
+    timing,
+)
+from attnzoo.kernels.fox import fox_attention
+from attnzoo.kernels.path import kept_fraction, path_attention, path_extend
+from attnzoo.kernels.path.reference import path_reference
+
+SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (1, 24, 65536, 64))
+DECODE = ((32, 24, 16384, 64), (8, 24, 65536, 64))
+LIMIT = 2e-2  # relative error in bf16 above which a result is wrong
+PRUNE = Prune(math.exp(-10.0))
+
+
+@dataclass
+class Inputs:
+    """[B, T, H, K] and [B, T, H]; as many key heads as query heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor
+    beta: Tensor
+    g: Tensor
+    do: Tensor
+
+    def leaves(self, names: str) -> list[Tensor]:
+        return [getattr(self, name) for name in names.split()]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``like``: the peer that computes the same function, whose time is the yardstick."""
+
+    name: str
+    call: Callable[[Inputs], Tensor]
+    leaves: str
+    like: str = ""
+
+
+def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
+    tau = decay_lengths(H, torch.Generator().manual_seed(seed))
+    torch.manual_seed(seed)
+    q, k, v, w, do = (torch.randn(B, T, H, K, device="cuda") for _ in range(5))
+    q, k, w = F.rms_norm(q, (K,)), F.rms_norm(k, (K,)), F.normalize(w, dim=-1)
+    beta = 2 * torch.rand(B, T, H, device="cuda")
+    g = -2 * torch.rand(B, T, H, device="cuda") / tau
+    return Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), w, beta, g, do.bfloat16())
+
+
+def contenders() -> tuple[list[Contender], list[str]]:
+    """Everything that can be called here, and why the rest cannot."""
+
+    def path(gated: bool, prune: Prune | None = None) -> Callable[[Inputs], Tensor]:
+        return lambda x: path_attention(
+            x.q, x.k, x.v, w=x.w, beta=x.beta, log_gate=x.g if gated else None, prune=prune, impl="triton"
+        )
+
+    def fox(prune: Prune | None) -> Callable[[Inputs], Tensor]:
+        return lambda x: fox_attention(x.q, x.k, x.v, log_gate=x.g, prune=prune, impl="triton")
+
+    found = [
+        Contender("PaTH", path(False), "q k v w beta", "FLA PaTH"),
+        Contender("PaTH-FoX", path(True), "q k v w beta g", "FLA PaTH-FoX"),
+        Contender("PaTH-FoX, pruned", path(True, PRUNE), "q k v w beta g", "FLA PaTH-FoX"),
+        Contender("FoX", fox(None), "q k v g"),
+        Contender("FoX, pruned", fox(PRUNE), "q k v g"),
+    ]
+    missing: list[str] = []
+    peer = load_peer("FLA", lambda: importlib.import_module("fla.ops.path_attn.parallel").parallel_path_attn, missing)
+    if peer is None:
+        return found, missing
+    found.append(Contender("FLA PaTH", lambda x: peer(x.q, x.k, x.v, x.w, x.beta)[0], "q k v w beta", "FLA PaTH"))
+    found.append(
+        Contender(
+            "FLA PaTH-FoX",
+            lambda x: peer(x.q, x.k, x.v, x.w, x.beta, x.g * math.sqrt(x.q.shape[-1]))[0],
+            "q k v w beta g",
+            "FLA PaTH-FoX",
+        )
+    )
+    return found, missing
+
+
+def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
+    """Errors of output and gradients against float64 on the same bf16 inputs."""
+    x = draw(1, 4, T, K)
+    wide = Inputs(*(getattr(x, f.name).double() for f in fields(x)))
+    if "beta" not in peer.leaves.split():
+        wide.beta = torch.zeros_like(wide.beta)
+    names = peer.leaves.split()
+    results = []
+    for y in (wide, x):
+        leaves = [leaf.requires_grad_() for leaf in y.leaves(peer.leaves)]
+        if y is wide:
+            gate = y.g if "g" in names else None
+            o = path_reference(y.q, y.k, y.v, w=y.w, beta=y.beta, log_gate=gate)
+        else:
+            o = peer.call(y)
+        results.append([o, *torch.autograd.grad(o, leaves, y.do)])
+    exact, got = results
+    return {n: relative(a, b) for n, a, b in zip(["o", *(f"d{n}" for n in names)], got, exact, strict=True)}
+
+
+def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> dict[str, Any]:
+    """One new token after S cached ones: our fused step, and the same in PyTorch operations."""
+    keys = torch.randn(B, S, H, K, device="cuda")
+    values = torch.randn(B, S + 1, H, K, device="cuda").bfloat16()
+    x = draw(B, H, 1, K)
+    gates = x.g.expand(B, S + 1, H).contiguous()
+
+    def plain() -> tuple[Tensor, Tensor]:
+        moved = torch.cat([keys - (x.beta[..., None] * (keys * x.w).sum(-1, keepdim=True)) * x.w, x.k.float()], 1)
+        c = gates.flip(1).cumsum(1).flip(1) - gates
+        logits = torch.einsum("bshk,bthk->bsht", moved, x.q.float())[..., 0] * K**-0.5 + c
+        return torch.einsum("bsh,bshv->bhv", logits.softmax(1).bfloat16(), values)[:, None], moved
+
+    def ours() -> tuple[Tensor, Tensor]:
+        return path_extend(x.q, x.k, x.w, x.beta, keys, values, gates)
+
+    with torch.no_grad():
+        error = max(relative(a, b.double()) for a, b in zip(ours(), plain(), strict=True))
+        bytes_moved = B * H * S * (8 * K + 2 * K + 4)
+        row = {"B": B, "H": H, "S": S, "K": K, "error": f"{error:.1e}", "floor_ms": bytes_moved / bandwidth / 1e9}
+        if error <= LIMIT:
+            row |= {"ours_ms": milliseconds(ours, rep), "pytorch_ms": milliseconds(plain, rep)}
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool) -> Result:
+    deadline = time.time() + seconds
+    found, missing = contenders()
+    peers = chosen(found, only)
+    result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
+    result |= {"copy_TBps": copy_bandwidth(), "errors": [], "rows": [], "decode": []}
+    print(result, flush=True)
+    right = set()
+    for B, H, T, K in shapes:
+        x = draw(B, H, T, K)
+        kept = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_gate=x.g, prune=PRUNE).mean().item()
+        for peer in peers:
+            if time.time() > deadline:
+                print("out of time at", (B, H, T, K), peer.name, flush=True)
+                return result
+            try:
+                if (peer.name, K) not in {(e["name"], e["K"]) for e in result["errors"]}:
+                    wrong = errors(peer, K)
+                    result["errors"].append({"name": peer.name, "K": K, **{n: f"{v:.1e}" for n, v in wrong.items()}})
+                    if max(wrong.values()) <= LIMIT:
+                        right.add((peer.name, K))
+                    print(json.dumps(result["errors"][-1]), flush=True)
+                if (peer.name, K) not in right:
+                    print(peer.name, "wrong: not timed", flush=True)
+                    continue
+                call, leaves = functools.partial(peer.call, x), x.leaves(peer.leaves)
+                forward, both = timing(call, leaves, x.do, rep)
+                memory = extra_memory(call, leaves, x.do)
+            except Exception as error:
+                print({"name": peer.name, "shape": (B, H, T, K), "failed": repr(error)[:300]}, flush=True)
+                continue
+            row = {"name": peer.name, **dict(zip("BHTK", (B, H, T, K), strict=True)), "forward_ms": round(forward, 3),
+                   "both_ms": round(both, 3), "extra_GiB": round(memory, 2), "kept": round(kept, 4)}  # fmt: skip
+            result["rows"].append(row)
+            print(json.dumps(row), flush=True)
+            torch.cuda.empty_cache()
+    for shape in DECODE if decode else ():
+        result["decode"].append(decode_row(*shape, result["copy_TBps"], rep))
+        print(json.dumps(result["decode"][-1]), flush=True)
+        torch.cuda.empty_cache()
+    return result
+
+
+def table(result: Result) -> str:
+    """The results as Markdown."""
+    m, like = result["machine"], {p.name: p.like for p in contenders()[0]}
+    lines = [
+        f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; bf16, causal, medians.",
+        f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s; copy: {result['copy_TBps']:.2f} TB/s.",
+        *not_measured(result["missing"]),
+        "",
+    ]
+    for shape in dict.fromkeys((r["B"], r["H"], r["T"], r["K"]) for r in result["rows"]):
+        rows = [r for r in result["rows"] if (r["B"], r["H"], r["T"], r["K"]) == shape]
+        both = {r["name"]: r["both_ms"] for r in rows}
+        lines += [
+            f"### (B, H, T, K) = {shape}; PaTH-FoX's pruning keeps {rows[0]['kept']:.3f} of the blocks",
+            "",
+            "| | forward ms | fwd+bwd ms | times faster than FLA | time / our FoX | extra memory GiB |",
+            "|---|---|---|---|---|---|",
+        ]
+        for r in rows:
+            peer, fox = both.get(like.get(r["name"], "")), both.get("FoX, pruned" if "pruned" in r["name"] else "FoX")
+            cells = (f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", f"{peer / r['both_ms']:.2f}" if peer else "-",
+                     f"{r['both_ms'] / fox:.2f}" if fox else "-", f"{r['extra_GiB']:.2f}")  # fmt: skip
+            lines.append(f"| {r['name']} | " + " | ".join(cells) + " |")
+        lines.append("")
+    if result["decode"]:
+        lines += [
+            "### One token after S cached ones (floor: keys read and written in float32, values and gates read)",
+            "",
+            "| (B, H, S, K) | ours ms | floor ms | PyTorch operations ms |",
+            "|---|---|---|---|",
+        ]
+        for r in result["decode"]:
+            steps = (str(r.get(n, "-")) for n in ("ours_ms", "floor_ms", "pytorch_ms"))
+            lines.append(f"| {(r['B'], r['H'], r['S'], r['K'])} | " + " | ".join(steps) + " |")
+        lines.append("")
+    names = ("o", "dq", "dk", "dv", "dw", "dbeta", "dg")
+    lines += [
+        "### Errors against float64 on the same bf16 inputs, T = 2048",
+        "",
+        "| | K | " + " | ".join(names) + " |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for e in result["errors"]:
+        lines.append("| " + " | ".join(str(e.get(n, "-")) for n in ("name", "K", *names)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def run(
+    out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool
+) -> None:
+    """Measure, print the table, and write results.json and results.md to ``out``."""
+    result = measure(shapes or SHAPES, only, rep, seconds, decode)
+    save(out, result, table(result))
+    print(table(result))

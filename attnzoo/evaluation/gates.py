@@ -1,0 +1,138 @@
+"""The forget gates of a trained model as matrices, and what each bound prunes of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.oracle import default_scale
+from attnzoo.algebra.pruning import Bound, Prune, first_kept_keys, kept_fraction
+from attnzoo.evaluation.losses import Array
+from attnzoo.layer.attention import Attention
+
+FADED = math.exp(-10.0)  # below this nothing of a key is left to see; also the default eps of the pruning
+BOUNDS: tuple[Bound, ...] = ("tail", "paper")
+
+
+@dataclass(frozen=True)
+class PruneMap:
+    """What one bound prunes in one layer.
+
+    Args:
+        first: the first key that is kept, per head and block of rows, ``[H, blocks]``.
+        kept: share of the causal blocks that is kept, per head, ``[H]``, in (0, 1].
+        block: rows and keys per block.
+    """
+
+    first: Array
+    kept: Array
+    block: int
+
+
+@dataclass(frozen=True)
+class GateMap:
+    """The forget gate of one layer on one held-out window.
+
+    Args:
+        layer: index of the layer.
+        decay: exp(d_tj) at the sampled tokens, ``[H, S, S]``, 0 above the diagonal. A gate per channel is
+            averaged over its channels.
+        length: tokens that the S samples are evenly spaced over, from the start of the window.
+        window: tokens in the window, all of which the pruning is measured on.
+        prune: the pruning per bound, empty for a variant that cannot be pruned.
+    """
+
+    layer: int
+    decay: Array
+    length: int
+    window: int
+    prune: dict[str, PruneMap]
+
+
+@torch.inference_mode()
+def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int = 16) -> list[GateMap]:
+    """The forget gates of every gated layer of ``model`` on one window.
+
+    Args:
+        model: a language model that holds :class:`~attnzoo.layer.attention.Attention` modules.
+        tokens: one window of ids, ``[T]``.
+        samples: rows and columns of each matrix (all T when it is shorter).
+        block: rows and keys per pruning block.
+
+    Returns:
+        One map per layer whose gate decays; layers without a decay are left out.
+    """
+    inputs: list[tuple[Attention, Tensor]] = []
+
+    def keep_input(module: nn.Module, args: tuple[Any, ...]) -> None:
+        inputs.append((cast(Attention, module), args[0]))
+
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    hooks = [layer.register_forward_pre_hook(keep_input) for layer in layers]
+    try:
+        model(tokens[None])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    cores = [(index, layer, layer.project(x)) for index, (layer, x) in enumerate(inputs)]
+    gated = [x for x in cores if x[2].gate.log_decay is not None or x[2].gate.log_diag is not None]
+    T = tokens.numel()
+    length = max((_shown_length(core.gate, T) for _, _, core in gated), default=T)
+    maps = []
+    for index, layer, core in gated:
+        prune = {}
+        if layer.variant.prunable:
+            eps = (layer.prune or Prune()).eps
+            prune = prune_maps(core.q, core.k, core.gate, layer.scale, eps, block)
+        maps.append(GateMap(index, decay_matrix(core.gate.slice(0, length), samples), length, T, prune))
+    return maps
+
+
+def _shown_length(gate: Gate, T: int) -> int:
+    """Tokens on which the head that remembers longest still shows its shape: short memories need a closer look."""
+    decay = decay_matrix(gate, 128)
+    reach = (decay > FADED).sum(2).mean(1).max() * T / decay.shape[1]
+    length = 128
+    while length < 2 * reach:
+        length *= 2
+    return min(length, T)
+
+
+def decay_matrix(gate: Gate, samples: int) -> Array:
+    """exp(d_tj) of the first sequence at evenly spaced tokens, ``[H, S, S]`` with S = min(samples, T)."""
+    log = gate.log_decay[0, :, :, None] if gate.log_decay is not None else None
+    if gate.log_diag is not None:
+        log = gate.log_diag[0] if log is None else log + gate.log_diag[0]
+    if log is None:
+        raise ValueError("gate: expected log_decay or log_diag, got neither")
+    # A closed gate is -inf, and -inf minus -inf is nan in a difference of sums.
+    total = log.double().clamp_min(-1e4).cumsum(0)  # [T, H, channels]
+    rows = torch.linspace(0, log.shape[0] - 1, min(samples, log.shape[0])).round().long()
+    total = total[rows].movedim(1, 0)  # [H, S, channels]
+    decay = torch.stack([(head[:, None] - head[None, :]).clamp_max(0).exp().mean(-1) for head in total])
+    return np.asarray(decay.tril().cpu().numpy(), dtype=np.float64)
+
+
+def prune_maps(q: Tensor, k: Tensor, gate: Gate, scale: float | None, eps: float, block: int) -> dict[str, PruneMap]:
+    """What each bound prunes from the first sequence; q ``[B, T, H, K]``, k ``[B, T, G, K]``, a scalar decay."""
+    if gate.log_decay is None:
+        raise ValueError("gate: expected log_decay, got none")
+    scaled = q[:1].transpose(1, 2) * (default_scale(q) if scale is None else scale)
+    keys = expand_heads(k[:1], q.shape[2]).transpose(1, 2)
+    maps: dict[str, PruneMap] = {}
+    for bound in BOUNDS:
+        prune = Prune(eps=eps, bound=bound)
+        first = first_kept_keys(scaled, keys, gate.log_decay[:1].transpose(1, 2), prune, rows=block, cols=block)
+        kept = kept_fraction(first, q.shape[1], rows=block, cols=block)
+        maps[bound] = PruneMap(_numpy(first[0]), _numpy(kept), block)
+    return maps
+
+
+def _numpy(x: Tensor) -> Array:
+    return np.asarray(x.double().cpu().numpy(), dtype=np.float64)

@@ -1,0 +1,1 @@
+"""Comparisons of variants, the reports about them, and the built-in configurations."""

@@ -1,0 +1,270 @@
+"""Several variants on the same data and budget, measured alike, and one report about them."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from attnzoo.config import ModelConfig, TrainConfig, load_config, to_yaml
+from attnzoo.data import build_data, heldout_windows
+from attnzoo.errors import unknown
+from attnzoo.evaluation import gate_maps, token_losses
+from attnzoo.experiments.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
+from attnzoo.experiments.report.results import JSON_NAME, describe_machine
+from attnzoo.layer.attention import Attention
+from attnzoo.models import LanguageModel
+from attnzoo.registry import get, pairs
+from attnzoo.training import load_run, read_metrics, train
+
+ENTRY_KEYS = ("name", "label", "options")
+
+
+@dataclass
+class EvaluateConfig:
+    """What is measured of each trained model.
+
+    Args:
+        length_factor: windows of this many training contexts.
+        tokens: held-out tokens, the same ones for every variant.
+        batch_size: windows per forward pass.
+        block: rows and keys per block when pruning is measured.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    length_factor: int = 4
+    tokens: int = 65536
+    batch_size: int = 4
+    block: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("length_factor", "tokens", "batch_size", "block"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"evaluate.{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass
+class CompareConfig:
+    """Variants that share one training configuration.
+
+    An entry of `variants` is a name, or `{name: fox, options: {acp: true}, label: fox (acp)}`: `options` are added to
+    `train.model.attention_options`, and `label` is what the report shows. `train.model.attention` and
+    `train.output_dir` are set per variant: a run goes to `output_dir` under its label.
+
+    Args:
+        title: the report's heading.
+        output_dir: where the runs and `report.html` go.
+        variants: what is compared, as above.
+        train: what the runs share.
+        evaluate: how they are measured.
+    """
+
+    title: str = "comparison"
+    output_dir: str = "runs/comparison"
+    variants: list[Any] = field(default_factory=list)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run to make: ``key`` names its folder, ``label`` is what a reader sees."""
+
+    key: str
+    label: str
+    variant: str
+    config: TrainConfig
+
+
+def plan(config: CompareConfig) -> list[Run]:
+    """The runs of a comparison, each with its whole training configuration.
+
+    Raises:
+        ValueError: no variants, an unknown one, an entry of another shape, or two entries with one label.
+    """
+    if not config.variants:
+        raise ValueError("variants: expected at least one name, got none")
+    runs = [_plan_one(config, entry) for entry in config.variants]
+    keys = [run.key for run in runs]
+    for run in runs:
+        if keys.count(run.key) > 1:
+            raise ValueError(f"variants: expected distinct labels, got {run.label!r} twice")
+    return runs
+
+
+def _plan_one(config: CompareConfig, entry: object) -> Run:
+    if isinstance(entry, str):
+        entry = {"name": entry}
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+        raise ValueError(f"variants: expected a name or a mapping with a name, got {entry!r}")
+    for key in entry:
+        if key not in ENTRY_KEYS:
+            raise unknown("key of a variant", key, ENTRY_KEYS)
+    options = entry.get("options") or {}
+    if not isinstance(options, Mapping):
+        raise ValueError(f"variants: options of {entry['name']} must be a mapping, got {options!r}")
+    variant = get(entry["name"]).name
+    extras = ", ".join(str(key) if value is True else f"{key}={value}" for key, value in options.items())
+    label = str(entry.get("label") or (f"{variant} ({extras})" if extras else variant))
+    key = re.sub(r"[^\w.=]+", "-", label).strip("-")
+    model = replace(
+        config.train.model,
+        attention=variant,
+        attention_options={**config.train.model.attention_options, **options},
+    )
+    return Run(key, label, variant, replace(config.train, output_dir=f"{config.output_dir}/{key}", model=model))
+
+
+def run_comparison(config: CompareConfig, console: Console, command: str = "") -> Path:
+    """Train what is not trained yet, measure what is not measured yet, print a table and write the report.
+
+    Args:
+        config: what to compare.
+        console: where progress and the table go.
+        command: the command line, for the report.
+
+    Returns:
+        The report, ``report.html`` in ``config.output_dir``.
+
+    Raises:
+        ValueError, FileNotFoundError: the configuration or its data are not usable; found before any training.
+    """
+    torch.set_flush_denormal(True)  # for the evaluation of runs that need no training, as in training
+    runs = plan(config)
+    for run in runs:  # a wrong option of the last variant must not show after an hour
+        LanguageModel(run.config.model)
+    windows = _windows(runs[0].config, config.evaluate)
+    results = []
+    for number, run in enumerate(runs, 1):
+        console.print(f"[{number}/{len(runs)}] {run.label}", markup=False, highlight=False)
+        train(run.config)
+        results.append(_measured(run, config.evaluate, windows, command))
+    console.print(terminal_table(results))
+    path = write_report(results, Path(config.output_dir) / "report.html", title=config.title, command=command)
+    console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
+    return path
+
+
+def _measured(run: Run, evaluate: EvaluateConfig, windows: Tensor, command: str) -> RunResult:
+    """The result of a trained run: read when these settings were measured before, else measured and saved."""
+    run_dir = Path(run.config.output_dir)
+    settings = to_yaml(run.config) + "evaluate:\n" + "".join(f"  {x}\n" for x in to_yaml(evaluate).splitlines())
+    try:
+        saved = load_result(run_dir)
+        if saved.facts.settings == settings and saved.facts.label == run.label:
+            return saved
+    except (FileNotFoundError, ValueError):
+        pass
+    save_result(measure(run, evaluate, windows, settings, command), run_dir)
+    return load_result(run_dir)  # what is shown now is what a later report will show
+
+
+def result_of(run_dir: Path, evaluate: EvaluateConfig | None = None) -> RunResult:
+    """What is known of any run: read when it was measured before, else measured and saved.
+
+    Raises:
+        FileNotFoundError: no run in that folder, or none that has reached its first checkpoint.
+        ValueError: its settings or its results cannot be read.
+    """
+    if (run_dir / JSON_NAME).is_file():
+        return load_result(run_dir)
+    config = replace(load_config(run_dir / "config.yaml"), output_dir=str(run_dir))
+    names = dict.fromkeys(layer.name for layer in config.model.layers())
+    run = Run(run_dir.name, run_dir.name, " + ".join(names), config)
+    evaluate = evaluate or EvaluateConfig()
+    save_result(measure(run, evaluate, _windows(config, evaluate), to_yaml(config), ""), run_dir)
+    return load_result(run_dir)
+
+
+def _kind(variant: str) -> tuple[str, int, str]:
+    """Side, number of the pair and dual; a hybrid (``mamba2 + fox``) gets a number of its own and no dual."""
+    names = variant.split(" + ")
+    if len(names) > 1:
+        side = "softmax" if any(get(name).side == "softmax" for name in names) else "linear"
+        return side, len(pairs()) + 1, ""
+    found = get(variant)
+    return found.side, pairs().index(found.pair) + 1, found.dual.name
+
+
+def _model_words(model: ModelConfig) -> str:
+    block = model.attention_options.get("block")
+    layer = f"in the block {block!r}" if block else "each variant in the layer of its own paper"
+    return f"{model.num_layers} layers of size {model.hidden_size} with {model.num_heads} heads, {layer}"
+
+
+def _windows(config: TrainConfig, evaluate: EvaluateConfig) -> Tensor:
+    """Held-out windows of ``length_factor`` training contexts, ``[N, length + 1]``."""
+    heldout = build_data(config.data).heldout
+    return torch.from_numpy(
+        heldout_windows(heldout, config.data.context_length * evaluate.length_factor, evaluate.tokens)
+    )
+
+
+def _parts(model: LanguageModel) -> list[str]:
+    """What the attention layers have besides projections, gate and core."""
+    layers = [module.config for module in model.modules() if isinstance(module, Attention)]
+    present = {
+        "short convolution": any(layer.conv_size for layer in layers),
+        "KV-shift": any(layer.kv_shift for layer in layers),
+        "QK-norm": any(layer.qk_norm != "none" for layer in layers),
+        "feature map": any(layer.feature_map != "identity" for layer in layers),
+        "rotation": any(layer.rotary is not None for layer in layers),
+        "output norm": any(layer.output_norm != "none" for layer in layers),
+        "output gate": any(layer.output_gate != "none" for layer in layers),
+    }
+    return [name for name, there in present.items() if there]
+
+
+def measure(run: Run, evaluate: EvaluateConfig, windows: Tensor, settings: str, command: str) -> RunResult:
+    """Evaluate the newest checkpoint of a run.
+
+    Args:
+        run: a run that has a checkpoint.
+        evaluate: how to measure it.
+        windows: held-out ids, ``[N, length + 1]``.
+        settings: what the report shows as the run's settings.
+        command: the command line, for the report.
+
+    Raises:
+        FileNotFoundError: it has no checkpoint.
+    """
+    device = "cuda" if torch.cuda.is_available() and run.config.device != "cpu" else "cpu"
+    model, config = load_run(run.config.output_dir, device)
+    windows = windows.to(device)
+    losses = token_losses(model, windows, evaluate.batch_size)
+    steps = [row for row in read_metrics(run.config.output_dir) if row["kind"] == "train"]
+    curve = np.array([[row["tokens"], row["loss"]] for row in steps], dtype=np.float64).T
+    side, pair, dual = _kind(run.variant)
+    facts = Facts(
+        key=run.key,
+        label=run.label,
+        variant=run.variant,
+        side=side,
+        pair=pair,
+        dual=dual,
+        parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        context=config.data.context_length,
+        steps=steps[-1]["step"],
+        tokens=steps[-1]["tokens"],
+        seconds=steps[-1]["seconds"],
+        tokens_per_second=statistics.median(row["tokens_per_second"] for row in steps),
+        unit="byte" if config.model.vocab_size == 256 else "token",
+        model=_model_words(config.model),
+        parts=_parts(model),
+        text="the Python standard library's own source" if config.data.source == "stdlib" else config.data.source,
+        settings=settings,
+        command=command,
+        machine=describe_machine(),
+    )
+    gates = gate_maps(model, windows[0, :-1], block=evaluate.block)
+    return RunResult(facts, losses, curve, tuple(gates))

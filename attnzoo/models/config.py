@@ -1,0 +1,111 @@
+"""What a model is made of: sizes, and the attention of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnzoo.errors import above, at_least, unknown
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer's attention.
+
+    Args:
+        name: of the variant.
+        options: given to `build_attention`.
+    """
+
+    name: str
+    options: dict[str, Any]
+
+
+@dataclass
+class ModelConfig:
+    """A decoder of RMSNorm, attention and SwiGLU blocks.
+
+    `attention` is one of
+
+    - a name, for every layer: `fox`;
+    - a list that is repeated until the layers are filled: `[mamba2, mamba2, fox]`. A list as long as the
+      model is thus a per-layer list. The number of layers must be a multiple of the list's length.
+
+    An entry of the list (or the whole of `attention`) may also be a mapping `{name: fox, repeat: 2, options:
+    {acp: true}}`: `repeat` stands for that many equal entries, and `options` are added to `attention_options`
+    for those layers only.
+
+    Args:
+        attention: the variant of each layer, as above.
+        attention_options: given to `build_attention` for every layer; `acp` may be `{eps: 1e-4, bound: tail}` there.
+        hidden_size: D.
+        num_layers: blocks.
+        num_heads: H, query heads per layer.
+        intermediate_size: width inside the SwiGLU; None for 8/3 of `hidden_size`, rounded up to a multiple of 64.
+        vocab_size: 256 for bytes.
+        tie_embeddings: one matrix for the embedding and the head.
+        norm_eps: added to mean squares in the blocks' norms.
+        initializer_range: standard deviation of the initial linear and embedding weights.
+
+    Raises:
+        ValueError: a size below 1, or layers that the list of `attention` does not fill evenly.
+    """
+
+    attention: Any = "fox"
+    attention_options: dict[str, Any] = field(default_factory=dict)
+    hidden_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    intermediate_size: int | None = None
+    vocab_size: int = 256
+    tie_embeddings: bool = False
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "hidden_size", "num_layers", "num_heads", "vocab_size")
+        if self.intermediate_size is not None:
+            at_least(self, 1, "intermediate_size")
+        above(self, 0.0, "norm_eps", "initializer_range")
+        self.layers()
+
+    @property
+    def mlp_size(self) -> int:
+        """The width inside the SwiGLU."""
+        return self.intermediate_size or -(-8 * self.hidden_size // (3 * 64)) * 64
+
+    def layers(self) -> list[LayerSpec]:
+        """What each of the `num_layers` layers is made of.
+
+        Raises:
+            ValueError: an entry is neither a name nor a mapping with a name, or the list does not fill the
+                layers evenly.
+        """
+        entries = self.attention if isinstance(self.attention, list | tuple) else [self.attention]
+        pattern = [spec for entry in entries for spec in self._layer_specs(entry)]
+        if not pattern:
+            raise ValueError("attention: expected a name or a list of names, got an empty list")
+        if self.num_layers % len(pattern):
+            raise ValueError(
+                f"attention: a pattern of {len(pattern)} layers ({', '.join(spec.name for spec in pattern)}) "
+                f"does not fill num_layers={self.num_layers} evenly"
+            )
+        return pattern * (self.num_layers // len(pattern))
+
+    def _layer_specs(self, entry: object) -> list[LayerSpec]:
+        if isinstance(entry, str):
+            return [LayerSpec(entry, dict(self.attention_options))]
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"attention: expected a name or a mapping with a name, got {entry!r}")
+        for key in entry:
+            if key not in ("name", "repeat", "options"):
+                raise unknown("key of attention", key, ["name", "repeat", "options"])
+        name, repeat, options = entry.get("name"), entry.get("repeat", 1), entry.get("options") or {}
+        if not isinstance(name, str):
+            raise ValueError(f"attention: expected a mapping with a name, got {dict(entry)!r}")
+        if not isinstance(repeat, int) or isinstance(repeat, bool) or repeat < 1:
+            raise ValueError(f"attention: repeat of {name} must be a whole number of at least 1, got {repeat!r}")
+        if not isinstance(options, Mapping):
+            raise ValueError(f"attention: options of {name} must be a mapping, got {options!r}")
+        return [LayerSpec(name, {**self.attention_options, **options})] * repeat

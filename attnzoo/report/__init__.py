@@ -1,6 +1,0 @@
-"""One HTML page about several runs: style, figures and script are all inside it, nothing is loaded."""
-
-from attnzoo.report.page import render, terminal_table, write_report
-from attnzoo.report.results import Facts, RunResult, load_result, save_result
-
-__all__ = ["Facts", "RunResult", "load_result", "render", "save_result", "terminal_table", "write_report"]

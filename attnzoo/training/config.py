@@ -1,0 +1,110 @@
+"""One training run: its model, its data, its optimizer, and how it is watched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from attnzoo.data.config import DataConfig
+from attnzoo.errors import above, at_least, one_of
+from attnzoo.models.config import ModelConfig
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with a linear warm-up and a cosine to 0, as in the Forgetting Transformer (Lin et al. 2025,
+    appendix B).
+
+    Args:
+        lr: the peak of the learning rate, reached after `warmup_steps`.
+        beta1: decay of the mean of the gradients.
+        beta2: decay of the mean of their squares.
+        eps: added to the root of the latter.
+        weight_decay: not on norms, biases and other one-dimensional parameters.
+        clip_norm: longest gradient, over all parameters.
+        warmup_steps: of the linear rise; must be below the run's `steps`.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    warmup_steps: int = 100
+
+    def __post_init__(self) -> None:
+        above(self, 0.0, "lr", "eps", "clip_norm")
+        at_least(self, 0, "weight_decay", "warmup_steps")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+
+
+@dataclass
+class TrainConfig:
+    """One training run. Its result depends on this and the data alone, not on the number of processes.
+
+    Args:
+        output_dir: the run's folder; a run in it is continued if it is this one, and refused if it is another.
+        seed: of the initial weights.
+        steps: updates of the weights.
+        batch_size: sequences per step, over all processes and accumulated parts.
+        gradient_accumulation: parts into which each process cuts its share of a step.
+        mixed_precision: `none`, `bf16` or `fp16`.
+        device: `auto` (what accelerate finds) or `cpu`.
+        log_every: steps between rows of the metrics.
+        eval_every: steps between evaluations; 0 for one at the end.
+        eval_tokens: held-out tokens per evaluation, spread evenly over the held-out text.
+        checkpoint_every: steps between checkpoints; 0 for one at the end.
+        keep_checkpoints: the newest ones are kept.
+        progress: `auto` (a bar on a terminal, else lines), `bar`, `lines` or `quiet`.
+        tensorboard: write the metrics for TensorBoard too.
+        model: see `ModelConfig`.
+        data: see `DataConfig`.
+        optimizer: see `OptimizerConfig`.
+
+    Raises:
+        ValueError: a number out of range, an unknown word, or a warm-up that never ends.
+    """
+
+    output_dir: str = "runs/default"
+    seed: int = 0
+    steps: int = 1000
+    batch_size: int = 32
+    gradient_accumulation: int = 1
+    mixed_precision: str = "none"
+    device: str = "auto"
+    log_every: int = 10
+    eval_every: int = 100
+    eval_tokens: int = 65536
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    progress: str = "auto"
+    tensorboard: bool = True
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        at_least(
+            self,
+            1,
+            "steps",
+            "batch_size",
+            "gradient_accumulation",
+            "log_every",
+            "eval_tokens",
+            "keep_checkpoints",
+        )
+        at_least(self, 0, "seed", "eval_every", "checkpoint_every")
+        one_of(self, "mixed_precision", ["none", "bf16", "fp16"])
+        one_of(self, "device", ["auto", "cpu"])
+        one_of(self, "progress", ["auto", "bar", "lines", "quiet"])
+        if self.optimizer.warmup_steps >= self.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be below steps={self.steps}: "
+                "the learning rate would never reach its peak"
+            )

@@ -1,0 +1,133 @@
+"""Launch of the one-pass backward for Hopper (``backward_kernel``), with the kernels before and after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attnzoo.kernels.fox.plan import KEY_UNIT, ONE_PASS, ROW_UNIT
+from attnzoo.kernels.fox.portable.backward import _sink_weight
+from attnzoo.kernels.fox.portable.forward import LOG2E, _load_tile, can_describe, gate_kind, head_block, left_strides
+from attnzoo.kernels.fox.portable.prune import key_bounds
+
+from .backward_kernel import describe, fox_bwd_kernel
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def fox_rows_kernel(
+    p_o, p_low, p_do, p_lse, p_rows, p_delta, p_w, p_c, p_base, p_g, p_sink, T, S,
+    stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
+    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
+    GATE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LOW: tl.constexpr,
+):  # fmt: skip
+    """lse and delta = dO . (O + low), [B, H, Tp] with Tp rounded up to RU; with a sink its weight times delta."""
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
+    r = (i_t * BT).to(tl.int64)
+    p_ot = i_b * stride_ob + i_h * stride_oh + r * stride_ot
+    p_dt = p_do + i_b * stride_db + i_h * stride_dh + r * stride_dt
+    b_o = _load_tile(p_o + p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
+    if HAS_LOW:
+        b_o += _load_tile(p_low + p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
+    b_do = _load_tile(p_dt, o_t, o_v, stride_dt, T - i_t * BT, V, BV, True).to(tl.float32)
+    o_r = i_t * BT + o_t
+    p_r = i_bh.to(tl.int64) * T + o_r
+    p_rp = i_bh.to(tl.int64) * (tl.cdiv(T, RU) * RU) + o_r
+    b_lse = tl.load(p_lse + p_r, mask=o_r < T, other=float("inf"))  # rows past T get weight 0
+    b_delta = tl.sum(b_o * b_do, 1)
+    tl.store(p_rows + p_rp, b_lse)
+    tl.store(p_delta + p_rp, b_delta)
+    if HAS_SINK:
+        b_w = _sink_weight(p_sink, p_c, p_base, p_g, b_lse, o_r, i_bh, i_h, i_t * BT // RU * RU, T, S, KU, GATE)
+        tl.store(p_w + p_r, b_w * b_delta, mask=o_r < T)
+
+
+@triton.jit
+def _tile_order(b_x, BT: tl.constexpr, BK: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """A tile of dQ from the order in which M by N warps of the product hold it. # [BT, BK]"""
+    return tl.reshape(tl.permute(tl.reshape(b_x, [BK // N // 8, N, M, 8, 4, 2, 2]), [2, 5, 3, 1, 0, 4, 6]), [BT, BK])
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def fox_finish_kernel(
+    p_x, p_dq, p_sum, p_w, p_dc, T, S, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
+    RU: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GATE: tl.constexpr, HAS_SINK: tl.constexpr,
+):  # fmt: skip
+    """dQ [B, T, H, K] in the inputs' dtype; E, beyond the sink's share p_w, is taken off the columns."""
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    n_t = tl.cdiv(T, RU) * (RU // BT)
+    b_x = tl.load(p_x + (i_bh.to(tl.int64) * n_t + i_t) * (BT * BK) + tl.arange(0, BT * BK))
+    o_t, o_k = i_t * BT + tl.arange(0, BT), tl.arange(0, BK)
+    m_t = o_t < T
+    p_dqt = p_dq + (((i_bh // H).to(tl.int64) * T + o_t) * H + i_bh % H)[:, None] * K + o_k[None, :]
+    b_dq = _tile_order(b_x, BT, BK, M, N) * scale
+    tl.store(p_dqt, b_dq.to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k < K)[None, :])
+    if GATE != 0:
+        b_e = tl.load(p_sum + i_bh.to(tl.int64) * (n_t * BT // 2) + o_t // 2)
+        if HAS_SINK:
+            p_wp = p_w + i_bh.to(tl.int64) * T + o_t // 2 * 2
+            b_e -= tl.load(p_wp, mask=m_t, other=0.0) + tl.load(p_wp + 1, mask=o_t // 2 * 2 + 1 < T, other=0.0)
+        b_e = tl.where((o_t % 2 == 0) & (o_t == T - 1), b_e, 0.5 * b_e)  # a last row without a partner
+        p_dct = p_dc + i_bh.to(tl.int64) * S + (S - T) + o_t
+        tl.store(p_dct, tl.load(p_dct, mask=m_t, other=0.0) - b_e, mask=m_t)
+
+
+def _plain(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """Descriptor of a contiguous float32 matrix, its tiles in plain row order."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout(0, 32, 2))
+
+
+def fox_backward_one_pass(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, low: Tensor | None, lse: Tensor, log_gate: Tensor | None,
+    sink: Tensor | None, c: Tensor | None, base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """As ``portable.backward.fox_backward``, where ``plan.one_pass`` holds.
+
+    low [B, T, H, V] is what the rounding of o dropped.
+    Works on B H T K float32 numbers beside its results. Not deterministic.
+    """
+    B, T, H, K = q.shape
+    S, G, V = k.shape[1], k.shape[2], v.shape[3]
+    t, BK, BV = ONE_PASS, head_block(K), head_block(V)
+    gate, has_sink = gate_kind(log_gate), sink is not None
+    if do.stride(-1) != 1 or not can_describe(do):
+        do = do.contiguous()
+    n_t = triton.cdiv(T, ROW_UNIT) * (ROW_UNIT // t.BT)
+    rows, delta = lse.new_empty((B * H, n_t * t.BT)), lse.new_empty((B * H, n_t * t.BT))
+    sums = lse.new_zeros((B * H, n_t * t.BT // 2)) if gate else lse
+    drow = torch.empty_like(lse) if has_sink else None
+    dkey = lse.new_empty((B, H, S)) if gate else None
+    x = lse.new_zeros((B * H * n_t * t.BT * BK // 256, 256))  # dq in float32, tile by tile
+    dq, dk, dv = q.new_empty((B, T, H, K)), k.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
+    gates = (lse if c is None else c, lse if base is None else base, lse if log_gate is None else log_gate)
+    p_w, p_dc = lse if drow is None else drow, lse if dkey is None else dkey
+    fox_rows_kernel[(B * H, n_t * t.BT // 64)](
+        o, o if low is None else low, do, lse, rows, delta, p_w, *gates, lse if sink is None else sink, T, S,
+        *o.stride()[:3], *do.stride()[:3], H=H, V=V, BV=BV, BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate,
+        HAS_SINK=has_sink, HAS_LOW=low is not None,
+    )  # fmt: skip
+    end, full = lse, lse
+    if left is not None or start is not None:
+        end, full = key_bounds(left, start, B, T, H, S)
+    d_rows = [_plain(y, [1, t.BT]) for y in (rows, delta)]
+    keys: list[Any] = [describe(y, t.BS) for y in (k, v, dk, dv)]
+    fox_bwd_kernel[(triton.cdiv(S, t.BS) * B * G,)](
+        describe(q, t.BT), *keys[:2], describe(do, t.BT), *d_rows, _plain(x, [t.BT * BK // 256, 256]), *keys[2:],
+        sums, p_dc, *gates, lse if left is None else left, lse if start is None else start, end, full, T, S,
+        min(t.heads, B * G), scale, scale * LOG2E, *left_strides(left), H=H, REP=H // G, BK=BK, BV=BV, BT=t.BT, BS=t.BS,
+        RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_LEFT=left is not None, HAS_START=start is not None,
+        STAGES=t.num_stages, num_warps=t.num_warps,
+    )  # fmt: skip
+    M = t.BT // 16
+    fox_finish_kernel[(B * H, triton.cdiv(T, t.BT))](
+        x, dq, sums, p_w, p_dc, T, S, scale, H=H, K=K, BK=BK, BT=t.BT, RU=ROW_UNIT, M=M, N=t.num_warps // M, GATE=gate,
+        HAS_SINK=has_sink, num_warps=8,
+    )  # fmt: skip
+    return dq, dk, dv, dkey, drow
