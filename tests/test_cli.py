@@ -94,7 +94,7 @@ def test_show_names_the_dual_the_gate_and_every_form(run: Any, name: str) -> Non
     ran = run("show", name)
     assert ran.code == 0
     variant = get(name)
-    for word in (variant.dual, *variant.requires, *variant.forms):
+    for word in (variant.dual.name, *variant.requires, *variant.forms):
         assert word in ran.out
     assert "\x1b" not in ran.out  # no colour where there is no terminal
     assert ran.out == describe(name) + "\n"
