@@ -79,9 +79,10 @@ def bench() -> None:
 @official
 @click.option("--plot", is_flag=True, help="Time over context lengths of 1k to 128k too, as plot.svg.")
 def fox(**options: Any) -> None:
-    """FoX on a GPU, forward and backward, beside SDPA, FLA, FlexAttention and the official kernel.
+    """FoX's kernels on a GPU, forward and backward.
 
-    Each contender is checked against float64 before it is timed.
+    Beside SDPA, flash-linear-attention, FlexAttention and the official kernel. Each contender is checked against
+    float64 before it is timed.
     """
     _need_gpu("fox")
     from attnzoo.benchmarks.fox import run
@@ -97,9 +98,10 @@ def fox(**options: Any) -> None:
 @seconds(330)
 @click.option("--decode/--no-decode", default=True, show_default=True, help="One token after a cache, too.")
 def path(**options: Any) -> None:
-    """PaTH and PaTH-FoX on a GPU, forward and backward, beside FoX and FLA.
+    """PaTH's kernels on a GPU, forward and backward.
 
-    Each contender is checked against float64 before it is timed.
+    PaTH and PaTH-FoX beside FoX and flash-linear-attention. Each contender is checked against float64 before it
+    is timed.
     """
     _need_gpu("path")
     from attnzoo.benchmarks.path import run
@@ -112,7 +114,10 @@ def path(**options: Any) -> None:
 @shapes
 @official
 def decode(**options: Any) -> None:
-    """One token of FoX after a cache on a GPU, beside SDPA, FLA and the official kernel."""
+    """One token of FoX after a cache, on a GPU.
+
+    Beside SDPA, flash-linear-attention and the official kernel, each checked against float64 before it is timed.
+    """
     _need_gpu("decode")
     from attnzoo.benchmarks.decode import run
 
@@ -148,7 +153,10 @@ def train(config: str, overrides: tuple[str, ...], device: str | None, **options
 @click.option("--length", type=click.IntRange(min=1), default=4096, show_default=True, help="T, tokens.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="The fastest counts.")
 def cpu(**options: Any) -> None:
-    """Reference forms on a CPU: chunk against recurrent, FoX against SDPA."""
+    """The reference forms on a CPU.
+
+    Chunk against recurrent for every linear variant, and FoX against causal SDPA, as ratios.
+    """
     from attnzoo.benchmarks.cpu import run
 
     run(**options)

@@ -50,6 +50,13 @@ SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (1, 24, 65536, 64))
 DECODE = ((32, 24, 16384, 64), (8, 24, 65536, 64))
 LIMIT = 2e-2  # relative error in bf16 above which a result is wrong
 PRUNE = Prune(math.exp(-10.0))
+YARDSTICK = {  # the peer that computes the same function
+    "PaTH": "FLA PaTH",
+    "PaTH-FoX": "FLA PaTH-FoX",
+    "PaTH-FoX, pruned": "FLA PaTH-FoX",
+    "FLA PaTH": "FLA PaTH",
+    "FLA PaTH-FoX": "FLA PaTH-FoX",
+}
 
 
 @dataclass
@@ -70,12 +77,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Contender:
-    """``like``: the peer that computes the same function, whose time is the yardstick."""
-
     name: str
     call: Callable[[Inputs], Tensor]
     leaves: str
-    like: str = ""
 
 
 def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
@@ -100,9 +104,9 @@ def contenders() -> tuple[list[Contender], list[str]]:
         return lambda x: fox_attention(x.q, x.k, x.v, log_decay=x.g, prune=prune, impl="triton")
 
     found = [
-        Contender("PaTH", path(False), "q k v w beta", "FLA PaTH"),
-        Contender("PaTH-FoX", path(True), "q k v w beta g", "FLA PaTH-FoX"),
-        Contender("PaTH-FoX, pruned", path(True, PRUNE), "q k v w beta g", "FLA PaTH-FoX"),
+        Contender("PaTH", path(False), "q k v w beta"),
+        Contender("PaTH-FoX", path(True), "q k v w beta g"),
+        Contender("PaTH-FoX, pruned", path(True, PRUNE), "q k v w beta g"),
         Contender("FoX", fox(None), "q k v g"),
         Contender("FoX, pruned", fox(PRUNE), "q k v g"),
     ]
@@ -110,13 +114,12 @@ def contenders() -> tuple[list[Contender], list[str]]:
     peer = load_peer("FLA", lambda: importlib.import_module("fla.ops.path_attn.parallel").parallel_path_attn, missing)
     if peer is None:
         return found, missing
-    found.append(Contender("FLA PaTH", lambda x: peer(x.q, x.k, x.v, x.w, x.beta)[0], "q k v w beta", "FLA PaTH"))
+    found.append(Contender("FLA PaTH", lambda x: peer(x.q, x.k, x.v, x.w, x.beta)[0], "q k v w beta"))
     found.append(
         Contender(
             "FLA PaTH-FoX",
             lambda x: peer(x.q, x.k, x.v, x.w, x.beta, x.g * math.sqrt(x.q.shape[-1]))[0],
             "q k v w beta g",
-            "FLA PaTH-FoX",
         )
     )
     return found, missing
@@ -212,7 +215,7 @@ def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, se
 
 def table(result: Result) -> str:
     """The results as Markdown."""
-    m, like = result["machine"], {p.name: p.like for p in contenders()[0]}
+    m = result["machine"]
     lines = [
         f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; bf16, causal, medians.",
         f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s; copy: {result['copy_TBps']:.2f} TB/s.",
@@ -229,7 +232,8 @@ def table(result: Result) -> str:
             "|---|---|---|---|---|---|",
         ]
         for r in rows:
-            peer, fox = both.get(like.get(r["name"], "")), both.get("FoX, pruned" if "pruned" in r["name"] else "FoX")
+            peer = both.get(YARDSTICK.get(r["name"], ""))
+            fox = both.get("FoX, pruned" if "pruned" in r["name"] else "FoX")
             cells = (f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", f"{peer / r['both_ms']:.2f}" if peer else "-",
                      f"{r['both_ms'] / fox:.2f}" if fox else "-", f"{r['extra_GiB']:.2f}")  # fmt: skip
             lines.append(f"| {r['name']} | " + " | ".join(cells) + " |")

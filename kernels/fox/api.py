@@ -34,7 +34,7 @@ def fox_attention(
 ) -> Tensor:
     """Causal softmax attention with a forget gate (FoX); a constant gate is ALiBi, none is NoPE.
 
-        o_i = sum_{j <= i} softmax_j(scale q_i . k_j + log_gate_{j+1} + ... + log_gate_i) v_j
+        o_i = sum_{j <= i} softmax_j(scale q_i . k_j + log_decay_{j+1} + ... + log_gate_i) v_j
 
     A log gate of -inf (anything <= -1e4) cuts off the past exactly. To neutralise padding on the left, close
     the gate of the first real token; padding on the right is never seen by real tokens.

@@ -32,7 +32,7 @@ def path_attention(
 ) -> Tensor:
     """Causal softmax attention with keys carried by Householder-like transitions (PaTH), and a forget gate (PaTH-FoX).
 
-        o_i = sum_{j <= i} softmax_j(scale k_j^T R_{j+1} ... R_i q_i + log_gate_{j+1} + ... + log_gate_i) v_j
+        o_i = sum_{j <= i} softmax_j(scale k_j^T R_{j+1} ... R_i q_i + log_decay_{j+1} + ... + log_gate_i) v_j
         R_t = I - beta_t w_t w_t^T
 
     The log gate is added unscaled: beta = 0 is FoX exactly. A log gate of -inf (anything <= -1e4) cuts off the past

@@ -14,8 +14,8 @@ read against its own :math:`q^s_i`; inside a block the UT transform gives the sc
 A level s >= 1 keeps the rows that it needs packed: query i at row ``i - (u + 1) h`` and key j at row ``j - u h`` of
 node ``u = i // 2h``. Level 0 (neighbouring blocks) needs no carrying.
 
-Here: the definitions in PyTorch, for any floating dtype, and their derivatives written out. The kernels in blocks.py
-and carry.py have the same signatures.
+Here: what the parts are called and where they lie. The kernels in portable/blocks.py, tree.py and carry.py compute
+them; tests/kernels/path_definitions.py writes them out in PyTorch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Leaves(NamedTuple):
     """What block_level gives.
 
     Attributes:
-        diag: [B, nC, H, C, C] float32 (float64 for float64 inputs), unscaled scores; 0 above the diagonal.
+        diag: [B, nC, H, C, C] float32, unscaled scores within a block; undefined above the diagonal.
         q: [B, T, H, K] queries carried back to the start of their block.
         k: [B, T, G, K] keys carried to the end of their block.
-        m: [B, nC, G, K, K] products of the blocks' factors, in diag's dtype.
+        m: a tree (``tree.new_tree``) whose leaves are the products of the blocks' factors.
     """
 
     diag: Tensor
@@ -53,7 +53,7 @@ class Levels(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What carry gives: the levels, and the products of all nodes [B, total, G, K, K], scale by scale."""
+    """What carry gives: the levels, and the tree with the products of all nodes, scale by scale."""
 
     levels: Levels
     nodes: Tensor

@@ -331,10 +331,11 @@ def path_product_bwd_kernel(
 
 
 def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None = None) -> Leaves:
-    """As ``transitions.block_level``, on views of any stride with contiguous last dims; diag above the diagonal is not
-    written. w in q's dtype or float32, beta in any floating dtype. m is a ``tree.new_tree`` that carry fills.
+    """The closed form of the blocks. Its m has leaves only; ``carry`` fills the other nodes.
 
     Args:
+        q, k, w, beta: [B, T, H, K], [B, T, G, K] twice, [B, T, G]; views with contiguous last dims (any for beta). w in
+            q's dtype or float32, beta in any floating dtype.
         kept: filled for the backward pass (see ``inverse.new_kept``).
     """
     B, T, H, K = q.shape
@@ -362,9 +363,10 @@ def block_level_backward(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Leaves, out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As ``transitions.block_level_backward``; d.diag above the diagonal is not read, d.m may be longer than nC.
+    """Gradients of q, k, w and beta, given those of what block_level made of them.
 
     Args:
+        d: d.diag is not read above the diagonal; d.m [B, nodes, G, K, K] begins with the leaves.
         out: where to put dq, dk, dw, dbeta: views of any floating dtype, with contiguous last dims but for dbeta;
             default: new tensors in the inputs' dtypes.
         kept: what block_level left; default: made again.

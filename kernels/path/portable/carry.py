@@ -195,7 +195,7 @@ def _options(part: str, x: Tensor, start: Tensor | None, nodes: Tensor, query: b
 
 
 def carry(block: Leaves, start: Tensor | None = None) -> Carried:
-    """As ``transitions.carry``, of a Leaves from ``blocks.block_level``; its tree is filled here.
+    """The levels of a Leaves from ``blocks.block_level``; the nodes of its tree are filled here.
 
     With ``start`` (int32, last dim contiguous) the nodes and carries that no row needs are not computed; keys come by
     whole units of 128, as the one-pass backward reads them.
@@ -217,8 +217,13 @@ def carry(block: Leaves, start: Tensor | None = None) -> Carried:
 def carry_backward(
     block: Leaves, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``transitions.carry_backward``: gradients of block.q and block.k in their dtypes, and of block.m's
-    leaves. d is overwritten."""
+    """Gradients of block.q and block.k in their dtypes, and of the leaves of block.m.
+
+    Args:
+        d: gradients of the levels; rows that do not exist or that no row needs are not read. Overwritten.
+        dq, dk: gradients of level 0: rows of odd blocks of q, rows of even blocks of k that another block follows; the
+            other rows are not read.
+    """
     nodes, (B, T, H, K), G = carried.nodes, block.q.shape, block.k.shape[2]
     n, n_t, dtype = level_count(T), triton.cdiv(T, UNIT), block.q.dtype
     zero = Levels(dq.new_empty((B, n_t * BLOCK, H, K), dtype=dtype), dk.new_empty((B, n_t * BLOCK, G, K), dtype=dtype))

@@ -60,7 +60,7 @@ def _ones(x):
 
 @triton.jit
 def _scale_at(units, s):
-    """``transitions.tree_offset``: the sum of ceil(units / 2^i) over i < s, in closed form."""
+    """``levels.tree_offset``: the sum of ceil(units / 2^i) over i < s, in closed form."""
     last = units - 1
     return s + 2 * (last - (last >> s)) - _ones(last & ((1 << s) - 1))
 
