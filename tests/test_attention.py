@@ -500,7 +500,7 @@ def test_head_dims_without_a_kernel_are_named():
 def test_a_step_without_decay_cannot_be_pruned():
     projected = build_attention("path", hidden_size=D, num_heads=H, head_dim=16).project(rows(1, 3).float())
     with pytest.raises(ValueError, match="prune: expected None"):
-        get("path").module.extend_triton(projected.q, projected.k, projected.v, projected.gate, prune=Prune())
+        get("path").extend(projected.q, projected.k, projected.v, projected.gate, form="triton", prune=Prune())
 
 
 @pytest.mark.parametrize("name", ["fox", "nope"])

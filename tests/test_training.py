@@ -437,11 +437,11 @@ def test_what_is_no_run_is_refused(tmp_path, config_of):
 
 
 def test_a_foreign_checkpoint_is_refused(config_of):
-    run_dir = train(config_of())
+    run_dir = train(config_of("keep_checkpoints=1"))
     progress = newest_checkpoint(run_dir) / "progress.json"
     progress.write_text(json.dumps({"stage": 3}))
     with pytest.raises(CheckpointError, match="not a checkpoint of this version"):
-        train(config_of())
+        train(config_of("keep_checkpoints=1"))
 
 
 def test_a_second_run_in_one_process_may_differ_in_precision_and_parts(config_of):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
-from attnzoo.layer.dispatch import IMPLS, choose, run
+from attnzoo.forms.protocol import Call
+from attnzoo.layer.dispatch import IMPLS, choose, given_options, run
 from attnzoo.layer.gates import GateName, Sizes, build_gate, gate_classes, gate_options
 from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
@@ -325,12 +325,21 @@ class Attention(PreciseModule):
         if valid is not None:
             x = x.masked_fill(~valid[..., None], 0.0)
         projected = self._project(x, stream)
-        form = choose(self.variant, self.impl, projected, valid, cache)
+        bound = None if self.prune is None else self.logit_bound(projected.q.dtype)
+        delta_rule = isinstance(projected.write, str)
+        options = given_options(
+            {
+                "scale": self.scale, "valid": valid, "prune": self.prune, "logit_bound": bound,
+                "write": None if delta_rule else projected.write, "delta_rule": delta_rule,
+            }
+        )  # fmt: skip
+        state = None if cache is None else cache.state
+        call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
+        form = choose(self.variant, self.impl, call)
         _say(f"{self.variant.name}: impl={self.impl!r} runs {form} on {x.device.type}")
         if not torch.compiler.is_compiling():
             self._picked = f"{form} on {x.device.type}"
-        bound = None if self.prune is None else self.logit_bound(projected.q.dtype)
-        o, state = run(self.variant, form, projected, self.scale, cache, valid, self.prune, bound)
+        o, state = run(self.variant, form, call)
         stream.finish(state)
         if self.output_norm is not None:
             o = self.output_norm(o)
@@ -362,11 +371,7 @@ class Attention(PreciseModule):
         gate, write = self.gate(x, k, stream)
         if stream.valid is not None:
             gate = gate.per_token(q).neutral_where(~stream.valid)
-        if write is not None:
-            if write.shape[2] != v.shape[2]:  # a strength per query head needs a value per query head
-                k, v = expand_heads(k, config.num_heads), expand_heads(v, config.num_heads)
-            v = v * write[..., None].to(v.dtype)
-        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate)
+        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write)
 
     def extra_repr(self) -> str:
         chosen = {

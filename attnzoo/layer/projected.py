@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.layer.gates.base import Write
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,11 @@ class Projected:
         k: ``[B, T, G, K]``.
         v: ``[B, T, G, V]``.
         gate: the parts that the variant requires.
+        write: how strongly each token writes, as a gate projection gives it.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     gate: Gate
+    write: Write = None

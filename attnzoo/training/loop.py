@@ -22,6 +22,7 @@ from attnzoo.training.checkpoint import (
     Progress,
     check_resumable,
     exclusive,
+    load_state,
     newest_checkpoint,
     read_progress,
     remove_stale,
@@ -76,12 +77,15 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     run_dir.mkdir(parents=True, exist_ok=True)
     main = accelerator.is_main_process
     with exclusive(run_dir) if main else nullcontext():
-        checkpoint = check_resumable(run_dir, config, data.fingerprint)
+        checkpoint = check_resumable(run_dir, config, data.fingerprint) if main else None
+        accelerator.wait_for_everyone()
+        if not main:  # the first process has moved damaged checkpoints out of the way
+            checkpoint = newest_checkpoint(run_dir)
         model, optimizer = accelerator.prepare(model, optimizer)
         progress = Progress(data_fingerprint=data.fingerprint)
         if checkpoint is not None:
             progress = read_progress(checkpoint)
-            accelerator.load_state(str(checkpoint))
+            load_state(accelerator, checkpoint)
         accelerator.wait_for_everyone()
         if main:
             write_config(run_dir, config)

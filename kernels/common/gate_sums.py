@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.plan import KEY_UNIT
+from attnzoo.kernels.common.constants import KEY_UNIT
+from attnzoo.kernels.common.jit_constants import TL_CLOSED, TL_LOG2E
 
-LOG2E = tl.constexpr(1.4426950408889634)
-CLOSED = tl.constexpr(-1.0e4)  # exp(CLOSED) is 0 by any measure: such a gate is treated as -inf
 UNITS = 16  # key units per program
 
 
@@ -39,8 +38,8 @@ def _maximum(a, b):
 def _load_gates(p_g, o_pos, S, stride_s):
     """Log2 gates with the closed ones set to 0, and which were closed. # [BU, KU]"""
     b_g = tl.load(p_g + o_pos.to(tl.int64) * stride_s, mask=o_pos < S, other=0.0).to(tl.float32)
-    m_closed = b_g <= CLOSED
-    return tl.where(m_closed, 0.0, b_g).to(tl.float64) * LOG2E, m_closed
+    m_closed = b_g <= TL_CLOSED
+    return tl.where(m_closed, 0.0, b_g).to(tl.float64) * TL_LOG2E, m_closed
 
 
 @triton.jit(do_not_specialize=["S", "NU", "stride_b"])
@@ -163,7 +162,7 @@ def dgate_tokens_kernel(
     b_dg = b_later[:, None] + tl.cumsum(b_dc, 1, reverse=True)
     p_bh = i_b * stride_b + i_h * stride_h + o_pos.to(tl.int64) * stride_s
     b_g = tl.load(p_g + p_bh, mask=m_pos, other=0.0)
-    m_zero = (b_g <= CLOSED) | (o_pos == 0)
+    m_zero = (b_g <= TL_CLOSED) | (o_pos == 0)
     if HAS_DOC:
         m_zero |= tl.load(p_doc + o_pos, mask=m_pos, other=0) == o_pos
     tl.store(p_dg + (i_b * S + o_pos) * H + i_h, tl.where(m_zero, 0.0, b_dg).to(tl.float32), mask=m_pos)

@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.common.constants import CLOSED, GATE_CONST, GATE_FULL, KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.dense import segment_starts
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
+from attnzoo.kernels.common.launching import can_describe, gate_kind
 from attnzoo.kernels.fox.portable.backward import fox_backward
 from attnzoo.kernels.fox.portable.decode import fox_split_forward, splits_keys
-from attnzoo.kernels.fox.portable.forward import GATE_CONST, GATE_FULL, can_describe, fox_forward, gate_kind
+from attnzoo.kernels.fox.portable.forward import fox_forward
 from attnzoo.kernels.fox.portable.prune import prune_starts
 
-from .plan import KEY_UNIT, ROW_UNIT, hopper_forward, one_pass
-from .reference import CLOSED, segment_starts
+from .plan import hopper_forward, one_pass
 
 
 def bounds(

@@ -13,45 +13,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-
-from .plan import KEY_UNIT, NEAR_UNITS, ROW_UNIT
-
-CLOSED = -1.0e4  # a log gate this low is treated as -inf: exp(CLOSED) is 0 by any measure
-
-
-def segment_starts(cu_seqlens: Tensor, S: int) -> Tensor:
-    """First position of each token's packed sequence: [S] int32 from cu_seqlens [N+1]."""
-    cu = cu_seqlens.to(torch.int64)
-    index = torch.searchsorted(cu, torch.arange(S, device=cu.device), right=True) - 1
-    return cu[index].to(torch.int32)
-
-
-def _gate_sums(log_gate: Tensor | None, B: int, S: int, H: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Running sums c [B, H, S] float64 and closed [B, H, S]; closed gates add nothing to c."""
-    if log_gate is None:
-        return (
-            torch.zeros(B, H, S, dtype=torch.float64, device=device),
-            torch.zeros(B, H, S, dtype=torch.bool, device=device),
-        )
-    if log_gate.ndim == 1:
-        log_gate = log_gate.clamp(min=CLOSED).expand(B, S, H)
-        closed = torch.zeros(B, S, H, dtype=torch.bool, device=device)
-    else:
-        closed = log_gate <= CLOSED
-    g = log_gate.double().masked_fill(closed, 0.0)
-    return g.cumsum(1).transpose(1, 2), closed.transpose(1, 2)
-
-
-def _left(closed: Tensor, window: int | None, cu_seqlens: Tensor | None) -> Tensor:
-    """First visible key of each position: [B, H, S]."""
-    S = closed.shape[-1]
-    pos = torch.arange(S, device=closed.device)
-    left = torch.where(closed, pos, 0).cummax(-1).values
-    if window is not None:
-        left = torch.maximum(left, pos - window + 1)
-    if cu_seqlens is not None:
-        left = torch.maximum(left, segment_starts(cu_seqlens, S))
-    return left
+from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
+from attnzoo.kernels.common.dense import first_visible, running_sums
 
 
 def prune_starts_reference(
@@ -125,8 +88,8 @@ def fox_reference(
     scale = K**-0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    c, closed = _gate_sums(log_gate, B, S, H, q.device)
-    left = _left(closed, window, cu_seqlens)
+    c, closed = running_sums(log_gate, B, S, H, q.device)
+    left = first_visible(closed, window, cu_seqlens)
     off = S - T
     pos = torch.arange(off, S, device=q.device)
     j = torch.arange(S, device=q.device)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.fox import api as fox_api
-from attnzoo.kernels.fox.api import Impl, choose, share_kept
-from attnzoo.kernels.fox.plan import capability
-from attnzoo.kernels.fox.reference import _gate_sums, _left
+from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, pick_implementation, share_kept
+from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.device import capability
 
 from .plan import too_small
 from .reference import path_reference, prune_starts_reference
@@ -69,7 +68,7 @@ def path_attention(
             beta outside [0, 2], w not of unit length) are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1.
         ImportError: ``impl="triton"`` without Triton.
 
-    Source: Yang et al., "PaTH Attention", 2025, sections 2.2 and 3; pruning: ``kernels/fox/portable/prune.py``.
+    Source: Yang et al., "PaTH Attention", 2025, sections 2.2 and 3; pruning: ``kernels/common/pruning.py``.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -81,7 +80,7 @@ def path_attention(
             )  # fmt: skip
     _check(q, k, v, w, beta, log_gate, scale, prune, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if choose("path_attention", impl, triton_unavailable(q, v)) == "reference":
+    if pick_implementation("path_attention", impl, triton_unavailable(q, v)) == "reference":
         return path_reference(
             q, k, v, w=w, beta=beta, log_gate=log_gate, scale=scale, prune=prune, cu_seqlens=cu_seqlens,
             logit_bound=logit_bound,
@@ -123,15 +122,15 @@ def kept_fraction(
     B, T, H, _ = q.shape
     left: Tensor | None
     start: Tensor | None = None
-    if choose("path_attention", impl, triton_unavailable(q, k)) == "triton":
+    if pick_implementation("path_attention", impl, triton_unavailable(q, k)) == "triton":
         from .op import starts
 
         bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
         q, k, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, w, beta.float()))
         left, start = starts(q, k, w, beta, log_gate, cu_seqlens, logit_bound, scale, bound, log_eps)
     else:
-        c, closed = _gate_sums(log_gate, B, T, H, q.device)
-        left = _left(closed, None, cu_seqlens)
+        c, closed = running_sums(log_gate, B, T, H, q.device)
+        left = first_visible(closed, None, cu_seqlens)
         if prune is not None:
             start = prune_starts_reference(q, k, w, beta, c, left, scale, prune, logit_bound)
     return share_kept(left, start, B, T, H, T, q.device)
@@ -139,15 +138,8 @@ def kept_fraction(
 
 def triton_unavailable(q: Tensor, v: Tensor) -> str:
     """Why the Triton kernels cannot take these tensors, or "" if they can."""
-    why = fox_api.triton_unavailable(q, v)
-    if why:
-        return why
-    if q.is_cuda and too_small(q.dtype, capability(q.device)):
-        return too_small(q.dtype, capability(q.device))
-    for name, dim in (("K", q.shape[3]), ("V", v.shape[3])):
-        if dim % 16 or not 16 <= dim <= 128:
-            return f"expected {name} a multiple of 16 up to 128, got {dim}"
-    return ""
+    why = kernels_unavailable(q, v, multiple=16, most=128)
+    return why or (too_small(q.dtype, capability(q.device)) if q.is_cuda else "")
 
 
 def _check(
@@ -157,7 +149,7 @@ def _check(
     """Shapes, dtypes, devices and options; values where they may be read."""
     if log_gate is not None and log_gate.ndim != 3:
         raise ValueError(f"log_gate: expected [B, T, H], got shape {tuple(log_gate.shape)}")
-    fox_api._check(q, k, v, log_gate, scale, prune, None, None, cu_seqlens, logit_bound)
+    check_inputs(q, k, v, log_gate, scale, prune, None, None, cu_seqlens, logit_bound)
     B, T, H, K = q.shape
     G = k.shape[2]
     if k.shape[1] != T:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.dense import segment_starts
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
-from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.fox.reference import segment_starts
 from attnzoo.kernels.path.portable.backward import path_backward
 from attnzoo.kernels.path.portable.forward import path_forward
 from attnzoo.kernels.path.portable.prune import path_starts

@@ -1,25 +1,20 @@
-"""Tile sizes of the path kernels, and how many heads share one workspace."""
+"""Tile sizes of the path kernels."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
-import math
-from dataclasses import dataclass
-from typing import overload
 
 import torch
-from torch import Tensor
 
-from attnzoo.kernels.fox import plan as fox_plan
-from attnzoo.kernels.fox.plan import Kind, Tiles, capability, has_descriptors
-from attnzoo.kernels.fox.plan import override as fox_override
+from attnzoo.kernels.common import tiles as tile_sizes
+from attnzoo.kernels.common.device import capability, gluon_runs, has_descriptors
+from attnzoo.kernels.common.tiles import HOPPER_BACKWARD, Kind, Tiles
 
 from .levels import BLOCK, level_count
 
 _log = logging.getLogger("attnzoo.kernels.path")
-BUDGET = 5 << 28  # bytes of workspace for carried operands and their gradients (one key head may need more)
 
 # Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/NOTES.md), 16-bit inputs.
 _HOPPER: dict[Kind, dict[int, Tiles]] = {
@@ -45,7 +40,7 @@ _FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: T
 _NEEDED = {torch.bfloat16: 112, torch.float16: 152, torch.float32: 176}
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 _overrides: dict[Kind, Tiles] = {}
-override = functools.partial(fox_override, forced=_overrides)
+override = functools.partial(tile_sizes.override, _overrides)
 _said: set[tuple[int, int]] = set()
 
 
@@ -71,14 +66,14 @@ def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device, p
 
 def one_pass(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the backward over the levels runs as one pass (``hopper/``) instead of as two kernels, as in FoX."""
-    if "dq" in _overrides or "dkdv" in _overrides:
+    if "dq" in _overrides or "dkdv" in _overrides or torch.are_deterministic_algorithms_enabled():
         return False
-    return level_count(T) > 0 and fox_plan.one_pass(K, V, dtype, device)
+    return level_count(T) > 0 and gluon_runs(K, V, dtype, device)
 
 
 def one_pass_tiles(pruned: bool) -> Tiles:
     """Tiles of the one-pass backward: FoX's; where pruning leaves heads of different lengths, all of them together."""
-    return dataclasses.replace(fox_plan.ONE_PASS, heads=1 << 20) if pruned else fox_plan.ONE_PASS
+    return dataclasses.replace(HOPPER_BACKWARD, heads=1 << 20) if pruned else HOPPER_BACKWARD
 
 
 def pair_width(t: Tiles, head_dim: int) -> int:
@@ -103,51 +98,4 @@ def _table(kind: Kind, size: int, dtype: torch.dtype, device: torch.device, prun
 
 def hopper_forward(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the Gluon forward (``hopper/``) runs: where it is faster, and there are levels."""
-    return "fwd" not in _overrides and level_count(T) > 0 and K % 8 == 0 and fox_plan._gluon(K, V, dtype, device)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some batches with all their heads, or some key heads (and their query heads) of one batch."""
-
-    b: slice
-    g: slice
-    h: slice
-
-    def queries(self, x: Tensor) -> Tensor:
-        """Part of x [B, T, H, ...]."""
-        return x[self.b, :, self.h]
-
-    def keys(self, x: Tensor) -> Tensor:
-        """Part of x [B, T, G, ...]."""
-        return x[self.b, :, self.g]
-
-    @overload
-    def rows(self, x: Tensor) -> Tensor: ...
-    @overload
-    def rows(self, x: None) -> None: ...
-    def rows(self, x: Tensor | None) -> Tensor | None:
-        """Part of x [B, H, ...]; [1, 1, T] is shared by all."""
-        return x if x is None or x.shape[:2] == (1, 1) else x[self.b, self.h]
-
-    def bound(self, x: Tensor | None) -> Tensor | None:
-        """Part of x [H]."""
-        return x if x is None else x[self.h]
-
-
-def parts(q: Tensor, k: Tensor, backward: bool, one_pass: bool = False) -> list[Part]:
-    """Parts whose workspaces stay below BUDGET, as even as possible: (batches or key heads) of q [B, T, H, K]."""
-    (B, T, H, K), G = q.shape, k.shape[2]
-    rep, n = H // G, level_count(T)
-    rows = T * (rep + 1) * K * q.element_size() * (n / 2 + 2)
-    squares = T * rep * BLOCK * 4 + T * K * K * 4 * 2 / BLOCK
-    sums = T * (rep * n / 2 + 1) * K * 4 if one_pass else 0  # dq of the levels and dv in float32
-    heads = max(1, int(BUDGET / ((rows + squares) * (2 if backward else 1) + sums)))
-    if heads >= G:
-        return [Part(b, slice(0, G), slice(0, H)) for b in _even(B, heads // G)]
-    return [Part(slice(b, b + 1), g, slice(g.start * rep, g.stop * rep)) for b in range(B) for g in _even(G, heads)]
-
-
-def _even(n: int, most: int) -> list[slice]:
-    size = math.ceil(n / math.ceil(n / most))
-    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+    return "fwd" not in _overrides and level_count(T) > 0 and K % 8 == 0 and gluon_runs(K, V, dtype, device)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.fox.reference import _gate_sums, _left
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.dense import first_visible, running_sums
 
 
 def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
@@ -112,8 +112,8 @@ def path_reference(
     scale = K**-0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    c, closed = _gate_sums(log_gate, B, T, H, q.device)
-    left = _left(closed, None, cu_seqlens)
+    c, closed = running_sums(log_gate, B, T, H, q.device)
+    left = first_visible(closed, None, cu_seqlens)
     pos = torch.arange(T, device=q.device)
     visible = (pos <= pos[:, None]) & (pos >= left[..., None])  # [B, H, T, T]
     if prune is not None:

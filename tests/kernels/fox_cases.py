@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.common.tiles import Kind, Tiles
 from attnzoo.kernels.fox import fox_attention, plan
 from attnzoo.kernels.fox.reference import fox_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = plan.Tiles(64, 32, 4, 1)  # several tiles in each direction at test sizes
+SMALL = Tiles(64, 32, 4, 1)  # several tiles in each direction at test sizes
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def oracle(case: Case, x: dict[str, Tensor], reference: Any = fox_reference) -> 
     return run(reference, case, {name: t.double() for name, t in x.items()})
 
 
-def triton(case: Case, x: dict[str, Tensor], tiles: plan.Tiles | None = SMALL) -> dict[str, Tensor]:
-    override: dict[plan.Kind, plan.Tiles] = {} if tiles is None else {"fwd": tiles, "dq": tiles, "dkdv": tiles}
+def triton(case: Case, x: dict[str, Tensor], tiles: Tiles | None = SMALL) -> dict[str, Tensor]:
+    override: dict[Kind, Tiles] = {} if tiles is None else {"fwd": tiles, "dq": tiles, "dkdv": tiles}
     with plan.override(override):
         return run(fox_attention, case, x, impl="triton")
 

@@ -12,6 +12,7 @@ import torch
 from fox_cases import DEVICE, draw_gate, run
 from torch import Tensor
 
+from attnzoo.kernels.common.tiles import Kind, Tiles
 from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 
@@ -41,8 +42,8 @@ class Case:
 @pytest.fixture(autouse=True)
 def large_tiles() -> Iterator[None]:
     """Under the interpreter large tiles are the fastest; a GPU keeps its own."""
-    large: dict[plan.Kind, plan.Tiles] = {
-        "fwd": plan.Tiles(128, 64, 4, 1), "dq": plan.Tiles(128, 64, 4, 1), "dkdv": plan.Tiles(64, 64, 4, 1),
+    large: dict[Kind, Tiles] = {
+        "fwd": Tiles(128, 64, 4, 1), "dq": Tiles(128, 64, 4, 1), "dkdv": Tiles(64, 64, 4, 1),
     }  # fmt: skip
     with plan.override(large if DEVICE == "cpu" else {}):
         yield

@@ -9,6 +9,9 @@ import torch
 from fox_cases import DEVICE, SMALL, Case, inputs, oracle, run, triton, within_budget
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common import device as device_facts
+from attnzoo.kernels.common.constants import KEY_UNIT
+from attnzoo.kernels.common.tiles import Tiles
 from attnzoo.kernels.fox import fox_attention, plan
 
 CASES = [
@@ -44,10 +47,10 @@ def test_kernel_within_budget(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "tiles",
-    [plan.Tiles(128, 64, 4, 1), plan.Tiles(16, 16, 4, 1), plan.Tiles(64, 64, 4, 1, tma=True, heads=1)],
+    [Tiles(128, 64, 4, 1), Tiles(16, 16, 4, 1), Tiles(64, 64, 4, 1, tma=True, heads=1)],
     ids=["large", "small", "descriptors"],
 )
-def test_every_tiling_computes_the_same(tiles: plan.Tiles) -> None:
+def test_every_tiling_computes_the_same(tiles: Tiles) -> None:
     case = Case(T=100, S=170, H=2, sink=True)
     x = inputs(case, torch.float32)
     within_budget(case, x, triton(case, x, tiles))
@@ -56,7 +59,7 @@ def test_every_tiling_computes_the_same(tiles: plan.Tiles) -> None:
 def test_key_tiles_may_be_wider_than_a_unit() -> None:
     case = Case(T=200, S=230)
     x = inputs(case, torch.float32)
-    with plan.override({"fwd": SMALL, "dq": SMALL, "dkdv": plan.Tiles(32, 128, 4, 1)}):
+    with plan.override({"fwd": SMALL, "dq": SMALL, "dkdv": Tiles(32, 128, 4, 1)}):
         within_budget(case, x, run(fox_attention, case, x, impl="triton"))
 
 
@@ -150,7 +153,7 @@ def test_gate_sums_do_not_lose_precision_with_length() -> None:
     g = -2 * torch.rand(1, S, 1, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     c, base, left, _ = gate_sums(g, None, S)
     exact = (g.double() / math.log(2)).cumsum(1)[0, :, 0]
-    unit = torch.arange(S, device=DEVICE) // plan.KEY_UNIT
+    unit = torch.arange(S, device=DEVICE) // KEY_UNIT
 
     def bias(i: int, j: torch.Tensor) -> torch.Tensor:  # as the kernels form it: base to base, then within the unit
         shift = (base[0, 0, unit[i]] + c[0, 0, i].double() - base[0, 0, unit[j]]).float()
@@ -232,8 +235,8 @@ def test_two_runs_give_the_same_bits_under_deterministic_algorithms() -> None:
 
 
 def test_where_the_gluon_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(plan, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(device_facts, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(device_facts, "triton_version", lambda: (3, 6))
     device = torch.device(DEVICE)
     assert plan.one_pass(64, 128, torch.bfloat16, device)
     assert not plan.one_pass(64, 64, torch.float32, device)
@@ -251,7 +254,7 @@ def test_where_the_gluon_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.use_deterministic_algorithms(False)
     for name, other in (("capability", (8, 0)), ("triton_version", (3, 7))):
         with monkeypatch.context() as patch:
-            patch.setattr(plan, name, lambda *_, other=other: other)
+            patch.setattr(device_facts, name, lambda *_, other=other: other)
             assert not plan.one_pass(64, 64, torch.bfloat16, device)
 
 

@@ -6,13 +6,15 @@ import pytest
 import torch
 from fox_cases import DEVICE
 
-from attnzoo.kernels.fox import plan
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.device import triton_version
+from attnzoo.kernels.common.tiles import HOPPER_BACKWARD
 
-pytestmark = pytest.mark.skipif(plan.triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
+pytestmark = pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
 B, H, K = 2, 3, 40
-BT, BK, RU = plan.ONE_PASS.BT, 64, plan.ROW_UNIT
+BT, BK, RU = HOPPER_BACKWARD.BT, 64, ROW_UNIT
 M = BT // 16
-N = plan.ONE_PASS.num_warps // M
+N = HOPPER_BACKWARD.num_warps // M
 
 
 @pytest.mark.parametrize("T", [130, 201])
@@ -62,7 +64,7 @@ def test_delta_takes_the_dropped_part_of_the_output(low: bool) -> None:
     rows, delta = (torch.full((B * H, Tp), float("nan"), device=DEVICE) for _ in range(2))
     one_pass.fox_rows_kernel[(B * H, Tp // 64)](
         o, dropped if low else o, do.half(), lse, rows, delta, lse, lse, lse, lse, lse, T, T, *o.stride()[:3],
-        *o.stride()[:3], H=H, V=K, BV=64, BT=64, RU=RU, KU=plan.KEY_UNIT, GATE=0, HAS_SINK=False, HAS_LOW=low,
+        *o.stride()[:3], H=H, V=K, BV=64, BT=64, RU=RU, KU=KEY_UNIT, GATE=0, HAS_SINK=False, HAS_LOW=low,
     )  # fmt: skip
     assert torch.equal(rows[:, :T].view(B, H, T), lse)
     assert bool((rows[:, T:] == float("inf")).all())

@@ -11,8 +11,11 @@ from fox_cases import DEVICE, Case, inputs, run, triton, within_budget
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.fox import fox_attention, kept_fraction, plan
-from attnzoo.kernels.fox.reference import _gate_sums, _left, prune_starts_reference
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.tiles import Tiles
+from attnzoo.kernels.fox import fox_attention, kept_fraction
+from attnzoo.kernels.fox.reference import prune_starts_reference
 
 EPS = math.exp(-10.0)
 BOUNDS = ("tail", "paper")
@@ -32,14 +35,14 @@ def dropped_mass(q: Tensor, k: Tensor, log_gate: Tensor, start: Tensor, scale: f
     """Attention weight before each row's start, in float64: [B, H, T]."""
     B, T, H, K = q.shape
     S = k.shape[1]
-    c, closed = _gate_sums(log_gate, B, S, H, q.device)
+    c, closed = running_sums(log_gate, B, S, H, q.device)
     pos = torch.arange(S - T, S, device=q.device)
     j = torch.arange(S, device=q.device)
     rep = H // k.shape[2]
     s = torch.einsum("bthk,bshk->bhts", q.double(), k.double().repeat_interleave(rep, 2)) * (scale or K**-0.5)
-    visible = (j <= pos[:, None]) & (j >= _left(closed, None, None)[..., S - T :, None])
+    visible = (j <= pos[:, None]) & (j >= first_visible(closed, None, None)[..., S - T :, None])
     s = (s + c[..., S - T :, None] - c[..., None, :]).masked_fill(~visible, -math.inf)
-    cut = start.repeat_interleave(plan.ROW_UNIT, -1)[..., :T, None]
+    cut = start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
     return torch.where(j < cut, s.softmax(-1), 0.0).sum(-1)
 
 
@@ -52,10 +55,10 @@ def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
         x["log_gate"] = 4 * x["log_gate"]
     prune = Prune(bound=bound)
     found = starts(x["q"], x["k"], x["log_gate"], prune, scale=0.1).long()
-    c, closed = _gate_sums(x["log_gate"], 1, 520, 2, x["q"].device)
-    exact = prune_starts_reference(x["q"], x["k"], c, _left(closed, None, None), 0.1, prune)
+    c, closed = running_sums(x["log_gate"], 1, 520, 2, x["q"].device)
+    exact = prune_starts_reference(x["q"], x["k"], c, first_visible(closed, None, None), 0.1, prune)
     assert bool((found <= exact).all())  # rounding may only prune less
-    assert bool((exact - found <= plan.KEY_UNIT).all())
+    assert bool((exact - found <= KEY_UNIT).all())
     assert int(exact.max()) > 0, "nothing was pruned: the case shows nothing"
     assert float(dropped_mass(x["q"], x["k"], x["log_gate"], found, 0.1).max()) <= EPS
 
@@ -65,11 +68,11 @@ def test_rows_that_drop_nothing_are_told_by_their_gates() -> None:
     x = inputs(Case(T=1800, S=1800, H=1, K=8), torch.float32)
     x["log_gate"] = torch.full_like(x["log_gate"], -0.008)
     found = starts(x["q"], x["k"], x["log_gate"], Prune(), scale=0.1).long()
-    c, closed = _gate_sums(x["log_gate"], 1, 1800, 1, x["q"].device)
-    exact = prune_starts_reference(x["q"], x["k"], c, _left(closed, None, None), 0.1, Prune())
+    c, closed = running_sums(x["log_gate"], 1, 1800, 1, x["q"].device)
+    exact = prune_starts_reference(x["q"], x["k"], c, first_visible(closed, None, None), 0.1, Prune())
     assert 0 < int((exact == 0).sum()) < exact.numel()
     assert bool((found <= exact).all())
-    assert bool((exact - found <= plan.KEY_UNIT).all())
+    assert bool((exact - found <= KEY_UNIT).all())
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
@@ -79,7 +82,7 @@ def test_forward_and_backward_use_the_same_boundaries(bound: str, gate: str) -> 
     options = {"prune": Prune(bound=bound), "scale": 0.1}
     case = Case(T=400, S=450, H=2, K=8, V=8, gate=gate, sink=True, options=options)
     x = inputs(case, torch.float32)
-    within_budget(case, x, triton(case, x, plan.Tiles(64, 64, 4, 1)))
+    within_budget(case, x, triton(case, x, Tiles(64, 64, 4, 1)))
 
 
 def adversary(kind: str) -> tuple[Tensor, Tensor, Tensor, float]:

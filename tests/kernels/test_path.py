@@ -11,8 +11,9 @@ from torch import Tensor
 
 from attnzoo import Prune
 from attnzoo.algebra.oracle import softmax
+from attnzoo.kernels.common import device as device_facts
+from attnzoo.kernels.common.tiles import Tiles
 from attnzoo.kernels.fox import fox_attention
-from attnzoo.kernels.fox import plan as fox_plan
 from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 from attnzoo.samples import random_inputs
@@ -198,8 +199,8 @@ def test_both_forwards_within_budget(case: Case, gluon: bool, monkeypatch: pytes
 
 
 def test_where_the_gluon_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fox_plan, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(fox_plan, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(device_facts, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(device_facts, "triton_version", lambda: (3, 6))
     plan._overrides.clear()  # the fixture puts them back
     device = torch.device(DEVICE)
     assert plan.hopper_forward(129, 64, 128, torch.bfloat16, device)
@@ -207,7 +208,7 @@ def test_where_the_gluon_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not plan.hopper_forward(1000, 64, 64, torch.float32, device)
     assert not plan.hopper_forward(1000, 32, 64, torch.float16, device)
     assert not plan.hopper_forward(1000, 66, 64, torch.float16, device)  # rows that descriptors cannot address
-    with plan.override({"fwd": plan.Tiles(128, 64, 4, 1)}):
+    with plan.override({"fwd": Tiles(128, 64, 4, 1)}):
         assert not plan.hopper_forward(1000, 64, 64, torch.bfloat16, device)
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from fox_cases import DEVICE
 from path_cases import Case, inputs, triton, within_budget
+from path_definitions import needed
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.fox.plan import Tiles
-from attnzoo.kernels.path import levels, plan
-from attnzoo.kernels.path.levels import Carried, Levels
+from attnzoo.kernels.common.tiles import Kind, Tiles
+from attnzoo.kernels.path import head_groups, plan
+from attnzoo.kernels.path.levels import Block, Carried, Levels, levels_of
 from attnzoo.kernels.path.portable import backward, forward
 
 LONG = Case(T=330, H=2, G=1, K=16, V=32)
@@ -20,12 +21,12 @@ PACKED = Case(T=270, H=2, G=2, gate="none", cu_seqlens=(0, 1, 130, 200, 270))
 PRUNED = Case(T=520, H=1, G=1, gate="strong", options={"prune": Prune(1e-4)})
 
 
-TALL: dict[plan.Kind, Tiles] = {
+TALL: dict[Kind, Tiles] = {
     "fwd": Tiles(128, 64, 4, 1),
     "dq": Tiles(128, 64, 4, 1),
     "dkdv": Tiles(64, 64, 4, 1),
 }
-SMALL: dict[plan.Kind, Tiles] = {
+SMALL: dict[Kind, Tiles] = {
     "fwd": Tiles(64, 32, 4, 1),
     "dq": Tiles(64, 32, 4, 1),
     "dkdv": Tiles(32, 64, 4, 1),
@@ -34,7 +35,7 @@ SMALL: dict[plan.Kind, Tiles] = {
 
 @pytest.mark.parametrize("case", [LONG, PACKED, PRUNED], ids=str)
 @pytest.mark.parametrize("tiles", [TALL, SMALL], ids=["tall", "small"])
-def test_tilings_stay_within_budget(case: Case, tiles: dict[plan.Kind, Tiles]) -> None:
+def test_tilings_stay_within_budget(case: Case, tiles: dict[Kind, Tiles]) -> None:
     x = inputs(case, torch.float32)
     with plan.override(tiles):
         within_budget(case, x, triton(case, x))
@@ -45,7 +46,7 @@ def test_workspaces_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None
     x = inputs(case, torch.float32)
     with plan.override(TALL):
         whole = triton(case, x)
-        monkeypatch.setattr(plan, "BUDGET", 1)  # one key head at a time
+        monkeypatch.setattr(head_groups, "BUDGET", 1)  # one key head at a time
         pieces = triton(case, x)
     for name, y in pieces.items():
         assert torch.equal(y, whole[name]), name
@@ -54,10 +55,10 @@ def test_workspaces_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("budget", [1, 1 << 20, 3 << 20, 1 << 40])
 @pytest.mark.parametrize(("B", "H", "G"), [(1, 6, 3), (3, 4, 4), (2, 5, 5)])
 def test_parts_cover_every_head_once(B: int, H: int, G: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "BUDGET", budget)
+    monkeypatch.setattr(head_groups, "BUDGET", budget)
     q, k = torch.empty(B, 600, H, 16), torch.empty(B, 600, G, 16)
     queries, keys = torch.zeros(B, 1, H), torch.zeros(B, 1, G)
-    for part in plan.parts(q, k, backward=True):
+    for part in head_groups.parts(q, k, backward=True):
         part.queries(queries).add_(1)
         part.keys(keys).add_(1)
         assert part.h.start * G == part.g.start * H
@@ -73,12 +74,12 @@ def test_pruned_carries_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     spared = 0
 
     def poison(carry: Any) -> Any:
-        def spoiled(block: levels.Block, start: torch.Tensor) -> Carried:
+        def spoiled(block: Block, start: torch.Tensor) -> Carried:
             nonlocal spared
             carried = carry(block, start)
             levels = Levels(torch.full_like(carried.levels.q, torch.nan), torch.full_like(carried.levels.k, torch.nan))
-            for s, level in enumerate(levels.levels_of(PRUNED.T)):
-                m_q, m_k = levels.needed(start, level, PRUNED.G)
+            for s, level in enumerate(levels_of(PRUNED.T)):
+                m_q, m_k = needed(start, level, PRUNED.G)
                 spared += int((~m_q).sum() + (~m_k).sum())
                 for y, z, m in ((levels.q, carried.levels.q, m_q), (levels.k, carried.levels.k, m_k)):
                     n = m.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from attnzoo import Gate, get
 from attnzoo.kernels.path import cache, carry_keys, path_extend
+from attnzoo.kernels.path.portable import decode
 from attnzoo.kernels.path.reference import path_reference
 
 CASES = [
@@ -80,8 +82,6 @@ def test_keys_are_carried_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("n", [1, 5])
 def test_split_keys_add_up(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many splits, with closed gates between and inside them, and the same bits every time."""
-    from attnzoo.kernels.path.portable import decode
-
     case = Case(T=300, H=2, G=1)
     x = inputs(case, torch.float32)
     x["log_gate"][:, [130, 203]] = -math.inf
@@ -119,6 +119,36 @@ def test_tokens_that_are_not_there(n: int) -> None:
     torch.testing.assert_close(o[:1].double(), exact(there)[:, -n:], rtol=1e-5, atol=5e-6)
     assert bool(o.isfinite().all())
     assert bool(keys.isfinite().all())
+
+
+def compiled_for(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """What Triton compiles a launch for: constants, launch options, and which integers are 1 or divisible by 16."""
+    types, bound = inspect.get_annotations(kernel.fn), dict(zip(kernel.arg_names, args, strict=False)) | options
+    free = kernel.kwargs["do_not_specialize"]
+    numbers = {n: x for n, x in bound.items() if isinstance(x, int) and n not in free}
+    fixed = {n: "constexpr" in types.get(n, "constexpr") for n in numbers}
+    return tuple((n, x if fixed[n] else (x == 1, x % 16 == 0)) for n, x in numbers.items())
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reads what the interpreter was asked for")
+def test_the_length_of_a_chunk_is_no_reason_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the step of one token, a kernel is compiled once for each number of rows that a program may hold."""
+    x = inputs(Case(T=100, H=2, G=1), torch.float32)
+    valid, seen = torch.ones(1, 100, dtype=torch.bool), dict[str, set[Any]]()
+    keys = carry_keys(*parts(x, 0, 36)[1:])
+    for name in ("advance_kernel", "combine_kernel"):
+        variants, kernel = seen.setdefault(name, set()), getattr(decode, name)
+
+        def launch(grid: Any, kernel: Any = kernel, variants: set[Any] = variants) -> Any:
+            return lambda *args, **options: variants.add(compiled_for(kernel, args, options))
+
+        monkeypatch.setattr(decode, name, type("Recorder", (), {"__getitem__": lambda _, grid, f=launch: f(grid)})())
+    for n in range(2, 65):
+        v, gates, there = (y[:, : 36 + n].contiguous() for y in (x["v"], x["log_gate"], valid))
+        path_extend(*parts(x, 36, 36 + n), keys, v, gates, there)
+    assert len(seen["combine_kernel"]) == 1
+    assert {dict(v)["BR"] for v in seen["advance_kernel"]} == {16, 32, 64}
+    assert len(seen["advance_kernel"]) == 3
 
 
 def test_nothing_that_is_given_is_changed() -> None:

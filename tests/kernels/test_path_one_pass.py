@@ -13,12 +13,13 @@ from path_cases import Case, inputs, triton, within_budget
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.fox import plan as fox_plan
+from attnzoo.kernels.common import device as device_facts
+from attnzoo.kernels.common.tiles import HOPPER_BACKWARD, Tiles
 from attnzoo.kernels.path import plan
 from attnzoo.kernels.path.levels import levels_of
 
-gluon = pytest.mark.skipif(fox_plan.triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
-M, N = fox_plan.ONE_PASS.BT // 16, fox_plan.ONE_PASS.num_warps // (fox_plan.ONE_PASS.BT // 16)
+gluon = pytest.mark.skipif(device_facts.triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
+M, N = HOPPER_BACKWARD.BT // 16, HOPPER_BACKWARD.num_warps // (HOPPER_BACKWARD.BT // 16)
 
 
 def _as_held(x: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: py
     from attnzoo.kernels.path.portable import backward
 
     monkeypatch.setattr(one_pass, "path_bwd_kernel", Pass())
-    monkeypatch.setattr(one_pass, "describe", lambda x, rows: SimpleNamespace(base=x))
+    monkeypatch.setattr(one_pass, "gluon_descriptor", lambda x, rows: SimpleNamespace(base=x))
     monkeypatch.setattr(backward, "can_merge", lambda *_: True)
     monkeypatch.setattr(op, "one_pass", lambda *_: True)
     x = inputs(case, dtype)
@@ -125,8 +126,8 @@ def test_without_what_rounding_dropped_the_two_kernels_run(monkeypatch: pytest.M
 
 
 def test_where_the_one_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fox_plan, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(fox_plan, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(device_facts, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(device_facts, "triton_version", lambda: (3, 6))
     for kind in ("dq", "dkdv"):
         monkeypatch.delitem(plan._overrides, kind, raising=False)
     device = torch.device(DEVICE)
@@ -134,7 +135,7 @@ def test_where_the_one_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not plan.one_pass(128, 64, 128, torch.bfloat16, device)  # no levels
     assert not plan.one_pass(1000, 64, 64, torch.float32, device)
     assert not plan.one_pass(1000, 32, 64, torch.float16, device)
-    with plan.override({"dkdv": plan.Tiles(64, 64, 4, 1)}):
+    with plan.override({"dkdv": Tiles(64, 64, 4, 1)}):
         assert not plan.one_pass(1000, 64, 64, torch.bfloat16, device)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not plan.one_pass(1000, 64, 64, torch.bfloat16, device)
@@ -164,7 +165,7 @@ def test_both_ways_within_budget(case: Case, dtype: torch.dtype, merged: bool, m
     if not plan.one_pass(case.T, case.K, case.V, dtype, torch.device(DEVICE)):
         pytest.skip("the one-pass backward does not run here")
     if not merged:
-        monkeypatch.setattr(fox_plan, "one_pass", lambda *_: False)
+        monkeypatch.setattr("attnzoo.kernels.path.plan.one_pass", lambda *_: False)
     x = inputs(case, dtype)
     within_budget(case, x, triton(case, x))
 

@@ -12,7 +12,7 @@ import torch
 from path_cases import DEVICE, Case, inputs, large_tiles, run  # noqa: F401  (a fixture)
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.fox import api as fox_api
+from attnzoo.kernels.common import checks
 from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 
@@ -94,7 +94,7 @@ def test_broadcast_keys_and_gradients() -> None:
 
 def test_auto_takes_what_the_device_can_run(caplog: pytest.LogCaptureFixture) -> None:
     x = {n: t.double() for n, t in inputs(Case(T=40), torch.float32).items() if n != "do"}
-    fox_api._said.clear()
+    checks._said.clear()
     with caplog.at_level(logging.INFO, "attnzoo.kernels.path"):
         with pytest.raises(ValueError, match=r"w: expected q's dtype \(torch.float32\)"):
             path_attention(x["q"].float(), x["k"].float(), x["v"].float(), w=x["w"], beta=x["beta"])

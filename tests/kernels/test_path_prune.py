@@ -11,8 +11,8 @@ from path_cases import DEVICE, Case, inputs, large_tiles, run, triton, within_bu
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.dense import first_visible, running_sums
 from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.fox.reference import _gate_sums, _left
 from attnzoo.kernels.path import kept_fraction, path_attention
 from attnzoo.kernels.path.reference import path_scores, prune_starts_reference
 
@@ -34,9 +34,9 @@ def logits(x: dict[str, Tensor], scale: float) -> Tensor:
     """In float64, -inf where a row does not look."""
     q, k, w, beta = (x[name].double() for name in ("q", "k", "w", "beta"))
     B, T, H, _ = q.shape
-    c, closed = _gate_sums(x["log_gate"], B, T, H, q.device)
+    c, closed = running_sums(x["log_gate"], B, T, H, q.device)
     pos = torch.arange(T, device=q.device)
-    visible = (pos <= pos[:, None]) & (pos >= _left(closed, None, None)[..., None])
+    visible = (pos <= pos[:, None]) & (pos >= first_visible(closed, None, None)[..., None])
     s = scale * path_scores(q, k, w, beta)
     return (s + c[..., :, None] - c[..., None, :]).masked_fill(~visible, -math.inf)
 
@@ -55,9 +55,9 @@ def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
     x = inputs(Case(T=520, H=1, gate=gate), torch.float32)
     prune = Prune(bound=bound)  # type: ignore[arg-type]
     found = starts(x, prune, 0.1).long()
-    c, closed = _gate_sums(x["log_gate"], 1, 520, 1, x["q"].device)
+    c, closed = running_sums(x["log_gate"], 1, 520, 1, x["q"].device)
     parts = (x["q"], x["k"], x["w"], x["beta"])
-    exact = prune_starts_reference(*parts, c, _left(closed, None, None), 0.1, prune)
+    exact = prune_starts_reference(*parts, c, first_visible(closed, None, None), 0.1, prune)
     assert bool((found <= exact).all())  # rounding may only prune less
     assert bool((exact - found <= KEY_UNIT).all())
     assert int(exact.max()) > 0, "nothing was pruned: the case shows nothing"
@@ -69,9 +69,9 @@ def test_rows_that_drop_nothing_are_told_by_their_gates() -> None:
     x = inputs(Case(T=1800, H=1, beta="zero"), torch.float32)
     x["log_gate"] = torch.full_like(x["log_gate"], -0.008)
     found = starts(x, Prune(), 0.1).long()
-    c, closed = _gate_sums(x["log_gate"], 1, 1800, 1, x["q"].device)
+    c, closed = running_sums(x["log_gate"], 1, 1800, 1, x["q"].device)
     parts = (x["q"], x["k"], x["w"], x["beta"])
-    exact = prune_starts_reference(*parts, c, _left(closed, None, None), 0.1, Prune())
+    exact = prune_starts_reference(*parts, c, first_visible(closed, None, None), 0.1, Prune())
     assert 0 < int((exact == 0).sum()) < exact.numel()
     assert bool((found <= exact).all())
     assert bool((exact - found <= KEY_UNIT).all())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
-from attnzoo.layer.gates.base import GateProjection, Sizes
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write
 from attnzoo.layer.gates.decay import (
     ALiBiSlope,
     FixedForgetGate,
@@ -37,15 +38,17 @@ class Combined(GateProjection):
         for member in self.members:
             cast(GateProjection, member).reset_parameters()
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         parts: dict[str, Tensor] = {}
-        write: Tensor | None = None
+        strengths: list[Tensor | Literal["delta_rule"]] = []
         for member in self.members:
             gate, strength = member(x, k, stream)
             parts |= {name: getattr(gate, name) for name in gate.parts}
-            if strength is not None:
-                write = strength if write is None else write * strength
-        return Gate(**parts), write
+            strengths += [] if strength is None else [strength]
+        if len(strengths) < 2:
+            return Gate(**parts), strengths[0] if strengths else None
+        factors = [parts["beta"] if isinstance(strength, str) else strength for strength in strengths]
+        return Gate(**parts), math.prod(factors[1:], start=factors[0])
 
 
 GATES: dict[str, type[GateProjection]] = {

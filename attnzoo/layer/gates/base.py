@@ -1,14 +1,15 @@
 """What every gate projection is: from the hidden states of a layer to the gate of its variant.
 
 Each takes the layer's sizes and its own options by keyword, says which gate parts it ``provides``, and maps
-``(x [B, T, D], k [B, T, G, K], stream)`` to a gate and a write strength (None, or a factor on v: ``[B, T, H]`` or
-``[B, T, G]``). A variant's file names its default; any projection that provides the same parts may stand in.
+``(x [B, T, D], k [B, T, G, K], stream)`` to a gate and a write strength (None, a factor on v ``[B, T, H]`` or
+``[B, T, G]``, or ``DELTA_RULE``). A variant's file names its default; any projection that provides the same parts
+may stand in.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -17,6 +18,9 @@ from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import Stream
 
 INIT_STD = 0.02
+DELTA_RULE: Literal["delta_rule"] = "delta_rule"  # w is k itself, and beta is the write strength as well
+
+Write = Tensor | Literal["delta_rule"] | None
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class GateProjection(PreciseModule):
     def reset_parameters(self) -> None:
         """The initialisation of the paper."""
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         """The gate of each token, and how strongly it writes.
 
         Args:
@@ -56,7 +60,8 @@ class GateProjection(PreciseModule):
             stream: the rows' padding and cache, for projections that look back (a short convolution).
 
         Returns:
-            A gate with the parts ``provides``, and a factor on v ``[B, T, H]`` or ``[B, T, G]``, or None.
+            A gate with the parts ``provides``, and a factor on v ``[B, T, H]`` or ``[B, T, G]``, or None, or
+            ``DELTA_RULE`` where w is k and that factor is beta.
         """
         return Gate(), None
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.layer.gates.base import GateProjection, Sizes, reset_linear
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
 from attnzoo.layer.precision import GateLinear, fill, wide
 from attnzoo.layer.stream import Stream
 
@@ -34,8 +34,8 @@ class ALiBiSlope(GateProjection):
         H = self.sizes.num_heads
         fill(self.log_slope, torch.tensor([-8 * (h + 1) / H * math.log(2) for h in range(H)]))
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
-        return _constant(-wide(self.log_slope).exp(), x), None
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        return Gate(log_decay=-wide(self.log_slope).exp()), None
 
 
 class RetentionDecay(GateProjection):
@@ -52,8 +52,8 @@ class RetentionDecay(GateProjection):
     def reset_parameters(self) -> None:
         fill(self.log_gamma, torch.tensor([math.log1p(-(2.0 ** (-5 - h))) for h in range(self.sizes.num_heads)]))
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
-        return _constant(wide(self.log_gamma), x), None
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        return Gate(log_decay=wide(self.log_gamma)), None
 
 
 class ForgetGate(GateProjection):
@@ -69,7 +69,7 @@ class ForgetGate(GateProjection):
     def reset_parameters(self) -> None:
         reset_linear(self.forget_proj)
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(log_decay=F.logsigmoid(wide(self.forget_proj(x)))), None
 
 
@@ -100,8 +100,8 @@ class IndependentForgetGate(GateProjection):
         lengths = torch.linspace(math.log(self.t_min), math.log(self.t_max), self.sizes.num_heads).exp()
         fill(self.forget_bias, -torch.log(torch.expm1(1 / lengths)))
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
-        return _constant(F.logsigmoid(wide(self.forget_bias)), x), None
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        return Gate(log_decay=F.logsigmoid(wide(self.forget_bias))), None
 
 
 class FixedForgetGate(IndependentForgetGate):
@@ -149,17 +149,13 @@ class SoftplusDecay(GateProjection):
         """dt ``[B, T, H]`` in float32."""
         return F.softplus(wide(self.dt_proj(x)) + wide(self.dt_bias))
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(log_decay=-wide(self.log_a).exp() * self.step(x)), None
 
 
 class Mamba2Decay(SoftplusDecay):
     """The softplus decay whose step also scales what is written: ``v_t`` becomes ``dt_t v_t``."""
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         dt = self.step(x)
         return Gate(log_decay=-wide(self.log_a).exp() * dt), dt
-
-
-def _constant(log_decay: Tensor, x: Tensor) -> Gate:
-    return Gate(log_decay=log_decay.expand(*x.shape[:2], -1))

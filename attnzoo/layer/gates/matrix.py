@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
-from attnzoo.layer.gates.base import GateProjection, Sizes, reset_linear
+from attnzoo.layer.gates.base import DELTA_RULE, GateProjection, Sizes, Write, reset_linear
 from attnzoo.layer.parts import ShortConvolution, l2_normalize
 from attnzoo.layer.precision import GateLinear, fill, wide
 from attnzoo.layer.stream import Stream
@@ -42,7 +42,7 @@ class LowRankDiagonal(GateProjection):
         reset_linear(self.down)
         reset_linear(self.up)
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         a = F.logsigmoid(wide(self.up(self.down(x)))) / self.temperature
         return Gate(log_diag=a.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))), None
 
@@ -70,7 +70,7 @@ class RotaryAngles(GateProjection):
     def reset_parameters(self) -> None:
         fill(self.angle, rotary_angles(self.sizes.head_dim, self.theta))
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(angle=wide(self.angle)), None
 
 
@@ -93,9 +93,9 @@ class DeltaRule(GateProjection):
     def reset_parameters(self) -> None:
         reset_linear(self.beta_proj)
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         beta = wide(self.beta_proj(x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
-        return Gate(w=k, beta=beta), beta
+        return Gate(w=k, beta=beta), DELTA_RULE
 
 
 class PathTransition(GateProjection):
@@ -134,7 +134,7 @@ class PathTransition(GateProjection):
         if self.w_conv is not None:
             self.w_conv.reset_parameters()
 
-    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Tensor | None]:
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         w = k
         if self.w_down is not None and self.w_up is not None:
             w = self.w_up(self.w_down(x))

@@ -8,15 +8,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnzoo.kernels.fox.plan import KEY_UNIT, ONE_PASS, ROW_UNIT
-from attnzoo.kernels.fox.portable.backward import _sink_weight
-from attnzoo.kernels.fox.portable.forward import LOG2E, _load_tile, can_describe, gate_kind, head_block, left_strides
-from attnzoo.kernels.fox.portable.prune import key_bounds
+from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.kernels.common.hopper.backward_tile import tile_order
+from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
+from attnzoo.kernels.common.key_bounds import key_bounds
+from attnzoo.kernels.common.launching import can_describe, gate_kind, head_block, left_strides
+from attnzoo.kernels.common.row_delta import sink_weight
+from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tiles import HOPPER_BACKWARD
 
-from .backward_kernel import describe, fox_bwd_kernel
+from .backward_kernel import fox_bwd_kernel
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -33,10 +35,10 @@ def fox_rows_kernel(
     r = (i_t * BT).to(tl.int64)
     p_ot = i_b * stride_ob + i_h * stride_oh + r * stride_ot
     p_dt = p_do + i_b * stride_db + i_h * stride_dh + r * stride_dt
-    b_o = _load_tile(p_o + p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
+    b_o = load_tile(p_o + p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
     if HAS_LOW:
-        b_o += _load_tile(p_low + p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
-    b_do = _load_tile(p_dt, o_t, o_v, stride_dt, T - i_t * BT, V, BV, True).to(tl.float32)
+        b_o += load_tile(p_low + p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
+    b_do = load_tile(p_dt, o_t, o_v, stride_dt, T - i_t * BT, V, BV, True).to(tl.float32)
     o_r = i_t * BT + o_t
     p_r = i_bh.to(tl.int64) * T + o_r
     p_rp = i_bh.to(tl.int64) * (tl.cdiv(T, RU) * RU) + o_r
@@ -45,14 +47,8 @@ def fox_rows_kernel(
     tl.store(p_rows + p_rp, b_lse)
     tl.store(p_delta + p_rp, b_delta)
     if HAS_SINK:
-        b_w = _sink_weight(p_sink, p_c, p_base, p_g, b_lse, o_r, i_bh, i_h, i_t * BT // RU * RU, T, S, KU, GATE)
+        b_w = sink_weight(p_sink, p_c, p_base, p_g, b_lse, o_r, i_bh, i_h, i_t * BT // RU * RU, T, S, KU, GATE)
         tl.store(p_w + p_r, b_w * b_delta, mask=o_r < T)
-
-
-@triton.jit
-def _tile_order(b_x, BT: tl.constexpr, BK: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """A tile of dQ from the order in which M by N warps of the product hold it. # [BT, BK]"""
-    return tl.reshape(tl.permute(tl.reshape(b_x, [BK // N // 8, N, M, 8, 4, 2, 2]), [2, 5, 3, 1, 0, 4, 6]), [BT, BK])
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -67,7 +63,7 @@ def fox_finish_kernel(
     o_t, o_k = i_t * BT + tl.arange(0, BT), tl.arange(0, BK)
     m_t = o_t < T
     p_dqt = p_dq + (((i_bh // H).to(tl.int64) * T + o_t) * H + i_bh % H)[:, None] * K + o_k[None, :]
-    b_dq = _tile_order(b_x, BT, BK, M, N) * scale
+    b_dq = tile_order(b_x, BT, BK, M, N) * scale
     tl.store(p_dqt, b_dq.to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k < K)[None, :])
     if GATE != 0:
         b_e = tl.load(p_sum + i_bh.to(tl.int64) * (n_t * BT // 2) + o_t // 2)
@@ -77,11 +73,6 @@ def fox_finish_kernel(
         b_e = tl.where((o_t % 2 == 0) & (o_t == T - 1), b_e, 0.5 * b_e)  # a last row without a partner
         p_dct = p_dc + i_bh.to(tl.int64) * S + (S - T) + o_t
         tl.store(p_dct, tl.load(p_dct, mask=m_t, other=0.0) - b_e, mask=m_t)
-
-
-def _plain(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """Descriptor of a contiguous float32 matrix, its tiles in plain row order."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout(0, 32, 2))
 
 
 def fox_backward_one_pass(
@@ -95,7 +86,7 @@ def fox_backward_one_pass(
     """
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
-    t, BK, BV = ONE_PASS, head_block(K), head_block(V)
+    t, BK, BV = HOPPER_BACKWARD, head_block(K), head_block(V)
     gate, has_sink = gate_kind(log_gate), sink is not None
     if do.stride(-1) != 1 or not can_describe(do):
         do = do.contiguous()
@@ -116,14 +107,14 @@ def fox_backward_one_pass(
     end, full = lse, lse
     if left is not None or start is not None:
         end, full = key_bounds(left, start, B, T, H, S)
-    d_rows = [_plain(y, [1, t.BT]) for y in (rows, delta)]
-    keys: list[Any] = [describe(y, t.BS) for y in (k, v, dk, dv)]
+    d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
+    keys: list[Any] = [gluon_descriptor(y, t.BS) for y in (k, v, dk, dv)]
     fox_bwd_kernel[(triton.cdiv(S, t.BS) * B * G,)](
-        describe(q, t.BT), *keys[:2], describe(do, t.BT), *d_rows, _plain(x, [t.BT * BK // 256, 256]), *keys[2:],
-        sums, p_dc, *gates, lse if left is None else left, lse if start is None else start, end, full, T, S,
-        min(t.heads, B * G), scale, scale * LOG2E, *left_strides(left), H=H, REP=H // G, BK=BK, BV=BV, BT=t.BT, BS=t.BS,
-        RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_LEFT=left is not None, HAS_START=start is not None,
-        STAGES=t.num_stages, num_warps=t.num_warps,
+        gluon_descriptor(q, t.BT), *keys[:2], gluon_descriptor(do, t.BT), *d_rows, plain_descriptor(x,
+        [t.BT * BK // 256, 256]), *keys[2:], sums, p_dc, *gates, lse if left is None else left,
+        lse if start is None else start, end, full, T, S, min(t.heads, B * G), scale, scale * LOG2E,
+        *left_strides(left), H=H, REP=H // G, BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate,
+        HAS_LEFT=left is not None, HAS_START=start is not None, STAGES=t.num_stages, num_warps=t.num_warps,
     )  # fmt: skip
     M = t.BT // 16
     fox_finish_kernel[(B * H, triton.cdiv(T, t.BT))](

@@ -13,68 +13,18 @@ error of delta.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnzoo.kernels.fox.portable.forward import _schedule, head_block
-
-_GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-def describe(x: Tensor, rows: int) -> TensorDescriptor:
-    """Descriptor of x [B, R, H, D] for tiles of ``rows`` tokens of one head."""
-    block = [1, rows, 1, head_block(x.shape[3])]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-
-
-@builtin
-def _tma_add(desc, coord, src, _semantic=None):
-    """Add a tile in shared memory to global memory, asynchronously."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
-
-
-@gluon.jit
-def _slope(p_g, i_h, GATE: gl.constexpr):
-    """Log2 of a per-head constant gate, as ``portable.forward._const_gate``; 0 for the other kinds."""
-    b = gl.to_tensor(0.0)
-    if GATE == 1:
-        b = gl.maximum(gl.load(p_g + i_h).to(gl.float32), -1.0e4) * 1.4426950408889634
-    return b
-
-
-@gluon.jit
-def _gate_at(p_c, p_base, b_slope, pos, GATE: gl.constexpr, KU: gl.constexpr):
-    """The running sum of log2 gates at one position. # float64"""
-    b = pos * b_slope.to(gl.float64)
-    if GATE == 2:
-        b = gl.load(p_base + pos // KU) + gl.load(p_c + pos).to(gl.float64)
-    return b
-
-
-@gluon.jit
-def _bias_at(p_c, p_base, b_slope, b_ref, b_s, S, GATE: gl.constexpr, KU: gl.constexpr):
-    """bias_j = c_ref - c_j of the keys b_s."""
-    b_bias = b_s.to(gl.float32)
-    if GATE == 2:
-        b_base = gl.load(p_base + b_s // KU, mask=b_s < S, other=0.0)
-        b_bias = (b_ref - b_base).to(gl.float32) - gl.load(p_c + b_s, mask=b_s < S, other=0.0)
-    elif GATE == 1:
-        b_bias = (b_ref - b_s * b_slope.to(gl.float64)).to(gl.float32)
-    return b_bias
+from attnzoo.kernels.common.hopper.backward_tile import backward_tile
+from attnzoo.kernels.common.hopper.descriptors import tma_add
+from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
+from attnzoo.kernels.common.tile_loads import schedule
 
 
 @gluon.jit
@@ -121,11 +71,11 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
         i_lo, i_tail, i_mid, n_head, n_mask, n_mid = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU,
                                                                 BOUNDED)  # fmt: skip
         p_ch, p_baseh = p_c + p_unit * KU, p_base + p_unit + i_bh
-        b_slope = _slope(p_g, i_h, GATE)
-        b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+        b_slope = gluon_slope(p_g, i_h, GATE)
+        b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
         for n in range(n_mask + n_mid):
             i = _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT)
-            b_at = _gate_at(p_ch, p_baseh, b_slope, gl.minimum(i // RU * RU + S - T, S - 1), GATE, KU)
+            b_at = gluon_gate_at(p_ch, p_baseh, b_slope, gl.minimum(i // RU * RU + S - T, S - 1), GATE, KU)
             b = it % STAGES
             mbarrier.wait(empty.index(b), (it // STAGES & 1) ^ 1)
             if GATE != 0:
@@ -153,87 +103,10 @@ def _reduce(d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP
         for n in range(n_mask + n_mid):
             i = _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT)
             mbarrier.wait(dq_full, it & 1)
-            _tma_add(d_dq, [(i_bh * n_t + i // BT) * dq_s.shape[0], 0], dq_s)
+            tma_add(d_dq, [(i_bh * n_t + i // BT) * dq_s.shape[0], 0], dq_s)
             tma.store_wait(0)
             mbarrier.arrive(dq_empty, count=1)
             it += 1
-
-
-@gluon.jit
-def _tile(b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full, dq_empty,
-          it, i, b_bias, b_s, p_sum, p_left, p_start, off, T, scale2, BT: gl.constexpr, BS: gl.constexpr,
-          BK: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr,
-          RU: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr, L_K: gl.constexpr, L_V: gl.constexpr,
-          L_Q: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """dK, dV, column sums of dS, and this tile's part of dQ, from the row tile at row i.
-
-    All products of a tile have ended when the next tile starts: ptxas serialises those that cross a loop's end. With a
-    mask, fewer are in flight at once, which leaves registers for the mask.
-    """
-    dtype: gl.constexpr = k_s.dtype
-    b = it % STAGES
-    q_t, do_t = q_s.index(b).reshape([BT, BK]), do_s.index(b).reshape([BT, BV])
-    o_t = gl.arange(0, BT, gl.SliceLayout(0, L_S))
-    zero = gl.zeros([BS, BT], gl.float32, L_S)
-    mbarrier.wait(full.index(b), it // STAGES & 1)
-    b_y = warpgroup_mma(k_s, q_t.permute([1, 0]), zero, use_acc=False, is_async=True)  # [BS, BT]
-    if not MASK:
-        b_dp = warpgroup_mma(v_s, do_t.permute([1, 0]), zero, use_acc=False, is_async=True)  # [BS, BT]
-    b_lse = lse_s.index(b).load(L_S)  # [1, BT]
-    if GATE != 0:
-        b_bias += shift_s.index(b).load(gl.SliceLayout(1, L_S))
-    b_y = warpgroup_mma_wait(0 if MASK else 1, [b_y])
-    b_y = b_y * scale2
-    if GATE != 0:
-        b_y += b_bias[:, None]
-    b_p = gl.exp2(b_y - b_lse)
-    if MASK:
-        m_y = b_s[:, None] <= (off + i + o_t)[None, :]
-        if HAS_LEFT:
-            b_left = gl.load(p_left + off + i + o_t, mask=i + o_t < T, other=0)
-            m_y = m_y & (b_s[:, None] >= b_left[None, :])
-        if HAS_START:
-            m_y = m_y & (b_s >= gl.load(p_start + i // RU))[:, None]
-        b_p = gl.where(m_y, b_p, 0.0)
-        b_dp = warpgroup_mma(v_s, do_t.permute([1, 0]), zero, use_acc=False, is_async=True)
-    b_ph = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, L_V, 2))
-    b_dv = warpgroup_mma(b_ph, do_t, b_dv, is_async=True)
-    b_delta = delta_s.index(b).load(L_S)  # [1, BT]
-    if MASK:
-        b_dp, b_dv = warpgroup_mma_wait(0, [b_dp, b_dv])
-    else:
-        b_dp = warpgroup_mma_wait(1, [b_dp])
-    b_ds = b_p * (b_dp - b_delta)
-    b_dsh = b_ds.to(dtype)
-    ds_s.store(b_dsh)
-    fence_async_shared()
-    b_dq = warpgroup_mma(ds_s.permute([1, 0]), k_s, gl.zeros([BT, BK], gl.float32, L_Q), use_acc=False, is_async=True)
-    b_dk = warpgroup_mma(gl.convert_layout(b_dsh, gl.DotOperandLayout(0, L_K, 2)), q_t, b_dk, is_async=True)
-    if GATE != 0:
-        b_dc += gl.sum(b_ds, 1)
-        # Sums of pairs of rows: over what a thread holds, then, turned within a warp, over 8 lanes; warps by atomics.
-        W: gl.constexpr = BS // 16
-        L_R: gl.constexpr = gl.BlockedLayout([1, 8, BT // 64], [1, 1, 32], [W, 1, 1], [2, 1, 0])
-        b_e = gl.sum(gl.sum(gl.reshape(b_ds, [W, 2, 8, BT // 2, 2]), 4), 1)
-        b_e = gl.sum(gl.convert_layout(b_e, L_R), 1)  # [W, BT // 2]
-        o_e = gl.arange(0, BT // 2, gl.SliceLayout(0, gl.SliceLayout(1, L_R)))
-        o_e = o_e[None, :] + gl.zeros([W, BT // 2], gl.int32, gl.SliceLayout(1, L_R))
-        gl.atomic_add(p_sum + i // 2 + o_e, b_e, sem="relaxed")
-    if MASK:
-        b_dq = warpgroup_mma_wait(1, [b_dq])
-    else:
-        b_dq, b_dv = warpgroup_mma_wait(1, [b_dq, b_dv])
-    mbarrier.wait(dq_empty, (it & 1) ^ 1)
-    # In the order in which threads hold it (``_tile_order`` undoes it): whole 16-byte writes without bank conflicts.
-    M: gl.constexpr = L_Q.warps_per_cta[0]
-    N: gl.constexpr = L_Q.warps_per_cta[1]
-    b_dq = gl.permute(gl.reshape(b_dq, [M, 2, 8, N, BK // N // 8, 4, 2]), [4, 3, 0, 2, 5, 1, 6])
-    dq_s.store(gl.reshape(b_dq, dq_s.shape))
-    fence_async_shared()
-    mbarrier.arrive(dq_full, count=1)
-    b_dk = warpgroup_mma_wait(0, [b_dk])
-    mbarrier.arrive(empty.index(b), count=1)
-    return b_dk, b_dv, b_dc
 
 
 @gluon.jit
@@ -263,21 +136,21 @@ def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, d
         p_sumh = p_sum + i_bh * (gl.cdiv(T, RU) * (RU // 2))
         p_lefth = p_left + i_b.to(gl.int64) * stride_lb + i_h * stride_lh
         p_starth = p_start + i_bh * gl.cdiv(T, RU)
-        b_slope = _slope(p_g, i_h, GATE)
-        b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
-        b_bias = _bias_at(p_ch, p_baseh, b_slope, b_ref, b_s, S, GATE, KU)
+        b_slope = gluon_slope(p_g, i_h, GATE)
+        b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+        b_bias = gluon_bias_at(p_ch, p_baseh, b_slope, b_ref, b_s, S, GATE, KU)
         i_lo, i_tail, i_mid, n_head, n_mask, n_mid = _row_tiles(p_end + i_bh * n_u, p_full + i_bh * n_u, s, T, S, BT,
                                                                 BS, KU, HAS_LEFT or HAS_START)  # fmt: skip
         b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
         for n in range(n_mask):
             i = _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT)
-            b_dk, b_dv, b_dc = _tile(
+            b_dk, b_dv, b_dc = backward_tile(
                 b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,
                 dq_empty, it, i, b_bias, b_s, p_sumh, p_lefth, p_starth, off, T, scale2, BT, BS, BK, BV, GATE, HAS_LEFT,
                 HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q, True)  # fmt: skip
             it += 1
         for n in range(n_mid):
-            b_dk, b_dv, b_dc = _tile(
+            b_dk, b_dv, b_dc = backward_tile(
                 b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,
                 dq_empty, it, i_mid + n * BT, b_bias, b_s, p_sumh, p_lefth, p_starth, off, T, scale2, BT, BS, BK, BV,
                 GATE, HAS_LEFT, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q, False)  # fmt: skip
@@ -302,7 +175,7 @@ def fox_bwd_kernel(
 ):  # fmt: skip
     """dK, dV, column sums of dS [B, H, S]; adds to dQ (unscaled) and to sums of dS per pair of rows [B, H, Tp / 2]."""
     G: gl.constexpr = H // REP
-    i_s, i_bg = _schedule(gl.cdiv(S, BS), n_heads)
+    i_s, i_bg = schedule(gl.cdiv(S, BS), n_heads)
     s, i_b, i_g = i_s * BS, i_bg // G, i_bg % G
     dtype: gl.constexpr = d_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BT, 1, BK], d_q.layout)

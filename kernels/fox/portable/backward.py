@@ -20,68 +20,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT, dot_precision, tiles
-
-from .forward import (
-    LOG2E,
-    _base_shift,
-    _const_gate,
-    _gate_at,
-    _gates_from,
-    _key_bias,
-    _load_tile,
-    _row_bounds,
-    _schedule,
+from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from, key_bias, row_shift
+from attnzoo.kernels.common.key_bounds import key_bounds
+from attnzoo.kernels.common.launching import (
     can_describe,
-    describe,
+    dot_precision,
     gate_kind,
     head_block,
     left_strides,
+    tile_descriptor,
 )
-from .prune import key_bounds
-
-
-@triton.jit
-def _sink_weight(p_sink, p_c, p_base, p_g, b_lse, o_r, i_bh, i_h, i_ref, T, S, KU: tl.constexpr, GATE: tl.constexpr):
-    """Weight of the sink in rows o_r of one row unit, whose first row is i_ref. # [len(o_r)]"""
-    b_y = tl.zeros_like(b_lse) + tl.load(p_sink + i_h).to(tl.float32) * 1.4426950408889634
-    if GATE != 0:
-        n_s = tl.cdiv(S, KU)
-        p_c += i_bh.to(tl.int64) * (n_s * KU)
-        p_base += i_bh.to(tl.int64) * (n_s + 1)
-        b_slope = tl.zeros([], tl.float32)
-        if GATE == 1:
-            b_slope = _const_gate(p_g, i_h)
-        b_ref = _gate_at(p_c, p_base, b_slope, i_ref + S - T, GATE, KU)
-        b_y += _gates_from(p_c, p_base, b_slope, o_r + S - T, b_ref, o_r < T, GATE, KU)
-    return tl.exp2(b_y - b_lse)
-
-
-@triton.jit(do_not_specialize=["T", "S"])
-def fox_delta_kernel(
-    p_o, p_do, p_lse, p_rows, p_w, p_c, p_base, p_g, p_sink, T, S,
-    stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
-    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
-    GATE: tl.constexpr, HAS_SINK: tl.constexpr,
-):  # fmt: skip
-    """Pairs (lse, dO . O) per row, [B, H, Tp, 2] with Tp rounded up to RU; with a sink its weight [B, H, T]."""
-    i_bh, i_t = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
-    o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
-    r = (i_t * BT).to(tl.int64)
-    p_ot = p_o + i_b * stride_ob + i_h * stride_oh + r * stride_ot
-    p_dt = p_do + i_b * stride_db + i_h * stride_dh + r * stride_dt
-    b_o = _load_tile(p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
-    b_do = _load_tile(p_dt, o_t, o_v, stride_dt, T - i_t * BT, V, BV, True).to(tl.float32)
-    o_r = i_t * BT + o_t
-    p_r = i_bh.to(tl.int64) * T + o_r
-    b_lse = tl.load(p_lse + p_r, mask=o_r < T, other=float("inf"))  # rows past T get weight 0
-    p_rw = p_rows + (i_bh.to(tl.int64) * (tl.cdiv(T, RU) * RU) + o_r) * 2
-    tl.store(p_rw, b_lse)
-    tl.store(p_rw + 1, tl.sum(b_o * b_do, 1))
-    if HAS_SINK:
-        b_w = _sink_weight(p_sink, p_c, p_base, p_g, b_lse, o_r, i_bh, i_h, i_t * BT // RU * RU, T, S, KU, GATE)
-        tl.store(p_w + p_r, b_w, mask=o_r < T)
+from attnzoo.kernels.common.online_softmax import row_bounds
+from attnzoo.kernels.common.row_delta import row_delta_kernel
+from attnzoo.kernels.common.tile_loads import load_tile, schedule
+from attnzoo.kernels.fox.plan import tiles
 
 
 @triton.jit
@@ -94,12 +47,12 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
         b_k = p_k.load([i_b, s, i_g, 0]).reshape([o_s.shape[0], BK])
         b_v = p_v.load([i_b, s, i_g, 0]).reshape([o_s.shape[0], BV])
     else:
-        b_k = _load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, MASK)  # [BS, BK]
-        b_v = _load_tile(p_v + s * stride_vs.to(tl.int64), o_s, o_v, stride_vs, S - s, V, BV, MASK)  # [BS, BV]
+        b_k = load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, MASK)  # [BS, BK]
+        b_v = load_tile(p_v + s * stride_vs.to(tl.int64), o_s, o_v, stride_vs, S - s, V, BV, MASK)  # [BS, BV]
     b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BT, BS]
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PREC)  # [BT, BS]
     if GATE != 0:
-        b_y += _key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
+        b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
     b_p = tl.exp2(b_y - b_lse[:, None])
     if MASK:
         m_y = (s + o_s)[None, :] <= b_pos[:, None]
@@ -123,7 +76,7 @@ def fox_dq_kernel(
     HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dQ [B, T, H, K], and delta corrected in place; schedule and frame of the forward kernel."""
-    i_t, i_bh = _schedule(tl.cdiv(T, BT), n_heads)
+    i_t, i_bh = schedule(tl.cdiv(T, BT), n_heads)
     i_t = tl.cdiv(T, BT) - 1 - i_t
     i_b32, i_h = i_bh // H, i_bh % H
     i_b = i_b32.to(tl.int64)
@@ -140,8 +93,8 @@ def fox_dq_kernel(
         p_v += i_b * stride_vb + (i_h // REP) * stride_vh
     p_qt = p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt
     p_dt = p_do + i_b * stride_db + i_h * stride_dh + r * stride_dt
-    b_q = _load_tile(p_qt, o_t, o_k, stride_qt, T - i_t * BT, K, BK, True)
-    b_do = _load_tile(p_dt, o_t, o_v, stride_dt, T - i_t * BT, V, BV, True)
+    b_q = load_tile(p_qt, o_t, o_k, stride_qt, T - i_t * BT, K, BK, True)
+    b_do = load_tile(p_dt, o_t, o_v, stride_dt, T - i_t * BT, V, BV, True)
     p_r = i_bh.to(tl.int64) * T + i_t * BT + o_t
     p_rows += (i_bh.to(tl.int64) * (tl.cdiv(T, RU) * RU) + i_t * BT) * 2
     b_lse, b_delta = tl.load(p_rows + o_t * 2), tl.load(p_rows + o_t * 2 + 1)
@@ -151,27 +104,27 @@ def fox_dq_kernel(
     p_left += i_b * stride_lb + i_h * stride_lh
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
-        b_slope = _const_gate(p_g, i_h)
-    b_ref = _gate_at(p_c, p_base, b_slope, i_t * BT // RU * RU + off, GATE, KU)
+        b_slope = const_gate(p_g, i_h)
+    b_ref = gate_at(p_c, p_base, b_slope, i_t * BT // RU * RU + off, GATE, KU)
     b_left = b_pos
     if HAS_LEFT:
         b_left = tl.load(p_left + b_pos, mask=m_t, other=0)
     p_start += i_bh.to(tl.int64) * tl.cdiv(T, RU)
-    lo, full, mid, n_left, n_diag = _row_bounds(
+    lo, full, mid, n_left, n_diag = row_bounds(
         p_left, p_start, i_t, p_first, p_last, BT, BS, RU, KU, HAS_LEFT, HAS_START
     )
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT], tl.float32)
     for i in range(n_left + n_diag):
         s = tl.where(i < n_diag, mid + i, lo + i - n_diag) * BS
-        b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
+        b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
         b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
                               i_h // REP, o_s, o_k, o_v, b_pos, b_left, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
                               GATE, HAS_LEFT, GATE != 0 or HAS_SINK, TMA, PREC, True)  # fmt: skip
-    b_shift = _base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
+    b_shift = base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
     for i_s in range(full, mid):
         s = i_s * BS
-        b_next = _base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)
+        b_next = base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)
         b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
                               i_h // REP, o_s, o_k, o_v, b_pos, b_left, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
                               GATE, HAS_LEFT, GATE != 0 or HAS_SINK, TMA, PREC, False)  # fmt: skip
@@ -197,8 +150,8 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_left, p_
         b_q = p_q.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BK])
         b_do = p_do.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BV])
     else:
-        b_q = _load_tile(p_q + i * stride_qt.to(tl.int64), o_t, o_k, stride_qt, T - i, K, BK, MASK)  # [BT, BK]
-        b_do = _load_tile(p_do + i * stride_dt.to(tl.int64), o_t, o_v, stride_dt, T - i, V, BV, MASK)  # [BT, BV]
+        b_q = load_tile(p_q + i * stride_qt.to(tl.int64), o_t, o_k, stride_qt, T - i, K, BK, MASK)  # [BT, BK]
+        b_do = load_tile(p_do + i * stride_dt.to(tl.int64), o_t, o_v, stride_dt, T - i, V, BV, MASK)  # [BT, BV]
     b_lse, b_delta = tl.split(tl.load(p_rows + (i + o_t)[:, None] * 2 + tl.arange(0, 2)[None, :]))  # [BT]
     if GATE != 0:
         b_lse -= b_shift  # from the frame of the row unit to that of the key tile
@@ -225,16 +178,6 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_left, p_
     return b_dk, b_dv, b_dc
 
 
-@triton.jit
-def _row_shift(p_c, p_base, b_slope, b_ref, i, off, S, GATE: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr):
-    """Running gate sum at the frame of row i's unit minus b_ref. # float32 scalar"""
-    if GATE == 0:
-        b = 0.0
-    else:
-        b = (_gate_at(p_c, p_base, b_slope, tl.minimum(i // RU * RU + off, S - 1), GATE, KU) - b_ref).to(tl.float32)
-    return b
-
-
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_dkdv_kernel(
     p_q, p_k, p_v, p_do, p_rows, p_dk, p_dv, p_dc, p_c, p_base, p_g, p_left, p_start, p_end, p_full, T, S, n_heads,
@@ -250,7 +193,7 @@ def fox_dkdv_kernel(
     Key tiles with the most rows (the first) run first.
     """
     G: tl.constexpr = H // REP
-    i_s, i_bg = _schedule(tl.cdiv(S, BS), n_heads)
+    i_s, i_bg = schedule(tl.cdiv(S, BS), n_heads)
     i_b32, i_g = i_bg // G, i_bg % G
     i_b = i_b32.to(tl.int64)
     off = S - T
@@ -259,8 +202,8 @@ def fox_dkdv_kernel(
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     b_s = s + o_s  # [BS]
     s64 = s.to(tl.int64)
-    b_k = _load_tile(p_k + i_b * stride_kb + i_g * stride_kh + s64 * stride_ks, o_s, o_k, stride_ks, S - s, K, BK, True)
-    b_v = _load_tile(p_v + i_b * stride_vb + i_g * stride_vh + s64 * stride_vs, o_s, o_v, stride_vs, S - s, V, BV, True)
+    b_k = load_tile(p_k + i_b * stride_kb + i_g * stride_kh + s64 * stride_ks, o_s, o_k, stride_ks, S - s, K, BK, True)
+    b_v = load_tile(p_v + i_b * stride_vb + i_g * stride_vh + s64 * stride_vs, o_s, o_v, stride_vs, S - s, V, BV, True)
     b_dk = tl.zeros([BS, BK], tl.float32)
     b_dv = tl.zeros([BS, BV], tl.float32)
     i_lo = tl.maximum(s - off, 0) // BT * BT  # first row tile that sees the first key
@@ -280,11 +223,11 @@ def fox_dkdv_kernel(
         p_starth = p_start + i_bh * tl.cdiv(T, RU)
         b_slope = tl.zeros([], tl.float32)
         if GATE == 1:
-            b_slope = _const_gate(p_g, i_h)
-        b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+            b_slope = const_gate(p_g, i_h)
+        b_ref = gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
         b_bias = b_s.to(tl.float32)
         if GATE != 0:
-            b_bias = _gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, b_s < S, GATE, KU)
+            b_bias = gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, b_s < S, GATE, KU)
         i_end, i_full = T, T
         if HAS_LEFT or HAS_START:
             i_full = tl.load(p_full + i_bh * n_u + s // KU)
@@ -295,14 +238,14 @@ def fox_dkdv_kernel(
         b_dc = tl.zeros([BS], tl.float32)
         for i_n in range(n_head + n_tail):
             i = tl.where(i_n < n_head, i_lo + i_n * BT, i_mask + (i_n - n_head) * BT)
-            b_shift = _row_shift(p_ch, p_baseh, b_slope, b_ref, i, off, S, GATE, RU, KU)
+            b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i, off, S, GATE, RU, KU)
             b_dk, b_dv, b_dc = _dkdv_tile(
                 b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_lefth, p_starth, b_shift, i_b32, i, i_h,
                 o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_LEFT, HAS_START,
                 TMA, PREC, True)  # fmt: skip
-        b_shift = _row_shift(p_ch, p_baseh, b_slope, b_ref, i_mid, off, S, GATE, RU, KU)
+        b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i_mid, off, S, GATE, RU, KU)
         for i in range(i_mid, tl.minimum(i_mask, i_end), BT):
-            b_next = _row_shift(p_ch, p_baseh, b_slope, b_ref, i + BT, off, S, GATE, RU, KU)
+            b_next = row_shift(p_ch, p_baseh, b_slope, b_ref, i + BT, off, S, GATE, RU, KU)
             b_dk, b_dv, b_dc = _dkdv_tile(
                 b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_lefth, p_starth, b_shift, i_b32, i, i_h,
                 o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_LEFT, HAS_START,
@@ -343,7 +286,7 @@ def fox_backward(
     limits = (lse if left is None else left, lse if start is None else start)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *left_strides(left))
     p_w = lse if drow is None else drow
-    fox_delta_kernel[(B * H, rows.shape[2] // 64)](
+    row_delta_kernel[(B * H, rows.shape[2] // 64)](
         o, do, lse, rows, p_w, *gates, lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3],
         H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink,
     )  # fmt: skip
@@ -352,7 +295,7 @@ def fox_backward(
         end, full = key_bounds(left, start, B, T, H, S)
     t = tiles("dq", max(K, V), q.dtype, q.device)
     tma = t.tma and can_describe(k, v)
-    p_k, p_v = (describe(k, t.BS), describe(v, t.BS)) if tma else (k, v)
+    p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
     fox_dq_kernel[(triton.cdiv(T, t.BT) * B * H,)](
         q, p_k, p_v, do, rows, p_w, dq, *gates, *limits, T, S, min(t.heads, B * H), scale, scale * LOG2E, *strides,
         **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, TMA=tma, num_warps=t.num_warps,
@@ -360,7 +303,7 @@ def fox_backward(
     )  # fmt: skip
     t = tiles("dkdv", max(K, V), q.dtype, q.device)
     tma = t.tma and can_describe(q, do)
-    p_q, p_do = (describe(q, t.BT), describe(do, t.BT)) if tma else (q, do)
+    p_q, p_do = (tile_descriptor(q, t.BT), tile_descriptor(do, t.BT)) if tma else (q, do)
     fox_dkdv_kernel[(triton.cdiv(S, t.BS) * B * G,)](
         p_q, k, v, p_do, rows, dk, dv, lse if dkey is None else dkey, *gates, *limits, end, full, T, S,
         min(t.heads, B * G), scale, scale * LOG2E, *strides, **dims, **flags,

@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.plan import KEY_UNIT, dot_precision
-
-from .forward import LOG2E, _const_gate, _load_tile, gate_kind, head_block, left_strides
+from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E
+from attnzoo.kernels.common.gate_bias import const_gate
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, left_strides
+from attnzoo.kernels.common.tile_loads import load_tile
 
 MAX_ROWS = 64  # packed rows (T * REP) up to which the keys are split
 
@@ -50,7 +52,7 @@ def fox_split_kernel(
     b_pos = o_t + (S - T)
     b_slope = tl.zeros([BT], tl.float32)
     if GATE == 1:
-        b_slope = _const_gate(p_g, i_g * REP + o_rep)
+        b_slope = const_gate(p_g, i_g * REP + o_rep)
     b_ref = _row_gate(p_c, p_base, b_slope, o_h, o_t * 0 + (S - T), m_r, NS, GATE, KU)  # [BT]
     b_left = b_pos * 0
     if HAS_LEFT:
@@ -67,8 +69,8 @@ def fox_split_kernel(
     b_l = tl.zeros([BT], tl.float32)
     b_o = tl.zeros([BT, BV], tl.float32)
     for s in range(lo, tl.minimum(first + CHUNK, S), BS):
-        b_k = _load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, True)
-        b_v = _load_tile(p_v + s * stride_vs.to(tl.int64), o_s, o_v, stride_vs, S - s, V, BV, True)
+        b_k = load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, True)
+        b_v = load_tile(p_v + s * stride_vs.to(tl.int64), o_s, o_v, stride_vs, S - s, V, BV, True)
         b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BT, BS]
         if GATE == 2:
             b_shift = (b_ref - tl.load(p_base + o_h * (NS + 1) + s // KU)).to(tl.float32)
@@ -107,11 +109,11 @@ def fox_combine_kernel(
     b_o = tl.zeros([BV], tl.float32)
     if HAS_SINK:  # in the frame of the row unit, as every logit
         NS = tl.cdiv(S, KU)
-        b_m = tl.load(p_sink + i_h).to(tl.float32) * 1.4426950408889634
+        b_m = tl.load(p_sink + i_h).to(tl.float32) * TL_LOG2E
         if GATE != 0:
             b_slope = tl.zeros([1], tl.float32)
             if GATE == 1:
-                b_slope += _const_gate(p_g, i_h)
+                b_slope += const_gate(p_g, i_h)
             o_h, o_0 = tl.zeros([1], tl.int64) + i_bh, tl.zeros([1], tl.int32) + (S - T)
             b_c = _row_gate(p_c, p_base, b_slope, o_h, o_0, o_0 >= 0, NS, GATE, KU)
             b_c -= _row_gate(p_c, p_base, b_slope, o_h, o_0 + i_t, o_0 >= 0, NS, GATE, KU)

@@ -6,11 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
-from attnzoo.kernels.fox.hopper.backward import _plain
-from attnzoo.kernels.fox.hopper.backward_kernel import describe
-from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.fox.portable.forward import GATE_FULL, GATE_NONE, LOG2E, can_describe, head_block, left_strides
-from attnzoo.kernels.fox.portable.prune import key_bounds
+from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
+from attnzoo.kernels.common.key_bounds import key_bounds
+from attnzoo.kernels.common.launching import can_describe, head_block, left_strides
 from attnzoo.kernels.path.levels import Block, Levels, levels_of
 from attnzoo.kernels.path.plan import one_pass_tiles
 
@@ -55,11 +54,12 @@ def launch_one_pass(
         HAS_LOW=low is not None, PREC="ieee", **bounded, num_warps=4,
     )  # fmt: skip
     path_bwd_kernel[(Tp // t.BS * B * G,)](
-        describe(levels.q.flatten(0, 1), t.BT), describe(levels.k.flatten(0, 1), t.BS), describe(v, t.BS),
-        describe(do, t.BT), _plain(rows, [1, t.BT]), _plain(delta, [1, t.BT]), _plain(x, [t.BT * BK // 256, 256]),
-        describe(d_levels.k.flatten(0, 1), t.BS), describe(dv, t.BS), own, sums, d_key, *gates, *limits, cut, end, full,
-        B, T, Tq, n, min(t.heads, B * G), scale, scale * LOG2E, *left_strides(left), BV=BV, BT=t.BT, BS=t.BS,
-        KU=KEY_UNIT, STAGES=t.num_stages, **bounded, num_warps=t.num_warps, maxnreg=t.maxnreg,
+        gluon_descriptor(levels.q.flatten(0, 1), t.BT), gluon_descriptor(levels.k.flatten(0, 1), t.BS),
+        gluon_descriptor(v, t.BS), gluon_descriptor(do, t.BT), plain_descriptor(rows, [1, t.BT]),
+        plain_descriptor(delta, [1, t.BT]), plain_descriptor(x, [t.BT * BK // 256, 256]),
+        gluon_descriptor(d_levels.k.flatten(0, 1), t.BS), gluon_descriptor(dv, t.BS), own, sums, d_key, *gates,
+        *limits, cut, end, full, B, T, Tq, n, min(t.heads, B * G), scale, scale * LOG2E, *left_strides(left), BV=BV,
+        BT=t.BT, BS=t.BS, KU=KEY_UNIT, STAGES=t.num_stages, **bounded, num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     M = t.BT // 16
     path_finish_kernel[(Tp // ROW_UNIT * B * H,)](

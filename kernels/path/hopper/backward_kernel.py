@@ -12,8 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from attnzoo.kernels.fox.hopper.backward_kernel import _bias_at, _gate_at, _tile, _tma_add
-from attnzoo.kernels.fox.portable.forward import _schedule
+from attnzoo.kernels.common.hopper.backward_tile import backward_tile
+from attnzoo.kernels.common.hopper.descriptors import tma_add
+from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
+from attnzoo.kernels.common.tile_loads import schedule
 
 
 @gluon.jit
@@ -87,7 +89,7 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
     i_end, i_full = _bounds(p_end, p_full, i_bg * REP, s, T, BS, KU, BOUNDED)
     b_slope = gl.to_tensor(0.0)
     p_ch, p_baseh = p_c + (i_bg * REP).to(gl.int64) * (n_u * KU), p_base + (i_bg * REP).to(gl.int64) * (n_u + 1)
-    b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+    b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
     it = 0
     n_k = 0
     for i_l in range(n_levels):
@@ -106,11 +108,11 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
                 if REP > 1:
                     i_end, i_full = _bounds(p_end, p_full, i_bh, s, T, BS, KU, BOUNDED)
                     p_ch, p_baseh = p_c + i_bh.to(gl.int64) * (n_u * KU), p_base + i_bh.to(gl.int64) * (n_u + 1)
-                    b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+                    b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
                 i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, BOUNDED)
                 for n in range(n_mask + n_mid):
                     i = _row(n, r0, i_tail, n_mask, BT)
-                    b_at = _gate_at(p_ch, p_baseh, b_slope, i // RU * RU, GATE, KU)
+                    b_at = gluon_gate_at(p_ch, p_baseh, b_slope, i // RU * RU, GATE, KU)
                     b = it % STAGES
                     mbarrier.wait(empty.index(b), (it // STAGES & 1) ^ 1)
                     if GATE != 0:
@@ -149,7 +151,7 @@ def _reduce(d_dq, d_dk, dq_s, k_s, dq_full, dq_empty, dk_full, keys_out, p_cut, 
                 for n in range(n_mask + n_mid):
                     i = _row(n, r0, i_tail, n_mask, BT)
                     mbarrier.wait(dq_full, it & 1)
-                    _tma_add(d_dq, [((i_lb * H + i_h) * n_q + (i - back) // BT) * dq_s.shape[0], 0], dq_s)
+                    tma_add(d_dq, [((i_lb * H + i_h) * n_q + (i - back) // BT) * dq_s.shape[0], 0], dq_s)
                     tma.store_wait(0)
                     mbarrier.arrive(dq_empty, count=1)
                     it += 1
@@ -169,8 +171,8 @@ def _bias(p_c, p_base, i_bh, b_s, s, T, GATE: gl.constexpr, KU: gl.constexpr):
         n_u = gl.cdiv(T, KU)
         p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
         b_slope = gl.to_tensor(0.0)
-        b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
-        b_bias = _bias_at(p_ch, p_baseh, b_slope, b_ref, b_s, T, GATE, KU)
+        b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+        b_bias = gluon_bias_at(p_ch, p_baseh, b_slope, b_ref, b_s, T, GATE, KU)
     return b_bias
 
 
@@ -220,14 +222,14 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
                 i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, HAS_LEFT or HAS_START)
                 if HAS_LEFT or HAS_START:
                     for n in range(n_mask):
-                        b_dk, b_dv, b_dc = _tile(
+                        b_dk, b_dv, b_dc = backward_tile(
                             b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty,
                             dq_full, dq_empty, it, i_tail + n * BT, b_bias, b_s, p_sumh, p_lefth, p_starth, 0, T,
                             scale2, BT, BS, BK, BV, GATE, HAS_LEFT, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q,
                             True)  # fmt: skip
                         it += 1
                 for n in range(n_mid):
-                    b_dk, b_dv, b_dc = _tile(
+                    b_dk, b_dv, b_dc = backward_tile(
                         b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty,
                         dq_full, dq_empty, it, r0 + n * BT, b_bias, b_s, p_sumh, p_lefth, p_starth, 0, T, scale2,
                         BT, BS, BK, BV, GATE, HAS_LEFT, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q,
@@ -258,7 +260,7 @@ def path_bwd_kernel(
     """dK of each level, dV from p_own on; adds to dQ of each level (unscaled), to column sums of dS [B, H, T] and to
     sums of dS per pair of rows [B, H, Tp / 2]. Units of keys with the most rows (the first) run first."""
     G: gl.constexpr = H // REP
-    i_s, i_bg = _schedule(gl.cdiv(T, RU) * (RU // BS), n_heads)
+    i_s, i_bg = schedule(gl.cdiv(T, RU) * (RU // BS), n_heads)
     s, i_b, i_g = i_s * BS, i_bg // G, i_bg % G
     dtype: gl.constexpr = d_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BT, 1, BK], d_q.layout)

@@ -14,19 +14,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from attnzoo.kernels.fox.hopper.backward_kernel import _gate_at, describe
-from attnzoo.kernels.fox.hopper.forward import (
-    _key_tiles,
-    _last_step,
-    _load_keys,
-    _load_values,
-    _scores,
-    _step,
-    _store_rows,
-    _weights,
+from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E
+from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor
+from attnzoo.kernels.common.hopper.forward_steps import (
+    key_tiles,
+    last_step,
+    load_ring_keys,
+    load_ring_values,
+    softmax_step,
+    start_scores,
+    store_rows,
+    tile_weights,
 )
-from attnzoo.kernels.fox.plan import KEY_UNIT
-from attnzoo.kernels.fox.portable.forward import GATE_FULL, GATE_NONE, LOG2E, _schedule, head_block, left_strides
+from attnzoo.kernels.common.hopper.gate_bias import gluon_gate_at
+from attnzoo.kernels.common.launching import head_block, left_strides
+from attnzoo.kernels.common.tile_loads import schedule
 from attnzoo.kernels.path.levels import UNIT, Block, Levels
 from attnzoo.kernels.path.plan import HOPPER_FORWARD
 
@@ -37,12 +39,12 @@ def _load(d_qb, d_kb, d_q, d_k, d_v, q_s, ring, p_c, p_base, p_left, p_start, i_
           HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Loader: q where it changes, k and the bias of a key tile ahead of v of the tile before."""
     row, i_g, b_slope = i_u * BT, i_h // REP, gl.to_tensor(0.0)
-    lo, full, mid, n_left, n_diag, start = _key_tiles(p_left, p_start, i_u, row, gl.minimum(row + BT, T) - 1, BT, BT,
-                                                      BT, HAS_LEFT, HAS_START)  # fmt: skip
-    b_ref = _gate_at(p_c, p_base, b_slope, row, GATE, KU)
-    _load_values(d_v, ring, 0, i_b, row, i_g, STAGES)
-    _load_keys(d_qb, d_kb, q_s, ring, 0, True, p_c, p_base, b_slope, b_ref, 0, i_b, row, row, row, i_h, i_g, T, BT // 2,
-               BT, KU, GATE, STAGES)  # fmt: skip
+    lo, full, mid, n_left, n_diag, start = key_tiles(p_left, p_start, i_u, row, gl.minimum(row + BT, T) - 1, BT, BT, BT,
+                                                     HAS_LEFT, HAS_START)  # fmt: skip
+    b_ref = gluon_gate_at(p_c, p_base, b_slope, row, GATE, KU)
+    load_ring_values(d_v, ring, 0, i_b, row, i_g, STAGES)
+    load_ring_keys(d_qb, d_kb, q_s, ring, 0, True, p_c, p_base, b_slope, b_ref, 0, i_b, row, row, row, i_h, i_g, T,
+                   BT // 2, BT, KU, GATE, STAGES)  # fmt: skip
     j = 0
     for i in range(n_levels):
         node = i_u >> (i + 1)
@@ -52,12 +54,12 @@ def _load(d_qb, d_kb, d_q, d_k, d_v, q_s, ring, p_c, p_base, p_left, p_start, i_
             r, back = row - ((node + 1) << i) * BT, (node << i) * BT
             for n in range(i_u - last, i_u - begin + 1):
                 s = (i_u - n) * BT
-                _load_keys(d_q, d_k, q_s, ring, j % STAGES, i_u - n == last, p_c, p_base, b_slope, b_ref, n,
-                           i * B + i_b, r, s - back, s, i_h, i_g, T, BT // 2, BT, KU, GATE, STAGES)  # fmt: skip
+                load_ring_keys(d_q, d_k, q_s, ring, j % STAGES, i_u - n == last, p_c, p_base, b_slope, b_ref, n,
+                               i * B + i_b, r, s - back, s, i_h, i_g, T, BT // 2, BT, KU, GATE, STAGES)  # fmt: skip
                 if n > 1:
-                    _load_values(d_v, ring, n - 1, i_b, s + BT, i_g, STAGES)
+                    load_ring_values(d_v, ring, n - 1, i_b, s + BT, i_g, STAGES)
     if i_u > lo:
-        _load_values(d_v, ring, i_u - lo, i_b, lo * BT, i_g, STAGES)
+        load_ring_values(d_v, ring, i_u - lo, i_b, lo * BT, i_g, STAGES)
 
 
 @gluon.jit
@@ -70,7 +72,7 @@ def _pair_scores(w: gl.constexpr, q_s, ring, p_diag, b_row, T, BR: gl.constexpr,
     p_d = p_diag + (b_row % BR)[:, None] * BR + (o_s - w * BR)[None, :]
     b_y = gl.load(p_d, mask=m_own & (b_row < T)[:, None], other=0.0)  # [BR, BS]
     if w == 1:
-        b_c = _scores(q_s.index(w).reshape([BR, BK]), ring, 0, BR, BS, BK, STAGES, L_S)
+        b_c = start_scores(q_s.index(w).reshape([BR, BK]), ring, 0, BR, BS, BK, STAGES, L_S)
         b_y = gl.where(m_own, b_y, warpgroup_mma_wait(0, [b_c]))
     else:
         mbarrier.wait(full_k.index(0), 0)
@@ -96,8 +98,8 @@ def _rows(w: gl.constexpr, q_s, ring, p_diag, p_o, p_low, p_lse, p_left, p_start
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     row = i_u * BT
-    lo, full, mid, n_left, n_diag, start = _key_tiles(p_left, p_start, i_u, row, gl.minimum(row + BT, T) - 1, BT, BT,
-                                                      BT, HAS_LEFT, HAS_START)  # fmt: skip
+    lo, full, mid, n_left, n_diag, start = key_tiles(p_left, p_start, i_u, row, gl.minimum(row + BT, T) - 1, BT, BT, BT,
+                                                     HAS_LEFT, HAS_START)  # fmt: skip
     b_row = row + w * BR + gl.arange(0, BR, gl.SliceLayout(1, L_S))
     b_left = b_row * 0 + start
     if HAS_LEFT:
@@ -108,24 +110,24 @@ def _rows(w: gl.constexpr, q_s, ring, p_diag, p_o, p_low, p_lse, p_left, p_start
     b_y = _pair_scores(w, q_s, ring, p_diag + (i_u * 2 + w) * stride_d, b_row, T, BR, BT, BK, STAGES, L_S)
     b_bias = bias_s.index(0).load(gl.SliceLayout(0, L_S))
     mbarrier.arrive(empty_k.index(0), count=1)
-    b_p, b_a, b_m, b_l = _weights(b_y, b_m, b_l, b_bias, row, b_row, b_left, scale2, BR, BT, GATE, LEFT, L_S, True)
+    b_p, b_a, b_m, b_l = tile_weights(b_y, b_m, b_l, b_bias, row, b_row, b_left, scale2, BR, BT, GATE, LEFT, L_S, True)
     b_ph = gl.convert_layout(b_p.to(v_s.dtype), gl.DotOperandLayout(0, L_O, 2))
     mbarrier.wait(full_v.index(0), 0)
     level, j = i_u, 1
     n_full, n_all = gl.maximum(i_u - full, 0), i_u - lo
     for n in range(n_full):
         q_t = q_s.index(j % STAGES * 2 + w).reshape([BR, BK])
-        b_o, b_ph, b_m, b_l = _step(b_o, b_ph, b_m, b_l, q_t, ring, n, 0, b_row, b_left, scale2, BR, BT, BK, BV, GATE,
-                                    LEFT, STAGES, L_S, L_O, False)  # fmt: skip
+        b_o, b_ph, b_m, b_l = softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, 0, b_row, b_left, scale2, BR, BT, BK, BV,
+                                           GATE, LEFT, STAGES, L_S, L_O, False)  # fmt: skip
         level, j = _next(i_u - n - 1, level, j)
     if LEFT:
         for n in range(n_full, n_all):
             q_t = q_s.index(j % STAGES * 2 + w).reshape([BR, BK])
-            b_o, b_ph, b_m, b_l = _step(b_o, b_ph, b_m, b_l, q_t, ring, n, (i_u - n - 1) * BT, b_row, b_left, scale2,
-                                        BR, BT, BK, BV, GATE, LEFT, STAGES, L_S, L_O, True)  # fmt: skip
+            b_o, b_ph, b_m, b_l = softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, (i_u - n - 1) * BT, b_row, b_left,
+                                               scale2, BR, BT, BK, BV, GATE, LEFT, STAGES, L_S, L_O, True)  # fmt: skip
             level, j = _next(i_u - n - 1, level, j)
-    b_o = _last_step(b_o, b_ph, ring, n_all, BT, BV, STAGES)
-    _store_rows(b_o, b_m, b_l, p_o, p_low, p_lse, stride_o, row + w * BR, T, V, BR, BV, HAS_LOW, L_S, L_O)
+    b_o = last_step(b_o, b_ph, ring, n_all, BT, BV, STAGES)
+    store_rows(b_o, b_m, b_l, p_o, p_low, p_lse, stride_o, row + w * BR, T, V, BR, BV, HAS_LOW, L_S, L_O)
 
 
 @gluon.jit(do_not_specialize=["B", "T", "n_levels", "n_heads", "stride_lb", "stride_lh"])
@@ -138,7 +140,7 @@ def path_fwd_kernel(
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per unit of BT rows, the longest rows first."""
     n_t = gl.cdiv(T, BT)
-    i_n, i_bh = _schedule(n_t, n_heads)
+    i_n, i_bh = schedule(n_t, n_heads)
     i_u, i_b, i_h = n_t - 1 - i_n, i_bh // H, i_bh % H
     dtype: gl.constexpr = d_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, BT // 2, 1, BK], d_q.layout)
@@ -192,11 +194,11 @@ def path_forward_hopper(
     (B, T, H, K), (G, V) = block.q.shape, v.shape[2:]
     t = HOPPER_FORWARD[64 if max(K, V) <= 64 else 128]
     path_fwd_kernel[(triton.cdiv(T, UNIT) * B * H,)](
-        describe(block.q, UNIT // 2), describe(block.k, UNIT), describe(levels.q.flatten(0, 1), UNIT // 2),
-        describe(levels.k.flatten(0, 1), UNIT), describe(v, UNIT), block.diag, o, o if low is None else low, lse,
-        lse if c is None else c, lse if base is None else base, lse if left is None else left,
-        lse if start is None else start, B, T, levels.q.shape[0], min(t.heads, B * H), scale * LOG2E, *o.stride()[:3],
-        *left_strides(left), H=H, REP=H // G, V=V, BK=head_block(K), BV=head_block(V), BT=UNIT, KU=KEY_UNIT,
-        GATE=GATE_NONE if c is None else GATE_FULL, HAS_LEFT=left is not None, HAS_START=start is not None,
-        HAS_LOW=low is not None, STAGES=t.num_stages, num_warps=t.num_warps,
+        gluon_descriptor(block.q, UNIT // 2), gluon_descriptor(block.k, UNIT), gluon_descriptor(levels.q.flatten(0, 1),
+        UNIT // 2), gluon_descriptor(levels.k.flatten(0, 1), UNIT), gluon_descriptor(v, UNIT), block.diag, o,
+        o if low is None else low, lse, lse if c is None else c, lse if base is None else base,
+        lse if left is None else left, lse if start is None else start, B, T, levels.q.shape[0], min(t.heads, B * H),
+        scale * LOG2E, *o.stride()[:3], *left_strides(left), H=H, REP=H // G, V=V, BK=head_block(K), BV=head_block(V),
+        BT=UNIT, KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL, HAS_LEFT=left is not None,
+        HAS_START=start is not None, HAS_LOW=low is not None, STAGES=t.num_stages, num_warps=t.num_warps,
     )  # fmt: skip

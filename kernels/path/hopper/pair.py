@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.fox.hopper.backward import _tile_order
-from attnzoo.kernels.fox.portable.forward import _gate_at, _gates_from, _load_tile
+from attnzoo.kernels.common.gate_bias import gate_at, gates_from
+from attnzoo.kernels.common.hopper.backward_tile import tile_order
+from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.portable.dkdv import _dkdv_scores
 
 
@@ -26,10 +27,10 @@ def _rows(p_o, p_low, p_do, p_lse, r, o_r, o_v, T, stride_ot, stride_dt, V: tl.c
           HAS_LOW: tl.constexpr):  # fmt: skip
     """dO, lse (rows past T get weight 0) and delta = dO . (O + low) of rows r + o_r of one head."""
     r64, n = r.to(tl.int64), T - r
-    b_do = _load_tile(p_do + r64 * stride_dt, o_r, o_v, stride_dt, n, V, BV, True)
-    b_o = _load_tile(p_o + r64 * stride_ot, o_r, o_v, stride_ot, n, V, BV, True).to(tl.float32)
+    b_do = load_tile(p_do + r64 * stride_dt, o_r, o_v, stride_dt, n, V, BV, True)
+    b_o = load_tile(p_o + r64 * stride_ot, o_r, o_v, stride_ot, n, V, BV, True).to(tl.float32)
     if HAS_LOW:
-        b_o += _load_tile(p_low + r64 * stride_ot, o_r, o_v, stride_ot, n, V, BV, True).to(tl.float32)
+        b_o += load_tile(p_low + r64 * stride_ot, o_r, o_v, stride_ot, n, V, BV, True).to(tl.float32)
     b_lse = tl.load(p_lse + r + o_r, mask=o_r < n, other=float("inf"))
     return b_do, b_lse, tl.sum(b_o * b_do.to(tl.float32), 1)
 
@@ -74,7 +75,7 @@ def path_pair_kernel(
     b_s = s + o_c
     s64 = s.to(tl.int64)
     p_v += i_b * stride_vb + i_g * stride_vh + s64 * stride_vt
-    b_v = _load_tile(p_v, o_c, o_v, stride_vt, T - s, V, BV, True)
+    b_v = load_tile(p_v, o_c, o_v, stride_vt, T - s, V, BV, True)
     b_dv, b_dk = tl.zeros([C, BV], tl.float32), tl.zeros([C, BK], tl.float32)
     o_kb = ((i_b * T + s64) * G + i_g) * K
     meets = (s % RU == 0) & (s + C < T)  # the rows of an odd block
@@ -93,8 +94,8 @@ def path_pair_kernel(
         if GATE != 0:
             p_ch, p_baseh = p_c + i_bh * (n_u * C), p_base + i_bh * (n_u + 1)
             b_slope = tl.zeros([], tl.float32)
-            b_ref = _gate_at(p_ch, p_baseh, b_slope, i_t * RU, GATE, C)
-            b_bias = _gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, b_s < T, GATE, C)
+            b_ref = gate_at(p_ch, p_baseh, b_slope, i_t * RU, GATE, C)
+            b_bias = gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, b_s < T, GATE, C)
         o_d = ((i_b * n_u + i_u) * H + i_h) * (C * C) + o_c[None, :] * C + o_c[:, None]  # [keys, rows]
         b_y = tl.load(p_diag + o_d, mask=(b_s < T)[None, :], other=0.0)
         b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, 0.0, p_lefth, b_s, b_s, T, scale2, GATE,
@@ -110,8 +111,8 @@ def path_pair_kernel(
             b_do, b_lse, b_delta = _rows(p_oh, p_lowh, p_doh, p_lse + i_bh * T, s + C, o_c, o_v, T, stride_ot,
                                          stride_dt, V, BV, HAS_LOW)  # fmt: skip
             o_q = ((i_b * T + s64 + C) * H + i_h) * K
-            b_k = _load_tile(p_kb + o_kb, o_c, o_k, G * K, C, K, BK, False)
-            b_q = _load_tile(p_qb + o_q, o_c, o_k, H * K, T - s - C, K, BK, True)
+            b_k = load_tile(p_kb + o_kb, o_c, o_k, G * K, C, K, BK, False)
+            b_q = load_tile(p_qb + o_q, o_c, o_k, H * K, T - s - C, K, BK, True)
             b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
             b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, 0.0, p_lefth, b_s, b_row, T, scale2, GATE,
                                      HAS_LEFT, PREC, True)  # fmt: skip
@@ -152,7 +153,7 @@ def path_finish_kernel(
             p_xt = p_x + ((i_lb * H + i_bh32 % H) * (tl.cdiv(Tq, RU) * RU) + r) * BK + tl.arange(0, BT * BK)
             p_dqt = p_dq + (i_lb * Tq + r) * (H * K) + i_bh32 % H * K
             for i in range(RU // BT):
-                b_dq = _tile_order(tl.load(p_xt + i * BT * BK), BT, BK, M, N) * scale
+                b_dq = tile_order(tl.load(p_xt + i * BT * BK), BT, BK, M, N) * scale
                 m_t = i_t * RU + i * BT + o_t < T
                 p_t = p_dqt + (i * BT + o_t)[:, None] * (H * K) + o_k[None, :]
                 tl.store(p_t, b_dq.to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k < K)[None, :])

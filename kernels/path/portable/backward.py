@@ -12,21 +12,14 @@ import torch
 import triton
 from torch import Tensor
 
-from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT, dot_precision
-from attnzoo.kernels.fox.portable.backward import fox_delta_kernel
-from attnzoo.kernels.fox.portable.forward import (
-    GATE_FULL,
-    GATE_NONE,
-    LOG2E,
-    can_describe,
-    describe,
-    head_block,
-    left_strides,
-)
-from attnzoo.kernels.fox.portable.prune import key_bounds
+from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.kernels.common.key_bounds import key_bounds
+from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, left_strides, tile_descriptor
+from attnzoo.kernels.common.row_delta import row_delta_kernel
 from attnzoo.kernels.path import plan
+from attnzoo.kernels.path.head_groups import parts
 from attnzoo.kernels.path.levels import Block, Levels
-from attnzoo.kernels.path.plan import pair_width, parts, tiles
+from attnzoo.kernels.path.plan import pair_width, tiles
 
 from .blocks import block_level, block_level_backward
 from .carry import carry, carry_backward
@@ -94,7 +87,7 @@ def _launch(
     d_key = lse.new_zeros((n + 1, B, H, T)) if gate else lse
     d_block = Block(torch.empty_like(block.diag), torch.empty_like(block.q), torch.empty_like(block.k), block.m)
     d_levels = Levels(torch.empty_like(levels.q), torch.empty_like(levels.k))
-    fox_delta_kernel[(B * H, rows.shape[2] // 64)](
+    row_delta_kernel[(B * H, rows.shape[2] // 64)](
         o, do, lse, rows, lse, lse, lse, lse, lse, T, T, *o.stride()[:3], *do.stride()[:3],
         H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=False,
     )  # fmt: skip
@@ -108,7 +101,7 @@ def _launch(
                "PREC": dot_precision(v.dtype)}  # fmt: skip
     t = tiles("dq", max(K, V), v.dtype, v.device, start is not None)
     tma = t.tma and n > 0 and can_describe(v)
-    p_k, p_vd = (describe_levels(levels.k, t.BS), describe(v, t.BS)) if tma else (levels.k, v)
+    p_k, p_vd = (describe_levels(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
     path_dq_kernel[(triton.cdiv(T, t.BT) * B * H,)](
         block.diag, block.q, block.k, levels.q, p_k, v, p_vd, do, rows, d_block.q, d_levels.q, *gates, *limits, *sizes,
         min(t.heads, B * H), scale, scale * LOG2E, *strides, *left_strides(left), **options, BT=t.BT, BS=t.BS,

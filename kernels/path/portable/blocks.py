@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.portable.forward import _load_tile
+from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Block
 
 from .inverse import Kept, _mm, _pieces, _row_scale, _tile_scale, invert, launch, new_kept, tree_block
@@ -58,7 +58,7 @@ def product_kernel(
     r = (i_c * C).to(tl.int64)
     R = T - i_c * C
     p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
-    w_hi, w_lo = _pieces(_load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True), DT)  # [C, BK]
+    w_hi, w_lo = _pieces(load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True), DT)  # [C, BK]
     b_x = tl.load(p_x + ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :])
     x_hi, x_lo = _pieces(b_x, DT)  # [C, C]
     b_y = tl.dot(tl.trans(w_hi), tl.trans(x_hi))  # [BK, C]
@@ -106,9 +106,9 @@ def block_fwd_kernel(
     r = (i_c * C).to(tl.int64)
     R = T - i_c * C
     p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
-    b_w = _load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
+    b_w = load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
     p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
-    b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
+    b_k = load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
     p_q += i_b * stride_qb + r * stride_qt
     b_x = tl.load(p_x + ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
     b_k, b_ks = _unit_rows(b_k, NI, DT)
@@ -128,7 +128,7 @@ def block_fwd_kernel(
     tl.store(p_kb, b_kb.to(p_kb.dtype.element_ty), mask=m_ck)
     for j in range(REP):
         i_h = i_g * REP + j
-        b_q = _load_tile(p_q + i_h * stride_qh, o_c, o_k, stride_qt, R, K, BK, True)
+        b_q = load_tile(p_q + i_h * stride_qh, o_c, o_k, stride_qt, R, K, BK, True)
         b_q, b_qs = _unit_rows(b_q, NI, DT)
         b_qw = tl.where(o_c[:, None] >= o_c[None, :], _mm(b_q, tl.trans(b_w), zeros, NI, NW, DT), 0.0)
         if NP == 1:
@@ -137,7 +137,7 @@ def block_fwd_kernel(
         p_a = p_diag + ((i_b * n_c + i_c) * H + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
         tl.store(p_a, b_a * b_qs[:, None] * b_ks[None, :], mask=o_c[:, None] >= o_c[None, :])
         b_p = _mm(b_qw, b_x, zeros, NP, NP, DT)
-        b_q += 0.0  # another value: its place in shared memory is taken when that of the left factor is free again
+        b_q += 0.0  # a copy for the compiler: it enters shared memory here, once the products above have left it
         b_qb = _mm(-b_p, b_w, _mm(b_eye, b_q, wide, 1, NI, DT), NP, NW, DT) * b_qs[:, None]
         p_qt = p_qb + ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
         tl.store(p_qt, b_qb.to(p_qb.dtype.element_ty), mask=m_ck)
@@ -151,8 +151,8 @@ def _head_bwd(p_q, p_dqb, p_da, p_dq, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k, strid
     cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
     m_le = o_c[:, None] >= o_c[None, :]
     d_a = tl.load(p_da + o_c[:, None] * C + o_c[None, :], mask=m_le & (o_c < R)[:, None], other=0.0)
-    b_q = _load_tile(p_q, o_c, o_k, stride_qt, R, K, BK, True)
-    d_qb = _load_tile(p_dqb, o_c, o_k, H * K, R, K, BK, True)
+    b_q = load_tile(p_q, o_c, o_k, stride_qt, R, K, BK, True)
+    d_qb = load_tile(p_dqb, o_c, o_k, H * K, R, K, BK, True)
     d_e = _mm(d_qb, tl.trans(b_w), cc, 1, NW, DT)
     if NG == 1:
         d_a, d_e = d_a.to(DT), d_e.to(DT)
@@ -217,8 +217,8 @@ def block_bwd_kernel(
     p_da += ((i_b * n_c + i_c) * H + i_g * REP) * (C * C)
     p_dq += i_b * stride_dqb + i_g * REP * stride_dqh + r * stride_dqt
     o_cc = ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :]
-    b_w = _load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
-    b_k = _load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
+    b_w = load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
+    b_k = load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
     b_x = tl.load(p_x + o_cc)  # [C, C]
     b_xl = tl.load(p_x + B.to(tl.int64) * n_c * G * (C * C) + o_cc) if NX == 2 else b_x
     cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
@@ -246,7 +246,7 @@ def block_bwd_kernel(
             d_k = _mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
             d_w = _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C, NG, NX, DT)
             p_q, p_dqb, p_da, p_dq = p_q + stride_qh, p_dqb + K, p_da + C * C, p_dq + stride_dqh
-    d_kb = _load_tile(p_dkb, o_c, o_k, G * K, R, K, BK, True)
+    d_kb = load_tile(p_dkb, o_c, o_k, G * K, R, K, BK, True)
     d_zt = -_mm(d_kb, tl.trans(b_w), d_zt, 1, NW, DT)
     if NG == 1:  # still two pieces: what is made of dZ goes through V again
         d_zt, d_zl = _pieces(d_zt, DT)
@@ -298,7 +298,7 @@ def product_bwd_kernel(
     r = (i_c * C).to(tl.int64)
     p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
     o_cc = ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :]
-    b_w = _load_tile(p_w, o_c, o_k, stride_wt, T - i_c * C, K, BK, True)  # [C, BK]
+    b_w = load_tile(p_w, o_c, o_k, stride_wt, T - i_c * C, K, BK, True)  # [C, BK]
     p_dm += ((i_b * N + i_c) * G + i_g) * (K * K)
     d_m = tl.load(p_dm + o_k[:, None] * K + o_k[None, :], mask=m_k[:, None] & m_k[None, :], other=0.0)  # [BK, BK]
     b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=m_c, other=0.0)
@@ -330,10 +330,11 @@ def product_bwd_kernel(
 
 
 def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None = None) -> Block:
-    """As ``transitions.block_level``, on views of any stride with contiguous last dims; diag above the diagonal is not
-    written. w in q's dtype or float32, beta in any floating dtype. m is a ``tree.new_tree`` that carry fills.
+    """The closed form of the blocks. Its m has leaves only; ``carry`` fills the other nodes.
 
     Args:
+        q, k, w, beta: [B, T, H, K], [B, T, G, K] twice, [B, T, G]; views with contiguous last dims (any for beta). w in
+            q's dtype or float32, beta in any floating dtype.
         kept: filled for the backward pass (see ``inverse.new_kept``).
     """
     B, T, H, K = q.shape
@@ -361,9 +362,10 @@ def block_level_backward(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Block, out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As ``transitions.block_level_backward``; d.diag above the diagonal is not read, d.m may be longer than nC.
+    """Gradients of q, k, w and beta, given those of what block_level made of them.
 
     Args:
+        d: d.diag is not read above the diagonal; d.m [B, nodes, G, K, K] begins with the leaves.
         out: where to put dq, dk, dw, dbeta: views of any floating dtype, with contiguous last dims but for dbeta;
             default: new tensors in the inputs' dtypes.
         kept: what block_level left; default: made again.

@@ -1,9 +1,10 @@
-"""Kernels that carry queries and keys through the tree, and back their gradients (see levels.py; tree.py has the
-nodes).
+"""Kernels that carry queries and keys through the tree (tree.py says which tree), and their gradients back.
 
-One program carries 128 tokens of a head through all levels that they take part in; each costs one K x K product. On the
-way back it holds the running gradient D and leaves it, at each level, in the place of that level's own gradient: a
-node's gradient is then the sum of D x^T over the rows that it carried, and no sum crosses programs.
+One program carries 128 tokens of a head through all levels that they take part in, from the lowest to the highest; each
+level costs one K x K product. The backward walks from the highest level to the lowest. It holds the running gradient D,
+the gradient of the rows as they were after the carry to a level, and stores it over that level's own gradient. What a
+node's gradient needs is then all there: it is the sum of D x^T over the rows x that the node carried, and one program
+can make it alone.
 """
 
 from __future__ import annotations
@@ -121,8 +122,13 @@ def carry_kernel(
 
 @triton.jit
 def _down(act, b_key, i_t, first, o_t, T, p_level, p_d, stride, BTr, QUERY: tl.constexpr, HAS_START: tl.constexpr):
-    """The highest level of those left, or level 0 if none is: where a unit's gradient lies in it, its rows that mean
-    something, and the other levels that are left."""
+    """One step of a walk from the highest level of a unit of 128 tokens down to level 0.
+
+    Bit s of act stands for level s + 1, which is still to come; without any bit this step is level 0.
+
+    Returns where the level keeps the unit's gradient, which of the 128 rows have one there [BT], s, and act without
+    this level.
+    """
     last = act == 0
     s = _top_bit(act | last)
     p = tl.where(last, p_d, p_level + (s * BTr + _unit_row(i_t, s, QUERY)) * stride)
@@ -189,7 +195,7 @@ def _options(part: str, x: Tensor, start: Tensor | None, nodes: Tensor, query: b
 
 
 def carry(block: Block, start: Tensor | None = None) -> Carried:
-    """As ``transitions.carry``, of a Block from ``blocks.block_level``; its tree is filled here.
+    """The levels of a Block from ``blocks.block_level``; the nodes of its tree are filled here.
 
     With ``start`` (int32, last dim contiguous) the nodes and carries that no row needs are not computed; keys come by
     whole units of 128, as the one-pass backward reads them.
@@ -211,8 +217,13 @@ def carry(block: Block, start: Tensor | None = None) -> Carried:
 def carry_backward(
     block: Block, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``transitions.carry_backward``: gradients of block.q and block.k in their dtypes, and of block.m's
-    leaves. d is overwritten."""
+    """Gradients of block.q and block.k in their dtypes, and of the leaves of block.m.
+
+    Args:
+        d: gradients of the levels; rows that do not exist or that no row needs are not read. Overwritten.
+        dq, dk: gradients of level 0: rows of odd blocks of q, rows of even blocks of k that another block follows; the
+            other rows are not read.
+    """
     nodes, (B, T, H, K), G = carried.nodes, block.q.shape, block.k.shape[2]
     n, n_t, dtype = level_count(T), triton.cdiv(T, UNIT), block.q.dtype
     zero = Levels(dq.new_empty((B, n_t * BLOCK, H, K), dtype=dtype), dk.new_empty((B, n_t * BLOCK, G, K), dtype=dtype))

@@ -1,8 +1,9 @@
 """One token or a chunk after a cache: one kernel advances every cached key by the new factors and attends to it.
 
-A step reads each key once, multiplies it by the new factors, writes it to the next cache and attends to it. The keys
-are split over programs; each walks its own from right to left and adds up gates on the way, so that no long sum is
-ever subtracted. A second, small kernel adds the parts up in a fixed order.
+For each cached key a program reads it, multiplies it by the factors of the new tokens, writes it to the next cache and
+attends to it. Programs share the keys out in ranges and walk a range from its last key to its first. The log decay
+between a key and the end of the range is then a running sum that grows as they walk; no two long sums are ever
+subtracted from each other. A second, small kernel combines the ranges in a fixed order.
 """
 
 from __future__ import annotations
@@ -12,30 +13,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.path.cache import CHUNK, close_chunk
 
-LOG2E = tl.constexpr(1.4426950408889634)
 ROOM = 256  # keys are stored in multiples of this many tokens, so that growing reuses the allocator's blocks
 MAX_SPLITS = 128
 
 
-@triton.jit(do_not_specialize=["S", "SPLIT", "NS"])
+@triton.jit(do_not_specialize=["N", "S", "SPLIT", "NS", "stride_gb", "stride_mb"])
 def advance_kernel(
     p_q, p_w, p_beta, p_total, p_keys, p_next, p_v, p_g, p_valid, p_o, p_m, p_l, p_sum,
     stride_kb, stride_kt, stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb,
-    S, SPLIT, NS, scale,
-    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
+    N, S, SPLIT, NS, scale,
+    ONE: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
     BS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys lo..hi of one head: advance and store them, and attend to them from BR of the R = rep N rows of the group.
 
-    N = 1: p_q holds the query itself, attending to the advanced keys. N > 1: p_q holds queries carried back to the
-    start of the chunk, attending to the keys as they were; p_total is ``(R_1 ... R_N)^T``. Parts: [B, G, NS, R, ...].
+    ONE (N = 1): p_q holds the query itself, attending to the advanced keys. Otherwise p_q holds queries carried back to
+    the start of the chunk, attending to the keys as they were; p_total is ``(R_1 ... R_N)^T``. Parts: [B, G, NS, R, .].
     """
     i_bg, i_s, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
     REP: tl.constexpr = H // G
-    R: tl.constexpr = REP * N
+    R = REP * N
     o_r = i_r * BR + tl.arange(0, BR)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     m_r, m_k, m_v = o_r < R, o_k < K, o_v < V
@@ -44,7 +45,7 @@ def advance_kernel(
     hi = tl.minimum(lo + SPLIT, S)
     p_q += ((i_b * N + o_r % N) * H + o_h)[:, None] * K + o_k[None, :]
     b_q = tl.load(p_q, mask=m_r[:, None] & m_k[None, :], other=0.0).to(tl.float32)  # [BR, BK]
-    if N == 1:
+    if ONE:
         b_w = tl.load(p_w + i_bg * K + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_beta = tl.load(p_beta + i_bg).to(tl.float32)
     p_total += i_bg.to(tl.int64) * K * K
@@ -62,7 +63,7 @@ def advance_kernel(
         o_s64 = o_s.to(tl.int64)
         m_key = m_s[:, None] & m_k[None, :]
         b_k = tl.load(p_keys + o_s64[:, None] * stride_kt + o_k[None, :], mask=m_key, other=0.0)  # [BS, BK]
-        if N == 1:
+        if ONE:
             b_k -= (b_beta * tl.sum(b_k * b_w[None, :], 1))[:, None] * b_w[None, :]
             tl.store(p_next + o_s64[:, None] * (G * K) + o_k[None, :], b_k, mask=m_key)
         elif i_r == 0:
@@ -77,11 +78,11 @@ def advance_kernel(
             b_s = tl.sum(b_q[:, None, :] * b_k[None, :, :], 2)
         else:
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
-        b_s *= scale * LOG2E  # [BR, BS]
+        b_s *= scale * TL_LOG2E  # [BR, BS]
         if GATED:
             m_g = m_r[:, None] & (o_s + 1 < hi)[None, :]
             p_after = p_g + i_b * stride_gb + o_h[:, None] + (o_s64 + 1)[None, :] * stride_gt
-            b_g = tl.load(p_after, mask=m_g, other=0.0).to(tl.float32) * LOG2E
+            b_g = tl.load(p_after, mask=m_g, other=0.0).to(tl.float32) * TL_LOG2E
             b_s += tl.cumsum(b_g, 1, reverse=True) + b_sum[:, None]
             b_sum += tl.sum(b_g, 1)
         m_seen = m_s
@@ -104,18 +105,18 @@ def advance_kernel(
     o_part = (i_bg.to(tl.int64) * NS + i_s) * R + o_r
     if GATED:
         p_first = p_g + i_b * stride_gb + lo.to(tl.int64) * stride_gt + o_h
-        b_sum += tl.load(p_first, mask=m_r, other=0.0).to(tl.float32) * LOG2E
+        b_sum += tl.load(p_first, mask=m_r, other=0.0).to(tl.float32) * TL_LOG2E
         tl.store(p_sum + o_part, b_sum, mask=m_r)
     tl.store(p_m + o_part, b_m, mask=m_r)
     tl.store(p_l + o_part, b_l, mask=m_r)
     tl.store(p_o + o_part[:, None] * V + o_v[None, :], b_o, mask=m_r[:, None] & m_v[None, :])
 
 
-@triton.jit(do_not_specialize=["S", "NS"])
+@triton.jit(do_not_specialize=["N", "S", "NS", "stride_gb", "stride_mb"])
 def combine_kernel(
     p_o, p_m, p_l, p_sum, p_scores, p_v, p_g, p_valid, p_out,
-    stride_vb, stride_vt, stride_gb, stride_gt, stride_mb, S, NS, scale,
-    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+    stride_vb, stride_vt, stride_gb, stride_gt, stride_mb, N, S, NS, scale,
+    G: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
     BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One row: the NS parts over the cached keys, and the chunk's own N keys with scores [B, H, N, N]."""
@@ -124,18 +125,18 @@ def combine_kernel(
     REP: tl.constexpr = H // G
     o_v, o_p, o_j = tl.arange(0, BV), tl.arange(0, BP), tl.arange(0, BN)
     m_v, m_p, m_j = o_v < V, o_p < NS, o_j <= i_n
-    R: tl.constexpr = REP * N
+    R = REP * N
     row = (i_b * G + i_h // REP) * NS * R + (i_h % REP) * N + i_n
     b_m = tl.load(p_m + row + o_p * R, mask=m_p, other=float("-inf"))
     b_l = tl.load(p_l + row + o_p * R, mask=m_p, other=0.0)
-    b_own = tl.load(p_scores + (i_bh.to(tl.int64) * N + i_n) * N + o_j, mask=m_j, other=0.0) * (scale * LOG2E)
+    b_own = tl.load(p_scores + (i_bh.to(tl.int64) * N + i_n) * N + o_j, mask=m_j, other=0.0) * (scale * TL_LOG2E)
     if GATED:
         p_g += i_b * stride_gb + i_h
         b_g = tl.load(p_g + (S + o_j).to(tl.int64) * stride_gt, mask=m_j, other=0.0).to(tl.float32)
         b_after = tl.load(p_sum + row + (o_p + 1) * R, mask=o_p + 1 < NS, other=0.0)
-        b_m += tl.cumsum(b_after, 0, reverse=True) + tl.sum(b_g, 0) * LOG2E
+        b_m += tl.cumsum(b_after, 0, reverse=True) + tl.sum(b_g, 0) * TL_LOG2E
         b_g = tl.load(p_g + (S + 1 + o_j).to(tl.int64) * stride_gt, mask=o_j < i_n, other=0.0).to(tl.float32)
-        b_own += tl.cumsum(b_g, 0, reverse=True) * LOG2E
+        b_own += tl.cumsum(b_g, 0, reverse=True) * TL_LOG2E
     if MASKED:
         m_j &= tl.load(p_valid + i_b * stride_mb + S + o_j, mask=m_j, other=0) != 0
     b_own = tl.where(m_j, b_own, float("-inf"))
@@ -202,19 +203,19 @@ def path_advance(
     o = q.new_empty(B, N, H, V, dtype=values.dtype)
     BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
     BC = 32 if wide else BK
+    BP = triton.next_power_of_2(splits) if N == 1 else MAX_SPLITS
     g, there = parts if gates is None else gates, parts if valid is None else valid
     gate_strides = (g.stride(0), g.stride(1))
     flags = {"GATED": gates is not None, "MASKED": valid is not None}
     advance_kernel[(B * G, splits, row_tiles)](
         rows, w, beta, total, keys, following, values, g, there, parts, top, mass, sums,
         keys.stride(0), keys.stride(1), following.stride(0), values.stride(0), values.stride(1), *gate_strides,
-        there.stride(0), S, size, splits, scale, N, G, H, K, V, BR, BS, BK, BC, BV, **flags,
+        there.stride(0), N, S, size, splits, scale, N == 1, G, H, K, V, BR, BS, BK, BC, BV, **flags,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
     combine_kernel[(B * H, N)](
         parts, top, mass, sums, scores, values, g, there, o, values.stride(0), values.stride(1), *gate_strides,
-        there.stride(0), S, splits, scale, N, G, H, V, triton.next_power_of_2(N), triton.next_power_of_2(splits), BV,
-        **flags, num_warps=4,
+        there.stride(0), N, S, splits, scale, G, H, V, 1 if N == 1 else CHUNK, BP, BV, **flags, num_warps=4,
     )  # fmt: skip
     return o, following
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.fox.portable.backward import _row_shift
-from attnzoo.kernels.fox.portable.forward import _gate_at, _gates_from, _load_tile, _schedule
+from attnzoo.kernels.common.gate_bias import gate_at, gates_from, row_shift
+from attnzoo.kernels.common.tile_loads import load_tile, schedule
 
 from .forward import _level_tile
 
@@ -52,7 +52,7 @@ def _row_tile(p_q, p_do, i_lb, Tq, r, i, i_h, o_t, o_k, o_v, stride_dt, T, H: tl
               V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """q (rows r of a level) and dO of the row tile at token i. # [BT, BK], [BT, BV]"""
     b_q = _level_tile(p_q, i_lb, Tq, r, i_h, o_t, o_k, H, K, BK, T - i, False, MASK)
-    b_do = _load_tile(p_do + i * stride_dt.to(tl.int64), o_t, o_v, stride_dt, T - i, V, BV, MASK)
+    b_do = load_tile(p_do + i * stride_dt.to(tl.int64), o_t, o_v, stride_dt, T - i, V, BV, MASK)
     return b_q, b_do
 
 
@@ -72,7 +72,7 @@ def path_dkdv_kernel(
     most rows (the first) run first.
     """
     G: tl.constexpr = H // REP
-    i_s, i_bg = _schedule(tl.cdiv(T, BS), n_heads)
+    i_s, i_bg = schedule(tl.cdiv(T, BS), n_heads)
     i_b32, i_g = i_bg // G, (i_bg % G).to(tl.int64)
     i_b = i_b32.to(tl.int64)
     s = i_s * BS
@@ -82,8 +82,8 @@ def path_dkdv_kernel(
     b_s = s + o_s
     m_s = b_s < T
     n_u, n_t = tl.cdiv(T, KU), tl.cdiv(T, RU)
-    b_v = _load_tile(p_v + i_b * stride_vb + i_g * stride_vh + s64 * stride_vt, o_s, o_v, stride_vt, T - s, V, BV, True)
-    b_k = _load_tile(p_kb + ((i_b * T + s) * G + i_g) * K, o_s, o_k, G * K, T - s, K, BK, True)
+    b_v = load_tile(p_v + i_b * stride_vb + i_g * stride_vh + s64 * stride_vt, o_s, o_v, stride_vt, T - s, V, BV, True)
+    b_k = load_tile(p_kb + ((i_b * T + s) * G + i_g) * K, o_s, o_k, G * K, T - s, K, BK, True)
     b_dk = tl.zeros([BS, BK], tl.float32)
     b_dv = tl.zeros([BS, BV], tl.float32)
     b_slope = tl.zeros([], tl.float32)
@@ -95,11 +95,11 @@ def path_dkdv_kernel(
         p_rowsh = p_rows + i_bh * (n_t * RU) * 2
         p_lefth = p_left + i_b * stride_lb + i_h * stride_lh
         p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
-        b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+        b_ref = gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
         b_bias = b_s.to(tl.float32)
         if GATE != 0:
-            b_bias = _gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, m_s, GATE, KU)
-        b_shift = _row_shift(p_ch, p_baseh, b_slope, b_ref, s, 0, T, GATE, RU, KU)
+            b_bias = gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, m_s, GATE, KU)
+        b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, s, 0, T, GATE, RU, KU)
         b_dc = tl.zeros([BS], tl.float32)
         i_lo = s // BT * BT
         i_hi = tl.minimum(s // RU * RU + RU, n_u * KU)  # whole blocks: d(diag) is written past T too
@@ -107,9 +107,9 @@ def path_dkdv_kernel(
             i = i_lo + i_n * BT
             b_row = i + o_t
             p_qt = p_qb + ((i_b * T + i) * H + i_h) * K
-            b_q = _load_tile(p_qt, o_t, o_k, H * K, T - i, K, BK, True)
+            b_q = load_tile(p_qt, o_t, o_k, H * K, T - i, K, BK, True)
             p_dot = p_do + i_b * stride_db + i_h * stride_dh + i.to(tl.int64) * stride_dt
-            b_do = _load_tile(p_dot, o_t, o_v, stride_dt, T - i, V, BV, True)
+            b_do = load_tile(p_dot, o_t, o_v, stride_dt, T - i, V, BV, True)
             own = i // KU == s // KU
             o_d = (((i_b * n_u + i // KU) * H + i_h) * KU + i % KU) * KU + s % KU
             o_d += o_t[None, :] * KU + o_s[:, None]  # [BS, BT]
@@ -155,10 +155,10 @@ def path_dkdv_kernel(
                 p_rowsh = p_rows + i_bh * (n_t * RU) * 2
                 p_lefth = p_left + i_b * stride_lb + i_h * stride_lh
                 p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
-                b_ref = _gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+                b_ref = gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
                 b_bias = b_s.to(tl.float32)
                 if GATE != 0:
-                    b_bias = _gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, m_s, GATE, KU)
+                    b_bias = gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, m_s, GATE, KU)
                 i_end, i_full = r1, r1
                 if HAS_LEFT or HAS_START:
                     i_end = tl.minimum(r1, tl.load(p_end + i_bh * n_u + s // KU))
@@ -167,7 +167,7 @@ def path_dkdv_kernel(
                 b_dc = tl.zeros([BS], tl.float32)
                 for i in tl.range(i_mask, i_end, BT, num_stages=1):
                     b_row = i + o_t
-                    b_shift = _row_shift(p_ch, p_baseh, b_slope, b_ref, i, 0, T, GATE, RU, KU)
+                    b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i, 0, T, GATE, RU, KU)
                     b_q, b_do = _row_tile(p_q, p_doh, i_lb, Tq, i - back, i, i_h, o_t, o_k, o_v, stride_dt, T, H, K,
                                           V, BK, BV, True)  # fmt: skip
                     b_lse, b_delta = _load_rows(p_rowsh, b_row)

@@ -5,15 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.fox.portable.forward import (
-    _base_shift,
-    _gate_at,
-    _key_bias,
-    _keys,
-    _load_tile,
-    _row_bounds,
-    _schedule,
-)
+from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
+from attnzoo.kernels.common.online_softmax import row_bounds
+from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
 
 from .forward import _base_at, _level_keys, _level_tile, _pair_scores
 
@@ -25,7 +19,7 @@ def _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PREC)  # in flight during exp2
     b_y = b_s * scale2
     if GATE != 0:
-        b_y += _key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
+        b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
     b_p = tl.exp2(b_y - b_lse[:, None])
     if MASK:
         m_y = (s + o_s)[None, :] <= b_row[:, None]
@@ -46,7 +40,7 @@ def path_dq_kernel(
 ):  # fmt: skip
     """dQ of each level and of the odd blocks, and delta corrected in place; schedule and frame of the forward."""
     G: tl.constexpr = H // REP
-    i_t, i_bh = _schedule(tl.cdiv(T, BT), n_heads)
+    i_t, i_bh = schedule(tl.cdiv(T, BT), n_heads)
     i_t = tl.cdiv(T, BT) - 1 - i_t
     i_b32, i_h = i_bh // H, i_bh % H
     i_b, i_g, i_h64 = i_b32.to(tl.int64), i_h // REP, i_h.to(tl.int64)
@@ -62,7 +56,7 @@ def path_dq_kernel(
     if not TMA:
         p_vt = p_v
     p_do += i_b * stride_db + i_h64 * stride_dh + row64 * stride_dt
-    b_do = _load_tile(p_do, o_t, o_v, stride_dt, T - row, V, BV, True)
+    b_do = load_tile(p_do, o_t, o_v, stride_dt, T - row, V, BV, True)
     p_rows += (i_bh.to(tl.int64) * (tl.cdiv(T, RU) * RU) + row) * 2
     b_lse, b_delta = tl.load(p_rows + o_t * 2), tl.load(p_rows + o_t * 2 + 1)
     n_u = tl.cdiv(T, KU)
@@ -71,11 +65,11 @@ def path_dq_kernel(
     p_left += i_b * stride_lb + i_h64 * stride_lh
     p_start += i_bh.to(tl.int64) * tl.cdiv(T, RU)
     b_slope = tl.zeros([], tl.float32)
-    b_ref = _gate_at(p_c, p_base, b_slope, row // RU * RU, GATE, KU)
+    b_ref = gate_at(p_c, p_base, b_slope, row // RU * RU, GATE, KU)
     b_left = b_row
     if HAS_LEFT:
         b_left = tl.load(p_left + b_row, mask=m_t, other=0)
-    lo, full, _, _, _ = _row_bounds(p_left, p_start, i_t, row, last, BT, BS, RU, KU, HAS_LEFT, HAS_START)
+    lo, full, _, _, _ = row_bounds(p_left, p_start, i_t, row, last, BT, BS, RU, KU, HAS_LEFT, HAS_START)
     first = 0
     if HAS_START:
         first = tl.load(p_start + row // RU)
@@ -87,13 +81,13 @@ def path_dq_kernel(
     p_qb += (i_b * T * H + i_h) * K
     p_kb += (i_b * T * G + i_g) * K
     b_dq = tl.zeros([BT, BK], tl.float32)
-    b_q = _load_tile(p_qb + row64 * (H * K), o_t, o_k, H * K, T - row, K, BK, True)
+    b_q = load_tile(p_qb + row64 * (H * K), o_t, o_k, H * K, T - row, K, BK, True)
     for i in tl.range(tl.cdiv(last + 1 - pair, BP), num_stages=1):  # or diag would be staged through shared memory
         s = pair + i * BP
-        b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
-        b_k = _load_tile(p_kb + s.to(tl.int64) * (G * K), o_p, o_k, G * K, T - s, K, BK, True)
+        b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
+        b_k = load_tile(p_kb + s.to(tl.int64) * (G * K), o_p, o_k, G * K, T - s, K, BK, True)
         b_s = _pair_scores(p_diag, b_q, b_k, b_row, s, o_p, T, H * KU * KU, PREC, KU)
-        b_v = _load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
+        b_v = load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
         b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_p, b_row, b_left, scale2, GATE,
                           HAS_LEFT, PREC, True)  # fmt: skip
         if GATE != 0:
@@ -117,9 +111,9 @@ def path_dq_kernel(
             if HAS_LEFT:
                 for i_s in range(begin, mid):
                     s = i_s * BS
-                    b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
+                    b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
                     b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
-                    b_v = _keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
+                    b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
                     b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_left,
                                       scale2, GATE, HAS_LEFT, PREC, True)  # fmt: skip
@@ -132,7 +126,7 @@ def path_dq_kernel(
                 b_shift = (b_ref - b_base).to(tl.float32)
                 b_base = _base_at(p_base, s + BS, GATE, KU)
                 b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
-                b_v = _keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
+                b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
                 b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_left, scale2,
                                   GATE, HAS_LEFT, PREC, False)  # fmt: skip

@@ -15,25 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT, dot_precision
-from attnzoo.kernels.fox.portable.forward import (
-    GATE_FULL,
-    GATE_NONE,
-    LOG2E,
-    _base_shift,
-    _fwd_tile,
-    _gate_at,
-    _keys,
-    _load_tile,
-    _row_bounds,
-    _schedule,
-    can_describe,
-    describe,
-    head_block,
-    left_strides,
-)
+from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.kernels.common.gate_bias import base_shift, gate_at
+from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, left_strides, tile_descriptor
+from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
+from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
+from attnzoo.kernels.path.head_groups import parts
 from attnzoo.kernels.path.levels import Block, Levels
-from attnzoo.kernels.path.plan import hopper_forward, pair_width, parts, tiles
+from attnzoo.kernels.path.plan import hopper_forward, pair_width, tiles
 
 from .blocks import block_level
 from .carry import carry
@@ -64,7 +53,7 @@ def _level_tile(p_x, i_b, R, r, i_h, o_r, o_d, N: tl.constexpr, D: tl.constexpr,
         b = p_x.load([i_b, r, i_h, 0]).reshape([o_r.shape[0], BD])
     else:
         p_t = p_x + ((i_b.to(tl.int64) * R + r) * N + i_h) * D
-        b = _load_tile(p_t, o_r, o_d, N * D, n, D, BD, MASK)
+        b = load_tile(p_t, o_r, o_d, N * D, n, D, BD, MASK)
     return b
 
 
@@ -100,7 +89,7 @@ def path_fwd_kernel(
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per row tile, the longest rows first."""
     G: tl.constexpr = H // REP
-    i_t, i_bh = _schedule(tl.cdiv(T, BT), n_heads)
+    i_t, i_bh = schedule(tl.cdiv(T, BT), n_heads)
     i_t = tl.cdiv(T, BT) - 1 - i_t
     i_b32, i_h = i_bh // H, i_bh % H
     i_b, i_g, i_h64 = i_b32.to(tl.int64), i_h // REP, i_h.to(tl.int64)
@@ -120,11 +109,11 @@ def path_fwd_kernel(
     p_left += i_b * stride_lb + i_h64 * stride_lh
     p_start += i_bh.to(tl.int64) * tl.cdiv(T, RU)
     b_slope = tl.zeros([], tl.float32)
-    b_ref = _gate_at(p_c, p_base, b_slope, row // RU * RU, GATE, KU)
+    b_ref = gate_at(p_c, p_base, b_slope, row // RU * RU, GATE, KU)
     b_left = b_row
     if HAS_LEFT:
         b_left = tl.load(p_left + b_row, mask=m_t, other=0)
-    lo, full, _, _, _ = _row_bounds(p_left, p_start, i_t, row, last, BT, BS, RU, KU, HAS_LEFT, HAS_START)
+    lo, full, _, _, _ = row_bounds(p_left, p_start, i_t, row, last, BT, BS, RU, KU, HAS_LEFT, HAS_START)
     b_m = tl.full([BT], float("-inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
     b_o = tl.zeros([BT, BV], tl.float32)
@@ -134,15 +123,15 @@ def path_fwd_kernel(
     p_diag += (i_b * n_u * H + i_h) * (KU * KU)
     p_qb += (i_b * T * H + i_h) * K
     p_kb += (i_b * T * G + i_g) * K
-    b_q = _load_tile(p_qb + row.to(tl.int64) * (H * K), o_t, o_k, H * K, T - row, K, BK, True)
+    b_q = load_tile(p_qb + row.to(tl.int64) * (H * K), o_t, o_k, H * K, T - row, K, BK, True)
     for i in tl.range(tl.cdiv(last + 1 - pair, BP), num_stages=1):  # or diag would be staged through shared memory
         s = pair + i * BP
-        b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
-        b_k = _load_tile(p_kb + s.to(tl.int64) * (G * K), o_p, o_k, G * K, T - s, K, BK, True)
+        b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
+        b_k = load_tile(p_kb + s.to(tl.int64) * (G * K), o_p, o_k, G * K, T - s, K, BK, True)
         b_s = _pair_scores(p_diag, b_q, b_k, b_row, s, o_p, T, H * KU * KU, PREC, KU)
-        b_v = _load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
-        b_o, b_m, b_l = _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_p, b_row, b_left, scale2, GATE,
-                                  HAS_LEFT, PREC, True)  # fmt: skip
+        b_v = load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
+        b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_p, b_row, b_left, scale2,
+                                     GATE, HAS_LEFT, PREC, True)  # fmt: skip
 
     # levels
     for i in range(n_levels):
@@ -156,12 +145,12 @@ def path_fwd_kernel(
             if HAS_LEFT:
                 for i_s in tl.range(begin, mid, num_stages=1):
                     s = i_s * BS
-                    b_shift = _base_shift(p_base, b_slope, b_ref, s, GATE, KU)
+                    b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
                     b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-                    b_v = _keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
-                    b_o, b_m, b_l = _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_left,
-                                              scale2, GATE, HAS_LEFT, PREC, True)  # fmt: skip
+                    b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
+                    b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_left,
+                                                 scale2, GATE, HAS_LEFT, PREC, True)  # fmt: skip
             b_base = _base_at(p_base, mid * BS, GATE, KU)
             for i_s in range(mid, stop):
                 s = i_s * BS
@@ -169,9 +158,9 @@ def path_fwd_kernel(
                 b_base = _base_at(p_base, s + BS, GATE, KU)
                 b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-                b_v = _keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
-                b_o, b_m, b_l = _fwd_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_left,
-                                          scale2, GATE, HAS_LEFT, PREC, False)  # fmt: skip
+                b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
+                b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_left,
+                                             scale2, GATE, HAS_LEFT, PREC, False)  # fmt: skip
     b_o = b_o / b_l[:, None]
     b_oh = b_o.to(p_o.dtype.element_ty)
     p_ot = i_b * stride_ob + i_h64 * stride_oh + row.to(tl.int64) * stride_ot + o_t[:, None] * stride_ot + o_v[None, :]
@@ -184,7 +173,7 @@ def path_fwd_kernel(
 
 def describe_levels(x: Tensor, rows: int) -> Any:
     """Descriptor of levels [n, B, R, H, D] for tiles of ``rows`` rows of one head; the first index is n * B."""
-    return describe(x.flatten(0, 1), rows)
+    return tile_descriptor(x.flatten(0, 1), rows)
 
 
 def path_forward(
@@ -240,7 +229,7 @@ def _launch(
         return
     t = tiles("fwd", max(K, V), v.dtype, v.device, start is not None)
     tma = t.tma and n > 0 and can_describe(v)
-    p_k, p_vd = (describe_levels(levels.k, t.BS), describe(v, t.BS)) if tma else (levels.k, v)
+    p_k, p_vd = (describe_levels(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
     path_fwd_kernel[(triton.cdiv(T, t.BT) * B * H,)](
         block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, o if low is None else low, lse,
         lse if c is None else c, lse if base is None else base, lse if left is None else left,

@@ -1,5 +1,8 @@
-"""Inverses of the blocks' triangular matrices, which the block level kernels are made of, forward and backward; and the
-launch table of all transition kernels."""
+"""Within a block of 64 tokens everything follows from one inverse, X = (I + diag(beta) tril(W W^T, -1))^-1 diag(beta).
+
+Here: the kernel that makes X, matrix products whose factors are split into 16-bit pieces, and the launch options of all
+kernels that work on the transitions. blocks.py uses X.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.plan import has_descriptors
-from attnzoo.kernels.fox.portable.forward import _load_tile, head_block
+from attnzoo.kernels.common.device import has_descriptors
+from attnzoo.kernels.common.launching import head_block
+from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK
 
 # Warps and registers per thread of each kernel, for head dims up to 64 and up to 128.
@@ -70,7 +74,11 @@ def _tile_scale(x):
 
 @triton.jit
 def _mm(a, b, acc, NA: tl.constexpr, NB: tl.constexpr, DT: tl.constexpr):
-    """acc + a b, with a as the sum of NA numbers of dtype DT and b of NB; float32 if DT is."""
+    """acc + a b, computed with factors of dtype DT.
+
+    A factor that one rounding to DT would spoil is split in two (NA = 2 for a, NB = 2 for b): its rounding and what the
+    rounding dropped. The product of what was dropped on both sides is left out. A DT of float32 needs no splitting.
+    """
     if DT == tl.float32:  # noqa: SIM300
         if tl.program_id(0) >= 0:  # always: a region of its own, after which its tiles leave shared memory
             acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
@@ -147,7 +155,7 @@ def inverse_kernel(
     b_l = tl.zeros([C, C], tl.float32)
     for c in range(0, BK, BC):
         o_n = c + tl.arange(0, BC)
-        b_w = _load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
+        b_w = load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
         if KW:
             p_t = p_kw + ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_n[None, :]
             tl.store(p_t, b_w.to(p_kw.dtype.element_ty), mask=(o_c < R)[:, None] & (o_n < K)[None, :])

@@ -14,19 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT, dot_precision
-from attnzoo.kernels.fox.portable.forward import (
-    LOG2E,
-    _base_shift,
-    _gate_at,
-    _key_bias,
-    _load_tile,
-    head_block,
-    left_strides,
-)
-from attnzoo.kernels.fox.portable.prune import SLACK, _need_rows, none_above, norm_max_kernel, prune_scan_kernel
+from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT, SLACK
+from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launching import dot_precision, head_block, left_strides
+from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max_kernel, prune_scan_kernel
+from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.path.head_groups import parts
 from attnzoo.kernels.path.levels import Block
-from attnzoo.kernels.path.plan import parts
 
 from .blocks import block_level
 
@@ -51,12 +46,12 @@ def path_rows_kernel(
     p_c += i_bh.to(tl.int64) * (n_u * KU)
     p_base += i_bh.to(tl.int64) * (n_u + 1)
     b_slope = tl.zeros([], tl.float32)
-    b_c = _gate_at(p_c, p_base, b_slope, i_t * RU, 2, KU)
+    b_c = gate_at(p_c, p_base, b_slope, i_t * RU, 2, KU)
     b_kmax = tl.load(p_kmax + i_b * G + i_g)
     if TAIL:
         b_worst = tl.full([], float("inf"), tl.float32)
-        b_end = _gate_at(p_c, p_base, b_slope, tl.minimum(i_t * RU + RU, T) - 1, 2, KU)
-        if b_end - _gate_at(p_c, p_base, b_slope, 0, 2, KU) <= b_none:
+        b_end = gate_at(p_c, p_base, b_slope, tl.minimum(i_t * RU + RU, T) - 1, 2, KU)
+        if b_end - gate_at(p_c, p_base, b_slope, 0, 2, KU) <= b_none:
             p_q += i_b * stride_qb + i_h * stride_qh
             p_left += i_b * stride_lb + i_h * stride_lh
             p_qb += (i_b * T * H + i_h) * K
@@ -69,28 +64,28 @@ def path_rows_kernel(
                 b_left = tl.load(p_left + b_pos, mask=m_t, other=0)[:, None]
                 p_d = p_diag + ((i_b * n_u + r // KU) * H + i_h) * (KU * KU) + o_t[:, None] * KU + o_s[None, :]
                 b_y = tl.load(p_d, mask=m_t[:, None], other=0.0) * scale2  # [KU, KU]
-                b_y += _key_bias(p_c, b_slope, _base_shift(p_base, b_slope, b_c, r, 2, KU), r, o_s, 2)[None, :]
+                b_y += key_bias(p_c, b_slope, base_shift(p_base, b_slope, b_c, r, 2, KU), r, o_s, 2)[None, :]
                 b_y = tl.where((o_s[None, :] <= o_t[:, None]) & ((r + o_s)[None, :] >= b_left), b_y, float("-inf"))
                 b_m = tl.max(b_y, 1)  # a row sees itself, so this is finite
                 b_m = tl.where(m_t, b_m, 0.0)
                 b_l = tl.sum(tl.exp2(b_y - b_m[:, None]), 1)
                 if r > 0:
                     s = r - KU
-                    b_qb = _load_tile(p_qb + r.to(tl.int64) * (H * K), o_t, o_k, H * K, T - r, K, BK, True)
-                    b_kb = _load_tile(p_kb + s.to(tl.int64) * (G * K), o_s, o_k, G * K, T - s, K, BK, True)
+                    b_qb = load_tile(p_qb + r.to(tl.int64) * (H * K), o_t, o_k, H * K, T - r, K, BK, True)
+                    b_kb = load_tile(p_kb + s.to(tl.int64) * (G * K), o_s, o_k, G * K, T - s, K, BK, True)
                     b_y = tl.dot(b_qb, tl.trans(b_kb), input_precision=PREC) * scale2
-                    b_y += _key_bias(p_c, b_slope, _base_shift(p_base, b_slope, b_c, s, 2, KU), s, o_s, 2)[None, :]
+                    b_y += key_bias(p_c, b_slope, base_shift(p_base, b_slope, b_c, s, 2, KU), s, o_s, 2)[None, :]
                     b_y = tl.where((s + o_s)[None, :] >= b_left, b_y, float("-inf"))
                     b_mn = tl.maximum(b_m, tl.max(b_y, 1))
                     b_l = b_l * tl.exp2(b_m - b_mn) + tl.sum(tl.exp2(b_y - b_mn[:, None]), 1)
                     b_m = b_mn
-                b_q = _load_tile(p_q + r.to(tl.int64) * stride_qt, o_t, o_k, stride_qt, T - r, K, BK, True)
-                b_row = _need_rows(b_q, b_kmax, p_bound, i_h, b_m + tl.log2(b_l), m_t, scale2, HAS_BOUND)
+                b_q = load_tile(p_q + r.to(tl.int64) * stride_qt, o_t, o_k, stride_qt, T - r, K, BK, True)
+                b_row = need_rows(b_q, b_kmax, p_bound, i_h, b_m + tl.log2(b_l), m_t, scale2, HAS_BOUND)
                 b_worst = tl.maximum(b_worst, tl.max(b_row, 0))
     else:
         b_u = tl.sqrt(tl.load(p_qmax + i_bh) * b_kmax) * (scale2 * 1.0001)
         if HAS_BOUND:
-            b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * 1.4426950408889634)
+            b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * TL_LOG2E)
         b_worst = 2.0 * b_u + log2_t
     tl.store(p_need + i_bh.to(tl.int64) * tl.cdiv(T, RU) + i_t, b_c + b_worst.to(tl.float64))
 

@@ -1,10 +1,31 @@
-"""Kernels of the tree of node products (see levels.py), forward and backward, each in one launch.
+"""Kernels of the tree of carried queries and keys: the products of its nodes, and their gradients.
 
-Only nodes that some row needs are computed. Forward, of the two programs that fill a node's children the one that comes
-last goes on to fill the node. Backward, a node's own gradient is a sum over the rows that it carried (carry.py says
-which); a program forms it, then waits for the gradient of the node's parent and adds what comes through the parent.
-Programs start in the order of their ids, largest nodes first, so a parent's never starts after its children's. No sum
-depends on the order in which programs run.
+The score of query i and key j is ``k_j^T R_{j+1} ... R_i q_i``. Cut the product anywhere between j and i and it is the
+dot product of two vectors: the key carried forward to the cut and the query carried back to it. A binary tree over
+blocks of 64 tokens chooses the cuts, so that many pairs share one. With 512 tokens, N3 being the product of the 64
+factors of block 3 and N23 = N2 N3:
+
+    scale 0     N0   N1   N2   N3   N4   N5   N6   N7
+    scale 1       N01       N23       N45       N67
+
+A query of block 7 and a key of block 0 meet in the middle. The key goes from the end of block 0 over block 1 and over
+blocks 2 and 3; the query goes from the start of block 7 back over block 6 and over blocks 5 and 4:
+
+    score = (N23^T N1^T k) . (N45 N6 q)        k at the end of its block, q at the start of its block
+
+Each step of a carry is one product with one node; carry.py does them. A node is needed if some query after it reads a
+key before it (here N0, N7, N01 and N67 are not); the others are left out.
+
+The forward fills the nodes in one launch. One program multiplies each pair of leaves; of the two programs that fill the
+children of a node, the one that finishes last goes on to fill the node. No program waits.
+
+The backward makes the gradients of the nodes in one launch, too. The gradient of a node is a sum over the rows that it
+carried, plus what arrives through the node above it. A program takes its node by a ticket, a counter in global memory
+that hands out the nodes from the largest to the leaves, makes the sum, waits for the gradient of the node above and
+adds its share. There is no deadlock, because a program waits only for one with a smaller ticket, which has started
+already and itself waits, if at all, for a still smaller one.
+
+No sum depends on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -39,7 +60,7 @@ def _ones(x):
 
 @triton.jit
 def _scale_at(units, s):
-    """``transitions.tree_offset``: the sum of ceil(units / 2^i) over i < s, in closed form."""
+    """``levels.tree_offset``: the sum of ceil(units / 2^i) over i < s, in closed form."""
     last = units - 1
     return s + 2 * (last - (last >> s)) - _ones(last & ((1 << s) - 1))
 
@@ -155,14 +176,18 @@ def node_bwd_kernel(
 
     A left child carries the queries of its sibling, a right child the keys of its sibling: each gives the sum of D x^T
     over those rows. D is what carry_bwd_kernel left in p_dq, p_dk and, for scale 0, in p_zq, p_zk.
-    p_dn, p_scale: the nodes above the leaves, [NP, B, N - units, G, K, K] in NP pieces, divided by a power of two
-    [B, N - units, G], whose bits are 0 until the gradient is there.
+    p_dn: the nodes above the leaves, [NP, B, N - units, G, K, K] in NP pieces, divided by a power of two.
+    p_scale [B, (N - units) G + 1], zeros before the call: these powers, whose bits are 0 until the gradient is there,
+    and the next ticket of the batch.
     """
     REP: tl.constexpr = H // G
-    i_b, i_g = tl.program_id(1).to(tl.int64), tl.program_id(0) % G
-    i_n = N - 1 - tl.program_id(0) // G
-    s, v = 0, i_n
+    i_b = tl.program_id(1).to(tl.int64)
     units = tl.cdiv(T, 64)
+    n_s = (N - units) * G
+    p_scale += i_b * (n_s + 1)
+    ticket = tl.atomic_add(p_scale + n_s, 1, sem="relaxed")
+    i_g, i_n = ticket % G, N - 1 - ticket // G
+    s, v = 0, i_n
     for t in range(n):
         up = (v >= units) & (s == t)
         s, v = tl.where(up, s + 1, s), tl.where(up, v - units, v)
@@ -175,7 +200,7 @@ def node_bwd_kernel(
     o_n = o_k[:, None] * K + o_k[None, :]
     b = tl.zeros([BK, BK], tl.float32)
     p_start += i_b * stride_sb
-    p_scale += i_b * (N - units) * G + i_g
+    p_scale += i_g
     p_dn += (i_b * (N - units) * G + i_g) * (K * K)
     p_dm += ((i_b * units + i_n) * G + i_g) * (K * K) + o_n
     plane = B * (N - units).to(tl.int64) * (G * K * K)
@@ -287,7 +312,7 @@ def node_gradients(block: Block, carried: Carried, zero: Levels, d: Levels, T: i
     NP = 1 if bf16 else 2
     leaves = nodes.new_empty((B, units, G, K, K), dtype=torch.bfloat16 if bf16 else torch.float32)
     above = nodes.new_empty((NP, B, N - units, G, K, K))
-    scale = torch.zeros((B, N - units, G), dtype=torch.int32, device=nodes.device)
+    scale = torch.zeros((B, (N - units) * G + 1), dtype=torch.int32, device=nodes.device)
     p_start, *strides = starts(start, nodes)
     node_bwd_kernel[(N * G, B)](
         block.q, block.k, zero.q, zero.k, carried.levels.q, carried.levels.k, d.q, d.k, nodes, leaves, above, scale,

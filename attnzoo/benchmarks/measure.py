@@ -1,17 +1,23 @@
-"""What the GPU benchmarks share: inputs, timing, errors, the machine and its ceiling."""
+"""What the benchmarks share: inputs, timing, errors, peers, the machine and its ceiling, the files written."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import math
 import platform
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from triton.testing import do_bench
+
+from attnzoo.errors import unknown
+
+T = TypeVar("T")
+Result = dict[str, Any]
 
 
 def decay_lengths(H: int, generator: torch.Generator) -> Tensor:
@@ -28,6 +34,8 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 def milliseconds(call: Callable[[], Any], rep: int) -> float:
     """Median."""
+    from triton.testing import do_bench  # a machine without a GPU may be without Triton
+
     return float(do_bench(call, warmup=40, rep=rep, return_mode="median"))
 
 
@@ -74,7 +82,7 @@ def machine() -> dict[str, str]:
             return "not installed"
 
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "torch": torch.__version__,
         "triton": version("triton"),
         "fla": version("flash-linear-attention"),
@@ -82,3 +90,46 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+def chosen(contenders: list[N], only: Sequence[str]) -> list[N]:
+    """The contenders whose names start with one of ``only``; all of them if it is empty.
+
+    Raises:
+        ValueError: a prefix that no contender has.
+    """
+    for prefix in only:
+        if not any(x.name.startswith(prefix) for x in contenders):
+            raise unknown("contender", prefix, [x.name for x in contenders])
+    return [x for x in contenders if not only or x.name.startswith(tuple(only))]
+
+
+def load_peer(name: str, load: Callable[[], T], missing: list[str]) -> T | None:
+    """What ``load`` returns; None, and a line in ``missing`` with the reason, if it is absent or broken."""
+    try:
+        return load()
+    except ImportError as error:
+        missing.append(f"{name}: not installed ({error})")
+    except Exception as error:
+        missing.append(f"{name}: {error!r}")
+    return None
+
+
+def not_measured(missing: Sequence[str]) -> list[str]:
+    """The lines of a table that say what was not measured, each once."""
+    return [f"Not measured: {reason}." for reason in dict.fromkeys(missing)]
+
+
+def save(out: Path, result: Result, table: str) -> None:
+    """Write ``result`` to results.json and ``table`` to results.md, in ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / "results.md").write_text(table)
