@@ -6,7 +6,7 @@ Softmax dual: NoPE. Source: Katharopoulos et al., "Transformers are RNNs", 2020,
 without the normaliser.
 """
 
-from attnzoo.algebra.transitions import Transition
+from attnzoo.algebra.transitions import Identity
 from attnzoo.forms.fla import fla_linear_attention
 from attnzoo.forms.linear import LinearForms
 
@@ -19,7 +19,7 @@ EQUATIONS = (
 )
 LAYER = {"feature_map": "elu", "output_norm": "rms"}
 
-_forms = LinearForms(Transition())
+_forms = LinearForms(Identity())
 step, recurrent, parallel, chunk, extend = (
     _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
 )  # fmt: skip

@@ -6,7 +6,7 @@ Softmax dual: FoX, the same gate in the exponent. Source: Dao and Gu, "Transform
 section 3.2; the step size is part of v here.
 """
 
-from attnzoo.algebra.transitions import Transition
+from attnzoo.algebra.transitions import Identity
 from attnzoo.forms.fla import fla_scalar_decay
 from attnzoo.forms.linear import LinearForms
 
@@ -19,7 +19,7 @@ EQUATIONS = (
 )
 LAYER = {"gate": "mamba2", "conv_size": 4, "output_norm": "rms", "output_gate": "swish"}
 
-_forms = LinearForms(Transition())
+_forms = LinearForms(Identity())
 step, recurrent, parallel, chunk, extend = (
     _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
 )  # fmt: skip

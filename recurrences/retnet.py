@@ -5,7 +5,7 @@ r"""Retention: one constant scalar decay per head.
 Softmax dual: ALiBi, whose slope is :math:`-g_h`. Source: Sun et al., "Retentive Network", 2023, eq. 5-7.
 """
 
-from attnzoo.algebra.transitions import Transition
+from attnzoo.algebra.transitions import Identity
 from attnzoo.forms.fla import fla_scalar_decay
 from attnzoo.forms.linear import LinearForms
 
@@ -19,7 +19,7 @@ EQUATIONS = (
 )
 LAYER = {"gate": "retention", "rotary": 10_000.0, "output_norm": "group", "output_gate": "swish"}
 
-_forms = LinearForms(Transition())
+_forms = LinearForms(Identity())
 step, recurrent, parallel, chunk, extend = (
     _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
 )  # fmt: skip
