@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/attnzoo compare attnzoo/experiments/configs/demo.yaml
+	$(BIN)/attnzoo compare demo
 
 test: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --ignore=tests/docs
@@ -63,12 +63,12 @@ docs-test: docs-site
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --require-browser tests/docs
 
 bench: install
-	$(BIN)/python -m attnzoo.benchmarks.cpu
+	$(BIN)/attnzoo bench cpu
 
 bench-gpu: install
-	$(BIN)/python -m attnzoo.benchmarks.fox --out runs/bench-gpu --plot
-	$(BIN)/python -m attnzoo.benchmarks.decode --out runs/bench-gpu
-	$(BIN)/python -m attnzoo.benchmarks.path --out runs/bench-gpu/path
+	$(BIN)/attnzoo bench fox --plot
+	$(BIN)/attnzoo bench decode
+	$(BIN)/attnzoo bench path
 
 clean:
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnzoo.algebra.gate import Gate
     from attnzoo.algebra.pruning import Prune
     from attnzoo.equations import describe
+    from attnzoo.forms.cache import KVCache, RecurrentState
     from attnzoo.layer.attention import Attention, build_attention
     from attnzoo.registry import Pair, Variant, dual, get, list_variants, pairs, register
 
@@ -21,8 +22,10 @@ __version__ = "0.1.0"
 __all__ = [
     "Attention",
     "Gate",
+    "KVCache",
     "Pair",
     "Prune",
+    "RecurrentState",
     "Variant",
     "build_attention",
     "describe",
@@ -36,6 +39,8 @@ _HOMES = {
     "Attention": "layer.attention",
     "build_attention": "layer.attention",
     "Gate": "algebra.gate",
+    "KVCache": "forms.cache",
+    "RecurrentState": "forms.cache",
     "Prune": "algebra.pruning",
     "describe": "equations",
 }

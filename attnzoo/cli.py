@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from attnzoo.benchmarks.command import bench
+from attnzoo.experiments.builtin import built_in, find_config
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 # Everything else is imported inside the commands: `attnzoo --help` must not wait for torch.
 
-config_argument = click.argument("config", type=click.Path(path_type=Path))
+config_argument = click.argument("config")
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
@@ -90,37 +93,39 @@ def verify(names: tuple[str, ...], seed: int) -> None:
         sys.exit(1)
 
 
-@app.command()
+@app.command(epilog=f"Built in: {', '.join(built_in('train'))}.")
 @config_argument
 @overrides_argument
-def train(config: Path, overrides: tuple[str, ...]) -> None:
+def train(config: str, overrides: tuple[str, ...]) -> None:
     """Train one model as CONFIG says, or go on training it.
 
-    CONFIG is a YAML file with the fields of TrainConfig; KEY=VALUE overrides one of them, as in
-    model.attention=gla. A run that was interrupted goes on from its newest checkpoint.
+    CONFIG is a YAML file with the fields of TrainConfig, or the name of a built-in one; KEY=VALUE overrides one
+    of them, as in model.attention=gla. A run that was interrupted goes on from its newest checkpoint.
     """
-    from attnzoo.config import TrainConfig, load_config
+    path = find_config(config, "train")
+    from attnzoo.config import load_config
 
-    loaded = load_config(config, overrides, schema=TrainConfig)
+    loaded = load_config(path, overrides)
     from attnzoo.training import train as run
 
     click.echo(f"run: {run(loaded)}")
 
 
-@app.command()
+@app.command(epilog=f"Built in: {', '.join(built_in('compare'))}.")
 @config_argument
 @overrides_argument
-def compare(config: Path, overrides: tuple[str, ...]) -> None:
+def compare(config: str, overrides: tuple[str, ...]) -> None:
     """Train several variants on one budget and write a report.
 
-    CONFIG is a YAML file with the fields of CompareConfig; KEY=VALUE overrides one of them, as in
-    train.steps=100. What is trained or measured already is not done again.
+    CONFIG is a YAML file with the fields of CompareConfig, or the name of a built-in one; KEY=VALUE overrides one
+    of them, as in train.steps=100. What is trained or measured already is not done again.
     """
+    path = find_config(config, "compare")
     from attnzoo.config import load_config
     from attnzoo.experiments.compare import CompareConfig, run_comparison
 
-    loaded = load_config(config, overrides, schema=CompareConfig)
-    run_comparison(loaded, _console(), command=" ".join(["attnzoo compare", str(config), *overrides]))
+    loaded = load_config(path, overrides, schema=CompareConfig)
+    run_comparison(loaded, _console(), command=" ".join(["attnzoo compare", config, *overrides]))
 
 
 @app.command()
@@ -147,6 +152,9 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
     page = write_report(results, output, title=title, command=results[0].facts.command)
     _console().print(terminal_table(results))
     click.echo(f"report: {page}")
+
+
+app.add_command(bench)
 
 
 def main() -> NoReturn:

@@ -30,7 +30,7 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
     pair = variant.pair
     linear, softmax = get(pair.linear), get(pair.softmax)
     write = _in_ascii if ascii_only else str
-    lines = [f"{_full(variant)}, {variant.side} side of pair {pairs().index(pair) + 1}; dual: {variant.dual}", ""]
+    lines = [f"{_full(variant)}, {variant.side} side of pair {pairs().index(pair) + 1}; dual: {variant.dual.name}", ""]
     for side in (linear, softmax):
         lines += _row(side.side, [_full(side)])
         lines += [f"{'':{LABEL}}  {line}" for line in _equations([write(line) for line in _given(side)])]
@@ -42,7 +42,7 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
     lines += _row("layer", _layer(variant))
     if variant.prunable:
         lines += _row("pruning", ["acp=True, certified: the decay bounds every weight that is dropped"])
-    sides = (variant, get(variant.dual))
+    sides = (variant, variant.dual)
     lines += _row("forms", [f"{side.name}: {', '.join(side.forms)}" for side in sides])
     lines += _row("sources", [f"{side.name}: {side.paper or 'not given'}" for side in sides])
     if variant.note:

@@ -8,19 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from types import MappingProxyType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from attnzoo.algebra.gate import PARTS
-from attnzoo.algebra.validation import check_inputs, check_state
+from attnzoo.algebra.validation import check_inputs
 from attnzoo.errors import unknown
+from attnzoo.forms.cache import check_state
+from attnzoo.forms.protocol import REFERENCE, Call, FormSet, check_options
 
 Side = Literal["linear", "softmax"]
-FORMS: Mapping[Side, tuple[str, ...]] = {
-    "linear": ("recurrent", "parallel", "chunk", "fla"),
-    "softmax": ("recurrent", "parallel", "triton"),
-}
 GATE_PARTS = tuple(PARTS)
 
 
@@ -77,8 +75,8 @@ class Variant:
         paper: source.
         requires: the gate parts it takes, all of them and no others.
         pair: its row of the table.
-        forms: name -> ``form(q, k, v, gate, scale=None) -> [B, T, H, V]``, inputs checked.
-        extend: ``extend(q, k, v, gate, state=None, scale=None) -> (o, state)``, for one token or many.
+        forms: name -> ``form(q, k, v, gate, *, ...) -> [B, T, H, V]``, inputs checked; see :meth:`options`.
+        extend: ``extend(q, k, v, gate, state=None, *, form="reference", ...) -> (o, state)``, for one token or many.
         module: the module that holds all of this.
     """
 
@@ -96,9 +94,21 @@ class Variant:
         return get, (self.name,)  # copies and pickles of a layer hold the name, not the module
 
     @property
-    def dual(self) -> str:
-        """Name of the other side."""
-        return self.pair.softmax if self.side == "linear" else self.pair.linear
+    def dual(self) -> Variant:
+        """The other side of its pair."""
+        return get(self.pair.softmax if self.side == "linear" else self.pair.linear)
+
+    def options(self, form: str = REFERENCE) -> tuple[str, ...]:
+        """The keyword options that a form honours; ``"reference"``: those of ``extend``."""
+        return self._set.options(form)
+
+    def refuses(self, form: str, call: Call) -> str:
+        """Why a form cannot serve a call, or ""."""
+        return self._set.refuses(form, call)
+
+    @property
+    def _set(self) -> FormSet:
+        return cast(FormSet, self.module.FORMS)
 
     @property
     def note(self) -> str:
@@ -186,7 +196,7 @@ def get(name: str) -> Variant:
     given = pair.linear_module if side == "linear" else pair.softmax_module
     folder = "recurrences" if side == "linear" else "encodings"
     module = importlib.import_module(given or f"attnzoo.{folder}.{name}")
-    forms = {form: _checked(pair, name, getattr(module, form)) for form in FORMS[side] if hasattr(module, form)}
+    forms = _form_set(module)
     return Variant(
         name=name,
         side=side,
@@ -194,8 +204,8 @@ def get(name: str) -> Variant:
         paper=getattr(module, "PAPER", ""),
         requires=pair.requires,
         pair=pair,
-        forms=MappingProxyType(forms),
-        extend=_checked_extend(pair, name, side, module.extend),
+        forms=MappingProxyType({form: _checked(pair, name, forms, form) for form in forms.forms}),
+        extend=_checked_extend(pair, name, side, forms),
         module=module,
     )
 
@@ -206,29 +216,49 @@ def dual(name: str) -> Variant:
     Raises:
         ValueError: no such variant.
     """
-    return get(get(name).dual)
+    return get(name).dual
 
 
-def _checked(pair: Pair, name: str, form: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(form)
-    def checked(q: Any, k: Any, v: Any, gate: Any, scale: float | None = None, **options: Any) -> Any:
-        check_inputs(name, pair.requires, q, k, v, gate, scale)
+def _form_set(module: ModuleType) -> FormSet:
+    """What a variant's module ends in.
+
+    Raises:
+        TypeError: no ``FORMS``, or one that lacks a member of the protocol.
+    """
+    forms = getattr(module, "FORMS", None)
+    if forms is None:
+        raise TypeError(f"{module.__name__}: expected an object FORMS (LinearForms, SoftmaxForms, ...), got none")
+    for member in ("forms", "options", "refuses", "extend"):
+        if not hasattr(forms, member):
+            raise TypeError(f"{module.__name__}.FORMS: expected a {member} (attnzoo.forms.protocol), got {forms!r}")
+    return cast(FormSet, forms)
+
+
+def _checked(pair: Pair, name: str, forms: FormSet, form: str) -> Callable[..., Any]:
+    run, taken = forms.forms[form], forms.options(form)
+
+    @functools.wraps(run)
+    def checked(q: Any, k: Any, v: Any, gate: Any, **options: Any) -> Any:
+        check_options(f"{form!r} of {name!r}", options, taken)
+        check_inputs(name, pair.requires, q, k, v, gate, options.get("scale"), options.get("valid"))
         with torch.autocast(q.device.type, enabled=False):  # gates and states stay in float32
-            return form(q, k, v, gate, scale, **options)
+            return run(q, k, v, gate, **options)
 
     return checked
 
 
-def _checked_extend(pair: Pair, name: str, side: Side, extend: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(extend)
-    def checked(
-        q: Any, k: Any, v: Any, gate: Any, state: Any = None, scale: float | None = None,
-        *, valid: Any = None, **options: Any,
-    ) -> Any:  # fmt: skip
-        check_inputs(name, pair.requires, q, k, v, gate, scale, valid)
+def _checked_extend(pair: Pair, name: str, side: Side, forms: FormSet) -> Callable[..., Any]:
+    taken = {form: forms.options(form) for form in (REFERENCE, *forms.forms)}
+
+    @functools.wraps(forms.extend)
+    def checked(q: Any, k: Any, v: Any, gate: Any, state: Any = None, *, form: str = REFERENCE, **options: Any) -> Any:
+        if form not in taken:
+            raise unknown(f"form of {name!r}", form, taken)
+        check_options(f"'extend' of {name!r}", options, taken[form])
+        check_inputs(name, pair.requires, q, k, v, gate, options.get("scale"), options.get("valid"))
         check_state(side, state, q, k, v)
         with torch.autocast(q.device.type, enabled=False):
-            return extend(q, k, v, gate, state, scale, valid=valid, **options)
+            return forms.extend(q, k, v, gate, state, form=form, **options)
 
     return checked
 

@@ -20,7 +20,7 @@ LENGTHS = (1, 13, 71)  # alone, ragged, and past one chunk
 GPU_FORMS = ("fla", "triton")
 
 Inputs = tuple[Tensor, Tensor, Tensor, Gate]
-Form = Callable[[Tensor, Tensor, Tensor, Gate], Tensor]
+Form = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def _oracle(variant: Variant) -> Form:
-    return oracle.linear if variant.side == "linear" else oracle.softmax
+    return oracle.linear if variant.side == "linear" else cast(Form, oracle.softmax)
 
 
 def _output_shape(inputs: Inputs) -> tuple[int, ...]:
@@ -153,10 +153,9 @@ def _same(form: Form) -> Form:
 
 
 def _tied(form: Form) -> Form:
-    """The delta rule proper, all that its kernel computes: one key to erase and to write, beta times the value."""
+    """The delta rule proper, all that its kernel computes: one key to erase and to write, and one strength."""
 
     def tied(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
-        w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)
-        return form(q, w, (v * beta[..., None]).to(v.dtype), gate)
+        return form(q, cast(Tensor, gate.w), v, gate, delta_rule=True)
 
     return tied

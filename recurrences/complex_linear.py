@@ -16,8 +16,9 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
-from attnzoo.forms.fla import fla_linear_attention
+from attnzoo.forms.fla import fla_linear_attention, fla_unavailable
 from attnzoo.forms.linear import LinearForms
+from attnzoo.forms.protocol import Kernel
 
 TITLE = "Complex linear attention"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
@@ -63,14 +64,13 @@ class Rotation(Transition):
         return rotate(state.mT, -cast(Tensor, total)[..., None, :]).mT
 
 
-_forms = LinearForms(Rotation())
-step, recurrent, parallel, chunk, extend = (
-    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
-)  # fmt: skip
-
-
-def fla(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+def rotated_fla(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None
+) -> Tensor:
     """Rotated queries and keys through ``chunk_linear_attn``: ``Rot(a)^T Rot(b) = Rot(b - a)``."""
     phase = phases(cast(Tensor, gate.per_token(q).angle), dim=1)
     k = rotate(expand_heads(k, q.shape[2]), phase)
-    return fla_linear_attention(rotate(q, phase), k, v, Gate(), scale)
+    return fla_linear_attention(rotate(q, phase), k, v, Gate(), scale=scale, write=write)
+
+
+FORMS = LinearForms(Rotation(), kernels={"fla": Kernel(rotated_fla, refuses=fla_unavailable)})

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
 from attnzoo.algebra.triangular import unit_lower_inverse
-from attnzoo.forms.fla import fla_delta_rule
+from attnzoo.forms.fla import FLA_DELTA_RULE
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "DeltaNet"
@@ -59,8 +59,4 @@ class Householder(Transition):
         )
 
 
-_forms = LinearForms(Householder(), chunk_size=32)
-step, recurrent, parallel, chunk, extend = (
-    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
-)  # fmt: skip
-fla = fla_delta_rule
+FORMS = LinearForms(Householder(), chunk_size=32, kernels={"fla": FLA_DELTA_RULE})

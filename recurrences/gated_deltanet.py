@@ -5,7 +5,7 @@ r"""Gated DeltaNet: the delta rule with a scalar forget gate.
 Softmax dual: PaTH-FoX. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2025, eq. 10.
 """
 
-from attnzoo.forms.fla import fla_delta_rule
+from attnzoo.forms.fla import FLA_DELTA_RULE
 from attnzoo.forms.linear import LinearForms
 from attnzoo.recurrences.deltanet import Householder
 
@@ -22,8 +22,4 @@ LAYER = {
     "output_norm": "rms", "output_gate": "swish",
 }  # fmt: skip
 
-_forms = LinearForms(Householder(), chunk_size=32)
-step, recurrent, parallel, chunk, extend = (
-    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
-)  # fmt: skip
-fla = fla_delta_rule
+FORMS = LinearForms(Householder(), chunk_size=32, kernels={"fla": FLA_DELTA_RULE})

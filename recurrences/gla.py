@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, open_sums
-from attnzoo.forms.fla import fla_diagonal_decay
+from attnzoo.forms.fla import FLA_DIAGONAL_DECAY
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "Gated linear attention"
@@ -137,8 +137,4 @@ def _halves(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-_forms = LinearForms(Diagonal())
-step, recurrent, parallel, chunk, extend = (
-    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
-)  # fmt: skip
-fla = fla_diagonal_decay
+FORMS = LinearForms(Diagonal(), kernels={"fla": FLA_DIAGONAL_DECAY})

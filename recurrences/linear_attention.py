@@ -7,7 +7,7 @@ without the normaliser.
 """
 
 from attnzoo.algebra.transitions import Identity
-from attnzoo.forms.fla import fla_linear_attention
+from attnzoo.forms.fla import FLA_LINEAR_ATTENTION
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "Linear attention"
@@ -19,8 +19,4 @@ EQUATIONS = (
 )
 LAYER = {"feature_map": "elu", "output_norm": "rms"}
 
-_forms = LinearForms(Identity())
-step, recurrent, parallel, chunk, extend = (
-    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
-)  # fmt: skip
-fla = fla_linear_attention
+FORMS = LinearForms(Identity(), kernels={"fla": FLA_LINEAR_ATTENTION})

@@ -7,7 +7,7 @@ section 3.2; the step size is part of v here.
 """
 
 from attnzoo.algebra.transitions import Identity
-from attnzoo.forms.fla import fla_scalar_decay
+from attnzoo.forms.fla import FLA_SCALAR_DECAY
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "Mamba-2"
@@ -19,8 +19,4 @@ EQUATIONS = (
 )
 LAYER = {"gate": "mamba2", "conv_size": 4, "output_norm": "rms", "output_gate": "swish"}
 
-_forms = LinearForms(Identity())
-step, recurrent, parallel, chunk, extend = (
-    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
-)  # fmt: skip
-fla = fla_scalar_decay
+FORMS = LinearForms(Identity(), kernels={"fla": FLA_SCALAR_DECAY})

@@ -6,7 +6,7 @@ Softmax dual: ALiBi, whose slope is :math:`-g_h`. Source: Sun et al., "Retentive
 """
 
 from attnzoo.algebra.transitions import Identity
-from attnzoo.forms.fla import fla_scalar_decay
+from attnzoo.forms.fla import FLA_SCALAR_DECAY
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "RetNet"
@@ -19,8 +19,4 @@ EQUATIONS = (
 )
 LAYER = {"gate": "retention", "rotary": 10_000.0, "output_norm": "group", "output_gate": "swish"}
 
-_forms = LinearForms(Identity())
-step, recurrent, parallel, chunk, extend = (
-    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend,
-)  # fmt: skip
-fla = fla_scalar_decay
+FORMS = LinearForms(Identity(), kernels={"fla": FLA_SCALAR_DECAY})

@@ -146,7 +146,7 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], limit: flo
 def straightforward(variant: Variant, dtype: torch.dtype) -> Form:
     """What one would write in a line or two and run in ``dtype``: the yardstick of the low-precision tests."""
 
-    def form(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+    def form(q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None) -> Tensor:
         T, H, K = q.shape[1:]
         g, R = gate.dense(q)
         g, R = g.to(dtype), R.to(dtype)
@@ -178,7 +178,7 @@ def extend_in_segments(
     state, outputs = None, []
     for start, stop in itertools.pairwise(cuts):
         now = slice(start, stop)
-        options = {} if valid is None else {"valid": valid[:, now]}
-        o, state = variant.extend(q[:, now], k[:, now], v[:, now], gate.slice(start, stop), state, scale, **options)
+        options = {"scale": scale} if valid is None else {"scale": scale, "valid": valid[:, now]}
+        o, state = variant.extend(q[:, now], k[:, now], v[:, now], gate.slice(start, stop), state, **options)
         outputs.append(o)
     return torch.cat(outputs, 1), state

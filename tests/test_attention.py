@@ -168,9 +168,9 @@ def test_qk_norm_bounds_every_logit(name, options, dtype):
         for norm in (attn.q_norm, attn.k_norm):
             if norm is not None:
                 norm.weight *= 3
-        parts = attn.project(x)
+        projected = attn.project(x)
         bound = attn.logit_bound(dtype)
-        scores, _ = oracle.scores(parts.q, parts.k, parts.gate)
+        scores, _ = oracle.scores(projected.q, projected.k, projected.gate)
     assert bound.shape == (H,)
     largest = scores.abs().amax((0, 2, 3))
     assert (largest <= bound).all()
@@ -231,12 +231,12 @@ def test_autocast_keeps_gates_and_states_in_float32(name):
     x = rows(2, 33).float()
     plain = attn(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        parts = attn.project(x)
+        projected = attn.project(x)
         cache = attn.new_cache()
         mixed = attn(x, cache=cache)
-    assert parts.q.dtype == torch.bfloat16
-    for part in set(parts.gate.parts) - {"w"}:
-        assert getattr(parts.gate, part).dtype == torch.float32
+    assert projected.q.dtype == torch.bfloat16
+    for part in set(projected.gate.parts) - {"w"}:
+        assert getattr(projected.gate, part).dtype == torch.float32
     if get(name).side == "linear":
         assert cache.state.dtype == torch.float32
     assert (mixed.float() - plain).norm() < 0.05 * plain.norm()
@@ -333,22 +333,22 @@ def test_delta_rule_by_hand(name, double):
     """``S += beta (v - S k) k^T`` with unit keys, written as the papers write it."""
     attn = layer(name, allow_neg_eigval=double)
     x = rows(1, 9)
-    parts = attn.project(x)
-    assert torch.allclose(parts.k.norm(dim=-1), torch.ones(()).double())
-    beta = parts.gate.beta
-    k = parts.k.repeat_interleave(H // G, 2)
-    v = (parts.v / parts.gate.beta[..., None]).repeat_interleave(H // G, 2)
+    projected = attn.project(x)
+    assert torch.allclose(projected.k.norm(dim=-1), torch.ones(()).double())
+    beta = projected.gate.beta
+    k = projected.k.repeat_interleave(H // G, 2)
+    v = (projected.v / projected.gate.beta[..., None]).repeat_interleave(H // G, 2)
     beta = beta.repeat_interleave(H // G, 2)
-    decay = torch.ones(1, 9, H).double() if parts.gate.log_decay is None else parts.gate.log_decay.exp()
+    decay = torch.ones(1, 9, H).double() if projected.gate.log_decay is None else projected.gate.log_decay.exp()
     S = torch.zeros(1, H, 8, 8).double()
     for t in range(9):
         S = decay[:, t, :, None, None] * S
         error = v[:, t] - torch.einsum("bhvk,bhk->bhv", S, k[:, t])
         S = S + beta[:, t, :, None, None] * error[..., :, None] * k[:, t, :, None, :]
-        o = torch.einsum("bhvk,bhk->bhv", S, parts.q[:, t]) * 8**-0.5
-    form = get(name).forms["chunk"](parts.q, parts.k, parts.v, parts.gate)
+        o = torch.einsum("bhvk,bhk->bhv", S, projected.q[:, t]) * 8**-0.5
+    form = get(name).forms["chunk"](projected.q, projected.k, projected.v, projected.gate)
     assert_same(form[:, -1], o)
-    assert parts.gate.beta.max() <= (2 if double else 1)
+    assert projected.gate.beta.max() <= (2 if double else 1)
 
 
 def test_rope_angles_and_theta():
@@ -498,9 +498,9 @@ def test_head_dims_without_a_kernel_are_named():
 
 
 def test_a_step_without_decay_cannot_be_pruned():
-    parts = build_attention("path", hidden_size=D, num_heads=H, head_dim=16).project(rows(1, 3).float())
+    projected = build_attention("path", hidden_size=D, num_heads=H, head_dim=16).project(rows(1, 3).float())
     with pytest.raises(ValueError, match="prune: expected None"):
-        get("path").module.extend_triton(parts.q, parts.k, parts.v, parts.gate, prune=Prune())
+        get("path").extend(projected.q, projected.k, projected.v, projected.gate, form="triton", prune=Prune())
 
 
 @pytest.mark.parametrize("name", ["fox", "nope"])

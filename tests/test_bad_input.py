@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnzoo import Gate, Prune, get, list_variants
+from attnzoo import Gate, Prune, RecurrentState, get, list_variants
 from attnzoo.algebra.pruning import kept_fraction
 from attnzoo.algebra.validation import check_values, reads_values
 from attnzoo.errors import nearest, unknown
@@ -229,10 +229,14 @@ def test_bad_valid_is_refused(name: str) -> None:
 def test_bad_matrix_state_is_refused(name: str) -> None:
     given = random_inputs(name)
     _, cache = get("nope").extend(*random_inputs("nope"))
-    with pytest.raises(ValueError, match=re.escape("state: expected [B, H, K, V] = (2, 4, 8, 6), got (1, 4, 8, 6)")):
-        get(name).extend(*given, torch.zeros(1, 4, 8, 6))
-    with pytest.raises(TypeError, match=re.escape("state: expected a tensor [B, H, K, V], got KVCache")):
+    with pytest.raises(
+        ValueError, match=re.escape("state.matrix: expected [B, H, K, V] = (2, 4, 8, 6), got (1, 4, 8, 6)")
+    ):
+        get(name).extend(*given, RecurrentState(torch.zeros(1, 4, 8, 6)))
+    with pytest.raises(TypeError, match=re.escape("state: expected attnzoo.RecurrentState, got KVCache")):
         get(name).extend(*given, cache)
+    with pytest.raises(TypeError, match=re.escape("state: expected attnzoo.RecurrentState, got Tensor")):
+        get(name).extend(*given, torch.zeros(2, 4, 8, 6))
 
 
 @pytest.mark.parametrize("name", list_variants("softmax"))
@@ -243,7 +247,7 @@ def test_bad_cache_is_refused(name: str) -> None:
         extend(*random_inputs(name), cache)
     with pytest.raises(ValueError, match=r"state.v: expected \[B, S, G, V\] = \(2, 24, 2, 6\), got "):
         extend(*random_inputs(name), extend(*random_inputs(name, V=5))[1])
-    with pytest.raises(TypeError, match="state: expected attnzoo.forms.cache.KVCache, got a tensor"):
+    with pytest.raises(TypeError, match="state: expected attnzoo.KVCache, got Tensor"):
         extend(*random_inputs(name), torch.zeros(2, 4, 8, 6))
 
 

@@ -9,10 +9,9 @@ from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place
 GROWING = ("nope", "alibi", "fox", "rope")
 
 
-def stepper(name, form="extend"):
+def stepper(name, form="reference"):
     """``step(t, state, sign)``: token t, its query and value turned by sign; by the reference or the kernels."""
     variant = get(name)
-    extend = variant.extend if form == "extend" else variant.module.extend_triton
     torch.manual_seed(0)
     attn = build_attention(name, hidden_size=32, num_heads=2, head_dim=16)
     with torch.no_grad():
@@ -21,14 +20,14 @@ def stepper(name, form="extend"):
     def step(t, state, sign=1.0, until=None):
         now = slice(t, until or t + 1)
         q, k, v = (y[:, now] for y in (parts.q, parts.k, parts.v))
-        return extend(sign * q, k, sign * v, parts.gate.slice(now.start, now.stop), state)
+        return variant.extend(sign * q, k, sign * v, parts.gate.slice(now.start, now.stop), state, form=form)
 
     return step
 
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [*((name, "extend") for name in list_variants("softmax")), ("fox", "extend_triton"), ("path_fox", "extend_triton")],
+    [*((name, "reference") for name in list_variants("softmax")), ("fox", "triton"), ("path_fox", "triton")],
 )
 @torch.no_grad()
 def test_a_cache_can_be_continued_twice(name, form):

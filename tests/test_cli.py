@@ -11,17 +11,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import click
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor
 
 from attnzoo import cli, describe, get, list_variants, pairs
 from attnzoo import verify as verification
 from attnzoo.config import load_config
+from attnzoo.experiments.builtin import built_in
 from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.models import LanguageModel
 
-DEMO = Path(__file__).parents[1] / "attnzoo/experiments/configs/demo.yaml"
+ROOT = Path(__file__).parents[1]
+DEMO = built_in("compare")["demo"]
 TINY = """
 title: tiny comparison
 output_dir: {folder}/runs
@@ -90,7 +94,7 @@ def test_show_names_the_dual_the_gate_and_every_form(run: Any, name: str) -> Non
     ran = run("show", name)
     assert ran.code == 0
     variant = get(name)
-    for word in (variant.dual, *variant.requires, *variant.forms):
+    for word in (variant.dual.name, *variant.requires, *variant.forms):
         assert word in ran.out
     assert "\x1b" not in ran.out  # no colour where there is no terminal
     assert ran.out == describe(name) + "\n"
@@ -195,7 +199,13 @@ def test_forms_that_need_a_gpu_are_not_counted_as_verified_without_one(run: Any)
         (["show", "fox", "nope"], ["nope"]),
         (["verify", "--sed", "1"], ["'--seed'"]),
         (["verify", "--seed", "x"], ["'x'"]),
-        (["train", "missing.yaml"], ["missing.yaml"]),
+        (["train", "missing.yaml"], ["missing.yaml", "fox_small, tiny"]),
+        (["train", "tinny"], ["'tinny'", "did you mean 'tiny'"]),
+        (["train", "configs/tiny.yaml"], ["'configs/tiny.yaml'", "did you mean 'tiny'"]),
+        (["train", "tiny", "stepz=3"], ["'stepz'", "'steps'"]),
+        (["train", "demo"], ["'demo'", "fox_small, tiny"]),
+        (["compare", "demos"], ["did you mean 'demo'"]),
+        (["compare", "demo", "train.stepz=3"], ["'train.stepz'"]),
         (["compare", "missing.yaml"], ["missing.yaml"]),
         (["report", "missing"], ["missing"]),
         (["report"], ["RUN"]),
@@ -238,22 +248,27 @@ def test_traceback_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help_lists_every_command_in_a_fresh_process() -> None:
     ran = subprocess.run([sys.executable, "-m", "attnzoo.cli", "--help"], capture_output=True, text=True, check=True)
-    for command in ("list", "show", "verify", "train", "compare", "report"):
+    for command in ("list", "show", "verify", "train", "compare", "report", "bench"):
         assert re.search(rf"^  {command} ", ran.stdout, flags=re.MULTILINE)
 
 
+def commands(group: click.Group) -> list[list[str]]:
+    """The group itself, and every command at any depth, as words after the program's name."""
+    found: list[list[str]] = [[]]
+    for name, command in group.commands.items():
+        deeper = commands(command) if isinstance(command, click.Group) else [[]]
+        found += [[name, *words] for words in deeper]
+    return found
+
+
 def test_documented_help_is_what_the_commands_print() -> None:
-    page = (DEMO.parents[1] / "docs" / "reference" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     shown = re.findall(r"```text\n(.*?)\n```", page, flags=re.DOTALL)
-    program = [sys.executable, "-m", "attnzoo.cli"]
-    environment = {**os.environ, "COLUMNS": "80"}
-    for command in ([], *([name] for name in cli.app.commands)):
-        ran = subprocess.run(
-            [*program, *command, "--help"], env=environment, capture_output=True, text=True, check=True
-        )
-        assert ran.stdout.strip() in shown, command
+    for command in commands(cli.app):
+        ran = CliRunner().invoke(cli.app, [*command, "--help"], prog_name="attnzoo", terminal_width=78)
+        assert ran.output.strip() in shown, command
     assert describe("path_fox") in shown  # the example of `attnzoo show`
-    assert len(shown) == 2 + len(cli.app.commands)
+    assert len(shown) == 1 + len(commands(cli.app))
 
 
 def test_command_line_itself_loads_nothing_heavy() -> None:

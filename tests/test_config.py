@@ -15,6 +15,7 @@ from attnzoo.config import (
     save_config,
 )
 from attnzoo.errors import unknown
+from attnzoo.experiments.builtin import CONFIGS, built_in, find_config
 
 
 def names(config: ModelConfig) -> list[str]:
@@ -148,11 +149,27 @@ def test_options_differ_only_where_their_files_would():
     }
 
 
-@pytest.mark.parametrize("name", ["tiny", "fox_small"])
+@pytest.mark.parametrize("name", built_in("train"))
 def test_the_configurations_that_come_along_are_valid(name):
-    config = load_config(Path(__file__).parents[1] / f"attnzoo/experiments/configs/{name}.yaml")
+    config = load_config(find_config(name, "train"))
     assert config.output_dir == f"runs/{name}"
     assert config.model.layers()[0].name == "fox"
+
+
+def test_every_file_that_comes_along_belongs_to_a_command():
+    assert sorted(CONFIGS.rglob("*.yaml")) == sorted([*built_in("train").values(), *built_in("compare").values()])
+    assert {*built_in("train")} >= {"tiny", "fox_small"}
+    assert {*built_in("compare")} >= {"demo"}
+
+
+def test_a_path_that_exists_wins_over_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config("tiny", "train") == CONFIGS / "train/tiny.yaml"
+    Path("tiny").mkdir()  # a folder is no configuration
+    assert find_config("tiny", "train") == CONFIGS / "train/tiny.yaml"
+    Path("tiny").rmdir()
+    Path("tiny").write_text("steps: 7")
+    assert load_config(find_config("tiny", "train"), ["optimizer.warmup_steps=0"]).steps == 7
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnzoo import Gate, get, list_variants
 from attnzoo.forms.fla import fla_unavailable
+from attnzoo.forms.protocol import Call
 from attnzoo.samples import random_inputs
 
 SERVED = [name for name in list_variants() if "fla" in get(name).forms]
@@ -18,28 +19,33 @@ EPS = 2**-7  # of bfloat16
 
 
 def tied(inputs: Inputs) -> Inputs:
-    """One key to erase along and to write, and the write strength in the value: all that its delta rule computes."""
+    """One key to erase along and to write: all that its delta rule computes."""
     q, k, v, gate = inputs
     if gate.w is None:
         return inputs
-    assert gate.beta is not None
     w = gate.w.to(k.dtype)
-    return q, w, (v * gate.beta[..., None]).to(v.dtype), replace(gate, w=w)
+    return q, w, v, replace(gate, w=w)
+
+
+def rule(name: str) -> dict[str, bool]:
+    """The option that its delta rule needs."""
+    return {"delta_rule": True} if "w" in get(name).requires else {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA GPU serves the form")
 @pytest.mark.parametrize("name", SERVED)
 def test_fla_form_without_a_gpu_says_why(name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"form 'fla': .*CUDA.*got cpu; use the 'chunk' form|gate.w must be k"):
-        get(name).forms["fla"](*random_inputs(name, dtype=torch.float32))
-    with pytest.raises(RuntimeError, match=r"needs CUDA tensors, got cpu; use the 'chunk' form"):
-        get(name).forms["fla"](*tied(random_inputs(name, dtype=torch.float32)))
+    with pytest.raises(RuntimeError, match=r"form 'fla': .*CUDA.*got cpu; use the 'chunk' form"):
+        get(name).forms["fla"](*tied(random_inputs(name, dtype=torch.float32)), **rule(name))
 
 
 @pytest.mark.parametrize("name", [name for name in SERVED if "w" in get(name).requires])
 def test_fla_delta_rule_refuses_another_erasing_key(name: str) -> None:
-    with pytest.raises(RuntimeError, match="gate.w must be k"):
-        get(name).forms["fla"](*random_inputs(name, dtype=torch.float32))
+    inputs = random_inputs(name, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="erases along the key it writes, .*delta_rule=True"):
+        get(name).forms["fla"](*inputs)
+    with pytest.raises(ValueError, match="gate.w: expected k itself with delta_rule"):
+        get(name).forms["fla"](*inputs, delta_rule=True)
 
 
 def test_every_linear_variant_has_the_form() -> None:
@@ -58,12 +64,13 @@ def test_fla_within_budget_of_float64(name: str, T: int) -> None:
 
     def with_one_key(form: str):  # type: ignore[no-untyped-def]
         def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
-            return get(name).forms[form](q, k, v, gate if gate.w is None else replace(gate, w=k))  # type: ignore[no-any-return]
+            gate = gate if gate.w is None else replace(gate, w=k)
+            return get(name).forms[form](q, k, v, gate, **rule(name))  # type: ignore[no-any-return]
 
         return run
 
-    reason = fla_unavailable(q, gate)
-    if reason is not None:  # its backward cannot be trusted here: refused, and the values are checked alone
+    reason = fla_unavailable(Call(q, k, v, gate, options=rule(name)))
+    if reason:  # its backward cannot be trusted here: refused, and the values are checked alone
         with pytest.raises(RuntimeError, match="miscompiled"):
             with_one_key("fla")(q, k, v, gate)
         with torch.no_grad():
@@ -89,5 +96,5 @@ def test_fla_output_has_the_shape_and_dtype_of_chunk(name: str) -> None:
     q, k, v = (x.to("cuda", torch.bfloat16) for x in inputs[:3])
     tied_inputs = tied((q, k, v, inputs[3].map(Tensor.cuda)))
     with torch.no_grad():
-        fla, chunk = (get(name).forms[form](*tied_inputs) for form in ("fla", "chunk"))
+        fla, chunk = (get(name).forms[form](*tied_inputs, **rule(name)) for form in ("fla", "chunk"))
     assert (fla.shape, fla.dtype) == (chunk.shape, chunk.dtype)

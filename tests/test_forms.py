@@ -20,7 +20,7 @@ from strategies import (
     value_and_gradients,
 )
 
-from attnzoo import get, list_variants, oracle
+from attnzoo import RecurrentState, get, list_variants, oracle
 from attnzoo.samples import Regime, random_inputs
 
 FORMS = [(name, form) for name in list_variants() for form in get(name).forms if form in CPU_FORMS]
@@ -92,8 +92,8 @@ def test_chunk_equals_parallel_over_many_chunks(name: str) -> None:
 def test_oracle_scores_equal_oracle_recurrence(name: str, data: st.DataObject) -> None:
     case = data.draw(cases(name))
     q, k, v, gate = case.inputs()
-    by_scores = oracle.linear(q, k, v, gate, case.scale)
-    assert relative_error(by_scores, oracle.recurrence(q, k, v, gate, case.scale)[0]) <= 1e-12
+    by_scores = oracle.linear(q, k, v, gate, scale=case.scale)
+    assert relative_error(by_scores, oracle.recurrence(q, k, v, gate, scale=case.scale)[0]) <= 1e-12
 
 
 @pytest.mark.parametrize("name", list_variants("linear"))
@@ -103,27 +103,28 @@ def test_state_equals_oracle_recurrence(name: str, data: st.DataObject) -> None:
     q, k, v, gate = case.inputs()
     start = torch.randn(case.B, case.H, case.K, case.V, dtype=torch.float64)
     with case.blocks():
-        o, state = case.variant.extend(q, k, v, gate, start, case.scale)
-    expected_o, expected_state = oracle.recurrence(q, k, v, gate, case.scale, start)
-    assert_close({"o": o, "state": state}, {"o": expected_o, "state": expected_state}, what=repr(case))
+        o, state = case.variant.extend(q, k, v, gate, RecurrentState(start), scale=case.scale)
+    expected_o, expected_state = oracle.recurrence(q, k, v, gate, scale=case.scale, state=start)
+    assert_close({"o": o, "state": state.matrix}, {"o": expected_o, "state": expected_state}, what=repr(case))
 
 
 @pytest.mark.parametrize("name", list_variants("linear"))
 def test_gradient_of_the_initial_state_equals_oracle(name: str) -> None:
     q, k, v, gate = random_inputs(name, T=19)
     start = torch.randn(2, 4, 8, 6, dtype=torch.float64, requires_grad=True)
-    got, expected = get(name).extend(q, k, v, gate, start), oracle.recurrence(q, k, v, gate, state=start)
-    grads = [torch.autograd.grad((o * o).sum() + (S * S).sum(), start)[0] for o, S in (got, expected)]
+    o, state = get(name).extend(q, k, v, gate, RecurrentState(start))
+    expected = oracle.recurrence(q, k, v, gate, state=start)
+    grads = [torch.autograd.grad((o * o).sum() + (S * S).sum(), start)[0] for o, S in ((o, state.matrix), expected)]
     assert relative_error(*grads) <= LIMIT
 
 
 @pytest.mark.parametrize("name", list_variants("linear"))
-def test_step_equals_one_token_of_extend(name: str) -> None:
+def test_extend_by_one_token_equals_oracle(name: str) -> None:
     q, k, v, gate = random_inputs(name, T=1)
     start = torch.randn(2, 4, 8, 6, dtype=torch.float64)
-    got = get(name).module.step(q, k, v, gate, start)
+    o, state = get(name).extend(q, k, v, gate, RecurrentState(start))
     expected = oracle.recurrence(q, k, v, gate, state=start)
-    assert max(map(relative_error, got, expected)) <= LIMIT
+    assert max(map(relative_error, (o, state.matrix), expected)) <= LIMIT
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnzoo.forms.rowblocks
-from attnzoo import Gate, get, list_variants
+from attnzoo import Gate, RecurrentState, get, list_variants
 from attnzoo.samples import random_inputs
 
 VARIANTS = list_variants()
@@ -40,8 +40,8 @@ DTYPES = (torch.float64, torch.float32)
 
 def state_parts(state: Any) -> dict[str, Tensor]:
     """The tensors of a state, whichever side it is of."""
-    if isinstance(state, Tensor):
-        return {"S": state}
+    if isinstance(state, RecurrentState):
+        return {"S": state.matrix}
     found = {name: getattr(state, name) for name in ("k", "v", "log_decay", "phase")}
     parts = {name: x for name, x in found.items() if x is not None}
     return {name: x.exp() if name == "log_decay" else x for name, x in parts.items()}
@@ -66,7 +66,7 @@ def test_segmented_equals_full(name: str, data: st.DataObject) -> None:
     inputs, variant = case.inputs(), case.variant
     with case.blocks():
         got = value_and_gradients(lambda *x: extend_in_segments(variant, x, cuts, case.scale)[0], inputs)
-        expected = value_and_gradients(lambda *x: variant.extend(*x, None, case.scale)[0], inputs)
+        expected = value_and_gradients(lambda *x: variant.extend(*x, scale=case.scale)[0], inputs)
     assert_close(got, expected, what=f"cuts {cuts} of {case}")
 
 
@@ -84,7 +84,7 @@ def test_token_by_token_equals_full(name: str) -> None:
 def test_state_does_not_depend_on_the_cuts(name: str, data: st.DataObject) -> None:
     case = data.draw(cases(name, min_t=2))
     with case.blocks():
-        _, whole = case.variant.extend(*case.inputs(), None, case.scale)
+        _, whole = case.variant.extend(*case.inputs(), scale=case.scale)
         _, pieces = extend_in_segments(case.variant, case.inputs(), data.draw(cut_points(case.T)), case.scale)
     assert_close(state_parts(pieces), state_parts(whole))
 
@@ -185,17 +185,17 @@ def test_padding_changes_nothing(name: str, data: st.DataObject) -> None:
 
     with case.blocks():
         got = value_and_gradients(run_padded, padded)
-        expected = value_and_gradients(lambda *x: case.variant.extend(*x, None, case.scale)[0], short)
+        expected = value_and_gradients(lambda *x: case.variant.extend(*x, scale=case.scale)[0], short)
         for part, x in got.items():
             if part != "o" and x.ndim > 1:
                 assert bool((x[:, ~valid[0]] == 0).all()), f"{part} of an absent token has a gradient"
         at_valid = {part: x if part == "o" or x.ndim == 1 else x[:, index] for part, x in got.items()}
         assert_close(at_valid, expected, what=f"valid {present}, cuts {cuts} of {case}")
         _, state = extend_in_segments(case.variant, padded, cuts, case.scale, valid)
-        _, wanted = case.variant.extend(*short, None, case.scale)
+        _, wanted = case.variant.extend(*short, scale=case.scale)
         follow = random_inputs(name, 1, 3, case.H, case.G, case.K, case.V, seed=case.seed + 9)
-        o, _ = case.variant.extend(*follow, state, case.scale)
-        assert_close({"o": o}, {"o": case.variant.extend(*follow, wanted, case.scale)[0]}, what="continued")
+        o, _ = case.variant.extend(*follow, state, scale=case.scale)
+        assert_close({"o": o}, {"o": case.variant.extend(*follow, wanted, scale=case.scale)[0]}, what="continued")
     if case.variant.side == "linear":
         assert_close(state_parts(state), state_parts(wanted))
 

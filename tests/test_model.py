@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnzoo.config import ModelConfig, OptimizerConfig
-from attnzoo.models import LanguageModel, language_model
+from attnzoo.models import LanguageModel, decoder
 from attnzoo.training.optimizer import build_optimizer, decays
 
 HYBRID = ["mamba2", "fox"]
@@ -60,7 +60,7 @@ class Marked(nn.Module):
 
 
 def test_marked_parameters_keep_their_own_initialisation(monkeypatch):
-    monkeypatch.setattr(language_model, "build_attention", lambda name, **options: Marked())
+    monkeypatch.setattr(decoder, "build_attention", lambda name, **options: Marked())
     attention = build().blocks[0].attention
     assert (attention.gate.weight == 0.25).all()
     assert (attention.gate.bias == 4.0).all()
@@ -69,7 +69,7 @@ def test_marked_parameters_keep_their_own_initialisation(monkeypatch):
 
 
 def test_weight_decay_spares_norms_biases_and_marked_parameters(monkeypatch):
-    monkeypatch.setattr(language_model, "build_attention", lambda name, **options: Marked())
+    monkeypatch.setattr(decoder, "build_attention", lambda name, **options: Marked())
     model = build(num_layers=1)
     spared = {name for name, parameter in model.named_parameters() if not decays(parameter)}
     assert spared == {
@@ -92,7 +92,7 @@ def test_a_pattern_gives_each_layer_its_variant_and_options(monkeypatch):
         built.append((name, options))
         return Marked()
 
-    monkeypatch.setattr(language_model, "build_attention", record)
+    monkeypatch.setattr(decoder, "build_attention", record)
     build([{"name": "gla", "repeat": 2}, {"name": "fox", "options": {"acp": True, "num_heads": 4}}], num_layers=3)
     plain = {"hidden_size": 32, "num_heads": 2}
     assert built == [("gla", plain), ("gla", plain), ("fox", {"hidden_size": 32, "num_heads": 4, "acp": True})]
@@ -110,12 +110,12 @@ def test_an_unknown_variant_or_option_is_refused_with_the_nearest():
         build({"name": "fox", "options": {"apc": True}})
 
 
-def test_loss_is_the_cross_entropy_of_the_labels_that_count(model, tokens):
-    labels = tokens.roll(-1, dims=1)
-    labels[0, 3:9] = -100
-    output = model(tokens, labels=labels)
-    counted = labels != -100
-    expected = F.cross_entropy(output.logits[counted].float(), labels[counted])
+def test_loss_is_the_cross_entropy_of_the_targets_that_count(model, tokens):
+    targets = tokens.roll(-1, dims=1)
+    targets[0, 3:9] = -100
+    output = model(tokens, targets=targets)
+    counted = targets != -100
+    expected = F.cross_entropy(output.logits[counted].float(), targets[counted])
     assert output.logits.shape == (2, 13, 40)
     torch.testing.assert_close(output.loss, expected)
     assert model(tokens).loss is None
@@ -123,8 +123,8 @@ def test_loss_is_the_cross_entropy_of_the_labels_that_count(model, tokens):
 
 
 def test_an_untrained_model_is_about_as_good_as_a_guess(tokens):
-    labels = torch.randint(0, 40, tokens.shape)
-    assert abs(build()(tokens, labels=labels).loss.item() - torch.tensor(40.0).log().item()) < 0.1
+    targets = torch.randint(0, 40, tokens.shape)
+    assert abs(build()(tokens, targets=targets).loss.item() - torch.tensor(40.0).log().item()) < 0.1
 
 
 def test_later_tokens_change_no_earlier_logits(model, tokens):
@@ -189,7 +189,7 @@ def test_tied_embeddings_are_one_parameter(tokens):
 @pytest.mark.parametrize("attention", ["fox", HYBRID], ids=str)
 def test_every_parameter_learns(attention, tokens):
     model = build(attention)
-    model(tokens, labels=tokens.roll(-1, dims=1)).loss.backward()
+    model(tokens, targets=tokens.roll(-1, dims=1)).loss.backward()
     without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert without == []
 
@@ -200,8 +200,8 @@ def test_wrong_tokens_are_refused(tokens):
         model(tokens[0])
     with pytest.raises(ValueError, match=r"input_ids: expected int64 or int32 tokens, got torch.float32"):
         model(tokens.float())
-    with pytest.raises(ValueError, match=r"labels: expected shape \[2, 13\], got \[2, 12\]"):
-        model(tokens, labels=tokens[:, 1:])
+    with pytest.raises(ValueError, match=r"targets: expected shape \[2, 13\], got \[2, 12\]"):
+        model(tokens, targets=tokens[:, 1:])
     with pytest.raises(ValueError, match=r"cache: expected 2 layers.*got 1"):
         model(tokens, cache=model.new_cache()[:1])
     with pytest.raises(ValueError, match="at least one token"):

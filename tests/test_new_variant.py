@@ -67,22 +67,18 @@ class DecayThenErase(Transition):
         return total @ state
 
 
-_forms = LinearForms(DecayThenErase())
-step, recurrent, parallel, chunk, extend = (
-    _forms.step, _forms.recurrent, _forms.parallel, _forms.chunk, _forms.extend
-)
+FORMS = LinearForms(DecayThenErase())
 '''
 
 SOFTMAX = '''
 """The softmax side of a pair that lives outside attnzoo."""
-from attnzoo.forms.softmax import CarriedForms
+from attnzoo.forms.softmax import SoftmaxForms
 from kimi_delta import DecayThenErase
 
 TITLE = "Kimi PaTH"
 PAPER = "the exact softmax dual of Kimi Delta Attention"
 
-_forms = CarriedForms(DecayThenErase())
-recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend
+FORMS = SoftmaxForms(DecayThenErase())
 '''
 
 ROW = Pair(
@@ -177,7 +173,7 @@ def test_entry_point_adds_the_pair(tmp_path: Path) -> None:
     code = (
         "import sys, attnzoo\n"
         "assert 'kimi_row' not in sys.modules\n"
-        "assert attnzoo.get('kimi_delta').dual == 'kimi_path'\n"
+        "assert attnzoo.get('kimi_delta').dual.name == 'kimi_path'\n"
         "assert attnzoo.list_variants('softmax')[-1] == 'kimi_path'\n"
         "from attnzoo import oracle\n"
         "from attnzoo.samples import random_inputs\n"

@@ -164,6 +164,9 @@ def test_wheel_works_from_where_it_is_installed(wheel: Path, tmp_path: Path) -> 
         "import attnzoo, attnzoo.kernels.fox\n"
         "from attnzoo.samples import random_inputs\n"
         "[attnzoo.get(name).forms['parallel'](*random_inputs(name)) for name in ('fox', 'mamba2', 'nope')]\n"
+        "from attnzoo.config import load_config\n"
+        "from attnzoo.experiments.builtin import find_config\n"
+        "assert load_config(find_config('tiny', 'train')).output_dir == 'runs/tiny'\n"
         "print(attnzoo.__file__)"
     )
     assert python(code, tmp_path, tmp_path / "site") == str(tmp_path / "site" / "attnzoo" / "__init__.py")

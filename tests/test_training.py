@@ -16,7 +16,7 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.config import OptimizerConfig, TrainConfig, load_config
 from attnzoo.data import build_data
 from attnzoo.models import LanguageModel
-from attnzoo.models.language_model import SwiGLU
+from attnzoo.models.decoder import SwiGLU
 from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training import checkpoint as checkpoint_module
 from attnzoo.training.optimizer import learning_rate
@@ -133,7 +133,7 @@ def test_the_first_update_is_adamw_on_the_clipped_gradient(config_of):
     torch.manual_seed(config.seed)
     model = LanguageModel(config.model)
     tokens = torch.from_numpy(build_data(config.data).train.batch(range(4)))
-    loss = model(tokens[:, :-1], labels=tokens[:, 1:]).loss
+    loss = model(tokens[:, :-1], targets=tokens[:, 1:]).loss
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     lr = config.optimizer.lr / 2
@@ -216,7 +216,7 @@ def test_load_run_gives_the_trained_model_and_its_config(config_of):
         heldout[1:][: (len(heldout) - 1) // 24 * 24].view(-1, 24),
     )
     with torch.no_grad():
-        loss = model(rows[0], labels=rows[1]).loss.item()
+        loss = model(rows[0], targets=rows[1]).loss.item()
     assert read_metrics(run_dir)[-1]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
@@ -437,11 +437,11 @@ def test_what_is_no_run_is_refused(tmp_path, config_of):
 
 
 def test_a_foreign_checkpoint_is_refused(config_of):
-    run_dir = train(config_of())
+    run_dir = train(config_of("keep_checkpoints=1"))
     progress = newest_checkpoint(run_dir) / "progress.json"
     progress.write_text(json.dumps({"stage": 3}))
     with pytest.raises(CheckpointError, match="not a checkpoint of this version"):
-        train(config_of())
+        train(config_of("keep_checkpoints=1"))
 
 
 def test_a_second_run_in_one_process_may_differ_in_precision_and_parts(config_of):

@@ -102,7 +102,7 @@ def train_and_die(folder: Path, point: str) -> None:
             os.truncate(Path(target) / "optimizer.bin", 100)
             die()
 
-    def trapped_fsync(path):
+    def trapped_sync(path):
         if "step-00000008" in str(path) and point == "before the checkpoint is flushed":
             die()
 
@@ -122,7 +122,7 @@ def train_and_die(folder: Path, point: str) -> None:
     if point == "within a row":
         metrics.Metrics.append = torn_append
     accelerate.Accelerator.save_state = trapped_save
-    checkpoint._fsync = trapped_fsync
+    checkpoint.sync = trapped_sync
     checkpoint.os.replace = trapped_replace
     checkpoint.shutil.rmtree = trapped_rmtree
     train(config_of(folder, name_of(point)), on_row=on_row)

@@ -1,4 +1,4 @@
-"""The float64 oracle: the algebra of DESIGN section 1 written out as explicit products.
+"""The float64 oracle: recurrence, scores and both readouts written out as explicit products.
 
 Nothing here is fast. Every form of every variant is tested against these functions, and ``attnzoo verify``
 runs them. Shapes: q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, outputs ``[B, T, H, V]`` in float64.
@@ -17,7 +17,7 @@ def default_scale(q: Tensor) -> float:
     return float(q.shape[-1] ** -0.5)
 
 
-def scores(q: Tensor, k: Tensor, gate: Gate, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def scores(q: Tensor, k: Tensor, gate: Gate, *, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """The two distances between a query and every earlier key.
 
     Returns:
@@ -40,20 +40,47 @@ def scores(q: Tensor, k: Tensor, gate: Gate, scale: float | None = None) -> tupl
     return torch.stack(rows_s, 2), torch.stack(rows_d, 2)
 
 
-def linear(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
-    """``o_t = sum_j s_tj exp(d_tj) v_j``."""
-    s, d = scores(q, k, gate, scale)
-    return torch.einsum("bhtj,bjhv->bthv", s * d.exp(), expand_heads(v.double(), q.shape[2]))
+def linear(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None,
+    delta_rule: bool = False,
+) -> Tensor:  # fmt: skip
+    """``o_t = sum_j s_tj exp(d_tj) write_j v_j``; the write strength is 1, or beta with ``delta_rule``.
+
+    Args:
+        write: ``[B, T, G]`` or ``[B, T, H]``, or None.
+    """
+    H = q.shape[2]
+    s, d = scores(q, k, gate, scale=scale)
+    write = gate.beta if delta_rule else write
+    v = expand_heads(v.double(), H)
+    v = v if write is None else v * expand_heads(write.double(), H)[..., None]
+    return torch.einsum("bhtj,bjhv->bthv", s * d.exp(), v)
 
 
-def softmax(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
-    """``o_t = sum_j softmax_j(s_tj + d_tj) v_j``."""
-    s, d = scores(q, k, gate, scale)
-    return torch.einsum("bhtj,bjhv->bthv", (s + d).softmax(-1), expand_heads(v.double(), q.shape[2]))
+def softmax(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, window: int | None = None,
+    sink: Tensor | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """``o_t = sum_j softmax_j(s_tj + d_tj) v_j``.
+
+    Args:
+        window: the sum is over ``t - window < j <= t``.
+        sink: ``[H]``, one more logit per head, which has no value.
+        return_lse: give also the log of the sum of exponentials, the sink's among them, ``[B, T, H]``.
+    """
+    T = q.shape[1]
+    s, d = scores(q, k, gate, scale=scale)
+    logits = s + d
+    if window is not None:
+        logits = logits.masked_fill(torch.ones(T, T, dtype=torch.bool, device=q.device).tril(-window), -torch.inf)
+    if sink is not None:
+        logits = torch.cat([logits, sink.double()[:, None, None].expand(*logits.shape[:-1], 1)], -1)
+    o = torch.einsum("bhtj,bjhv->bthv", logits.softmax(-1)[..., :T], expand_heads(v.double(), q.shape[2]))
+    return (o, logits.logsumexp(-1).transpose(1, 2)) if return_lse else o
 
 
 def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None, state: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``S_t = S_{t-1} A_t + v_t k_t^T``, ``o_t = S_t (scale q_t)``, with the state as ``S^T`` ``[B, H, K, V]``.
 

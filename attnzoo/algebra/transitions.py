@@ -248,7 +248,8 @@ def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
     A difference of two sums is a log-decay where the counts agree and -inf where they do not: no inf - inf.
     """
     closed = torch.isneginf(g)
-    if g.is_cpu and not closed.any():  # a GPU is not asked: it would have to be waited for
+    looks = g.is_cpu and not torch.compiler.is_compiling()  # a GPU would have to be waited for
+    if looks and not closed.any():
         return g.cumsum(dim, dtype=torch.float64), None
     return g.masked_fill(closed, 0.0).cumsum(dim, dtype=torch.float64), closed.cumsum(dim)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, Gate
-from attnzoo.forms.cache import KVCache
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GATE_FLOATS = (torch.float32, torch.float64)
@@ -61,31 +60,6 @@ def check_inputs(
         _same("device", "valid", valid.device, "q", q.device)
     if reads_values(q):
         check_values(gate)
-
-
-def check_state(side: str, state: object, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """The state fits the inputs; one of a third party's own type is left to it.
-
-    Raises:
-        TypeError: the state of the other side.
-        ValueError: a state of another batch, other heads or other channels.
-    """
-    (B, _, H, K), G, V = q.shape, k.shape[2], v.shape[3]
-    if side == "linear":
-        if isinstance(state, KVCache):
-            raise TypeError("state: expected a tensor [B, H, K, V], got KVCache")
-        if isinstance(state, Tensor):
-            _shape("state", state, (B, H, K, V), "[B, H, K, V]")
-            _same("device", "state", state.device, "q", q.device)
-    else:
-        if isinstance(state, Tensor):
-            raise TypeError("state: expected attnzoo.forms.cache.KVCache, got a tensor")
-        if isinstance(state, KVCache):
-            S = len(state)
-            if state.k.shape not in ((B, S, G, K), (B, S, H, K)):
-                raise ValueError(f"state.k: expected [B, S, G, K] = {(B, S, G, K)}, got {tuple(state.k.shape)}")
-            _shape("state.v", state.v, (B, S, G, V), "[B, S, G, V]")
-            _same("device", "state", state.v.device, "q", q.device)
 
 
 def check_parts(name: str, requires: Sequence[str], gate: Gate) -> None:

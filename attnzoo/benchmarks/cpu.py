@@ -1,11 +1,10 @@
 """CPU speed of the reference forms, as ratios measured in one run.
 
-``python -m attnzoo.benchmarks.cpu`` prints two tables (Markdown): chunk against recurrent for every linear variant, and
+``attnzoo bench cpu`` prints two tables (Markdown): chunk against recurrent for every linear variant, and
 FoX's parallel form against causal SDPA. Each pair is timed in turn, several times over, and the fastest run of each
 counts.
 """
 
-import argparse
 import platform
 import time
 from collections.abc import Callable
@@ -74,20 +73,13 @@ def fox_parallel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, grad: Tensor) -> No
     torch.autograd.grad(get("fox").forms["parallel"](q, k, v, Gate(log_decay=g)), (q, k, v, g), grad)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, default=4096, help="T, tokens")
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+def run(length: int, repeats: int) -> None:
+    """Print the tables for ``length`` tokens; the fastest of ``repeats`` runs counts."""
     print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print(f"\nB=1, H=4, K=V=64, T={options.length}, float32, forward\n")
+    print(f"\nB=1, H=4, K=V=64, T={length}, float32, forward\n")
     print("| variant | recurrent ms | chunk ms | ratio |\n|---|---|---|---|")
-    for name, slow, fast in linear_table(options.length, options.repeats):
+    for name, slow, fast in linear_table(length, repeats):
         print(f"| {name} | {slow:.0f} | {fast:.1f} | {slow / fast:.1f} x |", flush=True)
     print("\nForward and backward\n\n| gates | causal SDPA ms | FoX parallel ms | ratio |\n|---|---|---|---|")
-    for label, sdpa, ours in fox_table(options.length, options.repeats):
+    for label, sdpa, ours in fox_table(length, repeats):
         print(f"| {label} | {sdpa:.0f} | {ours:.0f} | {ours / sdpa:.2f} x |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

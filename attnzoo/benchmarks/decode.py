@@ -1,19 +1,18 @@
 """One decoding step of FoX on one GPU, beside its peers: one query token per head over cached keys.
 
-    python -m attnzoo.benchmarks.decode --out DIR [--official FILE] [--shapes 32,24,16384,64 ...]
+    attnzoo bench decode [--out DIR] [--official FILE] [--shapes 32,24,16384,64]...
 
-Shapes are B, H, cached tokens, K. Gates and pruning as in fox_gpu.py; q and k are RMS-normed per head, so ours is
+Shapes are B, H, cached tokens, K. Gates and pruning as in fox.py; q and k are RMS-normed per head, so ours is
 given the logit bound sqrt(K), as a layer with QK-norm gives it. Each contender is checked against float64 before it is
-timed. The floor is the bytes of k and v at the measured copy bandwidth. Writes decode.json and decode.md.
+timed. The floor is the bytes of k and v at the measured copy bandwidth. Writes results.json and results.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.benchmarks.fox import PRUNE, Inputs, draw, official_module
-from attnzoo.benchmarks.gpu import copy_bandwidth, machine, milliseconds, relative
+from attnzoo.benchmarks.measure import (
+    Result,
+    copy_bandwidth,
+    load_peer,
+    machine,
+    milliseconds,
+    not_measured,
+    relative,
+    save,
+)
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.fox.reference import fox_reference
 
@@ -31,7 +39,7 @@ LIMIT = 6e-3  # error of the output in bf16
 Step = Callable[[], Tensor]
 
 
-def contenders(x: Inputs, official: str | None, missing: list[str]) -> dict[str, Step]:
+def contenders(x: Inputs, official: Path | None, missing: list[str]) -> dict[str, Step]:
     """Steps that give [B, 1, H, V] from x, whose q is the last token's. Peers get the layout they like best."""
     B, S, H, K = x.k.shape
     bound = torch.full((H,), math.sqrt(K), device="cuda")
@@ -39,39 +47,39 @@ def contenders(x: Inputs, official: str | None, missing: list[str]) -> dict[str,
     q = x.q.transpose(1, 2).contiguous()
 
     def ours(**options: Any) -> Step:
-        return lambda: fox_attention(x.q, x.k, x.v, log_gate=x.g, impl="triton", **options)
+        return lambda: fox_attention(x.q, x.k, x.v, log_decay=x.g, impl="triton", **options)
 
     steps: dict[str, Step] = {
         "ours": ours(),
         "ours, pruned (tail)": ours(prune=PRUNE["tail"], logit_bound=bound),
         "SDPA (no gate)": lambda: F.scaled_dot_product_attention(q, k, v).transpose(1, 2),
     }
-    try:
-        kernel = official_module(official).forgetting_attention
+    kernel = load_peer("official", lambda: official_module(official).forgetting_attention, missing)
+    if kernel is not None:
         threshold = torch.full((B, H), -(2 * math.sqrt(K) + math.log(S)) - 10.0, device="cuda")
         steps["official"] = lambda: kernel(q, k, v, g, head_first=True).transpose(1, 2)
         steps["official, pruned"] = lambda: kernel(q, k, v, g, head_first=True, adaptive_threshold=threshold).transpose(
             1, 2
         )
-    except Exception as e:  # absent or broken: said in the results
-        missing.append(f"official: {e!r}")
-    try:
-        one_step = importlib.import_module("fla.ops.attn.decoding").attn_decoding_one_step
+    one_step = load_peer(
+        "FLA", lambda: importlib.import_module("fla.ops.attn.decoding").attn_decoding_one_step, missing
+    )
+    if one_step is not None:
         packed = [t.flatten(0, 1)[None].contiguous() for t in (x.k, x.v, x.g)]
         first = x.q.transpose(0, 1).contiguous()  # [1, B, H, K]
         borders = torch.arange(0, (B + 1) * S, S, device="cuda", dtype=torch.int32)
         steps["FLA"] = lambda: one_step(first, *packed, cu_seqlens=borders).transpose(0, 1)
-    except Exception as e:
-        missing.append(f"FLA: {e!r}")
     return steps
 
 
-def measure(shape: tuple[int, ...], official: str | None, bandwidth: float, missing: list[str]) -> list[dict[str, Any]]:
+def measure(
+    shape: tuple[int, ...], official: Path | None, bandwidth: float, missing: list[str]
+) -> list[dict[str, Any]]:
     B, H, S, K = shape
     x = draw(B, H, S, K)
     x.q = x.q[:, -1:].contiguous()
-    gates = fox_reference(x.q[:1].double(), x.k[:1].double(), x.v[:1].double(), log_gate=x.g[:1].double())
-    plain = fox_reference(x.q[:1].double(), x.k[:1].double(), x.v[:1].double(), log_gate=None)
+    gates = fox_reference(x.q[:1].double(), x.k[:1].double(), x.v[:1].double(), log_decay=x.g[:1].double())
+    plain = fox_reference(x.q[:1].double(), x.k[:1].double(), x.v[:1].double(), log_decay=None)
     rows = []
     for name, step in contenders(x, official, missing).items():
         row: dict[str, Any] = {"name": name, **dict(zip("BHSK", shape, strict=True))}
@@ -88,12 +96,12 @@ def measure(shape: tuple[int, ...], official: str | None, bandwidth: float, miss
     return rows
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Result) -> str:
     m = result["machine"]
     lines = [
         f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; bf16, one token, medians.",
         f"Copy bandwidth {result['bandwidth']:.2f} TB/s; the floor reads all of k and v at that rate.",
-        *result["missing"],
+        *not_measured(result["missing"]),
         "",
         "| (B, H, cached, K) | | ms | floor / time | error |",
         "|---|---|---|---|---|",
@@ -105,24 +113,13 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--official", help="path of the official kernel file, if the package is not installed")
-    parser.add_argument("--shapes", nargs="*", help="B,H,S,K ...")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    shapes = [tuple(int(n) for n in s.split(",")) for s in args.shapes] if args.shapes else SHAPES
+def run(out: Path, shapes: Sequence[tuple[int, ...]], official: Path | None) -> None:
+    """Measure, print the table, and write results.json and results.md to ``out``."""
     missing: list[str] = []
-    result: dict[str, Any] = {"machine": machine(), "bandwidth": copy_bandwidth(), "missing": missing, "rows": []}
-    for shape in shapes:
-        result["rows"] += measure(shape, args.official, result["bandwidth"], missing)
+    result: Result = {"machine": machine(), "bandwidth": copy_bandwidth(), "missing": missing, "rows": []}
+    for shape in shapes or SHAPES:
+        result["rows"] += measure(shape, official, result["bandwidth"], missing)
         torch.cuda.empty_cache()
     result["missing"] = list(dict.fromkeys(missing))
-    (args.out / "decode.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / "decode.md").write_text(table(result))
+    save(out, result, table(result))
     print(table(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Forgetting attention on one GPU: ours beside every peer that is installed, in one run.
 
-    python -m attnzoo.benchmarks.fox --out DIR [--official FILE] [--shapes 2,24,16384,64 ...] [--plot] [--seconds 500]
+    attnzoo bench fox [--out DIR] [--official FILE] [--shapes 2,24,16384,64]... [--plot] [--seconds 500]
 
 Peers: scaled_dot_product_attention (cuDNN and FlashAttention; no gate, the ceiling), flash-linear-attention,
 FlexAttention, and the official FoX kernel (``forgetting_transformer``, or its single file with --official). Each is
@@ -13,13 +13,12 @@ RMS-normed per head. TFLOP/s are nominal: 4 B H T^2 K / 2 forward and 3.5 times 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.benchmarks.gpu import ceiling, decay_lengths, machine, relative, timing
+from attnzoo.benchmarks.measure import (
+    Result,
+    ceiling,
+    chosen,
+    decay_lengths,
+    load_peer,
+    machine,
+    not_measured,
+    relative,
+    save,
+    timing,
+)
 from attnzoo.kernels.fox import fox_attention, kept_fraction
 from attnzoo.kernels.fox.reference import fox_reference
 
@@ -75,7 +85,7 @@ def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
     return Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, do.bfloat16())
 
 
-def official_module(path: str | None) -> Any:
+def official_module(path: Path | None) -> Any:
     if path is None:
         return importlib.import_module("forgetting_transformer.ops.forgetting_attention")
     spec = importlib.util.spec_from_file_location("official_fox", path)
@@ -86,12 +96,13 @@ def official_module(path: str | None) -> Any:
     return module
 
 
-def contenders(official: str | None) -> tuple[list[Contender], list[str]]:
+def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
     """Everything that can be called here, and why the rest cannot."""
-    found, missing = [], []
+    found: list[Contender] = []
+    missing: list[str] = []
 
     def ours(prune: Prune | None) -> Callable[[Inputs], Tensor]:
-        return lambda x: fox_attention(x.q, x.k, x.v, log_gate=x.g, prune=prune, impl="triton")
+        return lambda x: fox_attention(x.q, x.k, x.v, log_decay=x.g, prune=prune, impl="triton")
 
     def sdpa(backend: SDPBackend) -> Callable[[Inputs], Tensor]:
         def call(x: Inputs) -> Tensor:
@@ -104,8 +115,8 @@ def contenders(official: str | None) -> tuple[list[Contender], list[str]]:
     found += [Contender(f"ours, pruned ({bound})", ours(PRUNE[bound])) for bound in PRUNE]
     found.append(Contender("SDPA cuDNN (no gate)", sdpa(SDPBackend.CUDNN_ATTENTION), True, False))
     found.append(Contender("SDPA FlashAttention (no gate)", sdpa(SDPBackend.FLASH_ATTENTION), True, False))
-    try:
-        kernel = official_module(official).forgetting_attention
+    kernel = load_peer("official", lambda: official_module(official).forgetting_attention, missing)
+    if kernel is not None:
 
         def threshold(x: Inputs) -> Tensor:
             B, H, T, K = x.q.shape
@@ -123,13 +134,11 @@ def contenders(official: str | None) -> tuple[list[Contender], list[str]]:
             Contender("official", official_call(False), True),
             Contender("official, pruned", official_call(True), True),
         ]
-    except Exception as e:  # absent or broken: said in the results
-        missing.append(f"official: {e!r}")
-    try:
-        parallel = importlib.import_module("fla.ops.forgetting_attn").parallel_forgetting_attn
+    parallel = load_peer(
+        "FLA", lambda: importlib.import_module("fla.ops.forgetting_attn").parallel_forgetting_attn, missing
+    )
+    if parallel is not None:
         found.append(Contender("FLA", lambda x: parallel(x.q, x.k, x.v, x.g)))
-    except Exception as e:
-        missing.append(f"FLA: {e!r}")
     found.append(Contender("FlexAttention", FlexFox(), True, lengths=(16384,)))
     return found, missing
 
@@ -160,7 +169,7 @@ def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
     """Errors of output and gradients against float64 on the same bf16 inputs."""
     x = draw(1, 4, T, K)
     wide = [t.double().requires_grad_() for t in (x.q, x.k, x.v, x.g)]
-    exact = fox_reference(wide[0], wide[1], wide[2], log_gate=wide[3] if peer.gate else None)
+    exact = fox_reference(wide[0], wide[1], wide[2], log_decay=wide[3] if peer.gate else None)
     grads = torch.autograd.grad(exact, wide if peer.gate else wide[:3], x.do.double())
     y = x.head_first() if peer.head_first else x
     leaves = y.leaves()[: 4 if peer.gate else 3]
@@ -178,21 +187,22 @@ def time_peer(peer: Contender, x: Inputs, rep: int) -> tuple[float, float]:
     return timing(lambda: peer.call(y), y.leaves()[: 4 if peer.gate else 3], y.do, rep)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    deadline = time.time() + args.seconds
-    peers, missing = contenders(args.official)
-    if args.only:
-        peers = [p for p in peers if any(p.name.startswith(o) for o in args.only)]
-    result: dict[str, Any] = {
+def measure(
+    shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, official: Path | None
+) -> Result:
+    deadline = time.time() + seconds
+    found, missing = contenders(official)
+    peers = chosen(found, only)
+    result: Result = {
         "machine": machine(),
         "missing": missing,
         "matmul_tflops": ceiling(),
         "rows": [],
         "errors": [],
     }
-    print(result["machine"], f"matmul {result['matmul_tflops']:.0f} TFLOP/s", *missing, flush=True)
+    print(result["machine"], f"matmul {result['matmul_tflops']:.0f} TFLOP/s", flush=True)
+    print(*not_measured(missing), sep="\n", flush=True)
     right: dict[tuple[str, int], bool] = {}
-    shapes = [tuple(int(n) for n in s.split(",")) for s in args.shapes] if args.shapes else SHAPES
     for K in sorted({s[3] for s in shapes}):
         for peer in peers:
             try:
@@ -210,7 +220,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         kept = {}
         for name, prune in PRUNE.items():
             known = bound if name == "paper" else None
-            kept[name] = kept_fraction(x.q, x.k, log_gate=x.g, prune=prune, logit_bound=known).mean().item()
+            kept[name] = kept_fraction(x.q, x.k, log_decay=x.g, prune=prune, logit_bound=known).mean().item()
         flops = 2 * B * H * T * T * K
         for peer in peers:
             if not right.get((peer.name, K)) or (peer.lengths and T not in peer.lengths):
@@ -219,7 +229,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 print("out of time at", (B, H, T, K), peer.name, flush=True)
                 return result
             try:
-                forward, both = time_peer(peer, x, args.rep)
+                forward, both = time_peer(peer, x, rep)
             except Exception as error:
                 print({"name": peer.name, "shape": (B, H, T, K), "failed": repr(error)[:200]}, flush=True)
                 continue
@@ -240,12 +250,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Result) -> str:
     """The results as Markdown; ratios are to the official kernel without and with pruning."""
     m = result["machine"]
     lines = [
         f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; bf16, causal, medians.",
         f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s.",
+        *not_measured(result["missing"]),
         "",
     ]
     for shape in dict.fromkeys((r["B"], r["H"], r["T"], r["K"]) for r in result["rows"]):
@@ -280,11 +291,11 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def lengths(args: argparse.Namespace) -> list[dict[str, Any]]:
+def lengths(seconds: float, official: Path | None) -> list[dict[str, Any]]:
     """Forward + backward per token against context length; B shrinks so that B T = 131072."""
-    deadline = time.time() + args.seconds
+    deadline = time.time() + seconds
     wanted = ("ours", "ours, pruned (tail)", "SDPA cuDNN (no gate)", "official", "official, pruned", "FLA")
-    peers = [p for p in contenders(args.official)[0] if p.name in wanted]
+    peers = [p for p in contenders(official)[0] if p.name in wanted]
     rows: list[dict[str, Any]] = []
     for T in (2**n for n in range(10, 18)):
         x = draw(131072 // T, 8, T, 64)
@@ -298,7 +309,7 @@ def lengths(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(result: dict[str, Any], out: Path) -> None:
+def draw_lengths(result: Result, out: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -318,26 +329,20 @@ def plot(result: dict[str, Any], out: Path) -> None:
     fig.savefig(out / "plot.svg", bbox_inches="tight")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--official", help="path of the official kernel file, if the package is not installed")
-    parser.add_argument("--shapes", nargs="*", help="B,H,T,K ...")
-    parser.add_argument("--only", nargs="*", help="names (prefixes) of the contenders to run")
-    parser.add_argument("--rep", type=int, default=150, help="milliseconds of timing per figure")
-    parser.add_argument("--seconds", type=float, default=500, help="limit of the table, and of the plot")
-    parser.add_argument("--plot", action="store_true")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    result = measure(args)
-    (args.out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / "results.md").write_text(table(result))
-    if args.plot:
-        result["lengths"] = lengths(args)
-        (args.out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-        plot(result, args.out)
+def run(
+    out: Path,
+    shapes: Sequence[tuple[int, ...]],
+    only: Sequence[str],
+    rep: int,
+    seconds: float,
+    official: Path | None,
+    plot: bool,
+) -> None:
+    """Measure, print the table, and write results.json, results.md and (for ``plot``) plot.svg to ``out``."""
+    result = measure(shapes or SHAPES, only, rep, seconds, official)
+    save(out, result, table(result))
+    if plot:
+        result["lengths"] = lengths(seconds, official)
+        save(out, result, table(result))
+        draw_lengths(result, out)
     print(table(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,23 @@
 """PaTH and PaTH-FoX on one GPU: ours, our FoX and flash-linear-attention's PaTH, in one run.
 
-    python -m attnzoo.benchmarks.path --out DIR [--shapes 2,24,16384,64 ...] [--only PREFIX ...] [--seconds 330]
+    attnzoo bench path [--out DIR] [--shapes 2,24,16384,64]... [--only PREFIX]... [--seconds 330]
 
 Each contender is checked against float64 (output and all gradients) before it is timed; a wrong result gets no speed.
 Writes results.json and results.md. Decoding: one token after a cache, beside the same step in PyTorch operations.
 
-q and k are RMS-normed per head, w is of unit length and beta uniform in 0..2, both float32; gates as in fox_gpu.py.
-flash-linear-attention multiplies the log gate by the scale; it is given log_gate / scale, so that all compute the
+q and k are RMS-normed per head, w is of unit length and beta uniform in 0..2, both float32; gates as in fox.py.
+flash-linear-attention multiplies the log gate by the scale; it is given log_decay / scale, so that all compute the
 same function.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.benchmarks.gpu import (
+from attnzoo.benchmarks.measure import (
+    Result,
     ceiling,
+    chosen,
     copy_bandwidth,
     decay_lengths,
     extra_memory,
+    load_peer,
     machine,
     milliseconds,
+    not_measured,
     relative,
+    save,
     timing,
 )
 from attnzoo.kernels.fox import fox_attention
@@ -46,6 +50,13 @@ SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (1, 24, 65536, 64))
 DECODE = ((32, 24, 16384, 64), (8, 24, 65536, 64))
 LIMIT = 2e-2  # relative error in bf16 above which a result is wrong
 PRUNE = Prune(math.exp(-10.0))
+YARDSTICK = {  # the peer that computes the same function
+    "PaTH": "FLA PaTH",
+    "PaTH-FoX": "FLA PaTH-FoX",
+    "PaTH-FoX, pruned": "FLA PaTH-FoX",
+    "FLA PaTH": "FLA PaTH",
+    "FLA PaTH-FoX": "FLA PaTH-FoX",
+}
 
 
 @dataclass
@@ -66,12 +77,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Contender:
-    """``like``: the peer that computes the same function, whose time is the yardstick."""
-
     name: str
     call: Callable[[Inputs], Tensor]
     leaves: str
-    like: str = ""
 
 
 def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
@@ -89,33 +97,32 @@ def contenders() -> tuple[list[Contender], list[str]]:
 
     def path(gated: bool, prune: Prune | None = None) -> Callable[[Inputs], Tensor]:
         return lambda x: path_attention(
-            x.q, x.k, x.v, w=x.w, beta=x.beta, log_gate=x.g if gated else None, prune=prune, impl="triton"
+            x.q, x.k, x.v, w=x.w, beta=x.beta, log_decay=x.g if gated else None, prune=prune, impl="triton"
         )
 
     def fox(prune: Prune | None) -> Callable[[Inputs], Tensor]:
-        return lambda x: fox_attention(x.q, x.k, x.v, log_gate=x.g, prune=prune, impl="triton")
+        return lambda x: fox_attention(x.q, x.k, x.v, log_decay=x.g, prune=prune, impl="triton")
 
     found = [
-        Contender("PaTH", path(False), "q k v w beta", "FLA PaTH"),
-        Contender("PaTH-FoX", path(True), "q k v w beta g", "FLA PaTH-FoX"),
-        Contender("PaTH-FoX, pruned", path(True, PRUNE), "q k v w beta g", "FLA PaTH-FoX"),
+        Contender("PaTH", path(False), "q k v w beta"),
+        Contender("PaTH-FoX", path(True), "q k v w beta g"),
+        Contender("PaTH-FoX, pruned", path(True, PRUNE), "q k v w beta g"),
         Contender("FoX", fox(None), "q k v g"),
         Contender("FoX, pruned", fox(PRUNE), "q k v g"),
     ]
-    try:
-        peer = importlib.import_module("fla.ops.path_attn.parallel").parallel_path_attn
-    except Exception as error:  # absent or broken: said in the results
-        return found, [f"FLA: {error!r}"]
-    found.append(Contender("FLA PaTH", lambda x: peer(x.q, x.k, x.v, x.w, x.beta)[0], "q k v w beta", "FLA PaTH"))
+    missing: list[str] = []
+    peer = load_peer("FLA", lambda: importlib.import_module("fla.ops.path_attn.parallel").parallel_path_attn, missing)
+    if peer is None:
+        return found, missing
+    found.append(Contender("FLA PaTH", lambda x: peer(x.q, x.k, x.v, x.w, x.beta)[0], "q k v w beta"))
     found.append(
         Contender(
             "FLA PaTH-FoX",
             lambda x: peer(x.q, x.k, x.v, x.w, x.beta, x.g * math.sqrt(x.q.shape[-1]))[0],
             "q k v w beta g",
-            "FLA PaTH-FoX",
         )
     )
-    return found, []
+    return found, missing
 
 
 def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
@@ -130,7 +137,7 @@ def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
         leaves = [leaf.requires_grad_() for leaf in y.leaves(peer.leaves)]
         if y is wide:
             gate = y.g if "g" in names else None
-            o = path_reference(y.q, y.k, y.v, w=y.w, beta=y.beta, log_gate=gate)
+            o = path_reference(y.q, y.k, y.v, w=y.w, beta=y.beta, log_decay=gate)
         else:
             o = peer.call(y)
         results.append([o, *torch.autograd.grad(o, leaves, y.do)])
@@ -163,35 +170,33 @@ def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> di
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    deadline = time.time() + args.seconds
-    peers, missing = contenders()
-    if args.only:
-        peers = [p for p in peers if any(p.name.startswith(o) for o in args.only)]
-    result: dict[str, Any] = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
+def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool) -> Result:
+    deadline = time.time() + seconds
+    found, missing = contenders()
+    peers = chosen(found, only)
+    result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
     result |= {"copy_TBps": copy_bandwidth(), "errors": [], "rows": [], "decode": []}
     print(result, flush=True)
     right = set()
-    shapes = [tuple(int(n) for n in s.split(",")) for s in args.shapes] if args.shapes else SHAPES
     for B, H, T, K in shapes:
         x = draw(B, H, T, K)
-        kept = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_gate=x.g, prune=PRUNE).mean().item()
+        kept = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_decay=x.g, prune=PRUNE).mean().item()
         for peer in peers:
             if time.time() > deadline:
                 print("out of time at", (B, H, T, K), peer.name, flush=True)
                 return result
             try:
                 if (peer.name, K) not in {(e["name"], e["K"]) for e in result["errors"]}:
-                    found = errors(peer, K)
-                    result["errors"].append({"name": peer.name, "K": K, **{n: f"{v:.1e}" for n, v in found.items()}})
-                    if max(found.values()) <= LIMIT:
+                    wrong = errors(peer, K)
+                    result["errors"].append({"name": peer.name, "K": K, **{n: f"{v:.1e}" for n, v in wrong.items()}})
+                    if max(wrong.values()) <= LIMIT:
                         right.add((peer.name, K))
                     print(json.dumps(result["errors"][-1]), flush=True)
                 if (peer.name, K) not in right:
                     print(peer.name, "wrong: not timed", flush=True)
                     continue
                 call, leaves = functools.partial(peer.call, x), x.leaves(peer.leaves)
-                forward, both = timing(call, leaves, x.do, args.rep)
+                forward, both = timing(call, leaves, x.do, rep)
                 memory = extra_memory(call, leaves, x.do)
             except Exception as error:
                 print({"name": peer.name, "shape": (B, H, T, K), "failed": repr(error)[:300]}, flush=True)
@@ -201,19 +206,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             result["rows"].append(row)
             print(json.dumps(row), flush=True)
             torch.cuda.empty_cache()
-    for shape in DECODE if args.decode else ():
-        result["decode"].append(decode_row(*shape, result["copy_TBps"], args.rep))
+    for shape in DECODE if decode else ():
+        result["decode"].append(decode_row(*shape, result["copy_TBps"], rep))
         print(json.dumps(result["decode"][-1]), flush=True)
         torch.cuda.empty_cache()
     return result
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Result) -> str:
     """The results as Markdown."""
-    m, like = result["machine"], {p.name: p.like for p in contenders()[0]}
+    m = result["machine"]
     lines = [
         f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; bf16, causal, medians.",
         f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s; copy: {result['copy_TBps']:.2f} TB/s.",
+        *not_measured(result["missing"]),
         "",
     ]
     for shape in dict.fromkeys((r["B"], r["H"], r["T"], r["K"]) for r in result["rows"]):
@@ -226,7 +232,8 @@ def table(result: dict[str, Any]) -> str:
             "|---|---|---|---|---|---|",
         ]
         for r in rows:
-            peer, fox = both.get(like.get(r["name"], "")), both.get("FoX, pruned" if "pruned" in r["name"] else "FoX")
+            peer = both.get(YARDSTICK.get(r["name"], ""))
+            fox = both.get("FoX, pruned" if "pruned" in r["name"] else "FoX")
             cells = (f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", f"{peer / r['both_ms']:.2f}" if peer else "-",
                      f"{r['both_ms'] / fox:.2f}" if fox else "-", f"{r['extra_GiB']:.2f}")  # fmt: skip
             lines.append(f"| {r['name']} | " + " | ".join(cells) + " |")
@@ -254,21 +261,10 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shapes", nargs="*", help="B,H,T,K ...")
-    parser.add_argument("--only", nargs="*", help="names (prefixes) of the contenders to run")
-    parser.add_argument("--rep", type=int, default=150, help="milliseconds of timing per figure")
-    parser.add_argument("--seconds", type=float, default=330)
-    parser.add_argument("--decode", action=argparse.BooleanOptionalAction, default=True)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    result = measure(args)
-    (args.out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / "results.md").write_text(table(result))
+def run(
+    out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool
+) -> None:
+    """Measure, print the table, and write results.json and results.md to ``out``."""
+    result = measure(shapes or SHAPES, only, rep, seconds, decode)
+    save(out, result, table(result))
     print(table(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -17,6 +17,4 @@ EQUATIONS = (
 )
 LAYER = {"gate": "forget"}
 
-_forms = AdditiveForms()
-recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend
-triton, extend_triton, triton_refuses = _forms.triton, _forms.extend_triton, _forms.triton_refuses
+FORMS = AdditiveForms()

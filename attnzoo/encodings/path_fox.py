@@ -7,7 +7,8 @@ The log gate is not multiplied by the scale: with beta = 0 this is FoX exactly, 
 Gated DeltaNet. Source: Yang et al., "PaTH Attention", 2025, section 2.2.
 """
 
-from attnzoo.forms.path_forms import PathForms
+from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.forms.triton import path_kernel
 from attnzoo.recurrences.deltanet import Householder
 
 TITLE = "PaTH-FoX"
@@ -19,6 +20,4 @@ EQUATIONS = (
 )
 LAYER = {"gate": ("path", "forget")}
 
-_forms = PathForms(Householder())
-recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend
-triton, extend_triton, triton_refuses = _forms.triton, _forms.extend_triton, _forms.triton_refuses
+FORMS = SoftmaxForms(Householder(), kernels={"triton": path_kernel()})

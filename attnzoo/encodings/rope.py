@@ -28,7 +28,7 @@ LAYER = {"gate": "rotary"}
 
 
 class Rotated(AdditiveForms):
-    def _place(self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def place(self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None) -> tuple[Tensor, Tensor, Tensor | None]:
         angle = cast(Tensor, gate.angle)
         if angle.ndim == 1:
             position = torch.arange(1, q.shape[1] + 1, device=q.device, dtype=torch.float64)
@@ -46,6 +46,4 @@ def _turn(x: Tensor, phase: Tensor) -> Tensor:
     return rotate(x.to(compute_dtype(x)), phase)
 
 
-_forms = Rotated()
-recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend
-triton, extend_triton, triton_refuses = _forms.triton, _forms.extend_triton, _forms.triton_refuses
+FORMS = Rotated()

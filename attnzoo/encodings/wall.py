@@ -7,7 +7,7 @@ logit (it does not add to the logit, as a scalar gate does). Linear dual: GLA. S
 Research), Wall attention, in flash-linear-attention 0.6 (``fla/ops/wall_attn/naive.py`` states the logits).
 """
 
-from attnzoo.forms.softmax import CarriedForms
+from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences.gla import Diagonal
 
 TITLE = "Wall"
@@ -18,5 +18,4 @@ EQUATIONS = (
 )
 LAYER = {"gate": "low_rank"}
 
-_forms = CarriedForms(Diagonal())
-recurrent, parallel, extend = _forms.recurrent, _forms.parallel, _forms.extend
+FORMS = SoftmaxForms(Diagonal())

@@ -193,7 +193,7 @@ def _kind(variant: str) -> tuple[str, int, str]:
         side = "softmax" if any(get(name).side == "softmax" for name in names) else "linear"
         return side, len(pairs()) + 1, ""
     found = get(variant)
-    return found.side, pairs().index(found.pair) + 1, found.dual
+    return found.side, pairs().index(found.pair) + 1, found.dual.name
 
 
 def _model_words(model: ModelConfig) -> str:

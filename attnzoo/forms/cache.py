@@ -1,14 +1,52 @@
-"""What the softmax side remembers of past tokens, and buffers in which that grows without being copied."""
+"""The two kinds of state: what each side remembers of past tokens, and buffers in which a cache grows uncopied."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 ROOM = 256  # buffers hold multiples of this many tokens
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentState:
+    """What the linear side remembers of past tokens: one matrix per head, however many they were.
+
+    Args:
+        matrix: ``S^T``, ``[B, H, K, V]``, in float32 (float64 for float64 inputs).
+        tokens: how many it has seen, padding included.
+    """
+
+    matrix: Tensor
+    tokens: int = 0
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def reorder(self, index: Tensor) -> RecurrentState:
+        """The rows ``index`` of the batch, in that order."""
+        return replace(self, matrix=self.matrix[index])
+
+    def crop(self, tokens: int) -> RecurrentState:
+        """The state after the first ``tokens`` tokens, which only the whole state still is.
+
+        Raises:
+            ValueError: any other number: a sum does not give single tokens back.
+        """
+        if tokens != len(self):
+            raise ValueError(f"tokens: expected all {len(self)} (a recurrent state forgets none), got {tokens}")
+        return self
+
+    def detach(self) -> RecurrentState:
+        """The same numbers without their history of gradients."""
+        return replace(self, matrix=self.matrix.detach())
+
+    def to(self, device: torch.device | str) -> RecurrentState:
+        """The state on another device; dtypes stay."""
+        return replace(self, matrix=self.matrix.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +61,8 @@ class KVCache:
         log_decay: gates as they were given, ``[B, S, H]``, or None.
         valid: ``[B, S]`` bool, or None when every token is.
         phase: RoPE's total angle so far in float64, broadcastable to ``[B, 1, H, K/2]``, or None.
+        angle: RoPE's angle ``[K/2]`` where every token so far had the same, or None.
+        carried: whether ``k`` has been multiplied by the transitions of later tokens.
     """
 
     k: Tensor
@@ -30,24 +70,56 @@ class KVCache:
     log_decay: Tensor | None = None
     valid: Tensor | None = None
     phase: Tensor | None = None
+    angle: Tensor | None = None
+    carried: bool = False
 
     def __len__(self) -> int:
         return self.k.shape[1]
 
     def reorder(self, index: Tensor) -> KVCache:
         """The rows ``index`` of the batch, in that order."""
+        B = self.k.shape[0]
+        rows = self._map(lambda x: x[index])
+        shared = self.phase is None or self.phase.shape[0] != B
+        return replace(rows, phase=self.phase if shared else self.phase[index])  # type: ignore[index]
 
-        def pick(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[index]
+    def crop(self, tokens: int) -> KVCache:
+        """The cache as it was after the first ``tokens`` tokens.
 
-        shared = self.phase is None or self.phase.shape[0] != self.k.shape[0]
-        return KVCache(
-            self.k[index],
-            self.v[index],
-            pick(self.log_decay),
-            pick(self.valid),
-            self.phase if shared else pick(self.phase),
-        )
+        Raises:
+            ValueError: more than there are, fewer than 0, or keys that cannot be taken back: carried ones (PaTH, Wall),
+                and RoPE's where its angle varied.
+        """
+        S = len(self)
+        if not 0 <= tokens <= S:
+            raise ValueError(f"tokens: expected 0 to {S}, got {tokens}")
+        if tokens == S:
+            return self
+        if self.carried:
+            raise ValueError(f"tokens: expected all {S} (later tokens have changed the cached keys), got {tokens}")
+        phase = self.phase
+        if phase is not None:
+            if self.angle is None:
+                raise ValueError(f"tokens: expected all {S} (the angles of single tokens are not kept), got {tokens}")
+            there = phase.new_full((1,), tokens) if self.valid is None else self.valid[:, :tokens].sum(1).double()
+            phase = there[:, None, None, None] * self.angle.double()
+        return replace(self._map(lambda x: x[:, :tokens]), phase=phase)
+
+    def detach(self) -> KVCache:
+        """The same numbers without their history of gradients."""
+        phase, angle = (None if x is None else x.detach() for x in (self.phase, self.angle))
+        return replace(self._map(Tensor.detach), phase=phase, angle=angle)
+
+    def to(self, device: torch.device | str) -> KVCache:
+        """The cache on another device; dtypes stay."""
+        phase, angle = (None if x is None else x.to(device) for x in (self.phase, self.angle))
+        return replace(self._map(lambda x: x.to(device)), phase=phase, angle=angle)
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> KVCache:
+        """``fn`` on every tensor that has a row and an entry per token; no longer in growing buffers."""
+        parts = {name: getattr(self, name) for name in ("k", "v", "log_decay", "valid")}
+        changed = {name: None if x is None else fn(x) for name, x in parts.items()}
+        return KVCache(**changed, phase=self.phase, angle=self.angle, carried=self.carried)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
@@ -139,12 +211,46 @@ def growing(state: KVCache, new: KVCache, names: tuple[str, ...]) -> tuple[dict[
 
 
 def grown(state: KVCache, new: KVCache) -> KVCache:
-    """``state`` followed by the tokens of ``new``; ``new.phase`` is the phase of both.
+    """``state`` followed by the tokens of ``new``; the phase and angle of ``new`` are those of both.
 
     Tensors that record a gradient are concatenated, others appended in place.
     """
     past, now = growing(state, new, ("k", "v"))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*past.values(), *now.values())):
-        return KVCache(**{name: torch.cat([past[name], now[name]], 1) for name in past}, phase=new.phase)
+        both = {name: torch.cat([past[name], now[name]], 1) for name in past}
+        return replace(new, **both)  # type: ignore[arg-type]
     parts, room = append_in_place(state, past, now)
-    return GrowingCache(**parts, phase=new.phase, room=room)
+    return GrowingCache(
+        parts["k"], parts["v"], parts.get("log_decay"), parts.get("valid"), new.phase, new.angle, room=room
+    )
+
+
+def check_state(side: str, state: object, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The state fits the inputs; one of a third party's own type is left to it.
+
+    Raises:
+        TypeError: a bare tensor, or the state of the other side.
+        ValueError: a state of another batch, other heads, other channels or another device.
+    """
+    (B, _, H, K), G, V = q.shape, k.shape[2], v.shape[3]
+    wanted, other = (RecurrentState, KVCache) if side == "linear" else (KVCache, RecurrentState)
+    if isinstance(state, (Tensor, other)):
+        raise TypeError(f"state: expected attnzoo.{wanted.__name__}, got {type(state).__name__}")
+    if isinstance(state, RecurrentState):
+        _shape("state.matrix", state.matrix, ((B, H, K, V),), "[B, H, K, V]")
+        _device(state.matrix, q)
+    elif isinstance(state, KVCache):
+        S = len(state)
+        _shape("state.k", state.k, ((B, S, G, K), (B, S, H, K)), "[B, S, G, K]")
+        _shape("state.v", state.v, ((B, S, G, V),), "[B, S, G, V]")
+        _device(state.v, q)
+
+
+def _shape(label: str, x: Tensor, allowed: tuple[tuple[int, ...], ...], axes: str) -> None:
+    if tuple(x.shape) not in allowed:
+        raise ValueError(f"{label}: expected {axes} = {allowed[0]}, got {tuple(x.shape)}")
+
+
+def _device(x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"state: expected the device of q, {q.device}, got {x.device}")

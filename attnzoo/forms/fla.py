@@ -16,17 +16,24 @@ from packaging.version import Version
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.forms.options import LinearOptions, check_linear
+from attnzoo.forms.protocol import Call, Kernel
+
+INSTALLED = importlib.util.find_spec("fla") is not None
 
 
-def fla_unavailable(q: Tensor, gate: Gate) -> str | None:
-    """Why flash-linear-attention cannot serve these inputs, or None where it can.
+def fla_unavailable(call: Call) -> str:
+    """Why flash-linear-attention cannot serve a call, or "".
 
     Its gated chunk backward refuses Hopper GPUs with Triton >= 3.4 and < 3.7.1 (miscompiled there), and its
     delta-rule kernels take 16-bit inputs only.
     """
+    q, gate = call.q, call.gate
+    if gate.w is not None and not call.options.get("delta_rule"):
+        return "its delta rule erases along the key it writes, with the strength it writes with (delta_rule=True)"
     if q.device.type != "cuda":
         return f"flash-linear-attention needs CUDA tensors, got {q.device.type}"
-    if importlib.util.find_spec("fla") is None:
+    if not INSTALLED:
         return "flash-linear-attention is not installed (pip install 'attnzoo[fla]')"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"flash-linear-attention takes float16, bfloat16 or float32, got {q.dtype}"
@@ -36,7 +43,7 @@ def fla_unavailable(q: Tensor, gate: Gate) -> str | None:
     hopper = torch.cuda.get_device_capability(q.device)[0] == 9
     if gated and hopper and torch.is_grad_enabled() and Version("3.4") <= _triton() < Version("3.7.1"):
         return f"its gated backward is miscompiled by Triton {_triton()} on Hopper (3.7.1 mends it)"
-    return None
+    return ""
 
 
 @functools.cache  # asked at every call of a layer, and read from disk
@@ -44,61 +51,74 @@ def _triton() -> Version:
     return Version(version("triton"))
 
 
-def _ready(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
-    """Check, then expand k and v to H heads."""
-    reason = fla_unavailable(q, gate)
-    if reason is not None:
+def _ready(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, write: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Check, then k and v of H heads, v with its write strength."""
+    check_linear(LinearOptions(write=write, **options), q, k, gate)
+    reason = fla_unavailable(Call(q, k, v, gate, options=options))
+    if reason:
         raise RuntimeError(f"form 'fla': {reason}; use the 'chunk' form")
-    return expand_heads(k, q.shape[2]), expand_heads(v, q.shape[2])
+    k, v = expand_heads(k, q.shape[2]), expand_heads(v, q.shape[2])
+    return k, v if write is None else (v * expand_heads(write, q.shape[2])[..., None]).to(v.dtype)
 
 
-def fla_linear_attention(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+def fla_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None
+) -> Tensor:
     """``chunk_linear_attn`` without its normaliser."""
-    k, v = _ready(q, k, v, gate)
+    k, v = _ready(q, k, v, gate, write)
     from fla.ops.linear_attn import chunk_linear_attn
 
     return _output(chunk_linear_attn(q, k, v, scale=scale, normalize=False))
 
 
-def fla_scalar_decay(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+def fla_scalar_decay(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None
+) -> Tensor:
     """``chunk_simple_gla``: a scalar decay per head."""
-    k, v = _ready(q, k, v, gate)
+    k, v = _ready(q, k, v, gate, write)
     from fla.ops.simple_gla import chunk_simple_gla
 
     return _output(chunk_simple_gla(q, k, v, g=gate.per_token(q).log_decay, scale=scale))
 
 
-def fla_diagonal_decay(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+def fla_diagonal_decay(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None
+) -> Tensor:
     """``chunk_gla``: a decay per channel."""
-    k, v = _ready(q, k, v, gate)
+    k, v = _ready(q, k, v, gate, write)
     from fla.ops.gla import chunk_gla
 
     return _output(chunk_gla(q, k, v, gate.log_diag, scale=scale))
 
 
-def fla_delta_rule(q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
-    """``chunk_delta_rule`` or ``chunk_gated_delta_rule``; they have one key for erasing and writing (w is k).
+def fla_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, delta_rule: bool = False
+) -> Tensor:
+    """``beta_t v_t k_t^T`` is written: ``chunk_delta_rule`` or ``chunk_gated_delta_rule``, with ``delta_rule=True``.
 
-    They write ``beta_t v_t`` where our algebra writes ``v_t``, so the value handed over is ``v / beta`` (0 where
-    beta is 0: then nothing may be written, and ``v`` must be 0 as the delta rule makes it).
+    They have one key for erasing and writing, and one strength.
 
     Raises:
-        RuntimeError: ``gate.w`` is not the same tensor as ``k``.
+        RuntimeError: ``delta_rule`` is not True.
     """
-    if gate.w is not k:
-        raise RuntimeError("form 'fla': its delta rule erases along the key it writes (gate.w must be k); use 'chunk'")
     beta = expand_heads(cast(Tensor, gate.beta), q.shape[2])
-    k, v = _ready(q, k, v, gate)
-    safe = torch.where(beta == 0, torch.ones_like(beta), beta)[..., None]
-    strength_free = torch.where(beta[..., None] == 0, torch.zeros_like(v), v / safe).to(v.dtype)
+    k, v = _ready(q, k, v, gate, delta_rule=delta_rule)
     from fla.ops.delta_rule import chunk_delta_rule
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    if gate.log_decay is None:
-        return _output(chunk_delta_rule(q, k, strength_free, beta.to(v.dtype), scale=scale))
     g = gate.per_token(q).log_decay
-    return _output(chunk_gated_delta_rule(q, k, strength_free, g, beta.to(v.dtype), scale=scale))
+    if g is None:
+        return _output(chunk_delta_rule(q, k, v, beta.to(v.dtype), scale=scale))
+    return _output(chunk_gated_delta_rule(q, k, v, g, beta.to(v.dtype), scale=scale))
 
 
 def _output(result: Any) -> Tensor:
     return cast(Tensor, result[0])
+
+
+FLA_LINEAR_ATTENTION = Kernel(fla_linear_attention, refuses=fla_unavailable)
+FLA_SCALAR_DECAY = Kernel(fla_scalar_decay, refuses=fla_unavailable)
+FLA_DIAGONAL_DECAY = Kernel(fla_diagonal_decay, refuses=fla_unavailable)
+FLA_DELTA_RULE = Kernel(fla_delta_rule, refuses=fla_unavailable)

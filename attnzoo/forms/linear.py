@@ -2,98 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import HeadGate, Transition, block_decay, compute_dtype, cut, heads_first
+from attnzoo.forms.cache import RecurrentState
+from attnzoo.forms.options import LinearOptions, check_linear, separated
+from attnzoo.forms.protocol import Forms
 
 CHUNK = 64  # tokens of the longest chunk of any variant
 SEGMENT = 1024  # tokens that a CPU works on at a time: what it writes then stays in its caches
 
 
 @dataclass(frozen=True)
-class LinearForms:
+class LinearForms(Forms):
     r"""``S_t = S_{t-1} A_t + v_t k_t^T``, ``o_t = S_t (scale q_t)`` for one transition.
 
-    All forms take q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, the gate and ``scale``
-    (default ``1/sqrt(K)``), and give ``[B, T, H, V]`` in v's dtype. The state is :math:`S^\top`,
-    ``[B, H, K, V]``, in float32 (float64 for float64 inputs).
+    All forms take q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, the gate and, by keyword, what
+    :class:`~attnzoo.forms.options.LinearOptions` lists, and give ``[B, T, H, V]`` in v's dtype. The state holds
+    :math:`S^\top` in float32 (float64 for float64 inputs).
 
     Args:
         transition: the matrix part of the gate.
         chunk_size: tokens per chunk, at most ``CHUNK``.
+        kernels: forms beside ``recurrent``, ``parallel`` and ``chunk``.
     """
+
+    REFERENCES = ("recurrent", "parallel", "chunk")
+    OPTIONS = LinearOptions
 
     transition: Transition
     chunk_size: int = 64
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None = None, scale: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """One token (T = 1): the output and the new state."""
-        return self._recur(q, k, v, gate, state, scale)
-
-    def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+    def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
         """Token by token: O(T K V) operations, none of them in parallel over time."""
-        return self._recur(q, k, v, gate, None, scale)[0]
+        return self._recur(*self._ready(q, k, v, gate, options), None)[0]
 
-    def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+    def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
         """Masked quadratic: ``(scores * exp(d)) v`` with one T x T matrix per head."""
-        return self._blockwise(q, k, v, gate, None, scale, size=q.shape[1])[0]
+        return self._blockwise(*self._ready(q, k, v, gate, options), None, size=q.shape[1])[0]
 
-    def chunk(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, scale: float | None = None) -> Tensor:
+    def chunk(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
         """Quadratic inside chunks of ``chunk_size`` tokens, recurrent across them."""
-        return self._chunked(q, k, v, gate, None, scale)[0]
+        return self._chunked(*self._ready(q, k, v, gate, options), None)[0]
 
-    def extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate: Gate,
-        state: Tensor | None = None,
-        scale: float | None = None,
-        *,
-        valid: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Continue from ``state`` (None: empty) with one token or many.
+    def _extend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, options: Mapping[str, Any]
+    ) -> tuple[Tensor, RecurrentState]:
+        past, seen = (None, 0) if state is None else (state.matrix, len(state))
+        ready = self._ready(q, k, v, gate, options)
+        o, matrix = self._recur(*ready, past) if q.shape[1] == 1 else self._chunked(*ready, past)
+        return o, RecurrentState(matrix, seen + q.shape[1])
 
-        Args:
-            state: ``[B, H, K, V]``, what an earlier call gave.
-            valid: ``[B, T]`` bool; a token where it is false leaves the state as it is.
-
-        Returns:
-            The output ``[B, T, H, V]`` and the state after the last token.
-        """
-        if valid is not None:
-            absent = ~valid
-            gate = gate.per_token(q).neutral_where(absent)
-            k = k.masked_fill(absent[..., None, None], 0.0)
-            v = v.masked_fill(absent[..., None, None], 0.0)
-        if q.shape[1] == 1:
-            return self._recur(q, k, v, gate, state, scale)
-        return self._chunked(q, k, v, gate, state, scale)
+    def _ready(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor, Gate, torch.dtype, float]:
+        """The inputs with what the options ask for folded in, the dtype of the output and the scale."""
+        options, dtype = LinearOptions(**given), v.dtype
+        check_linear(options, q, k, gate)
+        write = gate.beta if options.delta_rule else options.write
+        if write is not None:
+            v = expand_heads(v, write.shape[2]) * expand_heads(write, v.shape[2])[..., None].to(compute_dtype(q))
+        if options.valid is not None:
+            absent = ~options.valid[..., None, None]
+            k, v = k.masked_fill(absent, 0.0), v.masked_fill(absent, 0.0)
+        gate = separated(gate, q, options.valid, options.cu_seqlens)
+        return q, k, v, gate, dtype, q.shape[-1] ** -0.5 if options.scale is None else options.scale
 
     def _inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None
-    ) -> tuple[Tensor, Tensor, Tensor, HeadGate, Tensor, float]:
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, HeadGate, Tensor]:
+        """All of it with the heads first, each query head with its own copy, and the state ``[B, H, K, V]``."""
         B, _, H, K = q.shape
         dtype = compute_dtype(q)
         local = HeadGate.of(gate, q)
         if state is None:
             state = q.new_zeros(B, H, K, v.shape[-1], dtype=dtype)
         q, k, v = (heads_first(x, H, dtype) for x in (q, k, v))
-        return q, k, v, local, state.to(dtype), K**-0.5 if scale is None else scale
+        return q, k, v, local, state.to(dtype)
 
     def _recur(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        dtype = v.dtype
-        q, k, v, local, S, scale = self._inputs(q, k, v, gate, state, scale)
+        q, k, v, local, S = self._inputs(q, k, v, gate, state)
         decay = None if local.log_decay is None else local.log_decay.exp()
         outputs = []
         for t in range(q.shape[2]):
@@ -105,22 +101,23 @@ class LinearForms:
         return torch.cat(outputs, 2).mul_(scale).transpose(1, 2).to(dtype), S
 
     def _chunked(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         T, outputs = q.shape[1], []
         stride = SEGMENT if q.is_cpu else T
         for a in range(0, T, stride):
             b = min(a + stride, T)
             size = min(CHUNK, self.chunk_size, b - a)
-            o, state = self._blockwise(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), state, scale, size)
+            o, state = self._blockwise(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), dtype, scale, state, size)
             outputs.append(o)
         return torch.cat(outputs, 1), cast(Tensor, state)
 
     def _blockwise(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None, size: int
-    ) -> tuple[Tensor, Tensor]:
-        T, dtype = q.shape[1], v.dtype
-        q, k, v, local, S, scale = self._inputs(q, k, v, gate, state, scale)
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None,
+        size: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        T = q.shape[1]
+        q, k, v, local, S = self._inputs(q, k, v, gate, state)
         q, k, v, local = cut(q, size), cut(k, size), cut(v, size), local.cut(size)
         block = self.transition.block(q, k, local)
         scores, block_q, block_k = block.scores, block.q, block.k

@@ -8,13 +8,15 @@ For a block of rows that starts after key p the logits are
 :math:`b_j` rides along as one more key channel against a query channel of ones: the fused kernel needs no mask,
 and the gradient of that channel is the gradient of the gate. All sums are relative to p, so they stay
 accurate at any length. The parts left of the block and inside it are merged by their log-sum-exps, and each
-part's backward runs with the merged one. Heads with closed or strong gates see few keys; they take plain operations.
+part's backward runs with the merged one. Heads with closed or strong gates see few keys; they take plain operations,
+and so do windows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -30,8 +32,55 @@ SIZES = (1024, 128)  # rows per fused block
 CALM = 20.0  # log-decay over a block up to which the fused kernel serves it
 PLAIN = 128  # rows per block in plain operations
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+def _fused(name: str) -> Callable[..., Any] | None:
+    """One of PyTorch's own fused CPU kernels, which are private: None where this version does not have it."""
+    return getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
+
+
+_forward, _backward = _fused(""), _fused("_backward")
+
+
+@dataclass(frozen=True, eq=False)
+class Band:
+    """Which keys a window lets each of S tokens see: itself and those before it that exist, ``window`` in all.
+
+    Args:
+        window: tokens, padding not counted.
+        starts: the first key that each token sees, ``[B or 1, S]``.
+        padded: whether some tokens do not exist; then ``starts`` must be read to know where it begins.
+    """
+
+    window: int
+    starts: Tensor
+    padded: bool
+
+    @staticmethod
+    def of(window: int | None, valid: Tensor | None, tokens: int, device: torch.device) -> Band | None:
+        """The band over ``tokens`` tokens of which ``valid [B, tokens]`` exist; None where the window hides nothing."""
+        if window is None or window >= tokens:
+            return None
+        if valid is None:
+            starts = torch.arange(tokens, device=device)[None] - (window - 1)
+            return Band(window, starts.clamp(min=0), False)
+        rank = valid.cumsum(1)
+        return Band(window, torch.searchsorted(rank, rank - window, right=True), True)
+
+    def first(self, row: int) -> int:
+        """The first key that any row from ``row`` on may see; 0 where that cannot be known without waiting."""
+        if not self.padded:
+            return max(0, row - self.window + 1)
+        return int(self.starts[:, row].min()) if _readable(self.starts) else 0
+
+    def hidden(self, start: int, stop: int, first: int) -> Tensor:
+        """Which of the keys ``first .. stop`` are too old for the rows ``start .. stop``, ``[B or 1, 1, C, n]``."""
+        keys = torch.arange(first, stop, device=self.starts.device)
+        return (keys < self.starts[:, start:stop, None])[:, None]
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether values may be looked at to save work: on a GPU they would have to be waited for."""
+    return x.is_cpu and not torch.compiler.is_compiling()
 
 
 def causal_attention(
@@ -42,7 +91,10 @@ def causal_attention(
     valid: Tensor | None = None,
     first_kept: Tensor | None = None,
     rows: int = SIZES[-1],
-) -> Tensor:
+    *,
+    band: Band | None = None,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """The last T of S tokens attend to all before them.
 
     On a CPU each head takes the block size that its decay allows, and in float32 keys whose weight is certified to be
@@ -56,39 +108,46 @@ def causal_attention(
         valid: keys that exist, ``[B, S]`` bool, or None for all.
         first_kept: first key that each block of ``rows`` rows may see, ``[B, H, ceil(T / rows)]``, or None.
         rows: rows per block of ``first_kept``.
+        band: which keys a window lets the S tokens see, or None for all.
+        with_lse: whether the log-sum-exps are wanted.
 
     Returns:
-        ``[B, H, T, V]``. A row without any valid key is finite and means nothing.
+        ``[B, H, T, V]``, and ``[B, H, T]`` or None. A row without any valid key is finite and means nothing.
     """
     B, H, T, K = q.shape
     S, V = k.shape[2], v.shape[3]
-    if log_decay is None and valid is None and T in (1, S):
+    if log_decay is None and valid is None and T in (1, S) and band is None and not with_lse:
         width = -(-max(K, V) // 8) * 8
         q, k, v = (_widen(x, width) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=1.0)[..., :V]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=1.0)[..., :V], None
     if log_decay is None:
         log_decay = q.new_zeros(B, H, S)
-    if T <= 2 * PLAIN or not q.is_cpu:
+    if T <= 2 * PLAIN or not _readable(q) or band is not None or _forward is None or _backward is None:
         there = None if valid is None else valid[:, None]
-        return _plain_rows(q, k, v, log_decay, there, first_kept, rows)
+        return _plain_rows(q, k, v, log_decay, there, first_kept, rows, band, with_lse)
     # [1, B H, ...]: each head may have its own size of blocks
     q, k, v, log_decay = (x.flatten(0, 1)[None] for x in (q, k, v, log_decay))
     valid = None if valid is None else valid.repeat_interleave(H, 0)[None]
     kept = None if first_kept is None else first_kept.flatten(0, 1)[None]
     sizes = _block_sizes(log_decay[..., S - T :], SIZES if kept is None else (rows,))
-    out = q.new_zeros(1, B * H, T, V)
+    out, lses = q.new_zeros(1, B * H, T, V), q.new_zeros(1, B * H, T) if with_lse else None
     for calm in sizes.unique().tolist():
         index = (sizes == calm).nonzero()[:, 0]
         whole = len(index) == B * H
         q_, k_, v_, g_ = (x if whole else x[:, index] for x in (q, k, v, log_decay))
         there = valid if valid is None or whole else valid[:, index]
-        attend, size = (_fused_rows, calm) if calm else (_plain_rows, PLAIN if kept is None else rows)
+        size = calm or (PLAIN if kept is None else rows)
         first = _first_felt(q_, k_, g_, size)
         if kept is not None:
             first = torch.maximum(first, kept[:, index])
-        o = attend(q_, k_, v_, g_, there, first, size)
+        attend = _fused_rows if calm else _plain_rows
+        o, lse = attend(q_, k_, v_, g_, there, first, size, with_lse=with_lse)
         out = o if whole else out.index_copy(1, index, o)
-    return cast(Tensor, out.unflatten(1, (B, H)))[0]
+        if lses is not None and lse is not None:
+            lses = lse if whole else lses.index_copy(1, index, lse)
+    return cast(Tensor, out.unflatten(1, (B, H)))[0], None if lses is None else cast(Tensor, lses.unflatten(1, (B, H)))[
+        0
+    ]
 
 
 def _first_felt(q: Tensor, k: Tensor, log_decay: Tensor, rows: int) -> Tensor:
@@ -120,42 +179,57 @@ def _plain_rows(
     valid: Tensor | None,
     first_kept: Tensor | None,
     rows: int,
-) -> Tensor:
+    band: Band | None = None,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Row blocks in plain operations, for any gates on any device; the backward computes each block again."""
     T, S = q.shape[2], k.shape[2]
     if first_kept is None:
-        rows = 2 * PLAIN
-    outputs = []
+        rows = PLAIN if band is not None else 2 * PLAIN
+    outputs, lses = [], []
     for n, start in enumerate(range(0, T, rows)):
         stop = min(start + rows, T)
-        end = S - T + stop
+        row, end = S - T + start, S - T + stop
         kept = None if first_kept is None else first_kept[..., n]
-        # a GPU is not asked where the kept keys begin: it would have to be waited for
-        first = int(kept.min()) if kept is not None and q.is_cpu else 0
+        first = int(kept.min()) if kept is not None and _readable(kept) else 0
+        if band is not None:
+            first = max(first, band.first(row))
         args = (
             q[:, :, start:stop], k[:, :, first:end], v[:, :, first:end], log_decay[..., first:end],
             None if valid is None else valid[..., first:end], None if kept is None else kept - first,
+            None if band is None else band.hidden(row, end, first), with_lse,
         )  # fmt: skip
         again = torch.is_grad_enabled() and T > 2 * PLAIN
-        block = checkpoint(_plain_block, *args, use_reentrant=False) if again else _plain_block(*args)
-        outputs.append(cast(Tensor, block))
-    return torch.cat(outputs, 2)
+        o, lse = checkpoint(_plain_block, *args, use_reentrant=False) if again else _plain_block(*args)
+        outputs.append(o)
+        lses.append(lse)
+    return torch.cat(outputs, 2), torch.cat(cast(list[Tensor], lses), 2) if with_lse else None
 
 
 def _plain_block(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    valid: Tensor | None,
+    first_kept: Tensor | None,
+    hidden: Tensor | None,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    return readout(block_logits(q @ k.mT, log_decay, valid, first_kept, hidden), v, with_lse)
+
+
+def block_logits(
+    scores: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None, hidden: Tensor | None
 ) -> Tensor:
-    return block_weights(q @ k.mT, log_decay, valid, first_kept) @ v
-
-
-def block_weights(scores: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None) -> Tensor:
-    """Softmax weights of a block of rows over all keys up to it, ``[B, H, C, S]``.
+    """Logits of a block of rows over the keys up to it, ``[B, H, C, S]``; -inf where the weight is nothing.
 
     Args:
         scores: ``[B, H, C, S]``, scaled; the last C keys are the block's own. Later ones than a row are not read.
         log_decay: gates of all S tokens, ``[B, H, S]``, -inf allowed.
         valid: keys that exist, ``[B, 1 or H, S]``, or None for all.
         first_kept: first key that the block may see, ``[B, H]``, or None.
+        hidden: keys that a row may not see, ``[B or 1, 1, C, S]`` bool, or None.
     """
     C, S = scores.shape[-2:]
     P = S - C
@@ -169,10 +243,25 @@ def block_weights(scores: Tensor, log_decay: Tensor, valid: Tensor | None, first
         logits = logits.masked_fill(~valid[..., None, :], HIDDEN)
     if first_kept is not None:
         logits = logits.masked_fill(torch.arange(S, device=scores.device) < first_kept[..., None, None], HIDDEN)
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, HIDDEN)
     future = torch.ones(C, S, dtype=torch.bool, device=scores.device).triu(P + 1)
     logits = logits.masked_fill(future, -torch.inf)
     tiny = 0.8 * math.log(torch.finfo(scores.dtype).tiny)  # exponentials below it would be slow denormal numbers
-    return logits.masked_fill(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf).softmax(-1)
+    return logits.masked_fill(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf)
+
+
+def readout(logits: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """The softmax of logits ``[..., C, S]`` times v ``[..., S, V]``, and the log-sum-exp ``[..., C]`` or None."""
+    return logits.softmax(-1) @ v, logits.logsumexp(-1) if with_lse else None
+
+
+def attend_with_sink(o: Tensor, lse: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """o ``[B, H, T, V]`` and its log-sum-exp ``[B, H, T]`` with a further logit per head, ``sink [H]``, of value 0."""
+    if sink is None or lse is None:
+        return o, lse
+    sink = sink.to(lse.dtype)[:, None]
+    return o * (lse - sink).sigmoid()[..., None], torch.logaddexp(lse, sink)
 
 
 def _fused_rows(
@@ -183,10 +272,12 @@ def _fused_rows(
     valid: Tensor | None,
     first_kept: Tensor | None,
     rows: int,
-) -> Tensor:
+    *,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Row blocks on the fused kernel, for gates that are finite and calm in the rows."""
-    out = _RowBlocks.apply(q, k, v, log_decay, valid, first_kept, rows)  # type: ignore[no-untyped-call]
-    return cast(Tensor, out)
+    o, lse = _RowBlocks.apply(q, k, v, log_decay, valid, first_kept, rows, with_lse)  # type: ignore[no-untyped-call]
+    return o, lse
 
 
 class _RowBlocks(torch.autograd.Function):
@@ -200,8 +291,9 @@ class _RowBlocks(torch.autograd.Function):
         valid: Tensor | None,
         first_kept: Tensor,
         rows: int,
-    ) -> Tensor:
-        plan = _Plan(q, k, v, log_decay, valid, first_kept, rows)
+        with_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        plan = _Plan(q, k, v, log_decay, valid, first_kept, rows, with_lse)
         o, lse = plan.inside()
         for n, first, stop in plan.before():
             o_part, lse_part = plan.attend(n, first, stop)
@@ -210,24 +302,35 @@ class _RowBlocks(torch.autograd.Function):
             o[:, :, n] += o_part * (lse_part - merged).exp()[..., None]
             lse[:, :, n] = merged
         ctx.save_for_backward(q, k, v, log_decay, valid, first_kept, o, lse)
-        ctx.rows = rows
-        return o.flatten(2, 3)[:, :, : q.shape[2], : v.shape[3]].contiguous()
+        ctx.rows, ctx.with_lse = rows, with_lse
+        T = q.shape[2]
+        return o.flatten(2, 3)[:, :, :T, : v.shape[3]].contiguous(), lse.flatten(2)[
+            ..., :T
+        ].clone() if with_lse else None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, valid, first_kept, o, lse = ctx.saved_tensors
         T, S, K, V = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-        plan = _Plan(q, k, v, log_decay, valid, first_kept, ctx.rows)
+        plan = _Plan(q, k, v, log_decay, valid, first_kept, ctx.rows, ctx.with_lse)
         do = plan.rows_of(F.pad(grads[0], (0, o.shape[-1] - V)))
+        if ctx.with_lse:
+            # the kernel takes sum(do * o) off every row: one more channel, of value 0, puts dlse in it
+            o = o.clone()
+            o[..., V] = -plan.rows_of(grads[1][..., None])[..., 0]
+            do[..., V] = 1.0
         dq, dk, dv = plan.inside_backward(do, o, lse)
         for n, first, stop in plan.before():
             dq_part, dk_part, dv_part = plan.attend_backward(n, first, stop, do, o, lse)
             dq[:, :, n] += dq_part
             dk[:, :, first:stop] += dk_part
             dv[:, :, first:stop] += dv_part
-        # the logits hold -c_j: the row side of c has no gradient, softmax is invariant to it
-        dg = -dk[:, :, :S, K].double().flip(-1).cumsum(-1).flip(-1).to(log_decay.dtype)
-        return dq.flatten(2, 3)[:, :, :T, :K], dk[:, :, :S, :K], dv[:, :, :S, :V], dg, None, None, None
+        # the logits hold -c_j; the row side of c moves nothing but the log-sum-exp, softmax is invariant to it
+        dc = -dk[:, :, :S, K].double()
+        if ctx.with_lse:
+            dc[:, :, S - T :] += grads[1]
+        dg = dc.flip(-1).cumsum(-1).flip(-1).to(log_decay.dtype)
+        return dq.flatten(2, 3)[:, :, :T, :K], dk[:, :, :S, :K], dv[:, :, :S, :V], dg, None, None, None, None
 
 
 class _Plan:
@@ -242,10 +345,11 @@ class _Plan:
         valid: Tensor | None,
         first_kept: Tensor,
         rows: int,
+        with_lse: bool,
     ) -> None:
         self.T, self.K, self.rows, self.first_kept = q.shape[2], q.shape[3], rows, first_kept
         self.past = k.shape[2] - self.T
-        width = -(-max(self.K + 1, v.shape[3]) // 8) * 8
+        width = -(-max(self.K + 1, v.shape[3] + with_lse) // 8) * 8
         filler = -self.T % rows
         q = _widen(q, width)
         q[..., self.K] = 1.0
@@ -285,13 +389,15 @@ class _Plan:
         return keys
 
     def attend(self, n: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        o, lse = _forward(self.q[:, :, n], self._keys(n, first, stop), self.v[:, :, first:stop], scale=1.0)
+        o, lse = cast(Any, _forward)(self.q[:, :, n], self._keys(n, first, stop), self.v[:, :, first:stop], scale=1.0)
         return o, lse + self.entry[:, :, n]
 
     def attend_backward(self, n: int, first: int, stop: int, do: Tensor, o: Tensor, lse: Tensor) -> Any:
         keys, values = self._keys(n, first, stop), self.v[:, :, first:stop]
         out, local = o[:, :, n].contiguous(), (lse - self.entry)[:, :, n].contiguous()
-        return _backward(do[:, :, n].contiguous(), self.q[:, :, n], keys, values, out, local, 0.0, False, scale=1.0)
+        return cast(Any, _backward)(
+            do[:, :, n].contiguous(), self.q[:, :, n], keys, values, out, local, 0.0, False, scale=1.0
+        )
 
     def _own_keys(self) -> Tensor:
         keys = self.own(self.k).clone()
@@ -305,13 +411,13 @@ class _Plan:
         """Output ``[B, H, N, C, width]`` and log-sum-exp ``[B, H, N, C]`` of every block over its own keys."""
         shape = self.q.shape[1:3]
         flat = (x.flatten(1, 2) for x in (self.q, self._own_keys(), self.own(self.v)))
-        o, lse = _forward(*flat, is_causal=True, scale=1.0)
+        o, lse = cast(Any, _forward)(*flat, is_causal=True, scale=1.0)
         return o.unflatten(1, shape).contiguous(), lse.unflatten(1, shape) + self.entry
 
     def inside_backward(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq ``[B, H, N, C, width]`` and dk, dv ``[B, H, S + filler, width]`` of the blocks over their own keys."""
         flat = (do, self.q, self._own_keys(), self.own(self.v), o, lse - self.entry)
-        grads = _backward(*(x.flatten(1, 2).contiguous() for x in flat), 0.0, True, scale=1.0)
+        grads = cast(Any, _backward)(*(x.flatten(1, 2).contiguous() for x in flat), 0.0, True, scale=1.0)
         dq, dk, dv = (x.unflatten(1, self.q.shape[1:3]).contiguous() for x in grads)
         return dq, F.pad(dk.flatten(2, 3), (0, 0, self.past, 0)), F.pad(dv.flatten(2, 3), (0, 0, self.past, 0))
 

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
-from attnzoo.layer.dispatch import IMPLS, choose, run
+from attnzoo.forms.protocol import Call
+from attnzoo.layer.dispatch import IMPLS, choose, given_options, run
 from attnzoo.layer.gates import GateName, Sizes, build_gate, gate_classes, gate_options
+from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
-from attnzoo.layer.projections import rotary_angles
+from attnzoo.layer.precision import PreciseModule, fill
+from attnzoo.layer.projected import Projected
 from attnzoo.layer.stream import LayerCache, Packing, Stream
 from attnzoo.recurrences.complex_linear import rotate
 from attnzoo.registry import Variant, get, list_variants
@@ -110,23 +112,6 @@ BLOCKS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Projected:
-    """What the core of a layer is given.
-
-    Args:
-        q: ``[B, T, H, K]``.
-        k: ``[B, T, G, K]``.
-        v: ``[B, T, G, V]``.
-        gate: the parts that the variant requires.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Gate
-
-
 def build_attention(
     name: str,
     *,
@@ -184,7 +169,7 @@ def _prune(acp: bool | Prune) -> Prune | None:
     return Prune() if acp else None
 
 
-class Attention(nn.Module):
+class Attention(PreciseModule):
     """``attn(x) -> y``, both ``[B, T, D]``; see :func:`build_attention`."""
 
     angle: Tensor | None
@@ -233,8 +218,9 @@ class Attention(nn.Module):
         normed = config.output_norm != "none"
         self.output_norm = HeadNorm(H, V, config.output_norm, config.norm_eps) if normed else None
         self.output_gate = nn.Linear(D, H * V, bias=False) if config.output_gate != "none" else None
-        angle = None if config.rotary is None else rotary_angles(K, config.rotary)
-        self.register_buffer("angle", angle, persistent=False)
+        self.register_buffer("angle", None)
+        if config.rotary is not None:
+            self.keep("angle", rotary_angles(K, config.rotary), persistent=False, least=torch.float64)
         self._picked: str | None = None
         self.reset_parameters()
 
@@ -245,6 +231,8 @@ class Attention(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             elif isinstance(module, (HeadNorm, ShortConvolution)):
                 module.reset_parameters()
+        if self.angle is not None and self.config.rotary is not None:
+            fill(self.angle, rotary_angles(self.config.key_dim, self.config.rotary))
         self.gate.reset_parameters()
 
     def new_cache(self) -> LayerCache:
@@ -336,11 +324,22 @@ class Attention(nn.Module):
         stream = self._stream(x, valid, cache)
         if valid is not None:
             x = x.masked_fill(~valid[..., None], 0.0)
-        parts = self._project(x, stream)
-        form = choose(self.variant, self.impl, parts, valid, cache)
-        self._say(form, x.device)
-        bound = None if self.prune is None else self.logit_bound(parts.q.dtype)
-        o, state = run(self.variant, form, parts, self.scale, cache, valid, self.prune, bound)
+        projected = self._project(x, stream)
+        bound = None if self.prune is None else self.logit_bound(projected.q.dtype)
+        delta_rule = isinstance(projected.write, str)
+        options = given_options(
+            {
+                "scale": self.scale, "valid": valid, "prune": self.prune, "logit_bound": bound,
+                "write": None if delta_rule else projected.write, "delta_rule": delta_rule,
+            }
+        )  # fmt: skip
+        state = None if cache is None else cache.state
+        call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
+        form = choose(self.variant, self.impl, call)
+        _say(f"{self.variant.name}: impl={self.impl!r} runs {form} on {x.device.type}")
+        if not torch.compiler.is_compiling():
+            self._picked = f"{form} on {x.device.type}"
+        o, state = run(self.variant, form, call)
         stream.finish(state)
         if self.output_norm is not None:
             o = self.output_norm(o)
@@ -372,17 +371,7 @@ class Attention(nn.Module):
         gate, write = self.gate(x, k, stream)
         if stream.valid is not None:
             gate = gate.per_token(q).neutral_where(~stream.valid)
-        if write is not None:
-            if write.shape[2] != v.shape[2]:  # a strength per query head needs a value per query head
-                k, v = expand_heads(k, config.num_heads), expand_heads(v, config.num_heads)
-            v = v * write[..., None].to(v.dtype)
-        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate)
-
-    def _say(self, form: str, device: torch.device) -> None:
-        picked = f"{form} on {device.type}"
-        if picked != self._picked:
-            self._picked = picked
-            logger.info("%s: impl=%r runs %s", self.variant.name, self.impl, picked)
+        return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write)
 
     def extra_repr(self) -> str:
         chosen = {
@@ -394,6 +383,17 @@ class Attention(nn.Module):
         picked = f" ({self._picked})" if self._picked else ""
         prune = f", prune={self.prune}" if self.prune else ""
         return f"{self.variant.name!r}, {shown}, impl={self.impl!r}{picked}{prune}"
+
+
+_said: set[str] = set()
+
+
+@torch.compiler.assume_constant_result  # a compiled layer says it while it is compiled
+def _say(picked: str) -> None:
+    """Log what runs, once per process."""
+    if picked not in _said:
+        _said.add(picked)
+        logger.info(picked)
 
 
 __all__ = ["Attention", "AttentionConfig", "LayerCache", "Projected", "build_attention"]

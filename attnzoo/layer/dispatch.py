@@ -2,75 +2,54 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from attnzoo.algebra.pruning import Prune
-from attnzoo.forms.fla import fla_unavailable
-from attnzoo.layer.stream import LayerCache
+from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.registry import Variant
 
-if TYPE_CHECKING:
-    from attnzoo.layer.attention import Projected
+IMPLS = ("auto", "triton", "fla", REFERENCE)
+KERNELS = ("triton", "fla")  # what auto tries on a GPU, in this order
+REFERENCES = ("chunk", "parallel", "recurrent")  # of whole sequences, the fastest first
 
-IMPLS = ("auto", "triton", "fla", "reference")
+
+def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that ask for something: not None, not False."""
+    return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
-def choose(
-    variant: Variant, impl: str, parts: Projected, valid: Tensor | None = None, cache: LayerCache | None = None
-) -> str:
-    """The form to run: ``"triton"``, ``"fla"`` or ``"reference"`` (``extend``, which also takes state and padding).
+def choose(variant: Variant, impl: str, call: Call) -> str:
+    """The form to run: ``"triton"``, ``"fla"`` or ``"reference"``.
 
     Raises:
         RuntimeError: an explicit ``impl`` that cannot serve this variant, device or call; it never falls back.
+        ValueError: an option that no form of the variant can honour in this call.
     """
-    if impl == "reference" or (impl == "auto" and not parts.q.is_cuda):
-        return "reference"
     if impl == "auto":
-        able = (form for form in ("triton", "fla") if _unserved(variant, form, parts, valid, cache) is None)
-        return next(able, "reference")
-    reason = _unserved(variant, impl, parts, valid, cache)
-    if reason is not None:
-        raise RuntimeError(f"impl={impl!r}: {reason}; use impl='auto' or 'reference'")
+        if on_gpu(call.q):
+            for form in KERNELS:
+                if not variant.refuses(form, call):
+                    return form
+        impl = REFERENCE
+    reason = variant.refuses(impl, call)
+    if reason:
+        raise RuntimeError(f"impl={impl!r}: {variant.name!r}: {reason}; use impl='auto' or 'reference'")
     return impl
 
 
-def _unserved(
-    variant: Variant, form: str, parts: Projected, valid: Tensor | None, cache: LayerCache | None
-) -> str | None:
-    if form not in variant.forms:
-        served = ", ".join(variant.forms)
-        return f"{variant.name!r} has no {form} form (it has {served})"
-    if form == "fla":
-        if cache is not None or valid is not None:
-            return "the fla form serves whole sequences, without a cache or padding"
-        if parts.gate.w is not None and parts.gate.w is not parts.k:
-            return "the fla form erases along the key (w = k)"
-        return fla_unavailable(parts.q, parts.gate)
-    state = None if cache is None else cache.state
-    return variant.module.triton_refuses(parts.q, parts.k, parts.v, parts.gate, state, valid) or None
+def on_gpu(x: Tensor) -> bool:
+    """Whether ``auto`` looks for a kernel at all."""
+    return x.is_cuda
 
 
-def run(
-    variant: Variant,
-    form: str,
-    parts: Projected,
-    scale: float | None,
-    cache: LayerCache | None,
-    valid: Tensor | None,
-    prune: Prune | None,
-    logit_bound: Tensor | None = None,
-) -> tuple[Tensor, Any]:
-    """Output ``[B, T, H, V]`` and the new state (None where no cache is kept)."""
-    options: dict[str, Any] = {} if prune is None else {"prune": prune, "logit_bound": logit_bound}
-    q, k, v, gate = parts.q, parts.k, parts.v, parts.gate
-    if form == "fla":
-        return variant.forms["fla"](q, k, v, gate, scale), None
-    if form == "triton" and cache is None:
-        padding = {} if valid is None else {"valid": valid}
-        return variant.forms["triton"](q, k, v, gate, scale, **padding, **options), None
-    extend = variant.extend if form == "reference" else variant.module.extend_triton
-    state = None if cache is None else cache.state
-    o, new_state = extend(q, k, v, gate, state, scale, valid=valid, **options)
-    return o, new_state
+def run(variant: Variant, form: str, call: Call) -> tuple[Any, Any]:
+    """Output ``[B, T, H, V]`` and the new state (None where none is kept)."""
+    inputs = call.q, call.k, call.v, call.gate
+    if call.keeps_state:
+        o, state = variant.extend(*inputs, call.state, form=form, **call.options)
+        return o, state
+    if form == REFERENCE:
+        form = next(name for name in REFERENCES if name in variant.forms)
+    return variant.forms[form](*inputs, **call.options), None

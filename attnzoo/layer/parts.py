@@ -8,12 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnzoo.layer.precision import wide
 from attnzoo.layer.stream import Stream
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in at least float32."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def l2_normalize(x: Tensor) -> Tensor:

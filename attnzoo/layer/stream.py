@@ -15,7 +15,7 @@ class LayerCache:
     """What one attention layer remembers; filled in place by each call.
 
     Args:
-        state: the recurrent matrix ``[B, H, K, V]`` or the :class:`~attnzoo.forms.cache.KVCache`; None at first.
+        state: an :class:`attnzoo.RecurrentState` or an :class:`attnzoo.KVCache`; None at first.
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
         seen: tokens so far, ``[B]`` int64 (padding does not count).
     """
@@ -26,9 +26,7 @@ class LayerCache:
 
     def reorder(self, index: Tensor) -> None:
         """Keep the rows ``index`` of the batch, in that order (beam search, finished rows)."""
-        if isinstance(self.state, Tensor):
-            self.state = self.state[index]
-        elif self.state is not None:
+        if self.state is not None:
             self.state = self.state.reorder(index)
         self.windows = {name: window[index] for name, window in self.windows.items()}
         self.seen = None if self.seen is None else self.seen[index]

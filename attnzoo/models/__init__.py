@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from attnzoo.lazy import lazy
 
 if TYPE_CHECKING:
-    from attnzoo.models.language_model import LanguageModel, ModelOutput
+    from attnzoo.models.decoder import LanguageModel, ModelOutput
 
 __all__ = ["LanguageModel", "ModelOutput"]
 
-__getattr__ = lazy(__name__, {"LanguageModel": "language_model", "ModelOutput": "language_model"})
+__getattr__ = lazy(__name__, {"LanguageModel": "decoder", "ModelOutput": "decoder"})

@@ -1,30 +1,38 @@
 """Checkpoints that are whole or absent, and the run folder around them.
 
     RUN/config.yaml  metrics.jsonl  tensorboard/  checkpoints/step-00000100/{model.safetensors, optimizer.bin,
-    ...}
+    progress.json, digests.json, ...}
 
 A checkpoint is written beside its place, flushed to the disk and then renamed; an old one is renamed before
-it is removed. So a folder named `step-*` is always whole, whenever the process is killed.
+it is removed. So a folder named `step-*` is always whole, whenever the process is killed. What happens to its files
+later shows in their digests: a run goes on from the newest checkpoint that is as it was written.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnzoo.config import config_differences, load_config, to_yaml
+from attnzoo.files import digest, sync, write_whole
 from attnzoo.training.config import TrainConfig
+from attnzoo.training.digests import WEIGHTS, damage, read_digests, write_digests
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from attnzoo.models import LanguageModel
+
+logger = logging.getLogger(__name__)
 
 # These may change when a run goes on: beyond rounding, no number that it trains depends on them.
 FREE = frozenset(
@@ -58,21 +66,64 @@ class Progress:
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The last whole checkpoint of a run, or None."""
-    found = sorted((Path(run_dir) / "checkpoints").glob("step-*"))
-    return found[-1] if found else None
+    """The last checkpoint of a run, whatever became of its files, or None."""
+    return next(reversed(_checkpoints(Path(run_dir) / "checkpoints")), None)
+
+
+def usable_checkpoint(run_dir: Path, names: Collection[str] = ()) -> Path | None:
+    """The newest checkpoint whose files are as they were written, or None where there is no checkpoint at all.
+
+    A line of the log says which newer one is damaged, and which file of it.
+
+    Args:
+        run_dir: the run's folder.
+        names: of the files to look at; none given means all of them.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    problems: list[str] = []
+    for checkpoint in reversed(_checkpoints(run_dir / "checkpoints")):
+        problem = _problem(checkpoint, names)
+        if problem is None:
+            for earlier in problems:
+                logger.warning("%s; using the checkpoint before it, %s", earlier, checkpoint.name)
+            return checkpoint
+        problems.append(problem)
+    if problems:
+        raise CheckpointError(f"{'; '.join(problems)}; no other checkpoint is left in {run_dir}")
+    return None
+
+
+def identity(checkpoint: Path) -> str:
+    """A text that is another one for every other checkpoint: its name and the digest of its weights."""
+    try:
+        digests = read_digests(checkpoint)
+    except ValueError:
+        digests = None
+    return f"{checkpoint.name} {digests[WEIGHTS][1] if digests else digest(checkpoint / WEIGHTS)}"
 
 
 def read_progress(checkpoint: Path) -> Progress:
     """What a checkpoint says about itself.
 
     Raises:
-        CheckpointError: its `progress.json` is missing or malformed.
+        CheckpointError: its `progress.json` is missing, malformed or of another step.
     """
+    path = checkpoint / "progress.json"
     try:
-        return Progress(**json.loads((checkpoint / "progress.json").read_text(encoding="utf-8")))
+        progress = Progress(**json.loads(path.read_text(encoding="utf-8")))
+        if not (isinstance(progress.step, int) and isinstance(progress.tokens, int) and progress.tokens >= 0):
+            raise ValueError(f"expected whole numbers of steps and tokens, got {progress.step!r}, {progress.tokens!r}")
+        if not (isinstance(progress.seconds, float | int) and math.isfinite(progress.seconds)):
+            raise ValueError(f"expected a number of seconds, got {progress.seconds!r}")
+        if not isinstance(progress.data_fingerprint, str):
+            raise ValueError(f"expected a text as fingerprint, got {progress.data_fingerprint!r}")
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint} is not a checkpoint of this version: {error}") from error
+        raise CheckpointError(f"{checkpoint} is not a checkpoint of this version: {path.name}: {error}") from error
+    if progress.step != int(checkpoint.name.removeprefix("step-")):
+        raise CheckpointError(f"{path} is of step {progress.step}, and its folder is {checkpoint.name}")
+    return progress
 
 
 def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress, keep: int) -> Path:
@@ -94,10 +145,11 @@ def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             (temporary / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
+            write_digests(temporary)
             for path in [*temporary.rglob("*"), temporary]:
-                _fsync(path)
+                sync(path)
             os.replace(temporary, final)
-            _fsync(folder)
+            sync(folder)
             remove_stale(folder, keep)
     except Exception as error:  # a full disk shows as OSError, RuntimeError or SafetensorError, by who was writing
         shutil.rmtree(temporary, ignore_errors=True)
@@ -110,9 +162,21 @@ def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress
     return final
 
 
+def load_state(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Load everything that the next step depends on; called by all processes.
+
+    Raises:
+        CheckpointError: a file of it cannot be read, which a checkpoint without digests shows only now.
+    """
+    try:
+        accelerator.load_state(str(checkpoint))
+    except Exception as error:  # an EOFError, RuntimeError, SafetensorError or UnpicklingError, by what is damaged
+        raise CheckpointError(f"{checkpoint} cannot be read: {type(error).__name__}: {error}") from error
+
+
 def remove_stale(folder: Path, keep: int) -> None:
     """Remove all but the newest checkpoints, and what a kill left half-written."""
-    for checkpoint in sorted(folder.glob("step-*"))[:-keep]:
+    for checkpoint in _checkpoints(folder)[:-keep]:
         os.replace(checkpoint, folder / f".{checkpoint.name}.old")
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
@@ -121,11 +185,12 @@ def remove_stale(folder: Path, keep: int) -> None:
 def check_resumable(run_dir: Path, config: TrainConfig, fingerprint: str) -> Path | None:
     """The checkpoint to go on from (None: start anew), when `config` and the data are those of the run.
 
+    Damaged checkpoints that are newer are renamed to `damaged-step-*`, out of the way of those to come.
+
     Raises:
-        CheckpointError: they are not; the error names the fields that differ.
+        CheckpointError: they are not, and the error names the fields that differ; or every checkpoint is damaged.
     """
-    checkpoint = newest_checkpoint(run_dir)
-    if checkpoint is None:
+    if newest_checkpoint(run_dir) is None:
         return None
     try:
         before = load_config(run_dir / "config.yaml")
@@ -135,20 +200,22 @@ def check_resumable(run_dir: Path, config: TrainConfig, fingerprint: str) -> Pat
     if differences:
         listed = "; ".join(f"{key} was {old!r} and is {new!r} now" for key, (old, new) in differences.items())
         raise CheckpointError(f"{run_dir} holds another run: {listed}. Give output_dir a new folder, or restore these.")
+    checkpoint = usable_checkpoint(run_dir)
+    assert checkpoint is not None
+    if read_digests(checkpoint) is None:
+        logger.warning("%s is of a version that wrote no digests: its files are not checked", checkpoint)
     if read_progress(checkpoint).data_fingerprint != fingerprint:
         raise CheckpointError(
             f"{run_dir} was trained on other data: {config.data.source!r} has changed since. "
             "Give output_dir a new folder."
         )
+    _set_aside_after(checkpoint)
     return checkpoint
 
 
 def write_config(run_dir: Path, config: TrainConfig) -> None:
     """Write the resolved configuration, whole or not at all."""
-    temporary = run_dir / ".config.yaml.tmp"
-    temporary.write_text(to_yaml(config), encoding="utf-8")
-    _fsync(temporary)
-    os.replace(temporary, run_dir / "config.yaml")
+    write_whole(run_dir / "config.yaml", to_yaml(config))
 
 
 @contextmanager
@@ -171,13 +238,15 @@ def exclusive(run_dir: Path) -> Iterator[None]:
 def load_run(run_dir: str | Path, device: str = "cpu") -> tuple[LanguageModel, TrainConfig]:
     """The model of a run's newest checkpoint, in evaluation mode, and the run's configuration.
 
+    Where that one is damaged, a line of the log says so, and the model is that of the one before it.
+
     Args:
         run_dir: the run's folder.
         device: where the model goes.
 
     Raises:
         FileNotFoundError: no run in that folder, or none that has reached its first checkpoint.
-        CheckpointError: the weights do not fit the configuration.
+        CheckpointError: the weights do not fit the configuration, or every checkpoint is damaged.
     """
     from safetensors.torch import load_model
 
@@ -186,21 +255,39 @@ def load_run(run_dir: str | Path, device: str = "cpu") -> tuple[LanguageModel, T
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
         raise FileNotFoundError(f"no run in {str(run_dir)!r}: there is no config.yaml")
-    checkpoint = newest_checkpoint(run_dir)
+    checkpoint = usable_checkpoint(run_dir, [WEIGHTS])
     if checkpoint is None:
         raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")
     config = load_config(run_dir / "config.yaml")
     model = LanguageModel(config.model)
     try:
-        load_model(model, checkpoint / "model.safetensors")
+        load_model(model, checkpoint / WEIGHTS)
     except Exception as error:
         raise CheckpointError(f"{checkpoint} does not fit {run_dir / 'config.yaml'}: {error}") from error
     return model.to(device).eval(), config
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _checkpoints(folder: Path) -> list[Path]:
+    """Oldest first. Only what is named exactly as `write_checkpoint` does counts: a copy of a user's is left alone."""
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _problem(checkpoint: Path, names: Collection[str]) -> str | None:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        read_progress(checkpoint)
+    except CheckpointError as error:
+        return str(error)
+    return damage(checkpoint, names)
+
+
+def _set_aside_after(checkpoint: Path) -> None:
+    found = _checkpoints(checkpoint.parent)
+    for damaged in found[found.index(checkpoint) + 1 :]:
+        target = checkpoint.parent / f"damaged-{damaged.name}"
+        number = 1
+        while target.exists():
+            number += 1
+            target = checkpoint.parent / f"damaged-{damaged.name}-{number}"
+        os.replace(damaged, target)
+    sync(checkpoint.parent)

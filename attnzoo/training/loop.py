@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from attnzoo.data import Data, TokenWindows, build_data, heldout_windows
 from attnzoo.models import LanguageModel
-from attnzoo.models.language_model import IGNORED
+from attnzoo.models.decoder import IGNORED
 from attnzoo.training.checkpoint import (
     Progress,
     check_resumable,
     exclusive,
+    load_state,
     newest_checkpoint,
     read_progress,
     remove_stale,
@@ -76,12 +77,15 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     run_dir.mkdir(parents=True, exist_ok=True)
     main = accelerator.is_main_process
     with exclusive(run_dir) if main else nullcontext():
-        checkpoint = check_resumable(run_dir, config, data.fingerprint)
+        checkpoint = check_resumable(run_dir, config, data.fingerprint) if main else None
+        accelerator.wait_for_everyone()
+        if not main:  # the first process has moved damaged checkpoints out of the way
+            checkpoint = newest_checkpoint(run_dir)
         model, optimizer = accelerator.prepare(model, optimizer)
         progress = Progress(data_fingerprint=data.fingerprint)
         if checkpoint is not None:
             progress = read_progress(checkpoint)
-            accelerator.load_state(str(checkpoint))
+            load_state(accelerator, checkpoint)
         accelerator.wait_for_everyone()
         if main:
             write_config(run_dir, config)
@@ -120,7 +124,7 @@ class _Run:
         for part in range(config.gradient_accumulation):
             with accelerator.accumulate(self.model):
                 tokens = self._part(self.data.train, step, part)  # [b, T + 1]
-                loss = self.model(tokens[:, :-1], labels=tokens[:, 1:]).loss
+                loss = self.model(tokens[:, :-1], targets=tokens[:, 1:]).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm)
@@ -142,18 +146,18 @@ class _Run:
         """Mean loss in nats per token over the held-out windows, however many processes share them."""
         accelerator, config = self.accelerator, self.config
         windows = torch.from_numpy(heldout_windows(self.data.heldout, config.data.context_length, config.eval_tokens))
-        inputs, labels = windows[:, :-1], windows[:, 1:]
+        inputs, targets = windows[:, :-1], windows[:, 1:]
         # Every process runs equally many equal batches: the model synchronises them.
         together = self.rows_per_part * accelerator.num_processes
         missing = -len(windows) % together
         inputs = torch.cat([inputs, inputs[:1].expand(missing, -1)])
-        labels = torch.cat([labels, torch.full_like(labels[:1], IGNORED).expand(missing, -1)])
+        targets = torch.cat([targets, torch.full_like(targets[:1], IGNORED).expand(missing, -1)])
         total = torch.zeros(2, dtype=torch.float64)  # [sum of losses, tokens]
         self.model.eval()
         for first in range(accelerator.process_index * self.rows_per_part, len(inputs), together):
             rows = slice(first, first + self.rows_per_part)
-            count = int((labels[rows] != IGNORED).sum())
-            loss = self.model(inputs[rows].to(accelerator.device), labels=labels[rows].to(accelerator.device)).loss
+            count = int((targets[rows] != IGNORED).sum())
+            loss = self.model(inputs[rows].to(accelerator.device), targets=targets[rows].to(accelerator.device)).loss
             if count:
                 total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
         # Two float32 numbers would not hold a sum over many tokens.

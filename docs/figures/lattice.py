@@ -61,7 +61,7 @@ def lattice(theme: Theme) -> Figure:
     """One box per pair; arrows that both sides have are solid, one that only the linear side has is dashed."""
     edges = reductions()
     linear = {edge: how for edge, how in edges.items() if get(edge[0]).side == "linear"}
-    softmax = {(get(a).dual, get(b).dual): how for (a, b), how in edges.items() if get(a).side == "softmax"}
+    softmax = {(get(a).dual.name, get(b).dual.name): how for (a, b), how in edges.items() if get(a).side == "softmax"}
     figure = Figure(figsize=(5.6, 4.5))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(-0.55, 4.0)

@@ -16,7 +16,8 @@ from attnzoo.algebra.oracle import default_scale
 from attnzoo.config import TrainConfig, load_config
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.experiments.compare import CompareConfig, plan
-from attnzoo.layer.attention import Attention, Projected
+from attnzoo.layer.attention import Attention
+from attnzoo.layer.projected import Projected
 from attnzoo.models import LanguageModel
 from attnzoo.training import load_run, train
 

@@ -11,8 +11,8 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("attnzoo", "recurrences", "kernels", "docs/benchmarks", "tests")
-ALONE = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "pyproject.toml")
+FOLDERS = ("attnzoo", "recurrences", "kernels", "docs/benchmarks/results", "tests")
+ALONE = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "docs/benchmarks/NOTES.md", "pyproject.toml")
 SUFFIXES = (".md", ".py", ".yaml")
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-import os
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.checks import (
+    Impl,
+    check_inputs,
+    kernels_unavailable,
+    pick_implementation,
+    share_kept,
+)
+from attnzoo.kernels.common.dense import first_visible, running_sums
 
-from .reference import _gate_sums, _left, fox_reference, prune_starts_reference
-from .tuning import KEY_UNIT, ROW_UNIT, capability
-
-Impl = Literal["auto", "triton", "reference"]
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-_said: set[tuple[str, str]] = set()
+from .reference import fox_reference, prune_starts_reference
 
 
 def fox_attention(
@@ -26,7 +23,7 @@ def fox_attention(
     k: Tensor,
     v: Tensor,
     *,
-    log_gate: Tensor | None,
+    log_decay: Tensor | None,
     scale: float | None = None,
     prune: Prune | None = None,
     window: int | None = None,
@@ -37,7 +34,7 @@ def fox_attention(
 ) -> Tensor:
     """Causal softmax attention with a forget gate (FoX); a constant gate is ALiBi, none is NoPE.
 
-        o_i = sum_{j <= i} softmax_j(scale q_i . k_j + log_gate_{j+1} + ... + log_gate_i) v_j
+        o_i = sum_{j <= i} softmax_j(scale q_i . k_j + log_decay_{j+1} + ... + log_gate_i) v_j
 
     A log gate of -inf (anything <= -1e4) cuts off the past exactly. To neutralise padding on the left, close
     the gate of the first real token; padding on the right is never seen by real tokens.
@@ -46,7 +43,7 @@ def fox_attention(
         q: [B, T, H, K], the last T of S positions (T <= S: chunked prefill). bfloat16, float16 or float32; head dims
             are multiples of 8 up to 256 in the Triton implementation.
         k: [B, S, G, K], v: [B, S, G, V]; G divides H and head h reads key head h // (H / G).
-        log_gate: natural log of the forget gate, float32, <= 0: [B, S, H] (FoX), [H] (ALiBi: minus the slope; clamped
+        log_decay: natural log of the forget gate, float32, <= 0: [B, S, H] (FoX), [H] (ALiBi: minus the slope; clamped
             at -1e4) or None. Differentiable, as are q, k, v and sink.
         scale: of the logits; default K ** -0.5.
         prune: skip blocks whose total weight is certified below ``prune.eps`` per row. Needs a gate.
@@ -58,7 +55,7 @@ def fox_attention(
             ``prune``; norms are measured without it. A bound that does not hold voids the certificate.
         impl: "triton", "reference" (dense PyTorch, O(T S) memory), or "auto": Triton on CUDA tensors it supports.
 
-    Under autocast q, k and v are cast to the autocast dtype and log_gate to float32.
+    Under autocast q, k and v are cast to the autocast dtype and log_decay to float32.
     The forward is deterministic. So is the backward, except on Hopper, where one pass adds up dq (and with gates part
     of their gradient) in an order that varies; under ``torch.use_deterministic_algorithms(True)`` it takes the two
     deterministic kernels there too, at 1.2 to 1.5 times the backward's time.
@@ -71,26 +68,26 @@ def fox_attention(
         ImportError: ``impl="triton"`` without Triton.
 
     Source: Lin et al., "Forgetting Transformer", 2025, section 3; Press et al., "Train Short, Test Long", 2022;
-    pruning: see ``kernels/fox/prune.py``.
+    pruning: see ``kernels/common/pruning.py``.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        log_gate = None if log_gate is None else log_gate.float()
-    _check(q, k, v, log_gate, scale, prune, window, sink, cu_seqlens, logit_bound)
+        log_decay = None if log_decay is None else log_decay.float()
+    check_inputs(q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if choose("fox_attention", impl, triton_unavailable(q, v)) == "reference":
+    if pick_implementation("fox_attention", impl, triton_unavailable(q, v)) == "reference":
         return fox_reference(
-            q, k, v, log_gate=log_gate, scale=scale, prune=prune, window=window, sink=sink, cu_seqlens=cu_seqlens,
+            q, k, v, log_decay=log_decay, scale=scale, prune=prune, window=window, sink=sink, cu_seqlens=cu_seqlens,
             logit_bound=logit_bound,
         )  # fmt: skip
     from .op import fox_forward_op
 
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_gate, sink))
+    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, sink))
     o: Tensor = fox_forward_op(
-        q, k, v, log_gate, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps, backward
+        q, k, v, log_decay, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps, backward
     )[0]
     return o
 
@@ -100,7 +97,7 @@ def kept_fraction(
     q: Tensor,
     k: Tensor,
     *,
-    log_gate: Tensor,
+    log_decay: Tensor,
     prune: Prune | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -115,129 +112,25 @@ def kept_fraction(
     Returns:
         [B, H] float32 in (0, 1].
     """
-    _check(q, k, k, log_gate, scale, prune, window, None, cu_seqlens, logit_bound)
+    check_inputs(q, k, k, log_decay, scale, prune, window, None, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     B, T, H, _ = q.shape
     S = k.shape[1]
-    left: Tensor | None
+    since: Tensor | None
     start: Tensor | None = None
-    if choose("fox_attention", impl, triton_unavailable(q, k)) == "triton":
+    if pick_implementation("fox_attention", impl, triton_unavailable(q, k)) == "triton":
         from .op import bounds
 
         bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-        _, _, left, start = bounds(q, k, log_gate, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
+        _, _, since, start = bounds(q, k, log_decay, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
     else:
-        c, closed = _gate_sums(log_gate, B, S, H, q.device)
-        left = _left(closed, window, cu_seqlens)
+        c, closed = running_sums(log_decay, B, S, H, q.device)
+        since = first_visible(closed, window, cu_seqlens)
         if prune is not None:
-            start = prune_starts_reference(q, k, c, left, scale, prune, logit_bound)
-    return share_kept(left, start, B, T, H, S, q.device)
-
-
-def share_kept(
-    left: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int, device: torch.device
-) -> Tensor:
-    """Share of the causal blocks that lie right of ``left`` (first visible keys) and ``start``, [B, H]."""
-    first = torch.arange(0, T, ROW_UNIT, device=device) + (S - T)
-    stop = ((first + ROW_UNIT).clamp(max=S) + KEY_UNIT - 1) // KEY_UNIT  # blocks up to the diagonal
-    begin = torch.zeros(B, H, first.numel(), dtype=torch.int64, device=device)
-    if left is not None:
-        begin = begin.maximum(left[..., first].long() // KEY_UNIT)
-    if start is not None:
-        begin = begin.maximum(start.long() // KEY_UNIT)
-    return (stop - begin).sum(-1).float() / stop.sum()
-
-
-def choose(function: str, impl: str, why: str) -> str:
-    """The implementation to run, with the reason ``why`` Triton cannot; an explicit choice never falls back."""
-    if impl not in get_args(Impl):
-        raise ValueError(f"impl: expected one of {get_args(Impl)}, got {impl!r}")
-    if impl == "triton" and why:
-        error = ImportError if "installed" in why else ValueError
-        raise error(f"impl: 'triton' cannot run here: {why}")
-    picked = ("reference" if why else "triton") if impl == "auto" else impl
-    if impl == "auto" and not torch.compiler.is_compiling() and (function, picked) not in _said:
-        _said.add((function, picked))
-        logger = logging.getLogger(f"attnzoo.kernels.{function.removesuffix('_attention')}")
-        logger.info("%s: auto picked %s%s", function, picked, f" ({why})" if why else "")
-    return picked
+            start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound)
+    return share_kept(since, start, B, T, H, S, q.device)
 
 
 def triton_unavailable(q: Tensor, v: Tensor) -> str:
     """Why the Triton kernels cannot take these tensors, or "" if they can."""
-    if not _HAS_TRITON:
-        return "the triton package is not installed"
-    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-    if not q.is_cuda and not interpreted:
-        return f"expected CUDA tensors (or TRITON_INTERPRET=1), got {q.device}"
-    if q.is_cuda and capability(q.device) < (8, 0):
-        return f"expected compute capability >= 8.0, got {capability(q.device)}"
-    if q.dtype not in _KERNEL_DTYPES:
-        return f"expected bfloat16, float16 or float32, got {q.dtype}"
-    if interpreted and q.dtype == torch.bfloat16:
-        return "the Triton interpreter computes bfloat16 wrongly"
-    for name, dim in (("K", q.shape[3]), ("V", v.shape[3])):
-        if dim % 8 or dim > 256:
-            return f"expected {name} a multiple of 8 up to 256, got {dim}"
-    return ""
-
-
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, scale: float | None, prune: Prune | None,
-    window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None,
-) -> None:  # fmt: skip
-    """Shapes, dtypes, devices and options. Values are read only with ATTNZOO_VALIDATE=1."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name}: expected 4 dimensions [batch, tokens, heads, dim], got shape {tuple(x.shape)}")
-        if x.dtype != q.dtype or not x.is_floating_point():
-            raise ValueError(f"{name}: expected the floating dtype of q ({q.dtype}), got {x.dtype}")
-    B, T, H, K = q.shape
-    S, G = k.shape[1], k.shape[2]
-    if k.shape[0] != B or k.shape[3] != K:
-        raise ValueError(f"k: expected [B={B}, S, G, K={K}] as in q, got {tuple(k.shape)}")
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v: expected [B={B}, S={S}, G={G}, V] as in k, got {tuple(v.shape)}")
-    if G == 0 or H % G:
-        raise ValueError(f"q: expected H a multiple of the key heads G={G}, got H={H}")
-    if T > S or T == 0:
-        raise ValueError(f"q: expected 1 <= T <= S={S} (queries are the last T tokens), got T={T}")
-    if log_gate is not None:
-        if log_gate.shape != (B, S, H) and log_gate.shape != (H,):
-            raise ValueError(
-                f"log_gate: expected [B={B}, S={S}, H={H}] or [H={H}], a gate per query head, "
-                f"got {tuple(log_gate.shape)}"
-            )
-        wide = (torch.float32,) if q.dtype != torch.float64 else (torch.float32, torch.float64)
-        if log_gate.dtype not in wide:
-            raise ValueError(f"log_gate: expected float32 (sums of 16-bit log gates are useless), got {log_gate.dtype}")
-    for name, per_head in (("sink", sink), ("logit_bound", logit_bound)):
-        if per_head is not None and (per_head.shape != (H,) or not per_head.is_floating_point()):
-            got = f"{per_head.dtype} {tuple(per_head.shape)}"
-            raise ValueError(f"{name}: expected a floating tensor of shape [H={H}], got {got}")
-    if cu_seqlens is not None:
-        if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"cu_seqlens: expected int32 or int64 [N+1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-            )
-        if B != 1 or T != S:
-            raise ValueError(f"cu_seqlens: expected B=1 and T=S (packed sequences), got B={B}, T={T}, S={S}")
-    others = {"k": k, "v": v, "log_gate": log_gate, "sink": sink, "cu_seqlens": cu_seqlens, "logit_bound": logit_bound}
-    for name, other in others.items():
-        if other is not None and other.device != q.device:
-            raise ValueError(f"{name}: expected the device of q ({q.device}), got {other.device}")
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale: expected a positive number, got {scale}")
-    if prune is not None and log_gate is None:
-        raise ValueError("prune: expected a log_gate (nothing decays without one), got log_gate=None")
-    if prune is not None and not isinstance(prune, Prune):
-        raise ValueError(f"prune: expected attnzoo.Prune or None, got {type(prune).__name__}")
-    if os.environ.get("ATTNZOO_VALIDATE") == "1" and not torch.compiler.is_compiling():
-        if log_gate is not None and not bool((log_gate <= 0).all()):
-            raise ValueError("log_gate: expected log gates <= 0 without NaN, got a positive or NaN entry")
-        if cu_seqlens is not None and not (
-            bool((cu_seqlens.diff() >= 0).all()) and int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == S
-        ):
-            raise ValueError(f"cu_seqlens: expected borders rising from 0 to S={S}, got {cu_seqlens.tolist()}")
+    return kernels_unavailable(q, v, multiple=8, most=256)

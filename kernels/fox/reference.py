@@ -1,6 +1,6 @@
 """Forgetting attention written out densely: the definition the kernels are held to. No Triton here.
 
-    o_i = sum_j softmax_j(scale q_i . k_j + c_i - c_j) v_j,     c = running sum of log_gate,     j <= i
+    o_i = sum_j softmax_j(scale q_i . k_j + c_i - c_j) v_j,     c = running sum of log_decay,     j <= i
 
 Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025, section 3.
 """
@@ -13,54 +13,17 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-
-from .tuning import KEY_UNIT, NEAR_UNITS, ROW_UNIT
-
-CLOSED = -1.0e4  # a log gate this low is treated as -inf: exp(CLOSED) is 0 by any measure
-
-
-def segment_starts(cu_seqlens: Tensor, S: int) -> Tensor:
-    """First position of each token's packed sequence: [S] int32 from cu_seqlens [N+1]."""
-    cu = cu_seqlens.to(torch.int64)
-    index = torch.searchsorted(cu, torch.arange(S, device=cu.device), right=True) - 1
-    return cu[index].to(torch.int32)
-
-
-def _gate_sums(log_gate: Tensor | None, B: int, S: int, H: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Running sums c [B, H, S] float64 and closed [B, H, S]; closed gates add nothing to c."""
-    if log_gate is None:
-        return (
-            torch.zeros(B, H, S, dtype=torch.float64, device=device),
-            torch.zeros(B, H, S, dtype=torch.bool, device=device),
-        )
-    if log_gate.ndim == 1:
-        log_gate = log_gate.clamp(min=CLOSED).expand(B, S, H)
-        closed = torch.zeros(B, S, H, dtype=torch.bool, device=device)
-    else:
-        closed = log_gate <= CLOSED
-    g = log_gate.double().masked_fill(closed, 0.0)
-    return g.cumsum(1).transpose(1, 2), closed.transpose(1, 2)
-
-
-def _left(closed: Tensor, window: int | None, cu_seqlens: Tensor | None) -> Tensor:
-    """First visible key of each position: [B, H, S]."""
-    S = closed.shape[-1]
-    pos = torch.arange(S, device=closed.device)
-    left = torch.where(closed, pos, 0).cummax(-1).values
-    if window is not None:
-        left = torch.maximum(left, pos - window + 1)
-    if cu_seqlens is not None:
-        left = torch.maximum(left, segment_starts(cu_seqlens, S))
-    return left
+from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
+from attnzoo.kernels.common.dense import first_visible, running_sums
 
 
 def prune_starts_reference(
-    q: Tensor, k: Tensor, c: Tensor, left: Tensor, scale: float, prune: Prune, logit_bound: Tensor | None = None
+    q: Tensor, k: Tensor, c: Tensor, since: Tensor, scale: float, prune: Prune, logit_bound: Tensor | None = None
 ) -> Tensor:
     """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)]: prune.py's bounds, in float64.
 
     Args:
-        q, k: [B, T, H, K] and [B, S, G, K]; c: [B, H, S] running gate sums; left: [B, H, S] first visible keys.
+        q, k: [B, T, H, K] and [B, S, G, K]; c: [B, H, S] running gate sums; since: [B, H, S] first visible keys.
     """
     B, T, H, _ = q.shape
     S, G = k.shape[1], k.shape[2]
@@ -72,7 +35,7 @@ def prune_starts_reference(
     if prune.bound == "tail":
         pos, j = torch.arange(off, S, device=q.device), torch.arange(S, device=q.device)
         near = ((pos - off) // ROW_UNIT * ROW_UNIT + off) // KEY_UNIT * KEY_UNIT - NEAR_UNITS * KEY_UNIT
-        seen = (j <= pos[:, None]) & (j >= near[:, None]) & (j >= left[..., off:, None])
+        seen = (j <= pos[:, None]) & (j >= near[:, None]) & (j >= since[..., off:, None])
         logits = scale * torch.einsum("bthk,bshk->bhts", q64, k64.repeat_interleave(H // G, 2))
         logits = (logits + c[..., off:, None] - c[..., None, :]).masked_fill(~seen, -math.inf)
         u = scale * q64.norm(dim=-1).transpose(1, 2) * k_max[..., None]  # [B, H, T]
@@ -102,7 +65,7 @@ def fox_reference(
     k: Tensor,
     v: Tensor,
     *,
-    log_gate: Tensor | None,
+    log_decay: Tensor | None,
     scale: float | None = None,
     prune: Prune | None = None,
     window: int | None = None,
@@ -125,14 +88,14 @@ def fox_reference(
     scale = K**-0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    c, closed = _gate_sums(log_gate, B, S, H, q.device)
-    left = _left(closed, window, cu_seqlens)
+    c, closed = running_sums(log_decay, B, S, H, q.device)
+    since = first_visible(closed, window, cu_seqlens)
     off = S - T
     pos = torch.arange(off, S, device=q.device)
     j = torch.arange(S, device=q.device)
-    visible = (j <= pos[:, None]) & (j >= left[..., off:, None])  # [B, H, T, S]
+    visible = (j <= pos[:, None]) & (j >= since[..., off:, None])  # [B, H, T, S]
     if prune is not None:
-        start = prune_starts_reference(q, k, c, left, scale, prune, logit_bound)
+        start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound)
         visible &= j >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
     qh = q.to(cd).transpose(1, 2)
     kh, vh = (x.to(cd).transpose(1, 2).repeat_interleave(H // G, 1) for x in (k, v))

@@ -94,7 +94,7 @@ def path_extend(
     """
     _check(q, k, w, beta, keys, values, gates, valid)
     refuse_gradients(q, k, w, beta, keys, values)
-    from .decode import path_advance
+    from attnzoo.kernels.path.portable.decode import path_advance
 
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     S, outputs = keys.shape[1], []

@@ -10,9 +10,9 @@ from urllib.parse import unquote, urldefrag, urljoin
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-WRITTEN = sorted(
-    str(path.relative_to(DOCS).with_suffix(".html")) for path in DOCS.rglob("*.md") if "node_modules" not in path.parts
-)
+PAGES = [path.relative_to(DOCS) for path in DOCS.rglob("*.md") if "node_modules" not in path.parts]
+LISTED = ("benchmarks/NOTES.md", "benchmarks/results/")  # shown as they are, like code
+WRITTEN = sorted(str(path.with_suffix(".html")) for path in PAGES if not path.as_posix().startswith(LISTED))
 SHOWN = [*WRITTEN, "source/attnzoo/algebra/gate.py.html"]
 
 # what a reader would see: text nodes outside code, scripts and the formulas' own markup

@@ -12,7 +12,8 @@ import torch
 from fox_cases import DEVICE, draw_gate, run
 from torch import Tensor
 
-from attnzoo.kernels.path import path_attention, tuning
+from attnzoo.kernels.common.tiles import Kind, Tiles
+from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 
 
@@ -41,10 +42,10 @@ class Case:
 @pytest.fixture(autouse=True)
 def large_tiles() -> Iterator[None]:
     """Under the interpreter large tiles are the fastest; a GPU keeps its own."""
-    large: dict[tuning.Kind, tuning.Tiles] = {
-        "fwd": tuning.Tiles(128, 64, 4, 1), "dq": tuning.Tiles(128, 64, 4, 1), "dkdv": tuning.Tiles(64, 64, 4, 1),
+    large: dict[Kind, Tiles] = {
+        "fwd": Tiles(128, 64, 4, 1), "dq": Tiles(128, 64, 4, 1), "dkdv": Tiles(64, 64, 4, 1),
     }  # fmt: skip
-    with tuning.override(large if DEVICE == "cpu" else {}):
+    with plan.override(large if DEVICE == "cpu" else {}):
         yield
 
 
@@ -57,7 +58,7 @@ def draw_beta(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """q, k, v, w, beta, do and, where the case has one, log_gate; w and beta in float32."""
+    """q, k, v, w, beta, do and, where the case has one, log_decay; w and beta in float32."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -73,7 +74,7 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     }
     gate = draw_gate(case, generator)
     if gate is not None:
-        x["log_gate"] = gate
+        x["log_decay"] = gate
     return {name: t.to(DEVICE) for name, t in x.items()}
 
 
@@ -87,4 +88,4 @@ def triton(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def within_budget(case: Case, x: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
     """The budget of the fox kernels; w and beta, too, have gradients that are sums over the factors."""
-    fox_cases.within_budget(case, x, ours, path_reference, ("dlog_gate", "dw", "dbeta"))
+    fox_cases.within_budget(case, x, ours, path_reference, ("dlog_decay", "dw", "dbeta"))

@@ -9,7 +9,10 @@ import torch
 from fox_cases import DEVICE, SMALL, Case, inputs, oracle, run, triton, within_budget
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.fox import fox_attention, tuning
+from attnzoo.kernels.common import device as device_facts
+from attnzoo.kernels.common.constants import KEY_UNIT
+from attnzoo.kernels.common.tiles import Tiles
+from attnzoo.kernels.fox import fox_attention, plan
 
 CASES = [
     Case(gate="open"),
@@ -44,10 +47,10 @@ def test_kernel_within_budget(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "tiles",
-    [tuning.Tiles(128, 64, 4, 1), tuning.Tiles(16, 16, 4, 1), tuning.Tiles(64, 64, 4, 1, tma=True, heads=1)],
+    [Tiles(128, 64, 4, 1), Tiles(16, 16, 4, 1), Tiles(64, 64, 4, 1, tma=True, heads=1)],
     ids=["large", "small", "descriptors"],
 )
-def test_every_tiling_computes_the_same(tiles: tuning.Tiles) -> None:
+def test_every_tiling_computes_the_same(tiles: Tiles) -> None:
     case = Case(T=100, S=170, H=2, sink=True)
     x = inputs(case, torch.float32)
     within_budget(case, x, triton(case, x, tiles))
@@ -56,7 +59,7 @@ def test_every_tiling_computes_the_same(tiles: tuning.Tiles) -> None:
 def test_key_tiles_may_be_wider_than_a_unit() -> None:
     case = Case(T=200, S=230)
     x = inputs(case, torch.float32)
-    with tuning.override({"fwd": SMALL, "dq": SMALL, "dkdv": tuning.Tiles(32, 128, 4, 1)}):
+    with plan.override({"fwd": SMALL, "dq": SMALL, "dkdv": Tiles(32, 128, 4, 1)}):
         within_budget(case, x, run(fox_attention, case, x, impl="triton"))
 
 
@@ -87,8 +90,8 @@ def test_a_closed_gate_equals_a_border_between_sequences() -> None:
     case = Case(T=160, S=160, gate="open", H=2)
     x = inputs(case, torch.float32)
     packed = triton(Case(T=160, S=160, gate="open", cu_seqlens=(0, 57, 160)), x)
-    closed = dict(x, log_gate=x["log_gate"].clone())
-    closed["log_gate"][:, 57] = -math.inf
+    closed = dict(x, log_decay=x["log_decay"].clone())
+    closed["log_decay"][:, 57] = -math.inf
     cut = triton(case, closed)
     for name in packed:
         torch.testing.assert_close(cut[name], packed[name], rtol=1e-4, atol=2e-5)
@@ -109,11 +112,11 @@ def test_padding_on_the_left_is_neutral_once_its_gate_is_closed() -> None:
     case = Case(T=100, S=100, gate="open")
     x = inputs(case, torch.float32)
     pad = {n: torch.cat([torch.full_like(t[:, :37], 1e3 if n in "kv" else 0.0), t], 1) for n, t in x.items()}
-    pad["log_gate"][:, 37] = -math.inf
+    pad["log_decay"][:, 37] = -math.inf
     padded, alone = triton(Case(T=137, S=137, gate="open"), pad), triton(case, x)
     for name in alone:
         got = padded[name][:, 37:]
-        if name == "dlog_gate":
+        if name == "dlog_decay":
             got, alone[name] = got[:, 1:], alone[name][:, 1:]  # the first real gate is the closed one
         torch.testing.assert_close(got, alone[name], rtol=1e-4, atol=1e-5)
 
@@ -122,7 +125,7 @@ def test_the_future_changes_nothing() -> None:
     case = Case(T=150, S=150)
     x = inputs(case, torch.float32)
     y = {name: t.clone() for name, t in x.items()}
-    for name in ("q", "k", "v", "log_gate"):
+    for name in ("q", "k", "v", "log_decay"):
         y[name][:, 100:] = -3.0
     # the tiles' order may depend on closed gates, so equal up to rounding
     torch.testing.assert_close(triton(case, x)["o"][:, :100], triton(case, y)["o"][:, :100], rtol=1e-5, atol=1e-6)
@@ -130,13 +133,13 @@ def test_the_future_changes_nothing() -> None:
 
 def test_constant_gates_and_no_gate_are_special_cases_of_gates() -> None:
     x = inputs(Case(gate="const", H=2), torch.float32)
-    full = dict(x, log_gate=x["log_gate"].expand(1, 150, 2).contiguous())
+    full = dict(x, log_decay=x["log_decay"].expand(1, 150, 2).contiguous())
     const, gated = triton(Case(gate="const"), x), triton(Case(), full)
     for name in ("o", "dq", "dk", "dv"):
         torch.testing.assert_close(const[name], gated[name], rtol=2e-5, atol=2e-6)
-    torch.testing.assert_close(const["dlog_gate"], gated["dlog_gate"].sum((0, 1)), rtol=2e-4, atol=1e-5)
-    nope = {name: t for name, t in x.items() if name != "log_gate"}
-    ones = dict(x, log_gate=torch.zeros(1, 150, 2, device=DEVICE))
+    torch.testing.assert_close(const["dlog_decay"], gated["dlog_decay"].sum((0, 1)), rtol=2e-4, atol=1e-5)
+    nope = {name: t for name, t in x.items() if name != "log_decay"}
+    ones = dict(x, log_decay=torch.zeros(1, 150, 2, device=DEVICE))
     none, gated = triton(Case(gate="none"), nope), triton(Case(gate="ones"), ones)
     for name in none:
         torch.testing.assert_close(none[name], gated[name], rtol=2e-5, atol=2e-6)
@@ -144,13 +147,13 @@ def test_constant_gates_and_no_gate_are_special_cases_of_gates() -> None:
 
 def test_gate_sums_do_not_lose_precision_with_length() -> None:
     """Mean |log gate| 1: the bias between neighbours near the end of a long sequence, against float64."""
-    from attnzoo.kernels.fox.gates import gate_sums
+    from attnzoo.kernels.common.gate_sums import gate_sums
 
     S = 131072
     g = -2 * torch.rand(1, S, 1, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     c, base, left, _ = gate_sums(g, None, S)
     exact = (g.double() / math.log(2)).cumsum(1)[0, :, 0]
-    unit = torch.arange(S, device=DEVICE) // tuning.KEY_UNIT
+    unit = torch.arange(S, device=DEVICE) // KEY_UNIT
 
     def bias(i: int, j: torch.Tensor) -> torch.Tensor:  # as the kernels form it: base to base, then within the unit
         shift = (base[0, 0, unit[i]] + c[0, 0, i].double() - base[0, 0, unit[j]]).float()
@@ -176,7 +179,9 @@ def test_offsets_are_64_bit() -> None:
         storage = torch.empty(255 * stride + 64, dtype=torch.bfloat16, device=DEVICE)
         far[name] = storage.as_strided((1, 256, 1, 64), (256 * stride, stride, 64, 1)).copy_(x[name])
     with torch.no_grad():
-        near_o, far_o = (fox_attention(t["q"], t["k"], t["v"], log_gate=t["log_gate"], impl="triton") for t in (x, far))
+        near_o, far_o = (
+            fox_attention(t["q"], t["k"], t["v"], log_decay=t["log_decay"], impl="triton") for t in (x, far)
+        )
     assert torch.equal(near_o, far_o)
 
 
@@ -232,27 +237,27 @@ def test_two_runs_give_the_same_bits_under_deterministic_algorithms() -> None:
 
 
 def test_where_the_gluon_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tuning, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(device_facts, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(device_facts, "triton_version", lambda: (3, 6))
     device = torch.device(DEVICE)
-    assert tuning.one_pass(64, 128, torch.bfloat16, device)
-    assert not tuning.one_pass(64, 64, torch.float32, device)
-    assert not tuning.one_pass(64, 256, torch.float16, device)
-    assert not tuning.one_pass(32, 64, torch.float16, device)
-    with tuning.override({"dq": SMALL}):
-        assert not tuning.one_pass(64, 64, torch.bfloat16, device)
-        assert tuning.hopper_forward(1000, 64, 128, torch.bfloat16, device)
-    assert not tuning.hopper_forward(100, 128, 128, torch.bfloat16, device)
-    assert not tuning.hopper_forward(1000, 64, 64, torch.bfloat16, device)
+    assert plan.one_pass(64, 128, torch.bfloat16, device)
+    assert not plan.one_pass(64, 64, torch.float32, device)
+    assert not plan.one_pass(64, 256, torch.float16, device)
+    assert not plan.one_pass(32, 64, torch.float16, device)
+    with plan.override({"dq": SMALL}):
+        assert not plan.one_pass(64, 64, torch.bfloat16, device)
+        assert plan.hopper_forward(1000, 64, 128, torch.bfloat16, device)
+    assert not plan.hopper_forward(100, 128, 128, torch.bfloat16, device)
+    assert not plan.hopper_forward(1000, 64, 64, torch.bfloat16, device)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not tuning.one_pass(64, 64, torch.bfloat16, device)
+        assert not plan.one_pass(64, 64, torch.bfloat16, device)
     finally:
         torch.use_deterministic_algorithms(False)
     for name, other in (("capability", (8, 0)), ("triton_version", (3, 7))):
         with monkeypatch.context() as patch:
-            patch.setattr(tuning, name, lambda *_, other=other: other)
-            assert not tuning.one_pass(64, 64, torch.bfloat16, device)
+            patch.setattr(device_facts, name, lambda *_, other=other: other)
+            assert not plan.one_pass(64, 64, torch.bfloat16, device)
 
 
 @pytest.mark.gpu
@@ -263,7 +268,7 @@ def test_errors_are_not_above_the_peers(K: int) -> None:
     x = inputs(case, torch.bfloat16)
     x["q"], x["k"] = (torch.nn.functional.rms_norm(x[n].float(), (K,)).bfloat16() for n in "qk")
     exact, ours = oracle(case, x), triton(case, x, None)
-    for name, limit in {"o": 2.05e-3, "dq": 2.9e-3, "dk": 2.9e-3, "dv": 2.9e-3, "dlog_gate": 3.0e-3}.items():
+    for name, limit in {"o": 2.05e-3, "dq": 2.9e-3, "dk": 2.9e-3, "dv": 2.9e-3, "dlog_decay": 3.0e-3}.items():
         error = (ours[name].double() - exact[name]).norm() / exact[name].norm()
         assert error <= limit, f"{name}: {error:.2e}"
 
@@ -273,7 +278,7 @@ def test_long_sequences_on_the_gpu() -> None:
     """T = 131072, mean |log gate| 1: the last rows equal those of the same tokens cut out (the past has decayed)."""
     case = Case(T=131072, S=131072, H=1, K=64, V=64, gate="open")
     x = inputs(case, torch.bfloat16)
-    x["log_gate"] = -2 * torch.rand_like(x["log_gate"])
+    x["log_decay"] = -2 * torch.rand_like(x["log_decay"])
     cut = {name: t[:, -2048:].contiguous() for name, t in x.items()}
     whole, part = triton(case, x, None), triton(Case(T=2048, S=2048, H=1, K=64, V=64, gate="open"), cut, None)
     exact = oracle(Case(T=2048, S=2048, H=1, K=64, V=64, gate="open"), cut)

@@ -6,20 +6,22 @@ import pytest
 import torch
 from fox_cases import DEVICE
 
-from attnzoo.kernels.fox import tuning
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.device import triton_version
+from attnzoo.kernels.common.tiles import HOPPER_BACKWARD
 
-pytestmark = pytest.mark.skipif(tuning.triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
+pytestmark = pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
 B, H, K = 2, 3, 40
-BT, BK, RU = tuning.ONE_PASS.BT, 64, tuning.ROW_UNIT
+BT, BK, RU = HOPPER_BACKWARD.BT, 64, ROW_UNIT
 M = BT // 16
-N = tuning.ONE_PASS.num_warps // M
+N = HOPPER_BACKWARD.num_warps // M
 
 
 @pytest.mark.parametrize("T", [130, 201])
 @pytest.mark.parametrize("sink", [False, True])
 def test_dq_and_row_sums_reach_their_places(T: int, sink: bool) -> None:
     """dQ stored as the products' threads hold it, and sums per pair of rows, come out per row and column."""
-    from attnzoo.kernels.fox import one_pass
+    from attnzoo.kernels.fox.hopper import backward as one_pass
 
     S, Tp = T + 9, -(-T // RU) * RU
     generator = torch.Generator().manual_seed(0)
@@ -49,9 +51,9 @@ def test_dq_and_row_sums_reach_their_places(T: int, sink: bool) -> None:
     assert torch.equal(columns[:, :, : S - T], dkey[:, :, : S - T])
 
 
-@pytest.mark.parametrize("low", [False, True])
-def test_delta_takes_the_dropped_part_of_the_output(low: bool) -> None:
-    from attnzoo.kernels.fox import one_pass
+@pytest.mark.parametrize("o_rest", [False, True])
+def test_delta_takes_the_dropped_part_of_the_output(o_rest: bool) -> None:
+    from attnzoo.kernels.fox.hopper import backward as one_pass
 
     T, Tp = 70, RU
     generator = torch.Generator().manual_seed(0)
@@ -60,13 +62,13 @@ def test_delta_takes_the_dropped_part_of_the_output(low: bool) -> None:
     dropped = (exact - o.float()).half()
     lse = torch.randn(B, H, T, generator=generator).to(DEVICE)
     rows, delta = (torch.full((B * H, Tp), float("nan"), device=DEVICE) for _ in range(2))
-    one_pass.fox_rows_kernel[(B * H, Tp // 64)](
-        o, dropped if low else o, do.half(), lse, rows, delta, lse, lse, lse, lse, lse, T, T, *o.stride()[:3],
-        *o.stride()[:3], H=H, V=K, BV=64, BT=64, RU=RU, KU=tuning.KEY_UNIT, GATE=0, HAS_SINK=False, HAS_LOW=low,
+    one_pass.fox_bwd_rows_kernel[(B * H, Tp // 64)](
+        o, dropped if o_rest else o, do.half(), lse, rows, delta, lse, lse, lse, lse, lse, T, T, *o.stride()[:3],
+        *o.stride()[:3], H=H, V=K, BV=64, BT=64, RU=RU, KU=KEY_UNIT, GATE=0, HAS_SINK=False, HAS_REST=o_rest,
     )  # fmt: skip
     assert torch.equal(rows[:, :T].view(B, H, T), lse)
     assert bool((rows[:, T:] == float("inf")).all())
     assert bool((delta[:, T:] == 0.0).all())
     want = (exact.double() * do.half().double()).sum(-1).transpose(1, 2)
     error = float((delta[:, :T].view(B, H, T).double() - want).norm() / want.norm())
-    assert error < 1e-6 if low else 1e-5 < error < 1e-3
+    assert error < 1e-6 if o_rest else 1e-5 < error < 1e-3

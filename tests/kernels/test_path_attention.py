@@ -8,23 +8,25 @@ import pytest
 import torch
 from fox_cases import DEVICE
 from path_cases import Case, inputs, triton, within_budget
+from path_definitions import needed
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.fox.tuning import Tiles
-from attnzoo.kernels.path import bwd, fwd, transitions, tuning
-from attnzoo.kernels.path.transitions import Carried, Levels
+from attnzoo.kernels.common.tiles import Kind, Tiles
+from attnzoo.kernels.path import head_groups, plan
+from attnzoo.kernels.path.levels import Carried, Leaves, Levels, levels_of
+from attnzoo.kernels.path.portable import backward, forward
 
 LONG = Case(T=330, H=2, G=1, K=16, V=32)
 PACKED = Case(T=270, H=2, G=2, gate="none", cu_seqlens=(0, 1, 130, 200, 270))
 PRUNED = Case(T=520, H=1, G=1, gate="strong", options={"prune": Prune(1e-4)})
 
 
-TALL: dict[tuning.Kind, Tiles] = {
+TALL: dict[Kind, Tiles] = {
     "fwd": Tiles(128, 64, 4, 1),
     "dq": Tiles(128, 64, 4, 1),
     "dkdv": Tiles(64, 64, 4, 1),
 }
-SMALL: dict[tuning.Kind, Tiles] = {
+SMALL: dict[Kind, Tiles] = {
     "fwd": Tiles(64, 32, 4, 1),
     "dq": Tiles(64, 32, 4, 1),
     "dkdv": Tiles(32, 64, 4, 1),
@@ -33,18 +35,18 @@ SMALL: dict[tuning.Kind, Tiles] = {
 
 @pytest.mark.parametrize("case", [LONG, PACKED, PRUNED], ids=str)
 @pytest.mark.parametrize("tiles", [TALL, SMALL], ids=["tall", "small"])
-def test_tilings_stay_within_budget(case: Case, tiles: dict[tuning.Kind, Tiles]) -> None:
+def test_tilings_stay_within_budget(case: Case, tiles: dict[Kind, Tiles]) -> None:
     x = inputs(case, torch.float32)
-    with tuning.override(tiles):
+    with plan.override(tiles):
         within_budget(case, x, triton(case, x))
 
 
 def test_workspaces_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(B=2, T=150, H=2, G=2, options={"prune": Prune(1e-4)})
     x = inputs(case, torch.float32)
-    with tuning.override(TALL):
+    with plan.override(TALL):
         whole = triton(case, x)
-        monkeypatch.setattr(tuning, "BUDGET", 1)  # one key head at a time
+        monkeypatch.setattr(head_groups, "BUDGET", 1)  # one key head at a time
         pieces = triton(case, x)
     for name, y in pieces.items():
         assert torch.equal(y, whole[name]), name
@@ -53,13 +55,13 @@ def test_workspaces_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("budget", [1, 1 << 20, 3 << 20, 1 << 40])
 @pytest.mark.parametrize(("B", "H", "G"), [(1, 6, 3), (3, 4, 4), (2, 5, 5)])
 def test_parts_cover_every_head_once(B: int, H: int, G: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "BUDGET", budget)
+    monkeypatch.setattr(head_groups, "BUDGET", budget)
     q, k = torch.empty(B, 600, H, 16), torch.empty(B, 600, G, 16)
     queries, keys = torch.zeros(B, 1, H), torch.zeros(B, 1, G)
-    for part in tuning.parts(q, k, backward=True):
-        part.queries(queries).add_(1)
-        part.keys(keys).add_(1)
-        assert part.h.start * G == part.g.start * H
+    for group in head_groups.head_groups(q, k, backward=True):
+        group.queries(queries).add_(1)
+        group.keys(keys).add_(1)
+        assert group.h.start * G == group.g.start * H
     assert torch.equal(queries, torch.ones_like(queries))
     assert torch.equal(keys, torch.ones_like(keys))
 
@@ -67,17 +69,17 @@ def test_parts_cover_every_head_once(B: int, H: int, G: int, budget: int, monkey
 def test_pruned_carries_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a level's rows that pruning spares nor those past its own number of rows."""
     x = inputs(PRUNED, torch.float32)
-    with tuning.override(TALL):
+    with plan.override(TALL):
         clean = triton(PRUNED, x)
     spared = 0
 
     def poison(carry: Any) -> Any:
-        def spoiled(block: transitions.Block, start: torch.Tensor) -> Carried:
+        def spoiled(block: Leaves, start: torch.Tensor) -> Carried:
             nonlocal spared
             carried = carry(block, start)
             levels = Levels(torch.full_like(carried.levels.q, torch.nan), torch.full_like(carried.levels.k, torch.nan))
-            for s, level in enumerate(transitions.levels_of(PRUNED.T)):
-                m_q, m_k = transitions.needed(start, level, PRUNED.G)
+            for s, level in enumerate(levels_of(PRUNED.T)):
+                m_q, m_k = needed(start, level, PRUNED.G)
                 spared += int((~m_q).sum() + (~m_k).sum())
                 for y, z, m in ((levels.q, carried.levels.q, m_q), (levels.k, carried.levels.k, m_k)):
                     n = m.shape[1]
@@ -86,9 +88,9 @@ def test_pruned_carries_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return spoiled
 
-    monkeypatch.setattr(fwd, "carry", poison(fwd.carry))
-    monkeypatch.setattr(bwd, "carry", poison(bwd.carry))
-    with tuning.override(TALL):
+    monkeypatch.setattr(forward, "carry", poison(forward.carry))
+    monkeypatch.setattr(backward, "carry", poison(backward.carry))
+    with plan.override(TALL):
         poisoned = triton(PRUNED, x)
     for name, y in poisoned.items():
         assert torch.equal(y, clean[name]), name
@@ -98,18 +100,18 @@ def test_pruned_carries_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("kind", "tiles"), [("fwd", Tiles(64, 128, 4, 1)), ("dkdv", Tiles(128, 64, 4, 1))])
 def test_a_tile_must_fit_a_block(kind: Any, tiles: Tiles) -> None:
     device = torch.device(DEVICE)
-    with tuning.override({kind: tiles}), pytest.raises(ValueError, match=f"{kind} tiles: expected BS"):
-        tuning.tiles(kind, 64, torch.float16, device, pruned=False)
+    with plan.override({kind: tiles}), pytest.raises(ValueError, match=f"{kind} tiles: expected BS"):
+        plan.tiles(kind, 64, torch.float16, device, pruned=False)
 
 
 def test_an_unknown_gpu_gets_the_safe_tiles_and_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "capability", lambda device: (12, 3))
+    monkeypatch.setattr(plan, "capability", lambda device: (12, 3))
     with caplog.at_level("INFO", logger="attnzoo.kernels.path"):
         for _ in range(2):
-            t = tuning.tiles("fwd", 64, torch.float16, torch.device(DEVICE), pruned=True)
-    assert t == tuning._SAFE["fwd"][64]
+            t = plan.tiles("fwd", 64, torch.float16, torch.device(DEVICE), pruned=True)
+    assert t == plan._SAFE["fwd"][64]
     assert [r.getMessage() for r in caplog.records] == [
         "path: no tuned tiles for compute capability 12.3; using the safe table"
     ]

@@ -13,12 +13,13 @@ from path_cases import Case, inputs, triton, within_budget
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.fox import tuning as fox_tuning
-from attnzoo.kernels.path import tuning
-from attnzoo.kernels.path.transitions import levels_of
+from attnzoo.kernels.common import device as device_facts
+from attnzoo.kernels.common.tiles import HOPPER_BACKWARD, Tiles
+from attnzoo.kernels.path import plan
+from attnzoo.kernels.path.levels import levels_of
 
-gluon = pytest.mark.skipif(fox_tuning.triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
-M, N = fox_tuning.ONE_PASS.BT // 16, fox_tuning.ONE_PASS.num_warps // (fox_tuning.ONE_PASS.BT // 16)
+gluon = pytest.mark.skipif(device_facts.triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
+M, N = HOPPER_BACKWARD.BT // 16, HOPPER_BACKWARD.num_warps // (HOPPER_BACKWARD.BT // 16)
 
 
 def _as_held(x: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ def _as_held(x: Tensor) -> Tensor:
 
 
 class Pass:
-    """``path_bwd_kernel`` in PyTorch, all keys of a level at once."""
+    """``path_bwd_hopper_kernel`` in PyTorch, all keys of a level at once."""
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         return self
@@ -55,7 +56,7 @@ class Pass:
                     for head in range(H):
                         g = head // REP
                         see = torch.ones(len(t), h, dtype=torch.bool)
-                        if options["HAS_LEFT"]:
+                        if options["HAS_SINCE"]:
                             first = left[b % left.shape[0], head % left.shape[1]]
                             see &= s >= first[t][:, None]
                         if options["HAS_START"]:
@@ -100,11 +101,13 @@ class Pass:
     ids=str,
 )
 def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnzoo.kernels.path import bwd, one_pass, op
+    from attnzoo.kernels.path import op
+    from attnzoo.kernels.path.hopper import backward as one_pass
+    from attnzoo.kernels.path.portable import backward
 
-    monkeypatch.setattr(one_pass, "path_bwd_kernel", Pass())
-    monkeypatch.setattr(one_pass, "describe", lambda x, rows: SimpleNamespace(base=x))
-    monkeypatch.setattr(bwd, "can_merge", lambda *_: True)
+    monkeypatch.setattr(one_pass, "path_bwd_hopper_kernel", Pass())
+    monkeypatch.setattr(one_pass, "gluon_descriptor", lambda x, rows: SimpleNamespace(base=x))
+    monkeypatch.setattr(backward, "can_merge", lambda *_: True)
     monkeypatch.setattr(op, "one_pass", lambda *_: True)
     x = inputs(case, dtype)
     within_budget(case, x, triton(case, x))
@@ -112,9 +115,10 @@ def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: py
 
 def test_without_what_rounding_dropped_the_two_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when deterministic algorithms are asked for in the forward alone."""
-    from attnzoo.kernels.path import bwd, op
+    from attnzoo.kernels.path import op
+    from attnzoo.kernels.path.portable import backward
 
-    monkeypatch.setattr(bwd, "can_merge", lambda *_: True)
+    monkeypatch.setattr(backward, "can_merge", lambda *_: True)
     monkeypatch.setattr(op, "one_pass", lambda *_: False)
     case = Case(T=201, gate="open")
     x = inputs(case, torch.float32)
@@ -122,19 +126,19 @@ def test_without_what_rounding_dropped_the_two_kernels_run(monkeypatch: pytest.M
 
 
 def test_where_the_one_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fox_tuning, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(fox_tuning, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(device_facts, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(device_facts, "triton_version", lambda: (3, 6))
     for kind in ("dq", "dkdv"):
-        monkeypatch.delitem(tuning._overrides, kind, raising=False)
+        monkeypatch.delitem(plan._overrides, kind, raising=False)
     device = torch.device(DEVICE)
-    assert tuning.one_pass(129, 64, 128, torch.bfloat16, device)
-    assert not tuning.one_pass(128, 64, 128, torch.bfloat16, device)  # no levels
-    assert not tuning.one_pass(1000, 64, 64, torch.float32, device)
-    assert not tuning.one_pass(1000, 32, 64, torch.float16, device)
-    with tuning.override({"dkdv": tuning.Tiles(64, 64, 4, 1)}):
-        assert not tuning.one_pass(1000, 64, 64, torch.bfloat16, device)
+    assert plan.one_pass(129, 64, 128, torch.bfloat16, device)
+    assert not plan.one_pass(128, 64, 128, torch.bfloat16, device)  # no levels
+    assert not plan.one_pass(1000, 64, 64, torch.float32, device)
+    assert not plan.one_pass(1000, 32, 64, torch.float16, device)
+    with plan.override({"dkdv": Tiles(64, 64, 4, 1)}):
+        assert not plan.one_pass(1000, 64, 64, torch.bfloat16, device)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert not tuning.one_pass(1000, 64, 64, torch.bfloat16, device)
+    assert not plan.one_pass(1000, 64, 64, torch.bfloat16, device)
 
 
 ON_GPU = [
@@ -158,10 +162,10 @@ ON_GPU = [
     ids=str,
 )
 def test_both_ways_within_budget(case: Case, dtype: torch.dtype, merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not tuning.one_pass(case.T, case.K, case.V, dtype, torch.device(DEVICE)):
+    if not plan.one_pass(case.T, case.K, case.V, dtype, torch.device(DEVICE)):
         pytest.skip("the one-pass backward does not run here")
     if not merged:
-        monkeypatch.setattr(fox_tuning, "one_pass", lambda *_: False)
+        monkeypatch.setattr("attnzoo.kernels.path.plan.one_pass", lambda *_: False)
     x = inputs(case, dtype)
     within_budget(case, x, triton(case, x))
 

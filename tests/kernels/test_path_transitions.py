@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import path_definitions as dense
 import pytest
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.path import blocks, carry
-from attnzoo.kernels.path import transitions as tr
+from attnzoo.kernels.path import levels as tr
+from attnzoo.kernels.path.portable import blocks, carry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -61,7 +62,7 @@ def read_level(scores: Tensor, q: Tensor, k: Tensor, level: tr.Level) -> None:
         scores[:, :, rows, cols] = pairs(q[:, u * h : u * h + end], k[:, u * h : (u + 1) * h])
 
 
-def assemble(block: tr.Block, levels: tr.Levels, T: int) -> Tensor:
+def assemble(block: tr.Leaves, levels: tr.Levels, T: int) -> Tensor:
     """All scores from the levels, as the attention kernels read them."""
     B, nC, H = block.diag.shape[:3]
     scores = block.diag.new_zeros(B, H, nC * 64, nC * 64)
@@ -79,18 +80,18 @@ def assemble(block: tr.Block, levels: tr.Levels, T: int) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_levels_give_every_score(case: tuple[int, ...]) -> None:
     x = draw(*case)
-    block = tr.block_level(*x)
-    scores = assemble(block, tr.carry(block).levels, case[1])
+    block = dense.block_level(*x)
+    scores = assemble(block, dense.carry(block).levels, case[1])
     torch.testing.assert_close(scores, explicit_scores(*x), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_block_level_backward_is_the_derivative(case: tuple[int, ...]) -> None:
     x = [t.requires_grad_() for t in draw(*case)]
-    out = tr.block_level(*x)
-    d = tr.Block(*(torch.randn_like(t) for t in out))
+    out = dense.block_level(*x)
+    d = tr.Leaves(*(torch.randn_like(t) for t in out))
     expected = torch.autograd.grad(out, x, d)
-    for name, a, b in zip(("q", "k", "w", "beta"), tr.block_level_backward(*x, d), expected, strict=True):
+    for name, a, b in zip(("q", "k", "w", "beta"), dense.block_level_backward(*x, d), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"d{n}: {m}")
 
 
@@ -123,16 +124,16 @@ def level_zero(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_carry_backward_is_the_derivative(case: tuple[int, ...]) -> None:
     T = case[1]
-    block = tr.block_level(*draw(*case))
+    block = dense.block_level(*draw(*case))
     q, k, m = (t.detach().requires_grad_() for t in block[1:])
-    block = tr.Block(block.diag, q, k, m)
-    carried = tr.carry(block)
+    block = tr.Leaves(block.diag, q, k, m)
+    carried = dense.carry(block)
     d = random_like(carried.levels, T)
     zq, zk, dq, dk = level_zero(q, k)
     outputs, grads = [q, k, *rows_of(carried.levels, T)], [zq, zk, *rows_of(d, T)]
     expected = torch.autograd.grad(outputs, (q, k, m), grads, materialize_grads=True)
     with torch.no_grad():
-        ours = tr.carry_backward(block, carried, d, dq, dk)
+        ours = dense.carry_backward(block, carried, d, dq, dk)
     for name, a, b in zip("qkm", ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"d{n}: {m}")
 
@@ -153,9 +154,11 @@ def test_needed_rows_are_those_that_some_row_reads() -> None:
     for level in tr.levels_of(T):
         h = level.h
         meet = kept & (i // (2 * h) == j // (2 * h)) & (i // h != j // h)
-        q, k = tr.needed(start, level, G)
-        read_q = tr._pack(meet.any(3).transpose(1, 2)[..., None].long(), level, 1).bool()
-        read_k = tr._pack(meet.any(2).unflatten(1, (G, -1)).any(2).transpose(1, 2)[..., None].long(), level, 0).bool()
+        q, k = dense.needed(start, level, G)
+        read_q = dense._pack(meet.any(3).transpose(1, 2)[..., None].long(), level, 1).bool()
+        read_k = dense._pack(
+            meet.any(2).unflatten(1, (G, -1)).any(2).transpose(1, 2)[..., None].long(), level, 0
+        ).bool()
         assert torch.equal(q, read_q)
         assert torch.equal(k, read_k)
 
@@ -168,7 +171,7 @@ def test_needed_nodes_are_those_that_some_row_reads_across(T: int) -> None:
     i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
     kept = (j <= i) & (j >= start.repeat_interleave(128, 2)[:, :, :T, None])  # [B, H, T, T]
     kept = kept.unflatten(1, (G, -1)).any(2)
-    found, at = tr.needed_nodes(start, units, G), 0
+    found, at = dense.needed_nodes(start, units, G), 0
     for s in range(tr.tree_scales(units)):
         h, size = 64 << s, tr.tree_nodes(units, s)
         for v in range(size):
@@ -212,17 +215,17 @@ def test_block_kernels_within_budget(case: tuple[int, ...], hard: bool, dtype: t
         x[2][:, ::2] = x[2][:, :1].clone()
         x[3].fill_(2.0)
     x = on_device(x, dtype)
-    exact, ours = tr.block_level(*(t.double() for t in x)), blocks.block_level(*x)
+    exact, ours = dense.block_level(*(t.double() for t in x)), blocks.block_level(*x)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):  # its products are in bf16 too
-        plain = tr.block_level(*x)
+        plain = dense.block_level(*x)
     ours = ours._replace(diag=ours.diag.tril(), m=ours.m.float().sum(0)[:, : plain.m.shape[1]])
-    for name, a, b, c in zip(tr.Block._fields, exact, ours, plain, strict=True):
+    for name, a, b, c in zip(tr.Leaves._fields, exact, ours, plain, strict=True):
         within(name, a, b, c, dtype)
 
-    d = tr.Block(*(torch.randn_like(t) for t in ours))
-    exact_d = tr.block_level_backward(*(t.double() for t in x), doubled(d))
+    d = tr.Leaves(*(torch.randn_like(t) for t in ours))
+    exact_d = dense.block_level_backward(*(t.double() for t in x), doubled(d))
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        plain_d = tr.block_level_backward(*x, d)
+        plain_d = dense.block_level_backward(*x, d)
     d.diag.add_(torch.full_like(d.diag, torch.nan).triu(1))
     for name, a, b, c in zip("qkwb", exact_d, blocks.block_level_backward(*x, d), plain_d, strict=True):
         within(f"d{name}", a, b, c, dtype)
@@ -240,9 +243,9 @@ def test_block_kernels_take_views_of_any_scale() -> None:
     assert torch.equal(ours.diag.tril(), whole.diag[:1, :, 1:3].tril())
     assert torch.equal(ours.q[:, :, 0], x[0][:1, :, 1])  # beta = 0 moves nothing
     assert torch.equal(ours.k[:, :, 0], x[1][:1, :, 1])
-    exact = tr.block_level(*(t.double() for t in part))
+    exact = dense.block_level(*(t.double() for t in part))
     assert (ours.diag.tril() - exact.diag).norm() <= 1e-5 * exact.diag.norm()
-    d = tr.Block(*(torch.randn_like(t) * 1e-4 for t in ours))
+    d = tr.Leaves(*(torch.randn_like(t) * 1e-4 for t in ours))
     out = [torch.full_like(t, torch.nan) for t in x]
     blocks.block_level_backward(*part, d, out=tuple(t[:1, :, 1:3] for t in out))
     for got, new in zip(out, blocks.block_level_backward(*part, d), strict=True):
@@ -260,11 +263,11 @@ def test_carry_kernels_within_budget(case: tuple[int, ...], pruned: bool, dtype:
     B, T, H, G, K = case
     x = on_device(draw(*case), dtype)
     start = draw_start(B, T, H).to(DEVICE) if pruned else None
-    block, plain, units = blocks.block_level(*x), tr.block_level(*x), -(-T // 64)
+    block, plain, units = blocks.block_level(*x), dense.block_level(*x), -(-T // 64)
     block.m[:, :, units:] = torch.nan
     plain = plain._replace(q=block.q, k=block.k, m=block.m.float().sum(0)[:, : plain.m.shape[1]])
-    exact, theirs, ours = tr.carry(doubled(plain)), tr.carry(plain), carry.carry(block, start)
-    exists = [part for level in tr.levels_of(T) for part in (tr.needed(start, level, G) if pruned else (None, None))]
+    exact, theirs, ours = dense.carry(doubled(plain)), dense.carry(plain), carry.carry(block, start)
+    exists = [part for level in tr.levels_of(T) for part in (dense.needed(start, level, G) if pruned else (None, None))]
     reads = [None if e is None else e.to(DEVICE) for e in exists]
 
     def kept(levels: tr.Levels) -> list[Tensor]:
@@ -273,7 +276,7 @@ def test_carry_kernels_within_budget(case: tuple[int, ...], pruned: bool, dtype:
     for a, b, c in zip(kept(exact.levels), kept(ours.levels), kept(theirs.levels), strict=True):
         within("level", a, b, c, dtype)
     every = torch.zeros(B, H, -(-T // 128), dtype=torch.int32, device=DEVICE)
-    nodes = tr.needed_nodes(every if start is None else start, units, G)
+    nodes = dense.needed_nodes(every if start is None else start, units, G)
     nodes[:, :units] = True  # the leaves are there anyhow
     ours.nodes.masked_fill_(~nodes[None, ..., None, None], torch.nan)  # nobody reads them
     computed = [t.where(nodes[..., None, None], 0.0) for t in (exact.nodes, ours.nodes.float().sum(0), theirs.nodes)]
@@ -284,11 +287,32 @@ def test_carry_kernels_within_budget(case: tuple[int, ...], pruned: bool, dtype:
         if m is not None:
             r.copy_(r.where(m, torch.nan))
     _, _, dq, dk = level_zero(block.q, block.k)
-    exact_d = tr.carry_backward(
+    exact_d = dense.carry_backward(
         doubled(plain), tr.Carried(doubled(theirs.levels), exact.nodes), doubled(d), dq.double(), dk.double(), start
     )
-    plain_d = tr.carry_backward(plain, theirs, d, dq, dk, start)
+    plain_d = dense.carry_backward(plain, theirs, d, dq, dk, start)
     gq, gk, gm = carry.carry_backward(block, ours, d, dq, dk, start)
     plain_d = *plain_d[:2], plain_d[2].to(dtype)  # the running gradients are kept in the inputs' dtype
     for name, a, b, c in zip("qkm", exact_d, (gq, gk, gm), plain_d, strict=True):
         within(f"d{name}", a, b, c, dtype)
+
+
+@pytest.mark.timeout(120)  # a deadlock, not a wrong number, is what fails here
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU starts programs in an order of its own")
+def test_programs_may_start_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started last to first, one after another: none may wait for one that has not started."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    x = on_device(draw(1, 600, 2, 1, 16), torch.float32)
+    block = blocks.block_level(*x)
+    carried = carry.carry(block)
+    d = random_like(carried.levels, 600)
+    _, _, dq, dk = level_zero(block.q, block.k)
+    want = carry.carry_backward(block, carried, tr.Levels(d.q.clone(), d.k.clone()), dq, dk)
+
+    def backwards(self: Any, x: int, y: int, z: int) -> None:
+        self.grid_idx = tuple(n - 1 - i for n, i in zip(self.grid_dim, (x, y, z), strict=True))
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", backwards)
+    got = carry.carry_backward(block, carried, d, dq, dk)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

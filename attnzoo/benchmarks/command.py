@@ -1,0 +1,171 @@
+"""``attnzoo bench``: the options of each benchmark. What is measured, and how, stands in the module of its name."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from attnzoo.experiments.builtin import built_in, find_config
+
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Shape(click.ParamType[tuple[int, ...]]):
+    """Four whole numbers with commas between, as in 2,24,16384,64."""
+
+    name = "B,H,T,K"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        parts = str(value).split(",")
+        if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
+            self.fail(f"expected four whole numbers above 0, {self.name}, got {value!r}", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
+def out(folder: str) -> Option:
+    return click.option(
+        "--out",
+        type=click.Path(path_type=Path),
+        default=f"runs/bench/{folder}",
+        show_default=True,
+        help="Folder of results.json and results.md.",
+    )
+
+
+shapes = click.option(
+    "--shapes", type=Shape(), multiple=True, help="Instead of the usual ones; may be given several times."
+)
+only = click.option(
+    "--only", multiple=True, metavar="PREFIX", help="Contenders whose names start so; may be given several times."
+)
+rep = click.option(
+    "--rep", type=click.IntRange(min=1), default=150, show_default=True, help="Milliseconds of timing per figure."
+)
+official = click.option(
+    "--official",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File of the official FoX kernel, where forgetting_transformer is not installed.",
+)
+
+
+def seconds(default: int) -> Option:
+    return click.option(
+        "--seconds",
+        type=click.FloatRange(min=0, min_open=True),
+        default=default,
+        show_default=True,
+        help="Start no further measurement of the table after this long.",
+    )
+
+
+@click.group()
+def bench() -> None:
+    """Measure this machine: kernels beside the peers installed, training steps.
+
+    A peer that is not installed, or does not run here, is named in a line with the reason.
+    """
+
+
+@bench.command()
+@out("fox")
+@shapes
+@only
+@rep
+@seconds(500)
+@official
+@click.option("--plot", is_flag=True, help="Time over context lengths of 1k to 128k too, as plot.svg.")
+def fox(**options: Any) -> None:
+    """FoX's kernels on a GPU, forward and backward.
+
+    Beside SDPA, flash-linear-attention, FlexAttention and the official kernel. Each contender is checked against
+    float64 before it is timed.
+    """
+    _need_gpu("fox")
+    from attnzoo.benchmarks.fox import run
+
+    run(**options)
+
+
+@bench.command()
+@out("path")
+@shapes
+@only
+@rep
+@seconds(330)
+@click.option("--decode/--no-decode", default=True, show_default=True, help="One token after a cache, too.")
+def path(**options: Any) -> None:
+    """PaTH's kernels on a GPU, forward and backward.
+
+    PaTH and PaTH-FoX beside FoX and flash-linear-attention. Each contender is checked against float64 before it
+    is timed.
+    """
+    _need_gpu("path")
+    from attnzoo.benchmarks.path import run
+
+    run(**options)
+
+
+@bench.command()
+@out("decode")
+@shapes
+@official
+def decode(**options: Any) -> None:
+    """One token of FoX after a cache, on a GPU.
+
+    Beside SDPA, flash-linear-attention and the official kernel, each checked against float64 before it is timed.
+    """
+    _need_gpu("decode")
+    from attnzoo.benchmarks.decode import run
+
+    run(**options)
+
+
+@bench.command(epilog=f"Built in: {', '.join(built_in('train'))}.")
+@click.argument("config")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@out("train")
+@click.option("--device", type=click.Choice(["auto", "cpu"]), help="Instead of the configuration's.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps per measurement, and to warm up."
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements.")
+def train(config: str, overrides: tuple[str, ...], device: str | None, **options: Any) -> None:
+    """Speed and memory of training steps of CONFIG's model.
+
+    CONFIG and KEY=VALUE are those of `attnzoo train`; nothing is kept of what is trained.
+    """
+    found = find_config(config, "train")
+    from attnzoo.config import load_config
+
+    loaded = load_config(found, [*overrides, *([f"device={device}"] if device else [])])
+    if loaded.device != "cpu":
+        _need_gpu("train", "; --device cpu measures without one", triton=False)
+    from attnzoo.benchmarks.train import run
+
+    run(loaded, **options)
+
+
+@bench.command()
+@click.option("--length", type=click.IntRange(min=1), default=4096, show_default=True, help="T, tokens.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="The fastest counts.")
+def cpu(**options: Any) -> None:
+    """The reference forms on a CPU.
+
+    Chunk against recurrent for every linear variant, and FoX against causal SDPA, as ratios.
+    """
+    from attnzoo.benchmarks.cpu import run
+
+    run(**options)
+
+
+def _need_gpu(command: str, instead: str = "; `attnzoo bench cpu` needs none", triton: bool = True) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise click.ClickException(f"bench {command}: expected a CUDA GPU, found none{instead}")
+    if triton and importlib.util.find_spec("triton") is None:
+        raise click.ClickException(f"bench {command}: expected Triton, which is not installed")

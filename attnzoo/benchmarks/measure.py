@@ -1,0 +1,135 @@
+"""What the benchmarks share: inputs, timing, errors, peers, the machine and its ceiling, the files written."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnzoo.errors import unknown
+
+T = TypeVar("T")
+Result = dict[str, Any]
+
+
+def decay_lengths(H: int, generator: torch.Generator) -> Tensor:
+    """Tokens in which each head decays to 1/e: for 75% of them log-uniform in 8..256, for the rest in 1e5..1e6; [H]."""
+    local = round(0.75 * H)
+    spans = [torch.empty(n).uniform_(math.log(a), math.log(b), generator=generator)
+             for n, a, b in ((local, 8, 256), (H - local, 1e5, 1e6))]  # fmt: skip
+    return torch.cat(spans).exp()[torch.randperm(H, generator=generator)].cuda()
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b).norm() / b.norm())
+
+
+def milliseconds(call: Callable[[], Any], rep: int) -> float:
+    """Median."""
+    from triton.testing import do_bench  # a machine without a GPU may be without Triton
+
+    return float(do_bench(call, warmup=40, rep=rep, return_mode="median"))
+
+
+def timing(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor, rep: int) -> tuple[float, float]:
+    """Milliseconds of forward (no grad) and of forward + backward."""
+    with torch.no_grad():
+        forward = milliseconds(call, rep)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return forward, milliseconds(lambda: torch.autograd.grad(call(), leaves, do), rep)
+
+
+def extra_memory(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor) -> float:
+    """GiB at the peak of forward + backward beyond inputs, outputs and gradients."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    o = call()
+    grads = torch.autograd.grad(o, leaves, do)
+    torch.cuda.synchronize()
+    own = sum(x.numel() * x.element_size() for x in (o, *grads))
+    return (torch.cuda.max_memory_allocated() - before - own) / 2**30
+
+
+def ceiling() -> float:
+    """TFLOP/s of an 8192^3 bf16 matrix product on random data."""
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    return 2 * 8192**3 / milliseconds(lambda: a @ b, 200) / 1e9
+
+
+def copy_bandwidth() -> float:
+    """TB/s, read and write together, of a copy of 2 GiB."""
+    x = torch.empty(2 << 30, device="cuda", dtype=torch.uint8).random_()
+    y = torch.empty_like(x)
+    return 2 * x.numel() / milliseconds(lambda: y.copy_(x), 200) / 1e9
+
+
+def machine() -> dict[str, str]:
+    def version(name: str) -> str:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return "not installed"
+
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "fla": version("flash-linear-attention"),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+def chosen(contenders: list[N], only: Sequence[str]) -> list[N]:
+    """The contenders whose names start with one of ``only``; all of them if it is empty.
+
+    Raises:
+        ValueError: a prefix that no contender has.
+    """
+    for prefix in only:
+        if not any(x.name.startswith(prefix) for x in contenders):
+            raise unknown("contender", prefix, [x.name for x in contenders])
+    return [x for x in contenders if not only or x.name.startswith(tuple(only))]
+
+
+def load_peer(name: str, load: Callable[[], T], missing: list[str]) -> T | None:
+    """What ``load`` returns; None, and a line in ``missing`` with the reason, if it is absent or broken."""
+    try:
+        return load()
+    except ImportError as error:
+        missing.append(f"{name}: not installed ({error})")
+    except Exception as error:
+        missing.append(f"{name}: {error!r}")
+    return None
+
+
+def not_measured(missing: Sequence[str]) -> list[str]:
+    """The lines of a table that say what was not measured, each once."""
+    return [f"Not measured: {reason}." for reason in dict.fromkeys(missing)]
+
+
+def save(out: Path, result: Result, table: str) -> None:
+    """Write ``result`` to results.json and ``table`` to results.md, in ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / "results.md").write_text(table)

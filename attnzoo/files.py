@@ -1,0 +1,36 @@
+"""Files that are whole or as they were before, and what tells whether one has changed."""
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file beside its place, flush it to the disk and rename it, so that no reader meets a part of it.
+
+    Raises:
+        OSError: it cannot be written; what was there before stays, and nothing is left beside it.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(part)
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, outlast a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,166 @@
+"""The keyword options of the reference forms, declared once for each side, and the checks of their values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.validation import reads_values
+
+
+@dataclass(frozen=True, eq=False)
+class LinearOptions:
+    """What the forms of the linear side take by keyword.
+
+    Args:
+        scale: of the queries; default ``1/sqrt(K)``.
+        valid: ``[B, T]`` bool; a token where it is false leaves the state as it is. Its own output is finite and
+            means nothing.
+        cu_seqlens: borders ``[N + 1]`` int32 or int64 of sequences packed into one row (B = 1), which know nothing of
+            each other. Not for ``extend``.
+        write: ``[B, T, G]`` or ``[B, T, H]``, how strongly a token writes: ``v_t`` becomes ``write_t v_t``.
+        delta_rule: the delta rule proper, ``S_t = S_{t-1} A_t + beta_t v_t k_t^T`` with ``w = k``: beta is the write
+            strength as well, and ``gate.w`` must hold k itself. For gates with w and beta.
+    """
+
+    scale: float | None = None
+    valid: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    write: Tensor | None = None
+    delta_rule: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxOptions:
+    """What the forms of the softmax side take by keyword.
+
+    Args:
+        scale: of the logits; default ``1/sqrt(K)``.
+        prune: skip blocks of keys whose weight is certified to be at most ``prune.eps`` in every row. Needs a scalar
+            decay.
+        logit_bound: ``[H]``, no ``|s_tj|`` may exceed it; ``prune`` certifies by it besides the measured norms.
+        window: each row sees itself and the ``window - 1`` tokens before it; padding is not counted.
+        sink: ``[H]`` logits that take part in the softmax without a value and without a decay.
+        valid: ``[B, T]`` bool; a token where it is false is never attended to and moves nothing. Its own output is
+            finite and means nothing.
+        cu_seqlens: borders ``[N + 1]`` int32 or int64 of sequences packed into one row (B = 1), which know nothing of
+            each other. Not for ``extend``.
+        return_lse: give ``(o, lse)`` in place of o: the natural log of the sum of exponentials that o was divided by,
+            the sink among them, ``[B, T, H]`` in float32 (float64 for float64 inputs). Differentiable.
+    """
+
+    scale: float | None = None
+    prune: Prune | None = None
+    logit_bound: Tensor | None = None
+    window: int | None = None
+    sink: Tensor | None = None
+    valid: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    return_lse: bool = False
+
+
+def check_linear(options: LinearOptions, q: Tensor, k: Tensor, gate: Gate) -> None:
+    """Raise where options of the linear side do not fit the inputs.
+
+    Raises:
+        TypeError: an option of the wrong kind.
+        ValueError: a wrong shape, device or value.
+    """
+    _check_borders(options.cu_seqlens, q)
+    B, T, H, G = *q.shape[:3], k.shape[2]
+    write = options.write
+    if write is not None:
+        if options.delta_rule:
+            raise ValueError("write: expected None with delta_rule (beta is what is written with), got a tensor")
+        if write.shape not in ((B, T, G), (B, T, H)) or not write.is_floating_point():
+            got = f"{write.dtype} {tuple(write.shape)}"
+            raise ValueError(f"write: expected a floating tensor [B, T, G] = {(B, T, G)} or {(B, T, H)}, got {got}")
+        _check_device("write", write, q)
+    if options.delta_rule:
+        if gate.w is None or gate.beta is None:
+            raise ValueError(f"delta_rule: expected False (it needs a gate with w and beta), got Gate{gate.parts}")
+        if reads_values(q) and bool((gate.w.to(k.dtype) != k).any(-1).logical_and(gate.beta != 0).any()):
+            raise ValueError("gate.w: expected k itself with delta_rule (it erases along the key it writes)")
+
+
+def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
+    """Raise where options of the softmax side do not fit the inputs.
+
+    Raises:
+        TypeError: an option of the wrong kind.
+        ValueError: ``prune`` without a scalar decay, a ``logit_bound`` that nothing reads, or a wrong shape or value.
+    """
+    _check_borders(options.cu_seqlens, q)
+    prune, window, H = options.prune, options.window, q.shape[2]
+    if prune is not None and not isinstance(prune, Prune):
+        raise TypeError(f"prune: expected attnzoo.Prune or None, got {type(prune).__name__}")
+    if prune is not None and gate.log_decay is None:
+        raise ValueError("prune: expected None (nothing decays without log_decay), got " + repr(prune))
+    if options.logit_bound is not None and prune is None:
+        raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, (int, torch.SymInt))):
+        raise TypeError(f"window: expected a number of tokens or None, got {window!r}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
+    for name, per_head in (("sink", options.sink), ("logit_bound", options.logit_bound)):
+        if per_head is None:
+            continue
+        if not isinstance(per_head, Tensor):
+            raise TypeError(f"{name}: expected a tensor [H] or None, got {type(per_head).__name__}")
+        if per_head.shape != (H,) or not per_head.is_floating_point():
+            got = f"{per_head.dtype} {tuple(per_head.shape)}"
+            raise ValueError(f"{name}: expected a floating tensor of shape [H={H}], got {got}")
+        _check_device(name, per_head, q)
+    if not isinstance(options.return_lse, bool):
+        raise TypeError(f"return_lse: expected True or False, got {options.return_lse!r}")
+
+
+def _check_borders(cu_seqlens: Tensor | None, q: Tensor) -> None:
+    if cu_seqlens is None:
+        return
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: expected an int32 or int64 tensor [N + 1], got {got}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens: expected one axis [N + 1] with N >= 1, got shape {tuple(cu_seqlens.shape)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: expected one row (B = 1) of packed sequences, got B = {q.shape[0]}")
+    _check_device("cu_seqlens", cu_seqlens, q)
+    if reads_values(q):
+        rising = bool((cu_seqlens.diff() >= 0).all())
+        if not rising or int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != q.shape[1]:
+            raise ValueError(
+                f"cu_seqlens: expected borders rising from 0 to T = {q.shape[1]}, got {cu_seqlens.tolist()}"
+            )
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
+
+
+def separated(gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:
+    """The gate with an identity transition at absent tokens, and closed where a packed sequence begins.
+
+    A closed log decay forgets everything before it, so it separates the sequences of any variant.
+
+    Args:
+        gate: of the variant.
+        q: ``[B, T, H, K]``, for its shape and dtype.
+        valid: ``[B, T]`` bool or None.
+        cu_seqlens: ``[N + 1]`` borders or None.
+    """
+    if valid is not None:
+        gate = gate.per_token(q).neutral_where(~valid)
+    if cu_seqlens is None:
+        return gate
+    B, T, H, _ = q.shape
+    g = gate.per_token(q).log_decay
+    if g is None:
+        g = q.new_zeros(B, T, H, dtype=torch.promote_types(q.dtype, torch.float32))
+    begins = torch.zeros(T + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[:T]
+    return replace(gate, log_decay=g.masked_fill(begins[:, None], -torch.inf))

@@ -1,0 +1,173 @@
+"""What a variant's file ends in: one object, ``FORMS``, that answers for every form of the variant.
+
+The registry, the layer and ``attnzoo verify`` know a variant only through the four members of :class:`FormSet`.
+:class:`Forms` implements them for a set of reference forms and any number of :class:`Kernel`; the two sides
+(:class:`~attnzoo.forms.linear.LinearForms`, :class:`~attnzoo.forms.softmax.SoftmaxForms`) derive from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.errors import nearest
+
+REFERENCE = "reference"  # what runs everywhere: plain PyTorch
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call, as a form is asked whether it can serve it.
+
+    Args:
+        q: ``[B, T, H, K]``.
+        k: ``[B, T, G, K]``.
+        v: ``[B, T, G, V]``.
+        gate: the parts that the variant requires.
+        state: what an earlier call gave, or None.
+        keeps_state: whether the state after the last token is wanted.
+        options: the keyword options of the call, by name, without those that are at their defaults.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Gate
+    state: Any = None
+    keeps_state: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class FormSet(Protocol):
+    """What ``FORMS`` of a variant's module must offer."""
+
+    @property
+    def forms(self) -> Mapping[str, Callable[..., Any]]:
+        """Every form by name: ``form(q, k, v, gate, *, ...) -> [B, T, H, V]``."""
+
+    def options(self, form: str) -> tuple[str, ...]:
+        """The keyword options that a form honours; ``"reference"`` stands for :meth:`extend` without a ``form``."""
+
+    def refuses(self, form: str, call: Call) -> str:
+        """Why a form cannot serve a call on these tensors and this machine, or ""."""
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any = None, *, form: str = REFERENCE, **options: Any
+    ) -> tuple[Any, Any]:
+        """Continue from ``state`` (None: empty) with one token or many, by ``form``.
+
+        Returns:
+            What the form gives, and the state after the last token. Every form that keeps a state takes one that
+            any other of the variant has left, ``"reference"`` among them.
+        """
+
+
+def _serves(call: Call) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A form beside the reference forms: a fused kernel, or another library.
+
+    Args:
+        run: ``run(q, k, v, gate, *, ...) -> [B, T, H, V]``; its keyword-only parameters are the options it honours.
+        extend: ``extend(q, k, v, gate, state, *, ...) -> (output, state)``; None where it keeps no state.
+        refuses: why a :class:`Call` cannot be served, or "". It need not look at the names of the options.
+    """
+
+    run: Callable[..., Any]
+    extend: Callable[..., tuple[Any, Any]] | None = None
+    refuses: Callable[[Call], str] = _serves
+
+
+@dataclass(frozen=True)
+class Forms:
+    """Reference forms and kernels of one variant; see :class:`FormSet`.
+
+    Args:
+        kernels: by the name of the form: ``"triton"`` and ``"fla"`` are what ``impl="auto"`` tries on a GPU.
+    """
+
+    REFERENCES: ClassVar[tuple[str, ...]] = ()
+    OPTIONS: ClassVar[type]  # a dataclass of what the reference forms take by keyword
+    WHOLE: ClassVar[tuple[str, ...]] = ("cu_seqlens",)  # options of whole sequences, which have no state
+
+    kernels: Mapping[str, Kernel] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def forms(self) -> Mapping[str, Callable[..., Any]]:
+        return {name: getattr(self, name) for name in self.REFERENCES} | {
+            name: kernel.run for name, kernel in self.kernels.items()
+        }
+
+    def options(self, form: str) -> tuple[str, ...]:
+        if form in self.kernels:
+            return keywords(self.kernels[form].run)
+        names = tuple(option.name for option in fields(self.OPTIONS))
+        return tuple(name for name in names if name not in self.WHOLE) if form == REFERENCE else names
+
+    def refuses(self, form: str, call: Call) -> str:
+        if form not in (REFERENCE, *self.forms):
+            return f"there is no {form} form (there is {', '.join(self.forms)})"
+        kernel = self.kernels.get(form)
+        run: Callable[..., Any] | None = None
+        if kernel is not None:
+            run = kernel.extend if call.keeps_state else kernel.run
+            if run is None:
+                return f"the {form} form serves whole sequences and keeps no state"
+        taken = self.options(form) if run is None else keywords(run)
+        for name in call.options:
+            if name not in taken:
+                return f"the {form} form has no option {name} here (it takes {', '.join(taken)})"
+        return "" if kernel is None else kernel.refuses(call)
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any = None, *, form: str = REFERENCE, **options: Any
+    ) -> tuple[Any, Any]:
+        """Continue from ``state`` (None: empty) with one token or many; see :meth:`FormSet.extend`.
+
+        Raises:
+            ValueError: a form that keeps no state.
+        """
+        if form == REFERENCE:
+            return self._extend(q, k, v, gate, state, options)
+        kernel = self.kernels.get(form)
+        if kernel is None or kernel.extend is None:
+            able = [name for name, kernel in self.kernels.items() if kernel.extend is not None]
+            raise ValueError(f"form: expected one that keeps a state ({', '.join((REFERENCE, *able))}), got {form!r}")
+        return kernel.extend(q, k, v, gate, state, **options)
+
+    def _extend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any, options: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+
+@functools.cache
+def keywords(run: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the keyword-only parameters of a function."""
+    parameters = inspect.signature(run).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def check_options(what: str, given: Iterable[str], taken: Iterable[str]) -> None:
+    """Every option that is given is one that is taken.
+
+    Raises:
+        TypeError: one that is not; the message lists those that are and names the nearest.
+    """
+    taken = tuple(taken)
+    for name in given:
+        if name not in taken:
+            close = nearest(name, taken)
+            meant = f"; did you mean {close!r}?" if close else ""
+            listed = ", ".join(taken) or "none"
+            raise TypeError(f"{what} got an unexpected keyword argument {name!r}: it takes {listed}{meant}")

@@ -1,0 +1,107 @@
+"""The gate projections by name, and how a layer's gate is built from one or several of them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+from torch import Tensor, nn
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.errors import unknown
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write
+from attnzoo.layer.gates.decay import (
+    ALiBiSlope,
+    FixedForgetGate,
+    ForgetGate,
+    IndependentForgetGate,
+    Mamba2Decay,
+    RetentionDecay,
+    SoftplusDecay,
+)
+from attnzoo.layer.gates.matrix import DeltaRule, LowRankDiagonal, PathTransition, RotaryAngles
+from attnzoo.layer.stream import Stream
+
+__all__ = ["GATES", "Combined", "GateName", "GateProjection", "Sizes", "build_gate", "gate_classes", "gate_options"]
+
+
+class Combined(GateProjection):
+    """Several projections side by side; their gate parts are united and their write strengths multiplied."""
+
+    def __init__(self, sizes: Sizes, members: Sequence[GateProjection]) -> None:
+        super().__init__(sizes)
+        self.members = nn.ModuleList(members)
+
+    def reset_parameters(self) -> None:
+        for member in self.members:
+            cast(GateProjection, member).reset_parameters()
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        parts: dict[str, Tensor] = {}
+        strengths: list[Tensor | Literal["delta_rule"]] = []
+        for member in self.members:
+            gate, strength = member(x, k, stream)
+            parts |= {name: getattr(gate, name) for name in gate.parts}
+            strengths += [] if strength is None else [strength]
+        if len(strengths) < 2:
+            return Gate(**parts), strengths[0] if strengths else None
+        factors = [parts["beta"] if isinstance(strength, str) else strength for strength in strengths]
+        return Gate(**parts), math.prod(factors[1:], start=factors[0])
+
+
+GATES: dict[str, type[GateProjection]] = {
+    "none": GateProjection,
+    "alibi": ALiBiSlope,
+    "retention": RetentionDecay,
+    "forget": ForgetGate,
+    "independent": IndependentForgetGate,
+    "fixed": FixedForgetGate,
+    "softplus": SoftplusDecay,
+    "mamba2": Mamba2Decay,
+    "low_rank": LowRankDiagonal,
+    "rotary": RotaryAngles,
+    "delta": DeltaRule,
+    "path": PathTransition,
+}
+
+GateName = str | type[GateProjection]
+
+
+def gate_classes(gate: GateName | Sequence[GateName]) -> tuple[type[GateProjection], ...]:
+    """The projection classes behind a name, a class, or several of them.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: neither a name nor a projection class.
+    """
+    names = [gate] if isinstance(gate, (str, type)) else list(gate)
+    classes = []
+    for name in names:
+        if isinstance(name, str):
+            if name not in GATES:
+                raise unknown("gate", name, GATES)
+            classes.append(GATES[name])
+        elif isinstance(name, type) and issubclass(name, GateProjection):
+            classes.append(name)
+        else:
+            raise TypeError(f"gate: expected a name or a GateProjection class, got {name!r}")
+    return tuple(classes)
+
+
+def gate_options(classes: Sequence[type[GateProjection]]) -> dict[str, type[GateProjection]]:
+    """Names of the keyword options of these projections, each with the class that takes it."""
+    return {
+        name: cls
+        for cls in classes
+        for name, parameter in inspect.signature(cls.__init__).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def build_gate(classes: Sequence[type[GateProjection]], sizes: Sizes, options: dict[str, Any]) -> GateProjection:
+    """One projection, or several combined, with the options that each takes."""
+    owner = gate_options(classes)
+    members = [cls(sizes, **{n: x for n, x in options.items() if owner[n] is cls}) for cls in classes]
+    return members[0] if len(members) == 1 else Combined(sizes, members)

@@ -1,0 +1,161 @@
+"""Projections to a scalar decay per head: constants, forget gates and step sizes."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
+from attnzoo.layer.precision import GateLinear, fill, wide
+from attnzoo.layer.stream import Stream
+
+
+class ALiBiSlope(GateProjection):
+    """``g = -m_h`` with slopes ``m_h = 2^(-8 h / H)``, h = 1..H (Press et al., 2022, section 3).
+
+    Args:
+        learnable_slopes: train the slopes (kept positive by training their logarithm).
+    """
+
+    provides = ("log_decay",)
+    log_slope: Tensor
+
+    def __init__(self, sizes: Sizes, *, learnable_slopes: bool = False) -> None:
+        super().__init__(sizes)
+        self.keep("log_slope", torch.empty(sizes.num_heads), trainable=learnable_slopes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        H = self.sizes.num_heads
+        fill(self.log_slope, torch.tensor([-8 * (h + 1) / H * math.log(2) for h in range(H)]))
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        return Gate(log_decay=-wide(self.log_slope).exp()), None
+
+
+class RetentionDecay(GateProjection):
+    """``g = log(1 - 2^(-5 - h))``, h = 0..H-1 (Sun et al., 2023, section 2.2: the gammas of the heads)."""
+
+    provides = ("log_decay",)
+    log_gamma: Tensor
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.keep("log_gamma", torch.empty(sizes.num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        fill(self.log_gamma, torch.tensor([math.log1p(-(2.0 ** (-5 - h))) for h in range(self.sizes.num_heads)]))
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        return Gate(log_decay=wide(self.log_gamma)), None
+
+
+class ForgetGate(GateProjection):
+    """``g_t = log sigmoid(w x_t + b)`` per head, b = 0 at the start (Lin et al., 2025, section 3)."""
+
+    provides = ("log_decay",)
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.forget_proj = GateLinear(sizes.hidden_size, sizes.num_heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_linear(self.forget_proj)
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        return Gate(log_decay=F.logsigmoid(wide(self.forget_proj(x)))), None
+
+
+class IndependentForgetGate(GateProjection):
+    """``g = log sigmoid(b_h)``: the data-independent forget gate (Lin et al., 2025, appendix D).
+
+    Args:
+        t_min: 1/e decay length of the first head, in tokens, at the start.
+        t_max: that of the last head; the others lie between, evenly in the logarithm: ``exp(g_h) = exp(-1 / T_h)``.
+
+    Raises:
+        ValueError: not ``0 < t_min <= t_max``.
+    """
+
+    provides = ("log_decay",)
+    trainable: ClassVar[bool] = True
+    forget_bias: Tensor
+
+    def __init__(self, sizes: Sizes, *, t_min: float = 16.0, t_max: float = 4096.0) -> None:
+        super().__init__(sizes)
+        if not 0 < t_min <= t_max:
+            raise ValueError(f"t_min, t_max: expected 0 < t_min <= t_max in tokens, got {t_min} and {t_max}")
+        self.t_min, self.t_max = t_min, t_max
+        self.keep("forget_bias", torch.empty(sizes.num_heads), trainable=self.trainable)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        lengths = torch.linspace(math.log(self.t_min), math.log(self.t_max), self.sizes.num_heads).exp()
+        fill(self.forget_bias, -torch.log(torch.expm1(1 / lengths)))
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        return Gate(log_decay=F.logsigmoid(wide(self.forget_bias))), None
+
+
+class FixedForgetGate(IndependentForgetGate):
+    """The data-independent gate at its initial values, not trained: ALiBi with slopes ``1 / T_h``."""
+
+    trainable = False
+
+
+class SoftplusDecay(GateProjection):
+    """``g_t = -a_h dt_t`` with ``dt_t = softplus(w x_t + b)`` and ``a_h > 0`` (Dao and Gu, 2024, section 7).
+
+    Args:
+        dt_min: smallest step at the start; b is such that dt is log-uniform in ``[dt_min, dt_max]``.
+        dt_max: largest step at the start.
+        a_max: a is uniform in ``[1, a_max]`` at the start.
+
+    Raises:
+        ValueError: not ``0 < dt_min <= dt_max``, or ``a_max < 1``.
+    """
+
+    provides = ("log_decay",)
+    dt_bias: Tensor
+    log_a: Tensor
+
+    def __init__(self, sizes: Sizes, *, dt_min: float = 0.001, dt_max: float = 0.1, a_max: float = 16.0) -> None:
+        super().__init__(sizes)
+        if not 0 < dt_min <= dt_max:
+            raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
+        if a_max < 1:
+            raise ValueError(f"a_max: expected at least 1, got {a_max}")
+        self.dt_min, self.dt_max, self.a_max = dt_min, dt_max, a_max
+        self.dt_proj = nn.Linear(sizes.hidden_size, sizes.num_heads, bias=False)
+        self.keep("dt_bias", torch.empty(sizes.num_heads), trainable=True)
+        self.keep("log_a", torch.empty(sizes.num_heads), trainable=True)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_linear(self.dt_proj)
+        H = self.sizes.num_heads
+        dt = torch.empty(H).uniform_(math.log(self.dt_min), math.log(self.dt_max)).exp()
+        fill(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        fill(self.log_a, torch.empty(H).uniform_(1, self.a_max).log())
+
+    def step(self, x: Tensor) -> Tensor:
+        """dt ``[B, T, H]`` in float32."""
+        return F.softplus(wide(self.dt_proj(x)) + wide(self.dt_bias))
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        return Gate(log_decay=-wide(self.log_a).exp() * self.step(x)), None
+
+
+class Mamba2Decay(SoftplusDecay):
+    """The softplus decay whose step also scales what is written: ``v_t`` becomes ``dt_t v_t``."""
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        dt = self.step(x)
+        return Gate(log_decay=-wide(self.log_a).exp() * dt), dt

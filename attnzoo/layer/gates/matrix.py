@@ -1,0 +1,164 @@
+"""Projections to a matrix transition: decays per channel, angles, and Householder-like factors."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.errors import unknown
+from attnzoo.layer.gates.base import DELTA_RULE, GateProjection, Sizes, Write, reset_linear
+from attnzoo.layer.parts import ShortConvolution, l2_normalize
+from attnzoo.layer.precision import GateLinear, fill, wide
+from attnzoo.layer.stream import Stream
+
+
+class LowRankDiagonal(GateProjection):
+    """``a_t = log sigmoid(W_2 W_1 x_t + b) / temperature`` per channel (Yang et al., 2024, GLA, section 4.4).
+
+    Args:
+        gate_rank: rank of the projection.
+        temperature: larger keeps the gates nearer to 1.
+
+    Raises:
+        ValueError: ``gate_rank < 1`` or ``temperature <= 0``.
+    """
+
+    provides = ("log_diag",)
+
+    def __init__(self, sizes: Sizes, *, gate_rank: int = 16, temperature: float = 16.0) -> None:
+        super().__init__(sizes)
+        if gate_rank < 1:
+            raise ValueError(f"gate_rank: expected at least 1, got {gate_rank}")
+        if temperature <= 0:
+            raise ValueError(f"temperature: expected a positive number, got {temperature}")
+        self.temperature = temperature
+        self.down = nn.Linear(sizes.hidden_size, gate_rank, bias=False)
+        self.up = GateLinear(gate_rank, sizes.num_heads * sizes.head_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_linear(self.down)
+        reset_linear(self.up)
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        a = F.logsigmoid(wide(self.up(self.down(x)))) / self.temperature
+        return Gate(log_diag=a.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))), None
+
+
+class RotaryAngles(GateProjection):
+    """Angles ``theta^(-2i/K)``, i = 0..K/2-1, in radians per token (Su et al., 2021, eq. 15).
+
+    Args:
+        theta: the base; 500000 as in the baselines of FoX.
+
+    Raises:
+        ValueError: ``theta <= 0`` or an odd head dimension.
+    """
+
+    provides = ("angle",)
+    angle: Tensor
+
+    def __init__(self, sizes: Sizes, *, theta: float = 500_000.0) -> None:
+        super().__init__(sizes)
+        if theta <= 0:
+            raise ValueError(f"theta: expected a positive number, got {theta}")
+        self.theta = theta
+        self.keep("angle", rotary_angles(sizes.head_dim, theta))
+
+    def reset_parameters(self) -> None:
+        fill(self.angle, rotary_angles(self.sizes.head_dim, self.theta))
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        return Gate(angle=wide(self.angle)), None
+
+
+class DeltaRule(GateProjection):
+    """``w = k`` (unit keys), ``beta_t = sigmoid(w x_t)``, which also is the write strength (Yang et al., 2024).
+
+    Args:
+        allow_neg_eigval: double beta, so that eigenvalues of the transition reach -1 (Grazzi et al., 2025).
+    """
+
+    provides = ("w", "beta")
+    unit_keys = True
+
+    def __init__(self, sizes: Sizes, *, allow_neg_eigval: bool = False) -> None:
+        super().__init__(sizes)
+        self.allow_neg_eigval = allow_neg_eigval
+        self.beta_proj = nn.Linear(sizes.hidden_size, sizes.num_kv_heads, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_linear(self.beta_proj)
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        beta = wide(self.beta_proj(x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
+        return Gate(w=k, beta=beta), DELTA_RULE
+
+
+class PathTransition(GateProjection):
+    """PaTH's own ``w`` and ``beta = 2 sigmoid(.)`` (Yang et al., 2025, section 2.2); keys are read plainly.
+
+    Args:
+        w: ``"low_rank"``: a low-rank projection and a short convolution, normalised; ``"key"``: the normalised key.
+        w_rank: rank of that projection.
+        w_conv_size: width of that convolution in tokens, 0 for none.
+
+    Raises:
+        ValueError: an unknown ``w``, ``w_rank < 1`` or ``w_conv_size < 0``.
+    """
+
+    provides = ("w", "beta")
+
+    def __init__(self, sizes: Sizes, *, w: str = "low_rank", w_rank: int = 32, w_conv_size: int = 3) -> None:
+        super().__init__(sizes)
+        if w not in ("low_rank", "key"):
+            raise unknown("w", w, ("low_rank", "key"))
+        if w_rank < 1:
+            raise ValueError(f"w_rank: expected at least 1, got {w_rank}")
+        width = sizes.num_kv_heads * sizes.head_dim
+        self.w_down = self.w_up = self.w_conv = None
+        if w == "low_rank":
+            self.w_down = nn.Linear(sizes.hidden_size, w_rank, bias=False)
+            self.w_up = nn.Linear(w_rank, width, bias=False)
+            self.w_conv = ShortConvolution(width, w_conv_size) if w_conv_size else None
+        self.beta_proj = GateLinear(sizes.hidden_size, sizes.num_kv_heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for module in (self.w_down, self.w_up, self.beta_proj):
+            if module is not None:
+                reset_linear(module)
+        if self.w_conv is not None:
+            self.w_conv.reset_parameters()
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        w = k
+        if self.w_down is not None and self.w_up is not None:
+            w = self.w_up(self.w_down(x))
+            if self.w_conv is not None:
+                w = self.w_conv(w, stream, "w")
+            w = w.unflatten(-1, (self.sizes.num_kv_heads, self.sizes.head_dim))
+        beta = 2 * wide(self.beta_proj(x)).sigmoid()
+        w, beta = _unit_or_idle(w, beta)
+        return Gate(w=w, beta=beta), None
+
+
+def rotary_angles(head_dim: int, theta: float) -> Tensor:
+    """``theta^(-2i/K)`` for i = 0..K/2-1.
+
+    Raises:
+        ValueError: an odd ``head_dim``.
+    """
+    if head_dim % 2:
+        raise ValueError(f"head_dim: expected an even number of channels to rotate in pairs, got {head_dim}")
+    return theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+
+
+def _unit_or_idle(w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """w of unit length, in float32 at least (a rounded one may be longer than 1); where it vanishes, beta is 0."""
+    w = wide(w)
+    length = w.norm(dim=-1)
+    return l2_normalize(w), beta.masked_fill(length < 1e-6, 0.0)

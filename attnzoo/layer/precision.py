@@ -1,0 +1,107 @@
+"""Numbers of a layer that are never rounded to 16 bits: angles, slopes, decays, step sizes, biases of gates.
+
+An angle is multiplied by the position, and a log-decay by the distance: the rounding of either grows with the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in at least float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class PreciseModule(nn.Module):
+    """A module that keeps some of its own tensors in at least float32, whatever dtype the model is cast to.
+
+    ``.to(torch.bfloat16)``, ``.half()`` and their like move such a tensor to the device they name and leave its dtype;
+    ``.double()`` makes it float64. What a parameter was marked with (``_no_weight_decay``) outlasts ``to_empty``. FSDP
+    casts all parameters of a group alike: give gates a group of their own (docs/how-to/many_gpus.md).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._least: dict[str, torch.dtype] = {}
+
+    def keep(
+        self,
+        name: str,
+        value: Tensor,
+        *,
+        trainable: bool = False,
+        persistent: bool = True,
+        least: torch.dtype = torch.float32,
+    ) -> None:
+        """Register ``value`` as a parameter (no weight decay, no re-initialisation by a model) or as a buffer.
+
+        Args:
+            name: of the attribute.
+            value: its values; :func:`fill` restores them in ``reset_parameters``.
+            trainable: a parameter instead of a buffer.
+            persistent: whether a buffer is part of the ``state_dict``.
+            least: the dtype below which it never goes.
+        """
+        value = value.to(least)
+        self._least[name] = least
+        if trainable:
+            parameter = nn.Parameter(value)
+            parameter._no_weight_decay = parameter._no_reinit = True  # type: ignore[attr-defined]
+            self.register_parameter(name, parameter)
+        else:
+            self.register_buffer(name, value, persistent=persistent)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        kept: list[tuple[Tensor, torch.dtype]] = []
+        for name, least in self._least.items():
+            own = getattr(self, name)
+            kept += [(x, least) for x in (own, own.grad if own.is_leaf else None) if x is not None]
+
+        def at_least(x: Tensor) -> Tensor:
+            out = fn(x)
+            for own, least in kept:
+                if own is x and torch.promote_types(out.dtype, least) != out.dtype:
+                    return x.to(device=out.device, dtype=least)
+            return out
+
+        marks = [(m, name, vars(p)) for m in self.modules() for name, p in m.named_parameters(recurse=False)]
+        super()._apply(at_least, recurse)  # type: ignore[no-untyped-call]
+        for module, name, marked in marks:
+            vars(getattr(module, name)).update(marked)
+        return self
+
+
+class GateLinear(nn.Linear, PreciseModule):
+    """A linear map to the logits of a gate, whose bias stays in at least float32.
+
+    Args:
+        inputs: channels of x.
+        outputs: logits.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self._least["bias"] = torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``W x + b`` in at least float32; where x has 16 bits, the bias is added to the product in float32."""
+        if x.dtype == self.bias.dtype and not torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
+        return wide(F.linear(x, self.weight)) + self.bias
+
+
+@torch.no_grad()
+def fill(target: Tensor, values: Tensor) -> None:
+    """Write ``values`` into a parameter or buffer on any device; into each process's share of a sharded one."""
+    if hasattr(target, "device_mesh"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(target, DTensor)
+        values = distribute_tensor(values.to(target.device, target.dtype), target.device_mesh, target.placements)
+    target.copy_(values)

@@ -1,0 +1,233 @@
+"""Embeddings, blocks of RMSNorm, attention and SwiGLU, a final norm and a head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.algebra.pruning import Prune
+from attnzoo.errors import unknown
+from attnzoo.layer.attention import build_attention
+from attnzoo.models.config import LayerSpec, ModelConfig
+
+IGNORED = -100  # a target that does not count
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What a model gives.
+
+    Args:
+        logits: `[B, T, vocab_size]`.
+        loss: mean cross-entropy in nats over the targets that count; None without targets.
+    """
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), without biases (Shazeer 2020)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class DecoderBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: LayerSpec):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads}
+        self.attention: Any = build_attention(layer.name, **{**sizes, **_from_file(layer.options)})
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.mlp_size)
+
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D]; `cache` is the one of this block's attention."""
+        attended = self.attention(
+            self.attention_norm(x), cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache
+        )
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class LanguageModel(nn.Module):
+    """A decoder-only language model; `config.attention` says which variant each layer runs.
+
+    Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for parameters that an
+    attention module marks with `_no_reinit`, which keep the initialisation of their own.
+
+    Args:
+        config: its sizes and the variant of each layer.
+
+    Raises:
+        ValueError: a variant or one of its options does not exist.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise all weights anew, from torch's global random state."""
+        for block in self._blocks():
+            block.attention.reset_parameters()
+        tied = self.head if self.config.tie_embeddings else None
+        for module in self.modules():
+            if isinstance(module, nn.RMSNorm) and module.weight is not None:
+                _unless_marked(module.weight, nn.init.ones_)
+            if isinstance(module, nn.Linear | nn.Embedding) and module is not tied:
+                _unless_marked(module.weight, nn.init.normal_, std=self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                _unless_marked(module.bias, nn.init.zeros_)
+        if self.config.tie_embeddings:  # again, as to_empty unties them
+            self.head.weight = self.embedding.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        targets: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: list[Any] | None = None,
+    ) -> ModelOutput:
+        """Predict each next token.
+
+        Args:
+            input_ids: integers [B, T].
+            targets: integers [B, T]; `targets[b, t]` is what position t should predict (the token after it:
+                nothing is shifted here), or -100 where nothing is asked.
+            cu_seqlens: int [N + 1], starts of the sequences packed into a batch of one.
+            attention_mask: [B, T], 0 at padding.
+            cache: from `new_cache`; extended in place, so that a sequence can be given in pieces.
+
+        Raises:
+            ValueError: shapes or dtypes other than these.
+        """
+        _check_tokens("input_ids", input_ids, None)
+        if targets is not None:
+            _check_tokens("targets", targets, input_ids.shape)
+        if cache is not None and len(cache) != len(self.blocks):
+            raise ValueError(f"cache: expected {len(self.blocks)} layers, as new_cache() makes, got {len(cache)}")
+        x = self.embedding(input_ids)  # [B, T, D]
+        for index, block in enumerate(self.blocks):
+            layer_cache = None if cache is None else cache[index]
+            x = block(x, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=layer_cache)
+        logits = self.head(self.norm(x))  # [B, T, vocab]
+        if targets is None:
+            return ModelOutput(logits)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=IGNORED)
+        return ModelOutput(logits, loss)
+
+    def new_cache(self) -> list[Any]:
+        """An empty cache for one batch of sequences, one entry per layer."""
+        return [block.attention.new_cache() for block in self._blocks()]
+
+    def _blocks(self) -> list[DecoderBlock]:
+        return cast("list[DecoderBlock]", list(self.blocks))
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue sequences, one cached step per token.
+
+        Args:
+            input_ids: prompts of one length, integers [B, T].
+            max_new_tokens: how many tokens follow.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: sample among the k likeliest; None for all.
+            generator: of the random draws; None for torch's global one.
+
+        Returns:
+            The prompts with their continuations, [B, T + max_new_tokens].
+
+        Raises:
+            ValueError: an empty prompt, a negative temperature, or top_k or max_new_tokens below their
+                minimum.
+        """
+        _check_tokens("input_ids", input_ids, None)
+        if input_ids.shape[1] == 0:
+            raise ValueError("input_ids: expected at least one token to continue, got none")
+        if temperature < 0 or max_new_tokens < 0 or (top_k is not None and top_k < 1):
+            raise ValueError(
+                "expected temperature >= 0, max_new_tokens >= 0 and top_k >= 1, "
+                f"got {temperature}, {max_new_tokens} and {top_k}"
+            )
+        was_training = self.training
+        self.eval()
+        try:
+            cache, step, tokens = self.new_cache(), input_ids, [input_ids]
+            for _ in range(max_new_tokens):
+                logits = self(step, cache=cache).logits[:, -1].float()  # [B, vocab]
+                step = sample_token(logits, temperature, top_k, generator)
+                tokens.append(step)
+        finally:
+            self.train(was_training)
+        return torch.cat(tokens, dim=1)
+
+
+def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """[B, vocab] -> [B, 1]."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None and top_k < logits.shape[-1]:
+        smallest = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+def _from_file(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with `acp: {eps: 1e-4}`, the way that a file spells it, as a `Prune`."""
+    prune = options.get("acp")
+    if not isinstance(prune, Mapping):
+        return options
+    known = [field.name for field in fields(Prune)]
+    for key in prune:
+        if key not in known:
+            raise unknown("option of acp", key, known)
+    return {**options, "acp": Prune(**prune)}
+
+
+def _unless_marked(parameter: Tensor, initialise: Any, **options: float) -> None:
+    if not getattr(parameter, "_no_reinit", False):
+        initialise(parameter, **options)
+
+
+def _check_tokens(name: str, tokens: Tensor, shape: torch.Size | None) -> None:
+    if tokens.ndim != 2 or (shape is not None and tokens.shape != shape):
+        expected = "[B, T]" if shape is None else str(list(shape))
+        raise ValueError(f"{name}: expected shape {expected}, got {list(tokens.shape)}")
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name}: expected int64 or int32 tokens, got {tokens.dtype}")

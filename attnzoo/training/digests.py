@@ -1,0 +1,72 @@
+"""What each file of a checkpoint holds, so that a damaged one is found before it is trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from attnzoo.files import digest, write_whole
+
+FILE = "digests.json"
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.bin"
+
+
+def write_digests(checkpoint: Path) -> None:
+    """Write the size and the digest of every file that a checkpoint holds so far."""
+    found = {
+        path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)}
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file()
+    }
+    write_whole(checkpoint / FILE, json.dumps(found, indent=1) + "\n")
+
+
+def read_digests(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
+    """Size and digest by file name; None for a checkpoint of a version that wrote none.
+
+    Raises:
+        ValueError: the file is not what was written.
+    """
+    path = checkpoint / FILE
+    if not path.exists():
+        return None
+    try:
+        rows = json.loads(path.read_bytes())
+        found = {name: (int(row["bytes"]), str(row["sha256"])) for name, row in rows.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if WEIGHTS not in found:
+        raise ValueError(f"{path} is damaged: {WEIGHTS} is not in it")
+    return found
+
+
+def damage(checkpoint: Path, names: Collection[str] = ()) -> str | None:
+    """What is wrong with a checkpoint's files, in words that name the file; None when nothing is known to be.
+
+    Args:
+        checkpoint: its folder.
+        names: of the files to read; none given means all of them.
+    """
+    try:
+        digests = read_digests(checkpoint)
+    except ValueError as error:
+        return str(error)
+    if digests is None:
+        for path in (checkpoint / WEIGHTS, checkpoint / OPTIMIZER):
+            if not path.is_file():
+                return f"{path} is missing"
+            if not path.stat().st_size:
+                return f"{path} is empty"
+        return None
+    for name, (size, expected) in digests.items():
+        path = checkpoint / name
+        if names and name not in names:
+            continue
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != size:
+            return f"{path} has {path.stat().st_size} bytes where {size} were written"
+        if digest(path) != expected:
+            return f"{path} is damaged: its content is not what was written"
+    return None

@@ -1,0 +1,142 @@
+"""Validation, and the choice between the Triton kernels and the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.device import capability
+
+Impl = Literal["auto", "triton", "reference"]
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_said: set[tuple[str, str]] = set()
+
+
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float | None, prune: Prune | None,
+    window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None,
+) -> None:  # fmt: skip
+    """Shapes, dtypes, devices and options. Values are read only with ATTNZOO_VALIDATE=1."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name}: expected 4 dimensions [batch, tokens, heads, dim], got shape {tuple(x.shape)}")
+        if x.dtype != q.dtype or not x.is_floating_point():
+            raise ValueError(f"{name}: expected the floating dtype of q ({q.dtype}), got {x.dtype}")
+    B, T, H, K = q.shape
+    S, G = k.shape[1], k.shape[2]
+    if k.shape[0] != B or k.shape[3] != K:
+        raise ValueError(f"k: expected [B={B}, S, G, K={K}] as in q, got {tuple(k.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: expected [B={B}, S={S}, G={G}, V] as in k, got {tuple(v.shape)}")
+    if G == 0 or H % G:
+        raise ValueError(f"q: expected H a multiple of the key heads G={G}, got H={H}")
+    if T > S or T == 0:
+        raise ValueError(f"q: expected 1 <= T <= S={S} (queries are the last T tokens), got T={T}")
+    if log_decay is not None:
+        if log_decay.shape != (B, S, H) and log_decay.shape != (H,):
+            raise ValueError(
+                f"log_decay: expected [B={B}, S={S}, H={H}] or [H={H}], a gate per query head, "
+                f"got {tuple(log_decay.shape)}"
+            )
+        wide = (torch.float32,) if q.dtype != torch.float64 else (torch.float32, torch.float64)
+        if log_decay.dtype not in wide:
+            raise ValueError(
+                f"log_decay: expected float32 (sums of 16-bit log gates are useless), got {log_decay.dtype}"
+            )
+    for name, per_head in (("sink", sink), ("logit_bound", logit_bound)):
+        if per_head is not None and (per_head.shape != (H,) or not per_head.is_floating_point()):
+            got = f"{per_head.dtype} {tuple(per_head.shape)}"
+            raise ValueError(f"{name}: expected a floating tensor of shape [H={H}], got {got}")
+    if cu_seqlens is not None:
+        if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"cu_seqlens: expected int32 or int64 [N+1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            )
+        if B != 1 or T != S:
+            raise ValueError(f"cu_seqlens: expected B=1 and T=S (packed sequences), got B={B}, T={T}, S={S}")
+    others = {
+        "k": k,
+        "v": v,
+        "log_decay": log_decay,
+        "sink": sink,
+        "cu_seqlens": cu_seqlens,
+        "logit_bound": logit_bound,
+    }
+    for name, other in others.items():
+        if other is not None and other.device != q.device:
+            raise ValueError(f"{name}: expected the device of q ({q.device}), got {other.device}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale: expected a positive number, got {scale}")
+    if prune is not None and log_decay is None:
+        raise ValueError("prune: expected a log_decay (nothing decays without one), got log_decay=None")
+    if prune is not None and not isinstance(prune, Prune):
+        raise ValueError(f"prune: expected attnzoo.Prune or None, got {type(prune).__name__}")
+    if os.environ.get("ATTNZOO_VALIDATE") == "1" and not torch.compiler.is_compiling():
+        if log_decay is not None and not bool((log_decay <= 0).all()):
+            raise ValueError("log_decay: expected log gates <= 0 without NaN, got a positive or NaN entry")
+        if cu_seqlens is not None and not (
+            bool((cu_seqlens.diff() >= 0).all()) and int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == S
+        ):
+            raise ValueError(f"cu_seqlens: expected borders rising from 0 to S={S}, got {cu_seqlens.tolist()}")
+
+
+def pick_implementation(function: str, impl: str, why: str) -> str:
+    """The implementation to run, with the reason ``why`` Triton cannot; an explicit choice never falls back."""
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl: expected one of {get_args(Impl)}, got {impl!r}")
+    if impl == "triton" and why:
+        error = ImportError if "installed" in why else ValueError
+        raise error(f"impl: 'triton' cannot run here: {why}")
+    picked = ("reference" if why else "triton") if impl == "auto" else impl
+    if impl == "auto" and not torch.compiler.is_compiling() and (function, picked) not in _said:
+        _said.add((function, picked))
+        logger = logging.getLogger(f"attnzoo.kernels.{function.removesuffix('_attention')}")
+        logger.info("%s: auto picked %s%s", function, picked, f" ({why})" if why else "")
+    return picked
+
+
+def share_kept(
+    since: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int, device: torch.device
+) -> Tensor:
+    """Share of the causal blocks that lie right of ``since`` (first visible keys) and ``start``, [B, H]."""
+    first = torch.arange(0, T, ROW_UNIT, device=device) + (S - T)
+    stop = ((first + ROW_UNIT).clamp(max=S) + KEY_UNIT - 1) // KEY_UNIT  # blocks up to the diagonal
+    begin = torch.zeros(B, H, first.numel(), dtype=torch.int64, device=device)
+    if since is not None:
+        begin = begin.maximum(since[..., first].long() // KEY_UNIT)
+    if start is not None:
+        begin = begin.maximum(start.long() // KEY_UNIT)
+    return (stop - begin).sum(-1).float() / stop.sum()
+
+
+def kernels_unavailable(q: Tensor, v: Tensor, multiple: int, most: int) -> str:
+    """Why Triton kernels for head dims that are a ``multiple`` up to ``most`` cannot take these tensors, or "".
+
+    Args:
+        q: [B, T, H, K]; v: [B, S, G, V].
+    """
+    if not _HAS_TRITON:
+        return "the triton package is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    if not q.is_cuda and not interpreted:
+        return f"expected CUDA tensors (or TRITON_INTERPRET=1), got {q.device}"
+    if q.is_cuda and capability(q.device) < (8, 0):
+        return f"expected compute capability >= 8.0, got {capability(q.device)}"
+    if q.dtype not in _KERNEL_DTYPES:
+        return f"expected bfloat16, float16 or float32, got {q.dtype}"
+    if interpreted and q.dtype == torch.bfloat16:
+        return "the Triton interpreter computes bfloat16 wrongly"
+    for name, dim in (("K", q.shape[3]), ("V", v.shape[3])):
+        if dim % multiple or not 0 < dim <= most:
+            return f"expected {name} a multiple of {multiple} up to {most}, got {dim}"
+    return ""

@@ -1,0 +1,43 @@
+"""Pieces of the dense references. No Triton here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnzoo.kernels.common.constants import CLOSED
+
+
+def segment_starts(cu_seqlens: Tensor, S: int) -> Tensor:
+    """First position of each token's packed sequence: [S] int32 from cu_seqlens [N+1]."""
+    cu = cu_seqlens.to(torch.int64)
+    index = torch.searchsorted(cu, torch.arange(S, device=cu.device), right=True) - 1
+    return cu[index].to(torch.int32)
+
+
+def running_sums(log_decay: Tensor | None, B: int, S: int, H: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Running sums c [B, H, S] float64 and closed [B, H, S]; closed gates add nothing to c."""
+    if log_decay is None:
+        return (
+            torch.zeros(B, H, S, dtype=torch.float64, device=device),
+            torch.zeros(B, H, S, dtype=torch.bool, device=device),
+        )
+    if log_decay.ndim == 1:
+        log_decay = log_decay.clamp(min=CLOSED).expand(B, S, H)
+        closed = torch.zeros(B, S, H, dtype=torch.bool, device=device)
+    else:
+        closed = log_decay <= CLOSED
+    g = log_decay.double().masked_fill(closed, 0.0)
+    return g.cumsum(1).transpose(1, 2), closed.transpose(1, 2)
+
+
+def first_visible(closed: Tensor, window: int | None, cu_seqlens: Tensor | None) -> Tensor:
+    """First visible key of each position: [B, H, S]."""
+    S = closed.shape[-1]
+    pos = torch.arange(S, device=closed.device)
+    since = torch.where(closed, pos, 0).cummax(-1).values
+    if window is not None:
+        since = torch.maximum(since, pos - window + 1)
+    if cu_seqlens is not None:
+        since = torch.maximum(since, segment_starts(cu_seqlens, S))
+    return since

@@ -1,0 +1,1 @@
+"""What the kernel families share on Hopper, in Gluon."""

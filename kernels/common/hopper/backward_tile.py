@@ -1,0 +1,97 @@
+"""One tile of the Gluon backwards."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def backward_tile(b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,
+                  dq_empty, it, i, b_bias, b_s, p_sum, p_since, p_start, off, T, scale2, BT: gl.constexpr,
+                  BS: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr,
+                  HAS_START: gl.constexpr, RU: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr, L_K: gl.constexpr,
+                  L_V: gl.constexpr, L_Q: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """dK, dV, column sums of dS, and this tile's part of dQ, from the row tile at row i.
+
+    All products of a tile have ended when the next tile starts: ptxas serialises those that cross a loop's end. With a
+    mask, fewer are in flight at once, which leaves registers for the mask.
+    """
+    dtype: gl.constexpr = k_s.dtype
+    b = it % STAGES
+    q_t, do_t = q_s.index(b).reshape([BT, BK]), do_s.index(b).reshape([BT, BV])
+    o_t = gl.arange(0, BT, gl.SliceLayout(0, L_S))
+    zero = gl.zeros([BS, BT], gl.float32, L_S)
+    mbarrier.wait(full.index(b), it // STAGES & 1)
+    b_y = warpgroup_mma(k_s, q_t.permute([1, 0]), zero, use_acc=False, is_async=True)  # [BS, BT]
+    if not MASK:
+        b_dp = warpgroup_mma(v_s, do_t.permute([1, 0]), zero, use_acc=False, is_async=True)  # [BS, BT]
+    b_lse = lse_s.index(b).load(L_S)  # [1, BT]
+    if GATE != 0:
+        b_bias += shift_s.index(b).load(gl.SliceLayout(1, L_S))
+    b_y = warpgroup_mma_wait(0 if MASK else 1, [b_y])
+    b_y = b_y * scale2
+    if GATE != 0:
+        b_y += b_bias[:, None]
+    b_p = gl.exp2(b_y - b_lse)
+    if MASK:
+        m_y = b_s[:, None] <= (off + i + o_t)[None, :]
+        if HAS_SINCE:
+            b_since = gl.load(p_since + off + i + o_t, mask=i + o_t < T, other=0)
+            m_y = m_y & (b_s[:, None] >= b_since[None, :])
+        if HAS_START:
+            m_y = m_y & (b_s >= gl.load(p_start + i // RU))[:, None]
+        b_p = gl.where(m_y, b_p, 0.0)
+        b_dp = warpgroup_mma(v_s, do_t.permute([1, 0]), zero, use_acc=False, is_async=True)
+    b_ph = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, L_V, 2))
+    b_dv = warpgroup_mma(b_ph, do_t, b_dv, is_async=True)
+    b_delta = delta_s.index(b).load(L_S)  # [1, BT]
+    if MASK:
+        b_dp, b_dv = warpgroup_mma_wait(0, [b_dp, b_dv])
+    else:
+        b_dp = warpgroup_mma_wait(1, [b_dp])
+    b_ds = b_p * (b_dp - b_delta)
+    b_dsh = b_ds.to(dtype)
+    ds_s.store(b_dsh)
+    fence_async_shared()
+    b_dq = warpgroup_mma(ds_s.permute([1, 0]), k_s, gl.zeros([BT, BK], gl.float32, L_Q), use_acc=False, is_async=True)
+    b_dk = warpgroup_mma(gl.convert_layout(b_dsh, gl.DotOperandLayout(0, L_K, 2)), q_t, b_dk, is_async=True)
+    if GATE != 0:
+        b_dc += gl.sum(b_ds, 1)
+        # Sums of pairs of rows: over what a thread holds, then, turned within a warp, over 8 lanes; warps by atomics.
+        W: gl.constexpr = BS // 16
+        L_R: gl.constexpr = gl.BlockedLayout([1, 8, BT // 64], [1, 1, 32], [W, 1, 1], [2, 1, 0])
+        b_e = gl.sum(gl.sum(gl.reshape(b_ds, [W, 2, 8, BT // 2, 2]), 4), 1)
+        b_e = gl.sum(gl.convert_layout(b_e, L_R), 1)  # [W, BT // 2]
+        o_e = gl.arange(0, BT // 2, gl.SliceLayout(0, gl.SliceLayout(1, L_R)))
+        o_e = o_e[None, :] + gl.zeros([W, BT // 2], gl.int32, gl.SliceLayout(1, L_R))
+        gl.atomic_add(p_sum + i // 2 + o_e, b_e, sem="relaxed")
+    if MASK:
+        b_dq = warpgroup_mma_wait(1, [b_dq])
+    else:
+        b_dq, b_dv = warpgroup_mma_wait(1, [b_dq, b_dv])
+    mbarrier.wait(dq_empty, (it & 1) ^ 1)
+    # In the order in which threads hold it (``tile_order`` undoes it): whole 16-byte writes without bank conflicts.
+    M: gl.constexpr = L_Q.warps_per_cta[0]
+    N: gl.constexpr = L_Q.warps_per_cta[1]
+    b_dq = gl.permute(gl.reshape(b_dq, [M, 2, 8, N, BK // N // 8, 4, 2]), [4, 3, 0, 2, 5, 1, 6])
+    dq_s.store(gl.reshape(b_dq, dq_s.shape))
+    fence_async_shared()
+    mbarrier.arrive(dq_full, count=1)
+    b_dk = warpgroup_mma_wait(0, [b_dk])
+    mbarrier.arrive(empty.index(b), count=1)
+    return b_dk, b_dv, b_dc
+
+
+@triton.jit
+def tile_order(b_x, BT: tl.constexpr, BK: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """A tile of dQ from the order in which M by N warps of the product hold it. # [BT, BK]"""
+    return tl.reshape(tl.permute(tl.reshape(b_x, [BK // N // 8, N, M, 8, 4, 2, 2]), [2, 5, 3, 1, 0, 4, 6]), [BT, BK])

@@ -1,0 +1,48 @@
+"""What every launch needs: the kind of gate, tile widths, strides, descriptors, the precision of products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from attnzoo.kernels.common.constants import GATE_CONST, GATE_FULL, GATE_NONE
+
+
+def gate_kind(log_decay: Tensor | None) -> int:
+    return GATE_NONE if log_decay is None else GATE_CONST if log_decay.ndim == 1 else GATE_FULL
+
+
+def head_block(dim: int) -> int:
+    """Smallest tile width that holds a head dim (tensor cores need 16)."""
+    block: int = triton.next_power_of_2(dim)
+    return max(16, block)
+
+
+def since_strides(since: Tensor | None) -> tuple[int, int]:
+    """Batch and head strides of since [B or 1, H or 1, S]; broadcast dims have stride 0."""
+    if since is None:
+        return 0, 0
+    return since.stride(0) * (since.shape[0] > 1), since.stride(1) * (since.shape[1] > 1)
+
+
+def can_describe(*xs: Tensor) -> bool:
+    """Whether tensor descriptors can address these [B, R, H, D] tensors: 16-byte strides and base, no broadcast."""
+    strides = [n * x.element_size() for x in xs for n in x.stride()[:3]]
+    return all(n > 0 and n % 16 == 0 for n in strides) and all(x.data_ptr() % 16 == 0 for x in xs)
+
+
+def tile_descriptor(x: Tensor, rows: int) -> Any:
+    """Descriptor of x [B, R, H, D] for tiles of ``rows`` tokens of one head."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, head_block(x.shape[3])])
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Precision of float32 products: torch's own setting decides, as for torch.matmul."""
+    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
+        return "ieee"
+    return "tf32"

@@ -1,0 +1,109 @@
+"""Adaptive Computation Pruning: where each row unit starts, found on the device.
+
+Keys 0..b may be dropped for row i when (Lin et al., "Adaptive Computation Pruning for the Forgetting
+Transformer", 2025, with the threshold of its section 3 for ``"paper"``)
+
+    paper:  (c_i - c_b) + 2 U + log N <= log eps                          U >= every |logit|
+    tail:   (c_i - c_b) + U_i - l_i + log n_b <= log eps                  U_i = scale |q_i| max_j |k_j|
+
+with log n_b = log sum_{l <= b} exp(c_b - c_l) <= log N (the normaliser of gated linear attention) and l_i the
+log-sum-exp of row i over the keys of its own row unit and NEAR key units before it, a lower bound of the whole row's
+(within 1% of the blocks that the whole one would keep; s_ii alone keeps 10 to 20% more on local heads). Both drop at
+most a mass eps of each row. A row unit takes its worst row, and the boundaries are made monotone by a suffix minimum
+(which only prunes less). In log2 throughout.
+
+As l_i <= U_i + log n over n keys, the tail bound drops nothing from rows with (c_i - c_0) - log n > log eps: l_i is not
+computed for them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from attnzoo.kernels.common.constants import LOG2E
+from attnzoo.kernels.common.gate_bias import const_gate
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.tile_loads import load_tile
+
+
+@triton.jit(do_not_specialize=["R"])
+def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+                    BR: tl.constexpr):  # fmt: skip
+    """Largest |x|^2 per head of [B, R, H, D]; p_max [B, H] starts at 0."""
+    i_bh, i_r = tl.program_id(0), tl.program_id(1)
+    p_x += (i_bh // H).to(tl.int64) * stride_b + (i_bh % H) * stride_h + (i_r * BR).to(tl.int64) * stride_r
+    b_x = load_tile(p_x, tl.arange(0, BR), tl.arange(0, BD), stride_r, R - i_r * BR, D, BD, True).to(tl.float32)
+    tl.atomic_max(p_max + i_bh, tl.max(tl.sum(b_x * b_x, 1), 0))
+
+
+@triton.jit
+def tail_at(p_tails, p_base, b_slope, i_u, m, GATE: tl.constexpr, TAIL: tl.constexpr, KU: tl.constexpr):
+    """log2 n_b - c_b (tail) or -c_b (paper) at the last key b of a block of units. # float64"""
+    b = i_u * KU + KU - 1
+    if GATE == 1:  # n_b = sum of 2^(g l) for l = 0..b: bounded by both closed forms
+        x = -b * b_slope.to(tl.float64)
+        if TAIL:
+            log_n = tl.log2(b.to(tl.float32) + 1.0)
+            log_n = tl.minimum(log_n, -tl.log2(tl.maximum(1.0 - tl.exp2(b_slope), 1.0e-30)))
+            x += log_n.to(tl.float64)
+    elif TAIL:
+        x = tl.load(p_tails + i_u, mask=m, other=0.0)
+    else:
+        x = -tl.load(p_base + i_u + 1, mask=m, other=0.0)
+    return x
+
+
+@triton.jit
+def need_rows(b_q, b_kmax, p_bound, i_h, b_lse, m_t, scale2, HAS_BOUND: tl.constexpr):
+    """U_i - l_i of some rows, l_i = b_lse. # [rows]"""
+    b_q = b_q.to(tl.float32)
+    b_u = tl.sqrt(tl.sum(b_q * b_q, 1) * b_kmax) * (scale2 * 1.0001)
+    if HAS_BOUND:
+        b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * TL_LOG2E)
+    return tl.where(m_t, b_u - b_lse, float("-inf"))
+
+
+@triton.jit
+def _minimum(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit(do_not_specialize=["T", "S", "n_steps"])
+def prune_scan_kernel(p_need, p_base, p_g, p_tails, p_start, T, S, log2_eps, n_steps, H: tl.constexpr, RU: tl.constexpr,
+                      KU: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+    """First key [B, H, T / RU] of each row unit: a binary search per unit (the bound is monotone), suffix minimum.
+
+    One program per head, BN units (BN * RU rows) at a time.
+    """
+    i_bh = tl.program_id(0)
+    n_t, n_s = tl.cdiv(T, RU), tl.cdiv(S, KU)
+    b_slope = tl.zeros([], tl.float32)
+    if GATE == 1:
+        b_slope = const_gate(p_g, i_bh % H)
+    p_need += i_bh.to(tl.int64) * n_t
+    p_start += i_bh.to(tl.int64) * n_t
+    p_base += i_bh.to(tl.int64) * (n_s + 1)
+    p_tails += i_bh.to(tl.int64) * n_s
+    c_min = tl.full([], 2147483647, tl.int32)
+    for i in range(tl.cdiv(n_t, BN)):
+        o_t = n_t - (i + 1) * BN + tl.arange(0, BN)
+        m_t = o_t >= 0
+        b_need = tl.load(p_need + o_t, mask=m_t, other=float("inf"))
+        lo, hi = o_t * 0, tl.where(m_t, (o_t * RU + S - T) // KU, 0)  # units before lo are dropped
+        for _ in range(n_steps):
+            mid = (lo + hi) // 2
+            m = mid < hi
+            m_drop = m & (b_need + tail_at(p_tails, p_base, b_slope, mid, m, GATE, TAIL, KU) <= log2_eps)
+            lo, hi = tl.where(m_drop, mid + 1, lo), tl.where(m_drop | (mid >= hi), hi, mid)
+        b_start = tl.where(m_t, lo * KU, 2147483647)
+        b_start = tl.minimum(tl.associative_scan(b_start, 0, _minimum, reverse=True), c_min)
+        tl.store(p_start + o_t, b_start, mask=m_t)
+        c_min = tl.min(b_start, 0)
+
+
+def none_above(log_eps: float, n: int) -> float:
+    """The gate sum c_i - c_0 (log2) above which the tail bound drops nothing, where l_i is over n keys."""
+    return log_eps * LOG2E + math.log2(n)

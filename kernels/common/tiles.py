@@ -1,0 +1,49 @@
+"""Tile sizes of one launch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["fwd", "dq", "dkdv"]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One launch configuration: BT query rows by BS keys."""
+
+    BT: int
+    BS: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None  # registers per thread, to fit more programs on a multiprocessor
+    tma: bool = False  # load tiles through tensor descriptors (Hopper and later)
+    heads: int = 1 << 20  # heads scheduled together
+
+    def __post_init__(self) -> None:
+        if self.BT not in (16, 32, 64, 128):
+            raise ValueError(f"BT: expected one of (16, 32, 64, 128), got {self.BT}")
+        if self.BS not in (16, 32, 64, 128):
+            raise ValueError(f"BS: expected one of (16, 32, 64, 128), got {self.BS}")
+
+
+# The Gluon backwards; head dims up to 128.
+HOPPER_BACKWARD = Tiles(64, 128, 8, 2, tma=True, heads=2)
+
+
+@contextlib.contextmanager
+def override(forced: dict[Kind, Tiles], tiles: dict[Kind, Tiles]) -> Iterator[None]:
+    """Force ``tiles``, by kernel, for tests and sweeps; affects every head dim while the context is open.
+
+    Args:
+        forced: what the plan of the kernel family asks first.
+    """
+    before = dict(forced)
+    forced.update(tiles)
+    try:
+        yield
+    finally:
+        forced.clear()
+        forced.update(before)

@@ -1,0 +1,1 @@
+"""FoX on Hopper, in Gluon."""

@@ -1,0 +1,215 @@
+"""Backward in one pass for Hopper, in Gluon: five products where the two portable kernels need seven.
+
+A program owns 128 keys. A loader warp copies q, dO and the rows' (lse, delta) into shared memory, eight warps compute,
+and a reducer warp adds dQ of each tile to a float32 buffer by the bulk copy engine, so the order of the sums, and the
+last bits of dq and of the gate's gradient, vary between runs.
+
+delta is not exact here (the portable backward says why it must be for the gate), so with E_i = sum_j dS_ij, which
+should be 0, the gate's gradient takes column sums minus E: what delta's error adds to the columns of a row, E takes off
+again at the row itself, and nothing drifts. (With a sink of weight w, E_i beyond w delta.) E is kept per pair of rows.
+The forward pass keeps what the rounding of O drops (``o_rest``), which leaves the rounding of the weights as the only
+error of delta.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+from attnzoo.kernels.common.hopper.backward_tile import backward_tile
+from attnzoo.kernels.common.hopper.descriptors import tma_add
+from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
+from attnzoo.kernels.common.tile_loads import schedule
+
+
+@gluon.jit
+def _row_tiles(p_end, p_full, s, T, S, BT: gl.constexpr, BS: gl.constexpr, KU: gl.constexpr, BOUNDED: gl.constexpr):
+    """Row tiles that see the keys from s: n_mask of them need a mask (n_head from i_lo, the rest from i_tail), then
+    n_mid from i_mid do not."""
+    off = S - T
+    i_lo = gl.maximum(s - off, 0) // BT * BT
+    i_mid = gl.cdiv(gl.maximum(s + BS - 1 - off, 0), BT) * BT
+    i_end, i_full = T, T
+    if BOUNDED:
+        i_full = gl.load(p_full + s // KU)
+        i_end = gl.load(p_end + gl.minimum((s + BS - 1) // KU, gl.cdiv(S, KU) - 1))
+    i_tail = gl.maximum(i_full // BT * BT, i_mid)
+    n_head = gl.cdiv(gl.maximum(gl.minimum(i_mid, i_end) - i_lo, 0), BT)
+    n_mask = n_head + gl.cdiv(gl.maximum(i_end - i_tail, 0), BT)
+    n_mid = gl.cdiv(gl.maximum(gl.minimum(i_tail, i_end) - i_mid, 0), BT)
+    return i_lo, i_tail, i_mid, n_head, n_mask, n_mid
+
+
+@gluon.jit
+def _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT: gl.constexpr):
+    """First row of the n-th tile."""
+    i = gl.where(n < n_head, i_lo + n * BT, i_tail + (n - n_head) * BT)
+    return gl.where(n < n_mask, i, i_mid + (n - n_mask) * BT)
+
+
+@gluon.jit
+def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, keys_in, full, empty, p_c,
+          p_base, p_g, p_end, p_full, i_b, i_g, s, T, S, REP: gl.constexpr, H: gl.constexpr, BT: gl.constexpr,
+          BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
+    """Loader: k and v once; per row tile q, dO, lse, delta and the gates between the frames of rows and keys."""
+    mbarrier.expect(keys_in, d_k.block_type.nbytes + d_v.block_type.nbytes)
+    tma.async_copy_global_to_shared(d_k, [i_b, s, i_g, 0], keys_in, k_s)
+    tma.async_copy_global_to_shared(d_v, [i_b, s, i_g, 0], keys_in, v_s)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    n_u = gl.cdiv(S, KU)
+    it = 0
+    for i_r in range(REP):
+        i_h = i_g * REP + i_r
+        i_bh = i_b * H + i_h
+        p_unit = i_bh.to(gl.int64) * n_u
+        i_lo, i_tail, i_mid, n_head, n_mask, n_mid = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU,
+                                                                BOUNDED)  # fmt: skip
+        p_ch, p_baseh = p_c + p_unit * KU, p_base + p_unit + i_bh
+        b_slope = gluon_slope(p_g, i_h, GATE)
+        b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+        for n in range(n_mask + n_mid):
+            i = _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT)
+            b_at = gluon_gate_at(p_ch, p_baseh, b_slope, gl.minimum(i // RU * RU + S - T, S - 1), GATE, KU)
+            b = it % STAGES
+            mbarrier.wait(empty.index(b), (it // STAGES & 1) ^ 1)
+            if GATE != 0:
+                shift_s.index(b).store(gl.full([1], 0.0, gl.float32, one) + (b_at - b_ref).to(gl.float32))
+                gl.thread_barrier()
+            mbarrier.expect(full.index(b), d_q.block_type.nbytes + d_do.block_type.nbytes + 2 * d_lse.block_type.nbytes)
+            tma.async_copy_global_to_shared(d_q, [i_b, i, i_h, 0], full.index(b), q_s.index(b))
+            tma.async_copy_global_to_shared(d_lse, [i_bh, i], full.index(b), lse_s.index(b))
+            tma.async_copy_global_to_shared(d_delta, [i_bh, i], full.index(b), delta_s.index(b))
+            tma.async_copy_global_to_shared(d_do, [i_b, i, i_h, 0], full.index(b), do_s.index(b))
+            it += 1
+
+
+@gluon.jit
+def _reduce(d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP: gl.constexpr, H: gl.constexpr,
+            BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, BOUNDED: gl.constexpr):  # fmt: skip
+    """Reducer: adds each tile of dQ to the float32 buffer, where a tile is contiguous."""
+    n_u, n_t = gl.cdiv(S, KU), gl.cdiv(T, RU) * (RU // BT)
+    it = 0
+    for i_r in range(REP):
+        i_bh = i_b * H + i_g * REP + i_r
+        p_unit = i_bh.to(gl.int64) * n_u
+        i_lo, i_tail, i_mid, n_head, n_mask, n_mid = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU,
+                                                                BOUNDED)  # fmt: skip
+        for n in range(n_mask + n_mid):
+            i = _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT)
+            mbarrier.wait(dq_full, it & 1)
+            tma_add(d_dq, [(i_bh * n_t + i // BT) * dq_s.shape[0], 0], dq_s)
+            tma.store_wait(0)
+            mbarrier.arrive(dq_empty, count=1)
+            it += 1
+
+
+@gluon.jit
+def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, keys_in, full, empty, dq_full,
+             dq_empty, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, i_b, i_g, s, T, S, scale, scale2,
+             stride_lb, stride_lh, REP: gl.constexpr, H: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
+             BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
+             HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Products and exponentials: each warpgroup holds dK and dV of 64 keys in registers."""
+    W: gl.constexpr = gl.num_warps()
+    M: gl.constexpr = BT // 16
+    L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BT, 16])
+    L_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BK, 16])
+    L_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BV, 16])
+    L_Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M, W // M], [16, BK * M // W, 16])
+    k_s, v_s = k4_s.reshape([BS, BK]), v4_s.reshape([BS, BV])
+    b_dk, b_dv = gl.zeros([BS, BK], gl.float32, L_K), gl.zeros([BS, BV], gl.float32, L_V)
+    off = S - T
+    b_s = s + gl.arange(0, BS, gl.SliceLayout(1, L_S))
+    n_u = gl.cdiv(S, KU)
+    it = 0
+    mbarrier.wait(keys_in, 0)
+    for i_r in range(REP):
+        i_h = i_g * REP + i_r
+        i_bh = i_b.to(gl.int64) * H + i_h
+        p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
+        p_sumh = p_sum + i_bh * (gl.cdiv(T, RU) * (RU // 2))
+        p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + i_h * stride_lh
+        p_starth = p_start + i_bh * gl.cdiv(T, RU)
+        b_slope = gluon_slope(p_g, i_h, GATE)
+        b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+        b_bias = gluon_bias_at(p_ch, p_baseh, b_slope, b_ref, b_s, S, GATE, KU)
+        i_lo, i_tail, i_mid, n_head, n_mask, n_mid = _row_tiles(p_end + i_bh * n_u, p_full + i_bh * n_u, s, T, S, BT,
+                                                                BS, KU, HAS_SINCE or HAS_START)  # fmt: skip
+        b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
+        for n in range(n_mask):
+            i = _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT)
+            b_dk, b_dv, b_dc = backward_tile(
+                b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,
+                dq_empty, it, i, b_bias, b_s, p_sumh, p_sinceh, p_starth, off, T, scale2, BT, BS, BK, BV, GATE,
+                HAS_SINCE, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q, True)  # fmt: skip
+            it += 1
+        for n in range(n_mid):
+            b_dk, b_dv, b_dc = backward_tile(
+                b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,
+                dq_empty, it, i_mid + n * BT, b_bias, b_s, p_sumh, p_sinceh, p_starth, off, T, scale2, BT, BS, BK, BV,
+                GATE, HAS_SINCE, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q, False)  # fmt: skip
+            it += 1
+        if GATE != 0:
+            gl.store(p_dc + i_bh * S + b_s, b_dc, mask=b_s < S)
+    k_s.store((b_dk * scale).to(k_s.dtype))
+    v_s.store(b_dv.to(v_s.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(d_dk, [i_b, s, i_g, 0], k4_s)
+    tma.async_copy_shared_to_global(d_dv, [i_b, s, i_g, 0], v4_s)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
+def fox_bwd_hopper_kernel(
+    d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start, p_end,
+    p_full, T, S, n_heads, scale, scale2, stride_lb, stride_lh,
+    H: gl.constexpr, REP: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr,
+    RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """dK, dV, column sums of dS [B, H, S]; adds to dQ (unscaled) and to sums of dS per pair of rows [B, H, Tp / 2]."""
+    G: gl.constexpr = H // REP
+    i_s, i_bg = schedule(gl.cdiv(S, BS), n_heads)
+    s, i_b, i_g = i_s * BS, i_bg // G, i_bg % G
+    dtype: gl.constexpr = d_q.dtype
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BT, 1, BK], d_q.layout)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BT, 1, BV], d_do.layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BT], d_lse.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BT], d_delta.layout)
+    shift_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_s = gl.allocate_shared_memory(dtype, d_k.block_type.shape, d_k.layout)
+    v_s = gl.allocate_shared_memory(dtype, d_v.block_type.shape, d_v.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [BS, BT], gl.NVMMASharedLayout.get_default_for([BS, BT], dtype))
+    dq_s = gl.allocate_shared_memory(gl.float32, d_dq.block_type.shape, d_dq.layout)
+    keys_in = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    dq_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    dq_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys_in, count=1)
+    mbarrier.init(dq_full, count=1)
+    mbarrier.init(dq_empty, count=1)
+    for b in gl.static_range(STAGES):
+        mbarrier.init(full.index(b), count=1)
+        mbarrier.init(empty.index(b), count=1)
+    gl.warp_specialize(
+        [
+            (_compute, (d_dk, d_dv, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, keys_in, full, empty,
+                        dq_full, dq_empty, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, i_b, i_g, s,
+                        T, S, scale, scale2, stride_lb, stride_lh, REP, H, BK, BV, BT, BS, RU, KU, GATE, HAS_SINCE,
+                        HAS_START, STAGES)),
+            (_load, (d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, keys_in, full,
+                     empty, p_c, p_base, p_g, p_end, p_full, i_b, i_g, s, T, S, REP, H, BT, BS, RU, KU, GATE,
+                     HAS_SINCE or HAS_START, STAGES)),
+            (_reduce, (d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP, H, BT, BS, RU, KU,
+                       HAS_SINCE or HAS_START)),
+        ],
+        [1, 1],  # warps
+        [24, 24],  # registers per thread; the products' warps get what is left, 240
+    )  # fmt: skip

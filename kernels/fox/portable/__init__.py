@@ -1,0 +1,1 @@
+"""FoX on any GPU from compute capability 8.0 on."""

@@ -1,0 +1,312 @@
+"""Backward kernels: one owns rows (dQ), one owns keys (dK, dV); nothing is added up across programs, so the
+result does not depend on their order.
+
+With P the weights, dP = dO V^T and delta_i = sum_j P_ij dP_ij:
+
+    dS = P * (dP - delta),   dV = P^T dO,   dQ = scale dS K,   dK = scale dS^T Q,   d(bias) = dS.
+
+delta = dO . O holds for the exact output; the stored one is rounded, and the error, the same for a whole row, would
+build up in the gate's suffix sums (1e-1 relative after 4096 tokens at a decay length of 8). The row kernel sees
+sum_j dS_ij, which is 0 for the exact delta, so it corrects delta for the key kernel; with a sink of weight w the sum
+is w delta. After that the gate's gradient needs the key side only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from, key_bias, row_shift
+from attnzoo.kernels.common.key_bounds import key_bounds
+from attnzoo.kernels.common.launching import (
+    can_describe,
+    dot_precision,
+    gate_kind,
+    head_block,
+    since_strides,
+    tile_descriptor,
+)
+from attnzoo.kernels.common.online_softmax import row_bounds
+from attnzoo.kernels.common.row_delta import row_delta_kernel
+from attnzoo.kernels.common.tile_loads import load_tile, schedule
+from attnzoo.kernels.fox.plan import tiles
+
+
+@triton.jit
+def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b, s, i_g, o_s, o_k, o_v,
+             b_pos, b_since, S, stride_ks, stride_vs, scale2, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+             BV: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, ROW_SUM: tl.constexpr,
+             TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """dQ and row sums of dS from one key tile."""
+    if TMA:
+        b_k = p_k.load([i_b, s, i_g, 0]).reshape([o_s.shape[0], BK])
+        b_v = p_v.load([i_b, s, i_g, 0]).reshape([o_s.shape[0], BV])
+    else:
+        b_k = load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, MASK)  # [BS, BK]
+        b_v = load_tile(p_v + s * stride_vs.to(tl.int64), o_s, o_v, stride_vs, S - s, V, BV, MASK)  # [BS, BV]
+    b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BT, BS]
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PREC)  # [BT, BS]
+    if GATE != 0:
+        b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
+    b_p = tl.exp2(b_y - b_lse[:, None])
+    if MASK:
+        m_y = (s + o_s)[None, :] <= b_pos[:, None]
+        if HAS_SINCE:
+            m_y = m_y & ((s + o_s)[None, :] >= b_since[:, None])
+        b_p = tl.where(m_y, b_p, 0.0)
+    b_ds = b_p * (b_dp - b_delta[:, None])  # [BT, BS]
+    if ROW_SUM:
+        b_dr += tl.sum(b_ds, 1)
+    b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
+    return b_dq, b_dr
+
+
+@triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
+def fox_dq_portable_kernel(
+    p_q, p_k, p_v, p_do, p_rows, p_w, p_dq, p_c, p_base, p_g, p_since, p_start, T, S, n_heads, scale, scale2,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
+    H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dQ [B, T, H, K], and delta corrected in place; schedule and frame of the forward kernel."""
+    i_t, i_bh = schedule(tl.cdiv(T, BT), n_heads)
+    i_t = tl.cdiv(T, BT) - 1 - i_t
+    i_b32, i_h = i_bh // H, i_bh % H
+    i_b = i_b32.to(tl.int64)
+    off = S - T
+    p_first = i_t * BT + off
+    p_last = tl.minimum(i_t * BT + BT, T) - 1 + off
+    o_t, o_s = tl.arange(0, BT), tl.arange(0, BS)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    b_pos = p_first + o_t
+    r = (i_t * BT).to(tl.int64)
+    m_t = i_t * BT + o_t < T
+    if not TMA:
+        p_k += i_b * stride_kb + (i_h // REP) * stride_kh
+        p_v += i_b * stride_vb + (i_h // REP) * stride_vh
+    p_qt = p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt
+    p_dt = p_do + i_b * stride_db + i_h * stride_dh + r * stride_dt
+    b_q = load_tile(p_qt, o_t, o_k, stride_qt, T - i_t * BT, K, BK, True)
+    b_do = load_tile(p_dt, o_t, o_v, stride_dt, T - i_t * BT, V, BV, True)
+    p_r = i_bh.to(tl.int64) * T + i_t * BT + o_t
+    p_rows += (i_bh.to(tl.int64) * (tl.cdiv(T, RU) * RU) + i_t * BT) * 2
+    b_lse, b_delta = tl.load(p_rows + o_t * 2), tl.load(p_rows + o_t * 2 + 1)
+    n_s = tl.cdiv(S, KU)
+    p_c += i_bh.to(tl.int64) * (n_s * KU)
+    p_base += i_bh.to(tl.int64) * (n_s + 1)
+    p_since += i_b * stride_lb + i_h * stride_lh
+    b_slope = tl.zeros([], tl.float32)
+    if GATE == 1:
+        b_slope = const_gate(p_g, i_h)
+    b_ref = gate_at(p_c, p_base, b_slope, i_t * BT // RU * RU + off, GATE, KU)
+    b_since = b_pos
+    if HAS_SINCE:
+        b_since = tl.load(p_since + b_pos, mask=m_t, other=0)
+    p_start += i_bh.to(tl.int64) * tl.cdiv(T, RU)
+    lo, full, mid, n_left, n_diag = row_bounds(
+        p_since, p_start, i_t, p_first, p_last, BT, BS, RU, KU, HAS_SINCE, HAS_START
+    )
+    b_dq = tl.zeros([BT, BK], tl.float32)
+    b_dr = tl.zeros([BT], tl.float32)
+    for i in range(n_left + n_diag):
+        s = tl.where(i < n_diag, mid + i, lo + i - n_diag) * BS
+        b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
+        b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
+                              i_h // REP, o_s, o_k, o_v, b_pos, b_since, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
+                              GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, True)  # fmt: skip
+    b_shift = base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
+    for i_s in range(full, mid):
+        s = i_s * BS
+        b_next = base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)
+        b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
+                              i_h // REP, o_s, o_k, o_v, b_pos, b_since, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
+                              GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, False)  # fmt: skip
+        b_shift = b_next
+    p_dqt = p_dq + ((i_b * T + i_t * BT) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
+    tl.store(p_dqt, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k[None, :] < K))
+    if HAS_SINK:
+        b_w = tl.load(p_w + p_r, mask=m_t, other=0.0)
+        b_delta += b_dr - b_w * b_delta
+        tl.store(p_rows + o_t * 2 + 1, b_delta)
+        tl.store(p_w + p_r, b_w * b_delta, mask=m_t)  # minus the gradient of the sink logit
+    elif GATE != 0:
+        tl.store(p_rows + o_t * 2 + 1, b_delta + b_dr)
+
+
+@triton.jit
+def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_since, p_start, b_shift, i_b, i, i_h, o_t, o_k,
+               o_v, b_s, off, T, stride_qt, stride_dt, scale2, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+               BV: tl.constexpr, RU: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr,
+               HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """dK, dV and column sums of dS from the row tile that starts at row i."""
+    if TMA:  # zeros past T and past the head dims
+        b_q = p_q.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BK])
+        b_do = p_do.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BV])
+    else:
+        b_q = load_tile(p_q + i * stride_qt.to(tl.int64), o_t, o_k, stride_qt, T - i, K, BK, MASK)  # [BT, BK]
+        b_do = load_tile(p_do + i * stride_dt.to(tl.int64), o_t, o_v, stride_dt, T - i, V, BV, MASK)  # [BT, BV]
+    b_lse, b_delta = tl.split(tl.load(p_rows + (i + o_t)[:, None] * 2 + tl.arange(0, 2)[None, :]))  # [BT]
+    if GATE != 0:
+        b_lse -= b_shift  # from the frame of the row unit to that of the key tile
+    b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)  # [BS, BT]
+    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PREC)  # [BS, BT], in flight during exp2
+    b_y = b_y * scale2
+    if GATE != 0:
+        b_y += b_bias[:, None]
+    b_p = tl.exp2(b_y - b_lse[None, :])  # [BS, BT]
+    if MASK:
+        m_y = b_s[:, None] <= (off + i + o_t)[None, :]
+        if HAS_SINCE:
+            b_since = tl.load(p_since + off + i + o_t, mask=i + o_t < T, other=0)
+            m_y = m_y & (b_s[:, None] >= b_since[None, :])
+        if HAS_START:
+            m_y = m_y & (b_s >= tl.load(p_start + i // RU))[:, None]
+        b_p = tl.where(m_y, b_p, 0.0)
+    b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
+    b_ds = b_p * (b_dp - b_delta[None, :])
+    if GATE != 0:
+        b_dc += tl.sum(b_ds, 1)
+    b_dsh = b_ds.to(b_q.dtype)
+    b_dk = tl.dot(b_dsh, b_q, b_dk, input_precision=PREC)
+    return b_dk, b_dv, b_dc
+
+
+@triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
+def fox_dkdv_portable_kernel(
+    p_q, p_k, p_v, p_do, p_rows, p_dk, p_dv, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, T, S, n_heads,
+    scale, scale2,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
+    H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dK [B, S, G, K], dV [B, S, G, V], column sums of dS [B, H, S]; one program per key tile and key head.
+
+    Key tiles with the most rows (the first) run first.
+    """
+    G: tl.constexpr = H // REP
+    i_s, i_bg = schedule(tl.cdiv(S, BS), n_heads)
+    i_b32, i_g = i_bg // G, i_bg % G
+    i_b = i_b32.to(tl.int64)
+    off = S - T
+    s = i_s * BS
+    o_t, o_s = tl.arange(0, BT), tl.arange(0, BS)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    b_s = s + o_s  # [BS]
+    s64 = s.to(tl.int64)
+    b_k = load_tile(p_k + i_b * stride_kb + i_g * stride_kh + s64 * stride_ks, o_s, o_k, stride_ks, S - s, K, BK, True)
+    b_v = load_tile(p_v + i_b * stride_vb + i_g * stride_vh + s64 * stride_vs, o_s, o_v, stride_vs, S - s, V, BV, True)
+    b_dk = tl.zeros([BS, BK], tl.float32)
+    b_dv = tl.zeros([BS, BV], tl.float32)
+    i_lo = tl.maximum(s - off, 0) // BT * BT  # first row tile that sees the first key
+    i_mid = tl.cdiv(tl.maximum(s + BS - 1 - off, 0), BT) * BT  # from here every row is past every key
+    for i_r in range(REP):
+        i_h = i_g * REP + i_r
+        i_bh = i_b * H + i_h
+        p_qh, p_doh = p_q, p_do  # descriptors
+        if not TMA:
+            p_qh = p_q + i_b * stride_qb + i_h * stride_qh
+            p_doh = p_do + i_b * stride_db + i_h * stride_dh
+        p_rowsh = p_rows + i_bh * (tl.cdiv(T, RU) * RU) * 2
+        n_u = tl.cdiv(S, KU)
+        p_ch = p_c + i_bh * (n_u * KU)
+        p_baseh = p_base + i_bh * (n_u + 1)
+        p_sinceh = p_since + i_b * stride_lb + i_h * stride_lh
+        p_starth = p_start + i_bh * tl.cdiv(T, RU)
+        b_slope = tl.zeros([], tl.float32)
+        if GATE == 1:
+            b_slope = const_gate(p_g, i_h)
+        b_ref = gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+        b_bias = b_s.to(tl.float32)
+        if GATE != 0:
+            b_bias = gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, b_s < S, GATE, KU)
+        i_end, i_full = T, T
+        if HAS_SINCE or HAS_START:
+            i_full = tl.load(p_full + i_bh * n_u + s // KU)
+            i_end = tl.load(p_end + i_bh * n_u + tl.minimum((s + BS - 1) // KU, n_u - 1))
+        i_mask = tl.maximum(i_full // BT * BT, i_mid)  # from here the mask of since, a bound or the end of the rows
+        n_head = tl.cdiv(tl.maximum(tl.minimum(i_mid, i_end) - i_lo, 0), BT)
+        n_tail = tl.cdiv(tl.maximum(i_end - i_mask, 0), BT)
+        b_dc = tl.zeros([BS], tl.float32)
+        for i_n in range(n_head + n_tail):
+            i = tl.where(i_n < n_head, i_lo + i_n * BT, i_mask + (i_n - n_head) * BT)
+            b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i, off, S, GATE, RU, KU)
+            b_dk, b_dv, b_dc = _dkdv_tile(
+                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_sinceh, p_starth, b_shift, i_b32, i, i_h,
+                o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_SINCE, HAS_START,
+                TMA, PREC, True)  # fmt: skip
+        b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i_mid, off, S, GATE, RU, KU)
+        for i in range(i_mid, tl.minimum(i_mask, i_end), BT):
+            b_next = row_shift(p_ch, p_baseh, b_slope, b_ref, i + BT, off, S, GATE, RU, KU)
+            b_dk, b_dv, b_dc = _dkdv_tile(
+                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_sinceh, p_starth, b_shift, i_b32, i, i_h,
+                o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_SINCE, HAS_START,
+                TMA, PREC, False)  # fmt: skip
+            b_shift = b_next
+        if GATE != 0:
+            tl.store(p_dc + i_bh * S + b_s, b_dc, mask=b_s < S)
+    m_s = (b_s < S)[:, None]
+    p_dkt = p_dk + ((i_b * S + s64) * G + i_g) * K + o_s[:, None] * (G * K) + o_k[None, :]
+    p_dvt = p_dv + ((i_b * S + s64) * G + i_g) * V + o_s[:, None] * (G * V) + o_v[None, :]
+    tl.store(p_dkt, (b_dk * scale).to(p_dk.dtype.element_ty), mask=m_s & (o_k < K)[None, :])
+    tl.store(p_dvt, b_dv.to(p_dv.dtype.element_ty), mask=m_s & (o_v < V)[None, :])
+
+
+def fox_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None, sink: Tensor | None,
+    c: Tensor | None, base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Launch the backward kernels on what the forward pass saved.
+
+    Returns:
+        dq, dk, dv in the inputs' dtype; with a gate, column sums [B, H, S] of dS; with a sink, row sums [B, H, T] of dS
+        (minus the gradient of each row's sink logit).
+    """
+    B, T, H, K = q.shape
+    S, G, V = k.shape[1], k.shape[2], v.shape[3]
+    gate, has_sink = gate_kind(log_decay), sink is not None
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    rows = lse.new_empty((B, H, triton.cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
+    drow = torch.empty_like(lse) if has_sink else None
+    dkey = lse.new_empty((B, H, S)) if gate else None
+    dq, dk, dv = q.new_empty((B, T, H, K)), k.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
+    flags: dict[str, Any] = {"GATE": gate, "HAS_SINCE": since is not None, "HAS_START": start is not None}
+    flags |= {"PREC": dot_precision(q.dtype), "RU": ROW_UNIT, "KU": KEY_UNIT}
+    dims: dict[str, Any] = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V)}
+    gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
+    limits = (lse if since is None else since, lse if start is None else start)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *since_strides(since))
+    p_w = lse if drow is None else drow
+    row_delta_kernel[(B * H, rows.shape[2] // 64)](
+        o, do, lse, rows, p_w, *gates, lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3],
+        H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink,
+    )  # fmt: skip
+    end, full = lse, lse
+    if since is not None or start is not None:
+        end, full = key_bounds(since, start, B, T, H, S)
+    t = tiles("dq", max(K, V), q.dtype, q.device)
+    tma = t.tma and can_describe(k, v)
+    p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
+    fox_dq_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+        q, p_k, p_v, do, rows, p_w, dq, *gates, *limits, T, S, min(t.heads, B * H), scale, scale * LOG2E, *strides,
+        **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, TMA=tma, num_warps=t.num_warps,
+        num_stages=t.num_stages, maxnreg=t.maxnreg,
+    )  # fmt: skip
+    t = tiles("dkdv", max(K, V), q.dtype, q.device)
+    tma = t.tma and can_describe(q, do)
+    p_q, p_do = (tile_descriptor(q, t.BT), tile_descriptor(do, t.BT)) if tma else (q, do)
+    fox_dkdv_portable_kernel[(triton.cdiv(S, t.BS) * B * G,)](
+        p_q, k, v, p_do, rows, dk, dv, lse if dkey is None else dkey, *gates, *limits, end, full, T, S,
+        min(t.heads, B * G), scale, scale * LOG2E, *strides, **dims, **flags,
+        BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+    )  # fmt: skip
+    return dq, dk, dv, dkey, drow

@@ -1,0 +1,186 @@
+"""Forward for few query rows over many keys (decoding, short prefill chunks): the keys are split.
+
+One program per row block would leave most of the GPU idle, and one global head would set the time. Here a program takes
+a chunk of keys and all rows that read the same key head: the T tokens of its REP query heads, packed in one tile. A
+second kernel combines the chunks in a fixed order, so the result is deterministic. Pruned chunks end at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E
+from attnzoo.kernels.common.gate_bias import const_gate
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides
+from attnzoo.kernels.common.tile_loads import load_tile
+
+MAX_ROWS = 64  # packed rows (T * REP) up to which the keys are split
+
+
+@triton.jit
+def _row_gate(p_c, p_base, b_slope, o_h, pos, m, NS, GATE: tl.constexpr, KU: tl.constexpr):
+    """The running sum of log2 gates of heads o_h at positions pos. # [BT] float64"""
+    if GATE == 2:
+        b = tl.load(p_base + o_h * (NS + 1) + pos // KU, mask=m, other=0.0)
+        b += tl.load(p_c + o_h * (NS * KU) + pos, mask=m, other=0.0).to(tl.float64)
+    else:
+        b = pos * b_slope.to(tl.float64)
+    return b
+
+
+@triton.jit(do_not_specialize=["T", "S", "n_chunks", "stride_lb", "stride_lh"])
+def fox_split_kernel(
+    p_q, p_k, p_v, p_part, p_lse, p_c, p_base, p_g, p_since, p_start, T, S, n_chunks, scale2,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_lb, stride_lh,
+    H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Normalised output [B, H, T, n_chunks, V] float32 and log2-sum-exp [B, H, T, n_chunks] of one chunk of keys."""
+    i_bg, i_c = tl.program_id(0), tl.program_id(1)
+    i_b, i_g = (i_bg // (H // REP)).to(tl.int64), i_bg % (H // REP)
+    NS = tl.cdiv(S, KU)
+    o_r, o_s, o_k, o_v = tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
+    m_r = o_r < T * REP
+    o_t, o_rep = o_r % T, tl.minimum(o_r // T, REP - 1)
+    o_h = i_b * H + i_g * REP + o_rep  # [BT] int64
+    b_pos = o_t + (S - T)
+    b_slope = tl.zeros([BT], tl.float32)
+    if GATE == 1:
+        b_slope = const_gate(p_g, i_g * REP + o_rep)
+    b_ref = _row_gate(p_c, p_base, b_slope, o_h, o_t * 0 + (S - T), m_r, NS, GATE, KU)  # [BT]
+    b_since = b_pos * 0
+    if HAS_SINCE:
+        b_since = tl.load(p_since + i_b * stride_lb + (i_g * REP + o_rep) * stride_lh + b_pos, mask=m_r, other=S)
+    if HAS_START:
+        b_since = tl.maximum(b_since, tl.load(p_start + o_h, mask=m_r, other=S))
+    first = i_c * CHUNK
+    lo = tl.maximum(first, tl.min(tl.where(m_r, b_since, S), 0) // KU * KU)
+    p_qr = p_q + i_b * stride_qb + o_t[:, None] * stride_qt + (i_g * REP + o_rep)[:, None] * stride_qh + o_k[None, :]
+    b_q = tl.load(p_qr, mask=m_r[:, None] & (o_k[None, :] < K), other=0.0)  # [BT, BK]
+    p_k += i_b * stride_kb + i_g * stride_kh
+    p_v += i_b * stride_vb + i_g * stride_vh
+    b_m = tl.full([BT], float("-inf"), tl.float32)
+    b_l = tl.zeros([BT], tl.float32)
+    b_o = tl.zeros([BT, BV], tl.float32)
+    for s in range(lo, tl.minimum(first + CHUNK, S), BS):
+        b_k = load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, True)
+        b_v = load_tile(p_v + s * stride_vs.to(tl.int64), o_s, o_v, stride_vs, S - s, V, BV, True)
+        b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BT, BS]
+        if GATE == 2:
+            b_shift = (b_ref - tl.load(p_base + o_h * (NS + 1) + s // KU)).to(tl.float32)
+            b_y += b_shift[:, None] - tl.load(p_c + (o_h * (NS * KU) + s)[:, None] + o_s[None, :])
+        elif GATE == 1:
+            b_shift = (b_ref - s * b_slope.to(tl.float64)).to(tl.float32)
+            b_y += b_shift[:, None] - o_s.to(tl.float32)[None, :] * b_slope[:, None]
+        m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_since[:, None])
+        b_y = tl.where(m_y, b_y, float("-inf"))
+        b_mn = tl.maximum(b_m, tl.max(b_y, 1))
+        b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)  # a row that has seen no key yet
+        b_p = tl.exp2(b_y - b_ms[:, None])
+        b_a = tl.exp2(b_m - b_ms)
+        b_l = b_l * b_a + tl.sum(b_p, 1)
+        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_a[:, None], input_precision=PREC)  # [BT, BV]
+        b_m = b_mn
+    o_part = (o_h * T + o_t) * n_chunks + i_c
+    tl.store(p_lse + o_part, tl.where(b_l > 0.0, b_m + tl.log2(b_l), float("-inf")), mask=m_r)
+    b_o = b_o / tl.where(b_l > 0.0, b_l, 1.0)[:, None]
+    tl.store(p_part + o_part[:, None] * V + o_v[None, :], b_o, mask=m_r[:, None] & (o_v[None, :] < V))
+
+
+@triton.jit(do_not_specialize=["T", "S", "n_chunks"])
+def fox_combine_kernel(
+    p_part, p_lses, p_o, p_lse, p_c, p_base, p_g, p_sink, T, S, n_chunks,
+    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+):  # fmt: skip
+    """Output [B, T, H, V] and log2-sum-exp [B, H, T] of one row from its chunks, and its sink."""
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_h = i_bh % H
+    o_n, o_v = tl.arange(0, BN), tl.arange(0, BV)
+    p_row = (i_bh.to(tl.int64) * T + i_t) * n_chunks
+    b_m = tl.full([], float("-inf"), tl.float32)
+    b_l = tl.zeros([], tl.float32)
+    b_o = tl.zeros([BV], tl.float32)
+    if HAS_SINK:  # in the frame of the row unit, as every logit
+        NS = tl.cdiv(S, KU)
+        b_m = tl.load(p_sink + i_h).to(tl.float32) * TL_LOG2E
+        if GATE != 0:
+            b_slope = tl.zeros([1], tl.float32)
+            if GATE == 1:
+                b_slope += const_gate(p_g, i_h)
+            o_h, o_0 = tl.zeros([1], tl.int64) + i_bh, tl.zeros([1], tl.int32) + (S - T)
+            b_c = _row_gate(p_c, p_base, b_slope, o_h, o_0, o_0 >= 0, NS, GATE, KU)
+            b_c -= _row_gate(p_c, p_base, b_slope, o_h, o_0 + i_t, o_0 >= 0, NS, GATE, KU)
+            b_m += tl.sum(b_c, 0).to(tl.float32)
+        b_l = tl.where(b_m == float("-inf"), 0.0, 1.0)
+    for n in range(0, n_chunks, BN):
+        m_n = n + o_n < n_chunks
+        b_y = tl.load(p_lses + p_row + n + o_n, mask=m_n, other=float("-inf"))
+        b_x = tl.load(p_part + (p_row + n + o_n)[:, None] * V + o_v[None, :],
+                      mask=(b_y > float("-inf"))[:, None] & (o_v[None, :] < V), other=0.0)  # fmt: skip
+        b_mn = tl.maximum(b_m, tl.max(b_y, 0))
+        b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
+        b_p, b_a = tl.exp2(b_y - b_ms), tl.exp2(b_m - b_ms)
+        b_l = b_l * b_a + tl.sum(b_p, 0)
+        b_o = b_o * b_a + tl.sum(b_p[:, None] * b_x, 0)
+        b_m = b_mn
+    i_b = i_bh // H
+    p_out = p_o + ((i_b * T + i_t).to(tl.int64) * H + i_h) * V + o_v
+    tl.store(p_out, (b_o / b_l).to(p_o.dtype.element_ty), mask=o_v < V)
+    tl.store(p_lse + i_bh.to(tl.int64) * T + i_t, b_m + tl.log2(b_l))
+
+
+def splits_keys(T: int, S: int, rep: int) -> bool:
+    """Whether few enough rows share a key head, and keys are many enough, to split the keys."""
+    return T * rep <= MAX_ROWS and max(4 * T, 4 * KEY_UNIT) <= S
+
+
+def _chunk(programs: int, S: int, device: torch.device) -> int:
+    """Keys per program: enough programs to fill the GPU eight times, 256 to 2048 keys each."""
+    if device.type != "cuda":
+        return 4 * KEY_UNIT
+    wanted = 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    chunk: int = triton.next_power_of_2(S * programs // wanted)
+    return min(2048, max(256, chunk))
+
+
+def _tile(width: int, element_size: int) -> tuple[int, int]:
+    """Keys per step and stages, for keys and values of ``width`` numbers together: at most 64 KiB of shared memory."""
+    fits = 32768 // (width * element_size)
+    BS = min(KEY_UNIT, max(16, 1 << fits.bit_length() - 1))
+    return BS, 3 if BS * width * element_size <= 16384 else 2 if BS * width * element_size <= 32768 else 1
+
+
+def fox_split_forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, c: Tensor | None,
+    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch both kernels; what ``forward.fox_forward`` takes and returns, for T * H / G <= MAX_ROWS rows."""
+    B, T, H, K = q.shape
+    S, G, V = k.shape[1], k.shape[2], v.shape[3]
+    chunk = _chunk(B * G, S, q.device)
+    n, gate = triton.cdiv(S, chunk), gate_kind(log_decay)
+    o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
+    part, lses = lse.new_empty((B, H, T, n, V)), lse.new_empty((B, H, T, n))
+    BK, BV = head_block(K), head_block(V)
+    BS, num_stages = _tile(BK + BV, q.element_size())
+    p_c, p_base = lse if c is None else c, lse if base is None else base
+    p_g = lse if log_decay is None else log_decay
+    fox_split_kernel[(B * G, n)](
+        q, k, v, part, lses, p_c, p_base, p_g, lse if since is None else since, lse if start is None else start, T, S,
+        n, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *since_strides(since), H=H, REP=H // G,
+        K=K, V=V, BK=BK, BV=BV, BT=max(16, triton.next_power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT,
+        GATE=gate, HAS_SINCE=since is not None, HAS_START=start is not None, PREC=dot_precision(q.dtype), num_warps=4,
+        num_stages=num_stages,
+    )  # fmt: skip
+    fox_combine_kernel[(B * H, T)](
+        part, lses, o, lse, p_c, p_base, p_g, lse if sink is None else sink, T, S, n, H=H, V=V, BV=BV, BN=16,
+        KU=KEY_UNIT, GATE=gate, HAS_SINK=sink is not None, num_warps=4,
+    )  # fmt: skip
+    return o, lse

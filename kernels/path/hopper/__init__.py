@@ -1,0 +1,1 @@
+"""PaTH on Hopper, in Gluon."""

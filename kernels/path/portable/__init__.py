@@ -1,0 +1,1 @@
+"""PaTH on any GPU from compute capability 8.0 on."""

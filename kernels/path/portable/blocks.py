@@ -1,0 +1,397 @@
+"""Block level kernels: the UT transform of 64 tokens, forward and backward; one program per block and key head.
+
+Several small kernels, since these are bound by latency: straight code that takes few registers and little shared memory
+leaves room for other programs. Forward, path_inverse_kernel makes X, path_product_kernel M and path_block_fwd_kernel
+the rest; backward, path_block_bwd_kernel handles diag, qb and kb, path_product_bwd_kernel M and all that goes through
+the inverse.
+
+With y_a = beta_a R_1 .. R_{a-1} w_a the product of a block's first i factors is I - sum_{a <= i} y_a w_a^T, and
+
+    Y = X W,   X = (I + diag(beta) tril(W W^T, -1))^-1 diag(beta),   Z = X tril(W K^T, -1)
+    qb = Q - tril(Q W^T) Y,   kb = K - Z^T W,   diag = tril(Q K^T - tril(Q W^T) Z),   M = I - Y^T W.
+
+Entries of the inverse stay below 2 for unit w and beta <= 2, whatever the conditioning, so a float32 inverse is safe;
+what follows multiplies it in pieces of 16 bits: M, whose errors add up along the sequence, in two, the rest as the
+inputs ask.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.path.levels import BLOCK, Leaves
+
+from .inverse import Kept, _mm, _pieces, _row_scale, _tile_scale, invert, launch, new_kept, tree_block
+from .tree import new_tree
+
+
+@triton.jit
+def _identity(b_acc, C: tl.constexpr, DT: tl.constexpr):
+    """I, laid out as the product b_acc: in registers where it is a left factor. # [C, C]"""
+    o_c = tl.arange(0, C)
+    never = tl.where(o_c[:, None] < 0, b_acc, 0.0)
+    return tl.where(o_c[:, None] == o_c[None, :], 1.0, never).to(DT)
+
+
+@triton.jit
+def _mm_pair(a, b, b_lo, TRANS: tl.constexpr, acc, NP: tl.constexpr, NX: tl.constexpr, DT: tl.constexpr):
+    """acc + a (b + b_lo), or with its transpose; without b_lo if NX = 1."""
+    acc = _mm(a, tl.trans(b) if TRANS else b, acc, NP, NP, DT)
+    if NX == 2:
+        acc = _mm(a, tl.trans(b_lo) if TRANS else b_lo, acc, NP, NP, DT)
+    return acc
+
+
+@triton.jit(do_not_specialize=["T", "B", "N"])
+def path_product_kernel(
+    p_w, p_x, p_m, T, B, N, stride_wb, stride_wt, stride_wh,
+    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """M = I - Y^T W, the first nC of N nodes, in two pieces of dtype DT; Y^T = W^T X^T, w in NW pieces."""
+    n_c = tl.cdiv(T, C)
+    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    r = (i_c * C).to(tl.int64)
+    R = T - i_c * C
+    p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
+    w_hi, w_lo = _pieces(load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True), DT)  # [C, BK]
+    b_x = tl.load(p_x + ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :])
+    x_hi, x_lo = _pieces(b_x, DT)  # [C, C]
+    b_y = tl.dot(tl.trans(w_hi), tl.trans(x_hi))  # [BK, C]
+    b_y = tl.dot(tl.trans(w_hi), tl.trans(x_lo), b_y)
+    if NW == 2:
+        b_y = tl.dot(tl.trans(w_lo), tl.trans(x_hi), b_y)
+    y_hi, y_lo = _pieces(b_y, DT)
+    b_m = tl.dot(y_hi, w_hi)  # [BK, BK]
+    b_m = tl.dot(y_lo, w_hi, b_m)
+    if NW == 2:
+        b_m = tl.dot(y_hi, w_lo, b_m)
+    m_hi, m_lo = _pieces(tl.where(o_k[:, None] == o_k[None, :], 1.0, 0.0) - b_m, DT)
+    p_m += ((i_b * N + i_c) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
+    m_k = (o_k < K)[:, None] & (o_k < K)[None, :]
+    tl.store(p_m, m_hi, mask=m_k)
+    tl.store(p_m + B * N.to(tl.int64) * (G * K * K), m_lo, mask=m_k)
+
+
+@triton.jit
+def _unit_rows(x, NP: tl.constexpr, DT: tl.constexpr):
+    """The rows of x brought near 1 by powers of two, in dtype DT if one piece is enough, and these powers."""
+    s, inv = _row_scale(x)
+    x = x.to(tl.float32) * inv[:, None]
+    return x.to(DT) if NP == 1 else x, s
+
+
+@triton.jit(do_not_specialize=["T"])
+def path_block_fwd_kernel(
+    p_q, p_k, p_w, p_x, p_diag, p_qb, p_kb, T,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NI: tl.constexpr,
+    NW: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """diag [B, nC, H, C, C], qb = Q - (tril(Q W^T) X) W [B, T, H, K], kb [B, T, G, K].
+
+    q and k are NI pieces, w NW, what follows from them NP. The first term of qb and kb is a product with I: that puts
+    the tile where the second one is added.
+    """
+    n_c = tl.cdiv(T, C)
+    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
+    REP: tl.constexpr = H // G
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    m_ck = (i_c * C + o_c < T)[:, None] & (o_k < K)[None, :]
+    r = (i_c * C).to(tl.int64)
+    R = T - i_c * C
+    p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
+    b_w = load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
+    p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
+    b_k = load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
+    p_q += i_b * stride_qb + r * stride_qt
+    b_x = tl.load(p_x + ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
+    b_k, b_ks = _unit_rows(b_k, NI, DT)
+    if NW == 1:
+        b_w = b_w.to(DT)
+    if NP == 1:
+        b_x = b_x.to(DT)
+    zeros, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
+
+    b_kw = tl.where(o_c[:, None] < o_c[None, :], -_mm(b_k, tl.trans(b_w), zeros, NI, NW, DT), 0.0)
+    b_eye = _identity(b_kw, C, DT)
+    b_z = _mm(b_kw, tl.trans(b_x), zeros, NP, NP, DT)  # -Z^T
+    if NP == 1:
+        b_z = b_z.to(DT)
+    b_kb = _mm(b_z, b_w, _mm(b_eye, b_k, wide, 1, NI, DT), NP, NW, DT) * b_ks[:, None]
+    p_kb += ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_k[None, :]
+    tl.store(p_kb, b_kb.to(p_kb.dtype.element_ty), mask=m_ck)
+    for j in range(REP):
+        i_h = i_g * REP + j
+        b_q = load_tile(p_q + i_h * stride_qh, o_c, o_k, stride_qt, R, K, BK, True)
+        b_q, b_qs = _unit_rows(b_q, NI, DT)
+        b_qw = tl.where(o_c[:, None] >= o_c[None, :], _mm(b_q, tl.trans(b_w), zeros, NI, NW, DT), 0.0)
+        if NP == 1:
+            b_qw = b_qw.to(DT)
+        b_a = _mm(b_qw, tl.trans(b_z), _mm(b_q, tl.trans(b_k), zeros, NI, NI, DT), NP, NP, DT)
+        p_a = p_diag + ((i_b * n_c + i_c) * H + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
+        tl.store(p_a, b_a * b_qs[:, None] * b_ks[None, :], mask=o_c[:, None] >= o_c[None, :])
+        b_p = _mm(b_qw, b_x, zeros, NP, NP, DT)
+        b_q += 0.0  # a copy for the compiler: it enters shared memory here, once the products above have left it
+        b_qb = _mm(-b_p, b_w, _mm(b_eye, b_q, wide, 1, NI, DT), NP, NW, DT) * b_qs[:, None]
+        p_qt = p_qb + ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
+        tl.store(p_qt, b_qb.to(p_qb.dtype.element_ty), mask=m_ck)
+
+
+@triton.jit
+def _head_bwd(p_q, p_dqb, p_da, p_dq, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k, stride_qt, stride_dqt, R,
+              H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, NG: tl.constexpr,
+              NX: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+    """dQ of one query head, stored; tril(Q W^T), E = dqb W^T, dA, dQW. # [C, C] each"""
+    cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
+    m_le = o_c[:, None] >= o_c[None, :]
+    d_a = tl.load(p_da + o_c[:, None] * C + o_c[None, :], mask=m_le & (o_c < R)[:, None], other=0.0)
+    b_q = load_tile(p_q, o_c, o_k, stride_qt, R, K, BK, True)
+    d_qb = load_tile(p_dqb, o_c, o_k, H * K, R, K, BK, True)
+    d_e = _mm(d_qb, tl.trans(b_w), cc, 1, NW, DT)
+    if NG == 1:
+        d_a, d_e = d_a.to(DT), d_e.to(DT)
+    d_qw = _mm(d_a, b_zt, _mm_pair(d_e, b_x, b_xl, True, cc, NG, NX, DT), NG, NG, DT)
+    b_eye = _identity(d_qw, C, DT)
+    d_qw = tl.where(m_le, -d_qw, 0.0)
+    if NG == 1:
+        d_qw = d_qw.to(DT)
+    d_q = _mm(d_qw, b_w, _mm(d_a, b_k, _mm(b_eye, d_qb, wide, 1, 1, DT), NG, 1, DT), NG, NW, DT)
+    p_dq += o_c[:, None] * stride_dqt + o_k[None, :]
+    tl.store(p_dq, d_q.to(p_dq.dtype.element_ty), mask=(o_c < R)[:, None] & (o_k < K)[None, :])
+    b_qw = tl.where(m_le, _mm(b_q, tl.trans(b_w), cc, 1, NW, DT), 0.0)
+    if NG == 1:
+        b_qw = b_qw.to(DT)
+    return b_q, d_qb, b_qw, d_e, d_a, d_qw
+
+
+@triton.jit
+def _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C: tl.constexpr, NG: tl.constexpr, NX: tl.constexpr,
+             DT: tl.constexpr):  # fmt: skip
+    """d_w + dQW^T Q - (QW X)^T dqb. # [C, BK]"""
+    d_w = _mm(tl.trans(d_qw), b_q, d_w, NG, 1, DT)
+    b_p = -_mm_pair(b_qw, b_x, b_xl, False, tl.zeros([C, C], tl.float32), NG, NX, DT)
+    if NG == 1:
+        b_p = b_p.to(DT)
+    return _mm(tl.trans(b_p), d_qb, d_w, NG, 1, DT)
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def path_block_bwd_kernel(
+    p_q, p_k, p_w, p_x, p_da, p_dqb, p_dkb, p_dq, p_dk, p_dw, p_dx, T, B,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
+    stride_dqb, stride_dqt, stride_dqh, stride_dkb, stride_dkt, stride_dkh,
+    stride_dwb, stride_dwt, stride_dwh,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr,
+    NG: tl.constexpr, NX: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """From the gradients of diag [B, nC, H, C, C], qb [B, T, H, K] and kb [B, T, G, K]: dQ, dK, and of dW and dX what
+    does not come from M (dX [B, nC, G, C, C] float32).
+
+    Inputs are one piece (w NW), what follows from them NG. With QW = tril(Q W^T), WK = tril(W K^T, -1), E = dqb W^T:
+
+        dQW = -tril(E X^T + dA Z^T)   dZ = -QW^T dA - W dkb^T   dX = -QW^T E + dZ WK^T   dWK = tril(X^T dZ, -1)
+        dQ  = dqb + dA K + dQW W      dK = dkb + dA^T Q + dWK^T W
+        dW  = dQW^T Q - (QW X)^T dqb + dWK K - Z dkb
+
+    WK, Z, dZ and dWK are kept transposed: then each is the left factor where it was made, in registers.
+    """
+    REP: tl.constexpr = H // G
+    n_c = tl.cdiv(T, C)
+    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    m_up = o_c[:, None] < o_c[None, :]
+    r = (i_c * C).to(tl.int64)
+    R = T - i_c * C
+    p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
+    p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
+    p_dkb += ((i_b * T + r) * G + i_g) * K
+    p_q += i_b * stride_qb + i_g * REP * stride_qh + r * stride_qt
+    p_dqb += ((i_b * T + r) * H + i_g * REP) * K
+    p_da += ((i_b * n_c + i_c) * H + i_g * REP) * (C * C)
+    p_dq += i_b * stride_dqb + i_g * REP * stride_dqh + r * stride_dqt
+    o_cc = ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :]
+    b_w = load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
+    b_k = load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
+    b_x = tl.load(p_x + o_cc)  # [C, C]
+    b_xl = tl.load(p_x + B.to(tl.int64) * n_c * G * (C * C) + o_cc) if NX == 2 else b_x
+    cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
+    b_kw = tl.where(m_up, _mm(b_k, tl.trans(b_w), cc, 1, NW, DT), 0.0)
+    if NG == 1:
+        b_kw = b_kw.to(DT)
+    b_zt = _mm_pair(b_kw, b_x, b_xl, True, cc, NG, NX, DT)
+    if NG == 1:
+        b_zt = b_zt.to(DT)
+    d_k, d_w, d_x, d_zt = wide, wide, cc, cc
+    if REP == 1:
+        b_q, d_qb, b_qw, d_e, d_a, d_qw = _head_bwd(p_q, p_dqb, p_da, p_dq, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k,
+                                                    stride_qt, stride_dqt, R, H, K, BK, C, NW, NG, NX,
+                                                    DT)  # fmt: skip
+        d_x = _mm(tl.trans(b_qw), d_e, d_x, NG, NG, DT)
+        d_zt = _mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
+    else:
+        for _ in range(REP):
+            b_q, d_qb, b_qw, d_e, d_a, d_qw = _head_bwd(
+                p_q, p_dqb, p_da, p_dq, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k, stride_qt, stride_dqt, R, H, K, BK, C, NW,
+                NG, NX, DT,
+            )  # fmt: skip
+            d_x = _mm(tl.trans(b_qw), d_e, d_x, NG, NG, DT)
+            d_zt = _mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
+            d_k = _mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
+            d_w = _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C, NG, NX, DT)
+            p_q, p_dqb, p_da, p_dq = p_q + stride_qh, p_dqb + K, p_da + C * C, p_dq + stride_dqh
+    d_kb = load_tile(p_dkb, o_c, o_k, G * K, R, K, BK, True)
+    d_zt = -_mm(d_kb, tl.trans(b_w), d_zt, 1, NW, DT)
+    if NG == 1:  # still two pieces: what is made of dZ goes through V again
+        d_zt, d_zl = _pieces(d_zt, DT)
+        d_x = _mm(tl.trans(d_zl), b_kw, -d_x, 1, 1, DT)
+        d_kw = _mm(d_zl, b_x, cc, 1, 1, DT)
+    else:
+        d_x, d_kw = -d_x, cc
+    d_x = _mm(tl.trans(d_zt), b_kw, d_x, NG, NG, DT)
+    tl.store(p_dx + o_cc, d_x)
+    d_kw = tl.where(m_up, _mm_pair(d_zt, b_x, b_xl, False, d_kw, NG, NX, DT), 0.0)
+    b_eye = _identity(d_kw, C, DT)
+    if NG == 1:
+        d_kw = d_kw.to(DT)
+    m_ck = (o_c < R)[:, None] & (o_k < K)[None, :]
+    if REP == 1:
+        d_k = _mm(tl.trans(d_a), b_q, d_k, NG, 1, DT)
+    d_k = _mm(d_kw, b_w, _mm(b_eye, d_kb, d_k, 1, 1, DT), NG, NW, DT)
+    p_dk += i_b * stride_dkb + i_g * stride_dkh + r * stride_dkt + o_c[:, None] * stride_dkt + o_k[None, :]
+    tl.store(p_dk, d_k.to(p_dk.dtype.element_ty), mask=m_ck)
+    if REP == 1:
+        d_w = _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C, NG, NX, DT)
+    d_w = _mm(tl.trans(d_kw), b_k, _mm(tl.trans(-b_zt), d_kb, d_w, NG, 1, DT), NG, 1, DT)
+    p_dw += i_b * stride_dwb + i_g * stride_dwh + r * stride_dwt + o_c[:, None] * stride_dwt + o_k[None, :]
+    tl.store(p_dw, d_w, mask=m_ck)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def path_product_bwd_kernel(
+    p_w, p_beta, p_v, p_x, p_dx, p_dm, p_part, p_dw, p_dbeta, T, N,
+    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, stride_pb, stride_pt, stride_ph,
+    stride_dwb, stride_dwt, stride_dwh, stride_dbb, stride_dbt, stride_dbh,
+    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, NG: tl.constexpr,
+    DT: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """dW and dbeta from the gradient of M, what path_block_bwd_kernel left of dX, and of dW in p_part.
+
+    With F = -W dM^T and S = -diag(beta) tril(V^T (dX diag(beta)) V^T, -1):
+
+        dX += F W^T      dW += (S + S^T) W + X^T F - X W dM      dbeta = diag(V^T dX) + diag(1 / beta) diag(S W W^T)
+
+    What goes through V twice is of dtype DV, brought near 1: there roundings are amplified most.
+    """
+    n_c = tl.cdiv(T, C)
+    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    m_lo = o_c[:, None] > o_c[None, :]
+    m_c, m_k = o_c < T - i_c * C, o_k < K
+    r = (i_c * C).to(tl.int64)
+    p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
+    o_cc = ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :]
+    b_w = load_tile(p_w, o_c, o_k, stride_wt, T - i_c * C, K, BK, True)  # [C, BK]
+    p_dm += ((i_b * N + i_c) * G + i_g) * (K * K)
+    d_m = tl.load(p_dm + o_k[:, None] * K + o_k[None, :], mask=m_k[:, None] & m_k[None, :], other=0.0)  # [BK, BK]
+    b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=m_c, other=0.0)
+    b_beta = b_beta.to(tl.float32)
+    b_v, b_x = tl.load(p_v + o_cc), tl.load(p_x + o_cc)  # [C, C]
+    cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
+    b_f = -_mm(b_w, tl.trans(d_m), wide, NW, NG, DT)
+    if NG == 1:
+        b_f = b_f.to(DT)
+    d_x = _mm(b_f, tl.trans(b_w), cc, NG, NW, DT) + tl.load(p_dx + o_cc)
+    s, inv = _tile_scale(d_x)
+    d_l = _mm(tl.trans(b_v), d_x * inv, cc, NG, NG, DV)
+    d_beta = tl.sum(tl.where(o_c[:, None] == o_c[None, :], d_l, 0.0), 1)
+    d_l = tl.where(m_lo, -_mm(d_l * b_beta[None, :], tl.trans(b_v), cc, NG, NG, DV), 0.0)
+    d_beta = (d_beta + tl.sum(d_l * _mm(b_w, tl.trans(b_w), cc, NW, NW, DT), 1)) * s
+    p_t = p_dbeta + i_b * stride_dbb + i_g * stride_dbh + (r + o_c) * stride_dbt
+    tl.store(p_t, d_beta.to(p_dbeta.dtype.element_ty), mask=m_c)
+    d_s = d_l * (b_beta * s)[:, None]
+    if NG == 1:
+        d_s = d_s.to(DT)
+    d_w = _mm(tl.trans(b_x), b_f, wide, NG, NG, DT)
+    d_w = _mm(tl.trans(d_s), b_w, _mm(d_s, b_w, d_w, NG, NW, DT), NG, NW, DT)
+    d_w = _mm(b_x, -_mm(b_w, d_m, wide, NW, NG, DT), d_w, NG, NG, DT)
+    m_ck = m_c[:, None] & m_k[None, :]
+    p_part += i_b * stride_pb + i_g * stride_ph + r * stride_pt + o_c[:, None] * stride_pt + o_k[None, :]
+    d_w += tl.load(p_part, mask=m_ck, other=0.0)
+    p_dw += i_b * stride_dwb + i_g * stride_dwh + r * stride_dwt + o_c[:, None] * stride_dwt + o_k[None, :]
+    tl.store(p_dw, d_w.to(p_dw.dtype.element_ty), mask=m_ck)
+
+
+def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None = None) -> Leaves:
+    """The closed form of the blocks. Its m has leaves only; ``carry`` fills the other nodes.
+
+    Args:
+        q, k, w, beta: [B, T, H, K], [B, T, G, K] twice, [B, T, G]; views with contiguous last dims (any for beta). w in
+            q's dtype or float32, beta in any floating dtype.
+        kept: filled for the backward pass (see ``inverse.new_kept``).
+    """
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    n = triton.cdiv(T, BLOCK)
+    diag = q.new_empty((B, n, H, BLOCK, BLOCK), dtype=torch.float32)
+    m = new_tree(q, n, G)
+    qb, kb = q.new_empty((B, T, H, K)), k.new_empty((B, T, G, K))
+    pieces = 2 if w.dtype == torch.float32 else 1
+    fine = q.dtype != torch.bfloat16
+    x = invert(w, beta, kept)
+    path_product_kernel[(n * B * G,)](
+        w, x, m, T, B, m.shape[2], *w.stride()[:3], G=G, K=K, BK=tree_block(K), C=BLOCK, NW=pieces, DT=tl.float16,
+        num_stages=1, **launch("product", K),
+    )  # fmt: skip
+    path_block_fwd_kernel[(n * B * G,)](
+        q, k, w, x, diag, qb, kb, T, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], H=H, G=G, K=K, BK=tree_block(K),
+        C=BLOCK, NI=2 if q.dtype == torch.float32 else 1, NW=pieces if fine else 1,
+        NP=2 if fine else 1, DT=tl.float16, num_stages=1, **launch("block", K),
+    )  # fmt: skip
+    return Leaves(diag, qb, kb, m)
+
+
+def block_level_backward(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Leaves, out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    kept: Kept | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, w and beta, given those of what block_level made of them.
+
+    Args:
+        d: d.diag is not read above the diagonal; d.m [B, nodes, G, K, K] begins with the leaves.
+        out: where to put dq, dk, dw, dbeta: views of any floating dtype, with contiguous last dims but for dbeta;
+            default: new tensors in the inputs' dtypes.
+        kept: what block_level left; default: made again.
+    """
+    B, T, H, K = q.shape
+    G, exact = k.shape[2], q.dtype == torch.float32
+    dq, dk, dw, dbeta = tuple(x.new_empty(x.shape) for x in (q, k, w, beta)) if out is None else out
+    fine = q.dtype != torch.bfloat16
+    if kept is None:
+        kept = new_kept(q, w)
+        invert(w, beta, kept)
+    w = kept.w
+    n, pieces = triton.cdiv(T, BLOCK), 2 if fine and w.dtype == torch.float32 else 1
+    dtype = tl.float32 if exact else tl.float16 if fine else tl.bfloat16
+    dx = torch.empty_like(kept.v, dtype=torch.float32)
+    part = dw if dw.dtype == torch.float32 else torch.empty(w.shape, dtype=torch.float32, device=w.device)
+    path_block_bwd_kernel[(n * B * G,)](
+        q, k, w, kept.x, d.diag, d.q, d.k, dq, dk, part, dx, T, B, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
+        *dq.stride()[:3], *dk.stride()[:3], *part.stride()[:3], H=H, G=G, K=K, BK=tree_block(K),
+        C=BLOCK, NW=pieces, NG=2 if fine else 1, NX=1 if fine else 2, DT=dtype, num_stages=1, **launch("block_bwd", K),
+    )  # fmt: skip
+    path_product_bwd_kernel[(n * B * G,)](
+        w, beta, kept.v, kept.x, dx, d.m, part, dw, dbeta, T, d.m.shape[1], *w.stride()[:3], *beta.stride(),
+        *part.stride()[:3], *dw.stride()[:3], *dbeta.stride(), G=G, K=K, BK=tree_block(K), C=BLOCK, NW=pieces,
+        NG=2 if fine else 1, DT=dtype, DV=tl.float32 if exact else tl.float16, num_stages=1,
+        **launch("product_bwd", K),
+    )  # fmt: skip
+    return dq, dk, dw, dbeta

@@ -1,0 +1,240 @@
+"""Kernels that carry queries and keys through the tree (tree.py says which tree), and their gradients back.
+
+One program carries 128 tokens of a head through all levels that they take part in, from the lowest to the highest; each
+level costs one K x K product. The backward walks from the highest level to the lowest. It holds the running gradient D,
+the gradient of the rows as they were after the carry to a level, and stores it over that level's own gradient. What a
+node's gradient needs is then all there: it is the sum of D x^T over the rows x that the node carried, and one program
+can make it alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.path.levels import BLOCK, UNIT, Carried, Leaves, Levels, level_count, level_rows
+
+from .inverse import _mm, _row_scale
+from .tree import _first_key, _node, _ones, _scale_at, node_gradients, options, starts, tree
+
+
+@triton.jit
+def _mm_node(b_x, p, plane, o_k, TRANS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NP: tl.constexpr,
+             DT: tl.constexpr):  # fmt: skip
+    """b_x N or b_x N^T, the node at p in two pieces, a plane apart; with NP = 1 the first one does. # float32"""
+    b_n = _node(p, o_k, o_k, K)
+    b = _mm(b_x, tl.trans(b_n) if TRANS else b_n, tl.zeros([b_x.shape[0], BK], tl.float32), NP, 1, DT)
+    if NP == 2:
+        b_n = _node(p + plane, o_k, o_k, K)
+        b = _mm(b_x, tl.trans(b_n) if TRANS else b_n, b, 1, 1, DT)
+    return b
+
+
+@triton.jit
+def _scaled(b, NP: tl.constexpr, DT: tl.constexpr):
+    """Rows brought near 1, as _mm_node takes them in NP pieces of dtype DT, and what they were divided by."""
+    b_s, b_inv = _row_scale(b)
+    b *= b_inv[:, None]
+    return b_s, b.to(DT) if NP == 1 else b
+
+
+@triton.jit
+def _acts(p_start, i_t, i_h, T, n, stride_sh, QUERY: tl.constexpr, REP: tl.constexpr, HAS_START: tl.constexpr):
+    """Levels that a unit of 128 tokens takes part in, bit s for level s + 1, and the first keys that these read.
+
+    A query's bits are those of its unit's index, a key's those that are clear and have a right sibling. Pruning drops
+    queries whose first key is past the left sibling, and keys before the first key of all rows of the right sibling
+    (first keys never move left, so its first row decides): in both cases all levels from some one on.
+    """
+    o_s = tl.arange(0, 32)
+    b_u = i_t >> o_s
+    b_key = o_s * 0
+    if QUERY:
+        m_s = b_u % 2 == 1
+        if HAS_START:
+            m_s = m_s & (_first_key(p_start, i_t, i_h, stride_sh, REP) < (b_u << o_s) * 128)
+    else:
+        b_right = (b_u + 1) << o_s
+        m_s = (o_s < n) & (b_u % 2 == 0) & (b_right < tl.cdiv(T, 128))
+        if HAS_START:
+            b_key = _first_key(p_start, tl.where(m_s, b_right, 0), i_h, stride_sh, REP)
+            m_s = m_s & (b_key < i_t * 128 + 128)
+    return tl.sum(tl.where(m_s, 1 << o_s, 0), 0), b_key
+
+
+@triton.jit
+def _top_bit(x):
+    """Position of the highest set bit of 0 < x < 2^24."""
+    return (x.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def _unit_row(i_t, s, QUERY: tl.constexpr):
+    """First packed row of a unit in level s + 1."""
+    return (i_t - (((i_t >> s) // 2 + QUERY) << s)) * 128
+
+
+@triton.jit
+def _order(n_t, n_heads, QUERY: tl.constexpr):
+    """Unit and head of a program: those of many levels first."""
+    i_t = tl.program_id(0) // n_heads
+    return n_t - 1 - i_t if QUERY else i_t, tl.program_id(0) % n_heads
+
+
+@triton.jit(do_not_specialize=["T", "Tr", "B", "n", "N", "stride_sb", "stride_sh"])
+def path_carry_kernel(
+    p_x, p_level, p_node, p_start, T, Tr, B, n, N, stride_sb, stride_sh,
+    H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
+    NS: tl.constexpr, HAS_START: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Packed rows of the levels 1 .. n [n, B, Tr, H, K] from x [B, T, H, K] at the ends of its blocks."""
+    BT: tl.constexpr = 128
+    n_t = tl.cdiv(T, BT)
+    i_t, i_bh = _order(n_t, B * H, QUERY)
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
+    first, units = i_t * BT, tl.cdiv(T, 64)
+    act, _ = _acts(p_start + i_b * stride_sb, i_t, i_h, T, n, stride_sh, QUERY, REP, HAS_START)
+    count = _ones(act)
+    m_t = (first + o_t < T)[:, None] & (o_k < K)[None, :]
+    o_x = o_t[:, None] * (H * K) + o_k[None, :]
+    p_x += ((i_b * T + first) * H + i_h) * K
+    p_level += (i_b * Tr * H + i_h) * K
+    p_node += (i_b * N * G + i_h // (H // G)) * (K * K)
+    plane = B * N.to(tl.int64) * (G * K * K)
+    b_x = tl.load(p_x + o_x, mask=m_t & (count > 0), other=0.0).to(tl.float32)  # [BT, BK]
+    b_s, b_x = _scaled(b_x, NP, DT)
+    # first to the ends of the unit: its second block's queries, its first block's keys
+    i_n = 2 * i_t + 1 - QUERY
+    m_h = (o_t >= 64) == QUERY
+    for i in tl.range(0, count, num_stages=NS):
+        b_y = _mm_node(b_x, p_node + i_n.to(tl.int64) * (G * K * K), plane, o_k, QUERY, K, BK, NP, DT)
+        b_y = tl.where((m_h | (i > 0))[:, None], b_y, b_x.to(tl.float32))
+        b_x = b_y.to(b_x.dtype)
+        s = _top_bit(act & -act)
+        p = p_level + (s * B * Tr.to(tl.int64) + _unit_row(i_t, s, QUERY)) * (H * K)
+        tl.store(p + o_x, (b_y * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_t)
+        i_n = _scale_at(units, s + 1) + ((i_t >> s) ^ 1)
+        act &= act - 1
+
+
+@triton.jit
+def _down(act, b_key, i_t, first, o_t, T, p_level, p_d, stride, BTr, QUERY: tl.constexpr, HAS_START: tl.constexpr):
+    """One step of a walk from the highest level of a unit of 128 tokens down to level 0.
+
+    Bit s of act stands for level s + 1, which is still to come; without any bit this step is level 0.
+
+    Returns where the level keeps the unit's gradient, which of the 128 rows have one there [BT], s, and act without
+    this level.
+    """
+    last = act == 0
+    s = _top_bit(act | last)
+    p = tl.where(last, p_d, p_level + (s * BTr + _unit_row(i_t, s, QUERY)) * stride)
+    m = (((o_t >= 64) == QUERY) & (first + 64 < T)) | (act > 0)
+    if HAS_START and not QUERY:
+        m = m & ((first + o_t >= tl.sum(tl.where(tl.arange(0, 32) == s, b_key, 0), 0)) | last)
+    return p, m, s, tl.where(last, 0, act - (1 << s))
+
+
+@triton.jit(do_not_specialize=["T", "Tr", "B", "n", "N", "stride_sb", "stride_sh"])
+def path_carry_bwd_kernel(
+    p_d, p_level, p_zero, p_out, p_node, p_start, T, Tr, B, n, N, stride_sb, stride_sh,
+    H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
+    NS: tl.constexpr, HAS_START: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Gradient [B, T, H, K] of x, from those of the levels and of level 0 (p_d [B, T, H, K]).
+
+    The running gradient D, that of x at the next scale, replaces a level's own where there is one; level 0's goes to
+    p_zero, packed.
+    """
+    BT: tl.constexpr = 128
+    n_t = tl.cdiv(T, BT)
+    i_t, i_bh = _order(n_t, B * H, QUERY)
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
+    first, units = i_t * BT, tl.cdiv(T, 64)
+    act, b_key = _acts(p_start + i_b * stride_sb, i_t, i_h, T, n, stride_sh, QUERY, REP, HAS_START)
+    count = _ones(act)
+    m_t = (first + o_t < T)[:, None] & (o_k < K)[None, :]
+    o_x = o_t[:, None] * (H * K) + o_k[None, :]
+    BTr = B * Tr.to(tl.int64)
+    p_node += (i_b * N * G + i_h // (H // G)) * (K * K)
+    plane = B * N.to(tl.int64) * (G * K * K)
+    p_level += (i_b * Tr * H + i_h) * K
+    at = ((i_b * T + first) * H + i_h) * K
+    p_d += at
+    p_zero += ((i_b * (n_t * 64) + (i_t - QUERY) * 64) * H + i_h) * K
+    p, m, s, act = _down(act, b_key, i_t, first, o_t, T, p_level, p_d, H * K, BTr, QUERY, HAS_START)
+    b_s, b_y = tl.full([BT], 1.0, tl.float32), tl.zeros([BT, BK], tl.float32)
+    b_x = b_y.to(DT) if NP == 1 else b_y
+    for i in tl.range(0, count, num_stages=NS):
+        b_g = tl.load(p + o_x, mask=m_t & m[:, None], other=0.0)  # before D takes its place
+        tl.store(p + o_x, (b_x * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_t & (i > 0))
+        b_s, b_x = _scaled(b_y * b_s[:, None] + b_g.to(tl.float32), NP, DT)
+        p, m, s, act = _down(act, b_key, i_t, first, o_t, T, p_level, p_d, H * K, BTr, QUERY, HAS_START)
+        i_n = tl.where(i + 1 < count, _scale_at(units, s + 1) + ((i_t >> s) ^ 1), 2 * i_t + 1 - QUERY).to(tl.int64)
+        b_y = _mm_node(b_x, p_node + i_n * (G * K * K), plane, o_k, not QUERY, K, BK, NP, DT)
+    m_h = ((o_t >= 64) == QUERY)[:, None]
+    b_g = tl.load(p_d + o_x, mask=m_t & m_h & (first + 64 < T), other=0.0)
+    tl.store(p_zero + o_x, (b_x * b_s[:, None]).to(p_zero.dtype.element_ty), mask=m_t & m_h & (count > 0))
+    b_y = tl.where(m_h, b_y, b_x.to(tl.float32)) * b_s[:, None] + b_g.to(tl.float32)
+    tl.store(p_out + at + o_x, b_y.to(p_out.dtype.element_ty), mask=m_t)
+
+
+def _options(part: str, x: Tensor, start: Tensor | None, nodes: Tensor, query: bool) -> dict[str, object]:
+    """What path_carry_kernel and path_carry_bwd_kernel are compiled for."""
+    H, K = x.shape[2:]
+    G = nodes.shape[3]
+    return {
+        "H": H, "G": G, "REP": 1 if query or start is None else start.shape[1] // G, "K": K,
+        "QUERY": query, "HAS_START": start is not None, "NP": 1 if x.dtype == torch.bfloat16 else 2,
+        "DT": tl.float16, **options(part, K, x.dtype == torch.bfloat16),
+    }  # fmt: skip
+
+
+def carry(block: Leaves, start: Tensor | None = None) -> Carried:
+    """The levels of a Leaves from ``blocks.block_level``; the nodes of its tree are filled here.
+
+    With ``start`` (int32, last dim contiguous) the nodes and carries that no row needs are not computed; keys come by
+    whole units of 128, as the one-pass backward reads them.
+    """
+    nodes, (B, T, H, K), G = block.m, block.q.shape, block.k.shape[2]
+    n, (Tq, Tk) = level_count(T), level_rows(T)
+    levels = Levels(block.q.new_empty((n, B, Tq, H, K)), block.k.new_empty((n, B, Tk, G, K)))
+    if n:
+        tree(nodes, T, start)
+        p_start, *strides = starts(start, nodes)
+        for x, level, query in ((block.q, levels.q, True), (block.k, levels.k, False)):
+            path_carry_kernel[(triton.cdiv(T, UNIT) * B * x.shape[2],)](
+                x, level, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], *strides,
+                **_options("carry", x, start, nodes, query),
+            )  # fmt: skip
+    return Carried(levels, nodes)
+
+
+def carry_backward(
+    block: Leaves, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of block.q and block.k in their dtypes, and of the leaves of block.m.
+
+    Args:
+        d: gradients of the levels; rows that do not exist or that no row needs are not read. Overwritten.
+        dq, dk: gradients of level 0: rows of odd blocks of q, rows of even blocks of k that another block follows; the
+            other rows are not read.
+    """
+    nodes, (B, T, H, K), G = carried.nodes, block.q.shape, block.k.shape[2]
+    n, n_t, dtype = level_count(T), triton.cdiv(T, UNIT), block.q.dtype
+    zero = Levels(dq.new_empty((B, n_t * BLOCK, H, K), dtype=dtype), dk.new_empty((B, n_t * BLOCK, G, K), dtype=dtype))
+    out = torch.empty_like(block.q), torch.empty_like(block.k)
+    p_start, *strides = starts(start, nodes)
+    for x, g, level, z, o, query in (
+        (block.q, dq, d.q, zero.q, out[0], True),
+        (block.k, dk, d.k, zero.k, out[1], False),
+    ):
+        path_carry_bwd_kernel[(n_t * B * x.shape[2],)](
+            g, level, z, o, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], *strides,
+            **_options("carry_bwd", x, start, nodes, query),
+        )  # fmt: skip
+    return out[0], out[1], node_gradients(block, carried, zero, d, T, start)

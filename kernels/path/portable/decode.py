@@ -1,0 +1,238 @@
+"""One token or a chunk after a cache: one kernel advances every cached key by the new factors and attends to it.
+
+For each cached key a program reads it, multiplies it by the factors of the new tokens, writes it to the next cache and
+attends to it. Programs share the keys out in ranges and walk a range from its last key to its first. The log decay
+between a key and the end of the range is then a running sum that grows as they walk; no two long sums are ever
+subtracted from each other. A second, small kernel combines the ranges in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.path.cache import CHUNK, close_chunk
+
+ROOM = 256  # keys are stored in multiples of this many tokens, so that growing reuses the allocator's blocks
+MAX_SPLITS = 128
+
+
+@triton.jit(do_not_specialize=["N", "S", "SPLIT", "NS", "stride_gb", "stride_mb"])
+def path_advance_kernel(
+    p_q, p_w, p_beta, p_total, p_keys, p_next, p_v, p_g, p_valid, p_o, p_m, p_l, p_sum,
+    stride_kb, stride_kt, stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb,
+    N, S, SPLIT, NS, scale,
+    ONE: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
+    BS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys lo..hi of one head: advance and store them, and attend to them from BR of the R = rep N rows of the group.
+
+    ONE (N = 1): p_q holds the query itself, attending to the advanced keys. Otherwise p_q holds queries carried back to
+    the start of the chunk, attending to the keys as they were; p_total is ``(R_1 ... R_N)^T``. Parts: [B, G, NS, R, .].
+    """
+    i_bg, i_s, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    REP: tl.constexpr = H // G
+    R = REP * N
+    o_r = i_r * BR + tl.arange(0, BR)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    m_r, m_k, m_v = o_r < R, o_k < K, o_v < V
+    o_h = i_g * REP + o_r // N  # query head of each row
+    lo = i_s * SPLIT
+    hi = tl.minimum(lo + SPLIT, S)
+    p_q += ((i_b * N + o_r % N) * H + o_h)[:, None] * K + o_k[None, :]
+    b_q = tl.load(p_q, mask=m_r[:, None] & m_k[None, :], other=0.0).to(tl.float32)  # [BR, BK]
+    if ONE:
+        b_w = tl.load(p_w + i_bg * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_beta = tl.load(p_beta + i_bg).to(tl.float32)
+    p_total += i_bg.to(tl.int64) * K * K
+    p_keys += i_b * stride_kb + i_g * K
+    p_next += i_b * stride_nb + i_g * K
+    p_v += i_b * stride_vb + i_g * V
+    b_m = tl.full([BR], float("-inf"), tl.float32)
+    b_l = tl.zeros([BR], tl.float32)
+    b_o = tl.zeros([BR, BV], tl.float32)
+    b_sum = tl.zeros([BR], tl.float32)  # gates between the current tile and hi
+    n_tiles = tl.cdiv(hi - lo, BS)
+    for t in range(n_tiles):
+        o_s = lo + (n_tiles - 1 - t) * BS + tl.arange(0, BS)
+        m_s = o_s < hi
+        o_s64 = o_s.to(tl.int64)
+        m_key = m_s[:, None] & m_k[None, :]
+        b_k = tl.load(p_keys + o_s64[:, None] * stride_kt + o_k[None, :], mask=m_key, other=0.0)  # [BS, BK]
+        if ONE:
+            b_k -= (b_beta * tl.sum(b_k * b_w[None, :], 1))[:, None] * b_w[None, :]
+            tl.store(p_next + o_s64[:, None] * (G * K) + o_k[None, :], b_k, mask=m_key)
+        elif i_r == 0:
+            for i_c in tl.static_range(0, BK, BC):  # in slices: all of the product would not fit the registers
+                o_c = i_c + tl.arange(0, BC)
+                m_c = o_c < K
+                p_slice = p_total + o_c[:, None] * K + o_k[None, :]
+                b_total = tl.load(p_slice, mask=m_c[:, None] & m_k[None, :], other=0.0)  # [BC, BK]
+                b_next = tl.dot(b_k, tl.trans(b_total), input_precision="tf32x3")
+                tl.store(p_next + o_s64[:, None] * (G * K) + o_c[None, :], b_next, mask=m_s[:, None] & m_c[None, :])
+        if BR == 1:
+            b_s = tl.sum(b_q[:, None, :] * b_k[None, :, :], 2)
+        else:
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
+        b_s *= scale * TL_LOG2E  # [BR, BS]
+        if GATED:
+            m_g = m_r[:, None] & (o_s + 1 < hi)[None, :]
+            p_after = p_g + i_b * stride_gb + o_h[:, None] + (o_s64 + 1)[None, :] * stride_gt
+            b_g = tl.load(p_after, mask=m_g, other=0.0).to(tl.float32) * TL_LOG2E
+            b_s += tl.cumsum(b_g, 1, reverse=True) + b_sum[:, None]
+            b_sum += tl.sum(b_g, 1)
+        m_seen = m_s
+        if MASKED:
+            m_seen &= tl.load(p_valid + i_b * stride_mb + o_s64, mask=m_s, other=0) != 0
+        b_s = tl.where(m_seen[None, :], b_s, float("-inf"))
+        b_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_p = tl.exp2(b_s - b_safe[:, None])
+        b_scale = tl.exp2(b_m - b_safe)
+        b_l = b_l * b_scale + tl.sum(b_p, 1)
+        m_value = m_s[:, None] & m_v[None, :]
+        b_v = tl.load(p_v + o_s64[:, None] * stride_vt + o_v[None, :], mask=m_value, other=0.0)  # [BS, BV]
+        if BR == 1:
+            b_part = tl.sum(b_p[:, :, None] * b_v.to(tl.float32)[None, :, :], 1)
+        else:
+            b_part = tl.dot(b_p.to(b_v.dtype), b_v, input_precision="tf32x3")
+        b_o = b_o * b_scale[:, None] + b_part
+        b_m = b_new
+    o_part = (i_bg.to(tl.int64) * NS + i_s) * R + o_r
+    if GATED:
+        p_first = p_g + i_b * stride_gb + lo.to(tl.int64) * stride_gt + o_h
+        b_sum += tl.load(p_first, mask=m_r, other=0.0).to(tl.float32) * TL_LOG2E
+        tl.store(p_sum + o_part, b_sum, mask=m_r)
+    tl.store(p_m + o_part, b_m, mask=m_r)
+    tl.store(p_l + o_part, b_l, mask=m_r)
+    tl.store(p_o + o_part[:, None] * V + o_v[None, :], b_o, mask=m_r[:, None] & m_v[None, :])
+
+
+@triton.jit(do_not_specialize=["N", "S", "NS", "stride_gb", "stride_mb"])
+def path_combine_kernel(
+    p_o, p_m, p_l, p_sum, p_scores, p_v, p_g, p_valid, p_out,
+    stride_vb, stride_vt, stride_gb, stride_gt, stride_mb, N, S, NS, scale,
+    G: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+    BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One row: the NS parts over the cached keys, and the chunk's own N keys with scores [B, H, N, N]."""
+    i_bh, i_n = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    REP: tl.constexpr = H // G
+    o_v, o_p, o_j = tl.arange(0, BV), tl.arange(0, BP), tl.arange(0, BN)
+    m_v, m_p, m_j = o_v < V, o_p < NS, o_j <= i_n
+    R = REP * N
+    row = (i_b * G + i_h // REP) * NS * R + (i_h % REP) * N + i_n
+    b_m = tl.load(p_m + row + o_p * R, mask=m_p, other=float("-inf"))
+    b_l = tl.load(p_l + row + o_p * R, mask=m_p, other=0.0)
+    b_own = tl.load(p_scores + (i_bh.to(tl.int64) * N + i_n) * N + o_j, mask=m_j, other=0.0) * (scale * TL_LOG2E)
+    if GATED:
+        p_g += i_b * stride_gb + i_h
+        b_g = tl.load(p_g + (S + o_j).to(tl.int64) * stride_gt, mask=m_j, other=0.0).to(tl.float32)
+        b_after = tl.load(p_sum + row + (o_p + 1) * R, mask=o_p + 1 < NS, other=0.0)
+        b_m += tl.cumsum(b_after, 0, reverse=True) + tl.sum(b_g, 0) * TL_LOG2E
+        b_g = tl.load(p_g + (S + 1 + o_j).to(tl.int64) * stride_gt, mask=o_j < i_n, other=0.0).to(tl.float32)
+        b_own += tl.cumsum(b_g, 0, reverse=True) * TL_LOG2E
+    if MASKED:
+        m_j &= tl.load(p_valid + i_b * stride_mb + S + o_j, mask=m_j, other=0) != 0
+    b_own = tl.where(m_j, b_own, float("-inf"))
+    b_top = tl.maximum(tl.max(b_m, 0), tl.max(b_own, 0))
+    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_a, b_own = tl.exp2(b_m - b_top), tl.exp2(b_own - b_top)
+    p_v += i_b * stride_vb + (i_h // REP) * V
+    o_s = (S + o_j).to(tl.int64)
+    b_v = tl.load(p_v + o_s[:, None] * stride_vt + o_v[None, :], mask=(o_j < N)[:, None] & m_v[None, :], other=0.0)
+    b_parts = tl.load(p_o + (row + o_p * R)[:, None] * V + o_v[None, :], mask=m_p[:, None] & m_v[None, :], other=0.0)
+    b_o = tl.sum(b_parts * b_a[:, None], 0) + tl.sum(b_v.to(tl.float32) * b_own[:, None], 0)
+    b_l = tl.sum(b_l * b_a, 0) + tl.sum(b_own, 0)
+    b_o /= tl.where(b_l > 0.0, b_l, 1.0)  # a row without any valid key
+    tl.store(p_out + ((i_b * N + i_n) * H + i_h) * V + o_v, b_o.to(p_out.dtype.element_ty), mask=m_v)
+
+
+def _splits(S: int, programs: int, BS: int, device: torch.device) -> tuple[int, int]:
+    """Number of splits of S cached keys, and keys per split: enough programs to fill the device."""
+    cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    wanted = min(MAX_SPLITS, max(1, 4 * cores // programs), triton.cdiv(S, BS))
+    size = triton.cdiv(triton.cdiv(S, wanted), BS) * BS
+    return triton.cdiv(S, size), size
+
+
+@torch.library.custom_op("attnzoo::path_advance", mutates_args=())
+def path_advance(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
+    valid: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """N new tokens (at most CHUNK) after S cached ones.
+
+    Args:
+        q: [B, N, H, K]; k, w: [B, N, G, K]; beta: [B, N, G].
+        keys: [B, S, G, K] float32, as the last cached token left them.
+        values: [B, S + N, G, V], gates: [B, S + N, H], valid: [B, S + N] bool, of the cached and the new tokens.
+
+    Returns:
+        o [B, N, H, V] in v's dtype, and the keys as the last new token leaves them [B, S + N, G, K] float32.
+    """
+    B, N, H, K = q.shape
+    S, G, V = keys.shape[1], keys.shape[2], values.shape[3]
+    if N > CHUNK:
+        raise ValueError(f"q: expected at most {CHUNK} new tokens, got {N}")
+    keys, values = _dense_heads(keys), _dense_heads(values)
+    gates, valid = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (gates, valid))
+    following = _new_keys(keys, S + N)
+    if N == 1:
+        scores = (q.float().unflatten(2, (G, -1)) * k.float()[:, :, :, None]).sum(-1).view(B, H, 1, 1)
+        rows, own, total = q.contiguous(), k, following
+        w, beta = w.contiguous(), beta.contiguous()
+    else:
+        scores, rows, own, total = close_chunk(q, k, w, beta)
+    following[:, S:] = own
+    R = H // G * N
+    wide = max(K, V) > 64
+    # within the registers and 99 KiB of shared memory (compiled for compute capability 9.0)
+    BR = 1 if R == 1 else min(32 if wide else 64, max(16, triton.next_power_of_2(R)))
+    BS = 32 if R > 1 and values.dtype == torch.float32 else 64
+    warps = 8 if wide else 4
+    row_tiles = triton.cdiv(R, BR)
+    splits, size = _splits(S, B * G * row_tiles, BS, q.device)
+    parts = q.new_empty(B, G, splits, R, V, dtype=torch.float32)
+    top, mass, sums = (q.new_empty(B, G, splits, R, dtype=torch.float32) for _ in range(3))
+    o = q.new_empty(B, N, H, V, dtype=values.dtype)
+    BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    BC = 32 if wide else BK
+    BP = triton.next_power_of_2(splits) if N == 1 else MAX_SPLITS
+    g, there = parts if gates is None else gates, parts if valid is None else valid
+    gate_strides = (g.stride(0), g.stride(1))
+    flags = {"GATED": gates is not None, "MASKED": valid is not None}
+    path_advance_kernel[(B * G, splits, row_tiles)](
+        rows, w, beta, total, keys, following, values, g, there, parts, top, mass, sums,
+        keys.stride(0), keys.stride(1), following.stride(0), values.stride(0), values.stride(1), *gate_strides,
+        there.stride(0), N, S, size, splits, scale, N == 1, G, H, K, V, BR, BS, BK, BC, BV, **flags,
+        num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    path_combine_kernel[(B * H, N)](
+        parts, top, mass, sums, scores, values, g, there, o, values.stride(0), values.stride(1), *gate_strides,
+        there.stride(0), N, S, splits, scale, G, H, V, 1 if N == 1 else CHUNK, BP, BV, **flags, num_warps=4,
+    )  # fmt: skip
+    return o, following
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    """[B, S, G, D] with the heads of a token in one piece; batch and tokens may be strided (a larger buffer)."""
+    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
+
+
+def _new_keys(keys: Tensor, tokens: int) -> Tensor:
+    B, _, G, K = keys.shape
+    return keys.new_empty(B, (tokens + ROOM - 1) // ROOM * ROOM, G, K)[:, :tokens]
+
+
+@path_advance.register_fake
+def _advance_fake(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
+    valid: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(*q.shape[:3], values.shape[3], dtype=values.dtype), _new_keys(keys, values.shape[1])

@@ -1,0 +1,249 @@
+"""Forward kernel: FoX's online softmax over the levels of the tree of carries.
+
+A row tile meets the keys of its own pair of blocks (128 tokens: ``diag`` within a block, the blocks' carried q and k
+across), then for each level s >= 1 whose bit is set in its position, h = 64 * 2^s keys read against its own q^s
+(``levels.py``). Gates, bounds and the frame of the log-sum-exp are those of FoX's forward. On Hopper
+``hopper/forward.py`` computes the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.kernels.common.gate_bias import base_shift, gate_at
+from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, since_strides, tile_descriptor
+from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
+from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
+from attnzoo.kernels.path.head_groups import head_groups
+from attnzoo.kernels.path.levels import Leaves, Levels
+from attnzoo.kernels.path.plan import hopper_forward, pair_width, tiles
+
+from .blocks import block_level
+from .carry import carry
+from .prune import block_starts
+
+
+@triton.jit
+def _pair_scores(p_diag, b_q, b_k, b_row, s, o_s, T, stride_d, PREC: tl.constexpr, C: tl.constexpr):
+    """Unscaled scores of rows b_row with the keys s + o_s of one block of the same pair of blocks. # [BT, BS]
+
+    stride_d: elements from one block of diag to the next.
+    """
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+    m_own = b_row // C == s // C
+    p_d = p_diag + (s // C).to(tl.int64) * stride_d + (b_row % C)[:, None] * C + (s % C + o_s)[None, :]
+    b_d = tl.load(p_d, mask=(m_own & (b_row < T))[:, None], other=0.0)
+    return tl.where(m_own[:, None], b_d, b_s)
+
+
+@triton.jit
+def _level_tile(p_x, i_b, R, r, i_h, o_r, o_d, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, n,
+                TMA: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """Rows r + o_r of one head of a level of [n_levels, B, R, N, D], by descriptor or by pointer. # [BR, BD]
+
+    i_b: level * B + batch; n: rows that exist from r on (read if MASK).
+    """
+    if TMA:
+        b = p_x.load([i_b, r, i_h, 0]).reshape([o_r.shape[0], BD])
+    else:
+        p_t = p_x + ((i_b.to(tl.int64) * R + r) * N + i_h) * D
+        b = load_tile(p_t, o_r, o_d, N * D, n, D, BD, MASK)
+    return b
+
+
+@triton.jit
+def _base_at(p_base, s, GATE: tl.constexpr, KU: tl.constexpr):
+    """The running gate sum before the unit of key s. # float64
+
+    A loop loads it one tile ahead and converts it where it is used: converting at once would wait for the load.
+    """
+    return tl.load(p_base + s // KU) if GATE == 2 else tl.zeros([], tl.float64)
+
+
+@triton.jit
+def _level_keys(row, i_l, lo, BS: tl.constexpr, RU: tl.constexpr):
+    """Keys of level i_l + 1 of a row tile: child size, node, first and last key tile; none if the level is not its.
+
+    lo: first key tile that these rows see.
+    """
+    h = RU << i_l
+    u = row // (2 * h)
+    begin = tl.maximum(u * (2 * h // BS), lo)
+    stop = tl.where((row // h) % 2 == 1, (2 * u + 1) * (h // BS), begin)
+    return h, u, begin, stop
+
+
+@triton.jit(do_not_specialize=["B", "T", "Tq", "Tk", "n_levels", "n_heads", "stride_lb", "stride_lh"])
+def path_fwd_portable_kernel(
+    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_o, p_rest, p_lse, p_c, p_base, p_since, p_start, B, T, Tq, Tk,
+    n_levels, n_heads, scale2, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lh,
+    H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_REST: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per row tile, the longest rows first."""
+    G: tl.constexpr = H // REP
+    i_t, i_bh = schedule(tl.cdiv(T, BT), n_heads)
+    i_t = tl.cdiv(T, BT) - 1 - i_t
+    i_b32, i_h = i_bh // H, i_bh % H
+    i_b, i_g, i_h64 = i_b32.to(tl.int64), i_h // REP, i_h.to(tl.int64)
+    row = i_t * BT
+    last = tl.minimum(row + BT, T) - 1
+    o_t, o_s, o_p = tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BP)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    b_row = row + o_t  # [BT]
+    m_t = b_row < T
+    p_v += i_b * stride_vb + i_h64 // REP * stride_vh
+    p_vt = p_vd  # a descriptor
+    if not TMA:
+        p_vt = p_v
+    n_u = tl.cdiv(T, KU)
+    p_c += i_bh.to(tl.int64) * (n_u * KU)
+    p_base += i_bh.to(tl.int64) * (n_u + 1)
+    p_since += i_b * stride_lb + i_h64 * stride_lh
+    p_start += i_bh.to(tl.int64) * tl.cdiv(T, RU)
+    b_slope = tl.zeros([], tl.float32)
+    b_ref = gate_at(p_c, p_base, b_slope, row // RU * RU, GATE, KU)
+    b_since = b_row
+    if HAS_SINCE:
+        b_since = tl.load(p_since + b_row, mask=m_t, other=0)
+    lo, full, _, _, _ = row_bounds(p_since, p_start, i_t, row, last, BT, BS, RU, KU, HAS_SINCE, HAS_START)
+    b_m = tl.full([BT], float("-inf"), tl.float32)
+    b_l = tl.zeros([BT], tl.float32)
+    b_o = tl.zeros([BT, BV], tl.float32)
+
+    # own pair of blocks
+    pair = row // RU * RU
+    p_diag += (i_b * n_u * H + i_h) * (KU * KU)
+    p_qb += (i_b * T * H + i_h) * K
+    p_kb += (i_b * T * G + i_g) * K
+    b_q = load_tile(p_qb + row.to(tl.int64) * (H * K), o_t, o_k, H * K, T - row, K, BK, True)
+    for i in tl.range(tl.cdiv(last + 1 - pair, BP), num_stages=1):  # or diag would be staged through shared memory
+        s = pair + i * BP
+        b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
+        b_k = load_tile(p_kb + s.to(tl.int64) * (G * K), o_p, o_k, G * K, T - s, K, BK, True)
+        b_s = _pair_scores(p_diag, b_q, b_k, b_row, s, o_p, T, H * KU * KU, PREC, KU)
+        b_v = load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
+        b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_p, b_row, b_since, scale2,
+                                     GATE, HAS_SINCE, PREC, True)  # fmt: skip
+
+    # levels
+    for i in range(n_levels):
+        h, u, begin, stop = _level_keys(row, i, lo, BS, RU)
+        if begin < stop:
+            i_lb = i * B + i_b32
+            r = row - (u + 1) * h
+            b_q = _level_tile(p_q, i_lb, Tq, r, i_h, o_t, o_k, H, K, BK, T - row, False, True)
+            back = u * h  # of a key: its token minus its packed row
+            mid = tl.minimum(tl.maximum(begin, full), stop)
+            if HAS_SINCE:
+                for i_s in tl.range(begin, mid, num_stages=1):
+                    s = i_s * BS
+                    b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
+                    b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
+                    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+                    b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
+                    b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_since,
+                                                 scale2, GATE, HAS_SINCE, PREC, True)  # fmt: skip
+            b_base = _base_at(p_base, mid * BS, GATE, KU)
+            for i_s in range(mid, stop):
+                s = i_s * BS
+                b_shift = (b_ref - b_base).to(tl.float32)
+                b_base = _base_at(p_base, s + BS, GATE, KU)
+                b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+                b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
+                b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_since,
+                                             scale2, GATE, HAS_SINCE, PREC, False)  # fmt: skip
+    b_o = b_o / b_l[:, None]
+    b_oh = b_o.to(p_o.dtype.element_ty)
+    p_ot = i_b * stride_ob + i_h64 * stride_oh + row.to(tl.int64) * stride_ot + o_t[:, None] * stride_ot + o_v[None, :]
+    m_o = m_t[:, None] & (o_v[None, :] < V)
+    tl.store(p_o + p_ot, b_oh, mask=m_o)
+    if HAS_REST:  # what the rounding dropped
+        tl.store(p_rest + p_ot, (b_o - b_oh.to(tl.float32)).to(p_rest.dtype.element_ty), mask=m_o)
+    tl.store(p_lse + i_bh.to(tl.int64) * T + b_row, b_m + tl.log2(b_l), mask=m_t)
+
+
+def levels_descriptor(x: Tensor, rows: int) -> Any:
+    """Descriptor of levels [n, B, R, H, D] for tiles of ``rows`` rows of one head; the first index is n * B."""
+    return tile_descriptor(x.flatten(0, 1), rows)
+
+
+def path_forward(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, c: Tensor | None, base: Tensor | None,
+    tails: Tensor | None, since: Tensor | None, scale: float, *, bound: str = "", log_eps: float = 0.0,
+    logit_bound: Tensor | None = None, o_rest: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Launch the forward kernels, some heads at a time. Shapes as in ``path_attention``; last dims contiguous.
+
+    Args:
+        c, base, since, tails: of ``gate_sums``; without a gate None, but since may hold segment starts [1, 1, T].
+        bound: "" for no pruning, else "paper" or "tail" (they need a gate).
+        o_rest: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
+
+    Returns:
+        o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit; start
+        [B, H, ceil(T / ROW_UNIT)] int32, the first key of each row unit, or None without pruning.
+    """
+    B, T, H, _ = q.shape
+    o, lse = q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=torch.float32)
+    start = torch.empty((B, H, triton.cdiv(T, ROW_UNIT)), dtype=torch.int32, device=q.device) if bound else None
+    for group in head_groups(q, k, backward=False):
+        p_q, p_k, p_c, p_base, p_since = (
+            group.queries(q),
+            group.keys(k),
+            group.rows(c),
+            group.rows(base),
+            group.rows(since),
+        )
+        block = block_level(p_q, p_k, group.keys(w), group.keys(beta))
+        p_start = None
+        if start is not None:
+            assert p_c is not None
+            assert p_base is not None
+            assert p_since is not None
+            assert tails is not None
+            p_start = start[group.b, group.h]
+            p_start.copy_(block_starts(
+                p_q, p_k, block, p_c, p_base, group.rows(tails), p_since, scale, bound, log_eps,
+                group.bound(logit_bound),
+            ))  # fmt: skip
+        levels = carry(block, p_start).levels
+        p_rest = None if o_rest is None else group.queries(o_rest)
+        _launch(
+            block, levels, group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start, scale,
+            p_rest,
+        )  # fmt: skip
+    return o, lse, start
+
+
+def _launch(
+    block: Leaves, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
+    since: Tensor | None, start: Tensor | None, scale: float, o_rest: Tensor | None,
+) -> None:  # fmt: skip
+    (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
+    if hopper_forward(T, K, V, v.dtype, v.device) and can_describe(v):
+        from attnzoo.kernels.path.hopper.forward import path_forward_hopper
+
+        path_forward_hopper(block, levels, v, o, lse, c, base, since, start, scale, o_rest)
+        return
+    t = tiles("fwd", max(K, V), v.dtype, v.device, start is not None)
+    tma = t.tma and n > 0 and can_describe(v)
+    p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
+    path_fwd_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+        block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, o if o_rest is None else o_rest, lse,
+        lse if c is None else c, lse if base is None else base, lse if since is None else since,
+        lse if start is None else start, B, T, levels.q.shape[2], levels.k.shape[2], n, min(t.heads, B * H),
+        scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *since_strides(since), H=H, REP=H // G, K=K, V=V,
+        BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT, KU=KEY_UNIT,
+        GATE=GATE_NONE if c is None else GATE_FULL, HAS_SINCE=since is not None, HAS_START=start is not None,
+        HAS_REST=o_rest is not None, TMA=tma, PREC=dot_precision(v.dtype), num_warps=t.num_warps,
+        num_stages=t.num_stages, maxnreg=t.maxnreg,
+    )  # fmt: skip

@@ -1,0 +1,205 @@
+"""Within a block of 64 tokens everything follows from one inverse, X = (I + diag(beta) tril(W W^T, -1))^-1 diag(beta).
+
+Here: the kernel that makes X, matrix products whose factors are split into 16-bit pieces, and the launch options of all
+kernels that work on the transitions. blocks.py uses X.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.common.device import has_descriptors
+from attnzoo.kernels.common.launching import head_block
+from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.path.levels import BLOCK
+
+# Warps and registers per thread of each kernel, for head dims up to 64 and up to 128.
+LAUNCH: dict[str, tuple[tuple[int, int | None], tuple[int, int | None]]] = {
+    "inverse": ((4, None), (4, None)),
+    "product": ((4, 96), (8, None)),
+    "block": ((4, None), (4, None)),
+    "block_bwd": ((4, None), (4, None)),
+    "product_bwd": ((4, None), (4, None)),
+    "tree": ((4, None), (8, 128)),
+    "carry": ((8, 80), (8, 128)),
+    "carry_bwd": ((8, 128), (8, None)),
+    "node": ((4, None), (8, None)),
+}
+
+
+def launch(part: str, K: int) -> dict[str, int | None]:
+    """Launch options of a kernel."""
+    num_warps, maxnreg = LAUNCH[part][K > 64]
+    return {"num_warps": num_warps, "maxnreg": maxnreg if has_descriptors() else None}
+
+
+class Kept(NamedTuple):
+    """What block_level leaves for block_level_backward: float32 and w, or 16 bits where q and k are bf16.
+
+    Attributes:
+        v: [B, nC, G, C, C], inverses of the blocks' I + diag(beta) tril(W W^T, -1); float16.
+        x: [B, nC, G, C, C], X = V diag(beta); two pieces of bf16, a plane apart.
+        w: [B, T, G, K]; bf16.
+    """
+
+    v: Tensor
+    x: Tensor
+    w: Tensor
+
+
+@triton.jit
+def _power_of_two(m):
+    """Powers of two near m >= 0 (1 for 0), and their inverses."""
+    s = (m.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    s = tl.where((s > 1e-37) & (s < 1e38), s, 1.0)
+    return s, 1.0 / s
+
+
+@triton.jit
+def _row_scale(x):
+    """Powers of two that bring the rows of x near 1, and their inverses. # [rows] each"""
+    return _power_of_two(tl.max(tl.abs(x.to(tl.float32)), 1))
+
+
+@triton.jit
+def _tile_scale(x):
+    """A power of two near the largest entry of x, and its inverse."""
+    return _power_of_two(tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0))
+
+
+@triton.jit
+def _mm(a, b, acc, NA: tl.constexpr, NB: tl.constexpr, DT: tl.constexpr):
+    """acc + a b, computed with factors of dtype DT.
+
+    A factor that one rounding to DT would spoil is split in two (NA = 2 for a, NB = 2 for b): its rounding and what the
+    rounding dropped. The product of what was dropped on both sides is left out. A DT of float32 needs no splitting.
+    """
+    if DT == tl.float32:  # noqa: SIM300
+        if tl.program_id(0) >= 0:  # always: a region of its own, after which its tiles leave shared memory
+            acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
+    else:
+        a1, b1 = a.to(DT), b.to(DT)
+        acc = tl.dot(a1, b1, acc)
+        if NA == 2:
+            acc = tl.dot((a.to(tl.float32) - a1.to(tl.float32)).to(DT), b1, acc)
+        if NB == 2:
+            acc = tl.dot(a1, (b.to(tl.float32) - b1.to(tl.float32)).to(DT), acc)
+    return acc
+
+
+@triton.jit
+def _pieces(x, DT: tl.constexpr):
+    """x as the sum of two numbers of dtype DT."""
+    hi = x.to(DT)
+    return hi, (x.to(tl.float32) - hi.to(tl.float32)).to(DT)
+
+
+@triton.jit
+def _merge(b_l, b_x, h: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
+    """Diagonal blocks of size 2h inverted, given those of size h: [[A, 0], [B, D]] has -D^-1 B A^-1 below. # [C, C]"""
+    o_c = tl.arange(0, C)
+    m_b = (o_c[:, None] // (2 * h) == o_c[None, :] // (2 * h)) & (o_c[:, None] // h != o_c[None, :] // h)
+    b_t = _mm(tl.where(m_b, -b_l, 0.0), b_x, tl.zeros([C, C], tl.float32), 2, 2, DT)
+    return _mm(b_x, b_t, b_x, 2, 2, DT)
+
+
+@triton.jit
+def _unit_lower_inverse(b_l, p_l, C: tl.constexpr, DT: tl.constexpr):
+    """(I + b_l)^-1 of a strictly lower triangular matrix: 16 x 16 blocks by rows, then pairs of blocks. # [C, C]
+
+    A warp holds a block, each thread half of a column, so that no step crosses warps; rows of b_l are read back from
+    p_l, which is overwritten.
+    """
+    N: tl.constexpr = C // 16
+    o_c, o_n, o_s = tl.arange(0, C), tl.arange(0, N), tl.arange(0, 16)
+    tl.store(p_l + o_c[:, None] * C + o_c[None, :], b_l)
+    tl.debug_barrier()
+    o_r = tl.arange(0, 8)[:, None, None] * 2 + tl.arange(0, 2)[None, None, :]  # rows of a block, [8, 1, 2]
+    p_r = p_l + o_n[None, :, None] * (16 * C + 16) + o_r  # [8, N, 2]
+    b_i = tl.where(o_r[:, :, :, None] == o_s[None, None, None, :], 1.0, tl.zeros([8, N, 2, 16], tl.float32))
+    for i in tl.static_range(1, 16):
+        b_r = tl.load(p_r + i * C, mask=o_r < i, other=0.0)[:, :, :, None]
+        b_r = tl.sum(tl.sum(b_r * b_i, 0), 1)  # [N, 16]
+        b_i = tl.where(o_r[:, :, :, None] == i, b_i - b_r[None, :, None, :], b_i)
+    b_i = tl.reshape(tl.permute(b_i, (1, 0, 2, 3)), [N, 16, 16])
+    b_x = tl.reshape(tl.broadcast_to(b_i[:, :, None, :], [N, 16, N, 16]), [C, C])
+    b_x = tl.where(o_c[:, None] // 16 == o_c[None, :] // 16, b_x, b_l * 0.0)  # laid out as b_l
+    b_x = _merge(b_l, b_x, 16, C, DT)
+    b_x = _merge(b_l, b_x, 32, C, DT)
+    return b_x
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def path_inverse_kernel(
+    p_w, p_beta, p_x, p_kv, p_kx, p_kw, T, B, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
+    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, C: tl.constexpr, NW: tl.constexpr,
+    KV: tl.constexpr, KX: tl.constexpr, KW: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """X = V diag(beta) [B, nC, G, C, C] in float32, V = (I + diag(beta) tril(W W^T, -1))^-1, from w in NW pieces.
+
+    With KV, KX, KW also V, X and w in other dtypes (see Kept).
+    """
+    n_c = tl.cdiv(T, C)
+    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
+    o_c = tl.arange(0, C)
+    r = (i_c * C).to(tl.int64)
+    R = T - i_c * C
+    p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
+    b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=o_c < R, other=0.0)
+    b_l = tl.zeros([C, C], tl.float32)
+    for c in range(0, BK, BC):
+        o_n = c + tl.arange(0, BC)
+        b_w = load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
+        if KW:
+            p_t = p_kw + ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_n[None, :]
+            tl.store(p_t, b_w.to(p_kw.dtype.element_ty), mask=(o_c < R)[:, None] & (o_n < K)[None, :])
+        b_l = _mm(b_w, tl.trans(b_w), b_l, NW, NW, DT)
+    b_beta = b_beta.to(tl.float32)
+    b_l = tl.where(o_c[:, None] > o_c[None, :], b_l * b_beta[:, None], 0.0)
+    i_cc = ((i_b * n_c + i_c) * G + i_g) * (C * C)
+    o_cc = i_cc + o_c[:, None] * C + o_c[None, :]
+    b_v = _unit_lower_inverse(b_l, p_x + i_cc, C, DT)
+    b_x = b_v * b_beta[None, :]
+    tl.store(p_x + o_cc, b_x)
+    if KV:
+        tl.store(p_kv + o_cc, b_v.to(p_kv.dtype.element_ty))
+    if KX:
+        x_hi, x_lo = _pieces(b_x, p_kx.dtype.element_ty)
+        tl.store(p_kx + o_cc, x_hi)
+        tl.store(p_kx + B.to(tl.int64) * n_c * G * (C * C) + o_cc, x_lo)
+
+
+def tree_block(K: int) -> int:
+    """Width of the transition kernels' tiles for a head dim."""
+    return max(64, head_block(K))
+
+
+def new_kept(q: Tensor, w: Tensor) -> Kept:
+    """Room for what block_level leaves for the backward pass."""
+    B, T, G, _ = w.shape
+    coarse = q.dtype == torch.bfloat16
+    v = w.new_empty((B, triton.cdiv(T, BLOCK), G, BLOCK, BLOCK), dtype=torch.float16 if coarse else torch.float32)
+    x = v.new_empty((2, *v.shape), dtype=q.dtype) if coarse else torch.empty_like(v)
+    return Kept(v, x, w.new_empty(w.shape, dtype=q.dtype) if coarse and w.dtype != q.dtype else w)
+
+
+def invert(w: Tensor, beta: Tensor, kept: Kept | None) -> Tensor:
+    """X of all blocks in float32; fills what is kept."""
+    B, T, G, K = w.shape
+    if kept is not None and kept.x.dtype == torch.float32:
+        x = kept.x
+    else:
+        x = w.new_empty((B, triton.cdiv(T, BLOCK), G, BLOCK, BLOCK), dtype=torch.float32)
+    kv, kx, kw = (x, x, w) if kept is None else kept
+    path_inverse_kernel[(triton.cdiv(T, BLOCK) * B * G,)](
+        w, beta, x, kv, kx, kw, T, B, *w.stride()[:3], *beta.stride(), G=G, K=K, BK=tree_block(K),
+        BC=min(64, tree_block(K)), C=BLOCK, NW=2 if w.dtype == torch.float32 else 1, KV=kv is not x, KX=kx is not x,
+        KW=kw is not w, DT=tl.float16, num_stages=1, **launch("inverse", K),
+    )  # fmt: skip
+    return x

@@ -1,0 +1,145 @@
+"""Pruning for path with a gate: the bounds of FoX's pruning, which need only that every factor has norm at
+most 1, so that |q_i| |k_j| still bounds a score.
+
+The tail bound's l_i is the log-sum-exp of row i over its own block of keys and the one before it: diag, and q carried
+back to the start of its block times k carried to the end of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT, SLACK
+from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launching import dot_precision, head_block, since_strides
+from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max_kernel, prune_scan_kernel
+from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.path.head_groups import head_groups
+from attnzoo.kernels.path.levels import Leaves
+
+from .blocks import block_level
+
+
+@triton.jit(do_not_specialize=["T", "stride_lb", "stride_lh"])
+def path_prune_rows_kernel(
+    p_q, p_diag, p_qb, p_kb, p_qmax, p_kmax, p_bound, p_c, p_base, p_since, p_need, T, scale2, log2_t, b_none,
+    stride_qb, stride_qt, stride_qh, stride_lb, stride_lh,
+    H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
+    TAIL: tl.constexpr, HAS_BOUND: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Worst row of each row unit, [B, H, T / RU] float64: c_i + U_i - l_i (tail) or c_i + 2 U + log N (paper).
+
+    b_none: the tail bound drops nothing from rows with c_i - c_0 above it.
+    """
+    G: tl.constexpr = H // REP
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    i_g = i_h // REP
+    o_t, o_s, o_k = tl.arange(0, KU), tl.arange(0, KU), tl.arange(0, BK)
+    n_u = tl.cdiv(T, KU)
+    p_c += i_bh.to(tl.int64) * (n_u * KU)
+    p_base += i_bh.to(tl.int64) * (n_u + 1)
+    b_slope = tl.zeros([], tl.float32)
+    b_c = gate_at(p_c, p_base, b_slope, i_t * RU, 2, KU)
+    b_kmax = tl.load(p_kmax + i_b * G + i_g)
+    if TAIL:
+        b_worst = tl.full([], float("inf"), tl.float32)
+        b_end = gate_at(p_c, p_base, b_slope, tl.minimum(i_t * RU + RU, T) - 1, 2, KU)
+        if b_end - gate_at(p_c, p_base, b_slope, 0, 2, KU) <= b_none:
+            p_q += i_b * stride_qb + i_h * stride_qh
+            p_since += i_b * stride_lb + i_h * stride_lh
+            p_qb += (i_b * T * H + i_h) * K
+            p_kb += (i_b * T * G + i_g) * K
+            b_worst = tl.full([], float("-inf"), tl.float32)
+            for i in range(tl.minimum(tl.cdiv(T - i_t * RU, KU), RU // KU)):
+                r = i_t * RU + i * KU
+                b_pos = r + o_t
+                m_t = b_pos < T
+                b_since = tl.load(p_since + b_pos, mask=m_t, other=0)[:, None]
+                p_d = p_diag + ((i_b * n_u + r // KU) * H + i_h) * (KU * KU) + o_t[:, None] * KU + o_s[None, :]
+                b_y = tl.load(p_d, mask=m_t[:, None], other=0.0) * scale2  # [KU, KU]
+                b_y += key_bias(p_c, b_slope, base_shift(p_base, b_slope, b_c, r, 2, KU), r, o_s, 2)[None, :]
+                b_y = tl.where((o_s[None, :] <= o_t[:, None]) & ((r + o_s)[None, :] >= b_since), b_y, float("-inf"))
+                b_m = tl.max(b_y, 1)  # a row sees itself, so this is finite
+                b_m = tl.where(m_t, b_m, 0.0)
+                b_l = tl.sum(tl.exp2(b_y - b_m[:, None]), 1)
+                if r > 0:
+                    s = r - KU
+                    b_qb = load_tile(p_qb + r.to(tl.int64) * (H * K), o_t, o_k, H * K, T - r, K, BK, True)
+                    b_kb = load_tile(p_kb + s.to(tl.int64) * (G * K), o_s, o_k, G * K, T - s, K, BK, True)
+                    b_y = tl.dot(b_qb, tl.trans(b_kb), input_precision=PREC) * scale2
+                    b_y += key_bias(p_c, b_slope, base_shift(p_base, b_slope, b_c, s, 2, KU), s, o_s, 2)[None, :]
+                    b_y = tl.where((s + o_s)[None, :] >= b_since, b_y, float("-inf"))
+                    b_mn = tl.maximum(b_m, tl.max(b_y, 1))
+                    b_l = b_l * tl.exp2(b_m - b_mn) + tl.sum(tl.exp2(b_y - b_mn[:, None]), 1)
+                    b_m = b_mn
+                b_q = load_tile(p_q + r.to(tl.int64) * stride_qt, o_t, o_k, stride_qt, T - r, K, BK, True)
+                b_row = need_rows(b_q, b_kmax, p_bound, i_h, b_m + tl.log2(b_l), m_t, scale2, HAS_BOUND)
+                b_worst = tl.maximum(b_worst, tl.max(b_row, 0))
+    else:
+        b_u = tl.sqrt(tl.load(p_qmax + i_bh) * b_kmax) * (scale2 * 1.0001)
+        if HAS_BOUND:
+            b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * TL_LOG2E)
+        b_worst = 2.0 * b_u + log2_t
+    tl.store(p_need + i_bh.to(tl.int64) * tl.cdiv(T, RU) + i_t, b_c + b_worst.to(tl.float64))
+
+
+def block_starts(
+    q: Tensor, k: Tensor, block: Leaves | None, c: Tensor, base: Tensor, tails: Tensor, since: Tensor, scale: float,
+    bound: str, log_eps: float, logit_bound: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """First key of each unit of ROW_UNIT query rows, a multiple of KEY_UNIT. No host synchronisation.
+
+    Args:
+        q, k: [B, T, H, K] and [B, T, G, K] as the caller gave them, last dim contiguous.
+        block: what ``block_level`` makes of them; only the tail bound reads it.
+        c, base, tails, since: of ``gate_sums``.
+        logit_bound: [H] known bound of |scale q . k| (natural units), or None; the smaller of it and the norms counts.
+
+    Returns:
+        [B, H, ceil(T / ROW_UNIT)] int32, non-decreasing along the rows.
+    """
+    (B, T, H, K), G = q.shape, k.shape[2]
+    tail, BK, n_t = bound == "tail", head_block(K), triton.cdiv(T, ROW_UNIT)
+    start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device)
+    need = torch.empty((B, H, n_t), dtype=torch.float64, device=q.device)
+    norms = torch.zeros(B * (H + G), dtype=torch.float32, device=q.device)
+    qmax, kmax = norms[: B * H], norms[B * H :]
+    norm_max_kernel[(B * G, triton.cdiv(T, 128))](k, kmax, T, *k.stride()[:3], H=G, D=K, BD=BK, BR=128)
+    if not tail:
+        norm_max_kernel[(B * H, triton.cdiv(T, 128))](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
+    assert block is not None or not tail
+    diag, qb, kb = (q, q, k) if block is None else (block.diag, block.q, block.k)
+    path_prune_rows_kernel[(B * H, n_t)](
+        q, diag, qb, kb, qmax, kmax, norms if logit_bound is None else logit_bound, c, base, since, need, T,
+        scale * LOG2E, math.log2(T), none_above(log_eps, 2 * KEY_UNIT), *q.stride()[:3], *since_strides(since), H=H,
+        REP=H // G, K=K, BK=BK, RU=ROW_UNIT, KU=KEY_UNIT, TAIL=tail, HAS_BOUND=logit_bound is not None,
+        PREC=dot_precision(q.dtype), num_warps=4,
+    )  # fmt: skip
+    prune_scan_kernel[(B * H,)](
+        need, base, norms, tails, start, T, T, log_eps * LOG2E - SLACK, triton.cdiv(T, KEY_UNIT).bit_length() + 1, H=H,
+        RU=ROW_UNIT, KU=KEY_UNIT, BN=min(1024, max(16, triton.next_power_of_2(n_t))), GATE=2, TAIL=tail,
+    )  # fmt: skip
+    return start
+
+
+def path_starts(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, c: Tensor, base: Tensor, tails: Tensor, since: Tensor, scale: float,
+    *, bound: str, log_eps: float, logit_bound: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """``block_starts`` of all heads, by itself: without attention."""
+    start = torch.empty((*c.shape[:2], triton.cdiv(q.shape[1], ROW_UNIT)), dtype=torch.int32, device=q.device)
+    for group in head_groups(q, k, backward=False):
+        p_q, p_k = group.queries(q), group.keys(k)
+        block = block_level(p_q, p_k, group.keys(w), group.keys(beta)) if bound == "tail" else None
+        start[group.b, group.h] = block_starts(
+            p_q, p_k, block, group.rows(c), group.rows(base), group.rows(tails), group.rows(since), scale, bound,
+            log_eps, group.bound(logit_bound),
+        )  # fmt: skip
+    return start

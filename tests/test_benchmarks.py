@@ -1,0 +1,109 @@
+"""`attnzoo bench`: what a machine without a GPU can measure, what it is told, and how results are written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from attnzoo import list_variants
+from attnzoo.benchmarks import measure
+from attnzoo.benchmarks.command import bench
+
+RESULTS = Path(__file__).parents[1] / "docs/benchmarks/results"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(bench, arguments)
+
+
+def test_cpu_times_every_linear_variant_and_fox() -> None:
+    ran = run("cpu", "--length", "8", "--repeats", "1")
+    assert ran.exit_code == 0, ran.output
+    rows = [line.split("|")[1].strip() for line in ran.output.splitlines() if line.startswith("| ")]
+    assert [row for row in rows if row in list_variants()] == [*list_variants("linear")]
+    assert [row for row in rows if row.startswith("mean decay")]
+
+
+def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(tmp_path: Path) -> None:
+    small = ["batch_size=1", "model.hidden_size=32", "data.context_length=16", "model.attention=[mamba2,fox]"]
+    ran = run("train", "tiny", *small, "--device", "cpu", "--steps", "1", "--repeats", "2", "--out", "speed")
+    assert ran.exit_code == 0, ran.output
+    assert [path.name for path in tmp_path.iterdir()] == ["speed"]
+    result = json.loads((tmp_path / "speed/results.json").read_text())
+    assert len(result["tokens_per_second"]) == 2
+    assert result["attention"] == ["mamba2", "fox"]
+    assert result["ms_per_step"] == pytest.approx(16e3 / torch.tensor(result["tokens_per_second"]).quantile(0.5).item())
+    assert result["peak_GiB"] is None
+    assert "| mamba2, fox |" in (tmp_path / "speed/results.md").read_text()
+    assert "| mamba2, fox |" in ran.output
+
+
+@pytest.mark.parametrize("arguments", [["fox", "--plot"], ["path"], ["decode"], ["train", "tiny"]])
+def test_without_a_gpu_the_kernels_are_refused_in_a_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ran = run(*arguments)
+    assert ran.exit_code != 0
+    assert f"bench {arguments[0]}: expected a CUDA GPU, found none; " in ran.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["fox", "--shapes", "2,24,16384"], "expected four whole numbers above 0, B,H,T,K, got '2,24,16384'"),
+        (["path", "--shapes", "2,24,-4,64"], "'2,24,-4,64'"),
+        (["fox", "--seconds", "0"], "--seconds"),
+        (["decode", "--official", "missing.py"], "missing.py"),
+        (["cpu", "--length", "0"], "--length"),
+        (["train"], "CONFIG"),
+        (["train", "tiny", "--device", "tpu"], "'tpu'"),
+    ],
+)
+def test_a_wrong_option_is_refused(arguments: list[str], part: str) -> None:
+    ran = run(*arguments)
+    assert ran.exit_code == 2
+    assert part in ran.output
+
+
+def test_a_peer_that_is_missing_or_broken_is_named_with_the_reason() -> None:
+    missing: list[str] = []
+    assert measure.load_peer("there", lambda: 3, missing) == 3
+    assert measure.load_peer("gone", lambda: importlib.import_module("no_such_peer"), missing) is None
+    assert measure.load_peer("broken", lambda: [][0], missing) is None
+    assert measure.not_measured([*missing, *missing]) == [
+        "Not measured: gone: not installed (No module named 'no_such_peer').",
+        "Not measured: broken: IndexError('list index out of range').",
+    ]
+
+
+def test_contenders_are_chosen_by_prefix() -> None:
+    @dataclass
+    class Contender:
+        name: str
+
+    every = [Contender(name) for name in ("ours", "ours, pruned", "FLA")]
+    assert measure.chosen(every, []) == every
+    assert measure.chosen(every, ["ours"]) == every[:2]
+    with pytest.raises(ValueError, match=r"unknown contender 'fla'.*did you mean 'FLA'"):
+        measure.chosen(every, ["fla"])
+
+
+@pytest.mark.parametrize("name", ["fox", "path", "decode"])
+def test_the_tables_of_the_documentation_are_what_their_numbers_give(name: str) -> None:
+    module: ModuleType = importlib.import_module(f"attnzoo.benchmarks.{name}")
+    (folder,) = RESULTS.glob(f"*-{name}")
+    assert module.table(json.loads((folder / "results.json").read_text())) == (folder / "results.md").read_text()

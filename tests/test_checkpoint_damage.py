@@ -1,0 +1,183 @@
+"""A run folder whose files were damaged since they were written: it is said, and nothing wrong is trained on."""
+
+import json
+import logging
+import re
+import shutil
+
+import pytest
+import torch
+
+from attnzoo.config import load_config
+from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_metrics, train
+from attnzoo.training import checkpoint as checkpoint_module
+
+LAST, BEFORE = "step-00000008", "step-00000006"
+FILES = ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "progress.json", "digests.json"]
+DAMAGE = [
+    *((name, "flipped") for name in FILES),
+    ("model.safetensors", "cut"),
+    ("optimizer.bin", "emptied"),
+    ("random_states_0.pkl", "removed"),
+    ("progress.json", "cut"),
+]
+
+
+def config_of(folder, run):
+    small = [
+        f"output_dir={folder / run}",
+        f"data.source={folder / 'text.txt'}",
+        "data.context_length=16",
+        "model={hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 2}",
+        "optimizer.warmup_steps=2",
+        "steps=8",
+        "batch_size=2",
+        "log_every=1",
+        "eval_every=4",
+        "eval_tokens=100",
+        "checkpoint_every=2",
+        "keep_checkpoints=2",
+        "progress=quiet",
+        "device=cpu",
+        "tensorboard=false",
+    ]
+    return load_config(None, small)
+
+
+def losses(run_dir):
+    return [(row["kind"], row["step"], row["loss"]) for row in read_metrics(run_dir)]
+
+
+def weights(run_dir):
+    return (newest_checkpoint(run_dir) / "model.safetensors").read_bytes()
+
+
+def flip(path, at=0.6, bit=4):
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * at)] ^= 1 << bit
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with a finished run, `reference`, that keeps the checkpoints of steps 6 and 8."""
+    folder = tmp_path_factory.mktemp("damage")
+    (folder / "text.txt").write_text("".join(f"{number} and one is {number + 1}.\n" for number in range(300)))
+    torch.set_num_threads(1)
+    train(config_of(folder, "reference"))
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of it to damage: its configuration, and its folder."""
+    shutil.copytree(finished / "reference", tmp_path / "run")
+    config = config_of(finished, "reference")
+    config.output_dir = str(tmp_path / "run")
+    return config, tmp_path / "run"
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(("name", "kind"), DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(finished, run, caplog, name, kind):
+    config, run_dir = run
+    path = run_dir / "checkpoints" / LAST / name
+    if kind == "flipped":
+        flip(path)
+    elif kind == "cut":
+        path.write_bytes(path.read_bytes()[:-20])
+    elif kind == "emptied":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+    seen = []
+    train(config, on_row=seen.append)
+    assert seen[0]["step"] == 7
+    (line,) = said(caplog)
+    assert re.search(rf"{LAST}.*{BEFORE}$", line)
+    assert name in line or name == "digests.json"
+    assert weights(run_dir) == weights(finished / "reference")
+    assert losses(run_dir) == losses(finished / "reference")
+    assert (run_dir / "checkpoints" / f"damaged-{LAST}").is_dir()  # nothing is thrown away
+
+
+def test_without_a_whole_checkpoint_the_run_is_refused_and_stays_as_it_is(run):
+    config, run_dir = run
+    flip(run_dir / "checkpoints" / LAST / "model.safetensors")
+    (run_dir / "checkpoints" / BEFORE / "optimizer.bin").write_bytes(b"")
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    for broken in (lambda: train(config), lambda: checkpoint_module.usable_checkpoint(run_dir)):
+        with pytest.raises(CheckpointError, match=rf"{LAST}/model.*damaged.*{BEFORE}/optimizer.bin has 0 bytes"):
+            broken()
+    assert {path: path.stat().st_mtime_ns for path in before if path.name != ".lock"} == {
+        path: stamp for path, stamp in before.items() if path.name != ".lock"
+    }
+
+
+def test_a_model_is_loaded_from_the_checkpoint_before_a_damaged_one(run, caplog):
+    _, run_dir = run
+    flip(run_dir / "checkpoints" / LAST / "optimizer.bin")
+    assert len(load_run(run_dir)[0].blocks) == 1
+    assert said(caplog) == []  # the weights are whole
+    flip(run_dir / "checkpoints" / LAST / "model.safetensors")
+    load_run(run_dir)
+    (line,) = said(caplog)
+    assert f"{LAST}/model.safetensors is damaged" in line
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_gone_on_from(finished, run, caplog):
+    config, run_dir = run
+    shutil.rmtree(run_dir / "checkpoints" / LAST)
+    shutil.copytree(run_dir / "checkpoints" / BEFORE, run_dir / "checkpoints" / "step-00000007")
+    train(config)
+    (line,) = said(caplog)
+    assert re.search(r"progress.json is of step 6, and its folder is step-00000007.*using .*step-00000006", line)
+    assert losses(run_dir) == losses(finished / "reference")
+
+
+def without_digests(run_dir):
+    for path in (run_dir / "checkpoints").glob("*/digests.json"):
+        path.unlink()
+
+
+def test_a_checkpoint_of_a_version_without_digests_goes_on_with_a_word(finished, run, caplog):
+    config, run_dir = run
+    without_digests(run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / LAST)
+    train(config)
+    (line,) = said(caplog)
+    assert "wrote no digests" in line
+    assert weights(run_dir) == weights(finished / "reference")
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", None])
+def test_a_damaged_optimizer_is_an_error_of_its_own_without_digests_too(run, content):
+    config, run_dir = run
+    config.keep_checkpoints = 1
+    without_digests(run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / LAST)
+    path = run_dir / "checkpoints" / BEFORE / "optimizer.bin"
+    path.write_bytes(path.read_bytes()[:-2000] if content is None else content)
+    with pytest.raises(CheckpointError, match=f"{BEFORE}(/optimizer.bin is empty| cannot be read: .*)"):
+        train(config)
+
+
+def test_a_copy_that_someone_put_beside_the_checkpoints_is_left_alone(run):
+    config, run_dir = run
+    folder = run_dir / "checkpoints"
+    for name in ("step-00000006 (copy)", "step-99-before-the-change"):
+        shutil.copytree(folder / BEFORE, folder / name)
+    (folder / "step-00000099").write_text("a file")
+    train(config)
+    assert newest_checkpoint(run_dir).name == LAST
+    assert len(list(folder.iterdir())) == 5
+
+
+def test_digests_cover_all_that_a_checkpoint_holds(run):
+    folder = newest_checkpoint(run[1])
+    assert set(json.loads((folder / "digests.json").read_text())) == {
+        path.name for path in folder.iterdir() if path.name != "digests.json"
+    }
