@@ -17,7 +17,7 @@ from attnzoo import Gate, oracle
 from attnzoo.algebra.gate import PARTS, Draws
 from attnzoo.algebra.transitions import HeadGate, Product, Transition, heads_first
 from attnzoo.forms.linear import LinearForms
-from attnzoo.forms.softmax import CarriedForms
+from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences.complex_linear import Rotation
 from attnzoo.recurrences.deltanet import Householder
 from attnzoo.recurrences.gla import Diagonal
@@ -73,7 +73,7 @@ def inputs_for(
 
 def forms_of(transition: Transition) -> Iterator[tuple[str, Callable[..., Tensor], bool]]:
     """Name, form, and whether it is on the linear side; small blocks, so that few tokens make many."""
-    linear, softmax = LinearForms(transition, chunk_size=16), CarriedForms(transition)
+    linear, softmax = LinearForms(transition, chunk_size=16), SoftmaxForms(transition)
     for name in ("recurrent", "parallel", "chunk"):
         yield name, getattr(linear, name), True
     for name in ("recurrent", "parallel"):
@@ -113,7 +113,7 @@ def test_product_equals_oracle_at_real_block_sizes(names: tuple[str, ...], T: in
     inputs = inputs_for(names, T, "mixed")
     for form in (LinearForms(product(names)).chunk, LinearForms(product(names)).parallel):
         assert relative_error(form(*inputs), oracle.linear(*inputs)) <= LIMIT
-    assert relative_error(CarriedForms(product(names)).parallel(*inputs), oracle.softmax(*inputs)) <= LIMIT
+    assert relative_error(SoftmaxForms(product(names)).parallel(*inputs), oracle.softmax(*inputs)) <= LIMIT
 
 
 def matrices(names: tuple[str, ...], gate: Gate, heads: int) -> Tensor:
@@ -184,7 +184,7 @@ def float32_errors(names: tuple[str, ...], regime: Regime) -> list[float]:
     for T in (66, 130):
         inputs = inputs_for(names, T, regime, dtype=torch.float32)
         wide: Inputs = (inputs[0].double(), inputs[1].double(), inputs[2].double(), inputs[3].map(Tensor.double))
-        linear, softmax = LinearForms(transition), CarriedForms(transition)
+        linear, softmax = LinearForms(transition), SoftmaxForms(transition)
         for n, form in enumerate((linear.chunk, linear.parallel, softmax.parallel)):
             got, expected = value_and_gradients(form, inputs), value_and_gradients(form, wide)
             worst[n] = max(worst[n], *(relative_error(got[x], expected[x]) for x in ("o", "q", "k", "v")))
