@@ -29,7 +29,7 @@ BLOCK = 64  # tokens of a leaf
 UNIT = 128  # rows that share a first key where there is pruning; the child size of level 1
 
 
-class Block(NamedTuple):
+class Leaves(NamedTuple):
     """What block_level gives.
 
     Attributes:
