@@ -388,7 +388,7 @@ class Attention(PreciseModule):
 _said: set[str] = set()
 
 
-@torch.compiler.assume_constant_result  # a compiled layer says it while it is compiled
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled layer says it while it is compiled
 def _say(picked: str) -> None:
     """Log what runs, once per process."""
     if picked not in _said:
