@@ -1,6 +1,7 @@
 """Files that are whole or as they were before, and what tells whether one has changed."""
 
 import hashlib
+import itertools
 import os
 from pathlib import Path
 
@@ -34,3 +35,9 @@ def digest(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def damaged_name(path: Path) -> Path:
+    """Where a damaged file or folder is kept: `damaged-` and its name beside it, with a number when that is taken."""
+    names = itertools.chain([f"damaged-{path.name}"], (f"damaged-{path.name}-{n}" for n in itertools.count(2)))
+    return next(target for target in map(path.with_name, names) if not target.exists())

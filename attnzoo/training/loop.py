@@ -77,7 +77,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     run_dir.mkdir(parents=True, exist_ok=True)
     main = accelerator.is_main_process
     with exclusive(run_dir) if main else nullcontext():
-        checkpoint = check_resumable(run_dir, config, data.fingerprint) if main else None
+        checkpoint = check_resumable(run_dir, config, data) if main else None
         accelerator.wait_for_everyone()
         if not main:  # the first process has moved damaged checkpoints out of the way
             checkpoint = newest_checkpoint(run_dir)
