@@ -189,7 +189,11 @@ def check_data(run_dir: Path, config: TrainConfig, progress: Progress, data: Dat
     Raises:
         CheckpointError: the source has changed since.
     """
-    if progress.data_fingerprint != data.fingerprint:
+    if progress.data_fingerprint == data.fingerprint:
+        return
+    if progress.data_fingerprint == data.earlier_fingerprint:
+        logger.warning("%s is of a version that read only the ends of large files: their middle may differ", run_dir)
+    else:
         raise CheckpointError(
             f"{run_dir} was trained on other data: {config.data.source!r} has changed since. "
             "Give output_dir a new folder."

@@ -84,7 +84,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         model, optimizer = accelerator.prepare(model, optimizer)
         progress = Progress(data_fingerprint=data.fingerprint)
         if checkpoint is not None:
-            progress = read_progress(checkpoint)
+            progress = replace(read_progress(checkpoint), data_fingerprint=data.fingerprint)
             load_state(accelerator, checkpoint)
         accelerator.wait_for_everyone()
         if main:
