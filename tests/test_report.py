@@ -235,6 +235,12 @@ def test_few_runs_make_a_page_too(tmp_path: Path, results: list[RunResult], coun
     assert parse(path.read_text()).open == []
 
 
+@pytest.mark.parametrize("label", ["$\\frac{", "a_$b^$", "100 $"])
+def test_a_label_is_shown_as_it_is_and_not_as_mathematics(results: list[RunResult], label: str) -> None:
+    page = render([replace(results[3], facts=replace(results[3].facts, label=label))])
+    assert page.count(label) > 5
+
+
 def test_the_page_is_not_written_over_a_folder(tmp_path: Path, results: list[RunResult]) -> None:
     with pytest.raises(ValueError, match="expected a file for the page, got the folder"):
         write_report(results[:1], tmp_path)

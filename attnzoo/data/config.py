@@ -19,8 +19,8 @@ class DataConfig:
         context_length: tokens per training sequence.
         heldout_fraction: share of the text that training never sees, by file; of a single file, its end.
         heldout_source: held-out tokens from here instead; then all of `source` is trained on.
-        pattern: which files of a text folder, at any depth; a relative path that may have `*` (quoted on a command line:
-            `'data.pattern="*.md"'`).
+        pattern: which files of a text folder, at any depth: a relative path that may have `*`. A command line needs
+            quotes around it, `'data.pattern="*.md"'`.
         vocab_size: needed for pre-tokenised files.
         dtype: of `.bin` files.
         seed: of the order in which the text is seen.

@@ -27,10 +27,11 @@ from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get, pairs
 from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
-from attnzoo.training.checkpoint import check_data, identity, read_progress, usable_checkpoint
+from attnzoo.training.checkpoint import check_data, check_folder, identity, read_progress, usable_checkpoint
 from attnzoo.training.digests import WEIGHTS
 
 ENTRY_KEYS = ("name", "label", "options")
+PAGE = "report.html"
 logger = logging.getLogger(__name__)
 
 
@@ -96,10 +97,13 @@ def plan(config: CompareConfig) -> list[Run]:
     """The runs of a comparison, each with its whole training configuration.
 
     Raises:
-        ValueError: no variants, an unknown one, an entry of another shape, or two entries with one label.
+        ValueError: no variants, an unknown one, an entry of another shape, two entries with one label, or a label
+            that names no folder inside `output_dir`.
     """
     if not config.variants:
         raise ValueError("variants: expected at least one name, got none")
+    if not config.output_dir:
+        raise ValueError("output_dir must name a folder, got an empty text")
     runs = [_plan_one(config, entry) for entry in config.variants]
     keys = [run.key for run in runs]
     for run in runs:
@@ -121,8 +125,14 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
         raise ValueError(f"variants: options of {entry['name']} must be a mapping, got {options!r}")
     variant = get(entry["name"]).name
     extras = ", ".join(str(key) if value is True else f"{key}={value}" for key, value in options.items())
-    label = str(entry.get("label") or (f"{variant} ({extras})" if extras else variant))
+    given = entry.get("label")
+    label = str(given) if given is not None else f"{variant} ({extras})" if extras else variant
     key = re.sub(r"[^\w.=]+", "-", label).strip("-")
+    if not re.search(r"\w", key) or key.startswith(".") or key == PAGE:
+        raise ValueError(
+            f"variants: label {label!r} gives the run's folder its name: expected a letter or digit in it, "
+            f"no dot in front, and not {PAGE!r}"
+        )
     model = replace(
         config.train.model,
         attention=variant,
@@ -143,10 +153,15 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "") -
         The report, ``report.html`` in ``config.output_dir``.
 
     Raises:
-        ValueError, FileNotFoundError: the configuration or its data are not usable; found before any training.
+        ValueError, OSError: the configuration, its folder or its data are not usable; found before any training.
     """
     torch.set_flush_denormal(True)  # for the evaluation of runs that need no training, as in training
     runs = plan(config)
+    page = Path(config.output_dir) / PAGE
+    if page.is_dir():
+        raise ValueError(f"output_dir: expected a file or nothing in place of the page, got the folder {str(page)!r}")
+    for run in runs:
+        check_folder(Path(run.config.output_dir))
     for run in runs:  # a wrong option of the last variant must not show after an hour
         LanguageModel(run.config.model)
     windows = _windows(build_data(config.train.data), config.train, config.evaluate)
@@ -156,7 +171,7 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "") -
         train(run.config)
         results.append(_measured(run, config.evaluate, windows, command))
     console.print(terminal_table(results))
-    path = write_report(results, Path(config.output_dir) / "report.html", title=config.title, command=command)
+    path = write_report(results, page, title=config.title, command=command)
     console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
     return path
 
