@@ -32,7 +32,7 @@ def path_attention(
 ) -> Tensor:
     """Causal softmax attention with keys carried by Householder-like transitions (PaTH), and a forget gate (PaTH-FoX).
 
-        o_i = sum_{j <= i} softmax_j(scale k_j^T R_{j+1} ... R_i q_i + log_decay_{j+1} + ... + log_gate_i) v_j
+        o_i = sum_{j <= i} softmax_j(scale k_j^T R_{j+1} ... R_i q_i + log_decay_{j+1} + ... + log_decay_i) v_j
         R_t = I - beta_t w_t w_t^T
 
     The log gate is added unscaled: beta = 0 is FoX exactly. A log gate of -inf (anything <= -1e4) cuts off the past
@@ -89,9 +89,9 @@ def path_attention(
 
     q, k, v, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w, beta.float()))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, w, beta, log_decay))
+    learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
     o: Tensor = path_forward_op(
-        q, k, v, w, beta, log_decay, cu_seqlens, logit_bound, scale, bound, log_eps, backward
+        q, k, v, w, beta, log_decay, cu_seqlens, logit_bound, scale, bound, log_eps, learns_decay
     )[0]  # fmt: skip
     return o
 

@@ -10,7 +10,7 @@ from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import can_describe, head_block, since_strides
-from attnzoo.kernels.path.levels import Leaves, Levels, levels_of
+from attnzoo.kernels.path.levels import Leaves, Levels, Wanted, levels_of
 from attnzoo.kernels.path.plan import one_pass_tiles
 
 from .backward_kernel import path_bwd_hopper_kernel
@@ -19,7 +19,8 @@ from .pair import path_finish_kernel, path_pair_kernel
 
 def launch_hopper_backward(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, start: Tensor | None, scale: float, dv: Tensor, o_rest: Tensor | None,
+    since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, dv: Tensor,
+    o_rest: Tensor | None,
 ) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
     """As ``portable.backward._launch``, where ``plan.one_pass`` holds.
 
@@ -62,8 +63,9 @@ def launch_hopper_backward(
         BT=t.BT, BS=t.BS, KU=KEY_UNIT, STAGES=t.num_stages, **bounded, num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     M = t.BT // 16
-    path_finish_kernel[(Tp // ROW_UNIT * B * H,)](
-        dq_tiles, d_levels.q, sums, d_key, limits[1], B, T, Tq, n, scale, H=H, K=K, BK=BK, BT=t.BT, M=M,
-        N=t.num_warps // M, **flags, num_warps=8,
-    )  # fmt: skip
-    return d_block, d_levels, d_key if gate else None
+    if wanted.queries or wanted.log_decay:
+        path_finish_kernel[(Tp // ROW_UNIT * B * H,)](
+            dq_tiles, d_levels.q, sums, d_key, limits[1], B, T, Tq, n, scale, H=H, K=K, BK=BK, BT=t.BT, M=M,
+            N=t.num_warps // M, **flags, num_warps=8,
+        )  # fmt: skip
+    return d_block, d_levels, d_key if wanted.log_decay else None
