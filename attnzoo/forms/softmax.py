@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import first_kept_keys
-from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
+from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, separated
 from attnzoo.forms.protocol import Forms
@@ -153,7 +153,7 @@ class SoftmaxForms(Forms):
 class AdditiveForms(SoftmaxForms):
     """Encodings that are a bias on the logits, or a rotation of q and k that can be done beforehand."""
 
-    transition: Transition = field(default_factory=Transition)
+    transition: Transition = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kernels", {"triton": fox_kernel(self.remember), **self.kernels})
