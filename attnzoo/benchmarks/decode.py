@@ -47,7 +47,7 @@ def contenders(x: Inputs, official: Path | None, missing: list[str]) -> dict[str
     q = x.q.transpose(1, 2).contiguous()
 
     def ours(**options: Any) -> Step:
-        return lambda: fox_attention(x.q, x.k, x.v, log_gate=x.g, impl="triton", **options)
+        return lambda: fox_attention(x.q, x.k, x.v, log_decay=x.g, impl="triton", **options)
 
     steps: dict[str, Step] = {
         "ours": ours(),
@@ -78,8 +78,8 @@ def measure(
     B, H, S, K = shape
     x = draw(B, H, S, K)
     x.q = x.q[:, -1:].contiguous()
-    gates = fox_reference(x.q[:1].double(), x.k[:1].double(), x.v[:1].double(), log_gate=x.g[:1].double())
-    plain = fox_reference(x.q[:1].double(), x.k[:1].double(), x.v[:1].double(), log_gate=None)
+    gates = fox_reference(x.q[:1].double(), x.k[:1].double(), x.v[:1].double(), log_decay=x.g[:1].double())
+    plain = fox_reference(x.q[:1].double(), x.k[:1].double(), x.v[:1].double(), log_decay=None)
     rows = []
     for name, step in contenders(x, official, missing).items():
         row: dict[str, Any] = {"name": name, **dict(zip("BHSK", shape, strict=True))}

@@ -102,7 +102,7 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
     missing: list[str] = []
 
     def ours(prune: Prune | None) -> Callable[[Inputs], Tensor]:
-        return lambda x: fox_attention(x.q, x.k, x.v, log_gate=x.g, prune=prune, impl="triton")
+        return lambda x: fox_attention(x.q, x.k, x.v, log_decay=x.g, prune=prune, impl="triton")
 
     def sdpa(backend: SDPBackend) -> Callable[[Inputs], Tensor]:
         def call(x: Inputs) -> Tensor:
@@ -169,7 +169,7 @@ def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
     """Errors of output and gradients against float64 on the same bf16 inputs."""
     x = draw(1, 4, T, K)
     wide = [t.double().requires_grad_() for t in (x.q, x.k, x.v, x.g)]
-    exact = fox_reference(wide[0], wide[1], wide[2], log_gate=wide[3] if peer.gate else None)
+    exact = fox_reference(wide[0], wide[1], wide[2], log_decay=wide[3] if peer.gate else None)
     grads = torch.autograd.grad(exact, wide if peer.gate else wide[:3], x.do.double())
     y = x.head_first() if peer.head_first else x
     leaves = y.leaves()[: 4 if peer.gate else 3]
@@ -220,7 +220,7 @@ def measure(
         kept = {}
         for name, prune in PRUNE.items():
             known = bound if name == "paper" else None
-            kept[name] = kept_fraction(x.q, x.k, log_gate=x.g, prune=prune, logit_bound=known).mean().item()
+            kept[name] = kept_fraction(x.q, x.k, log_decay=x.g, prune=prune, logit_bound=known).mean().item()
         flops = 2 * B * H * T * T * K
         for peer in peers:
             if not right.get((peer.name, K)) or (peer.lengths and T not in peer.lengths):

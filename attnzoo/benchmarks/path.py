@@ -6,7 +6,7 @@ Each contender is checked against float64 (output and all gradients) before it i
 Writes results.json and results.md. Decoding: one token after a cache, beside the same step in PyTorch operations.
 
 q and k are RMS-normed per head, w is of unit length and beta uniform in 0..2, both float32; gates as in fox.py.
-flash-linear-attention multiplies the log gate by the scale; it is given log_gate / scale, so that all compute the
+flash-linear-attention multiplies the log gate by the scale; it is given log_decay / scale, so that all compute the
 same function.
 """
 
@@ -97,11 +97,11 @@ def contenders() -> tuple[list[Contender], list[str]]:
 
     def path(gated: bool, prune: Prune | None = None) -> Callable[[Inputs], Tensor]:
         return lambda x: path_attention(
-            x.q, x.k, x.v, w=x.w, beta=x.beta, log_gate=x.g if gated else None, prune=prune, impl="triton"
+            x.q, x.k, x.v, w=x.w, beta=x.beta, log_decay=x.g if gated else None, prune=prune, impl="triton"
         )
 
     def fox(prune: Prune | None) -> Callable[[Inputs], Tensor]:
-        return lambda x: fox_attention(x.q, x.k, x.v, log_gate=x.g, prune=prune, impl="triton")
+        return lambda x: fox_attention(x.q, x.k, x.v, log_decay=x.g, prune=prune, impl="triton")
 
     found = [
         Contender("PaTH", path(False), "q k v w beta"),
@@ -137,7 +137,7 @@ def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
         leaves = [leaf.requires_grad_() for leaf in y.leaves(peer.leaves)]
         if y is wide:
             gate = y.g if "g" in names else None
-            o = path_reference(y.q, y.k, y.v, w=y.w, beta=y.beta, log_gate=gate)
+            o = path_reference(y.q, y.k, y.v, w=y.w, beta=y.beta, log_decay=gate)
         else:
             o = peer.call(y)
         results.append([o, *torch.autograd.grad(o, leaves, y.do)])
@@ -180,7 +180,7 @@ def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, se
     right = set()
     for B, H, T, K in shapes:
         x = draw(B, H, T, K)
-        kept = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_gate=x.g, prune=PRUNE).mean().item()
+        kept = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_decay=x.g, prune=PRUNE).mean().item()
         for peer in peers:
             if time.time() > deadline:
                 print("out of time at", (B, H, T, K), peer.name, flush=True)

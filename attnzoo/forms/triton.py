@@ -70,10 +70,10 @@ def fox_kernel(remember: Remember) -> Kernel:
         q, k, g = q.to(v.dtype), state.k.to(v.dtype), state.log_decay
         if valid is None:
             g = constant if constant is not None and len(state) == q.shape[1] else g
-            return fox_attention(q, k, state.v, log_gate=g, impl="triton", **options), state
+            return fox_attention(q, k, state.v, log_decay=g, impl="triton", **options), state
 
         def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Tensor:
-            return fox_attention(q, k, v, log_gate=g, impl="triton", **{**options, "cu_seqlens": borders})
+            return fox_attention(q, k, v, log_decay=g, impl="triton", **{**options, "cu_seqlens": borders})
 
         return on_packed(packed, valid, q, k, v, g), state
 
@@ -110,7 +110,7 @@ def path_kernel() -> Kernel:
         def attend(
             q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, g: Tensor | None, borders: Tensor | None
         ) -> Tensor:
-            return path_attention(q, k, v, w=w, beta=beta, log_gate=g, cu_seqlens=borders, **options)
+            return path_attention(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders, **options)
 
         gate = gate.per_token(q)
         rows = (q.to(v.dtype), k.to(v.dtype), v, cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_decay)

@@ -21,7 +21,7 @@ _said: set[tuple[str, str]] = set()
 
 
 def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, scale: float | None, prune: Prune | None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float | None, prune: Prune | None,
     window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None,
 ) -> None:  # fmt: skip
     """Shapes, dtypes, devices and options. Values are read only with ATTNZOO_VALIDATE=1."""
@@ -40,15 +40,17 @@ def check_inputs(
         raise ValueError(f"q: expected H a multiple of the key heads G={G}, got H={H}")
     if T > S or T == 0:
         raise ValueError(f"q: expected 1 <= T <= S={S} (queries are the last T tokens), got T={T}")
-    if log_gate is not None:
-        if log_gate.shape != (B, S, H) and log_gate.shape != (H,):
+    if log_decay is not None:
+        if log_decay.shape != (B, S, H) and log_decay.shape != (H,):
             raise ValueError(
-                f"log_gate: expected [B={B}, S={S}, H={H}] or [H={H}], a gate per query head, "
-                f"got {tuple(log_gate.shape)}"
+                f"log_decay: expected [B={B}, S={S}, H={H}] or [H={H}], a gate per query head, "
+                f"got {tuple(log_decay.shape)}"
             )
         wide = (torch.float32,) if q.dtype != torch.float64 else (torch.float32, torch.float64)
-        if log_gate.dtype not in wide:
-            raise ValueError(f"log_gate: expected float32 (sums of 16-bit log gates are useless), got {log_gate.dtype}")
+        if log_decay.dtype not in wide:
+            raise ValueError(
+                f"log_decay: expected float32 (sums of 16-bit log gates are useless), got {log_decay.dtype}"
+            )
     for name, per_head in (("sink", sink), ("logit_bound", logit_bound)):
         if per_head is not None and (per_head.shape != (H,) or not per_head.is_floating_point()):
             got = f"{per_head.dtype} {tuple(per_head.shape)}"
@@ -60,7 +62,14 @@ def check_inputs(
             )
         if B != 1 or T != S:
             raise ValueError(f"cu_seqlens: expected B=1 and T=S (packed sequences), got B={B}, T={T}, S={S}")
-    others = {"k": k, "v": v, "log_gate": log_gate, "sink": sink, "cu_seqlens": cu_seqlens, "logit_bound": logit_bound}
+    others = {
+        "k": k,
+        "v": v,
+        "log_decay": log_decay,
+        "sink": sink,
+        "cu_seqlens": cu_seqlens,
+        "logit_bound": logit_bound,
+    }
     for name, other in others.items():
         if other is not None and other.device != q.device:
             raise ValueError(f"{name}: expected the device of q ({q.device}), got {other.device}")
@@ -68,13 +77,13 @@ def check_inputs(
         raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
     if scale is not None and not scale > 0:
         raise ValueError(f"scale: expected a positive number, got {scale}")
-    if prune is not None and log_gate is None:
-        raise ValueError("prune: expected a log_gate (nothing decays without one), got log_gate=None")
+    if prune is not None and log_decay is None:
+        raise ValueError("prune: expected a log_decay (nothing decays without one), got log_decay=None")
     if prune is not None and not isinstance(prune, Prune):
         raise ValueError(f"prune: expected attnzoo.Prune or None, got {type(prune).__name__}")
     if os.environ.get("ATTNZOO_VALIDATE") == "1" and not torch.compiler.is_compiling():
-        if log_gate is not None and not bool((log_gate <= 0).all()):
-            raise ValueError("log_gate: expected log gates <= 0 without NaN, got a positive or NaN entry")
+        if log_decay is not None and not bool((log_decay <= 0).all()):
+            raise ValueError("log_decay: expected log gates <= 0 without NaN, got a positive or NaN entry")
         if cu_seqlens is not None and not (
             bool((cu_seqlens.diff() >= 0).all()) and int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == S
         ):
@@ -97,14 +106,14 @@ def pick_implementation(function: str, impl: str, why: str) -> str:
 
 
 def share_kept(
-    left: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int, device: torch.device
+    since: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int, device: torch.device
 ) -> Tensor:
-    """Share of the causal blocks that lie right of ``left`` (first visible keys) and ``start``, [B, H]."""
+    """Share of the causal blocks that lie right of ``since`` (first visible keys) and ``start``, [B, H]."""
     first = torch.arange(0, T, ROW_UNIT, device=device) + (S - T)
     stop = ((first + ROW_UNIT).clamp(max=S) + KEY_UNIT - 1) // KEY_UNIT  # blocks up to the diagonal
     begin = torch.zeros(B, H, first.numel(), dtype=torch.int64, device=device)
-    if left is not None:
-        begin = begin.maximum(left[..., first].long() // KEY_UNIT)
+    if since is not None:
+        begin = begin.maximum(since[..., first].long() // KEY_UNIT)
     if start is not None:
         begin = begin.maximum(start.long() // KEY_UNIT)
     return (stop - begin).sum(-1).float() / stop.sum()

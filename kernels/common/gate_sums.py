@@ -4,7 +4,7 @@ The kernels never see a long float32 sum: the running sum of log2 gates is kept 
 KEY_UNIT tokens (``base``, the sum before the unit) and a float32 per token within its unit (``c``), so a
 difference of two entries is as good at token 1,000,000 as at token 100.
 
-A closed gate (log gate <= CLOSED, -inf included) adds nothing to the sum; it moves ``left``, the first key that a row
+A closed gate (log gate <= CLOSED, -inf included) adds nothing to the sum; it moves ``since``, the first key that a row
 may see, which makes the cut exact and free of inf - inf. Packed segments and sliding windows are the
 same thing and use the same array.
 """
@@ -63,8 +63,8 @@ def gate_units_kernel(
 
 
 @triton.jit(do_not_specialize=["NU"])
-def gate_scan_kernel(p_base, p_tail, p_closed, p_x, NU, BU: tl.constexpr):
-    """Scans over key units: base (in place), X_b = log2 sum_{l<=b} 2^(-c_l), last closed position (in place).
+def gate_scan_kernel(p_base, p_tail, p_closed, p_tails, NU, BU: tl.constexpr):
+    """Scans over key units: base (in place), tails_b = log2 sum_{l<=b} 2^(-c_l), last closed position (in place).
 
     One program per head, but every step is a parallel scan over BU units (BU * KEY_UNIT tokens).
     """
@@ -87,7 +87,7 @@ def gate_scan_kernel(p_base, p_tail, p_closed, p_x, NU, BU: tl.constexpr):
         b_closed = tl.associative_scan(tl.load(p_closed + p_u, mask=m_u, other=-1), 0, _maximum)
         b_closed = tl.maximum(b_closed, c_closed)
         tl.store(p_base + 1 + o_u, b_c, mask=m_u)
-        tl.store(p_x + p_u, b_x, mask=m_u)
+        tl.store(p_tails + p_u, b_x, mask=m_u)
         tl.store(p_closed + p_u, b_closed, mask=m_u)
         c_sum = tl.min(b_c, 0)  # gates are <= 0, so the last sum is the least; padding repeats it
         c_m = tl.max(tl.where(m_u, b_x, -1e30), 0)
@@ -97,7 +97,7 @@ def gate_scan_kernel(p_base, p_tail, p_closed, p_x, NU, BU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S", "NU", "stride_b", "window"])
 def gate_tokens_kernel(
-    p_g, p_closed, p_doc, p_c, p_left, S, NU, H, stride_b, stride_s, stride_h, window,
+    p_g, p_closed, p_doc, p_c, p_since, S, NU, H, stride_b, stride_s, stride_h, window,
     HAS_DOC: tl.constexpr, BU: tl.constexpr, KU: tl.constexpr,
 ):  # fmt: skip
     """Per token: the running sum within its unit [B, H, NU * KU], and the first visible key [B, H, S]."""
@@ -109,14 +109,14 @@ def gate_tokens_kernel(
     b_g, m_closed = _load_gates(p_g + i_b * stride_b + i_h * stride_h, o_pos, S, stride_s)
     m_prev = (o_u > 0) & (o_u <= NU)
     p_prev = i_bh.to(tl.int64) * NU + o_u - 1
-    b_left = tl.associative_scan(tl.where(m_closed, o_pos, 0), 1, _maximum)
-    b_left = tl.maximum(b_left, tl.load(p_closed + p_prev, mask=m_prev, other=0)[:, None])
-    b_left = tl.maximum(b_left, o_pos - window + 1)
+    b_since = tl.associative_scan(tl.where(m_closed, o_pos, 0), 1, _maximum)
+    b_since = tl.maximum(b_since, tl.load(p_closed + p_prev, mask=m_prev, other=0)[:, None])
+    b_since = tl.maximum(b_since, o_pos - window + 1)
     if HAS_DOC:
-        b_left = tl.maximum(b_left, tl.load(p_doc + o_pos, mask=m_pos, other=0))
+        b_since = tl.maximum(b_since, tl.load(p_doc + o_pos, mask=m_pos, other=0))
     b_c = tl.cumsum(b_g, 1).to(tl.float32)
     tl.store(p_c + i_bh.to(tl.int64) * NU * KU + o_pos, b_c, mask=(o_u < NU)[:, None])
-    tl.store(p_left + i_bh.to(tl.int64) * S + o_pos, b_left, mask=m_pos)
+    tl.store(p_since + i_bh.to(tl.int64) * S + o_pos, b_since, mask=m_pos)
 
 
 @triton.jit
@@ -168,43 +168,43 @@ def dgate_tokens_kernel(
     tl.store(p_dg + (i_b * S + o_pos) * H + i_h, tl.where(m_zero, 0.0, b_dg).to(tl.float32), mask=m_pos)
 
 
-def gate_sums(log_gate: Tensor, doc: Tensor | None, window: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gate_sums(log_decay: Tensor, doc: Tensor | None, window: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Running sums of log2 gates, first visible keys, and the tail sums for pruning.
 
     Args:
-        log_gate: [B, S, H] float32.
+        log_decay: [B, S, H] float32.
         doc: [S] int32, first position of each token's segment, or None.
         window: visible keys per row, a number >= S for no window.
 
     Returns:
         With U = ceil(S / KEY_UNIT): c [B, H, U * KEY_UNIT] float32 within the unit; base [B, H, U + 1] float64 before
-        the unit; left [B, H, S] int32; x [B, H, U] float64, log2 sum_{l <= b} 2^(-c_l) at the last key b of each unit.
+        the unit; since [B, H, S] int32; tails [B, H, U] float64, log2 sum_{l <= b} 2^(-c_l) at the last key b of each.
     """
-    B, S, H = log_gate.shape
-    NU, new = triton.cdiv(S, KEY_UNIT), log_gate.new_empty
-    base, x = new((B, H, NU + 1), dtype=torch.float64), new((B, H, NU), dtype=torch.float64)
+    B, S, H = log_decay.shape
+    NU, new = triton.cdiv(S, KEY_UNIT), log_decay.new_empty
+    base, tails = new((B, H, NU + 1), dtype=torch.float64), new((B, H, NU), dtype=torch.float64)
     tail, closed = new((B, H, NU)), new((B, H, NU), dtype=torch.int32)
-    c, left = new((B, H, NU * KEY_UNIT)), new((B, H, S), dtype=torch.int32)
-    grid, strides = (B * H, triton.cdiv(NU, UNITS)), log_gate.stride()
-    gate_units_kernel[grid](log_gate, base, tail, closed, S, NU, H, *strides, BU=UNITS, KU=KEY_UNIT)
-    gate_scan_kernel[(B * H,)](base, tail, closed, x, NU, BU=min(1024, triton.next_power_of_2(NU)))
+    c, since = new((B, H, NU * KEY_UNIT)), new((B, H, S), dtype=torch.int32)
+    grid, strides = (B * H, triton.cdiv(NU, UNITS)), log_decay.stride()
+    gate_units_kernel[grid](log_decay, base, tail, closed, S, NU, H, *strides, BU=UNITS, KU=KEY_UNIT)
+    gate_scan_kernel[(B * H,)](base, tail, closed, tails, NU, BU=min(1024, triton.next_power_of_2(NU)))
     gate_tokens_kernel[grid](
-        log_gate, closed, closed if doc is None else doc, c, left, S, NU, H, *strides, window,
+        log_decay, closed, closed if doc is None else doc, c, since, S, NU, H, *strides, window,
         HAS_DOC=doc is not None, BU=UNITS, KU=KEY_UNIT,
     )  # fmt: skip
-    return c, base, left, x
+    return c, base, since, tails
 
 
-def gate_gradient(dkey: Tensor, drow: Tensor | None, log_gate: Tensor, doc: Tensor | None, T: int) -> Tensor:
-    """Gradient of log_gate [B, S, H] from dS: column sums dkey [B, H, S] and, with a sink, row sums drow [B, H, T]."""
-    B, S, H = log_gate.shape
+def gate_gradient(dkey: Tensor, drow: Tensor | None, log_decay: Tensor, doc: Tensor | None, T: int) -> Tensor:
+    """Gradient of log_decay [B, S, H] from dS: column sums dkey [B, H, S] and, with a sink, row sums drow [B, H, T]."""
+    B, S, H = log_decay.shape
     NU, row = triton.cdiv(S, KEY_UNIT), dkey if drow is None else drow
     total = dkey.new_empty((B, H, NU), dtype=torch.float64)
     dg = dkey.new_empty((B, S, H))
     grid, has_row = (B * H, triton.cdiv(NU, UNITS)), drow is not None
     dgate_units_kernel[grid](dkey, row, total, S, T, NU, HAS_ROW=has_row, BU=UNITS, KU=KEY_UNIT)
     dgate_tokens_kernel[grid](
-        dkey, row, total, log_gate, log_gate if doc is None else doc, dg, S, T, NU, H, *log_gate.stride(),
+        dkey, row, total, log_decay, log_decay if doc is None else doc, dg, S, T, NU, H, *log_decay.stride(),
         HAS_DOC=doc is not None, HAS_ROW=has_row, BU=UNITS, KU=KEY_UNIT, BN=1024,
     )  # fmt: skip
     return dg

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.launching import left_strides
+from attnzoo.kernels.common.launching import since_strides
 
 
 @triton.jit
@@ -24,8 +24,8 @@ def _first_above(p, n, bound, n_steps):
 
 
 @triton.jit(do_not_specialize=["T", "S", "n_steps", "stride_lb", "stride_lh"])
-def key_bounds_kernel(p_left, p_start, p_end, p_full, T, S, n_steps, stride_lb, stride_lh, H: tl.constexpr,
-                      RU: tl.constexpr, KU: tl.constexpr, BU: tl.constexpr, HAS_LEFT: tl.constexpr,
+def key_bounds_kernel(p_since, p_start, p_end, p_full, T, S, n_steps, stride_lb, stride_lh, H: tl.constexpr,
+                      RU: tl.constexpr, KU: tl.constexpr, BU: tl.constexpr, HAS_SINCE: tl.constexpr,
                       HAS_START: tl.constexpr):  # fmt: skip
     """Per key unit [B, H, S / KU]: first row that sees none of it, first row that misses some of it."""
     i_bh, i_c = tl.program_id(0), tl.program_id(1)
@@ -34,8 +34,8 @@ def key_bounds_kernel(p_left, p_start, p_end, p_full, T, S, n_steps, stride_lb, 
     o_u = i_c * BU + tl.arange(0, BU)
     b_end = o_u * 0 + T
     b_full = o_u * 0 + T
-    if HAS_LEFT:
-        p_l = p_left + i_b * stride_lb + i_h * stride_lh + (S - T)
+    if HAS_SINCE:
+        p_l = p_since + i_b * stride_lb + i_h * stride_lh + (S - T)
         b_end = _first_above(p_l, T, o_u * KU + KU - 1, n_steps)
         b_full = _first_above(p_l, T, o_u * KU, n_steps)
     if HAS_START:
@@ -47,20 +47,20 @@ def key_bounds_kernel(p_left, p_start, p_end, p_full, T, S, n_steps, stride_lb, 
     tl.store(p_full + p_u, b_full, mask=o_u < n_u)
 
 
-def key_bounds(left: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int) -> tuple[Tensor, Tensor]:
+def key_bounds(since: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int) -> tuple[Tensor, Tensor]:
     """The same boundaries seen from the keys, for the backward pass.
 
     Returns:
         end, full [B, H, ceil(S / KEY_UNIT)] int32: rows >= end see nothing of the unit, rows < full see all of it.
     """
-    some = left if left is not None else start
+    some = since if since is not None else start
     assert some is not None
     n_u = triton.cdiv(S, KEY_UNIT)
     end = torch.empty((B, H, n_u), dtype=torch.int32, device=some.device)
     full = torch.empty_like(end)
     key_bounds_kernel[(B * H, triton.cdiv(n_u, 128))](
-        some if left is None else left, some if start is None else start, end, full, T, S, T.bit_length() + 1,
-        *left_strides(left), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_LEFT=left is not None,
+        some if since is None else since, some if start is None else start, end, full, T, S, T.bit_length() + 1,
+        *since_strides(since), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_SINCE=since is not None,
         HAS_START=start is not None,
     )  # fmt: skip
     return end, full

@@ -11,8 +11,8 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import GATE_CONST, GATE_FULL, GATE_NONE
 
 
-def gate_kind(log_gate: Tensor | None) -> int:
-    return GATE_NONE if log_gate is None else GATE_CONST if log_gate.ndim == 1 else GATE_FULL
+def gate_kind(log_decay: Tensor | None) -> int:
+    return GATE_NONE if log_decay is None else GATE_CONST if log_decay.ndim == 1 else GATE_FULL
 
 
 def head_block(dim: int) -> int:
@@ -21,11 +21,11 @@ def head_block(dim: int) -> int:
     return max(16, block)
 
 
-def left_strides(left: Tensor | None) -> tuple[int, int]:
-    """Batch and head strides of left [B or 1, H or 1, S]; broadcast dims have stride 0."""
-    if left is None:
+def since_strides(since: Tensor | None) -> tuple[int, int]:
+    """Batch and head strides of since [B or 1, H or 1, S]; broadcast dims have stride 0."""
+    if since is None:
         return 0, 0
-    return left.stride(0) * (left.shape[0] > 1), left.stride(1) * (left.shape[1] > 1)
+    return since.stride(0) * (since.shape[0] > 1), since.stride(1) * (since.shape[1] > 1)
 
 
 def can_describe(*xs: Tensor) -> bool:

@@ -9,21 +9,21 @@ from attnzoo.kernels.common.gate_bias import key_bias
 
 
 @triton.jit
-def row_bounds(p_left, p_start, i_t, p_first, p_last, BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr,
-               KU: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr):  # fmt: skip
-    """Key tiles of a row block, as tile indices: the left mask from lo, none from full, the causal one from mid.
+def row_bounds(p_since, p_start, i_t, p_first, p_last, BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr,
+               KU: tl.constexpr, HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr):  # fmt: skip
+    """Key tiles of a row block, as tile indices: the mask of since from lo, none from full, the causal one from mid.
 
     Returns lo, full, mid and the number of tiles in the first and last ranges. (An index times BS is a position
     that the compiler knows to be aligned.)
     """
     lo = 0
-    left = 0
-    if HAS_LEFT:
-        lo = tl.load(p_left + p_first) // KU * (KU // BS)
-        left = tl.load(p_left + p_last)
+    since = 0
+    if HAS_SINCE:
+        lo = tl.load(p_since + p_first) // KU * (KU // BS)
+        since = tl.load(p_since + p_last)
     if HAS_START:
         lo = tl.maximum(lo, tl.load(p_start + i_t * BT // RU) // BS)
-    n_left = tl.cdiv(tl.maximum(left - lo * BS, 0), BS)
+    n_left = tl.cdiv(tl.maximum(since - lo * BS, 0), BS)
     full = lo + n_left
     mid = tl.maximum(full, (p_first + 1) // BS)
     n_diag = tl.maximum(tl.cdiv(p_last + 1, BS) - mid, 0)
@@ -31,16 +31,16 @@ def row_bounds(p_left, p_start, i_t, p_first, p_last, BT: tl.constexpr, BS: tl.c
 
 
 @triton.jit
-def softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_left, scale2, GATE: tl.constexpr,
-                 HAS_LEFT: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+def softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2, GATE: tl.constexpr,
+                 HAS_SINCE: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One key tile of the online softmax; b_s = q k^T. # [BT, BS]"""
     b_y = b_s * scale2
     if GATE != 0:
         b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
     if MASK:
         m_y = (s + o_s)[None, :] <= b_pos[:, None]
-        if HAS_LEFT:
-            m_y = m_y & ((s + o_s)[None, :] >= b_left[:, None])
+        if HAS_SINCE:
+            m_y = m_y & ((s + o_s)[None, :] >= b_since[:, None])
         b_y = tl.where(m_y, b_y, float("-inf"))
     b_mn = tl.maximum(b_m, tl.max(b_y, 1))  # [BT]
     b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn) if MASK else b_mn  # a row that has seen no key yet

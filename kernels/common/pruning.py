@@ -40,7 +40,7 @@ def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr
 
 
 @triton.jit
-def tail_at(p_x, p_base, b_slope, i_u, m, GATE: tl.constexpr, TAIL: tl.constexpr, KU: tl.constexpr):
+def tail_at(p_tails, p_base, b_slope, i_u, m, GATE: tl.constexpr, TAIL: tl.constexpr, KU: tl.constexpr):
     """log2 n_b - c_b (tail) or -c_b (paper) at the last key b of a block of units. # float64"""
     b = i_u * KU + KU - 1
     if GATE == 1:  # n_b = sum of 2^(g l) for l = 0..b: bounded by both closed forms
@@ -50,7 +50,7 @@ def tail_at(p_x, p_base, b_slope, i_u, m, GATE: tl.constexpr, TAIL: tl.constexpr
             log_n = tl.minimum(log_n, -tl.log2(tl.maximum(1.0 - tl.exp2(b_slope), 1.0e-30)))
             x += log_n.to(tl.float64)
     elif TAIL:
-        x = tl.load(p_x + i_u, mask=m, other=0.0)
+        x = tl.load(p_tails + i_u, mask=m, other=0.0)
     else:
         x = -tl.load(p_base + i_u + 1, mask=m, other=0.0)
     return x
@@ -72,7 +72,7 @@ def _minimum(a, b):
 
 
 @triton.jit(do_not_specialize=["T", "S", "n_steps"])
-def prune_scan_kernel(p_need, p_base, p_g, p_x, p_start, T, S, log2_eps, n_steps, H: tl.constexpr, RU: tl.constexpr,
+def prune_scan_kernel(p_need, p_base, p_g, p_tails, p_start, T, S, log2_eps, n_steps, H: tl.constexpr, RU: tl.constexpr,
                       KU: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     """First key [B, H, T / RU] of each row unit: a binary search per unit (the bound is monotone), suffix minimum.
 
@@ -86,7 +86,7 @@ def prune_scan_kernel(p_need, p_base, p_g, p_x, p_start, T, S, log2_eps, n_steps
     p_need += i_bh.to(tl.int64) * n_t
     p_start += i_bh.to(tl.int64) * n_t
     p_base += i_bh.to(tl.int64) * (n_s + 1)
-    p_x += i_bh.to(tl.int64) * n_s
+    p_tails += i_bh.to(tl.int64) * n_s
     c_min = tl.full([], 2147483647, tl.int32)
     for i in range(tl.cdiv(n_t, BN)):
         o_t = n_t - (i + 1) * BN + tl.arange(0, BN)
@@ -96,7 +96,7 @@ def prune_scan_kernel(p_need, p_base, p_g, p_x, p_start, T, S, log2_eps, n_steps
         for _ in range(n_steps):
             mid = (lo + hi) // 2
             m = mid < hi
-            m_drop = m & (b_need + tail_at(p_x, p_base, b_slope, mid, m, GATE, TAIL, KU) <= log2_eps)
+            m_drop = m & (b_need + tail_at(p_tails, p_base, b_slope, mid, m, GATE, TAIL, KU) <= log2_eps)
             lo, hi = tl.where(m_drop, mid + 1, lo), tl.where(m_drop | (mid >= hi), hi, mid)
         b_start = tl.where(m_t, lo * KU, 2147483647)
         b_start = tl.minimum(tl.associative_scan(b_start, 0, _minimum, reverse=True), c_min)

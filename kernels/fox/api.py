@@ -23,7 +23,7 @@ def fox_attention(
     k: Tensor,
     v: Tensor,
     *,
-    log_gate: Tensor | None,
+    log_decay: Tensor | None,
     scale: float | None = None,
     prune: Prune | None = None,
     window: int | None = None,
@@ -34,7 +34,7 @@ def fox_attention(
 ) -> Tensor:
     """Causal softmax attention with a forget gate (FoX); a constant gate is ALiBi, none is NoPE.
 
-        o_i = sum_{j <= i} softmax_j(scale q_i . k_j + log_gate_{j+1} + ... + log_gate_i) v_j
+        o_i = sum_{j <= i} softmax_j(scale q_i . k_j + log_decay_{j+1} + ... + log_gate_i) v_j
 
     A log gate of -inf (anything <= -1e4) cuts off the past exactly. To neutralise padding on the left, close
     the gate of the first real token; padding on the right is never seen by real tokens.
@@ -43,7 +43,7 @@ def fox_attention(
         q: [B, T, H, K], the last T of S positions (T <= S: chunked prefill). bfloat16, float16 or float32; head dims
             are multiples of 8 up to 256 in the Triton implementation.
         k: [B, S, G, K], v: [B, S, G, V]; G divides H and head h reads key head h // (H / G).
-        log_gate: natural log of the forget gate, float32, <= 0: [B, S, H] (FoX), [H] (ALiBi: minus the slope; clamped
+        log_decay: natural log of the forget gate, float32, <= 0: [B, S, H] (FoX), [H] (ALiBi: minus the slope; clamped
             at -1e4) or None. Differentiable, as are q, k, v and sink.
         scale: of the logits; default K ** -0.5.
         prune: skip blocks whose total weight is certified below ``prune.eps`` per row. Needs a gate.
@@ -55,7 +55,7 @@ def fox_attention(
             ``prune``; norms are measured without it. A bound that does not hold voids the certificate.
         impl: "triton", "reference" (dense PyTorch, O(T S) memory), or "auto": Triton on CUDA tensors it supports.
 
-    Under autocast q, k and v are cast to the autocast dtype and log_gate to float32.
+    Under autocast q, k and v are cast to the autocast dtype and log_decay to float32.
     The forward is deterministic. So is the backward, except on Hopper, where one pass adds up dq (and with gates part
     of their gradient) in an order that varies; under ``torch.use_deterministic_algorithms(True)`` it takes the two
     deterministic kernels there too, at 1.2 to 1.5 times the backward's time.
@@ -73,21 +73,21 @@ def fox_attention(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        log_gate = None if log_gate is None else log_gate.float()
-    check_inputs(q, k, v, log_gate, scale, prune, window, sink, cu_seqlens, logit_bound)
+        log_decay = None if log_decay is None else log_decay.float()
+    check_inputs(q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if pick_implementation("fox_attention", impl, triton_unavailable(q, v)) == "reference":
         return fox_reference(
-            q, k, v, log_gate=log_gate, scale=scale, prune=prune, window=window, sink=sink, cu_seqlens=cu_seqlens,
+            q, k, v, log_decay=log_decay, scale=scale, prune=prune, window=window, sink=sink, cu_seqlens=cu_seqlens,
             logit_bound=logit_bound,
         )  # fmt: skip
     from .op import fox_forward_op
 
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_gate, sink))
+    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, sink))
     o: Tensor = fox_forward_op(
-        q, k, v, log_gate, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps, backward
+        q, k, v, log_decay, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps, backward
     )[0]
     return o
 
@@ -97,7 +97,7 @@ def kept_fraction(
     q: Tensor,
     k: Tensor,
     *,
-    log_gate: Tensor,
+    log_decay: Tensor,
     prune: Prune | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -112,23 +112,23 @@ def kept_fraction(
     Returns:
         [B, H] float32 in (0, 1].
     """
-    check_inputs(q, k, k, log_gate, scale, prune, window, None, cu_seqlens, logit_bound)
+    check_inputs(q, k, k, log_decay, scale, prune, window, None, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     B, T, H, _ = q.shape
     S = k.shape[1]
-    left: Tensor | None
+    since: Tensor | None
     start: Tensor | None = None
     if pick_implementation("fox_attention", impl, triton_unavailable(q, k)) == "triton":
         from .op import bounds
 
         bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-        _, _, left, start = bounds(q, k, log_gate, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
+        _, _, since, start = bounds(q, k, log_decay, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
     else:
-        c, closed = running_sums(log_gate, B, S, H, q.device)
-        left = first_visible(closed, window, cu_seqlens)
+        c, closed = running_sums(log_decay, B, S, H, q.device)
+        since = first_visible(closed, window, cu_seqlens)
         if prune is not None:
-            start = prune_starts_reference(q, k, c, left, scale, prune, logit_bound)
-    return share_kept(left, start, B, T, H, S, q.device)
+            start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound)
+    return share_kept(since, start, B, T, H, S, q.device)
 
 
 def triton_unavailable(q: Tensor, v: Tensor) -> str:

@@ -1,6 +1,6 @@
 """Forgetting attention written out densely: the definition the kernels are held to. No Triton here.
 
-    o_i = sum_j softmax_j(scale q_i . k_j + c_i - c_j) v_j,     c = running sum of log_gate,     j <= i
+    o_i = sum_j softmax_j(scale q_i . k_j + c_i - c_j) v_j,     c = running sum of log_decay,     j <= i
 
 Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025, section 3.
 """
@@ -18,12 +18,12 @@ from attnzoo.kernels.common.dense import first_visible, running_sums
 
 
 def prune_starts_reference(
-    q: Tensor, k: Tensor, c: Tensor, left: Tensor, scale: float, prune: Prune, logit_bound: Tensor | None = None
+    q: Tensor, k: Tensor, c: Tensor, since: Tensor, scale: float, prune: Prune, logit_bound: Tensor | None = None
 ) -> Tensor:
     """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)]: prune.py's bounds, in float64.
 
     Args:
-        q, k: [B, T, H, K] and [B, S, G, K]; c: [B, H, S] running gate sums; left: [B, H, S] first visible keys.
+        q, k: [B, T, H, K] and [B, S, G, K]; c: [B, H, S] running gate sums; since: [B, H, S] first visible keys.
     """
     B, T, H, _ = q.shape
     S, G = k.shape[1], k.shape[2]
@@ -35,7 +35,7 @@ def prune_starts_reference(
     if prune.bound == "tail":
         pos, j = torch.arange(off, S, device=q.device), torch.arange(S, device=q.device)
         near = ((pos - off) // ROW_UNIT * ROW_UNIT + off) // KEY_UNIT * KEY_UNIT - NEAR_UNITS * KEY_UNIT
-        seen = (j <= pos[:, None]) & (j >= near[:, None]) & (j >= left[..., off:, None])
+        seen = (j <= pos[:, None]) & (j >= near[:, None]) & (j >= since[..., off:, None])
         logits = scale * torch.einsum("bthk,bshk->bhts", q64, k64.repeat_interleave(H // G, 2))
         logits = (logits + c[..., off:, None] - c[..., None, :]).masked_fill(~seen, -math.inf)
         u = scale * q64.norm(dim=-1).transpose(1, 2) * k_max[..., None]  # [B, H, T]
@@ -65,7 +65,7 @@ def fox_reference(
     k: Tensor,
     v: Tensor,
     *,
-    log_gate: Tensor | None,
+    log_decay: Tensor | None,
     scale: float | None = None,
     prune: Prune | None = None,
     window: int | None = None,
@@ -88,14 +88,14 @@ def fox_reference(
     scale = K**-0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    c, closed = running_sums(log_gate, B, S, H, q.device)
-    left = first_visible(closed, window, cu_seqlens)
+    c, closed = running_sums(log_decay, B, S, H, q.device)
+    since = first_visible(closed, window, cu_seqlens)
     off = S - T
     pos = torch.arange(off, S, device=q.device)
     j = torch.arange(S, device=q.device)
-    visible = (j <= pos[:, None]) & (j >= left[..., off:, None])  # [B, H, T, S]
+    visible = (j <= pos[:, None]) & (j >= since[..., off:, None])  # [B, H, T, S]
     if prune is not None:
-        start = prune_starts_reference(q, k, c, left, scale, prune, logit_bound)
+        start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound)
         visible &= j >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
     qh = q.to(cd).transpose(1, 2)
     kh, vh = (x.to(cd).transpose(1, 2).repeat_interleave(H // G, 1) for x in (k, v))

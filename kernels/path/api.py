@@ -23,7 +23,7 @@ def path_attention(
     *,
     w: Tensor,
     beta: Tensor,
-    log_gate: Tensor | None = None,
+    log_decay: Tensor | None = None,
     scale: float | None = None,
     prune: Prune | None = None,
     cu_seqlens: Tensor | None = None,
@@ -32,7 +32,7 @@ def path_attention(
 ) -> Tensor:
     """Causal softmax attention with keys carried by Householder-like transitions (PaTH), and a forget gate (PaTH-FoX).
 
-        o_i = sum_{j <= i} softmax_j(scale k_j^T R_{j+1} ... R_i q_i + log_gate_{j+1} + ... + log_gate_i) v_j
+        o_i = sum_{j <= i} softmax_j(scale k_j^T R_{j+1} ... R_i q_i + log_decay_{j+1} + ... + log_decay_i) v_j
         R_t = I - beta_t w_t w_t^T
 
     The log gate is added unscaled: beta = 0 is FoX exactly. A log gate of -inf (anything <= -1e4) cuts off the past
@@ -45,7 +45,7 @@ def path_attention(
         k: [B, T, G, K], v: [B, T, G, V]; G divides H and head h reads key head h // (H / G).
         w: [B, T, G, K] unit vectors in q's dtype or float32, beta: [B, T, G] in [0, 2], q's dtype or float32. A w
             rounded to 16 bits is of unit length up to 2^-9, which pruning's certificate does not count.
-        log_gate: [B, T, H] natural log of the forget gate, float32, <= 0, or None. All of these are differentiable.
+        log_decay: [B, T, H] natural log of the forget gate, float32, <= 0, or None. All of these are differentiable.
         scale: of the scores; default K ** -0.5.
         prune: skip blocks whose total weight is certified below ``prune.eps`` per row. Needs a gate. The transitions
             that only skipped blocks need are not computed either.
@@ -55,7 +55,7 @@ def path_attention(
         impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports (GPUs
             with 163 KiB of shared memory per program, 227 for float32: compute capability 8.0, 9.0, 10.0).
 
-    Under autocast q, k and v are cast to the autocast dtype, and w, beta and log_gate to float32.
+    Under autocast q, k and v are cast to the autocast dtype, and w, beta and log_decay to float32.
     The forward is deterministic. So is the backward, except on Hopper, where one pass adds up the gradients of the
     queries, which those of w and beta depend on (and with gates part of theirs), in an order that varies;
     ``torch.use_deterministic_algorithms(True)`` selects the deterministic kernels there too.
@@ -75,23 +75,23 @@ def path_attention(
         with torch.autocast(q.device.type, enabled=False):
             return path_attention(
                 q.to(dtype), k.to(dtype), v.to(dtype), w=w.float(), beta=beta.float(),
-                log_gate=None if log_gate is None else log_gate.float(), scale=scale, prune=prune,
+                log_decay=None if log_decay is None else log_decay.float(), scale=scale, prune=prune,
                 cu_seqlens=cu_seqlens, logit_bound=logit_bound, impl=impl,
             )  # fmt: skip
-    _check(q, k, v, w, beta, log_gate, scale, prune, cu_seqlens, logit_bound)
+    _check(q, k, v, w, beta, log_decay, scale, prune, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if pick_implementation("path_attention", impl, triton_unavailable(q, v)) == "reference":
         return path_reference(
-            q, k, v, w=w, beta=beta, log_gate=log_gate, scale=scale, prune=prune, cu_seqlens=cu_seqlens,
+            q, k, v, w=w, beta=beta, log_decay=log_decay, scale=scale, prune=prune, cu_seqlens=cu_seqlens,
             logit_bound=logit_bound,
         )  # fmt: skip
     from .op import path_forward_op
 
     q, k, v, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w, beta.float()))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, w, beta, log_gate))
+    learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
     o: Tensor = path_forward_op(
-        q, k, v, w, beta, log_gate, cu_seqlens, logit_bound, scale, bound, log_eps, backward
+        q, k, v, w, beta, log_decay, cu_seqlens, logit_bound, scale, bound, log_eps, learns_decay
     )[0]  # fmt: skip
     return o
 
@@ -103,7 +103,7 @@ def kept_fraction(
     *,
     w: Tensor,
     beta: Tensor,
-    log_gate: Tensor,
+    log_decay: Tensor,
     prune: Prune | None = None,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
@@ -117,23 +117,23 @@ def kept_fraction(
     Returns:
         [B, H] float32 in (0, 1].
     """
-    _check(q, k, k, w, beta, log_gate, scale, prune, cu_seqlens, logit_bound)
+    _check(q, k, k, w, beta, log_decay, scale, prune, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     B, T, H, _ = q.shape
-    left: Tensor | None
+    since: Tensor | None
     start: Tensor | None = None
     if pick_implementation("path_attention", impl, triton_unavailable(q, k)) == "triton":
         from .op import starts
 
         bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
         q, k, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, w, beta.float()))
-        left, start = starts(q, k, w, beta, log_gate, cu_seqlens, logit_bound, scale, bound, log_eps)
+        since, start = starts(q, k, w, beta, log_decay, cu_seqlens, logit_bound, scale, bound, log_eps)
     else:
-        c, closed = running_sums(log_gate, B, T, H, q.device)
-        left = first_visible(closed, None, cu_seqlens)
+        c, closed = running_sums(log_decay, B, T, H, q.device)
+        since = first_visible(closed, None, cu_seqlens)
         if prune is not None:
-            start = prune_starts_reference(q, k, w, beta, c, left, scale, prune, logit_bound)
-    return share_kept(left, start, B, T, H, T, q.device)
+            start = prune_starts_reference(q, k, w, beta, c, since, scale, prune, logit_bound)
+    return share_kept(since, start, B, T, H, T, q.device)
 
 
 def triton_unavailable(q: Tensor, v: Tensor) -> str:
@@ -143,13 +143,13 @@ def triton_unavailable(q: Tensor, v: Tensor) -> str:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, scale: float | None,
     prune: Prune | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None,
 ) -> None:  # fmt: skip
     """Shapes, dtypes, devices and options; values where they may be read."""
-    if log_gate is not None and log_gate.ndim != 3:
-        raise ValueError(f"log_gate: expected [B, T, H], got shape {tuple(log_gate.shape)}")
-    check_inputs(q, k, v, log_gate, scale, prune, None, None, cu_seqlens, logit_bound)
+    if log_decay is not None and log_decay.ndim != 3:
+        raise ValueError(f"log_decay: expected [B, T, H], got shape {tuple(log_decay.shape)}")
+    check_inputs(q, k, v, log_decay, scale, prune, None, None, cu_seqlens, logit_bound)
     B, T, H, K = q.shape
     G = k.shape[2]
     if k.shape[1] != T:
@@ -164,8 +164,8 @@ def _check(
     if torch.compiler.is_compiling() or (q.is_cuda and os.environ.get("ATTNZOO_VALIDATE") != "1"):
         return
     with torch.no_grad():
-        if log_gate is not None and not bool((log_gate <= 0).all()):
-            raise ValueError("log_gate: expected log gates <= 0 without NaN, got a positive or NaN entry")
+        if log_decay is not None and not bool((log_decay <= 0).all()):
+            raise ValueError("log_decay: expected log gates <= 0 without NaN, got a positive or NaN entry")
         if not bool(((beta >= 0) & (beta <= 2)).all()):
             raise ValueError(f"beta: expected values in [0, 2], got {beta.min().item():.6g} to {beta.max().item():.6g}")
         off = (w.double().norm(dim=-1) - 1).abs().masked_fill(beta == 0, 0)

@@ -14,7 +14,7 @@ BUDGET = 5 << 28  # bytes of workspace for carried operands and their gradients 
 
 
 @dataclass(frozen=True)
-class Part:
+class HeadGroup:
     """Some batches with all their heads, or some key heads (and their query heads) of one batch."""
 
     b: slice
@@ -22,11 +22,11 @@ class Part:
     h: slice
 
     def queries(self, x: Tensor) -> Tensor:
-        """Part of x [B, T, H, ...]."""
+        """HeadGroup of x [B, T, H, ...]."""
         return x[self.b, :, self.h]
 
     def keys(self, x: Tensor) -> Tensor:
-        """Part of x [B, T, G, ...]."""
+        """HeadGroup of x [B, T, G, ...]."""
         return x[self.b, :, self.g]
 
     @overload
@@ -34,15 +34,15 @@ class Part:
     @overload
     def rows(self, x: None) -> None: ...
     def rows(self, x: Tensor | None) -> Tensor | None:
-        """Part of x [B, H, ...]; [1, 1, T] is shared by all."""
+        """HeadGroup of x [B, H, ...]; [1, 1, T] is shared by all."""
         return x if x is None or x.shape[:2] == (1, 1) else x[self.b, self.h]
 
     def bound(self, x: Tensor | None) -> Tensor | None:
-        """Part of x [H]."""
+        """HeadGroup of x [H]."""
         return x if x is None else x[self.h]
 
 
-def parts(q: Tensor, k: Tensor, backward: bool, one_pass: bool = False) -> list[Part]:
+def head_groups(q: Tensor, k: Tensor, backward: bool, one_pass: bool = False) -> list[HeadGroup]:
     """Parts whose workspaces stay below BUDGET, as even as possible: (batches or key heads) of q [B, T, H, K]."""
     (B, T, H, K), G = q.shape, k.shape[2]
     rep, n = H // G, level_count(T)
@@ -51,8 +51,10 @@ def parts(q: Tensor, k: Tensor, backward: bool, one_pass: bool = False) -> list[
     sums = T * (rep * n / 2 + 1) * K * 4 if one_pass else 0  # dq of the levels and dv in float32
     heads = max(1, int(BUDGET / ((rows + squares) * (2 if backward else 1) + sums)))
     if heads >= G:
-        return [Part(b, slice(0, G), slice(0, H)) for b in _even(B, heads // G)]
-    return [Part(slice(b, b + 1), g, slice(g.start * rep, g.stop * rep)) for b in range(B) for g in _even(G, heads)]
+        return [HeadGroup(b, slice(0, G), slice(0, H)) for b in _even(B, heads // G)]
+    return [
+        HeadGroup(slice(b, b + 1), g, slice(g.start * rep, g.stop * rep)) for b in range(B) for g in _even(G, heads)
+    ]
 
 
 def _even(n: int, most: int) -> list[slice]:

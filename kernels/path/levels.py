@@ -29,7 +29,7 @@ BLOCK = 64  # tokens of a leaf
 UNIT = 128  # rows that share a first key where there is pruning; the child size of level 1
 
 
-class Block(NamedTuple):
+class Leaves(NamedTuple):
     """What block_level gives.
 
     Attributes:
@@ -57,6 +57,34 @@ class Carried(NamedTuple):
 
     levels: Levels
     nodes: Tensor
+
+
+class Wanted(NamedTuple):
+    """Which gradients a backward pass is asked for."""
+
+    q: bool
+    k: bool
+    v: bool
+    w: bool
+    beta: bool
+    log_decay: bool
+
+    @property
+    def transitions(self) -> bool:
+        return self.w or self.beta
+
+    @property
+    def queries(self) -> bool:
+        """Whether those of the carried queries are read."""
+        return self.q or self.transitions
+
+    @property
+    def keys(self) -> bool:
+        """Whether those of the carried keys are read."""
+        return self.k or self.transitions
+
+
+EVERYTHING = Wanted(True, True, True, True, True, True)
 
 
 @dataclass(frozen=True)

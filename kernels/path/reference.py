@@ -2,7 +2,7 @@
 
     o_i = sum_j softmax_j(scale k_j^T R_{j+1} ... R_i q_i + c_i - c_j) v_j,     R_t = I - beta_t w_t w_t^T,     j <= i
 
-with c the running sum of log_gate (all 0 without one). Yang et al., "PaTH Attention: Position Encoding via
+with c the running sum of log_decay (all 0 without one). Yang et al., "PaTH Attention: Position Encoding via
 Accumulating Householder Transformations", 2025, sections 2.2 and 3, here with the log gate unscaled.
 """
 
@@ -44,7 +44,7 @@ def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: to
 
 
 def prune_starts_reference(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, c: Tensor, left: Tensor, scale: float, prune: Prune,
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, c: Tensor, since: Tensor, scale: float, prune: Prune,
     logit_bound: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)], in float64.
@@ -53,7 +53,7 @@ def prune_starts_reference(
     tail bound takes a row's log-sum-exp over its own block of KEY_UNIT keys and the one before it.
 
     Args:
-        q: [B, T, H, K]; k, w: [B, T, G, K]; beta: [B, T, G]; c, left: [B, H, T] running gate sums, first visible keys.
+        q: [B, T, H, K]; k, w: [B, T, G, K]; beta: [B, T, G]; c, since: [B, H, T] running gate sums, first visible keys.
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
     q64, k64 = q.detach().double(), k.detach().double()
@@ -63,7 +63,7 @@ def prune_starts_reference(
     if prune.bound == "tail":
         pos = torch.arange(T, device=q.device)
         near = (pos // KEY_UNIT - 1) * KEY_UNIT
-        own = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= left[..., None])
+        own = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= since[..., None])
         logits = scale * path_scores(q64, k64, w.detach().double(), beta.detach().double())
         logits = (logits + c[..., :, None] - c[..., None, :]).masked_fill(~own, -math.inf)
         u = scale * q64.norm(dim=-1).transpose(1, 2) * k_max[..., None]  # [B, H, T]
@@ -92,7 +92,7 @@ def path_reference(
     *,
     w: Tensor,
     beta: Tensor,
-    log_gate: Tensor | None = None,
+    log_decay: Tensor | None = None,
     scale: float | None = None,
     prune: Prune | None = None,
     cu_seqlens: Tensor | None = None,
@@ -112,12 +112,12 @@ def path_reference(
     scale = K**-0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    c, closed = running_sums(log_gate, B, T, H, q.device)
-    left = first_visible(closed, None, cu_seqlens)
+    c, closed = running_sums(log_decay, B, T, H, q.device)
+    since = first_visible(closed, None, cu_seqlens)
     pos = torch.arange(T, device=q.device)
-    visible = (pos <= pos[:, None]) & (pos >= left[..., None])  # [B, H, T, T]
+    visible = (pos <= pos[:, None]) & (pos >= since[..., None])  # [B, H, T, T]
     if prune is not None:
-        start = prune_starts_reference(q, k, w, beta, c, left, scale, prune, logit_bound)
+        start = prune_starts_reference(q, k, w, beta, c, since, scale, prune, logit_bound)
         visible &= pos >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
     decay = (c[..., :, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
     logits = (path_scores(q, k, w, beta, compute_dtype) * scale + decay).masked_fill(~visible, -math.inf)

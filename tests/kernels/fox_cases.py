@@ -61,7 +61,7 @@ def draw_gate(case: Case, generator: torch.Generator) -> Tensor | None:
 
 
 def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """q, k, v, do and, where the case has them, log_gate and sink; q and k of unit scale."""
+    """q, k, v, do and, where the case has them, log_decay and sink; q and k of unit scale."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -75,7 +75,7 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     }
     gate = draw_gate(case, generator)
     if gate is not None:
-        x["log_gate"] = gate
+        x["log_decay"] = gate
     if case.sink:
         x["sink"] = torch.randn(case.H, generator=generator)
     return {name: t.to(DEVICE) for name, t in x.items()}
@@ -84,7 +84,7 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
 def run(fn: Any, case: Case, x: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
     """Output and gradients of fn at x."""
     leaves = {name: t.detach().clone().requires_grad_() for name, t in x.items() if name != "do"}
-    named = {"log_gate": None} | {n: t for n, t in leaves.items() if n not in "qkv"}
+    named = {"log_decay": None} | {n: t for n, t in leaves.items() if n not in "qkv"}
     if case.cu_seqlens is not None:
         named["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=DEVICE)
     o = fn(leaves["q"], leaves["k"], leaves["v"], **named, **case.options, **more)
@@ -104,7 +104,7 @@ def triton(case: Case, x: dict[str, Tensor], tiles: Tiles | None = SMALL) -> dic
 
 def within_budget(
     case: Case, x: dict[str, Tensor], ours: dict[str, Tensor], reference: Any = fox_reference,
-    summed: tuple[str, ...] = ("dlog_gate",),
+    summed: tuple[str, ...] = ("dlog_decay",),
 ) -> None:  # fmt: skip
     """Error against float64 at most twice that of PyTorch in the same dtype, plus a band of rounding.
 
@@ -117,8 +117,8 @@ def within_budget(
     dtype = x["q"].dtype
     plain = run(reference, case, x, compute_dtype=dtype)
     exponent = 0.0
-    if "log_gate" in x and x["log_gate"].ndim == 3:
-        g = x["log_gate"].masked_fill(x["log_gate"] <= -1e4, 0.0)
+    if "log_decay" in x and x["log_decay"].ndim == 3:
+        g = x["log_decay"].masked_fill(x["log_decay"] <= -1e4, 0.0)
         c = torch.nn.functional.pad(g.double().cumsum(1), (0, 0, 128, 0))
         exponent = 1.45 * float((c[:, :-128] - c[:, 128:]).max())  # the largest sum over 128 tokens
     single = (16 + exponent) * torch.finfo(torch.float32).eps

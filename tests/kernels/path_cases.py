@@ -58,7 +58,7 @@ def draw_beta(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """q, k, v, w, beta, do and, where the case has one, log_gate; w and beta in float32."""
+    """q, k, v, w, beta, do and, where the case has one, log_decay; w and beta in float32."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -74,7 +74,7 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     }
     gate = draw_gate(case, generator)
     if gate is not None:
-        x["log_gate"] = gate
+        x["log_decay"] = gate
     return {name: t.to(DEVICE) for name, t in x.items()}
 
 
@@ -88,4 +88,4 @@ def triton(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def within_budget(case: Case, x: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
     """The budget of the fox kernels; w and beta, too, have gradients that are sums over the factors."""
-    fox_cases.within_budget(case, x, ours, path_reference, ("dlog_gate", "dw", "dbeta"))
+    fox_cases.within_budget(case, x, ours, path_reference, ("dlog_decay", "dw", "dbeta"))

@@ -11,8 +11,8 @@ from torch import Tensor
 from attnzoo.kernels.path.levels import (
     BLOCK,
     UNIT,
-    Block,
     Carried,
+    Leaves,
     Level,
     Levels,
     level_count,
@@ -65,14 +65,14 @@ def _ut(k: Tensor, w: Tensor, beta: Tensor) -> _Ut:
     return _Ut(gram, inverse, x, wk, x @ w, x @ wk)
 
 
-def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
+def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Leaves:
     """Closed form of the blocks. q [B, T, H, K]; k, w [B, T, G, K]; beta [B, T, G]."""
     T, G = k.shape[1:3]
     b_q, b_k, b_w = _blocks(q, G), _blocks(k, G), _blocks(w, G)
     u = _ut(b_k, b_w, _blocks(beta[..., None], G)[..., 0])
     qw = (b_q @ b_w.mT).tril()
     eye = torch.eye(k.shape[3], dtype=b_w.dtype, device=w.device)
-    return Block(
+    return Leaves(
         diag=(b_q @ b_k.mT - qw @ u.z).tril().flatten(2, 3),
         q=_tokens(b_q - qw @ u.y, T, q.dtype),
         k=_tokens(b_k - u.z.mT @ b_w, T, k.dtype),
@@ -81,7 +81,7 @@ def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Block:
 
 
 def block_level_backward(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Block
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Leaves
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, w, beta in the wide dtype, given those of all parts of the block level.
 
@@ -234,7 +234,7 @@ def needed_nodes(start: Tensor, units: int, G: int) -> Tensor:
     return torch.cat(found, 2).transpose(1, 2)
 
 
-def carry(block: Block, start: Tensor | None = None) -> Carried:
+def carry(block: Leaves, start: Tensor | None = None) -> Carried:
     """The levels above the blocks. Rows not ``needed`` and nodes above the leaves not in ``needed_nodes`` may be left
     undefined (here they are not)."""
     q, k, m = block.q, block.k, block.m
@@ -254,7 +254,7 @@ def carry(block: Block, start: Tensor | None = None) -> Carried:
 
 
 def carry_backward(
-    block: Block, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None
+    block: Leaves, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of block.q, block.k and block.m, in the wide dtype.
 

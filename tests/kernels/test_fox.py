@@ -90,8 +90,8 @@ def test_a_closed_gate_equals_a_border_between_sequences() -> None:
     case = Case(T=160, S=160, gate="open", H=2)
     x = inputs(case, torch.float32)
     packed = triton(Case(T=160, S=160, gate="open", cu_seqlens=(0, 57, 160)), x)
-    closed = dict(x, log_gate=x["log_gate"].clone())
-    closed["log_gate"][:, 57] = -math.inf
+    closed = dict(x, log_decay=x["log_decay"].clone())
+    closed["log_decay"][:, 57] = -math.inf
     cut = triton(case, closed)
     for name in packed:
         torch.testing.assert_close(cut[name], packed[name], rtol=1e-4, atol=2e-5)
@@ -112,11 +112,11 @@ def test_padding_on_the_left_is_neutral_once_its_gate_is_closed() -> None:
     case = Case(T=100, S=100, gate="open")
     x = inputs(case, torch.float32)
     pad = {n: torch.cat([torch.full_like(t[:, :37], 1e3 if n in "kv" else 0.0), t], 1) for n, t in x.items()}
-    pad["log_gate"][:, 37] = -math.inf
+    pad["log_decay"][:, 37] = -math.inf
     padded, alone = triton(Case(T=137, S=137, gate="open"), pad), triton(case, x)
     for name in alone:
         got = padded[name][:, 37:]
-        if name == "dlog_gate":
+        if name == "dlog_decay":
             got, alone[name] = got[:, 1:], alone[name][:, 1:]  # the first real gate is the closed one
         torch.testing.assert_close(got, alone[name], rtol=1e-4, atol=1e-5)
 
@@ -125,7 +125,7 @@ def test_the_future_changes_nothing() -> None:
     case = Case(T=150, S=150)
     x = inputs(case, torch.float32)
     y = {name: t.clone() for name, t in x.items()}
-    for name in ("q", "k", "v", "log_gate"):
+    for name in ("q", "k", "v", "log_decay"):
         y[name][:, 100:] = -3.0
     # the tiles' order may depend on closed gates, so equal up to rounding
     torch.testing.assert_close(triton(case, x)["o"][:, :100], triton(case, y)["o"][:, :100], rtol=1e-5, atol=1e-6)
@@ -133,13 +133,13 @@ def test_the_future_changes_nothing() -> None:
 
 def test_constant_gates_and_no_gate_are_special_cases_of_gates() -> None:
     x = inputs(Case(gate="const", H=2), torch.float32)
-    full = dict(x, log_gate=x["log_gate"].expand(1, 150, 2).contiguous())
+    full = dict(x, log_decay=x["log_decay"].expand(1, 150, 2).contiguous())
     const, gated = triton(Case(gate="const"), x), triton(Case(), full)
     for name in ("o", "dq", "dk", "dv"):
         torch.testing.assert_close(const[name], gated[name], rtol=2e-5, atol=2e-6)
-    torch.testing.assert_close(const["dlog_gate"], gated["dlog_gate"].sum((0, 1)), rtol=2e-4, atol=1e-5)
-    nope = {name: t for name, t in x.items() if name != "log_gate"}
-    ones = dict(x, log_gate=torch.zeros(1, 150, 2, device=DEVICE))
+    torch.testing.assert_close(const["dlog_decay"], gated["dlog_decay"].sum((0, 1)), rtol=2e-4, atol=1e-5)
+    nope = {name: t for name, t in x.items() if name != "log_decay"}
+    ones = dict(x, log_decay=torch.zeros(1, 150, 2, device=DEVICE))
     none, gated = triton(Case(gate="none"), nope), triton(Case(gate="ones"), ones)
     for name in none:
         torch.testing.assert_close(none[name], gated[name], rtol=2e-5, atol=2e-6)
@@ -179,7 +179,9 @@ def test_offsets_are_64_bit() -> None:
         storage = torch.empty(255 * stride + 64, dtype=torch.bfloat16, device=DEVICE)
         far[name] = storage.as_strided((1, 256, 1, 64), (256 * stride, stride, 64, 1)).copy_(x[name])
     with torch.no_grad():
-        near_o, far_o = (fox_attention(t["q"], t["k"], t["v"], log_gate=t["log_gate"], impl="triton") for t in (x, far))
+        near_o, far_o = (
+            fox_attention(t["q"], t["k"], t["v"], log_decay=t["log_decay"], impl="triton") for t in (x, far)
+        )
     assert torch.equal(near_o, far_o)
 
 
@@ -266,7 +268,7 @@ def test_errors_are_not_above_the_peers(K: int) -> None:
     x = inputs(case, torch.bfloat16)
     x["q"], x["k"] = (torch.nn.functional.rms_norm(x[n].float(), (K,)).bfloat16() for n in "qk")
     exact, ours = oracle(case, x), triton(case, x, None)
-    for name, limit in {"o": 2.05e-3, "dq": 2.9e-3, "dk": 2.9e-3, "dv": 2.9e-3, "dlog_gate": 3.0e-3}.items():
+    for name, limit in {"o": 2.05e-3, "dq": 2.9e-3, "dk": 2.9e-3, "dv": 2.9e-3, "dlog_decay": 3.0e-3}.items():
         error = (ours[name].double() - exact[name]).norm() / exact[name].norm()
         assert error <= limit, f"{name}: {error:.2e}"
 
@@ -276,7 +278,7 @@ def test_long_sequences_on_the_gpu() -> None:
     """T = 131072, mean |log gate| 1: the last rows equal those of the same tokens cut out (the past has decayed)."""
     case = Case(T=131072, S=131072, H=1, K=64, V=64, gate="open")
     x = inputs(case, torch.bfloat16)
-    x["log_gate"] = -2 * torch.rand_like(x["log_gate"])
+    x["log_decay"] = -2 * torch.rand_like(x["log_decay"])
     cut = {name: t[:, -2048:].contiguous() for name, t in x.items()}
     whole, part = triton(case, x, None), triton(Case(T=2048, S=2048, H=1, K=64, V=64, gate="open"), cut, None)
     exact = oracle(Case(T=2048, S=2048, H=1, K=64, V=64, gate="open"), cut)

@@ -65,10 +65,10 @@ def test_pruned_step_drops_at_most_eps(bound: str, known: bool, split_calls: lis
     case = Case(T=1, S=1500, H=2, G=1, gate="open")
     x = inputs(case, torch.float32)
     prune = Prune(eps=1e-3, bound=bound)  # type: ignore[arg-type]
-    q, k, g = 0.3 * x["q"], 0.3 * x["k"], x["log_gate"]
+    q, k, g = 0.3 * x["q"], 0.3 * x["k"], x["log_decay"]
     limit = (torch.einsum("bthk,bsgk->bhs", q, k).abs().amax((0, 2)) * case.K**-0.5) if known else None
-    options = {"log_gate": g, "logit_bound": limit, "impl": "triton"}
-    exact = fox_attention(q.double(), k.double(), x["v"].double(), log_gate=g.double(), impl="reference")
+    options = {"log_decay": g, "logit_bound": limit, "impl": "triton"}
+    exact = fox_attention(q.double(), k.double(), x["v"].double(), log_decay=g.double(), impl="reference")
     got = fox_attention(q, k, x["v"], prune=prune, **options)
     far = x["v"].clone()
     far[:, :512] = torch.nan  # certified away: never read
@@ -79,7 +79,7 @@ def test_pruned_step_drops_at_most_eps(bound: str, known: bool, split_calls: lis
 def test_segments_of_any_size_equal_one_call() -> None:
     case = Case(T=300, S=300, H=2, G=1)
     x = inputs(case, torch.float32)
-    options = {"log_gate": x["log_gate"], "impl": "triton"}
+    options = {"log_decay": x["log_decay"], "impl": "triton"}
     whole = fox_attention(x["q"], x["k"], x["v"], **options)
     for T in (1, 7, 32):
         last = fox_attention(x["q"][:, -T:], x["k"], x["v"], **options)

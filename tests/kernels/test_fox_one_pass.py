@@ -51,8 +51,8 @@ def test_dq_and_row_sums_reach_their_places(T: int, sink: bool) -> None:
     assert torch.equal(columns[:, :, : S - T], dkey[:, :, : S - T])
 
 
-@pytest.mark.parametrize("low", [False, True])
-def test_delta_takes_the_dropped_part_of_the_output(low: bool) -> None:
+@pytest.mark.parametrize("o_rest", [False, True])
+def test_delta_takes_the_dropped_part_of_the_output(o_rest: bool) -> None:
     from attnzoo.kernels.fox.hopper import backward as one_pass
 
     T, Tp = 70, RU
@@ -62,13 +62,13 @@ def test_delta_takes_the_dropped_part_of_the_output(low: bool) -> None:
     dropped = (exact - o.float()).half()
     lse = torch.randn(B, H, T, generator=generator).to(DEVICE)
     rows, delta = (torch.full((B * H, Tp), float("nan"), device=DEVICE) for _ in range(2))
-    one_pass.fox_rows_kernel[(B * H, Tp // 64)](
-        o, dropped if low else o, do.half(), lse, rows, delta, lse, lse, lse, lse, lse, T, T, *o.stride()[:3],
-        *o.stride()[:3], H=H, V=K, BV=64, BT=64, RU=RU, KU=KEY_UNIT, GATE=0, HAS_SINK=False, HAS_LOW=low,
+    one_pass.fox_bwd_rows_kernel[(B * H, Tp // 64)](
+        o, dropped if o_rest else o, do.half(), lse, rows, delta, lse, lse, lse, lse, lse, T, T, *o.stride()[:3],
+        *o.stride()[:3], H=H, V=K, BV=64, BT=64, RU=RU, KU=KEY_UNIT, GATE=0, HAS_SINK=False, HAS_REST=o_rest,
     )  # fmt: skip
     assert torch.equal(rows[:, :T].view(B, H, T), lse)
     assert bool((rows[:, T:] == float("inf")).all())
     assert bool((delta[:, T:] == 0.0).all())
     want = (exact.double() * do.half().double()).sum(-1).transpose(1, 2)
     error = float((delta[:, :T].view(B, H, T).double() - want).norm() / want.norm())
-    assert error < 1e-6 if low else 1e-5 < error < 1e-3
+    assert error < 1e-6 if o_rest else 1e-5 < error < 1e-3

@@ -25,13 +25,13 @@ def test_opcheck(kind: str) -> None:
     x = {n: t.requires_grad_() for n, t in inputs(case, torch.float32).items() if n != "do"}
     prune = ("tail", -10.0) if kind == "gates" else ("", 0.0)
     window = 40 if kind == "none" else 0
-    args = (x["q"], x["k"], x["v"], x.get("log_gate"), x.get("sink"), None, None, 0.3, window, *prune, True)
+    args = (x["q"], x["k"], x["v"], x.get("log_decay"), x.get("sink"), None, None, 0.3, window, *prune, True)
     torch.library.opcheck(fox_forward_op, args)
 
 
 def test_compiles_as_one_graph_for_any_length() -> None:
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:
-        return fox_attention(q * 2, k, v, log_gate=log_gate, prune=Prune(), impl="triton") + 1
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+        return fox_attention(q * 2, k, v, log_decay=log_decay, prune=Prune(), impl="triton") + 1
 
     graphs = []
 
@@ -49,15 +49,15 @@ def test_compiles_as_one_graph_for_any_length() -> None:
 
 
 def compiled_keywords(fn: Any) -> Any:
-    return lambda q, k, v, log_gate: fn(q, k, v, log_gate)
+    return lambda q, k, v, log_decay: fn(q, k, v, log_decay)
 
 
 def test_autocast_casts_the_operands_and_keeps_the_gate() -> None:
     x = inputs(Case(T=66, S=66, K=8, V=8, gate="open"), torch.float32)
     with torch.autocast(DEVICE, dtype=torch.float16):
-        o = fox_attention(x["q"], x["k"], x["v"], log_gate=x["log_gate"].half(), impl="triton")
+        o = fox_attention(x["q"], x["k"], x["v"], log_decay=x["log_decay"].half(), impl="triton")
     half = (x[n].half() for n in "qkv")
-    want = fox_attention(*half, log_gate=x["log_gate"].half().float(), impl="triton")
+    want = fox_attention(*half, log_decay=x["log_decay"].half().float(), impl="triton")
     assert o.dtype == torch.float16
     assert torch.equal(o, want)
 
@@ -68,12 +68,12 @@ def test_inputs_need_not_be_contiguous() -> None:
     strided = {
         n: t.transpose(1, 2).contiguous().transpose(1, 2) if n in ("q", "k", "v", "do") else t for n, t in x.items()
     }
-    strided["log_gate"] = x["log_gate"].transpose(1, 2).contiguous().transpose(1, 2)
+    strided["log_decay"] = x["log_decay"].transpose(1, 2).contiguous().transpose(1, 2)
     strided["k"] = torch.cat([x["k"], x["v"]], -1)[..., :8]
     strided["v"] = x["v"].transpose(-1, -2).contiguous().transpose(-1, -2)
-    call = {"log_gate": x["log_gate"], "impl": "triton"}
+    call = {"log_decay": x["log_decay"], "impl": "triton"}
     want = fox_attention(x["q"], x["k"], x["v"], **call)
-    call["log_gate"] = strided["log_gate"]
+    call["log_decay"] = strided["log_decay"]
     torch.testing.assert_close(fox_attention(strided["q"], strided["k"], strided["v"], **call), want, rtol=0, atol=0)
 
 
@@ -83,7 +83,7 @@ def test_broadcast_keys_and_gradients() -> None:
     q, k, v = (x[n].requires_grad_() for n in "qkv")
 
     def grads(k_heads: torch.Tensor, v_heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        o = fox_attention(q, k_heads, v_heads, log_gate=x["log_gate"], impl="triton")
+        o = fox_attention(q, k_heads, v_heads, log_decay=x["log_decay"], impl="triton")
         return torch.autograd.grad(o.sum(), (q, k, v))
 
     wide = (t.expand(1, 66, 2, 8) for t in (k, v))
@@ -93,10 +93,10 @@ def test_broadcast_keys_and_gradients() -> None:
 
 def test_auto_takes_what_the_device_can_run() -> None:
     x = inputs(CASE, torch.float64)
-    want = fox_reference(x["q"], x["k"], x["v"], log_gate=x["log_gate"])
-    assert torch.equal(fox_attention(x["q"], x["k"], x["v"], log_gate=x["log_gate"]), want)  # no float64 kernel
+    want = fox_reference(x["q"], x["k"], x["v"], log_decay=x["log_decay"])
+    assert torch.equal(fox_attention(x["q"], x["k"], x["v"], log_decay=x["log_decay"]), want)  # no float64 kernel
     with pytest.raises(ValueError, match="'triton' cannot run here.*float64"):
-        fox_attention(x["q"], x["k"], x["v"], log_gate=x["log_gate"], impl="triton")
+        fox_attention(x["q"], x["k"], x["v"], log_decay=x["log_decay"], impl="triton")
 
 
 def test_importing_needs_no_triton_and_asking_for_it_says_so() -> None:
@@ -108,9 +108,9 @@ import torch
 from attnzoo.kernels.fox import fox_attention
 assert "triton" not in sys.modules, "importing the package imported triton"
 x = torch.randn(1, 4, 1, 8)
-fox_attention(x, x, x, log_gate=None)
+fox_attention(x, x, x, log_decay=None)
 try:
-    fox_attention(x, x, x, log_gate=None, impl="triton")
+    fox_attention(x, x, x, log_decay=None, impl="triton")
 except ImportError as e:
     assert "triton package is not installed" in str(e), e
 else:
@@ -128,14 +128,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"v": torch.zeros(1, 4, 2, 8, dtype=torch.float16)}, r"v: expected the floating dtype of q"),
     ({"q": torch.zeros(1, 4, 3, 8)}, r"q: expected H a multiple of the key heads G=2, got H=3"),
     ({"q": torch.zeros(1, 9, 2, 8)}, r"q: expected 1 <= T <= S=4"),
-    ({"log_gate": torch.zeros(1, 4, 1)}, r"log_gate: expected \[B=1, S=4, H=2\]"),
-    ({"log_gate": torch.zeros(1, 4, 2, dtype=torch.float16)}, r"log_gate: expected float32"),
+    ({"log_decay": torch.zeros(1, 4, 1)}, r"log_decay: expected \[B=1, S=4, H=2\]"),
+    ({"log_decay": torch.zeros(1, 4, 2, dtype=torch.float16)}, r"log_decay: expected float32"),
     ({"sink": torch.zeros(3)}, r"sink: expected a floating tensor of shape \[H=2\]"),
     ({"logit_bound": torch.zeros(1)}, r"logit_bound: expected"),
     ({"cu_seqlens": torch.zeros(3)}, r"cu_seqlens: expected int32 or int64"),
     ({"window": 0}, r"window: expected at least 1"),
     ({"scale": -1.0}, r"scale: expected a positive number"),
-    ({"prune": Prune(), "log_gate": None}, r"prune: expected a log_gate"),
+    ({"prune": Prune(), "log_decay": None}, r"prune: expected a log_decay"),
     ({"prune": 1e-3}, r"prune: expected attnzoo.Prune"),
     ({"impl": "cuda"}, r"impl: expected one of"),
 ]
@@ -143,7 +143,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[m[:22] for _, m in BAD])
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
-    args: dict[str, Any] = {n: torch.zeros(1, 4, 2, 8) for n in "qkv"} | {"log_gate": torch.zeros(1, 4, 2)} | change
+    args: dict[str, Any] = {n: torch.zeros(1, 4, 2, 8) for n in "qkv"} | {"log_decay": torch.zeros(1, 4, 2)} | change
     q, k, v = (args.pop(n) for n in "qkv")
     with pytest.raises(ValueError, match=message):
         fox_attention(q, k, v, **args)
@@ -152,16 +152,16 @@ def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None
 def test_values_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 4, 2, 8)
     monkeypatch.setenv("ATTNZOO_VALIDATE", "1")
-    with pytest.raises(ValueError, match="log_gate: expected log gates <= 0"):
-        fox_attention(x, x, x, log_gate=torch.full((1, 4, 2), 0.5), impl="reference")
+    with pytest.raises(ValueError, match="log_decay: expected log gates <= 0"):
+        fox_attention(x, x, x, log_decay=torch.full((1, 4, 2), 0.5), impl="reference")
     with pytest.raises(ValueError, match="cu_seqlens: expected borders"):
-        fox_attention(x, x, x, log_gate=None, cu_seqlens=torch.tensor([0, 3]), impl="reference")
+        fox_attention(x, x, x, log_decay=None, cu_seqlens=torch.tensor([0, 3]), impl="reference")
 
 
 @pytest.mark.gpu
 def test_compiles_with_inductor() -> None:
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:
-        return fox_attention(q * 2, k, v, log_gate=log_gate, prune=Prune()) + 1
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+        return fox_attention(q * 2, k, v, log_decay=log_decay, prune=Prune()) + 1
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for T in (300, 500):

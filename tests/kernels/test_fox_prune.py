@@ -21,21 +21,21 @@ EPS = math.exp(-10.0)
 BOUNDS = ("tail", "paper")
 
 
-def starts(q: Tensor, k: Tensor, log_gate: Tensor, prune: Prune, **options: Any) -> Tensor:
+def starts(q: Tensor, k: Tensor, log_decay: Tensor, prune: Prune, **options: Any) -> Tensor:
     """The first key of each row unit as the kernels find it."""
     from attnzoo.kernels.fox.op import bounds
 
     scale = options.pop("scale", q.shape[3] ** -0.5)
-    start = bounds(q, k, log_gate, None, options.pop("logit_bound", None), scale, 0, prune.bound, prune.log_eps)[3]
+    start = bounds(q, k, log_decay, None, options.pop("logit_bound", None), scale, 0, prune.bound, prune.log_eps)[3]
     assert start is not None
     return start
 
 
-def dropped_mass(q: Tensor, k: Tensor, log_gate: Tensor, start: Tensor, scale: float | None = None) -> Tensor:
+def dropped_mass(q: Tensor, k: Tensor, log_decay: Tensor, start: Tensor, scale: float | None = None) -> Tensor:
     """Attention weight before each row's start, in float64: [B, H, T]."""
     B, T, H, K = q.shape
     S = k.shape[1]
-    c, closed = running_sums(log_gate, B, S, H, q.device)
+    c, closed = running_sums(log_decay, B, S, H, q.device)
     pos = torch.arange(S - T, S, device=q.device)
     j = torch.arange(S, device=q.device)
     rep = H // k.shape[2]
@@ -52,23 +52,23 @@ def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
     case = Case(T=390, S=520, H=2, K=8, gate=gate)
     x = inputs(case, torch.float32)
     if gate == "const":
-        x["log_gate"] = 4 * x["log_gate"]
+        x["log_decay"] = 4 * x["log_decay"]
     prune = Prune(bound=bound)
-    found = starts(x["q"], x["k"], x["log_gate"], prune, scale=0.1).long()
-    c, closed = running_sums(x["log_gate"], 1, 520, 2, x["q"].device)
+    found = starts(x["q"], x["k"], x["log_decay"], prune, scale=0.1).long()
+    c, closed = running_sums(x["log_decay"], 1, 520, 2, x["q"].device)
     exact = prune_starts_reference(x["q"], x["k"], c, first_visible(closed, None, None), 0.1, prune)
     assert bool((found <= exact).all())  # rounding may only prune less
     assert bool((exact - found <= KEY_UNIT).all())
     assert int(exact.max()) > 0, "nothing was pruned: the case shows nothing"
-    assert float(dropped_mass(x["q"], x["k"], x["log_gate"], found, 0.1).max()) <= EPS
+    assert float(dropped_mass(x["q"], x["k"], x["log_decay"], found, 0.1).max()) <= EPS
 
 
 def test_rows_that_drop_nothing_are_told_by_their_gates() -> None:
     """The log-sum-exp of such rows is not computed; from where it is, boundaries are those of the definition."""
     x = inputs(Case(T=1800, S=1800, H=1, K=8), torch.float32)
-    x["log_gate"] = torch.full_like(x["log_gate"], -0.008)
-    found = starts(x["q"], x["k"], x["log_gate"], Prune(), scale=0.1).long()
-    c, closed = running_sums(x["log_gate"], 1, 1800, 1, x["q"].device)
+    x["log_decay"] = torch.full_like(x["log_decay"], -0.008)
+    found = starts(x["q"], x["k"], x["log_decay"], Prune(), scale=0.1).long()
+    c, closed = running_sums(x["log_decay"], 1, 1800, 1, x["q"].device)
     exact = prune_starts_reference(x["q"], x["k"], c, first_visible(closed, None, None), 0.1, Prune())
     assert 0 < int((exact == 0).sum()) < exact.numel()
     assert bool((found <= exact).all())
@@ -86,7 +86,7 @@ def test_forward_and_backward_use_the_same_boundaries(bound: str, gate: str) -> 
 
 
 def adversary(kind: str) -> tuple[Tensor, Tensor, Tensor, float]:
-    """q, k, log_gate and scale of inputs built against the certificate; decay fast enough to prune."""
+    """q, k, log_decay and scale of inputs built against the certificate; decay fast enough to prune."""
     S, K = 640, 8
     generator = torch.Generator().manual_seed(1)
     q, k = torch.randn(1, S, 2, K, generator=generator), torch.randn(1, S, 2, K, generator=generator)
@@ -133,26 +133,26 @@ def test_a_known_bound_replaces_the_norms() -> None:
     known = torch.full((2,), 2.0, device=DEVICE)
     for bound in BOUNDS:
         prune = Prune(bound=bound)
-        with_norms = starts(x["q"], x["k"], x["log_gate"], prune)
-        with_bound = starts(x["q"], x["k"], x["log_gate"], prune, logit_bound=known)
+        with_norms = starts(x["q"], x["k"], x["log_decay"], prune)
+        with_bound = starts(x["q"], x["k"], x["log_decay"], prune, logit_bound=known)
         assert bool((with_bound >= with_norms).all())
 
 
 def test_kept_fraction_agrees_with_the_reference() -> None:
     case = Case(T=400, S=450, H=2, K=8, gate="open")
     x = inputs(case, torch.float32)
-    args = {"log_gate": x["log_gate"], "prune": Prune(), "scale": 0.1}
+    args = {"log_decay": x["log_decay"], "prune": Prune(), "scale": 0.1}
     ours, dense = (kept_fraction(x["q"], x["k"], impl=impl, **args) for impl in ("triton", "reference"))
     assert ours.shape == (1, 2)
     assert bool(((ours >= dense) & (ours <= dense + 0.1) & (dense < 1)).all())
-    assert bool((kept_fraction(x["q"], x["k"], log_gate=torch.zeros_like(x["log_gate"]), prune=Prune()) == 1).all())
+    assert bool((kept_fraction(x["q"], x["k"], log_decay=torch.zeros_like(x["log_decay"]), prune=Prune()) == 1).all())
 
 
 def test_the_tail_bound_prunes_at_least_as_much_on_normed_heads() -> None:
     case = Case(T=512, S=512, H=2, G=2, K=16, gate="strong")
     x = inputs(case, torch.float32)
     q, k = (torch.nn.functional.rms_norm(x[n], (16,)) for n in "qk")
-    tail, paper = (kept_fraction(q, k, log_gate=x["log_gate"], prune=Prune(bound=b)) for b in BOUNDS)
+    tail, paper = (kept_fraction(q, k, log_decay=x["log_decay"], prune=Prune(bound=b)) for b in BOUNDS)
     assert bool((tail <= paper).all())
 
 

@@ -51,12 +51,12 @@ LONG = [Case(gate="none", T=1100, H=1, beta="two"), Case(T=2000, K=64, V=64), Ca
 def test_the_definition_is_the_product_written_out(regime: str) -> None:
     for name in ("path", "path_fox"):
         q, k, v, gate = random_inputs(name, B=1, T=40, H=4, G=2, K=8, V=6, regime=regime)  # type: ignore[arg-type]
-        w, beta, log_gate = gate.w, gate.beta, gate.log_decay
+        w, beta, log_decay = gate.w, gate.beta, gate.log_decay
         assert w is not None
         assert beta is not None
-        leaves = [x.requires_grad_() for x in (q, k, v, w, beta, log_gate) if x is not None]
+        leaves = [x.requires_grad_() for x in (q, k, v, w, beta, log_decay) if x is not None]
         results = []
-        for o in (path_reference(q, k, v, w=w, beta=beta, log_gate=log_gate), softmax(q, k, v, gate)):
+        for o in (path_reference(q, k, v, w=w, beta=beta, log_decay=log_decay), softmax(q, k, v, gate)):
             results.append([o, *torch.autograd.grad(o.sin().sum(), leaves)])
         for got, want in zip(*results, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
@@ -120,14 +120,14 @@ def test_beta_zero_is_fox() -> None:
     case = Case(T=200, H=1, beta="zero")
     x = inputs(case, torch.float32)
     plain = {name: t for name, t in x.items() if name not in ("w", "beta")}
-    fox = run(lambda q, k, v, log_gate: fox_attention(q, k, v, log_gate=log_gate, impl="triton"), case, plain)
+    fox = run(lambda q, k, v, log_decay: fox_attention(q, k, v, log_decay=log_decay, impl="triton"), case, plain)
     close(triton(case, x), fox)
 
 
 def test_no_gate_is_a_gate_of_one() -> None:
     case = Case(gate="ones", T=200, H=1)
     x = inputs(case, torch.float32)
-    close(triton(case, x), triton(case, {name: t for name, t in x.items() if name != "log_gate"}))
+    close(triton(case, x), triton(case, {name: t for name, t in x.items() if name != "log_decay"}))
 
 
 def test_one_reflection_turns_the_keys_before_it() -> None:
@@ -153,8 +153,8 @@ def test_a_closed_gate_equals_a_border_between_sequences() -> None:
     case = Case(T=160, H=1, gate="open")
     x = inputs(case, torch.float32)
     packed = triton(Case(T=160, H=1, gate="open", cu_seqlens=(0, 57, 160)), x)
-    x["log_gate"] = x["log_gate"].clone()
-    x["log_gate"][:, 57] = -math.inf
+    x["log_decay"] = x["log_decay"].clone()
+    x["log_decay"][:, 57] = -math.inf
     close(triton(case, x), packed)
 
 
@@ -162,7 +162,7 @@ def test_padding_on_the_left_is_neutral_once_its_gate_is_closed() -> None:
     case = Case(T=100, H=1, gate="open")
     x = inputs(case, torch.float32)
     pad = {n: torch.cat([torch.full_like(t[:, :37], 1e3 if n in "kv" else 0.0), t], 1) for n, t in x.items()}
-    pad["log_gate"][:, 37] = -math.inf
+    pad["log_decay"][:, 37] = -math.inf
     padded, alone = triton(Case(T=137, H=1, gate="open"), pad), triton(case, x)
     names = ("o", "dq", "dk", "dv", "dw", "dbeta")
     trimmed = {name: padded[name][:, 37:] for name in names}
@@ -175,7 +175,7 @@ def test_the_future_changes_nothing() -> None:
     case = Case(T=200)
     x = inputs(case, torch.float32)
     y = {name: t.clone() for name, t in x.items()}
-    for name in ("q", "k", "v", "log_gate"):
+    for name in ("q", "k", "v", "log_decay"):
         y[name][:, 100:] = -3.0
     y["w"][:, 100:] = x["w"][:, 100:].flip(1)
     torch.testing.assert_close(forward(x)[:, :100], forward(y)[:, :100], rtol=1e-5, atol=1e-6)
@@ -236,7 +236,7 @@ def test_memory_grows_linearly_and_stays_small() -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    o = path_attention(q, k, v, w=w, beta=beta, log_gate=gate)
+    o = path_attention(q, k, v, w=w, beta=beta, log_decay=gate)
     grads = torch.autograd.grad(o, leaves, do)
     own = sum(x.numel() * x.element_size() for x in (o, *grads))
     assert torch.cuda.max_memory_allocated() - before - own <= 2 << 30
@@ -249,10 +249,10 @@ def test_a_million_tokens() -> None:
     w = torch.nn.functional.normalize(w.float(), dim=-1)
     beta, gate = 2 * torch.rand(shape[:3], device=DEVICE), -0.5 * torch.rand(shape[:3], device=DEVICE)
     leaves = [x.requires_grad_() for x in (q, k, v, w, beta, gate)]
-    o = path_attention(q, k, v, w=w, beta=beta, log_gate=gate, prune=Prune())
+    o = path_attention(q, k, v, w=w, beta=beta, log_decay=gate, prune=Prune())
     grads = torch.autograd.grad(o, leaves, torch.randn_like(o))
     tail = {name: x[:, -2048:].detach().double() for name, x in zip("qkvwbg", leaves, strict=True)}
-    want = path_reference(tail["q"], tail["k"], tail["v"], w=tail["w"], beta=tail["b"], log_gate=tail["g"])
+    want = path_reference(tail["q"], tail["k"], tail["v"], w=tail["w"], beta=tail["b"], log_decay=tail["g"])
     error = (o[:, -1024:].double() - want[:, -1024:]).norm() / want[:, -1024:].norm()  # decay: 2048 keys hold the mass
     assert float(error) <= 4e-3
     assert all(bool(g.isfinite().all()) for g in grads)

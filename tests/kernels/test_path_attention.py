@@ -13,7 +13,7 @@ from path_definitions import needed
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.tiles import Kind, Tiles
 from attnzoo.kernels.path import head_groups, plan
-from attnzoo.kernels.path.levels import Block, Carried, Levels, levels_of
+from attnzoo.kernels.path.levels import Carried, Leaves, Levels, levels_of
 from attnzoo.kernels.path.portable import backward, forward
 
 LONG = Case(T=330, H=2, G=1, K=16, V=32)
@@ -58,10 +58,10 @@ def test_parts_cover_every_head_once(B: int, H: int, G: int, budget: int, monkey
     monkeypatch.setattr(head_groups, "BUDGET", budget)
     q, k = torch.empty(B, 600, H, 16), torch.empty(B, 600, G, 16)
     queries, keys = torch.zeros(B, 1, H), torch.zeros(B, 1, G)
-    for part in head_groups.parts(q, k, backward=True):
-        part.queries(queries).add_(1)
-        part.keys(keys).add_(1)
-        assert part.h.start * G == part.g.start * H
+    for group in head_groups.head_groups(q, k, backward=True):
+        group.queries(queries).add_(1)
+        group.keys(keys).add_(1)
+        assert group.h.start * G == group.g.start * H
     assert torch.equal(queries, torch.ones_like(queries))
     assert torch.equal(keys, torch.ones_like(keys))
 
@@ -74,7 +74,7 @@ def test_pruned_carries_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     spared = 0
 
     def poison(carry: Any) -> Any:
-        def spoiled(block: Block, start: torch.Tensor) -> Carried:
+        def spoiled(block: Leaves, start: torch.Tensor) -> Carried:
             nonlocal spared
             carried = carry(block, start)
             levels = Levels(torch.full_like(carried.levels.q, torch.nan), torch.full_like(carried.levels.k, torch.nan))

@@ -36,7 +36,7 @@ def extend_in_pieces(x: dict[str, Tensor], pieces: tuple[int, ...], **options: A
     _, k, w, beta = parts(x, 0, t)
     keys, outputs = carry_keys(k, w, beta), []
     for n in pieces[1:]:
-        gates = None if "log_gate" not in x else x["log_gate"][:, : t + n]
+        gates = None if "log_decay" not in x else x["log_decay"][:, : t + n]
         o, keys = path_extend(*parts(x, t, t + n), keys, x["v"][:, : t + n], gates, **options)
         outputs.append(o)
         t += n
@@ -59,7 +59,7 @@ def test_steps_and_chunks_equal_the_whole(case: Case, pieces: tuple[int, ...]) -
 
 def test_carried_keys_are_those_of_the_reference() -> None:
     x = {n: t.double() for n, t in inputs(Case(T=200, B=2, H=4, G=2), torch.float32).items()}
-    gate = Gate(log_decay=x["log_gate"], w=x["w"], beta=x["beta"])
+    gate = Gate(log_decay=x["log_decay"], w=x["w"], beta=x["beta"])
     _, state = get("path_fox").extend(x["q"], x["k"], x["v"], gate)
     torch.testing.assert_close(carry_keys(x["k"], x["w"], x["beta"]), state.k, rtol=1e-12, atol=1e-12)
 
@@ -84,8 +84,8 @@ def test_split_keys_add_up(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many splits, with closed gates between and inside them, and the same bits every time."""
     case = Case(T=300, H=2, G=1)
     x = inputs(case, torch.float32)
-    x["log_gate"][:, [130, 203]] = -math.inf
-    x["log_gate"][:, 150:200] = 0.0
+    x["log_decay"][:, [130, 203]] = -math.inf
+    x["log_decay"][:, 150:200] = 0.0
     monkeypatch.setattr(decode, "_splits", lambda S, *_: (-(-S // 64), 64))
     o, keys = extend_in_pieces(x, (300 - n, n))
     torch.testing.assert_close(o.double(), exact(x)[:, 300 - n :], rtol=1e-5, atol=5e-6)
@@ -112,7 +112,7 @@ def test_tokens_that_are_not_there(n: int) -> None:
     valid = torch.ones(2, 70, dtype=torch.bool, device=DEVICE)
     valid[0, :20] = valid[0, 50:53] = valid[1, 66:] = False
     valid[1] = False
-    for name in ("w", "beta", "log_gate"):
+    for name in ("w", "beta", "log_decay"):
         x[name] = x[name].masked_fill(~valid.view(2, 70, *(1,) * (x[name].ndim - 2)), 0.0)
     o, keys = extend_in_pieces(x, (70 - n, n), valid=valid)
     there = {name: t[:1, valid[0]] for name, t in x.items()}
@@ -136,7 +136,7 @@ def test_the_length_of_a_chunk_is_no_reason_to_compile(monkeypatch: pytest.Monke
     x = inputs(Case(T=100, H=2, G=1), torch.float32)
     valid, seen = torch.ones(1, 100, dtype=torch.bool), dict[str, set[Any]]()
     keys = carry_keys(*parts(x, 0, 36)[1:])
-    for name in ("advance_kernel", "combine_kernel"):
+    for name in ("path_advance_kernel", "path_combine_kernel"):
         variants, kernel = seen.setdefault(name, set()), getattr(decode, name)
 
         def launch(grid: Any, kernel: Any = kernel, variants: set[Any] = variants) -> Any:
@@ -144,11 +144,11 @@ def test_the_length_of_a_chunk_is_no_reason_to_compile(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(decode, name, type("Recorder", (), {"__getitem__": lambda _, grid, f=launch: f(grid)})())
     for n in range(2, 65):
-        v, gates, there = (y[:, : 36 + n].contiguous() for y in (x["v"], x["log_gate"], valid))
+        v, gates, there = (y[:, : 36 + n].contiguous() for y in (x["v"], x["log_decay"], valid))
         path_extend(*parts(x, 36, 36 + n), keys, v, gates, there)
-    assert len(seen["combine_kernel"]) == 1
-    assert {dict(v)["BR"] for v in seen["advance_kernel"]} == {16, 32, 64}
-    assert len(seen["advance_kernel"]) == 3
+    assert len(seen["path_combine_kernel"]) == 1
+    assert {dict(v)["BR"] for v in seen["path_advance_kernel"]} == {16, 32, 64}
+    assert len(seen["path_advance_kernel"]) == 3
 
 
 def test_nothing_that_is_given_is_changed() -> None:
@@ -156,8 +156,8 @@ def test_nothing_that_is_given_is_changed() -> None:
     _, k, w, beta = parts(x, 0, 38)
     keys = carry_keys(k, w, beta)
     before = [keys.clone(), *(t.clone() for t in x.values())]
-    first, _ = path_extend(*parts(x, 38, 39), keys, x["v"][:, :39], x["log_gate"][:, :39])
-    second, _ = path_extend(*parts(x, 38, 39), keys, x["v"][:, :39], x["log_gate"][:, :39])
+    first, _ = path_extend(*parts(x, 38, 39), keys, x["v"][:, :39], x["log_decay"][:, :39])
+    second, _ = path_extend(*parts(x, 38, 39), keys, x["v"][:, :39], x["log_decay"][:, :39])
     assert torch.equal(first, second)
     assert all(torch.equal(a, b) for a, b in zip(before, [keys, *x.values()], strict=True))
 
@@ -167,10 +167,10 @@ def test_a_cache_may_be_strided() -> None:
     x = inputs(Case(T=40, B=2, H=4, G=2), torch.float32)
     keys = carry_keys(*parts(x, 0, 38)[1:])
     valid = torch.rand(2, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.8
-    want = path_extend(*parts(x, 38, 40), keys, x["v"], x["log_gate"], valid)
+    want = path_extend(*parts(x, 38, 40), keys, x["v"], x["log_decay"], valid)
     turned = keys.transpose(1, 2).contiguous().transpose(1, 2)
     values = torch.cat([x["v"], x["v"]], 3)[..., :16]
-    gates = x["log_gate"].transpose(1, 2).contiguous().transpose(1, 2)
+    gates = x["log_decay"].transpose(1, 2).contiguous().transpose(1, 2)
     got = path_extend(*parts(x, 38, 40), turned, values, gates, valid.t().contiguous().t())
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
@@ -190,7 +190,7 @@ def test_the_op_passes_its_checks() -> None:
 
     x = inputs(Case(T=20), torch.float32)
     keys = carry_keys(*parts(x, 0, 18)[1:])
-    torch.library.opcheck(path_advance, (*parts(x, 18, 20), keys, x["v"], x["log_gate"], None, 0.25))
+    torch.library.opcheck(path_advance, (*parts(x, 18, 20), keys, x["v"], x["log_decay"], None, 0.25))
 
 
 def test_a_step_compiles_as_one_graph_for_any_length() -> None:
@@ -205,7 +205,7 @@ def test_a_step_compiles_as_one_graph_for_any_length() -> None:
     with torch.no_grad():
         for t in (20, 25, 33):
             keys = carry_keys(*parts(x, 0, t)[1:])
-            args = tuple(y.clone() for y in (*parts(x, t, t + 1), keys, x["v"][:, : t + 1], x["log_gate"][:, : t + 1]))
+            args = tuple(y.clone() for y in (*parts(x, t, t + 1), keys, x["v"][:, : t + 1], x["log_decay"][:, : t + 1]))
             for got, want in zip(compiled(*args), path_extend(*args), strict=True):
                 assert torch.equal(got, want)
     assert len(graphs) == 1
@@ -216,7 +216,7 @@ def test_a_gradient_is_refused() -> None:
     keys = carry_keys(*parts(x, 0, 18)[1:])
     x["q"].requires_grad_()
     with pytest.raises(ValueError, match="a cached step has no gradient"):
-        path_extend(*parts(x, 18, 20), keys, x["v"], x["log_gate"])
+        path_extend(*parts(x, 18, 20), keys, x["v"], x["log_decay"])
 
 
 def test_roundings_of_a_cache_add_up() -> None:
@@ -264,7 +264,7 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
 def test_wrong_cache_is_refused(name: str, change: Any, message: str) -> None:
     x = inputs(Case(T=40, H=2, G=1, K=16, V=16), torch.float32)
     q, k, w, beta = parts(x, 38, 40)
-    call = {"q": q, "k": k, "w": w, "beta": beta, "keys": x["k"][:, :38], "values": x["v"], "gates": x["log_gate"]}
+    call = {"q": q, "k": k, "w": w, "beta": beta, "keys": x["k"][:, :38], "values": x["v"], "gates": x["log_decay"]}
     path_extend(**call)
     with pytest.raises(ValueError, match=message):
         path_extend(**call | {name: change(call[name])})

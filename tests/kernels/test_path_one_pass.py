@@ -30,7 +30,7 @@ def _as_held(x: Tensor) -> Tensor:
 
 
 class Pass:
-    """``path_bwd_kernel`` in PyTorch, all keys of a level at once."""
+    """``path_bwd_hopper_kernel`` in PyTorch, all keys of a level at once."""
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         return self
@@ -56,7 +56,7 @@ class Pass:
                     for head in range(H):
                         g = head // REP
                         see = torch.ones(len(t), h, dtype=torch.bool)
-                        if options["HAS_LEFT"]:
+                        if options["HAS_SINCE"]:
                             first = left[b % left.shape[0], head % left.shape[1]]
                             see &= s >= first[t][:, None]
                         if options["HAS_START"]:
@@ -105,7 +105,7 @@ def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: py
     from attnzoo.kernels.path.hopper import backward as one_pass
     from attnzoo.kernels.path.portable import backward
 
-    monkeypatch.setattr(one_pass, "path_bwd_kernel", Pass())
+    monkeypatch.setattr(one_pass, "path_bwd_hopper_kernel", Pass())
     monkeypatch.setattr(one_pass, "gluon_descriptor", lambda x, rows: SimpleNamespace(base=x))
     monkeypatch.setattr(backward, "can_merge", lambda *_: True)
     monkeypatch.setattr(op, "one_pass", lambda *_: True)

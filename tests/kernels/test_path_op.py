@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import subprocess
 import sys
@@ -25,18 +26,93 @@ def test_opcheck(kind: str) -> None:
     x = {n: t.requires_grad_() for n, t in x.items() if n != "do"}
     prune = ("tail", -10.0) if kind == "pruned" else ("", 0.0)
     borders = torch.tensor([0, 30, 40], device=DEVICE) if kind == "packed" else None
-    args = (x["q"], x["k"], x["v"], x["w"], x["beta"], x.get("log_gate"), borders, None, 0.3, *prune, True)
+    args = (x["q"], x["k"], x["v"], x["w"], x["beta"], x.get("log_decay"), borders, None, 0.3, *prune, True)
     torch.library.opcheck(path_forward_op, args)
 
 
+ORDER = ("q", "k", "v", "w", "beta", "log_decay")
+
+
+def turned(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same numbers, heads before tokens in memory."""
+    return {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in x.items()}
+
+
+def backward_call(x: dict[str, torch.Tensor], wanted: list[bool], options: tuple[Any, ...] = ("", 0.0)) -> Any:
+    """Arguments of the backward op after a forward at x."""
+    from attnzoo.kernels.path.op import path_forward_op
+
+    rows = [x[n] for n in ORDER]
+    o, lse, *saved = path_forward_op(*rows, None, None, 0.3, *options, True)
+    return (x["do"], *rows[:5], o, lse, rows[5], None, *saved, 0.3, wanted)
+
+
+def test_opcheck_of_the_backward_on_transposed_inputs() -> None:
+    from attnzoo.kernels.path.op import path_backward_op
+
+    x = turned(inputs(Case(T=40, H=2, G=2), torch.float32))
+    for wanted in ([True] * 6, [True, False, False, False, True, False]):
+        torch.library.opcheck(path_backward_op, backward_call(x, wanted), test_utils=("test_schema", "test_faketensor"))
+
+
+FROZEN = {  # wanted alone: kernels of the backward that it has no use for
+    ("v",): {"path_dq", "path_carry_bwd", "path_node_bwd", "path_block_bwd", "path_product_bwd", "dgate"},
+    ("q",): {"path_node_bwd", "path_product_bwd", "dgate"},
+    ("k", "v"): {"path_dq", "path_node_bwd", "path_product_bwd", "dgate"},
+    ("w",): {"dgate"},
+    ("log_decay",): {"path_carry_bwd", "path_node_bwd", "path_block_bwd", "path_product_bwd"},
+}
+
+
+@functools.cache
+def all_gradients() -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """A call of the backward op for all gradients, and what it gave."""
+    from attnzoo.kernels.path.op import path_backward_op
+
+    call = backward_call(turned(inputs(Case(T=150, H=2, G=1, gate="open"), torch.float32)), [True] * 6)
+    return call, path_backward_op(*call)
+
+
+@pytest.mark.parametrize("names", FROZEN, ids="+".join)
+def test_no_kernel_runs_for_gradients_that_nobody_wants(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of some inputs only, from an upstream gradient of any stride: the numbers are those of all gradients."""
+    from attnzoo.kernels.path.op import path_backward_op
+
+    (*call, _), full = all_gradients()
+    ran = set()
+    if DEVICE == "cpu":
+        from triton.runtime.interpreter import InterpretedFunction
+
+        launch = InterpretedFunction.run
+        monkeypatch.setattr(InterpretedFunction, "run", lambda f, *a, **kw: ran.add(f.__name__) or launch(f, *a, **kw))
+    some = path_backward_op(*call, [n in names for n in ORDER])
+    for name, got, want in zip(ORDER, some, full, strict=True):
+        if name in names:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"d{n}: {m}")
+        else:
+            assert got.numel() == 0
+    assert not {k for k in ran for useless in FROZEN[names] if k.startswith(useless)}
+    assert ran or DEVICE != "cpu"
+
+
+def test_frozen_inputs_have_no_gradient() -> None:
+    x = inputs(Case(T=40, gate="open"), torch.float32)
+    for names in (("v", "beta"), ("q", "log_decay")):
+        leaves = {n: x[n].detach().requires_grad_(n in names) for n in ORDER}
+        path_attention(**leaves, impl="triton").square().sum().backward()
+        assert {n for n, t in leaves.items() if t.grad is not None} == set(names)
+
+
 def layer(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, beta: torch.Tensor, log_gate: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, beta: torch.Tensor, log_decay: torch.Tensor
 ) -> torch.Tensor:
-    return path_attention(q * 2, k, v, w=w, beta=beta, log_gate=log_gate, prune=Prune(), impl="triton") + 1
+    return path_attention(q * 2, k, v, w=w, beta=beta, log_decay=log_decay, prune=Prune(), impl="triton") + 1
 
 
 def named(fn: Any) -> Any:
-    return lambda q, k, v, w, beta, log_gate: fn(q, k, v, w, beta, log_gate)
+    return lambda q, k, v, w, beta, log_decay: fn(q, k, v, w, beta, log_decay)
 
 
 def test_compiles_as_one_graph_for_any_length() -> None:
@@ -57,7 +133,7 @@ def test_compiles_as_one_graph_for_any_length() -> None:
 
 def test_autocast_casts_the_operands_and_keeps_the_gates() -> None:
     x = inputs(Case(T=66, gate="open"), torch.float32)
-    gates = {name: x[name].half() for name in ("w", "beta", "log_gate")}
+    gates = {name: x[name].half() for name in ("w", "beta", "log_decay")}
     with torch.autocast(DEVICE, dtype=torch.float16):
         o = path_attention(x["q"], x["k"], x["v"], **gates, impl="triton")
     half = (x[n].half() for n in "qkv")
@@ -85,7 +161,7 @@ def test_broadcast_keys_and_gradients() -> None:
     def grads(heads: int) -> tuple[torch.Tensor, ...]:
         wide = (t.expand(1, 66, heads, 16) for t in (k, v))
         w_, beta_ = w.expand(1, 66, heads, 16), beta.expand(1, 66, heads)
-        o = path_attention(q, *wide, w=w_, beta=beta_, log_gate=x["log_gate"], impl="triton")
+        o = path_attention(q, *wide, w=w_, beta=beta_, log_decay=x["log_decay"], impl="triton")
         return torch.autograd.grad(o.sum(), leaves)
 
     for a, b in zip(grads(2), grads(1), strict=True):
@@ -98,7 +174,7 @@ def test_auto_takes_what_the_device_can_run(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO, "attnzoo.kernels.path"):
         with pytest.raises(ValueError, match=r"w: expected q's dtype \(torch.float32\)"):
             path_attention(x["q"].float(), x["k"].float(), x["v"].float(), w=x["w"], beta=x["beta"])
-        x["log_gate"] = x["log_gate"].float()
+        x["log_decay"] = x["log_decay"].float()
         o = path_attention(**x)  # no float64 kernel
     assert torch.equal(o, path_reference(**x))
     assert "path_attention: auto picked reference (expected bfloat16, float16 or float32" in caplog.text
@@ -153,14 +229,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"beta": torch.ones(1, 4)}, r"beta: expected \[B, T, G\] = \(1, 4, 2\), got \(1, 4\)"),
     ({"beta": torch.full((1, 4, 2), 2.5)}, r"beta: expected values in \[0, 2\], got 2.5 to 2.5"),
     ({"beta": torch.full((1, 4, 2), torch.nan)}, r"beta: expected values in \[0, 2\]"),
-    ({"log_gate": torch.zeros(2)}, r"log_gate: expected \[B, T, H\], got shape \(2,\)"),
-    ({"log_gate": torch.zeros(1, 4, 1)}, r"log_gate: expected \[B=1, S=4, H=2\]"),
-    ({"log_gate": torch.zeros(1, 4, 2, dtype=torch.float16)}, r"log_gate: expected float32"),
-    ({"log_gate": torch.full((1, 4, 2), 0.5)}, r"log_gate: expected log gates <= 0"),
+    ({"log_decay": torch.zeros(2)}, r"log_decay: expected \[B, T, H\], got shape \(2,\)"),
+    ({"log_decay": torch.zeros(1, 4, 1)}, r"log_decay: expected \[B=1, S=4, H=2\]"),
+    ({"log_decay": torch.zeros(1, 4, 2, dtype=torch.float16)}, r"log_decay: expected float32"),
+    ({"log_decay": torch.full((1, 4, 2), 0.5)}, r"log_decay: expected log gates <= 0"),
     ({"logit_bound": torch.zeros(1)}, r"logit_bound: expected"),
     ({"cu_seqlens": torch.zeros(3)}, r"cu_seqlens: expected int32 or int64"),
     ({"scale": -1.0}, r"scale: expected a positive number"),
-    ({"prune": Prune(), "log_gate": None}, r"prune: expected a log_gate"),
+    ({"prune": Prune(), "log_decay": None}, r"prune: expected a log_decay"),
     ({"prune": 1e-3}, r"prune: expected attnzoo.Prune"),
     ({"impl": "cuda"}, r"impl: expected one of"),
 ]
@@ -169,7 +245,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[m[:22] for _, m in BAD])
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
     args: dict[str, Any] = {n: torch.zeros(1, 4, 2, 16) for n in "qkv"}
-    args |= {"w": UNIT, "beta": torch.ones(1, 4, 2), "log_gate": torch.zeros(1, 4, 2)} | change
+    args |= {"w": UNIT, "beta": torch.ones(1, 4, 2), "log_decay": torch.zeros(1, 4, 2)} | change
     with pytest.raises(ValueError, match=message):
         path_attention(**args)
 
@@ -195,6 +271,8 @@ def test_compiles_with_inductor() -> None:
     for T in (300, 700):
         case = Case(T=T, K=64, V=64, gate="open")
         x = inputs(case, torch.bfloat16)
+        if T == 700:
+            x = turned(x)
         got, want = run(named(compiled), case, x), run(named(layer), case, x)
         for name in want:
             torch.testing.assert_close(got[name], want[name], rtol=2e-2, atol=2e-2)

@@ -24,7 +24,7 @@ def starts(x: dict[str, Tensor], prune: Prune, scale: float, logit_bound: Tensor
     """The first key of each row unit as the kernels find it."""
     from attnzoo.kernels.path import op
 
-    parts = (x[name] for name in ("q", "k", "w", "beta", "log_gate"))
+    parts = (x[name] for name in ("q", "k", "w", "beta", "log_decay"))
     start = op.starts(*parts, None, logit_bound, scale, prune.bound, prune.log_eps)[1]
     assert start is not None
     return start
@@ -34,7 +34,7 @@ def logits(x: dict[str, Tensor], scale: float) -> Tensor:
     """In float64, -inf where a row does not look."""
     q, k, w, beta = (x[name].double() for name in ("q", "k", "w", "beta"))
     B, T, H, _ = q.shape
-    c, closed = running_sums(x["log_gate"], B, T, H, q.device)
+    c, closed = running_sums(x["log_decay"], B, T, H, q.device)
     pos = torch.arange(T, device=q.device)
     visible = (pos <= pos[:, None]) & (pos >= first_visible(closed, None, None)[..., None])
     s = scale * path_scores(q, k, w, beta)
@@ -55,7 +55,7 @@ def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
     x = inputs(Case(T=520, H=1, gate=gate), torch.float32)
     prune = Prune(bound=bound)  # type: ignore[arg-type]
     found = starts(x, prune, 0.1).long()
-    c, closed = running_sums(x["log_gate"], 1, 520, 1, x["q"].device)
+    c, closed = running_sums(x["log_decay"], 1, 520, 1, x["q"].device)
     parts = (x["q"], x["k"], x["w"], x["beta"])
     exact = prune_starts_reference(*parts, c, first_visible(closed, None, None), 0.1, prune)
     assert bool((found <= exact).all())  # rounding may only prune less
@@ -67,9 +67,9 @@ def test_boundaries_follow_their_definition(bound: str, gate: str) -> None:
 def test_rows_that_drop_nothing_are_told_by_their_gates() -> None:
     """The log-sum-exp of such rows is not computed; from where it is, boundaries are those of the definition."""
     x = inputs(Case(T=1800, H=1, beta="zero"), torch.float32)
-    x["log_gate"] = torch.full_like(x["log_gate"], -0.008)
+    x["log_decay"] = torch.full_like(x["log_decay"], -0.008)
     found = starts(x, Prune(), 0.1).long()
-    c, closed = running_sums(x["log_gate"], 1, 1800, 1, x["q"].device)
+    c, closed = running_sums(x["log_decay"], 1, 1800, 1, x["q"].device)
     parts = (x["q"], x["k"], x["w"], x["beta"])
     exact = prune_starts_reference(*parts, c, first_visible(closed, None, None), 0.1, Prune())
     assert 0 < int((exact == 0).sum()) < exact.numel()
@@ -89,7 +89,7 @@ def adversary(kind: str) -> dict[str, Tensor]:
     """Inputs built against the certificate; decay fast enough to prune."""
     T, K = 640, 16
     x = inputs(Case(T=T, H=1, K=K), torch.float32, seed=1)
-    x["log_gate"] = torch.full((1, T, 1), -0.15)
+    x["log_decay"] = torch.full((1, T, 1), -0.15)
     if kind == "at the bound":  # far keys aligned with every query, near ones against it: |logit| = U everywhere
         x["q"], x["k"] = torch.ones(1, T, 1, K), torch.ones(1, T, 1, K)
         x["k"][:, ::2] = -1.0
@@ -108,10 +108,10 @@ def adversary(kind: str) -> dict[str, Tensor]:
         g = torch.where(torch.arange(T) // 64 % 2 == 0, 0.0, -0.5)
         g[300] = -math.inf
         g[301:] = -0.2
-        x["log_gate"] = g[None, :, None]
+        x["log_decay"] = g[None, :, None]
     elif kind == "all at once":  # a burst: no decay for 500 tokens, then 30 nats in one
-        x["log_gate"] = torch.zeros(1, T, 1)
-        x["log_gate"][:, 511] = -30.0
+        x["log_decay"] = torch.zeros(1, T, 1)
+        x["log_decay"][:, 511] = -30.0
     return {name: t.to(DEVICE) for name, t in x.items()}
 
 
@@ -143,13 +143,13 @@ def test_a_known_bound_counts_beside_the_norms() -> None:
 def test_kept_fraction_agrees_with_the_reference() -> None:
     x = inputs(Case(T=400, gate="open"), torch.float32)
     parts = {"w": x["w"], "beta": x["beta"]}
-    args: dict[str, Any] = {"log_gate": x["log_gate"], "prune": Prune(), "scale": 0.1, **parts}
+    args: dict[str, Any] = {"log_decay": x["log_decay"], "prune": Prune(), "scale": 0.1, **parts}
     ours, dense = (kept_fraction(x["q"], x["k"], impl=impl, **args) for impl in ("triton", "reference"))
     assert ours.shape == (1, 2)
     assert bool(((ours >= dense) & (ours <= dense + 0.1) & (dense < 1)).all())
-    open_gate = torch.zeros_like(x["log_gate"])
+    open_gate = torch.zeros_like(x["log_decay"])
     for impl in ("triton", "reference"):
-        assert bool((kept_fraction(x["q"], x["k"], **parts, log_gate=open_gate, prune=Prune(), impl=impl) == 1).all())
+        assert bool((kept_fraction(x["q"], x["k"], **parts, log_decay=open_gate, prune=Prune(), impl=impl) == 1).all())
 
 
 def test_nothing_of_a_pruned_key_reaches_the_result() -> None:

@@ -62,7 +62,7 @@ def read_level(scores: Tensor, q: Tensor, k: Tensor, level: tr.Level) -> None:
         scores[:, :, rows, cols] = pairs(q[:, u * h : u * h + end], k[:, u * h : (u + 1) * h])
 
 
-def assemble(block: tr.Block, levels: tr.Levels, T: int) -> Tensor:
+def assemble(block: tr.Leaves, levels: tr.Levels, T: int) -> Tensor:
     """All scores from the levels, as the attention kernels read them."""
     B, nC, H = block.diag.shape[:3]
     scores = block.diag.new_zeros(B, H, nC * 64, nC * 64)
@@ -89,7 +89,7 @@ def test_levels_give_every_score(case: tuple[int, ...]) -> None:
 def test_block_level_backward_is_the_derivative(case: tuple[int, ...]) -> None:
     x = [t.requires_grad_() for t in draw(*case)]
     out = dense.block_level(*x)
-    d = tr.Block(*(torch.randn_like(t) for t in out))
+    d = tr.Leaves(*(torch.randn_like(t) for t in out))
     expected = torch.autograd.grad(out, x, d)
     for name, a, b in zip(("q", "k", "w", "beta"), dense.block_level_backward(*x, d), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"d{n}: {m}")
@@ -126,7 +126,7 @@ def test_carry_backward_is_the_derivative(case: tuple[int, ...]) -> None:
     T = case[1]
     block = dense.block_level(*draw(*case))
     q, k, m = (t.detach().requires_grad_() for t in block[1:])
-    block = tr.Block(block.diag, q, k, m)
+    block = tr.Leaves(block.diag, q, k, m)
     carried = dense.carry(block)
     d = random_like(carried.levels, T)
     zq, zk, dq, dk = level_zero(q, k)
@@ -219,10 +219,10 @@ def test_block_kernels_within_budget(case: tuple[int, ...], hard: bool, dtype: t
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):  # its products are in bf16 too
         plain = dense.block_level(*x)
     ours = ours._replace(diag=ours.diag.tril(), m=ours.m.float().sum(0)[:, : plain.m.shape[1]])
-    for name, a, b, c in zip(tr.Block._fields, exact, ours, plain, strict=True):
+    for name, a, b, c in zip(tr.Leaves._fields, exact, ours, plain, strict=True):
         within(name, a, b, c, dtype)
 
-    d = tr.Block(*(torch.randn_like(t) for t in ours))
+    d = tr.Leaves(*(torch.randn_like(t) for t in ours))
     exact_d = dense.block_level_backward(*(t.double() for t in x), doubled(d))
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
         plain_d = dense.block_level_backward(*x, d)
@@ -245,7 +245,7 @@ def test_block_kernels_take_views_of_any_scale() -> None:
     assert torch.equal(ours.k[:, :, 0], x[1][:1, :, 1])
     exact = dense.block_level(*(t.double() for t in part))
     assert (ours.diag.tril() - exact.diag).norm() <= 1e-5 * exact.diag.norm()
-    d = tr.Block(*(torch.randn_like(t) * 1e-4 for t in ours))
+    d = tr.Leaves(*(torch.randn_like(t) * 1e-4 for t in ours))
     out = [torch.full_like(t, torch.nan) for t in x]
     blocks.block_level_backward(*part, d, out=tuple(t[:1, :, 1:3] for t in out))
     for got, new in zip(out, blocks.block_level_backward(*part, d), strict=True):

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.jit
 def backward_tile(b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,
-                  dq_empty, it, i, b_bias, b_s, p_sum, p_left, p_start, off, T, scale2, BT: gl.constexpr,
-                  BS: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr,
+                  dq_empty, it, i, b_bias, b_s, p_sum, p_since, p_start, off, T, scale2, BT: gl.constexpr,
+                  BS: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr,
                   HAS_START: gl.constexpr, RU: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr, L_K: gl.constexpr,
                   L_V: gl.constexpr, L_Q: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """dK, dV, column sums of dS, and this tile's part of dQ, from the row tile at row i.
@@ -44,9 +44,9 @@ def backward_tile(b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s
     b_p = gl.exp2(b_y - b_lse)
     if MASK:
         m_y = b_s[:, None] <= (off + i + o_t)[None, :]
-        if HAS_LEFT:
-            b_left = gl.load(p_left + off + i + o_t, mask=i + o_t < T, other=0)
-            m_y = m_y & (b_s[:, None] >= b_left[None, :])
+        if HAS_SINCE:
+            b_since = gl.load(p_since + off + i + o_t, mask=i + o_t < T, other=0)
+            m_y = m_y & (b_s[:, None] >= b_since[None, :])
         if HAS_START:
             m_y = m_y & (b_s >= gl.load(p_start + i // RU))[:, None]
         b_p = gl.where(m_y, b_p, 0.0)

@@ -10,21 +10,21 @@ from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at
 
 
 @gluon.jit
-def key_tiles(p_left, p_start, i_t, p_first, p_last, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr,
-              HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr):  # fmt: skip
+def key_tiles(p_since, p_start, i_t, p_first, p_last, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr,
+              HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr):  # fmt: skip
     """Key tiles of a row block: n_diag from mid and n_left from lo need a mask, then those from full to mid do not.
 
     Also the first key that pruning keeps.
     """
-    lo, left, start = 0, 0, 0
-    if HAS_LEFT:
-        lo = gl.load(p_left + p_first) // BS
-        left = gl.load(p_left + p_last)
+    lo, since, start = 0, 0, 0
+    if HAS_SINCE:
+        lo = gl.load(p_since + p_first) // BS
+        since = gl.load(p_since + p_last)
     if HAS_START:
         start = gl.load(p_start + i_t * BT // RU)
         lo = gl.maximum(lo, start // BS)
-        left = gl.maximum(left, start)
-    n_left = gl.cdiv(gl.maximum(left - lo * BS, 0), BS)
+        since = gl.maximum(since, start)
+    n_left = gl.cdiv(gl.maximum(since - lo * BS, 0), BS)
     full = lo + n_left
     mid = gl.maximum(full, (p_first + 1) // BS)
     n_diag = gl.maximum(gl.cdiv(p_last + 1, BS) - mid, 0)
@@ -83,8 +83,8 @@ def _row_maximum(b_y, BR: gl.constexpr, BS: gl.constexpr, L_R: gl.constexpr):
 
 
 @gluon.jit
-def tile_weights(b_y, b_m, b_l, b_bias, s, b_pos, b_left, scale2, BR: gl.constexpr, BS: gl.constexpr,
-                 GATE: gl.constexpr, LEFT: gl.constexpr, L_S: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def tile_weights(b_y, b_m, b_l, b_bias, s, b_pos, b_since, scale2, BR: gl.constexpr, BS: gl.constexpr,
+                 GATE: gl.constexpr, SINCE: gl.constexpr, L_S: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Online softmax of one tile of scores, at key s: the weights, the factor of what came before, maximum and sum.
 
     Without a gate the maximum is taken before the scale, which is positive.
@@ -95,8 +95,8 @@ def tile_weights(b_y, b_m, b_l, b_bias, s, b_pos, b_left, scale2, BR: gl.constex
         scale2 = 1.0
     if MASK:
         m_y = (s + o_s)[None, :] <= b_pos[:, None]
-        if LEFT:
-            m_y = m_y & ((s + o_s)[None, :] >= b_left[:, None])
+        if SINCE:
+            m_y = m_y & ((s + o_s)[None, :] >= b_since[:, None])
         b_y = gl.where(m_y, b_y, float("-inf"))
     b_mn = gl.maximum(b_m, _row_maximum(b_y, BR, BS, gl.SliceLayout(1, L_S)) * scale2)
     b_ms = b_mn
@@ -108,8 +108,8 @@ def tile_weights(b_y, b_m, b_l, b_bias, s, b_pos, b_left, scale2, BR: gl.constex
 
 
 @gluon.jit
-def softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, s, b_pos, b_left, scale2, BR: gl.constexpr, BS: gl.constexpr,
-                 BK: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, LEFT: gl.constexpr, STAGES: gl.constexpr,
+def softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, s, b_pos, b_since, scale2, BR: gl.constexpr, BS: gl.constexpr,
+                 BK: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, SINCE: gl.constexpr, STAGES: gl.constexpr,
                  L_S: gl.constexpr, L_O: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """The n-th tile's weights times v, beside the scores and the weights of the next one, at key s."""
     k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v = ring
@@ -119,7 +119,7 @@ def softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, s, b_pos, b_left, scale2, BR
     b_bias = bias_s.index(b_n).load(gl.SliceLayout(0, L_S))
     b_y = warpgroup_mma_wait(1, [b_y])
     mbarrier.arrive(empty_k.index(b_n), count=1)
-    b_p, b_a, b_m, b_l = tile_weights(b_y, b_m, b_l, b_bias, s, b_pos, b_left, scale2, BR, BS, GATE, LEFT, L_S, MASK)
+    b_p, b_a, b_m, b_l = tile_weights(b_y, b_m, b_l, b_bias, s, b_pos, b_since, scale2, BR, BS, GATE, SINCE, L_S, MASK)
     b_ph = gl.convert_layout(b_p.to(v_s.dtype), gl.DotOperandLayout(0, L_O, 2))
     # A wait that can branch: without it ptxas moves the exponentials behind the wait for the product.
     mbarrier.wait(full_v.index(b_n), (n + 1) // STAGES & 1)
@@ -138,9 +138,9 @@ def last_step(b_o, b_ph, ring, n, BS: gl.constexpr, BV: gl.constexpr, STAGES: gl
 
 
 @gluon.jit
-def store_rows(b_o, b_m, b_l, p_o, p_low, p_lse, stride, r, T, V: gl.constexpr, BR: gl.constexpr, BV: gl.constexpr,
-               HAS_LOW: gl.constexpr, L_S: gl.constexpr, L_O: gl.constexpr):  # fmt: skip
-    """The results of BR rows from r on, where a row of p_o and p_low has ``stride`` elements."""
+def store_rows(b_o, b_m, b_l, p_o, p_rest, p_lse, stride, r, T, V: gl.constexpr, BR: gl.constexpr, BV: gl.constexpr,
+               HAS_REST: gl.constexpr, L_S: gl.constexpr, L_O: gl.constexpr):  # fmt: skip
+    """The results of BR rows from r on, where a row of p_o and p_rest has ``stride`` elements."""
     L_W: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [4, 1], [1, 0])
     L_R: gl.constexpr = gl.SliceLayout(1, L_S)
     b_o = b_o / gl.convert_layout(b_l, gl.SliceLayout(1, L_O))[:, None]
@@ -149,8 +149,8 @@ def store_rows(b_o, b_m, b_l, p_o, p_low, p_lse, stride, r, T, V: gl.constexpr, 
     p_ot = o_t[:, None].to(gl.int64) * stride + o_v[None, :]
     m_o = (o_t < T)[:, None] & (o_v < V)[None, :]
     gl.store(p_o + p_ot, gl.convert_layout(b_oh, L_W), mask=m_o)
-    if HAS_LOW:  # what the rounding dropped
-        b_low = (b_o - b_oh.to(gl.float32)).to(p_low.dtype.element_ty)
-        gl.store(p_low + p_ot, gl.convert_layout(b_low, L_W), mask=m_o)
+    if HAS_REST:  # what the rounding dropped
+        b_rest = (b_o - b_oh.to(gl.float32)).to(p_rest.dtype.element_ty)
+        gl.store(p_rest + p_ot, gl.convert_layout(b_rest, L_W), mask=m_o)
     o_r = r + gl.arange(0, BR, L_R)
     gl.store(p_lse + o_r, b_m + gl.log2(b_l), mask=o_r < T)

@@ -13,22 +13,22 @@ from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.hopper.backward_tile import tile_order
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
-from attnzoo.kernels.common.launching import can_describe, gate_kind, head_block, left_strides
+from attnzoo.kernels.common.launching import can_describe, gate_kind, head_block, since_strides
 from attnzoo.kernels.common.row_delta import sink_weight
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.common.tiles import HOPPER_BACKWARD
 
-from .backward_kernel import fox_bwd_kernel
+from .backward_kernel import fox_bwd_hopper_kernel
 
 
 @triton.jit(do_not_specialize=["T", "S"])
-def fox_rows_kernel(
-    p_o, p_low, p_do, p_lse, p_rows, p_delta, p_w, p_c, p_base, p_g, p_sink, T, S,
+def fox_bwd_rows_kernel(
+    p_o, p_rest, p_do, p_lse, p_rows, p_delta, p_w, p_c, p_base, p_g, p_sink, T, S,
     stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
-    GATE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LOW: tl.constexpr,
+    GATE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
-    """lse and delta = dO . (O + low), [B, H, Tp] with Tp rounded up to RU; with a sink its weight times delta."""
+    """lse and delta = dO . (O + o_rest), [B, H, Tp] with Tp rounded up to RU; with a sink its weight times delta."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
@@ -36,8 +36,8 @@ def fox_rows_kernel(
     p_ot = i_b * stride_ob + i_h * stride_oh + r * stride_ot
     p_dt = p_do + i_b * stride_db + i_h * stride_dh + r * stride_dt
     b_o = load_tile(p_o + p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
-    if HAS_LOW:
-        b_o += load_tile(p_low + p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
+    if HAS_REST:
+        b_o += load_tile(p_rest + p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
     b_do = load_tile(p_dt, o_t, o_v, stride_dt, T - i_t * BT, V, BV, True).to(tl.float32)
     o_r = i_t * BT + o_t
     p_r = i_bh.to(tl.int64) * T + o_r
@@ -53,13 +53,13 @@ def fox_rows_kernel(
 
 @triton.jit(do_not_specialize=["T", "S"])
 def fox_finish_kernel(
-    p_x, p_dq, p_sum, p_w, p_dc, T, S, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
+    p_tiles, p_dq, p_sum, p_w, p_dc, T, S, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
     RU: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GATE: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
     """dQ [B, T, H, K] in the inputs' dtype; E, beyond the sink's share p_w, is taken off the columns."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     n_t = tl.cdiv(T, RU) * (RU // BT)
-    b_x = tl.load(p_x + (i_bh.to(tl.int64) * n_t + i_t) * (BT * BK) + tl.arange(0, BT * BK))
+    b_x = tl.load(p_tiles + (i_bh.to(tl.int64) * n_t + i_t) * (BT * BK) + tl.arange(0, BT * BK))
     o_t, o_k = i_t * BT + tl.arange(0, BT), tl.arange(0, BK)
     m_t = o_t < T
     p_dqt = p_dq + (((i_bh // H).to(tl.int64) * T + o_t) * H + i_bh % H)[:, None] * K + o_k[None, :]
@@ -75,19 +75,20 @@ def fox_finish_kernel(
         tl.store(p_dct, tl.load(p_dct, mask=m_t, other=0.0) - b_e, mask=m_t)
 
 
-def fox_backward_one_pass(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, low: Tensor | None, lse: Tensor, log_gate: Tensor | None,
-    sink: Tensor | None, c: Tensor | None, base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float,
+def fox_backward_hopper(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, o_rest: Tensor | None, lse: Tensor,
+    log_decay: Tensor | None, sink: Tensor | None, c: Tensor | None, base: Tensor | None, since: Tensor | None,
+    start: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """As ``portable.backward.fox_backward``, where ``plan.one_pass`` holds.
 
-    low [B, T, H, V] is what the rounding of o dropped.
+    o_rest [B, T, H, V] is what the rounding of o dropped.
     Works on B H T K float32 numbers beside its results. Not deterministic.
     """
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     t, BK, BV = HOPPER_BACKWARD, head_block(K), head_block(V)
-    gate, has_sink = gate_kind(log_gate), sink is not None
+    gate, has_sink = gate_kind(log_decay), sink is not None
     if do.stride(-1) != 1 or not can_describe(do):
         do = do.contiguous()
     n_t = triton.cdiv(T, ROW_UNIT) * (ROW_UNIT // t.BT)
@@ -95,30 +96,30 @@ def fox_backward_one_pass(
     sums = lse.new_zeros((B * H, n_t * t.BT // 2)) if gate else lse
     drow = torch.empty_like(lse) if has_sink else None
     dkey = lse.new_empty((B, H, S)) if gate else None
-    x = lse.new_zeros((B * H * n_t * t.BT * BK // 256, 256))  # dq in float32, tile by tile
+    dq_tiles = lse.new_zeros((B * H * n_t * t.BT * BK // 256, 256))  # dq in float32, tile by tile
     dq, dk, dv = q.new_empty((B, T, H, K)), k.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
-    gates = (lse if c is None else c, lse if base is None else base, lse if log_gate is None else log_gate)
+    gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
     p_w, p_dc = lse if drow is None else drow, lse if dkey is None else dkey
-    fox_rows_kernel[(B * H, n_t * t.BT // 64)](
-        o, o if low is None else low, do, lse, rows, delta, p_w, *gates, lse if sink is None else sink, T, S,
+    fox_bwd_rows_kernel[(B * H, n_t * t.BT // 64)](
+        o, o if o_rest is None else o_rest, do, lse, rows, delta, p_w, *gates, lse if sink is None else sink, T, S,
         *o.stride()[:3], *do.stride()[:3], H=H, V=V, BV=BV, BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate,
-        HAS_SINK=has_sink, HAS_LOW=low is not None,
+        HAS_SINK=has_sink, HAS_REST=o_rest is not None,
     )  # fmt: skip
     end, full = lse, lse
-    if left is not None or start is not None:
-        end, full = key_bounds(left, start, B, T, H, S)
+    if since is not None or start is not None:
+        end, full = key_bounds(since, start, B, T, H, S)
     d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
     keys: list[Any] = [gluon_descriptor(y, t.BS) for y in (k, v, dk, dv)]
-    fox_bwd_kernel[(triton.cdiv(S, t.BS) * B * G,)](
-        gluon_descriptor(q, t.BT), *keys[:2], gluon_descriptor(do, t.BT), *d_rows, plain_descriptor(x,
-        [t.BT * BK // 256, 256]), *keys[2:], sums, p_dc, *gates, lse if left is None else left,
+    fox_bwd_hopper_kernel[(triton.cdiv(S, t.BS) * B * G,)](
+        gluon_descriptor(q, t.BT), *keys[:2], gluon_descriptor(do, t.BT), *d_rows, plain_descriptor(dq_tiles,
+        [t.BT * BK // 256, 256]), *keys[2:], sums, p_dc, *gates, lse if since is None else since,
         lse if start is None else start, end, full, T, S, min(t.heads, B * G), scale, scale * LOG2E,
-        *left_strides(left), H=H, REP=H // G, BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate,
-        HAS_LEFT=left is not None, HAS_START=start is not None, STAGES=t.num_stages, num_warps=t.num_warps,
+        *since_strides(since), H=H, REP=H // G, BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate,
+        HAS_SINCE=since is not None, HAS_START=start is not None, STAGES=t.num_stages, num_warps=t.num_warps,
     )  # fmt: skip
     M = t.BT // 16
     fox_finish_kernel[(B * H, triton.cdiv(T, t.BT))](
-        x, dq, sums, p_w, p_dc, T, S, scale, H=H, K=K, BK=BK, BT=t.BT, RU=ROW_UNIT, M=M, N=t.num_warps // M, GATE=gate,
-        HAS_SINK=has_sink, num_warps=8,
+        dq_tiles, dq, sums, p_w, p_dc, T, S, scale, H=H, K=K, BK=BK, BT=t.BT, RU=ROW_UNIT, M=M, N=t.num_warps // M,
+        GATE=gate, HAS_SINK=has_sink, num_warps=8,
     )  # fmt: skip
     return dq, dk, dv, dkey, drow

@@ -7,7 +7,7 @@ last bits of dq and of the gate's gradient, vary between runs.
 delta is not exact here (the portable backward says why it must be for the gate), so with E_i = sum_j dS_ij, which
 should be 0, the gate's gradient takes column sums minus E: what delta's error adds to the columns of a row, E takes off
 again at the row itself, and nothing drifts. (With a sink of weight w, E_i beyond w delta.) E is kept per pair of rows.
-The forward pass keeps what the rounding of O drops (``low``), which leaves the rounding of the weights as the only
+The forward pass keeps what the rounding of O drops (``o_rest``), which leaves the rounding of the weights as the only
 error of delta.
 """
 
@@ -111,10 +111,10 @@ def _reduce(d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP
 
 @gluon.jit
 def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, keys_in, full, empty, dq_full,
-             dq_empty, p_sum, p_dc, p_c, p_base, p_g, p_left, p_start, p_end, p_full, i_b, i_g, s, T, S, scale, scale2,
+             dq_empty, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, i_b, i_g, s, T, S, scale, scale2,
              stride_lb, stride_lh, REP: gl.constexpr, H: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
              BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
-             HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+             HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Products and exponentials: each warpgroup holds dK and dV of 64 keys in registers."""
     W: gl.constexpr = gl.num_warps()
     M: gl.constexpr = BT // 16
@@ -134,26 +134,26 @@ def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, d
         i_bh = i_b.to(gl.int64) * H + i_h
         p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
         p_sumh = p_sum + i_bh * (gl.cdiv(T, RU) * (RU // 2))
-        p_lefth = p_left + i_b.to(gl.int64) * stride_lb + i_h * stride_lh
+        p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + i_h * stride_lh
         p_starth = p_start + i_bh * gl.cdiv(T, RU)
         b_slope = gluon_slope(p_g, i_h, GATE)
         b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
         b_bias = gluon_bias_at(p_ch, p_baseh, b_slope, b_ref, b_s, S, GATE, KU)
         i_lo, i_tail, i_mid, n_head, n_mask, n_mid = _row_tiles(p_end + i_bh * n_u, p_full + i_bh * n_u, s, T, S, BT,
-                                                                BS, KU, HAS_LEFT or HAS_START)  # fmt: skip
+                                                                BS, KU, HAS_SINCE or HAS_START)  # fmt: skip
         b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
         for n in range(n_mask):
             i = _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT)
             b_dk, b_dv, b_dc = backward_tile(
                 b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,
-                dq_empty, it, i, b_bias, b_s, p_sumh, p_lefth, p_starth, off, T, scale2, BT, BS, BK, BV, GATE, HAS_LEFT,
-                HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q, True)  # fmt: skip
+                dq_empty, it, i, b_bias, b_s, p_sumh, p_sinceh, p_starth, off, T, scale2, BT, BS, BK, BV, GATE,
+                HAS_SINCE, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q, True)  # fmt: skip
             it += 1
         for n in range(n_mid):
             b_dk, b_dv, b_dc = backward_tile(
                 b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,
-                dq_empty, it, i_mid + n * BT, b_bias, b_s, p_sumh, p_lefth, p_starth, off, T, scale2, BT, BS, BK, BV,
-                GATE, HAS_LEFT, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q, False)  # fmt: skip
+                dq_empty, it, i_mid + n * BT, b_bias, b_s, p_sumh, p_sinceh, p_starth, off, T, scale2, BT, BS, BK, BV,
+                GATE, HAS_SINCE, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q, False)  # fmt: skip
             it += 1
         if GATE != 0:
             gl.store(p_dc + i_bh * S + b_s, b_dc, mask=b_s < S)
@@ -166,11 +166,11 @@ def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, d
 
 
 @gluon.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
-def fox_bwd_kernel(
-    d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_sum, p_dc, p_c, p_base, p_g, p_left, p_start, p_end,
+def fox_bwd_hopper_kernel(
+    d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start, p_end,
     p_full, T, S, n_heads, scale, scale2, stride_lb, stride_lh,
     H: gl.constexpr, REP: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr,
-    RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr,
+    RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """dK, dV, column sums of dS [B, H, S]; adds to dQ (unscaled) and to sums of dS per pair of rows [B, H, Tp / 2]."""
@@ -201,14 +201,14 @@ def fox_bwd_kernel(
     gl.warp_specialize(
         [
             (_compute, (d_dk, d_dv, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, keys_in, full, empty,
-                        dq_full, dq_empty, p_sum, p_dc, p_c, p_base, p_g, p_left, p_start, p_end, p_full, i_b, i_g, s,
-                        T, S, scale, scale2, stride_lb, stride_lh, REP, H, BK, BV, BT, BS, RU, KU, GATE, HAS_LEFT,
+                        dq_full, dq_empty, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, i_b, i_g, s,
+                        T, S, scale, scale2, stride_lb, stride_lh, REP, H, BK, BV, BT, BS, RU, KU, GATE, HAS_SINCE,
                         HAS_START, STAGES)),
             (_load, (d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, keys_in, full,
                      empty, p_c, p_base, p_g, p_end, p_full, i_b, i_g, s, T, S, REP, H, BT, BS, RU, KU, GATE,
-                     HAS_LEFT or HAS_START, STAGES)),
+                     HAS_SINCE or HAS_START, STAGES)),
             (_reduce, (d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP, H, BT, BS, RU, KU,
-                       HAS_LEFT or HAS_START)),
+                       HAS_SINCE or HAS_START)),
         ],
         [1, 1],  # warps
         [24, 24],  # registers per thread; the products' warps get what is left, 240

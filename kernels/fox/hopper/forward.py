@@ -28,7 +28,7 @@ from attnzoo.kernels.common.hopper.forward_steps import (
 )
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import gate_kind, head_block, left_strides
+from attnzoo.kernels.common.launching import gate_kind, head_block, since_strides
 from attnzoo.kernels.common.tile_loads import schedule
 from attnzoo.kernels.fox.plan import HOPPER_FORWARD
 
@@ -41,13 +41,13 @@ def _tile_at(n, lo, full, mid, n_left, n_diag):
 
 
 @gluon.jit
-def _load(d_q, d_k, d_v, q_s, ring, p_c, p_base, p_g, p_left, p_start, i_b, i_h, i_t, T, S, REP: gl.constexpr,
+def _load(d_q, d_k, d_v, q_s, ring, p_c, p_base, p_g, p_since, p_start, i_b, i_h, i_t, T, S, REP: gl.constexpr,
           BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
-          HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+          HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Loader: q once; k and the bias of a key tile ahead of v of the tile before."""
     off = S - T
     p_first, p_last = i_t * BT + off, gl.minimum(i_t * BT + BT, T) - 1 + off
-    lo, full, mid, n_left, n_diag, start = key_tiles(p_left, p_start, i_t, p_first, p_last, BT, BS, RU, HAS_LEFT,
+    lo, full, mid, n_left, n_diag, start = key_tiles(p_since, p_start, i_t, p_first, p_last, BT, BS, RU, HAS_SINCE,
                                                      HAS_START)  # fmt: skip
     b_slope = gluon_slope(p_g, i_h, GATE)
     b_ref = gluon_gate_at(p_c, p_base, b_slope, i_t * BT // RU * RU + off, GATE, KU)
@@ -64,26 +64,25 @@ def _load(d_q, d_k, d_v, q_s, ring, p_c, p_base, p_g, p_left, p_start, i_b, i_h,
 
 
 @gluon.jit
-def _rows(w: gl.constexpr, q_s, ring, p_o, p_low, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, i_b, i_h, i_t, T, S,
-          scale2, H: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
-          BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr,
-          HAS_START: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LOW: gl.constexpr,
-          STAGES: gl.constexpr):  # fmt: skip
+def _rows(w: gl.constexpr, q_s, ring, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink, i_b, i_h, i_t, T,
+          S, scale2, H: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
+          BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr,
+          HAS_START: gl.constexpr, HAS_SINK: gl.constexpr, HAS_REST: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The w-th warpgroup's 64 rows."""
     k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v = ring
-    LEFT: gl.constexpr = HAS_LEFT or HAS_START
+    SINCE: gl.constexpr = HAS_SINCE or HAS_START
     BR: gl.constexpr = BT // 2
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BS, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     L_R: gl.constexpr = gl.SliceLayout(1, L_S)
     off = S - T
     p_first, p_last = i_t * BT + off, gl.minimum(i_t * BT + BT, T) - 1 + off
-    lo, full, mid, n_left, n_diag, start = key_tiles(p_left, p_start, i_t, p_first, p_last, BT, BS, RU, HAS_LEFT,
+    lo, full, mid, n_left, n_diag, start = key_tiles(p_since, p_start, i_t, p_first, p_last, BT, BS, RU, HAS_SINCE,
                                                      HAS_START)  # fmt: skip
     b_pos = p_first + w * BR + gl.arange(0, BR, L_R)
-    b_left = b_pos * 0 + start
-    if HAS_LEFT:
-        b_left = gl.maximum(b_left, gl.load(p_left + b_pos, mask=b_pos < S, other=0))
+    b_since = b_pos * 0 + start
+    if HAS_SINCE:
+        b_since = gl.maximum(b_since, gl.load(p_since + b_pos, mask=b_pos < S, other=0))
     b_m = gl.full([BR], float("-inf"), gl.float32, L_R)
     b_l = gl.zeros([BR], gl.float32, L_R)
     if HAS_SINK:  # one more logit, without a value: moved to the frame of the row unit
@@ -101,29 +100,29 @@ def _rows(w: gl.constexpr, q_s, ring, p_o, p_low, p_lse, p_c, p_base, p_g, p_lef
     b_y = warpgroup_mma_wait(0, [start_scores(q_t, ring, 0, BR, BS, BK, STAGES, L_S)])
     b_bias = bias_s.index(0).load(gl.SliceLayout(0, L_S))
     mbarrier.arrive(empty_k.index(0), count=1)
-    b_p, b_a, b_m, b_l = tile_weights(b_y, b_m, b_l, b_bias, s, b_pos, b_left, scale2, BR, BS, GATE, LEFT, L_S, True)
+    b_p, b_a, b_m, b_l = tile_weights(b_y, b_m, b_l, b_bias, s, b_pos, b_since, scale2, BR, BS, GATE, SINCE, L_S, True)
     b_ph = gl.convert_layout(b_p.to(v_s.dtype), gl.DotOperandLayout(0, L_O, 2))
     mbarrier.wait(full_v.index(0), 0)
     for n in range(n_mask - 1):
         s = _tile_at(n + 1, lo, full, mid, n_left, n_diag) * BS
-        b_o, b_ph, b_m, b_l = softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, s, b_pos, b_left, scale2, BR, BS, BK, BV,
-                                           GATE, LEFT, STAGES, L_S, L_O, True)  # fmt: skip
+        b_o, b_ph, b_m, b_l = softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, s, b_pos, b_since, scale2, BR, BS, BK, BV,
+                                           GATE, SINCE, STAGES, L_S, L_O, True)  # fmt: skip
     for n in range(n_mask - 1, n_all - 1):
-        b_o, b_ph, b_m, b_l = softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, 0, b_pos, b_left, scale2, BR, BS, BK, BV,
-                                           GATE, LEFT, STAGES, L_S, L_O, False)  # fmt: skip
+        b_o, b_ph, b_m, b_l = softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, 0, b_pos, b_since, scale2, BR, BS, BK, BV,
+                                           GATE, SINCE, STAGES, L_S, L_O, False)  # fmt: skip
     b_o = last_step(b_o, b_ph, ring, n_all - 1, BS, BV, STAGES)
     p_ot = (i_b.to(gl.int64) * T * H + i_h) * V
-    store_rows(b_o, b_m, b_l, p_o + p_ot, p_low + p_ot, p_lse, H * V, i_t * BT + w * BR, T, V, BR, BV, HAS_LOW, L_S,
+    store_rows(b_o, b_m, b_l, p_o + p_ot, p_rest + p_ot, p_lse, H * V, i_t * BT + w * BR, T, V, BR, BV, HAS_REST, L_S,
                L_O)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
-def fox_fwd_kernel(
-    d_q, d_k, d_v, p_o, p_low, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, T, S, n_heads, scale2, stride_lb,
+def fox_fwd_hopper_kernel(
+    d_q, d_k, d_v, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink, T, S, n_heads, scale2, stride_lb,
     stride_lh,
     H: gl.constexpr, REP: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
-    BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_START: gl.constexpr, HAS_SINK: gl.constexpr, HAS_LOW: gl.constexpr, STAGES: gl.constexpr,
+    BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr,
+    HAS_START: gl.constexpr, HAS_SINK: gl.constexpr, HAS_REST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per BT rows, the longest rows first."""
     n_t = gl.cdiv(T, BT)
@@ -146,17 +145,17 @@ def fox_fwd_kernel(
     ring = (k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v)
     p_c += i_bh.to(gl.int64) * (gl.cdiv(S, KU) * KU)
     p_base += i_bh.to(gl.int64) * (gl.cdiv(S, KU) + 1)
-    p_left += i_b.to(gl.int64) * stride_lb + i_h * stride_lh
+    p_since += i_b.to(gl.int64) * stride_lb + i_h * stride_lh
     p_start += i_bh.to(gl.int64) * gl.cdiv(T, RU)
     p_lse += i_bh.to(gl.int64) * T
     gl.warp_specialize(
         [
-            (_rows, (0, q_s, ring, p_o, p_low, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, i_b, i_h, i_t, T, S,
-                     scale2, H, V, BK, BV, BT, BS, RU, KU, GATE, HAS_LEFT, HAS_START, HAS_SINK, HAS_LOW, STAGES)),
-            (_rows, (1, q_s, ring, p_o, p_low, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, i_b, i_h, i_t, T, S,
-                     scale2, H, V, BK, BV, BT, BS, RU, KU, GATE, HAS_LEFT, HAS_START, HAS_SINK, HAS_LOW, STAGES)),
-            (_load, (d_q, d_k, d_v, q_s, ring, p_c, p_base, p_g, p_left, p_start, i_b, i_h, i_t, T, S, REP, BT, BS, RU,
-                     KU, GATE, HAS_LEFT, HAS_START, STAGES)),
+            (_rows, (0, q_s, ring, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink, i_b, i_h, i_t, T, S,
+                     scale2, H, V, BK, BV, BT, BS, RU, KU, GATE, HAS_SINCE, HAS_START, HAS_SINK, HAS_REST, STAGES)),
+            (_rows, (1, q_s, ring, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink, i_b, i_h, i_t, T, S,
+                     scale2, H, V, BK, BV, BT, BS, RU, KU, GATE, HAS_SINCE, HAS_START, HAS_SINK, HAS_REST, STAGES)),
+            (_load, (d_q, d_k, d_v, q_s, ring, p_c, p_base, p_g, p_since, p_start, i_b, i_h, i_t, T, S, REP, BT, BS, RU,
+                     KU, GATE, HAS_SINCE, HAS_START, STAGES)),
         ],
         [4, 1],  # warps, beside the four of the first
         [240, 24],  # registers per thread; the first gets what is left, 240
@@ -164,8 +163,8 @@ def fox_fwd_kernel(
 
 
 def fox_forward_hopper(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, sink: Tensor | None, c: Tensor | None,
-    base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float, low: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, c: Tensor | None,
+    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, o_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As ``portable.forward.fox_forward``, where ``plan.hopper_forward`` holds."""
     B, T, H, K = q.shape
@@ -173,13 +172,13 @@ def fox_forward_hopper(
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
     BK, BV = head_block(K), head_block(V)
     t = HOPPER_FORWARD
-    fox_fwd_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+    fox_fwd_hopper_kernel[(triton.cdiv(T, t.BT) * B * H,)](
         gluon_descriptor(q, t.BT // 2), gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), o,
-        o if low is None else low, lse, lse if c is None else c, lse if base is None else base,
-        lse if log_gate is None else log_gate, lse if left is None else left, lse if start is None else start,
-        lse if sink is None else sink, T, S, min(t.heads, B * H), scale * LOG2E, *left_strides(left), H=H, REP=H // G,
-        V=V, BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_gate),
-        HAS_LEFT=left is not None, HAS_START=start is not None, HAS_SINK=sink is not None, HAS_LOW=low is not None,
-        STAGES=t.num_stages, num_warps=t.num_warps,
+        o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
+        lse if log_decay is None else log_decay, lse if since is None else since, lse if start is None else start,
+        lse if sink is None else sink, T, S, min(t.heads, B * H), scale * LOG2E, *since_strides(since), H=H, REP=H // G,
+        V=V, BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay),
+        HAS_SINCE=since is not None, HAS_START=start is not None, HAS_SINK=sink is not None,
+        HAS_REST=o_rest is not None, STAGES=t.num_stages, num_warps=t.num_warps,
     )  # fmt: skip
     return o, lse

@@ -28,7 +28,7 @@ from attnzoo.kernels.common.launching import (
     dot_precision,
     gate_kind,
     head_block,
-    left_strides,
+    since_strides,
     tile_descriptor,
 )
 from attnzoo.kernels.common.online_softmax import row_bounds
@@ -39,8 +39,8 @@ from attnzoo.kernels.fox.plan import tiles
 
 @triton.jit
 def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b, s, i_g, o_s, o_k, o_v,
-             b_pos, b_left, S, stride_ks, stride_vs, scale2, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-             BV: tl.constexpr, GATE: tl.constexpr, HAS_LEFT: tl.constexpr, ROW_SUM: tl.constexpr,
+             b_pos, b_since, S, stride_ks, stride_vs, scale2, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+             BV: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, ROW_SUM: tl.constexpr,
              TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """dQ and row sums of dS from one key tile."""
     if TMA:
@@ -56,8 +56,8 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
     b_p = tl.exp2(b_y - b_lse[:, None])
     if MASK:
         m_y = (s + o_s)[None, :] <= b_pos[:, None]
-        if HAS_LEFT:
-            m_y = m_y & ((s + o_s)[None, :] >= b_left[:, None])
+        if HAS_SINCE:
+            m_y = m_y & ((s + o_s)[None, :] >= b_since[:, None])
         b_p = tl.where(m_y, b_p, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])  # [BT, BS]
     if ROW_SUM:
@@ -67,13 +67,13 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
 
 
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
-def fox_dq_kernel(
-    p_q, p_k, p_v, p_do, p_rows, p_w, p_dq, p_c, p_base, p_g, p_left, p_start, T, S, n_heads, scale, scale2,
+def fox_dq_portable_kernel(
+    p_q, p_k, p_v, p_do, p_rows, p_w, p_dq, p_c, p_base, p_g, p_since, p_start, T, S, n_heads, scale, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dQ [B, T, H, K], and delta corrected in place; schedule and frame of the forward kernel."""
     i_t, i_bh = schedule(tl.cdiv(T, BT), n_heads)
@@ -101,17 +101,17 @@ def fox_dq_kernel(
     n_s = tl.cdiv(S, KU)
     p_c += i_bh.to(tl.int64) * (n_s * KU)
     p_base += i_bh.to(tl.int64) * (n_s + 1)
-    p_left += i_b * stride_lb + i_h * stride_lh
+    p_since += i_b * stride_lb + i_h * stride_lh
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = const_gate(p_g, i_h)
     b_ref = gate_at(p_c, p_base, b_slope, i_t * BT // RU * RU + off, GATE, KU)
-    b_left = b_pos
-    if HAS_LEFT:
-        b_left = tl.load(p_left + b_pos, mask=m_t, other=0)
+    b_since = b_pos
+    if HAS_SINCE:
+        b_since = tl.load(p_since + b_pos, mask=m_t, other=0)
     p_start += i_bh.to(tl.int64) * tl.cdiv(T, RU)
     lo, full, mid, n_left, n_diag = row_bounds(
-        p_left, p_start, i_t, p_first, p_last, BT, BS, RU, KU, HAS_LEFT, HAS_START
+        p_since, p_start, i_t, p_first, p_last, BT, BS, RU, KU, HAS_SINCE, HAS_START
     )
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT], tl.float32)
@@ -119,15 +119,15 @@ def fox_dq_kernel(
         s = tl.where(i < n_diag, mid + i, lo + i - n_diag) * BS
         b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
         b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
-                              i_h // REP, o_s, o_k, o_v, b_pos, b_left, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
-                              GATE, HAS_LEFT, GATE != 0 or HAS_SINK, TMA, PREC, True)  # fmt: skip
+                              i_h // REP, o_s, o_k, o_v, b_pos, b_since, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
+                              GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, True)  # fmt: skip
     b_shift = base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
     for i_s in range(full, mid):
         s = i_s * BS
         b_next = base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)
         b_dq, b_dr = _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_shift, i_b32, s,
-                              i_h // REP, o_s, o_k, o_v, b_pos, b_left, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
-                              GATE, HAS_LEFT, GATE != 0 or HAS_SINK, TMA, PREC, False)  # fmt: skip
+                              i_h // REP, o_s, o_k, o_v, b_pos, b_since, S, stride_ks, stride_vs, scale2, K, V, BK, BV,
+                              GATE, HAS_SINCE, GATE != 0 or HAS_SINK, TMA, PREC, False)  # fmt: skip
         b_shift = b_next
     p_dqt = p_dq + ((i_b * T + i_t * BT) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
     tl.store(p_dqt, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k[None, :] < K))
@@ -141,9 +141,9 @@ def fox_dq_kernel(
 
 
 @triton.jit
-def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_left, p_start, b_shift, i_b, i, i_h, o_t, o_k,
+def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_since, p_start, b_shift, i_b, i, i_h, o_t, o_k,
                o_v, b_s, off, T, stride_qt, stride_dt, scale2, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-               BV: tl.constexpr, RU: tl.constexpr, GATE: tl.constexpr, HAS_LEFT: tl.constexpr,
+               BV: tl.constexpr, RU: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr,
                HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """dK, dV and column sums of dS from the row tile that starts at row i."""
     if TMA:  # zeros past T and past the head dims
@@ -163,9 +163,9 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_left, p_
     b_p = tl.exp2(b_y - b_lse[None, :])  # [BS, BT]
     if MASK:
         m_y = b_s[:, None] <= (off + i + o_t)[None, :]
-        if HAS_LEFT:
-            b_left = tl.load(p_left + off + i + o_t, mask=i + o_t < T, other=0)
-            m_y = m_y & (b_s[:, None] >= b_left[None, :])
+        if HAS_SINCE:
+            b_since = tl.load(p_since + off + i + o_t, mask=i + o_t < T, other=0)
+            m_y = m_y & (b_s[:, None] >= b_since[None, :])
         if HAS_START:
             m_y = m_y & (b_s >= tl.load(p_start + i // RU))[:, None]
         b_p = tl.where(m_y, b_p, 0.0)
@@ -179,14 +179,14 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_left, p_
 
 
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
-def fox_dkdv_kernel(
-    p_q, p_k, p_v, p_do, p_rows, p_dk, p_dv, p_dc, p_c, p_base, p_g, p_left, p_start, p_end, p_full, T, S, n_heads,
+def fox_dkdv_portable_kernel(
+    p_q, p_k, p_v, p_do, p_rows, p_dk, p_dv, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, T, S, n_heads,
     scale, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dK [B, S, G, K], dV [B, S, G, V], column sums of dS [B, H, S]; one program per key tile and key head.
 
@@ -219,7 +219,7 @@ def fox_dkdv_kernel(
         n_u = tl.cdiv(S, KU)
         p_ch = p_c + i_bh * (n_u * KU)
         p_baseh = p_base + i_bh * (n_u + 1)
-        p_lefth = p_left + i_b * stride_lb + i_h * stride_lh
+        p_sinceh = p_since + i_b * stride_lb + i_h * stride_lh
         p_starth = p_start + i_bh * tl.cdiv(T, RU)
         b_slope = tl.zeros([], tl.float32)
         if GATE == 1:
@@ -229,10 +229,10 @@ def fox_dkdv_kernel(
         if GATE != 0:
             b_bias = gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, b_s < S, GATE, KU)
         i_end, i_full = T, T
-        if HAS_LEFT or HAS_START:
+        if HAS_SINCE or HAS_START:
             i_full = tl.load(p_full + i_bh * n_u + s // KU)
             i_end = tl.load(p_end + i_bh * n_u + tl.minimum((s + BS - 1) // KU, n_u - 1))
-        i_mask = tl.maximum(i_full // BT * BT, i_mid)  # from here the left mask, a bound or the end of the rows
+        i_mask = tl.maximum(i_full // BT * BT, i_mid)  # from here the mask of since, a bound or the end of the rows
         n_head = tl.cdiv(tl.maximum(tl.minimum(i_mid, i_end) - i_lo, 0), BT)
         n_tail = tl.cdiv(tl.maximum(i_end - i_mask, 0), BT)
         b_dc = tl.zeros([BS], tl.float32)
@@ -240,15 +240,15 @@ def fox_dkdv_kernel(
             i = tl.where(i_n < n_head, i_lo + i_n * BT, i_mask + (i_n - n_head) * BT)
             b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i, off, S, GATE, RU, KU)
             b_dk, b_dv, b_dc = _dkdv_tile(
-                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_lefth, p_starth, b_shift, i_b32, i, i_h,
-                o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_LEFT, HAS_START,
+                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_sinceh, p_starth, b_shift, i_b32, i, i_h,
+                o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_SINCE, HAS_START,
                 TMA, PREC, True)  # fmt: skip
         b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i_mid, off, S, GATE, RU, KU)
         for i in range(i_mid, tl.minimum(i_mask, i_end), BT):
             b_next = row_shift(p_ch, p_baseh, b_slope, b_ref, i + BT, off, S, GATE, RU, KU)
             b_dk, b_dv, b_dc = _dkdv_tile(
-                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_lefth, p_starth, b_shift, i_b32, i, i_h,
-                o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_LEFT, HAS_START,
+                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_sinceh, p_starth, b_shift, i_b32, i, i_h,
+                o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_SINCE, HAS_START,
                 TMA, PREC, False)  # fmt: skip
             b_shift = b_next
         if GATE != 0:
@@ -261,8 +261,8 @@ def fox_dkdv_kernel(
 
 
 def fox_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_gate: Tensor | None, sink: Tensor | None,
-    c: Tensor | None, base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None, sink: Tensor | None,
+    c: Tensor | None, base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the backward kernels on what the forward pass saved.
 
@@ -272,31 +272,31 @@ def fox_backward(
     """
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
-    gate, has_sink = gate_kind(log_gate), sink is not None
+    gate, has_sink = gate_kind(log_decay), sink is not None
     if do.stride(-1) != 1:
         do = do.contiguous()
     rows = lse.new_empty((B, H, triton.cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
     drow = torch.empty_like(lse) if has_sink else None
     dkey = lse.new_empty((B, H, S)) if gate else None
     dq, dk, dv = q.new_empty((B, T, H, K)), k.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
-    flags: dict[str, Any] = {"GATE": gate, "HAS_LEFT": left is not None, "HAS_START": start is not None}
+    flags: dict[str, Any] = {"GATE": gate, "HAS_SINCE": since is not None, "HAS_START": start is not None}
     flags |= {"PREC": dot_precision(q.dtype), "RU": ROW_UNIT, "KU": KEY_UNIT}
     dims: dict[str, Any] = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V)}
-    gates = (lse if c is None else c, lse if base is None else base, lse if log_gate is None else log_gate)
-    limits = (lse if left is None else left, lse if start is None else start)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *left_strides(left))
+    gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
+    limits = (lse if since is None else since, lse if start is None else start)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *since_strides(since))
     p_w = lse if drow is None else drow
     row_delta_kernel[(B * H, rows.shape[2] // 64)](
         o, do, lse, rows, p_w, *gates, lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3],
         H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink,
     )  # fmt: skip
     end, full = lse, lse
-    if left is not None or start is not None:
-        end, full = key_bounds(left, start, B, T, H, S)
+    if since is not None or start is not None:
+        end, full = key_bounds(since, start, B, T, H, S)
     t = tiles("dq", max(K, V), q.dtype, q.device)
     tma = t.tma and can_describe(k, v)
     p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
-    fox_dq_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+    fox_dq_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
         q, p_k, p_v, do, rows, p_w, dq, *gates, *limits, T, S, min(t.heads, B * H), scale, scale * LOG2E, *strides,
         **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, TMA=tma, num_warps=t.num_warps,
         num_stages=t.num_stages, maxnreg=t.maxnreg,
@@ -304,7 +304,7 @@ def fox_backward(
     t = tiles("dkdv", max(K, V), q.dtype, q.device)
     tma = t.tma and can_describe(q, do)
     p_q, p_do = (tile_descriptor(q, t.BT), tile_descriptor(do, t.BT)) if tma else (q, do)
-    fox_dkdv_kernel[(triton.cdiv(S, t.BS) * B * G,)](
+    fox_dkdv_portable_kernel[(triton.cdiv(S, t.BS) * B * G,)](
         p_q, k, v, p_do, rows, dk, dv, lse if dkey is None else dkey, *gates, *limits, end, full, T, S,
         min(t.heads, B * G), scale, scale * LOG2E, *strides, **dims, **flags,
         BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E
 from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, left_strides
+from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides
 from attnzoo.kernels.common.tile_loads import load_tile
 
 MAX_ROWS = 64  # packed rows (T * REP) up to which the keys are split
@@ -34,12 +34,12 @@ def _row_gate(p_c, p_base, b_slope, o_h, pos, m, NS, GATE: tl.constexpr, KU: tl.
 
 @triton.jit(do_not_specialize=["T", "S", "n_chunks", "stride_lb", "stride_lh"])
 def fox_split_kernel(
-    p_q, p_k, p_v, p_part, p_lse, p_c, p_base, p_g, p_left, p_start, T, S, n_chunks, scale2,
+    p_q, p_k, p_v, p_part, p_lse, p_c, p_base, p_g, p_since, p_start, T, S, n_chunks, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Normalised output [B, H, T, n_chunks, V] float32 and log2-sum-exp [B, H, T, n_chunks] of one chunk of keys."""
     i_bg, i_c = tl.program_id(0), tl.program_id(1)
@@ -54,13 +54,13 @@ def fox_split_kernel(
     if GATE == 1:
         b_slope = const_gate(p_g, i_g * REP + o_rep)
     b_ref = _row_gate(p_c, p_base, b_slope, o_h, o_t * 0 + (S - T), m_r, NS, GATE, KU)  # [BT]
-    b_left = b_pos * 0
-    if HAS_LEFT:
-        b_left = tl.load(p_left + i_b * stride_lb + (i_g * REP + o_rep) * stride_lh + b_pos, mask=m_r, other=S)
+    b_since = b_pos * 0
+    if HAS_SINCE:
+        b_since = tl.load(p_since + i_b * stride_lb + (i_g * REP + o_rep) * stride_lh + b_pos, mask=m_r, other=S)
     if HAS_START:
-        b_left = tl.maximum(b_left, tl.load(p_start + o_h, mask=m_r, other=S))
+        b_since = tl.maximum(b_since, tl.load(p_start + o_h, mask=m_r, other=S))
     first = i_c * CHUNK
-    lo = tl.maximum(first, tl.min(tl.where(m_r, b_left, S), 0) // KU * KU)
+    lo = tl.maximum(first, tl.min(tl.where(m_r, b_since, S), 0) // KU * KU)
     p_qr = p_q + i_b * stride_qb + o_t[:, None] * stride_qt + (i_g * REP + o_rep)[:, None] * stride_qh + o_k[None, :]
     b_q = tl.load(p_qr, mask=m_r[:, None] & (o_k[None, :] < K), other=0.0)  # [BT, BK]
     p_k += i_b * stride_kb + i_g * stride_kh
@@ -78,7 +78,7 @@ def fox_split_kernel(
         elif GATE == 1:
             b_shift = (b_ref - s * b_slope.to(tl.float64)).to(tl.float32)
             b_y += b_shift[:, None] - o_s.to(tl.float32)[None, :] * b_slope[:, None]
-        m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_left[:, None])
+        m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_since[:, None])
         b_y = tl.where(m_y, b_y, float("-inf"))
         b_mn = tl.maximum(b_m, tl.max(b_y, 1))
         b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)  # a row that has seen no key yet
@@ -158,25 +158,25 @@ def _tile(width: int, element_size: int) -> tuple[int, int]:
 
 
 def fox_split_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, sink: Tensor | None, c: Tensor | None,
-    base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, c: Tensor | None,
+    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch both kernels; what ``forward.fox_forward`` takes and returns, for T * H / G <= MAX_ROWS rows."""
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     chunk = _chunk(B * G, S, q.device)
-    n, gate = triton.cdiv(S, chunk), gate_kind(log_gate)
+    n, gate = triton.cdiv(S, chunk), gate_kind(log_decay)
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
     part, lses = lse.new_empty((B, H, T, n, V)), lse.new_empty((B, H, T, n))
     BK, BV = head_block(K), head_block(V)
     BS, num_stages = _tile(BK + BV, q.element_size())
     p_c, p_base = lse if c is None else c, lse if base is None else base
-    p_g = lse if log_gate is None else log_gate
+    p_g = lse if log_decay is None else log_decay
     fox_split_kernel[(B * G, n)](
-        q, k, v, part, lses, p_c, p_base, p_g, lse if left is None else left, lse if start is None else start, T, S, n,
-        scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *left_strides(left), H=H, REP=H // G, K=K,
-        V=V, BK=BK, BV=BV, BT=max(16, triton.next_power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT, GATE=gate,
-        HAS_LEFT=left is not None, HAS_START=start is not None, PREC=dot_precision(q.dtype), num_warps=4,
+        q, k, v, part, lses, p_c, p_base, p_g, lse if since is None else since, lse if start is None else start, T, S,
+        n, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *since_strides(since), H=H, REP=H // G,
+        K=K, V=V, BK=BK, BV=BV, BT=max(16, triton.next_power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT,
+        GATE=gate, HAS_SINCE=since is not None, HAS_START=start is not None, PREC=dot_precision(q.dtype), num_warps=4,
         num_stages=num_stages,
     )  # fmt: skip
     fox_combine_kernel[(B * H, T)](

@@ -20,7 +20,7 @@ from attnzoo.kernels.common.launching import (
     dot_precision,
     gate_kind,
     head_block,
-    left_strides,
+    since_strides,
     tile_descriptor,
 )
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
@@ -29,13 +29,13 @@ from attnzoo.kernels.fox.plan import tiles
 
 
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
-def fox_fwd_kernel(
-    p_q, p_k, p_v, p_o, p_low, p_lse, p_c, p_base, p_g, p_left, p_start, p_sink, T, S, n_heads, scale2,
+def fox_fwd_portable_kernel(
+    p_q, p_k, p_v, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink, T, S, n_heads, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LOW: tl.constexpr, TMA: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, HAS_REST: tl.constexpr, TMA: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per row block, the longest rows first."""
@@ -59,18 +59,18 @@ def fox_fwd_kernel(
     n_s = tl.cdiv(S, KU)
     p_c += i_bh.to(tl.int64) * (n_s * KU)
     p_base += i_bh.to(tl.int64) * (n_s + 1)
-    p_left += i_b * stride_lb + i_h * stride_lh
+    p_since += i_b * stride_lb + i_h * stride_lh
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = const_gate(p_g, i_h)
     p_ref = i_t * BT // RU * RU + off
     b_ref = gate_at(p_c, p_base, b_slope, p_ref, GATE, KU)
-    b_left = b_pos
-    if HAS_LEFT:
-        b_left = tl.load(p_left + b_pos, mask=b_pos < S, other=0)
+    b_since = b_pos
+    if HAS_SINCE:
+        b_since = tl.load(p_since + b_pos, mask=b_pos < S, other=0)
     n_u = tl.cdiv(T, RU)
     lo, full, mid, n_left, n_diag = row_bounds(
-        p_left, p_start + i_bh.to(tl.int64) * n_u, i_t, p_first, p_last, BT, BS, RU, KU, HAS_LEFT, HAS_START
+        p_since, p_start + i_bh.to(tl.int64) * n_u, i_t, p_first, p_last, BT, BS, RU, KU, HAS_SINCE, HAS_START
     )
     b_m = tl.full([BT], float("-inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
@@ -87,8 +87,8 @@ def fox_fwd_kernel(
         b_k = load_keys(p_k, i_b32, s, i_g, o_s, o_k, stride_ks, S, K, BK, TMA, True)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
         b_v = load_keys(p_v, i_b32, s, i_g, o_s, o_v, stride_vs, S, V, BV, TMA, True)
-        b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_left, scale2,
-                                     GATE, HAS_LEFT, PREC, True)  # fmt: skip
+        b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2,
+                                     GATE, HAS_SINCE, PREC, True)  # fmt: skip
     b_shift = base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
     for i_s in range(full, mid):
         s = i_s * BS
@@ -96,8 +96,8 @@ def fox_fwd_kernel(
         b_k = load_keys(p_k, i_b32, s, i_g, o_s, o_k, stride_ks, S, K, BK, TMA, False)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
         b_v = load_keys(p_v, i_b32, s, i_g, o_s, o_v, stride_vs, S, V, BV, TMA, False)
-        b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_left, scale2,
-                                     GATE, HAS_LEFT, PREC, False)  # fmt: skip
+        b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2,
+                                     GATE, HAS_SINCE, PREC, False)  # fmt: skip
         b_shift = b_next
     m_t = i_t * BT + o_t < T
     b_o = b_o / b_l[:, None]
@@ -105,19 +105,19 @@ def fox_fwd_kernel(
     m_o = m_t[:, None] & (o_v[None, :] < V)
     b_oh = b_o.to(p_o.dtype.element_ty)
     tl.store(p_o + p_ot, b_oh, mask=m_o)
-    if HAS_LOW:  # what the rounding dropped
-        tl.store(p_low + p_ot, (b_o - b_oh.to(tl.float32)).to(p_low.dtype.element_ty), mask=m_o)
+    if HAS_REST:  # what the rounding dropped
+        tl.store(p_rest + p_ot, (b_o - b_oh.to(tl.float32)).to(p_rest.dtype.element_ty), mask=m_o)
     tl.store(p_lse + i_bh.to(tl.int64) * T + i_t * BT + o_t, b_m + tl.log2(b_l), mask=m_t)
 
 
 def fox_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, sink: Tensor | None, c: Tensor | None,
-    base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float, low: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, c: Tensor | None,
+    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, o_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel. Shapes as in ``fox_attention``; last dims contiguous.
 
     Args:
-        low: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
+        o_rest: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
 
     Returns:
         o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit.
@@ -128,13 +128,13 @@ def fox_forward(
     t = tiles("fwd", max(K, V), q.dtype, q.device)
     tma = t.tma and can_describe(k, v)
     p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
-    fox_fwd_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-        q, p_k, p_v, o, o if low is None else low, lse, lse if c is None else c, lse if base is None else base,
-        lse if log_gate is None else log_gate, lse if left is None else left, lse if start is None else start,
+    fox_fwd_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+        q, p_k, p_v, o, o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
+        lse if log_decay is None else log_decay, lse if since is None else since, lse if start is None else start,
         lse if sink is None else sink, T, S, min(t.heads, B * H), scale * LOG2E, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], *left_strides(left), H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT,
-        BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_gate), HAS_LEFT=left is not None,
-        HAS_START=start is not None, HAS_SINK=sink is not None, HAS_LOW=low is not None, TMA=tma,
+        *v.stride()[:3], *since_strides(since), H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT,
+        BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay), HAS_SINCE=since is not None,
+        HAS_START=start is not None, HAS_SINK=sink is not None, HAS_REST=o_rest is not None, TMA=tma,
         PREC=dot_precision(q.dtype), num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip
     return o, lse

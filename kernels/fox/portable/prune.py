@@ -12,18 +12,18 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, NEAR_UNITS, ROW_UNIT, SLACK
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, left_strides
+from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max_kernel, prune_scan_kernel
 from attnzoo.kernels.common.tile_loads import load_tile
 
 
 @triton.jit(do_not_specialize=["T", "S", "stride_lb", "stride_lh"])
-def prune_rows_kernel(
-    p_q, p_k, p_qmax, p_kmax, p_bound, p_c, p_base, p_g, p_left, p_need, T, S, scale2, log2_s, b_none,
+def fox_prune_rows_kernel(
+    p_q, p_k, p_qmax, p_kmax, p_bound, p_c, p_base, p_g, p_since, p_need, T, S, scale2, log2_s, b_none,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
     BR: tl.constexpr, GATE: tl.constexpr, TAIL: tl.constexpr, NEAR: tl.constexpr, HAS_BOUND: tl.constexpr,
-    HAS_LEFT: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Worst row of each row unit, [B, H, T / RU] float64: c_i + U_i - l_i (tail) or c_i + 2 U + log N (paper).
 
@@ -48,16 +48,16 @@ def prune_rows_kernel(
         if b_end - gate_at(p_c, p_base, b_slope, 0, GATE, KU) <= b_none:
             p_q += i_b * stride_qb + i_h * stride_qh
             p_k += i_b * stride_kb + (i_h // REP) * stride_kh
-            p_left += i_b * stride_lb + i_h * stride_lh
+            p_since += i_b * stride_lb + i_h * stride_lh
             b_kmax = tl.load(p_kmax + i_bg)
             b_worst = tl.full([], float("-inf"), tl.float32)
             for i_r in range(RU // BR):
                 r = i_t * RU + i_r * BR
                 b_q = load_tile(p_q + r * stride_qt.to(tl.int64), o_t, o_k, stride_qt, T - r, K, BK, True)
                 b_pos, m_t = r + off + o_t, r + o_t < T
-                b_left = b_pos * 0
-                if HAS_LEFT:
-                    b_left = tl.load(p_left + b_pos, mask=m_t, other=0)
+                b_since = b_pos * 0
+                if HAS_SINCE:
+                    b_since = tl.load(p_since + b_pos, mask=m_t, other=0)
                 b_m = tl.full([BR], float("-inf"), tl.float32)
                 b_l = tl.zeros([BR], tl.float32)
                 for i_s in range(tl.maximum(p_first // KU - NEAR, 0), tl.cdiv(tl.minimum(r + off + BR, S), KU)):
@@ -66,7 +66,7 @@ def prune_rows_kernel(
                     b_shift = base_shift(p_base, b_slope, b_c, s, GATE, KU)
                     b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BR, KU]
                     b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
-                    m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_left[:, None])
+                    m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_since[:, None])
                     b_y = tl.where(m_y, b_y, float("-inf"))
                     b_mn = tl.maximum(b_m, tl.max(b_y, 1))
                     b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
@@ -84,15 +84,15 @@ def prune_rows_kernel(
 
 
 def prune_starts(
-    q: Tensor, k: Tensor, log_gate: Tensor, c: Tensor | None, base: Tensor | None, x: Tensor | None,
-    left: Tensor | None, scale: float, *,
+    q: Tensor, k: Tensor, log_decay: Tensor, c: Tensor | None, base: Tensor | None, tails: Tensor | None,
+    since: Tensor | None, scale: float, *,
     bound: str, log_eps: float, logit_bound: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT query rows, a multiple of KEY_UNIT. No host synchronisation.
 
     Args:
         q, k: [B, T, H, K] and [B, S, G, K], last dim contiguous.
-        log_gate: [B, S, H] with its sums c, base and x from ``gate_sums``, or [H] (None).
+        log_decay: [B, S, H] with its sums c, base and tails from ``gate_sums``, or [H] (None).
         logit_bound: [H], known bound of |logits| (natural units), or None to find it from the norms. The tail bound
             takes the smaller of both, and for fewer than ROW_UNIT rows this one alone.
 
@@ -101,7 +101,7 @@ def prune_starts(
     """
     B, T, H, K = q.shape
     S, G = k.shape[1], k.shape[2]
-    tail, gate, BK = bound == "tail", gate_kind(log_gate), head_block(K)
+    tail, gate, BK = bound == "tail", gate_kind(log_decay), head_block(K)
     wide = BK * q.element_size() > 256  # keep the tiles of small multiprocessors in their shared memory
     n_t = triton.cdiv(T, ROW_UNIT)
     start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device)
@@ -114,16 +114,16 @@ def prune_starts(
         norm_max_kernel[(B * G, triton.cdiv(S, 128))](k, kmax, S, *k.stride()[:3], H=G, D=K, BD=BK, BR=128)
     if not tail and logit_bound is None:
         norm_max_kernel[(B * H, triton.cdiv(T, 128))](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
-    prune_rows_kernel[(B * H, n_t)](
+    fox_prune_rows_kernel[(B * H, n_t)](
         q, k, qmax, kmax, norms if logit_bound is None else logit_bound, norms if c is None else c,
-        norms if base is None else base, log_gate, start if left is None else left, need, T, S, scale * LOG2E,
+        norms if base is None else base, log_decay, start if since is None else since, need, T, S, scale * LOG2E,
         math.log2(S), none_above(log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
-        *left_strides(left), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
+        *since_strides(since), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
         KU=KEY_UNIT, BR=32 if wide else 128, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=logit_bound is not None,
-        HAS_LEFT=left is not None, PREC=dot_precision(q.dtype), num_warps=4, num_stages=1 if wide else 2,
+        HAS_SINCE=since is not None, PREC=dot_precision(q.dtype), num_warps=4, num_stages=1 if wide else 2,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
-        need, norms if base is None else base, log_gate, norms if x is None else x, start, T, S,
+        need, norms if base is None else base, log_decay, norms if tails is None else tails, start, T, S,
         log_eps * LOG2E - SLACK, triton.cdiv(S, KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT,
         BN=min(1024, max(16, triton.next_power_of_2(n_t))), GATE=gate, TAIL=tail,
     )  # fmt: skip

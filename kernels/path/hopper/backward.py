@@ -9,21 +9,22 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
-from attnzoo.kernels.common.launching import can_describe, head_block, left_strides
-from attnzoo.kernels.path.levels import Block, Levels, levels_of
+from attnzoo.kernels.common.launching import can_describe, head_block, since_strides
+from attnzoo.kernels.path.levels import Leaves, Levels, Wanted, levels_of
 from attnzoo.kernels.path.plan import one_pass_tiles
 
-from .backward_kernel import path_bwd_kernel
+from .backward_kernel import path_bwd_hopper_kernel
 from .pair import path_finish_kernel, path_pair_kernel
 
 
-def launch_one_pass(
-    block: Block, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    left: Tensor | None, start: Tensor | None, scale: float, dv: Tensor, low: Tensor | None,
-) -> tuple[Block, Levels, Tensor | None]:  # fmt: skip
+def launch_hopper_backward(
+    block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
+    since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, dv: Tensor,
+    o_rest: Tensor | None,
+) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
     """As ``portable.backward._launch``, where ``plan.one_pass`` holds.
 
-    low is what the rounding of o dropped, laid out as o.
+    o_rest is what the rounding of o dropped, laid out as o.
     Works on the queries of the levels in float32 beside its results. Not deterministic.
     """
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
@@ -37,33 +38,34 @@ def launch_one_pass(
     Tp, Tx = (triton.cdiv(rows, ROW_UNIT) * ROW_UNIT for rows in (T, Tq))
     rows, delta = lse.new_empty((B * H, Tp)), lse.new_empty((B * H, Tp))
     sums, d_key = (lse.new_zeros((B * H, Tp // 2)), lse.new_empty((B, H, T))) if gate else (lse, lse)
-    x = lse.new_empty((n * B * H * Tx * BK // 256, 256))  # dq of the levels in float32, tile by tile
+    dq_tiles = lse.new_empty((n * B * H * Tx * BK // 256, 256))  # dq of the levels in float32, tile by tile
     own = lse.new_empty((B, G, Tp, BV))
-    d_block = Block(torch.empty_like(block.diag), torch.empty_like(block.q), torch.empty_like(block.k), block.m)
+    d_block = Leaves(torch.empty_like(block.diag), torch.empty_like(block.q), torch.empty_like(block.k), block.m)
     d_levels = Levels(torch.empty_like(levels.q), torch.empty_like(levels.k))
     gates = (lse if c is None else c, lse if base is None else base)
-    limits = (lse if left is None else left, lse if start is None else start)
-    end, full = limits if left is None and start is None else key_bounds(left, start, B, T, H, T)
-    cut = end if left is None or start is None else key_bounds(None, start, B, T, H, T)[0]
+    limits = (lse if since is None else since, lse if start is None else start)
+    end, full = limits if since is None and start is None else key_bounds(since, start, B, T, H, T)
+    cut = end if since is None or start is None else key_bounds(None, start, B, T, H, T)[0]
     flags = {"GATE": gate, "HAS_START": start is not None, "RU": ROW_UNIT}
-    bounded = {"HAS_LEFT": left is not None, "REP": H // G, "H": H, "BK": BK, **flags}
+    bounded = {"HAS_SINCE": since is not None, "REP": H // G, "H": H, "BK": BK, **flags}
     path_pair_kernel[(Tp // KEY_UNIT * B * G,)](
-        block.diag, block.q, block.k, v, o, o if low is None else low, do, lse, rows, delta, d_block.diag, d_block.q,
-        d_block.k, own, x, sums, d_key, *gates, *limits, B, T, Tq, n, scale, scale * LOG2E, *v.stride()[:3],
-        *o.stride()[:3], *do.stride()[:3], *left_strides(left), K=K, V=V, BV=BV, C=KEY_UNIT,
-        HAS_LOW=low is not None, PREC="ieee", **bounded, num_warps=4,
+        block.diag, block.q, block.k, v, o, o if o_rest is None else o_rest, do, lse, rows, delta, d_block.diag,
+        d_block.q, d_block.k, own, dq_tiles, sums, d_key, *gates, *limits, B, T, Tq, n, scale, scale * LOG2E,
+        *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *since_strides(since), K=K, V=V, BV=BV, C=KEY_UNIT,
+        HAS_REST=o_rest is not None, PREC="ieee", **bounded, num_warps=4,
     )  # fmt: skip
-    path_bwd_kernel[(Tp // t.BS * B * G,)](
+    path_bwd_hopper_kernel[(Tp // t.BS * B * G,)](
         gluon_descriptor(levels.q.flatten(0, 1), t.BT), gluon_descriptor(levels.k.flatten(0, 1), t.BS),
         gluon_descriptor(v, t.BS), gluon_descriptor(do, t.BT), plain_descriptor(rows, [1, t.BT]),
-        plain_descriptor(delta, [1, t.BT]), plain_descriptor(x, [t.BT * BK // 256, 256]),
+        plain_descriptor(delta, [1, t.BT]), plain_descriptor(dq_tiles, [t.BT * BK // 256, 256]),
         gluon_descriptor(d_levels.k.flatten(0, 1), t.BS), gluon_descriptor(dv, t.BS), own, sums, d_key, *gates,
-        *limits, cut, end, full, B, T, Tq, n, min(t.heads, B * G), scale, scale * LOG2E, *left_strides(left), BV=BV,
+        *limits, cut, end, full, B, T, Tq, n, min(t.heads, B * G), scale, scale * LOG2E, *since_strides(since), BV=BV,
         BT=t.BT, BS=t.BS, KU=KEY_UNIT, STAGES=t.num_stages, **bounded, num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     M = t.BT // 16
-    path_finish_kernel[(Tp // ROW_UNIT * B * H,)](
-        x, d_levels.q, sums, d_key, limits[1], B, T, Tq, n, scale, H=H, K=K, BK=BK, BT=t.BT, M=M, N=t.num_warps // M,
-        **flags, num_warps=8,
-    )  # fmt: skip
-    return d_block, d_levels, d_key if gate else None
+    if wanted.queries or wanted.log_decay:
+        path_finish_kernel[(Tp // ROW_UNIT * B * H,)](
+            dq_tiles, d_levels.q, sums, d_key, limits[1], B, T, Tq, n, scale, H=H, K=K, BK=BK, BT=t.BT, M=M,
+            N=t.num_warps // M, **flags, num_warps=8,
+        )  # fmt: skip
+    return d_block, d_levels, d_key if wanted.log_decay else None

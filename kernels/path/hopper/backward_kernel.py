@@ -178,10 +178,10 @@ def _bias(p_c, p_base, i_bh, b_s, s, T, GATE: gl.constexpr, KU: gl.constexpr):
 
 @gluon.jit
 def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, values_in, keys_in, dk_full, full,
-             empty, dq_full, dq_empty, p_own, p_sum, p_dc, p_c, p_base, p_left, p_start, p_cut, p_end, p_full, T,
+             empty, dq_full, dq_empty, p_own, p_sum, p_dc, p_c, p_base, p_since, p_start, p_cut, p_end, p_full, T,
              n_levels, i_b, i_g, s, scale, scale2, stride_lb, stride_lh, REP: gl.constexpr, H: gl.constexpr,
              BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr,
-             KU: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr,
+             KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
     """Products and exponentials: each warpgroup holds dK^s and dV of 64 keys in registers."""
     W: gl.constexpr = gl.num_warps()
@@ -195,7 +195,7 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
     i_bg = i_b * (H // REP) + i_g
     i_bh = i_bg.to(gl.int64) * REP
     stop = _stop(p_cut, i_bg, s, T, REP, BS, KU, HAS_START)
-    i_end, i_full = _bounds(p_end, p_full, i_bh, s, T, BS, KU, HAS_LEFT or HAS_START)
+    i_end, i_full = _bounds(p_end, p_full, i_bh, s, T, BS, KU, HAS_SINCE or HAS_START)
     o_v = gl.arange(0, BS, gl.SliceLayout(1, L_V))[:, None] * BV + gl.arange(0, BV, gl.SliceLayout(0, L_V))[None, :]
     b_dv = gl.load(p_own + (i_bg.to(gl.int64) * (gl.cdiv(T, RU) * RU) + s) * BV + o_v)
     b_bias = _bias(p_c, p_base, i_bh, b_s, s, T, GATE, KU)
@@ -213,26 +213,26 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
             for i_r in range(REP):
                 i_hh = i_bh + i_r
                 if REP > 1:
-                    i_end, i_full = _bounds(p_end, p_full, i_hh, s, T, BS, KU, HAS_LEFT or HAS_START)
+                    i_end, i_full = _bounds(p_end, p_full, i_hh, s, T, BS, KU, HAS_SINCE or HAS_START)
                     b_bias = _bias(p_c, p_base, i_hh, b_s, s, T, GATE, KU)
                     b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
                 p_sumh = p_sum + i_hh * (gl.cdiv(T, RU) * (RU // 2))
-                p_lefth = p_left + i_b.to(gl.int64) * stride_lb + (i_g * REP + i_r).to(gl.int64) * stride_lh
+                p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + (i_g * REP + i_r).to(gl.int64) * stride_lh
                 p_starth = p_start + i_hh * gl.cdiv(T, RU)
-                i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, HAS_LEFT or HAS_START)
-                if HAS_LEFT or HAS_START:
+                i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, HAS_SINCE or HAS_START)
+                if HAS_SINCE or HAS_START:
                     for n in range(n_mask):
                         b_dk, b_dv, b_dc = backward_tile(
                             b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty,
-                            dq_full, dq_empty, it, i_tail + n * BT, b_bias, b_s, p_sumh, p_lefth, p_starth, 0, T,
-                            scale2, BT, BS, BK, BV, GATE, HAS_LEFT, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q,
+                            dq_full, dq_empty, it, i_tail + n * BT, b_bias, b_s, p_sumh, p_sinceh, p_starth, 0, T,
+                            scale2, BT, BS, BK, BV, GATE, HAS_SINCE, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q,
                             True)  # fmt: skip
                         it += 1
                 for n in range(n_mid):
                     b_dk, b_dv, b_dc = backward_tile(
                         b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty,
-                        dq_full, dq_empty, it, r0 + n * BT, b_bias, b_s, p_sumh, p_lefth, p_starth, 0, T, scale2,
-                        BT, BS, BK, BV, GATE, HAS_LEFT, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q,
+                        dq_full, dq_empty, it, r0 + n * BT, b_bias, b_s, p_sumh, p_sinceh, p_starth, 0, T, scale2,
+                        BT, BS, BK, BV, GATE, HAS_SINCE, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q,
                         False)  # fmt: skip
                     it += 1
                 if GATE != 0 and REP > 1:
@@ -250,11 +250,11 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
 
 
 @gluon.jit(do_not_specialize=["B", "T", "Tq", "n_levels", "n_heads", "stride_lb", "stride_lh"])
-def path_bwd_kernel(
-    d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_own, p_sum, p_dc, p_c, p_base, p_left, p_start, p_cut,
+def path_bwd_hopper_kernel(
+    d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_own, p_sum, p_dc, p_c, p_base, p_since, p_start, p_cut,
     p_end, p_full, B, T, Tq, n_levels, n_heads, scale, scale2, stride_lb, stride_lh,
     H: gl.constexpr, REP: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr,
-    RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr,
+    RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """dK of each level, dV from p_own on; adds to dQ of each level (unscaled), to column sums of dS [B, H, T] and to
@@ -293,14 +293,14 @@ def path_bwd_kernel(
     gl.warp_specialize(
         [
             (_compute, (d_dv, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, values_in, keys_in, dk_full,
-                        full, empty, dq_full, dq_empty, p_own, p_sum, p_dc, p_c, p_base, p_left, p_start, p_cut, p_end,
+                        full, empty, dq_full, dq_empty, p_own, p_sum, p_dc, p_c, p_base, p_since, p_start, p_cut, p_end,
                         p_full, T, n_levels, i_b, i_g, s, scale, scale2, stride_lb, stride_lh, REP, H, BK, BV, BT, BS,
-                        RU, KU, GATE, HAS_LEFT, HAS_START, STAGES)),
+                        RU, KU, GATE, HAS_SINCE, HAS_START, STAGES)),
             (_load, (d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, values_in,
                      keys_in, keys_out, full, empty, p_c, p_base, p_cut, p_end, p_full, B, T, n_levels, i_b, i_g, s,
-                     REP, H, BT, BS, RU, KU, GATE, HAS_START, HAS_LEFT or HAS_START, STAGES)),
+                     REP, H, BT, BS, RU, KU, GATE, HAS_START, HAS_SINCE or HAS_START, STAGES)),
             (_reduce, (d_dq, d_dk, dq_s, k_s, dq_full, dq_empty, dk_full, keys_out, p_cut, p_end, p_full, B, T, Tq,
-                       n_levels, i_b, i_g, s, REP, H, BT, BS, RU, KU, HAS_START, HAS_LEFT or HAS_START)),
+                       n_levels, i_b, i_g, s, REP, H, BT, BS, RU, KU, HAS_START, HAS_SINCE or HAS_START)),
         ],
         [1, 1],  # warps
         [24, 24],  # registers per thread; the products' warps get what is left, 240

@@ -27,20 +27,20 @@ from attnzoo.kernels.common.hopper.forward_steps import (
     tile_weights,
 )
 from attnzoo.kernels.common.hopper.gate_bias import gluon_gate_at
-from attnzoo.kernels.common.launching import head_block, left_strides
+from attnzoo.kernels.common.launching import head_block, since_strides
 from attnzoo.kernels.common.tile_loads import schedule
-from attnzoo.kernels.path.levels import UNIT, Block, Levels
+from attnzoo.kernels.path.levels import UNIT, Leaves, Levels
 from attnzoo.kernels.path.plan import HOPPER_FORWARD
 
 
 @gluon.jit
-def _load(d_qb, d_kb, d_q, d_k, d_v, q_s, ring, p_c, p_base, p_left, p_start, i_b, i_h, i_u, B, T, n_levels,
-          REP: gl.constexpr, BT: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr,
+def _load(d_qb, d_kb, d_q, d_k, d_v, q_s, ring, p_c, p_base, p_since, p_start, i_b, i_h, i_u, B, T, n_levels,
+          REP: gl.constexpr, BT: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr,
           HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Loader: q where it changes, k and the bias of a key tile ahead of v of the tile before."""
     row, i_g, b_slope = i_u * BT, i_h // REP, gl.to_tensor(0.0)
-    lo, full, mid, n_left, n_diag, start = key_tiles(p_left, p_start, i_u, row, gl.minimum(row + BT, T) - 1, BT, BT, BT,
-                                                     HAS_LEFT, HAS_START)  # fmt: skip
+    lo, full, mid, n_left, n_diag, start = key_tiles(p_since, p_start, i_u, row, gl.minimum(row + BT, T) - 1, BT, BT,
+                                                     BT, HAS_SINCE, HAS_START)  # fmt: skip
     b_ref = gluon_gate_at(p_c, p_base, b_slope, row, GATE, KU)
     load_ring_values(d_v, ring, 0, i_b, row, i_g, STAGES)
     load_ring_keys(d_qb, d_kb, q_s, ring, 0, True, p_c, p_base, b_slope, b_ref, 0, i_b, row, row, row, i_h, i_g, T,
@@ -87,55 +87,57 @@ def _next(i_s, level, j):
 
 
 @gluon.jit
-def _rows(w: gl.constexpr, q_s, ring, p_diag, p_o, p_low, p_lse, p_left, p_start, i_u, T, scale2, stride_d, stride_o,
+def _rows(w: gl.constexpr, q_s, ring, p_diag, p_o, p_rest, p_lse, p_since, p_start, i_u, T, scale2, stride_d, stride_o,
           V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, GATE: gl.constexpr,
-          HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr, HAS_LOW: gl.constexpr,
+          HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, HAS_REST: gl.constexpr,
           STAGES: gl.constexpr):  # fmt: skip
     """The w-th warpgroup's block of 64 rows."""
     k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v = ring
     BR: gl.constexpr = BT // 2
-    LEFT: gl.constexpr = HAS_LEFT or HAS_START
+    SINCE: gl.constexpr = HAS_SINCE or HAS_START
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     row = i_u * BT
-    lo, full, mid, n_left, n_diag, start = key_tiles(p_left, p_start, i_u, row, gl.minimum(row + BT, T) - 1, BT, BT, BT,
-                                                     HAS_LEFT, HAS_START)  # fmt: skip
+    lo, full, mid, n_left, n_diag, start = key_tiles(p_since, p_start, i_u, row, gl.minimum(row + BT, T) - 1, BT, BT,
+                                                     BT, HAS_SINCE, HAS_START)  # fmt: skip
     b_row = row + w * BR + gl.arange(0, BR, gl.SliceLayout(1, L_S))
-    b_left = b_row * 0 + start
-    if HAS_LEFT:
-        b_left = gl.maximum(b_left, gl.load(p_left + b_row, mask=b_row < T, other=0))
+    b_since = b_row * 0 + start
+    if HAS_SINCE:
+        b_since = gl.maximum(b_since, gl.load(p_since + b_row, mask=b_row < T, other=0))
     b_m = gl.full([BR], float("-inf"), gl.float32, gl.SliceLayout(1, L_S))
     b_l = gl.zeros([BR], gl.float32, gl.SliceLayout(1, L_S))
     b_o = gl.zeros([BR, BV], gl.float32, L_O)
     b_y = _pair_scores(w, q_s, ring, p_diag + (i_u * 2 + w) * stride_d, b_row, T, BR, BT, BK, STAGES, L_S)
     b_bias = bias_s.index(0).load(gl.SliceLayout(0, L_S))
     mbarrier.arrive(empty_k.index(0), count=1)
-    b_p, b_a, b_m, b_l = tile_weights(b_y, b_m, b_l, b_bias, row, b_row, b_left, scale2, BR, BT, GATE, LEFT, L_S, True)
+    b_p, b_a, b_m, b_l = tile_weights(
+        b_y, b_m, b_l, b_bias, row, b_row, b_since, scale2, BR, BT, GATE, SINCE, L_S, True
+    )
     b_ph = gl.convert_layout(b_p.to(v_s.dtype), gl.DotOperandLayout(0, L_O, 2))
     mbarrier.wait(full_v.index(0), 0)
     level, j = i_u, 1
     n_full, n_all = gl.maximum(i_u - full, 0), i_u - lo
     for n in range(n_full):
         q_t = q_s.index(j % STAGES * 2 + w).reshape([BR, BK])
-        b_o, b_ph, b_m, b_l = softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, 0, b_row, b_left, scale2, BR, BT, BK, BV,
-                                           GATE, LEFT, STAGES, L_S, L_O, False)  # fmt: skip
+        b_o, b_ph, b_m, b_l = softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, 0, b_row, b_since, scale2, BR, BT, BK, BV,
+                                           GATE, SINCE, STAGES, L_S, L_O, False)  # fmt: skip
         level, j = _next(i_u - n - 1, level, j)
-    if LEFT:
+    if SINCE:
         for n in range(n_full, n_all):
             q_t = q_s.index(j % STAGES * 2 + w).reshape([BR, BK])
-            b_o, b_ph, b_m, b_l = softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, (i_u - n - 1) * BT, b_row, b_left,
-                                               scale2, BR, BT, BK, BV, GATE, LEFT, STAGES, L_S, L_O, True)  # fmt: skip
+            b_o, b_ph, b_m, b_l = softmax_step(b_o, b_ph, b_m, b_l, q_t, ring, n, (i_u - n - 1) * BT, b_row, b_since,
+                                               scale2, BR, BT, BK, BV, GATE, SINCE, STAGES, L_S, L_O, True)  # fmt: skip
             level, j = _next(i_u - n - 1, level, j)
     b_o = last_step(b_o, b_ph, ring, n_all, BT, BV, STAGES)
-    store_rows(b_o, b_m, b_l, p_o, p_low, p_lse, stride_o, row + w * BR, T, V, BR, BV, HAS_LOW, L_S, L_O)
+    store_rows(b_o, b_m, b_l, p_o, p_rest, p_lse, stride_o, row + w * BR, T, V, BR, BV, HAS_REST, L_S, L_O)
 
 
 @gluon.jit(do_not_specialize=["B", "T", "n_levels", "n_heads", "stride_lb", "stride_lh"])
-def path_fwd_kernel(
-    d_qb, d_kb, d_q, d_k, d_v, p_diag, p_o, p_low, p_lse, p_c, p_base, p_left, p_start, B, T, n_levels, n_heads, scale2,
-    stride_ob, stride_ot, stride_oh, stride_lb, stride_lh,
+def path_fwd_hopper_kernel(
+    d_qb, d_kb, d_q, d_k, d_v, p_diag, p_o, p_rest, p_lse, p_c, p_base, p_since, p_start, B, T, n_levels, n_heads,
+    scale2, stride_ob, stride_ot, stride_oh, stride_lb, stride_lh,
     H: gl.constexpr, REP: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
-    KU: gl.constexpr, GATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_START: gl.constexpr, HAS_LOW: gl.constexpr,
+    KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, HAS_REST: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per unit of BT rows, the longest rows first."""
@@ -161,21 +163,21 @@ def path_fwd_kernel(
     p_diag += (i_b64 * n_u * H + i_h) * (KU * KU)
     p_c += i_bh.to(gl.int64) * (n_u * KU)
     p_base += i_bh.to(gl.int64) * (n_u + 1)
-    p_left += i_b64 * stride_lb + i_h64 * stride_lh
+    p_since += i_b64 * stride_lb + i_h64 * stride_lh
     p_start += i_bh.to(gl.int64) * n_t
     p_lse += i_bh.to(gl.int64) * T
     o_row = i_b64 * stride_ob + i_h64 * stride_oh
     p_o += o_row
-    p_low += o_row
+    p_rest += o_row
     stride_d = gl.to_tensor(H * KU * KU).to(gl.int64)
     gl.warp_specialize(
         [
-            (_rows, (0, q_s, ring, p_diag, p_o, p_low, p_lse, p_left, p_start, i_u, T, scale2, stride_d, stride_ot, V,
-                     BK, BV, BT, GATE, HAS_LEFT, HAS_START, HAS_LOW, STAGES)),
-            (_rows, (1, q_s, ring, p_diag, p_o, p_low, p_lse, p_left, p_start, i_u, T, scale2, stride_d, stride_ot, V,
-                     BK, BV, BT, GATE, HAS_LEFT, HAS_START, HAS_LOW, STAGES)),
-            (_load, (d_qb, d_kb, d_q, d_k, d_v, q_s, ring, p_c, p_base, p_left, p_start, i_b, i_h, i_u, B, T, n_levels,
-                     REP, BT, KU, GATE, HAS_LEFT, HAS_START, STAGES)),
+            (_rows, (0, q_s, ring, p_diag, p_o, p_rest, p_lse, p_since, p_start, i_u, T, scale2, stride_d, stride_ot, V,
+                     BK, BV, BT, GATE, HAS_SINCE, HAS_START, HAS_REST, STAGES)),
+            (_rows, (1, q_s, ring, p_diag, p_o, p_rest, p_lse, p_since, p_start, i_u, T, scale2, stride_d, stride_ot, V,
+                     BK, BV, BT, GATE, HAS_SINCE, HAS_START, HAS_REST, STAGES)),
+            (_load, (d_qb, d_kb, d_q, d_k, d_v, q_s, ring, p_c, p_base, p_since, p_start, i_b, i_h, i_u, B, T, n_levels,
+                     REP, BT, KU, GATE, HAS_SINCE, HAS_START, STAGES)),
         ],
         [4, 1],  # warps, beside the four of the first
         [240, 24],  # registers per thread; the first gets what is left, 240
@@ -183,22 +185,22 @@ def path_fwd_kernel(
 
 
 def path_forward_hopper(
-    block: Block, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    left: Tensor | None, start: Tensor | None, scale: float, low: Tensor | None = None,
+    block: Leaves, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
+    since: Tensor | None, start: Tensor | None, scale: float, o_rest: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill o and lse as ``portable.forward.path_forward`` says, where ``plan.hopper_forward`` holds.
 
     Args:
-        low: like o, filled with what the rounding of o dropped.
+        o_rest: like o, filled with what the rounding of o dropped.
     """
     (B, T, H, K), (G, V) = block.q.shape, v.shape[2:]
     t = HOPPER_FORWARD[64 if max(K, V) <= 64 else 128]
-    path_fwd_kernel[(triton.cdiv(T, UNIT) * B * H,)](
+    path_fwd_hopper_kernel[(triton.cdiv(T, UNIT) * B * H,)](
         gluon_descriptor(block.q, UNIT // 2), gluon_descriptor(block.k, UNIT), gluon_descriptor(levels.q.flatten(0, 1),
         UNIT // 2), gluon_descriptor(levels.k.flatten(0, 1), UNIT), gluon_descriptor(v, UNIT), block.diag, o,
-        o if low is None else low, lse, lse if c is None else c, lse if base is None else base,
-        lse if left is None else left, lse if start is None else start, B, T, levels.q.shape[0], min(t.heads, B * H),
-        scale * LOG2E, *o.stride()[:3], *left_strides(left), H=H, REP=H // G, V=V, BK=head_block(K), BV=head_block(V),
-        BT=UNIT, KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL, HAS_LEFT=left is not None,
-        HAS_START=start is not None, HAS_LOW=low is not None, STAGES=t.num_stages, num_warps=t.num_warps,
+        o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
+        lse if since is None else since, lse if start is None else start, B, T, levels.q.shape[0], min(t.heads, B * H),
+        scale * LOG2E, *o.stride()[:3], *since_strides(since), H=H, REP=H // G, V=V, BK=head_block(K), BV=head_block(V),
+        BT=UNIT, KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL, HAS_SINCE=since is not None,
+        HAS_START=start is not None, HAS_REST=o_rest is not None, STAGES=t.num_stages, num_warps=t.num_warps,
     )  # fmt: skip

@@ -23,14 +23,14 @@ def _level_of(p_start, i_l, i_t, HAS_START: tl.constexpr, RU: tl.constexpr):
 
 
 @triton.jit
-def _rows(p_o, p_low, p_do, p_lse, r, o_r, o_v, T, stride_ot, stride_dt, V: tl.constexpr, BV: tl.constexpr,
-          HAS_LOW: tl.constexpr):  # fmt: skip
-    """dO, lse (rows past T get weight 0) and delta = dO . (O + low) of rows r + o_r of one head."""
+def _rows(p_o, p_rest, p_do, p_lse, r, o_r, o_v, T, stride_ot, stride_dt, V: tl.constexpr, BV: tl.constexpr,
+          HAS_REST: tl.constexpr):  # fmt: skip
+    """dO, lse (rows past T get weight 0) and delta = dO . (O + o_rest) of rows r + o_r of one head."""
     r64, n = r.to(tl.int64), T - r
     b_do = load_tile(p_do + r64 * stride_dt, o_r, o_v, stride_dt, n, V, BV, True)
     b_o = load_tile(p_o + r64 * stride_ot, o_r, o_v, stride_ot, n, V, BV, True).to(tl.float32)
-    if HAS_LOW:
-        b_o += load_tile(p_low + r64 * stride_ot, o_r, o_v, stride_ot, n, V, BV, True).to(tl.float32)
+    if HAS_REST:
+        b_o += load_tile(p_rest + r64 * stride_ot, o_r, o_v, stride_ot, n, V, BV, True).to(tl.float32)
     b_lse = tl.load(p_lse + r + o_r, mask=o_r < n, other=float("inf"))
     return b_do, b_lse, tl.sum(b_o * b_do.to(tl.float32), 1)
 
@@ -50,12 +50,12 @@ def _add_pairs(p_sum, b_ds, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "T", "Tq", "n_levels", "stride_lb", "stride_lh"])
 def path_pair_kernel(
-    p_diag, p_qb, p_kb, p_v, p_o, p_low, p_do, p_lse, p_rows, p_delta, p_ddiag, p_dqb, p_dkb, p_dv, p_x, p_sum, p_dc,
-    p_c, p_base, p_left, p_start, B, T, Tq, n_levels, scale, scale2, stride_vb, stride_vt, stride_vh, stride_ob,
+    p_diag, p_qb, p_kb, p_v, p_o, p_rest, p_do, p_lse, p_rows, p_delta, p_ddiag, p_dqb, p_dkb, p_dv, p_tiles, p_sum,
+    p_dc, p_c, p_base, p_since, p_start, B, T, Tq, n_levels, scale, scale2, stride_vb, stride_vt, stride_vh, stride_ob,
     stride_ot, stride_oh, stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    RU: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr,
-    HAS_LOW: tl.constexpr, PREC: tl.constexpr,
+    RU: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr,
+    HAS_REST: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """The own pair of blocks, one program per block of keys, and what the levels' pass starts from.
 
@@ -82,11 +82,11 @@ def path_pair_kernel(
     for i_r in range(REP):
         i_h = i_g * REP + i_r
         i_bh = i_b * H + i_h
-        p_oh, p_lowh = p_o + i_b * stride_ob + i_h * stride_oh, p_low + i_b * stride_ob + i_h * stride_oh
+        p_oh, p_lowh = p_o + i_b * stride_ob + i_h * stride_oh, p_rest + i_b * stride_ob + i_h * stride_oh
         p_doh = p_do + i_b * stride_db + i_h * stride_dh
-        p_lefth = p_left + i_b * stride_lb + i_h * stride_lh
+        p_sinceh = p_since + i_b * stride_lb + i_h * stride_lh
         b_do, b_lse, b_delta = _rows(p_oh, p_lowh, p_doh, p_lse + i_bh * T, s, o_c, o_v, T, stride_ot, stride_dt, V,
-                                     BV, HAS_LOW)  # fmt: skip
+                                     BV, HAS_REST)  # fmt: skip
         o_row = i_bh * (n_t * RU) + b_s
         tl.store(p_rows + o_row, b_lse)
         tl.store(p_delta + o_row, b_delta)
@@ -98,8 +98,8 @@ def path_pair_kernel(
             b_bias = gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, b_s < T, GATE, C)
         o_d = ((i_b * n_u + i_u) * H + i_h) * (C * C) + o_c[None, :] * C + o_c[:, None]  # [keys, rows]
         b_y = tl.load(p_diag + o_d, mask=(b_s < T)[None, :], other=0.0)
-        b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, 0.0, p_lefth, b_s, b_s, T, scale2, GATE,
-                                 HAS_LEFT, PREC, True)  # fmt: skip
+        b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, 0.0, p_sinceh, b_s, b_s, T, scale2, GATE,
+                                 HAS_SINCE, PREC, True)  # fmt: skip
         tl.store(p_ddiag + o_d, b_ds * scale, mask=i_u < n_u)
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
         b_dc = tl.sum(b_ds, 1)
@@ -109,13 +109,13 @@ def path_pair_kernel(
         if meets:
             b_row = b_s + C
             b_do, b_lse, b_delta = _rows(p_oh, p_lowh, p_doh, p_lse + i_bh * T, s + C, o_c, o_v, T, stride_ot,
-                                         stride_dt, V, BV, HAS_LOW)  # fmt: skip
+                                         stride_dt, V, BV, HAS_REST)  # fmt: skip
             o_q = ((i_b * T + s64 + C) * H + i_h) * K
             b_k = load_tile(p_kb + o_kb, o_c, o_k, G * K, C, K, BK, False)
             b_q = load_tile(p_qb + o_q, o_c, o_k, H * K, T - s - C, K, BK, True)
             b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
-            b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, 0.0, p_lefth, b_s, b_row, T, scale2, GATE,
-                                     HAS_LEFT, PREC, True)  # fmt: skip
+            b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, 0.0, p_sinceh, b_s, b_row, T, scale2, GATE,
+                                     HAS_SINCE, PREC, True)  # fmt: skip
             b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
             b_dsh = b_ds.to(b_q.dtype)
             b_dk = tl.dot(b_dsh, b_q, b_dk, input_precision=PREC)
@@ -129,7 +129,7 @@ def path_pair_kernel(
         for i_l in range(n_levels):
             reads, r = _level_of(p_start + i_bh * n_t, i_l, i_t, HAS_START, RU)
             if reads:
-                p_xt = p_x + (((i_l * B + i_b) * H + i_h) * (tl.cdiv(Tq, RU) * RU) + r + s % RU) * BK
+                p_xt = p_tiles + (((i_l * B + i_b) * H + i_h) * (tl.cdiv(Tq, RU) * RU) + r + s % RU) * BK
                 tl.store(p_xt + tl.arange(0, C * BK), tl.zeros([C * BK], tl.float32))
     if meets:
         _store_rows(p_dkb + o_kb, b_dk * scale, o_c, o_k, G * K, C, K)
@@ -138,7 +138,7 @@ def path_pair_kernel(
 
 @triton.jit(do_not_specialize=["B", "T", "Tq", "n_levels"])
 def path_finish_kernel(
-    p_x, p_dq, p_sum, p_dc, p_start, B, T, Tq, n_levels, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    p_tiles, p_dq, p_sum, p_dc, p_start, B, T, Tq, n_levels, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     BT: tl.constexpr, RU: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GATE: tl.constexpr, HAS_START: tl.constexpr,
 ):  # fmt: skip
     """dQ of the levels, packed, in their dtype, where rows of the unit read them; row sums taken off the columns."""
@@ -150,7 +150,7 @@ def path_finish_kernel(
         reads, r = _level_of(p_start + i_bh * n_t, i_l, i_t, HAS_START, RU)
         if reads:
             i_lb = i_l * B + i_bh // H
-            p_xt = p_x + ((i_lb * H + i_bh32 % H) * (tl.cdiv(Tq, RU) * RU) + r) * BK + tl.arange(0, BT * BK)
+            p_xt = p_tiles + ((i_lb * H + i_bh32 % H) * (tl.cdiv(Tq, RU) * RU) + r) * BK + tl.arange(0, BT * BK)
             p_dqt = p_dq + (i_lb * Tq + r) * (H * K) + i_bh32 % H * K
             for i in range(RU // BT):
                 b_dq = tile_order(tl.load(p_xt + i * BT * BK), BT, BK, M, N) * scale

@@ -14,57 +14,63 @@ from torch import Tensor
 
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.key_bounds import key_bounds
-from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, left_strides, tile_descriptor
+from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, since_strides, tile_descriptor
 from attnzoo.kernels.common.row_delta import row_delta_kernel
 from attnzoo.kernels.path import plan
-from attnzoo.kernels.path.head_groups import parts
-from attnzoo.kernels.path.levels import Block, Levels
+from attnzoo.kernels.path.head_groups import head_groups
+from attnzoo.kernels.path.levels import Leaves, Levels, Wanted
 from attnzoo.kernels.path.plan import pair_width, tiles
 
 from .blocks import block_level, block_level_backward
 from .carry import carry, carry_backward
-from .dkdv import path_dkdv_kernel
-from .dq import path_dq_kernel
-from .forward import describe_levels
+from .dkdv import path_dkdv_portable_kernel
+from .dq import path_dq_portable_kernel
+from .forward import levels_descriptor
 from .inverse import new_kept
 
 
 def path_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor, c: Tensor | None,
-    base: Tensor | None, left: Tensor | None, start: Tensor | None, scale: float, low: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted,
+    o_rest: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the backward kernels on what the forward pass saved, some heads at a time; the carries are made again.
 
     Args:
-        low: [B, T, H, V], what the rounding of o dropped: with a gate, one pass needs it.
+        wanted: kernels that serve no gradient of these are not launched.
+        o_rest: [B, T, H, V], what the rounding of o dropped: one pass needs it for the gradient of a gate.
 
     Returns:
-        dq, dk, dv, dw [B, T, G, K] and dbeta [B, T, G] in the inputs' dtypes; with a gate, column sums [B, H, T] of dS.
+        dq, dk, dv, dw [B, T, G, K] and dbeta [B, T, G] in the inputs' dtypes, contiguous; for a gate, column sums
+        [B, H, T] of dS. None, or undefined, where not wanted.
     """
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dw, dbeta = torch.empty_like(w), torch.empty_like(beta)
-    dkey = None if c is None else torch.empty_like(lse)
-    merged = (c is None or low is not None) and can_merge(q.shape[1], q.shape[3], v)
-    for part in parts(q, k, backward=True, one_pass=merged):
-        x = part.queries(q), part.keys(k), part.keys(w), part.keys(beta)
-        p_c, p_base, p_left, p_start = part.rows(c), part.rows(base), part.rows(left), part.rows(start)
-        kept = new_kept(x[0], x[2])
+    dv = v.new_empty(v.shape)
+    dq, dk = (x.new_empty(x.shape) if wanted.queries or wanted.keys else None for x in (q, k))
+    dw, dbeta = (x.new_empty(x.shape) if wanted.transitions else None for x in (w, beta))
+    dkey = torch.empty_like(lse) if wanted.log_decay else None
+    merged = (not wanted.log_decay or o_rest is not None) and can_merge(q.shape[1], q.shape[3], v)
+    for group in head_groups(q, k, backward=True, one_pass=merged):
+        x = group.queries(q), group.keys(k), group.keys(w), group.keys(beta)
+        p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
+        kept = None if dq is None else new_kept(x[0], x[2])
         block = block_level(*x, kept)
         carried = carry(block, p_start)
-        saved = part.queries(do), part.keys(v), part.queries(o), lse[part.b, part.h], p_c, p_base, p_left, p_start
+        saved = group.queries(do), group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start
         if merged:
-            from attnzoo.kernels.path.hopper.backward import launch_one_pass
+            from attnzoo.kernels.path.hopper.backward import launch_hopper_backward
 
-            p_low = None if low is None else part.queries(low)
-            grads = launch_one_pass(block, carried.levels, *saved, scale, part.keys(dv), p_low)
+            p_rest = None if o_rest is None else group.queries(o_rest)
+            grads = launch_hopper_backward(block, carried.levels, *saved, scale, wanted, group.keys(dv), p_rest)
         else:
-            grads = _launch(block, carried.levels, *saved, scale, part.keys(dv))
+            grads = _launch(block, carried.levels, *saved, scale, wanted, group.keys(dv))
         d_block, d_levels, d_key = grads
         if dkey is not None and d_key is not None:
-            dkey[part.b, part.h] = d_key
-        total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start)
-        out = part.queries(dq), part.keys(dk), part.keys(dw), part.keys(dbeta)
-        block_level_backward(*x, Block(d_block.diag, *total), out, kept)
+            dkey[group.b, group.h] = d_key
+        if dq is None or dk is None:
+            continue
+        total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted)
+        d_w, d_beta = (None if y is None else group.keys(y) for y in (dw, dbeta))
+        block_level_backward(*x, Leaves(d_block.diag, *total), (group.queries(dq), group.keys(dk), d_w, d_beta), kept)
     return dq, dk, dv, dw, dbeta, dkey
 
 
@@ -75,43 +81,45 @@ def can_merge(T: int, K: int, v: Tensor) -> bool:
 
 
 def _launch(
-    block: Block, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    left: Tensor | None, start: Tensor | None, scale: float, dv: Tensor,
-) -> tuple[Block, Levels, Tensor | None]:  # fmt: skip
-    """Gradients of the blocks (without m), of the levels and, with a gate, of the keys' bias; dv is written."""
+    block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
+    since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, dv: Tensor,
+) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
+    """Gradients of the blocks (without m), of the levels and of the keys' bias, as far as wanted; dv is written."""
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if do.stride(-1) != 1:
         do = do.contiguous()
     gate = GATE_NONE if c is None else GATE_FULL
     rows = lse.new_empty((B, H, triton.cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
     d_key = lse.new_zeros((n + 1, B, H, T)) if gate else lse
-    d_block = Block(torch.empty_like(block.diag), torch.empty_like(block.q), torch.empty_like(block.k), block.m)
+    d_block = Leaves(torch.empty_like(block.diag), torch.empty_like(block.q), torch.empty_like(block.k), block.m)
     d_levels = Levels(torch.empty_like(levels.q), torch.empty_like(levels.k))
     row_delta_kernel[(B * H, rows.shape[2] // 64)](
         o, do, lse, rows, lse, lse, lse, lse, lse, T, T, *o.stride()[:3], *do.stride()[:3],
         H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=False,
     )  # fmt: skip
     gates = (lse if c is None else c, lse if base is None else base)
-    limits = (lse if left is None else left, lse if start is None else start)
-    end, full = limits if left is None and start is None else key_bounds(left, start, B, T, H, T)
+    limits = (lse if since is None else since, lse if start is None else start)
+    end, full = limits if since is None and start is None else key_bounds(since, start, B, T, H, T)
     sizes = (B, T, levels.q.shape[2], levels.k.shape[2], n)
     strides = (*v.stride()[:3], *do.stride()[:3])
     options = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V), "RU": ROW_UNIT,
-               "KU": KEY_UNIT, "GATE": gate, "HAS_LEFT": left is not None, "HAS_START": start is not None,
+               "KU": KEY_UNIT, "GATE": gate, "HAS_SINCE": since is not None, "HAS_START": start is not None,
                "PREC": dot_precision(v.dtype)}  # fmt: skip
-    t = tiles("dq", max(K, V), v.dtype, v.device, start is not None)
-    tma = t.tma and n > 0 and can_describe(v)
-    p_k, p_vd = (describe_levels(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
-    path_dq_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-        block.diag, block.q, block.k, levels.q, p_k, v, p_vd, do, rows, d_block.q, d_levels.q, *gates, *limits, *sizes,
-        min(t.heads, B * H), scale, scale * LOG2E, *strides, *left_strides(left), **options, BT=t.BT, BS=t.BS,
-        BP=pair_width(t, max(K, V)), TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
-    )  # fmt: skip
+    if wanted.queries or wanted.log_decay:
+        t = tiles("dq", max(K, V), v.dtype, v.device, start is not None)
+        tma = t.tma and n > 0 and can_describe(v)
+        p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
+        path_dq_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+            block.diag, block.q, block.k, levels.q, p_k, v, p_vd, do, rows, d_block.q, d_levels.q, *gates, *limits,
+            *sizes, min(t.heads, B * H), scale, scale * LOG2E, *strides, *since_strides(since), **options, BT=t.BT,
+            BS=t.BS, BP=pair_width(t, max(K, V)), TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages,
+            maxnreg=t.maxnreg,
+        )  # fmt: skip
     t = tiles("dkdv", max(K, V), v.dtype, v.device, start is not None)
-    path_dkdv_kernel[(triton.cdiv(T, t.BS) * B * G,)](
+    path_dkdv_portable_kernel[(triton.cdiv(T, t.BS) * B * G,)](
         block.diag, block.q, block.k, levels.q, levels.k, v, do, rows, d_block.diag, d_block.k, d_levels.k, dv, d_key,
         *gates, *limits, end, full, *sizes, min(t.heads, B * G), scale, scale * LOG2E, *strides, *dv.stride()[:3],
-        *left_strides(left), **options, BT=t.BT, BS=t.BS, num_warps=t.num_warps, num_stages=t.num_stages,
+        *since_strides(since), **options, BT=t.BT, BS=t.BS, num_warps=t.num_warps, num_stages=t.num_stages,
         maxnreg=t.maxnreg,
     )  # fmt: skip
-    return d_block, d_levels, d_key.sum(0) if gate else None
+    return d_block, d_levels, d_key.sum(0) if wanted.log_decay else None

@@ -1,8 +1,9 @@
 """Block level kernels: the UT transform of 64 tokens, forward and backward; one program per block and key head.
 
 Several small kernels, since these are bound by latency: straight code that takes few registers and little shared memory
-leaves room for other programs. Forward, inverse_kernel makes X, product_kernel M and block_fwd_kernel the rest;
-backward, block_bwd_kernel handles diag, qb and kb, product_bwd_kernel M and all that goes through the inverse.
+leaves room for other programs. Forward, path_inverse_kernel makes X, path_product_kernel M and path_block_fwd_kernel
+the rest; backward, path_block_bwd_kernel handles diag, qb and kb, path_product_bwd_kernel M and all that goes through
+the inverse.
 
 With y_a = beta_a R_1 .. R_{a-1} w_a the product of a block's first i factors is I - sum_{a <= i} y_a w_a^T, and
 
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.tile_loads import load_tile
-from attnzoo.kernels.path.levels import BLOCK, Block
+from attnzoo.kernels.path.levels import BLOCK, Leaves
 
 from .inverse import Kept, _mm, _pieces, _row_scale, _tile_scale, invert, launch, new_kept, tree_block
 from .tree import new_tree
@@ -46,7 +47,7 @@ def _mm_pair(a, b, b_lo, TRANS: tl.constexpr, acc, NP: tl.constexpr, NX: tl.cons
 
 
 @triton.jit(do_not_specialize=["T", "B", "N"])
-def product_kernel(
+def path_product_kernel(
     p_w, p_x, p_m, T, B, N, stride_wb, stride_wt, stride_wh,
     G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +87,7 @@ def _unit_rows(x, NP: tl.constexpr, DT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def block_fwd_kernel(
+def path_block_fwd_kernel(
     p_q, p_k, p_w, p_x, p_diag, p_qb, p_kb, T,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NI: tl.constexpr,
@@ -182,7 +183,7 @@ def _head_dw(d_w, b_q, d_qb, b_qw, d_qw, b_x, b_xl, C: tl.constexpr, NG: tl.cons
 
 
 @triton.jit(do_not_specialize=["T", "B"])
-def block_bwd_kernel(
+def path_block_bwd_kernel(
     p_q, p_k, p_w, p_x, p_da, p_dqb, p_dkb, p_dq, p_dk, p_dw, p_dx, T, B,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
     stride_dqb, stride_dqt, stride_dqh, stride_dkb, stride_dkt, stride_dkh,
@@ -274,14 +275,14 @@ def block_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def product_bwd_kernel(
+def path_product_bwd_kernel(
     p_w, p_beta, p_v, p_x, p_dx, p_dm, p_part, p_dw, p_dbeta, T, N,
     stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, stride_pb, stride_pt, stride_ph,
     stride_dwb, stride_dwt, stride_dwh, stride_dbb, stride_dbt, stride_dbh,
     G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, NG: tl.constexpr,
     DT: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """dW and dbeta from the gradient of M, what block_bwd_kernel left of dX, and of dW in p_part.
+    """dW and dbeta from the gradient of M, what path_block_bwd_kernel left of dX, and of dW in p_part.
 
     With F = -W dM^T and S = -diag(beta) tril(V^T (dX diag(beta)) V^T, -1):
 
@@ -329,7 +330,7 @@ def product_bwd_kernel(
     tl.store(p_dw, d_w.to(p_dw.dtype.element_ty), mask=m_ck)
 
 
-def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None = None) -> Block:
+def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None = None) -> Leaves:
     """The closed form of the blocks. Its m has leaves only; ``carry`` fills the other nodes.
 
     Args:
@@ -346,33 +347,37 @@ def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None
     pieces = 2 if w.dtype == torch.float32 else 1
     fine = q.dtype != torch.bfloat16
     x = invert(w, beta, kept)
-    product_kernel[(n * B * G,)](
+    path_product_kernel[(n * B * G,)](
         w, x, m, T, B, m.shape[2], *w.stride()[:3], G=G, K=K, BK=tree_block(K), C=BLOCK, NW=pieces, DT=tl.float16,
         num_stages=1, **launch("product", K),
     )  # fmt: skip
-    block_fwd_kernel[(n * B * G,)](
+    path_block_fwd_kernel[(n * B * G,)](
         q, k, w, x, diag, qb, kb, T, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], H=H, G=G, K=K, BK=tree_block(K),
         C=BLOCK, NI=2 if q.dtype == torch.float32 else 1, NW=pieces if fine else 1,
         NP=2 if fine else 1, DT=tl.float16, num_stages=1, **launch("block", K),
     )  # fmt: skip
-    return Block(diag, qb, kb, m)
+    return Leaves(diag, qb, kb, m)
+
+
+Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def block_level_backward(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Block, out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    kept: Kept | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Leaves, out: Gradients | None = None, kept: Kept | None = None
+) -> Gradients:
     """Gradients of q, k, w and beta, given those of what block_level made of them.
 
     Args:
         d: d.diag is not read above the diagonal; d.m [B, nodes, G, K, K] begins with the leaves.
         out: where to put dq, dk, dw, dbeta: views of any floating dtype, with contiguous last dims but for dbeta;
-            default: new tensors in the inputs' dtypes.
+            default: new tensors in the inputs' dtypes. Without dw and dbeta d.m is not read.
         kept: what block_level left; default: made again.
     """
     B, T, H, K = q.shape
     G, exact = k.shape[2], q.dtype == torch.float32
-    dq, dk, dw, dbeta = tuple(x.new_empty(x.shape) for x in (q, k, w, beta)) if out is None else out
+    if out is None:
+        out = q.new_empty(q.shape), k.new_empty(k.shape), w.new_empty(w.shape), beta.new_empty(beta.shape)
+    dq, dk, dw, dbeta = out
     fine = q.dtype != torch.bfloat16
     if kept is None:
         kept = new_kept(q, w)
@@ -381,13 +386,15 @@ def block_level_backward(
     n, pieces = triton.cdiv(T, BLOCK), 2 if fine and w.dtype == torch.float32 else 1
     dtype = tl.float32 if exact else tl.float16 if fine else tl.bfloat16
     dx = torch.empty_like(kept.v, dtype=torch.float32)
-    part = dw if dw.dtype == torch.float32 else torch.empty(w.shape, dtype=torch.float32, device=w.device)
-    block_bwd_kernel[(n * B * G,)](
+    part = dw if dw is not None and dw.dtype == torch.float32 else w.new_empty(w.shape, dtype=torch.float32)
+    path_block_bwd_kernel[(n * B * G,)](
         q, k, w, kept.x, d.diag, d.q, d.k, dq, dk, part, dx, T, B, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
         *dq.stride()[:3], *dk.stride()[:3], *part.stride()[:3], H=H, G=G, K=K, BK=tree_block(K),
         C=BLOCK, NW=pieces, NG=2 if fine else 1, NX=1 if fine else 2, DT=dtype, num_stages=1, **launch("block_bwd", K),
     )  # fmt: skip
-    product_bwd_kernel[(n * B * G,)](
+    if dw is None or dbeta is None:
+        return dq, dk, None, None
+    path_product_bwd_kernel[(n * B * G,)](
         w, beta, kept.v, kept.x, dx, d.m, part, dw, dbeta, T, d.m.shape[1], *w.stride()[:3], *beta.stride(),
         *part.stride()[:3], *dw.stride()[:3], *dbeta.stride(), G=G, K=K, BK=tree_block(K), C=BLOCK, NW=pieces,
         NG=2 if fine else 1, DT=dtype, DV=tl.float32 if exact else tl.float16, num_stages=1,

@@ -14,7 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.path.levels import BLOCK, UNIT, Block, Carried, Levels, level_count, level_rows
+from attnzoo.kernels.path.levels import (
+    BLOCK,
+    EVERYTHING,
+    UNIT,
+    Carried,
+    Leaves,
+    Levels,
+    Wanted,
+    level_count,
+    level_rows,
+)
 
 from .inverse import _mm, _row_scale
 from .tree import _first_key, _node, _ones, _scale_at, node_gradients, options, starts, tree
@@ -84,7 +94,7 @@ def _order(n_t, n_heads, QUERY: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "Tr", "B", "n", "N", "stride_sb", "stride_sh"])
-def carry_kernel(
+def path_carry_kernel(
     p_x, p_level, p_node, p_start, T, Tr, B, n, N, stride_sb, stride_sh,
     H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
     NS: tl.constexpr, HAS_START: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
@@ -139,7 +149,7 @@ def _down(act, b_key, i_t, first, o_t, T, p_level, p_d, stride, BTr, QUERY: tl.c
 
 
 @triton.jit(do_not_specialize=["T", "Tr", "B", "n", "N", "stride_sb", "stride_sh"])
-def carry_bwd_kernel(
+def path_carry_bwd_kernel(
     p_d, p_level, p_zero, p_out, p_node, p_start, T, Tr, B, n, N, stride_sb, stride_sh,
     H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
     NS: tl.constexpr, HAS_START: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
@@ -184,7 +194,7 @@ def carry_bwd_kernel(
 
 
 def _options(part: str, x: Tensor, start: Tensor | None, nodes: Tensor, query: bool) -> dict[str, object]:
-    """What carry_kernel and carry_bwd_kernel are compiled for."""
+    """What path_carry_kernel and path_carry_bwd_kernel are compiled for."""
     H, K = x.shape[2:]
     G = nodes.shape[3]
     return {
@@ -194,8 +204,8 @@ def _options(part: str, x: Tensor, start: Tensor | None, nodes: Tensor, query: b
     }  # fmt: skip
 
 
-def carry(block: Block, start: Tensor | None = None) -> Carried:
-    """The levels of a Block from ``blocks.block_level``; the nodes of its tree are filled here.
+def carry(block: Leaves, start: Tensor | None = None) -> Carried:
+    """The levels of a Leaves from ``blocks.block_level``; the nodes of its tree are filled here.
 
     With ``start`` (int32, last dim contiguous) the nodes and carries that no row needs are not computed; keys come by
     whole units of 128, as the one-pass backward reads them.
@@ -207,7 +217,7 @@ def carry(block: Block, start: Tensor | None = None) -> Carried:
         tree(nodes, T, start)
         p_start, *strides = starts(start, nodes)
         for x, level, query in ((block.q, levels.q, True), (block.k, levels.k, False)):
-            carry_kernel[(triton.cdiv(T, UNIT) * B * x.shape[2],)](
+            path_carry_kernel[(triton.cdiv(T, UNIT) * B * x.shape[2],)](
                 x, level, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], *strides,
                 **_options("carry", x, start, nodes, query),
             )  # fmt: skip
@@ -215,9 +225,10 @@ def carry(block: Block, start: Tensor | None = None) -> Carried:
 
 
 def carry_backward(
-    block: Block, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of block.q and block.k in their dtypes, and of the leaves of block.m.
+    block: Leaves, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None,
+    wanted: Wanted = EVERYTHING,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of block.q and block.k in their dtypes, and of the leaves of block.m; undefined where not wanted.
 
     Args:
         d: gradients of the levels; rows that do not exist or that no row needs are not read. Overwritten.
@@ -229,12 +240,14 @@ def carry_backward(
     zero = Levels(dq.new_empty((B, n_t * BLOCK, H, K), dtype=dtype), dk.new_empty((B, n_t * BLOCK, G, K), dtype=dtype))
     out = torch.empty_like(block.q), torch.empty_like(block.k)
     p_start, *strides = starts(start, nodes)
-    for x, g, level, z, o, query in (
-        (block.q, dq, d.q, zero.q, out[0], True),
-        (block.k, dk, d.k, zero.k, out[1], False),
+    for x, g, level, z, o, query, read in (
+        (block.q, dq, d.q, zero.q, out[0], True, wanted.queries),
+        (block.k, dk, d.k, zero.k, out[1], False, wanted.keys),
     ):
-        carry_bwd_kernel[(n_t * B * x.shape[2],)](
+        if not read:
+            continue
+        path_carry_bwd_kernel[(n_t * B * x.shape[2],)](
             g, level, z, o, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], *strides,
             **_options("carry_bwd", x, start, nodes, query),
         )  # fmt: skip
-    return out[0], out[1], node_gradients(block, carried, zero, d, T, start)
+    return *out, node_gradients(block, carried, zero, d, T, start) if wanted.transitions else nodes

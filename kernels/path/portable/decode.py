@@ -21,7 +21,7 @@ MAX_SPLITS = 128
 
 
 @triton.jit(do_not_specialize=["N", "S", "SPLIT", "NS", "stride_gb", "stride_mb"])
-def advance_kernel(
+def path_advance_kernel(
     p_q, p_w, p_beta, p_total, p_keys, p_next, p_v, p_g, p_valid, p_o, p_m, p_l, p_sum,
     stride_kb, stride_kt, stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb,
     N, S, SPLIT, NS, scale,
@@ -113,7 +113,7 @@ def advance_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "S", "NS", "stride_gb", "stride_mb"])
-def combine_kernel(
+def path_combine_kernel(
     p_o, p_m, p_l, p_sum, p_scores, p_v, p_g, p_valid, p_out,
     stride_vb, stride_vt, stride_gb, stride_gt, stride_mb, N, S, NS, scale,
     G: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
@@ -207,13 +207,13 @@ def path_advance(
     g, there = parts if gates is None else gates, parts if valid is None else valid
     gate_strides = (g.stride(0), g.stride(1))
     flags = {"GATED": gates is not None, "MASKED": valid is not None}
-    advance_kernel[(B * G, splits, row_tiles)](
+    path_advance_kernel[(B * G, splits, row_tiles)](
         rows, w, beta, total, keys, following, values, g, there, parts, top, mass, sums,
         keys.stride(0), keys.stride(1), following.stride(0), values.stride(0), values.stride(1), *gate_strides,
         there.stride(0), N, S, size, splits, scale, N == 1, G, H, K, V, BR, BS, BK, BC, BV, **flags,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
-    combine_kernel[(B * H, N)](
+    path_combine_kernel[(B * H, N)](
         parts, top, mass, sums, scores, values, g, there, o, values.stride(0), values.stride(1), *gate_strides,
         there.stride(0), N, S, splits, scale, G, H, V, 1 if N == 1 else CHUNK, BP, BV, **flags, num_warps=4,
     )  # fmt: skip

@@ -12,8 +12,8 @@ from .forward import _level_tile
 
 
 @triton.jit
-def _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_left, b_s, b_row, T, scale2, GATE: tl.constexpr,
-                 HAS_LEFT: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+def _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_since, b_s, b_row, T, scale2, GATE: tl.constexpr,
+                 HAS_SINCE: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """P and dS of one row tile; b_y = k q^T. # [BS, BT]"""
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PREC)  # in flight during exp2
     b_y = b_y * scale2
@@ -23,9 +23,9 @@ def _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_left, b_s, b
     b_p = tl.exp2(b_y - b_lse[None, :])
     if MASK:
         m_y = (b_s[:, None] <= b_row[None, :]) & (b_row < T)[None, :]
-        if HAS_LEFT:
-            b_left = tl.load(p_left + b_row, mask=b_row < T, other=0)
-            m_y = m_y & (b_s[:, None] >= b_left[None, :])
+        if HAS_SINCE:
+            b_since = tl.load(p_since + b_row, mask=b_row < T, other=0)
+            m_y = m_y & (b_s[:, None] >= b_since[None, :])
         b_p = tl.where(m_y, b_p, 0.0)
     return b_p, b_p * (b_dp - b_delta[None, :])
 
@@ -57,14 +57,14 @@ def _row_tile(p_q, p_do, i_lb, Tq, r, i, i_h, o_t, o_k, o_v, stride_dt, T, H: tl
 
 
 @triton.jit(do_not_specialize=["B", "T", "Tq", "Tk", "n_levels", "n_heads", "stride_lb", "stride_lh"])
-def path_dkdv_kernel(
-    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_do, p_rows, p_ddiag, p_dkb, p_dk, p_dv, p_dc, p_c, p_base, p_left, p_start,
+def path_dkdv_portable_kernel(
+    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_do, p_rows, p_ddiag, p_dkb, p_dk, p_dv, p_dc, p_c, p_base, p_since, p_start,
     p_end, p_full, B, T, Tq, Tk, n_levels, n_heads, scale, scale2,
     stride_vb, stride_vt, stride_vh, stride_db, stride_dt, stride_dh, stride_ub, stride_ut, stride_uh, stride_lb,
     stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dK of each level and of the even blocks, d(diag), dV [B, T, G, V]; one program per key tile and key head.
 
@@ -93,7 +93,7 @@ def path_dkdv_kernel(
         i_h = i_g * REP + i_r
         i_bh = i_b * H + i_h
         p_rowsh = p_rows + i_bh * (n_t * RU) * 2
-        p_lefth = p_left + i_b * stride_lb + i_h * stride_lh
+        p_sinceh = p_since + i_b * stride_lb + i_h * stride_lh
         p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
         b_ref = gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
         b_bias = b_s.to(tl.float32)
@@ -116,8 +116,8 @@ def path_dkdv_kernel(
             b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
             b_y = tl.where(own, tl.load(p_diag + o_d, mask=own & (b_row < T)[None, :], other=0.0), b_y)
             b_lse, b_delta = _load_rows(p_rowsh, b_row)
-            b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_lefth, b_s, b_row, T, scale2,
-                                     GATE, HAS_LEFT, PREC, True)  # fmt: skip
+            b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_sinceh, b_s, b_row, T, scale2,
+                                     GATE, HAS_SINCE, PREC, True)  # fmt: skip
             b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
             if GATE != 0:
                 b_dc += tl.sum(b_ds, 1)
@@ -153,17 +153,19 @@ def path_dkdv_kernel(
                 i_bh = i_b * H + i_h
                 p_doh = p_do + i_b * stride_db + i_h * stride_dh
                 p_rowsh = p_rows + i_bh * (n_t * RU) * 2
-                p_lefth = p_left + i_b * stride_lb + i_h * stride_lh
+                p_sinceh = p_since + i_b * stride_lb + i_h * stride_lh
                 p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
                 b_ref = gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
                 b_bias = b_s.to(tl.float32)
                 if GATE != 0:
                     b_bias = gates_from(p_ch, p_baseh, b_slope, b_s, b_ref, m_s, GATE, KU)
                 i_end, i_full = r1, r1
-                if HAS_LEFT or HAS_START:
+                if HAS_SINCE or HAS_START:
                     i_end = tl.minimum(r1, tl.load(p_end + i_bh * n_u + s // KU))
                     i_full = tl.minimum(r1, tl.load(p_full + i_bh * n_u + s // KU))
-                i_mask = tl.maximum(i_full // BT * BT, r0)  # from here the left mask, a bound or the end of the rows
+                i_mask = tl.maximum(
+                    i_full // BT * BT, r0
+                )  # from here the mask of since, a bound or the end of the rows
                 b_dc = tl.zeros([BS], tl.float32)
                 for i in tl.range(i_mask, i_end, BT, num_stages=1):
                     b_row = i + o_t
@@ -172,8 +174,8 @@ def path_dkdv_kernel(
                                           V, BK, BV, True)  # fmt: skip
                     b_lse, b_delta = _load_rows(p_rowsh, b_row)
                     b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
-                    b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_lefth, b_s, b_row,
-                                             T, scale2, GATE, HAS_LEFT, PREC, True)  # fmt: skip
+                    b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_sinceh, b_s, b_row,
+                                             T, scale2, GATE, HAS_SINCE, PREC, True)  # fmt: skip
                     b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
                     if GATE != 0:
                         b_dc += tl.sum(b_ds, 1)
@@ -187,8 +189,8 @@ def path_dkdv_kernel(
                                           BK, BV, False)  # fmt: skip
                     b_lse, b_delta = _load_rows(p_rowsh, b_row)
                     b_y = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
-                    b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_lefth, b_s, b_row, T,
-                                             scale2, GATE, HAS_LEFT, PREC, False)  # fmt: skip
+                    b_p, b_ds = _dkdv_scores(b_y, b_v, b_do, b_lse, b_delta, b_bias, b_shift, p_sinceh, b_s, b_row, T,
+                                             scale2, GATE, HAS_SINCE, PREC, False)  # fmt: skip
                     b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
                     if GATE != 0:
                         b_dc += tl.sum(b_ds, 1)

@@ -13,8 +13,8 @@ from .forward import _base_at, _level_keys, _level_tile, _pair_scores
 
 
 @triton.jit
-def _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_left, scale2, GATE: tl.constexpr,
-               HAS_LEFT: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+def _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_since, scale2,
+               GATE: tl.constexpr, HAS_SINCE: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """dS of one key tile; b_s = q k^T. # [BT, BS]"""
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PREC)  # in flight during exp2
     b_y = b_s * scale2
@@ -23,20 +23,20 @@ def _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_
     b_p = tl.exp2(b_y - b_lse[:, None])
     if MASK:
         m_y = (s + o_s)[None, :] <= b_row[:, None]
-        if HAS_LEFT:
-            m_y = m_y & ((s + o_s)[None, :] >= b_left[:, None])
+        if HAS_SINCE:
+            m_y = m_y & ((s + o_s)[None, :] >= b_since[:, None])
         b_p = tl.where(m_y, b_p, 0.0)
     return b_p * (b_dp - b_delta[:, None])
 
 
 @triton.jit(do_not_specialize=["B", "T", "Tq", "Tk", "n_levels", "n_heads", "stride_lb", "stride_lh"])
-def path_dq_kernel(
-    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_do, p_rows, p_dqb, p_dq, p_c, p_base, p_left, p_start, B, T, Tq, Tk,
+def path_dq_portable_kernel(
+    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_do, p_rows, p_dqb, p_dq, p_c, p_base, p_since, p_start, B, T, Tq, Tk,
     n_levels, n_heads, scale, scale2, stride_vb, stride_vt, stride_vh, stride_db, stride_dt, stride_dh, stride_lb,
     stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dQ of each level and of the odd blocks, and delta corrected in place; schedule and frame of the forward."""
     G: tl.constexpr = H // REP
@@ -62,14 +62,14 @@ def path_dq_kernel(
     n_u = tl.cdiv(T, KU)
     p_c += i_bh.to(tl.int64) * (n_u * KU)
     p_base += i_bh.to(tl.int64) * (n_u + 1)
-    p_left += i_b * stride_lb + i_h64 * stride_lh
+    p_since += i_b * stride_lb + i_h64 * stride_lh
     p_start += i_bh.to(tl.int64) * tl.cdiv(T, RU)
     b_slope = tl.zeros([], tl.float32)
     b_ref = gate_at(p_c, p_base, b_slope, row // RU * RU, GATE, KU)
-    b_left = b_row
-    if HAS_LEFT:
-        b_left = tl.load(p_left + b_row, mask=m_t, other=0)
-    lo, full, _, _, _ = row_bounds(p_left, p_start, i_t, row, last, BT, BS, RU, KU, HAS_LEFT, HAS_START)
+    b_since = b_row
+    if HAS_SINCE:
+        b_since = tl.load(p_since + b_row, mask=m_t, other=0)
+    lo, full, _, _, _ = row_bounds(p_since, p_start, i_t, row, last, BT, BS, RU, KU, HAS_SINCE, HAS_START)
     first = 0
     if HAS_START:
         first = tl.load(p_start + row // RU)
@@ -88,8 +88,8 @@ def path_dq_kernel(
         b_k = load_tile(p_kb + s.to(tl.int64) * (G * K), o_p, o_k, G * K, T - s, K, BK, True)
         b_s = _pair_scores(p_diag, b_q, b_k, b_row, s, o_p, T, H * KU * KU, PREC, KU)
         b_v = load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
-        b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_p, b_row, b_left, scale2, GATE,
-                          HAS_LEFT, PREC, True)  # fmt: skip
+        b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_p, b_row, b_since, scale2, GATE,
+                          HAS_SINCE, PREC, True)  # fmt: skip
         if GATE != 0:
             b_dr += tl.sum(b_ds, 1)
         b_ds = tl.where((b_row // KU == s // KU)[:, None], 0.0, b_ds)
@@ -108,15 +108,15 @@ def path_dq_kernel(
             back = u * h  # of a key: its token minus its packed row
             mid = tl.minimum(tl.maximum(begin, full), stop)
             b_dq = tl.zeros([BT, BK], tl.float32)
-            if HAS_LEFT:
+            if HAS_SINCE:
                 for i_s in range(begin, mid):
                     s = i_s * BS
                     b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
                     b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                     b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-                    b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_left,
-                                      scale2, GATE, HAS_LEFT, PREC, True)  # fmt: skip
+                    b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_since,
+                                      scale2, GATE, HAS_SINCE, PREC, True)  # fmt: skip
                     if GATE != 0:
                         b_dr += tl.sum(b_ds, 1)
                     b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
@@ -128,8 +128,8 @@ def path_dq_kernel(
                 b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                 b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-                b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_left, scale2,
-                                  GATE, HAS_LEFT, PREC, False)  # fmt: skip
+                b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_since, scale2,
+                                  GATE, HAS_SINCE, PREC, False)  # fmt: skip
                 if GATE != 0:
                     b_dr += tl.sum(b_ds, 1)
                 b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at
-from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, left_strides, tile_descriptor
+from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, since_strides, tile_descriptor
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
-from attnzoo.kernels.path.head_groups import parts
-from attnzoo.kernels.path.levels import Block, Levels
+from attnzoo.kernels.path.head_groups import head_groups
+from attnzoo.kernels.path.levels import Leaves, Levels
 from attnzoo.kernels.path.plan import hopper_forward, pair_width, tiles
 
 from .blocks import block_level
@@ -80,12 +80,12 @@ def _level_keys(row, i_l, lo, BS: tl.constexpr, RU: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B", "T", "Tq", "Tk", "n_levels", "n_heads", "stride_lb", "stride_lh"])
-def path_fwd_kernel(
-    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_o, p_low, p_lse, p_c, p_base, p_left, p_start, B, T, Tq, Tk,
+def path_fwd_portable_kernel(
+    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_o, p_rest, p_lse, p_c, p_base, p_since, p_start, B, T, Tq, Tk,
     n_levels, n_heads, scale2, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_START: tl.constexpr, HAS_LOW: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_REST: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per row tile, the longest rows first."""
     G: tl.constexpr = H // REP
@@ -106,14 +106,14 @@ def path_fwd_kernel(
     n_u = tl.cdiv(T, KU)
     p_c += i_bh.to(tl.int64) * (n_u * KU)
     p_base += i_bh.to(tl.int64) * (n_u + 1)
-    p_left += i_b * stride_lb + i_h64 * stride_lh
+    p_since += i_b * stride_lb + i_h64 * stride_lh
     p_start += i_bh.to(tl.int64) * tl.cdiv(T, RU)
     b_slope = tl.zeros([], tl.float32)
     b_ref = gate_at(p_c, p_base, b_slope, row // RU * RU, GATE, KU)
-    b_left = b_row
-    if HAS_LEFT:
-        b_left = tl.load(p_left + b_row, mask=m_t, other=0)
-    lo, full, _, _, _ = row_bounds(p_left, p_start, i_t, row, last, BT, BS, RU, KU, HAS_LEFT, HAS_START)
+    b_since = b_row
+    if HAS_SINCE:
+        b_since = tl.load(p_since + b_row, mask=m_t, other=0)
+    lo, full, _, _, _ = row_bounds(p_since, p_start, i_t, row, last, BT, BS, RU, KU, HAS_SINCE, HAS_START)
     b_m = tl.full([BT], float("-inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
     b_o = tl.zeros([BT, BV], tl.float32)
@@ -130,8 +130,8 @@ def path_fwd_kernel(
         b_k = load_tile(p_kb + s.to(tl.int64) * (G * K), o_p, o_k, G * K, T - s, K, BK, True)
         b_s = _pair_scores(p_diag, b_q, b_k, b_row, s, o_p, T, H * KU * KU, PREC, KU)
         b_v = load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
-        b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_p, b_row, b_left, scale2,
-                                     GATE, HAS_LEFT, PREC, True)  # fmt: skip
+        b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_p, b_row, b_since, scale2,
+                                     GATE, HAS_SINCE, PREC, True)  # fmt: skip
 
     # levels
     for i in range(n_levels):
@@ -142,15 +142,15 @@ def path_fwd_kernel(
             b_q = _level_tile(p_q, i_lb, Tq, r, i_h, o_t, o_k, H, K, BK, T - row, False, True)
             back = u * h  # of a key: its token minus its packed row
             mid = tl.minimum(tl.maximum(begin, full), stop)
-            if HAS_LEFT:
+            if HAS_SINCE:
                 for i_s in tl.range(begin, mid, num_stages=1):
                     s = i_s * BS
                     b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
                     b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
                     b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
-                    b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_left,
-                                                 scale2, GATE, HAS_LEFT, PREC, True)  # fmt: skip
+                    b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_since,
+                                                 scale2, GATE, HAS_SINCE, PREC, True)  # fmt: skip
             b_base = _base_at(p_base, mid * BS, GATE, KU)
             for i_s in range(mid, stop):
                 s = i_s * BS
@@ -159,34 +159,34 @@ def path_fwd_kernel(
                 b_k = _level_tile(p_k, i_lb, Tk, s - back, i_g, o_s, o_k, G, K, BK, BS, TMA, False)
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
                 b_v = load_keys(p_vt, i_b32, s, i_g, o_s, o_v, stride_vt, T, V, BV, TMA, False)
-                b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_left,
-                                             scale2, GATE, HAS_LEFT, PREC, False)  # fmt: skip
+                b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_row, b_since,
+                                             scale2, GATE, HAS_SINCE, PREC, False)  # fmt: skip
     b_o = b_o / b_l[:, None]
     b_oh = b_o.to(p_o.dtype.element_ty)
     p_ot = i_b * stride_ob + i_h64 * stride_oh + row.to(tl.int64) * stride_ot + o_t[:, None] * stride_ot + o_v[None, :]
     m_o = m_t[:, None] & (o_v[None, :] < V)
     tl.store(p_o + p_ot, b_oh, mask=m_o)
-    if HAS_LOW:  # what the rounding dropped
-        tl.store(p_low + p_ot, (b_o - b_oh.to(tl.float32)).to(p_low.dtype.element_ty), mask=m_o)
+    if HAS_REST:  # what the rounding dropped
+        tl.store(p_rest + p_ot, (b_o - b_oh.to(tl.float32)).to(p_rest.dtype.element_ty), mask=m_o)
     tl.store(p_lse + i_bh.to(tl.int64) * T + b_row, b_m + tl.log2(b_l), mask=m_t)
 
 
-def describe_levels(x: Tensor, rows: int) -> Any:
+def levels_descriptor(x: Tensor, rows: int) -> Any:
     """Descriptor of levels [n, B, R, H, D] for tiles of ``rows`` rows of one head; the first index is n * B."""
     return tile_descriptor(x.flatten(0, 1), rows)
 
 
 def path_forward(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, c: Tensor | None, base: Tensor | None, x: Tensor | None,
-    left: Tensor | None, scale: float, *, bound: str = "", log_eps: float = 0.0, logit_bound: Tensor | None = None,
-    low: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, c: Tensor | None, base: Tensor | None,
+    tails: Tensor | None, since: Tensor | None, scale: float, *, bound: str = "", log_eps: float = 0.0,
+    logit_bound: Tensor | None = None, o_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch the forward kernels, some heads at a time. Shapes as in ``path_attention``; last dims contiguous.
 
     Args:
-        c, base, left, x: of ``gate_sums``; without a gate None, but left may hold segment starts [1, 1, T].
+        c, base, since, tails: of ``gate_sums``; without a gate None, but since may hold segment starts [1, 1, T].
         bound: "" for no pruning, else "paper" or "tail" (they need a gate).
-        low: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
+        o_rest: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
 
     Returns:
         o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit; start
@@ -195,48 +195,55 @@ def path_forward(
     B, T, H, _ = q.shape
     o, lse = q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=torch.float32)
     start = torch.empty((B, H, triton.cdiv(T, ROW_UNIT)), dtype=torch.int32, device=q.device) if bound else None
-    for part in parts(q, k, backward=False):
-        p_q, p_k, p_c, p_base, p_left = part.queries(q), part.keys(k), part.rows(c), part.rows(base), part.rows(left)
-        block = block_level(p_q, p_k, part.keys(w), part.keys(beta))
+    for group in head_groups(q, k, backward=False):
+        p_q, p_k, p_c, p_base, p_since = (
+            group.queries(q),
+            group.keys(k),
+            group.rows(c),
+            group.rows(base),
+            group.rows(since),
+        )
+        block = block_level(p_q, p_k, group.keys(w), group.keys(beta))
         p_start = None
         if start is not None:
             assert p_c is not None
             assert p_base is not None
-            assert p_left is not None
-            assert x is not None
-            p_start = start[part.b, part.h]
+            assert p_since is not None
+            assert tails is not None
+            p_start = start[group.b, group.h]
             p_start.copy_(block_starts(
-                p_q, p_k, block, p_c, p_base, part.rows(x), p_left, scale, bound, log_eps, part.bound(logit_bound)
+                p_q, p_k, block, p_c, p_base, group.rows(tails), p_since, scale, bound, log_eps,
+                group.bound(logit_bound),
             ))  # fmt: skip
         levels = carry(block, p_start).levels
-        p_low = None if low is None else part.queries(low)
+        p_rest = None if o_rest is None else group.queries(o_rest)
         _launch(
-            block, levels, part.keys(v), part.queries(o), lse[part.b, part.h], p_c, p_base, p_left, p_start, scale,
-            p_low,
+            block, levels, group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start, scale,
+            p_rest,
         )  # fmt: skip
     return o, lse, start
 
 
 def _launch(
-    block: Block, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    left: Tensor | None, start: Tensor | None, scale: float, low: Tensor | None,
+    block: Leaves, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
+    since: Tensor | None, start: Tensor | None, scale: float, o_rest: Tensor | None,
 ) -> None:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if hopper_forward(T, K, V, v.dtype, v.device) and can_describe(v):
         from attnzoo.kernels.path.hopper.forward import path_forward_hopper
 
-        path_forward_hopper(block, levels, v, o, lse, c, base, left, start, scale, low)
+        path_forward_hopper(block, levels, v, o, lse, c, base, since, start, scale, o_rest)
         return
     t = tiles("fwd", max(K, V), v.dtype, v.device, start is not None)
     tma = t.tma and n > 0 and can_describe(v)
-    p_k, p_vd = (describe_levels(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
-    path_fwd_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-        block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, o if low is None else low, lse,
-        lse if c is None else c, lse if base is None else base, lse if left is None else left,
+    p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
+    path_fwd_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+        block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, o if o_rest is None else o_rest, lse,
+        lse if c is None else c, lse if base is None else base, lse if since is None else since,
         lse if start is None else start, B, T, levels.q.shape[2], levels.k.shape[2], n, min(t.heads, B * H),
-        scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *left_strides(left), H=H, REP=H // G, K=K, V=V,
+        scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *since_strides(since), H=H, REP=H // G, K=K, V=V,
         BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT, KU=KEY_UNIT,
-        GATE=GATE_NONE if c is None else GATE_FULL, HAS_LEFT=left is not None, HAS_START=start is not None,
-        HAS_LOW=low is not None, TMA=tma, PREC=dot_precision(v.dtype), num_warps=t.num_warps,
+        GATE=GATE_NONE if c is None else GATE_FULL, HAS_SINCE=since is not None, HAS_START=start is not None,
+        HAS_REST=o_rest is not None, TMA=tma, PREC=dot_precision(v.dtype), num_warps=t.num_warps,
         num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip

@@ -135,7 +135,7 @@ def _unit_lower_inverse(b_l, p_l, C: tl.constexpr, DT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "B"])
-def inverse_kernel(
+def path_inverse_kernel(
     p_w, p_beta, p_x, p_kv, p_kx, p_kw, T, B, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
     G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, C: tl.constexpr, NW: tl.constexpr,
     KV: tl.constexpr, KX: tl.constexpr, KW: tl.constexpr, DT: tl.constexpr,
@@ -197,7 +197,7 @@ def invert(w: Tensor, beta: Tensor, kept: Kept | None) -> Tensor:
     else:
         x = w.new_empty((B, triton.cdiv(T, BLOCK), G, BLOCK, BLOCK), dtype=torch.float32)
     kv, kx, kw = (x, x, w) if kept is None else kept
-    inverse_kernel[(triton.cdiv(T, BLOCK) * B * G,)](
+    path_inverse_kernel[(triton.cdiv(T, BLOCK) * B * G,)](
         w, beta, x, kv, kx, kw, T, B, *w.stride()[:3], *beta.stride(), G=G, K=K, BK=tree_block(K),
         BC=min(64, tree_block(K)), C=BLOCK, NW=2 if w.dtype == torch.float32 else 1, KV=kv is not x, KX=kx is not x,
         KW=kw is not w, DT=tl.float16, num_stages=1, **launch("inverse", K),

@@ -17,18 +17,18 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT, SLACK
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import dot_precision, head_block, left_strides
+from attnzoo.kernels.common.launching import dot_precision, head_block, since_strides
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max_kernel, prune_scan_kernel
 from attnzoo.kernels.common.tile_loads import load_tile
-from attnzoo.kernels.path.head_groups import parts
-from attnzoo.kernels.path.levels import Block
+from attnzoo.kernels.path.head_groups import head_groups
+from attnzoo.kernels.path.levels import Leaves
 
 from .blocks import block_level
 
 
 @triton.jit(do_not_specialize=["T", "stride_lb", "stride_lh"])
-def path_rows_kernel(
-    p_q, p_diag, p_qb, p_kb, p_qmax, p_kmax, p_bound, p_c, p_base, p_left, p_need, T, scale2, log2_t, b_none,
+def path_prune_rows_kernel(
+    p_q, p_diag, p_qb, p_kb, p_qmax, p_kmax, p_bound, p_c, p_base, p_since, p_need, T, scale2, log2_t, b_none,
     stride_qb, stride_qt, stride_qh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
     TAIL: tl.constexpr, HAS_BOUND: tl.constexpr, PREC: tl.constexpr,
@@ -53,7 +53,7 @@ def path_rows_kernel(
         b_end = gate_at(p_c, p_base, b_slope, tl.minimum(i_t * RU + RU, T) - 1, 2, KU)
         if b_end - gate_at(p_c, p_base, b_slope, 0, 2, KU) <= b_none:
             p_q += i_b * stride_qb + i_h * stride_qh
-            p_left += i_b * stride_lb + i_h * stride_lh
+            p_since += i_b * stride_lb + i_h * stride_lh
             p_qb += (i_b * T * H + i_h) * K
             p_kb += (i_b * T * G + i_g) * K
             b_worst = tl.full([], float("-inf"), tl.float32)
@@ -61,11 +61,11 @@ def path_rows_kernel(
                 r = i_t * RU + i * KU
                 b_pos = r + o_t
                 m_t = b_pos < T
-                b_left = tl.load(p_left + b_pos, mask=m_t, other=0)[:, None]
+                b_since = tl.load(p_since + b_pos, mask=m_t, other=0)[:, None]
                 p_d = p_diag + ((i_b * n_u + r // KU) * H + i_h) * (KU * KU) + o_t[:, None] * KU + o_s[None, :]
                 b_y = tl.load(p_d, mask=m_t[:, None], other=0.0) * scale2  # [KU, KU]
                 b_y += key_bias(p_c, b_slope, base_shift(p_base, b_slope, b_c, r, 2, KU), r, o_s, 2)[None, :]
-                b_y = tl.where((o_s[None, :] <= o_t[:, None]) & ((r + o_s)[None, :] >= b_left), b_y, float("-inf"))
+                b_y = tl.where((o_s[None, :] <= o_t[:, None]) & ((r + o_s)[None, :] >= b_since), b_y, float("-inf"))
                 b_m = tl.max(b_y, 1)  # a row sees itself, so this is finite
                 b_m = tl.where(m_t, b_m, 0.0)
                 b_l = tl.sum(tl.exp2(b_y - b_m[:, None]), 1)
@@ -75,7 +75,7 @@ def path_rows_kernel(
                     b_kb = load_tile(p_kb + s.to(tl.int64) * (G * K), o_s, o_k, G * K, T - s, K, BK, True)
                     b_y = tl.dot(b_qb, tl.trans(b_kb), input_precision=PREC) * scale2
                     b_y += key_bias(p_c, b_slope, base_shift(p_base, b_slope, b_c, s, 2, KU), s, o_s, 2)[None, :]
-                    b_y = tl.where((s + o_s)[None, :] >= b_left, b_y, float("-inf"))
+                    b_y = tl.where((s + o_s)[None, :] >= b_since, b_y, float("-inf"))
                     b_mn = tl.maximum(b_m, tl.max(b_y, 1))
                     b_l = b_l * tl.exp2(b_m - b_mn) + tl.sum(tl.exp2(b_y - b_mn[:, None]), 1)
                     b_m = b_mn
@@ -91,7 +91,7 @@ def path_rows_kernel(
 
 
 def block_starts(
-    q: Tensor, k: Tensor, block: Block | None, c: Tensor, base: Tensor, x: Tensor, left: Tensor, scale: float,
+    q: Tensor, k: Tensor, block: Leaves | None, c: Tensor, base: Tensor, tails: Tensor, since: Tensor, scale: float,
     bound: str, log_eps: float, logit_bound: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT query rows, a multiple of KEY_UNIT. No host synchronisation.
@@ -99,7 +99,7 @@ def block_starts(
     Args:
         q, k: [B, T, H, K] and [B, T, G, K] as the caller gave them, last dim contiguous.
         block: what ``block_level`` makes of them; only the tail bound reads it.
-        c, base, x, left: of ``gate_sums``.
+        c, base, tails, since: of ``gate_sums``.
         logit_bound: [H] known bound of |scale q . k| (natural units), or None; the smaller of it and the norms counts.
 
     Returns:
@@ -116,30 +116,30 @@ def block_starts(
         norm_max_kernel[(B * H, triton.cdiv(T, 128))](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
     assert block is not None or not tail
     diag, qb, kb = (q, q, k) if block is None else (block.diag, block.q, block.k)
-    path_rows_kernel[(B * H, n_t)](
-        q, diag, qb, kb, qmax, kmax, norms if logit_bound is None else logit_bound, c, base, left, need, T,
-        scale * LOG2E, math.log2(T), none_above(log_eps, 2 * KEY_UNIT), *q.stride()[:3], *left_strides(left), H=H,
+    path_prune_rows_kernel[(B * H, n_t)](
+        q, diag, qb, kb, qmax, kmax, norms if logit_bound is None else logit_bound, c, base, since, need, T,
+        scale * LOG2E, math.log2(T), none_above(log_eps, 2 * KEY_UNIT), *q.stride()[:3], *since_strides(since), H=H,
         REP=H // G, K=K, BK=BK, RU=ROW_UNIT, KU=KEY_UNIT, TAIL=tail, HAS_BOUND=logit_bound is not None,
         PREC=dot_precision(q.dtype), num_warps=4,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
-        need, base, norms, x, start, T, T, log_eps * LOG2E - SLACK, triton.cdiv(T, KEY_UNIT).bit_length() + 1, H=H,
+        need, base, norms, tails, start, T, T, log_eps * LOG2E - SLACK, triton.cdiv(T, KEY_UNIT).bit_length() + 1, H=H,
         RU=ROW_UNIT, KU=KEY_UNIT, BN=min(1024, max(16, triton.next_power_of_2(n_t))), GATE=2, TAIL=tail,
     )  # fmt: skip
     return start
 
 
 def path_starts(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, c: Tensor, base: Tensor, x: Tensor, left: Tensor, scale: float, *,
-    bound: str, log_eps: float, logit_bound: Tensor | None,
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, c: Tensor, base: Tensor, tails: Tensor, since: Tensor, scale: float,
+    *, bound: str, log_eps: float, logit_bound: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """``block_starts`` of all heads, by itself: without attention."""
     start = torch.empty((*c.shape[:2], triton.cdiv(q.shape[1], ROW_UNIT)), dtype=torch.int32, device=q.device)
-    for part in parts(q, k, backward=False):
-        p_q, p_k = part.queries(q), part.keys(k)
-        block = block_level(p_q, p_k, part.keys(w), part.keys(beta)) if bound == "tail" else None
-        start[part.b, part.h] = block_starts(
-            p_q, p_k, block, part.rows(c), part.rows(base), part.rows(x), part.rows(left), scale, bound, log_eps,
-            part.bound(logit_bound),
+    for group in head_groups(q, k, backward=False):
+        p_q, p_k = group.queries(q), group.keys(k)
+        block = block_level(p_q, p_k, group.keys(w), group.keys(beta)) if bound == "tail" else None
+        start[group.b, group.h] = block_starts(
+            p_q, p_k, block, group.rows(c), group.rows(base), group.rows(tails), group.rows(since), scale, bound,
+            log_eps, group.bound(logit_bound),
         )  # fmt: skip
     return start

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.path.levels import BLOCK, Block, Carried, Levels, tree_offset, tree_scales
+from attnzoo.kernels.path.levels import BLOCK, Carried, Leaves, Levels, tree_offset, tree_scales
 
 from .inverse import launch, tree_block
 
@@ -111,7 +111,7 @@ def _store_pieces(p, plane, b, m, NP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "n", "B", "N", "stride_sb", "stride_sh"])
-def tree_kernel(
+def path_tree_kernel(
     p_node, p_done, p_start, T, n, B, N, stride_sb, stride_sh,
     G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, NS: tl.constexpr,
     HAS_START: tl.constexpr,
@@ -166,7 +166,7 @@ def _add_outer(b, p_x, p_y, o_r, o_k, R, stride, K: tl.constexpr, PREC: tl.const
 
 
 @triton.jit(do_not_specialize=["T", "Tq", "Tk", "B", "n", "N", "stride_sb", "stride_sh"])
-def node_bwd_kernel(
+def path_node_bwd_kernel(
     p_xq, p_xk, p_zq, p_zk, p_lq, p_lk, p_dq, p_dk, p_node, p_dm, p_dn, p_scale, p_start, T, Tq, Tk, B, n, N, stride_sb,
     stride_sh,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
@@ -175,7 +175,7 @@ def node_bwd_kernel(
     """Gradients of the leaves [B, units, G, K, K], zeros where no row needs one, by way of those of the other nodes.
 
     A left child carries the queries of its sibling, a right child the keys of its sibling: each gives the sum of D x^T
-    over those rows. D is what carry_bwd_kernel left in p_dq, p_dk and, for scale 0, in p_zq, p_zk.
+    over those rows. D is what path_carry_bwd_kernel left in p_dq, p_dk and, for scale 0, in p_zq, p_zk.
     p_dn: the nodes above the leaves, [NP, B, N - units, G, K, K] in NP pieces, divided by a power of two.
     p_scale [B, (N - units) G + 1], zeros before the call: these powers, whose bits are 0 until the gradient is there,
     and the next ticket of the batch.
@@ -295,17 +295,17 @@ def tree(nodes: Tensor, T: int, start: Tensor | None) -> None:
         return
     done = torch.zeros((B, N, G), dtype=torch.int32, device=nodes.device)
     p_start, *strides = starts(start, nodes)
-    tree_kernel[(triton.cdiv(units, 2) * G, B)](
+    path_tree_kernel[(triton.cdiv(units, 2) * G, B)](
         nodes, done, p_start, T, n, B, N, *strides, G=G, REP=1 if start is None else start.shape[1] // G, K=K, BC=32,
         HAS_START=start is not None, **options("tree", K, True),
     )  # fmt: skip
 
 
-def node_gradients(block: Block, carried: Carried, zero: Levels, d: Levels, T: int, start: Tensor | None) -> Tensor:
+def node_gradients(block: Leaves, carried: Carried, zero: Levels, d: Levels, T: int, start: Tensor | None) -> Tensor:
     """Gradients of the leaves, [B, ceil(T / 64), G, K, K].
 
     Args:
-        zero, d: what carry_bwd_kernel left of D, for scale 0 and for the scales from 1 on.
+        zero, d: what path_carry_bwd_kernel left of D, for scale 0 and for the scales from 1 on.
     """
     nodes, (B, _, H, K), G = carried.nodes, block.q.shape, block.k.shape[2]
     N, units, bf16 = nodes.shape[2], triton.cdiv(T, BLOCK), block.q.dtype == torch.bfloat16
@@ -314,7 +314,7 @@ def node_gradients(block: Block, carried: Carried, zero: Levels, d: Levels, T: i
     above = nodes.new_empty((NP, B, N - units, G, K, K))
     scale = torch.zeros((B, (N - units) * G + 1), dtype=torch.int32, device=nodes.device)
     p_start, *strides = starts(start, nodes)
-    node_bwd_kernel[(N * G, B)](
+    path_node_bwd_kernel[(N * G, B)](
         block.q, block.k, zero.q, zero.k, carried.levels.q, carried.levels.k, d.q, d.k, nodes, leaves, above, scale,
         p_start, T, d.q.shape[2], d.k.shape[2], B, tree_scales(units), N, *strides, H=H, G=G, K=K, BR=BLOCK,
         BC=32 if K <= 64 else 64, HAS_START=start is not None, NP=NP, PREC="tf32x3", **options("node", K, bf16),
