@@ -62,7 +62,7 @@ Sums = tuple[Tensor, Tensor | None]  # what open_sums gives
 def _at(sums: Sums, token: int) -> Sums:
     """The sums of one token, with its axis kept."""
     b, n = sums
-    index = torch.tensor([token % b.shape[-2]], device=b.device)
+    index = torch.full((1,), token % b.shape[-2], device=b.device)  # made there, not copied there
     return b.index_select(-2, index), None if n is None else n.index_select(-2, index)
 
 

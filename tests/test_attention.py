@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from attnzoo import Gate, Pair, Prune, build_attention, get, list_variants, oracle, register
 from attnzoo.layer.gates import GATES, GateProjection
@@ -146,6 +147,16 @@ def test_every_parameter_gets_a_gradient(name, block):
     attn(rows(2, 9)).square().sum().backward()
     missing = [p for p, value in attn.named_parameters() if value.grad is None or not value.grad.abs().max() > 0]
     assert not missing
+
+
+@every_layer
+def test_activation_checkpointing_changes_nothing(name, block):
+    """The layer is run again in the backward, and its own row blocks inside it."""
+    attn, x = layer(name, block, acp=get(name).prunable), rows(2, 9).requires_grad_()
+    wanted, outputs = [x, *attn.parameters()], []
+    for y in (attn(x), checkpoint(attn, x, use_reentrant=False)):
+        outputs.append([y, *torch.autograd.grad(y.square().sum(), wanted)])
+    assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
 
 
 @every_layer

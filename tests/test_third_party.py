@@ -14,7 +14,7 @@ from torch import Tensor
 
 import attnzoo.layer.dispatch
 from attnzoo import Gate, Pair, build_attention, get, register
-from attnzoo.algebra.transitions import Transition
+from attnzoo.algebra.transitions import Identity
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.protocol import Call, FormSet, Kernel
 from attnzoo.forms.softmax import SoftmaxForms
@@ -47,7 +47,7 @@ class Bare:
     """The protocol without any of our classes; the state is a list of tokens' inputs."""
 
     def __init__(self) -> None:
-        self.theirs = SoftmaxForms(Transition())
+        self.theirs = SoftmaxForms(Identity())
         self.forms = {"parallel": self.theirs.parallel, "triton": self.triton}
 
     def triton(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
@@ -85,8 +85,8 @@ def registered(linear: Any, softmax: Any) -> Pair:
 @pytest.fixture
 def theirs() -> Iterator[None]:
     asked.clear()
-    linear = LinearForms(Transition(), kernels={"triton": counting(get("mamba2"), "linear")})
-    softmax = SoftmaxForms(Transition(), kernels={"triton": counting(get("fox"), "softmax")})
+    linear = LinearForms(Identity(), kernels={"triton": counting(get("mamba2"), "linear")})
+    softmax = SoftmaxForms(Identity(), kernels={"triton": counting(get("fox"), "softmax")})
     pair = registered(linear, softmax)
     yield
     unregister(pair)

@@ -392,8 +392,8 @@ class Attention(PreciseModule):
             phase = stream.positions()[..., None, None] * self.angle.double()
             q, k = rotate(q, phase), rotate(k, phase)
         gate, write = self.gate(x, k, stream)
-        if stream.valid is not None:
-            gate = gate.per_token(q).neutral_where(~stream.valid)
+        if stream.valid is not None and gate.w is not None:  # padding has no unit vector to erase along
+            gate = gate.neutral_where(~stream.valid)
         return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write)
 
     def extra_repr(self) -> str:
