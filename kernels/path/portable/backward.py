@@ -88,8 +88,8 @@ def _launch(
     d_block = Leaves(torch.empty_like(block.diag), torch.empty_like(block.q), torch.empty_like(block.k), block.m)
     d_levels = Levels(torch.empty_like(levels.q), torch.empty_like(levels.k))
     row_delta_kernel[(B * H, rows.shape[2] // 64)](
-        o, do, lse, rows, lse, lse, lse, lse, lse, T, T, *o.stride()[:3], *do.stride()[:3],
-        H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=False,
+        o, do, lse, lse, rows, lse, lse, lse, lse, lse, T, T, *o.stride()[:3], *do.stride()[:3],
+        H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=False, HAS_DLSE=False,
     )  # fmt: skip
     gates = (lse if c is None else c, lse if base is None else base)
     limits = (lse if since is None else since, lse if start is None else start)
