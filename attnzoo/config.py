@@ -8,6 +8,7 @@ their own schema.
 from __future__ import annotations
 
 import dataclasses
+import io
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,34 +51,35 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), s
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a key that the schema lacks (the nearest one is named), a value that does not fit, or YAML
-            that cannot be read.
+        ValueError: a key that the schema lacks (the nearest one is named), a value that does not fit or is missing
+            (`???`), or YAML that cannot be read or is empty.
     """
     import yaml  # type: ignore[import-untyped]
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     layers = []
     if path is not None:
         if not Path(path).is_file():
             raise FileNotFoundError(f"no configuration file {str(path)!r}")
-        try:
-            layers.append(OmegaConf.load(path))
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
-            raise ValueError(f"{path} is not readable as YAML: {error}") from error
+        layers.append(_read_yaml(Path(path)))
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not key or not equals:
             raise ValueError(f"override {override!r}: expected key=value")
         try:
             layers.append(OmegaConf.from_dotlist([override]))
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
-            raise ValueError(f"override {override!r} is not readable: {_first_line(error)}") from error
+        except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+            value = override.partition("=")[2]
+            quoted = key + '="' + value + '"'
+            hint = f"; as a text, it needs quotes: '{quoted}'" if value[:1] in tuple("*&!%@`") else ""
+            raise ValueError(f"override {override!r} is not readable: {_first_line(error)}{hint}") from error
 
     merged = OmegaConf.structured(schema)
     for layer in layers:
-        if not isinstance(layer, DictConfig):
-            raise ValueError(f"{path}: expected a mapping of keys to values at the top, got a list")
+        missing = sorted(OmegaConf.missing_keys(layer))
+        if missing:
+            raise ValueError(f"{', '.join(missing)}: ??? stands for a value that is missing; give one or leave it out")
         _check_keys(OmegaConf.to_container(layer), schema)
         try:
             merged = OmegaConf.merge(merged, layer)
@@ -87,6 +89,29 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), s
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(_value_error(error)) from error
+
+
+def _read_yaml(path: Path) -> Any:
+    """A file's keys and values as OmegaConf holds them."""
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    try:
+        if yaml.safe_load(text) is None:
+            raise ValueError(f"{path} is empty: expected keys and values, or {{}} for the defaults")
+        layer = OmegaConf.load(io.StringIO(text))
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise ValueError(f"{path} is not readable as YAML: {error}") from error
+    except OSError:  # what OmegaConf says of a single number
+        layer = None
+    if not isinstance(layer, DictConfig):
+        raise ValueError(f"{path}: expected a mapping of keys to values at the top")
+    return layer
 
 
 def save_config(config: Any, path: str | Path) -> None:

@@ -1,8 +1,14 @@
 """Files that are whole or as they were before, and what tells whether one has changed."""
 
 import hashlib
+import itertools
+import json
+import logging
 import os
+import re
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -34,3 +40,36 @@ def digest(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def damaged_name(path: Path) -> Path:
+    """Where a damaged file or folder is kept: `damaged-` and its name beside it, with a number when that is taken."""
+    names = itertools.chain([f"damaged-{path.name}"], (f"damaged-{path.name}-{n}" for n in itertools.count(2)))
+    return next(target for target in map(path.with_name, names) if not target.exists())
+
+
+def remembered_digest(path: Path) -> str:
+    """`digest` of a large file that seldom changes: read again when its size, its times or its place have changed.
+
+    What was read is remembered in `attnzoo/digests.json` in the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`);
+    where that cannot be written, the file is read every time.
+    """
+    status = path.stat()
+    now = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnzoo" / "digests.json"
+    try:
+        known = json.loads(cache.read_bytes())
+        *then, found = known[str(path.resolve())]
+        if then == now and re.fullmatch("[0-9a-f]{64}", found):
+            return str(found)
+    except KeyError:
+        pass
+    except (OSError, ValueError, TypeError):
+        known = {}
+    found = digest(path)
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(cache, json.dumps({**known, str(path.resolve()): [*now, found]}))
+    except (OSError, TypeError):
+        logger.info("%s cannot be written: %s will be read again each time", cache, path)
+    return found

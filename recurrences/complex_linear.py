@@ -45,6 +45,8 @@ def phases(angle: Tensor, dim: int) -> Tensor:
 class Rotation(Transition):
     """``R_t = Rot(angle_t)``; ``total`` is the phase turned over the block, ``[..., K/2]``."""
 
+    width = 2
+
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         return self.carry(cast(Tensor, gate.angle), state)
 
@@ -58,8 +60,8 @@ class Rotation(Transition):
             total=phase[..., -1, :],
         )
 
-    def carry(self, total: Tensor, state: Tensor) -> Tensor:
-        return rotate(state.mT, -total[..., None, :]).mT
+    def carry(self, total: Tensor | None, state: Tensor) -> Tensor:
+        return rotate(state.mT, -cast(Tensor, total)[..., None, :]).mT
 
 
 def rotated_fla(

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
 from attnzoo.algebra.triangular import unit_lower_inverse
 from attnzoo.forms.fla import FLA_DELTA_RULE
 from attnzoo.forms.linear import LinearForms
@@ -40,21 +40,23 @@ class Householder(Transition):
         return state - w.mT @ (cast(Tensor, gate.beta)[..., None, None] * (w @ state))
 
     def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
-        w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)[..., None]
-        qw = (q @ w.mT).tril_()
-        wk = (w @ k.mT).tril_(-1)
-        lower = (beta * (w @ w.mT)).tril_(-1)
-        inverse = unit_lower_inverse(lower) * beta.mT  # X
-        from_values, from_state = inverse @ wk, inverse @ w
-        return ClosedForm(
-            scores=q @ k.mT - qw @ from_values,
-            q=q - qw @ from_state,
-            k=k - from_values.mT @ w,
-            total=torch.eye(w.shape[-1], dtype=w.dtype, device=w.device) - w.mT @ from_state,
-        )
+        return self.block_after(Identity(), q, k, gate)
 
-    def carry(self, total: Tensor, state: Tensor) -> Tensor:
-        return total @ state
+    def block_after(self, first: Transition, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
+        w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)[..., None]
+        between = first.blocks((q, w), (k, w), gate)
+        (qk, qw), (wk, ww) = between.scores
+        (back_q, back_w), (forward_k, forward_w) = between.q, between.k
+        qw, wk = qw.tril(), wk.tril(-1)
+        inverse = unit_lower_inverse((beta * ww).tril_(-1)) * beta.mT  # X
+        from_values, from_state = inverse @ wk, inverse @ back_w
+        eye = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
+        return ClosedForm(
+            scores=qk - qw @ from_values,
+            q=back_q - qw @ from_state,
+            k=forward_k - from_values.mT @ forward_w,
+            total=first.carry(between.total, eye) - forward_w.mT @ from_state,
+        )
 
 
 FORMS = LinearForms(Householder(), chunk_size=32, kernels={"fla": FLA_DELTA_RULE})

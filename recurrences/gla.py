@@ -29,12 +29,14 @@ EQUATIONS = (
 )
 LAYER = {"gate": "low_rank", "output_norm": "rms", "output_gate": "swish"}
 
-LEAF = 8  # tokens of the smallest group
+LEAF = 2  # tokens of the smallest group
 SAFE = 16.0  # a log-decay over which exp is still accurate and far from overflow in float32
 
 
 class Diagonal(Transition):
     """``R_t = Diag(exp(log_diag_t))``; ``total`` is the decay of each channel over the block."""
+
+    width = 1
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         return cast(Tensor, gate.log_diag).exp()[..., None] * state
@@ -50,8 +52,8 @@ class Diagonal(Transition):
             total=total if n is None else total * (n[..., -1, :] == 0),
         )
 
-    def carry(self, total: Tensor, state: Tensor) -> Tensor:
-        return total[..., None] * state
+    def carry(self, total: Tensor | None, state: Tensor) -> Tensor:
+        return cast(Tensor, total)[..., None] * state
 
 
 Sums = tuple[Tensor, Tensor | None]  # what open_sums gives
@@ -60,7 +62,7 @@ Sums = tuple[Tensor, Tensor | None]  # what open_sums gives
 def _at(sums: Sums, token: int) -> Sums:
     """The sums of one token, with its axis kept."""
     b, n = sums
-    index = torch.tensor([token % b.shape[-2]], device=b.device)
+    index = torch.full((1,), token % b.shape[-2], device=b.device)  # made there, not copied there
     return b.index_select(-2, index), None if n is None else n.index_select(-2, index)
 
 

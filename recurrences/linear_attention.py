@@ -6,7 +6,7 @@ Softmax dual: NoPE. Source: Katharopoulos et al., "Transformers are RNNs", 2020,
 without the normaliser.
 """
 
-from attnzoo.algebra.transitions import Transition
+from attnzoo.algebra.transitions import Identity
 from attnzoo.forms.fla import FLA_LINEAR_ATTENTION
 from attnzoo.forms.linear import LinearForms
 
@@ -19,4 +19,4 @@ EQUATIONS = (
 )
 LAYER = {"feature_map": "elu", "output_norm": "rms"}
 
-FORMS = LinearForms(Transition(), kernels={"fla": FLA_LINEAR_ATTENTION})
+FORMS = LinearForms(Identity(), kernels={"fla": FLA_LINEAR_ATTENTION})

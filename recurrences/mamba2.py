@@ -6,7 +6,7 @@ Softmax dual: FoX, the same gate in the exponent. Source: Dao and Gu, "Transform
 section 3.2; the step size is part of v here.
 """
 
-from attnzoo.algebra.transitions import Transition
+from attnzoo.algebra.transitions import Identity
 from attnzoo.forms.fla import FLA_SCALAR_DECAY
 from attnzoo.forms.linear import LinearForms
 
@@ -19,4 +19,4 @@ EQUATIONS = (
 )
 LAYER = {"gate": "mamba2", "conv_size": 4, "output_norm": "rms", "output_gate": "swish"}
 
-FORMS = LinearForms(Transition(), kernels={"fla": FLA_SCALAR_DECAY})
+FORMS = LinearForms(Identity(), kernels={"fla": FLA_SCALAR_DECAY})

@@ -5,7 +5,7 @@ r"""Retention: one constant scalar decay per head.
 Softmax dual: ALiBi, whose slope is :math:`-g_h`. Source: Sun et al., "Retentive Network", 2023, eq. 5-7.
 """
 
-from attnzoo.algebra.transitions import Transition
+from attnzoo.algebra.transitions import Identity
 from attnzoo.forms.fla import FLA_SCALAR_DECAY
 from attnzoo.forms.linear import LinearForms
 
@@ -19,4 +19,4 @@ EQUATIONS = (
 )
 LAYER = {"gate": "retention", "rotary": 10_000.0, "output_norm": "group", "output_gate": "swish"}
 
-FORMS = LinearForms(Transition(), kernels={"fla": FLA_SCALAR_DECAY})
+FORMS = LinearForms(Identity(), kernels={"fla": FLA_SCALAR_DECAY})

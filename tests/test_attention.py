@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from attnzoo import Gate, Pair, Prune, build_attention, get, list_variants, oracle, register
 from attnzoo.layer.gates import GATES, GateProjection
@@ -92,6 +93,17 @@ def test_packed_equals_separate(name, block, lengths):
         assert_same(attn(x, cu_seqlens=cu), torch.cat(expected, 1))
 
 
+@every_layer
+def test_gradients_of_packed_equal_those_of_separate(name, block):
+    attn, lengths = layer(name, block), [5, 0, 1, 8]
+    cu, x = torch.tensor([0, *lengths]).cumsum(0), rows(1, 14).requires_grad_()
+    separate = torch.cat([attn(part) for part in x.split(lengths, 1) if part.shape[1]], 1)
+    wanted = [x, *attn.parameters()]
+    expected = torch.autograd.grad(separate.square().sum(), wanted)
+    for pair in zip(torch.autograd.grad(attn(x, cu_seqlens=cu).square().sum(), wanted), expected, strict=True):
+        assert_same(*pair)
+
+
 @pytest.mark.parametrize("name", list_variants())
 def test_packed_prefill_then_stepping(name):
     """After a packed prefill the cache has one row per sequence: both packed and batched calls continue it."""
@@ -135,6 +147,16 @@ def test_every_parameter_gets_a_gradient(name, block):
     attn(rows(2, 9)).square().sum().backward()
     missing = [p for p, value in attn.named_parameters() if value.grad is None or not value.grad.abs().max() > 0]
     assert not missing
+
+
+@every_layer
+def test_activation_checkpointing_changes_nothing(name, block):
+    """The layer is run again in the backward, and its own row blocks inside it."""
+    attn, x = layer(name, block, acp=get(name).prunable), rows(2, 9).requires_grad_()
+    wanted, outputs = [x, *attn.parameters()], []
+    for y in (attn(x), checkpoint(attn, x, use_reentrant=False)):
+        outputs.append([y, *torch.autograd.grad(y.square().sum(), wanted)])
+    assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
 
 
 @every_layer
@@ -238,7 +260,7 @@ def test_autocast_keeps_gates_and_states_in_float32(name):
     for part in set(projected.gate.parts) - {"w"}:
         assert getattr(projected.gate, part).dtype == torch.float32
     if get(name).side == "linear":
-        assert cache.state.dtype == torch.float32
+        assert cache.state.matrix.dtype == torch.float32
     assert (mixed.float() - plain).norm() < 0.05 * plain.norm()
 
 
@@ -274,6 +296,71 @@ def test_a_layer_can_be_copied_and_pickled(name):
         assert other.o_proj.weight is not attn.o_proj.weight
 
 
+SOFTMAX = list_variants("softmax")
+every_softmax_layer = pytest.mark.parametrize(("name", "block"), [(n, b) for n in SOFTMAX for b in (None, "pro")])
+
+
+@every_softmax_layer
+@given(data=st.data())
+def test_what_lies_before_the_window_moves_nothing(name, block, data):
+    T, window = data.draw(st.integers(6, 13)), data.draw(st.integers(1, 15))
+    attn, x = layer(name, block, window=window), rows(2, T)
+    with torch.no_grad():
+        y = attn(x)
+        cache = attn.new_cache()
+        assert_same(torch.cat([attn(x[:, a:b], cache=cache) for a, b in pieces(data.draw, T)], 1), y)
+        x[:, 0] += 5
+        changed = attn(x)
+        reach = window + 2 + attn.config.kv_shift  # w of PaTH and shifted keys look at their neighbours
+        if reach < T:
+            assert_same(changed[:, reach:], y[:, reach:])
+        assert (changed[:, :window] - y[:, :window]).abs().amax(-1).min() > 1e-6
+
+
+@every_softmax_layer
+def test_a_window_as_long_as_the_text_hides_nothing(name, block):
+    x = rows(2, 11)
+    with torch.no_grad():
+        expected = layer(name, block)(x)
+        assert_same(layer(name, block, window=11)(x), expected)
+        assert (layer(name, block, window=3)(x) - expected).abs().max() > 1e-3
+
+
+@every_softmax_layer
+@given(data=st.data())
+def test_sinks_take_their_share_of_the_softmax(name, block, data):
+    """In one call, in pieces, padded and packed; a sink of -inf takes nothing."""
+    T = data.draw(st.integers(2, 13))
+    x, attn, plain = rows(1, T), layer(name, block, sinks=True), layer(name, block)
+    plain.load_state_dict({key: value for key, value in attn.state_dict().items() if key != "sinks"})
+    with torch.no_grad():
+        y = attn(x)
+        cache = attn.new_cache()
+        assert_same(torch.cat([attn(x[:, a:b], cache=cache) for a, b in pieces(data.draw, T)], 1), y)
+        mask = F.pad(torch.ones(1, T), (3, 0))
+        assert_same(attn(F.pad(x, (0, 0, 3, 0)), attention_mask=mask)[:, 3:], y)
+        assert_same(attn(torch.cat([x, x], 1), cu_seqlens=torch.tensor([0, T, 2 * T])), torch.cat([y, y], 1))
+        attn.sinks.fill_(-torch.inf)
+        assert_same(attn(x), plain(x))
+
+
+def test_sinks_are_learned_in_float32_from_zero():
+    attn = build_attention("fox", hidden_size=D, num_heads=H, sinks=True).bfloat16()
+    assert attn.sinks.dtype == torch.float32
+    assert attn.sinks.eq(0).all()
+    x = rows(1, 5).bfloat16()
+    y = attn(x)
+    y.float().square().sum().backward()
+    assert attn.sinks.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("option", [{"window": 3}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("name", list_variants("linear"))
+def test_the_linear_side_refuses_windows_and_sinks(name, option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))}: '{name}' sums past tokens in one state"):
+        build_attention(name, hidden_size=D, num_heads=H, **option)
+
+
 # The papers' defaults
 
 
@@ -284,12 +371,12 @@ def gate_of(name, T=6, heads=8, **options):
 
 def test_retnet_gammas():
     expected = 1 - 2.0 ** (-5 - torch.arange(8.0))
-    assert torch.allclose(gate_of("retnet").log_decay.exp()[0, 0], expected)
+    assert torch.allclose(gate_of("retnet").log_decay.exp(), expected)
 
 
 def test_alibi_slopes():
     expected = 2.0 ** (-8 * torch.arange(1, 9) / 8)
-    assert torch.allclose(-gate_of("alibi").log_decay[0, 3], expected)
+    assert torch.allclose(-gate_of("alibi").log_decay, expected)
     assert not any(p.requires_grad for p in build_attention("alibi").gate.parameters())
     learnable = build_attention("alibi", learnable_slopes=True)
     assert [name for name, _ in learnable.gate.named_parameters()] == ["log_slope"]
@@ -305,7 +392,7 @@ def test_fox_gate_starts_at_one_half():
 def test_fox_data_independent_gates_decay_over_t_min_to_t_max(gate, trainable):
     log_decay = gate_of("fox", gate=gate, t_min=8, t_max=512).log_decay
     lengths = torch.linspace(math.log(8), math.log(512), 8).exp()
-    assert torch.allclose(-1 / log_decay[0, 0], lengths, rtol=1e-4)
+    assert torch.allclose(-1 / log_decay, lengths, rtol=1e-4)
     attn = build_attention("fox", gate=gate)
     assert bool(list(attn.gate.parameters())) == trainable
 
@@ -571,9 +658,9 @@ def test_bad_types_are_named():
         (lambda a, x: a(x, attention_mask=torch.ones(2, 9)), ValueError, "attention_mask: expected"),
         (lambda a, x: a(x, attention_mask=[1]), TypeError, "attention_mask: expected a tensor"),
         (lambda a, x: a(x, cu_seqlens=torch.tensor([0, 6])), ValueError, "x: expected one row"),
-        (lambda a, x: a(x[:1], cu_seqlens=torch.tensor([0, 5])), ValueError, "cu_seqlens: expected boundaries"),
-        (lambda a, x: a(x[:1], cu_seqlens=torch.tensor([0, 4, 3, 6])), ValueError, "cu_seqlens: expected boundaries"),
-        (lambda a, x: a(x[:1], cu_seqlens=torch.tensor([0.0, 6.0])), TypeError, "cu_seqlens: expected an integer"),
+        (lambda a, x: a(x[:1], cu_seqlens=torch.tensor([0, 5])), ValueError, "cu_seqlens: expected borders"),
+        (lambda a, x: a(x[:1], cu_seqlens=torch.tensor([0, 4, 3, 6])), ValueError, "cu_seqlens: expected borders"),
+        (lambda a, x: a(x[:1], cu_seqlens=torch.tensor([0.0, 6.0])), TypeError, "cu_seqlens: expected an int32"),
         (lambda a, x: a(x[:1], cu_seqlens=torch.tensor(6)), ValueError, "cu_seqlens: expected one axis"),
         (
             lambda a, x: a(x[:1], cu_seqlens=torch.tensor([0, 6]), attention_mask=torch.ones(1, 6)),

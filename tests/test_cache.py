@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from strategies import Case, relative_error
 
-from attnzoo import build_attention, get, list_variants
-from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place
+from attnzoo import Gate, KVCache, RecurrentState, build_attention, get, list_variants, oracle
+from attnzoo.forms.cache import GrowingCache, append_in_place
 
 GROWING = ("nope", "alibi", "fox", "rope")
 
@@ -90,3 +91,112 @@ def test_nothing_is_cast_to_the_dtype_of_the_past():
     again, same = append_in_place(GrowingCache(parts["k"], past.v, room=room), parts, {"k": narrow})
     assert same is room
     assert again["k"][0, 4, 0, 0] == 0.5
+
+
+# both kinds of state
+
+
+def continued(name, state, inputs, start, stop, **options):
+    q, k, v, gate = inputs
+    now = slice(start, stop)
+    return get(name).extend(q[:, now], k[:, now], v[:, now], gate.slice(start, stop), state, **options)
+
+
+def prefixed(name, tokens, **sizes):
+    inputs = Case(name, B=3, T=20, shared_angle=True, **sizes).inputs()
+    return inputs, continued(name, None, inputs, 0, tokens)[1]
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_a_state_is_as_long_as_the_tokens_it_has_seen(name):
+    inputs, state = prefixed(name, 7)
+    assert isinstance(state, RecurrentState if get(name).side == "linear" else KVCache)
+    assert len(state) == 7
+    assert len(continued(name, state, inputs, 7, 12)[1]) == 12
+    assert len(state) == 7
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_reordered_rows_continue_as_those_rows(name):
+    inputs, state = prefixed(name, 7)
+    index = torch.tensor([2, 0, 2, 1])
+    rows = (*(x[index] for x in inputs[:3]), inputs[3].map(lambda x: x if x.ndim == 1 else x[index]))
+    expected = continued(name, state, inputs, 7, 20)[0][index]
+    assert relative_error(continued(name, state.reorder(index), rows, 7, 20)[0], expected) <= 1e-14
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_a_detached_state_has_the_same_numbers_and_no_history(name):
+    inputs, _ = prefixed(name, 7)
+    leaf = inputs[2].clone().requires_grad_()
+    _, state = continued(name, None, (*inputs[:2], leaf, inputs[3]), 0, 7)
+    plain, cut = (continued(name, s, inputs, 7, 20)[0] for s in (state, state.detach()))
+    assert plain.requires_grad
+    assert not cut.requires_grad
+    assert torch.equal(plain.detach(), cut)
+    assert torch.equal(continued(name, state.detach().to("cpu"), inputs, 7, 20)[0], cut)
+    moved = state.detach().to("meta")
+    kept = [moved.matrix] if get(name).side == "linear" else [moved.k, moved.v]
+    assert all(x.device.type == "meta" for x in kept)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", GROWING)
+def test_a_cropped_cache_is_the_cache_of_fewer_tokens(name, padded):
+    inputs, _ = prefixed(name, 1)
+    valid = torch.ones(3, 20, dtype=torch.bool)
+    if padded:
+        valid[0, :4], valid[1, 9:11] = False, False
+    there = {"valid": valid} if padded else {}
+    _, state = get(name).extend(*inputs, **there)
+    for n in (12, 20, 1):
+        _, shorter = continued(name, None, inputs, 0, n, **{key: x[:, :n] for key, x in there.items()})
+        cropped = state.crop(n)
+        assert len(cropped) == n
+        step = (*(x[:, :1] for x in inputs[:3]), inputs[3].slice(0, 1))
+        got, expected = (get(name).extend(*step, s) for s in (cropped, shorter))
+        assert relative_error(got[0], expected[0]) <= 1e-12
+        assert len(got[1]) == n + 1
+    assert len(state) == 20
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_what_cannot_be_cropped_says_why(name):
+    inputs, state = prefixed(name, 7)
+    assert state.crop(7) is state
+    if name == "rope":
+        inputs = Case(name, B=3, T=20).inputs()
+        _, state = continued(name, None, inputs, 0, 7)
+    if name not in ("nope", "alibi", "fox"):
+        why = {"linear": "forgets none", "softmax": "changed the cached keys|angles of single tokens"}
+        with pytest.raises(ValueError, match=rf"tokens: expected all 7 \(.*({why[get(name).side]}).*\), got 3"):
+            state.crop(3)
+    with pytest.raises(ValueError, match="tokens: expected (0 to 7|all 7 .*), got 8"):
+        state.crop(8)
+
+
+def test_angles_that_changed_between_calls_are_not_cropped():
+    inputs = Case("rope", T=20, shared_angle=True).inputs()
+    _, state = continued("rope", None, inputs, 0, 7)
+    _, state = continued("rope", state, (*inputs[:3], Gate(angle=2 * inputs[3].angle)), 7, 9)
+    with pytest.raises(ValueError, match="the angles of single tokens are not kept"):
+        state.crop(8)
+
+
+@torch.no_grad()
+def test_cached_keys_of_the_kernel_have_its_dtype():
+    """RoPE's rotated keys are rounded once, when they are stored, as the kernel would at every step."""
+    inputs = Case("rope", T=40, K=16, V=16, shared_angle=True, regime="open").inputs(torch.float32)
+    q, k, v = (x.half() for x in inputs[:3])
+    half = (q, k, v, inputs[3])
+    outputs, state = [], None
+    for start, stop in ((0, 30), (30, 31), (31, 40)):
+        o, state = continued("rope", state, half, start, stop, form="triton")
+        assert state.k.dtype == torch.float16
+        outputs.append(o)
+    wide = (q.double(), k.double(), v.double(), inputs[3].map(torch.Tensor.double))
+    expected = oracle.softmax(*wide)
+    plain = get("rope").forms["triton"](*half)
+    assert relative_error(torch.cat(outputs, 1), expected) <= 1.1 * relative_error(plain, expected) + 2**-11
+    _, after = continued("rope", state, half, 0, 1)  # the reference goes on from it, and the kernel from that
+    assert len(continued("rope", after, half, 0, 1, form="triton")[1]) == 42

@@ -181,3 +181,33 @@ def test_digests_cover_all_that_a_checkpoint_holds(run):
     assert set(json.loads((folder / "digests.json").read_text())) == {
         path.name for path in folder.iterdir() if path.name != "digests.json"
     }
+
+
+@pytest.mark.parametrize("garbage", [b"garbage", b"\0\0\0\0", b"\xff\xfe", b"[1, 2]", b'{"kind": "eval", "step": "4"}'])
+def test_a_line_that_is_no_row_costs_no_other_row_and_is_said(finished, run, caplog, garbage):
+    config, run_dir = run
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 10
+    path.write_bytes(b"".join([*lines[:2], garbage + b"\n", *lines[3:]]))
+    spoiled = path.read_bytes()
+    expected = losses(finished / "reference")
+    del expected[2]
+    assert losses(run_dir) == expected
+    assert "line 3 is no row and left out" in said(caplog)[-1]
+    shutil.rmtree(run_dir / "checkpoints" / LAST)
+    caplog.clear()
+    train(config)
+    assert "line 3 is no row and left out; the file as it was is kept as damaged-metrics.jsonl" in said(caplog)[0]
+    assert (run_dir / "damaged-metrics.jsonl").read_bytes() == spoiled
+    caplog.clear()
+    assert losses(run_dir) == expected
+    assert said(caplog) == []
+
+
+def test_missing_metrics_are_said(run, caplog):
+    config, run_dir = run
+    shutil.rmtree(run_dir / "checkpoints" / LAST)
+    (run_dir / "metrics.jsonl").unlink()
+    train(config)
+    assert "metrics.jsonl is missing: its rows begin anew after step 6" in said(caplog)[0]

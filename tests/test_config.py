@@ -74,6 +74,10 @@ def test_another_schema_may_nest_the_train_config():
         ("steps", "expected key=value"),
         ("=3", "expected key=value"),
         ("steps=[", "not readable"),
+        ("data.pattern=*.py", r"'data\.pattern=\*\.py' is not readable: .*needs quotes: 'data\.pattern=\"\*\.py\"'"),
+        ("steps=???", r"steps: \?\?\? stands for a value that is missing"),
+        ("model.attention_options={block: '???'}", r"model\.attention_options\.block: \?\?\? stands for"),
+        ("data.source=~", "data.source: "),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_by_name(override, message):
@@ -86,6 +90,30 @@ def test_a_wrong_file_is_refused(tmp_path, text):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"readable|mapping|did you mean 'model'"):
         load_config(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"c\.yaml is empty: expected keys and values"),
+        (b"~", r"c\.yaml is empty"),
+        (b"# steps: 3\n", r"c\.yaml is empty"),
+        (b"3", r"c\.yaml: expected a mapping"),
+        (b"steps: ???", "steps: .* missing"),
+        (b"output_dir: \xff\xfe", r"c\.yaml is not UTF-8 text"),
+        (b"output_dir: \0", r"c\.yaml is not readable as YAML"),
+        (b"model: " + b"[" * 5000, r"c\.yaml is not readable as YAML"),
+    ],
+)
+def test_a_file_without_a_configuration_is_refused_by_name(tmp_path, content, message):
+    (tmp_path / "c.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_config(tmp_path / "c.yaml")
+
+
+def test_a_file_may_say_that_it_takes_the_defaults(tmp_path):
+    (tmp_path / "c.yaml").write_text("{}")
+    assert load_config(tmp_path / "c.yaml") == TrainConfig()
 
 
 def test_a_missing_file_is_named():

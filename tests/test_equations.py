@@ -116,8 +116,8 @@ def test_equations_equal_oracle(name: str) -> None:
     variant, tokens = get(name), Tokens(name)
     q, k, v, gate = tokens.inputs
     K, V = q.shape[3], v.shape[3]
-    outputs = oracle.linear(q, k, v, gate, 0.5)[0, :, 0]
-    s, d = (x[0, 0] for x in oracle.scores(q, k, gate, 0.5))
+    outputs = oracle.linear(q, k, v, gate, scale=0.5)[0, :, 0]
+    s, d = (x[0, 0] for x in oracle.scores(q, k, gate, scale=0.5))
     checked = []
     lines = list(variant.module.EQUATIONS)
     for number, line in enumerate(lines):

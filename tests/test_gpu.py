@@ -1,6 +1,7 @@
 """The layer on a GPU: every variant, as ``impl="auto"`` runs it, against the float64 reference on the same weights."""
 
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -9,19 +10,25 @@ from attnzoo import build_attention, get, list_variants
 
 pytestmark = pytest.mark.gpu
 D, H = 128, 2
-
-
 EPS = 2**-8  # of bfloat16, half a unit
+KERNELS = {"nope", "alibi", "fox", "rope", "path", "path_fox"}
+PIECES = [30, 1, 1, 8]
 
 
 def layers(name, **options):
-    """A bfloat16 layer as ``auto`` runs it, the same on the reference forms, and the reference in float64."""
+    """A bfloat16 layer as ``auto`` runs it, the same on the reference forms, and the float64 layer that both round."""
     torch.manual_seed(0)
-    attn = build_attention(name, hidden_size=D, num_heads=H, **options).cuda().bfloat16()
-    plain = copy.deepcopy(attn)
-    exact = copy.deepcopy(attn).double()
+    exact = build_attention(name, hidden_size=D, num_heads=H, **options).cuda().double()
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)  # digits that float32 does not hold
+    attn, plain = copy.deepcopy(exact).bfloat16(), copy.deepcopy(exact).bfloat16()
     plain.impl = exact.impl = "reference"
     return attn, plain, exact
+
+
+def rows(B, T):
+    return torch.randn(B, T, D, device="cuda", dtype=torch.float64)
 
 
 def relative_error(got, expected):
@@ -38,8 +45,7 @@ def assert_within_budget(label, got, plain, expected):
 @pytest.mark.parametrize("name", list_variants())
 def test_layer_and_gradients(name, block):
     models = layers(name, block=block, acp=get(name).prunable)
-    x = torch.randn(2, 300, D, device="cuda", dtype=torch.bfloat16)
-    grad = torch.randn_like(x)
+    x, grad = rows(2, 300), rows(2, 300)
 
     def run(attn):
         dtype = attn.o_proj.weight.dtype
@@ -55,26 +61,77 @@ def test_layer_and_gradients(name, block):
 @torch.no_grad()
 def test_padding_packing_and_cache(name):
     models = layers(name)
-    x = torch.randn(2, 40, D, device="cuda", dtype=torch.bfloat16)
+    x = rows(2, 40)
     mask = torch.ones(2, 40, dtype=torch.bool, device="cuda")
     mask[0, :7] = mask[1, 33:] = False
     borders = torch.tensor([0, 13, 40], device="cuda")
 
     def run(attn):
-        rows = x.to(attn.o_proj.weight.dtype)
-        cache = attn.new_cache()
-        steps = [attn(part, cache=cache) for part in rows.split([30, 1, 1, 8], 1)]
-        return attn(rows, attention_mask=mask), attn(rows[:1], cu_seqlens=borders), torch.cat(steps, 1)
+        given = x.to(attn.o_proj.weight.dtype)
+        outputs = [attn(given, attention_mask=mask), attn(given[:1], cu_seqlens=borders)]
+        for padding in (torch.ones_like(mask), mask):
+            cache, steps = attn.new_cache(), []
+            for part, there in zip(given.split(PIECES, 1), padding.split(PIECES, 1), strict=True):
+                steps.append(attn(part, attention_mask=there, cache=cache))
+            outputs.append(torch.cat(steps, 1))
+        return outputs
 
-    for label, *values in zip(("padded", "packed", "cached"), *map(run, models), strict=True):
+    for label, *values in zip(("padded", "packed", "cached", "padded cache"), *map(run, models), strict=True):
         assert_within_budget(label, *values)
 
 
+def kernel_of(name):
+    """The form that ``auto`` should take without gradients; skips where that needs a package that is not installed."""
+    if name in KERNELS:
+        return "triton"
+    if get(name).side == "softmax":
+        return "reference"
+    if importlib.util.find_spec("fla") is None:
+        pytest.skip("flash-linear-attention is not installed (pip install 'attnzoo[fla]')")
+    return "fla"
+
+
 @pytest.mark.parametrize("name", list_variants())
+@torch.no_grad()
 def test_auto_takes_a_kernel_where_there_is_one(name):
-    attn = layers(name)[0]
-    with torch.no_grad():
-        attn(torch.randn(1, 64, D, device="cuda", dtype=torch.bfloat16))
-    kernels = {"nope", "alibi", "fox", "rope", "path", "path_fox"}
-    expected = "triton" if name in kernels else "fla" if get(name).side == "linear" else "reference"
+    expected, attn = kernel_of(name), layers(name)[0]
+    attn(rows(1, 64).bfloat16())
     assert f"({expected} on cuda)" in repr(attn)
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+@torch.no_grad()
+def test_a_mask_leaves_the_kernel_at_work(name):
+    """Whether a mask hides anything is not known without waiting for the GPU."""
+    attn, x = layers(name)[0], rows(2, 40).bfloat16()
+    for mask in (torch.ones(2, 40, device="cuda"), (torch.arange(40, device="cuda") > 5).expand(2, -1)):
+        cache = attn.new_cache()
+        for part, there in zip(x.split(PIECES, 1), mask.split(PIECES, 1), strict=True):
+            attn(part, attention_mask=there, cache=cache)
+            assert "(triton on cuda)" in repr(attn)
+
+
+GRAPHS = [(name, False) for name in list_variants()] + [(name, True) for name in list_variants("softmax")]
+
+
+@pytest.mark.parametrize(("name", "packed"), GRAPHS)  # flash-linear-attention reads the borders on the CPU
+@torch.no_grad()
+def test_a_layer_is_captured_in_a_cuda_graph(name, packed):
+    """Nothing inside waits for the GPU; a replay reads new rows, and new borders of as many sequences."""
+    attn = layers(name)[0]
+    x, new = rows(1, 256).bfloat16(), rows(1, 256).bfloat16()
+    borders, moved = (torch.tensor([0, cut, 256], device="cuda", dtype=torch.int32) for cut in (100, 31))
+    options = {"cu_seqlens": borders} if packed else {}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # compiles and tunes what is not yet
+            attn(x, **options)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = attn(x, **options)
+    x.copy_(new)
+    borders.copy_(moved)
+    graph.replay()
+    torch.testing.assert_close(y, attn(x, **options), rtol=0, atol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -250,27 +249,6 @@ def test_shared_angle_mixes_with_padding(name: str, padded_first: bool) -> None:
         o, state = variant.extend(q[:, now], k[:, now], v[:, now], gate, state, **options)
         outputs.append(o)
     assert relative_error(torch.cat(outputs, 1), variant.extend(q, k, v, gate)[0]) <= LIMIT
-
-
-@pytest.mark.parametrize(("name", "form"), [pair for pair in FORMS if pair[0] in GATED])
-@given(data=st.data())
-def test_packed_equals_separate(name: str, form: str, data: st.DataObject) -> None:
-    """Sequences laid end to end, the gate closed at each start, are the sequences on their own."""
-    case = data.draw(cases(name, min_t=2, max_t=30))
-    cuts = data.draw(cut_points(case.T))
-    q, k, v, gate = case.inputs()
-    assert gate.log_decay is not None
-    closed = gate.log_decay.clone()
-    closed[:, [start for start in cuts if start < case.T]] = -torch.inf
-    inputs = q, k, v, replace(gate, log_decay=closed)
-    run = case.variant.forms[form]
-
-    def separate(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
-        ends = list(itertools.pairwise(cuts))
-        return torch.cat([run(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b)) for a, b in ends], 1)
-
-    with case.blocks():
-        assert_close(value_and_gradients(run, inputs), value_and_gradients(separate, inputs), what=f"{cuts} of {case}")
 
 
 # closed gates

@@ -1,9 +1,12 @@
 """The language model: initialisation, loss, causality, and that cached, packed and padded calls give the plain one."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from attnzoo.config import ModelConfig, OptimizerConfig
 from attnzoo.models import LanguageModel, decoder
@@ -192,6 +195,23 @@ def test_every_parameter_learns(attention, tokens):
     model(tokens, targets=tokens.roll(-1, dims=1)).loss.backward()
     without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert without == []
+
+
+def test_activation_checkpointing_changes_nothing(model, tokens):
+    wanted, results = list(model.parameters()), []
+    for _ in range(2):
+        loss = model(tokens, targets=tokens).loss
+        results.append([loss, *torch.autograd.grad(loss, wanted)])
+        for block in model.blocks:  # the second time
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_options_of_every_layer_reach_it(tokens):
+    model = build(attention_options={"window": 4, "sinks": True})
+    assert [block.attention.config.window for block in model.blocks] == [4, 4]
+    assert all(block.attention.sinks is not None for block in model.blocks)
+    assert (model(tokens).logits - build()(tokens).logits).abs().max() > 1e-4
 
 
 def test_wrong_tokens_are_refused(tokens):

@@ -49,6 +49,7 @@ def make_result(name: str, side: str, pair: int, dual: str, offset: float) -> Ru
         model="2 layers", parts=["output norm"] if side == "linear" else [],
         text="made up", settings=f"model:\n  attention: {name}\n",
         command="attnzoo compare demo.yaml", machine={"processor": "a <processor>", "cores": "2"},
+        heldout="the same",
     )  # fmt: skip
     return RunResult(facts, losses, curve, gates)
 
@@ -209,16 +210,64 @@ def test_runs_of_different_contexts_are_refused(results: list[RunResult]) -> Non
     other = replace(results[1], facts=replace(results[1].facts, context=128))
     with pytest.raises(ValueError, match="one training context, got 64, 128"):
         render([results[0], other])
+    other = replace(results[1], losses=results[1].losses[:-1])
+    with pytest.raises(ValueError, match="one number of held-out windows, got 5, 6"):
+        render([results[0], other])
     with pytest.raises(ValueError, match="distinct names"):
         render([results[0], results[0]])
     with pytest.raises(ValueError, match="at least one run"):
         render([])
 
 
+def test_runs_measured_on_different_text_are_refused(results: list[RunResult]) -> None:
+    other = replace(results[1], facts=replace(results[1].facts, heldout="other"))
+    with pytest.raises(ValueError, match=r"same held-out text, got one for nope, alibi; others for rope"):
+        render([results[0], other, results[2]])
+    unknown = replace(results[1], facts=replace(results[1].facts, heldout=""))
+    with pytest.raises(ValueError, match=r"rope: measured by a version that did not note"):
+        render([results[0], unknown])
+    render([unknown])
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_few_runs_make_a_page_too(tmp_path: Path, results: list[RunResult], count: int) -> None:
     path = write_report(results[:count], tmp_path / "new" / "report.html")
     assert parse(path.read_text()).open == []
+
+
+@pytest.mark.parametrize("label", ["$\\frac{", "a_$b^$", "100 $"])
+def test_a_label_is_shown_as_it_is_and_not_as_mathematics(results: list[RunResult], label: str) -> None:
+    page = render([replace(results[3], facts=replace(results[3].facts, label=label))])
+    assert page.count(label) > 5
+
+
+def test_the_page_is_not_written_over_a_folder(tmp_path: Path, results: list[RunResult]) -> None:
+    with pytest.raises(ValueError, match="expected a file for the page, got the folder"):
+        write_report(results[:1], tmp_path)
+    assert list(tmp_path.parent.glob("*.part")) == list(tmp_path.parent.glob(".*.part")) == []
+
+
+def test_a_run_without_a_logged_step_has_a_page(results: list[RunResult]) -> None:
+    bare = replace(results[0], curve=np.empty((2, 0)))
+    assert "No step was logged" in render([bare])
+    page = render([bare, results[1]])
+    lost = page.count('data-series="rope"') - page.count('data-series="nope"')
+    assert lost == 2  # a line and the name at its end
+
+
+def test_results_that_changed_since_are_refused(tmp_path: Path, results: list[RunResult]) -> None:
+    save_result(results[0], tmp_path)
+    text = (tmp_path / "evaluation.json").read_text()
+    (tmp_path / "evaluation.json").write_text(text.replace('"parameters": 400001', '"parameters": 400101'))
+    with pytest.raises(ValueError, match="content is not what was written"):
+        load_result(tmp_path)
+    (tmp_path / "evaluation.json").write_text(text)
+    other = tmp_path / "other"
+    other.mkdir()
+    save_result(results[1], other)
+    (tmp_path / "evaluation.npz").write_bytes((other / "evaluation.npz").read_bytes())
+    with pytest.raises(ValueError, match="evaluation.npz is not what was written with it"):
+        load_result(tmp_path)
 
 
 def test_infinite_loss_is_reported_not_hidden(results: list[RunResult]) -> None:

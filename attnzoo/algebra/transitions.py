@@ -8,11 +8,13 @@ Inside this layer time is the second-to-last axis and heads come before it: q ``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, Gate, GateParts
@@ -44,6 +46,11 @@ class HeadGate(GateParts):
         """The gate in blocks of ``size`` tokens, the last one filled up with identities."""
         return self.map(lambda part: cut(part, size))
 
+    def tokens(self) -> tuple[int, ...]:
+        """The axes of its tokens and those before, ``(B, H, T)`` or ``(B, H, N, C)``; () where no part is given."""
+        shapes = [getattr(self, name).shape[: 3 - PARTS[name].ndim or None] for name in self.parts]
+        return shapes[0] if shapes else ()
+
     def _along_time(self, fn: Callable[[Tensor, int], Tensor]) -> HeadGate:
         """Apply ``fn`` to every part and the axis on which its tokens are, counted from the end."""
         return replace(self, **{name: fn(getattr(self, name), 2 - PARTS[name].ndim) for name in self.parts})
@@ -66,20 +73,154 @@ class ClosedForm:
     total: Tensor | None
 
 
+@dataclass(frozen=True)
+class ClosedForms:
+    """One block of C tokens in closed form for several sets of queries and keys.
+
+    Args:
+        scores: ``scores[a][b]`` between the queries a and the keys b, as in :class:`ClosedForm`.
+        q: of each set of queries.
+        k: of each set of keys.
+        total: see :class:`ClosedForm`.
+    """
+
+    scores: Sequence[Sequence[Tensor]]
+    q: Sequence[Tensor]
+    k: Sequence[Tensor]
+    total: Tensor | None
+
+
 class Transition:
-    """The identity; other transitions override all three methods. What they return may be written to in place."""
+    """The matrix part of a gate. Only :meth:`apply` must be written; faster closed forms override the rest.
+
+    Leading axes may be any, as long as they broadcast. What the methods return may be written to in place.
+
+    Args:
+        width: neighbouring channels that are mixed with each other and with no others (R_t is block diagonal with
+            blocks of that size); 0 where all are.
+    """
+
+    width: int = 0
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
-        """``R_t^T state`` for one token: the parts of ``gate`` lack the time axis, state is ``[B, H, K, X]``."""
+        """``R_t^T state`` for one token: the parts of ``gate`` lack the time axis, state is ``[..., K, X]``."""
+        raise NotImplementedError(f"{type(self).__name__}.apply: expected every transition to define it")
+
+    def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
+        """The closed form of a block; q, k ``[..., C, K]``, gate parts with the same leading axes or the last of them.
+
+        Here it is joined from its halves, and these from theirs, with the matrix of each token written out.
+        """
+        K = q.shape[-1]
+        P = self.width or K
+        eye = torch.eye(P, dtype=q.dtype, device=q.device).repeat(K // P, 1)  # [K, P]: what the blocks are read off by
+        factors = self.apply(gate, eye.expand(*(gate.tokens() or q.shape[:-1]), K, P))
+        return join_tokens(q, k, factors.unflatten(-2, (K // P, P)))
+
+    def blocks(self, queries: Sequence[Tensor], keys: Sequence[Tensor], gate: HeadGate) -> ClosedForms:
+        """The closed forms of one block for several sets of queries and of keys, each ``[..., C, K]``."""
+        stacked = self.block(torch.stack(list(queries))[:, None], torch.stack(list(keys))[None], gate)
+        scores = [[row[n] for n in range(len(keys))] for row in stacked.scores]
+        return ClosedForms(scores, [x[0] for x in stacked.q], list(stacked.k[0]), stacked.total)
+
+    def block_after(self, first: Transition, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
+        """The closed form of ``A_t R_t`` with A_t of ``first``; its ``total`` is for :meth:`Transition.carry`."""
+        return Transition.block(Product(first, self), q, k, gate)
+
+    def carry(self, total: Tensor | None, state: Tensor) -> Tensor:
+        """``(R_1 ... R_C)^T state`` with ``total`` from :meth:`block` and state ``[..., K, X]``.
+
+        Here ``total`` is the transposed product ``[..., K, K]``, or its diagonal blocks ``[..., K/P, P, P]``.
+        """
+        total = cast(Tensor, total)
+        if total.shape[-1] == state.shape[-2]:
+            return total @ state
+        return cast(Tensor, total @ state.unflatten(-2, total.shape[-3:-1])).flatten(-3, -2)
+
+
+class Identity(Transition):
+    """``R_t = I``; ``total`` is None."""
+
+    def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         return state
 
     def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
-        """The closed form of a block; q, k ``[..., C, K]`` and gate parts with the same leading axes."""
         return ClosedForm(scores=q @ k.mT, q=q, k=k, total=None)
 
-    def carry(self, total: Tensor, state: Tensor) -> Tensor:
-        """``(R_1 ... R_C)^T state`` with ``total`` from :meth:`block` and state ``[B, H, K, X]``."""
+    def blocks(self, queries: Sequence[Tensor], keys: Sequence[Tensor], gate: HeadGate) -> ClosedForms:
+        return ClosedForms([[q @ k.mT for k in keys] for q in queries], queries, keys, None)
+
+    def carry(self, total: Tensor | None, state: Tensor) -> Tensor:
         return state
+
+
+class Product(Transition):
+    """``R_t = A_t B_t ...`` of the transitions given, in their order.
+
+    Raises:
+        TypeError: a factor that is not a transition.
+        ValueError: fewer than two factors.
+    """
+
+    def __init__(self, *factors: Transition) -> None:
+        for number, factor in enumerate(factors):
+            if not isinstance(factor, Transition):
+                raise TypeError(f"factor {number}: expected a Transition, got {factor!r}")
+        if len(factors) < 2:
+            raise ValueError(f"factors: expected at least two, got {len(factors)}")
+        self.factors = factors
+        self.width = 0 if any(factor.width == 0 for factor in factors) else math.lcm(*(f.width for f in factors))
+
+    def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
+        for factor in self.factors:
+            state = factor.apply(gate, state)
+        return state
+
+    def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
+        *first, last = self.factors
+        return last.block_after(first[0] if len(first) == 1 else Product(*first), q, k, gate)
+
+
+def join_tokens(q: Tensor, k: Tensor, factors: Tensor) -> ClosedForm:
+    """The closed form of a block from the matrix of each token, by joining neighbours again and again.
+
+    A pair of tokens in different halves of a group meets in the middle: the query is carried back to it, the key
+    forward. Every product is one of transitions, so nothing grows.
+
+    Args:
+        q: ``[..., C, K]``.
+        k: ``[..., C, K]``.
+        factors: the diagonal blocks of ``R_t^T``, ``[..., C, K/P, P, P]``.
+    """
+    C, K = q.shape[-2:]
+    missing = (1 << (C - 1).bit_length()) - C
+    if missing:
+        q, k = (F.pad(x, (0, 0, 0, missing)) for x in (q, k))
+        eye = torch.eye(factors.shape[-1], dtype=q.dtype, device=q.device)
+        factors = torch.cat([factors, eye.expand(*factors.shape[:-4], missing, *factors.shape[-3:])], -4)
+    # groups of m tokens, [..., groups, m, K]: scores inside, queries at the start, keys at the end, transposed products
+    total, back, forward = factors, _rows_times(q[..., None, :], factors), k[..., None, :]
+    scores = (q * k).sum(-1)[..., None, None]
+    while total.shape[-4] > 1:
+        early, late = total.unflatten(-4, (-1, 2)).unbind(-4)
+        (early_back, late_back), (early_forward, late_forward), (early_scores, late_scores) = (
+            x.unflatten(-3, (-1, 2)).unbind(-3) for x in (back, forward, scores)
+        )
+        cross = late_back @ early_forward.mT
+        scores = torch.cat([F.pad(early_scores, (0, cross.shape[-1])), torch.cat([cross, late_scores], -1)], -2)
+        back = torch.cat([early_back, _rows_times(late_back, early)], -2)
+        forward = torch.cat([_rows_times(early_forward, late.mT), late_forward], -2)
+        total = late @ early
+    total = total[..., 0, 0, :, :] if total.shape[-1] == K else total[..., 0, :, :, :]
+    return ClosedForm(scores[..., 0, :C, :C], back[..., 0, :C, :], forward[..., 0, :C, :], total)
+
+
+def _rows_times(x: Tensor, blocks: Tensor) -> Tensor:
+    """``x [..., m, K]`` times the block diagonal matrix of ``blocks [..., K/P, P, P]``."""
+    if blocks.shape[-1] == x.shape[-1]:
+        return x @ blocks[..., 0, :, :]
+    rows: Tensor = x.unflatten(-1, blocks.shape[-3:-1])[..., None]  # [..., m, K/P, P, 1]
+    return (rows * blocks[..., None, :, :, :]).sum(-2).flatten(-2)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from attnzoo.errors import at_least, one_of
 
@@ -18,7 +19,8 @@ class DataConfig:
         context_length: tokens per training sequence.
         heldout_fraction: share of the text that training never sees, by file; of a single file, its end.
         heldout_source: held-out tokens from here instead; then all of `source` is trained on.
-        pattern: which files of a text folder, at any depth.
+        pattern: which files of a text folder, at any depth: a relative path that may have `*`. A command line needs
+            quotes around it, `'data.pattern="*.md"'`.
         vocab_size: needed for pre-tokenised files.
         dtype: of `.bin` files.
         seed: of the order in which the text is seen.
@@ -41,6 +43,12 @@ class DataConfig:
         at_least(self, 0, "seed")
         if not 0 < self.heldout_fraction < 1:
             raise ValueError(f"heldout_fraction must be between 0 and 1, got {self.heldout_fraction}")
+        for name in ("source", "heldout_source"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} must be a file, a folder or 'stdlib', got an empty text")
+        parts = PurePath(self.pattern).parts
+        if not parts or PurePath(self.pattern).is_absolute() or ".." in parts:
+            raise ValueError(f"pattern must be a relative path without '..', such as *.md, got {self.pattern!r}")
         one_of(self, "dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
         if self.vocab_size is not None:
             at_least(self, 1, "vocab_size")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ import numpy.typing as npt
 from attnzoo.data.config import DataConfig
 from attnzoo.data.windows import Tokens, TokenWindows
 from attnzoo.errors import nearest
+from attnzoo.files import remembered_digest
 
 DOCUMENT_END = 0  # a byte that text does not contain
 BYTES = 256
+LONG = 2**20  # tokens of a piece
 SHARDS = (".npy", ".bin")
 
 # Tests and their data, generated tables, installed packages, and what differs between builds of one Python.
@@ -45,12 +48,14 @@ class Data:
         train: windows by index.
         heldout: 1-D array of tokens that training never sees.
         fingerprint: changes when the tokens or their split do.
+        earlier_fingerprint: the one that versions before gave, which read only the ends of long pieces.
     """
 
     vocab_size: int
     train: TokenWindows
     heldout: Tokens
     fingerprint: str
+    earlier_fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,9 @@ def build_data(config: DataConfig) -> Data:
 
     Raises:
         FileNotFoundError: the source does not exist.
-        ValueError: it holds no data, too little for one context, or tokens that are no valid shard.
+        PermissionError: a folder in it cannot be read.
+        ValueError: it holds no data, too little for one context, tokens that are no valid shard, or held-out tokens
+            outside the vocabulary.
     """
     pieces = _read(config.source, config)
     if config.heldout_source is None:
@@ -91,7 +98,8 @@ def build_data(config: DataConfig) -> Data:
             f"the held-out split of {config.source!r} has {len(held)} tokens: "
             f"a context of {config.context_length} needs at least {config.context_length + 1}"
         )
-    return Data(vocab_size, windows, held, _fingerprint(train, heldout))
+    _check_range(f"the held-out split of {config.heldout_source or config.source!r}", held, vocab_size)
+    return Data(vocab_size, windows, held, _fingerprint(train, heldout), _fingerprint(train, heldout, whole=False))
 
 
 def encode(text: str) -> list[int]:
@@ -113,15 +121,39 @@ def _read(source: str, config: DataConfig) -> list[_Piece]:
         raise FileNotFoundError(f"no data: there is no file or folder {source!r}{hint}")
     if _is_pretokenised(source):
         files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SHARDS)
+        if not files:
+            return _no_data(source, "the folder has no .npy or .bin file")
         return [_Piece(file.name, _read_shard(file, config.dtype)) for file in files]
     if path.is_file():
         return [_Piece(path.name, _document(path))] if path.stat().st_size else _no_data(source, "the file is empty")
+    _check_readable(path)
     files = [file for file in path.rglob(config.pattern) if file.is_file() and file.stat().st_size]
     names = {file.relative_to(path).as_posix(): file for file in files}
     shown = sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
     if not shown:
         return _no_data(source, f"the folder has no file that is not empty and matches {config.pattern!r}")
     return [_Piece(name, _document(names[name])) for name in shown]
+
+
+def _check_readable(folder: Path) -> None:
+    """A search for files passes over folders that it may not read, and would train on less without a word."""
+
+    def refuse(error: OSError) -> None:
+        raise type(error)(error.errno, "this folder of the data cannot be read", error.filename) from error
+
+    for _, inside, _ in os.walk(folder, onerror=refuse):
+        inside[:] = [name for name in inside if not name.startswith(".")]
+
+
+def _check_range(name: str, tokens: Tokens, vocab_size: int) -> None:
+    limits = np.iinfo(tokens.dtype)
+    if limits.min >= 0 and limits.max < vocab_size:
+        return
+    for start in range(0, len(tokens), 2**24):
+        part = tokens[start : start + 2**24]
+        low, high = int(part.min()), int(part.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"{name}: tokens from {low} to {high}, outside the vocabulary of {vocab_size}")
 
 
 def _read_stdlib() -> list[_Piece]:
@@ -159,12 +191,12 @@ def _read_shard(path: Path, dtype: str) -> Tokens:
             raise ValueError(f"{str(path)!r} is not a whole number of {dtype} tokens: {path.stat().st_size} bytes")
         return np.memmap(path, dtype=dtype, mode="r")
     try:
-        shard = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+        shard = np.lib.format.open_memmap(path, mode="r")  # np.load would also open archives
+    except (ValueError, EOFError, OverflowError) as error:
         raise ValueError(f"{str(path)!r} is not a .npy file of integers: {error}") from error
     if shard.ndim != 1 or not np.issubdtype(shard.dtype, np.integer):
         raise ValueError(f"{str(path)!r}: expected a 1-D integer array, got {shard.dtype} of shape {shard.shape}")
-    return shard  # type: ignore[no-any-return]
+    return shard
 
 
 def _split(pieces: Sequence[_Piece], config: DataConfig) -> tuple[list[_Piece], list[_Piece]]:
@@ -190,14 +222,25 @@ def _join(pieces: Sequence[_Piece]) -> Tokens:
     return pieces[0].tokens if len(pieces) == 1 else np.concatenate([piece.tokens for piece in pieces])
 
 
-def _fingerprint(train: Sequence[_Piece], heldout: Sequence[_Piece]) -> str:
+def _fingerprint(train: Sequence[_Piece], heldout: Sequence[_Piece], whole: bool = True) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for side in (train, heldout):
         digest.update(f"{len(side)}\n".encode())
         for piece in side:
             tokens = piece.tokens
             digest.update(f"{piece.name} {tokens.dtype} {len(tokens)}\n".encode())
-            # Shards may be large: their ends, not all of them.
-            small = len(tokens) <= 2**20
-            digest.update(tokens.tobytes() if small else tokens[:4096].tobytes() + tokens[-4096:].tobytes())
+            if len(tokens) <= LONG:
+                digest.update(tokens.tobytes())
+            elif whole:
+                digest.update(_digest_of_long(tokens))
+            else:
+                digest.update(tokens[:4096].tobytes() + tokens[-4096:].tobytes())
     return digest.hexdigest()
+
+
+def _digest_of_long(tokens: Tokens) -> bytes:
+    """Of every token; of a memory map its file's, which is read once and remembered while the file stays as it is."""
+    file = getattr(tokens, "filename", None)
+    if isinstance(tokens, np.memmap) and file is not None:
+        return bytes.fromhex(remembered_digest(Path(file)))
+    return hashlib.sha256(np.ascontiguousarray(tokens).data).digest()

@@ -7,6 +7,7 @@ Rotations commute, so each key is turned once, by its own phase. Linear dual: co
 Source: Su et al., "RoFormer", 2021, eq. 14-16.
 """
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -28,18 +29,28 @@ LAYER = {"gate": "rotary"}
 
 
 class Rotated(AdditiveForms):
-    def place(self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and queries stand in the frame of the first token; an angle ``[K/2]`` is counted, not expanded."""
+
+    def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:
+        if cast(Tensor, gate.angle).ndim > 1:
+            return super().separated(gate, q, valid, cu_seqlens)
+        return replace(super().separated(replace(gate, angle=None), q, valid, cu_seqlens), angle=gate.angle)
+
+    def place(
+        self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         angle = cast(Tensor, gate.angle)
-        if angle.ndim == 1:
-            position = torch.arange(1, q.shape[1] + 1, device=q.device, dtype=torch.float64)
-            phase = (position[:, None, None] * angle.double())[None]  # [1, T, 1, K/2]
-        else:
+        shared = angle if angle.ndim == 1 else None
+        if shared is None:
             phase = phases(angle, dim=1)  # [B, T, 1 or H, K/2]
+        else:
+            position = torch.arange(1, q.shape[1] + 1, device=q.device)[None] if valid is None else valid.cumsum(1)
+            phase = position.double()[..., None, None] * shared.double()  # [1 or B, T, 1, K/2]
         if state is not None and state.phase is not None:
             phase = phase + state.phase
         if phase.shape[2] > 1:
             k = expand_heads(k, q.shape[2])
-        return _turn(q, phase), _turn(k, phase), phase[:, -1:]
+        return _turn(q, phase), _turn(k, phase), phase[:, -1:], shared
 
 
 def _turn(x: Tensor, phase: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -81,6 +81,7 @@ def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int =
         for hook in hooks:
             hook.remove()
     cores = [(index, layer, layer.project(x)) for index, (layer, x) in enumerate(inputs)]
+    cores = [(index, layer, replace(core, gate=core.gate.per_token(core.q))) for index, layer, core in cores]
     gated = [x for x in cores if x[2].gate.log_decay is not None or x[2].gate.log_diag is not None]
     T = tokens.numel()
     length = max((_shown_length(core.gate, T) for _, _, core in gated), default=T)

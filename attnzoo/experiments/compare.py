@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import re
 import statistics
 from collections.abc import Mapping
@@ -11,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 from torch import Tensor
 
 from attnzoo.config import ModelConfig, TrainConfig, load_config, to_yaml
-from attnzoo.data import build_data, heldout_windows
+from attnzoo.data import Data, build_data, heldout_windows
 from attnzoo.errors import unknown
 from attnzoo.evaluation import gate_maps, token_losses
 from attnzoo.experiments.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
@@ -23,9 +26,13 @@ from attnzoo.experiments.report.results import JSON_NAME, describe_machine
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get, pairs
-from attnzoo.training import load_run, read_metrics, train
+from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
+from attnzoo.training.checkpoint import check_data, check_folder, identity, read_progress, usable_checkpoint
+from attnzoo.training.digests import WEIGHTS
 
 ENTRY_KEYS = ("name", "label", "options")
+PAGE = "report.html"
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -90,10 +97,13 @@ def plan(config: CompareConfig) -> list[Run]:
     """The runs of a comparison, each with its whole training configuration.
 
     Raises:
-        ValueError: no variants, an unknown one, an entry of another shape, or two entries with one label.
+        ValueError: no variants, an unknown one, an entry of another shape, two entries with one label, or a label
+            that names no folder inside `output_dir`.
     """
     if not config.variants:
         raise ValueError("variants: expected at least one name, got none")
+    if not config.output_dir:
+        raise ValueError("output_dir must name a folder, got an empty text")
     runs = [_plan_one(config, entry) for entry in config.variants]
     keys = [run.key for run in runs]
     for run in runs:
@@ -115,8 +125,14 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
         raise ValueError(f"variants: options of {entry['name']} must be a mapping, got {options!r}")
     variant = get(entry["name"]).name
     extras = ", ".join(str(key) if value is True else f"{key}={value}" for key, value in options.items())
-    label = str(entry.get("label") or (f"{variant} ({extras})" if extras else variant))
+    given = entry.get("label")
+    label = str(given) if given is not None else f"{variant} ({extras})" if extras else variant
     key = re.sub(r"[^\w.=]+", "-", label).strip("-")
+    if not re.search(r"\w", key) or key.startswith(".") or key == PAGE:
+        raise ValueError(
+            f"variants: label {label!r} gives the run's folder its name: expected a letter or digit in it, "
+            f"no dot in front, and not {PAGE!r}"
+        )
     model = replace(
         config.train.model,
         attention=variant,
@@ -137,53 +153,86 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "") -
         The report, ``report.html`` in ``config.output_dir``.
 
     Raises:
-        ValueError, FileNotFoundError: the configuration or its data are not usable; found before any training.
+        ValueError, OSError: the configuration, its folder or its data are not usable; found before any training.
     """
     torch.set_flush_denormal(True)  # for the evaluation of runs that need no training, as in training
     runs = plan(config)
+    page = Path(config.output_dir) / PAGE
+    if page.is_dir():
+        raise ValueError(f"output_dir: expected a file or nothing in place of the page, got the folder {str(page)!r}")
+    for run in runs:
+        check_folder(Path(run.config.output_dir))
     for run in runs:  # a wrong option of the last variant must not show after an hour
         LanguageModel(run.config.model)
-    windows = _windows(runs[0].config, config.evaluate)
+    windows = _windows(build_data(config.train.data), config.train, config.evaluate)
     results = []
     for number, run in enumerate(runs, 1):
         console.print(f"[{number}/{len(runs)}] {run.label}", markup=False, highlight=False)
         train(run.config)
         results.append(_measured(run, config.evaluate, windows, command))
     console.print(terminal_table(results))
-    path = write_report(results, Path(config.output_dir) / "report.html", title=config.title, command=command)
+    path = write_report(results, page, title=config.title, command=command)
     console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
     return path
 
 
 def _measured(run: Run, evaluate: EvaluateConfig, windows: Tensor, command: str) -> RunResult:
-    """The result of a trained run: read when these settings were measured before, else measured and saved."""
+    """The result of a trained run: read when its checkpoint was measured like this before, else measured and saved."""
     run_dir = Path(run.config.output_dir)
-    settings = to_yaml(run.config) + "evaluate:\n" + "".join(f"  {x}\n" for x in to_yaml(evaluate).splitlines())
-    try:
-        saved = load_result(run_dir)
-        if saved.facts.settings == settings and saved.facts.label == run.label:
+    saved, newest = _saved_result(run_dir), newest_checkpoint(run_dir)
+    if saved is not None and newest is not None:
+        facts = (saved.facts.settings, saved.facts.label, saved.facts.heldout, saved.facts.checkpoint)
+        if facts == (_settings(run.config, evaluate), run.label, _digest(windows), identity(newest)):
             return saved
-    except (FileNotFoundError, ValueError):
-        pass
-    save_result(measure(run, evaluate, windows, settings, command), run_dir)
+    save_result(measure(run, evaluate, windows, command), run_dir)
     return load_result(run_dir)  # what is shown now is what a later report will show
 
 
-def result_of(run_dir: Path, evaluate: EvaluateConfig | None = None) -> RunResult:
-    """What is known of any run: read when it was measured before, else measured and saved.
+def result_of(run_dir: Path) -> RunResult:
+    """What is known of any run: read when its newest checkpoint was measured before, else measured and saved.
+
+    A run that was measured before, at another checkpoint, is measured in the same way again.
 
     Raises:
         FileNotFoundError: no run in that folder, or none that has reached its first checkpoint.
         ValueError: its settings or its results cannot be read.
+        CheckpointError: its checkpoints are damaged, or it was trained on other data than its source holds now.
     """
-    if (run_dir / JSON_NAME).is_file():
-        return load_result(run_dir)
+    newest = newest_checkpoint(run_dir)
+    if newest is None and (run_dir / JSON_NAME).is_file():
+        return load_result(run_dir)  # without its checkpoints, this is all that is left of the run
+    saved = _saved_result(run_dir)
+    if saved is not None and newest is not None and saved.facts.checkpoint == identity(newest):
+        return saved
     config = replace(load_config(run_dir / "config.yaml"), output_dir=str(run_dir))
+    key = run_dir.resolve().name
     names = dict.fromkeys(layer.name for layer in config.model.layers())
-    run = Run(run_dir.name, run_dir.name, " + ".join(names), config)
-    evaluate = evaluate or EvaluateConfig()
-    save_result(measure(run, evaluate, _windows(config, evaluate), to_yaml(config), ""), run_dir)
+    run, evaluate, command = Run(key, key, " + ".join(names), config), EvaluateConfig(), ""
+    if saved is not None:
+        run, command = replace(run, label=saved.facts.label), saved.facts.command
+        evaluate = EvaluateConfig(**(yaml.safe_load(saved.facts.settings).get("evaluate") or {}))
+    data = build_data(config.data)
+    checkpoint = usable_checkpoint(run_dir, [WEIGHTS])
+    if checkpoint is not None:
+        check_data(run_dir, config, read_progress(checkpoint), data)
+    save_result(measure(run, evaluate, _windows(data, config, evaluate), command), run_dir)
     return load_result(run_dir)
+
+
+def _saved_result(run_dir: Path) -> RunResult | None:
+    """What was measured before; None when nothing was, or when it cannot be read, which is said."""
+    try:
+        return load_result(run_dir)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        logger.warning("%s; it is measured again", error)
+        return None
+
+
+def _settings(config: TrainConfig, evaluate: EvaluateConfig) -> str:
+    """All that decides what is measured of a checkpoint, as YAML."""
+    return to_yaml(config) + "evaluate:\n" + "".join(f"  {line}\n" for line in to_yaml(evaluate).splitlines())
 
 
 def _kind(variant: str) -> tuple[str, int, str]:
@@ -202,12 +251,14 @@ def _model_words(model: ModelConfig) -> str:
     return f"{model.num_layers} layers of size {model.hidden_size} with {model.num_heads} heads, {layer}"
 
 
-def _windows(config: TrainConfig, evaluate: EvaluateConfig) -> Tensor:
+def _windows(data: Data, config: TrainConfig, evaluate: EvaluateConfig) -> Tensor:
     """Held-out windows of ``length_factor`` training contexts, ``[N, length + 1]``."""
-    heldout = build_data(config.data).heldout
-    return torch.from_numpy(
-        heldout_windows(heldout, config.data.context_length * evaluate.length_factor, evaluate.tokens)
-    )
+    length = config.data.context_length * evaluate.length_factor
+    return torch.from_numpy(heldout_windows(data.heldout, length, evaluate.tokens))
+
+
+def _digest(windows: Tensor) -> str:
+    return hashlib.sha256(f"{list(windows.shape)}".encode() + windows.cpu().numpy().tobytes()).hexdigest()
 
 
 def _parts(model: LanguageModel) -> list[str]:
@@ -225,25 +276,32 @@ def _parts(model: LanguageModel) -> list[str]:
     return [name for name, there in present.items() if there]
 
 
-def measure(run: Run, evaluate: EvaluateConfig, windows: Tensor, settings: str, command: str) -> RunResult:
-    """Evaluate the newest checkpoint of a run.
+def measure(run: Run, evaluate: EvaluateConfig, windows: Tensor, command: str) -> RunResult:
+    """Evaluate the newest checkpoint of a run that is whole.
 
     Args:
         run: a run that has a checkpoint.
         evaluate: how to measure it.
         windows: held-out ids, ``[N, length + 1]``.
-        settings: what the report shows as the run's settings.
         command: the command line, for the report.
 
     Raises:
         FileNotFoundError: it has no checkpoint.
+        CheckpointError: all of them are damaged.
     """
+    run_dir = Path(run.config.output_dir)
+    checkpoint = usable_checkpoint(run_dir, [WEIGHTS])
+    if checkpoint is None:
+        raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")
+    progress = read_progress(checkpoint)
     device = "cuda" if torch.cuda.is_available() and run.config.device != "cpu" else "cpu"
-    model, config = load_run(run.config.output_dir, device)
+    model, config = load_run(run_dir, device, checkpoint)
+    heldout = _digest(windows)
     windows = windows.to(device)
     losses = token_losses(model, windows, evaluate.batch_size)
-    steps = [row for row in read_metrics(run.config.output_dir) if row["kind"] == "train"]
-    curve = np.array([[row["tokens"], row["loss"]] for row in steps], dtype=np.float64).T
+    rows = [row for row in read_metrics(run_dir) if row["kind"] == "train" and row["step"] <= progress.step]
+    curve = np.array([[row["tokens"], row["loss"]] for row in rows], dtype=np.float64).reshape(-1, 2).T
+    speeds = [row["tokens_per_second"] for row in rows] or [progress.tokens / max(progress.seconds, 1e-9)]
     side, pair, dual = _kind(run.variant)
     facts = Facts(
         key=run.key,
@@ -254,17 +312,19 @@ def measure(run: Run, evaluate: EvaluateConfig, windows: Tensor, settings: str, 
         dual=dual,
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         context=config.data.context_length,
-        steps=steps[-1]["step"],
-        tokens=steps[-1]["tokens"],
-        seconds=steps[-1]["seconds"],
-        tokens_per_second=statistics.median(row["tokens_per_second"] for row in steps),
+        steps=progress.step,
+        tokens=progress.tokens,
+        seconds=progress.seconds,
+        tokens_per_second=statistics.median(speeds),
         unit="byte" if config.model.vocab_size == 256 else "token",
         model=_model_words(config.model),
         parts=_parts(model),
         text="the Python standard library's own source" if config.data.source == "stdlib" else config.data.source,
-        settings=settings,
+        settings=_settings(run.config, evaluate),
         command=command,
         machine=describe_machine(),
+        checkpoint=identity(checkpoint),
+        heldout=heldout,
     )
     gates = gate_maps(model, windows[0, :-1], block=evaluate.block)
     return RunResult(facts, losses, curve, tuple(gates))

@@ -155,7 +155,7 @@ def pairs(rows: Sequence[Sequence[Dot]], *, xlabel: str) -> Figure:
             below = not dot.filled and len(row) > 1
             text = axes.annotate(
                 dot.label, (dot.value, y), (0, -7 if below else 7), textcoords="offset points", ha="center",
-                va="top" if below else "bottom", fontsize=9.5, color=dot.look.color,
+                va="top" if below else "bottom", fontsize=9.5, color=dot.look.color, parse_math=False,
             )  # fmt: skip
             ends = [dot.value - spread, dot.value + spread]
             (bar,) = axes.plot(ends, [y, y], color=dot.look.color, linewidth=1.0)
@@ -290,7 +290,7 @@ def _name_line_ends(axes: Axes, lines: Sequence[Line], right: float, characters:
     for line, y in zip(lines, _spread(wanted, 12.0, height), strict=True):
         axes.annotate(
             line.label, (1, y / height), (6, 0), xycoords="axes fraction", textcoords="offset points",
-            color=line.look.color, fontsize=9.5, va="center", annotation_clip=False,
+            color=line.look.color, fontsize=9.5, va="center", annotation_clip=False, parse_math=False,
         ).set_gid(f"series:{line.key}")  # fmt: skip
 
 

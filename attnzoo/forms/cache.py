@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class KVCache:
         log_decay: gates as they were given, ``[B, S, H]``, or None.
         valid: ``[B, S]`` bool, or None when every token is.
         phase: RoPE's total angle so far in float64, broadcastable to ``[B, 1, H, K/2]``, or None.
-        angle: RoPE's angle ``[K/2]`` where every token so far had the same, or None.
+        angle: RoPE's angle ``[K/2]`` where the last tokens all had the same, or None.
         carried: whether ``k`` has been multiplied by the transitions of later tokens.
     """
 
@@ -97,13 +98,18 @@ class KVCache:
             return self
         if self.carried:
             raise ValueError(f"tokens: expected all {S} (later tokens have changed the cached keys), got {tokens}")
-        phase = self.phase
-        if phase is not None:
-            if self.angle is None:
-                raise ValueError(f"tokens: expected all {S} (the angles of single tokens are not kept), got {tokens}")
-            there = phase.new_full((1,), tokens) if self.valid is None else self.valid[:, :tokens].sum(1).double()
-            phase = there[:, None, None, None] * self.angle.double()
+        phase = self._phase(tokens)
+        if self.phase is not None and (phase is None or not torch.allclose(cast(Tensor, self._phase(S)), self.phase)):
+            raise ValueError(f"tokens: expected all {S} (the angles of single tokens are not kept), got {tokens}")
         return replace(self._map(lambda x: x[:, :tokens]), phase=phase)
+
+    def _phase(self, tokens: int) -> Tensor | None:
+        """The total angle of the first ``tokens`` tokens if they all had ``angle``."""
+        if self.angle is None:
+            return None
+        there = self.valid
+        count = self.angle.new_full((1,), tokens) if there is None else there[:, :tokens].sum(1)
+        return count.double()[:, None, None, None] * self.angle.double()
 
     def detach(self) -> KVCache:
         """The same numbers without their history of gradients."""

@@ -70,7 +70,7 @@ def check_linear(options: LinearOptions, q: Tensor, k: Tensor, gate: Gate) -> No
         TypeError: an option of the wrong kind.
         ValueError: a wrong shape, device or value.
     """
-    _check_borders(options.cu_seqlens, q)
+    check_borders(options.cu_seqlens, q)
     B, T, H, G = *q.shape[:3], k.shape[2]
     write = options.write
     if write is not None:
@@ -94,7 +94,7 @@ def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
         TypeError: an option of the wrong kind.
         ValueError: ``prune`` without a scalar decay, a ``logit_bound`` that nothing reads, or a wrong shape or value.
     """
-    _check_borders(options.cu_seqlens, q)
+    check_borders(options.cu_seqlens, q)
     prune, window, H = options.prune, options.window, q.shape[2]
     if prune is not None and not isinstance(prune, Prune):
         raise TypeError(f"prune: expected attnzoo.Prune or None, got {type(prune).__name__}")
@@ -119,7 +119,13 @@ def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
         raise TypeError(f"return_lse: expected True or False, got {options.return_lse!r}")
 
 
-def _check_borders(cu_seqlens: Tensor | None, q: Tensor) -> None:
+def check_borders(cu_seqlens: Tensor | None, q: Tensor) -> None:
+    """The borders of packed sequences fit ``q [B, T, ...]``.
+
+    Raises:
+        TypeError: not an int32 or int64 tensor.
+        ValueError: not one axis, several rows, another device, or borders that do not rise from 0 to T.
+    """
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):

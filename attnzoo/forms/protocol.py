@@ -7,10 +7,9 @@ The registry, the layer and ``attnzoo verify`` know a variant only through the f
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -86,6 +85,12 @@ class Kernel:
     run: Callable[..., Any]
     extend: Callable[..., tuple[Any, Any]] | None = None
     refuses: Callable[[Call], str] = _serves
+    options: tuple[str, ...] = field(init=False)  # of run
+    extend_options: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", keywords(self.run))
+        object.__setattr__(self, "extend_options", () if self.extend is None else keywords(self.extend))
 
 
 @dataclass(frozen=True)
@@ -110,20 +115,24 @@ class Forms:
 
     def options(self, form: str) -> tuple[str, ...]:
         if form in self.kernels:
-            return keywords(self.kernels[form].run)
-        names = tuple(option.name for option in fields(self.OPTIONS))
+            return self.kernels[form].options
+        names = self._all_options()
         return tuple(name for name in names if name not in self.WHOLE) if form == REFERENCE else names
+
+    def _all_options(self) -> tuple[str, ...]:
+        names: tuple[str, ...] = self.OPTIONS.__match_args__  # type: ignore[attr-defined]  # its fields
+        return names
 
     def refuses(self, form: str, call: Call) -> str:
         if form not in (REFERENCE, *self.forms):
             return f"there is no {form} form (there is {', '.join(self.forms)})"
         kernel = self.kernels.get(form)
-        run: Callable[..., Any] | None = None
-        if kernel is not None:
-            run = kernel.extend if call.keeps_state else kernel.run
-            if run is None:
-                return f"the {form} form serves whole sequences and keeps no state"
-        taken = self.options(form) if run is None else keywords(run)
+        if kernel is None:
+            taken = self.options(form) if call.keeps_state else self._all_options()
+        elif call.keeps_state and kernel.extend is None:
+            return f"the {form} form serves whole sequences and keeps no state"
+        else:
+            taken = kernel.extend_options if call.keeps_state else kernel.options
         for name in call.options:
             if name not in taken:
                 return f"the {form} form has no option {name} here (it takes {', '.join(taken)})"
@@ -151,7 +160,6 @@ class Forms:
         raise NotImplementedError
 
 
-@functools.cache
 def keywords(run: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the keyword-only parameters of a function."""
     parameters = inspect.signature(run).parameters.values()

@@ -119,7 +119,8 @@ def causal_attention(
     if log_decay is None and valid is None and T in (1, S) and band is None and not with_lse:
         width = -(-max(K, V) // 8) * 8
         q, k, v = (_widen(x, width) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=1.0)[..., :V], None
+        causal = True if T > 1 else False  # noqa: SIM210  a plain bool where T is symbolic
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0)[..., :V], None
     if log_decay is None:
         log_decay = q.new_zeros(B, H, S)
     if T <= 2 * PLAIN or not _readable(q) or band is not None or _forward is None or _backward is None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import first_kept_keys
-from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
+from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, separated
 from attnzoo.forms.protocol import Forms
@@ -52,7 +52,7 @@ class SoftmaxForms(Forms):
         """Token by token with a KV cache; softmax attention has no state of finite size."""
         given = SoftmaxOptions(**options)
         check_softmax(given, q, gate)
-        gate = separated(gate, q, given.valid, given.cu_seqlens)
+        gate = self.separated(gate, q, given.valid, given.cu_seqlens)
         state: KVCache | None = None
         outputs = []
         for t in range(q.shape[1]):
@@ -70,11 +70,15 @@ class SoftmaxForms(Forms):
     ) -> tuple[Output, KVCache]:
         given = SoftmaxOptions(**options)
         check_softmax(given, q, gate)
-        gate = separated(gate, q, given.valid, given.cu_seqlens)
+        gate = self.separated(gate, q, given.valid, given.cu_seqlens)
         o, lse, state = self._attend(q, k, v, gate, state, given)
         o, lse = attend_with_sink(o, lse, given.sink)
         o = o.transpose(1, 2).to(v.dtype)
         return (o, cast(Tensor, lse).transpose(1, 2)) if given.return_lse else o, state
+
+    def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:
+        """The gate of tokens of which some do not exist, or that are of several sequences."""
+        return separated(gate, q, valid, cu_seqlens)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions
@@ -153,10 +157,10 @@ class SoftmaxForms(Forms):
 class AdditiveForms(SoftmaxForms):
     """Encodings that are a bias on the logits, or a rotation of q and k that can be done beforehand."""
 
-    transition: Transition = field(default_factory=Transition)
+    transition: Transition = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kernels", {"triton": fox_kernel(self.remember), **self.kernels})
+        object.__setattr__(self, "kernels", {"triton": fox_kernel(self), **self.kernels})
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions
@@ -177,21 +181,27 @@ class AdditiveForms(SoftmaxForms):
         return o, lse, state
 
     def remember(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None
-    ) -> tuple[Tensor, KVCache]:
-        """q in its place, and the cache with the new tokens."""
-        q, k, phase = self.place(q, k, gate, state)
-        new = KVCache(k, v, gate.per_token(q).log_decay, valid, phase)
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, KVCache]:  # fmt: skip
+        """q in its place, and the cache with the new tokens, its keys in ``dtype`` (None: that of the computation)."""
+        q, k, phase, angle = self.place(q, k, gate, state, valid)
+        k = k if dtype is None else k.to(dtype)
+        new = KVCache(k, v, gate.per_token(q).log_decay, valid, phase, angle)
         if state is None:
             return q, new
+        if dtype is not None and state.k.dtype != dtype:
+            state = replace(state, k=state.k.to(dtype))
         if k.shape[2] != state.k.shape[2]:
             state = replace(state, k=expand_heads(state.k, k.shape[2]))
             new = replace(new, k=expand_heads(k, state.k.shape[2]))
         return q, grown(state, new)
 
-    def place(self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """q and k with their matrix transitions folded in, and the cache's new phase."""
-        return q, k, None
+    def place(
+        self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """q and k with their matrix transitions folded in, the cache's new phase, and the angle of all new tokens."""
+        return q, k, None, None
 
 
 def joined(blocks: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

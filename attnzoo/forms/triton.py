@@ -6,7 +6,7 @@ The kernels are imported when they first run: this module costs nothing where th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,23 @@ from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.protocol import Call, Kernel
 
-Remember = Callable[..., tuple[Tensor, KVCache]]
+
+class Additive(Protocol):
+    """What the kernel of FoX needs of ``AdditiveForms``."""
+
+    def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate: ...
+
+    def remember(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
 
 
-def fox_kernel(remember: Remember) -> Kernel:
+def fox_kernel(forms: Additive) -> Kernel:
     """The kernel of FoX, ALiBi and NoPE, and of RoPE, whose q and k are rotated before it.
 
     Args:
-        remember: puts q in its place and makes the cache with the new tokens (``AdditiveForms.remember``).
+        forms: fold the gate's matrix part into q and k, and make the cache with the new tokens.
     """
 
     def run(
@@ -64,10 +73,9 @@ def fox_kernel(remember: Remember) -> Kernel:
         if valid is not None and (state is not None or options.get("cu_seqlens") is not None):
             raise ValueError("valid: expected None with a state or cu_seqlens (the kernel packs whole sequences)")
         constant = gate.log_decay if gate.log_decay is not None and gate.log_decay.ndim == 1 else None
-        if valid is not None:
-            gate = gate.per_token(q).neutral_where(~valid)
-        q, state = remember(q, k, v, gate, state, valid)
-        q, k, g = q.to(v.dtype), state.k.to(v.dtype), state.log_decay
+        gate = forms.separated(gate, q, valid, None)
+        q, state = forms.remember(q, k, v, gate, state, valid, v.dtype)
+        q, k, g = q.to(v.dtype), state.k, state.log_decay
         if valid is None:
             g = constant if constant is not None and len(state) == q.shape[1] else g
             return fox_attention(q, k, state.v, log_decay=g, impl="triton", **options), state
@@ -111,7 +119,8 @@ def path_kernel() -> Kernel:
         def attend(
             q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, g: Tensor | None, borders: Tensor | None
         ) -> Tensor:
-            return path_attention(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders, **options)
+            o: Tensor = path_attention(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders, **options)
+            return o
 
         gate = gate.per_token(q)
         rows = (q.to(v.dtype), k.to(v.dtype), v, cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_decay)

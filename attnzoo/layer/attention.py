@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
+from attnzoo.forms.options import check_borders
 from attnzoo.forms.protocol import Call
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, run
 from attnzoo.layer.gates import GateName, Sizes, build_gate, gate_classes, gate_options
@@ -49,6 +50,9 @@ class AttentionConfig:
         output_gate: ``none``, ``sigmoid`` or ``swish`` of a projection of x, times the output.
         gate: gate projection(s) by name (``attnzoo.layer.gates.GATES``) or class.
         norm_eps: added to mean squares in norms.
+        window: each token sees itself and the ``window - 1`` tokens before it (softmax side); None for all.
+        sinks: a learned logit per head that takes part in the softmax without a value, 0 at the start, in float32
+            (softmax side; as in gpt-oss, OpenAI, 2025, where it is drawn from N(0, 0.02^2)).
     """
 
     hidden_size: int = 768
@@ -65,9 +69,11 @@ class AttentionConfig:
     output_gate: str = "none"
     gate: GateName | Sequence[GateName] = "none"
     norm_eps: float = 1e-6
+    window: int | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "value_dim"):
+        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "value_dim", "window"):
             size = getattr(self, name)
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"{name}: expected a positive integer, got {size!r}")
@@ -78,6 +84,8 @@ class AttentionConfig:
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}, got {self.kv_heads}")
+        if not isinstance(self.sinks, bool):
+            raise ValueError(f"sinks: expected True or False, got {self.sinks!r}")
         if not isinstance(self.conv_size, int) or self.conv_size < 0:
             raise ValueError(f"conv_size: expected a number of tokens >= 0, got {self.conv_size!r}")
         for name, options in (
@@ -173,6 +181,7 @@ class Attention(PreciseModule):
     """``attn(x) -> y``, both ``[B, T, D]``; see :func:`build_attention`."""
 
     angle: Tensor | None
+    sinks: Tensor | None
 
     def __init__(
         self,
@@ -198,6 +207,9 @@ class Attention(PreciseModule):
             )
         if any(cls.unit_keys for cls in classes) and config.qk_norm != "l2":
             raise ValueError(f"qk_norm: expected 'l2' (the gate erases along unit keys), got {config.qk_norm!r}")
+        for name, given in (("window", config.window is not None), ("sinks", config.sinks)):
+            if given and variant.side == "linear":
+                raise ValueError(f"{name}: {variant.name!r} sums past tokens in one state, without a softmax")
         self.variant, self.config, self.prune, self.impl = variant, config, prune, impl
         self.scale: float | None = None
         D, H, G, K, V = config.hidden_size, config.num_heads, config.kv_heads, config.key_dim, config.v_dim
@@ -218,6 +230,9 @@ class Attention(PreciseModule):
         normed = config.output_norm != "none"
         self.output_norm = HeadNorm(H, V, config.output_norm, config.norm_eps) if normed else None
         self.output_gate = nn.Linear(D, H * V, bias=False) if config.output_gate != "none" else None
+        self.register_parameter("sinks", None)
+        if config.sinks:
+            self.keep("sinks", torch.zeros(H), trainable=True)
         self.register_buffer("angle", None)
         if config.rotary is not None:
             self.keep("angle", rotary_angles(K, config.rotary), persistent=False, least=torch.float64)
@@ -231,6 +246,8 @@ class Attention(PreciseModule):
                 nn.init.normal_(module.weight, std=0.02)
             elif isinstance(module, (HeadNorm, ShortConvolution)):
                 module.reset_parameters()
+        if self.sinks is not None:
+            fill(self.sinks, torch.zeros(self.config.num_heads))
         if self.angle is not None and self.config.rotary is not None:
             fill(self.angle, rotary_angles(self.config.key_dim, self.config.rotary))
         self.gate.reset_parameters()
@@ -250,7 +267,8 @@ class Attention(PreciseModule):
 
         Args:
             x: ``[B, T, D]``; ``[1, T, D]`` with ``cu_seqlens``.
-            cu_seqlens: boundaries ``[N + 1]`` of packed sequences. With a cache, its rows are these N sequences.
+            cu_seqlens: borders ``[N + 1]`` of sequences packed into one row, which know nothing of each other; the
+                rows stay packed. With a cache, its rows are these N sequences.
             attention_mask: ``[B, T]``, nonzero for tokens, zero for padding on either side; ``[B, S + T]`` with S
                 cached tokens is accepted too (the last T count). Outputs at padding are 0.
             cache: from :meth:`new_cache`; it is extended in place, so that calls with pieces of any size continue one
@@ -269,9 +287,13 @@ class Attention(PreciseModule):
                 raise ValueError("attention_mask: expected None with cu_seqlens (packed sequences have no padding)")
             if x.shape[0] != 1:
                 raise ValueError(f"x: expected one row [1, T, D] with cu_seqlens, got {tuple(x.shape)}")
-            packing = Packing.of(cu_seqlens, x.shape[1])
-            return packing.pack(self._attend(packing.unpack(x), packing.valid, cache), x.shape[1])
-        return self._attend(x, self._valid(attention_mask, x, cache), cache)
+            check_borders(cu_seqlens, x)
+            if cache is None:
+                return self._attend(x, Stream(None, None, (1, x.shape[1]), x.device, cu_seqlens))
+            packing = Packing.of(cu_seqlens)
+            rows = packing.unpack(x)
+            return packing.pack(self._attend(rows, self._stream(rows, packing.valid, cache)), x.shape[1])
+        return self._attend(x, self._stream(x, self._valid(attention_mask, x, cache), cache))
 
     def project(self, x: Tensor) -> Projected:
         """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them."""
@@ -320,8 +342,8 @@ class Attention(PreciseModule):
                 raise ValueError(f"cache: expected {len(cache.seen)} rows as in the calls before, got {B}")
         return Stream(valid, cache, (B, T), x.device)
 
-    def _attend(self, x: Tensor, valid: Tensor | None, cache: LayerCache | None) -> Tensor:
-        stream = self._stream(x, valid, cache)
+    def _attend(self, x: Tensor, stream: Stream) -> Tensor:
+        valid, cache = stream.valid, stream.cache
         if valid is not None:
             x = x.masked_fill(~valid[..., None], 0.0)
         projected = self._project(x, stream)
@@ -329,7 +351,8 @@ class Attention(PreciseModule):
         delta_rule = isinstance(projected.write, str)
         options = given_options(
             {
-                "scale": self.scale, "valid": valid, "prune": self.prune, "logit_bound": bound,
+                "scale": self.scale, "valid": valid, "cu_seqlens": stream.cu_seqlens, "prune": self.prune,
+                "logit_bound": bound, "window": self.config.window, "sink": self.sinks,
                 "write": None if delta_rule else projected.write, "delta_rule": delta_rule,
             }
         )  # fmt: skip
@@ -369,8 +392,8 @@ class Attention(PreciseModule):
             phase = stream.positions()[..., None, None] * self.angle.double()
             q, k = rotate(q, phase), rotate(k, phase)
         gate, write = self.gate(x, k, stream)
-        if stream.valid is not None:
-            gate = gate.per_token(q).neutral_where(~stream.valid)
+        if stream.valid is not None and gate.w is not None:  # padding has no unit vector to erase along
+            gate = gate.neutral_where(~stream.valid)
         return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write)
 
     def extra_repr(self) -> str:
@@ -388,7 +411,7 @@ class Attention(PreciseModule):
 _said: set[str] = set()
 
 
-@torch.compiler.assume_constant_result  # a compiled layer says it while it is compiled
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled layer says it while it is compiled
 def _say(picked: str) -> None:
     """Log what runs, once per process."""
     if picked not in _said:

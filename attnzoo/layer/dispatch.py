@@ -35,7 +35,7 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
         impl = REFERENCE
     reason = variant.refuses(impl, call)
     if reason:
-        raise RuntimeError(f"impl={impl!r}: {variant.name!r}: {reason}; use impl='auto' or 'reference'")
+        raise RuntimeError(f"impl={impl!r}: {reason}; use impl='auto' or 'reference'")
     return impl
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,16 +41,20 @@ class Stream:
         cache: the layer's memory, or None.
         shape: ``(B, T)``.
         device: where the rows are.
+        cu_seqlens: borders ``[N + 1]`` of sequences packed into one row, without padding or a cache; or None.
     """
 
     valid: Tensor | None
     cache: LayerCache | None
     shape: tuple[int, int]
     device: torch.device
+    cu_seqlens: Tensor | None = None
 
     def positions(self) -> Tensor:
         """Index of each token in its sequence, ``[B, T]`` int64; padding does not count."""
         B, T = self.shape
+        if self.cu_seqlens is not None:
+            return torch.arange(T, device=self.device)[None] - self.cu_seqlens.long()[self._sequence()]
         if self.valid is None:
             index = torch.arange(T, device=self.device).expand(B, T)
         else:
@@ -58,6 +62,11 @@ class Stream:
         if self.cache is not None and self.cache.seen is not None:
             index = index + self.cache.seen[:, None]
         return index
+
+    def _sequence(self) -> Tensor:
+        """Which of the packed sequences each token belongs to, ``[1, T]`` int64."""
+        borders = cast(Tensor, self.cu_seqlens).long()
+        return torch.searchsorted(borders, torch.arange(self.shape[1], device=self.device)[None], right=True) - 1
 
     def windowed(self, name: str, x: Tensor, size: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply a causal operator with a window of ``size`` tokens, across padding and earlier calls.
@@ -69,6 +78,10 @@ class Stream:
         """
         B, T, X = x.shape
         n = size - 1
+        if self.cu_seqlens is not None:  # with n zeros before each sequence
+            place = torch.arange(T, device=x.device) + n * self._sequence()[0]
+            spaced = x.new_zeros(1, T + n * (len(self.cu_seqlens) - 1), X).index_copy(1, place + n, x)
+            return fn(spaced).index_select(1, place)
         past = None if self.cache is None else self.cache.windows.get(name)
         past = x.new_zeros(B, n, X) if past is None else past.to(x.dtype)
         full = torch.cat([past, x], 1)
@@ -100,7 +113,7 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """How packed sequences ``[1, T]`` become rows ``[N, L]`` and come back.
+    """How packed sequences ``[1, T]`` become rows ``[N, L]`` of a cache, and come back.
 
     Args:
         index: packed position of each slot, ``[N, L]``.
@@ -111,21 +124,10 @@ class Packing:
     valid: Tensor | None
 
     @staticmethod
-    def of(cu_seqlens: Tensor, tokens: int) -> Packing:
-        """From the boundaries ``[N + 1]`` of the sequences.
-
-        Raises:
-            TypeError: not an integer tensor.
-            ValueError: not one axis, not from 0 to ``tokens``, or decreasing.
-        """
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
-            raise TypeError(f"cu_seqlens: expected an integer tensor [N + 1], got {cu_seqlens!r}")
-        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-            raise ValueError(f"cu_seqlens: expected one axis [N + 1] with N >= 1, got shape {tuple(cu_seqlens.shape)}")
+    def of(cu_seqlens: Tensor) -> Packing:
+        """From the borders ``[N + 1]`` of the sequences."""
         cu = cu_seqlens.long()
         lengths = cu.diff()
-        if cu[0] != 0 or cu[-1] != tokens or (lengths < 0).any():
-            raise ValueError(f"cu_seqlens: expected boundaries rising from 0 to T = {tokens}, got {cu.tolist()}")
         slot = torch.arange(int(lengths.max()), device=cu.device)
         valid = slot < lengths[:, None]
         return Packing((cu[:-1, None] + slot).where(valid, 0), None if bool(valid.all()) else valid)

@@ -38,7 +38,8 @@ class ModelConfig:
 
     Args:
         attention: the variant of each layer, as above.
-        attention_options: given to `build_attention` for every layer; `acp` may be `{eps: 1e-4, bound: tail}` there.
+        attention_options: given to `build_attention` for every layer, such as `{window: 512}`; `acp` may be
+            `{eps: 1e-4, bound: tail}` there.
         hidden_size: D.
         num_layers: blocks.
         num_heads: H, query heads per layer.

@@ -226,8 +226,8 @@ def _unless_marked(parameter: Tensor, initialise: Any, **options: float) -> None
 
 
 def _check_tokens(name: str, tokens: Tensor, shape: torch.Size | None) -> None:
-    expected = "[B, T]" if shape is None else str(list(shape))
     if tokens.ndim != 2 or (shape is not None and tokens.shape != shape):
+        expected = "[B, T]" if shape is None else str(list(shape))
         raise ValueError(f"{name}: expected shape {expected}, got {list(tokens.shape)}")
     if tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name}: expected int64 or int32 tokens, got {tokens.dtype}")

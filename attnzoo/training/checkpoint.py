@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnzoo.config import config_differences, load_config, to_yaml
-from attnzoo.files import digest, sync, write_whole
+from attnzoo.files import damaged_name, digest, sync, write_whole
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import WEIGHTS, damage, read_digests, write_digests
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from attnzoo.data import Data
     from attnzoo.models import LanguageModel
 
 logger = logging.getLogger(__name__)
@@ -99,9 +100,9 @@ def identity(checkpoint: Path) -> str:
     """A text that is another one for every other checkpoint: its name and the digest of its weights."""
     try:
         digests = read_digests(checkpoint)
-    except ValueError:
-        digests = None
-    return f"{checkpoint.name} {digests[WEIGHTS][1] if digests else digest(checkpoint / WEIGHTS)}"
+        return f"{checkpoint.name} {digests[WEIGHTS][1] if digests else digest(checkpoint / WEIGHTS)}"
+    except (OSError, ValueError) as error:
+        return f"{checkpoint.name} damaged: {error}"
 
 
 def read_progress(checkpoint: Path) -> Progress:
@@ -182,7 +183,24 @@ def remove_stale(folder: Path, keep: int) -> None:
         shutil.rmtree(leftover)
 
 
-def check_resumable(run_dir: Path, config: TrainConfig, fingerprint: str) -> Path | None:
+def check_data(run_dir: Path, config: TrainConfig, progress: Progress, data: Data) -> None:
+    """Refuse data that are not those of a run.
+
+    Raises:
+        CheckpointError: the source has changed since.
+    """
+    if progress.data_fingerprint == data.fingerprint:
+        return
+    if progress.data_fingerprint == data.earlier_fingerprint:
+        logger.warning("%s is of a version that read only the ends of large files: their middle may differ", run_dir)
+    else:
+        raise CheckpointError(
+            f"{run_dir} was trained on other data: {config.data.source!r} has changed since. "
+            "Give output_dir a new folder."
+        )
+
+
+def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | None:
     """The checkpoint to go on from (None: start anew), when `config` and the data are those of the run.
 
     Damaged checkpoints that are newer are renamed to `damaged-step-*`, out of the way of those to come.
@@ -204,11 +222,7 @@ def check_resumable(run_dir: Path, config: TrainConfig, fingerprint: str) -> Pat
     assert checkpoint is not None
     if read_digests(checkpoint) is None:
         logger.warning("%s is of a version that wrote no digests: its files are not checked", checkpoint)
-    if read_progress(checkpoint).data_fingerprint != fingerprint:
-        raise CheckpointError(
-            f"{run_dir} was trained on other data: {config.data.source!r} has changed since. "
-            "Give output_dir a new folder."
-        )
+    check_data(run_dir, config, read_progress(checkpoint), data)
     _set_aside_after(checkpoint)
     return checkpoint
 
@@ -216,6 +230,19 @@ def check_resumable(run_dir: Path, config: TrainConfig, fingerprint: str) -> Pat
 def write_config(run_dir: Path, config: TrainConfig) -> None:
     """Write the resolved configuration, whole or not at all."""
     write_whole(run_dir / "config.yaml", to_yaml(config))
+
+
+def check_folder(run_dir: Path) -> None:
+    """Refuse a folder that a run could not be written to, before anything is computed; makes nothing.
+
+    Raises:
+        NotADirectoryError, PermissionError: what is there already is no folder, or may not be written to.
+    """
+    there = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise NotADirectoryError(f"output_dir={str(run_dir)!r}: {str(there)!r} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"output_dir={str(run_dir)!r}: the folder {str(there)!r} may not be written to")
 
 
 @contextmanager
@@ -235,7 +262,9 @@ def exclusive(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def load_run(run_dir: str | Path, device: str = "cpu") -> tuple[LanguageModel, TrainConfig]:
+def load_run(
+    run_dir: str | Path, device: str = "cpu", checkpoint: Path | None = None
+) -> tuple[LanguageModel, TrainConfig]:
     """The model of a run's newest checkpoint, in evaluation mode, and the run's configuration.
 
     Where that one is damaged, a line of the log says so, and the model is that of the one before it.
@@ -243,6 +272,7 @@ def load_run(run_dir: str | Path, device: str = "cpu") -> tuple[LanguageModel, T
     Args:
         run_dir: the run's folder.
         device: where the model goes.
+        checkpoint: the one to load; None for the newest that is whole.
 
     Raises:
         FileNotFoundError: no run in that folder, or none that has reached its first checkpoint.
@@ -255,7 +285,7 @@ def load_run(run_dir: str | Path, device: str = "cpu") -> tuple[LanguageModel, T
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
         raise FileNotFoundError(f"no run in {str(run_dir)!r}: there is no config.yaml")
-    checkpoint = usable_checkpoint(run_dir, [WEIGHTS])
+    checkpoint = checkpoint or usable_checkpoint(run_dir, [WEIGHTS])
     if checkpoint is None:
         raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")
     config = load_config(run_dir / "config.yaml")
@@ -284,10 +314,5 @@ def _problem(checkpoint: Path, names: Collection[str]) -> str | None:
 def _set_aside_after(checkpoint: Path) -> None:
     found = _checkpoints(checkpoint.parent)
     for damaged in found[found.index(checkpoint) + 1 :]:
-        target = checkpoint.parent / f"damaged-{damaged.name}"
-        number = 1
-        while target.exists():
-            number += 1
-            target = checkpoint.parent / f"damaged-{damaged.name}-{number}"
-        os.replace(damaged, target)
+        os.replace(damaged, damaged_name(damaged))
     sync(checkpoint.parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from attnzoo.data.config import DataConfig
@@ -20,7 +21,7 @@ class OptimizerConfig:
         beta2: decay of the mean of their squares.
         eps: added to the root of the latter.
         weight_decay: not on norms, biases and other one-dimensional parameters.
-        clip_norm: longest gradient, over all parameters.
+        clip_norm: longest gradient, over all parameters; infinity clips none.
         warmup_steps: of the linear rise; must be below the run's `steps`.
 
     Raises:
@@ -38,6 +39,9 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         above(self, 0.0, "lr", "eps", "clip_norm")
         at_least(self, 0, "weight_decay", "warmup_steps")
+        for name in ("lr", "eps", "weight_decay"):
+            if math.isinf(getattr(self, name)):
+                raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -100,6 +104,10 @@ class TrainConfig:
             "keep_checkpoints",
         )
         at_least(self, 0, "seed", "eval_every", "checkpoint_every")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be below 2**32, got {self.seed}")
+        if not self.output_dir:
+            raise ValueError("output_dir must name a folder, got an empty text")
         one_of(self, "mixed_precision", ["none", "bf16", "fp16"])
         one_of(self, "device", ["auto", "cpu"])
         one_of(self, "progress", ["auto", "bar", "lines", "quiet"])

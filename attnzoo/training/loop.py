@@ -20,6 +20,7 @@ from attnzoo.models import LanguageModel
 from attnzoo.models.decoder import IGNORED
 from attnzoo.training.checkpoint import (
     Progress,
+    check_folder,
     check_resumable,
     exclusive,
     load_state,
@@ -37,6 +38,8 @@ from attnzoo.training.progress import Quiet, build_display
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> Path:
     """Train a model, or go on training it, and return the run folder (`config.output_dir`).
@@ -45,20 +48,22 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     that an uninterrupted run has (bit for bit on a CPU with equally many threads); one that is finished is left as
     it is. Under `accelerate launch` this runs in every process, the model being replicated.
 
-    The first SIGINT or SIGTERM in a single process ends the step under way, writes a checkpoint and then
-    raises KeyboardInterrupt.
+    The first SIGINT, SIGTERM or SIGHUP in a single process ends the step under way, writes a checkpoint and then
+    raises KeyboardInterrupt; so does a reader of the progress who goes away. A signal that is ignored stays ignored.
 
     Args:
         config: the run.
         on_row: called in the main process with each row of the metrics, as it is written.
 
     Raises:
-        ValueError, FileNotFoundError: the configuration, its variants or its data are not usable.
-        FloatingPointError: the loss or the gradient is not finite.
+        ValueError, OSError: the configuration, its variants, its data or its folder are not usable.
+        FloatingPointError: the loss, the gradient or a weight is not finite.
         CheckpointError: the folder holds another run, is in use, or a checkpoint could not be written.
     """
     # Weights far in the past underflow to denormals, which a CPU multiplies many times slower than zeros.
     torch.set_flush_denormal(True)
+    run_dir = Path(config.output_dir)
+    check_folder(run_dir)
     accelerator = _build_accelerator(config)
     from accelerate.utils import set_seed
 
@@ -73,18 +78,17 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     model: Any = LanguageModel(config.model)
     optimizer: Any = build_optimizer(model, config.optimizer)
 
-    run_dir = Path(config.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     main = accelerator.is_main_process
     with exclusive(run_dir) if main else nullcontext():
-        checkpoint = check_resumable(run_dir, config, data.fingerprint) if main else None
+        checkpoint = check_resumable(run_dir, config, data) if main else None
         accelerator.wait_for_everyone()
         if not main:  # the first process has moved damaged checkpoints out of the way
             checkpoint = newest_checkpoint(run_dir)
         model, optimizer = accelerator.prepare(model, optimizer)
         progress = Progress(data_fingerprint=data.fingerprint)
         if checkpoint is not None:
-            progress = read_progress(checkpoint)
+            progress = replace(read_progress(checkpoint), data_fingerprint=data.fingerprint)
             load_state(accelerator, checkpoint)
         accelerator.wait_for_everyone()
         if main:
@@ -124,7 +128,7 @@ class _Run:
         for part in range(config.gradient_accumulation):
             with accelerator.accumulate(self.model):
                 tokens = self._part(self.data.train, step, part)  # [b, T + 1]
-                loss = self.model(tokens[:, :-1], targets=tokens[:, 1:]).loss
+                loss = self._loss(step, tokens[:, :-1], tokens[:, 1:])
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm)
@@ -132,6 +136,22 @@ class _Run:
                 self.optimizer.zero_grad()
                 losses.append(loss.detach())
         return accelerator.reduce(torch.stack(losses).mean(), "mean"), norm
+
+    def _loss(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of a batch; weights that have run away show as gates that their forms refuse."""
+        try:
+            loss: Tensor = self.model(inputs, targets=targets).loss
+        except ValueError as error:
+            if step == 1:
+                raise
+            raise self._diverged(step, str(error)) from error
+        return loss
+
+    def _diverged(self, step: int, what: str) -> FloatingPointError:
+        lr = learning_rate(step, self.config.steps, self.config.optimizer)
+        before = newest_checkpoint(self.config.output_dir)
+        kept = f"the last checkpoint, {before.name}, is from before" if before else "there is no checkpoint before it"
+        return FloatingPointError(f"{what} at step {step} (learning rate {lr:.3g}); {kept}")
 
     def _part(self, windows: TokenWindows, step: int, part: int) -> Tensor:
         """This process's rows of a part of a batch: which rows the batch has depends on the step alone."""
@@ -142,7 +162,7 @@ class _Run:
         return torch.from_numpy(windows.batch(range(first, first + rows))).to(accelerator.device)
 
     @torch.no_grad()
-    def heldout_loss(self) -> float:
+    def heldout_loss(self, step: int) -> float:
         """Mean loss in nats per token over the held-out windows, however many processes share them."""
         accelerator, config = self.accelerator, self.config
         windows = torch.from_numpy(heldout_windows(self.data.heldout, config.data.context_length, config.eval_tokens))
@@ -157,14 +177,14 @@ class _Run:
         for first in range(accelerator.process_index * self.rows_per_part, len(inputs), together):
             rows = slice(first, first + self.rows_per_part)
             count = int((targets[rows] != IGNORED).sum())
-            loss = self.model(inputs[rows].to(accelerator.device), targets=targets[rows].to(accelerator.device)).loss
+            loss = self._loss(step, inputs[rows].to(accelerator.device), targets[rows].to(accelerator.device))
             if count:
                 total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
         # Two float32 numbers would not hold a sum over many tokens.
         summed = accelerator.gather(total.to(accelerator.device)[None]).sum(0)
         mean = float(summed[0] / summed[1])
         if not math.isfinite(mean):
-            raise FloatingPointError(f"the held-out loss is {mean}")
+            raise self._diverged(step, f"the held-out loss is {mean}")
         return mean
 
     def check_finite(self, step: int, loss: Tensor, norm: Tensor) -> tuple[float, float]:
@@ -176,15 +196,18 @@ class _Run:
         skipped = bool(getattr(self.optimizer, "step_was_skipped", False))
         for name, value in (("loss", float(loss)), ("norm of the gradient", float(norm))):
             if not math.isfinite(value) and not (name != "loss" and skipped):
-                lr = learning_rate(step, self.config.steps, self.config.optimizer)
-                before = newest_checkpoint(self.config.output_dir)
-                kept = (
-                    f"the last checkpoint, {before.name}, is from before"
-                    if before
-                    else "there is no checkpoint before it"
-                )
-                raise FloatingPointError(f"the {name} is {value} at step {step} (learning rate {lr:.3g}); {kept}")
+                raise self._diverged(step, f"the {name} is {value}")
         return float(loss), float(norm) if math.isfinite(float(norm)) else 0.0
+
+    def check_weights(self, step: int) -> None:
+        """Refuse to save weights that no run can go on from.
+
+        Raises:
+            FloatingPointError: one of them is not finite.
+        """
+        finite = [parameter.detach().isfinite().all() for parameter in self.model.parameters()]
+        if not bool(torch.stack(finite).all()):
+            raise self._diverged(step, "a weight is not finite after the update")
 
 
 def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[Row], None] | None) -> None:
@@ -195,14 +218,21 @@ def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[
     with (
         Metrics(run_dir, progress.step) if main else nullcontext() as metrics,
         build_display(config, progress.step) if main else Quiet() as display,
-        _stop_requests(accelerator.num_processes == 1) as stop_requested,
+        _stop_requests(accelerator.num_processes == 1) as stop,
         _trackers(config, accelerator, progress.step),
     ):
+
+        def show(update: Callable[[Any], None], what: Any) -> None:
+            try:
+                update(what)
+            except OSError:  # the reader has gone; several processes do not stop for that, since one alone cannot
+                if accelerator.num_processes == 1:
+                    stop.set()
 
         def record(row: Row) -> None:
             if metrics is not None:
                 metrics.append(row)
-                display.row(row)
+                show(display.row, row)
                 if on_row is not None:
                     on_row(row)
             if config.tensorboard:
@@ -217,7 +247,7 @@ def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[
             tokens = step * tokens_per_step
             logs = last or step % config.log_every == 0
             evaluates = last or _due(step, config.eval_every)
-            stops = stop_requested()
+            stops = stop.is_set()
             saves = last or stops or _due(step, config.checkpoint_every)
             if logs or evaluates or saves or accelerator.device.type == "cpu":  # elsewhere looking means waiting
                 loss_value, norm_value = run.check_finite(step, loss, norm)
@@ -238,13 +268,14 @@ def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[
                         }
                     )
                 if evaluates:
-                    record({"kind": "eval", "step": step, "loss": run.heldout_loss()})
+                    record({"kind": "eval", "step": step, "loss": run.heldout_loss(step)})
                 if saves:
+                    run.check_weights(step)
                     if metrics is not None:
                         metrics.sync()
                     write_checkpoint(accelerator, run_dir, progress, config.keep_checkpoints)
                 clock, steps_timed = time.perf_counter(), 0
-            display.step(step)
+            show(display.step, step)
             if stops and not last:
                 raise KeyboardInterrupt(f"stopped after step {step}; train in {run_dir} again to go on")
 
@@ -290,6 +321,8 @@ def _build_accelerator(config: TrainConfig) -> Accelerator:
         raise ValueError(
             f"{accelerator.distributed_type} shards the model; training here replicates it: use data parallel"
         )
+    if config.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise ValueError("mixed_precision=fp16 needs a GPU, and this run is on a CPU: take bf16 or none")
     return accelerator
 
 
@@ -304,22 +337,23 @@ def _rows_per_part(config: TrainConfig, processes: int) -> int:
 
 
 @contextmanager
-def _stop_requests(enabled: bool) -> Iterator[Callable[[], bool]]:
-    """Note the first SIGINT or SIGTERM instead of breaking off; the second one breaks off as usual."""
+def _stop_requests(enabled: bool) -> Iterator[threading.Event]:
+    """Note the first SIGINT, SIGTERM or SIGHUP instead of breaking off; the second one breaks off as usual."""
     requested = threading.Event()
     if not enabled or threading.current_thread() is not threading.main_thread():
-        yield requested.is_set
+        yield requested
         return
 
     def note(number: int, frame: Any) -> None:
         requested.set()
         signal.signal(number, before[number])
 
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, note)
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in STOPS}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, note)
     try:
-        yield requested.is_set
+        yield requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from attnzoo.files import damaged_name, write_whole
+
 Row = dict[str, Any]
 
 FILE = "metrics.jsonl"
+NUMBERS = {
+    "train": ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"),
+    "eval": ("step", "loss"),
+}
+logger = logging.getLogger(__name__)
 
 
 def read_metrics(run_dir: str | Path) -> list[Row]:
     """The rows of a run, oldest first; a last line that was cut off by a kill is left out.
+
+    Lines that are no rows are left out too, and a line of the log gives their numbers.
 
     Rows are {"kind": "train", "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
     and {"kind": "eval", "step", "loss"}. `loss` is in nats per token, of that step's batch or of the held-out
@@ -26,11 +37,16 @@ def read_metrics(run_dir: str | Path) -> list[Row]:
     path = Path(run_dir) / FILE
     if not path.is_file():
         raise FileNotFoundError(f"no run in {str(run_dir)!r}: there is no {FILE}")
-    return _whole_rows(path)
+    rows, wrong = _rows(path)
+    if wrong:
+        logger.warning(_complaint(path, wrong))
+    return rows
 
 
 class Metrics:
     """Appends rows to a run's file, after forgetting those past `step` (they will come again).
+
+    Where the file has lines that are no rows, a copy of it is kept, and a line of the log says so.
 
     Raises:
         OSError: the file cannot be written; the error names it.
@@ -39,10 +55,14 @@ class Metrics:
     def __init__(self, run_dir: Path, step: int):
         self.path = run_dir / FILE
         if self.path.exists():
-            kept = [row for row in _whole_rows(self.path) if row["step"] <= step]
-            temporary = self.path.with_name(f".{FILE}.tmp")
-            temporary.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-            os.replace(temporary, self.path)
+            rows, wrong = _rows(self.path)
+            if wrong:
+                copy = damaged_name(self.path)
+                shutil.copy2(self.path, copy)
+                logger.warning("%s; the file as it was is kept as %s", _complaint(self.path, wrong), copy.name)
+            write_whole(self.path, "".join(_line(row) for row in rows if row["step"] <= step))
+        elif step:
+            logger.warning("%s is missing: its rows begin anew after step %d", self.path, step)
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def append(self, row: Row) -> None:
@@ -68,13 +88,24 @@ def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
-def _whole_rows(path: Path) -> list[Row]:
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
+def _rows(path: Path) -> tuple[list[Row], list[int]]:
+    """The rows of a file, and the numbers of the lines that are none."""
+    *lines, torn = path.read_bytes().split(b"\n")
+    rows: list[Row] = []
+    wrong = []
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+            row = json.loads(line)
+            if not all(isinstance(row[name], float | int) for name in NUMBERS[row["kind"]]):
+                raise TypeError("not a number")
+        except (ValueError, TypeError, KeyError):
+            wrong.append(number)
+        else:
+            rows.append(row)
+    return rows, wrong
+
+
+def _complaint(path: Path, wrong: list[int]) -> str:
+    many = len(wrong) > 1
+    listed = ", ".join(map(str, wrong[:5])) + (", ..." if len(wrong) > 5 else "")
+    return f"{path}: line{'s' if many else ''} {listed} {'are no rows' if many else 'is no row'} and left out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -115,4 +116,5 @@ class Bar(Quiet):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.progress.stop()
+        with suppress(OSError):  # a terminal that has gone must not hide why the run ended
+            self.progress.stop()

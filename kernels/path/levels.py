@@ -59,6 +59,35 @@ class Carried(NamedTuple):
     nodes: Tensor
 
 
+class Wanted(NamedTuple):
+    """Which gradients a backward pass is asked for."""
+
+    q: bool
+    k: bool
+    v: bool
+    w: bool
+    beta: bool
+    log_decay: bool
+    sink: bool
+
+    @property
+    def transitions(self) -> bool:
+        return self.w or self.beta
+
+    @property
+    def queries(self) -> bool:
+        """Whether those of the carried queries are read."""
+        return self.q or self.transitions
+
+    @property
+    def keys(self) -> bool:
+        """Whether those of the carried keys are read."""
+        return self.k or self.transitions
+
+
+EVERYTHING = Wanted(*(True,) * 7)
+
+
 @dataclass(frozen=True)
 class Level:
     """One level of T tokens: its child size and how many rows it packs."""

@@ -39,7 +39,7 @@ def check(page) -> dict:
     pair = next(pair for pair in pairs() if pair.softmax == now["pair"])
     gate = Gate(**{part: tensor(now["gate"][PARTS[part]])[None, :, None] for part in pair.requires})
     q, k = (tensor(now[name])[None, :, None] for name in "qk")
-    s, d = oracle.scores(q, k, gate, now["scale"])
+    s, d = oracle.scores(q, k, gate, scale=now["scale"])
     s, d = s[0, 0], d[0, 0]
     below = torch.ones_like(s, dtype=torch.bool).tril()
     logits = s + d

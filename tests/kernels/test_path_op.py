@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import subprocess
 import sys
@@ -17,16 +18,94 @@ from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 
 
-@pytest.mark.parametrize("kind", ["pruned", "packed", "none"])
+@pytest.mark.parametrize("kind", ["pruned", "packed", "window", "none"])
 def test_opcheck(kind: str) -> None:
     from attnzoo.kernels.path.op import path_forward_op
 
-    x = inputs(Case(T=40, gate="none" if kind == "none" else "mixed"), torch.float32)
+    x = inputs(Case(T=40, gate="none" if kind == "none" else "mixed", sink=kind == "window"), torch.float32)
     x = {n: t.requires_grad_() for n, t in x.items() if n != "do"}
     prune = ("tail", -10.0) if kind == "pruned" else ("", 0.0)
     borders = torch.tensor([0, 30, 40], device=DEVICE) if kind == "packed" else None
-    args = (x["q"], x["k"], x["v"], x["w"], x["beta"], x.get("log_decay"), borders, None, 0.3, *prune, True)
+    window = 9 if kind == "window" else 0
+    rows = (x["q"], x["k"], x["v"], x["w"], x["beta"], x.get("log_decay"), x.get("sink"))
+    args = (*rows, borders, None, 0.3, window, *prune, True, kind == "window")
     torch.library.opcheck(path_forward_op, args)
+
+
+ORDER = ("q", "k", "v", "w", "beta", "log_decay", "sink")
+
+
+def turned(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same numbers, heads before tokens in memory."""
+    return {n: t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim > 1 else t for n, t in x.items()}
+
+
+def backward_call(x: dict[str, torch.Tensor], wanted: list[bool]) -> Any:
+    """Arguments of the backward op after a forward at x, for a gradient of both its results."""
+    from attnzoo.kernels.path.op import path_forward_op
+
+    rows = [x[n] for n in ORDER]
+    o, row_lse, lse, *saved = path_forward_op(*rows, None, None, 0.3, 0, "", 0.0, True, True)
+    return (x["do"], torch.ones_like(row_lse), *rows[:5], o, lse, *rows[5:], None, *saved, 0.3, wanted)
+
+
+def test_opcheck_of_the_backward_on_transposed_inputs() -> None:
+    from attnzoo.kernels.path.op import path_backward_op
+
+    x = turned(inputs(Case(T=40, H=2, G=2, sink=True), torch.float32))
+    for wanted in ([True] * 7, [True, False, False, False, True, False, True]):
+        torch.library.opcheck(path_backward_op, backward_call(x, wanted), test_utils=("test_schema", "test_faketensor"))
+
+
+FROZEN = {  # wanted alone: kernels of the backward that it has no use for
+    ("v",): {"path_dq", "path_carry_bwd", "path_node_bwd", "path_block_bwd", "path_product_bwd", "dgate"},
+    ("q",): {"path_node_bwd", "path_product_bwd", "dgate"},
+    ("k", "v"): {"path_dq", "path_node_bwd", "path_product_bwd", "dgate"},
+    ("w",): {"dgate"},
+    ("sink",): {"path_carry_bwd", "path_node_bwd", "path_block_bwd", "path_product_bwd", "dgate"},
+    ("log_decay",): {"path_carry_bwd", "path_node_bwd", "path_block_bwd", "path_product_bwd"},
+}
+
+
+@functools.cache
+def all_gradients() -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """A call of the backward op for all gradients, and what it gave."""
+    from attnzoo.kernels.path.op import path_backward_op
+
+    call = backward_call(turned(inputs(Case(T=150, H=2, G=1, gate="open", sink=True), torch.float32)), [True] * 7)
+    return call, path_backward_op(*call)
+
+
+@pytest.mark.parametrize("names", FROZEN, ids="+".join)
+def test_no_kernel_runs_for_gradients_that_nobody_wants(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of some inputs only, from an upstream gradient of any stride: the numbers are those of all gradients."""
+    from attnzoo.kernels.path.op import path_backward_op
+
+    (*call, _), full = all_gradients()
+    ran = set()
+    if DEVICE == "cpu":
+        from triton.runtime.interpreter import InterpretedFunction
+
+        launch = InterpretedFunction.run
+        monkeypatch.setattr(InterpretedFunction, "run", lambda f, *a, **kw: ran.add(f.__name__) or launch(f, *a, **kw))
+    some = path_backward_op(*call, [n in names for n in ORDER])
+    for name, got, want in zip(ORDER, some, full, strict=True):
+        if name in names:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"d{n}: {m}")
+        else:
+            assert got.numel() == 0
+    assert not {k for k in ran for useless in FROZEN[names] if k.startswith(useless)}
+    assert ran or DEVICE != "cpu"
+
+
+def test_frozen_inputs_have_no_gradient() -> None:
+    x = inputs(Case(T=40, gate="open", sink=True), torch.float32)
+    for names in (("v", "beta"), ("q", "log_decay"), ("sink",)):
+        leaves = {n: x[n].detach().requires_grad_(n in names) for n in ORDER}
+        path_attention(**leaves, impl="triton").square().sum().backward()
+        assert {n for n, t in leaves.items() if t.grad is not None} == set(names)
 
 
 def layer(
@@ -195,6 +274,8 @@ def test_compiles_with_inductor() -> None:
     for T in (300, 700):
         case = Case(T=T, K=64, V=64, gate="open")
         x = inputs(case, torch.bfloat16)
+        if T == 700:
+            x = turned(x)
         got, want = run(named(compiled), case, x), run(named(layer), case, x)
         for name in want:
             torch.testing.assert_close(got[name], want[name], rtol=2e-2, atol=2e-2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from attnzoo.evaluation import Array, moving_mean
 from attnzoo.experiments import figures
 from attnzoo.experiments.figures import Dot, Line, Look, to_svg
 from attnzoo.experiments.report.results import RunResult
+from attnzoo.files import write_whole
 
 HERE = Path(__file__).parent
 SIDES = ("softmax", "linear")
@@ -37,19 +37,19 @@ def write_report(results: Sequence[RunResult], path: Path, *, title: str = "comp
     """Render ``results`` and write the page to ``path`` in one move.
 
     Args:
-        results: of the runs, measured over the same lengths.
+        results: of the runs, measured on the same held-out windows.
         path: the page; its folder is made.
         title: the heading.
         command: the command line that made it, shown on the page.
 
     Raises:
-        ValueError: no results, or results that were not measured over the same lengths.
+        ValueError: no results, results that were not measured on the same held-out windows, or a folder as `path`.
     """
     page = render(results, title=title, command=command)
+    if path.is_dir():
+        raise ValueError(f"output: expected a file for the page, got the folder {str(path)!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(page, encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, page)
     return path
 
 
@@ -125,10 +125,28 @@ def _check(results: Sequence[RunResult]) -> None:
     for what, values in (
         ("training context", {result.facts.context for result in results}),
         ("evaluation length", {result.length for result in results}),
+        ("number of held-out windows", {result.losses.shape[0] for result in results}),
     ):
         if len(values) > 1:
             listed = ", ".join(str(value) for value in sorted(values))
             raise ValueError(f"report: expected runs with one {what}, got {listed}")
+    if len(results) > 1:
+        _check_windows(results)
+
+
+def _check_windows(results: Sequence[RunResult]) -> None:
+    """Losses on different text say nothing about each other."""
+    by_text: dict[str, list[str]] = {}
+    for result in results:
+        by_text.setdefault(result.facts.heldout, []).append(result.facts.label)
+    if "" in by_text:
+        raise ValueError(
+            f"report: {', '.join(by_text[''])}: measured by a version that did not note on which held-out windows; "
+            "run attnzoo compare again"
+        )
+    if len(by_text) > 1:
+        listed = "; others for ".join(", ".join(labels) for labels in by_text.values())
+        raise ValueError(f"report: expected runs measured on the same held-out text, got one for {listed}")
 
 
 def _row(result: RunResult, ordered: Sequence[RunResult], look: Look) -> dict[str, Any]:
@@ -223,6 +241,9 @@ def _dot(result: RunResult, look: Look, what: str) -> Dot:
 
 def _training(results: Sequence[RunResult], looks: dict[str, Look]) -> Panels:
     lines = {}
+    results = [result for result in results if result.curve.size]  # stopped before its first row, one has no curve
+    if not results:
+        return Panels("Training", "No step was logged before the checkpoints that were measured.", ())
     for result in results:
         tokens, loss = result.curve
         smooth = moving_mean(loss, max(1, loss.size // 20))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import math
 import os
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from attnzoo.evaluation import Array, GateMap, PruneMap, mean_and_error, perplexity_over_lengths
+from attnzoo.files import digest, write_whole
 
 JSON_NAME, ARRAYS_NAME = "evaluation.json", "evaluation.npz"
 
@@ -44,6 +47,8 @@ class Facts:
         settings: the run's configuration as YAML.
         command: the command line that trained it.
         machine: what it ran on, by name.
+        checkpoint: which one was measured, as `attnzoo.training.checkpoint.identity` names it.
+        heldout: a digest of the held-out windows that it was measured on.
     """
 
     key: str
@@ -65,6 +70,8 @@ class Facts:
     settings: str
     command: str
     machine: dict[str, str]
+    checkpoint: str = ""
+    heldout: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,11 +133,15 @@ def save_result(result: RunResult, run_dir: Path) -> None:
             arrays[f"{name}.{bound}.kept"] = prune.kept
         blocks = {bound: prune.block for bound, prune in gate.prune.items()}
         gates.append({"layer": gate.layer, "length": gate.length, "window": gate.window, "bounds": blocks})
-    np.savez_compressed(run_dir / ARRAYS_NAME, **arrays)  # type: ignore[arg-type]
-    text = json.dumps({"facts": asdict(result.facts), "gates": gates}, indent=1)
-    part = run_dir / f"{JSON_NAME}.part"
-    part.write_text(text + "\n", encoding="utf-8")
-    os.replace(part, run_dir / JSON_NAME)
+    packed = io.BytesIO()
+    np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]
+    write_whole(run_dir / ARRAYS_NAME, packed.getvalue())
+    saved = {"facts": asdict(result.facts), "gates": gates, "arrays": hashlib.sha256(packed.getvalue()).hexdigest()}
+    write_whole(run_dir / JSON_NAME, json.dumps({**saved, "digest": _digest(saved)}, indent=1) + "\n")
+
+
+def _digest(saved: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(saved).encode()).hexdigest()
 
 
 def load_result(run_dir: Path) -> RunResult:
@@ -144,11 +155,15 @@ def load_result(run_dir: Path) -> RunResult:
         raise FileNotFoundError(f"{run_dir}: no {JSON_NAME} in it, so it is no finished run of a comparison")
     try:
         saved = json.loads((run_dir / JSON_NAME).read_text(encoding="utf-8"))
+        if "digest" in saved and saved.pop("digest") != _digest(saved):
+            raise ValueError("its content is not what was written")
+        if "arrays" in saved and saved["arrays"] != digest(run_dir / ARRAYS_NAME):
+            raise ValueError(f"{ARRAYS_NAME} is not what was written with it")
         with np.load(run_dir / ARRAYS_NAME) as archive:
             arrays = {name: archive[name].astype(np.float64) for name in archive.files}
         gates = tuple(_load_gate(row, arrays) for row in saved["gates"])
         return RunResult(Facts(**saved["facts"]), arrays["losses"], arrays["curve"], gates)
-    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{run_dir}: {JSON_NAME} is not readable ({error}); run attnzoo compare again") from error
 
 

@@ -359,21 +359,25 @@ def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None
     return Leaves(diag, qb, kb, m)
 
 
+Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
 def block_level_backward(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Leaves, out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    kept: Kept | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Leaves, out: Gradients | None = None, kept: Kept | None = None
+) -> Gradients:
     """Gradients of q, k, w and beta, given those of what block_level made of them.
 
     Args:
         d: d.diag is not read above the diagonal; d.m [B, nodes, G, K, K] begins with the leaves.
         out: where to put dq, dk, dw, dbeta: views of any floating dtype, with contiguous last dims but for dbeta;
-            default: new tensors in the inputs' dtypes.
+            default: new tensors in the inputs' dtypes. Without dw and dbeta d.m is not read.
         kept: what block_level left; default: made again.
     """
     B, T, H, K = q.shape
     G, exact = k.shape[2], q.dtype == torch.float32
-    dq, dk, dw, dbeta = tuple(x.new_empty(x.shape) for x in (q, k, w, beta)) if out is None else out
+    if out is None:
+        out = q.new_empty(q.shape), k.new_empty(k.shape), w.new_empty(w.shape), beta.new_empty(beta.shape)
+    dq, dk, dw, dbeta = out
     fine = q.dtype != torch.bfloat16
     if kept is None:
         kept = new_kept(q, w)
@@ -382,12 +386,14 @@ def block_level_backward(
     n, pieces = triton.cdiv(T, BLOCK), 2 if fine and w.dtype == torch.float32 else 1
     dtype = tl.float32 if exact else tl.float16 if fine else tl.bfloat16
     dx = torch.empty_like(kept.v, dtype=torch.float32)
-    part = dw if dw.dtype == torch.float32 else torch.empty(w.shape, dtype=torch.float32, device=w.device)
+    part = dw if dw is not None and dw.dtype == torch.float32 else w.new_empty(w.shape, dtype=torch.float32)
     path_block_bwd_kernel[(n * B * G,)](
         q, k, w, kept.x, d.diag, d.q, d.k, dq, dk, part, dx, T, B, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3],
         *dq.stride()[:3], *dk.stride()[:3], *part.stride()[:3], H=H, G=G, K=K, BK=tree_block(K),
         C=BLOCK, NW=pieces, NG=2 if fine else 1, NX=1 if fine else 2, DT=dtype, num_stages=1, **launch("block_bwd", K),
     )  # fmt: skip
+    if dw is None or dbeta is None:
+        return dq, dk, None, None
     path_product_bwd_kernel[(n * B * G,)](
         w, beta, kept.v, kept.x, dx, d.m, part, dw, dbeta, T, d.m.shape[1], *w.stride()[:3], *beta.stride(),
         *part.stride()[:3], *dw.stride()[:3], *dbeta.stride(), G=G, K=K, BK=tree_block(K), C=BLOCK, NW=pieces,

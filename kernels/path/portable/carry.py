@@ -14,7 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.path.levels import BLOCK, UNIT, Carried, Leaves, Levels, level_count, level_rows
+from attnzoo.kernels.path.levels import (
+    BLOCK,
+    EVERYTHING,
+    UNIT,
+    Carried,
+    Leaves,
+    Levels,
+    Wanted,
+    level_count,
+    level_rows,
+)
 
 from .inverse import _mm, _row_scale
 from .tree import _first_key, _node, _ones, _scale_at, node_gradients, options, starts, tree
@@ -215,9 +225,10 @@ def carry(block: Leaves, start: Tensor | None = None) -> Carried:
 
 
 def carry_backward(
-    block: Leaves, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of block.q and block.k in their dtypes, and of the leaves of block.m.
+    block: Leaves, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None,
+    wanted: Wanted = EVERYTHING,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of block.q and block.k in their dtypes, and of the leaves of block.m; undefined where not wanted.
 
     Args:
         d: gradients of the levels; rows that do not exist or that no row needs are not read. Overwritten.
@@ -229,12 +240,14 @@ def carry_backward(
     zero = Levels(dq.new_empty((B, n_t * BLOCK, H, K), dtype=dtype), dk.new_empty((B, n_t * BLOCK, G, K), dtype=dtype))
     out = torch.empty_like(block.q), torch.empty_like(block.k)
     p_start, *strides = starts(start, nodes)
-    for x, g, level, z, o, query in (
-        (block.q, dq, d.q, zero.q, out[0], True),
-        (block.k, dk, d.k, zero.k, out[1], False),
+    for x, g, level, z, o, query, read in (
+        (block.q, dq, d.q, zero.q, out[0], True, wanted.queries),
+        (block.k, dk, d.k, zero.k, out[1], False, wanted.keys),
     ):
+        if not read:
+            continue
         path_carry_bwd_kernel[(n_t * B * x.shape[2],)](
             g, level, z, o, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], *strides,
             **_options("carry_bwd", x, start, nodes, query),
         )  # fmt: skip
-    return out[0], out[1], node_gradients(block, carried, zero, d, T, start)
+    return *out, node_gradients(block, carried, zero, d, T, start) if wanted.transitions else nodes

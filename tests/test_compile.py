@@ -1,0 +1,83 @@
+"""``torch.compile(..., fullgraph=True)`` of models and layers: no break, the same numbers, both directions."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from attnzoo import build_attention
+from attnzoo.config import ModelConfig
+from attnzoo.models import LanguageModel
+
+# every gate projection and every option of a layer, in few models
+CONV = {"conv_size": 3, "feature_map": "silu", "qk_norm": "l2"}
+MODELS = {
+    "additive": [
+        "nope",
+        {"name": "alibi", "options": {"learnable_slopes": True, "window": 3}},
+        {"name": "fox", "options": {"block": "pro", "acp": True, "sinks": True}},
+        {"name": "fox", "options": {"gate": "independent", "num_kv_heads": 1, "value_dim": 4}},
+        {"name": "fox", "options": {"gate": "fixed", "output_norm": "group", "output_gate": "swish"}},
+        {"name": "fox", "options": {"gate": "softplus", **CONV, "feature_map": "relu"}},
+        "rope",
+    ],
+    "diagonal": ["linear_attention", "retnet", "mamba2", "gla", "complex_linear", "wall"],
+    "erasing": ["deltanet", {"name": "gated_deltanet", "options": {"block": "pro"}}, "path", "path_fox"],
+}
+
+
+def model(attention):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "vocab_size": 20}
+    return LanguageModel(ModelConfig(attention=attention, num_layers=len(attention), **sizes))
+
+
+def loss_and_gradients(run, model, tokens):
+    loss = run(tokens, targets=tokens).loss
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def assert_compiles(attention, backend, lengths, dynamic=None, device="cpu", rtol=1e-4):
+    torch._dynamo.reset()
+    plain = model(attention).to(device)
+    compiled = torch.compile(plain, fullgraph=True, backend=backend, dynamic=dynamic)
+    for T in lengths:
+        tokens = torch.randint(20, (2, T), device=device)
+        expected = loss_and_gradients(plain, plain, tokens)
+        for got, want in zip(loss_and_gradients(compiled, plain, tokens), expected, strict=True):
+            assert (got - want).norm() <= rtol * want.norm() + 1e-6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_compiles_whole(name):
+    assert_compiles(MODELS[name], "eager", [5])
+
+
+@pytest.mark.parametrize("attention", [["mamba2", "fox"], ["nope", "rope"]], ids=str)
+def test_a_model_compiles_whole_for_lengths_that_vary(attention):
+    assert_compiles(attention, "eager", [5, 7], dynamic=True)
+
+
+def test_a_model_compiles_whole_to_machine_code():
+    assert_compiles(["fox"], "inductor", [5])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_compiles_whole_on_a_gpu(name, dynamic):
+    assert_compiles(MODELS[name], "inductor", [65, 97] if dynamic else [65], dynamic, "cuda", rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["fox", "mamba2", "path"])
+def test_other_lengths_of_packed_sequences_take_the_same_graph(name):
+    """Only how many there are, and how many tokens in all, is known to the graph."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    plain = build_attention(name, hidden_size=16, num_heads=2, kv_shift=True, rotary=1e4)
+    compiled = torch.compile(plain, fullgraph=True, backend="eager")
+    x = torch.randn(1, 9, 16)
+    for lengths in ([4, 5], [1, 8], [0, 9]):
+        borders = torch.tensor([0, *lengths]).cumsum(0)
+        torch.testing.assert_close(compiled(x, cu_seqlens=borders), plain(x, cu_seqlens=borders))
+    assert counters["stats"]["unique_graphs"] == 1

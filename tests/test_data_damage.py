@@ -1,0 +1,141 @@
+"""Data that changed, cannot be read or are no tokens: noticed, and named."""
+
+import os
+
+import numpy as np
+import pytest
+
+from attnzoo import files
+from attnzoo.config import DataConfig
+from attnzoo.data import build_data
+
+LONG = 1_200_000
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "attnzoo" / "digests.json"
+
+
+@pytest.fixture
+def shard(tmp_path):
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(LONG, dtype=np.uint16) % 1000)
+    return path
+
+
+def data_of(path, **options):
+    return build_data(DataConfig(source=str(path), context_length=8, vocab_size=1000, **options))
+
+
+def change(path, at, value=7):
+    """One token of a .npy file."""
+    tokens = np.load(path, mmap_mode="r+")
+    tokens[at] = value
+    tokens.flush()
+    os.utime(path)  # a write through a memory map may leave the time as it is
+
+
+@pytest.mark.parametrize("at", [5, LONG // 2, LONG - 30_000])
+def test_one_changed_token_of_a_large_file_changes_the_fingerprint(shard, at):
+    before = data_of(shard).fingerprint
+    assert data_of(shard).fingerprint == before
+    change(shard, at)
+    assert data_of(shard).fingerprint != before
+
+
+def test_one_changed_byte_of_a_large_text_changes_the_fingerprint(tmp_path):
+    text = b"abcdefg\n" * (LONG // 7)
+    path = tmp_path / "text.txt"
+    path.write_bytes(text)
+    config = DataConfig(source=str(path), context_length=8)
+    before = build_data(config)
+    path.write_bytes(text[: LONG // 2] + b"#" + text[LONG // 2 + 1 :])
+    after = build_data(config)
+    assert before.fingerprint != after.fingerprint
+    assert before.earlier_fingerprint == after.earlier_fingerprint  # what runs of earlier versions are known by
+
+
+def test_short_pieces_keep_the_fingerprint_of_earlier_versions(tmp_path):
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    data = build_data(DataConfig(source=str(tmp_path / "text.txt"), context_length=8))
+    assert data.fingerprint == data.earlier_fingerprint == "8590e0e75e8208d3a5cdfbfa7f0e78a4"
+
+
+def test_a_large_file_is_read_once_while_it_stays_as_it_is(shard, cache, monkeypatch):
+    read = []
+    plain = files.digest
+    monkeypatch.setattr(files, "digest", lambda path: read.append(path) or plain(path))
+    first = data_of(shard).fingerprint
+    assert data_of(shard).fingerprint == first
+    assert read == [shard]
+    cache.write_text("[no digests]")
+    assert data_of(shard).fingerprint == first
+    assert len(read) == 2
+    cache.unlink()
+    cache.mkdir()
+    assert data_of(shard).fingerprint == first  # without a place to remember it, too
+    assert data_of(shard).fingerprint == first
+    assert len(read) == 4
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    for name in ("open", "closed", ".hidden"):
+        (tmp_path / "text" / name).mkdir(parents=True)
+        (tmp_path / "text" / name / "file.txt").write_text("some text " * 50)
+        (tmp_path / "text" / name / "file2.txt").write_text("some text " * 50)
+    refused = []
+    scandir = os.scandir
+
+    def locked(path="."):
+        if str(path).endswith(tuple(refused) or "\0"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    config = DataConfig(source=str(tmp_path / "text"), context_length=8)
+    whole = build_data(config)
+    refused.append(".hidden")  # nothing in it is read anyway
+    assert build_data(config).fingerprint == whole.fingerprint
+    refused.append("closed")
+    with pytest.raises(PermissionError, match=r"this folder of the data cannot be read.*closed"):
+        build_data(config)
+
+
+@pytest.mark.parametrize("bad", [1000, 65535, -1])
+def test_heldout_tokens_outside_the_vocabulary_are_refused(tmp_path, bad):
+    tokens = np.arange(2000, dtype=np.int32) % 1000
+    tokens[-3] = bad
+    np.save(tmp_path / "tokens.npy", tokens)
+    with pytest.raises(ValueError, match=rf"held-out split of '.*tokens.npy': tokens from .*{bad}.*vocabulary of 1000"):
+        data_of(tmp_path / "tokens.npy")
+    np.save(tmp_path / "held.npy", tokens)
+    np.save(tmp_path / "train.npy", np.zeros(500, dtype=np.int32))
+    with pytest.raises(ValueError, match=r"held-out split of '.*held.npy'"):
+        data_of(tmp_path / "train.npy", heldout_source=str(tmp_path / "held.npy"))
+
+
+def test_an_archive_under_the_name_of_an_array_is_refused(tmp_path):
+    path = tmp_path / "tokens.npy"
+    np.savez(tmp_path / "tokens.npz", np.arange(500))
+    (tmp_path / "tokens.npz").rename(path)
+    with pytest.raises(ValueError, match=r"tokens.npy' is not a .npy file of integers"):
+        data_of(path)
+
+
+def test_a_folder_under_the_name_of_an_array_is_refused(tmp_path):
+    (tmp_path / "tokens.npy").mkdir()
+    with pytest.raises(ValueError, match=r"no data in .*tokens.npy'"):
+        data_of(tmp_path / "tokens.npy")
+
+
+@pytest.mark.parametrize("pattern", ["", ".", "/data/*.txt", "../*.txt", "a/../b"])
+def test_a_pattern_that_is_no_relative_path_is_refused(pattern):
+    with pytest.raises(ValueError, match="pattern must be a relative path without"):
+        DataConfig(pattern=pattern)
+
+
+def test_an_empty_source_is_refused():
+    with pytest.raises(ValueError, match="source must be a file, a folder or 'stdlib'"):
+        DataConfig(source="")

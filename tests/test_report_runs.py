@@ -1,0 +1,141 @@
+"""What a report says of a run belongs to the checkpoint that the run has now, and to one held-out text."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from attnzoo.config import load_config
+from attnzoo.experiments.compare import EvaluateConfig, Run, build_data, measure, result_of
+from attnzoo.experiments.compare import _windows as windows_of
+from attnzoo.experiments.report import render, save_result
+from attnzoo.training import CheckpointError, newest_checkpoint, read_metrics, train
+from attnzoo.training.checkpoint import load_run
+
+
+class StoppedError(Exception):
+    """Stands for a kill."""
+
+
+def config_of(folder, run, *overrides):
+    small = [
+        f"output_dir={folder / run}",
+        f"data.source={folder / 'text.txt'}",
+        "data.context_length=16",
+        "model={hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 2}",
+        "optimizer={warmup_steps: 2, lr: 0.01}",
+        "steps=8",
+        "batch_size=2",
+        "log_every=1",
+        "checkpoint_every=4",
+        "eval_tokens=100",
+        "progress=quiet",
+        "device=cpu",
+        "tensorboard=false",
+    ]
+    return load_config(None, [*small, *overrides])
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A folder with a run that has logged step 7 and whose newest checkpoint is of step 4."""
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "text.txt").write_text("".join(f"{number} and one is {number + 1}.\n" for number in range(300)))
+    torch.set_num_threads(1)
+
+    def on_row(row):
+        if row["step"] == 7:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(config_of(folder, "run"), on_row=on_row)
+    return folder
+
+
+@pytest.fixture
+def folder(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_run_that_has_gone_on_is_measured_again(folder):
+    before = result_of(folder / "run")
+    assert result_of(folder / "run").facts == before.facts
+    config = config_of(folder, "run", f"data.source={folder / 'text.txt'}")
+    config.data.source = load_run(folder / "run")[1].data.source
+    train(config)
+    after = result_of(folder / "run")
+    assert (before.facts.steps, after.facts.steps) == (4, 8)
+    assert (after.losses != before.losses).any()
+    assert after.facts.checkpoint.startswith("step-00000008 ")
+
+
+def test_steps_tokens_and_curve_are_those_of_the_checkpoint(folder):
+    assert read_metrics(folder / "run")[-1]["step"] == 7
+    result = result_of(folder / "run")
+    assert (result.facts.steps, result.facts.tokens) == (4, 4 * 2 * 16)
+    assert result.curve[0].tolist() == [step * 2 * 16 for step in (1, 2, 3, 4)]
+    seconds = [row["seconds"] for row in read_metrics(folder / "run") if row["step"] == 4]
+    assert result.facts.seconds == seconds[0]
+
+
+def test_a_run_stopped_before_its_first_row_is_reported(folder):
+    (folder / "run" / "metrics.jsonl").write_text("")
+    result = result_of(folder / "run")
+    assert result.facts.steps == 4
+    assert result.facts.tokens_per_second > 0
+    render([result])
+
+
+def test_measuring_again_keeps_the_name_and_the_way_of_measuring(folder):
+    run_dir = folder / "run"
+    config, evaluate = load_run(run_dir)[1], EvaluateConfig(length_factor=2, tokens=128)
+    config.output_dir = str(run_dir)
+    windows = windows_of(build_data(config.data), config, evaluate)
+    save_result(measure(Run("run", "my label", "nope", config), evaluate, windows, "the command"), run_dir)
+    saved = result_of(run_dir)
+    assert saved.length == 32
+    shutil.move(newest_checkpoint(run_dir), run_dir / "checkpoints" / "step-00000003")
+    progress = run_dir / "checkpoints" / "step-00000003" / "progress.json"
+    progress.write_text(progress.read_text().replace('"step": 4', '"step": 3'))
+    (run_dir / "checkpoints" / "step-00000003" / "digests.json").unlink()
+    again = result_of(run_dir)
+    assert again.facts.checkpoint != saved.facts.checkpoint
+    assert (again.facts.label, again.facts.command, again.losses.shape) == ("my label", "the command", (4, 32))
+
+
+def test_an_unreadable_evaluation_is_measured_again_with_a_word(folder, caplog):
+    first = result_of(folder / "run")
+    path = folder / "run" / "evaluation.json"
+    path.write_text(path.read_text()[:-40])
+    again = result_of(folder / "run")
+    assert again.facts.checkpoint == first.facts.checkpoint
+    assert "it is measured again" in caplog.records[-1].getMessage()
+    shutil.rmtree(folder / "run" / "checkpoints")
+    assert result_of(folder / "run").facts == again.facts  # all that is left of the run
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not readable"):
+        result_of(folder / "run")
+
+
+def test_a_run_whose_text_has_changed_since_is_not_measured_on_it(folder):
+    run_dir = folder / "run"
+    source = folder / "own.txt"
+    source.write_text("a text of its own. " * 300)
+    train(config_of(folder, "own", f"data.source={source}", "steps=3"))
+    source.write_text("something else now " * 300)
+    with pytest.raises(CheckpointError, match="trained on other data"):
+        result_of(folder / "own")
+    assert run_dir.is_dir()
+
+
+def test_runs_with_different_heldout_text_are_not_compared(folder):
+    source = folder / "own.txt"
+    source.write_text((folder / "text.txt").read_text()[::-1])
+    train(config_of(folder, "own", f"data.source={source}"))
+    one, other = result_of(folder / "run"), result_of(folder / "own")
+    assert one.losses.shape == other.losses.shape
+    with pytest.raises(ValueError, match="same held-out text"):
+        render([one, other])
+    assert json.loads((folder / "own" / "evaluation.json").read_text())["facts"]["heldout"] == other.facts.heldout

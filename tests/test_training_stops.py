@@ -1,0 +1,196 @@
+"""What ends a run early saves it or says at which step and rate it went wrong; what cannot begin is refused at once."""
+
+import math
+import os
+import signal
+import sys
+
+import pytest
+import torch
+
+from attnzoo.config import OptimizerConfig, TrainConfig, load_config
+from attnzoo.experiments.compare import CompareConfig, plan, run_comparison
+from attnzoo.models import LanguageModel
+from attnzoo.training import loop, newest_checkpoint, read_metrics, train
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stops") / "text.txt"
+    path.write_text("".join(f"{number} and one is {number + 1}.\n" for number in range(300)))
+    torch.set_num_threads(1)
+    return path
+
+
+@pytest.fixture
+def config_of(text, tmp_path):
+    def make(*overrides, run="run") -> TrainConfig:
+        small = [
+            f"output_dir={tmp_path / run}",
+            f"data.source={text}",
+            "data.context_length=16",
+            "model={hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 2}",
+            "optimizer={warmup_steps: 2, lr: 0.01}",
+            "steps=6",
+            "batch_size=2",
+            "log_every=1",
+            "checkpoint_every=0",
+            "eval_every=0",
+            "eval_tokens=100",
+            "progress=quiet",
+            "device=cpu",
+            "tensorboard=false",
+        ]
+        return load_config(None, [*small, *overrides])
+
+    return make
+
+
+def outcome(run_dir):
+    rows = [(row["kind"], row["step"], row["loss"]) for row in read_metrics(run_dir)]
+    return rows, (newest_checkpoint(run_dir) / "model.safetensors").read_bytes()
+
+
+def test_a_terminal_that_hangs_up_saves_the_step_under_way(config_of):
+    reference = train(config_of(run="reference"))
+    config = config_of()
+    before = signal.getsignal(signal.SIGHUP)
+    with pytest.raises(KeyboardInterrupt, match="stopped after step"):
+        train(config, on_row=lambda row: os.kill(os.getpid(), signal.SIGHUP) if row["step"] == 3 else None)
+    assert signal.getsignal(signal.SIGHUP) == before
+    assert newest_checkpoint(config.output_dir).name in ("step-00000003", "step-00000004")
+    assert outcome(train(config)) == outcome(reference)
+
+
+def test_a_signal_that_is_ignored_stays_ignored(config_of):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        train(config_of(), on_row=lambda row: os.kill(os.getpid(), signal.SIGHUP))
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_reader_who_goes_away_saves_the_step_under_way(config_of, monkeypatch):
+    class Pipe:
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+        flush = write
+
+    config = config_of("progress=lines")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Pipe())
+        with pytest.raises(KeyboardInterrupt, match="stopped after step"):
+            train(config)
+    assert newest_checkpoint(config.output_dir) is not None
+    assert outcome(train(config)) == outcome(train(config_of(run="reference")))
+
+
+@pytest.mark.parametrize(("name", "rate"), [("deltanet", 1e30), ("path_fox", 3e38), ("fox", 3e38)])
+def test_a_run_that_diverges_names_its_step_and_rate(config_of, name, rate):
+    config = config_of(f"model.attention={name}", f"optimizer={{lr: {rate}, warmup_steps: 0, clip_norm: 1e30}}")
+    with pytest.raises(FloatingPointError, match=r"at step \d \(learning rate [\de+.]+\); there is no checkpoint"):
+        train(config)
+
+
+def test_a_gate_that_a_form_refuses_while_evaluating_names_the_step(config_of, monkeypatch):
+    plain = LanguageModel.forward
+
+    def refused(self, *args, **kwargs):
+        if not self.training:
+            raise ValueError("gate.w: expected unit vectors")
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(LanguageModel, "forward", refused)
+    with pytest.raises(FloatingPointError, match=r"gate.w: expected unit vectors at step 6 \(learning rate"):
+        train(config_of())
+
+
+def test_what_the_first_step_refuses_is_no_divergence(config_of, monkeypatch):
+    def refused(self, *args, **kwargs):
+        raise ValueError("options that do not fit together")
+
+    monkeypatch.setattr(LanguageModel, "forward", refused)
+    with pytest.raises(ValueError, match="^options that do not fit together$"):
+        train(config_of())
+
+
+def test_weights_that_are_not_finite_are_not_saved(config_of, monkeypatch):
+    plain = loop._Run.step
+
+    def spoiled(self, step):
+        result = plain(self, step)
+        if step == 4:
+            with torch.no_grad():
+                next(self.model.parameters()).view(-1)[0] = math.inf
+        return result
+
+    monkeypatch.setattr(loop._Run, "step", spoiled)
+    config = config_of("checkpoint_every=2")
+    with pytest.raises(
+        FloatingPointError, match=r"a weight is not finite .* at step 4 .*step-00000002, is from before"
+    ):
+        train(config)
+    assert newest_checkpoint(config.output_dir).name == "step-00000002"
+
+
+def test_half_precision_without_a_gpu_is_refused_and_not_ignored(config_of):
+    with pytest.raises(ValueError, match="mixed_precision=fp16 needs a GPU"):
+        train(config_of("mixed_precision=fp16"))
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+def test_numbers_that_must_be_finite_are(name):
+    with pytest.raises(ValueError, match=f"{name} must be finite, got inf"):
+        OptimizerConfig(**{name: math.inf})
+    OptimizerConfig(clip_norm=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [("output_dir", "", "output_dir must name a folder"), ("seed", 2**32, r"seed must be below 2\*\*32")],
+)
+def test_fields_that_no_run_can_use_are_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**{field: value})
+
+
+def test_an_unusable_folder_is_found_before_data_and_model_are_built(config_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "build_data", lambda config: pytest.fail("read data first"))
+    (tmp_path / "file").write_text("not a folder")
+    for run in ("file", "file/run"):
+        with pytest.raises(NotADirectoryError, match=r"output_dir=.*file' is not a folder"):
+            train(config_of(run=run))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(PermissionError, match=r"output_dir=.*may not be written to"):
+        train(config_of(run="new/run"))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("label", ["", "..", "/", ".", "../other", ".hidden", "- -", "report.html", "../../x"])
+def test_a_label_that_names_no_folder_inside_is_refused(label):
+    with pytest.raises(ValueError, match=r"variants: label .* gives the run's folder its name"):
+        plan(CompareConfig(variants=[{"name": "nope", "label": label}]))
+
+
+def test_labels_of_any_other_kind_name_their_folder():
+    entries = [{"name": "nope", "label": label} for label in (0, "a/b", "été $x$", "v1.5")]
+    keys = [run.key for run in plan(CompareConfig(variants=entries, output_dir="out"))]
+    assert keys == ["0", "a-b", "été-x", "v1.5"]
+    with pytest.raises(ValueError, match="output_dir must name a folder"):
+        plan(CompareConfig(variants=["nope"], output_dir=""))
+
+
+def test_a_comparison_that_cannot_be_written_is_refused_before_it_trains(config_of, tmp_path, monkeypatch):
+    from attnzoo.experiments import compare
+
+    monkeypatch.setattr(compare, "build_data", lambda config: pytest.fail("read data first"))
+    (tmp_path / "out" / "report.html").mkdir(parents=True)
+    config = CompareConfig(variants=["nope"], output_dir=str(tmp_path / "out"), train=config_of())
+    with pytest.raises(ValueError, match=r"in place of the page, got the folder"):
+        run_comparison(config, None)
+    (tmp_path / "out" / "report.html").rmdir()
+    (tmp_path / "out" / "nope").write_text("a file")
+    with pytest.raises(NotADirectoryError, match=r"nope' is not a folder"):
+        run_comparison(config, None)
