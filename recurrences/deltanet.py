@@ -1,4 +1,4 @@
-r"""DeltaNet: a Householder-like transition that erases before it writes.
+r"""DeltaNet: erases along w_t, then writes v_t k_t^T; with ``delta_rule=True``, w = k and beta_t v_t k_t^T is written.
 
 .. math:: S_t = S_{t-1} (I - \beta_t w_t w_t^\top) + v_t k_t^\top, \qquad |w_t| = 1,\; \beta_t \in [0, 2]
 
