@@ -118,7 +118,8 @@ def path_kernel() -> Kernel:
         def attend(
             q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, g: Tensor | None, borders: Tensor | None
         ) -> Tensor:
-            return path_attention(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders, **options)
+            o: Tensor = path_attention(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders, **options)
+            return o
 
         gate = gate.per_token(q)
         rows = (q.to(v.dtype), k.to(v.dtype), v, cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_decay)

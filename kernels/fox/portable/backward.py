@@ -287,8 +287,8 @@ def fox_backward(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *since_strides(since))
     p_w = lse if drow is None else drow
     row_delta_kernel[(B * H, rows.shape[2] // 64)](
-        o, do, lse, rows, p_w, *gates, lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3],
-        H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink,
+        o, do, lse, lse, rows, p_w, *gates, lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3],
+        H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink, HAS_DLSE=False,
     )  # fmt: skip
     end, full = lse, lse
     if since is not None or start is not None:

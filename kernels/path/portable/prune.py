@@ -140,6 +140,6 @@ def path_starts(
         block = block_level(p_q, p_k, group.keys(w), group.keys(beta)) if bound == "tail" else None
         start[group.b, group.h] = block_starts(
             p_q, p_k, block, group.rows(c), group.rows(base), group.rows(tails), group.rows(since), scale, bound,
-            log_eps, group.bound(logit_bound),
+            log_eps, group.heads(logit_bound),
         )  # fmt: skip
     return start
