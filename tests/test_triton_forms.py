@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def piece(inputs: Inputs, start: int, stop: int) -> Inputs:
 def stepped(name: str, inputs: Inputs, cuts: list[int], valid: Tensor | None, **options: Any) -> tuple[Tensor, Any]:
     """Outputs beside log-sum-exps over all pieces, and the last state, by the kernels."""
     state, outputs = None, []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         given = options if valid is None else {**options, "valid": valid[:, start:stop]}
         call = Call(*piece(inputs, start, stop), state, True, given)
         assert get(name).refuses("triton", call) == ""
