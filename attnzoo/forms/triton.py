@@ -5,6 +5,7 @@ The kernels are imported when they first run: this module costs nothing where th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -71,24 +72,24 @@ def fox_kernel(forms: Additive) -> Kernel:
         past = state
         q, state = forms.remember(q, k, v, gate, past, given.valid, v.dtype)
         q, k, g = q.to(v.dtype), state.k, state.log_decay
-        options = {
-            "scale": given.scale, "prune": given.prune, "logit_bound": given.logit_bound, "window": given.window,
-            "sink": given.sink, "return_lse": given.return_lse, "impl": "triton",
-        }  # fmt: skip
+        kernel: Callable[..., Output] = functools.partial(
+            fox_attention, scale=given.scale, prune=given.prune, logit_bound=given.logit_bound, window=given.window,
+            sink=given.sink, return_lse=given.return_lse, impl="triton",
+        )  # fmt: skip
         if past is None and given.valid is not None:
 
             def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Output:
-                return fox_attention(q, k, v, log_decay=g, cu_seqlens=borders, **options)
+                return kernel(q, k, v, log_decay=g, cu_seqlens=borders)
 
             return on_packed(packed, given.valid, q, k, v, g), state
         if past is None:
             g = g if constant is None else constant
-            return fox_attention(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens, **options), state
+            return kernel(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens), state
         _refuse_padded(given, state)
         if g is None or _records(q, k, state.v, g, given.sink):
-            return fox_attention(q, k, state.v, log_decay=g, valid=state.valid, **options), state
+            return kernel(q, k, state.v, log_decay=g, valid=state.valid), state
         state = replace(state, sums=_gate_sums(past, state))
-        return fox_attention(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid, **options), state
+        return kernel(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid), state
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.fox import triton_unavailable
@@ -126,15 +127,15 @@ def path_kernel() -> Kernel:
         given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
         check_softmax(given, q, gate)
         _refuse_both(given)
-        options: dict[str, Any] = {
-            "scale": scale, "prune": prune, "logit_bound": logit_bound, "window": window, "sink": sink,
-            "return_lse": return_lse, "impl": "triton",
-        }  # fmt: skip
+        kernel: Callable[..., Output] = functools.partial(
+            path_attention, scale=scale, prune=prune, logit_bound=logit_bound, window=window, sink=sink,
+            return_lse=return_lse, impl="triton",
+        )  # fmt: skip
 
         def attend(
             q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, g: Tensor | None, borders: Tensor | None
         ) -> Output:
-            return path_attention(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders, **options)
+            return kernel(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders)
 
         gate = gate.per_token(q)
         rows = (q.to(v.dtype), k.to(v.dtype), v, cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_decay)
