@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import Gate, oracle
 from attnzoo.algebra.gate import PARTS, Draws
-from attnzoo.algebra.transitions import HeadGate, Product, Transition, heads_first
+from attnzoo.algebra.transitions import HeadGate, Identity, Product, Transition, heads_first
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences.complex_linear import Rotation
@@ -155,6 +155,16 @@ def test_one_method_is_enough_for_a_transition(regime: Regime) -> None:
         for form, compute, linear in forms_of(ChannelDelta()):
             if regime == "mixed" or form in ("parallel", "chunk"):
                 assert_close(value_and_gradients(compute, inputs), known[linear], what=form)
+
+
+def test_products_of_products_and_identities_are_products() -> None:
+    inputs = inputs_for(("diagonal", "rotation", "householder"), 19, "mixed")
+    D, R, E = (FACTORS[name][0] for name in ("diagonal", "rotation", "householder"))
+    nested = [Product(D, Product(R, E)), Product(Product(D, R), E), Product(Identity(), D, R, Identity(), E)]
+    for transition in (*nested, Product(Product(D, R, Identity()), Product(E, Identity()))):
+        assert relative_error(LinearForms(transition).chunk(*inputs), oracle.linear(*inputs)) <= LIMIT
+    assert nested[0].factors == (D, R, E)
+    assert (Product(D, R).width, Product(Identity(), D).width, nested[0].width) == (2, 1, 0)
 
 
 NEUTRAL = {"diagonal": "log_diag", "rotation": "angle", "householder": "beta"}
