@@ -81,7 +81,8 @@ def fox_kernel(forms: Additive) -> Kernel:
             return fox_attention(q, k, state.v, log_decay=g, impl="triton", **options), state
 
         def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Tensor:
-            return fox_attention(q, k, v, log_decay=g, impl="triton", **{**options, "cu_seqlens": borders})
+            o: Tensor = fox_attention(q, k, v, log_decay=g, impl="triton", **{**options, "cu_seqlens": borders})
+            return o
 
         return on_packed(packed, valid, q, k, v, g), state
 
