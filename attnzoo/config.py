@@ -62,13 +62,13 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), s
     if path is not None:
         if not Path(path).is_file():
             raise FileNotFoundError(f"no configuration file {str(path)!r}")
-        layers.append(_read_yaml(Path(path)))
+        layers.append((str(path), _read_yaml(Path(path))))
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not key or not equals:
             raise ValueError(f"override {override!r}: expected key=value")
         try:
-            layers.append(OmegaConf.from_dotlist([override]))
+            layers.append((f"override {override!r}", OmegaConf.from_dotlist([override])))
         except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
             value = override.partition("=")[2]
             quoted = key + '="' + value + '"'
@@ -76,7 +76,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), s
             raise ValueError(f"override {override!r} is not readable: {_first_line(error)}{hint}") from error
 
     merged = OmegaConf.structured(schema)
-    for layer in layers:
+    for origin, layer in layers:
         missing = sorted(OmegaConf.missing_keys(layer))
         if missing:
             raise ValueError(f"{', '.join(missing)}: ??? stands for a value that is missing; give one or leave it out")
@@ -85,6 +85,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), s
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:
             raise ValueError(_value_error(error)) from error
+        except TypeError as error:  # a list for a mapping, which OmegaConf says without a key
+            raise ValueError(f"{origin}: {_first_line(error)}") from error
     try:
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:

@@ -211,3 +211,20 @@ def test_missing_metrics_are_said(run, caplog):
     (run_dir / "metrics.jsonl").unlink()
     train(config)
     assert "metrics.jsonl is missing: its rows begin anew after step 6" in said(caplog)[0]
+
+
+@pytest.mark.parametrize("change", ["a number", "the end"])
+def test_rows_that_changed_since_their_checkpoint_are_said(run, caplog, change):
+    config, run_dir = run
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text()
+    first, rest = text.split("\n", 1)
+    path.write_text(first.replace('"tokens": 32', '"tokens": 33') + "\n" + rest if change == "a number" else first)
+    assert path.read_text() != text
+    shutil.rmtree(run_dir / "checkpoints" / LAST)
+    train(config)
+    (line,) = said(caplog)
+    assert "rows are missing or not as they were written; the file as it was is kept as damaged-metrics.jsonl" in line
+    caplog.clear()
+    train(config)
+    assert said(caplog) == []

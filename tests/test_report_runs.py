@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attnzoo.config import load_config
-from attnzoo.experiments.compare import EvaluateConfig, Run, build_data, measure, result_of
-from attnzoo.experiments.compare import _windows as windows_of
+from attnzoo.data import build_data
+from attnzoo.experiments.compare import EvaluateConfig, Run, measure, result_of
 from attnzoo.experiments.report import render, save_result
 from attnzoo.training import CheckpointError, newest_checkpoint, read_metrics, train
 from attnzoo.training.checkpoint import load_run
@@ -92,8 +92,8 @@ def test_measuring_again_keeps_the_name_and_the_way_of_measuring(folder):
     run_dir = folder / "run"
     config, evaluate = load_run(run_dir)[1], EvaluateConfig(length_factor=2, tokens=128)
     config.output_dir = str(run_dir)
-    windows = windows_of(build_data(config.data), config, evaluate)
-    save_result(measure(Run("run", "my label", "nope", config), evaluate, windows, "the command"), run_dir)
+    result = measure(Run("run", "my label", "nope", config), evaluate, build_data(config.data), "the command")
+    save_result(result, run_dir)
     saved = result_of(run_dir)
     assert saved.length == 32
     shutil.move(newest_checkpoint(run_dir), run_dir / "checkpoints" / "step-00000003")

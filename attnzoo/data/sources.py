@@ -192,7 +192,9 @@ def _read_shard(path: Path, dtype: str) -> Tokens:
         return np.memmap(path, dtype=dtype, mode="r")
     try:
         shard = np.lib.format.open_memmap(path, mode="r")  # np.load would also open archives
-    except (ValueError, EOFError, OverflowError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # of many kinds, since the header is read as Python
         raise ValueError(f"{str(path)!r} is not a .npy file of integers: {error}") from error
     if shard.ndim != 1 or not np.issubdtype(shard.dtype, np.integer):
         raise ValueError(f"{str(path)!r}: expected a 1-D integer array, got {shard.dtype} of shape {shard.shape}")

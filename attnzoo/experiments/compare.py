@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 from torch import Tensor
 
-from attnzoo.config import ModelConfig, TrainConfig, load_config, to_yaml
+from attnzoo.config import ModelConfig, TrainConfig, to_yaml
 from attnzoo.data import Data, build_data, heldout_windows
 from attnzoo.errors import unknown
 from attnzoo.evaluation import gate_maps, token_losses
@@ -26,9 +26,17 @@ from attnzoo.experiments.report.results import JSON_NAME, describe_machine
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get, pairs
-from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
-from attnzoo.training.checkpoint import check_data, check_folder, identity, read_progress, usable_checkpoint
+from attnzoo.training import load_run, newest_checkpoint, train
+from attnzoo.training.checkpoint import (
+    check_data,
+    check_folder,
+    identity,
+    read_config,
+    read_progress,
+    usable_checkpoint,
+)
 from attnzoo.training.digests import WEIGHTS
+from attnzoo.training.metrics import rows_until
 
 ENTRY_KEYS = ("name", "label", "options")
 PAGE = "report.html"
@@ -164,27 +172,29 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "") -
         check_folder(Path(run.config.output_dir))
     for run in runs:  # a wrong option of the last variant must not show after an hour
         LanguageModel(run.config.model)
-    windows = _windows(build_data(config.train.data), config.train, config.evaluate)
+    data = build_data(config.train.data)
+    _windows(data, config.train, config.evaluate)  # a text too short to measure must not show after training
     results = []
     for number, run in enumerate(runs, 1):
         console.print(f"[{number}/{len(runs)}] {run.label}", markup=False, highlight=False)
         train(run.config)
-        results.append(_measured(run, config.evaluate, windows, command))
+        results.append(_measured(run, config.evaluate, data, command))
     console.print(terminal_table(results))
     path = write_report(results, page, title=config.title, command=command)
     console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
     return path
 
 
-def _measured(run: Run, evaluate: EvaluateConfig, windows: Tensor, command: str) -> RunResult:
+def _measured(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
     """The result of a trained run: read when its checkpoint was measured like this before, else measured and saved."""
     run_dir = Path(run.config.output_dir)
     saved, newest = _saved_result(run_dir), newest_checkpoint(run_dir)
     if saved is not None and newest is not None:
         facts = (saved.facts.settings, saved.facts.label, saved.facts.heldout, saved.facts.checkpoint)
-        if facts == (_settings(run.config, evaluate), run.label, _digest(windows), identity(newest)):
+        heldout = _digest(_windows(data, run.config, evaluate))
+        if facts == (_settings(run.config, evaluate), run.label, heldout, identity(newest)):
             return saved
-    save_result(measure(run, evaluate, windows, command), run_dir)
+    save_result(measure(run, evaluate, data, command), run_dir)
     return load_result(run_dir)  # what is shown now is what a later report will show
 
 
@@ -195,8 +205,9 @@ def result_of(run_dir: Path) -> RunResult:
 
     Raises:
         FileNotFoundError: no run in that folder, or none that has reached its first checkpoint.
-        ValueError: its settings or its results cannot be read.
-        CheckpointError: its checkpoints are damaged, or it was trained on other data than its source holds now.
+        ValueError: its results cannot be read, and it has no checkpoint to measure.
+        CheckpointError: its settings cannot be read, its checkpoints are damaged, or it was trained on other data than
+            its source holds now.
     """
     newest = newest_checkpoint(run_dir)
     if newest is None and (run_dir / JSON_NAME).is_file():
@@ -204,18 +215,14 @@ def result_of(run_dir: Path) -> RunResult:
     saved = _saved_result(run_dir)
     if saved is not None and newest is not None and saved.facts.checkpoint == identity(newest):
         return saved
-    config = replace(load_config(run_dir / "config.yaml"), output_dir=str(run_dir))
+    config = replace(read_config(run_dir), output_dir=str(run_dir))
     key = run_dir.resolve().name
     names = dict.fromkeys(layer.name for layer in config.model.layers())
     run, evaluate, command = Run(key, key, " + ".join(names), config), EvaluateConfig(), ""
     if saved is not None:
         run, command = replace(run, label=saved.facts.label), saved.facts.command
         evaluate = EvaluateConfig(**(yaml.safe_load(saved.facts.settings).get("evaluate") or {}))
-    data = build_data(config.data)
-    checkpoint = usable_checkpoint(run_dir, [WEIGHTS])
-    if checkpoint is not None:
-        check_data(run_dir, config, read_progress(checkpoint), data)
-    save_result(measure(run, evaluate, _windows(data, config, evaluate), command), run_dir)
+    save_result(measure(run, evaluate, build_data(config.data), command), run_dir)
     return load_result(run_dir)
 
 
@@ -276,30 +283,32 @@ def _parts(model: LanguageModel) -> list[str]:
     return [name for name, there in present.items() if there]
 
 
-def measure(run: Run, evaluate: EvaluateConfig, windows: Tensor, command: str) -> RunResult:
+def measure(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
     """Evaluate the newest checkpoint of a run that is whole.
 
     Args:
         run: a run that has a checkpoint.
         evaluate: how to measure it.
-        windows: held-out ids, ``[N, length + 1]``.
+        data: what it was trained on.
         command: the command line, for the report.
 
     Raises:
         FileNotFoundError: it has no checkpoint.
-        CheckpointError: all of them are damaged.
+        CheckpointError: all of them are damaged, or it was trained on other data.
+        ValueError: the held-out tokens are too few for one window.
     """
     run_dir = Path(run.config.output_dir)
     checkpoint = usable_checkpoint(run_dir, [WEIGHTS])
     if checkpoint is None:
         raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")
     progress = read_progress(checkpoint)
+    check_data(run_dir, run.config, progress, data)
     device = "cuda" if torch.cuda.is_available() and run.config.device != "cpu" else "cpu"
     model, config = load_run(run_dir, device, checkpoint)
-    heldout = _digest(windows)
-    windows = windows.to(device)
+    windows = _windows(data, config, evaluate)
+    heldout, windows = _digest(windows), windows.to(device)
     losses = token_losses(model, windows, evaluate.batch_size)
-    rows = [row for row in read_metrics(run_dir) if row["kind"] == "train" and row["step"] <= progress.step]
+    rows = [row for row in rows_until(run_dir, progress.step, progress.metrics) if row["kind"] == "train"]
     curve = np.array([[row["tokens"], row["loss"]] for row in rows], dtype=np.float64).reshape(-1, 2).T
     speeds = [row["tokens_per_second"] for row in rows] or [progress.tokens / max(progress.seconds, 1e-9)]
     side, pair, dual = _kind(run.variant)

@@ -64,6 +64,7 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0
     data_fingerprint: str = ""
+    metrics: str = ""  # digest of the rows so far
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
@@ -118,8 +119,8 @@ def read_progress(checkpoint: Path) -> Progress:
             raise ValueError(f"expected whole numbers of steps and tokens, got {progress.step!r}, {progress.tokens!r}")
         if not (isinstance(progress.seconds, float | int) and math.isfinite(progress.seconds)):
             raise ValueError(f"expected a number of seconds, got {progress.seconds!r}")
-        if not isinstance(progress.data_fingerprint, str):
-            raise ValueError(f"expected a text as fingerprint, got {progress.data_fingerprint!r}")
+        if not (isinstance(progress.data_fingerprint, str) and isinstance(progress.metrics, str)):
+            raise ValueError(f"expected texts, got {progress.data_fingerprint!r}, {progress.metrics!r}")
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{checkpoint} is not a checkpoint of this version: {path.name}: {error}") from error
     if progress.step != int(checkpoint.name.removeprefix("step-")):
@@ -210,10 +211,7 @@ def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | No
     """
     if newest_checkpoint(run_dir) is None:
         return None
-    try:
-        before = load_config(run_dir / "config.yaml")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{run_dir} holds checkpoints, but its configuration cannot be read: {error}") from error
+    before = read_config(run_dir)
     differences = {key: pair for key, pair in config_differences(before, config).items() if key not in FREE}
     if differences:
         listed = "; ".join(f"{key} was {old!r} and is {new!r} now" for key, (old, new) in differences.items())
@@ -225,6 +223,18 @@ def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | No
     check_data(run_dir, config, read_progress(checkpoint), data)
     _set_aside_after(checkpoint)
     return checkpoint
+
+
+def read_config(run_dir: Path) -> TrainConfig:
+    """The configuration of a run.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return load_config(run_dir / "config.yaml")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the configuration of the run in {run_dir} cannot be read: {error}") from error
 
 
 def write_config(run_dir: Path, config: TrainConfig) -> None:
@@ -276,7 +286,8 @@ def load_run(
 
     Raises:
         FileNotFoundError: no run in that folder, or none that has reached its first checkpoint.
-        CheckpointError: the weights do not fit the configuration, or every checkpoint is damaged.
+        CheckpointError: the weights do not fit the configuration, that one cannot be read, or every checkpoint is
+            damaged.
     """
     from safetensors.torch import load_model
 
@@ -288,7 +299,7 @@ def load_run(
     checkpoint = checkpoint or usable_checkpoint(run_dir, [WEIGHTS])
     if checkpoint is None:
         raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")
-    config = load_config(run_dir / "config.yaml")
+    config = read_config(run_dir)
     model = LanguageModel(config.model)
     try:
         load_model(model, checkpoint / WEIGHTS)

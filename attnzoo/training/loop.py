@@ -31,7 +31,7 @@ from attnzoo.training.checkpoint import (
     write_config,
 )
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.metrics import Metrics, Row
+from attnzoo.training.metrics import Metrics, Row, rows_until
 from attnzoo.training.optimizer import build_optimizer, learning_rate
 from attnzoo.training.progress import Quiet, build_display
 
@@ -97,6 +97,8 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         if progress.step < config.steps:
             run = _Run(config, accelerator, model, optimizer, data, rows_per_part)
             _train_from(progress, run, run_dir, on_row)
+        elif main:
+            rows_until(run_dir, progress.step, progress.metrics)  # says whether they are as they were written
         accelerator.wait_for_everyone()
     accelerator.free_memory()
     return run_dir
@@ -216,7 +218,7 @@ def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[
     tokens_per_step = config.batch_size * config.data.context_length
 
     with (
-        Metrics(run_dir, progress.step) if main else nullcontext() as metrics,
+        Metrics(run_dir, progress.step, progress.metrics) if main else nullcontext() as metrics,
         build_display(config, progress.step) if main else Quiet() as display,
         _stop_requests(accelerator.num_processes == 1) as stop,
         _trackers(config, accelerator, progress.step),
@@ -272,7 +274,7 @@ def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[
                 if saves:
                     run.check_weights(step)
                     if metrics is not None:
-                        metrics.sync()
+                        progress = replace(progress, metrics=metrics.sync())
                     write_checkpoint(accelerator, run_dir, progress, config.keep_checkpoints)
                 clock, steps_timed = time.perf_counter(), 0
             show(display.step, step)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -43,37 +45,60 @@ def read_metrics(run_dir: str | Path) -> list[Row]:
     return rows
 
 
+def rows_until(run_dir: Path, step: int, digest: str) -> list[Row]:
+    """The rows up to a checkpoint's step; a line of the log says when they are not those that it was saved with.
+
+    Args:
+        run_dir: the run's folder.
+        step: of the checkpoint.
+        digest: `Progress.metrics` of the checkpoint.
+    """
+    path = run_dir / FILE
+    rows, wrong = _rows(path) if path.is_file() else ([], [])
+    rows = [row for row in rows if row["step"] <= step]
+    if wrong or digest not in ("", _digest(rows).hexdigest()):
+        logger.warning(_complaint(path, wrong))
+    return rows
+
+
 class Metrics:
     """Appends rows to a run's file, after forgetting those past `step` (they will come again).
 
-    Where the file has lines that are no rows, a copy of it is kept, and a line of the log says so.
+    Where lines of the file are no rows, or its rows up to `step` have another digest than they had when the
+    checkpoint was saved, a copy of it is kept, and a line of the log says so.
 
     Raises:
         OSError: the file cannot be written; the error names it.
     """
 
-    def __init__(self, run_dir: Path, step: int):
+    def __init__(self, run_dir: Path, step: int, digest: str = ""):
         self.path = run_dir / FILE
+        kept: list[Row] = []
         if self.path.exists():
             rows, wrong = _rows(self.path)
-            if wrong:
+            kept = [row for row in rows if row["step"] <= step]
+            if wrong or digest not in ("", _digest(kept).hexdigest()):
                 copy = damaged_name(self.path)
                 shutil.copy2(self.path, copy)
                 logger.warning("%s; the file as it was is kept as %s", _complaint(self.path, wrong), copy.name)
-            write_whole(self.path, "".join(_line(row) for row in rows if row["step"] <= step))
+            write_whole(self.path, "".join(map(_line, kept)))
         elif step:
             logger.warning("%s is missing: its rows begin anew after step %d", self.path, step)
+        self._digest = _digest(kept)
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def append(self, row: Row) -> None:
+        line = _line(row).encode()
+        self._digest.update(line)
         try:
-            self._file.write(_line(row).encode())
+            self._file.write(line)
         except OSError as error:
             raise OSError(error.errno, f"could not write metrics: {error.strerror}", str(self.path)) from error
 
-    def sync(self) -> None:
-        """Make the rows so far outlast a power cut."""
+    def sync(self) -> str:
+        """Make the rows so far outlast a power cut; returns their digest."""
         os.fsync(self._file.fileno())
+        return self._digest.hexdigest()
 
     def __enter__(self) -> Metrics:
         return self
@@ -96,7 +121,7 @@ def _rows(path: Path) -> tuple[list[Row], list[int]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if not all(isinstance(row[name], float | int) for name in NUMBERS[row["kind"]]):
+            if not all(isinstance(row[name], float | int) and isfinite(row[name]) for name in NUMBERS[row["kind"]]):
                 raise TypeError("not a number")
         except (ValueError, TypeError, KeyError):
             wrong.append(number)
@@ -105,7 +130,13 @@ def _rows(path: Path) -> tuple[list[Row], list[int]]:
     return rows, wrong
 
 
+def _digest(rows: list[Row]) -> hashlib._Hash:
+    return hashlib.sha256("".join(map(_line, rows)).encode())
+
+
 def _complaint(path: Path, wrong: list[int]) -> str:
+    if not wrong:
+        return f"{path}: rows are missing or not as they were written"
     many = len(wrong) > 1
     listed = ", ".join(map(str, wrong[:5])) + (", ..." if len(wrong) > 5 else "")
     return f"{path}: line{'s' if many else ''} {listed} {'are no rows' if many else 'is no row'} and left out"

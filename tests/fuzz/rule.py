@@ -1,0 +1,27 @@
+"""The rule of every fuzzer: a right answer, or an error of these kinds that names what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hypothesis import settings
+
+REFUSALS = (ValueError, TypeError, RuntimeError, OSError)
+MISTAKES = (NotImplementedError, RecursionError, UnicodeError)  # kinds of these that nobody raises on purpose
+
+
+def examples() -> range:
+    """Seeds to try: a dozen, or as many as the profile says (`--hypothesis-profile=long`)."""
+    return range(settings().max_examples)
+
+
+def answer(work: Callable[[], Any], names: Iterable[str], story: object) -> Any:
+    """What `work` returns, or None when it refuses by one of `names`; else a failure that tells the case's `story`."""
+    try:
+        return work()
+    except Exception as error:
+        refused = isinstance(error, REFUSALS) and not isinstance(error, MISTAKES)
+        if refused and any(name in str(error) for name in names):
+            return None
+        raise AssertionError(f"{story}: {error!r}") from error
