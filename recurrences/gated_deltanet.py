@@ -1,4 +1,4 @@
-r"""Gated DeltaNet: the delta rule with a scalar forget gate.
+r"""Gated DeltaNet: forgets, erases along w_t, writes v_t k_t^T; with ``delta_rule=True``, w = k and beta_t v_t k_t^T.
 
 .. math:: S_t = e^{g_t} S_{t-1} (I - \beta_t w_t w_t^\top) + v_t k_t^\top
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo import Gate, Pair, Prune, build_attention, get, list_variants, oracle, register
+from attnzoo.layer import attention
 from attnzoo.layer.gates import GATES, GateProjection
 from attnzoo.registry import unregister
 
@@ -496,11 +497,12 @@ def test_presets_choose_the_parts(name):
 # Choice of implementation
 
 
-def test_auto_says_what_it_picked(caplog):
+def test_auto_says_once_what_it_picked(caplog, monkeypatch):
+    monkeypatch.setattr(attention, "_said", set())
     attn = build_attention("fox", hidden_size=D, num_heads=H)
     with caplog.at_level(logging.INFO, "attnzoo"):
         attn(torch.randn(1, 3, D))
-        attn(torch.randn(1, 3, D))
+        build_attention("fox", hidden_size=D, num_heads=H)(torch.randn(1, 3, D))
     assert [record.getMessage() for record in caplog.records] == ["fox: impl='auto' runs reference on cpu"]
     assert "impl='auto' (reference on cpu)" in repr(attn)
 

@@ -1,21 +1,59 @@
 """Several processes train what one process trains."""
 
+import contextlib
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+# Each run has a child of its own in every worker: what is imported once serves all, and a killed run ends no launch.
 PROGRAM = """
-import sys, torch
-torch.set_num_threads(1)
+import os, signal, sys, torch
+from pathlib import Path
+import accelerate
 from attnzoo.config import load_config
 from attnzoo.training import train
-for output_dir in sys.argv[2:]:
-    train(load_config(sys.argv[1], [f"output_dir={output_dir}"]))
+torch.set_num_threads(1)
+
+def run(number, output_dir):
+    # the processes of each run find one another anew, by a store of their own
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": os.environ["PORTS"].split()[number]}
+    pids = Path(output_dir).with_suffix(".pids")
+    pids.mkdir(exist_ok=True)
+    (pids / os.environ["RANK"]).write_text(str(os.getpid()))
+
+    def stop(row):
+        if new and row["step"] == 5:
+            running = [int(file.read_text()) for file in pids.iterdir()]
+            for pid in sorted(running, key=os.getpid().__eq__):  # itself last
+                os.kill(pid, signal.SIGTERM)
+
+    new = Path(output_dir).stem == "stopped" and not Path(output_dir).exists()
+    train(load_config(sys.argv[1], [f"output_dir={output_dir}"]), on_row=stop)
+
+for number, output_dir in enumerate(sys.argv[2:]):
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            run(number, output_dir)
+            status = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output_dir)
 """
+
+
+def free_ports(count: int) -> str:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return " ".join(str(taken.getsockname()[1]) for taken in sockets)
 
 
 def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess:
@@ -27,10 +65,10 @@ def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess:
     paths = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, *launcher, str(folder / "program.py"), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PORTS": free_ports(len(arguments) - 1)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=120,
     )
 
 
@@ -61,15 +99,18 @@ def config_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(config_file):
-    """A folder with the run of `one` process, that of `two`, and one that two went on with after step 4: `one-two`."""
+    """A folder with the run of `one` process, that of `two`, one that two went on with after step 4, `one-two`, and one
+    whose two processes were `stopped` by SIGTERM after step 5 and started again."""
     from attnzoo.config import load_config
     from attnzoo.training import train
 
     folder = config_file.parent
     train(load_config(config_file, [f"output_dir={folder / 'one'}"]))
     cut_back(folder / "one", folder / "one-two")
-    done = launch(2, str(config_file), str(folder / "two"), str(folder / "one-two"))
+    done = launch(2, str(config_file), *(str(folder / run) for run in ("two", "one-two", "stopped", "stopped")))
     assert done.returncode == 0, done.stderr
+    ends = [int(line.split()[0]) for line in sorted(done.stdout.splitlines())]
+    assert ends == [-signal.SIGTERM] * 2 + [0] * 6, done.stderr
     states = (folder / "two" / "checkpoints" / "step-00000006").glob("random_states_*")
     assert len(list(states)) == 2  # there really were two
     return folder
@@ -106,3 +147,9 @@ def test_one_process_goes_on_where_two_stopped(runs, config_file):
     train(load_config(config_file, [f"output_dir={runs / 'two-one'}"]))
     assert numbers(runs / "two-one", after=4) == pytest.approx(numbers(runs / "two", after=4), rel=1e-4)
     load_run(runs / "two-one")
+
+
+def test_two_processes_stopped_by_sigterm_go_on_to_the_same_bits(runs):
+    assert numbers(runs / "stopped") == numbers(runs / "two")
+    weights = [run / "checkpoints" / "step-00000006" / "model.safetensors" for run in (runs / "stopped", runs / "two")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -50,31 +50,34 @@ class SoftmaxForms(Forms):
 
     def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Output:
         """Token by token with a KV cache; softmax attention has no state of finite size."""
-        given = SoftmaxOptions(**options)
-        check_softmax(given, q, gate)
-        gate = self.separated(gate, q, given.valid, given.cu_seqlens)
+        gate, given = self._ready(q, gate, options)
         state: KVCache | None = None
-        outputs = []
+        step, rows = given, []
         for t in range(q.shape[1]):
             now = slice(t, t + 1)
-            step = {**options, "valid": None if given.valid is None else given.valid[:, now], "cu_seqlens": None}
-            o, state = self._extend(q[:, now], k[:, now], v[:, now], gate.slice(t, t + 1), state, step)
-            outputs.append(o)
-        if given.return_lse:
-            o, lse = zip(*outputs, strict=True)
-            return torch.cat(o, 1), torch.cat(lse, 1)
-        return torch.cat(cast(list[Tensor], outputs), 1)
+            if given.valid is not None:
+                step = replace(given, valid=given.valid[:, now])
+            o, lse, state = self._attend(q[:, now], k[:, now], v[:, now], gate.slice(t, t + 1), state, step)
+            rows.append((o, lse))
+        return self._output(*joined(rows), given, v.dtype)
 
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: Mapping[str, Any]
     ) -> tuple[Output, KVCache]:
+        gate, given = self._ready(q, gate, options)
+        o, lse, state = self._attend(q, k, v, gate, state, given)
+        return self._output(o, lse, given, v.dtype), state
+
+    def _ready(self, q: Tensor, gate: Gate, options: Mapping[str, Any]) -> tuple[Gate, SoftmaxOptions]:
         given = SoftmaxOptions(**options)
         check_softmax(given, q, gate)
-        gate = self.separated(gate, q, given.valid, given.cu_seqlens)
-        o, lse, state = self._attend(q, k, v, gate, state, given)
-        o, lse = attend_with_sink(o, lse, given.sink)
-        o = o.transpose(1, 2).to(v.dtype)
-        return (o, cast(Tensor, lse).transpose(1, 2)) if given.return_lse else o, state
+        return self.separated(gate, q, given.valid, given.cu_seqlens), given
+
+    def _output(self, o: Tensor, lse: Tensor | None, options: SoftmaxOptions, dtype: torch.dtype) -> Output:
+        """What a form gives, from the output ``[B, H, T, V]`` and log-sum-exp of the keys alone."""
+        o, lse = attend_with_sink(o, lse, options.sink)
+        o = o.transpose(1, 2).to(dtype)
+        return (o, cast(Tensor, lse).transpose(1, 2)) if options.return_lse else o
 
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:
         """The gate of tokens of which some do not exist, or that are of several sequences."""

@@ -81,7 +81,8 @@ def fox_kernel(forms: Additive) -> Kernel:
             return fox_attention(q, k, state.v, log_decay=g, impl="triton", **options), state
 
         def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Tensor:
-            return fox_attention(q, k, v, log_decay=g, impl="triton", **{**options, "cu_seqlens": borders})
+            o: Tensor = fox_attention(q, k, v, log_decay=g, impl="triton", **{**options, "cu_seqlens": borders})
+            return o
 
         return on_packed(packed, valid, q, k, v, g), state
 
@@ -118,7 +119,8 @@ def path_kernel() -> Kernel:
         def attend(
             q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, g: Tensor | None, borders: Tensor | None
         ) -> Tensor:
-            return path_attention(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders, **options)
+            o: Tensor = path_attention(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders, **options)
+            return o
 
         gate = gate.per_token(q)
         rows = (q.to(v.dtype), k.to(v.dtype), v, cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_decay)

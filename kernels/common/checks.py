@@ -13,6 +13,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import capability
+from attnzoo.kernels.common.running_gates import GateSums
 
 Impl = Literal["auto", "triton", "reference"]
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -22,7 +23,8 @@ _said: set[tuple[str, str]] = set()
 
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float | None, prune: Prune | None,
-    window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None,
+    window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None, *,
+    valid: Tensor | None = None, gate_sums: GateSums | None = None,
 ) -> None:  # fmt: skip
     """Shapes, dtypes, devices and options. Values are read only with ATTNZOO_VALIDATE=1."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -69,6 +71,8 @@ def check_inputs(
         "sink": sink,
         "cu_seqlens": cu_seqlens,
         "logit_bound": logit_bound,
+        "valid": valid,
+        "gate_sums": None if gate_sums is None else gate_sums.c,
     }
     for name, other in others.items():
         if other is not None and other.device != q.device:
@@ -77,7 +81,16 @@ def check_inputs(
         raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
     if scale is not None and not scale > 0:
         raise ValueError(f"scale: expected a positive number, got {scale}")
-    if prune is not None and log_decay is None:
+    if valid is not None and (valid.shape != (B, S) or valid.dtype != torch.bool):
+        raise ValueError(f"valid: expected bool [B={B}, S={S}], got {valid.dtype} {tuple(valid.shape)}")
+    if gate_sums is not None:
+        if log_decay is not None or cu_seqlens is not None:
+            given = "log_decay" if log_decay is not None else "cu_seqlens"
+            raise ValueError(f"{given}: expected None with gate_sums (the gates of whole rows, already summed)")
+        if gate_sums.c.shape[:2] != (B, H) or len(gate_sums) != S:
+            got = f"[B={gate_sums.c.shape[0]}, S={len(gate_sums)}, H={gate_sums.c.shape[1]}]"
+            raise ValueError(f"gate_sums: expected the sums of [B={B}, S={S}, H={H}] gates, got {got}")
+    if prune is not None and log_decay is None and gate_sums is None:
         raise ValueError("prune: expected a log_decay (nothing decays without one), got log_decay=None")
     if prune is not None and not isinstance(prune, Prune):
         raise ValueError(f"prune: expected attnzoo.Prune or None, got {type(prune).__name__}")
@@ -130,6 +143,8 @@ def kernels_unavailable(q: Tensor, v: Tensor, multiple: int, most: int) -> str:
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     if not q.is_cuda and not interpreted:
         return f"expected CUDA tensors (or TRITON_INTERPRET=1), got {q.device}"
+    if torch.version.hip is not None:
+        return "expected an NVIDIA GPU: the kernels were never run on ROCm"
     if q.is_cuda and capability(q.device) < (8, 0):
         return f"expected compute capability >= 8.0, got {capability(q.device)}"
     if q.dtype not in _KERNEL_DTYPES:

@@ -1,15 +1,47 @@
-"""What a GPU and the installed Triton can do."""
+"""What a GPU and the installed Triton can do, and running where the tensors are."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
+import logging
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+TUNED = ((0, 0), (8, 0), (8, 6), (8, 9), (9, 0))  # capabilities whose tiles were chosen for them
+_said: set[tuple[str, int, str]] = set()
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What plans depend on: compute capability ((0, 0) for the interpreter), Triton's version, and ROCm."""
+
+    capability: tuple[int, int]
+    triton: tuple[int, int]
+    rocm: bool = False
+
+    @property
+    def hopper(self) -> bool:
+        """Whether this is a Hopper GPU. A ROCm device may report (9, 0) as well, and is none."""
+        return self.capability == (9, 0) and not self.rocm
+
+    @property
+    def descriptors(self) -> bool:
+        """Whether this Triton has host-side tensor descriptors."""
+        return self.triton >= (3, 4)
+
+
+def machine(device: torch.device) -> Machine:
+    """The machine that ``device`` belongs to."""
+    return Machine(capability(device), triton_version(), torch.version.hip is not None)
+
+
+@functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device; (0, 0) for a CPU (the interpreter)."""
+    """Compute capability of a GPU; (0, 0) for a CPU (the interpreter)."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
@@ -23,13 +55,36 @@ def triton_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def has_descriptors() -> bool:
-    """Whether this Triton has host-side tensor descriptors."""
-    return triton_version() >= (3, 4)
+def not_gluon(where: Machine, K: int, V: int, dtype: torch.dtype) -> str:
+    """Why the Gluon kernels do not run, or "". They were measured on Hopper with Triton 3.6 (Gluon is an experimental
+    interface), 16-bit inputs and head dims of 33 to 128."""
+    if not where.hopper:
+        return f"expected a Hopper GPU, got capability {where.capability}{' of ROCm' if where.rocm else ''}"
+    if where.triton != (3, 6):
+        return f"expected Triton 3.6 for Gluon, got {where.triton[0]}.{where.triton[1]}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"expected bfloat16 or float16, got {dtype}"
+    if min(K, V) <= 32 or max(K, V) > 128:
+        return f"expected head dims of 33 to 128, got K={K}, V={V}"
+    return ""
 
 
-def gluon_runs(K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the Gluon kernels were measured here: Hopper, Triton 3.6 (Gluon is an experimental interface), 16-bit
-    inputs, head dims of 33 to 128."""
-    fits = dtype in (torch.bfloat16, torch.float16) and min(K, V) > 32 and max(K, V) <= 128
-    return fits and capability(device) == (9, 0) and triton_version() == (3, 6)
+def announce(family: str, plan: object, why: str, where: Machine) -> None:
+    """Log a plan once, and once each reason why a Hopper GPU does without its own kernels."""
+    logger = logging.getLogger(f"attnzoo.kernels.{family}")
+    lines = [(logging.INFO, f"{family}: {plan}")]
+    if where.capability not in TUNED:
+        lines.append((logging.INFO, f"{family}: no tiles are tuned for compute capability {where.capability}"))
+    if why:
+        lines.append((logging.WARNING, f"{family}: portable kernels on a Hopper GPU: {why}"))
+    for level, line in lines:
+        if (family, level, line) not in _said:
+            _said.add((family, level, line))
+            logger.log(level, "%s", line)
+
+
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context in which kernels launch on x's GPU, which need not be the current one."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)

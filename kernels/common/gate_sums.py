@@ -51,7 +51,7 @@ def gate_units_kernel(
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_u = i_c * BU + tl.arange(0, BU)
     o_pos = o_u[:, None] * KU + tl.arange(0, KU)[None, :]  # [BU, KU]
-    b_g, m_closed = _load_gates(p_g + i_b * stride_b + i_h * stride_h, o_pos, S, stride_s)
+    b_g, m_closed = _load_gates(p_g + i_b * stride_b + i_h.to(tl.int64) * stride_h, o_pos, S, stride_s)
     b_c = tl.cumsum(b_g, 1)  # [BU, KU]
     b_sum = tl.sum(b_g, 1)  # [BU]
     b_tail = tl.where(o_pos < S, tl.exp2((b_sum[:, None] - b_c).to(tl.float32)), 0.0)
@@ -106,7 +106,7 @@ def gate_tokens_kernel(
     o_u = i_c * BU + tl.arange(0, BU)
     o_pos = o_u[:, None] * KU + tl.arange(0, KU)[None, :]  # [BU, KU]
     m_pos = o_pos < S
-    b_g, m_closed = _load_gates(p_g + i_b * stride_b + i_h * stride_h, o_pos, S, stride_s)
+    b_g, m_closed = _load_gates(p_g + i_b * stride_b + i_h.to(tl.int64) * stride_h, o_pos, S, stride_s)
     m_prev = (o_u > 0) & (o_u <= NU)
     p_prev = i_bh.to(tl.int64) * NU + o_u - 1
     b_since = tl.associative_scan(tl.where(m_closed, o_pos, 0), 1, _maximum)
@@ -160,7 +160,7 @@ def dgate_tokens_kernel(
     i_bh = i_bh.to(tl.int64)
     b_dc = _load_dc(p_key + i_bh * S, p_row + i_bh * T, o_pos, S, T, HAS_ROW)
     b_dg = b_later[:, None] + tl.cumsum(b_dc, 1, reverse=True)
-    p_bh = i_b * stride_b + i_h * stride_h + o_pos.to(tl.int64) * stride_s
+    p_bh = i_b * stride_b + i_h.to(tl.int64) * stride_h + o_pos.to(tl.int64) * stride_s
     b_g = tl.load(p_g + p_bh, mask=m_pos, other=0.0)
     m_zero = (b_g <= TL_CLOSED) | (o_pos == 0)
     if HAS_DOC:
@@ -208,3 +208,54 @@ def gate_gradient(dkey: Tensor, drow: Tensor | None, log_decay: Tensor, doc: Ten
         HAS_DOC=doc is not None, HAS_ROW=has_row, BU=UNITS, KU=KEY_UNIT, BN=1024,
     )  # fmt: skip
     return dg
+
+
+@triton.jit(do_not_specialize=["L", "n", "NS", "stride_b"])
+def gate_append_kernel(p_g, p_old, p_new, p_c, p_base, p_since, p_tails, L, n, NS, H, stride_b, stride_s, stride_h,
+                       KU: tl.constexpr):  # fmt: skip
+    """What the three kernels above compute, for n tokens after L whose sums are there; one program per head."""
+    i_bh = tl.program_id(0).to(tl.int64)
+    p_g += i_bh // H * stride_b + i_bh % H * stride_h
+    p_c += i_bh * NS * KU
+    p_since += i_bh * NS * KU
+    p_tails += i_bh * NS
+    p_base += i_bh * (NS + 1)
+    b_base = tl.load(p_base + L // KU)
+    b_sum, b_mass = tl.load(p_old + i_bh * 3), tl.load(p_old + i_bh * 3 + 1)
+    b_closed = tl.load(p_old + i_bh * 3 + 2).to(tl.int32)
+    for u in range(L // KU, tl.cdiv(L + n, KU)):
+        o_pos = u * KU + tl.arange(0, KU)
+        m_new = (o_pos >= L) & (o_pos < L + n)
+        b_g = tl.load(p_g + (o_pos - L).to(tl.int64) * stride_s, mask=m_new, other=0.0).to(tl.float32)
+        m_closed = b_g <= TL_CLOSED
+        b_g = tl.where(m_closed, 0.0, b_g).to(tl.float64) * TL_LOG2E
+        b_c = b_sum + tl.cumsum(b_g, 0)  # [KU]
+        b_end = b_sum + tl.sum(b_g, 0)
+        b_seen = tl.maximum(b_closed, tl.associative_scan(tl.where(m_closed, o_pos, 0), 0, _maximum))
+        tl.store(p_c + o_pos, b_c.to(tl.float32), mask=m_new)
+        tl.store(p_since + o_pos, b_seen, mask=m_new)
+        b_new = tl.sum(tl.where(m_new, tl.exp2((b_end - b_c).to(tl.float32)), 0.0), 0)
+        b_mass = b_mass * tl.exp2((b_end - b_sum).to(tl.float32)) + b_new
+        b_closed = tl.max(b_seen, 0)
+        m_full = (u + 1) * KU <= L + n
+        tl.store(p_base + u + 1, b_base + b_end, mask=m_full)
+        tl.store(p_tails + u, tl.log2(b_mass.to(tl.float32)).to(tl.float64) - b_base - b_end, mask=m_full)
+        b_base += tl.where(m_full, b_end, 0.0)
+        b_sum = tl.where(m_full, 0.0, b_end)
+    tl.store(p_new + i_bh * 3, b_sum)
+    tl.store(p_new + i_bh * 3 + 1, b_mass)
+    tl.store(p_new + i_bh * 3 + 2, b_closed.to(tl.float64))
+
+
+def append_gates(
+    log_decay: Tensor, length: int, c: Tensor, base: Tensor, since: Tensor, tails: Tensor, state: Tensor
+) -> Tensor:
+    """Write the sums of log_decay [B, n, H] after ``length`` tokens into buffers with room; returns the new state.
+
+    The buffers are those of ``running_gates.GateSums``, contiguous.
+    """
+    (B, n, H), new = log_decay.shape, torch.empty_like(state)
+    gate_append_kernel[(B * H,)](
+        log_decay, state, new, c, base, since, tails, length, n, tails.shape[2], H, *log_decay.stride(), KU=KEY_UNIT
+    )
+    return new

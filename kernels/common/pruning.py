@@ -34,7 +34,7 @@ def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr
                     BR: tl.constexpr):  # fmt: skip
     """Largest |x|^2 per head of [B, R, H, D]; p_max [B, H] starts at 0."""
     i_bh, i_r = tl.program_id(0), tl.program_id(1)
-    p_x += (i_bh // H).to(tl.int64) * stride_b + (i_bh % H) * stride_h + (i_r * BR).to(tl.int64) * stride_r
+    p_x += (i_bh // H).to(tl.int64) * stride_b + (i_bh % H).to(tl.int64) * stride_h + (i_r * BR).to(tl.int64) * stride_r
     b_x = load_tile(p_x, tl.arange(0, BR), tl.arange(0, BD), stride_r, R - i_r * BR, D, BD, True).to(tl.float32)
     tl.atomic_max(p_max + i_bh, tl.max(tl.sum(b_x * b_x, 1), 0))
 
@@ -71,22 +71,23 @@ def _minimum(a, b):
     return tl.minimum(a, b)
 
 
-@triton.jit(do_not_specialize=["T", "S", "n_steps"])
-def prune_scan_kernel(p_need, p_base, p_g, p_tails, p_start, T, S, log2_eps, n_steps, H: tl.constexpr, RU: tl.constexpr,
-                      KU: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["T", "S", "NS", "n_steps"])
+def prune_scan_kernel(p_need, p_base, p_g, p_tails, p_start, T, S, NS, log2_eps, n_steps, H: tl.constexpr,
+                      RU: tl.constexpr, KU: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr,
+                      TAIL: tl.constexpr):  # fmt: skip
     """First key [B, H, T / RU] of each row unit: a binary search per unit (the bound is monotone), suffix minimum.
 
-    One program per head, BN units (BN * RU rows) at a time.
+    One program per head, BN units (BN * RU rows) at a time. NS: units that base and tails have room for.
     """
     i_bh = tl.program_id(0)
-    n_t, n_s = tl.cdiv(T, RU), tl.cdiv(S, KU)
+    n_t = tl.cdiv(T, RU)
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = const_gate(p_g, i_bh % H)
     p_need += i_bh.to(tl.int64) * n_t
     p_start += i_bh.to(tl.int64) * n_t
-    p_base += i_bh.to(tl.int64) * (n_s + 1)
-    p_tails += i_bh.to(tl.int64) * n_s
+    p_base += i_bh.to(tl.int64) * (NS + 1)
+    p_tails += i_bh.to(tl.int64) * NS
     c_min = tl.full([], 2147483647, tl.int32)
     for i in range(tl.cdiv(n_t, BN)):
         o_t = n_t - (i + 1) * BN + tl.arange(0, BN)

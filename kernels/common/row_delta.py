@@ -26,20 +26,37 @@ def sink_weight(p_sink, p_c, p_base, p_g, b_lse, o_r, i_bh, i_h, i_ref, T, S, KU
     return tl.exp2(b_y - b_lse)
 
 
+@triton.jit
+def settle_delta(p_delta, p_w, p_dlse, b_delta, b_dr, m, HAS_SINK: tl.constexpr, HAS_DLSE: tl.constexpr):
+    """Store delta so that each row's sum of dS over its keys is what it must be, w delta + dlse; b_dr: what it came to.
+
+    p_w: the weight of the sink before, that sum after.
+    """
+    b_w, b_dlse = tl.zeros_like(b_delta), tl.zeros_like(b_delta)
+    if HAS_SINK:
+        b_w = tl.load(p_w, mask=m, other=0.0)
+    if HAS_DLSE:
+        b_dlse = tl.load(p_dlse, mask=m, other=0.0)
+    b_delta += b_dr - b_w * b_delta - b_dlse
+    tl.store(p_delta, b_delta)
+    if HAS_SINK or HAS_DLSE:
+        tl.store(p_w, b_w * b_delta + b_dlse, mask=m)
+
+
 @triton.jit(do_not_specialize=["T", "S"])
 def row_delta_kernel(
-    p_o, p_do, p_lse, p_rows, p_w, p_c, p_base, p_g, p_sink, T, S,
+    p_o, p_do, p_lse, p_dlse, p_rows, p_w, p_c, p_base, p_g, p_sink, T, S,
     stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
-    GATE: tl.constexpr, HAS_SINK: tl.constexpr,
+    GATE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """Pairs (lse, dO . O) per row, [B, H, Tp, 2] with Tp rounded up to RU; with a sink its weight [B, H, T]."""
+    """Pairs (lse, dO . O - dlse) per row, [B, H, Tp, 2] with Tp rounded up to RU; with a sink its weight [B, H, T]."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
     r = (i_t * BT).to(tl.int64)
-    p_ot = p_o + i_b * stride_ob + i_h * stride_oh + r * stride_ot
-    p_dt = p_do + i_b * stride_db + i_h * stride_dh + r * stride_dt
+    p_ot = p_o + i_b * stride_ob + i_h.to(tl.int64) * stride_oh + r * stride_ot
+    p_dt = p_do + i_b * stride_db + i_h.to(tl.int64) * stride_dh + r * stride_dt
     b_o = load_tile(p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
     b_do = load_tile(p_dt, o_t, o_v, stride_dt, T - i_t * BT, V, BV, True).to(tl.float32)
     o_r = i_t * BT + o_t
@@ -47,7 +64,10 @@ def row_delta_kernel(
     b_lse = tl.load(p_lse + p_r, mask=o_r < T, other=float("inf"))  # rows past T get weight 0
     p_rw = p_rows + (i_bh.to(tl.int64) * (tl.cdiv(T, RU) * RU) + o_r) * 2
     tl.store(p_rw, b_lse)
-    tl.store(p_rw + 1, tl.sum(b_o * b_do, 1))
+    b_delta = tl.sum(b_o * b_do, 1)
+    if HAS_DLSE:  # dS = P * (dP - delta + dlse)
+        b_delta -= tl.load(p_dlse + p_r, mask=o_r < T, other=0.0)
+    tl.store(p_rw + 1, b_delta)
     if HAS_SINK:
         b_w = sink_weight(p_sink, p_c, p_base, p_g, b_lse, o_r, i_bh, i_h, i_t * BT // RU * RU, T, S, KU, GATE)
         tl.store(p_w + p_r, b_w, mask=o_r < T)

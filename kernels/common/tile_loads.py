@@ -39,3 +39,10 @@ def load_keys(p_x, i_b, s, i_g, o_s, o_d, stride, S, D: tl.constexpr, BD: tl.con
     else:
         b = load_tile(p_x + s * stride.to(tl.int64), o_s, o_d, stride, S - s, D, BD, MASK)
     return b
+
+
+@triton.jit
+def only_valid(b_s, p_valid, s, o_s, S, stride):
+    """Scores, -inf where the keys s + o_s do not exist (``p_valid`` of one batch). # [rows, BS]"""
+    m_s = tl.load(p_valid + (s + o_s).to(tl.int64) * stride, mask=s + o_s < S, other=0) != 0
+    return tl.where(m_s[None, :], b_s, float("-inf"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -14,10 +16,26 @@ from attnzoo.kernels.common.checks import (
     share_kept,
 )
 from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.device import on_device_of
+from attnzoo.kernels.common.running_gates import GateSums
 
-from .reference import fox_reference, prune_starts_reference
+from .reference import fox_reference_with_lse, prune_starts_reference
 
 
+@overload
+def fox_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor | None, scale: float | None = ..., prune: Prune | None = ...,
+    window: int | None = ..., sink: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
+    logit_bound: Tensor | None = ..., valid: Tensor | None = ..., gate_sums: GateSums | None = ...,
+    return_lse: Literal[False] = ..., impl: Impl = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def fox_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor | None, scale: float | None = ..., prune: Prune | None = ...,
+    window: int | None = ..., sink: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
+    logit_bound: Tensor | None = ..., valid: Tensor | None = ..., gate_sums: GateSums | None = ...,
+    return_lse: Literal[True], impl: Impl = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fox_attention(
     q: Tensor,
     k: Tensor,
@@ -30,11 +48,14 @@ def fox_attention(
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     logit_bound: Tensor | None = None,
+    valid: Tensor | None = None,
+    gate_sums: GateSums | None = None,
+    return_lse: bool = False,
     impl: Impl = "auto",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Causal softmax attention with a forget gate (FoX); a constant gate is ALiBi, none is NoPE.
 
-        o_i = sum_{j <= i} softmax_j(scale q_i . k_j + log_decay_{j+1} + ... + log_gate_i) v_j
+        o_i = sum_{j <= i} softmax_j(scale q_i . k_j + log_decay_{j+1} + ... + log_decay_i) v_j
 
     A log gate of -inf (anything <= -1e4) cuts off the past exactly. To neutralise padding on the left, close
     the gate of the first real token; padding on the right is never seen by real tokens.
@@ -52,7 +73,13 @@ def fox_attention(
         cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. S; B is 1 and T equals S. Changing lengths does
             not recompile.
         logit_bound: [H] float32 known bound of |scale q . k| (say from the norm weights under QK-norm), used by
-            ``prune``; norms are measured without it. A bound that does not hold voids the certificate.
+            ``prune``: the smaller of it and what the norms of q and k say counts. With fewer than 128 rows it counts
+            alone, for measuring would read every key. A bound that does not hold voids the certificate.
+        valid: [B, S] bool, the keys that exist; the others get no weight. Their gates count as they are. A row without
+            any valid key gives 0. No gradient in the Triton implementation.
+        gate_sums: instead of ``log_decay``, the sums of the S tokens' gates, kept from step to step. No gradient, no
+            ``cu_seqlens``.
+        return_lse: return the rows' log-sum-exp as well.
         impl: "triton", "reference" (dense PyTorch, O(T S) memory), or "auto": Triton on CUDA tensors it supports.
 
     Under autocast q, k and v are cast to the autocast dtype and log_decay to float32.
@@ -61,7 +88,8 @@ def fox_attention(
     deterministic kernels there too, at 1.2 to 1.5 times the backward's time.
 
     Returns:
-        [B, T, H, V] in q's dtype.
+        [B, T, H, V] in q's dtype; with ``return_lse`` also [B, T, H] float32 (float64 for float64 inputs), the natural
+        log of the sum of a row's exponentials, its sink included. Differentiable as well.
 
     Raises:
         ValueError: a shape, dtype, device or option is wrong; the message says what was expected.
@@ -74,22 +102,35 @@ def fox_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         log_decay = None if log_decay is None else log_decay.float()
-    check_inputs(q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
+    check_inputs(
+        q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound, valid=valid, gate_sums=gate_sums
+    )
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if pick_implementation("fox_attention", impl, triton_unavailable(q, v)) == "reference":
-        return fox_reference(
+    recorded = torch.is_grad_enabled()
+    backward = recorded and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, sink))
+    why = triton_unavailable(q, v)
+    if backward and not why and (valid is not None or gate_sums is not None):
+        name = "valid" if valid is not None else "gate_sums"
+        why = f"{name} has no gradient in the kernels: expected torch.no_grad() or inputs that require none"
+    if pick_implementation("fox_attention", impl, why) == "reference":
+        o, lse = fox_reference_with_lse(
             q, k, v, log_decay=log_decay, scale=scale, prune=prune, window=window, sink=sink, cu_seqlens=cu_seqlens,
-            logit_bound=logit_bound,
+            logit_bound=logit_bound, valid=valid, gate_sums=gate_sums,
         )  # fmt: skip
-    from .op import fox_forward_op
+        return (o, lse) if return_lse else o
+    from .op import fox_forward_op, fox_infer_op
 
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, sink))
-    o: Tensor = fox_forward_op(
-        q, k, v, log_decay, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps, backward
-    )[0]
-    return o
+    options = (cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
+    if valid is not None or gate_sums is not None:
+        sums = (None,) * 4 if gate_sums is None else (gate_sums.c, gate_sums.base, gate_sums.since, gate_sums.tails)
+        o, lse = fox_infer_op(q, k, v, log_decay, *sums, sink, valid, *options)
+    else:
+        of_gate = recorded and log_decay is not None and log_decay.requires_grad
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        o, lse, *_ = fox_forward_op(q, k, v, log_decay, sink, *options, of_gate, deterministic, return_lse)
+    return (o, lse) if return_lse else o
 
 
 @torch.no_grad()
@@ -121,8 +162,10 @@ def kept_fraction(
     if pick_implementation("fox_attention", impl, triton_unavailable(q, k)) == "triton":
         from .op import bounds
 
+        q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
         bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-        _, _, since, start = bounds(q, k, log_decay, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
+        with on_device_of(q):
+            _, _, since, start = bounds(q, k, log_decay, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
     else:
         c, closed = running_sums(log_decay, B, S, H, q.device)
         since = first_visible(closed, window, cu_seqlens)

@@ -1,28 +1,43 @@
-"""torch.library registration: fox as two custom ops (forward, backward) with fakes and autograd."""
+"""torch.library registration: fox as three custom ops (forward, backward, inference) with fakes and autograd."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.common.constants import CLOSED, GATE_CONST, GATE_FULL, KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.constants import CLOSED, GATE_CONST, GATE_FULL, KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.dense import segment_starts
+from attnzoo.kernels.common.device import announce, machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe, gate_kind
+from attnzoo.kernels.fox.plan import Call, Plan, plan
 from attnzoo.kernels.fox.portable.backward import fox_backward
-from attnzoo.kernels.fox.portable.decode import fox_split_forward, splits_keys
+from attnzoo.kernels.fox.portable.decode import fox_split_forward
 from attnzoo.kernels.fox.portable.forward import fox_forward
 from attnzoo.kernels.fox.portable.prune import prune_starts
 
-from .plan import hopper_forward, one_pass
+Some = Tensor | None
+
+
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, *, gate_gradient: bool = False, deterministic: bool = False, masked: bool = False
+) -> Plan:
+    """The plan of a call on real tensors, announced."""
+    (T, H, K), (S, G), V = q.shape[1:], k.shape[1:3], v.shape[3]
+    where = machine(q.device)
+    call = Call(T, S, H // G, K, V, q.dtype, gate_gradient, deterministic, masked, can_describe(q, k, v))
+    chosen = plan(call, where)
+    announce("fox", chosen, chosen.why, where)
+    return chosen
 
 
 def bounds(
-    q: Tensor, k: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None,
-    scale: float, window: int, bound: str, log_eps: float,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    q: Tensor, k: Tensor, log_decay: Some, cu_seqlens: Some, logit_bound: Some, scale: float, window: int, bound: str,
+    log_eps: float,
+) -> tuple[Some, Some, Some, Some]:  # fmt: skip
     """Gate sums c and base, first visible keys and pruning starts: what both passes need before the main kernels."""
     S = k.shape[1]
     doc = None if cu_seqlens is None else segment_starts(cu_seqlens, S)
@@ -42,43 +57,57 @@ def bounds(
     return c, base, since, start
 
 
-def _keeps_rest(q: Tensor, v: Tensor, log_decay: Tensor | None, backward: bool) -> bool:
-    """Whether the backward needs what the rounding of o drops: in one pass, for the gate's gradient (``hopper/``)."""
-    return backward and log_decay is not None and one_pass(q.shape[3], v.shape[3], q.dtype, q.device)
+def _row_lse(lse: Tensor, log_decay: Some, c: Some, base: Some, S: int) -> Tensor:
+    """The rows' log-sum-exp [B, T, H] in natural units, from log2 in the frame of each row unit [B, H, T]."""
+    T = lse.shape[2]
+    row = torch.arange(T, device=lse.device)
+    at, ref = row + (S - T), row // ROW_UNIT * ROW_UNIT + (S - T)
+    x = lse.double()
+    if c is not None and base is not None:
+        x = x + base[..., at // KEY_UNIT] + c[..., at] - base[..., ref // KEY_UNIT] - c[..., ref]
+    elif log_decay is not None:
+        x = x + (at - ref) * log_decay.clamp(min=CLOSED).double()[:, None] * LOG2E
+    return (x / LOG2E).float().transpose(1, 2).contiguous()
 
 
 @torch.library.custom_op("attnzoo::fox_forward", mutates_args=())
 def fox_forward_op(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, backward: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns o, lse, and c, base, since, start, o_rest for the backward pass (empty where they do not apply).
+    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, gate_gradient: bool,
+    deterministic: bool, return_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns o, row_lse, and lse, c, base, since, start, o_rest for the backward pass (empty where they do not apply).
 
-    o_rest [B, T, H, V], what the rounding of o drops, only if a backward pass will follow.
+    row_lse [B, T, H] is the rows' log-sum-exp, if ``return_lse``; o_rest [B, T, H, V] what the rounding of o drops.
     """
-    c, base, since, start = bounds(q, k, log_decay, cu_seqlens, logit_bound, scale, window, bound, log_eps)
-    o_rest = q.new_zeros((*q.shape[:3], v.shape[3])) if _keeps_rest(q, v, log_decay, backward) else None
-    if splits_keys(q.shape[1], k.shape[1], q.shape[2] // k.shape[2]):
-        o, lse = fox_split_forward(q, k, v, log_decay, sink, c, base, since, start, scale)
-    elif hopper_forward(q.shape[1], q.shape[3], v.shape[3], q.dtype, q.device) and can_describe(q, k, v):
-        from attnzoo.kernels.fox.hopper.forward import fox_forward_hopper
+    chosen = _plan(q, k, v, gate_gradient=gate_gradient, deterministic=deterministic)
+    with on_device_of(q):
+        c, base, since, start = bounds(q, k, log_decay, cu_seqlens, logit_bound, scale, window, bound, log_eps)
+        o_rest = q.new_zeros((*q.shape[:3], v.shape[3])) if chosen.keeps_rest else None
+        if chosen.forward == "split":
+            o, lse = fox_split_forward(q, k, v, log_decay, sink, c, base, since, start, scale)
+        elif chosen.forward == "hopper":
+            from attnzoo.kernels.fox.hopper.forward import fox_forward_hopper
 
-        o, lse = fox_forward_hopper(q, k, v, log_decay, sink, c, base, since, start, scale, o_rest)
-    else:
-        o, lse = fox_forward(q, k, v, log_decay, sink, c, base, since, start, scale, o_rest)
+            o, lse = fox_forward_hopper(q, k, v, log_decay, sink, c, base, since, start, scale, o_rest)
+        else:
+            tiles = chosen.of("fwd")
+            o, lse = fox_forward(q, k, v, log_decay, sink, c, base, since, start, scale, tiles, o_rest=o_rest)
+        row_lse = _row_lse(lse, log_decay, c, base, k.shape[1]) if return_lse else lse.new_empty(0)
     c = lse.new_empty(0) if c is None else c
     base = lse.new_empty(0, dtype=torch.float64) if base is None else base
     since = lse.new_empty(0, dtype=torch.int32) if since is None else since
     start = lse.new_empty(0, dtype=torch.int32) if start is None else start
-    return o, lse, c, base, since, start, q.new_empty(0) if o_rest is None else o_rest
+    return o, row_lse, lse, c, base, since, start, q.new_empty(0) if o_rest is None else o_rest
 
 
 @fox_forward_op.register_fake
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, backward: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    B, T, H, _ = q.shape
+    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, gate_gradient: bool,
+    deterministic: bool, return_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    B, T, H, K = q.shape
     S, V = k.shape[1], v.shape[3]
     full = log_decay is not None and log_decay.ndim == 3
     f32, i32 = torch.float32, torch.int32
@@ -88,81 +117,150 @@ def _forward_fake(
     shape: tuple[Any, ...] = (B, H, S) if full else (1, 1, S) if window > 0 or cu_seqlens is not None else (0,)
     start = q.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound else (0,), dtype=i32)
     since, o = q.new_empty(shape, dtype=i32), q.new_empty((B, T, H, V))
-    o_rest = torch.empty_like(o) if _keeps_rest(q, v, log_decay, backward) else q.new_empty(0)
-    return o, q.new_empty((B, H, T), dtype=f32), c, base, since, start, o_rest
+    row_lse = q.new_empty((B, T, H) if return_lse else (0,), dtype=f32)
+    # what the rounding drops is kept or not whatever the lengths are: they may be symbols here
+    rest = gate_gradient and plan(Call(1, 1, 1, int(K), int(V), q.dtype, True, deterministic), machine(q.device))
+    o_rest = torch.empty_like(o) if rest and rest.keeps_rest else q.new_empty(0)
+    return o, row_lse, q.new_empty((B, H, T), dtype=f32), c, base, since, start, o_rest
+
+
+@torch.library.custom_op("attnzoo::fox_infer", mutates_args=())
+def fox_infer_op(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None,
+    since: Tensor | None, tails: Tensor | None, sink: Tensor | None, valid: Tensor | None, cu_seqlens: Tensor | None,
+    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and the rows' log-sum-exp [B, T, H], without a gradient: with ``valid``, or with gates already summed.
+
+    Args:
+        c, base, since, tails: of a ``GateSums`` of the S keys, with their room; None without one.
+    """
+    chosen = _plan(q, k, v, masked=valid is not None)
+    T, S = q.shape[1], k.shape[1]
+    with on_device_of(q):
+        if c is None or base is None or since is None or tails is None:
+            c, base, since, start = bounds(q, k, log_decay, cu_seqlens, logit_bound, scale, window, bound, log_eps)
+        else:
+            log_decay, start = c.new_empty(1, 1, 1), None  # a gate per token, already summed
+            first = S - T if chosen.forward == "split" else 0  # of the rows whose first keys the kernel reads
+            since = since[..., first:S]
+            if window > 0:
+                at = torch.arange(first, S, device=q.device, dtype=torch.int32)
+                since = torch.maximum(since, at - (window - 1))
+            if bound:
+                start = prune_starts(
+                    q, k, log_decay, c, base, tails, since, scale, bound=bound, log_eps=log_eps,
+                    logit_bound=logit_bound, valid=valid,
+                )  # fmt: skip
+        if chosen.forward == "split":
+            o, lse = fox_split_forward(q, k, v, log_decay, sink, c, base, since, start, scale, valid)
+        else:
+            tiles = chosen.of("fwd")
+            o, lse = fox_forward(q, k, v, log_decay, sink, c, base, since, start, scale, tiles, valid=valid)
+        return o, _row_lse(lse, log_decay, c, base, S)
+
+
+@fox_infer_op.register_fake
+def _infer_fake(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None,
+    since: Tensor | None, tails: Tensor | None, sink: Tensor | None, valid: Tensor | None, cu_seqlens: Tensor | None,
+    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("attnzoo::fox_backward", mutates_args=())
 def fox_backward_op(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None, sink: Tensor | None,
-    cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor, start: Tensor, o_rest: Tensor, scale: float,
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None,
+    sink: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor, start: Tensor,
+    o_rest: Tensor, scale: float, deterministic: bool, wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns dq, dk, dv, and the gradients of log_decay and sink (empty where they do not apply)."""
-    T, S = q.shape[1], k.shape[1]
-    some = [x if x.numel() else None for x in (c, base, since, start)]
-    merges = log_decay is None or o_rest.numel() > 0  # determinism may have been asked for in the forward alone
-    if merges and one_pass(q.shape[3], v.shape[3], q.dtype, q.device) and can_describe(q, k, v):
-        from attnzoo.kernels.fox.hopper.backward import fox_backward_hopper
+    """Gradients of q, k, v, log_decay and sink, empty where they are not ``wanted``.
 
-        kept = o_rest if o_rest.numel() else None
-        grads = fox_backward_hopper(
-            do, q, k, v, o, kept, lse, log_decay, sink, some[0], some[1], some[2], some[3], scale
-        )
-    else:
-        grads = fox_backward(do, q, k, v, o, lse, log_decay, sink, some[0], some[1], some[2], some[3], scale)
-    dq, dk, dv, dkey, drow = grads
-    dgate, dsink = lse.new_empty(0), lse.new_empty(0)
-    if drow is not None:
-        dsink = -drow.sum((0, 2))
-    if log_decay is not None and dkey is not None:
-        if gate_kind(log_decay) == GATE_CONST:  # the running sum of a constant gate is its multiple of the position
-            dc = -dkey.double()
-            if drow is not None:
-                dc[..., S - T :] += drow
-            dgate = (dc * torch.arange(S, device=q.device)).sum((0, 2)).float()
-            dgate = dgate.masked_fill(log_decay <= CLOSED, 0.0)
+    Args:
+        dlse: [B, T, H] gradient of the rows' log-sum-exp, or None.
+    """
+    some = [x if x.numel() else None for x in (c, base, since, start)]
+    of_q, of_k, of_v, of_gate, of_sink = wanted
+    # without what rounding dropped, the gate's gradient takes the portable kernels
+    chosen = _plan(q, k, v, gate_gradient=of_gate, deterministic=deterministic or (of_gate and not o_rest.numel()))
+    row_dlse = None if dlse is None else dlse.float().transpose(1, 2).contiguous()
+    given = (do, q, k, v, o, lse, log_decay, sink, some[0], some[1], some[2], some[3], scale, row_dlse)
+    keys, rows = of_k or of_v or of_gate, of_q or of_gate or of_sink
+    with on_device_of(q):
+        if chosen.backward == "hopper" and keys:
+            from attnzoo.kernels.fox.hopper.backward import fox_backward_hopper
+
+            dq, dk, dv, dkey, drow = fox_backward_hopper(*given, o_rest if o_rest.numel() else None)
         else:
-            doc = None if cu_seqlens is None else segment_starts(cu_seqlens, S)
-            dgate = gate_gradient(dkey, drow, log_decay, doc, T)
-    return dq, dk, dv, dgate, dsink
+            dq, dk, dv, dkey, drow = fox_backward(*given, chosen.of("dq"), chosen.of("dkdv"), rows=rows, keys=keys)
+        dgate, dsink = lse.new_empty(0), lse.new_empty(0)
+        if of_sink and drow is not None:
+            dsink = -(drow if row_dlse is None else drow - row_dlse).sum((0, 2))
+        if of_gate and log_decay is not None and dkey is not None:
+            dgate = _gate_gradient(dkey, drow, log_decay, cu_seqlens, q.shape[1])
+    empty = q.new_empty(0)
+    return dq if of_q else empty, dk if of_k else empty.clone(), dv if of_v else empty.clone(), dgate, dsink
+
+
+def _gate_gradient(dkey: Tensor, drow: Some, log_decay: Tensor, cu_seqlens: Some, T: int) -> Tensor:
+    """Gradient of log_decay from the sums of dS over each key's column and, where they are not 0, each row."""
+    S = dkey.shape[2]
+    if gate_kind(log_decay) != GATE_CONST:
+        doc = None if cu_seqlens is None else segment_starts(cu_seqlens, S)
+        return gate_gradient(dkey, drow, log_decay, doc, T)
+    dc = -dkey.double()  # the running sum of a constant gate is its multiple of the position
+    if drow is not None:
+        dc[..., S - T :] += drow
+    dgate = (dc * torch.arange(S, device=dkey.device)).sum((0, 2)).float()
+    return dgate.masked_fill(log_decay <= CLOSED, 0.0)
 
 
 @fox_backward_op.register_fake
 def _backward_fake(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None, sink: Tensor | None,
-    cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor, start: Tensor, o_rest: Tensor, scale: float,
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None,
+    sink: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor, start: Tensor,
+    o_rest: Tensor, scale: float, deterministic: bool, wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    def dense(x: Tensor) -> Tensor:
-        return x.new_empty(x.shape)
+    def dense(x: Some, like: Tensor, want: bool) -> Tensor:
+        return like.new_empty(x.shape if want and x is not None else 0)
 
+    of_q, of_k, of_v, of_gate, of_sink = wanted
     return (
-        dense(q),
-        dense(k),
-        dense(v),
-        lse.new_empty(0 if log_decay is None else log_decay.shape),
-        lse.new_empty(0 if sink is None else sink.shape),
+        dense(q, q, of_q),
+        dense(k, k, of_k),
+        dense(v, v, of_v),
+        dense(log_decay, lse, of_gate),
+        dense(sink, lse, of_sink),
     )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, log_decay, sink, cu_seqlens, _, scale, *_ = inputs
-    ctx.save_for_backward(q, k, v, log_decay, sink, cu_seqlens, *output)
-    ctx.scale = scale
+    q, k, v, log_decay, sink, cu_seqlens, _, scale, _, _, _, _, deterministic, return_lse = inputs
+    o, row_lse, *kept = output
+    ctx.save_for_backward(q, k, v, log_decay, sink, cu_seqlens, o, *kept)
+    ctx.scale, ctx.deterministic, ctx.return_lse = scale, deterministic, return_lse
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, do: Some, dlse: Some, *_: Some) -> tuple[Some, ...]:
     q, k, v, log_decay, sink, cu_seqlens, o, lse, c, base, since, start, o_rest = ctx.saved_tensors
-    none = (None,) * 12
-    if do is None:
+    none = (None,) * 14
+    dlse = dlse if ctx.return_lse else None
+    if do is None and dlse is None:
         return none
-    dq, dk, dv, dgate, dsink = fox_backward_op(
-        do, q, k, v, o, lse, log_decay, sink, cu_seqlens, c, base, since, start, o_rest, ctx.scale
-    )
-    dsink = None if sink is None else dsink.to(sink.dtype)
-    return (dq, dk, dv, None if log_decay is None else dgate, dsink, *none[5:])
+    do = torch.zeros_like(o) if do is None else do
+    wanted = [bool(x) for x in ctx.needs_input_grad[:5]]
+    # asked for before the forward or before the backward
+    deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
+    grads = fox_backward_op(
+        do, dlse, q, k, v, o, lse, log_decay, sink, cu_seqlens, c, base, since, start, o_rest, ctx.scale,
+        deterministic, wanted,
+    )  # fmt: skip
+    dq, dk, dv, dgate, dsink = (g if want else None for g, want in zip(grads, wanted, strict=True))
+    return (dq, dk, dv, dgate, None if dsink is None else dsink.to(sink.dtype), *none[5:])
 
 
 fox_forward_op.register_autograd(_backward, setup_context=_setup)
 
-__all__ = ["KEY_UNIT", "ROW_UNIT", "bounds", "fox_backward_op", "fox_forward_op"]
+__all__ = ["bounds", "fox_backward_op", "fox_forward_op", "fox_infer_op"]

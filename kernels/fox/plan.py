@@ -1,20 +1,20 @@
-"""Tile sizes and the choice of hardware features, in one place."""
+"""Which kernels, tiles and features one call of ``fox_attention`` runs on: ``plan`` decides, nothing else does."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from attnzoo.kernels.common import tiles as tile_sizes
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.device import capability, gluon_runs, has_descriptors
+from attnzoo.kernels.common.device import Machine, not_gluon
 from attnzoo.kernels.common.tiles import Kind, Tiles
 
-_log = logging.getLogger("attnzoo.kernels.fox")
-
+SPLIT_ROWS = 64  # packed rows (T * H / G) up to which the keys are split
 
 # Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/NOTES.md), 16-bit inputs.
 _HOPPER: dict[Kind, dict[int, Tiles]] = {
@@ -30,8 +30,8 @@ _HOPPER: dict[Kind, dict[int, Tiles]] = {
     },
     "dkdv": {64: Tiles(64, 64, 4, 4, heads=8), 128: Tiles(32, 64, 4, 4, heads=8), 256: Tiles(32, 64, 8, 2)},
 }
-# The Gluon forward (``hopper/forward.py``); num_warps are those of each of its two warpgroups. Head dims over 64 up to
-# 128: at 64 it is no faster than the portable one.
+# The Gluon forward; num_warps are those of each of its two warpgroups. Head dims over 64 up to 128: at 64 it is no
+# faster than the portable one.
 HOPPER_FORWARD = Tiles(128, 128, 4, 2, tma=True, heads=2)
 # Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
 _SAFE: dict[Kind, dict[int, Tiles]] = {
@@ -43,43 +43,83 @@ _SAFE: dict[Kind, dict[int, Tiles]] = {
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {
     kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)} for kind in _SAFE
 }
-_overrides: dict[Kind, Tiles] = {}
-override = functools.partial(tile_sizes.override, _overrides)
-_said: set[tuple[int, int]] = set()
+_forced: dict[Kind, Tiles] = {}
+override = functools.partial(tile_sizes.override, _forced)
 
 
-def one_pass(K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the backward runs as one pass (``hopper/backward_kernel.py``) instead of as two kernels.
+@dataclass(frozen=True)
+class Call:
+    """What a plan depends on besides the machine: T rows, S keys, ``rep`` query heads per key head, head dims K, V."""
 
-    Not under deterministic algorithms: it adds up dq in an order that varies. Not where tests force the two kernels'
-    tiles.
+    T: int
+    S: int
+    rep: int
+    K: int
+    V: int
+    dtype: torch.dtype
+    gate_gradient: bool = False  # a backward pass will be asked for the gate's gradient
+    deterministic: bool = False
+    masked: bool = False  # with ``valid``
+    described: bool = True  # descriptors can address q, k and v: 16-byte strides and addresses
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernels of a call, the tiles of the portable ones, and why a Hopper GPU does without its own (or "").
+
+    Attributes:
+        forward: "split" divides the keys among programs (few rows), the others one program per block of rows.
+        backward: "hopper" is one pass that adds up dq in an order that varies, "portable" two deterministic kernels.
+        keeps_rest: the forward keeps what the rounding of o drops, for the gate's gradient in one pass.
     """
-    if "dq" in _overrides or "dkdv" in _overrides or torch.are_deterministic_algorithms_enabled():
-        return False
-    return gluon_runs(K, V, dtype, device)
+
+    forward: Literal["split", "hopper", "portable"]
+    backward: Literal["hopper", "portable"]
+    keeps_rest: bool
+    tiles: tuple[tuple[Kind, Tiles], ...]
+    why: str = ""
+
+    def of(self, kind: Kind) -> Tiles:
+        """Tiles of one portable kernel."""
+        return dict(self.tiles)[kind]
 
 
-def hopper_forward(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the Gluon forward (``hopper/``) runs: where it is faster, and there are rows for both warpgroups."""
-    return "fwd" not in _overrides and T >= ROW_UNIT and max(K, V) > 64 and gluon_runs(K, V, dtype, device)
+def plan(call: Call, machine: Machine) -> Plan:
+    """The plan of a call on a machine; equal arguments give equal plans.
+
+    Raises:
+        ValueError: tiles that tests or sweeps force (``override``) do not fit.
+    """
+    return _plan(call, machine, tuple(_forced.items()))
 
 
-def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Tiles of a kernel for head dims up to ``head_dim`` (the larger of K and V)."""
-    if kind in _overrides:
-        if kind != "dkdv" and _overrides[kind].BS > KEY_UNIT:
-            raise ValueError(
-                f"BS: expected at most {KEY_UNIT} in {kind} (one gate base per tile), got {_overrides[kind].BS}"
-            )
-        return _overrides[kind]
+@functools.lru_cache(maxsize=1024)
+def _plan(call: Call, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
+    sizes: dict[Kind, Tiles] = {kind: _tiles(kind, max(call.K, call.V), call.dtype, machine) for kind in _SAFE}
+    sizes.update(forced)
+    for kind, t in forced:
+        if kind != "dkdv" and t.BS > KEY_UNIT:
+            raise ValueError(f"BS: expected at most {KEY_UNIT} in {kind} (one gate base per tile), got {t.BS}")
+    gluon = not_gluon(machine, call.K, call.V, call.dtype)
+    here = gluon or ("" if call.described else "descriptors cannot address q, k and v (strides of 16 bytes)")
+    once = gluon or ("deterministic algorithms are asked for" if call.deterministic else "")
+    rest = call.gate_gradient and not once and not {"dq", "dkdv"} & dict(forced).keys()
+    backward = once or here or ("tiles are forced" if {"dq", "dkdv"} & dict(forced).keys() else "")
+    forward: Literal["split", "hopper", "portable"] = "portable"
+    if call.T * call.rep <= SPLIT_ROWS and max(4 * call.T, 4 * KEY_UNIT) <= call.S:
+        forward = "split"
+    elif not here and "fwd" not in dict(forced) and call.T >= ROW_UNIT and max(call.K, call.V) > 64 and not call.masked:
+        forward = "hopper"  # where it is faster, and there are rows for both warpgroups
+    why = (here or backward) if machine.hopper else ""
+    return Plan(forward, "portable" if backward else "hopper", rest, tuple(sizes.items()), why)
+
+
+def _tiles(kind: Kind, head_dim: int, dtype: torch.dtype, machine: Machine) -> Tiles:
+    """Tiles of a portable kernel for head dims up to ``head_dim`` (the larger of K and V)."""
     size = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     if dtype == torch.float32:
         return _FLOAT32[kind][size]
-    cap = capability(device)
-    if cap == (9, 0):
+    if machine.hopper:
         t = _HOPPER[kind][size]
-        return t if has_descriptors() else dataclasses.replace(t, tma=False, maxnreg=None)
-    if cap not in ((0, 0), (8, 0), (8, 6), (8, 9)) and cap not in _said:
-        _said.add(cap)
-        _log.info("fox: no tuned tiles for compute capability %d.%d; using the safe table", *cap)
+        return t if machine.descriptors else dataclasses.replace(t, tma=False, maxnreg=None)
     return _SAFE[kind][size]

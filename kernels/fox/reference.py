@@ -8,6 +8,7 @@ Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025
 from __future__ import annotations
 
 import math
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,12 +16,16 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.running_gates import GateSums
 
 
 def prune_starts_reference(
-    q: Tensor, k: Tensor, c: Tensor, since: Tensor, scale: float, prune: Prune, logit_bound: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, c: Tensor, since: Tensor, scale: float, prune: Prune,
+    logit_bound: Tensor | None = None, valid: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)]: prune.py's bounds, in float64.
+
+    With a ``logit_bound`` the smaller of it and the norms' bound counts; with fewer than ROW_UNIT rows it alone.
 
     Args:
         q, k: [B, T, H, K] and [B, S, G, K]; c: [B, H, S] running gate sums; since: [B, H, S] first visible keys.
@@ -32,19 +37,24 @@ def prune_starts_reference(
     c = c.detach()
     last = torch.arange(KEY_UNIT - 1, S, KEY_UNIT, device=q.device)
     off = S - T
+    known = torch.zeros(()) if logit_bound is None else logit_bound.double().expand(B, H)
     if prune.bound == "tail":
         pos, j = torch.arange(off, S, device=q.device), torch.arange(S, device=q.device)
         near = ((pos - off) // ROW_UNIT * ROW_UNIT + off) // KEY_UNIT * KEY_UNIT - NEAR_UNITS * KEY_UNIT
         seen = (j <= pos[:, None]) & (j >= near[:, None]) & (j >= since[..., off:, None])
+        if valid is not None:
+            seen = seen & valid[:, None, None, :]
         logits = scale * torch.einsum("bthk,bshk->bhts", q64, k64.repeat_interleave(H // G, 2))
         logits = (logits + c[..., off:, None] - c[..., None, :]).masked_fill(~seen, -math.inf)
         u = scale * q64.norm(dim=-1).transpose(1, 2) * k_max[..., None]  # [B, H, T]
         if logit_bound is not None:
-            u = torch.minimum(u, logit_bound.double()[None, :, None])
+            u = known[..., None].expand_as(u) if T < ROW_UNIT else torch.minimum(u, known[..., None])
         row = u - torch.logsumexp(logits, -1) + c[..., off:]
         tail = torch.logcumsumexp(-c, -1)[..., last]  # log n_b - c_b
     else:
-        u = scale * q64.norm(dim=-1).amax(1) * k_max if logit_bound is None else logit_bound.double().expand(B, H)
+        u = scale * q64.norm(dim=-1).amax(1) * k_max
+        if logit_bound is not None:
+            u = known if T < ROW_UNIT else torch.minimum(u, known)
         row = 2 * u[..., None] + math.log(S) + c[..., off:]
         tail = -c[..., last]
     first = torch.arange(0, T, ROW_UNIT, device=q.device)
@@ -60,7 +70,34 @@ def prune_starts_reference(
     return monotone
 
 
+@overload
 def fox_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor | None, return_lse: Literal[False] = ..., **options: Any
+) -> Tensor: ...
+@overload
+def fox_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor | None, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+def fox_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Dense forgetting attention; arguments and results as ``fox_attention`` (there is no ``impl``). Memory O(T S).
+
+    Args:
+        options: also ``compute_dtype``, of the operands of both matrix products (the softmax is float32 or better).
+            Default: float64 for float64 inputs, else float32.
+    """
+    o, lse = fox_reference_with_lse(q, k, v, log_decay=log_decay, **options)
+    return (o, lse) if return_lse else o
+
+
+def fox_reference_with_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -72,17 +109,11 @@ def fox_reference(
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     logit_bound: Tensor | None = None,
+    valid: Tensor | None = None,
+    gate_sums: GateSums | None = None,
     compute_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Dense forgetting attention; arguments as ``fox_attention``. Memory O(T S).
-
-    Args:
-        compute_dtype: dtype of the operands of both matrix products (the softmax is float32 or better). Default:
-            float64 for float64 inputs, else float32.
-
-    Returns:
-        [B, T, H, V] in q's dtype.
-    """
+) -> tuple[Tensor, Tensor]:
+    """``fox_reference``, always with the rows' log-sum-exp."""
     B, T, H, K = q.shape
     S, G = k.shape[1], k.shape[2]
     scale = K**-0.5 if scale is None else scale
@@ -90,12 +121,17 @@ def fox_reference(
     cd = wide if compute_dtype is None else compute_dtype
     c, closed = running_sums(log_decay, B, S, H, q.device)
     since = first_visible(closed, window, cu_seqlens)
+    if gate_sums is not None:
+        c, seen = gate_sums.log_decay_sums()
+        since = torch.maximum(since, seen)
     off = S - T
     pos = torch.arange(off, S, device=q.device)
     j = torch.arange(S, device=q.device)
     visible = (j <= pos[:, None]) & (j >= since[..., off:, None])  # [B, H, T, S]
+    if valid is not None:
+        visible = visible & valid[:, None, None, :]
     if prune is not None:
-        start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound)
+        start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound, valid)
         visible &= j >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
     qh = q.to(cd).transpose(1, 2)
     kh, vh = (x.to(cd).transpose(1, 2).repeat_interleave(H // G, 1) for x in (k, v))
@@ -103,5 +139,7 @@ def fox_reference(
     logits = (torch.matmul(qh, kh.transpose(-1, -2)).to(wide) * scale + decay).masked_fill(~visible, -math.inf)
     if sink is not None:
         logits = torch.cat([logits, sink.to(wide)[None, :, None, None].expand(B, H, T, 1)], -1)
-    weights = torch.softmax(logits, -1)[..., :S]
-    return torch.matmul(weights.to(cd), vh).transpose(1, 2).to(q.dtype)
+    alone = (logits == -math.inf).all(-1, keepdim=True)  # rows without any key: no weights
+    weights = torch.softmax(logits.masked_fill(alone, 0.0), -1).masked_fill(alone, 0.0)[..., :S]
+    lse = torch.logsumexp(logits.masked_fill(alone, 0.0), -1).masked_fill(alone[..., 0], -math.inf)
+    return torch.matmul(weights.to(cd), vh).transpose(1, 2).to(q.dtype), lse.transpose(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,10 +14,18 @@ from attnzoo.kernels.common.dense import first_visible, running_sums
 from attnzoo.kernels.common.device import capability
 
 from .plan import too_small
-from .reference import path_reference, prune_starts_reference
+from .reference import path_reference_lse, prune_starts_reference
 
 
+@overload
 def path_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def path_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any
+) -> Tensor: ...
+def path_attention(  # type: ignore[misc]  # the options above are these
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -26,10 +35,13 @@ def path_attention(
     log_decay: Tensor | None = None,
     scale: float | None = None,
     prune: Prune | None = None,
+    window: int | None = None,
+    sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     logit_bound: Tensor | None = None,
+    return_lse: bool = False,
     impl: Impl = "auto",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Causal softmax attention with keys carried by Householder-like transitions (PaTH), and a forget gate (PaTH-FoX).
 
         o_i = sum_{j <= i} softmax_j(scale k_j^T R_{j+1} ... R_i q_i + log_decay_{j+1} + ... + log_decay_i) v_j
@@ -45,13 +57,18 @@ def path_attention(
         k: [B, T, G, K], v: [B, T, G, V]; G divides H and head h reads key head h // (H / G).
         w: [B, T, G, K] unit vectors in q's dtype or float32, beta: [B, T, G] in [0, 2], q's dtype or float32. A w
             rounded to 16 bits is of unit length up to 2^-9, which pruning's certificate does not count.
-        log_decay: [B, T, H] natural log of the forget gate, float32, <= 0, or None. All of these are differentiable.
+        log_decay: [B, T, H] natural log of the forget gate, float32, <= 0, or None. All of these, and sink, are
+            differentiable.
         scale: of the scores; default K ** -0.5.
         prune: skip blocks whose total weight is certified below ``prune.eps`` per row. Needs a gate. The transitions
             that only skipped blocks need are not computed either.
+        window: each row sees itself and the window - 1 keys before it. The transitions that only keys outside of it
+            need are not computed either.
+        sink: [H] logits that take part in the softmax without a value.
         cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. T; B is 1. Changing lengths does not recompile.
         logit_bound: [H] float32 known bound of |scale q . k|, used by ``prune`` besides measured norms. A bound that
             does not hold voids the certificate.
+        return_lse: also return the log-sum-exp of each row's logits, the sink's included; differentiable.
         impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports (GPUs
             with 163 KiB of shared memory per program, 227 for float32: compute capability 8.0, 9.0, 10.0).
 
@@ -61,7 +78,7 @@ def path_attention(
     ``torch.use_deterministic_algorithms(True)`` selects the deterministic kernels there too.
 
     Returns:
-        [B, T, H, V] in q's dtype.
+        [B, T, H, V] in q's dtype; with ``return_lse`` also [B, T, H] float32, in natural units.
 
     Raises:
         ValueError: a shape, dtype, device or option is wrong; the message says what was expected. Values (gates > 0,
@@ -73,27 +90,32 @@ def path_attention(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         with torch.autocast(q.device.type, enabled=False):
-            return path_attention(
+            again: Any = path_attention
+            result: Tensor | tuple[Tensor, Tensor] = again(
                 q.to(dtype), k.to(dtype), v.to(dtype), w=w.float(), beta=beta.float(),
                 log_decay=None if log_decay is None else log_decay.float(), scale=scale, prune=prune,
-                cu_seqlens=cu_seqlens, logit_bound=logit_bound, impl=impl,
+                window=window, sink=sink, cu_seqlens=cu_seqlens, logit_bound=logit_bound, return_lse=return_lse,
+                impl=impl,
             )  # fmt: skip
-    _check(q, k, v, w, beta, log_decay, scale, prune, cu_seqlens, logit_bound)
+            return result
+    _check(q, k, v, w, beta, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if pick_implementation("path_attention", impl, triton_unavailable(q, v)) == "reference":
-        return path_reference(
-            q, k, v, w=w, beta=beta, log_decay=log_decay, scale=scale, prune=prune, cu_seqlens=cu_seqlens,
-            logit_bound=logit_bound,
+        o, lse = path_reference_lse(
+            q, k, v, w=w, beta=beta, log_decay=log_decay, scale=scale, prune=prune, window=window, sink=sink,
+            cu_seqlens=cu_seqlens, logit_bound=logit_bound,
         )  # fmt: skip
+        return (o, lse) if return_lse else o
     from .op import path_forward_op
 
     q, k, v, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w, beta.float()))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
     learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
-    o: Tensor = path_forward_op(
-        q, k, v, w, beta, log_decay, cu_seqlens, logit_bound, scale, bound, log_eps, learns_decay
-    )[0]  # fmt: skip
-    return o
+    o, lse, *_ = path_forward_op(
+        q, k, v, w, beta, log_decay, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps, learns_decay,
+        return_lse,
+    )  # fmt: skip
+    return (o, lse) if return_lse else o
 
 
 @torch.no_grad()
@@ -106,18 +128,19 @@ def kept_fraction(
     log_decay: Tensor,
     prune: Prune | None = None,
     scale: float | None = None,
+    window: int | None = None,
     cu_seqlens: Tensor | None = None,
     logit_bound: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Share of the causal blocks (128 rows by 64 keys) that ``path_attention`` computes, per head.
 
-    Arguments as ``path_attention``. Closed gates and packing count as well as pruning.
+    Arguments as ``path_attention``. Closed gates, packing and the window count as well as pruning.
 
     Returns:
         [B, H] float32 in (0, 1].
     """
-    _check(q, k, k, w, beta, log_decay, scale, prune, cu_seqlens, logit_bound)
+    _check(q, k, k, w, beta, log_decay, scale, prune, window, None, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     B, T, H, _ = q.shape
     since: Tensor | None
@@ -127,10 +150,10 @@ def kept_fraction(
 
         bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
         q, k, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, w, beta.float()))
-        since, start = starts(q, k, w, beta, log_decay, cu_seqlens, logit_bound, scale, bound, log_eps)
+        since, start = starts(q, k, w, beta, log_decay, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
     else:
         c, closed = running_sums(log_decay, B, T, H, q.device)
-        since = first_visible(closed, None, cu_seqlens)
+        since = first_visible(closed, window, cu_seqlens)
         if prune is not None:
             start = prune_starts_reference(q, k, w, beta, c, since, scale, prune, logit_bound)
     return share_kept(since, start, B, T, H, T, q.device)
@@ -144,12 +167,13 @@ def triton_unavailable(q: Tensor, v: Tensor) -> str:
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, scale: float | None,
-    prune: Prune | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None,
+    prune: Prune | None, window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None,
+    logit_bound: Tensor | None,
 ) -> None:  # fmt: skip
     """Shapes, dtypes, devices and options; values where they may be read."""
     if log_decay is not None and log_decay.ndim != 3:
         raise ValueError(f"log_decay: expected [B, T, H], got shape {tuple(log_decay.shape)}")
-    check_inputs(q, k, v, log_decay, scale, prune, None, None, cu_seqlens, logit_bound)
+    check_inputs(q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
     B, T, H, K = q.shape
     G = k.shape[2]
     if k.shape[1] != T:

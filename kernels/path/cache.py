@@ -6,32 +6,15 @@ after n steps about 2^-9 sqrt(n) of a bfloat16 key (tests/kernels/test_path_deco
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Literal, cast, overload
 
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.transitions import HeadGate, cut, heads_first
-from attnzoo.recurrences.deltanet import Householder
+from attnzoo.algebra.transitions import cut, heads_first
+from attnzoo.kernels.path.chunk import CHUNK, factors_block
 
-CHUNK = 64  # most tokens that one pass over the cache takes
 SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill
-
-
-def close_chunk(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A chunk of N tokens in closed form, float32.
-
-    Returns:
-        scores [B, H, N, N], queries carried back to its start [B, N, H, K], keys carried to its end [B, N, G, K], and
-        the transposed product of its factors [B, G, K, K].
-    """
-    H = q.shape[2]
-    rep = H // k.shape[2]
-    qh, kh, wh, bh = (heads_first(x, H, torch.float32) for x in (q, k, w, beta))
-    with torch.autocast(q.device.type, enabled=False):
-        block = Householder().block(qh, kh, HeadGate(w=wh, beta=bh))
-    total = cast(Tensor, block.total)[:, ::rep].contiguous()
-    return block.scores.contiguous(), block.q.transpose(1, 2).contiguous(), block.k[:, ::rep].transpose(1, 2), total
 
 
 def refuse_gradients(*tensors: Tensor) -> None:
@@ -42,7 +25,7 @@ def refuse_gradients(*tensors: Tensor) -> None:
 
 def _check(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
-    valid: Tensor | None,
+    valid: Tensor | None, window: int | None, sink: Tensor | None,
 ) -> None:  # fmt: skip
     if q.ndim != 4 or keys.ndim != 4 or values.ndim != 4:
         got = {"q": q.ndim, "keys": keys.ndim, "values": values.ndim}
@@ -56,17 +39,34 @@ def _check(
     shapes = {
         "k": (k, (B, N, G, K)), "w": (w, (B, N, G, K)), "beta": (beta, (B, N, G)), "keys": (keys, (B, S, G, K)),
         "values": (values, (B, S + N, G, values.shape[3])), "gates": (gates, (B, S + N, H)),
-        "valid": (valid, (B, S + N)),
+        "valid": (valid, (B, S + N)), "sink": (sink, (H,)),
     }  # fmt: skip
     for name, (x, shape) in shapes.items():
         if x is not None and tuple(x.shape) != shape:
             raise ValueError(f"{name}: expected {shape} beside q {tuple(q.shape)}, got {tuple(x.shape)}")
+    if valid is not None and valid.dtype != torch.bool:
+        raise ValueError(f"valid: expected bool, got {valid.dtype}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
 
 
+@overload
 def path_extend(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
-    valid: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    valid: Tensor | None = None, scale: float | None = None, *, window: int | None = None, sink: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def path_extend(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
+    valid: Tensor | None = None, scale: float | None = None, *, window: int | None = None, sink: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+def path_extend(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
+    valid: Tensor | None = None, scale: float | None = None, *, window: int | None = None, sink: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Continue PaTH or PaTH-FoX from cached keys, with one new token or many: one pass over the cache per CHUNK tokens.
 
     Each cached key is read once, multiplied by the factors of the new tokens, used and written to the cache that is
@@ -80,46 +80,59 @@ def path_extend(
         keys: [B, S, G, K] float32, S >= 1 cached keys as the last cached token left them (``carry_keys``).
         values: [B, S + N, G, V], cached and new.
         gates: [B, S + N, H] log gates of the cached and the new tokens, or None.
-        valid: [B, S + N] bool, the tokens that exist, or None for all.
+        valid: [B, S + N] bool, the tokens that exist, or None for all. The others are seen by no row, and their
+            factors and gates count for nothing. A row that sees no key is 0 (its log-sum-exp that of the sink).
         scale: of the scores; default K ** -0.5.
+        window: each row sees itself and the window - 1 tokens before it, padding counted. Keys that no later row will
+            see may be left out of ``keys``, ``values``, ``gates`` and ``valid``, from the first on.
+        sink: [H] logits that take part in the softmax without a value.
+        return_lse: also return the log-sum-exp of each row's logits, the sink's included.
 
     Returns:
-        o [B, N, H, V] in the dtype of ``values``, and the keys as the last new token leaves them,
-        [B, S + N, G, K] float32.
+        o [B, N, H, V] in the dtype of ``values``, the keys as the last new token leaves them [B, S + N, G, K] float32,
+        and with ``return_lse`` [B, N, H] float32.
 
     Raises:
         ValueError: a shape or dtype is wrong, or an input requires a gradient while gradients are recorded.
 
     Source: Yang et al., "PaTH Attention", 2025, section 3.4.
     """
-    _check(q, k, w, beta, keys, values, gates, valid)
-    refuse_gradients(q, k, w, beta, keys, values)
+    _check(q, k, w, beta, keys, values, gates, valid, window, sink)
+    refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink) if x is not None))
     from attnzoo.kernels.path.portable.decode import path_advance
 
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    S, outputs = keys.shape[1], []
+    S, outputs, sums = keys.shape[1], [], []
+    if valid is not None:
+        beta = beta.masked_fill(~valid[:, S:, None], 0.0)
     for start in range(0, q.shape[1], CHUNK):
         stop = min(start + CHUNK, q.shape[1])
         now, seen = slice(start, stop), slice(0, S + stop)
-        o, keys = path_advance(
+        o, lse, keys = path_advance(
             q[:, now], k[:, now], w[:, now], beta[:, now], keys, values[:, seen],
-            None if gates is None else gates[:, seen], None if valid is None else valid[:, seen], scale,
+            None if gates is None else gates[:, seen], None if valid is None else valid[:, seen], sink,
+            window or 0, scale,
         )  # fmt: skip
         outputs.append(o)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), keys
+        sums.append(lse)
+    o, lse = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (outputs, sums))
+    return (o, keys, lse) if return_lse else (o, keys)
 
 
-def carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
+def carry_keys(k: Tensor, w: Tensor, beta: Tensor, valid: Tensor | None = None) -> Tensor:
     """``(R_{j+1} ... R_T)^T k_j`` for every token j, in float32 or better: the cache after a prefill.
 
     Args:
         k: [B, T, G, K].
         w: [B, T, G, K] unit vectors.
         beta: [B, T, G] in [0, 2].
+        valid: [B, T] bool, the tokens that exist, or None for all. The factors of the others count for nothing.
 
     Returns:
         [B, T, G, K]. Differentiable.
     """
+    if valid is not None:
+        beta = beta.masked_fill(~valid[..., None], 0.0)
     with torch.autocast(k.device.type, enabled=False):
         return _carry_keys(k, w, beta)
 
@@ -132,7 +145,7 @@ def _carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
     for start in reversed(range(0, T, SLAB)):
         now = slice(start, start + SLAB)
         kh, wh, bh = (cut(heads_first(x[:, now], G, dtype), CHUNK) for x in (k, w, beta))  # [B, G, blocks, CHUNK, ...]
-        block = Householder().block(kh[..., :1, :], kh, HeadGate(w=wh, beta=bh))
+        block = factors_block(kh[..., :1, :], kh, wh, bh)
         products = cast(Tensor, block.total)  # of each block; then of all blocks of the slab from it on
         step = 1
         while step < products.shape[2]:

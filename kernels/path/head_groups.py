@@ -37,7 +37,7 @@ class HeadGroup:
         """HeadGroup of x [B, H, ...]; [1, 1, T] is shared by all."""
         return x if x is None or x.shape[:2] == (1, 1) else x[self.b, self.h]
 
-    def bound(self, x: Tensor | None) -> Tensor | None:
+    def heads(self, x: Tensor | None) -> Tensor | None:
         """HeadGroup of x [H]."""
         return x if x is None else x[self.h]
 

@@ -68,6 +68,7 @@ class Wanted(NamedTuple):
     w: bool
     beta: bool
     log_decay: bool
+    sink: bool
 
     @property
     def transitions(self) -> bool:
@@ -84,7 +85,7 @@ class Wanted(NamedTuple):
         return self.k or self.transitions
 
 
-EVERYTHING = Wanted(True, True, True, True, True, True)
+EVERYTHING = Wanted(*(True,) * 7)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import segment_starts
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
+from attnzoo.kernels.common.rows import row_lse, since_without_gate
 from attnzoo.kernels.path.levels import Wanted
 from attnzoo.kernels.path.portable.backward import path_backward
 from attnzoo.kernels.path.portable.forward import path_forward
@@ -19,22 +20,22 @@ from .plan import one_pass
 
 
 def gates(
-    log_decay: Tensor | None, cu_seqlens: Tensor | None, T: int
+    q: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, window: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gate sums c and base, first visible keys, and the tail sums for pruning."""
+    T = q.shape[1]
     doc = None if cu_seqlens is None else segment_starts(cu_seqlens, T)
     if log_decay is not None:
-        c, base, since, tails = gate_sums(log_decay, doc, T)
-        return c, base, since, tails
-    return None, None, None if doc is None else doc.view(1, 1, T), None
+        return gate_sums(log_decay, doc, window or T)
+    return None, None, since_without_gate(doc, window, T, q.device), None
 
 
 def starts(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, bound: str, log_eps: float,
+    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """First visible keys [B, H, T], and the first key of each row unit where ``bound`` names one."""
-    c, base, since, tails = gates(log_decay, cu_seqlens, q.shape[1])
+    c, base, since, tails = gates(q, log_decay, cu_seqlens, window)
     if not bound:
         return since, None
     assert c is not None
@@ -54,110 +55,113 @@ def _keeps_rest(q: Tensor, v: Tensor, learns_decay: bool) -> bool:
 
 @torch.library.custom_op("attnzoo::path_forward", mutates_args=())
 def path_forward_op(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, bound: str, log_eps: float, learns_decay: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns o, lse, and c, base, since, start, o_rest for the backward pass (empty where they do not apply).
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, sink: Tensor | None,
+    cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
+    learns_decay: bool, return_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns o, row_lse, and lse, c, base, since, start, o_rest for the backward pass (empty where they do not apply).
 
     Args:
+        window: visible keys per row, 0 for no window.
+        return_lse: whether row_lse holds the log-sum-exp of each row [B, T, H].
         learns_decay: whether a gradient of log_decay will be asked for; only then may o_rest [B, T, H, V], what the
             rounding of o drops, be there.
     """
-    c, base, since, tails = gates(log_decay, cu_seqlens, q.shape[1])
+    c, base, since, tails = gates(q, log_decay, cu_seqlens, window)
     o_rest = q.new_empty((*q.shape[:3], v.shape[3])) if _keeps_rest(q, v, learns_decay) else None
     o, lse, start = path_forward(
-        q,
-        k,
-        v,
-        w,
-        beta,
-        c,
-        base,
-        tails,
-        since,
-        scale,
-        bound=bound,
-        log_eps=log_eps,
-        logit_bound=logit_bound,
-        o_rest=o_rest,
-    )
+        q, k, v, w, beta, c, base, tails, since, scale, window=window, bound=bound, log_eps=log_eps,
+        logit_bound=logit_bound, sink=sink, o_rest=o_rest,
+    )  # fmt: skip
+    rows = row_lse(lse, log_decay, c, base, q.shape[1]) if return_lse else lse.new_empty(0)
     c = lse.new_empty(0) if c is None else c
     base = lse.new_empty(0, dtype=torch.float64) if base is None else base
     since = lse.new_empty(0, dtype=torch.int32) if since is None else since
     start = lse.new_empty(0, dtype=torch.int32) if start is None else start
-    return o, lse, c, base, since, start, q.new_empty(0) if o_rest is None else o_rest
+    return o, rows, lse, c, base, since, start, q.new_empty(0) if o_rest is None else o_rest
 
 
 @path_forward_op.register_fake
 def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, bound: str, log_eps: float, learns_decay: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, sink: Tensor | None,
+    cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
+    learns_decay: bool, return_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, H, _ = q.shape
     gated, i32 = log_decay is not None, torch.int32
     n_u = (T + KEY_UNIT - 1) // KEY_UNIT
     o, lse = q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=torch.float32)
     c = lse.new_empty((B, H, n_u * KEY_UNIT) if gated else (0,))
     base = lse.new_empty((B, H, n_u + 1) if gated else (0,), dtype=torch.float64)
-    shape: tuple[Any, ...] = (B, H, T) if gated else (1, 1, T) if cu_seqlens is not None else (0,)
-    start = lse.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound else (0,), dtype=i32)
+    shape: tuple[Any, ...] = (B, H, T) if gated else (1, 1, T) if window or cu_seqlens is not None else (0,)
+    rows = lse.new_empty((B, T, H) if return_lse else (0,))
+    start = lse.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound or window else (0,), dtype=i32)
     o_rest = torch.empty_like(o) if _keeps_rest(q, v, learns_decay) else q.new_empty(0)
-    return o, lse, c, base, lse.new_empty(shape, dtype=i32), start, o_rest
+    return o, rows, lse, c, base, lse.new_empty(shape, dtype=i32), start, o_rest
 
 
 @torch.library.custom_op("attnzoo::path_backward", mutates_args=())
 def path_backward_op(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
-    log_decay: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor, start: Tensor,
-    o_rest: Tensor, scale: float, wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, w, beta and log_decay, contiguous; empty where not ``wanted`` (in this order)."""
-    *grads, dkey = path_backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
+    log_decay: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor,
+    start: Tensor, o_rest: Tensor, scale: float, wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, w, beta, log_decay and sink, contiguous; empty where not ``wanted`` (in this order).
+
+    Args:
+        dlse: [B, T, H] gradient of row_lse, or None.
+    """
+    row_dlse = None if dlse is None else dlse.float().transpose(1, 2).contiguous()
+    *grads, dkey, drow = path_backward(
         do, q, k, v, w, beta, o, lse, c if c.numel() else None, base if base.numel() else None,
         since if since.numel() else None, start if start.numel() else None, scale, Wanted(*wanted),
-        o_rest if o_rest.numel() else None,
+        o_rest=o_rest if o_rest.numel() else None, sink=sink, dlse=row_dlse,
     )  # fmt: skip
     dq, dk, dv, dw, dbeta = (
         x.new_empty(0) if g is None or not asked else g
         for x, g, asked in zip((q, k, v, w, beta), grads, wanted, strict=False)
     )
-    dgate = lse.new_empty(0)
+    dgate, dsink = lse.new_empty(0), lse.new_empty(0)
     if log_decay is not None and dkey is not None:
         doc = None if cu_seqlens is None else segment_starts(cu_seqlens, q.shape[1])
-        dgate = gate_gradient(dkey, None, log_decay, doc, q.shape[1])
-    return dq, dk, dv, dw, dbeta, dgate
+        dgate = gate_gradient(dkey, drow, log_decay, doc, q.shape[1])
+    if sink is not None and drow is not None and wanted[6]:  # the sink's part of dS, with which a row adds up to dlse
+        dsink = (-drow if row_dlse is None else row_dlse - drow).sum((0, 2)).to(sink.dtype)
+    return dq, dk, dv, dw, dbeta, dgate, dsink
 
 
 @path_backward_op.register_fake
 def _backward_fake(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
-    log_decay: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor, start: Tensor,
-    o_rest: Tensor, scale: float, wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    like = (q, k, v, w, beta, lse if log_decay is None else log_decay)
-    dq, dk, dv, dw, dbeta, dgate = (
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
+    log_decay: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor,
+    start: Tensor, o_rest: Tensor, scale: float, wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    like = (q, k, v, w, beta, lse if log_decay is None else log_decay, lse if sink is None else sink)
+    dq, dk, dv, dw, dbeta, dgate, dsink = (
         x.new_empty(x.shape if asked else (0,)) for x, asked in zip(like, wanted, strict=True)
     )
-    return dq, dk, dv, dw, dbeta, dgate
+    return dq, dk, dv, dw, dbeta, dgate, dsink
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, w, beta, log_decay, cu_seqlens, _, scale, *_ = inputs
-    ctx.save_for_backward(q, k, v, w, beta, log_decay, cu_seqlens, *output)
-    ctx.scale = scale
+    q, k, v, w, beta, log_decay, sink, cu_seqlens, _, scale, *_, return_lse = inputs
+    o, _, *kept = output
+    ctx.save_for_backward(q, k, v, w, beta, log_decay, sink, cu_seqlens, o, *kept)
+    ctx.scale, ctx.return_lse = scale, return_lse
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, w, beta, log_decay, cu_seqlens, o, lse, c, base, since, start, o_rest = ctx.saved_tensors
-    wanted = list(ctx.needs_input_grad[:6])
-    none = (None,) * 12
-    if do is None or not any(wanted):
+def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, w, beta, log_decay, sink, cu_seqlens, o, lse, c, base, since, start, o_rest = ctx.saved_tensors
+    wanted, none = list(ctx.needs_input_grad[:7]), (None,) * 15
+    dlse = dlse if ctx.return_lse else None
+    if (do is None and dlse is None) or not any(wanted):
         return none
     grads = path_backward_op(
-        do, q, k, v, w, beta, o, lse, log_decay, cu_seqlens, c, base, since, start, o_rest, ctx.scale, wanted
-    )
-    return (*(g if asked else None for g, asked in zip(grads, wanted, strict=True)), *none[6:])
+        torch.zeros_like(o) if do is None else do, dlse, q, k, v, w, beta, o, lse, log_decay, sink, cu_seqlens, c, base,
+        since, start, o_rest, ctx.scale, wanted,
+    )  # fmt: skip
+    return (*(g if asked else None for g, asked in zip(grads, wanted, strict=True)), *none[7:])
 
 
 path_forward_op.register_autograd(_backward, setup_context=_setup)

@@ -9,7 +9,7 @@ import logging
 import torch
 
 from attnzoo.kernels.common import tiles as tile_sizes
-from attnzoo.kernels.common.device import capability, gluon_runs, has_descriptors
+from attnzoo.kernels.common.device import TUNED, machine, not_gluon
 from attnzoo.kernels.common.tiles import HOPPER_BACKWARD, Kind, Tiles
 
 from .levels import BLOCK, level_count
@@ -68,7 +68,7 @@ def one_pass(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -
     """Whether the backward over the levels runs as one pass (``hopper/``) instead of as two kernels, as in FoX."""
     if "dq" in _overrides or "dkdv" in _overrides or torch.are_deterministic_algorithms_enabled():
         return False
-    return level_count(T) > 0 and gluon_runs(K, V, dtype, device)
+    return level_count(T) > 0 and not not_gluon(machine(device), K, V, dtype)
 
 
 def one_pass_tiles(pruned: bool) -> Tiles:
@@ -84,18 +84,18 @@ def pair_width(t: Tiles, head_dim: int) -> int:
 def _table(kind: Kind, size: int, dtype: torch.dtype, device: torch.device, pruned: bool) -> Tiles:
     if dtype == torch.float32:
         return _FLOAT32[kind][size]
-    cap = capability(device)
-    if cap == (9, 0):
+    where = machine(device)
+    if where.hopper:
         t = _HOPPER[kind][size]
         if pruned:
             t = _HOPPER_PRUNED.get(kind, {}).get(size, t)
-        return t if has_descriptors() else dataclasses.replace(t, tma=False, maxnreg=None)
-    if cap not in ((0, 0), (8, 0), (8, 6), (8, 9)) and cap not in _said:
-        _said.add(cap)
-        _log.info("path: no tuned tiles for compute capability %d.%d; using the safe table", *cap)
+        return t if where.descriptors else dataclasses.replace(t, tma=False, maxnreg=None)
+    if where.capability not in TUNED and where.capability not in _said:
+        _said.add(where.capability)
+        _log.info("path: no tuned tiles for compute capability %d.%d; using the safe table", *where.capability)
     return _SAFE[kind][size]
 
 
 def hopper_forward(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the Gluon forward (``hopper/``) runs: where it is faster, and there are levels."""
-    return "fwd" not in _overrides and level_count(T) > 0 and K % 8 == 0 and gluon_runs(K, V, dtype, device)
+    return "fwd" not in _overrides and level_count(T) > 0 and K % 8 == 0 and not not_gluon(machine(device), K, V, dtype)

@@ -9,6 +9,7 @@ Accumulating Householder Transformations", 2025, sections 2.2 and 3, here with t
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,7 +86,12 @@ def prune_starts_reference(
     return monotone
 
 
-def path_reference(
+def path_reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """The output of ``path_reference_lse``, with its arguments."""
+    return path_reference_lse(q, k, v, **options)[0]
+
+
+def path_reference_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -95,10 +101,12 @@ def path_reference(
     log_decay: Tensor | None = None,
     scale: float | None = None,
     prune: Prune | None = None,
+    window: int | None = None,
+    sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     logit_bound: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Dense PaTH attention; arguments as ``path_attention``. Memory O(T^2).
 
     Args:
@@ -106,14 +114,14 @@ def path_reference(
             better). Default: float64 for float64 inputs, else float32.
 
     Returns:
-        [B, T, H, V] in q's dtype.
+        [B, T, H, V] in q's dtype, and the log-sum-exp of each row [B, T, H], float32 or better.
     """
     B, T, H, K = q.shape
     scale = K**-0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
     c, closed = running_sums(log_decay, B, T, H, q.device)
-    since = first_visible(closed, None, cu_seqlens)
+    since = first_visible(closed, window, cu_seqlens)
     pos = torch.arange(T, device=q.device)
     visible = (pos <= pos[:, None]) & (pos >= since[..., None])  # [B, H, T, T]
     if prune is not None:
@@ -121,5 +129,8 @@ def path_reference(
         visible &= pos >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
     decay = (c[..., :, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
     logits = (path_scores(q, k, w, beta, compute_dtype) * scale + decay).masked_fill(~visible, -math.inf)
+    if sink is not None:
+        logits = torch.cat([logits, sink.to(wide)[None, :, None, None].expand(B, H, T, 1)], -1)
     vh = v.to(cd).transpose(1, 2).repeat_interleave(H // v.shape[2], 1)
-    return torch.matmul(torch.softmax(logits, -1).to(cd), vh).transpose(1, 2).to(q.dtype)
+    o = torch.matmul(torch.softmax(logits, -1)[..., :T].to(cd), vh).transpose(1, 2).to(q.dtype)
+    return o, torch.logsumexp(logits, -1).transpose(1, 2)

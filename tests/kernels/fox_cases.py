@@ -82,14 +82,20 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
 
 
 def run(fn: Any, case: Case, x: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
-    """Output and gradients of fn at x."""
+    """Output and gradients of fn at x; with ``return_lse`` also the log-sum-exp, and gradients of a loss of both."""
     leaves = {name: t.detach().clone().requires_grad_() for name, t in x.items() if name != "do"}
     named = {"log_decay": None} | {n: t for n, t in leaves.items() if n not in "qkv"}
     if case.cu_seqlens is not None:
         named["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=DEVICE)
     o = fn(leaves["q"], leaves["k"], leaves["v"], **named, **case.options, **more)
-    grads = torch.autograd.grad(o, list(leaves.values()), x["do"].to(o.dtype))
-    return {"o": o.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
+    outputs, ups = {"o": o}, [x["do"]]
+    if isinstance(o, tuple):
+        outputs = dict(zip(("o", "lse"), o, strict=True))
+        ups.append(torch.cos(torch.arange(o[1].numel(), device=DEVICE)).view(o[1].shape))
+    ups = [up.to(y.dtype) for up, y in zip(ups, outputs.values(), strict=True)]
+    grads = torch.autograd.grad(list(outputs.values()), list(leaves.values()), ups)
+    found = {name: y.detach() for name, y in outputs.items()}
+    return found | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
 def oracle(case: Case, x: dict[str, Tensor], reference: Any = fox_reference) -> dict[str, Tensor]:

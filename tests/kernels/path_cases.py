@@ -29,13 +29,18 @@ class Case:
     V: int = 16
     gate: str = "mixed"  # open, mixed, strong, shut, ones (log gate exactly 0), none
     beta: str = "any"  # any (uniform in 0..2, some exactly 0 or 2), zero, two
+    sink: bool = False
     cu_seqlens: tuple[int, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     S = property(lambda self: self.T)  # what draw_gate asks for
 
     def __str__(self) -> str:
-        extra = "".join(f"-{k}" for k in self.options) + ("-packed" if self.cu_seqlens else "")
+        extra = (
+            "".join(f"-{k}" for k in self.options)
+            + ("-packed" if self.cu_seqlens else "")
+            + ("-sink" if self.sink else "")
+        )
         return f"{self.gate}-{self.beta}-B{self.B}T{self.T}H{self.H}G{self.G}K{self.K}V{self.V}{extra}"
 
 
@@ -58,7 +63,7 @@ def draw_beta(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """q, k, v, w, beta, do and, where the case has one, log_decay; w and beta in float32."""
+    """q, k, v, w, beta, do and, where the case has them, log_decay and sink; w and beta in float32."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -75,6 +80,8 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     gate = draw_gate(case, generator)
     if gate is not None:
         x["log_decay"] = gate
+    if case.sink:
+        x["sink"] = randn(case.H)
     return {name: t.to(DEVICE) for name, t in x.items()}
 
 
@@ -88,4 +95,4 @@ def triton(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def within_budget(case: Case, x: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
     """The budget of the fox kernels; w and beta, too, have gradients that are sums over the factors."""
-    fox_cases.within_budget(case, x, ours, path_reference, ("dlog_decay", "dw", "dbeta"))
+    fox_cases.within_budget(case, x, ours, path_reference, ("dlog_decay", "dw", "dbeta", "dsink"))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+from typing import Any
 
 import pytest
 import torch
 from fox_cases import DEVICE, SMALL, Case, inputs, oracle, run, triton, within_budget
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.common import device as device_facts
 from attnzoo.kernels.common.constants import KEY_UNIT
 from attnzoo.kernels.common.tiles import Tiles
 from attnzoo.kernels.fox import fox_attention, plan
@@ -218,10 +220,13 @@ def test_one_pass_and_two_kernels_within_budget(
     """The kernels of this GPU, and the portable ones where those are others."""
     x = inputs(case, dtype)
     within_budget(case, x, triton(case, x, None))
-    monkeypatch.setattr("attnzoo.kernels.fox.op.one_pass", lambda *_: False)
-    within_budget(case, x, triton(case, x, None))
-    monkeypatch.setattr("attnzoo.kernels.fox.op.hopper_forward", lambda *_: False)
-    within_budget(case, x, triton(case, x, None))
+    for forced in ({"backward": "portable", "keeps_rest": False}, {"forward": "portable"}):
+
+        def portable(*args: Any, **forced: Any) -> plan.Plan:
+            return dataclasses.replace(plan.plan(*args), **forced)
+
+        monkeypatch.setattr("attnzoo.kernels.fox.op.plan", functools.partial(portable, **forced))
+        within_budget(case, x, triton(case, x, None))
 
 
 @pytest.mark.gpu
@@ -234,30 +239,6 @@ def test_two_runs_give_the_same_bits_under_deterministic_algorithms() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(runs[0][name], other[name]) for other in runs[1:] for name in other)
-
-
-def test_where_the_gluon_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_facts, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(device_facts, "triton_version", lambda: (3, 6))
-    device = torch.device(DEVICE)
-    assert plan.one_pass(64, 128, torch.bfloat16, device)
-    assert not plan.one_pass(64, 64, torch.float32, device)
-    assert not plan.one_pass(64, 256, torch.float16, device)
-    assert not plan.one_pass(32, 64, torch.float16, device)
-    with plan.override({"dq": SMALL}):
-        assert not plan.one_pass(64, 64, torch.bfloat16, device)
-        assert plan.hopper_forward(1000, 64, 128, torch.bfloat16, device)
-    assert not plan.hopper_forward(100, 128, 128, torch.bfloat16, device)
-    assert not plan.hopper_forward(1000, 64, 64, torch.bfloat16, device)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert not plan.one_pass(64, 64, torch.bfloat16, device)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for name, other in (("capability", (8, 0)), ("triton_version", (3, 7))):
-        with monkeypatch.context() as patch:
-            patch.setattr(device_facts, name, lambda *_, other=other: other)
-            assert not plan.one_pass(64, 64, torch.bfloat16, device)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ from fox_cases import Case, inputs, triton, within_budget
 from attnzoo import Prune
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.fox.portable import decode
-from attnzoo.kernels.fox.portable.decode import splits_keys
 
 CASES = [
     Case(T=1, S=600, H=2, G=2),
@@ -84,11 +83,3 @@ def test_segments_of_any_size_equal_one_call() -> None:
     for T in (1, 7, 32):
         last = fox_attention(x["q"][:, -T:], x["k"], x["v"], **options)
         torch.testing.assert_close(last, whole[:, -T:], atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("T", "S", "rep", "split"),
-    [(1, 256, 1, True), (8, 4096, 8, True), (1, 200, 1, False), (64, 64, 1, False), (16, 4096, 8, False)],
-)
-def test_only_few_rows_over_many_keys_are_split(T: int, S: int, rep: int, split: bool) -> None:
-    assert splits_keys(T, S, rep) == split

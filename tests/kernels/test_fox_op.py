@@ -25,7 +25,21 @@ def test_opcheck(kind: str) -> None:
     x = {n: t.requires_grad_() for n, t in inputs(case, torch.float32).items() if n != "do"}
     prune = ("tail", -10.0) if kind == "gates" else ("", 0.0)
     window = 40 if kind == "none" else 0
-    args = (x["q"], x["k"], x["v"], x.get("log_decay"), x.get("sink"), None, None, 0.3, window, *prune, True)
+    args = (
+        x["q"],
+        x["k"],
+        x["v"],
+        x.get("log_decay"),
+        x.get("sink"),
+        None,
+        None,
+        0.3,
+        window,
+        *prune,
+        True,
+        False,
+        True,
+    )
     torch.library.opcheck(fox_forward_op, args)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from attnzoo.kernels.common import device as device_facts
 from attnzoo.kernels.common.tiles import Tiles
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.path import path_attention, plan
-from attnzoo.kernels.path.reference import path_reference
+from attnzoo.kernels.path.reference import path_reference, path_reference_lse
 from attnzoo.samples import random_inputs
 
 CASES = [
@@ -34,7 +35,16 @@ CASES = [
     Case(T=64, H=1),
     Case(gate="open", T=600, H=1),  # three levels of carries
 ]
+ROWS = [  # what bounds a row or takes part in its softmax besides its keys
+    Case(T=300, H=1, options={"window": 70}),
+    Case(gate="none", T=140, G=2, sink=True, options={"window": 20}),
+    Case(gate="open", T=140, sink=True),
+    Case(gate="none", T=200, H=1, sink=True, cu_seqlens=(0, 90, 200), options={"window": 150}),
+    Case(gate="strong", T=300, H=1, sink=True, options={"prune": Prune(), "scale": 0.1, "window": 200}),
+]
 HOPPER = [  # what the Gluon forward takes
+    Case(gate="open", T=700, H=4, G=2, K=64, V=64, sink=True, options={"window": 300}),
+    Case(gate="none", T=500, K=128, V=128, sink=True),
     Case(gate="none", T=129, H=2, G=2, K=64, V=64),
     Case(gate="open", B=2, T=1100, H=4, G=2, K=64, V=64),
     Case(T=300, K=48, V=128),
@@ -64,7 +74,8 @@ def test_the_definition_is_the_product_written_out(regime: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, torch.float32) for case in CASES] + [(case, torch.float16) for case in (CASES[1], CASES[6], CASES[9])],
+    [(case, torch.float32) for case in (*CASES, *ROWS)]
+    + [(case, torch.float16) for case in (CASES[1], CASES[6], CASES[9])],
     ids=str,
 )
 def test_kernel_within_budget(case: Case, dtype: torch.dtype) -> None:
@@ -181,8 +192,71 @@ def test_the_future_changes_nothing() -> None:
     torch.testing.assert_close(forward(x)[:, :100], forward(y)[:, :100], rtol=1e-5, atol=1e-6)
 
 
+LSE = [
+    Case(T=140, G=2, sink=True),
+    Case(gate="none", T=70, H=1, sink=True),
+    Case(T=140, H=1, options={"window": 40}),
+    Case(gate="none", T=140, H=1),
+]
+
+
+def lse_and_gradients(fn: Any, case: Case, x: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
+    """Output, log-sum-exp and the gradients of a function of both."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in x.items() if name != "do"}
+    o, lse = fn(**leaves, **case.options, **more)
+    total = (o * x["do"].to(o.dtype)).sum() + lse.sin().sum()
+    grads = torch.autograd.grad(total, list(leaves.values()))
+    return {"o": o.detach(), "lse": lse.detach()} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.float32) for case in LSE]
+    + [
+        pytest.param(case, torch.bfloat16, marks=pytest.mark.gpu)
+        for case in (Case(gate="open", T=700, K=64, V=64, sink=True), Case(gate="none", T=300, K=128, V=128, sink=True))
+    ],
+    ids=str,
+)
+def test_log_sum_exp_and_its_gradients(case: Case, dtype: torch.dtype) -> None:
+    x = inputs(case, dtype)
+    ours = lse_and_gradients(path_attention, case, x, impl="triton", return_lse=True)
+    exact = lse_and_gradients(path_reference_lse, case, {n: t.double() for n, t in x.items()})
+    plain = lse_and_gradients(path_reference_lse, case, x, compute_dtype=dtype)
+    assert ours["lse"].dtype == torch.float32
+    for name, want in exact.items():
+        error, other = ((y[name].double() - want).norm() / want.norm() for y in (ours, plain))
+        assert error <= 2 * other + torch.finfo(dtype).eps / 8 + 1e-5, f"{name}: {error:.2e}, plain {other:.2e}"
+
+
+def test_log_sum_exp_alone_has_gradients() -> None:
+    x = inputs(Case(T=70, H=1), torch.float32)
+    leaves = {name: x[name].requires_grad_() for name in ("q", "k", "v", "w", "beta", "log_decay")}
+    lse = path_attention(**leaves, impl="triton", return_lse=True)[1]
+    want = path_reference_lse(**leaves)[1]
+    grads = [torch.autograd.grad(y.sum(), list(leaves.values()), materialize_grads=True) for y in (lse, want)]
+    for name, got, exact in zip(leaves, *grads, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"d{n}: {m}")
+
+
+def test_a_window_as_long_as_the_text_and_a_sink_of_minus_infinity_are_none() -> None:
+    case = Case(T=140, H=1)
+    x = inputs(case, torch.float32)
+    plain = triton(case, x)
+    close(triton(Case(T=140, H=1, options={"window": 140}), x), plain)
+    with_sink = triton(case, x | {"sink": torch.full((1,), -math.inf, device=DEVICE)})
+    assert torch.equal(with_sink.pop("dsink"), torch.zeros(1, device=DEVICE))
+    close(with_sink, plain)
+
+
+def test_a_window_of_one_is_the_value_itself() -> None:
+    x = inputs(Case(T=140), torch.float32)
+    o = path_attention(**{n: t for n, t in x.items() if n != "do"}, window=1, impl="triton")
+    torch.testing.assert_close(o, x["v"].expand_as(o))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES, *LONG], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *ROWS, *LONG], ids=str)
 def test_kernel_within_budget_bf16(case: Case) -> None:
     x = inputs(case, torch.bfloat16)
     within_budget(case, x, triton(case, x))

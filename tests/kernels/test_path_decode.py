@@ -14,7 +14,7 @@ from torch import Tensor
 from attnzoo import Gate, get
 from attnzoo.kernels.path import cache, carry_keys, path_extend
 from attnzoo.kernels.path.portable import decode
-from attnzoo.kernels.path.reference import path_reference
+from attnzoo.kernels.path.reference import path_reference, path_reference_lse
 
 CASES = [
     (Case(T=70), (60, 1, 1, 8)),
@@ -30,17 +30,21 @@ def parts(x: dict[str, Tensor], a: int, b: int) -> tuple[Tensor, ...]:
     return tuple(x[name][:, a:b] for name in ("q", "k", "w", "beta"))
 
 
-def extend_in_pieces(x: dict[str, Tensor], pieces: tuple[int, ...], **options: Any) -> tuple[Tensor, Tensor]:
-    """Outputs after the first piece, and the keys at the end."""
+def extend_in_pieces(
+    x: dict[str, Tensor], pieces: tuple[int, ...], valid: Tensor | None = None, **options: Any
+) -> tuple[Tensor, ...]:
+    """Outputs after the first piece, the keys at the end and, where asked for, the log-sum-exp."""
     t = pieces[0]
     _, k, w, beta = parts(x, 0, t)
-    keys, outputs = carry_keys(k, w, beta), []
+    keys, outputs = carry_keys(k, w, beta, None if valid is None else valid[:, :t]), []
     for n in pieces[1:]:
         gates = None if "log_decay" not in x else x["log_decay"][:, : t + n]
-        o, keys = path_extend(*parts(x, t, t + n), keys, x["v"][:, : t + n], gates, **options)
-        outputs.append(o)
+        there = None if valid is None else valid[:, : t + n]
+        o, keys, *lse = path_extend(*parts(x, t, t + n), keys, x["v"][:, : t + n], gates, there, **options)
+        outputs.append((o, *lse))
         t += n
-    return torch.cat(outputs, 1), keys
+    o, *lse = (torch.cat(y, 1) for y in zip(*outputs, strict=True))
+    return (o, keys, *lse)
 
 
 def exact(x: dict[str, Tensor]) -> Tensor:
@@ -104,16 +108,48 @@ def test_half_precision_values_and_a_scale() -> None:
     assert float((o.double() - want).norm() / want.norm()) <= 2 * torch.finfo(torch.float16).eps
 
 
+OPTIONS = [
+    (Case(T=80, sink=True), (60, 1, 1, 18), {"window": 17}),
+    (Case(T=75, H=2, G=1, gate="none", sink=True), (40, 1, 34), {}),
+    (Case(T=150, H=1, G=1, gate="open"), (10, 139, 1), {"window": 90}),
+]
+
+
+@pytest.mark.parametrize(("case", "pieces", "options"), OPTIONS, ids=str)
+def test_window_sink_and_log_sum_exp(case: Case, pieces: tuple[int, ...], options: dict[str, int]) -> None:
+    x = inputs(case, torch.float32)
+    sink = x.pop("sink", None)
+    o, keys, lse = extend_in_pieces(x, pieces, sink=sink, return_lse=True, **options)
+    wide = {n: t.double() for n, t in x.items() if n != "do"}
+    want = path_reference_lse(**wide, sink=None if sink is None else sink.double(), **options)
+    for got, exact in zip((o, lse), want, strict=True):
+        torch.testing.assert_close(got.double(), exact[:, pieces[0] :], rtol=1e-5, atol=5e-6)
+    everything = carry_keys(x["k"].double(), x["w"].double(), x["beta"].double())
+    torch.testing.assert_close(keys.double(), everything, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_keys_that_left_the_window_may_be_left_out(n: int) -> None:
+    x = inputs(Case(T=90), torch.float32)
+    keys = carry_keys(*parts(x, 0, 90 - n)[1:])
+    whole = path_extend(*parts(x, 90 - n, 90), keys, x["v"], x["log_decay"], window=20)
+    cut = 90 - n - 19  # the first new row sees itself and 19 keys before it
+    short = path_extend(*parts(x, 90 - n, 90), keys[:, cut:], x["v"][:, cut:], x["log_decay"][:, cut:], window=20)
+    torch.testing.assert_close(whole[0], short[0], rtol=1e-5, atol=1e-6)
+    assert torch.equal(whole[1][:, cut:], short[1])
+
+
 @pytest.mark.parametrize("n", [1, 4])
 def test_tokens_that_are_not_there(n: int) -> None:
-    """Keys marked invalid are never attended to, cached or new; a row without any valid key is finite."""
+    """Keys marked invalid are never attended to, cached or new, whatever their factors and gates; a row without any
+    valid key is finite."""
     case = Case(T=70, B=2, H=2, G=1, gate="open")
     x = inputs(case, torch.float32)
     valid = torch.ones(2, 70, dtype=torch.bool, device=DEVICE)
     valid[0, :20] = valid[0, 50:53] = valid[1, 66:] = False
     valid[1] = False
-    for name in ("w", "beta", "log_decay"):
-        x[name] = x[name].masked_fill(~valid.view(2, 70, *(1,) * (x[name].ndim - 2)), 0.0)
+    for name, anything in (("beta", 1.5), ("log_decay", -3.0)):
+        x[name] = x[name].masked_fill(~valid[..., None], anything)
     o, keys = extend_in_pieces(x, (70 - n, n), valid=valid)
     there = {name: t[:1, valid[0]] for name, t in x.items()}
     torch.testing.assert_close(o[:1].double(), exact(there)[:, -n:], rtol=1e-5, atol=5e-6)
@@ -190,7 +226,8 @@ def test_the_op_passes_its_checks() -> None:
 
     x = inputs(Case(T=20), torch.float32)
     keys = carry_keys(*parts(x, 0, 18)[1:])
-    torch.library.opcheck(path_advance, (*parts(x, 18, 20), keys, x["v"], x["log_decay"], None, 0.25))
+    sink = torch.zeros(2, device=DEVICE)
+    torch.library.opcheck(path_advance, (*parts(x, 18, 20), keys, x["v"], x["log_decay"], None, sink, 9, 0.25))
 
 
 def test_a_step_compiles_as_one_graph_for_any_length() -> None:
@@ -214,9 +251,11 @@ def test_a_step_compiles_as_one_graph_for_any_length() -> None:
 def test_a_gradient_is_refused() -> None:
     x = inputs(Case(T=20), torch.float32)
     keys = carry_keys(*parts(x, 0, 18)[1:])
-    x["q"].requires_grad_()
-    with pytest.raises(ValueError, match="a cached step has no gradient"):
-        path_extend(*parts(x, 18, 20), keys, x["v"], x["log_decay"])
+    for name in ("log_decay", "q"):
+        x[name].requires_grad_()
+        with pytest.raises(ValueError, match="a cached step has no gradient"):
+            path_extend(*parts(x, 18, 20), keys, x["v"], x["log_decay"])
+        x[name].requires_grad_(False)
 
 
 def test_roundings_of_a_cache_add_up() -> None:
@@ -257,14 +296,32 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
         ("values", lambda x: x[:, :-1], r"values: expected \(1, 40, 1, 16\)"),
         ("w", lambda x: x[..., :-1], r"w: expected \(1, 2, 1, 16\)"),
         ("gates", lambda x: x[..., :1], r"gates: expected \(1, 40, 2\)"),
+        ("valid", lambda x: x.float(), r"valid: expected bool, got torch.float32"),
+        ("window", lambda x: 0, r"window: expected at least 1"),
+        ("sink", lambda x: x[:1], r"sink: expected \(2,\)"),
         ("q", lambda x: x[0], r"expected 4 dimensions each"),
     ],
-    ids=["no keys", "half keys", "short values", "narrow w", "few gates", "flat q"],
+    ids=[
+        "no keys",
+        "half keys",
+        "short values",
+        "narrow w",
+        "few gates",
+        "float valid",
+        "no window",
+        "one sink",
+        "flat q",
+    ],
 )
 def test_wrong_cache_is_refused(name: str, change: Any, message: str) -> None:
     x = inputs(Case(T=40, H=2, G=1, K=16, V=16), torch.float32)
     q, k, w, beta = parts(x, 38, 40)
     call = {"q": q, "k": k, "w": w, "beta": beta, "keys": x["k"][:, :38], "values": x["v"], "gates": x["log_decay"]}
+    call |= {
+        "valid": torch.ones(1, 40, dtype=torch.bool, device=DEVICE),
+        "window": 9,
+        "sink": torch.zeros(2, device=DEVICE),
+    }
     path_extend(**call)
     with pytest.raises(ValueError, match=message):
         path_extend(**call | {name: change(call[name])})

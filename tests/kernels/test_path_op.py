@@ -18,40 +18,42 @@ from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 
 
-@pytest.mark.parametrize("kind", ["pruned", "packed", "none"])
+@pytest.mark.parametrize("kind", ["pruned", "packed", "window", "none"])
 def test_opcheck(kind: str) -> None:
     from attnzoo.kernels.path.op import path_forward_op
 
-    x = inputs(Case(T=40, gate="none" if kind == "none" else "mixed"), torch.float32)
+    x = inputs(Case(T=40, gate="none" if kind == "none" else "mixed", sink=kind == "window"), torch.float32)
     x = {n: t.requires_grad_() for n, t in x.items() if n != "do"}
     prune = ("tail", -10.0) if kind == "pruned" else ("", 0.0)
     borders = torch.tensor([0, 30, 40], device=DEVICE) if kind == "packed" else None
-    args = (x["q"], x["k"], x["v"], x["w"], x["beta"], x.get("log_decay"), borders, None, 0.3, *prune, True)
+    window = 9 if kind == "window" else 0
+    rows = (x["q"], x["k"], x["v"], x["w"], x["beta"], x.get("log_decay"), x.get("sink"))
+    args = (*rows, borders, None, 0.3, window, *prune, True, kind == "window")
     torch.library.opcheck(path_forward_op, args)
 
 
-ORDER = ("q", "k", "v", "w", "beta", "log_decay")
+ORDER = ("q", "k", "v", "w", "beta", "log_decay", "sink")
 
 
 def turned(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same numbers, heads before tokens in memory."""
-    return {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in x.items()}
+    return {n: t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim > 1 else t for n, t in x.items()}
 
 
-def backward_call(x: dict[str, torch.Tensor], wanted: list[bool], options: tuple[Any, ...] = ("", 0.0)) -> Any:
-    """Arguments of the backward op after a forward at x."""
+def backward_call(x: dict[str, torch.Tensor], wanted: list[bool]) -> Any:
+    """Arguments of the backward op after a forward at x, for a gradient of both its results."""
     from attnzoo.kernels.path.op import path_forward_op
 
     rows = [x[n] for n in ORDER]
-    o, lse, *saved = path_forward_op(*rows, None, None, 0.3, *options, True)
-    return (x["do"], *rows[:5], o, lse, rows[5], None, *saved, 0.3, wanted)
+    o, row_lse, lse, *saved = path_forward_op(*rows, None, None, 0.3, 0, "", 0.0, True, True)
+    return (x["do"], torch.ones_like(row_lse), *rows[:5], o, lse, *rows[5:], None, *saved, 0.3, wanted)
 
 
 def test_opcheck_of_the_backward_on_transposed_inputs() -> None:
     from attnzoo.kernels.path.op import path_backward_op
 
-    x = turned(inputs(Case(T=40, H=2, G=2), torch.float32))
-    for wanted in ([True] * 6, [True, False, False, False, True, False]):
+    x = turned(inputs(Case(T=40, H=2, G=2, sink=True), torch.float32))
+    for wanted in ([True] * 7, [True, False, False, False, True, False, True]):
         torch.library.opcheck(path_backward_op, backward_call(x, wanted), test_utils=("test_schema", "test_faketensor"))
 
 
@@ -60,6 +62,7 @@ FROZEN = {  # wanted alone: kernels of the backward that it has no use for
     ("q",): {"path_node_bwd", "path_product_bwd", "dgate"},
     ("k", "v"): {"path_dq", "path_node_bwd", "path_product_bwd", "dgate"},
     ("w",): {"dgate"},
+    ("sink",): {"path_carry_bwd", "path_node_bwd", "path_block_bwd", "path_product_bwd", "dgate"},
     ("log_decay",): {"path_carry_bwd", "path_node_bwd", "path_block_bwd", "path_product_bwd"},
 }
 
@@ -69,7 +72,7 @@ def all_gradients() -> tuple[Any, tuple[torch.Tensor, ...]]:
     """A call of the backward op for all gradients, and what it gave."""
     from attnzoo.kernels.path.op import path_backward_op
 
-    call = backward_call(turned(inputs(Case(T=150, H=2, G=1, gate="open"), torch.float32)), [True] * 6)
+    call = backward_call(turned(inputs(Case(T=150, H=2, G=1, gate="open", sink=True), torch.float32)), [True] * 7)
     return call, path_backward_op(*call)
 
 
@@ -98,8 +101,8 @@ def test_no_kernel_runs_for_gradients_that_nobody_wants(
 
 
 def test_frozen_inputs_have_no_gradient() -> None:
-    x = inputs(Case(T=40, gate="open"), torch.float32)
-    for names in (("v", "beta"), ("q", "log_decay")):
+    x = inputs(Case(T=40, gate="open", sink=True), torch.float32)
+    for names in (("v", "beta"), ("q", "log_decay"), ("sink",)):
         leaves = {n: x[n].detach().requires_grad_(n in names) for n in ORDER}
         path_attention(**leaves, impl="triton").square().sum().backward()
         assert {n for n, t in leaves.items() if t.grad is not None} == set(names)

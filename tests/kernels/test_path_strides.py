@@ -43,5 +43,5 @@ def test_heads_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("triton.runtime.interpreter.GridExecutor._restore_args_dev", lambda *_: None)
     x = inputs(Case(T=70, H=3, G=3, gate="open"), torch.float16)
     x["w"] = x["w"].half()
-    for near, far in zip(run(x), run(far_apart(x, ("q", "k", "v", "w"))), strict=True):
+    for near, far in zip(run(x), run(far_apart(x, ("q", "k", "v", "w", "do"))), strict=True):
         assert torch.equal(near, far)

@@ -23,18 +23,21 @@ from .backward_kernel import fox_bwd_hopper_kernel
 
 @triton.jit(do_not_specialize=["T", "S"])
 def fox_bwd_rows_kernel(
-    p_o, p_rest, p_do, p_lse, p_rows, p_delta, p_w, p_c, p_base, p_g, p_sink, T, S,
+    p_o, p_rest, p_do, p_lse, p_dlse, p_rows, p_delta, p_w, p_c, p_base, p_g, p_sink, T, S,
     stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
-    GATE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_REST: tl.constexpr,
+    GATE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
-    """lse and delta = dO . (O + o_rest), [B, H, Tp] with Tp rounded up to RU; with a sink its weight times delta."""
+    """lse and delta = dO . (O + o_rest) - dlse, [B, H, Tp] with Tp rounded up to RU.
+
+    p_w: with a sink or dlse, the sum of dS over each row's keys: the sink's weight times delta, plus dlse.
+    """
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
     r = (i_t * BT).to(tl.int64)
-    p_ot = i_b * stride_ob + i_h * stride_oh + r * stride_ot
-    p_dt = p_do + i_b * stride_db + i_h * stride_dh + r * stride_dt
+    p_ot = i_b * stride_ob + i_h.to(tl.int64) * stride_oh + r * stride_ot
+    p_dt = p_do + i_b * stride_db + i_h.to(tl.int64) * stride_dh + r * stride_dt
     b_o = load_tile(p_o + p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
     if HAS_REST:
         b_o += load_tile(p_rest + p_ot, o_t, o_v, stride_ot, T - i_t * BT, V, BV, True).to(tl.float32)
@@ -44,19 +47,25 @@ def fox_bwd_rows_kernel(
     p_rp = i_bh.to(tl.int64) * (tl.cdiv(T, RU) * RU) + o_r
     b_lse = tl.load(p_lse + p_r, mask=o_r < T, other=float("inf"))  # rows past T get weight 0
     b_delta = tl.sum(b_o * b_do, 1)
+    b_sum = tl.zeros([BT], tl.float32)
+    if HAS_DLSE:
+        b_sum += tl.load(p_dlse + p_r, mask=o_r < T, other=0.0)
+        b_delta -= b_sum
     tl.store(p_rows + p_rp, b_lse)
     tl.store(p_delta + p_rp, b_delta)
     if HAS_SINK:
         b_w = sink_weight(p_sink, p_c, p_base, p_g, b_lse, o_r, i_bh, i_h, i_t * BT // RU * RU, T, S, KU, GATE)
-        tl.store(p_w + p_r, b_w * b_delta, mask=o_r < T)
+        b_sum += b_w * b_delta
+    if HAS_SINK or (HAS_DLSE and GATE != 0):
+        tl.store(p_w + p_r, b_sum, mask=o_r < T)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
 def fox_finish_kernel(
     p_tiles, p_dq, p_sum, p_w, p_dc, T, S, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
-    RU: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GATE: tl.constexpr, HAS_SINK: tl.constexpr,
+    RU: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GATE: tl.constexpr, HAS_ROW: tl.constexpr,
 ):  # fmt: skip
-    """dQ [B, T, H, K] in the inputs' dtype; E, beyond the sink's share p_w, is taken off the columns."""
+    """dQ [B, T, H, K] in the inputs' dtype; E, beyond the share p_w, is taken off the columns."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     n_t = tl.cdiv(T, RU) * (RU // BT)
     b_x = tl.load(p_tiles + (i_bh.to(tl.int64) * n_t + i_t) * (BT * BK) + tl.arange(0, BT * BK))
@@ -67,7 +76,7 @@ def fox_finish_kernel(
     tl.store(p_dqt, b_dq.to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k < K)[None, :])
     if GATE != 0:
         b_e = tl.load(p_sum + i_bh.to(tl.int64) * (n_t * BT // 2) + o_t // 2)
-        if HAS_SINK:
+        if HAS_ROW:
             p_wp = p_w + i_bh.to(tl.int64) * T + o_t // 2 * 2
             b_e -= tl.load(p_wp, mask=m_t, other=0.0) + tl.load(p_wp + 1, mask=o_t // 2 * 2 + 1 < T, other=0.0)
         b_e = tl.where((o_t % 2 == 0) & (o_t == T - 1), b_e, 0.5 * b_e)  # a last row without a partner
@@ -76,13 +85,13 @@ def fox_finish_kernel(
 
 
 def fox_backward_hopper(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, o_rest: Tensor | None, lse: Tensor,
-    log_decay: Tensor | None, sink: Tensor | None, c: Tensor | None, base: Tensor | None, since: Tensor | None,
-    start: Tensor | None, scale: float,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None, sink: Tensor | None,
+    c: Tensor | None, base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float,
+    dlse: Tensor | None, o_rest: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """As ``portable.backward.fox_backward``, where ``plan.one_pass`` holds.
+    """As ``portable.backward.fox_backward``, where the plan says so.
 
-    o_rest [B, T, H, V] is what the rounding of o dropped.
+    o_rest [B, T, H, V] is what the rounding of o dropped; the gate's gradient is not exact without it.
     Works on B H T K float32 numbers beside its results. Not deterministic.
     """
     B, T, H, K = q.shape
@@ -94,16 +103,17 @@ def fox_backward_hopper(
     n_t = triton.cdiv(T, ROW_UNIT) * (ROW_UNIT // t.BT)
     rows, delta = lse.new_empty((B * H, n_t * t.BT)), lse.new_empty((B * H, n_t * t.BT))
     sums = lse.new_zeros((B * H, n_t * t.BT // 2)) if gate else lse
-    drow = torch.empty_like(lse) if has_sink else None
+    has_row = has_sink or (gate != 0 and dlse is not None)
+    drow = torch.empty_like(lse) if has_row else None
     dkey = lse.new_empty((B, H, S)) if gate else None
     dq_tiles = lse.new_zeros((B * H * n_t * t.BT * BK // 256, 256))  # dq in float32, tile by tile
     dq, dk, dv = q.new_empty((B, T, H, K)), k.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
     gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
     p_w, p_dc = lse if drow is None else drow, lse if dkey is None else dkey
     fox_bwd_rows_kernel[(B * H, n_t * t.BT // 64)](
-        o, o if o_rest is None else o_rest, do, lse, rows, delta, p_w, *gates, lse if sink is None else sink, T, S,
-        *o.stride()[:3], *do.stride()[:3], H=H, V=V, BV=BV, BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate,
-        HAS_SINK=has_sink, HAS_REST=o_rest is not None,
+        o, o if o_rest is None else o_rest, do, lse, lse if dlse is None else dlse, rows, delta, p_w, *gates,
+        lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3], H=H, V=V, BV=BV, BT=64, RU=ROW_UNIT,
+        KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink, HAS_DLSE=dlse is not None, HAS_REST=o_rest is not None,
     )  # fmt: skip
     end, full = lse, lse
     if since is not None or start is not None:
@@ -111,15 +121,16 @@ def fox_backward_hopper(
     d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
     keys: list[Any] = [gluon_descriptor(y, t.BS) for y in (k, v, dk, dv)]
     fox_bwd_hopper_kernel[(triton.cdiv(S, t.BS) * B * G,)](
-        gluon_descriptor(q, t.BT), *keys[:2], gluon_descriptor(do, t.BT), *d_rows, plain_descriptor(dq_tiles,
-        [t.BT * BK // 256, 256]), *keys[2:], sums, p_dc, *gates, lse if since is None else since,
-        lse if start is None else start, end, full, T, S, min(t.heads, B * G), scale, scale * LOG2E,
-        *since_strides(since), H=H, REP=H // G, BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate,
-        HAS_SINCE=since is not None, HAS_START=start is not None, STAGES=t.num_stages, num_warps=t.num_warps,
+        gluon_descriptor(q, t.BT), *keys[:2], gluon_descriptor(do, t.BT), *d_rows,
+        plain_descriptor(dq_tiles, [t.BT * BK // 256, 256]), *keys[2:], sums, p_dc, *gates,
+        lse if since is None else since, lse if start is None else start, end, full, T, S, min(t.heads, B * G), scale,
+        scale * LOG2E, *since_strides(since), H=H, REP=H // G, BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT,
+        KU=KEY_UNIT, GATE=gate, HAS_SINCE=since is not None, HAS_START=start is not None, STAGES=t.num_stages,
+        num_warps=t.num_warps,
     )  # fmt: skip
     M = t.BT // 16
     fox_finish_kernel[(B * H, triton.cdiv(T, t.BT))](
         dq_tiles, dq, sums, p_w, p_dc, T, S, scale, H=H, K=K, BK=BK, BT=t.BT, RU=ROW_UNIT, M=M, N=t.num_warps // M,
-        GATE=gate, HAS_SINK=has_sink, num_warps=8,
+        GATE=gate, HAS_ROW=has_row, num_warps=8,
     )  # fmt: skip
     return dq, dk, dv, dkey, drow

@@ -166,7 +166,7 @@ def fox_forward_hopper(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, c: Tensor | None,
     base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, o_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As ``portable.forward.fox_forward``, where ``plan.hopper_forward`` holds."""
+    """As ``portable.forward.fox_forward``, where the plan says so."""
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)

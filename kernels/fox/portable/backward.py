@@ -9,6 +9,9 @@ delta = dO . O holds for the exact output; the stored one is rounded, and the er
 build up in the gate's suffix sums (1e-1 relative after 4096 tokens at a decay length of 8). The row kernel sees
 sum_j dS_ij, which is 0 for the exact delta, so it corrects delta for the key kernel; with a sink of weight w the sum
 is w delta. After that the gate's gradient needs the key side only.
+
+Where the row's log-sum-exp has a gradient dlse of its own, dS = P * (dP - delta + dlse): delta - dlse takes delta's
+place, and the sum over a row's keys is w (delta - dlse) + dlse.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ from attnzoo.kernels.common.launching import (
     tile_descriptor,
 )
 from attnzoo.kernels.common.online_softmax import row_bounds
-from attnzoo.kernels.common.row_delta import row_delta_kernel
+from attnzoo.kernels.common.row_delta import row_delta_kernel, settle_delta
 from attnzoo.kernels.common.tile_loads import load_tile, schedule
-from attnzoo.kernels.fox.plan import tiles
+from attnzoo.kernels.common.tiles import Tiles
 
 
 @triton.jit
@@ -68,12 +71,13 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
 
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_dq_portable_kernel(
-    p_q, p_k, p_v, p_do, p_rows, p_w, p_dq, p_c, p_base, p_g, p_since, p_start, T, S, n_heads, scale, scale2,
+    p_q, p_k, p_v, p_do, p_rows, p_w, p_dlse, p_dq, p_c, p_base, p_g, p_since, p_start, T, S, n_heads, scale, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, HAS_DLSE: tl.constexpr,
+    TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dQ [B, T, H, K], and delta corrected in place; schedule and frame of the forward kernel."""
     i_t, i_bh = schedule(tl.cdiv(T, BT), n_heads)
@@ -89,10 +93,10 @@ def fox_dq_portable_kernel(
     r = (i_t * BT).to(tl.int64)
     m_t = i_t * BT + o_t < T
     if not TMA:
-        p_k += i_b * stride_kb + (i_h // REP) * stride_kh
-        p_v += i_b * stride_vb + (i_h // REP) * stride_vh
-    p_qt = p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt
-    p_dt = p_do + i_b * stride_db + i_h * stride_dh + r * stride_dt
+        p_k += i_b * stride_kb + (i_h // REP).to(tl.int64) * stride_kh
+        p_v += i_b * stride_vb + (i_h // REP).to(tl.int64) * stride_vh
+    p_qt = p_q + i_b * stride_qb + i_h.to(tl.int64) * stride_qh + r * stride_qt
+    p_dt = p_do + i_b * stride_db + i_h.to(tl.int64) * stride_dh + r * stride_dt
     b_q = load_tile(p_qt, o_t, o_k, stride_qt, T - i_t * BT, K, BK, True)
     b_do = load_tile(p_dt, o_t, o_v, stride_dt, T - i_t * BT, V, BV, True)
     p_r = i_bh.to(tl.int64) * T + i_t * BT + o_t
@@ -131,13 +135,8 @@ def fox_dq_portable_kernel(
         b_shift = b_next
     p_dqt = p_dq + ((i_b * T + i_t * BT) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
     tl.store(p_dqt, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k[None, :] < K))
-    if HAS_SINK:
-        b_w = tl.load(p_w + p_r, mask=m_t, other=0.0)
-        b_delta += b_dr - b_w * b_delta
-        tl.store(p_rows + o_t * 2 + 1, b_delta)
-        tl.store(p_w + p_r, b_w * b_delta, mask=m_t)  # minus the gradient of the sink logit
-    elif GATE != 0:
-        tl.store(p_rows + o_t * 2 + 1, b_delta + b_dr)
+    if GATE != 0 or HAS_SINK:
+        settle_delta(p_rows + o_t * 2 + 1, p_w + p_r, p_dlse + p_r, b_delta, b_dr, m_t, HAS_SINK, HAS_DLSE)
 
 
 @triton.jit
@@ -202,8 +201,12 @@ def fox_dkdv_portable_kernel(
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     b_s = s + o_s  # [BS]
     s64 = s.to(tl.int64)
-    b_k = load_tile(p_k + i_b * stride_kb + i_g * stride_kh + s64 * stride_ks, o_s, o_k, stride_ks, S - s, K, BK, True)
-    b_v = load_tile(p_v + i_b * stride_vb + i_g * stride_vh + s64 * stride_vs, o_s, o_v, stride_vs, S - s, V, BV, True)
+    b_k = load_tile(
+        p_k + i_b * stride_kb + i_g.to(tl.int64) * stride_kh + s64 * stride_ks, o_s, o_k, stride_ks, S - s, K, BK, True
+    )
+    b_v = load_tile(
+        p_v + i_b * stride_vb + i_g.to(tl.int64) * stride_vh + s64 * stride_vs, o_s, o_v, stride_vs, S - s, V, BV, True
+    )
     b_dk = tl.zeros([BS, BK], tl.float32)
     b_dv = tl.zeros([BS, BV], tl.float32)
     i_lo = tl.maximum(s - off, 0) // BT * BT  # first row tile that sees the first key
@@ -213,8 +216,8 @@ def fox_dkdv_portable_kernel(
         i_bh = i_b * H + i_h
         p_qh, p_doh = p_q, p_do  # descriptors
         if not TMA:
-            p_qh = p_q + i_b * stride_qb + i_h * stride_qh
-            p_doh = p_do + i_b * stride_db + i_h * stride_dh
+            p_qh = p_q + i_b * stride_qb + i_h.to(tl.int64) * stride_qh
+            p_doh = p_do + i_b * stride_db + i_h.to(tl.int64) * stride_dh
         p_rowsh = p_rows + i_bh * (tl.cdiv(T, RU) * RU) * 2
         n_u = tl.cdiv(S, KU)
         p_ch = p_c + i_bh * (n_u * KU)
@@ -263,20 +266,26 @@ def fox_dkdv_portable_kernel(
 def fox_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None, sink: Tensor | None,
     c: Tensor | None, base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float,
+    dlse: Tensor | None, dq_tiles: Tiles, dkdv_tiles: Tiles, *, rows: bool = True, keys: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the backward kernels on what the forward pass saved.
 
+    Args:
+        dlse: [B, H, T] float32, contiguous: the gradient of each row's log-sum-exp, or None.
+        rows: whether dq, or what the kernel that owns rows corrects for gates and sinks, is wanted.
+        keys: whether dk, dv or the column sums are wanted.
+
     Returns:
-        dq, dk, dv in the inputs' dtype; with a gate, column sums [B, H, S] of dS; with a sink, row sums [B, H, T] of dS
-        (minus the gradient of each row's sink logit).
+        dq, dk, dv in the inputs' dtype; with a gate, column sums [B, H, S] of dS; with a sink or dlse, row sums
+        [B, H, T] of dS. What is not wanted is not filled.
     """
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     gate, has_sink = gate_kind(log_decay), sink is not None
     if do.stride(-1) != 1:
         do = do.contiguous()
-    rows = lse.new_empty((B, H, triton.cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
-    drow = torch.empty_like(lse) if has_sink else None
+    row_pairs = lse.new_empty((B, H, triton.cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
+    drow = torch.empty_like(lse) if has_sink or (gate and dlse is not None) else None
     dkey = lse.new_empty((B, H, S)) if gate else None
     dq, dk, dv = q.new_empty((B, T, H, K)), k.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
     flags: dict[str, Any] = {"GATE": gate, "HAS_SINCE": since is not None, "HAS_START": start is not None}
@@ -285,28 +294,29 @@ def fox_backward(
     gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
     limits = (lse if since is None else since, lse if start is None else start)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *since_strides(since))
-    p_w = lse if drow is None else drow
-    row_delta_kernel[(B * H, rows.shape[2] // 64)](
-        o, do, lse, rows, p_w, *gates, lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3],
-        H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink,
+    p_w, p_dlse = lse if drow is None else drow, lse if dlse is None else dlse
+    row_delta_kernel[(B * H, row_pairs.shape[2] // 64)](
+        o, do, lse, p_dlse, row_pairs, p_w, *gates, lse if sink is None else sink, T, S, *o.stride()[:3],
+        *do.stride()[:3], H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink,
+        HAS_DLSE=dlse is not None,
     )  # fmt: skip
-    end, full = lse, lse
-    if since is not None or start is not None:
-        end, full = key_bounds(since, start, B, T, H, S)
-    t = tiles("dq", max(K, V), q.dtype, q.device)
-    tma = t.tma and can_describe(k, v)
-    p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
-    fox_dq_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-        q, p_k, p_v, do, rows, p_w, dq, *gates, *limits, T, S, min(t.heads, B * H), scale, scale * LOG2E, *strides,
-        **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, TMA=tma, num_warps=t.num_warps,
-        num_stages=t.num_stages, maxnreg=t.maxnreg,
-    )  # fmt: skip
-    t = tiles("dkdv", max(K, V), q.dtype, q.device)
-    tma = t.tma and can_describe(q, do)
-    p_q, p_do = (tile_descriptor(q, t.BT), tile_descriptor(do, t.BT)) if tma else (q, do)
-    fox_dkdv_portable_kernel[(triton.cdiv(S, t.BS) * B * G,)](
-        p_q, k, v, p_do, rows, dk, dv, lse if dkey is None else dkey, *gates, *limits, end, full, T, S,
-        min(t.heads, B * G), scale, scale * LOG2E, *strides, **dims, **flags,
-        BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
-    )  # fmt: skip
+    if rows:
+        t = dq_tiles
+        tma = t.tma and can_describe(k, v)
+        p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
+        fox_dq_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+            q, p_k, p_v, do, row_pairs, p_w, p_dlse, dq, *gates, *limits, T, S, min(t.heads, B * H), scale,
+            scale * LOG2E, *strides, **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, HAS_DLSE=dlse is not None,
+            TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+        )  # fmt: skip
+    if keys:
+        end, full = limits if since is None and start is None else key_bounds(since, start, B, T, H, S)
+        t = dkdv_tiles
+        tma = t.tma and can_describe(q, do)
+        p_q, p_do = (tile_descriptor(q, t.BT), tile_descriptor(do, t.BT)) if tma else (q, do)
+        fox_dkdv_portable_kernel[(triton.cdiv(S, t.BS) * B * G,)](
+            p_q, k, v, p_do, row_pairs, dk, dv, lse if dkey is None else dkey, *gates, *limits, end, full, T, S,
+            min(t.heads, B * G), scale, scale * LOG2E, *strides, **dims, **flags,
+            BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+        )  # fmt: skip
     return dq, dk, dv, dkey, drow

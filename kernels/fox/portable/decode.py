@@ -16,9 +16,7 @@ from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E
 from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides
-from attnzoo.kernels.common.tile_loads import load_tile
-
-MAX_ROWS = 64  # packed rows (T * REP) up to which the keys are split
+from attnzoo.kernels.common.tile_loads import load_tile, only_valid
 
 
 @triton.jit
@@ -32,19 +30,21 @@ def _row_gate(p_c, p_base, b_slope, o_h, pos, m, NS, GATE: tl.constexpr, KU: tl.
     return b
 
 
-@triton.jit(do_not_specialize=["T", "S", "n_chunks", "stride_lb", "stride_lh"])
+@triton.jit(do_not_specialize=["T", "S", "NS", "n_chunks", "stride_lb", "stride_lh", "stride_mb"])
 def fox_split_kernel(
-    p_q, p_k, p_v, p_part, p_lse, p_c, p_base, p_g, p_since, p_start, T, S, n_chunks, scale2,
+    p_q, p_k, p_v, p_part, p_lse, p_c, p_base, p_g, p_since, p_start, p_valid, T, S, NS, n_chunks, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_lb, stride_lh,
+    stride_lb, stride_lh, stride_mb, stride_ms,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_VALID: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Normalised output [B, H, T, n_chunks, V] float32 and log2-sum-exp [B, H, T, n_chunks] of one chunk of keys."""
+    """Normalised output [B, H, T, n_chunks, V] float32 and log2-sum-exp [B, H, T, n_chunks] of one chunk of keys.
+
+    NS: units of KU keys that the gate sums have room for; p_since holds the T rows alone.
+    """
     i_bg, i_c = tl.program_id(0), tl.program_id(1)
     i_b, i_g = (i_bg // (H // REP)).to(tl.int64), i_bg % (H // REP)
-    NS = tl.cdiv(S, KU)
     o_r, o_s, o_k, o_v = tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
     m_r = o_r < T * REP
     o_t, o_rep = o_r % T, tl.minimum(o_r // T, REP - 1)
@@ -56,18 +56,20 @@ def fox_split_kernel(
     b_ref = _row_gate(p_c, p_base, b_slope, o_h, o_t * 0 + (S - T), m_r, NS, GATE, KU)  # [BT]
     b_since = b_pos * 0
     if HAS_SINCE:
-        b_since = tl.load(p_since + i_b * stride_lb + (i_g * REP + o_rep) * stride_lh + b_pos, mask=m_r, other=S)
+        b_since = tl.load(p_since + i_b * stride_lb + (i_g * REP + o_rep) * stride_lh + o_t, mask=m_r, other=S)
     if HAS_START:
         b_since = tl.maximum(b_since, tl.load(p_start + o_h, mask=m_r, other=S))
     first = i_c * CHUNK
     lo = tl.maximum(first, tl.min(tl.where(m_r, b_since, S), 0) // KU * KU)
-    p_qr = p_q + i_b * stride_qb + o_t[:, None] * stride_qt + (i_g * REP + o_rep)[:, None] * stride_qh + o_k[None, :]
+    p_qr = p_q + i_b * stride_qb + (o_t * stride_qt + (i_g * REP + o_rep).to(tl.int64) * stride_qh)[:, None]
+    p_qr += o_k[None, :]
     b_q = tl.load(p_qr, mask=m_r[:, None] & (o_k[None, :] < K), other=0.0)  # [BT, BK]
-    p_k += i_b * stride_kb + i_g * stride_kh
-    p_v += i_b * stride_vb + i_g * stride_vh
+    p_k += i_b * stride_kb + i_g.to(tl.int64) * stride_kh
+    p_v += i_b * stride_vb + i_g.to(tl.int64) * stride_vh
     b_m = tl.full([BT], float("-inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
     b_o = tl.zeros([BT, BV], tl.float32)
+    p_valid += i_b * stride_mb
     for s in range(lo, tl.minimum(first + CHUNK, S), BS):
         b_k = load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, True)
         b_v = load_tile(p_v + s * stride_vs.to(tl.int64), o_s, o_v, stride_vs, S - s, V, BV, True)
@@ -78,6 +80,8 @@ def fox_split_kernel(
         elif GATE == 1:
             b_shift = (b_ref - s * b_slope.to(tl.float64)).to(tl.float32)
             b_y += b_shift[:, None] - o_s.to(tl.float32)[None, :] * b_slope[:, None]
+        if HAS_VALID:
+            b_y = only_valid(b_y, p_valid, s, o_s, S, stride_ms)
         m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_since[:, None])
         b_y = tl.where(m_y, b_y, float("-inf"))
         b_mn = tl.maximum(b_m, tl.max(b_y, 1))
@@ -93,9 +97,9 @@ def fox_split_kernel(
     tl.store(p_part + o_part[:, None] * V + o_v[None, :], b_o, mask=m_r[:, None] & (o_v[None, :] < V))
 
 
-@triton.jit(do_not_specialize=["T", "S", "n_chunks"])
+@triton.jit(do_not_specialize=["T", "S", "NS", "n_chunks"])
 def fox_combine_kernel(
-    p_part, p_lses, p_o, p_lse, p_c, p_base, p_g, p_sink, T, S, n_chunks,
+    p_part, p_lses, p_o, p_lse, p_c, p_base, p_g, p_sink, T, S, NS, n_chunks,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
     HAS_SINK: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +112,6 @@ def fox_combine_kernel(
     b_l = tl.zeros([], tl.float32)
     b_o = tl.zeros([BV], tl.float32)
     if HAS_SINK:  # in the frame of the row unit, as every logit
-        NS = tl.cdiv(S, KU)
         b_m = tl.load(p_sink + i_h).to(tl.float32) * TL_LOG2E
         if GATE != 0:
             b_slope = tl.zeros([1], tl.float32)
@@ -132,13 +135,8 @@ def fox_combine_kernel(
         b_m = b_mn
     i_b = i_bh // H
     p_out = p_o + ((i_b * T + i_t).to(tl.int64) * H + i_h) * V + o_v
-    tl.store(p_out, (b_o / b_l).to(p_o.dtype.element_ty), mask=o_v < V)
-    tl.store(p_lse + i_bh.to(tl.int64) * T + i_t, b_m + tl.log2(b_l))
-
-
-def splits_keys(T: int, S: int, rep: int) -> bool:
-    """Whether few enough rows share a key head, and keys are many enough, to split the keys."""
-    return T * rep <= MAX_ROWS and max(4 * T, 4 * KEY_UNIT) <= S
+    tl.store(p_out, (b_o / tl.where(b_l > 0.0, b_l, 1.0)).to(p_o.dtype.element_ty), mask=o_v < V)
+    tl.store(p_lse + i_bh.to(tl.int64) * T + i_t, tl.where(b_l > 0.0, b_m + tl.log2(b_l), float("-inf")))
 
 
 def _chunk(programs: int, S: int, device: torch.device) -> int:
@@ -159,9 +157,12 @@ def _tile(width: int, element_size: int) -> tuple[int, int]:
 
 def fox_split_forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, c: Tensor | None,
-    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float,
+    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch both kernels; what ``forward.fox_forward`` takes and returns, for T * H / G <= MAX_ROWS rows."""
+    """Launch both kernels; what ``forward.fox_forward`` takes and returns, for few rows (``plan.SPLIT_ROWS``).
+
+    c and base may have room for more than S keys; since may hold the T rows alone.
+    """
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     chunk = _chunk(B * G, S, q.device)
@@ -171,16 +172,19 @@ def fox_split_forward(
     BK, BV = head_block(K), head_block(V)
     BS, num_stages = _tile(BK + BV, q.element_size())
     p_c, p_base = lse if c is None else c, lse if base is None else base
-    p_g = lse if log_decay is None else log_decay
+    p_g, there = lse if log_decay is None else log_decay, lse if valid is None else valid
+    NS = base.shape[2] - 1 if base is not None else 0
+    since = None if since is None else since[..., since.shape[2] - T :]
     fox_split_kernel[(B * G, n)](
-        q, k, v, part, lses, p_c, p_base, p_g, lse if since is None else since, lse if start is None else start, T, S,
-        n, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *since_strides(since), H=H, REP=H // G,
-        K=K, V=V, BK=BK, BV=BV, BT=max(16, triton.next_power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT,
-        GATE=gate, HAS_SINCE=since is not None, HAS_START=start is not None, PREC=dot_precision(q.dtype), num_warps=4,
-        num_stages=num_stages,
+        q, k, v, part, lses, p_c, p_base, p_g, lse if since is None else since, lse if start is None else start, there,
+        T, S, NS, n, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *since_strides(since),
+        there.stride(0), there.stride(1), H=H, REP=H // G, K=K, V=V, BK=BK, BV=BV,
+        BT=max(16, triton.next_power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT, GATE=gate,
+        HAS_SINCE=since is not None, HAS_START=start is not None, HAS_VALID=valid is not None,
+        PREC=dot_precision(q.dtype), num_warps=4, num_stages=num_stages,
     )  # fmt: skip
     fox_combine_kernel[(B * H, T)](
-        part, lses, o, lse, p_c, p_base, p_g, lse if sink is None else sink, T, S, n, H=H, V=V, BV=BV, BN=16,
+        part, lses, o, lse, p_c, p_base, p_g, lse if sink is None else sink, T, S, NS, n, H=H, V=V, BV=BV, BN=16,
         KU=KEY_UNIT, GATE=gate, HAS_SINK=sink is not None, num_warps=4,
     )  # fmt: skip
     return o, lse

@@ -24,19 +24,19 @@ from attnzoo.kernels.common.launching import (
     tile_descriptor,
 )
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
-from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
-from attnzoo.kernels.fox.plan import tiles
+from attnzoo.kernels.common.tile_loads import load_keys, load_tile, only_valid, schedule
+from attnzoo.kernels.common.tiles import Tiles
 
 
-@triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
+@triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh", "stride_mb"])
 def fox_fwd_portable_kernel(
-    p_q, p_k, p_v, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink, T, S, n_heads, scale2,
+    p_q, p_k, p_v, p_o, p_rest, p_lse, p_c, p_base, p_g, p_since, p_start, p_sink, p_valid, T, S, n_heads, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_lb, stride_lh,
+    stride_lb, stride_lh, stride_mb, stride_ms,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, HAS_REST: tl.constexpr, TMA: tl.constexpr,
-    PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, HAS_REST: tl.constexpr,
+    HAS_VALID: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per row block, the longest rows first."""
     i_t, i_bh = schedule(tl.cdiv(T, BT), n_heads)
@@ -52,14 +52,15 @@ def fox_fwd_portable_kernel(
     b_pos = p_first + o_t  # [BT]
     r = (i_t * BT).to(tl.int64)
     if not TMA:
-        p_k += i_b * stride_kb + i_g * stride_kh
-        p_v += i_b * stride_vb + i_g * stride_vh
-    b_q = load_tile(p_q + i_b * stride_qb + i_h * stride_qh + r * stride_qt, o_t, o_k, stride_qt, T - i_t * BT, K, BK,
-                    True)  # fmt: skip
+        p_k += i_b * stride_kb + i_g.to(tl.int64) * stride_kh
+        p_v += i_b * stride_vb + i_g.to(tl.int64) * stride_vh
+    b_q = load_tile(p_q + i_b * stride_qb + i_h.to(tl.int64) * stride_qh + r * stride_qt, o_t, o_k, stride_qt,
+                    T - i_t * BT, K, BK, True)  # fmt: skip
     n_s = tl.cdiv(S, KU)
     p_c += i_bh.to(tl.int64) * (n_s * KU)
     p_base += i_bh.to(tl.int64) * (n_s + 1)
     p_since += i_b * stride_lb + i_h * stride_lh
+    p_valid += i_b * stride_mb
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = const_gate(p_g, i_h)
@@ -86,6 +87,8 @@ def fox_fwd_portable_kernel(
         b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
         b_k = load_keys(p_k, i_b32, s, i_g, o_s, o_k, stride_ks, S, K, BK, TMA, True)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+        if HAS_VALID:
+            b_s = only_valid(b_s, p_valid, s, o_s, S, stride_ms)
         b_v = load_keys(p_v, i_b32, s, i_g, o_s, o_v, stride_vs, S, V, BV, TMA, True)
         b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2,
                                      GATE, HAS_SINCE, PREC, True)  # fmt: skip
@@ -95,12 +98,18 @@ def fox_fwd_portable_kernel(
         b_next = base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)  # one tile ahead: hides the load
         b_k = load_keys(p_k, i_b32, s, i_g, o_s, o_k, stride_ks, S, K, BK, TMA, False)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+        if HAS_VALID:
+            b_s = only_valid(b_s, p_valid, s, o_s, S, stride_ms)
         b_v = load_keys(p_v, i_b32, s, i_g, o_s, o_v, stride_vs, S, V, BV, TMA, False)
         b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2,
-                                     GATE, HAS_SINCE, PREC, False)  # fmt: skip
+                                     GATE, HAS_SINCE, PREC, HAS_VALID)  # fmt: skip
         b_shift = b_next
     m_t = i_t * BT + o_t < T
-    b_o = b_o / b_l[:, None]
+    if HAS_VALID:  # a row without any valid key: 0, and a log-sum-exp of -inf
+        b_o = b_o / tl.where(b_l > 0.0, b_l, 1.0)[:, None]
+        b_m = tl.where(b_l > 0.0, b_m, 0.0)
+    else:
+        b_o = b_o / b_l[:, None]
     p_ot = ((i_b * T + i_t * BT) * H + i_h) * V + o_t[:, None] * (H * V) + o_v[None, :]
     m_o = m_t[:, None] & (o_v[None, :] < V)
     b_oh = b_o.to(p_o.dtype.element_ty)
@@ -112,12 +121,15 @@ def fox_fwd_portable_kernel(
 
 def fox_forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, c: Tensor | None,
-    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, o_rest: Tensor | None = None,
+    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, t: Tiles, *,
+    o_rest: Tensor | None = None, valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel. Shapes as in ``fox_attention``; last dims contiguous.
 
     Args:
+        t: tiles of the kernel.
         o_rest: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
+        valid: [B, S] bool, the keys that exist.
 
     Returns:
         o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit.
@@ -125,16 +137,20 @@ def fox_forward(
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
-    t = tiles("fwd", max(K, V), q.dtype, q.device)
+    if c is not None and base is not None and since is not None:  # summed step by step, they have room for more
+        NU = triton.cdiv(S, KEY_UNIT)
+        c, base = c[..., : NU * KEY_UNIT].contiguous(), base[..., : NU + 1].contiguous()
+    there = lse if valid is None else valid
     tma = t.tma and can_describe(k, v)
     p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
     fox_fwd_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
         q, p_k, p_v, o, o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
         lse if log_decay is None else log_decay, lse if since is None else since, lse if start is None else start,
-        lse if sink is None else sink, T, S, min(t.heads, B * H), scale * LOG2E, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], *since_strides(since), H=H, REP=H // G, K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT,
-        BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate_kind(log_decay), HAS_SINCE=since is not None,
-        HAS_START=start is not None, HAS_SINK=sink is not None, HAS_REST=o_rest is not None, TMA=tma,
-        PREC=dot_precision(q.dtype), num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
+        lse if sink is None else sink, there, T, S, min(t.heads, B * H), scale * LOG2E, *q.stride()[:3],
+        *k.stride()[:3], *v.stride()[:3], *since_strides(since), there.stride(0), there.stride(1), H=H, REP=H // G,
+        K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT,
+        GATE=gate_kind(log_decay), HAS_SINCE=since is not None, HAS_START=start is not None, HAS_SINK=sink is not None,
+        HAS_REST=o_rest is not None, HAS_VALID=valid is not None, TMA=tma, PREC=dot_precision(q.dtype),
+        num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip
     return o, lse

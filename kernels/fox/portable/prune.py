@@ -14,20 +14,21 @@ from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, ke
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max_kernel, prune_scan_kernel
-from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tile_loads import load_tile, only_valid
 
 
-@triton.jit(do_not_specialize=["T", "S", "stride_lb", "stride_lh"])
+@triton.jit(do_not_specialize=["T", "S", "NS", "stride_lb", "stride_lh", "stride_mb"])
 def fox_prune_rows_kernel(
-    p_q, p_k, p_qmax, p_kmax, p_bound, p_c, p_base, p_g, p_since, p_need, T, S, scale2, log2_s, b_none,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_lb, stride_lh,
+    p_q, p_k, p_qmax, p_kmax, p_bound, p_c, p_base, p_g, p_since, p_valid, p_need, T, S, NS, scale2, log2_s, b_none,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_lb, stride_lh, stride_mb, stride_ms,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
     BR: tl.constexpr, GATE: tl.constexpr, TAIL: tl.constexpr, NEAR: tl.constexpr, HAS_BOUND: tl.constexpr,
-    HAS_SINCE: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_VALID: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Worst row of each row unit, [B, H, T / RU] float64: c_i + U_i - l_i (tail) or c_i + 2 U + log N (paper).
 
-    b_none: the tail bound drops nothing from rows with c_i - c_0 above it.
+    b_none: the tail bound drops nothing from rows with c_i - c_0 above it. NS: units that c and base have room for.
+    p_since holds the T rows alone.
     """
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
@@ -38,16 +39,15 @@ def fox_prune_rows_kernel(
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = const_gate(p_g, i_h)
-    n_s = tl.cdiv(S, KU)
-    p_c += i_bh.to(tl.int64) * (n_s * KU)
-    p_base += i_bh.to(tl.int64) * (n_s + 1)
+    p_c += i_bh.to(tl.int64) * (NS * KU)
+    p_base += i_bh.to(tl.int64) * (NS + 1)
     b_c = gate_at(p_c, p_base, b_slope, p_first, GATE, KU)
     if TAIL:  # worst row of U_i - l_i, with l_i in the frame of this unit
         b_worst = tl.full([], float("inf"), tl.float32)
         b_end = gate_at(p_c, p_base, b_slope, tl.minimum(p_first + RU, S) - 1, GATE, KU)
         if b_end - gate_at(p_c, p_base, b_slope, 0, GATE, KU) <= b_none:
-            p_q += i_b * stride_qb + i_h * stride_qh
-            p_k += i_b * stride_kb + (i_h // REP) * stride_kh
+            p_q += i_b * stride_qb + i_h.to(tl.int64) * stride_qh
+            p_k += i_b * stride_kb + (i_h // REP).to(tl.int64) * stride_kh
             p_since += i_b * stride_lb + i_h * stride_lh
             b_kmax = tl.load(p_kmax + i_bg)
             b_worst = tl.full([], float("-inf"), tl.float32)
@@ -57,7 +57,7 @@ def fox_prune_rows_kernel(
                 b_pos, m_t = r + off + o_t, r + o_t < T
                 b_since = b_pos * 0
                 if HAS_SINCE:
-                    b_since = tl.load(p_since + b_pos, mask=m_t, other=0)
+                    b_since = tl.load(p_since + r + o_t, mask=m_t, other=0)
                 b_m = tl.full([BR], float("-inf"), tl.float32)
                 b_l = tl.zeros([BR], tl.float32)
                 for i_s in range(tl.maximum(p_first // KU - NEAR, 0), tl.cdiv(tl.minimum(r + off + BR, S), KU)):
@@ -68,6 +68,8 @@ def fox_prune_rows_kernel(
                     b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
                     m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_since[:, None])
                     b_y = tl.where(m_y, b_y, float("-inf"))
+                    if HAS_VALID:
+                        b_y = only_valid(b_y, p_valid + i_b * stride_mb, s, o_s, S, stride_ms)
                     b_mn = tl.maximum(b_m, tl.max(b_y, 1))
                     b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
                     b_l = b_l * tl.exp2(b_m - b_ms) + tl.sum(tl.exp2(b_y - b_ms[:, None]), 1)
@@ -75,10 +77,9 @@ def fox_prune_rows_kernel(
                 b_row = need_rows(b_q, b_kmax, p_bound, i_h, b_m + tl.log2(b_l), m_t, scale2, HAS_BOUND)
                 b_worst = tl.maximum(b_worst, tl.max(b_row, 0))
     else:
+        b_u = tl.sqrt(tl.load(p_qmax + i_bh) * tl.load(p_kmax + i_bg)) * (scale2 * 1.0001)
         if HAS_BOUND:
-            b_u = tl.load(p_bound + i_h).to(tl.float32) * TL_LOG2E
-        else:
-            b_u = tl.sqrt(tl.load(p_qmax + i_bh) * tl.load(p_kmax + i_bg)) * (scale2 * 1.0001)
+            b_u = tl.minimum(b_u, tl.load(p_bound + i_h).to(tl.float32) * TL_LOG2E)
         b_worst = 2.0 * b_u + log2_s
     tl.store(p_need + i_bh.to(tl.int64) * tl.cdiv(T, RU) + i_t, b_c + b_worst.to(tl.float64))
 
@@ -86,15 +87,17 @@ def fox_prune_rows_kernel(
 def prune_starts(
     q: Tensor, k: Tensor, log_decay: Tensor, c: Tensor | None, base: Tensor | None, tails: Tensor | None,
     since: Tensor | None, scale: float, *,
-    bound: str, log_eps: float, logit_bound: Tensor | None,
+    bound: str, log_eps: float, logit_bound: Tensor | None, valid: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT query rows, a multiple of KEY_UNIT. No host synchronisation.
 
     Args:
         q, k: [B, T, H, K] and [B, S, G, K], last dim contiguous.
-        log_decay: [B, S, H] with its sums c, base and tails from ``gate_sums``, or [H] (None).
-        logit_bound: [H], known bound of |logits| (natural units), or None to find it from the norms. The tail bound
-            takes the smaller of both, and for fewer than ROW_UNIT rows this one alone.
+        log_decay: [B, S, H] with its sums c, base and tails (which may have room for more), or [H] (None).
+        since: [B or 1, H or 1, S], or the T rows alone.
+        logit_bound: [H], known bound of |logits| (natural units), or None. The smaller of it and what the norms of q
+            and k say counts; with fewer than ROW_UNIT rows it alone, for measuring would read every key.
+        valid: [B, S] bool, the keys that exist; the certificate holds for rows that see themselves.
 
     Returns:
         [B, H, ceil(T / ROW_UNIT)] int32, non-decreasing along the rows.
@@ -108,22 +111,27 @@ def prune_starts(
     need = torch.empty((B, H, n_t), dtype=torch.float64, device=q.device)
     norms = torch.zeros(B * (H + G), dtype=torch.float32, device=q.device)
     qmax, kmax = norms[: B * H], norms[B * H :]
-    if tail and logit_bound is not None and T < ROW_UNIT:  # a pass over all keys would cost as much as these few rows
+    if logit_bound is not None and T < ROW_UNIT:  # a pass over all keys would cost as much as these few rows
         kmax.fill_(torch.finfo(torch.float32).max)
-    elif tail or logit_bound is None:
+    else:
         norm_max_kernel[(B * G, triton.cdiv(S, 128))](k, kmax, S, *k.stride()[:3], H=G, D=K, BD=BK, BR=128)
-    if not tail and logit_bound is None:
+    if not tail:
         norm_max_kernel[(B * H, triton.cdiv(T, 128))](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
+    NS = triton.cdiv(S, KEY_UNIT) if base is None else base.shape[2] - 1
+    since = None if since is None else since[..., since.shape[2] - T :]
+    there = need if valid is None else valid
     fox_prune_rows_kernel[(B * H, n_t)](
         q, k, qmax, kmax, norms if logit_bound is None else logit_bound, norms if c is None else c,
-        norms if base is None else base, log_decay, start if since is None else since, need, T, S, scale * LOG2E,
+        norms if base is None else base, log_decay, start if since is None else since, there, need, T, S, NS,
+        scale * LOG2E,
         math.log2(S), none_above(log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
-        *since_strides(since), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
+        *since_strides(since), there.stride(0), there.stride(1), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
         KU=KEY_UNIT, BR=32 if wide else 128, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=logit_bound is not None,
-        HAS_SINCE=since is not None, PREC=dot_precision(q.dtype), num_warps=4, num_stages=1 if wide else 2,
+        HAS_SINCE=since is not None, HAS_VALID=valid is not None, PREC=dot_precision(q.dtype), num_warps=4,
+        num_stages=1 if wide else 2,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
-        need, norms if base is None else base, log_decay, norms if tails is None else tails, start, T, S,
+        need, norms if base is None else base, log_decay, norms if tails is None else tails, start, T, S, NS,
         log_eps * LOG2E - SLACK, triton.cdiv(S, KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT,
         BN=min(1024, max(16, triton.next_power_of_2(n_t))), GATE=gate, TAIL=tail,
     )  # fmt: skip

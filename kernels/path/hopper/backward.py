@@ -19,8 +19,8 @@ from .pair import path_finish_kernel, path_pair_kernel
 
 def launch_hopper_backward(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, dv: Tensor,
-    o_rest: Tensor | None,
+    since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, sink: Tensor | None,
+    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None,
 ) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
     """As ``portable.backward._launch``, where ``plan.one_pass`` holds.
 
@@ -48,11 +48,13 @@ def launch_hopper_backward(
     cut = end if since is None or start is None else key_bounds(None, start, B, T, H, T)[0]
     flags = {"GATE": gate, "HAS_START": start is not None, "RU": ROW_UNIT}
     bounded = {"HAS_SINCE": since is not None, "REP": H // G, "H": H, "BK": BK, **flags}
+    p_w, extra = lse if drow is None else drow, (lse if dlse is None else dlse, lse if sink is None else sink)
     path_pair_kernel[(Tp // KEY_UNIT * B * G,)](
         block.diag, block.q, block.k, v, o, o if o_rest is None else o_rest, do, lse, rows, delta, d_block.diag,
-        d_block.q, d_block.k, own, dq_tiles, sums, d_key, *gates, *limits, B, T, Tq, n, scale, scale * LOG2E,
-        *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *since_strides(since), K=K, V=V, BV=BV, C=KEY_UNIT,
-        HAS_REST=o_rest is not None, PREC="ieee", **bounded, num_warps=4,
+        d_block.q, d_block.k, own, dq_tiles, sums, d_key, p_w, *extra, *gates, *limits, B, T, Tq, n, scale,
+        scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *since_strides(since), K=K, V=V, BV=BV,
+        C=KEY_UNIT, HAS_REST=o_rest is not None, HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, PREC="ieee",
+        **bounded, num_warps=4,
     )  # fmt: skip
     path_bwd_hopper_kernel[(Tp // t.BS * B * G,)](
         gluon_descriptor(levels.q.flatten(0, 1), t.BT), gluon_descriptor(levels.k.flatten(0, 1), t.BS),
@@ -65,7 +67,7 @@ def launch_hopper_backward(
     M = t.BT // 16
     if wanted.queries or wanted.log_decay:
         path_finish_kernel[(Tp // ROW_UNIT * B * H,)](
-            dq_tiles, d_levels.q, sums, d_key, limits[1], B, T, Tq, n, scale, H=H, K=K, BK=BK, BT=t.BT, M=M,
-            N=t.num_warps // M, **flags, num_warps=8,
+            dq_tiles, d_levels.q, sums, p_w, d_key, limits[1], B, T, Tq, n, scale, H=H, K=K, BK=BK, BT=t.BT, M=M,
+            N=t.num_warps // M, HAS_ROW=drow is not None, **flags, num_warps=8,
         )  # fmt: skip
     return d_block, d_levels, d_key if wanted.log_decay else None

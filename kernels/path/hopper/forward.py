@@ -26,7 +26,8 @@ from attnzoo.kernels.common.hopper.forward_steps import (
     store_rows,
     tile_weights,
 )
-from attnzoo.kernels.common.hopper.gate_bias import gluon_gate_at
+from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import head_block, since_strides
 from attnzoo.kernels.common.tile_loads import schedule
 from attnzoo.kernels.path.levels import UNIT, Leaves, Levels
@@ -87,10 +88,10 @@ def _next(i_s, level, j):
 
 
 @gluon.jit
-def _rows(w: gl.constexpr, q_s, ring, p_diag, p_o, p_rest, p_lse, p_since, p_start, i_u, T, scale2, stride_d, stride_o,
-          V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, GATE: gl.constexpr,
-          HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, HAS_REST: gl.constexpr,
-          STAGES: gl.constexpr):  # fmt: skip
+def _rows(w: gl.constexpr, q_s, ring, p_diag, p_o, p_rest, p_lse, p_c, p_base, p_since, p_start, p_sink, i_h, i_u, T,
+          scale2, stride_d, stride_o, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
+          KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr,
+          HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The w-th warpgroup's block of 64 rows."""
     k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v = ring
     BR: gl.constexpr = BT // 2
@@ -106,6 +107,13 @@ def _rows(w: gl.constexpr, q_s, ring, p_diag, p_o, p_rest, p_lse, p_since, p_sta
         b_since = gl.maximum(b_since, gl.load(p_since + b_row, mask=b_row < T, other=0))
     b_m = gl.full([BR], float("-inf"), gl.float32, gl.SliceLayout(1, L_S))
     b_l = gl.zeros([BR], gl.float32, gl.SliceLayout(1, L_S))
+    if HAS_SINK:  # one more logit, without a value: moved to the frame of the row unit
+        b_m = b_l + gl.load(p_sink + i_h).to(gl.float32) * TL_LOG2E
+        if GATE != 0:
+            b_slope = gl.to_tensor(0.0)
+            b_ref = gluon_gate_at(p_c, p_base, b_slope, row, GATE, KU)
+            b_m += gluon_bias_at(p_c, p_base, b_slope, b_ref, b_row, T, GATE, KU)
+        b_l = gl.where(b_m == float("-inf"), 0.0, 1.0)
     b_o = gl.zeros([BR, BV], gl.float32, L_O)
     b_y = _pair_scores(w, q_s, ring, p_diag + (i_u * 2 + w) * stride_d, b_row, T, BR, BT, BK, STAGES, L_S)
     b_bias = bias_s.index(0).load(gl.SliceLayout(0, L_S))
@@ -134,11 +142,11 @@ def _rows(w: gl.constexpr, q_s, ring, p_diag, p_o, p_rest, p_lse, p_since, p_sta
 
 @gluon.jit(do_not_specialize=["B", "T", "n_levels", "n_heads", "stride_lb", "stride_lh"])
 def path_fwd_hopper_kernel(
-    d_qb, d_kb, d_q, d_k, d_v, p_diag, p_o, p_rest, p_lse, p_c, p_base, p_since, p_start, B, T, n_levels, n_heads,
-    scale2, stride_ob, stride_ot, stride_oh, stride_lb, stride_lh,
+    d_qb, d_kb, d_q, d_k, d_v, p_diag, p_o, p_rest, p_lse, p_c, p_base, p_since, p_start, p_sink, B, T, n_levels,
+    n_heads, scale2, stride_ob, stride_ot, stride_oh, stride_lb, stride_lh,
     H: gl.constexpr, REP: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
     KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, HAS_REST: gl.constexpr,
-    STAGES: gl.constexpr,
+    HAS_SINK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per unit of BT rows, the longest rows first."""
     n_t = gl.cdiv(T, BT)
@@ -172,10 +180,12 @@ def path_fwd_hopper_kernel(
     stride_d = gl.to_tensor(H * KU * KU).to(gl.int64)
     gl.warp_specialize(
         [
-            (_rows, (0, q_s, ring, p_diag, p_o, p_rest, p_lse, p_since, p_start, i_u, T, scale2, stride_d, stride_ot, V,
-                     BK, BV, BT, GATE, HAS_SINCE, HAS_START, HAS_REST, STAGES)),
-            (_rows, (1, q_s, ring, p_diag, p_o, p_rest, p_lse, p_since, p_start, i_u, T, scale2, stride_d, stride_ot, V,
-                     BK, BV, BT, GATE, HAS_SINCE, HAS_START, HAS_REST, STAGES)),
+            (_rows, (0, q_s, ring, p_diag, p_o, p_rest, p_lse, p_c, p_base, p_since, p_start, p_sink, i_h, i_u, T,
+                     scale2, stride_d, stride_ot, V, BK, BV, BT, KU, GATE, HAS_SINCE, HAS_START, HAS_REST, HAS_SINK,
+                     STAGES)),
+            (_rows, (1, q_s, ring, p_diag, p_o, p_rest, p_lse, p_c, p_base, p_since, p_start, p_sink, i_h, i_u, T,
+                     scale2, stride_d, stride_ot, V, BK, BV, BT, KU, GATE, HAS_SINCE, HAS_START, HAS_REST, HAS_SINK,
+                     STAGES)),
             (_load, (d_qb, d_kb, d_q, d_k, d_v, q_s, ring, p_c, p_base, p_since, p_start, i_b, i_h, i_u, B, T, n_levels,
                      REP, BT, KU, GATE, HAS_SINCE, HAS_START, STAGES)),
         ],
@@ -186,7 +196,7 @@ def path_fwd_hopper_kernel(
 
 def path_forward_hopper(
     block: Leaves, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, start: Tensor | None, scale: float, o_rest: Tensor | None = None,
+    since: Tensor | None, start: Tensor | None, scale: float, sink: Tensor | None = None, o_rest: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill o and lse as ``portable.forward.path_forward`` says, where ``plan.hopper_forward`` holds.
 
@@ -199,8 +209,9 @@ def path_forward_hopper(
         gluon_descriptor(block.q, UNIT // 2), gluon_descriptor(block.k, UNIT), gluon_descriptor(levels.q.flatten(0, 1),
         UNIT // 2), gluon_descriptor(levels.k.flatten(0, 1), UNIT), gluon_descriptor(v, UNIT), block.diag, o,
         o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
-        lse if since is None else since, lse if start is None else start, B, T, levels.q.shape[0], min(t.heads, B * H),
-        scale * LOG2E, *o.stride()[:3], *since_strides(since), H=H, REP=H // G, V=V, BK=head_block(K), BV=head_block(V),
-        BT=UNIT, KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL, HAS_SINCE=since is not None,
-        HAS_START=start is not None, HAS_REST=o_rest is not None, STAGES=t.num_stages, num_warps=t.num_warps,
+        lse if since is None else since, lse if start is None else start, lse if sink is None else sink, B, T,
+        levels.q.shape[0], min(t.heads, B * H), scale * LOG2E, *o.stride()[:3], *since_strides(since), H=H, REP=H // G,
+        V=V, BK=head_block(K), BV=head_block(V), BT=UNIT, KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL,
+        HAS_SINCE=since is not None, HAS_START=start is not None, HAS_REST=o_rest is not None,
+        HAS_SINK=sink is not None, STAGES=t.num_stages, num_warps=t.num_warps,
     )  # fmt: skip

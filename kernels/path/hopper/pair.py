@@ -7,6 +7,7 @@ import triton.language as tl
 
 from attnzoo.kernels.common.gate_bias import gate_at, gates_from
 from attnzoo.kernels.common.hopper.backward_tile import tile_order
+from attnzoo.kernels.common.row_delta import sink_weight
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.portable.dkdv import _dkdv_scores
 
@@ -23,16 +24,19 @@ def _level_of(p_start, i_l, i_t, HAS_START: tl.constexpr, RU: tl.constexpr):
 
 
 @triton.jit
-def _rows(p_o, p_rest, p_do, p_lse, r, o_r, o_v, T, stride_ot, stride_dt, V: tl.constexpr, BV: tl.constexpr,
-          HAS_REST: tl.constexpr):  # fmt: skip
-    """dO, lse (rows past T get weight 0) and delta = dO . (O + o_rest) of rows r + o_r of one head."""
+def _rows(p_o, p_rest, p_do, p_lse, p_dlse, r, o_r, o_v, T, stride_ot, stride_dt, V: tl.constexpr, BV: tl.constexpr,
+          HAS_REST: tl.constexpr, HAS_DLSE: tl.constexpr):  # fmt: skip
+    """dO, lse (rows past T get weight 0) and delta = dO . (O + o_rest) - dlse of rows r + o_r of one head."""
     r64, n = r.to(tl.int64), T - r
     b_do = load_tile(p_do + r64 * stride_dt, o_r, o_v, stride_dt, n, V, BV, True)
     b_o = load_tile(p_o + r64 * stride_ot, o_r, o_v, stride_ot, n, V, BV, True).to(tl.float32)
     if HAS_REST:
         b_o += load_tile(p_rest + r64 * stride_ot, o_r, o_v, stride_ot, n, V, BV, True).to(tl.float32)
     b_lse = tl.load(p_lse + r + o_r, mask=o_r < n, other=float("inf"))
-    return b_do, b_lse, tl.sum(b_o * b_do.to(tl.float32), 1)
+    b_delta = tl.sum(b_o * b_do.to(tl.float32), 1)
+    if HAS_DLSE:
+        b_delta -= tl.load(p_dlse + r + o_r, mask=o_r < n, other=0.0)
+    return b_do, b_lse, b_delta
 
 
 @triton.jit
@@ -51,17 +55,18 @@ def _add_pairs(p_sum, b_ds, C: tl.constexpr):
 @triton.jit(do_not_specialize=["B", "T", "Tq", "n_levels", "stride_lb", "stride_lh"])
 def path_pair_kernel(
     p_diag, p_qb, p_kb, p_v, p_o, p_rest, p_do, p_lse, p_rows, p_delta, p_ddiag, p_dqb, p_dkb, p_dv, p_tiles, p_sum,
-    p_dc, p_c, p_base, p_since, p_start, B, T, Tq, n_levels, scale, scale2, stride_vb, stride_vt, stride_vh, stride_ob,
-    stride_ot, stride_oh, stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
+    p_dc, p_w, p_dlse, p_sink, p_c, p_base, p_since, p_start, B, T, Tq, n_levels, scale, scale2, stride_vb, stride_vt,
+    stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     RU: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr,
-    HAS_REST: tl.constexpr, PREC: tl.constexpr,
+    HAS_REST: tl.constexpr, HAS_SINK: tl.constexpr, HAS_DLSE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """The own pair of blocks, one program per block of keys, and what the levels' pass starts from.
 
     Writes d(diag), dQ of odd blocks, dK of even ones, dV [B, G, Tp, BV] float32 and sums of dS per key [B, H, T]; lse
     and delta [B, H, Tp]; zeros into the tiles of dQ of each level (float32). Adds to sums of dS per pair of rows
-    [B, H, Tp / 2]. Tp: T rounded up to RU.
+    [B, H, Tp / 2]. Tp: T rounded up to RU. With a sink, or a gate and dlse, p_w gets what
+    a row's dS must add up to, [B, H, T].
     """
     G: tl.constexpr = H // REP
     n_t, n_u = tl.cdiv(T, RU), tl.cdiv(T, C)
@@ -85,11 +90,19 @@ def path_pair_kernel(
         p_oh, p_lowh = p_o + i_b * stride_ob + i_h * stride_oh, p_rest + i_b * stride_ob + i_h * stride_oh
         p_doh = p_do + i_b * stride_db + i_h * stride_dh
         p_sinceh = p_since + i_b * stride_lb + i_h * stride_lh
-        b_do, b_lse, b_delta = _rows(p_oh, p_lowh, p_doh, p_lse + i_bh * T, s, o_c, o_v, T, stride_ot, stride_dt, V,
-                                     BV, HAS_REST)  # fmt: skip
+        p_lseh, p_dlseh = p_lse + i_bh * T, p_dlse + i_bh * T
+        b_do, b_lse, b_delta = _rows(p_oh, p_lowh, p_doh, p_lseh, p_dlseh, s, o_c, o_v, T, stride_ot, stride_dt, V, BV,
+                                     HAS_REST, HAS_DLSE)  # fmt: skip
         o_row = i_bh * (n_t * RU) + b_s
         tl.store(p_rows + o_row, b_lse)
         tl.store(p_delta + o_row, b_delta)
+        if HAS_SINK or (HAS_DLSE and GATE != 0):
+            b_sum = tl.zeros([C], tl.float32)
+            if HAS_SINK:
+                b_sum = b_delta * sink_weight(p_sink, p_c, p_base, p_c, b_lse, b_s, i_bh, i_h, i_t * RU, T, T, C, GATE)
+            if HAS_DLSE:
+                b_sum += tl.load(p_dlseh + b_s, mask=b_s < T, other=0.0)
+            tl.store(p_w + i_bh * T + b_s, b_sum, mask=b_s < T)
         b_bias = b_s.to(tl.float32)
         if GATE != 0:
             p_ch, p_baseh = p_c + i_bh * (n_u * C), p_base + i_bh * (n_u + 1)
@@ -108,8 +121,8 @@ def path_pair_kernel(
             _add_pairs(p_sumh, b_ds, C)
         if meets:
             b_row = b_s + C
-            b_do, b_lse, b_delta = _rows(p_oh, p_lowh, p_doh, p_lse + i_bh * T, s + C, o_c, o_v, T, stride_ot,
-                                         stride_dt, V, BV, HAS_REST)  # fmt: skip
+            b_do, b_lse, b_delta = _rows(p_oh, p_lowh, p_doh, p_lseh, p_dlseh, s + C, o_c, o_v, T, stride_ot,
+                                         stride_dt, V, BV, HAS_REST, HAS_DLSE)  # fmt: skip
             o_q = ((i_b * T + s64 + C) * H + i_h) * K
             b_k = load_tile(p_kb + o_kb, o_c, o_k, G * K, C, K, BK, False)
             b_q = load_tile(p_qb + o_q, o_c, o_k, H * K, T - s - C, K, BK, True)
@@ -138,10 +151,12 @@ def path_pair_kernel(
 
 @triton.jit(do_not_specialize=["B", "T", "Tq", "n_levels"])
 def path_finish_kernel(
-    p_tiles, p_dq, p_sum, p_dc, p_start, B, T, Tq, n_levels, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    BT: tl.constexpr, RU: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GATE: tl.constexpr, HAS_START: tl.constexpr,
+    p_tiles, p_dq, p_sum, p_w, p_dc, p_start, B, T, Tq, n_levels, scale, H: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, BT: tl.constexpr, RU: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GATE: tl.constexpr,
+    HAS_START: tl.constexpr, HAS_ROW: tl.constexpr,
 ):  # fmt: skip
-    """dQ of the levels, packed, in their dtype, where rows of the unit read them; row sums taken off the columns."""
+    """dQ of the levels, packed, in their dtype, where rows of the unit read them; what the sums of dS over rows are off
+    is taken from the sums over columns."""
     n_t = tl.cdiv(T, RU)
     i_t, i_bh32 = tl.program_id(0) % n_t, tl.program_id(0) // n_t
     i_bh = i_bh32.to(tl.int64)
@@ -160,6 +175,9 @@ def path_finish_kernel(
     if GATE != 0:
         o_r = i_t * RU + tl.arange(0, RU)
         b_e = tl.load(p_sum + i_bh * (n_t * RU // 2) + o_r // 2)
+        if HAS_ROW:
+            p_wp = p_w + i_bh * T + o_r // 2 * 2
+            b_e -= tl.load(p_wp, mask=o_r < T, other=0.0) + tl.load(p_wp + 1, mask=o_r // 2 * 2 + 1 < T, other=0.0)
         b_e = tl.where((o_r % 2 == 0) & (o_r == T - 1), b_e, 0.5 * b_e)  # a last row without a partner
         p_dct = p_dc + i_bh * T + o_r
         tl.store(p_dct, tl.load(p_dct, mask=o_r < T, other=0.0) - b_e, mask=o_r < T)

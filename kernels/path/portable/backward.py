@@ -28,26 +28,31 @@ from .dq import path_dq_portable_kernel
 from .forward import levels_descriptor
 from .inverse import new_kept
 
+Some = Tensor | None
+
 
 def path_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor, c: Tensor | None,
-    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted,
-    o_rest: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, *,
+    o_rest: Tensor | None = None, sink: Tensor | None = None, dlse: Tensor | None = None,
+) -> tuple[Some, Some, Tensor, Some, Some, Some, Some]:  # fmt: skip
     """Launch the backward kernels on what the forward pass saved, some heads at a time; the carries are made again.
 
     Args:
         wanted: kernels that serve no gradient of these are not launched.
         o_rest: [B, T, H, V], what the rounding of o dropped: one pass needs it for the gradient of a gate.
+        dlse: [B, H, T] float32, contiguous: gradient of the rows' log-sum-exp.
 
     Returns:
         dq, dk, dv, dw [B, T, G, K] and dbeta [B, T, G] in the inputs' dtypes, contiguous; for a gate, column sums
-        [B, H, T] of dS. None, or undefined, where not wanted.
+        [B, H, T] of dS; with a sink, or a gate and dlse, row sums [B, H, T] of dS (otherwise they are 0). None, or
+        undefined, where not wanted.
     """
     dv = v.new_empty(v.shape)
     dq, dk = (x.new_empty(x.shape) if wanted.queries or wanted.keys else None for x in (q, k))
     dw, dbeta = (x.new_empty(x.shape) if wanted.transitions else None for x in (w, beta))
     dkey = torch.empty_like(lse) if wanted.log_decay else None
+    drow = torch.empty_like(lse) if sink is not None or (c is not None and dlse is not None) else None
     merged = (not wanted.log_decay or o_rest is not None) and can_merge(q.shape[1], q.shape[3], v)
     for group in head_groups(q, k, backward=True, one_pass=merged):
         x = group.queries(q), group.keys(k), group.keys(w), group.keys(beta)
@@ -56,13 +61,14 @@ def path_backward(
         block = block_level(*x, kept)
         carried = carry(block, p_start)
         saved = group.queries(do), group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start
+        extra = group.heads(sink), group.rows(dlse), group.rows(drow)
         if merged:
             from attnzoo.kernels.path.hopper.backward import launch_hopper_backward
 
             p_rest = None if o_rest is None else group.queries(o_rest)
-            grads = launch_hopper_backward(block, carried.levels, *saved, scale, wanted, group.keys(dv), p_rest)
+            grads = launch_hopper_backward(block, carried.levels, *saved, scale, wanted, *extra, group.keys(dv), p_rest)
         else:
-            grads = _launch(block, carried.levels, *saved, scale, wanted, group.keys(dv))
+            grads = _launch(block, carried.levels, *saved, scale, wanted, *extra, group.keys(dv))
         d_block, d_levels, d_key = grads
         if dkey is not None and d_key is not None:
             dkey[group.b, group.h] = d_key
@@ -71,7 +77,7 @@ def path_backward(
         total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted)
         d_w, d_beta = (None if y is None else group.keys(y) for y in (dw, dbeta))
         block_level_backward(*x, Leaves(d_block.diag, *total), (group.queries(dq), group.keys(dk), d_w, d_beta), kept)
-    return dq, dk, dv, dw, dbeta, dkey
+    return dq, dk, dv, dw, dbeta, dkey, drow
 
 
 def can_merge(T: int, K: int, v: Tensor) -> bool:
@@ -82,9 +88,10 @@ def can_merge(T: int, K: int, v: Tensor) -> bool:
 
 def _launch(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, dv: Tensor,
+    since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, sink: Tensor | None,
+    dlse: Tensor | None, drow: Tensor | None, dv: Tensor,
 ) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
-    """Gradients of the blocks (without m), of the levels and of the keys' bias, as far as wanted; dv is written."""
+    """Gradients of the blocks (without m), of the levels and of the keys' bias, as far as wanted; fills dv, drow."""
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if do.stride(-1) != 1:
         do = do.contiguous()
@@ -93,11 +100,13 @@ def _launch(
     d_key = lse.new_zeros((n + 1, B, H, T)) if gate else lse
     d_block = Leaves(torch.empty_like(block.diag), torch.empty_like(block.q), torch.empty_like(block.k), block.m)
     d_levels = Levels(torch.empty_like(levels.q), torch.empty_like(levels.k))
-    row_delta_kernel[(B * H, rows.shape[2] // 64)](
-        o, do, lse, rows, lse, lse, lse, lse, lse, T, T, *o.stride()[:3], *do.stride()[:3],
-        H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=False,
-    )  # fmt: skip
     gates = (lse if c is None else c, lse if base is None else base)
+    p_w, p_dlse = lse if drow is None else drow, lse if dlse is None else dlse
+    row_delta_kernel[(B * H, rows.shape[2] // 64)](
+        o, do, lse, p_dlse, rows, p_w, *gates, lse, lse if sink is None else sink, T, T, *o.stride()[:3],
+        *do.stride()[:3], H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate,
+        HAS_SINK=sink is not None, HAS_DLSE=dlse is not None,
+    )  # fmt: skip
     limits = (lse if since is None else since, lse if start is None else start)
     end, full = limits if since is None and start is None else key_bounds(since, start, B, T, H, T)
     sizes = (B, T, levels.q.shape[2], levels.k.shape[2], n)
@@ -105,15 +114,15 @@ def _launch(
     options = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V), "RU": ROW_UNIT,
                "KU": KEY_UNIT, "GATE": gate, "HAS_SINCE": since is not None, "HAS_START": start is not None,
                "PREC": dot_precision(v.dtype)}  # fmt: skip
-    if wanted.queries or wanted.log_decay:
+    if wanted.queries or wanted.log_decay or wanted.sink:
         t = tiles("dq", max(K, V), v.dtype, v.device, start is not None)
         tma = t.tma and n > 0 and can_describe(v)
         p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
         path_dq_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-            block.diag, block.q, block.k, levels.q, p_k, v, p_vd, do, rows, d_block.q, d_levels.q, *gates, *limits,
-            *sizes, min(t.heads, B * H), scale, scale * LOG2E, *strides, *since_strides(since), **options, BT=t.BT,
-            BS=t.BS, BP=pair_width(t, max(K, V)), TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages,
-            maxnreg=t.maxnreg,
+            block.diag, block.q, block.k, levels.q, p_k, v, p_vd, do, rows, p_w, p_dlse, d_block.q, d_levels.q,
+            *gates, *limits, *sizes, min(t.heads, B * H), scale, scale * LOG2E, *strides, *since_strides(since),
+            **options, BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), HAS_SINK=sink is not None,
+            HAS_DLSE=dlse is not None, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
     t = tiles("dkdv", max(K, V), v.dtype, v.device, start is not None)
     path_dkdv_portable_kernel[(triton.cdiv(T, t.BS) * B * G,)](

@@ -14,19 +14,28 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.path.cache import CHUNK, close_chunk
+from attnzoo.kernels.path.chunk import CHUNK, close_chunk
 
 ROOM = 256  # keys are stored in multiples of this many tokens, so that growing reuses the allocator's blocks
 MAX_SPLITS = 128
 
 
-@triton.jit(do_not_specialize=["N", "S", "SPLIT", "NS", "stride_gb", "stride_mb"])
+@triton.jit
+def _there(p_valid, o_s, m, MASKED: tl.constexpr):
+    """Which of the tokens o_s exist, of those in m."""
+    if MASKED:
+        m = m & (tl.load(p_valid + o_s, mask=m, other=0) != 0)
+    return m
+
+
+@triton.jit(do_not_specialize=["N", "S", "SPLIT", "NS", "window", "stride_gb", "stride_mb"])
 def path_advance_kernel(
     p_q, p_w, p_beta, p_total, p_keys, p_next, p_v, p_g, p_valid, p_o, p_m, p_l, p_sum,
     stride_kb, stride_kt, stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb,
-    N, S, SPLIT, NS, scale,
+    N, S, SPLIT, NS, window, scale,
     ONE: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
     BS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Keys lo..hi of one head: advance and store them, and attend to them from BR of the R = rep N rows of the group.
 
@@ -36,6 +45,7 @@ def path_advance_kernel(
     i_bg, i_s, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
     REP: tl.constexpr = H // G
+    p_valid += i_b * stride_mb
     R = REP * N
     o_r = i_r * BR + tl.arange(0, BR)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
@@ -80,15 +90,15 @@ def path_advance_kernel(
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
         b_s *= scale * TL_LOG2E  # [BR, BS]
         if GATED:
-            m_g = m_r[:, None] & (o_s + 1 < hi)[None, :]
+            m_after = _there(p_valid, o_s + 1, o_s + 1 < hi, MASKED)
             p_after = p_g + i_b * stride_gb + o_h[:, None] + (o_s64 + 1)[None, :] * stride_gt
-            b_g = tl.load(p_after, mask=m_g, other=0.0).to(tl.float32) * TL_LOG2E
+            b_g = tl.load(p_after, mask=m_r[:, None] & m_after[None, :], other=0.0).to(tl.float32) * TL_LOG2E
             b_s += tl.cumsum(b_g, 1, reverse=True) + b_sum[:, None]
             b_sum += tl.sum(b_g, 1)
-        m_seen = m_s
-        if MASKED:
-            m_seen &= tl.load(p_valid + i_b * stride_mb + o_s64, mask=m_s, other=0) != 0
-        b_s = tl.where(m_seen[None, :], b_s, float("-inf"))
+        m_seen = _there(p_valid, o_s, m_s, MASKED)[None, :]
+        if WINDOW:
+            m_seen = m_seen & (o_s[None, :] > (S + o_r % N - window)[:, None])
+        b_s = tl.where(m_seen, b_s, float("-inf"))
         b_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_p = tl.exp2(b_s - b_safe[:, None])
@@ -105,19 +115,20 @@ def path_advance_kernel(
     o_part = (i_bg.to(tl.int64) * NS + i_s) * R + o_r
     if GATED:
         p_first = p_g + i_b * stride_gb + lo.to(tl.int64) * stride_gt + o_h
-        b_sum += tl.load(p_first, mask=m_r, other=0.0).to(tl.float32) * TL_LOG2E
+        m_first = _there(p_valid, lo, lo < hi, MASKED)
+        b_sum += tl.load(p_first, mask=m_r & m_first, other=0.0).to(tl.float32) * TL_LOG2E
         tl.store(p_sum + o_part, b_sum, mask=m_r)
     tl.store(p_m + o_part, b_m, mask=m_r)
     tl.store(p_l + o_part, b_l, mask=m_r)
     tl.store(p_o + o_part[:, None] * V + o_v[None, :], b_o, mask=m_r[:, None] & m_v[None, :])
 
 
-@triton.jit(do_not_specialize=["N", "S", "NS", "stride_gb", "stride_mb"])
+@triton.jit(do_not_specialize=["N", "S", "NS", "window", "stride_gb", "stride_mb"])
 def path_combine_kernel(
-    p_o, p_m, p_l, p_sum, p_scores, p_v, p_g, p_valid, p_out,
-    stride_vb, stride_vt, stride_gb, stride_gt, stride_mb, N, S, NS, scale,
+    p_o, p_m, p_l, p_sum, p_scores, p_v, p_g, p_valid, p_sink, p_out, p_lse,
+    stride_vb, stride_vt, stride_gb, stride_gt, stride_mb, N, S, NS, window, scale,
     G: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
-    BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr,
+    BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
     """One row: the NS parts over the cached keys, and the chunk's own N keys with scores [B, H, N, N]."""
     i_bh, i_n = tl.program_id(0), tl.program_id(1)
@@ -125,6 +136,7 @@ def path_combine_kernel(
     REP: tl.constexpr = H // G
     o_v, o_p, o_j = tl.arange(0, BV), tl.arange(0, BP), tl.arange(0, BN)
     m_v, m_p, m_j = o_v < V, o_p < NS, o_j <= i_n
+    p_valid += i_b * stride_mb
     R = REP * N
     row = (i_b * G + i_h // REP) * NS * R + (i_h % REP) * N + i_n
     b_m = tl.load(p_m + row + o_p * R, mask=m_p, other=float("-inf"))
@@ -132,15 +144,21 @@ def path_combine_kernel(
     b_own = tl.load(p_scores + (i_bh.to(tl.int64) * N + i_n) * N + o_j, mask=m_j, other=0.0) * (scale * TL_LOG2E)
     if GATED:
         p_g += i_b * stride_gb + i_h
-        b_g = tl.load(p_g + (S + o_j).to(tl.int64) * stride_gt, mask=m_j, other=0.0).to(tl.float32)
+        m_upto = _there(p_valid, S + o_j, m_j, MASKED)
+        b_g = tl.load(p_g + (S + o_j).to(tl.int64) * stride_gt, mask=m_upto, other=0.0).to(tl.float32)
         b_after = tl.load(p_sum + row + (o_p + 1) * R, mask=o_p + 1 < NS, other=0.0)
         b_m += tl.cumsum(b_after, 0, reverse=True) + tl.sum(b_g, 0) * TL_LOG2E
-        b_g = tl.load(p_g + (S + 1 + o_j).to(tl.int64) * stride_gt, mask=o_j < i_n, other=0.0).to(tl.float32)
+        m_after = _there(p_valid, S + 1 + o_j, o_j < i_n, MASKED)
+        b_g = tl.load(p_g + (S + 1 + o_j).to(tl.int64) * stride_gt, mask=m_after, other=0.0).to(tl.float32)
         b_own += tl.cumsum(b_g, 0, reverse=True) * TL_LOG2E
-    if MASKED:
-        m_j &= tl.load(p_valid + i_b * stride_mb + S + o_j, mask=m_j, other=0) != 0
+    m_j = _there(p_valid, S + o_j, m_j, MASKED)
+    if WINDOW:
+        m_j &= o_j > i_n - window
     b_own = tl.where(m_j, b_own, float("-inf"))
     b_top = tl.maximum(tl.max(b_m, 0), tl.max(b_own, 0))
+    if HAS_SINK:
+        b_sink = tl.load(p_sink + i_h).to(tl.float32) * TL_LOG2E
+        b_top = tl.maximum(b_top, b_sink)
     b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_a, b_own = tl.exp2(b_m - b_top), tl.exp2(b_own - b_top)
     p_v += i_b * stride_vb + (i_h // REP) * V
@@ -149,8 +167,12 @@ def path_combine_kernel(
     b_parts = tl.load(p_o + (row + o_p * R)[:, None] * V + o_v[None, :], mask=m_p[:, None] & m_v[None, :], other=0.0)
     b_o = tl.sum(b_parts * b_a[:, None], 0) + tl.sum(b_v.to(tl.float32) * b_own[:, None], 0)
     b_l = tl.sum(b_l * b_a, 0) + tl.sum(b_own, 0)
+    if HAS_SINK:
+        b_l += tl.exp2(b_sink - b_top)
+    i_row = (i_b * N + i_n) * H + i_h
+    tl.store(p_lse + i_row, (b_top + tl.log2(b_l)) / TL_LOG2E)
     b_o /= tl.where(b_l > 0.0, b_l, 1.0)  # a row without any valid key
-    tl.store(p_out + ((i_b * N + i_n) * H + i_h) * V + o_v, b_o.to(p_out.dtype.element_ty), mask=m_v)
+    tl.store(p_out + i_row * V + o_v, b_o.to(p_out.dtype.element_ty), mask=m_v)
 
 
 def _splits(S: int, programs: int, BS: int, device: torch.device) -> tuple[int, int]:
@@ -164,8 +186,8 @@ def _splits(S: int, programs: int, BS: int, device: torch.device) -> tuple[int, 
 @torch.library.custom_op("attnzoo::path_advance", mutates_args=())
 def path_advance(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
-    valid: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    valid: Tensor | None, sink: Tensor | None, window: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """N new tokens (at most CHUNK) after S cached ones.
 
     Args:
@@ -173,8 +195,11 @@ def path_advance(
         keys: [B, S, G, K] float32, as the last cached token left them.
         values: [B, S + N, G, V], gates: [B, S + N, H], valid: [B, S + N] bool, of the cached and the new tokens.
 
+        window: visible keys per row, 0 for no window.
+
     Returns:
-        o [B, N, H, V] in v's dtype, and the keys as the last new token leaves them [B, S + N, G, K] float32.
+        o [B, N, H, V] in v's dtype, the rows' log-sum-exp [B, N, H] float32, and the keys as the last new token leaves
+        them [B, S + N, G, K] float32.
     """
     B, N, H, K = q.shape
     S, G, V = keys.shape[1], keys.shape[2], values.shape[3]
@@ -206,18 +231,20 @@ def path_advance(
     BP = triton.next_power_of_2(splits) if N == 1 else MAX_SPLITS
     g, there = parts if gates is None else gates, parts if valid is None else valid
     gate_strides = (g.stride(0), g.stride(1))
-    flags = {"GATED": gates is not None, "MASKED": valid is not None}
+    lse = q.new_empty(B, N, H, dtype=torch.float32)
+    flags = {"GATED": gates is not None, "MASKED": valid is not None, "WINDOW": window > 0}
     path_advance_kernel[(B * G, splits, row_tiles)](
         rows, w, beta, total, keys, following, values, g, there, parts, top, mass, sums,
         keys.stride(0), keys.stride(1), following.stride(0), values.stride(0), values.stride(1), *gate_strides,
-        there.stride(0), N, S, size, splits, scale, N == 1, G, H, K, V, BR, BS, BK, BC, BV, **flags,
+        there.stride(0), N, S, size, splits, window, scale, N == 1, G, H, K, V, BR, BS, BK, BC, BV, **flags,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
     path_combine_kernel[(B * H, N)](
-        parts, top, mass, sums, scores, values, g, there, o, values.stride(0), values.stride(1), *gate_strides,
-        there.stride(0), N, S, splits, scale, G, H, V, 1 if N == 1 else CHUNK, BP, BV, **flags, num_warps=4,
+        parts, top, mass, sums, scores, values, g, there, lse if sink is None else sink, o, lse, values.stride(0),
+        values.stride(1), *gate_strides, there.stride(0), N, S, splits, window, scale, G, H, V, 1 if N == 1 else CHUNK,
+        BP, BV, **flags, HAS_SINK=sink is not None, num_warps=4,
     )  # fmt: skip
-    return o, following
+    return o, lse, following
 
 
 def _dense_heads(x: Tensor) -> Tensor:
@@ -233,6 +260,7 @@ def _new_keys(keys: Tensor, tokens: int) -> Tensor:
 @path_advance.register_fake
 def _advance_fake(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
-    valid: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(*q.shape[:3], values.shape[3], dtype=values.dtype), _new_keys(keys, values.shape[1])
+    valid: Tensor | None, sink: Tensor | None, window: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    o = q.new_empty(*q.shape[:3], values.shape[3], dtype=values.dtype)
+    return o, q.new_empty(q.shape[:3], dtype=torch.float32), _new_keys(keys, values.shape[1])

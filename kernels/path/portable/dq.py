@@ -7,6 +7,7 @@ import triton.language as tl
 
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
 from attnzoo.kernels.common.online_softmax import row_bounds
+from attnzoo.kernels.common.row_delta import settle_delta
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
 
 from .forward import _base_at, _level_keys, _level_tile, _pair_scores
@@ -31,12 +32,14 @@ def _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_
 
 @triton.jit(do_not_specialize=["B", "T", "Tq", "Tk", "n_levels", "n_heads", "stride_lb", "stride_lh"])
 def path_dq_portable_kernel(
-    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_do, p_rows, p_dqb, p_dq, p_c, p_base, p_since, p_start, B, T, Tq, Tk,
+    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_do, p_rows, p_w, p_dlse, p_dqb, p_dq, p_c, p_base, p_since, p_start, B,
+    T, Tq, Tk,
     n_levels, n_heads, scale, scale2, stride_vb, stride_vt, stride_vh, stride_db, stride_dt, stride_dh, stride_lb,
     stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, HAS_DLSE: tl.constexpr, TMA: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """dQ of each level and of the odd blocks, and delta corrected in place; schedule and frame of the forward."""
     G: tl.constexpr = H // REP
@@ -90,7 +93,7 @@ def path_dq_portable_kernel(
         b_v = load_tile(p_v + s.to(tl.int64) * stride_vt, o_p, o_v, stride_vt, T - s, V, BV, True)
         b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_p, b_row, b_since, scale2, GATE,
                           HAS_SINCE, PREC, True)  # fmt: skip
-        if GATE != 0:
+        if GATE != 0 or HAS_SINK:
             b_dr += tl.sum(b_ds, 1)
         b_ds = tl.where((b_row // KU == s // KU)[:, None], 0.0, b_ds)
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
@@ -117,7 +120,7 @@ def path_dq_portable_kernel(
                     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
                     b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_since,
                                       scale2, GATE, HAS_SINCE, PREC, True)  # fmt: skip
-                    if GATE != 0:
+                    if GATE != 0 or HAS_SINK:
                         b_dr += tl.sum(b_ds, 1)
                     b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
             b_base = _base_at(p_base, mid * BS, GATE, KU)
@@ -130,10 +133,11 @@ def path_dq_portable_kernel(
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
                 b_ds = _dq_scores(b_s, b_do, b_v, b_lse, b_delta, p_c, b_slope, b_shift, s, o_s, b_row, b_since, scale2,
                                   GATE, HAS_SINCE, PREC, False)  # fmt: skip
-                if GATE != 0:
+                if GATE != 0 or HAS_SINK:
                     b_dr += tl.sum(b_ds, 1)
                 b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PREC)
             p_dqt = p_dq + ((i_lb.to(tl.int64) * Tq + r) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
             tl.store(p_dqt, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k[None, :] < K))
-    if GATE != 0:
-        tl.store(p_rows + o_t * 2 + 1, b_delta + b_dr)
+    if GATE != 0 or HAS_SINK:
+        p_r = i_bh.to(tl.int64) * T + b_row
+        settle_delta(p_rows + o_t * 2 + 1, p_w + p_r, p_dlse + p_r, b_delta, b_dr, m_t, HAS_SINK, HAS_DLSE)

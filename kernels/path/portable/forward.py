@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
-from attnzoo.kernels.common.gate_bias import base_shift, gate_at
+from attnzoo.kernels.common.gate_bias import base_shift, gate_at, gates_from
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, since_strides, tile_descriptor
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
@@ -81,11 +82,12 @@ def _level_keys(row, i_l, lo, BS: tl.constexpr, RU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "T", "Tq", "Tk", "n_levels", "n_heads", "stride_lb", "stride_lh"])
 def path_fwd_portable_kernel(
-    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_o, p_rest, p_lse, p_c, p_base, p_since, p_start, B, T, Tq, Tk,
+    p_diag, p_qb, p_kb, p_q, p_k, p_v, p_vd, p_o, p_rest, p_lse, p_c, p_base, p_since, p_start, p_sink, B, T, Tq, Tk,
     n_levels, n_heads, scale2, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_REST: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_REST: tl.constexpr, HAS_SINK: tl.constexpr, TMA: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """Output [B, T, H, V] and log2-sum-exp [B, H, T]; one program per row tile, the longest rows first."""
     G: tl.constexpr = H // REP
@@ -116,6 +118,11 @@ def path_fwd_portable_kernel(
     lo, full, _, _, _ = row_bounds(p_since, p_start, i_t, row, last, BT, BS, RU, KU, HAS_SINCE, HAS_START)
     b_m = tl.full([BT], float("-inf"), tl.float32)
     b_l = tl.zeros([BT], tl.float32)
+    if HAS_SINK:  # one more logit, without a value: moved to the frame of the row unit
+        b_m = b_l + tl.load(p_sink + i_h).to(tl.float32) * TL_LOG2E
+        if GATE != 0:
+            b_m += gates_from(p_c, p_base, b_slope, b_row, b_ref, m_t, GATE, KU)
+        b_l = tl.where(b_m == float("-inf"), 0.0, 1.0)
     b_o = tl.zeros([BT, BV], tl.float32)
 
     # own pair of blocks
@@ -178,61 +185,62 @@ def levels_descriptor(x: Tensor, rows: int) -> Any:
 
 def path_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, c: Tensor | None, base: Tensor | None,
-    tails: Tensor | None, since: Tensor | None, scale: float, *, bound: str = "", log_eps: float = 0.0,
-    logit_bound: Tensor | None = None, o_rest: Tensor | None = None,
+    tails: Tensor | None, since: Tensor | None, scale: float, *, window: int = 0, bound: str = "", log_eps: float = 0.0,
+    logit_bound: Tensor | None = None, sink: Tensor | None = None, o_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch the forward kernels, some heads at a time. Shapes as in ``path_attention``; last dims contiguous.
 
     Args:
-        c, base, since, tails: of ``gate_sums``; without a gate None, but since may hold segment starts [1, 1, T].
+        c, base, since, tails: of ``gate_sums``; without a gate None, but since may hold those of segments or a window
+            [1, 1, T].
+        window: visible keys per row, as in since; 0 for no window.
         bound: "" for no pruning, else "paper" or "tail" (they need a gate).
         o_rest: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
 
     Returns:
         o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit; start
-        [B, H, ceil(T / ROW_UNIT)] int32, the first key of each row unit, or None without pruning.
+        [B, H, ceil(T / ROW_UNIT)] int32, the first key of each row unit, or None without pruning and window.
     """
     B, T, H, _ = q.shape
     o, lse = q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=torch.float32)
-    start = torch.empty((B, H, triton.cdiv(T, ROW_UNIT)), dtype=torch.int32, device=q.device) if bound else None
+    start = None
+    if window and since is not None:  # keys outside of the window need no carries either
+        start = (since[..., ::ROW_UNIT] // KEY_UNIT * KEY_UNIT).repeat(B // since.shape[0], H // since.shape[1], 1)
+    elif bound:
+        start = torch.zeros((B, H, triton.cdiv(T, ROW_UNIT)), dtype=torch.int32, device=q.device)
     for group in head_groups(q, k, backward=False):
-        p_q, p_k, p_c, p_base, p_since = (
-            group.queries(q),
-            group.keys(k),
-            group.rows(c),
-            group.rows(base),
-            group.rows(since),
-        )
+        p_q, p_k = group.queries(q), group.keys(k)
+        p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
         block = block_level(p_q, p_k, group.keys(w), group.keys(beta))
-        p_start = None
-        if start is not None:
+        if bound:
             assert p_c is not None
             assert p_base is not None
             assert p_since is not None
+            assert p_start is not None
             assert tails is not None
-            p_start = start[group.b, group.h]
-            p_start.copy_(block_starts(
+            torch.maximum(p_start, block_starts(
                 p_q, p_k, block, p_c, p_base, group.rows(tails), p_since, scale, bound, log_eps,
-                group.bound(logit_bound),
-            ))  # fmt: skip
+                group.heads(logit_bound),
+            ), out=p_start)  # fmt: skip
         levels = carry(block, p_start).levels
         p_rest = None if o_rest is None else group.queries(o_rest)
         _launch(
             block, levels, group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start, scale,
-            p_rest,
+            group.heads(sink), p_rest,
         )  # fmt: skip
     return o, lse, start
 
 
 def _launch(
     block: Leaves, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, start: Tensor | None, scale: float, o_rest: Tensor | None,
+    since: Tensor | None, start: Tensor | None, scale: float, sink: Tensor | None,
+    o_rest: Tensor | None,
 ) -> None:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if hopper_forward(T, K, V, v.dtype, v.device) and can_describe(v):
         from attnzoo.kernels.path.hopper.forward import path_forward_hopper
 
-        path_forward_hopper(block, levels, v, o, lse, c, base, since, start, scale, o_rest)
+        path_forward_hopper(block, levels, v, o, lse, c, base, since, start, scale, sink, o_rest)
         return
     t = tiles("fwd", max(K, V), v.dtype, v.device, start is not None)
     tma = t.tma and n > 0 and can_describe(v)
@@ -240,10 +248,11 @@ def _launch(
     path_fwd_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
         block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, o if o_rest is None else o_rest, lse,
         lse if c is None else c, lse if base is None else base, lse if since is None else since,
-        lse if start is None else start, B, T, levels.q.shape[2], levels.k.shape[2], n, min(t.heads, B * H),
-        scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *since_strides(since), H=H, REP=H // G, K=K, V=V,
-        BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT, KU=KEY_UNIT,
-        GATE=GATE_NONE if c is None else GATE_FULL, HAS_SINCE=since is not None, HAS_START=start is not None,
-        HAS_REST=o_rest is not None, TMA=tma, PREC=dot_precision(v.dtype), num_warps=t.num_warps,
-        num_stages=t.num_stages, maxnreg=t.maxnreg,
+        lse if start is None else start, lse if sink is None else sink, B, T, levels.q.shape[2], levels.k.shape[2], n,
+        min(t.heads, B * H), scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *since_strides(since), H=H, REP=H // G,
+        K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT,
+        KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL, HAS_SINCE=since is not None,
+        HAS_START=start is not None,
+        HAS_REST=o_rest is not None, HAS_SINK=sink is not None, TMA=tma, PREC=dot_precision(v.dtype),
+        num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.device import has_descriptors
+from attnzoo.kernels.common.device import triton_version
 from attnzoo.kernels.common.launching import head_block
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK
@@ -35,7 +35,7 @@ LAUNCH: dict[str, tuple[tuple[int, int | None], tuple[int, int | None]]] = {
 def launch(part: str, K: int) -> dict[str, int | None]:
     """Launch options of a kernel."""
     num_warps, maxnreg = LAUNCH[part][K > 64]
-    return {"num_warps": num_warps, "maxnreg": maxnreg if has_descriptors() else None}
+    return {"num_warps": num_warps, "maxnreg": maxnreg if triton_version() >= (3, 4) else None}
 
 
 class Kept(NamedTuple):

@@ -123,8 +123,9 @@ def block_starts(
         PREC=dot_precision(q.dtype), num_warps=4,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
-        need, base, norms, tails, start, T, T, log_eps * LOG2E - SLACK, triton.cdiv(T, KEY_UNIT).bit_length() + 1, H=H,
-        RU=ROW_UNIT, KU=KEY_UNIT, BN=min(1024, max(16, triton.next_power_of_2(n_t))), GATE=2, TAIL=tail,
+        need, base, norms, tails, start, T, T, base.shape[2] - 1, log_eps * LOG2E - SLACK, triton.cdiv(T,
+        KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT, BN=min(1024, max(16, triton.next_power_of_2(n_t))),
+        GATE=2, TAIL=tail,
     )  # fmt: skip
     return start
 
@@ -140,6 +141,6 @@ def path_starts(
         block = block_level(p_q, p_k, group.keys(w), group.keys(beta)) if bound == "tail" else None
         start[group.b, group.h] = block_starts(
             p_q, p_k, block, group.rows(c), group.rows(base), group.rows(tails), group.rows(since), scale, bound,
-            log_eps, group.bound(logit_bound),
+            log_eps, group.heads(logit_bound),
         )  # fmt: skip
     return start

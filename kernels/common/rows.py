@@ -1,0 +1,38 @@
+"""What an op says of its rows: the first key that each may see, and its log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnzoo.kernels.common.constants import CLOSED, KEY_UNIT, LOG2E, ROW_UNIT
+
+
+def since_without_gate(doc: Tensor | None, window: int, S: int, device: torch.device) -> Tensor | None:
+    """First visible keys [1, 1, S] int32 of S positions where no gate closes, or None if all see every key before them.
+
+    Args:
+        doc: [S] int32, first position of each token's segment, or None.
+        window: visible keys per row, 0 for no window.
+    """
+    if window > 0:
+        since = (torch.arange(S, device=device, dtype=torch.int32) - (window - 1)).clamp_(min=0)
+        return (since if doc is None else torch.maximum(since, doc)).view(1, 1, S)
+    return None if doc is None else doc.view(1, 1, S)
+
+
+def row_lse(lse: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None, S: int) -> Tensor:
+    """The rows' log-sum-exp [B, T, H] in natural units, from log2 in the frame of each row unit [B, H, T].
+
+    Args:
+        log_decay: [B, S, H] with its sums c and base from ``gate_sums``, [H] without, or None.
+    """
+    T = lse.shape[2]
+    row = torch.arange(T, device=lse.device)
+    at, ref = row + (S - T), row // ROW_UNIT * ROW_UNIT + (S - T)
+    x = lse.double()
+    if c is not None and base is not None:
+        x = x + base[..., at // KEY_UNIT] + c[..., at] - base[..., ref // KEY_UNIT] - c[..., ref]
+    elif log_decay is not None:
+        x = x + (at - ref) * log_decay.clamp(min=CLOSED).double()[:, None] * LOG2E
+    return (x / LOG2E).float().transpose(1, 2).contiguous()

@@ -1,0 +1,108 @@
+"""What a call of fox_attention runs on, decided for machines that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+import torch
+from fox_cases import SMALL, Case, inputs, triton
+
+from attnzoo.kernels.common import checks
+from attnzoo.kernels.common import device as device_facts
+from attnzoo.kernels.common.device import Machine, announce
+from attnzoo.kernels.fox.plan import Call, Plan, override, plan
+
+HOPPER, AMPERE, INTERPRETER = Machine((9, 0), (3, 6)), Machine((8, 0), (3, 6)), Machine((0, 0), (3, 7))
+CALL = Call(T=1000, S=1000, rep=1, K=64, V=128, dtype=torch.bfloat16, gate_gradient=True)
+
+
+def decide(machine: Machine = HOPPER, **changes: Any) -> Plan:
+    return plan(dataclasses.replace(CALL, **changes), machine)
+
+
+def test_a_hopper_runs_its_own_kernels() -> None:
+    chosen = decide()
+    assert (chosen.forward, chosen.backward, chosen.keeps_rest, chosen.why) == ("hopper", "hopper", True, "")
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "why"),
+    [
+        (HOPPER, {"dtype": torch.float32}, "expected bfloat16 or float16"),
+        (HOPPER, {"V": 256}, "head dims of 33 to 128"),
+        (HOPPER, {"K": 32}, "head dims of 33 to 128"),
+        (HOPPER, {"deterministic": True}, "deterministic algorithms"),
+        (HOPPER, {"described": False}, "descriptors cannot address"),
+        (Machine((9, 0), (3, 7)), {}, "expected Triton 3.6 for Gluon, got 3.7"),
+        (Machine((9, 0), (3, 6), rocm=True), {}, ""),
+        (AMPERE, {}, ""),
+        (INTERPRETER, {}, ""),
+    ],
+)
+def test_the_portable_backward_runs_elsewhere_and_says_why(machine: Machine, changes: Any, why: str) -> None:
+    chosen = decide(machine, **changes)
+    assert chosen.backward == "portable"
+    assert (why in chosen.why) if why else not chosen.why
+
+
+def test_the_rest_of_o_is_kept_for_a_gates_gradient_in_one_pass_alone() -> None:
+    assert decide().keeps_rest
+    assert not decide(gate_gradient=False).keeps_rest
+    assert not decide(deterministic=True).keeps_rest
+    assert not decide(AMPERE).keeps_rest
+
+
+def test_forwards() -> None:
+    assert decide(deterministic=True).forward == "hopper"  # it is deterministic
+    assert decide(T=100).forward == "portable"  # rows for one warpgroup only
+    assert decide(V=64).forward == "portable"  # no slower there
+    assert decide(masked=True).forward == "portable"
+    assert decide(described=False).forward == "portable"
+    for T, S, rep, split in (
+        (1, 256, 1, True), (8, 4096, 8, True), (1, 200, 1, False), (64, 64, 1, False), (16, 4096, 8, False),
+    ):  # fmt: skip
+        assert (decide(T=T, S=S, rep=rep).forward == "split") == split
+
+
+def test_forced_tiles() -> None:
+    with override({"dq": SMALL}):
+        chosen = decide()
+        assert (chosen.forward, chosen.backward, chosen.of("dq")) == ("hopper", "portable", SMALL)
+    with override({"fwd": SMALL}):
+        assert (decide().forward, decide().backward) == ("portable", "hopper")
+
+
+def test_tiles_follow_capability_and_triton() -> None:
+    assert decide(K=128).of("fwd").tma
+    assert not decide(Machine((9, 0), (3, 3)), K=128).of("fwd").tma  # no host-side descriptors yet
+    assert decide(AMPERE, K=128).of("fwd") == decide(Machine((12, 0), (3, 6)), K=128).of("fwd")
+    assert decide(dtype=torch.float32).of("fwd").BT == 32
+
+
+def test_a_plan_is_logged_once_and_a_reason_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    device_facts._said.clear()
+    machine = Machine((9, 0), (3, 7))
+    with caplog.at_level(logging.INFO, "attnzoo.kernels.fox"):
+        for T in (1000, 1001, 1000):
+            chosen = decide(machine, T=T)
+            announce("fox", chosen, chosen.why, machine)
+    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
+    assert "portable kernels on a Hopper GPU: expected Triton 3.6 for Gluon, got 3.7" in caplog.text
+
+
+def test_a_call_announces_its_plan(caplog: pytest.LogCaptureFixture) -> None:
+    device_facts._said.clear()
+    case = Case(T=20, S=20)
+    with caplog.at_level(logging.INFO, "attnzoo.kernels.fox"):
+        for _ in range(2):
+            triton(case, inputs(case, torch.float32))
+    assert sum("forward='portable'" in r.message for r in caplog.records) == 1
+
+
+def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    q = torch.zeros(1, 4, 1, 16)
+    assert "never run on ROCm" in checks.kernels_unavailable(q, q, multiple=8, most=256)
