@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -50,7 +51,7 @@ def show(name: str) -> None:
 
     text = describe(name)
     try:
-        text.encode(sys.stdout.encoding or "utf-8")
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")  # a closed one is None
     except UnicodeEncodeError:
         text = describe(name, ascii_only=True)
     title, _, rest = text.partition("\n")
@@ -169,19 +170,24 @@ def main() -> NoReturn:
         sys.exit(2)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
-    except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted", 130)
+    except (click.Abort, KeyboardInterrupt) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, EOFError):  # click takes it for an answer that nobody gave; this program asks nothing
+            raise cause from None
+        _fail(str(cause) or "interrupted", 130)
     except Exception as error:
-        ours = isinstance(error, ValueError | OSError | FloatingPointError) or type(error).__module__.startswith(
-            "attnzoo."
-        )
+        if isinstance(error.__context__, KeyboardInterrupt) and isinstance(error, OSError):
+            sys.exit(130)  # click could not tell a reader who has gone
+        kinds = ValueError | TypeError | OSError | FloatingPointError
+        ours = isinstance(error, kinds) or type(error).__module__.startswith("attnzoo.")
         if not ours or os.environ.get("ATTNZOO_TRACEBACK"):
             raise
         _fail(" ".join(str(error).split()), 2)
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    click.echo(f"attnzoo: {message}", err=True)
+    with suppress(OSError):  # whoever reads may have gone
+        click.echo(f"attnzoo: {message}", err=True)
     sys.exit(code)
 
 

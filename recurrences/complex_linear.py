@@ -65,12 +65,13 @@ class Rotation(Transition):
 
 
 def rotated_fla(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None
-) -> Tensor:
-    """Rotated queries and keys through ``chunk_linear_attn``: ``Rot(a)^T Rot(b) = Rot(b - a)``."""
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Rotated queries and keys through plain linear attention: ``Rot(a)^T Rot(b) = Rot(b - a)``."""
     phase = phases(cast(Tensor, gate.per_token(q).angle), dim=1)
     k = rotate(expand_heads(k, q.shape[2]), phase)
-    return fla_linear_attention(rotate(q, phase), k, v, Gate(), scale=scale, write=write)
+    return fla_linear_attention(rotate(q, phase), k, v, Gate(), scale=scale, write=write, cu_seqlens=cu_seqlens)
 
 
 FORMS = LinearForms(Rotation(), kernels={"fla": Kernel(rotated_fla, refuses=fla_unavailable)})

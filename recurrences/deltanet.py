@@ -13,11 +13,10 @@ with the erased row :math:`u_t = \beta_t w_t^\top S_{t-1}^\top`, :math:`L = \mat
 
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
-from attnzoo.algebra.triangular import unit_lower_inverse
+from attnzoo.algebra.triangular import rank_one_block
 from attnzoo.forms.fla import FLA_DELTA_RULE
 from attnzoo.forms.linear import LinearForms
 
@@ -33,7 +32,8 @@ LAYER = {"gate": "delta", "feature_map": "silu", "qk_norm": "l2", "conv_size": 4
 
 
 class Householder(Transition):
-    """``R_t = I - beta_t w_t w_t^T``; ``total`` is the transposed product of the block, ``[..., K, K]``."""
+    """``R_t = I - beta_t w_t w_t^T``, alone or as the last factor of a :class:`~attnzoo.algebra.transitions.Product`;
+    ``total`` is the transposed product of the block, ``[..., K, K]``."""
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         w = cast(Tensor, gate.w)[..., None, :]
@@ -43,20 +43,7 @@ class Householder(Transition):
         return self.block_after(Identity(), q, k, gate)
 
     def block_after(self, first: Transition, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
-        w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)[..., None]
-        between = first.blocks((q, w), (k, w), gate)
-        (qk, qw), (wk, ww) = between.scores
-        (back_q, back_w), (forward_k, forward_w) = between.q, between.k
-        qw, wk = qw.tril(), wk.tril(-1)
-        inverse = unit_lower_inverse((beta * ww).tril_(-1)) * beta.mT  # X
-        from_values, from_state = inverse @ wk, inverse @ back_w
-        eye = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
-        return ClosedForm(
-            scores=qk - qw @ from_values,
-            q=back_q - qw @ from_state,
-            k=forward_k - from_values.mT @ forward_w,
-            total=first.carry(between.total, eye) - forward_w.mT @ from_state,
-        )
+        return rank_one_block(first, q, k, cast(Tensor, gate.w), cast(Tensor, gate.beta), gate)
 
 
 FORMS = LinearForms(Householder(), chunk_size=32, kernels={"fla": FLA_DELTA_RULE})

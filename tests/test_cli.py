@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from attnzoo.config import load_config
 from attnzoo.experiments.builtin import built_in
 from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.models import LanguageModel
+from attnzoo.training.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
 DEMO = built_in("compare")["demo"]
@@ -365,3 +367,68 @@ def test_demo_compares_the_twelve_variants_on_equal_budgets() -> None:
     assert len({(run.config.steps, run.config.batch_size, run.config.data.context_length) for run in runs}) == 1
     sizes = [sum(p.numel() for p in LanguageModel(run.config.model).parameters()) for run in runs]
     assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_an_interrupted_run_says_how_to_go_on(run: Any, tiny_train: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    plain, keys = Metrics.append, [signal.SIGINT]  # pressed once
+
+    def pressed(self: Metrics, row: Any) -> None:
+        plain(self, row)
+        if keys:
+            os.kill(os.getpid(), keys.pop())
+
+    monkeypatch.setattr(Metrics, "append", pressed)
+    ran = run("train", tiny_train, f"output_dir={tmp_path}/one", "model.attention=gla", "checkpoint_every=1")
+    assert ran.code == 130
+    assert ran.err.strip() == f"attnzoo: stopped after step 2; train in {tmp_path}/one again to go on"
+
+
+def test_an_interrupt_before_training_is_said(run: Any, monkeypatch: Any) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attnzoo.registry.pairs", interrupted)
+    ran = run("list")
+    assert (ran.code, ran.err.strip()) == (130, "attnzoo: interrupted")
+
+
+def test_the_end_of_a_file_is_no_interrupt(monkeypatch: Any) -> None:
+    def ends(*arguments: object) -> None:
+        raise EOFError("ran out of input")
+
+    monkeypatch.setattr("attnzoo.registry.pairs", ends)
+    monkeypatch.setattr(sys, "argv", ["attnzoo", "list"])
+    with pytest.raises(EOFError, match="ran out of input"):
+        cli.main()
+
+
+def test_an_interrupt_that_nobody_reads_about_is_one(monkeypatch: Any) -> None:
+    class Gone:
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+        flush = isatty = fileno = lambda self, *rest: self.write("")
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attnzoo.registry.pairs", interrupted)
+    monkeypatch.setattr(sys, "argv", ["attnzoo", "list"])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Gone())
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+    assert exit_.value.code == 130
+
+
+def test_a_wrong_type_is_one_line(run: Any, tiny_train: Path, tmp_path: Path) -> None:
+    ran = run("train", tiny_train, f"output_dir={tmp_path}/one", "model.attention_options={acp: maybe}")
+    assert_refused(ran, "acp", "maybe")
+
+
+def test_show_needs_nobody_to_read_it(monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "argv", ["attnzoo", "show", "fox"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 0

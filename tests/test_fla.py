@@ -98,3 +98,17 @@ def test_fla_output_has_the_shape_and_dtype_of_chunk(name: str) -> None:
     with torch.no_grad():
         fla, chunk = (get(name).forms[form](*tied_inputs, **rule(name)) for form in ("fla", "chunk"))
     assert (fla.shape, fla.dtype) == (chunk.shape, chunk.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SERVED)
+def test_fla_packed_equals_separate(name: str) -> None:
+    inputs = random_inputs(name, 1, 200, 4, 2, 64, 64, dtype=torch.float32, regime="open")
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in inputs[:3])
+    q, k, v, gate = tied((q, k, v, inputs[3].map(Tensor.cuda)))
+    run = get(name).forms["fla"]
+    with torch.no_grad():
+        packed = run(q, k, v, gate, cu_seqlens=torch.tensor([0, 70, 200], device="cuda"), **rule(name))
+        ends = ((0, 70), (70, 200))
+        alone = [run(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), **rule(name)) for a, b in ends]
+    assert relative_error(packed, torch.cat(alone, 1)) <= 2 * EPS

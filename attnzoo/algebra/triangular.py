@@ -1,4 +1,4 @@
-"""The inverse of unit lower triangular matrices, with its gradient."""
+"""Blocks of rank-one factors in closed form, and the inverse of unit lower triangular matrices that it takes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
 
 BASE = 8  # rows of the smallest block that is inverted row by row
 
@@ -41,3 +43,33 @@ class _UnitLowerInverse(torch.autograd.Function):
 def unit_lower_inverse(lower: Tensor) -> Tensor:
     """``(I + lower)^{-1}`` for strictly lower triangular matrices ``[..., C, C]``, in products of blocks."""
     return cast(Tensor, _UnitLowerInverse.apply(lower))  # type: ignore[no-untyped-call]
+
+
+def rank_one_block(first: Transition, q: Tensor, k: Tensor, w: Tensor, beta: Tensor, gate: HeadGate) -> ClosedForm:
+    """The closed form of a block of ``R_t = A_t (I - beta_t w_t w_t^T)``, by the UT transform (Yang et al., 2024).
+
+    Every plain product between a later and an earlier vector is taken through the A between them.
+
+    Args:
+        first: A_t; the identity leaves the factors alone.
+        q: ``[..., C, K]``; so are k and w, of the same block.
+        beta: ``[..., C]``.
+        gate: what ``first`` reads.
+
+    Returns:
+        A closed form whose ``total`` is the transposed product of the block, ``[..., K, K]``.
+    """
+    beta = beta[..., None]
+    between = first.blocks((q, w), (k, w), gate)
+    (qk, qw), (wk, ww) = between.scores
+    (back_q, back_w), (forward_k, forward_w) = between.q, between.k
+    qw, wk = qw.tril(), wk.tril(-1)
+    inverse = unit_lower_inverse((beta * ww).tril_(-1)) * beta.mT  # X
+    from_values, from_state = inverse @ wk, inverse @ back_w
+    eye = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
+    return ClosedForm(
+        scores=qk - qw @ from_values,
+        q=back_q - qw @ from_state,
+        k=forward_k - from_values.mT @ forward_w,
+        total=first.carry(between.total, eye) - forward_w.mT @ from_state,
+    )

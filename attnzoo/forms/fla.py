@@ -64,38 +64,43 @@ def _ready(
 
 
 def fla_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None
-) -> Tensor:
-    """``chunk_linear_attn`` without its normaliser."""
-    k, v = _ready(q, k, v, gate, write)
-    from fla.ops.linear_attn import chunk_linear_attn
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``chunk_simple_gla`` without a decay, which its ``chunk_linear_attn`` is before it normalises."""
+    k, v = _ready(q, k, v, gate, write, cu_seqlens=cu_seqlens)
+    from fla.ops.simple_gla import chunk_simple_gla
 
-    return _output(chunk_linear_attn(q, k, v, scale=scale, normalize=False))
+    return _output(chunk_simple_gla(q, k, v, scale=scale, cu_seqlens=_borders(cu_seqlens)))
 
 
 def fla_scalar_decay(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``chunk_simple_gla``: a scalar decay per head."""
-    k, v = _ready(q, k, v, gate, write)
+    k, v = _ready(q, k, v, gate, write, cu_seqlens=cu_seqlens)
     from fla.ops.simple_gla import chunk_simple_gla
 
-    return _output(chunk_simple_gla(q, k, v, g=gate.per_token(q).log_decay, scale=scale))
+    g = gate.per_token(q).log_decay
+    return _output(chunk_simple_gla(q, k, v, g=g, scale=scale, cu_seqlens=_borders(cu_seqlens)))
 
 
 def fla_diagonal_decay(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``chunk_gla``: a decay per channel."""
-    k, v = _ready(q, k, v, gate, write)
+    k, v = _ready(q, k, v, gate, write, cu_seqlens=cu_seqlens)
     from fla.ops.gla import chunk_gla
 
-    return _output(chunk_gla(q, k, v, gate.log_diag, scale=scale))
+    return _output(chunk_gla(q, k, v, gate.log_diag, scale=scale, cu_seqlens=_borders(cu_seqlens)))
 
 
 def fla_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, delta_rule: bool = False
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, delta_rule: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``beta_t v_t k_t^T`` is written: ``chunk_delta_rule`` or ``chunk_gated_delta_rule``, with ``delta_rule=True``.
 
     They have one key for erasing and writing, and one strength.
@@ -104,14 +109,19 @@ def fla_delta_rule(
         RuntimeError: ``delta_rule`` is not True.
     """
     beta = expand_heads(cast(Tensor, gate.beta), q.shape[2])
-    k, v = _ready(q, k, v, gate, delta_rule=delta_rule)
+    k, v = _ready(q, k, v, gate, delta_rule=delta_rule, cu_seqlens=cu_seqlens)
     from fla.ops.delta_rule import chunk_delta_rule
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    g = gate.per_token(q).log_decay
+    g, borders = gate.per_token(q).log_decay, _borders(cu_seqlens)
     if g is None:
-        return _output(chunk_delta_rule(q, k, v, beta.to(v.dtype), scale=scale))
-    return _output(chunk_gated_delta_rule(q, k, v, g, beta.to(v.dtype), scale=scale))
+        return _output(chunk_delta_rule(q, k, v, beta.to(v.dtype), scale=scale, cu_seqlens=borders))
+    return _output(chunk_gated_delta_rule(q, k, v, g, beta.to(v.dtype), scale=scale, cu_seqlens=borders))
+
+
+def _borders(cu_seqlens: Tensor | None) -> Tensor | None:
+    """In the dtype that its kernels take."""
+    return None if cu_seqlens is None else cu_seqlens.long()
 
 
 def _output(result: Any) -> Tensor:

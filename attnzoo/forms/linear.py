@@ -104,10 +104,11 @@ class LinearForms(Forms):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         T, outputs = q.shape[1], []
-        stride = SEGMENT if q.is_cpu else T
+        stride, longest = SEGMENT if q.is_cpu else T, min(CHUNK, self.chunk_size)
         for a in range(0, T, stride):
-            b = min(a + stride, T)
-            size = min(CHUNK, self.chunk_size, b - a)
+            # no min of T: a compiler would carry it through every shape, and take twice as long
+            b = a + stride if a + stride < T else T
+            size = longest if b - a > longest else b - a
             o, state = self._blockwise(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), dtype, scale, state, size)
             outputs.append(o)
         return torch.cat(outputs, 1), cast(Tensor, state)

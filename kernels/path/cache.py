@@ -11,27 +11,10 @@ from typing import Literal, cast, overload
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.transitions import HeadGate, cut, heads_first
-from attnzoo.recurrences.deltanet import Householder
+from attnzoo.algebra.transitions import cut, heads_first
+from attnzoo.kernels.path.chunk import CHUNK, factors_block
 
-CHUNK = 64  # most tokens that one pass over the cache takes
 SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill
-
-
-def close_chunk(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A chunk of N tokens in closed form, float32.
-
-    Returns:
-        scores [B, H, N, N], queries carried back to its start [B, N, H, K], keys carried to its end [B, N, G, K], and
-        the transposed product of its factors [B, G, K, K].
-    """
-    H = q.shape[2]
-    rep = H // k.shape[2]
-    qh, kh, wh, bh = (heads_first(x, H, torch.float32) for x in (q, k, w, beta))
-    with torch.autocast(q.device.type, enabled=False):
-        block = Householder().block(qh, kh, HeadGate(w=wh, beta=bh))
-    total = cast(Tensor, block.total)[:, ::rep].contiguous()
-    return block.scores.contiguous(), block.q.transpose(1, 2).contiguous(), block.k[:, ::rep].transpose(1, 2), total
 
 
 def refuse_gradients(*tensors: Tensor) -> None:
@@ -162,7 +145,7 @@ def _carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
     for start in reversed(range(0, T, SLAB)):
         now = slice(start, start + SLAB)
         kh, wh, bh = (cut(heads_first(x[:, now], G, dtype), CHUNK) for x in (k, w, beta))  # [B, G, blocks, CHUNK, ...]
-        block = Householder().block(kh[..., :1, :], kh, HeadGate(w=wh, beta=bh))
+        block = factors_block(kh[..., :1, :], kh, wh, bh)
         products = cast(Tensor, block.total)  # of each block; then of all blocks of the slab from it on
         step = 1
         while step < products.shape[2]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.tiles import Kind, Tiles
 from attnzoo.kernels.path import path_attention, plan
-from attnzoo.kernels.path.reference import path_reference
+from attnzoo.kernels.path.reference import path_reference, path_reference_lse
 
 
 @dataclass(frozen=True)
@@ -96,3 +96,24 @@ def triton(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
 def within_budget(case: Case, x: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
     """The budget of the fox kernels; w and beta, too, have gradients that are sums over the factors."""
     fox_cases.within_budget(case, x, ours, path_reference, ("dlog_decay", "dw", "dbeta", "dsink"))
+
+
+def _lse_and_gradients(fn: Any, case: Case, x: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
+    """Output, log-sum-exp and the gradients of a function of both."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in x.items() if name != "do"}
+    o, lse = fn(**leaves, **case.options, **more)
+    total = (o * x["do"].to(o.dtype)).sum() + lse.sin().sum()
+    grads = torch.autograd.grad(total, list(leaves.values()))
+    return {"o": o.detach(), "lse": lse.detach()} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+
+
+def lse_within_budget(case: Case, x: dict[str, Tensor]) -> None:
+    """The log-sum-exp and the gradients of a function of it and the output, against float64 and the same dtype."""
+    dtype = x["q"].dtype
+    ours = _lse_and_gradients(path_attention, case, x, impl="triton", return_lse=True)
+    exact = _lse_and_gradients(path_reference_lse, case, {n: t.double() for n, t in x.items()})
+    plain = _lse_and_gradients(path_reference_lse, case, x, compute_dtype=dtype)
+    assert ours["lse"].dtype == torch.float32
+    for name, want in exact.items():
+        error, other = (float((y[name].double() - want).norm() / want.norm()) for y in (ours, plain))
+        assert error <= 2 * other + torch.finfo(dtype).eps / 8 + 1e-5, f"{name}: {error:.2e}, plain {other:.2e}"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fox_cases import DEVICE
-from path_cases import Case, inputs, triton, within_budget
+from path_cases import Case, inputs, lse_within_budget, triton, within_budget
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
@@ -91,19 +91,8 @@ class Pass:
         d_dv.base.copy_(dv.transpose(1, 2))
 
 
-@gluon
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(T=300, gate="none", V=32),
-        Case(T=201, B=2, H=4, G=2, K=48, gate="open"),
-        Case(T=390, H=1, gate="strong", options={"prune": Prune(), "scale": 0.1}),
-        Case(T=260, cu_seqlens=(0, 100, 260)),
-    ],
-    ids=str,
-)
-def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the one-pass backward with ``Pass`` in the place of its Gluon kernel."""
     from attnzoo.kernels.path import op
     from attnzoo.kernels.path.hopper import backward as one_pass
 
@@ -113,8 +102,33 @@ def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: py
     monkeypatch.setattr(one_pass, "path_bwd_hopper_kernel", Pass())
     monkeypatch.setattr(one_pass, "gluon_descriptor", lambda x, rows: SimpleNamespace(base=x))
     monkeypatch.setattr(op, "plan", merged)
+
+
+@gluon
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=300, gate="none", V=32),
+        Case(T=201, B=2, H=4, G=2, K=48, gate="open"),
+        Case(T=390, H=1, gate="strong", options={"prune": Prune(), "scale": 0.1}),
+        Case(T=260, cu_seqlens=(0, 100, 260)),
+        Case(T=201, gate="open", sink=True, options={"window": 90}),
+    ],
+    ids=str,
+)
+def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
     x = inputs(case, dtype)
     within_budget(case, x, triton(case, x))
+
+
+@gluon
+@pytest.mark.parametrize("gate", ["open", "none"])
+def test_what_surrounds_the_pass_with_a_gradient_of_the_log_sum_exp(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    case = Case(T=201, H=1, gate=gate, sink=True)
+    lse_within_budget(case, inputs(case, torch.float32))
 
 
 def test_without_what_rounding_dropped_the_two_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +155,8 @@ ON_GPU = [
     Case(T=1100, K=128, V=128, cu_seqlens=(0, 1, 330, 900, 1100)),
     Case(T=1100, K=64, V=64, gate="none", cu_seqlens=(0, 640, 1100)),
     Case(T=1100, K=64, V=64, gate="shut"),
+    Case(T=1100, K=128, V=128, gate="open", sink=True, options={"window": 300}),
+    Case(T=700, H=4, G=2, K=64, V=64, gate="none", sink=True),
 ]
 
 

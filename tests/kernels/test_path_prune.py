@@ -25,7 +25,7 @@ def starts(x: dict[str, Tensor], prune: Prune, scale: float, logit_bound: Tensor
     from attnzoo.kernels.path import op
 
     parts = (x[name] for name in ("q", "k", "w", "beta", "log_decay"))
-    start = op.starts(*parts, None, logit_bound, scale, prune.bound, prune.log_eps)[1]
+    start = op.starts(*parts, None, logit_bound, scale, 0, prune.bound, prune.log_eps)[1]
     assert start is not None
     return start
 
@@ -150,6 +150,10 @@ def test_kept_fraction_agrees_with_the_reference() -> None:
     open_gate = torch.zeros_like(x["log_decay"])
     for impl in ("triton", "reference"):
         assert bool((kept_fraction(x["q"], x["k"], **parts, log_decay=open_gate, prune=Prune(), impl=impl) == 1).all())
+    args = {"log_decay": open_gate, "window": 100, **parts}
+    windows = [kept_fraction(x["q"], x["k"], impl=impl, **args) for impl in ("triton", "reference")]
+    assert torch.equal(*windows)
+    assert float(windows[0].max()) < 1
 
 
 def test_nothing_of_a_pruned_key_reaches_the_result() -> None:

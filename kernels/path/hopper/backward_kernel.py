@@ -217,7 +217,7 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
                     b_bias = _bias(p_c, p_base, i_hh, b_s, s, T, GATE, KU)
                     b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
                 p_sumh = p_sum + i_hh * (gl.cdiv(T, RU) * (RU // 2))
-                p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + (i_g * REP + i_r).to(gl.int64) * stride_lh
+                p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + (i_g * REP + i_r) * stride_lh
                 p_starth = p_start + i_hh * gl.cdiv(T, RU)
                 i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, HAS_SINCE or HAS_START)
                 if HAS_SINCE or HAS_START:

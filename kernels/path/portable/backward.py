@@ -1,7 +1,7 @@
 """Backward pass: one kernel owns rows (dq.py), one owns keys (dkdv.py), as in FoX; nothing is added up
-across programs, so the result does not depend on their order. With a gate the row kernel corrects delta by the row
-sums of dS over all levels, which the key kernel then uses. On Hopper one pass does both (hopper/): there programs
-add up, and delta stays as it is.
+across programs, so the result does not depend on their order. With a gate or a sink the row kernel corrects delta by
+the row sums of dS over all levels, which the key kernel then uses. On Hopper one pass does both (hopper/): there
+programs add up, and delta stays as it is.
 
 The results are gradients of the carried operands, which carry.py and blocks.py turn into those of q, k, w and beta.
 """

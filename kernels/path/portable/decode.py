@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.path.cache import CHUNK, close_chunk
+from attnzoo.kernels.path.chunk import CHUNK, close_chunk
 
 ROOM = 256  # keys are stored in multiples of this many tokens, so that growing reuses the allocator's blocks
 MAX_SPLITS = 128

@@ -1,0 +1,34 @@
+"""A chunk of PaTH's tokens in closed form, in plain PyTorch: what a cached step and the cache are made with."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, heads_first
+from attnzoo.algebra.triangular import rank_one_block
+
+CHUNK = 64  # most tokens that one pass over the cache takes
+
+
+def factors_block(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> ClosedForm:
+    """The closed form of ``I - beta_t w_t w_t^T`` over a block; q, k, w ``[..., C, K]``, beta ``[..., C]``."""
+    return rank_one_block(Identity(), q, k, w, beta, HeadGate())
+
+
+def close_chunk(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A chunk of N tokens in closed form, float32.
+
+    Returns:
+        scores [B, H, N, N], queries carried back to its start [B, N, H, K], keys carried to its end [B, N, G, K], and
+        the transposed product of its factors [B, G, K, K].
+    """
+    H = q.shape[2]
+    rep = H // k.shape[2]
+    qh, kh, wh, bh = (heads_first(x, H, torch.float32) for x in (q, k, w, beta))
+    with torch.autocast(q.device.type, enabled=False):
+        block = factors_block(qh, kh, wh, bh)
+    total = cast(Tensor, block.total)[:, ::rep].contiguous()
+    return block.scores.contiguous(), block.q.transpose(1, 2).contiguous(), block.k[:, ::rep].transpose(1, 2), total
