@@ -31,7 +31,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/attnzoo compare demo
+	$(BIN)/attnzoo compare demo --jobs $(JOBS)
 
 test: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --ignore=tests/docs
