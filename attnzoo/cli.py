@@ -173,7 +173,7 @@ def main() -> NoReturn:
     except (click.Abort, KeyboardInterrupt) as error:
         cause = error.__cause__ or error
         if isinstance(cause, EOFError):  # click takes it for an answer that nobody gave; this program asks nothing
-            raise cause
+            raise cause from None
         _fail(str(cause) or "interrupted", 130)
     except Exception as error:
         if isinstance(error.__context__, KeyboardInterrupt) and isinstance(error, OSError):

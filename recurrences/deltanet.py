@@ -32,7 +32,8 @@ LAYER = {"gate": "delta", "feature_map": "silu", "qk_norm": "l2", "conv_size": 4
 
 
 class Householder(Transition):
-    """``R_t = I - beta_t w_t w_t^T``; ``total`` is the transposed product of the block, ``[..., K, K]``."""
+    """``R_t = I - beta_t w_t w_t^T``, alone or as the last factor of a :class:`~attnzoo.algebra.transitions.Product`;
+    ``total`` is the transposed product of the block, ``[..., K, K]``."""
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         w = cast(Tensor, gate.w)[..., None, :]

@@ -11,7 +11,10 @@ relative to a token between the pair: pairs are grouped by halving the block aga
 is the middle of the group. Every exponent is then <= 0. Groups that decay little are one plain product.
 """
 
-from typing import cast
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -42,89 +45,96 @@ class Diagonal(Transition):
         return cast(Tensor, gate.log_diag).exp()[..., None] * state
 
     def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
-        sums = open_sums(cast(Tensor, gate.log_diag), dim=-2)
-        b, n = sums
-        total = b[..., -1, :].to(q.dtype).exp()
+        sums = Sums(*open_sums(cast(Tensor, gate.log_diag), dim=-2))
+        end = sums.at(-1)
+        from_start = sums.decay(q.dtype)
         return ClosedForm(
-            scores=_scores(q, k, *sums),
-            q=q * (b.to(q.dtype).exp() if n is None else b.to(q.dtype).exp() * (n == 0)),
-            k=k * _decay(_at(sums, -1), sums, k.dtype),
-            total=total if n is None else total * (n[..., -1, :] == 0),
+            scores=_scores(q, k, sums),
+            q=q * from_start,
+            k=k * end.decay(k.dtype, since=sums),
+            total=end.decay(q.dtype)[..., 0, :],
         )
 
     def carry(self, total: Tensor | None, state: Tensor) -> Tensor:
         return cast(Tensor, total)[..., None] * state
 
 
-Sums = tuple[Tensor, Tensor | None]  # what open_sums gives
+class Sums(NamedTuple):
+    """Running sums of the open gates ``[..., C, K]`` and counts of the closed ones (None: there are none)."""
+
+    open: Tensor
+    closed: Tensor | None
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Sums:
+        return Sums(fn(self.open), None if self.closed is None else fn(self.closed))
+
+    def at(self, token: int) -> Sums:
+        """Those of one token, with its axis kept."""
+        index = torch.tensor([token % self.open.shape[-2]], device=self.open.device)
+        return self.map(lambda x: x.index_select(-2, index))
+
+    def halves(self, m: int) -> tuple[Sums, Sums]:
+        """Those of the first and of the second m tokens of every group of 2m."""
+        return self.map(lambda x: _halves(x, m)[0]), self.map(lambda x: _halves(x, m)[1])
+
+    def decay(self, dtype: torch.dtype, since: Sums | None = None) -> Tensor:
+        """exp of the sum of the gates up to these tokens, from the start or after the tokens ``since``."""
+        decay = (self.open if since is None else self.open - since.open).to(dtype).exp()
+        if self.closed is None:
+            return decay
+        return decay * (self.closed == (0 if since is None else cast(Tensor, since.closed)))
 
 
-def _at(sums: Sums, token: int) -> Sums:
-    """The sums of one token, with its axis kept."""
-    b, n = sums
-    index = torch.full((1,), token % b.shape[-2], device=b.device)  # made there, not copied there
-    return b.index_select(-2, index), None if n is None else n.index_select(-2, index)
-
-
-def _decay(late: Sums, early: Sums, dtype: torch.dtype) -> Tensor:
-    """exp of the sum of gates after ``early`` up to ``late``."""
-    decay = (late[0] - early[0]).to(dtype).exp()
-    return decay if late[1] is None or early[1] is None else decay * (late[1] == early[1])
-
-
-def _scores(q: Tensor, k: Tensor, b: Tensor, n: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, sums: Sums) -> Tensor:
     """Scores of all pairs j <= i of a block; q, k and the sums ``[..., C, K]``, result ``[..., C, C]``."""
     C = q.shape[-2]
     size = max(LEAF, 1 << (C - 1).bit_length())
     if size > C:
         q, k = (torch.nn.functional.pad(x, (0, 0, 0, size - C)) for x in (q, k))
-        b, n = _repeat_last(b, size - C), None if n is None else _repeat_last(n, size - C)
-    m = _factored_size(b, n, size)
+        sums = sums.map(lambda x: torch.cat([x, *[x[..., -1:, :]] * (size - C)], -2))
+    m = _factored_size(sums, size)
     if m:
-        out = _factored(_groups(q, m), _groups(k, m), _groups(b, m))
+        out = _factored(_groups(q, m), _groups(k, m), _groups(sums.open, m))
     else:
         m = LEAF
-        out = _pairwise(_groups(q, m), _groups(k, m), _groups(b, m), None if n is None else _groups(n, m))
+        out = _pairwise(_groups(q, m), _groups(k, m), sums.map(lambda x: _groups(x, LEAF)))
     while m < size:
-        (_, late_q), (early_k, _), (early_b, late_b) = (_halves(x, m) for x in (q, k, b))
-        early_n, late_n = (None, None) if n is None else _halves(n, m)
-        middle = _at((early_b, early_n), -1)
-        late = _decay((late_b, late_n), middle, q.dtype)
-        early = _decay(middle, (early_b, early_n), q.dtype)
-        cross = (late_q * late) @ (early_k * early).mT
+        _, late_q = _halves(q, m)
+        early_k, _ = _halves(k, m)
+        early, late = sums.halves(m)
+        middle = early.at(-1)
+        cross = (late_q * late.decay(q.dtype, since=middle)) @ (early_k * middle.decay(k.dtype, since=early)).mT
         first, second = out.unflatten(-3, (-1, 2)).unbind(-3)
         out = torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross, second], -1)], -2)
         m *= 2
     return out[..., 0, :C, :C]
 
 
-def _factored_size(b: Tensor, n: Tensor | None, size: int) -> int:
+def _factored_size(sums: Sums, size: int) -> int:
     """The largest group whose scores can be one product of factors exp(+-SAFE/2), or 0 for none."""
-    if n is not None or b.is_cuda:  # reading a range off a GPU would synchronise it
+    if sums.closed is not None or sums.open.is_cuda:  # reading a range off a GPU would synchronise it
         return 0
     while size >= LEAF:
-        groups = _groups(b, size)
+        groups = _groups(sums.open, size)
         if (groups[..., 0, :] - groups[..., -1, :]).max() <= SAFE:
             return size
         size //= 2
     return 0
 
 
-def _factored(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-    away = (b - (b[..., :1, :] + b[..., -1:, :]) / 2).to(q.dtype)
-    grow = away.exp()
+def _factored(q: Tensor, k: Tensor, sums: Tensor) -> Tensor:
+    """Scores of groups as one product, with all decays relative to halfway between the first and the last sum."""
+    grow = (sums - (sums[..., :1, :] + sums[..., -1:, :]) / 2).to(q.dtype).exp()
     return (q * grow) @ (k / grow).mT
 
 
-def _pairwise(q: Tensor, k: Tensor, b: Tensor, n: Tensor | None) -> Tensor:
-    pair = (b[..., :, None, :] - b[..., None, :, :]).to(q.dtype).clamp(max=0)  # j <= i only; the rest is not read
-    if n is not None:
-        pair = pair.masked_fill(n[..., :, None, :] != n[..., None, :, :], -torch.inf)
+def _pairwise(q: Tensor, k: Tensor, sums: Sums) -> Tensor:
+    """Scores of groups with the decay of every pair written out."""
+    pair = (sums.open[..., :, None, :] - sums.open[..., None, :, :]).to(q.dtype)
+    pair = pair.clamp(max=0)  # j <= i only; the rest is not read
+    if sums.closed is not None:
+        pair = pair.masked_fill(sums.closed[..., :, None, :] != sums.closed[..., None, :, :], -torch.inf)
     return torch.einsum("...ik,...jk,...ijk->...ij", q, k, pair.exp())
-
-
-def _repeat_last(x: Tensor, times: int) -> Tensor:
-    return torch.cat([x, *[x[..., -1:, :]] * times], -2)
 
 
 def _groups(x: Tensor, m: int) -> Tensor:

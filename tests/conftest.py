@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import torch
@@ -11,8 +12,11 @@ if not torch.cuda.is_available():
 
 import pytest
 from hypothesis import HealthCheck, settings
+from quick_interpreter import quicken
 
 torch.set_num_threads(1)
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    quicken()
 
 _COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=12, derandomize=True, database=None, **_COMMON)

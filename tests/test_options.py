@@ -139,12 +139,12 @@ def test_lse_past_the_largest_row_block(name: str, regime: Any) -> None:
     sink = torch.linspace(-1, 1, H, dtype=torch.float64)
 
     def dense(q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Any:
-        plain = attnzoo.forms.rowblocks._readable
-        attnzoo.forms.rowblocks._readable = lambda x: False  # plain blocks of all keys
+        plain = attnzoo.forms.rowblocks.readable
+        attnzoo.forms.rowblocks.readable = lambda x: False  # plain blocks of all keys
         try:
             return get(name).forms["parallel"](q, k, v, gate, **options)
         finally:
-            attnzoo.forms.rowblocks._readable = plain
+            attnzoo.forms.rowblocks.readable = plain
 
     expected = value_and_gradients(with_lse(dense, sink=sink), inputs)
     assert_close(value_and_gradients(with_lse(get(name).forms["parallel"], sink=sink), inputs), expected)

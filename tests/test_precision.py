@@ -110,6 +110,29 @@ def test_a_layer_from_the_meta_device_is_one_initialised_at_once(name):
     assert [decays(p) for p in meta.parameters()] == [decays(p) for p in normal.parameters()]
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_layer_from_the_meta_device_loads_a_checkpoint_alone(assign):
+    """What the checkpoint does not hold, retention's angle, is there too."""
+    normal, x = layer("retention"), torch.randn(1, 7, D)
+    with torch.device("meta"):
+        meta = layer("retention")
+    if not assign:
+        meta.to_empty(device="cpu")
+        meta.angle.fill_(torch.nan)
+    meta.load_state_dict(normal.state_dict(), assign=assign)
+    assert torch.equal(meta(x), normal(x))
+
+
+def test_autocast_does_not_round_the_bias_of_a_gate():
+    attn = layer("forget")
+    with torch.no_grad():
+        attn.gate.forget_proj.weight.zero_()
+        attn.gate.forget_proj.bias.copy_(torch.tensor([1.001, 2.002, 3.003, 4.004]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = attn.project(torch.randn(1, 2, D)).gate.log_decay
+    assert torch.equal(got[0, 1], torch.nn.functional.logsigmoid(attn.gate.forget_proj.bias))
+
+
 @pytest.mark.parametrize("tie", [False, True])
 def test_a_model_from_the_meta_device_is_one_initialised_at_once(tie):
     config = ModelConfig(attention=["mamba2", "rope"], hidden_size=D, num_layers=2, num_heads=H, tie_embeddings=tie)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import Gate, oracle
 from attnzoo.algebra.gate import PARTS, Draws
-from attnzoo.algebra.transitions import HeadGate, Product, Transition, heads_first
+from attnzoo.algebra.transitions import HeadGate, Identity, Product, Transition, heads_first
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences.complex_linear import Rotation
@@ -97,7 +97,7 @@ def pieces(forms: Any, inputs: Any) -> Tensor:
 @pytest.mark.parametrize("names", ORDERED, ids="-".join)
 def test_product_equals_oracle(names: tuple[str, ...], regime: Regime) -> None:
     """Values and all gradients, both sides, every form, with a scalar decay beside the product."""
-    inputs = inputs_for(names, 29, regime, decay=True)
+    inputs = inputs_for(names, 21, regime, decay=True)
     expected = {
         True: value_and_gradients(oracle.linear, inputs), False: value_and_gradients(oracle.softmax, inputs),
     }  # fmt: skip
@@ -149,12 +149,22 @@ def test_product_is_in_the_order_given(names: tuple[str, ...], regime: Regime) -
 @pytest.mark.parametrize("regime", get_args(Regime))
 def test_one_method_is_enough_for_a_transition(regime: Regime) -> None:
     """A third party's class with ``apply`` alone has every form, and they are those of the product of known ones."""
-    inputs = inputs_for(("diagonal", "householder"), 29, regime)
+    inputs = inputs_for(("diagonal", "householder"), 21, regime)
     known = {True: value_and_gradients(oracle.linear, inputs), False: value_and_gradients(oracle.softmax, inputs)}
     with block_sizes(8):
         for form, compute, linear in forms_of(ChannelDelta()):
             if regime == "mixed" or form in ("parallel", "chunk"):
                 assert_close(value_and_gradients(compute, inputs), known[linear], what=form)
+
+
+def test_products_of_products_and_identities_are_products() -> None:
+    inputs = inputs_for(("diagonal", "rotation", "householder"), 19, "mixed")
+    D, R, E = (FACTORS[name][0] for name in ("diagonal", "rotation", "householder"))
+    nested = [Product(D, Product(R, E)), Product(Product(D, R), E), Product(Identity(), D, R, Identity(), E)]
+    for transition in (*nested, Product(Product(D, R, Identity()), Product(E, Identity()))):
+        assert relative_error(LinearForms(transition).chunk(*inputs), oracle.linear(*inputs)) <= LIMIT
+    assert nested[0].factors == (D, R, E)
+    assert (Product(D, R).width, Product(Identity(), D).width, nested[0].width) == (2, 1, 0)
 
 
 NEUTRAL = {"diagonal": "log_diag", "rotation": "angle", "householder": "beta"}
@@ -233,3 +243,16 @@ def test_products_of_other_things_are_refused() -> None:
         Product(Diagonal(), Householder)  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match=r"Transition.apply: expected every transition to define it"):
         Transition().apply(HeadGate(), torch.zeros(1, 1, 2, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", ORDERED, ids="-".join)
+def test_product_equals_oracle_on_a_gpu(names: tuple[str, ...]) -> None:
+    q, k, v, gate = inputs_for(names, 70, "mixed")
+    inputs: Inputs = (q.cuda(), k.cuda(), v.cuda(), gate.map(Tensor.cuda))
+    for form in (LinearForms(product(names)).chunk, LinearForms(product(names)).recurrent):
+        assert relative_error(form(*inputs), oracle.linear(*inputs)) <= LIMIT
+    assert relative_error(SoftmaxForms(product(names)).parallel(*inputs), oracle.softmax(*inputs)) <= LIMIT
+    own = LinearForms(ChannelDelta()).chunk
+    if names == ("diagonal", "householder"):
+        assert relative_error(own(*inputs), oracle.linear(*inputs)) <= LIMIT

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import cast
 
 import torch
@@ -141,6 +142,8 @@ class Transition:
 class Identity(Transition):
     """``R_t = I``; ``total`` is None."""
 
+    width = 1
+
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         return state
 
@@ -157,10 +160,14 @@ class Identity(Transition):
 class Product(Transition):
     """``R_t = A_t B_t ...`` of the transitions given, in their order.
 
+    The last factor says how it is joined to those before (:meth:`Transition.block_after`).
+
     Raises:
         TypeError: a factor that is not a transition.
         ValueError: fewer than two factors.
     """
+
+    factors: tuple[Transition, ...]
 
     def __init__(self, *factors: Transition) -> None:
         for number, factor in enumerate(factors):
@@ -168,8 +175,10 @@ class Product(Transition):
                 raise TypeError(f"factor {number}: expected a Transition, got {factor!r}")
         if len(factors) < 2:
             raise ValueError(f"factors: expected at least two, got {len(factors)}")
-        self.factors = factors
-        self.width = 0 if any(factor.width == 0 for factor in factors) else math.lcm(*(f.width for f in factors))
+        parts = [factor.factors if isinstance(factor, Product) else (factor,) for factor in factors]
+        self.factors = tuple(chain.from_iterable(parts))
+        widths = [factor.width for factor in self.factors]
+        self.width = math.lcm(*widths) if all(widths) else 0
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         for factor in self.factors:
@@ -256,27 +265,27 @@ def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
 
 def block_decay(g: Tensor) -> Decay:
     """The :class:`Decay` of gates ``[..., C]``."""
-    c, n = open_sums(g)
+    sums, closed = open_sums(g)
     decay = Decay(
-        entry=c.to(g.dtype),
-        between=_differences(c, g.dtype).clamp_(max=0),
-        exit=(c[..., -1:] - c).to(g.dtype),
-        total=c[..., -1].to(g.dtype),
+        entry=sums.to(g.dtype),
+        between=_differences(sums, g.dtype).clamp_(max=0),
+        exit=(sums[..., -1:] - sums).to(g.dtype),
+        total=sums[..., -1].to(g.dtype),
     )
-    if n is None:
+    if closed is None:
         return decay
     return Decay(
-        entry=decay.entry.masked_fill(n > 0, -torch.inf),
-        between=decay.between.masked_fill(n[..., :, None] != n[..., None, :], -torch.inf),
-        exit=decay.exit.masked_fill(n != n[..., -1:], -torch.inf),
-        total=decay.total.masked_fill(n[..., -1] > 0, -torch.inf),
+        entry=decay.entry.masked_fill(closed > 0, -torch.inf),
+        between=decay.between.masked_fill(closed[..., :, None] != closed[..., None, :], -torch.inf),
+        exit=decay.exit.masked_fill(closed != closed[..., -1:], -torch.inf),
+        total=decay.total.masked_fill(closed[..., -1] > 0, -torch.inf),
     )
 
 
-def _differences(c: Tensor, dtype: torch.dtype) -> Tensor:
-    """``c_i - c_j`` in ``dtype``, ``[..., C, C]``, as exact as if taken in float64 but without that matrix."""
-    rounded = c.to(dtype)
-    error = (c - rounded).to(dtype)
+def _differences(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """``c_i - c_j`` of running sums c, in ``dtype``, ``[..., C, C]``: as exact as in float64, without that matrix."""
+    rounded = sums.to(dtype)
+    error = (sums - rounded).to(dtype)
     return (rounded[..., :, None] - rounded[..., None, :]).add_(error[..., :, None]).sub_(error[..., None, :])
 
 

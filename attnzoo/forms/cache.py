@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class KVCache:
         phase: RoPE's total angle so far in float64, broadcastable to ``[B, 1, H, K/2]``, or None.
         angle: RoPE's angle ``[K/2]`` where the last tokens all had the same, or None.
         carried: whether ``k`` has been multiplied by the transitions of later tokens.
+        sums: the sums of ``log_decay`` that the kernel of FoX has added up (``attnzoo.kernels.fox.GateSums``), or None.
     """
 
     k: Tensor
@@ -73,6 +74,7 @@ class KVCache:
     phase: Tensor | None = None
     angle: Tensor | None = None
     carried: bool = False
+    sums: Any = None
 
     def __len__(self) -> int:
         return self.k.shape[1]
@@ -82,7 +84,8 @@ class KVCache:
         B = self.k.shape[0]
         rows = self._map(lambda x: x[index])
         shared = self.phase is None or self.phase.shape[0] != B
-        return replace(rows, phase=self.phase if shared else self.phase[index])  # type: ignore[index]
+        phase = self.phase if shared else cast(Tensor, self.phase)[index]
+        return replace(rows, phase=phase, sums=None if self.sums is None else self.sums.reorder(index))
 
     def crop(self, tokens: int) -> KVCache:
         """The cache as it was after the first ``tokens`` tokens.

@@ -14,9 +14,7 @@ and so do windows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -25,9 +23,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.pruning import Prune, first_kept_keys, keys_behind_closed
-from attnzoo.algebra.transitions import block_decay
+from attnzoo.forms.readout import HIDDEN, Band, block_logits, readable, readout
 
-HIDDEN = -1e30  # a logit whose exp is 0, and whose arithmetic never makes a NaN
 SIZES = (1024, 128)  # rows per fused block
 CALM = 20.0  # log-decay over a block up to which the fused kernel serves it
 PLAIN = 128  # rows per block in plain operations
@@ -39,48 +36,6 @@ def _fused(name: str) -> Callable[..., Any] | None:
 
 
 _forward, _backward = _fused(""), _fused("_backward")
-
-
-@dataclass(frozen=True, eq=False)
-class Band:
-    """Which keys a window lets each of S tokens see: itself and those before it that exist, ``window`` in all.
-
-    Args:
-        window: tokens, padding not counted.
-        starts: the first key that each token sees, ``[B or 1, S]``.
-        padded: whether some tokens do not exist; then ``starts`` must be read to know where it begins.
-    """
-
-    window: int
-    starts: Tensor
-    padded: bool
-
-    @staticmethod
-    def of(window: int | None, valid: Tensor | None, tokens: int, device: torch.device) -> Band | None:
-        """The band over ``tokens`` tokens of which ``valid [B, tokens]`` exist; None where the window hides nothing."""
-        if window is None or window >= tokens:
-            return None
-        if valid is None:
-            starts = torch.arange(tokens, device=device)[None] - (window - 1)
-            return Band(window, starts.clamp(min=0), False)
-        rank = valid.cumsum(1)
-        return Band(window, torch.searchsorted(rank, rank - window, right=True), True)
-
-    def first(self, row: int) -> int:
-        """The first key that any row from ``row`` on may see; 0 where that cannot be known without waiting."""
-        if not self.padded:
-            return max(0, row - self.window + 1)
-        return int(self.starts[:, row].min()) if _readable(self.starts) else 0
-
-    def hidden(self, start: int, stop: int, first: int) -> Tensor:
-        """Which of the keys ``first .. stop`` are too old for the rows ``start .. stop``, ``[B or 1, 1, C, n]``."""
-        keys = torch.arange(first, stop, device=self.starts.device)
-        return (keys < self.starts[:, start:stop, None])[:, None]
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether values may be looked at to save work: on a GPU they would have to be waited for."""
-    return x.is_cpu and not torch.compiler.is_compiling()
 
 
 def causal_attention(
@@ -123,7 +78,7 @@ def causal_attention(
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0)[..., :V], None
     if log_decay is None:
         log_decay = q.new_zeros(B, H, S)
-    if T <= 2 * PLAIN or not _readable(q) or band is not None or _forward is None or _backward is None:
+    if T <= 2 * PLAIN or not readable(q) or band is not None or _forward is None or _backward is None:
         there = None if valid is None else valid[:, None]
         return _plain_rows(q, k, v, log_decay, there, first_kept, rows, band, with_lse)
     # [1, B H, ...]: each head may have its own size of blocks
@@ -192,7 +147,7 @@ def _plain_rows(
         stop = min(start + rows, T)
         row, end = S - T + start, S - T + stop
         kept = None if first_kept is None else first_kept[..., n]
-        first = int(kept.min()) if kept is not None and _readable(kept) else 0
+        first = int(kept.min()) if kept is not None and readable(kept) else 0
         if band is not None:
             first = max(first, band.first(row))
         args = (
@@ -218,51 +173,6 @@ def _plain_block(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     return readout(block_logits(q @ k.mT, log_decay, valid, first_kept, hidden), v, with_lse)
-
-
-def block_logits(
-    scores: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None, hidden: Tensor | None
-) -> Tensor:
-    """Logits of a block of rows over the keys up to it, ``[B, H, C, S]``; -inf where the weight is nothing.
-
-    Args:
-        scores: ``[B, H, C, S]``, scaled; the last C keys are the block's own. Later ones than a row are not read.
-        log_decay: gates of all S tokens, ``[B, H, S]``, -inf allowed.
-        valid: keys that exist, ``[B, 1 or H, S]``, or None for all.
-        first_kept: first key that the block may see, ``[B, H]``, or None.
-        hidden: keys that a row may not see, ``[B or 1, 1, C, S]`` bool, or None.
-    """
-    C, S = scores.shape[-2:]
-    P = S - C
-    inside = block_decay(log_decay[..., P:])
-    # each earlier key's decay up to the block, summed from the block backwards
-    later = F.pad(log_decay[..., 1:P], (0, 1)) if P else log_decay[..., :0]
-    to_block = later.flip(-1).cumsum(-1).flip(-1)
-    bias = torch.cat([inside.entry[..., None] + to_block[..., None, :], inside.between], -1)
-    logits = (scores + bias).clamp(min=HIDDEN)
-    if valid is not None:
-        logits = logits.masked_fill(~valid[..., None, :], HIDDEN)
-    if first_kept is not None:
-        logits = logits.masked_fill(torch.arange(S, device=scores.device) < first_kept[..., None, None], HIDDEN)
-    if hidden is not None:
-        logits = logits.masked_fill(hidden, HIDDEN)
-    future = torch.ones(C, S, dtype=torch.bool, device=scores.device).triu(P + 1)
-    logits = logits.masked_fill(future, -torch.inf)
-    tiny = 0.8 * math.log(torch.finfo(scores.dtype).tiny)  # exponentials below it would be slow denormal numbers
-    return logits.masked_fill(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf)
-
-
-def readout(logits: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """The softmax of logits ``[..., C, S]`` times v ``[..., S, V]``, and the log-sum-exp ``[..., C]`` or None."""
-    return logits.softmax(-1) @ v, logits.logsumexp(-1) if with_lse else None
-
-
-def attend_with_sink(o: Tensor, lse: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """o ``[B, H, T, V]`` and its log-sum-exp ``[B, H, T]`` with a further logit per head, ``sink [H]``, of value 0."""
-    if sink is None or lse is None:
-        return o, lse
-    sink = sink.to(lse.dtype)[:, None]
-    return o * (lse - sink).sigmoid()[..., None], torch.logaddexp(lse, sink)
 
 
 def _fused_rows(

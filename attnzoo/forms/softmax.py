@@ -16,7 +16,8 @@ from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, separated
 from attnzoo.forms.protocol import Forms
-from attnzoo.forms.rowblocks import Band, attend_with_sink, block_logits, causal_attention, readout
+from attnzoo.forms.readout import Band, attend_with_sink, block_logits, readout
+from attnzoo.forms.rowblocks import causal_attention
 from attnzoo.forms.triton import fox_kernel
 
 ROWS = 128

@@ -5,7 +5,9 @@ The kernels are imported when they first run: this module costs nothing where th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,6 +19,8 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.protocol import Call, Kernel
+
+Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
 
 
 class Additive(Protocol):
@@ -40,60 +44,69 @@ def fox_kernel(forms: Additive) -> Kernel:
     def run(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, prune: Prune | None = None,
         logit_bound: Tensor | None = None, window: int | None = None, sink: Tensor | None = None,
-        valid: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
+    ) -> Output:  # fmt: skip
         """The fused kernel (``attnzoo.kernels.fox``), in the inputs' own precision."""
-        options = {
-            "scale": scale, "prune": prune, "logit_bound": logit_bound, "window": window, "sink": sink,
-            "cu_seqlens": cu_seqlens,
-        }  # fmt: skip
-        return attend(q, k, v, gate, None, valid, options)[0]
+        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
+        return attend(q, k, v, gate, None, given)[0]
 
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
         prune: Prune | None = None, logit_bound: Tensor | None = None, window: int | None = None,
-        sink: Tensor | None = None, valid: Tensor | None = None,
-    ) -> tuple[Tensor, KVCache]:  # fmt: skip
-        """The same over a cache; with ``valid`` the rows run as packed sequences, from an empty state."""
-        options = {"scale": scale, "prune": prune, "logit_bound": logit_bound, "window": window, "sink": sink}
-        return attend(q, k, v, gate, state, valid, options)
+        sink: Tensor | None = None, valid: Tensor | None = None, return_lse: bool = False,
+    ) -> tuple[Output, KVCache]:  # fmt: skip
+        """The same over a cache."""
+        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
+        return attend(q, k, v, gate, state, given)
 
     def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate: Gate,
-        state: KVCache | None,
-        valid: Tensor | None,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, KVCache]:
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, given: SoftmaxOptions
+    ) -> tuple[Output, KVCache]:
+        """From an empty state rows with padding run packed; over a cache the kernel leaves out what does not exist."""
         from attnzoo.kernels.fox import fox_attention
 
-        check_softmax(SoftmaxOptions(**options), q, gate)
-        if valid is not None and (state is not None or options.get("cu_seqlens") is not None):
-            raise ValueError("valid: expected None with a state or cu_seqlens (the kernel packs whole sequences)")
+        check_softmax(given, q, gate)
+        _refuse_both(given)
         constant = gate.log_decay if gate.log_decay is not None and gate.log_decay.ndim == 1 else None
-        gate = forms.separated(gate, q, valid, None)
-        q, state = forms.remember(q, k, v, gate, state, valid, v.dtype)
+        gate = forms.separated(gate, q, given.valid, None)
+        past = state
+        q, state = forms.remember(q, k, v, gate, past, given.valid, v.dtype)
         q, k, g = q.to(v.dtype), state.k, state.log_decay
-        if valid is None:
-            g = constant if constant is not None and len(state) == q.shape[1] else g
-            return fox_attention(q, k, state.v, log_decay=g, impl="triton", **options), state
+        kernel: Callable[..., Output] = functools.partial(
+            fox_attention, scale=given.scale, prune=given.prune, logit_bound=given.logit_bound, window=given.window,
+            sink=given.sink, return_lse=given.return_lse, impl="triton",
+        )  # fmt: skip
+        if past is None and given.valid is not None:
 
-        def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Tensor:
-            o: Tensor = fox_attention(q, k, v, log_decay=g, impl="triton", **{**options, "cu_seqlens": borders})
-            return o
+            def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Output:
+                return kernel(q, k, v, log_decay=g, cu_seqlens=borders)
 
-        return on_packed(packed, valid, q, k, v, g), state
+            return on_packed(packed, given.valid, q, k, v, g), state
+        if past is None:
+            g = g if constant is None else constant
+            return kernel(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens), state
+        _refuse_padded(given, state)
+        if g is None or _records(q, k, state.v, g, given.sink):
+            return kernel(q, k, state.v, log_decay=g, valid=state.valid), state
+        state = replace(state, sums=_gate_sums(past, state))
+        return kernel(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid), state
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.fox import triton_unavailable
 
-        if call.state is not None and ("valid" in call.options or call.state.valid is not None):
-            return "the triton form serves padding only in whole sequences, without a cache"
-        return _with_both(call) or triton_unavailable(call.q, call.v)
+        if call.state is not None and _padded(call) and _records_any(call):
+            return "a step over padding has no gradient in the triton form (run it under torch.no_grad())"
+        return _refused(call) or triton_unavailable(call.q, call.v)
 
     return Kernel(run, extend, refuses)
+
+
+def _gate_sums(past: KVCache, state: KVCache) -> Any:
+    """The sums of the gates of ``state``: ``past``, whose gates are not added up again, and some tokens."""
+    from attnzoo.kernels.fox import GateSums
+
+    g = cast(Tensor, state.log_decay).float()
+    return GateSums.of(g) if past.sums is None else past.sums.append(g[:, len(past) :])
 
 
 def path_kernel() -> Kernel:
@@ -105,22 +118,24 @@ def path_kernel() -> Kernel:
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, prune: Prune | None = None,
-        logit_bound: Tensor | None = None, valid: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        logit_bound: Tensor | None = None, window: int | None = None, sink: Tensor | None = None,
+        valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
+    ) -> Output:  # fmt: skip
         """The fused kernel (``attnzoo.kernels.path``) on whole sequences; with ``valid`` they run packed."""
         from attnzoo.kernels.path import path_attention
 
-        given = SoftmaxOptions(scale, prune, logit_bound, valid=valid, cu_seqlens=cu_seqlens)
+        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
         check_softmax(given, q, gate)
-        if valid is not None and cu_seqlens is not None:
-            raise ValueError("valid: expected None with cu_seqlens (the kernel packs whole sequences)")
-        options: dict[str, Any] = {"scale": scale, "prune": prune, "logit_bound": logit_bound, "impl": "triton"}
+        _refuse_both(given)
+        kernel: Callable[..., Output] = functools.partial(
+            path_attention, scale=scale, prune=prune, logit_bound=logit_bound, window=window, sink=sink,
+            return_lse=return_lse, impl="triton",
+        )  # fmt: skip
 
         def attend(
             q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, g: Tensor | None, borders: Tensor | None
-        ) -> Tensor:
-            o: Tensor = path_attention(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders, **options)
-            return o
+        ) -> Output:
+            return kernel(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders)
 
         gate = gate.per_token(q)
         rows = (q.to(v.dtype), k.to(v.dtype), v, cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_decay)
@@ -128,51 +143,94 @@ def path_kernel() -> Kernel:
 
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
-        prune: Prune | None = None, logit_bound: Tensor | None = None, valid: Tensor | None = None,
-    ) -> tuple[Tensor, KVCache]:  # fmt: skip
+        prune: Prune | None = None, logit_bound: Tensor | None = None, window: int | None = None,
+        sink: Tensor | None = None, valid: Tensor | None = None, return_lse: bool = False,
+    ) -> tuple[Output, KVCache]:  # fmt: skip
         from attnzoo.kernels.path import carry_keys, path_extend, refuse_gradients
 
-        check_softmax(SoftmaxOptions(scale, prune, logit_bound), q, gate)
+        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
+        check_softmax(given, q, gate)
         gate = gate.per_token(q)
         if valid is not None:
             gate = gate.neutral_where(~valid)
         w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)
         if state is None or not len(state):
-            o = run(q, k, v, gate, scale=scale, prune=prune, logit_bound=logit_bound, valid=valid)
+            o = run(
+                q, k, v, gate, scale=scale, prune=prune, logit_bound=logit_bound, window=window, sink=sink,
+                valid=valid, return_lse=return_lse,
+            )  # fmt: skip
             return o, KVCache(carry_keys(k, w, beta), v, gate.log_decay, valid, carried=True)
         refuse_gradients(q, k, v, w, beta, state.k, state.v)
         new = KVCache(k, v, gate.log_decay, valid)
         parts, room = append_in_place(state, *growing(state, new, ("v",)))
         gates, there = parts.get("log_decay"), parts.get("valid")
-        o, keys = path_extend(q, k, w, beta, state.k.float(), parts["v"], gates, there, scale)
-        return o, GrowingCache(keys, parts["v"], gates, there, carried=True, room=room)
+        _refuse_padded(given, new if there is None else replace(new, valid=there))
+        o, keys, lse = path_extend(
+            q, k, w, beta, state.k.float(), parts["v"], gates, there, scale, window=window, sink=sink, return_lse=True
+        )
+        after = GrowingCache(keys, parts["v"], gates, there, carried=True, room=room)
+        return (o, lse) if return_lse else o, after
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.path import triton_unavailable
 
-        rows = (call.q, call.k, call.v, *(cast(Tensor, getattr(call.gate, part)) for part in call.gate.parts))
-        if call.state is not None and torch.is_grad_enabled() and any(x.requires_grad for x in rows):
+        if call.state is not None and _records_any(call):
             return "a cached step of the triton form has no gradient (run it under torch.no_grad())"
-        return _with_both(call) or triton_unavailable(call.q, call.v)
+        return _refused(call) or triton_unavailable(call.q, call.v)
 
     return Kernel(run, extend, refuses)
 
 
-def _with_both(call: Call) -> str:
-    both = "valid" in call.options and "cu_seqlens" in call.options
-    return "the triton form takes valid or cu_seqlens, not both" if both else ""
+BOTH = "the triton form takes valid or cu_seqlens, not both"
+WINDOW = "the triton form counts a window over padding only in whole sequences, without a cache"
 
 
-def on_packed(attend: Callable[..., Tensor], valid: Tensor, *rows: Tensor | None) -> Tensor:
+def _refused(call: Call) -> str:
+    """What no kernel serves."""
+    if "valid" in call.options and "cu_seqlens" in call.options:
+        return BOTH
+    return WINDOW if call.state is not None and _padded(call) and "window" in call.options else ""
+
+
+def _refuse_both(given: SoftmaxOptions) -> None:
+    if given.valid is not None and given.cu_seqlens is not None:
+        raise ValueError(f"valid: expected None with cu_seqlens, got a tensor ({BOTH})")
+
+
+def _refuse_padded(given: SoftmaxOptions, state: KVCache) -> None:
+    if given.window is not None and state.valid is not None:
+        raise ValueError(f"window: expected None with padding in the cache, got {given.window} ({WINDOW})")
+
+
+def _padded(call: Call) -> bool:
+    return "valid" in call.options or getattr(call.state, "valid", None) is not None
+
+
+def _records_any(call: Call) -> bool:
+    parts = (getattr(call.gate, part) for part in call.gate.parts)
+    return _records(call.q, call.k, call.v, *parts, call.options.get("sink"))
+
+
+def _records(*tensors: Tensor | None) -> bool:
+    """Whether a gradient is expected of any of them."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def on_packed(attend: Callable[..., Output], valid: Tensor, *rows: Tensor | None) -> Output:
     """``attend(*rows, cu_seqlens)`` on the valid tokens alone, as packed sequences; zeros elsewhere.
 
     Args:
-        attend: takes each of ``rows`` as ``[1, tokens, ...]`` and the borders ``[B + 1]``; gives ``[1, tokens, ...]``.
+        attend: takes each of ``rows`` as ``[1, tokens, ...]`` and the borders ``[B + 1]``; gives ``[1, tokens, ...]``,
+            or two of these.
         valid: ``[B, T]`` bool.
         rows: ``[B, T, ...]`` or None.
     """
     borders = F.pad(valid.sum(1).cumsum(0), (1, 0)).int()
-    o = attend(*(None if x is None else x[valid][None] for x in rows), borders)
-    out = o.new_zeros(*valid.shape, *o.shape[2:])
-    out[valid] = o[0]
-    return out
+    given = attend(*(None if x is None else x[valid][None] for x in rows), borders)
+
+    def unpacked(x: Tensor) -> Tensor:
+        out = x.new_zeros(*valid.shape, *x.shape[2:])
+        out[valid] = x[0]
+        return out
+
+    return (unpacked(given[0]), unpacked(given[1])) if isinstance(given, tuple) else unpacked(given)

@@ -160,6 +160,14 @@ class Attention(PreciseModule):
             fill(self.angle, rotary_angles(self.config.key_dim, self.config.rotary))
         self.gate.reset_parameters()
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Also restore the angle, which no checkpoint holds, where the layer was made on the meta device."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.angle is not None and self.config.rotary is not None:
+            loaded = state_dict.get(f"{prefix}q_proj.weight", self.q_proj.weight)
+            device = loaded.device if self.angle.is_meta else self.angle.device
+            self.angle = rotary_angles(self.config.key_dim, self.config.rotary).to(device, self.angle.dtype)
+
     def new_cache(self) -> LayerCache:
         """An empty cache for this layer, to be handed to every call of one generation."""
         return LayerCache()

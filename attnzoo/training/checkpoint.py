@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,9 +148,13 @@ def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             (temporary / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
-            write_digests(temporary)
-            for path in [*temporary.rglob("*"), temporary]:
-                sync(path)
+            files = list(temporary.rglob("*"))
+            with ThreadPoolExecutor(1) as pool:  # reading them for their digests costs no time while they are flushed
+                digests = pool.submit(write_digests, temporary)
+                for path in files:
+                    sync(path)
+                digests.result()
+            sync(temporary)
             os.replace(temporary, final)
             sync(folder)
             remove_stale(folder, keep)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.common.constants import CLOSED, GATE_CONST, GATE_FULL, KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.kernels.common.constants import CLOSED, GATE_CONST, GATE_FULL, KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import segment_starts
 from attnzoo.kernels.common.device import announce, machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe, gate_kind
+from attnzoo.kernels.common.rows import row_lse, since_without_gate
 from attnzoo.kernels.fox.plan import Call, Plan, plan
 from attnzoo.kernels.fox.portable.backward import fox_backward
 from attnzoo.kernels.fox.portable.decode import fox_split_forward
@@ -41,14 +42,12 @@ def bounds(
     """Gate sums c and base, first visible keys and pruning starts: what both passes need before the main kernels."""
     S = k.shape[1]
     doc = None if cu_seqlens is None else segment_starts(cu_seqlens, S)
-    c = base = tails = since = start = None
+    c = base = tails = start = None
+    since: Some
     if log_decay is not None and gate_kind(log_decay) == GATE_FULL:
         c, base, since, tails = gate_sums(log_decay, doc, window if window > 0 else S)
-    elif window > 0:
-        since = (torch.arange(S, device=q.device, dtype=torch.int32) - (window - 1)).clamp_(min=0)
-        since = (since if doc is None else torch.maximum(since, doc)).view(1, 1, S)
-    elif doc is not None:
-        since = doc.view(1, 1, S)
+    else:
+        since = since_without_gate(doc, window, S, q.device)
     if bound:
         assert log_decay is not None
         start = prune_starts(
@@ -57,28 +56,16 @@ def bounds(
     return c, base, since, start
 
 
-def _row_lse(lse: Tensor, log_decay: Some, c: Some, base: Some, S: int) -> Tensor:
-    """The rows' log-sum-exp [B, T, H] in natural units, from log2 in the frame of each row unit [B, H, T]."""
-    T = lse.shape[2]
-    row = torch.arange(T, device=lse.device)
-    at, ref = row + (S - T), row // ROW_UNIT * ROW_UNIT + (S - T)
-    x = lse.double()
-    if c is not None and base is not None:
-        x = x + base[..., at // KEY_UNIT] + c[..., at] - base[..., ref // KEY_UNIT] - c[..., ref]
-    elif log_decay is not None:
-        x = x + (at - ref) * log_decay.clamp(min=CLOSED).double()[:, None] * LOG2E
-    return (x / LOG2E).float().transpose(1, 2).contiguous()
-
-
 @torch.library.custom_op("attnzoo::fox_forward", mutates_args=())
 def fox_forward_op(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None,
     logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, gate_gradient: bool,
     deterministic: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns o, row_lse, and lse, c, base, since, start, o_rest for the backward pass (empty where they do not apply).
+    """Returns o, the rows' log-sum-exp, and what the backward pass needs (empty where it does not apply).
 
-    row_lse [B, T, H] is the rows' log-sum-exp, if ``return_lse``; o_rest [B, T, H, V] what the rounding of o drops.
+    The log-sum-exp [B, T, H] is there with ``return_lse``; for the backward lse, c, base, since, start, and o_rest
+    [B, T, H, V], what the rounding of o drops.
     """
     chosen = _plan(q, k, v, gate_gradient=gate_gradient, deterministic=deterministic)
     with on_device_of(q):
@@ -93,12 +80,12 @@ def fox_forward_op(
         else:
             tiles = chosen.of("fwd")
             o, lse = fox_forward(q, k, v, log_decay, sink, c, base, since, start, scale, tiles, o_rest=o_rest)
-        row_lse = _row_lse(lse, log_decay, c, base, k.shape[1]) if return_lse else lse.new_empty(0)
+        rows = row_lse(lse, log_decay, c, base, k.shape[1]) if return_lse else lse.new_empty(0)
     c = lse.new_empty(0) if c is None else c
     base = lse.new_empty(0, dtype=torch.float64) if base is None else base
     since = lse.new_empty(0, dtype=torch.int32) if since is None else since
     start = lse.new_empty(0, dtype=torch.int32) if start is None else start
-    return o, row_lse, lse, c, base, since, start, q.new_empty(0) if o_rest is None else o_rest
+    return o, rows, lse, c, base, since, start, q.new_empty(0) if o_rest is None else o_rest
 
 
 @fox_forward_op.register_fake
@@ -117,20 +104,20 @@ def _forward_fake(
     shape: tuple[Any, ...] = (B, H, S) if full else (1, 1, S) if window > 0 or cu_seqlens is not None else (0,)
     start = q.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound else (0,), dtype=i32)
     since, o = q.new_empty(shape, dtype=i32), q.new_empty((B, T, H, V))
-    row_lse = q.new_empty((B, T, H) if return_lse else (0,), dtype=f32)
+    rows = q.new_empty((B, T, H) if return_lse else (0,), dtype=f32)
     # what the rounding drops is kept or not whatever the lengths are: they may be symbols here
-    rest = gate_gradient and plan(Call(1, 1, 1, int(K), int(V), q.dtype, True, deterministic), machine(q.device))
-    o_rest = torch.empty_like(o) if rest and rest.keeps_rest else q.new_empty(0)
-    return o, row_lse, q.new_empty((B, H, T), dtype=f32), c, base, since, start, o_rest
+    call = Call(1, 1, 1, int(K), int(V), q.dtype, gate_gradient, deterministic)
+    o_rest = torch.empty_like(o) if plan(call, machine(q.device)).keeps_rest else q.new_empty(0)
+    return o, rows, q.new_empty((B, H, T), dtype=f32), c, base, since, start, o_rest
 
 
 @torch.library.custom_op("attnzoo::fox_infer", mutates_args=())
 def fox_infer_op(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, tails: Tensor | None, sink: Tensor | None, valid: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
+    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and the rows' log-sum-exp [B, T, H], without a gradient: with ``valid``, or with gates already summed.
+    """o and, if ``return_lse``, the rows' log-sum-exp [B, T, H], without a gradient: with ``valid``, or with gates already summed.
 
     Args:
         c, base, since, tails: of a ``GateSums`` of the S keys, with their room; None without one.
@@ -157,16 +144,18 @@ def fox_infer_op(
         else:
             tiles = chosen.of("fwd")
             o, lse = fox_forward(q, k, v, log_decay, sink, c, base, since, start, scale, tiles, valid=valid)
-        return o, _row_lse(lse, log_decay, c, base, S)
+        return o, row_lse(lse, log_decay, c, base, S)
 
 
 @fox_infer_op.register_fake
 def _infer_fake(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, tails: Tensor | None, sink: Tensor | None, valid: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
+    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(
+        q.shape[:3] if return_lse else (0,), dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("attnzoo::fox_backward", mutates_args=())
@@ -237,7 +226,7 @@ def _backward_fake(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, log_decay, sink, cu_seqlens, _, scale, _, _, _, _, deterministic, return_lse = inputs
-    o, row_lse, *kept = output
+    o, _, *kept = output
     ctx.save_for_backward(q, k, v, log_decay, sink, cu_seqlens, o, *kept)
     ctx.scale, ctx.deterministic, ctx.return_lse = scale, deterministic, return_lse
     ctx.set_materialize_grads(False)

@@ -70,7 +70,8 @@ class Plan:
     Attributes:
         forward: "split" divides the keys among programs (few rows), the others one program per block of rows.
         backward: "hopper" is one pass that adds up dq in an order that varies, "portable" two deterministic kernels.
-        keeps_rest: the forward keeps what the rounding of o drops, for the gate's gradient in one pass.
+        keeps_rest: the forward keeps what the rounding of o drops, for the gate's gradient in one pass. Lengths and
+            addresses do not count: compilers ask before they know these.
     """
 
     forward: Literal["split", "hopper", "portable"]

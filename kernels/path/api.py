@@ -11,7 +11,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, pick_implementation, share_kept
 from attnzoo.kernels.common.dense import first_visible, running_sums
-from attnzoo.kernels.common.device import capability
+from attnzoo.kernels.common.device import capability, on_device_of
 
 from .plan import too_small
 from .reference import path_reference_lse, prune_starts_reference
@@ -113,7 +113,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
     learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
     o, lse, *_ = path_forward_op(
         q, k, v, w, beta, log_decay, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps, learns_decay,
-        return_lse,
+        torch.are_deterministic_algorithms_enabled(), return_lse,
     )  # fmt: skip
     return (o, lse) if return_lse else o
 
@@ -150,7 +150,8 @@ def kept_fraction(
 
         bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
         q, k, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, w, beta.float()))
-        since, start = starts(q, k, w, beta, log_decay, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
+        with on_device_of(q):
+            since, start = starts(q, k, w, beta, log_decay, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
     else:
         c, closed = running_sums(log_decay, B, T, H, q.device)
         since = first_visible(closed, window, cu_seqlens)

@@ -9,14 +9,16 @@ from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import segment_starts
+from attnzoo.kernels.common.device import announce, machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
+from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.rows import row_lse, since_without_gate
 from attnzoo.kernels.path.levels import Wanted
 from attnzoo.kernels.path.portable.backward import path_backward
 from attnzoo.kernels.path.portable.forward import path_forward
 from attnzoo.kernels.path.portable.prune import path_starts
 
-from .plan import one_pass
+from .plan import Call, Plan, plan
 
 
 def gates(
@@ -47,17 +49,19 @@ def starts(
     )
 
 
-def _keeps_rest(q: Tensor, v: Tensor, learns_decay: bool) -> bool:
-    """Whether the backward needs what the rounding of o drops: in one pass, for the gate's gradient (``hopper/``)."""
-    (T, _, K), V = q.shape[1:], v.shape[3]
-    return learns_decay and one_pass(T, K, V, q.dtype, q.device)
+def _plan(q: Tensor, v: Tensor, decay_gradient: bool, deterministic: bool, shortened: bool) -> Plan:
+    """The plan of a call on real tensors, announced."""
+    (T, _, K), V, where = q.shape[1:], v.shape[3], machine(q.device)
+    chosen = plan(Call(T, K, V, q.dtype, decay_gradient, deterministic, shortened, can_describe(v)), where)
+    announce("path", chosen, chosen.why, where)
+    return chosen
 
 
 @torch.library.custom_op("attnzoo::path_forward", mutates_args=())
 def path_forward_op(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, sink: Tensor | None,
     cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
-    learns_decay: bool, return_lse: bool,
+    learns_decay: bool, deterministic: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o, row_lse, and lse, c, base, since, start, o_rest for the backward pass (empty where they do not apply).
 
@@ -67,13 +71,15 @@ def path_forward_op(
         learns_decay: whether a gradient of log_decay will be asked for; only then may o_rest [B, T, H, V], what the
             rounding of o drops, be there.
     """
-    c, base, since, tails = gates(q, log_decay, cu_seqlens, window)
-    o_rest = q.new_empty((*q.shape[:3], v.shape[3])) if _keeps_rest(q, v, learns_decay) else None
-    o, lse, start = path_forward(
-        q, k, v, w, beta, c, base, tails, since, scale, window=window, bound=bound, log_eps=log_eps,
-        logit_bound=logit_bound, sink=sink, o_rest=o_rest,
-    )  # fmt: skip
-    rows = row_lse(lse, log_decay, c, base, q.shape[1]) if return_lse else lse.new_empty(0)
+    chosen = _plan(q, v, learns_decay, deterministic, window > 0 or bool(bound))
+    with on_device_of(q):
+        c, base, since, tails = gates(q, log_decay, cu_seqlens, window)
+        o_rest = q.new_empty((*q.shape[:3], v.shape[3])) if chosen.keeps_rest else None
+        o, lse, start = path_forward(
+            q, k, v, w, beta, c, base, tails, since, scale, chosen, window=window, bound=bound, log_eps=log_eps,
+            logit_bound=logit_bound, sink=sink, o_rest=o_rest,
+        )  # fmt: skip
+        rows = row_lse(lse, log_decay, c, base, q.shape[1]) if return_lse else lse.new_empty(0)
     c = lse.new_empty(0) if c is None else c
     base = lse.new_empty(0, dtype=torch.float64) if base is None else base
     since = lse.new_empty(0, dtype=torch.int32) if since is None else since
@@ -85,7 +91,7 @@ def path_forward_op(
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, sink: Tensor | None,
     cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
-    learns_decay: bool, return_lse: bool,
+    learns_decay: bool, deterministic: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, H, _ = q.shape
     gated, i32 = log_decay is not None, torch.int32
@@ -96,7 +102,9 @@ def _forward_fake(
     shape: tuple[Any, ...] = (B, H, T) if gated else (1, 1, T) if window or cu_seqlens is not None else (0,)
     rows = lse.new_empty((B, T, H) if return_lse else (0,))
     start = lse.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound or window else (0,), dtype=i32)
-    o_rest = torch.empty_like(o) if _keeps_rest(q, v, learns_decay) else q.new_empty(0)
+    # what the rounding drops is kept or not whatever the length is: it may be a symbol here
+    call = Call(1, int(q.shape[3]), int(v.shape[3]), q.dtype, learns_decay, deterministic)
+    o_rest = torch.empty_like(o) if plan(call, machine(q.device)).keeps_rest else q.new_empty(0)
     return o, rows, lse, c, base, lse.new_empty(shape, dtype=i32), start, o_rest
 
 
@@ -104,19 +112,23 @@ def _forward_fake(
 def path_backward_op(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
     log_decay: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor,
-    start: Tensor, o_rest: Tensor, scale: float, wanted: list[bool],
+    start: Tensor, o_rest: Tensor, scale: float, deterministic: bool, wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, w, beta, log_decay and sink, contiguous; empty where not ``wanted`` (in this order).
 
     Args:
         dlse: [B, T, H] gradient of row_lse, or None.
     """
+    of_decay = wanted[5]  # without what rounding dropped, its gradient takes the portable kernels
+    deterministic = deterministic or (of_decay and not o_rest.numel())
+    chosen = _plan(q, v, of_decay, deterministic, start.numel() > 0)
     row_dlse = None if dlse is None else dlse.float().transpose(1, 2).contiguous()
-    *grads, dkey, drow = path_backward(
-        do, q, k, v, w, beta, o, lse, c if c.numel() else None, base if base.numel() else None,
-        since if since.numel() else None, start if start.numel() else None, scale, Wanted(*wanted),
-        o_rest=o_rest if o_rest.numel() else None, sink=sink, dlse=row_dlse,
-    )  # fmt: skip
+    with on_device_of(q):
+        *grads, dkey, drow = path_backward(
+            do, q, k, v, w, beta, o, lse, c if c.numel() else None, base if base.numel() else None,
+            since if since.numel() else None, start if start.numel() else None, scale, chosen, Wanted(*wanted),
+            o_rest=o_rest if o_rest.numel() else None, sink=sink, dlse=row_dlse,
+        )  # fmt: skip
     dq, dk, dv, dw, dbeta = (
         x.new_empty(0) if g is None or not asked else g
         for x, g, asked in zip((q, k, v, w, beta), grads, wanted, strict=False)
@@ -124,7 +136,8 @@ def path_backward_op(
     dgate, dsink = lse.new_empty(0), lse.new_empty(0)
     if log_decay is not None and dkey is not None:
         doc = None if cu_seqlens is None else segment_starts(cu_seqlens, q.shape[1])
-        dgate = gate_gradient(dkey, drow, log_decay, doc, q.shape[1])
+        with on_device_of(q):
+            dgate = gate_gradient(dkey, drow, log_decay, doc, q.shape[1])
     if sink is not None and drow is not None and wanted[6]:  # the sink's part of dS, with which a row adds up to dlse
         dsink = (-drow if row_dlse is None else row_dlse - drow).sum((0, 2)).to(sink.dtype)
     return dq, dk, dv, dw, dbeta, dgate, dsink
@@ -134,7 +147,7 @@ def path_backward_op(
 def _backward_fake(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
     log_decay: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor,
-    start: Tensor, o_rest: Tensor, scale: float, wanted: list[bool],
+    start: Tensor, o_rest: Tensor, scale: float, deterministic: bool, wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     like = (q, k, v, w, beta, lse if log_decay is None else log_decay, lse if sink is None else sink)
     dq, dk, dv, dw, dbeta, dgate, dsink = (
@@ -144,22 +157,24 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, w, beta, log_decay, sink, cu_seqlens, _, scale, *_, return_lse = inputs
+    q, k, v, w, beta, log_decay, sink, cu_seqlens, _, scale, *_, deterministic, return_lse = inputs
     o, _, *kept = output
     ctx.save_for_backward(q, k, v, w, beta, log_decay, sink, cu_seqlens, o, *kept)
-    ctx.scale, ctx.return_lse = scale, return_lse
+    ctx.scale, ctx.deterministic, ctx.return_lse = scale, deterministic, return_lse
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, w, beta, log_decay, sink, cu_seqlens, o, lse, c, base, since, start, o_rest = ctx.saved_tensors
-    wanted, none = list(ctx.needs_input_grad[:7]), (None,) * 15
+    wanted, none = list(ctx.needs_input_grad[:7]), (None,) * 16
     dlse = dlse if ctx.return_lse else None
     if (do is None and dlse is None) or not any(wanted):
         return none
+    # asked for before the forward or before the backward
+    deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
     grads = path_backward_op(
         torch.zeros_like(o) if do is None else do, dlse, q, k, v, w, beta, o, lse, log_decay, sink, cu_seqlens, c, base,
-        since, start, o_rest, ctx.scale, wanted,
+        since, start, o_rest, ctx.scale, deterministic, wanted,
     )  # fmt: skip
     return (*(g if asked else None for g, asked in zip(grads, wanted, strict=True)), *none[7:])
 

@@ -1,20 +1,19 @@
-"""Tile sizes of the path kernels."""
+"""Which kernels, tiles and features one call of ``path_attention`` runs on: ``plan`` decides, nothing else does."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from attnzoo.kernels.common import tiles as tile_sizes
-from attnzoo.kernels.common.device import TUNED, machine, not_gluon
+from attnzoo.kernels.common.device import Machine, not_gluon
 from attnzoo.kernels.common.tiles import HOPPER_BACKWARD, Kind, Tiles
 
 from .levels import BLOCK, level_count
-
-_log = logging.getLogger("attnzoo.kernels.path")
 
 # Head dims up to the key -> tiles. Measured on an H200 (docs/benchmarks/NOTES.md), 16-bit inputs.
 _HOPPER: dict[Kind, dict[int, Tiles]] = {
@@ -39,9 +38,79 @@ _FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: T
 # KiB of shared memory per program: what the block kernels need at head dim 128, and what a GPU has (99 if not listed).
 _NEEDED = {torch.bfloat16: 112, torch.float16: 152, torch.float32: 176}
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
-_overrides: dict[Kind, Tiles] = {}
-override = functools.partial(tile_sizes.override, _overrides)
-_said: set[tuple[int, int]] = set()
+_forced: dict[Kind, Tiles] = {}
+override = functools.partial(tile_sizes.override, _forced)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a plan depends on besides the machine: T tokens, head dims K and V."""
+
+    T: int
+    K: int
+    V: int
+    dtype: torch.dtype
+    decay_gradient: bool = False  # a backward pass will be asked for the gate's gradient
+    deterministic: bool = False
+    shortened: bool = False  # pruning or a window leaves short rows
+    described: bool = True  # descriptors can address v: 16-byte strides and addresses
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernels of a call, the tiles of the portable ones, and why a Hopper GPU does without its own (or "").
+
+    Attributes:
+        backward: "hopper" is one pass over the levels that adds up the queries' gradients in an order that varies,
+            "portable" two deterministic kernels.
+        keeps_rest: the forward keeps what the rounding of o drops, for the gate's gradient in one pass. Lengths and
+            addresses do not count: compilers ask before they know these.
+    """
+
+    forward: Literal["hopper", "portable"]
+    backward: Literal["hopper", "portable"]
+    keeps_rest: bool
+    tiles: tuple[tuple[Kind, Tiles], ...]
+    why: str = ""
+
+    def of(self, kind: Kind) -> Tiles:
+        """Tiles of one portable kernel."""
+        return dict(self.tiles)[kind]
+
+
+def plan(call: Call, machine: Machine) -> Plan:
+    """The plan of a call on a machine; equal arguments give equal plans.
+
+    A key tile lies in one block of 64 tokens (as do the dkdv kernel's row tiles), a row tile of fwd and dq in one
+    pair of blocks.
+
+    Raises:
+        ValueError: tiles that tests or sweeps force (``override``) do not fit.
+    """
+    return _plan(call, machine, tuple(_forced.items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(call: Call, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
+    sizes: dict[Kind, Tiles] = {kind: _tiles(kind, call, machine) for kind in _SAFE}
+    sizes.update(forced)
+    for kind, t in forced:
+        if t.BS > BLOCK or (kind == "dkdv" and t.BT > BLOCK):
+            got = f"BT={t.BT}, BS={t.BS}"
+            raise ValueError(f"{kind} tiles: expected BS (and in dkdv BT) of at most {BLOCK}, got {got}")
+    kinds = dict(forced).keys()
+    gluon = not_gluon(machine, call.K, call.V, call.dtype)
+    levels = "" if level_count(call.T) else "too few tokens for a level"
+    here = "" if call.described else "descriptors cannot address v (strides of 16 bytes)"
+    once = gluon or ("deterministic algorithms are asked for" if call.deterministic else "")
+    once = once or ("tiles are forced" if {"dq", "dkdv"} & kinds else "")
+    forward = gluon or here or ("tiles are forced" if "fwd" in kinds else "")
+    forward = forward or ("" if call.K % 8 == 0 else "descriptors cannot address the carried queries")
+    why = (forward or once or here) if machine.hopper and not levels else ""
+    return Plan(
+        "portable" if levels or forward else "hopper", "portable" if levels or once or here else "hopper",
+        call.decay_gradient and not once, tuple(sizes.items()), why,
+    )  # fmt: skip
 
 
 def too_small(dtype: torch.dtype, capability: tuple[int, int]) -> str:
@@ -52,28 +121,9 @@ def too_small(dtype: torch.dtype, capability: tuple[int, int]) -> str:
     return f"expected {_NEEDED[dtype]} KiB of shared memory per program for {dtype}, this GPU {capability} has {has}"
 
 
-def tiles(kind: Kind, head_dim: int, dtype: torch.dtype, device: torch.device, pruned: bool) -> Tiles:
-    """Tiles of a kernel for head dims up to ``head_dim`` (the larger of K and V, at most 128).
-
-    A key tile lies in one block of 64 tokens (as do the dkdv kernel's row tiles), a row tile of fwd and dq in one
-    pair of blocks.
-    """
-    t = _overrides.get(kind) or _table(kind, 64 if head_dim <= 64 else 128, dtype, device, pruned)
-    if t.BS > BLOCK or (kind == "dkdv" and t.BT > BLOCK):
-        raise ValueError(f"{kind} tiles: expected BS (and in dkdv BT) of at most {BLOCK}, got BT={t.BT}, BS={t.BS}")
-    return t
-
-
-def one_pass(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the backward over the levels runs as one pass (``hopper/``) instead of as two kernels, as in FoX."""
-    if "dq" in _overrides or "dkdv" in _overrides or torch.are_deterministic_algorithms_enabled():
-        return False
-    return level_count(T) > 0 and not not_gluon(machine(device), K, V, dtype)
-
-
-def one_pass_tiles(pruned: bool) -> Tiles:
+def one_pass_tiles(shortened: bool) -> Tiles:
     """Tiles of the one-pass backward: FoX's; where pruning leaves heads of different lengths, all of them together."""
-    return dataclasses.replace(HOPPER_BACKWARD, heads=1 << 20) if pruned else HOPPER_BACKWARD
+    return dataclasses.replace(HOPPER_BACKWARD, heads=1 << 20) if shortened else HOPPER_BACKWARD
 
 
 def pair_width(t: Tiles, head_dim: int) -> int:
@@ -81,21 +131,14 @@ def pair_width(t: Tiles, head_dim: int) -> int:
     return min(t.BS, 32) if head_dim > 64 else t.BS
 
 
-def _table(kind: Kind, size: int, dtype: torch.dtype, device: torch.device, pruned: bool) -> Tiles:
-    if dtype == torch.float32:
+def _tiles(kind: Kind, call: Call, machine: Machine) -> Tiles:
+    """Tiles of a portable kernel for head dims up to the larger of K and V."""
+    size = 64 if max(call.K, call.V) <= 64 else 128
+    if call.dtype == torch.float32:
         return _FLOAT32[kind][size]
-    where = machine(device)
-    if where.hopper:
+    if machine.hopper:
         t = _HOPPER[kind][size]
-        if pruned:
+        if call.shortened:
             t = _HOPPER_PRUNED.get(kind, {}).get(size, t)
-        return t if where.descriptors else dataclasses.replace(t, tma=False, maxnreg=None)
-    if where.capability not in TUNED and where.capability not in _said:
-        _said.add(where.capability)
-        _log.info("path: no tuned tiles for compute capability %d.%d; using the safe table", *where.capability)
+        return t if machine.descriptors else dataclasses.replace(t, tma=False, maxnreg=None)
     return _SAFE[kind][size]
-
-
-def hopper_forward(T: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the Gluon forward (``hopper/``) runs: where it is faster, and there are levels."""
-    return "fwd" not in _overrides and level_count(T) > 0 and K % 8 == 0 and not not_gluon(machine(device), K, V, dtype)

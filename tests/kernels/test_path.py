@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 import pytest
@@ -21,8 +23,6 @@ from torch import Tensor
 
 from attnzoo import Prune
 from attnzoo.algebra.oracle import softmax
-from attnzoo.kernels.common import device as device_facts
-from attnzoo.kernels.common.tiles import Tiles
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference, path_reference_lse
@@ -260,23 +260,10 @@ def test_kernel_within_budget_bf16(case: Case) -> None:
 @pytest.mark.parametrize("case", HOPPER, ids=str)
 def test_both_forwards_within_budget(case: Case, gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not gluon:
-        monkeypatch.setattr("attnzoo.kernels.path.portable.forward.hopper_forward", lambda *_: False)
+        portable = functools.partial(dataclasses.replace, forward="portable")
+        monkeypatch.setattr("attnzoo.kernels.path.op.plan", lambda *call: portable(plan.plan(*call)))
     x = inputs(case, torch.bfloat16)
     within_budget(case, x, triton(case, x))
-
-
-def test_where_the_gluon_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_facts, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(device_facts, "triton_version", lambda: (3, 6))
-    plan._overrides.clear()  # the fixture puts them back
-    device = torch.device(DEVICE)
-    assert plan.hopper_forward(129, 64, 128, torch.bfloat16, device)
-    assert not plan.hopper_forward(128, 64, 64, torch.bfloat16, device)  # no level
-    assert not plan.hopper_forward(1000, 64, 64, torch.float32, device)
-    assert not plan.hopper_forward(1000, 32, 64, torch.float16, device)
-    assert not plan.hopper_forward(1000, 66, 64, torch.float16, device)  # rows that descriptors cannot address
-    with plan.override({"fwd": Tiles(128, 64, 4, 1)}):
-        assert not plan.hopper_forward(1000, 64, 64, torch.bfloat16, device)
 
 
 @pytest.mark.gpu

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from fox_cases import DEVICE
 from path_cases import Case, inputs, triton, within_budget
 from path_definitions import needed
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.tiles import Kind, Tiles
 from attnzoo.kernels.path import head_groups, plan
 from attnzoo.kernels.path.levels import Carried, Leaves, Levels, levels_of
@@ -99,19 +99,5 @@ def test_pruned_carries_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("kind", "tiles"), [("fwd", Tiles(64, 128, 4, 1)), ("dkdv", Tiles(128, 64, 4, 1))])
 def test_a_tile_must_fit_a_block(kind: Any, tiles: Tiles) -> None:
-    device = torch.device(DEVICE)
     with plan.override({kind: tiles}), pytest.raises(ValueError, match=f"{kind} tiles: expected BS"):
-        plan.tiles(kind, 64, torch.float16, device, pruned=False)
-
-
-def test_an_unknown_gpu_gets_the_safe_tiles_and_one_line(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "capability", lambda device: (12, 3))
-    with caplog.at_level("INFO", logger="attnzoo.kernels.path"):
-        for _ in range(2):
-            t = plan.tiles("fwd", 64, torch.float16, torch.device(DEVICE), pruned=True)
-    assert t == plan._SAFE["fwd"][64]
-    assert [r.getMessage() for r in caplog.records] == [
-        "path: no tuned tiles for compute capability 12.3; using the safe table"
-    ]
+        plan.plan(plan.Call(300, 64, 64, torch.float16), Machine((8, 0), (3, 6)))

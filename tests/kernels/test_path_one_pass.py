@@ -3,6 +3,8 @@ stand-in for the pass; the pass itself needs a GPU."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import device as device_facts
-from attnzoo.kernels.common.tiles import HOPPER_BACKWARD, Tiles
+from attnzoo.kernels.common.device import Machine
+from attnzoo.kernels.common.tiles import HOPPER_BACKWARD
 from attnzoo.kernels.path import plan
 from attnzoo.kernels.path.levels import levels_of
 
@@ -92,12 +95,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the one-pass backward with ``Pass`` in the place of its Gluon kernel."""
     from attnzoo.kernels.path import op
     from attnzoo.kernels.path.hopper import backward as one_pass
-    from attnzoo.kernels.path.portable import backward
+
+    def merged(call: plan.Call, machine: Machine) -> plan.Plan:
+        return dataclasses.replace(plan.plan(call, machine), backward="hopper", keeps_rest=call.decay_gradient)
 
     monkeypatch.setattr(one_pass, "path_bwd_hopper_kernel", Pass())
     monkeypatch.setattr(one_pass, "gluon_descriptor", lambda x, rows: SimpleNamespace(base=x))
-    monkeypatch.setattr(backward, "can_merge", lambda *_: True)
-    monkeypatch.setattr(op, "one_pass", lambda *_: True)
+    monkeypatch.setattr(op, "plan", merged)
 
 
 @gluon
@@ -130,29 +134,15 @@ def test_what_surrounds_the_pass_with_a_gradient_of_the_log_sum_exp(gate: str, m
 def test_without_what_rounding_dropped_the_two_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when deterministic algorithms are asked for in the forward alone."""
     from attnzoo.kernels.path import op
-    from attnzoo.kernels.path.portable import backward
 
-    monkeypatch.setattr(backward, "can_merge", lambda *_: True)
-    monkeypatch.setattr(op, "one_pass", lambda *_: False)
+    def forgetful(call: plan.Call, machine: Machine) -> plan.Plan:
+        backward = "portable" if call.deterministic else "hopper"
+        return dataclasses.replace(plan.plan(call, machine), backward=backward, keeps_rest=False)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(op, "plan", forgetful)
     case = Case(T=201, gate="open")
     x = inputs(case, torch.float32)
     within_budget(case, x, triton(case, x))
-
-
-def test_where_the_one_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_facts, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(device_facts, "triton_version", lambda: (3, 6))
-    for kind in ("dq", "dkdv"):
-        monkeypatch.delitem(plan._overrides, kind, raising=False)
-    device = torch.device(DEVICE)
-    assert plan.one_pass(129, 64, 128, torch.bfloat16, device)
-    assert not plan.one_pass(128, 64, 128, torch.bfloat16, device)  # no levels
-    assert not plan.one_pass(1000, 64, 64, torch.float32, device)
-    assert not plan.one_pass(1000, 32, 64, torch.float16, device)
-    with plan.override({"dkdv": Tiles(64, 64, 4, 1)}):
-        assert not plan.one_pass(1000, 64, 64, torch.bfloat16, device)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert not plan.one_pass(1000, 64, 64, torch.bfloat16, device)
 
 
 ON_GPU = [
@@ -178,10 +168,12 @@ ON_GPU = [
     ids=str,
 )
 def test_both_ways_within_budget(case: Case, dtype: torch.dtype, merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not plan.one_pass(case.T, case.K, case.V, dtype, torch.device(DEVICE)):
+    call = plan.Call(case.T, case.K, case.V, dtype)
+    if plan.plan(call, device_facts.machine(torch.device(DEVICE))).backward != "hopper":
         pytest.skip("the one-pass backward does not run here")
     if not merged:
-        monkeypatch.setattr("attnzoo.kernels.path.plan.one_pass", lambda *_: False)
+        portable = functools.partial(dataclasses.replace, backward="portable", keeps_rest=False)
+        monkeypatch.setattr("attnzoo.kernels.path.op.plan", lambda *call: portable(plan.plan(*call)))
     x = inputs(case, dtype)
     within_budget(case, x, triton(case, x))
 

@@ -28,7 +28,7 @@ def test_opcheck(kind: str) -> None:
     borders = torch.tensor([0, 30, 40], device=DEVICE) if kind == "packed" else None
     window = 9 if kind == "window" else 0
     rows = (x["q"], x["k"], x["v"], x["w"], x["beta"], x.get("log_decay"), x.get("sink"))
-    args = (*rows, borders, None, 0.3, window, *prune, True, kind == "window")
+    args = (*rows, borders, None, 0.3, window, *prune, True, False, kind == "window")
     torch.library.opcheck(path_forward_op, args)
 
 
@@ -45,8 +45,8 @@ def backward_call(x: dict[str, torch.Tensor], wanted: list[bool]) -> Any:
     from attnzoo.kernels.path.op import path_forward_op
 
     rows = [x[n] for n in ORDER]
-    o, row_lse, lse, *saved = path_forward_op(*rows, None, None, 0.3, 0, "", 0.0, True, True)
-    return (x["do"], torch.ones_like(row_lse), *rows[:5], o, lse, *rows[5:], None, *saved, 0.3, wanted)
+    o, row_lse, lse, *saved = path_forward_op(*rows, None, None, 0.3, 0, "", 0.0, True, False, True)
+    return (x["do"], torch.ones_like(row_lse), *rows[:5], o, lse, *rows[5:], None, *saved, 0.3, False, wanted)
 
 
 def test_opcheck_of_the_backward_on_transposed_inputs() -> None:

@@ -198,7 +198,7 @@ def path_forward_hopper(
     block: Leaves, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, sink: Tensor | None = None, o_rest: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill o and lse as ``portable.forward.path_forward`` says, where ``plan.hopper_forward`` holds.
+    """Fill o and lse as ``portable.forward.path_forward`` says, where the plan says so.
 
     Args:
         o_rest: like o, filled with what the rounding of o dropped.

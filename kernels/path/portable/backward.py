@@ -16,10 +16,9 @@ from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, since_strides, tile_descriptor
 from attnzoo.kernels.common.row_delta import row_delta_kernel
-from attnzoo.kernels.path import plan
 from attnzoo.kernels.path.head_groups import head_groups
 from attnzoo.kernels.path.levels import Leaves, Levels, Wanted
-from attnzoo.kernels.path.plan import pair_width, tiles
+from attnzoo.kernels.path.plan import Plan, pair_width
 
 from .blocks import block_level, block_level_backward
 from .carry import carry, carry_backward
@@ -33,7 +32,7 @@ Some = Tensor | None
 
 def path_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor, c: Tensor | None,
-    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, *,
+    base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, *,
     o_rest: Tensor | None = None, sink: Tensor | None = None, dlse: Tensor | None = None,
 ) -> tuple[Some, Some, Tensor, Some, Some, Some, Some]:  # fmt: skip
     """Launch the backward kernels on what the forward pass saved, some heads at a time; the carries are made again.
@@ -53,7 +52,7 @@ def path_backward(
     dw, dbeta = (x.new_empty(x.shape) if wanted.transitions else None for x in (w, beta))
     dkey = torch.empty_like(lse) if wanted.log_decay else None
     drow = torch.empty_like(lse) if sink is not None or (c is not None and dlse is not None) else None
-    merged = (not wanted.log_decay or o_rest is not None) and can_merge(q.shape[1], q.shape[3], v)
+    merged = plan.backward == "hopper"
     for group in head_groups(q, k, backward=True, one_pass=merged):
         x = group.queries(q), group.keys(k), group.keys(w), group.keys(beta)
         p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
@@ -68,7 +67,7 @@ def path_backward(
             p_rest = None if o_rest is None else group.queries(o_rest)
             grads = launch_hopper_backward(block, carried.levels, *saved, scale, wanted, *extra, group.keys(dv), p_rest)
         else:
-            grads = _launch(block, carried.levels, *saved, scale, wanted, *extra, group.keys(dv))
+            grads = _launch(block, carried.levels, *saved, scale, plan, wanted, *extra, group.keys(dv))
         d_block, d_levels, d_key = grads
         if dkey is not None and d_key is not None:
             dkey[group.b, group.h] = d_key
@@ -80,15 +79,9 @@ def path_backward(
     return dq, dk, dv, dw, dbeta, dkey, drow
 
 
-def can_merge(T: int, K: int, v: Tensor) -> bool:
-    """Whether the backward runs as one pass: where ``plan`` says so, and tiles can be loaded by descriptors."""
-    V = v.shape[3]
-    return plan.one_pass(T, K, V, v.dtype, v.device) and can_describe(v)
-
-
 def _launch(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, sink: Tensor | None,
+    since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, sink: Tensor | None,
     dlse: Tensor | None, drow: Tensor | None, dv: Tensor,
 ) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
     """Gradients of the blocks (without m), of the levels and of the keys' bias, as far as wanted; fills dv, drow."""
@@ -115,7 +108,7 @@ def _launch(
                "KU": KEY_UNIT, "GATE": gate, "HAS_SINCE": since is not None, "HAS_START": start is not None,
                "PREC": dot_precision(v.dtype)}  # fmt: skip
     if wanted.queries or wanted.log_decay or wanted.sink:
-        t = tiles("dq", max(K, V), v.dtype, v.device, start is not None)
+        t = plan.of("dq")
         tma = t.tma and n > 0 and can_describe(v)
         p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
         path_dq_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
@@ -124,7 +117,7 @@ def _launch(
             **options, BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), HAS_SINK=sink is not None,
             HAS_DLSE=dlse is not None, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
-    t = tiles("dkdv", max(K, V), v.dtype, v.device, start is not None)
+    t = plan.of("dkdv")
     path_dkdv_portable_kernel[(triton.cdiv(T, t.BS) * B * G,)](
         block.diag, block.q, block.k, levels.q, levels.k, v, do, rows, d_block.diag, d_block.k, d_levels.k, dv, d_key,
         *gates, *limits, end, full, *sizes, min(t.heads, B * G), scale, scale * LOG2E, *strides, *dv.stride()[:3],

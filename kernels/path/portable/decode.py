@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.path.chunk import CHUNK, close_chunk
 
@@ -233,17 +234,18 @@ def path_advance(
     gate_strides = (g.stride(0), g.stride(1))
     lse = q.new_empty(B, N, H, dtype=torch.float32)
     flags = {"GATED": gates is not None, "MASKED": valid is not None, "WINDOW": window > 0}
-    path_advance_kernel[(B * G, splits, row_tiles)](
-        rows, w, beta, total, keys, following, values, g, there, parts, top, mass, sums,
-        keys.stride(0), keys.stride(1), following.stride(0), values.stride(0), values.stride(1), *gate_strides,
-        there.stride(0), N, S, size, splits, window, scale, N == 1, G, H, K, V, BR, BS, BK, BC, BV, **flags,
-        num_warps=warps, num_stages=1,
-    )  # fmt: skip
-    path_combine_kernel[(B * H, N)](
-        parts, top, mass, sums, scores, values, g, there, lse if sink is None else sink, o, lse, values.stride(0),
-        values.stride(1), *gate_strides, there.stride(0), N, S, splits, window, scale, G, H, V, 1 if N == 1 else CHUNK,
-        BP, BV, **flags, HAS_SINK=sink is not None, num_warps=4,
-    )  # fmt: skip
+    with on_device_of(q):
+        path_advance_kernel[(B * G, splits, row_tiles)](
+            rows, w, beta, total, keys, following, values, g, there, parts, top, mass, sums,
+            keys.stride(0), keys.stride(1), following.stride(0), values.stride(0), values.stride(1), *gate_strides,
+            there.stride(0), N, S, size, splits, window, scale, N == 1, G, H, K, V, BR, BS, BK, BC, BV, **flags,
+            num_warps=warps, num_stages=1,
+        )  # fmt: skip
+        path_combine_kernel[(B * H, N)](
+            parts, top, mass, sums, scores, values, g, there, lse if sink is None else sink, o, lse, values.stride(0),
+            values.stride(1), *gate_strides, there.stride(0), N, S, splits, window, scale, G, H, V,
+            1 if N == 1 else CHUNK, BP, BV, **flags, HAS_SINK=sink is not None, num_warps=4,
+        )  # fmt: skip
     return o, lse, following
 
 

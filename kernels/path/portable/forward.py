@@ -23,7 +23,7 @@ from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
 from attnzoo.kernels.path.head_groups import head_groups
 from attnzoo.kernels.path.levels import Leaves, Levels
-from attnzoo.kernels.path.plan import hopper_forward, pair_width, tiles
+from attnzoo.kernels.path.plan import Plan, pair_width
 
 from .blocks import block_level
 from .carry import carry
@@ -185,8 +185,8 @@ def levels_descriptor(x: Tensor, rows: int) -> Any:
 
 def path_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, c: Tensor | None, base: Tensor | None,
-    tails: Tensor | None, since: Tensor | None, scale: float, *, window: int = 0, bound: str = "", log_eps: float = 0.0,
-    logit_bound: Tensor | None = None, sink: Tensor | None = None, o_rest: Tensor | None = None,
+    tails: Tensor | None, since: Tensor | None, scale: float, plan: Plan, *, window: int = 0, bound: str = "",
+    log_eps: float = 0.0, logit_bound: Tensor | None = None, sink: Tensor | None = None, o_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch the forward kernels, some heads at a time. Shapes as in ``path_attention``; last dims contiguous.
 
@@ -226,23 +226,23 @@ def path_forward(
         p_rest = None if o_rest is None else group.queries(o_rest)
         _launch(
             block, levels, group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start, scale,
-            group.heads(sink), p_rest,
+            plan, group.heads(sink), p_rest,
         )  # fmt: skip
     return o, lse, start
 
 
 def _launch(
     block: Leaves, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, start: Tensor | None, scale: float, sink: Tensor | None,
+    since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, sink: Tensor | None,
     o_rest: Tensor | None,
 ) -> None:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
-    if hopper_forward(T, K, V, v.dtype, v.device) and can_describe(v):
+    if plan.forward == "hopper":
         from attnzoo.kernels.path.hopper.forward import path_forward_hopper
 
         path_forward_hopper(block, levels, v, o, lse, c, base, since, start, scale, sink, o_rest)
         return
-    t = tiles("fwd", max(K, V), v.dtype, v.device, start is not None)
+    t = plan.of("fwd")
     tma = t.tma and n > 0 and can_describe(v)
     p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
     path_fwd_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](

@@ -1,0 +1,93 @@
+"""Tensors whose heads lie far apart, strides of every kind, and tensors of another GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fox_cases import DEVICE, SMALL, Case, inputs
+from torch import Tensor
+
+from attnzoo import Prune
+from attnzoo.kernels.fox import GateSums, fox_attention, kept_fraction, plan
+
+FAR = 1 << 30  # elements from one head to the next: the largest stride that a kernel takes as a 32-bit number
+
+
+def far_apart(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same numbers, [1, T, 3, D] in float16, as views of one buffer with FAR elements between heads.
+
+    Views start 2^31 elements into it, so that an offset that wraps reads zeros there instead of memory of others. Only
+    the pages that are touched exist on a CPU.
+    """
+    try:
+        buffer = torch.empty((1 << 32) + (1 << 20), dtype=torch.float16, device=DEVICE)
+    except (MemoryError, RuntimeError):
+        pytest.skip("needs 8.6 GB of address space, or of GPU memory")
+    at, views = 1 << 31, dict(x)
+    for name in ("q", "k", "v", "do"):
+        _, T, heads, D = x[name].shape
+        buffer.as_strided((heads, T * D), (FAR, 1), at - (1 << 31)).zero_()  # where the third head would wrap to
+        views[name] = buffer.as_strided(x[name].shape, (T * D, D, FAR, 1), at).copy_(x[name])
+        at += T * D
+    return views
+
+
+@pytest.mark.parametrize(("T", "S"), [(70, 70), (1, 300)], ids=["rows", "split keys"])
+def test_heads_far_apart(T: int, S: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":  # or each launch would copy the buffer onto itself
+        monkeypatch.setattr("triton.runtime.interpreter.GridExecutor._restore_args_dev", lambda *_: None)
+    x = inputs(Case(T=T, S=S, H=3, G=3, gate="open"), torch.float16)
+    results = []
+    for t in (x, far_apart(x)):
+        leaves = [t[n].requires_grad_() for n in ("q", "k", "v", "log_decay")]
+        with plan.override({"fwd": SMALL, "dq": SMALL, "dkdv": SMALL}):
+            o = fox_attention(*leaves[:3], log_decay=leaves[3], prune=Prune(), impl="triton")
+            results.append([o.detach(), *torch.autograd.grad(o, leaves, t["do"])])
+    for near, far in zip(*results, strict=True):
+        assert torch.equal(near, far)
+
+
+def test_kept_fraction_takes_any_strides() -> None:
+    x = inputs(Case(T=200, S=200, gate="strong"), torch.float32)
+    turned = {n: x[n].transpose(1, 3).contiguous().transpose(1, 3) for n in "qk"}
+    assert turned["q"].stride(-1) != 1
+    options: dict[str, Any] = {"log_decay": x["log_decay"], "prune": Prune(eps=0.1), "impl": "triton"}
+    assert torch.equal(kept_fraction(**turned, **options), kept_fraction(x["q"], x["k"], **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_launch_on_the_gpu_that_holds_the_tensors() -> None:
+    from attnzoo.kernels.path import carry_keys, path_attention, path_extend
+
+    x = inputs(Case(T=300, S=300, K=64, V=64, gate="open", sink=True), torch.bfloat16)
+    w = torch.nn.functional.normalize(x["k"].float(), dim=-1)
+    beta = torch.rand(1, 300, 1, device=DEVICE)
+
+    def run(device: str) -> list[Tensor]:
+        t = {n: y.to(device).requires_grad_() for n, y in x.items() if n != "do"}
+        do, unit, strength = x["do"].to(device), w.to(device), beta.to(device)
+        q, k, v, g, sink = t.values()
+        options: dict[str, Any] = {"log_decay": g, "prune": Prune(), "impl": "triton"}
+        o = fox_attention(q, k, v, sink=sink, **options)
+        p = path_attention(q, k, v, w=unit, beta=strength, **options)
+        found = [o, p, *torch.autograd.grad([o, p], [q, k, v, g, sink], [do, do])]
+        with torch.no_grad():
+            found.append(kept_fraction(q, k, log_decay=g, prune=Prune()))
+            sums = GateSums.of(g[:, :299]).append(g[:, 299:])
+            found.append(fox_attention(q[:, -1:], k, v, log_decay=None, gate_sums=sums, impl="triton"))
+            keys = carry_keys(k[:, :299], unit[:, :299], strength[:, :299])
+            last = (q[:, 299:], k[:, 299:], unit[:, 299:], strength[:, 299:])
+            found.append(path_extend(*last, keys, v, g)[0])
+        return [y.detach().cpu() for y in found]
+
+    torch.cuda.set_device(0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        here, there = run("cuda:0"), run("cuda:1")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(here, there, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,134 @@
+"""The kernels as forms: their options, padding and caches, against the oracle and the reference forms."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from strategies import Case, Inputs, relative_error
+from torch import Tensor
+
+from attnzoo import get, list_variants, oracle
+from attnzoo.forms.protocol import Call
+from attnzoo.kernels.fox import GateSums
+
+TRITON = [name for name in list_variants("softmax") if "triton" in get(name).forms]
+CLOSE = 2e-5  # float32
+
+
+def inputs_of(name: str, B: int = 1, T: int = 26) -> Inputs:
+    return Case(name, B=B, T=T, H=2, G=1, K=16, V=16, regime="open", shared_angle=True).inputs(torch.float32)
+
+
+def doubled(inputs: Inputs) -> Inputs:
+    return inputs[0].double(), inputs[1].double(), inputs[2].double(), inputs[3].map(Tensor.double)
+
+
+def piece(inputs: Inputs, start: int, stop: int) -> Inputs:
+    q, k, v, gate = inputs
+    now = slice(start, stop)
+    return q[:, now], k[:, now], v[:, now], gate.slice(start, stop)
+
+
+def stepped(name: str, inputs: Inputs, cuts: list[int], valid: Tensor | None, **options: Any) -> tuple[Tensor, Any]:
+    """Outputs beside log-sum-exps over all pieces, and the last state, by the kernels."""
+    state, outputs = None, []
+    for start, stop in itertools.pairwise(cuts):
+        given = options if valid is None else {**options, "valid": valid[:, start:stop]}
+        call = Call(*piece(inputs, start, stop), state, True, given)
+        assert get(name).refuses("triton", call) == ""
+        (o, lse), state = get(name).extend(*piece(inputs, start, stop), state, form="triton", return_lse=True, **given)
+        outputs.append(torch.cat([o, lse[..., None]], -1))
+    return torch.cat(outputs, 1), state
+
+
+@pytest.mark.parametrize("name", TRITON)
+@torch.no_grad()
+def test_kernels_take_windows_and_sinks_and_give_the_lse(name: str) -> None:
+    inputs, sink = inputs_of(name), torch.linspace(-1, 1, 2)
+    options: dict[str, Any] = {"window": 9, "sink": sink, "return_lse": True}
+    expected = oracle.softmax(*doubled(inputs), **options)
+    got = get(name).forms["triton"](*inputs, **options)
+    assert max(map(relative_error, got, expected)) <= CLOSE
+    steps, _ = stepped(name, inputs, [0, 22, 23, 26], None, window=9, sink=sink)
+    assert relative_error(steps[..., :-1], expected[0]) <= CLOSE
+    assert relative_error(steps[..., -1], expected[1]) <= CLOSE
+
+
+@pytest.mark.parametrize("name", TRITON)
+@torch.no_grad()
+def test_cached_steps_over_padding_stay_on_the_kernels(name: str) -> None:
+    """Left, right and no padding in one prefill, and rows that rest in a step: as the reference does it."""
+    inputs, cuts, sink = inputs_of(name, B=3, T=22), [0, 18, 19, 22], torch.linspace(-1, 1, 2)
+    valid = torch.ones(3, 22, dtype=torch.bool)
+    valid[0, :11], valid[1, 14:18], valid[2, 18] = False, False, False
+    got, state = stepped(name, inputs, cuts, valid, sink=sink)
+    (o, lse), _ = get(name).extend(*doubled(inputs), valid=valid, sink=sink.double(), return_lse=True)
+    assert relative_error(got[valid], torch.cat([o, lse[..., None]], -1)[valid]) <= CLOSE
+    assert len(state) == 22
+
+
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+@torch.no_grad()
+def test_a_mask_of_ones_changes_nothing_on_the_kernels(name: str) -> None:
+    inputs, cuts = inputs_of(name, T=20), [0, 19, 20]
+    ones = torch.ones(1, 20, dtype=torch.bool)
+    masked, _ = stepped(name, inputs, cuts, ones)
+    plain, _ = stepped(name, inputs, cuts, None)
+    assert relative_error(masked, plain) <= CLOSE
+
+
+@torch.no_grad()
+def test_gates_are_added_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step appends its own gates to the sums in the cache; the prefill needs none; both ways of going on hold."""
+    scans: list[int] = []
+    of = GateSums.of
+    monkeypatch.setattr(GateSums, "of", staticmethod(lambda g: scans.append(g.shape[1]) or of(g)))
+    inputs = inputs_of("fox", B=2, T=70)
+    expected = oracle.softmax(*doubled(inputs))
+    got, state = stepped("fox", inputs, [0, 60, 61, 62, 63, 66, 70], None)
+    assert relative_error(got[..., :-1], expected) <= CLOSE
+    assert scans == [61]
+    assert len(state.sums) == 70
+    picked = state.reorder(torch.tensor([1, 0]))
+    assert len(picked.sums) == 70
+    swapped = inputs[0].flip(0), inputs[1].flip(0), inputs[2].flip(0), inputs[3].map(lambda x: x.flip(0))
+    step = [get("fox").extend(*piece(x, 0, 1), s, form="triton")[0] for x, s in ((inputs, state), (swapped, picked))]
+    assert torch.equal(step[0].flip(0), step[1])
+    assert scans == [61]
+    assert state.crop(50).sums is None
+    again, _ = get("fox").extend(*piece(inputs, 50, 70), state.crop(50), form="triton")
+    assert relative_error(again, expected[:, 50:]) <= CLOSE
+
+
+def test_a_cached_step_with_a_gradient_adds_up_its_gates_itself() -> None:
+    inputs = inputs_of("fox", T=20)
+    leaf = inputs[2].clone().requires_grad_()
+    _, state = get("fox").extend(*piece(inputs, 0, 19), form="triton")
+    o, after = get("fox").extend(*piece((*inputs[:2], leaf, inputs[3]), 19, 20), state, form="triton")
+    wanted = get("fox").extend(*piece((*inputs[:2], leaf, inputs[3]), 19, 20), state)[0]
+    assert after.sums is None
+    got, expected = (torch.autograd.grad(x.square().sum(), leaf)[0] for x in (o, wanted))
+    assert relative_error(got, expected) <= CLOSE
+
+
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_what_the_kernels_refuse_is_said_both_ways(name: str) -> None:
+    inputs, variant = inputs_of(name, T=20), get(name)
+    valid = torch.ones(1, 20, dtype=torch.bool)
+    with torch.no_grad():
+        _, state = variant.extend(*piece(inputs, 0, 19), form="triton", valid=valid[:, :19])
+        step = piece(inputs, 19, 20)
+        windowed = Call(*step, state, True, {"window": 3})
+        assert "counts a window over padding only in whole sequences" in variant.refuses("triton", windowed)
+        with pytest.raises(ValueError, match="window: expected None with padding in the cache, got 3"):
+            variant.extend(*step, state, form="triton", window=3)
+    both = {"valid": valid, "cu_seqlens": torch.tensor([0, 20])}
+    assert "takes valid or cu_seqlens, not both" in variant.refuses("triton", Call(*inputs, options=both))
+    with pytest.raises(ValueError, match="valid: expected None with cu_seqlens"):
+        variant.forms["triton"](*inputs, **both)
+    leaf = step[0].clone().requires_grad_()
+    recorded = Call(leaf, *step[1:], state, True, {})
+    assert "has no gradient" in variant.refuses("triton", recorded)
