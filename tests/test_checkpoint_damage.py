@@ -183,7 +183,7 @@ def test_digests_cover_all_that_a_checkpoint_holds(run):
     }
 
 
-@pytest.mark.parametrize("garbage", [b"garbage", b"\0\0\0\0", b"\xff\xfe", b"[1, 2]", b'{"kind": "eval", "step": "4"}'])
+@pytest.mark.parametrize("garbage", [b"\0\0\xff", b"[1, 2]", b'{"kind": "eval", "step": "4"}'])
 def test_a_line_that_is_no_row_costs_no_other_row_and_is_said(finished, run, caplog, garbage):
     config, run_dir = run
     path = run_dir / "metrics.jsonl"

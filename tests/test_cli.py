@@ -432,3 +432,8 @@ def test_show_needs_nobody_to_read_it(monkeypatch: Any) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 0
+
+
+def test_the_package_runs_as_a_module() -> None:
+    ran = subprocess.run([sys.executable, "-m", "attnzoo", "--version"], capture_output=True, text=True, check=True)
+    assert "attnzoo" in ran.stdout

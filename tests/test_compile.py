@@ -80,3 +80,17 @@ def test_other_lengths_of_packed_sequences_take_the_same_graph(name):
         borders = torch.tensor([0, *lengths]).cumsum(0)
         torch.testing.assert_close(compiled(x, cu_seqlens=borders), plain(x, cu_seqlens=borders))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_kernels_serve_lengths_that_vary_with_one_graph(name):
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    plain = build_attention(name, hidden_size=16, num_heads=1, acp=True, impl="triton")
+    compiled = torch.compile(plain, fullgraph=True, backend="eager", dynamic=True)
+    for T in (9, 20):
+        x = torch.randn(1, T, 16)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), plain(x))
+    assert counters["stats"]["unique_graphs"] == 1
