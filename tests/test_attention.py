@@ -594,19 +594,20 @@ def test_a_step_without_decay_cannot_be_pruned():
 
 @pytest.mark.parametrize("name", ["fox", "nope"])
 @torch.no_grad()
-def test_a_padded_prefill_is_served_and_its_steps_are_refused(name):
-    """The kernel packs whole sequences; over a cache with padding it has no mask, and the reference goes on."""
+def test_a_padded_prefill_and_its_steps_stay_on_the_kernel(name):
+    """The kernel packs whole sequences and masks the padding of a cache, which either form goes on from."""
     reference, kernel = on_both(name)
     x, mask = rows(2, 7).float(), torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6])
 
-    def run(attn):
+    def run(attn, after):
         cache = attn.new_cache()
-        return cache, torch.cat([attn(x[:, :6], attention_mask=mask, cache=cache), reference(x[:, 6:], cache=cache)], 1)
+        prefill = attn(x[:, :6], attention_mask=mask, cache=cache)
+        rest = torch.tensor([[1], [0]])
+        return torch.cat([prefill, after(x[:, 6:], attention_mask=rest, cache=cache), after(x[:, :1], cache=cache)], 1)
 
-    (_, expected), (cache, got) = run(reference), run(kernel)
-    assert (got - expected).norm() <= 1e-4 * expected.norm()
-    with pytest.raises(RuntimeError, match="padding only in whole sequences"):
-        kernel(x[:, :1], cache=cache)
+    expected = run(reference, reference)
+    for after in (kernel, reference):
+        assert (run(kernel, after) - expected).norm() <= 1e-4 * expected.norm()
 
 
 # Bad input

@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-TUNED = ((0, 0), (8, 0), (8, 6), (8, 9), (9, 0))  # capabilities whose tiles were chosen for them
-_said: set[tuple[str, int, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -67,20 +63,6 @@ def not_gluon(where: Machine, K: int, V: int, dtype: torch.dtype) -> str:
     if min(K, V) <= 32 or max(K, V) > 128:
         return f"expected head dims of 33 to 128, got K={K}, V={V}"
     return ""
-
-
-def announce(family: str, plan: object, why: str, where: Machine) -> None:
-    """Log a plan once, and once each reason why a Hopper GPU does without its own kernels."""
-    logger = logging.getLogger(f"attnzoo.kernels.{family}")
-    lines = [(logging.INFO, f"{family}: {plan}")]
-    if where.capability not in TUNED:
-        lines.append((logging.INFO, f"{family}: no tiles are tuned for compute capability {where.capability}"))
-    if why:
-        lines.append((logging.WARNING, f"{family}: portable kernels on a Hopper GPU: {why}"))
-    for level, line in lines:
-        if (family, level, line) not in _said:
-            _said.add((family, level, line))
-            logger.log(level, "%s", line)
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:

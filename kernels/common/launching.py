@@ -28,6 +28,11 @@ def since_strides(since: Tensor | None) -> tuple[int, int]:
     return since.stride(0) * (since.shape[0] > 1), since.stride(1) * (since.shape[1] > 1)
 
 
+def valid_strides(valid: Tensor | None) -> tuple[int, int]:
+    """Strides of valid [B, S]; 0 for what stands in for it, as strides that vary with lengths would compile anew."""
+    return (0, 0) if valid is None else (valid.stride(0), valid.stride(1))
+
+
 def can_describe(*xs: Tensor) -> bool:
     """Whether tensor descriptors can address these [B, R, H, D] tensors: 16-byte strides and base, no broadcast."""
     strides = [n * x.element_size() for x in xs for n in x.stride()[:3]]

@@ -12,6 +12,10 @@ log-sum-exp of row i over the keys of its own row unit and NEAR key units before
 most a mass eps of each row. A row unit takes its worst row, and the boundaries are made monotone by a suffix minimum
 (which only prunes less). In log2 throughout.
 
+A known bound of the logits takes the place of U and U_i where it is the smaller of the two. (A few rows that come with
+a known bound are not measured: that would read every key.) ``attnzoo.algebra.pruning.first_kept_keys`` has the same
+rules with s_ii as l_i and boundaries for any block size, so it keeps as many blocks or more.
+
 As l_i <= U_i + log n over n keys, the tail bound drops nothing from rows with (c_i - c_0) - log n > log eps: l_i is not
 computed for them.
 """

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from attnzoo.kernels.common.constants import CLOSED, GATE_CONST, GATE_FULL, KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import segment_starts
-from attnzoo.kernels.common.device import announce, machine, on_device_of
+from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe, gate_kind
+from attnzoo.kernels.common.plans import Plan, announce
 from attnzoo.kernels.common.rows import row_lse, since_without_gate
-from attnzoo.kernels.fox.plan import Call, Plan, plan
+from attnzoo.kernels.fox.plan import Call, plan
 from attnzoo.kernels.fox.portable.backward import fox_backward
 from attnzoo.kernels.fox.portable.decode import fox_split_forward
 from attnzoo.kernels.fox.portable.forward import fox_forward
@@ -31,7 +32,7 @@ def _plan(
     where = machine(q.device)
     call = Call(T, S, H // G, K, V, q.dtype, gate_gradient, deterministic, masked, can_describe(q, k, v))
     chosen = plan(call, where)
-    announce("fox", chosen, chosen.why, where)
+    announce("fox", chosen, where)
     return chosen
 
 
@@ -117,7 +118,9 @@ def fox_infer_op(
     since: Tensor | None, tails: Tensor | None, sink: Tensor | None, valid: Tensor | None, cu_seqlens: Tensor | None,
     logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and, if ``return_lse``, the rows' log-sum-exp [B, T, H], without a gradient: with ``valid``, or with gates already summed.
+    """Attention without a gradient, where keys do not exist (``valid``) or gates are already summed.
+
+    Returns o and the rows' log-sum-exp [B, T, H], the latter empty without ``return_lse``.
 
     Args:
         c, base, since, tails: of a ``GateSums`` of the S keys, with their room; None without one.

@@ -12,6 +12,7 @@ import torch
 from attnzoo.kernels.common import tiles as tile_sizes
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import Machine, not_gluon
+from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import Kind, Tiles
 
 SPLIT_ROWS = 64  # packed rows (T * H / G) up to which the keys are split
@@ -61,28 +62,6 @@ class Call:
     deterministic: bool = False
     masked: bool = False  # with ``valid``
     described: bool = True  # descriptors can address q, k and v: 16-byte strides and addresses
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The kernels of a call, the tiles of the portable ones, and why a Hopper GPU does without its own (or "").
-
-    Attributes:
-        forward: "split" divides the keys among programs (few rows), the others one program per block of rows.
-        backward: "hopper" is one pass that adds up dq in an order that varies, "portable" two deterministic kernels.
-        keeps_rest: the forward keeps what the rounding of o drops, for the gate's gradient in one pass. Lengths and
-            addresses do not count: compilers ask before they know these.
-    """
-
-    forward: Literal["split", "hopper", "portable"]
-    backward: Literal["hopper", "portable"]
-    keeps_rest: bool
-    tiles: tuple[tuple[Kind, Tiles], ...]
-    why: str = ""
-
-    def of(self, kind: Kind) -> Tiles:
-        """Tiles of one portable kernel."""
-        return dict(self.tiles)[kind]
 
 
 def plan(call: Call, machine: Machine) -> Plan:

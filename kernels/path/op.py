@@ -9,16 +9,17 @@ from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import segment_starts
-from attnzoo.kernels.common.device import announce, machine, on_device_of
+from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe
+from attnzoo.kernels.common.plans import Plan, announce
 from attnzoo.kernels.common.rows import row_lse, since_without_gate
 from attnzoo.kernels.path.levels import Wanted
 from attnzoo.kernels.path.portable.backward import path_backward
 from attnzoo.kernels.path.portable.forward import path_forward
 from attnzoo.kernels.path.portable.prune import path_starts
 
-from .plan import Call, Plan, plan
+from .plan import Call, plan
 
 
 def gates(
@@ -53,7 +54,7 @@ def _plan(q: Tensor, v: Tensor, decay_gradient: bool, deterministic: bool, short
     """The plan of a call on real tensors, announced."""
     (T, _, K), V, where = q.shape[1:], v.shape[3], machine(q.device)
     chosen = plan(Call(T, K, V, q.dtype, decay_gradient, deterministic, shortened, can_describe(v)), where)
-    announce("path", chosen, chosen.why, where)
+    announce("path", chosen, where)
     return chosen
 
 

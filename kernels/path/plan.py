@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from attnzoo.kernels.common import tiles as tile_sizes
 from attnzoo.kernels.common.device import Machine, not_gluon
+from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import HOPPER_BACKWARD, Kind, Tiles
 
 from .levels import BLOCK, level_count
@@ -54,28 +54,6 @@ class Call:
     deterministic: bool = False
     shortened: bool = False  # pruning or a window leaves short rows
     described: bool = True  # descriptors can address v: 16-byte strides and addresses
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The kernels of a call, the tiles of the portable ones, and why a Hopper GPU does without its own (or "").
-
-    Attributes:
-        backward: "hopper" is one pass over the levels that adds up the queries' gradients in an order that varies,
-            "portable" two deterministic kernels.
-        keeps_rest: the forward keeps what the rounding of o drops, for the gate's gradient in one pass. Lengths and
-            addresses do not count: compilers ask before they know these.
-    """
-
-    forward: Literal["hopper", "portable"]
-    backward: Literal["hopper", "portable"]
-    keeps_rest: bool
-    tiles: tuple[tuple[Kind, Tiles], ...]
-    why: str = ""
-
-    def of(self, kind: Kind) -> Tiles:
-        """Tiles of one portable kernel."""
-        return dict(self.tiles)[kind]
 
 
 def plan(call: Call, machine: Machine) -> Plan:

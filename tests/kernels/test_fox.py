@@ -13,6 +13,7 @@ from fox_cases import DEVICE, SMALL, Case, inputs, oracle, run, triton, within_b
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.constants import KEY_UNIT
+from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import Tiles
 from attnzoo.kernels.fox import fox_attention, plan
 
@@ -222,7 +223,7 @@ def test_one_pass_and_two_kernels_within_budget(
     within_budget(case, x, triton(case, x, None))
     for forced in ({"backward": "portable", "keeps_rest": False}, {"forward": "portable"}):
 
-        def portable(*args: Any, **forced: Any) -> plan.Plan:
+        def portable(*args: Any, **forced: Any) -> Plan:
             return dataclasses.replace(plan.plan(*args), **forced)
 
         monkeypatch.setattr("attnzoo.kernels.fox.op.plan", functools.partial(portable, **forced))

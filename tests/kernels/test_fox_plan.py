@@ -10,10 +10,10 @@ import pytest
 import torch
 from fox_cases import SMALL, Case, inputs, triton
 
-from attnzoo.kernels.common import checks
-from attnzoo.kernels.common import device as device_facts
-from attnzoo.kernels.common.device import Machine, announce
-from attnzoo.kernels.fox.plan import Call, Plan, override, plan
+from attnzoo.kernels.common import checks, plans
+from attnzoo.kernels.common.device import Machine
+from attnzoo.kernels.common.plans import Plan, announce
+from attnzoo.kernels.fox.plan import Call, override, plan
 
 HOPPER, AMPERE, INTERPRETER = Machine((9, 0), (3, 6)), Machine((8, 0), (3, 6)), Machine((0, 0), (3, 7))
 CALL = Call(T=1000, S=1000, rep=1, K=64, V=128, dtype=torch.bfloat16, gate_gradient=True)
@@ -83,18 +83,20 @@ def test_tiles_follow_capability_and_triton() -> None:
 
 
 def test_a_plan_is_logged_once_and_a_reason_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    device_facts._said.clear()
+    plans._said.clear()
+    announce.cache_clear()
     machine = Machine((9, 0), (3, 7))
     with caplog.at_level(logging.INFO, "attnzoo.kernels.fox"):
         for T in (1000, 1001, 1000):
             chosen = decide(machine, T=T)
-            announce("fox", chosen, chosen.why, machine)
+            announce("fox", chosen, machine)
     assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
     assert "portable kernels on a Hopper GPU: expected Triton 3.6 for Gluon, got 3.7" in caplog.text
 
 
 def test_a_call_announces_its_plan(caplog: pytest.LogCaptureFixture) -> None:
-    device_facts._said.clear()
+    plans._said.clear()
+    announce.cache_clear()
     case = Case(T=20, S=20)
     with caplog.at_level(logging.INFO, "attnzoo.kernels.fox"):
         for _ in range(2):

@@ -10,7 +10,7 @@ import torch
 from fox_cases import DEVICE, Case, inputs, run, triton, within_budget
 from torch import Tensor
 
-from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.pruning import Prune, first_kept_keys
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import first_visible, running_sums
 from attnzoo.kernels.common.tiles import Tiles
@@ -127,15 +127,28 @@ def test_dropped_mass_stays_below_eps(kind: str, bound: str) -> None:
     assert int(starts(q, k, g, Prune(eps=0.5, bound="tail"), scale=0.01).max()) > 0  # it does prune where it may
 
 
-def test_a_known_bound_replaces_the_norms() -> None:
-    case = Case(T=256, S=256, H=2, G=2, K=8, gate="strong")
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_the_smaller_of_a_known_bound_and_the_norms_counts(bound: str) -> None:
+    """A loose bound keeps what norms keep, a tight one less; so say the kernels, their reference and the algebra."""
+    case = Case(T=256, S=256, H=2, G=2, K=8, gate="open")
     x = inputs(case, torch.float32)
-    known = torch.full((2,), 2.0, device=DEVICE)
-    for bound in BOUNDS:
-        prune = Prune(bound=bound)
-        with_norms = starts(x["q"], x["k"], x["log_decay"], prune)
-        with_bound = starts(x["q"], x["k"], x["log_decay"], prune, logit_bound=known)
-        assert bool((with_bound >= with_norms).all())
+    q, k, g = x["q"], x["k"], 3 * x["log_decay"]
+    c, closed = running_sums(g, 1, 256, 2, q.device)
+    since = first_visible(closed, None, None)
+
+    def found(known: float | None) -> list[Tensor]:
+        limit = None if known is None else torch.full((2,), known, device=DEVICE)
+        prune, heads = Prune(bound=bound), [t.transpose(1, 2) for t in (1.5 * q, k)]
+        return [
+            starts(q, k, g, prune, scale=1.5, logit_bound=limit).long(),
+            prune_starts_reference(q, k, c, since, 1.5, prune, limit),
+            first_kept_keys(*heads, g.transpose(1, 2), prune, limit),
+        ]
+
+    for loose, norms, tight in zip(found(1e4), found(None), found(0.5), strict=True):
+        assert torch.equal(loose, norms)
+        assert bool((tight >= norms).all())
+        assert int(tight.sum()) > int(norms.sum())
 
 
 def test_kept_fraction_agrees_with_the_reference() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import device as device_facts
 from attnzoo.kernels.common.device import Machine
+from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import HOPPER_BACKWARD
 from attnzoo.kernels.path import plan
 from attnzoo.kernels.path.levels import levels_of
@@ -96,7 +97,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     from attnzoo.kernels.path import op
     from attnzoo.kernels.path.hopper import backward as one_pass
 
-    def merged(call: plan.Call, machine: Machine) -> plan.Plan:
+    def merged(call: plan.Call, machine: Machine) -> Plan:
         return dataclasses.replace(plan.plan(call, machine), backward="hopper", keeps_rest=call.decay_gradient)
 
     monkeypatch.setattr(one_pass, "path_bwd_hopper_kernel", Pass())
@@ -135,7 +136,7 @@ def test_without_what_rounding_dropped_the_two_kernels_run(monkeypatch: pytest.M
     """As when deterministic algorithms are asked for in the forward alone."""
     from attnzoo.kernels.path import op
 
-    def forgetful(call: plan.Call, machine: Machine) -> plan.Plan:
+    def forgetful(call: plan.Call, machine: Machine) -> Plan:
         backward = "portable" if call.deterministic else "hopper"
         return dataclasses.replace(plan.plan(call, machine), backward=backward, keeps_rest=False)  # type: ignore[arg-type]
 

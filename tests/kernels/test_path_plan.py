@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from attnzoo.kernels.common.device import Machine
+from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import Tiles
-from attnzoo.kernels.path.plan import Call, Plan, override, plan
+from attnzoo.kernels.path.plan import Call, override, plan
 
 HOPPER, AMPERE = Machine((9, 0), (3, 6)), Machine((8, 0), (3, 6))
 CALL = Call(T=1000, K=64, V=128, dtype=torch.bfloat16, decay_gradient=True)

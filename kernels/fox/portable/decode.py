@@ -15,7 +15,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E
 from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides
+from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides, valid_strides
 from attnzoo.kernels.common.tile_loads import load_tile, only_valid
 
 
@@ -30,7 +30,7 @@ def _row_gate(p_c, p_base, b_slope, o_h, pos, m, NS, GATE: tl.constexpr, KU: tl.
     return b
 
 
-@triton.jit(do_not_specialize=["T", "S", "NS", "n_chunks", "stride_lb", "stride_lh", "stride_mb"])
+@triton.jit(do_not_specialize=["p_since", "T", "S", "NS", "n_chunks", "stride_lb", "stride_lh", "stride_mb"])
 def fox_split_kernel(
     p_q, p_k, p_v, p_part, p_lse, p_c, p_base, p_g, p_since, p_start, p_valid, T, S, NS, n_chunks, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -178,7 +178,7 @@ def fox_split_forward(
     fox_split_kernel[(B * G, n)](
         q, k, v, part, lses, p_c, p_base, p_g, lse if since is None else since, lse if start is None else start, there,
         T, S, NS, n, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *since_strides(since),
-        there.stride(0), there.stride(1), H=H, REP=H // G, K=K, V=V, BK=BK, BV=BV,
+        *valid_strides(valid), H=H, REP=H // G, K=K, V=V, BK=BK, BV=BV,
         BT=max(16, triton.next_power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT, GATE=gate,
         HAS_SINCE=since is not None, HAS_START=start is not None, HAS_VALID=valid is not None,
         PREC=dot_precision(q.dtype), num_warps=4, num_stages=num_stages,

@@ -22,6 +22,7 @@ from attnzoo.kernels.common.launching import (
     head_block,
     since_strides,
     tile_descriptor,
+    valid_strides,
 )
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, only_valid, schedule
@@ -147,7 +148,7 @@ def fox_forward(
         q, p_k, p_v, o, o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
         lse if log_decay is None else log_decay, lse if since is None else since, lse if start is None else start,
         lse if sink is None else sink, there, T, S, min(t.heads, B * H), scale * LOG2E, *q.stride()[:3],
-        *k.stride()[:3], *v.stride()[:3], *since_strides(since), there.stride(0), there.stride(1), H=H, REP=H // G,
+        *k.stride()[:3], *v.stride()[:3], *since_strides(since), *valid_strides(valid), H=H, REP=H // G,
         K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT,
         GATE=gate_kind(log_decay), HAS_SINCE=since is not None, HAS_START=start is not None, HAS_SINK=sink is not None,
         HAS_REST=o_rest is not None, HAS_VALID=valid is not None, TMA=tma, PREC=dot_precision(q.dtype),

@@ -12,12 +12,12 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, NEAR_UNITS, ROW_UNIT, SLACK
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides
+from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides, valid_strides
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max_kernel, prune_scan_kernel
 from attnzoo.kernels.common.tile_loads import load_tile, only_valid
 
 
-@triton.jit(do_not_specialize=["T", "S", "NS", "stride_lb", "stride_lh", "stride_mb"])
+@triton.jit(do_not_specialize=["p_since", "T", "S", "NS", "stride_lb", "stride_lh", "stride_mb"])
 def fox_prune_rows_kernel(
     p_q, p_k, p_qmax, p_kmax, p_bound, p_c, p_base, p_g, p_since, p_valid, p_need, T, S, NS, scale2, log2_s, b_none,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_lb, stride_lh, stride_mb, stride_ms,
@@ -125,7 +125,7 @@ def prune_starts(
         norms if base is None else base, log_decay, start if since is None else since, there, need, T, S, NS,
         scale * LOG2E,
         math.log2(S), none_above(log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
-        *since_strides(since), there.stride(0), there.stride(1), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
+        *since_strides(since), *valid_strides(valid), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
         KU=KEY_UNIT, BR=32 if wide else 128, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=logit_bound is not None,
         HAS_SINCE=since is not None, HAS_VALID=valid is not None, PREC=dot_precision(q.dtype), num_warps=4,
         num_stages=1 if wide else 2,

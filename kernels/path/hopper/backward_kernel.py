@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from attnzoo.kernels.common.hopper.backward_tile import backward_tile
-from attnzoo.kernels.common.hopper.descriptors import tma_add
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
+from attnzoo.kernels.common.hopper.tma_add import tma_add
 from attnzoo.kernels.common.tile_loads import schedule
 
 

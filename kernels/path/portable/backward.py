@@ -15,10 +15,11 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, since_strides, tile_descriptor
+from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.row_delta import row_delta_kernel
 from attnzoo.kernels.path.head_groups import head_groups
 from attnzoo.kernels.path.levels import Leaves, Levels, Wanted
-from attnzoo.kernels.path.plan import Plan, pair_width
+from attnzoo.kernels.path.plan import pair_width
 
 from .blocks import block_level, block_level_backward
 from .carry import carry, carry_backward

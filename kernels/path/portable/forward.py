@@ -20,10 +20,11 @@ from attnzoo.kernels.common.gate_bias import base_shift, gate_at, gates_from
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, since_strides, tile_descriptor
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
+from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
 from attnzoo.kernels.path.head_groups import head_groups
 from attnzoo.kernels.path.levels import Leaves, Levels
-from attnzoo.kernels.path.plan import Plan, pair_width
+from attnzoo.kernels.path.plan import pair_width
 
 from .blocks import block_level
 from .carry import carry
