@@ -125,7 +125,7 @@ def fox_attention(
     options = (cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
     if valid is not None or gate_sums is not None:
         sums = (None,) * 4 if gate_sums is None else (gate_sums.c, gate_sums.base, gate_sums.since, gate_sums.tails)
-        o, lse = fox_infer_op(q, k, v, log_decay, *sums, sink, valid, *options)
+        o, lse = fox_infer_op(q, k, v, log_decay, *sums, sink, valid, *options, return_lse)
     else:
         of_gate = recorded and log_decay is not None and log_decay.requires_grad
         deterministic = torch.are_deterministic_algorithms_enabled()

@@ -115,9 +115,9 @@ def _forward_fake(
 def fox_infer_op(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, tails: Tensor | None, sink: Tensor | None, valid: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
+    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and the rows' log-sum-exp [B, T, H], without a gradient: with ``valid``, or with gates already summed.
+    """o and, if ``return_lse``, the rows' log-sum-exp [B, T, H], without a gradient: with ``valid``, or with gates already summed.
 
     Args:
         c, base, since, tails: of a ``GateSums`` of the S keys, with their room; None without one.
@@ -151,9 +151,11 @@ def fox_infer_op(
 def _infer_fake(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, tails: Tensor | None, sink: Tensor | None, valid: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
+    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(
+        q.shape[:3] if return_lse else (0,), dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("attnzoo::fox_backward", mutates_args=())

@@ -159,10 +159,11 @@ def test_wrong_sums_are_refused() -> None:
         fox_attention(*args, log_decay=None, valid=torch.ones(1, 19, dtype=torch.bool, device=DEVICE))
 
 
-def test_opcheck_of_inference() -> None:
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_opcheck_of_inference(return_lse: bool) -> None:
     from attnzoo.kernels.fox.op import fox_infer_op
 
     x = inputs(Case(T=2, S=300, gate="open"), torch.float32)
     s = GateSums.of(x["log_decay"])
-    rest = (None, there(1, 300), None, None, 0.25, 0, "tail", -10.0)
+    rest = (None, there(1, 300), None, None, 0.25, 0, "tail", -10.0, return_lse)
     torch.library.opcheck(fox_infer_op, (x["q"], x["k"], x["v"], None, s.c, s.base, s.since, s.tails, *rest))
