@@ -550,7 +550,7 @@ def test_the_kernel_serves_a_layer_like_the_reference(name, acp):
         assert (got - expected).norm() <= 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["path", "path_fox"])
+@pytest.mark.parametrize("name", TRITON)
 @torch.no_grad()
 def test_cached_steps_of_the_kernel_take_padding(name):
     """A padded prefill, a padded chunk and steps without a mask; rows reordered; the cache handed to the reference."""
@@ -590,24 +590,6 @@ def test_a_step_without_decay_cannot_be_pruned():
     projected = build_attention("path", hidden_size=D, num_heads=H, head_dim=16).project(rows(1, 3).float())
     with pytest.raises(ValueError, match="prune: expected None"):
         get("path").extend(projected.q, projected.k, projected.v, projected.gate, form="triton", prune=Prune())
-
-
-@pytest.mark.parametrize("name", ["fox", "nope"])
-@torch.no_grad()
-def test_a_padded_prefill_and_its_steps_stay_on_the_kernel(name):
-    """The kernel packs whole sequences and masks the padding of a cache, which either form goes on from."""
-    reference, kernel = on_both(name)
-    x, mask = rows(2, 7).float(), torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6])
-
-    def run(attn, after):
-        cache = attn.new_cache()
-        prefill = attn(x[:, :6], attention_mask=mask, cache=cache)
-        rest = torch.tensor([[1], [0]])
-        return torch.cat([prefill, after(x[:, 6:], attention_mask=rest, cache=cache), after(x[:, :1], cache=cache)], 1)
-
-    expected = run(reference, reference)
-    for after in (kernel, reference):
-        assert (run(kernel, after) - expected).norm() <= 1e-4 * expected.norm()
 
 
 # Bad input
