@@ -147,7 +147,7 @@ def fox_infer_op(
         else:
             tiles = chosen.of("fwd")
             o, lse = fox_forward(q, k, v, log_decay, sink, c, base, since, start, scale, tiles, valid=valid)
-        return o, row_lse(lse, log_decay, c, base, S)
+        return o, row_lse(lse, log_decay, c, base, S) if return_lse else lse.new_empty(0)
 
 
 @fox_infer_op.register_fake
