@@ -5,13 +5,17 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 JOBS ?= 2
+# flash-linear-attention's kernels need a GPU, and are of use only there
+EXTRAS := dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 
 .DEFAULT_GOAL = help
-.PHONY: help install demo test test-long lint types check docs docs-install docs-site docs-test bench bench-gpu clean
+.PHONY: help install demo test test-quick test-gpu test-long lint types check docs docs-install docs-site docs-test bench bench-gpu clean
 
 help:
 	@echo "make demo       train twelve variants on the standard library's source, write runs/demo/report.html"
 	@echo "make test       run the tests"
+	@echo "make test-quick a part of every area's tests, in under a minute"
+	@echo "make test-gpu   what needs a CUDA GPU"
 	@echo "make test-long  at least 200 random examples per variant and property"
 	@echo "make check      lint, types and tests"
 	@echo "make docs       draw the figures and build the documentation, site/index.html"
@@ -23,14 +27,27 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,triton]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
 demo: install
-	$(BIN)/attnzoo compare demo
+	$(BIN)/attnzoo compare demo --jobs $(JOBS)
 
 test: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --ignore=tests/docs
+
+QUICK = tests/test_architecture.py tests/test_config.py tests/test_registry.py tests/test_gate.py tests/test_data.py \
+	tests/test_forms.py tests/test_reductions.py tests/test_pruning.py tests/test_model.py tests/test_evaluation.py \
+	tests/test_attention.py::test_reordered_cache_follows_its_rows \
+	tests/kernels/test_fox.py::test_every_tiling_computes_the_same tests/kernels/test_path.py::test_two_runs_give_the_same_bits \
+	tests/test_training.py::test_a_model_learns tests/test_training.py::test_a_stopped_run_goes_on_to_the_same_bits \
+	tests/test_cli.py::test_train_trains tests/test_cli.py::test_mistake_is_one_line_that_names_the_nearest
+
+test-quick: install
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --hypothesis-profile=quick $(QUICK)
+
+test-gpu: install
+	$(BIN)/python -m pytest --quiet -m gpu --ignore=tests/docs
 
 test-long: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --hypothesis-profile=long \
@@ -48,7 +65,7 @@ check: lint types test
 docs-install: $(VENV)/.docs-installed
 
 $(VENV)/.docs-installed: $(VENV)/.installed docs/package-lock.json
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,triton,docs]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS),docs]'
 	PATH="$(abspath $(BIN)):$$PATH" npm ci --prefix docs --no-audit --no-fund --loglevel=error
 	touch $@
 

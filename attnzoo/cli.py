@@ -115,7 +115,8 @@ def train(config: str, overrides: tuple[str, ...]) -> None:
 @app.command(epilog=f"Built in: {', '.join(built_in('compare'))}.")
 @config_argument
 @overrides_argument
-def compare(config: str, overrides: tuple[str, ...]) -> None:
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Variants trained at a time.")
+def compare(config: str, overrides: tuple[str, ...], jobs: int) -> None:
     """Train several variants on one budget and write a report.
 
     CONFIG is a YAML file with the fields of CompareConfig, or the name of a built-in one; KEY=VALUE overrides one
@@ -126,7 +127,7 @@ def compare(config: str, overrides: tuple[str, ...]) -> None:
     from attnzoo.experiments.compare import CompareConfig, run_comparison
 
     loaded = load_config(path, overrides, schema=CompareConfig)
-    run_comparison(loaded, _console(), command=" ".join(["attnzoo compare", config, *overrides]))
+    run_comparison(loaded, _console(), command=" ".join(["attnzoo compare", config, *overrides]), jobs=jobs)
 
 
 @app.command()

@@ -550,7 +550,7 @@ def test_the_kernel_serves_a_layer_like_the_reference(name, acp):
         assert (got - expected).norm() <= 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["path", "path_fox"])
+@pytest.mark.parametrize("name", TRITON)
 @torch.no_grad()
 def test_cached_steps_of_the_kernel_take_padding(name):
     """A padded prefill, a padded chunk and steps without a mask; rows reordered; the cache handed to the reference."""
@@ -590,23 +590,6 @@ def test_a_step_without_decay_cannot_be_pruned():
     projected = build_attention("path", hidden_size=D, num_heads=H, head_dim=16).project(rows(1, 3).float())
     with pytest.raises(ValueError, match="prune: expected None"):
         get("path").extend(projected.q, projected.k, projected.v, projected.gate, form="triton", prune=Prune())
-
-
-@pytest.mark.parametrize("name", ["fox", "nope"])
-@torch.no_grad()
-def test_a_padded_prefill_is_served_and_its_steps_are_refused(name):
-    """The kernel packs whole sequences; over a cache with padding it has no mask, and the reference goes on."""
-    reference, kernel = on_both(name)
-    x, mask = rows(2, 7).float(), torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6])
-
-    def run(attn):
-        cache = attn.new_cache()
-        return cache, torch.cat([attn(x[:, :6], attention_mask=mask, cache=cache), reference(x[:, 6:], cache=cache)], 1)
-
-    (_, expected), (cache, got) = run(reference), run(kernel)
-    assert (got - expected).norm() <= 1e-4 * expected.norm()
-    with pytest.raises(RuntimeError, match="padding only in whole sequences"):
-        kernel(x[:, :1], cache=cache)
 
 
 # Bad input

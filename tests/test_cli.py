@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +23,7 @@ from torch import Tensor
 from attnzoo import cli, describe, get, list_variants, pairs
 from attnzoo import verify as verification
 from attnzoo.config import load_config
+from attnzoo.experiments import processes
 from attnzoo.experiments.builtin import built_in
 from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.models import LanguageModel
@@ -171,7 +174,7 @@ def test_kernel_is_held_to_twice_the_error_of_the_reference_in_its_precision(nam
     good = verification.verify_kernel(with_form(parallel), form, 0, "cpu")
     assert good.ok
     assert good.value > 1e-5  # bfloat16, so the limit of float64 would refuse it
-    bad = verification.verify_kernel(with_form(lambda *inputs: 1.2 * parallel(*inputs)), form, 0, "cpu")
+    bad = verification.verify_kernel(with_form(lambda *x, **more: 1.2 * parallel(*x, **more)), form, 0, "cpu")
     assert not bad.ok
 
 
@@ -317,6 +320,28 @@ def test_compare_trains_measures_and_reports_and_does_not_do_it_twice(run: Any, 
     assert {path: path.read_bytes() for path in files} == files
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
     assert 'data-series="nope"' in (tmp_path / "runs" / "report.html").read_text()
+
+
+def test_compare_with_several_jobs_gives_the_same_losses(run: Any, tiny: Path, tmp_path: Path) -> None:
+    ran = run("compare", tiny, "--jobs", "2")
+    assert ran.code == 0, ran.err
+    assert "[2/2]" in ran.out
+    assert "step" not in ran.out  # the progress of two at once would be unreadable
+    apart = {path.parent.name: losses(path) for path in (tmp_path / "runs").glob("*/metrics.jsonl")}
+    assert run("compare", tiny, f"output_dir={tmp_path}/one").code == 0
+    assert {path.parent.name: losses(path) for path in (tmp_path / "one").glob("*/metrics.jsonl")} == apart
+    assert sorted(apart) == ["fox-acp", "mamba2"]
+
+
+def losses(metrics: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+
+
+def test_a_run_that_fails_in_a_process_of_its_own_is_named() -> None:
+    done: list[str] = []
+    with pytest.raises(ChildProcessError, match=r"third: .*str"):  # the second one is stopped, not waited for
+        done.extend(processes.apart(time.sleep, {"first": (0,), "second": (600,), "third": ("x",)}, 2))
+    assert done == ["first"]
 
 
 def test_compare_measures_again_when_the_measuring_changes(run: Any, tiny: Path, tmp_path: Path) -> None:

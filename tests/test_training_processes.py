@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -51,9 +52,13 @@ for number, output_dir in enumerate(sys.argv[2:]):
 
 
 def free_ports(count: int) -> str:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return " ".join(str(taken.getsockname()[1]) for taken in sockets)
+    """Below the range from which a system hands out ports by itself, so that nobody takes one before its use."""
+    found: list[str] = []
+    while len(found) < count:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(str(port))
+    return " ".join(found)
 
 
 def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess:
@@ -109,8 +114,8 @@ def runs(config_file):
     cut_back(folder / "one", folder / "one-two")
     done = launch(2, str(config_file), *(str(folder / run) for run in ("two", "one-two", "stopped", "stopped")))
     assert done.returncode == 0, done.stderr
-    ends = [int(line.split()[0]) for line in sorted(done.stdout.splitlines())]
-    assert ends == [-signal.SIGTERM] * 2 + [0] * 6, done.stderr
+    ends = sorted(int(line.split()[0]) for line in done.stdout.splitlines())
+    assert ends == [-signal.SIGTERM] * 2 + [0] * 6, done.stdout + done.stderr
     states = (folder / "two" / "checkpoints" / "step-00000006").glob("random_states_*")
     assert len(list(states)) == 2  # there really were two
     return folder

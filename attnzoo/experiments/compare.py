@@ -21,6 +21,7 @@ from attnzoo.config import ModelConfig, TrainConfig, to_yaml
 from attnzoo.data import Data, build_data, heldout_windows
 from attnzoo.errors import unknown
 from attnzoo.evaluation import gate_maps, token_losses
+from attnzoo.experiments.processes import apart
 from attnzoo.experiments.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
 from attnzoo.experiments.report.results import JSON_NAME, describe_machine
 from attnzoo.layer.attention import Attention
@@ -149,21 +150,22 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
     return Run(key, label, variant, replace(config.train, output_dir=f"{config.output_dir}/{key}", model=model))
 
 
-def run_comparison(config: CompareConfig, console: Console, command: str = "") -> Path:
+def run_comparison(config: CompareConfig, console: Console, command: str = "", jobs: int = 1) -> Path:
     """Train what is not trained yet, measure what is not measured yet, print a table and write the report.
 
     Args:
         config: what to compare.
         console: where progress and the table go.
         command: the command line, for the report.
+        jobs: runs at a time, each in a process of its own if there are several.
 
     Returns:
         The report, ``report.html`` in ``config.output_dir``.
 
     Raises:
+        ChildProcessError: a run in a process of its own failed.
         ValueError, OSError: the configuration, its folder or its data are not usable; found before any training.
     """
-    torch.set_flush_denormal(True)  # for the evaluation of runs that need no training, as in training
     runs = plan(config)
     page = Path(config.output_dir) / PAGE
     if page.is_dir():
@@ -174,15 +176,26 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "") -
         LanguageModel(run.config.model)
     data = build_data(config.train.data)
     _windows(data, config.train, config.evaluate)  # a text too short to measure must not show after training
+    if jobs > 1:
+        tasks = {run.label: (run, config.evaluate, data, command) for run in runs}
+        for number, label in enumerate(apart(_trained, tasks, jobs), 1):
+            console.print(f"[{number}/{len(runs)}] {label}: done", markup=False, highlight=False)
     results = []
     for number, run in enumerate(runs, 1):
-        console.print(f"[{number}/{len(runs)}] {run.label}", markup=False, highlight=False)
-        train(run.config)
-        results.append(_measured(run, config.evaluate, data, command))
+        if jobs == 1:
+            console.print(f"[{number}/{len(runs)}] {run.label}", markup=False, highlight=False)
+        results.append(_trained(run, config.evaluate, data, command))
     console.print(terminal_table(results))
     path = write_report(results, page, title=config.title, command=command)
     console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
     return path
+
+
+def _trained(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:
+    """The result of a run, which is trained and measured unless it is already."""
+    torch.set_flush_denormal(True)  # for the evaluation of runs that need no training, as in training
+    train(run.config)
+    return _measured(run, evaluate, data, command)
 
 
 def _measured(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:

@@ -13,6 +13,7 @@ from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import HeadGate, Transition, block_decay, compute_dtype, cut, heads_first
 from attnzoo.forms.cache import RecurrentState
 from attnzoo.forms.options import LinearOptions, check_linear, separated
+from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.protocol import Forms
 
 CHUNK = 64  # tokens of the longest chunk of any variant
@@ -49,6 +50,9 @@ class LinearForms(Forms):
 
     def chunk(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Tensor:
         """Quadratic inside chunks of ``chunk_size`` tokens, recurrent across them."""
+        if takes_rows(options):
+            check_linear(LinearOptions(**options), q, k, gate)
+            return cast(Tensor, in_rows(self.chunk, q, k, v, gate, options))
         return self._chunked(*self._ready(q, k, v, gate, options), None)[0]
 
     def _extend(

@@ -15,6 +15,7 @@ from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, separated
+from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.protocol import Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, readout
 from attnzoo.forms.rowblocks import causal_attention
@@ -47,6 +48,9 @@ class SoftmaxForms(Forms):
 
     def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Output:
         """All tokens at once, in blocks of rows: memory O(T), no T x T matrix."""
+        if takes_rows(options):
+            check_softmax(SoftmaxOptions(**options), q, gate)
+            return cast(Output, in_rows(self.parallel, q, k, v, gate, options))
         return self._extend(q, k, v, gate, None, options)[0]
 
     def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Output:

@@ -1,0 +1,56 @@
+"""Packed sequences on a CPU, where their lengths can be read: as rows of like lengths, each form at its usual speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate
+
+PER_TOKEN = ("valid", "write")  # options of shape [B, T, ...]
+
+
+def takes_rows(options: Mapping[str, Any]) -> bool:
+    """Whether a call should go through :func:`in_rows`: packed, and lengths may be looked at."""
+    borders = options.get("cu_seqlens")
+    return isinstance(borders, Tensor) and borders.is_cpu and not torch.compiler.is_compiling()
+
+
+def in_rows(form: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]) -> Any:
+    """``form`` on packed sequences, with those of like lengths beside each other as rows.
+
+    Rows are filled up behind their last token, which no earlier one sees, to at most twice their length.
+
+    Args:
+        form: of whole sequences; gives ``[B, T, ...]`` or a tuple of such.
+        q, k, v, gate: one row ``[1, T, ...]`` of packed sequences.
+        options: of the form, ``cu_seqlens`` among them, all checked.
+    """
+    borders = options["cu_seqlens"].long()
+    rest = {name: value for name, value in options.items() if name not in ("cu_seqlens", *PER_TOKEN)}
+    starts, lengths = borders[:-1], borders.diff()
+    like = torch.tensor([n.bit_length() for n in lengths.tolist()])
+    place = torch.empty(q.shape[1], dtype=torch.long)  # of each token among the outputs
+    outputs: list[tuple[Tensor, ...]] = []
+    used, single = 0, True
+    for size in like[lengths > 0].unique().tolist():
+        chosen = (like == size).nonzero()
+        slot = torch.arange(int(lengths[chosen].max()))
+        there = slot < lengths[chosen]
+        index = torch.where(there, starts[chosen] + slot, starts[chosen])  # [rows, L]
+
+        def pick(x: Tensor, index: Tensor = index) -> Tensor:
+            return cast(Tensor, x[0].index_select(0, index.flatten()).unflatten(0, tuple(index.shape)))
+
+        local = gate.map(lambda part, pick=pick: part if part.ndim == 1 else pick(part))  # type: ignore[misc]
+        per_token = {name: pick(options[name]) for name in PER_TOKEN if options.get(name) is not None}
+        o = form(pick(q), pick(k), pick(v), local, **rest, **per_token)
+        single = isinstance(o, Tensor)
+        outputs.append(tuple(x.flatten(0, 1) for x in ((o,) if single else o)))
+        place[index[there]] = (used + torch.arange(index.numel()).view_as(index))[there]
+        used += index.numel()
+    whole = tuple(torch.cat(parts).index_select(0, place)[None] for parts in zip(*outputs, strict=True))
+    return whole[0] if single else whole
