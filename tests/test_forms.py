@@ -24,7 +24,12 @@ from attnzoo import RecurrentState, get, list_variants, oracle
 from attnzoo.samples import Regime, random_inputs
 
 FORMS = [(name, form) for name in list_variants() for form in get(name).forms if form in CPU_FORMS]
-GPU_FORMS = [(name, form) for name in list_variants() for form in get(name).forms if form not in CPU_FORMS]
+GPU_FORMS = [
+    pytest.param(name, form, marks=[pytest.mark.fla] * (form == "fla"))
+    for name in list_variants()
+    for form in get(name).forms
+    if form not in CPU_FORMS
+]
 LOW = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-23}
 
 

@@ -7,6 +7,7 @@ runs them. Shapes: q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]``, o
 from __future__ import annotations
 
 import torch
+from einops import einsum, rearrange
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
@@ -32,11 +33,11 @@ def scores(q: Tensor, k: Tensor, gate: Gate, *, scale: float | None = None) -> t
     keys = k64[:, :0]  # keys 0..t-1, each already multiplied by the transitions after it
     past = g[:, :0]  # the log-decay from each of them to the present
     for t in range(T):
-        keys = torch.cat([torch.einsum("bhkl,bjhk->bjhl", R[:, t], keys), k64[:, t : t + 1]], 1)
+        keys = torch.cat([einsum(R[:, t], keys, "b h k l, b j h k -> b j h l"), k64[:, t : t + 1]], 1)
         past = torch.cat([past + g[:, t : t + 1], torch.zeros_like(g[:, :1])], 1)
-        s = torch.einsum("bjhk,bhk->bhj", keys, q64[:, t])
+        s = einsum(keys, q64[:, t], "b j h k, b h k -> b h j")
         rows_s.append(torch.nn.functional.pad(s, (0, T - 1 - t)))
-        rows_d.append(torch.nn.functional.pad(past.transpose(1, 2), (0, T - 1 - t), value=-torch.inf))
+        rows_d.append(torch.nn.functional.pad(rearrange(past, "b j h -> b h j"), (0, T - 1 - t), value=-torch.inf))
     return torch.stack(rows_s, 2), torch.stack(rows_d, 2)
 
 
@@ -54,7 +55,7 @@ def linear(
     write = gate.beta if delta_rule else write
     v = expand_heads(v.double(), H)
     v = v if write is None else v * expand_heads(write.double(), H)[..., None]
-    return torch.einsum("bhtj,bjhv->bthv", s * d.exp(), v)
+    return einsum(s * d.exp(), v, "b h t j, b j h v -> b t h v")
 
 
 def softmax(
@@ -75,8 +76,9 @@ def softmax(
         logits = logits.masked_fill(torch.ones(T, T, dtype=torch.bool, device=q.device).tril(-window), -torch.inf)
     if sink is not None:
         logits = torch.cat([logits, sink.double()[:, None, None].expand(*logits.shape[:-1], 1)], -1)
-    o = torch.einsum("bhtj,bjhv->bthv", logits.softmax(-1)[..., :T], expand_heads(v.double(), q.shape[2]))
-    return (o, logits.logsumexp(-1).transpose(1, 2)) if return_lse else o
+    weights, v = logits.softmax(-1)[..., :T], expand_heads(v.double(), q.shape[2])
+    o = einsum(weights, v, "b h t j, b j h v -> b t h v")
+    return (o, rearrange(logits.logsumexp(-1), "b h t -> b t h")) if return_lse else o
 
 
 def recurrence(
@@ -96,5 +98,5 @@ def recurrence(
     outputs = []
     for t in range(T):
         S = A[:, t].mT @ S + k64[:, t, :, :, None] * v64[:, t, :, None, :]
-        outputs.append(torch.einsum("bhkv,bhk->bhv", S, q64[:, t]))
+        outputs.append(einsum(S, q64[:, t], "b h k v, b h k -> b h v"))
     return torch.stack(outputs, 1), S

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
@@ -102,7 +103,7 @@ class LinearForms(Forms):
                 S = decay[:, :, t, None, None] * S
             S = S + k[:, :, t, :, None] * v[:, :, t, None, :]
             outputs.append(q[:, :, t, None, :] @ S)
-        return torch.cat(outputs, 2).mul_(scale).transpose(1, 2).to(dtype), S
+        return rearrange(torch.cat(outputs, 2).mul_(scale), "b h t v -> b t h v").to(dtype), S
 
     def _chunked(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None
@@ -146,4 +147,4 @@ class LinearForms(Forms):
                 S = decays[n] * S
             S = S + update
         o = (scores @ v).add_(block_q @ torch.stack(starts, 2)).mul_(scale)  # in place: fresh memory is slow
-        return o.flatten(2, 3)[:, :, :T].transpose(1, 2).to(dtype), S
+        return rearrange(o.flatten(2, 3)[:, :, :T], "b h t v -> b t h v").to(dtype), S

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -276,11 +277,11 @@ class _Plan:
 
     def rows_of(self, x: Tensor) -> Tensor:
         """``[B, H, T, X]`` cut into row blocks ``[B, H, N, C, X]``, the last one filled up with zeros."""
-        return cast(Tensor, F.pad(x, (0, 0, 0, -self.T % self.rows)).unflatten(2, (-1, self.rows)))
+        return rearrange(F.pad(x, (0, 0, 0, -self.T % self.rows)), "b h (n c) x -> b h n c x", c=self.rows)
 
     def own(self, x: Tensor) -> Tensor:
         """The keys of the row blocks themselves, ``[B, H, N, C, ...]``."""
-        return cast(Tensor, x[:, :, self.past :].unflatten(2, (-1, self.rows)))
+        return rearrange(x[:, :, self.past :], "b h (n c) ... -> b h n c ...", c=self.rows)
 
     def before(self) -> Iterator[tuple[int, int, int]]:
         """(block, first key, end) of the keys left of each block."""

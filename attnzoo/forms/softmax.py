@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -81,8 +82,8 @@ class SoftmaxForms(Forms):
     def _output(self, o: Tensor, lse: Tensor | None, options: SoftmaxOptions, dtype: torch.dtype) -> Output:
         """What a form gives, from the output ``[B, H, T, V]`` and log-sum-exp of the keys alone."""
         o, lse = attend_with_sink(o, lse, options.sink)
-        o = o.transpose(1, 2).to(dtype)
-        return (o, cast(Tensor, lse).transpose(1, 2)) if options.return_lse else o
+        o = rearrange(o, "b h t v -> b t h v").to(dtype)
+        return (o, rearrange(cast(Tensor, lse), "b h t -> b t h")) if options.return_lse else o
 
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:
         """The gate of tokens of which some do not exist, or that are of several sequences."""

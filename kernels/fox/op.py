@@ -38,7 +38,7 @@ def _plan(
 
 def bounds(
     q: Tensor, k: Tensor, log_decay: Some, cu_seqlens: Some, logit_bound: Some, scale: float, window: int, bound: str,
-    log_eps: float,
+    log_eps: float, valid: Some = None,
 ) -> tuple[Some, Some, Some, Some]:  # fmt: skip
     """Gate sums c and base, first visible keys and pruning starts: what both passes need before the main kernels."""
     S = k.shape[1]
@@ -52,9 +52,28 @@ def bounds(
     if bound:
         assert log_decay is not None
         start = prune_starts(
-            q, k, log_decay, c, base, tails, since, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound
-        )
+            q, k, log_decay, c, base, tails, since, scale, bound=bound, log_eps=log_eps, logit_bound=logit_bound,
+            valid=valid,
+        )  # fmt: skip
     return c, base, since, start
+
+
+def _launch(
+    chosen: Plan, q: Tensor, k: Tensor, v: Tensor, log_decay: Some, sink: Some, c: Some, base: Some, since: Some,
+    start: Some, scale: float, *, o_rest: Some = None, valid: Some = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o, and lse in the frame of the row unit, by the forward of the plan; c and base may have room for more keys."""
+    given = (q, k, v, log_decay, sink)
+    if chosen.forward == "split":
+        return fox_split_forward(*given, c, base, since, start, scale, valid)
+    if c is not None and base is not None:
+        units = (k.shape[1] + KEY_UNIT - 1) // KEY_UNIT
+        c, base = c[..., : units * KEY_UNIT].contiguous(), base[..., : units + 1].contiguous()
+    if chosen.forward == "hopper":
+        from attnzoo.kernels.fox.hopper.forward import fox_forward_hopper
+
+        return fox_forward_hopper(*given, c, base, since, start, scale, o_rest)
+    return fox_forward(*given, c, base, since, start, scale, chosen.of("fwd"), o_rest=o_rest, valid=valid)
 
 
 @torch.library.custom_op("attnzoo::fox_forward", mutates_args=())
@@ -72,15 +91,7 @@ def fox_forward_op(
     with on_device_of(q):
         c, base, since, start = bounds(q, k, log_decay, cu_seqlens, logit_bound, scale, window, bound, log_eps)
         o_rest = q.new_zeros((*q.shape[:3], v.shape[3])) if chosen.keeps_rest else None
-        if chosen.forward == "split":
-            o, lse = fox_split_forward(q, k, v, log_decay, sink, c, base, since, start, scale)
-        elif chosen.forward == "hopper":
-            from attnzoo.kernels.fox.hopper.forward import fox_forward_hopper
-
-            o, lse = fox_forward_hopper(q, k, v, log_decay, sink, c, base, since, start, scale, o_rest)
-        else:
-            tiles = chosen.of("fwd")
-            o, lse = fox_forward(q, k, v, log_decay, sink, c, base, since, start, scale, tiles, o_rest=o_rest)
+        o, lse = _launch(chosen, q, k, v, log_decay, sink, c, base, since, start, scale, o_rest=o_rest)
         rows = row_lse(lse, log_decay, c, base, k.shape[1]) if return_lse else lse.new_empty(0)
     c = lse.new_empty(0) if c is None else c
     base = lse.new_empty(0, dtype=torch.float64) if base is None else base
@@ -129,7 +140,9 @@ def fox_infer_op(
     T, S = q.shape[1], k.shape[1]
     with on_device_of(q):
         if c is None or base is None or since is None or tails is None:
-            c, base, since, start = bounds(q, k, log_decay, cu_seqlens, logit_bound, scale, window, bound, log_eps)
+            c, base, since, start = bounds(
+                q, k, log_decay, cu_seqlens, logit_bound, scale, window, bound, log_eps, valid
+            )
         else:
             log_decay, start = c.new_empty(1, 1, 1), None  # a gate per token, already summed
             first = S - T if chosen.forward == "split" else 0  # of the rows whose first keys the kernel reads
@@ -142,12 +155,8 @@ def fox_infer_op(
                     q, k, log_decay, c, base, tails, since, scale, bound=bound, log_eps=log_eps,
                     logit_bound=logit_bound, valid=valid,
                 )  # fmt: skip
-        if chosen.forward == "split":
-            o, lse = fox_split_forward(q, k, v, log_decay, sink, c, base, since, start, scale, valid)
-        else:
-            tiles = chosen.of("fwd")
-            o, lse = fox_forward(q, k, v, log_decay, sink, c, base, since, start, scale, tiles, valid=valid)
-        return o, row_lse(lse, log_decay, c, base, S)
+        o, lse = _launch(chosen, q, k, v, log_decay, sink, c, base, since, start, scale, valid=valid)
+        return o, row_lse(lse, log_decay, c, base, S) if return_lse else lse.new_empty(0)
 
 
 @fox_infer_op.register_fake

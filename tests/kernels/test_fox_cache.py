@@ -54,6 +54,26 @@ def test_keys_that_do_not_exist_get_no_weight(case: Case) -> None:
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5 if exact else 1e-3, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["scanned", "kept sums"])
+@pytest.mark.parametrize("T", [1, 130])
+def test_pruning_does_not_count_keys_that_do_not_exist(T: int, kept: bool) -> None:
+    """Large scores of near keys that do not exist say nothing about a row: far keys must stay."""
+    S = 440
+    q, v = torch.ones(1, T, 1, 8, device=DEVICE), torch.randn(1, S, 1, 8, device=DEVICE)
+    k = torch.full((1, S, 1, 8), 4.0, device=DEVICE)
+    k[:, 160:] = 5.0
+    valid = torch.ones(1, S, dtype=torch.bool, device=DEVICE)
+    valid[:, 160 : S - T] = False
+    k[:, S - T :] = 0.0
+    g = torch.full((1, S, 1), -0.12, device=DEVICE)
+    gate: dict[str, Any] = {"log_decay": None, "gate_sums": GateSums.of(g)} if kept else {"log_decay": g}
+    options: dict[str, Any] = {"scale": 1.0, "valid": valid, **gate}
+    exact = fox_attention(q, k, v, impl="reference", **options)
+    for impl in ("triton", "reference"):
+        pruned = fox_attention(q, k, v, prune=Prune(), impl=impl, **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(pruned, exact, atol=1e-3, rtol=1e-3)
+
+
 def test_padding_on_the_left_changes_nothing() -> None:
     x = inputs(Case(T=200, S=200, gate="open"), torch.float32)
     valid = torch.arange(200, device=DEVICE)[None] >= 70

@@ -31,6 +31,22 @@ def test_lse_and_its_gradient_equal_the_definitions(case: Case) -> None:
     within_budget(case, x, triton(case, x))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=700, S=700, H=4, G=2, K=64, V=128, gate="open", sink=True, options=WITH),
+        Case(B=2, T=600, S=700, K=128, V=128, gate="mixed", options=WITH),
+        Case(T=500, S=500, K=64, V=64, gate="none", sink=True, options={"window": 200, **WITH}),
+        Case(T=2, S=900, H=8, G=2, K=128, V=128, gate="open", options=WITH),
+    ],
+    ids=str,
+)
+def test_lse_within_budget_bf16(case: Case) -> None:
+    x = inputs(case, torch.bfloat16)
+    within_budget(case, x, triton(case, x, None))
+
+
 def test_the_reference_is_the_logsumexp() -> None:
     x = inputs(Case(T=20, S=20, H=2, G=2, gate="none"), torch.float64)
     sink = torch.randn(2, dtype=torch.float64, device=DEVICE)

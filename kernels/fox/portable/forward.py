@@ -138,9 +138,6 @@ def fox_forward(
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
-    if c is not None and base is not None and since is not None:  # summed step by step, they have room for more
-        NU = triton.cdiv(S, KEY_UNIT)
-        c, base = c[..., : NU * KEY_UNIT].contiguous(), base[..., : NU + 1].contiguous()
     there = lse if valid is None else valid
     tma = t.tma and can_describe(k, v)
     p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
