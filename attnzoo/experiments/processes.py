@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ def apart(work: Callable[..., object], tasks: Mapping[str, tuple[Any, ...]], job
     other without keeping a core busy, which two processes on the same cores would otherwise pay for many times over.
 
     Args:
-        work: a function of a module; what it prints is dropped.
+        work: a function of a module; what it prints is dropped, and progress comes in lines, not as a bar.
         tasks: label -> arguments.
         jobs: processes at a time.
 
@@ -55,9 +56,17 @@ def apart(work: Callable[..., object], tasks: Mapping[str, tuple[Any, ...]], job
                 left.join()
 
 
+class _Lines(io.TextIOWrapper):
+    """Not a terminal, on which the bars of several processes would overwrite each other."""
+
+    def isatty(self) -> bool:
+        return False
+
+
 def _call(errors: Any, threads: int, work: Callable[..., object], arguments: tuple[Any, ...]) -> None:
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+    sys.stderr = _Lines(sys.stderr.buffer, line_buffering=True)
     try:
         with open(os.devnull, "w") as sys.stdout:
             work(*arguments)
