@@ -62,6 +62,10 @@ def test_link_is_committed_as_a_link(name: str) -> None:
     assert len(done.stdout.splitlines()) == 1
 
 
+def test_no_committed_link_is_broken() -> None:
+    assert [name for name in tracked() if (ROOT / name).is_symlink() and not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("name", LINKS)
 def test_root_folder_is_no_regular_package(name: str) -> None:
     """An importable top-level ``kernels`` would shadow Hugging Face's package, which transformers imports."""
