@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy's products too, and the processes that tests start
+
 import torch
 
 if not torch.cuda.is_available():

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from attnzoo.registry import PAIRS, pairs, unregister
+
 DOCS = Path(__file__).parents[1] / "docs"
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -36,12 +38,16 @@ PAGES = sorted(
 def test_shown_output_is_what_the_code_prints(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     session: dict[str, Any] = {"__name__": "__main__"}
-    for code, text in blocks(page.read_text()):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, str(page), "exec"), session)
-        if text is not None:
-            assert printed.getvalue().strip() == text.strip(), code
+    try:
+        for code, text in blocks(page.read_text()):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, str(page), "exec"), session)
+            if text is not None:
+                assert printed.getvalue().strip() == text.strip(), code
+    finally:
+        for pair in pairs()[len(PAIRS) :]:
+            unregister(pair)
 
 
 def test_no_block_of_code_escapes_being_run() -> None:
