@@ -54,6 +54,30 @@ def test_keys_that_do_not_exist_get_no_weight(case: Case) -> None:
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5 if exact else 1e-3, rtol=1e-5)
 
 
+@pytest.mark.parametrize("T", [2, 100])
+@pytest.mark.parametrize("gate", ["mixed", "strong", "shut"])
+def test_strong_gates_over_keys_that_do_not_exist_stay_in_the_budget(gate: str, T: int) -> None:
+    """Twice the error of PyTorch in float32 and a band of rounding; what stands in the other keys is nothing."""
+    case = Case(B=2, T=T, S=400, gate=gate)
+    x, valid = inputs(case, torch.float32), there(2, 400)
+    poison = 300 * ~valid[..., None, None]
+    with plan.override({"fwd": Tiles(64, 64, 4, 1)}):
+        clean, o = (
+            fox_attention(x["q"], k, v, log_decay=x["log_decay"], valid=valid, impl="triton")
+            for k, v in ((x["k"], x["v"]), (x["k"] + poison, x["v"] + poison))
+        )
+    assert torch.equal(o, clean)
+    plain = fox_reference(x["q"], x["k"], x["v"], log_decay=x["log_decay"], valid=valid)
+    qkvg = (x[n].double() for n in ("q", "k", "v", "log_decay"))
+    q, k, v, g = qkvg
+    exact = fox_reference(q, k, v, log_decay=g, valid=valid)
+    sums = torch.nn.functional.pad(g.masked_fill(g <= -1e4, 0.0).cumsum(1), (0, 0, 128, 0))
+    exponent = 1.45 * float((sums[:, :-128] - sums[:, 128:]).max())  # of the float32 exponents, as ``within_budget``
+    band = (16 + exponent) * torch.finfo(torch.float32).eps
+    error, budget = ((y.double() - exact).norm() / exact.norm() for y in (o, plain))
+    assert error <= 2 * budget + band
+
+
 @pytest.mark.parametrize("kept", [False, True], ids=["scanned", "kept sums"])
 @pytest.mark.parametrize("T", [1, 130])
 def test_pruning_does_not_count_keys_that_do_not_exist(T: int, kept: bool) -> None:
