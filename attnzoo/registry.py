@@ -100,14 +100,15 @@ class Variant:
 
     def options(self, form: str = REFERENCE) -> tuple[str, ...]:
         """The keyword options that a form honours; ``"reference"``: those of ``extend``."""
-        return self._set.options(form)
+        return self.form_set.options(form)
 
     def refuses(self, form: str, call: Call) -> str:
         """Why a form cannot serve a call, or ""."""
-        return self._set.refuses(form, call)
+        return self.form_set.refuses(form, call)
 
     @property
-    def _set(self) -> FormSet:
+    def form_set(self) -> FormSet:
+        """The object behind it all, whose functions do not check their inputs."""
         return cast(FormSet, self.module.FORMS)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal, Self, cast
 
@@ -27,7 +27,7 @@ class GateParts:
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts that are given."""
-        return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
+        return tuple(name for name in type(self).__match_args__ if getattr(self, name) is not None)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Apply ``fn`` to every part that is given."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from attnzoo.forms.cache import check_state
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.registry import Variant
 
@@ -47,9 +49,12 @@ def on_gpu(x: Tensor) -> bool:
 def run(variant: Variant, form: str, call: Call) -> tuple[Any, Any]:
     """Output ``[B, T, H, V]`` and the new state (None where none is kept)."""
     inputs = call.q, call.k, call.v, call.gate
-    if call.keeps_state:
-        o, state = variant.extend(*inputs, call.state, form=form, **call.options)
-        return o, state
+    if call.keeps_state and form == REFERENCE:
+        return variant.extend(*inputs, call.state, **call.options)
+    if call.keeps_state:  # one token is too little work to check again what the layer itself has made
+        check_state(variant.side, call.state, *inputs[:3])
+        with torch.autocast(call.q.device.type, enabled=False):
+            return variant.form_set.extend(*inputs, call.state, form=form, **call.options)
     if form == REFERENCE:
         form = next(name for name in REFERENCES if name in variant.forms)
     return variant.forms[form](*inputs, **call.options), None

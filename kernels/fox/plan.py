@@ -70,11 +70,14 @@ def plan(call: Call, machine: Machine) -> Plan:
     Raises:
         ValueError: tiles that tests or sweeps force (``override``) do not fit.
     """
-    return _plan(call, machine, tuple(_forced.items()))
+    few = call.T * call.rep <= SPLIT_ROWS and max(4 * call.T, 4 * KEY_UNIT) <= call.S
+    # lengths are not part of what is looked up: a cache grows at every step
+    key = dataclasses.replace(call, T=0, S=0, rep=0)
+    return _plan(key, few, call.T >= ROW_UNIT, machine, tuple(_forced.items()))
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(call: Call, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
+def _plan(call: Call, few: bool, many: bool, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
     sizes: dict[Kind, Tiles] = {kind: _tiles(kind, max(call.K, call.V), call.dtype, machine) for kind in _SAFE}
     sizes.update(forced)
     for kind, t in forced:
@@ -86,9 +89,9 @@ def _plan(call: Call, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) 
     rest = call.gate_gradient and not once and not {"dq", "dkdv"} & dict(forced).keys()
     backward = once or here or ("tiles are forced" if {"dq", "dkdv"} & dict(forced).keys() else "")
     forward: Literal["split", "hopper", "portable"] = "portable"
-    if call.T * call.rep <= SPLIT_ROWS and max(4 * call.T, 4 * KEY_UNIT) <= call.S:
+    if few:
         forward = "split"
-    elif not here and "fwd" not in dict(forced) and call.T >= ROW_UNIT and max(call.K, call.V) > 64 and not call.masked:
+    elif not here and "fwd" not in dict(forced) and many and max(call.K, call.V) > 64 and not call.masked:
         forward = "hopper"  # where it is faster, and there are rows for both warpgroups
     why = (here or backward) if machine.hopper else ""
     return Plan(forward, "portable" if backward else "hopper", rest, tuple(sizes.items()), why)

@@ -65,11 +65,11 @@ def plan(call: Call, machine: Machine) -> Plan:
     Raises:
         ValueError: tiles that tests or sweeps force (``override``) do not fit.
     """
-    return _plan(call, machine, tuple(_forced.items()))
+    return _plan(dataclasses.replace(call, T=0), level_count(call.T) > 0, machine, tuple(_forced.items()))
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(call: Call, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
+def _plan(call: Call, leveled: bool, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
     sizes: dict[Kind, Tiles] = {kind: _tiles(kind, call, machine) for kind in _SAFE}
     sizes.update(forced)
     for kind, t in forced:
@@ -78,7 +78,7 @@ def _plan(call: Call, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) 
             raise ValueError(f"{kind} tiles: expected BS (and in dkdv BT) of at most {BLOCK}, got {got}")
     kinds = dict(forced).keys()
     gluon = not_gluon(machine, call.K, call.V, call.dtype)
-    levels = "" if level_count(call.T) else "too few tokens for a level"
+    levels = "" if leveled else "too few tokens for a level"
     here = "" if call.described else "descriptors cannot address v (strides of 16 bytes)"
     once = gluon or ("deterministic algorithms are asked for" if call.deterministic else "")
     once = once or ("tiles are forced" if {"dq", "dkdv"} & kinds else "")

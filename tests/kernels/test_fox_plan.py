@@ -108,3 +108,10 @@ def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.0")
     q = torch.zeros(1, 4, 1, 16)
     assert "never run on ROCm" in checks.kernels_unavailable(q, q, multiple=8, most=256)
+
+
+def test_a_cache_that_grows_keeps_its_plan() -> None:
+    """A step looks its plan up: the same object, so that it is not announced again either."""
+    steps = [decide(T=1, S=S) for S in (300, 301, 4096)]
+    assert steps[0].forward == "split"
+    assert all(step is steps[0] for step in steps)

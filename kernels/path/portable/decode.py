@@ -47,6 +47,8 @@ def path_advance_kernel(
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
     REP: tl.constexpr = H // G
     p_valid += i_b * stride_mb
+    if ONE:
+        N = 1  # known when compiled: no divisions, no mask of rows
     R = REP * N
     o_r = i_r * BR + tl.arange(0, BR)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
@@ -138,6 +140,8 @@ def path_combine_kernel(
     o_v, o_p, o_j = tl.arange(0, BV), tl.arange(0, BP), tl.arange(0, BN)
     m_v, m_p, m_j = o_v < V, o_p < NS, o_j <= i_n
     p_valid += i_b * stride_mb
+    if BN == 1:
+        N = 1
     R = REP * N
     row = (i_b * G + i_h // REP) * NS * R + (i_h % REP) * N + i_n
     b_m = tl.load(p_m + row + o_p * R, mask=m_p, other=float("-inf"))
