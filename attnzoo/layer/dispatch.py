@@ -50,7 +50,8 @@ def run(variant: Variant, form: str, call: Call) -> tuple[Any, Any]:
     """Output ``[B, T, H, V]`` and the new state (None where none is kept)."""
     inputs = call.q, call.k, call.v, call.gate
     if call.keeps_state and form == REFERENCE:
-        return variant.extend(*inputs, call.state, **call.options)
+        o, state = variant.extend(*inputs, call.state, **call.options)
+        return o, state
     if call.keeps_state:  # one token is too little work to check again what the layer itself has made
         check_state(variant.side, call.state, *inputs[:3])
         with torch.autocast(call.q.device.type, enabled=False):
