@@ -51,7 +51,8 @@ test-gpu: install
 
 test-long: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --hypothesis-profile=long \
-		tests/test_forms.py tests/test_laws.py tests/test_reductions.py tests/test_pruning.py tests/test_attention.py
+		tests/test_forms.py tests/test_laws.py tests/test_reductions.py tests/test_pruning.py tests/test_attention.py \
+		tests/test_options.py tests/test_products.py tests/fuzz
 
 lint: install
 	$(BIN)/ruff check .
