@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.validation import check_inputs
@@ -235,6 +237,12 @@ def _form_set(module: ModuleType) -> FormSet:
     return cast(FormSet, forms)
 
 
+def as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context without autocast on q's device: gates and states stay in float32. It costs nothing without autocast."""
+    on = torch.is_autocast_enabled(q.device.type)
+    return torch.autocast(q.device.type, enabled=False) if on else contextlib.nullcontext()
+
+
 def _checked(pair: Pair, name: str, forms: FormSet, form: str) -> Callable[..., Any]:
     run, taken = forms.forms[form], forms.options(form)
 
@@ -242,7 +250,7 @@ def _checked(pair: Pair, name: str, forms: FormSet, form: str) -> Callable[..., 
     def checked(q: Any, k: Any, v: Any, gate: Any, **options: Any) -> Any:
         check_options(f"{form!r} of {name!r}", options, taken)
         check_inputs(name, pair.requires, q, k, v, gate, options.get("scale"), options.get("valid"))
-        with torch.autocast(q.device.type, enabled=False):  # gates and states stay in float32
+        with as_given(q):
             return run(q, k, v, gate, **options)
 
     return checked
@@ -258,7 +266,7 @@ def _checked_extend(pair: Pair, name: str, side: Side, forms: FormSet) -> Callab
         check_options(f"'extend' of {name!r}", options, taken[form])
         check_inputs(name, pair.requires, q, k, v, gate, options.get("scale"), options.get("valid"))
         check_state(side, state, q, k, v)
-        with torch.autocast(q.device.type, enabled=False):
+        with as_given(q):
             return forms.extend(q, k, v, gate, state, form=form, **options)
 
     return checked

@@ -12,9 +12,8 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from attnzoo import list_variants
+from attnzoo import cli, list_variants
 from attnzoo.benchmarks import measure
-from attnzoo.benchmarks.command import bench
 
 RESULTS = Path(__file__).parents[1] / "docs/benchmarks/results"
 
@@ -25,7 +24,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(bench, arguments)
+    return CliRunner().invoke(cli.app, ["bench", *arguments])
 
 
 def test_cpu_times_every_linear_variant_and_fox() -> None:

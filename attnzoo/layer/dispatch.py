@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attnzoo.forms.cache import check_state
 from attnzoo.forms.protocol import REFERENCE, Call
-from attnzoo.registry import Variant
+from attnzoo.registry import Variant, as_given
 
 IMPLS = ("auto", "triton", "fla", REFERENCE)
 KERNELS = ("triton", "fla")  # what auto tries on a GPU, in this order
@@ -54,7 +53,7 @@ def run(variant: Variant, form: str, call: Call) -> tuple[Any, Any]:
         return o, state
     if call.keeps_state:  # one token is too little work to check again what the layer itself has made
         check_state(variant.side, call.state, *inputs[:3])
-        with torch.autocast(call.q.device.type, enabled=False):
+        with as_given(call.q):
             return variant.form_set.extend(*inputs, call.state, form=form, **call.options)
     if form == REFERENCE:
         form = next(name for name in REFERENCES if name in variant.forms)
