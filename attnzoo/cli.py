@@ -156,6 +156,19 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
     click.echo(f"report: {page}")
 
 
+@app.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder to write.")
+def export(run: Path, folder: Path) -> None:
+    """Write a run as a model folder of Hugging Face.
+
+    `import attnzoo` and `AutoModelForCausalLM.from_pretrained(FOLDER)` load it. The newest whole checkpoint is taken.
+    """
+    from attnzoo.training.export import export_run
+
+    click.echo(f"model: {export_run(run, folder)}")
+
+
 app.add_command(bench)
 
 
