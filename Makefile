@@ -1,10 +1,11 @@
 # make demo: install if need be, train the zoo's variants side by side, write a report
-# make test: install if need be, prove every equality
+# make test: install if need be, check every equality
 # make docs: install if need be, draw the figures, build site/index.html
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 JOBS ?= 2
+FUZZ_SEED ?= $(shell date +%s)
 # flash-linear-attention's kernels need a GPU, and are of use only there
 EXTRAS := dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 
@@ -16,7 +17,7 @@ help:
 	@echo "make test       run the tests"
 	@echo "make test-quick a part of every area's tests, in under a minute"
 	@echo "make test-gpu   what needs a CUDA GPU"
-	@echo "make test-long  at least 200 random examples per variant and property"
+	@echo "make test-long  at least 200 random examples per variant and property, 10,000 fuzz cases (FUZZ_SEED=...)"
 	@echo "make check      lint, types and tests"
 	@echo "make docs       draw the figures and build the documentation, site/index.html"
 	@echo "make docs-test  build it from the committed figures and read it in a headless Chromium"
@@ -52,7 +53,8 @@ test-gpu: install
 test-long: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --hypothesis-profile=long \
 		tests/test_forms.py tests/test_laws.py tests/test_reductions.py tests/test_pruning.py tests/test_attention.py \
-		tests/test_options.py tests/test_products.py tests/fuzz
+		tests/test_options.py tests/test_products.py
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --fuzz-times=25 --fuzz-seed=$(FUZZ_SEED) tests/fuzz
 
 lint: install
 	$(BIN)/ruff check .

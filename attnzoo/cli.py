@@ -26,7 +26,7 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="attnzoo")
 def app() -> None:
-    """Every linear recurrence beside its dual softmax position encoding."""
+    """Seven linear recurrences, each beside its dual softmax position encoding."""
 
 
 @app.command("list")

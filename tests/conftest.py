@@ -27,6 +27,12 @@ settings.register_profile("long", max_examples=200, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))  # --hypothesis-profile has the last word
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    fuzz = parser.getgroup("fuzz", "tests/fuzz")
+    fuzz.addoption("--fuzz-times", type=float, default=1, help="times as many cases as in the short profile; 0 for one")
+    fuzz.addoption("--fuzz-seed", type=int, default=0, help="seed of the first case of each fuzzer")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = torch.cuda.is_available()
     missing = importlib.util.find_spec("fla") is None

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hypothesis import settings
-
 REFUSALS = (ValueError, TypeError, RuntimeError, OSError)
 MISTAKES = (NotImplementedError, RecursionError, UnicodeError)  # kinds of these that nobody raises on purpose
-
-
-def examples() -> range:
-    """Seeds to try: a dozen, or as many as the profile says (`--hypothesis-profile=long`)."""
-    return range(settings().max_examples)
 
 
 def answer(work: Callable[[], Any], names: Iterable[str], story: object) -> Any:

@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
-import random
 import shutil
 from pathlib import Path
 
 import numpy as np
 from damages import damage
-from rule import answer, examples
+from rule import answer
 
 import attnzoo.experiments
 from attnzoo.config import DataConfig, TrainConfig, load_config, save_config
@@ -79,49 +78,43 @@ def numbers_of(config):
             yield value
 
 
-def test_random_overrides_make_a_configuration_or_are_refused_by_name(tmp_path):
+def test_random_overrides_make_a_configuration_or_are_refused_by_name(fuzz, tmp_path):
     accepted = 0
-    for seed in examples():
-        rng = random.Random(seed)
-        for _ in range(8):
-            overrides = []
-            for _ in range(rng.choice([1, 1, 2, 3])):
-                key = rng.choice(KEYS)
-                if rng.random() < 0.1:
-                    key = key[:-1] + rng.choice(["", "_", ".", ".x", "[0]", " "])
-                overrides.append(rng.choice(RIGHT) if rng.random() < 0.5 else f"{key}={rng.choice(VALUES)}")
-            names = [part for override in overrides for part in override.partition("=")[0].replace("[", ".").split(".")]
-            story = f"seed {seed}: {overrides}"
-            config = answer(lambda overrides=overrides: load_config(None, overrides), filter(None, names), story)
-            if config is None:
-                continue
-            accepted += 1
-            assert not any(map(math.isnan, numbers_of(config))), story
-            save_config(config, tmp_path / "c.yaml")
-            assert load_config(tmp_path / "c.yaml") == config, story
-    assert accepted > len(examples())
+    for rng in fuzz(96):
+        overrides = []
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            key = rng.choice(KEYS)
+            if rng.random() < 0.1:
+                key = key[:-1] + rng.choice(["", "_", ".", ".x", "[0]", " "])
+            overrides.append(rng.choice(RIGHT) if rng.random() < 0.5 else f"{key}={rng.choice(VALUES)}")
+        names = [part for override in overrides for part in override.partition("=")[0].replace("[", ".").split(".")]
+        config = answer(lambda overrides=overrides: load_config(None, overrides), filter(None, names), overrides)
+        if config is None:
+            continue
+        accepted += 1
+        assert not any(map(math.isnan, numbers_of(config))), overrides
+        save_config(config, tmp_path / "c.yaml")
+        assert load_config(tmp_path / "c.yaml") == config, overrides
+    assert accepted > fuzz.done // 8 or fuzz.done == 1
 
 
-def test_files_with_random_damage_make_a_configuration_or_are_refused_by_name(tmp_path):
+def test_files_with_random_damage_make_a_configuration_or_are_refused_by_name(fuzz, tmp_path):
     names = [*(key.rpartition(".")[2] for key in KEYS), "c.yaml", *(f.name for f in dataclasses.fields(CompareConfig))]
-    for seed in examples():
-        rng = random.Random(seed)
-        for _ in range(5):
-            source = rng.choice(CONFIGS)
-            path = tmp_path / "c.yaml"
-            path.write_bytes(source.read_bytes())
-            story = f"seed {seed}: {source.name}: {damage(path, rng)}"
-            schema = CompareConfig if source.parent.name == "compare" else TrainConfig
-            answer(lambda path=path, schema=schema: load_config(path, [], schema), names, story)
-            if path.is_dir():
-                path.rmdir()
+    for rng in fuzz(60):
+        source = rng.choice(CONFIGS)
+        path = tmp_path / "c.yaml"
+        path.write_bytes(source.read_bytes())
+        story = f"{source.name}: {damage(path, rng)}"
+        schema = CompareConfig if source.parent.name == "compare" else TrainConfig
+        answer(lambda path=path, schema=schema: load_config(path, [], schema), names, story)
+        if path.is_dir():
+            path.rmdir()
 
 
-def test_runs_of_random_labels_stay_inside_their_folder_or_are_refused(tmp_path):
+def test_runs_of_random_labels_stay_inside_their_folder_or_are_refused(fuzz):
     characters = "a1./\\ -_=\"'$<>&\0\n~é*"
-    for seed in examples():
-        rng = random.Random(seed)
-        for _ in range(50):
+    for rng in fuzz(60):
+        for _ in range(10):
             labels = ["".join(rng.choices(characters, k=rng.randrange(6))) for _ in range(2)]
             config = CompareConfig(variants=[{"name": "nope", "label": label} for label in labels], output_dir="out")
             runs = answer(lambda config=config: plan(config), ["variants: "], labels)
@@ -134,26 +127,24 @@ def test_runs_of_random_labels_stay_inside_their_folder_or_are_refused(tmp_path)
                 assert folder.name != "report.html"
 
 
-def test_token_files_with_random_damage_are_read_rightly_or_refused_by_name(tmp_path):
+def test_token_files_with_random_damage_are_read_rightly_or_refused_by_name(fuzz, tmp_path):
     tokens = (np.arange(600) % 251).astype(np.uint16)
-    for seed in examples():
-        rng = random.Random(seed)
-        for _ in range(10):
-            folder = tmp_path / "data"
-            folder.mkdir()
-            name = rng.choice(["tokens.npy", "tokens.bin"])
-            np.save(folder / name, tokens) if name.endswith("npy") else tokens.tofile(folder / name)
-            story = f"seed {seed}: {damage(folder / name, rng)}"
-            source = rng.choice([folder, folder / name])
-            config = DataConfig(source=str(source), context_length=8, vocab_size=251)
+    for rng in fuzz(96):
+        folder = tmp_path / "data"
+        folder.mkdir()
+        name = rng.choice(["tokens.npy", "tokens.bin"])
+        np.save(folder / name, tokens) if name.endswith("npy") else tokens.tofile(folder / name)
+        story = damage(folder / name, rng)
+        source = rng.choice([folder, folder / name])
+        config = DataConfig(source=str(source), context_length=8, vocab_size=251)
 
-            def read(config=config):
-                data = build_data(config)
-                return [data.train[index] for index in range(len(data.train))], data
+        def read(config=config):
+            data = build_data(config)
+            return [data.train[index] for index in range(len(data.train))], data
 
-            found = answer(read, [str(source)], story)
-            if found is not None:
-                windows, data = found
-                assert all(window.min() >= 0 and window.max() < 251 for window in windows), story
-                assert data.heldout.max() < 251, story
-            shutil.rmtree(folder)
+        found = answer(read, [str(source)], story)
+        if found is not None:
+            windows, data = found
+            assert all(window.min() >= 0 and window.max() < 251 for window in windows), story
+            assert data.heldout.max() < 251, story
+        shutil.rmtree(folder)
