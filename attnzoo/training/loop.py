@@ -24,6 +24,7 @@ from attnzoo.training.checkpoint import (
     check_resumable,
     exclusive,
     load_state,
+    make_folder,
     newest_checkpoint,
     read_progress,
     remove_stale,
@@ -79,7 +80,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     model: Any = LanguageModel(config.model)
     optimizer: Any = build_optimizer(model, config.optimizer)
 
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     main = accelerator.is_main_process
     with exclusive(run_dir) if main else nullcontext():
         checkpoint = check_resumable(run_dir, config, data) if main else None
