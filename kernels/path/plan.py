@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from attnzoo.kernels.common import tiles as tile_sizes
-from attnzoo.kernels.common.device import Machine, not_gluon
+from attnzoo.kernels.common.device import Machine, not_gluon, shared_memory
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import HOPPER_BACKWARD, Kind, Tiles
 
@@ -35,9 +35,8 @@ _SAFE: dict[Kind, dict[int, Tiles]] = {
     "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2)},
 }
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1)} for kind in _SAFE}
-# KiB of shared memory per program: what the block kernels need at head dim 128, and what a GPU has (99 if not listed).
+# KiB of shared memory per program that the block kernels need at head dim 128.
 _NEEDED = {torch.bfloat16: 112, torch.float16: 152, torch.float32: 176}
-_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
 
@@ -93,7 +92,7 @@ def _plan(call: Call, leveled: bool, machine: Machine, forced: tuple[tuple[Kind,
 
 def too_small(dtype: torch.dtype, capability: tuple[int, int]) -> str:
     """Why the block kernels do not fit a GPU's shared memory, or ""."""
-    has = _SHARED.get(capability, 99)
+    has = shared_memory(capability)
     if _NEEDED[dtype] <= has:
         return ""
     return f"expected {_NEEDED[dtype]} KiB of shared memory per program for {dtype}, this GPU {capability} has {has}"
