@@ -36,6 +36,7 @@ class Prune:
             for the Forgetting Transformer", 2025, section 3.
 
     Raises:
+        TypeError: an ``eps`` that is no number.
         ValueError: ``eps`` outside (0, 1) or an unknown ``bound``.
     """
 
@@ -43,6 +44,8 @@ class Prune:
     bound: Bound = "tail"
 
     def __post_init__(self) -> None:
+        if isinstance(self.eps, bool) or not isinstance(self.eps, (int, float)):
+            raise TypeError(f"eps: expected a float in (0, 1), got {self.eps!r}")
         if not 0.0 < self.eps < 1.0:
             raise ValueError(f"eps: expected a float in (0, 1), got {self.eps!r}")
         if self.bound not in get_args(Bound):
