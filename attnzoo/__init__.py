@@ -57,3 +57,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
+
+
+importlib.import_module("attnzoo.models.hf.register").register()
