@@ -14,9 +14,9 @@ def draw_lattice() -> None:
 
 
 def draw_schematics() -> None:
-    from schematics import DRAWINGS as schematics
+    import schematics
 
-    for name, draw in schematics.items():
+    for name, draw in schematics.DRAWINGS.items():
         save(name, draw)
 
 

@@ -190,8 +190,8 @@ def turn(theme: Theme) -> Figure:
             end = (math.cos(angle), math.sin(angle))
             _arrow(axes, (0, 0), end, color, width=2)
             _words(axes, name, (1.2 * end[0], 1.14 * end[1]), color)
-        arc = Arc((0, 0), 0.8, 0.8, theta1=math.degrees(key), theta2=math.degrees(query), color=theme.ink, linewidth=1.5)
-        axes.add_patch(arc)
+        ends = {"theta1": math.degrees(key), "theta2": math.degrees(query)}
+        axes.add_patch(Arc((0, 0), 0.8, 0.8, color=theme.ink, linewidth=1.5, **ends))
         middle = (key + query) / 2
         _words(axes, "$3\\theta$", (0.56 * math.cos(middle), 0.56 * math.sin(middle)), theme.ink)
         _words(axes, title, (0, 1.36), theme.ink, size=9)
