@@ -407,7 +407,7 @@ def test_bad_eps_is_refused(eps: float) -> None:
 
 @pytest.mark.parametrize("eps", [True, "1e-3", None])
 def test_eps_that_is_no_number_is_refused(eps: Any) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"eps: expected a float in (0, 1), got {eps!r}")):
+    with pytest.raises(ValueError, match=re.escape(f"eps: expected a float in (0, 1), got {eps!r}")):
         Prune(eps)
 
 
