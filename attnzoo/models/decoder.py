@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
-from attnzoo.layer.attention import build_attention
+from attnzoo.layer.attention import LayerCache, build_attention
 from attnzoo.models.config import LayerSpec, ModelConfig
 
 IGNORED = -100  # a target that does not count
@@ -124,19 +124,36 @@ class LanguageModel(nn.Module):
                 nothing is shifted here), or -100 where nothing is asked.
             cu_seqlens: int [N + 1], starts of the sequences packed into a batch of one.
             attention_mask: [B, T], 0 at padding.
-            cache: from `new_cache`; extended in place, so that a sequence can be given in pieces.
+            cache: from `new_cache`; extended in place, so that a sequence can be given in pieces. A call that
+                fails leaves it as it was.
 
         Raises:
-            ValueError: shapes or dtypes other than these.
+            TypeError, ValueError: arguments of other kinds, shapes or values than these, each named.
         """
         _check_tokens("input_ids", input_ids, None)
         if targets is not None:
             _check_tokens("targets", targets, input_ids.shape)
-        if cache is not None and len(cache) != len(self.blocks):
-            raise ValueError(f"cache: expected {len(self.blocks)} layers, as new_cache() makes, got {len(cache)}")
+        if cache is None:
+            return self._predict(input_ids, targets, cu_seqlens, attention_mask, [None] * len(self.blocks))
+        _check_cache(cache, len(self.blocks))
+        before = [vars(layer).copy() for layer in cache]
+        try:
+            return self._predict(input_ids, targets, cu_seqlens, attention_mask, cache)
+        except BaseException:  # a later layer failed: the earlier ones take their tokens back
+            for layer, was in zip(cache, before, strict=True):
+                vars(layer).update(was)
+            raise
+
+    def _predict(
+        self,
+        input_ids: Tensor,
+        targets: Tensor | None,
+        cu_seqlens: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: Sequence[LayerCache | None],
+    ) -> ModelOutput:
         x = self.embedding(input_ids)  # [B, T, D]
-        for index, block in enumerate(self.blocks):
-            layer_cache = None if cache is None else cache[index]
+        for block, layer_cache in zip(self.blocks, cache, strict=True):
             x = block(x, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=layer_cache)
         logits = self.head(self.norm(x))  # [B, T, vocab]
         if targets is None:
@@ -223,6 +240,16 @@ def _from_file(options: dict[str, Any]) -> dict[str, Any]:
 def _unless_marked(parameter: Tensor, initialise: Any, **options: float) -> None:
     if not getattr(parameter, "_no_reinit", False):
         initialise(parameter, **options)
+
+
+def _check_cache(cache: object, layers: int) -> None:
+    if not isinstance(cache, list | tuple) or not all(isinstance(layer, LayerCache) for layer in cache):
+        raise TypeError(f"cache: expected what new_cache() makes, got {type(cache).__name__}")
+    if len(cache) != layers:
+        raise ValueError(f"cache: expected {layers} layers, as new_cache() makes, got {len(cache)}")
+    tokens = {layer.tokens for layer in cache}
+    if len(tokens) > 1:
+        raise ValueError(f"cache: expected layers that have seen equally many tokens, got {sorted(tokens)}")
 
 
 def _check_tokens(name: str, tokens: Tensor, shape: torch.Size | None) -> None:
