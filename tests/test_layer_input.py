@@ -19,7 +19,7 @@ from attnzoo import build_attention
         ({"name": "fox", "gate": "forgot"}, r"unknown gate 'forgot'.*did you mean 'forget'"),
         ({"name": "fox", "gate": "delta"}, r"'fox' needs the parts.*log_decay.*'delta' provides"),
         ({"name": "rope", "acp": True}, r"acp: 'rope' has no scalar decay.*alibi, fox, path_fox"),
-        ({"name": "mamba2", "acp": True}, r"acp: 'mamba2'"),
+        ({"name": "mamba2", "acp": True}, r"acp: 'mamba2' has no keys to prune.*dual is 'fox'.*alibi, fox, path_fox"),
         ({"name": "deltanet", "qk_norm": "rms"}, r"qk_norm: expected 'l2'"),
         ({"name": "fox", "hidden_size": 100}, r"hidden_size: expected a multiple of num_heads = 12"),
         ({"name": "fox", "num_kv_heads": 5}, r"num_kv_heads: expected a divisor of num_heads = 12, got 5"),

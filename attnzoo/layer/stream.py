@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -31,7 +31,6 @@ class LayerCache:
         state: an :class:`attnzoo.RecurrentState` or an :class:`attnzoo.KVCache`; None at first.
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
         seen: tokens so far, ``[B]`` int64 (padding does not count).
-        tokens: tokens so far, padding included.
         dtype: of the hidden states in the calls before.
         owner: the layer whose calls it belongs to; None for the first that is given it.
     """
@@ -39,9 +38,13 @@ class LayerCache:
     state: Any = None
     windows: dict[str, Tensor] = field(default_factory=dict)
     seen: Tensor | None = None
-    tokens: int = 0
     dtype: torch.dtype | None = None
     owner: Owner | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens so far, padding included."""
+        return 0 if self.state is None else len(self.state)
 
     def reorder(self, index: Tensor) -> None:
         """Keep the rows ``index`` of the batch, in that order (beam search, finished rows).
@@ -73,6 +76,21 @@ class LayerCache:
         if self.dtype != x.dtype or self.seen.device != x.device:
             before, now = f"{self.dtype} on {self.seen.device}", f"{x.dtype} on {x.device}"
             raise ValueError(f"cache: expected x in {before} as in the calls before, got {now}")
+
+
+class AllOrNone:
+    """``with AllOrNone(caches):`` takes back what some layers have stored when a later one fails."""
+
+    def __init__(self, caches: Sequence[LayerCache] | None) -> None:
+        self.before = [(cache, vars(cache).copy()) for cache in caches or ()]
+
+    def __enter__(self) -> None:
+        """Nothing to do: what was there is noted."""
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is not None:
+            for cache, was in self.before:
+                vars(cache).update(was)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +175,7 @@ class Stream:
         if cache.owner is None:
             cache.owner = Owner(layer)
         cache.state, cache.windows, cache.seen = state, {**cache.windows, **self.windows}, seen
-        cache.tokens, cache.dtype = cache.tokens + T, x.dtype
+        cache.dtype = x.dtype
 
 
 @dataclass(frozen=True, eq=False)

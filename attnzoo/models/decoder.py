@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
-from attnzoo.layer.attention import LayerCache, build_attention
+from attnzoo.layer.attention import build_attention
+from attnzoo.layer.stream import AllOrNone, LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
 
 IGNORED = -100  # a target that does not count
@@ -130,36 +131,55 @@ class LanguageModel(nn.Module):
         Raises:
             TypeError, ValueError: arguments of other kinds, shapes or values than these, each named.
         """
-        _check_tokens("input_ids", input_ids, None)
         if targets is not None:
+            _check_tokens("input_ids", input_ids, None)
             _check_tokens("targets", targets, input_ids.shape)
-        if cache is None:
-            return self._predict(input_ids, targets, cu_seqlens, attention_mask, [None] * len(self.blocks))
-        _check_cache(cache, len(self.blocks))
-        before = [vars(layer).copy() for layer in cache]
-        try:
-            return self._predict(input_ids, targets, cu_seqlens, attention_mask, cache)
-        except BaseException:  # a later layer failed: the earlier ones take their tokens back
-            for layer, was in zip(cache, before, strict=True):
-                vars(layer).update(was)
-            raise
+        with AllOrNone(cache):
+            x = self.hidden(input_ids, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
+            logits = self.head(x)  # [B, T, vocab]
+            if targets is None:
+                return ModelOutput(logits)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=IGNORED)
+            return ModelOutput(logits, loss)
 
-    def _predict(
+    def hidden(
         self,
-        input_ids: Tensor,
-        targets: Tensor | None,
-        cu_seqlens: Tensor | None,
-        attention_mask: Tensor | None,
-        cache: Sequence[LayerCache | None],
-    ) -> ModelOutput:
-        x = self.embedding(input_ids)  # [B, T, D]
-        for block, layer_cache in zip(self.blocks, cache, strict=True):
-            x = block(x, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=layer_cache)
-        logits = self.head(self.norm(x))  # [B, T, vocab]
-        if targets is None:
-            return ModelOutput(logits)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=IGNORED)
-        return ModelOutput(logits, loss)
+        input_ids: Tensor | None = None,
+        *,
+        embedded: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: list[Any] | None = None,
+        recompute: Callable[..., Tensor] | None = None,
+        states: list[Tensor] | None = None,
+    ) -> Tensor:
+        """What the head reads, [B, T, D]; the arguments of :meth:`forward`, and
+
+        Args:
+            embedded: [B, T, D] instead of `input_ids`.
+            recompute: `recompute(block, x, **arguments)` runs a block and computes it again in the backward pass
+                instead of keeping what is inside it, as `torch.utils.checkpoint.checkpoint` does; None keeps.
+            states: a list that gets what each block takes, and the result.
+
+        Raises:
+            ValueError: shapes or dtypes other than these.
+        """
+        if embedded is None:
+            _check_tokens("input_ids", input_ids, None)
+            embedded = self.embedding(input_ids)
+        if cache is not None:
+            _check_cache(cache, len(self.blocks))
+        x = embedded  # [B, T, D]
+        with AllOrNone(cache):
+            for index, block in enumerate(self.blocks):
+                if states is not None:
+                    states.append(x)
+                given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache and cache[index]}
+                x = block(x, **given) if recompute is None else recompute(block, x, **given)
+            x = cast(Tensor, self.norm(x))
+        if states is not None:
+            states.append(x)
+        return x
 
     def new_cache(self) -> list[Any]:
         """An empty cache for one batch of sequences, one entry per layer."""
@@ -252,7 +272,9 @@ def _check_cache(cache: object, layers: int) -> None:
         raise ValueError(f"cache: expected layers that have seen equally many tokens, got {sorted(tokens)}")
 
 
-def _check_tokens(name: str, tokens: Tensor, shape: torch.Size | None) -> None:
+def _check_tokens(name: str, tokens: Tensor | None, shape: torch.Size | None) -> None:
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"{name}: expected integers [B, T], got {type(tokens).__name__}")
     if tokens.ndim != 2 or (shape is not None and tokens.shape != shape):
         expected = "[B, T]" if shape is None else str(list(shape))
         raise ValueError(f"{name}: expected shape {expected}, got {list(tokens.shape)}")
