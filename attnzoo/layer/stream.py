@@ -81,8 +81,8 @@ class LayerCache:
 class AllOrNone:
     """``with AllOrNone(caches):`` takes back what some layers have stored when a later one fails."""
 
-    def __init__(self, caches: Sequence[LayerCache] | None) -> None:
-        self.before = [(cache, vars(cache).copy()) for cache in caches or ()]
+    def __init__(self, caches: Sequence[LayerCache]) -> None:
+        self.before = [(cache, vars(cache).copy()) for cache in caches]
 
     def __enter__(self) -> None:
         """Nothing to do: what was there is noted."""

@@ -134,7 +134,7 @@ class LanguageModel(nn.Module):
         if targets is not None:
             _check_tokens("input_ids", input_ids, None)
             _check_tokens("targets", targets, input_ids.shape)
-        with AllOrNone(cache):
+        with _all_or_none(cache, len(self.blocks)):
             x = self.hidden(input_ids, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
             logits = self.head(x)  # [B, T, vocab]
             if targets is None:
@@ -167,10 +167,8 @@ class LanguageModel(nn.Module):
         if embedded is None:
             _check_tokens("input_ids", input_ids, None)
             embedded = self.embedding(input_ids)
-        if cache is not None:
-            _check_cache(cache, len(self.blocks))
         x = embedded  # [B, T, D]
-        with AllOrNone(cache):
+        with _all_or_none(cache, len(self.blocks)):
             for index, block in enumerate(self.blocks):
                 if states is not None:
                     states.append(x)
@@ -262,7 +260,10 @@ def _unless_marked(parameter: Tensor, initialise: Any, **options: float) -> None
         initialise(parameter, **options)
 
 
-def _check_cache(cache: object, layers: int) -> None:
+def _all_or_none(cache: list[LayerCache] | None, layers: int) -> AllOrNone:
+    """For `with`, once the cache has been checked."""
+    if cache is None:
+        return AllOrNone(())
     if not isinstance(cache, list | tuple) or not all(isinstance(layer, LayerCache) for layer in cache):
         raise TypeError(f"cache: expected what new_cache() makes, got {type(cache).__name__}")
     if len(cache) != layers:
@@ -270,6 +271,7 @@ def _check_cache(cache: object, layers: int) -> None:
     tokens = {layer.tokens for layer in cache}
     if len(tokens) > 1:
         raise ValueError(f"cache: expected layers that have seen equally many tokens, got {sorted(tokens)}")
+    return AllOrNone(cache)
 
 
 def _check_tokens(name: str, tokens: Tensor | None, shape: torch.Size | None) -> None:

@@ -138,7 +138,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             past_key_values = ModelCache(self.model.new_cache())
         states: list[Tensor] | None = [] if output_hidden_states else None
         memories = None if past_key_values is None else past_key_values.memories
-        with AllOrNone(memories):
+        with AllOrNone(memories or ()):
             x = self.model.hidden(
                 input_ids,
                 embedded=inputs_embeds,
