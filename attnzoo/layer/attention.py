@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.validation import reads_values
+from attnzoo.algebra.values import reads_values
 from attnzoo.errors import unknown
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.protocol import Call
