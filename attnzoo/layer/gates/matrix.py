@@ -146,14 +146,16 @@ class PathTransition(GateProjection):
         return Gate(w=w, beta=beta), None
 
 
-def rotary_angles(head_dim: int, theta: float) -> Tensor:
-    """``theta^(-2i/K)`` for i = 0..K/2-1.
+def rotary_angles(head_dim: int, theta: float, to_the_end: bool = False) -> Tensor:
+    """``theta^(-2i/K)`` for i = 0..K/2-1; ``theta^(-i/(K/2-1))``, down to 1/theta, where ``to_the_end`` (RetNet).
 
     Raises:
         ValueError: an odd ``head_dim``.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim: expected an even number of channels to rotate in pairs, got {head_dim}")
+    if to_the_end:
+        return theta ** -torch.linspace(0, 1, head_dim // 2, dtype=torch.float64)
     return theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
 
 
