@@ -26,7 +26,7 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="attnzoo")
 def app() -> None:
-    """Every linear recurrence beside its dual softmax position encoding."""
+    """Seven linear recurrences, each beside its dual softmax position encoding."""
 
 
 @app.command("list")
@@ -154,6 +154,19 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
     page = write_report(results, output, title=title, command=results[0].facts.command)
     _console().print(terminal_table(results))
     click.echo(f"report: {page}")
+
+
+@app.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder to write.")
+def export(run: Path, folder: Path) -> None:
+    """Write a run as a model folder of Hugging Face.
+
+    `import attnzoo` and `AutoModelForCausalLM.from_pretrained(FOLDER)` load it. The newest whole checkpoint is taken.
+    """
+    from attnzoo.training.export import export_run
+
+    click.echo(f"model: {export_run(run, folder)}")
 
 
 app.add_command(bench)
