@@ -16,7 +16,7 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.protocol import Call
-from attnzoo.layer.config import BLOCKS, NEEDS, OFF, AttentionConfig
+from attnzoo.layer.config import BLOCKS, INSTEAD, NEEDS, OFF, AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, run
 from attnzoo.layer.gates import Sizes, build_gate, gate_classes, gate_options
 from attnzoo.layer.gates.matrix import rotary_angles
@@ -72,8 +72,9 @@ def build_attention(
         if any(cls.unit_keys for cls in classes):
             settings["qk_norm"] = "l2"
     settings |= options
-    if options.get("value_dim") is not None:
-        settings["expand"] = options.get("expand")
+    for given, default in INSTEAD.items():
+        if options.get(given) is not None and default not in options:
+            settings.pop(default, None)
     for option, part in NEEDS.items():  # what was taken away takes its own details along
         if option not in options and settings.get(part) in OFF:
             settings.pop(option, None)

@@ -22,7 +22,8 @@ SWITCHES = (
     "gate_before_norm", "sinks",
 )  # fmt: skip
 
-NEEDS = {
+INSTEAD = {"value_dim": "expand", "num_kv_heads": "num_qk_heads"}  # the first, when given, takes the second's place
+NEEDS = {  # a detail -> the part of the layer that it is one of
     "qk_norm_shared": "qk_norm", "conv_bias": "conv_size", "conv_activation": "conv_size", "rotary_angles": "rotary",
     "output_norm_groups": "output_norm", "output_norm_shared": "output_norm", "gate_before_norm": "output_norm",
 }  # fmt: skip
