@@ -290,7 +290,7 @@ EVERYTHING = {
 def test_padding_and_steps_change_nothing_with_every_option(name):
     attn, x = layer(name, **EVERYTHING), tokens()
     whole = attn(x)
-    mask = torch.ones(2, T + 3)
+    mask = torch.ones(2, T + 3, dtype=torch.int64)
     mask[:, :3] = 0
     padded = torch.cat([torch.randn(2, 3, D, dtype=torch.float64), x], 1)
     assert torch.allclose(attn(padded, attention_mask=mask)[:, 3:], whole)
