@@ -13,8 +13,9 @@ from attnzoo.layer.stream import Stream
 
 
 def l2_normalize(x: Tensor) -> Tensor:
-    """Unit vectors along the last axis, computed in float32; a zero vector stays zero."""
-    return F.normalize(wide(x), dim=-1, eps=1e-6).to(x.dtype)
+    """``x / sqrt(|x|^2 + 1e-6)`` along the last axis, in float32: unit vectors, but for very short ones."""
+    x32 = wide(x)
+    return (x32 * (x32.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 def _identity(x: Tensor) -> Tensor:

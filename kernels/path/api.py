@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import PARTS, Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, pick_implementation, share_kept
 from attnzoo.kernels.common.dense import first_visible, running_sums
@@ -55,8 +56,8 @@ def path_attention(  # type: ignore[misc]  # the options above are these
         q: [B, T, H, K]. bfloat16, float16 or float32; the Triton implementation takes K and V that are multiples of 16
             up to 128.
         k: [B, T, G, K], v: [B, T, G, V]; G divides H and head h reads key head h // (H / G).
-        w: [B, T, G, K] unit vectors in q's dtype or float32, beta: [B, T, G] in [0, 2], q's dtype or float32. A w
-            rounded to 16 bits is of unit length up to 2^-9, which pruning's certificate does not count.
+        w: [B, T, G, K] vectors of length 1 or less, beta: [B, T, G] in [0, 2], both in q's dtype or float32. A w
+            rounded to 16 bits may be longer by 2^-9, which pruning's certificate does not count.
         log_decay: [B, T, H] natural log of the forget gate, float32, <= 0, or None. All of these, and sink, are
             differentiable.
         scale: of the scores; default K ** -0.5.
@@ -82,7 +83,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
 
     Raises:
         ValueError: a shape, dtype, device or option is wrong; the message says what was expected. Values (gates > 0,
-            beta outside [0, 2], w not of unit length) are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1.
+            beta outside [0, 2], w longer than 1) are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1.
         ImportError: ``impl="triton"`` without Triton.
 
     Source: Yang et al., "PaTH Attention", 2025, sections 2.2 and 3; pruning: ``kernels/common/pruning.py``.
@@ -193,6 +194,6 @@ def _check(
             raise ValueError("log_decay: expected log gates <= 0 without NaN, got a positive or NaN entry")
         if not bool(((beta >= 0) & (beta <= 2)).all()):
             raise ValueError(f"beta: expected values in [0, 2], got {beta.min().item():.6g} to {beta.max().item():.6g}")
-        off = (w.double().norm(dim=-1) - 1).abs().masked_fill(beta == 0, 0)
-        if not bool((off <= (1e-3 if w.dtype == torch.float32 else 2e-2)).all()):
-            raise ValueError(f"w: expected unit vectors, got lengths off by up to {off.max().item():.3g}")
+        wrong = PARTS["w"].refuse(w, Gate(beta=beta))
+        if wrong:
+            raise ValueError(f"w: {wrong}")

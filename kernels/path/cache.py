@@ -75,7 +75,7 @@ def path_extend(
     Args:
         q: [B, N, H, K], the new tokens.
         k: [B, N, G, K] their keys.
-        w: [B, N, G, K] unit vectors.
+        w: [B, N, G, K] vectors of length 1 or less.
         beta: [B, N, G] in [0, 2].
         keys: [B, S, G, K] float32, S >= 1 cached keys as the last cached token left them (``carry_keys``).
         values: [B, S + N, G, V], cached and new.
@@ -124,7 +124,7 @@ def carry_keys(k: Tensor, w: Tensor, beta: Tensor, valid: Tensor | None = None) 
 
     Args:
         k: [B, T, G, K].
-        w: [B, T, G, K] unit vectors.
+        w: [B, T, G, K] vectors of length 1 or less.
         beta: [B, T, G] in [0, 2].
         valid: [B, T] bool, the tokens that exist, or None for all. The factors of the others count for nothing.
 
