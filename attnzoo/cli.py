@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# What the extra [train] installs, by the name under which it is imported.
-TRAIN = frozenset(["accelerate", "jinja2", "matplotlib", "omegaconf", "safetensors", "tensorboard", "yaml"])
+# Which extra installs a package, by the name under which it is imported.
+EXTRAS = dict.fromkeys(
+    ["accelerate", "jinja2", "matplotlib", "omegaconf", "safetensors", "tensorboard", "yaml"], "train"
+) | {"transformers": "hf", "tokenizers": "hf"}
 # Everything else is imported inside the commands: `attnzoo --help` must not wait for torch.
 
 config_argument = click.argument("config")
@@ -133,7 +135,9 @@ def compare(config: str, overrides: tuple[str, ...], jobs: int) -> None:
     from attnzoo.experiments.compare import CompareConfig, run_comparison
 
     loaded = load_config(path, overrides, schema=CompareConfig)
-    run_comparison(loaded, _console(), command=" ".join(["attnzoo compare", config, *overrides]), jobs=jobs)
+    at_a_time = [f"--jobs {jobs}"] if jobs > 1 else []  # no loss depends on it, but the speeds do
+    command = " ".join(["attnzoo compare", config, *overrides, *at_a_time])
+    run_comparison(loaded, _console(), command=command, jobs=jobs)
 
 
 @app.command()
@@ -206,8 +210,9 @@ def main() -> NoReturn:
             sys.exit(130)  # click could not tell a reader who has gone
         if os.environ.get("ATTNZOO_TRACEBACK"):
             raise
-        if isinstance(error, ModuleNotFoundError) and error.name in TRAIN:
-            _fail(f"this command needs {error.name}, which is not installed: pip install 'attnzoo[train]'", 2)
+        missing = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if missing in EXTRAS:
+            _fail(f"this needs {missing}, which is not installed: pip install 'attnzoo[{EXTRAS[missing]}]'", 2)
         kinds = ValueError | TypeError | OSError | FloatingPointError
         if not isinstance(error, kinds) and not type(error).__module__.startswith("attnzoo."):
             raise

@@ -30,7 +30,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     assert run(monkeypatch, "train", "tiny", f"output_dir={tmp_path / 'run'}") == 2
-    said = f"attnzoo: this command needs {name}, which is not installed: pip install 'attnzoo[train]'\n"
+    said = f"attnzoo: this needs {name}, which is not installed: pip install 'attnzoo[train]'\n"
     assert capsys.readouterr().err == said
     assert not (tmp_path / "run").exists()
 
@@ -42,9 +42,15 @@ def test_tensorboard_is_not_left_out_without_a_word(monkeypatch: Any, capsys: An
     assert not (tmp_path / "run").exists()
 
 
-def test_the_extra_installs_what_the_command_line_says_it_does() -> None:
+def test_the_extras_install_what_the_command_line_says_they_do() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {line.partition(">")[0].replace("pyyaml", "yaml") for line in extras["train"]} == cli.TRAIN
+    given = {
+        line.partition(">")[0].replace("pyyaml", "yaml"): extra
+        for extra in ("hf", "train")
+        for line in extras[extra]
+        if not line.startswith("attnzoo")
+    }
+    assert given == cli.EXTRAS
 
 
 def test_a_reader_who_has_gone_is_no_failed_check() -> None:

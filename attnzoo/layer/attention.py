@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.validation import reads_values
 from attnzoo.errors import unknown
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.protocol import Call
@@ -21,7 +22,7 @@ from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
 from attnzoo.layer.precision import PreciseModule, fill
 from attnzoo.layer.projected import Projected
-from attnzoo.layer.stream import LayerCache, Packing, Stream
+from attnzoo.layer.stream import LayerCache, Owner, Packing, Stream
 from attnzoo.recurrences.complex_linear import rotate
 from attnzoo.registry import Variant, get, list_variants
 
@@ -173,7 +174,7 @@ class Attention(PreciseModule):
 
     def new_cache(self) -> LayerCache:
         """An empty cache for this layer, to be handed to every call of one generation."""
-        return LayerCache()
+        return LayerCache(owner=Owner(self))
 
     def forward(
         self,
@@ -201,6 +202,8 @@ class Attention(PreciseModule):
             raise ValueError(f"x: expected [B, T, D = {self.config.hidden_size}], got {got}")
         if x.shape[1] == 0:
             raise ValueError(f"x: expected at least one token, got shape {tuple(x.shape)}")
+        if cache is not None and not isinstance(cache, LayerCache):
+            raise TypeError(f"cache: expected what new_cache() gives, got {type(cache).__name__}")
         if cu_seqlens is not None:
             if attention_mask is not None:
                 raise ValueError("attention_mask: expected None with cu_seqlens (packed sequences have no padding)")
@@ -208,11 +211,17 @@ class Attention(PreciseModule):
                 raise ValueError(f"x: expected one row [1, T, D] with cu_seqlens, got {tuple(x.shape)}")
             check_borders(cu_seqlens, x)
             if cache is None:
-                return self._attend(x, Stream(None, None, (1, x.shape[1]), x.device, cu_seqlens))
+                return self._attend(x, Stream(None, None, (1, x.shape[1]), x.device, cu_seqlens))[0]
             packing = Packing.of(cu_seqlens)
             rows = packing.unpack(x)
-            return packing.pack(self._attend(rows, self._stream(rows, packing.valid, cache)), x.shape[1])
-        return self._attend(x, self._stream(x, self._valid(attention_mask, x, cache), cache))
+            stream = self._stream(rows, packing.valid, cache)
+            y, state = self._attend(rows, stream)
+            y = packing.pack(y, x.shape[1])
+        else:
+            stream = self._stream(x, self._valid(attention_mask, x, cache), cache)
+            y, state = self._attend(x, stream)
+        stream.commit(self, x, state)
+        return y
 
     def project(self, x: Tensor) -> Projected:
         """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them."""
@@ -247,21 +256,29 @@ class Attention(PreciseModule):
         B, T = x.shape[:2]
         if not isinstance(mask, Tensor):
             raise TypeError(f"attention_mask: expected a tensor, got {type(mask).__name__}")
-        if mask.ndim != 2 or mask.shape[0] != B or mask.shape[1] < T or (mask.shape[1] > T and cache is None):
-            raise ValueError(f"attention_mask: expected [B, T] = {(B, T)}, got {tuple(mask.shape)}")
-        valid = mask[:, mask.shape[1] - T :].bool()
-        return None if not valid.is_cuda and bool(valid.all()) else valid
+        S = 0 if cache is None else cache.tokens
+        if tuple(mask.shape) not in ((B, T), (B, S + T)):
+            also = f" or [B, S + T] = {(B, S + T)}" if S else ""
+            raise ValueError(f"attention_mask: expected [B, T] = {(B, T)}{also}, got {tuple(mask.shape)}")
+        if mask.is_floating_point() or mask.is_complex():
+            raise TypeError(f"attention_mask: expected bool or integers (0 at padding), got {mask.dtype}")
+        if mask.device != x.device:
+            raise ValueError(f"attention_mask: expected the device of x, {x.device}, got {mask.device}")
+        valid = mask[:, mask.shape[1] - T :]
+        if not reads_values(mask):
+            return valid.bool()
+        if valid.dtype != torch.bool and bool(((valid != 0) & (valid != 1)).any()):
+            raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {valid.unique().tolist()}")
+        valid = valid.bool()
+        return None if bool(valid.all()) else valid
 
     def _stream(self, x: Tensor, valid: Tensor | None, cache: LayerCache | None) -> Stream:
-        B, T = x.shape[:2]
         if cache is not None:
-            if not isinstance(cache, LayerCache):
-                raise TypeError(f"cache: expected what new_cache() gives, got {type(cache).__name__}")
-            if cache.seen is not None and len(cache.seen) != B:
-                raise ValueError(f"cache: expected {len(cache.seen)} rows as in the calls before, got {B}")
-        return Stream(valid, cache, (B, T), x.device)
+            cache.check(self, x)
+        return Stream(valid, cache, (x.shape[0], x.shape[1]), x.device)
 
-    def _attend(self, x: Tensor, stream: Stream) -> Tensor:
+    def _attend(self, x: Tensor, stream: Stream) -> tuple[Tensor, Any]:
+        """y, and the state after it."""
         valid, cache = stream.valid, stream.cache
         if valid is not None:
             x = x.masked_fill(~valid[..., None], 0.0)
@@ -282,14 +299,13 @@ class Attention(PreciseModule):
         if not torch.compiler.is_compiling():
             self._picked = f"{form} on {x.device.type}"
         o, state = run(self.variant, form, call)
-        stream.finish(state)
         if self.output_norm is not None:
             o = self.output_norm(o)
         o = o.flatten(2)
         if self.output_gate is not None:
             o = o * ACTIVATIONS[self.config.output_gate](self.output_gate(x))
         y: Tensor = self.o_proj(o)
-        return y if valid is None else y.masked_fill(~valid[..., None], 0.0)
+        return y if valid is None else y.masked_fill(~valid[..., None], 0.0), state
 
     def _project(self, x: Tensor, stream: Stream) -> Projected:
         config = self.config

@@ -36,10 +36,10 @@ def export_run(run: Path, folder: Path) -> Path:
     Raises:
         FileNotFoundError: no run, or none with a checkpoint.
         FileExistsError: there is something in `folder`.
-        ImportError: transformers is not installed.
+        ModuleNotFoundError: transformers is not installed.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise ImportError("export needs transformers: pip install 'attnzoo[hf]'")
+        raise ModuleNotFoundError("export needs transformers: pip install 'attnzoo[hf]'", name="transformers")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"--to: expected a folder that is empty or does not exist, got {str(folder)!r}")
     checkpoint = usable_checkpoint(run)
