@@ -141,6 +141,8 @@ class Stream:
         """
         B, T, X = x.shape
         n = size - 1
+        if self.valid is not None:  # a bias is not zero at padding
+            x = x.masked_fill(~self.valid[..., None], 0.0)
         if self.cu_seqlens is not None:  # with n zeros before each sequence
             place = torch.arange(T, device=x.device) + n * self._sequence()[0]
             spaced = x.new_zeros(1, T + n * (len(self.cu_seqlens) - 1), X).index_copy(1, place + n, x)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
 from attnzoo.layer.attention import build_attention
+from attnzoo.layer.precision import GateLinear
 from attnzoo.layer.stream import AllOrNone, LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
 
@@ -76,7 +77,7 @@ class LanguageModel(nn.Module):
     """A decoder-only language model; `config.attention` says which variant each layer runs.
 
     Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for parameters that an
-    attention module marks with `_no_reinit`, which keep the initialisation of their own.
+    attention module marks with `_no_reinit` and the biases of gates, which keep the initialisation of their own.
 
     Args:
         config: its sizes and the variant of each layer.
@@ -104,7 +105,7 @@ class LanguageModel(nn.Module):
                 _unless_marked(module.weight, nn.init.ones_)
             if isinstance(module, nn.Linear | nn.Embedding) and module is not tied:
                 _unless_marked(module.weight, nn.init.normal_, std=self.config.initializer_range)
-            if isinstance(module, nn.Linear) and module.bias is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None and not isinstance(module, GateLinear):
                 _unless_marked(module.bias, nn.init.zeros_)
         if self.config.tie_embeddings:  # again, as to_empty unties them
             self.head.weight = self.embedding.weight
