@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.validation import reads_values
+from attnzoo.algebra.values import reads_values
 
 ROOM = 256  # buffers hold multiples of this many tokens
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.validation import reads_values
+from attnzoo.algebra.values import reads_values
 from attnzoo.errors import unknown
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.protocol import Call
