@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, GateParts
-from attnzoo.algebra.validation import reads_values
+from attnzoo.algebra.values import reads_values
 
 
 def check_tensors(given: Mapping[str, object], needed: Sequence[str] = ()) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.transitions import cut, heads_first
-from attnzoo.algebra.validation import reads_values
+from attnzoo.algebra.values import reads_values
 from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
 from attnzoo.kernels.path.chunk import CHUNK, factors_block
 
