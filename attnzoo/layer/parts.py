@@ -63,7 +63,6 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.kind, self.eps, self.groups = kind, eps, groups
         self.weight = nn.Parameter(torch.ones(dim) if shared else torch.ones(heads, dim))
-        self.weight._no_weight_decay = True  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)

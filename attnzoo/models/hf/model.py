@@ -165,7 +165,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
 def _precise(model: nn.Module) -> list[str]:
     """Names of the tensors that are never rounded to 16 bits."""
     modules = [(name, part) for name, part in model.named_modules() if isinstance(part, PreciseModule)]
-    return sorted({f"{path.rpartition('.')[2]}.{name}" for path, part in modules for name in part._least})
+    return sorted({f"{path.rpartition('.')[2]}.{name}" for path, part in modules for name in part.precise})
 
 
 def _gives_tokens_back(block: Any) -> bool:
