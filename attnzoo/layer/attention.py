@@ -22,7 +22,7 @@ from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, Shor
 from attnzoo.layer.precision import PreciseModule, fill
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.stream import LayerCache, Packing, Stream
-from attnzoo.recurrences.complex_linear import rotate
+from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant, get, list_variants
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ class Attention(PreciseModule):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.angle is not None:
             phase = stream.positions()[..., None, None] * self.angle.double()
-            q, k = rotate(q, phase), rotate(k, phase)
+            q, k = rotate_all(phase, q, k)
         gate, write = self.gate(x, k, stream)
         if stream.valid is not None and gate.w is not None:  # padding has no unit vector to erase along
             gate = gate.neutral_where(~stream.valid)

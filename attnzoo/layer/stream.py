@@ -97,6 +97,14 @@ class Stream:
         rank = order.argsort(1)[:, n:] - n
         return out.gather(1, rank.clamp(min=0)[..., None].expand(-1, -1, out.shape[-1]))
 
+    def before(self, name: str, x: Tensor) -> Tensor:
+        """The token before each of ``x [B, T, X]``, zeros before the first; ``name`` is its key in the cache."""
+        past = None if self.cache is None or self.valid is not None else self.cache.windows.get(name)
+        if past is None or x.shape[1] > 1:
+            return self.windowed(name, x, 2, lambda full: full[:, :-1])
+        self._remember(name, x, 1)
+        return past.to(x.dtype)
+
     def _remember(self, name: str, full: Tensor, n: int) -> None:
         if self.cache is not None:
             self.cache.windows[name] = full[:, full.shape[1] - n :]
@@ -106,9 +114,8 @@ class Stream:
         if self.cache is None:
             return
         B, T = self.shape
-        new = torch.full((B,), T, device=self.device) if self.valid is None else self.valid.sum(1)
-        self.cache.state = state
-        self.cache.seen = new if self.cache.seen is None else self.cache.seen + new
+        seen = torch.zeros(B, dtype=torch.int64, device=self.device) if self.cache.seen is None else self.cache.seen
+        self.cache.state, self.cache.seen = state, seen + (T if self.valid is None else self.valid.sum(1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
 from attnzoo.layer.gates.base import DELTA_RULE, GateProjection, Sizes, Write, reset_linear
-from attnzoo.layer.parts import ShortConvolution, l2_normalize
+from attnzoo.layer.parts import ShortConvolution
 from attnzoo.layer.precision import GateLinear, fill, wide
 from attnzoo.layer.stream import Stream
 
@@ -160,5 +160,5 @@ def rotary_angles(head_dim: int, theta: float) -> Tensor:
 def _unit_or_idle(w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """w of unit length, in float32 at least (a rounded one may be longer than 1); where it vanishes, beta is 0."""
     w = wide(w)
-    length = w.norm(dim=-1)
-    return l2_normalize(w), beta.masked_fill(length < 1e-6, 0.0)
+    length = w.norm(dim=-1, keepdim=True)
+    return w / length.clamp(min=1e-6), beta.masked_fill(length[..., 0] < 1e-6, 0.0)
