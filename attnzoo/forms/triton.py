@@ -65,6 +65,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         """From an empty state rows with padding run packed; over a cache the kernel leaves out what does not exist."""
         from attnzoo.kernels.fox import fox_attention
 
+        kernel: Callable[..., Output] = fox_attention
         check_softmax(given, q, gate)
         _refuse_both(given)
         constant = gate.log_decay if gate.log_decay is not None and gate.log_decay.ndim == 1 else None
@@ -79,17 +80,17 @@ def fox_kernel(forms: Additive) -> Kernel:
         if past is None and given.valid is not None:
 
             def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Output:
-                return fox_attention(q, k, v, log_decay=g, cu_seqlens=borders, **options)
+                return kernel(q, k, v, log_decay=g, cu_seqlens=borders, **options)
 
             return on_packed(packed, given.valid, q, k, v, g), state
         if past is None:
             g = g if constant is None else constant
-            return fox_attention(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens, **options), state
+            return kernel(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens, **options), state
         _refuse_padded(given, state)
         if g is None or _records(q, k, state.v, g, given.sink):
-            return fox_attention(q, k, state.v, log_decay=g, valid=state.valid, **options), state
+            return kernel(q, k, state.v, log_decay=g, valid=state.valid, **options), state
         state = replace(state, sums=_gate_sums(past, state))
-        return fox_attention(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid, **options), state
+        return kernel(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid, **options), state
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.fox import triton_unavailable

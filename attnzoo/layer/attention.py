@@ -263,7 +263,11 @@ class Attention(PreciseModule):
         if valid is not None:
             x = x.masked_fill(~valid[..., None], 0.0)
         projected = self._project(x, stream)
-        bound = None if self.prune is None else self.logit_bound(projected.q.dtype)
+        bound = None if cache is None else cache.bound
+        if bound is None and self.prune is not None:
+            bound = self.logit_bound(projected.q.dtype)
+            if cache is not None:
+                cache.bound = bound
         delta_rule = isinstance(projected.write, str)
         options = given_options(
             {

@@ -112,4 +112,5 @@ class Shift(nn.Module):
         """x ``[B, T, heads * dim]``, hidden ``[B, T, D]``; same shape as x out."""
         a = self.proj(hidden).sigmoid().to(x.dtype)[..., None]
         before, now = (y.unflatten(-1, (self.heads, -1)) for y in (stream.before(name, x), x))
-        return now.lerp(before, a).flatten(-2)
+        shifted: Tensor = now.lerp(before, a).flatten(-2)
+        return shifted

@@ -18,11 +18,13 @@ class LayerCache:
         state: an :class:`attnzoo.RecurrentState` or an :class:`attnzoo.KVCache`; None at first.
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
         seen: tokens so far, ``[B]`` int64 (padding does not count).
+        bound: what the weights of QK-norm promise of the logits, ``[H]``; a cache is of one set of weights.
     """
 
     state: Any = None
     windows: dict[str, Tensor] = field(default_factory=dict)
     seen: Tensor | None = None
+    bound: Tensor | None = None
 
     def reorder(self, index: Tensor) -> None:
         """Keep the rows ``index`` of the batch, in that order (beam search, finished rows)."""

@@ -94,8 +94,8 @@ class DeltaRule(GateProjection):
         reset_linear(self.beta_proj)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        beta = wide(self.beta_proj(x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
-        return Gate(w=k, beta=beta), DELTA_RULE
+        beta = wide(self.beta_proj(x)).sigmoid()
+        return Gate(w=k, beta=2 * beta if self.allow_neg_eigval else beta), DELTA_RULE
 
 
 class PathTransition(GateProjection):
