@@ -1,5 +1,5 @@
 # make demo: install if need be, train the zoo's variants side by side, write a report
-# make test: install if need be, prove every equality
+# make test: install if need be, check every equality
 # make docs: install if need be, draw the figures, build site/index.html
 VENV ?= .venv
 PYTHON ?= python3

@@ -1,4 +1,4 @@
-"""attnzoo: every linear recurrence beside its dual softmax position encoding.
+"""attnzoo: seven linear recurrences, each beside its dual softmax position encoding.
 
 ``build_attention("fox", acp=True)`` gives a module, ``get("fox").forms["parallel"](q, k, v, Gate(log_decay=g))`` the
 function, ``dual("fox")`` the other side of the pair.
@@ -57,3 +57,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
+
+
+importlib.import_module("attnzoo.models.hf.register").register()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+# Which extra installs a package, by the name under which it is imported.
+EXTRAS = dict.fromkeys(
+    ["accelerate", "jinja2", "matplotlib", "omegaconf", "safetensors", "tensorboard", "yaml"], "train"
+) | {"transformers": "hf", "tokenizers": "hf"}
 # Everything else is imported inside the commands: `attnzoo --help` must not wait for torch.
 
 config_argument = click.argument("config")
@@ -26,20 +32,22 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="attnzoo")
 def app() -> None:
-    """Every linear recurrence beside its dual softmax position encoding."""
+    """Seven linear recurrences, each beside its dual softmax position encoding."""
 
 
 @app.command("list")
 def list_pairs() -> None:
     """The pairs of duals, as a table."""
-    from attnzoo.registry import pairs
+    from attnzoo.registry import broken_plugins, pairs
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are said below
+        broken = broken_plugins()
     table = _table("pair", "linear side", "softmax side", "g_t", "R_t")
     for number, pair in enumerate(pairs(), 1):
         table.add_row(str(number), pair.linear, pair.softmax, pair.g, pair.R)
     _console().print(table)
-    notes = [pair.note for pair in pairs() if pair.note]
-    for note in notes:
+    for note in [*(pair.note for pair in pairs() if pair.note), *broken]:
         click.echo(note)
 
 
@@ -51,7 +59,7 @@ def show(name: str) -> None:
 
     text = describe(name)
     try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")  # a closed one is None
+        text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
         text = describe(name, ascii_only=True)
     title, _, rest = text.partition("\n")
@@ -127,7 +135,9 @@ def compare(config: str, overrides: tuple[str, ...], jobs: int) -> None:
     from attnzoo.experiments.compare import CompareConfig, run_comparison
 
     loaded = load_config(path, overrides, schema=CompareConfig)
-    run_comparison(loaded, _console(), command=" ".join(["attnzoo compare", config, *overrides]), jobs=jobs)
+    at_a_time = [f"--jobs {jobs}"] if jobs > 1 else []  # no loss depends on it, but the speeds do
+    command = " ".join(["attnzoo compare", config, *overrides, *at_a_time])
+    run_comparison(loaded, _console(), command=command, jobs=jobs)
 
 
 @app.command()
@@ -156,16 +166,35 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
     click.echo(f"report: {page}")
 
 
+@app.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder to write.")
+def export(run: Path, folder: Path) -> None:
+    """Write a run as a model folder of Hugging Face.
+
+    `import attnzoo` and `AutoModelForCausalLM.from_pretrained(FOLDER)` load it. The newest whole checkpoint is taken.
+    """
+    from attnzoo.training.export import export_run
+
+    click.echo(f"model: {export_run(run, folder)}")
+
+
 app.add_command(bench)
 
 
 def main() -> NoReturn:
-    """Run the command line: 0 done, 1 a check failed, 2 what was asked for cannot be done, 130 interrupted.
+    """Run the command line: 0 done, 1 a check failed, 2 what was asked for cannot be done, 130 interrupted, 141 whoever
+    read the output has gone.
 
     A mistake in the input is one line without a traceback; ``ATTNZOO_TRACEBACK=1`` shows where it was raised.
     """
+    _ready_streams()
     try:
         sys.exit(app(standalone_mode=False, prog_name="attnzoo") or 0)
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # for which click and rich have 1
+            sys.exit(128 + signal.SIGPIPE)
+        raise
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         sys.exit(2)
@@ -179,11 +208,29 @@ def main() -> NoReturn:
     except Exception as error:
         if isinstance(error.__context__, KeyboardInterrupt) and isinstance(error, OSError):
             sys.exit(130)  # click could not tell a reader who has gone
+        if os.environ.get("ATTNZOO_TRACEBACK"):
+            raise
+        missing = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if missing in EXTRAS:
+            _fail(f"this needs {missing}, which is not installed: pip install 'attnzoo[{EXTRAS[missing]}]'", 2)
         kinds = ValueError | TypeError | OSError | FloatingPointError
-        ours = isinstance(error, kinds) or type(error).__module__.startswith("attnzoo.")
-        if not ours or os.environ.get("ATTNZOO_TRACEBACK"):
+        if not isinstance(error, kinds) and not type(error).__module__.startswith("attnzoo."):
             raise
         _fail(" ".join(str(error).split()), 2)
+
+
+def _ready_streams() -> None:
+    """Streams that are closed lead nowhere, and what standard output cannot encode becomes a question mark."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # else the next file opened would be taken for standard output
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _fail(message: str, code: int) -> NoReturn:

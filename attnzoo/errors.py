@@ -5,6 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 
+class UnavailableError(RuntimeError):
+    """What was asked for by name cannot serve here: a device, a kernel or a plugin is not as it needs."""
+
+
 def nearest(name: object, options: Iterable[str]) -> str | None:
     """The option closest in spelling to `name` (case does not count), or None when none is close."""
     by_fold = {option.casefold(): option for option in options}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.validation import check_inputs
-from attnzoo.errors import unknown
+from attnzoo.errors import UnavailableError, unknown
 from attnzoo.forms.cache import check_state
 from attnzoo.forms.protocol import REFERENCE, Call, FormSet, check_options
 
@@ -63,7 +64,7 @@ PAIRS = (
 # fmt: on
 
 _pairs: dict[str, Pair] = {}  # by either name
-_entry_points_loaded = False
+_broken: list[str] | None = None  # what installed packages offer in vain, in words; None before they were asked
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def unregister(pair: Pair) -> None:
 
 def pairs() -> tuple[Pair, ...]:
     """Every pair, the built-in ones first, then what entry points and :func:`register` added."""
-    _load_entry_points()
+    broken_plugins()
     return tuple(dict.fromkeys(_pairs.values()))
 
 
@@ -188,17 +189,23 @@ def get(name: str) -> Variant:
         name: any of :func:`list_variants`.
 
     Raises:
-        ValueError: no such variant; the message lists them and names the nearest.
+        ValueError: no such variant; the message lists them, names the nearest and says which plugins are broken.
+        UnavailableError: the module that a plugin names for it cannot be imported.
     """
     if name not in _pairs:
-        _load_entry_points()
-    if name not in _pairs:
-        raise unknown("variant", name, list_variants())
+        broken = "".join(f"; {problem}" for problem in broken_plugins())
+        if name not in _pairs:
+            raise ValueError(f"{unknown('variant', name, list_variants())}{broken}")
     pair = _pairs[name]
     side: Side = "linear" if name == pair.linear else "softmax"
     given = pair.linear_module if side == "linear" else pair.softmax_module
     folder = "recurrences" if side == "linear" else "encodings"
-    module = importlib.import_module(given or f"attnzoo.{folder}.{name}")
+    try:
+        module = importlib.import_module(given or f"attnzoo.{folder}.{name}")
+    except (Exception, SystemExit) as error:
+        if not given:
+            raise
+        raise UnavailableError(f"variant {name!r}: its module {given!r} cannot be imported: {error!r}") from error
     forms = _form_set(module)
     return Variant(
         name=name,
@@ -272,20 +279,25 @@ def _checked_extend(pair: Pair, name: str, side: Side, forms: FormSet) -> Callab
     return checked
 
 
-def _load_entry_points() -> None:
-    """Register the pairs that installed packages offer in the group ``attnzoo.variants``."""
-    global _entry_points_loaded
-    if _entry_points_loaded:
-        return
-    _entry_points_loaded = True
-    for point in entry_points(group="attnzoo.variants"):
-        try:
-            offered = point.load()
-            for pair in offered if isinstance(offered, (list, tuple)) else [offered]:
-                register(pair)
-        except Exception as error:
-            _entry_points_loaded = False  # so that the next call says it again
-            raise RuntimeError(f"entry point {point.name!r} of attnzoo.variants ({point.value}): {error}") from error
+def broken_plugins() -> list[str]:
+    """The entry points of the group ``attnzoo.variants`` that could not be used, each with its error.
+
+    The others' pairs are registered; the first call also says what is broken, as a RuntimeWarning.
+    """
+    global _broken
+    if _broken is None:
+        _broken = []
+        for point in entry_points(group="attnzoo.variants"):
+            try:
+                offered = point.load()
+                for pair in offered if isinstance(offered, (list, tuple)) else [offered]:
+                    register(pair)
+            except (Exception, SystemExit) as error:
+                said = " ".join((str(error) or repr(error)).split())
+                _broken.append(f"entry point {point.name!r} of attnzoo.variants ({point.value}) is broken: {said}")
+        for problem in _broken:
+            warnings.warn(problem, RuntimeWarning, stacklevel=3)
+    return _broken
 
 
 for _pair in PAIRS:

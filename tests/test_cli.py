@@ -326,6 +326,7 @@ def test_compare_with_several_jobs_gives_the_same_losses(run: Any, tiny: Path, t
     ran = run("compare", tiny, "--jobs", "2")
     assert ran.code == 0, ran.err
     assert "[2/2]" in ran.out
+    assert f"attnzoo compare {tiny} --jobs 2" in (tmp_path / "runs" / "report.html").read_text()
     apart = {path.parent.name: losses(path) for path in (tmp_path / "runs").glob("*/metrics.jsonl")}
     assert run("compare", tiny, f"output_dir={tmp_path}/one").code == 0
     assert {path.parent.name: losses(path) for path in (tmp_path / "one").glob("*/metrics.jsonl")} == apart

@@ -148,6 +148,7 @@ def test_options_of_an_entry_are_added_to_those_of_the_model():
         ([], "empty list"),
         ([["fox"]], "expected a name or a mapping"),
         ({"repeat": 2}, "with a name"),
+        ({"name": "fox", "options": {"hidden_size": 8}}, "hidden_size is the model's"),
         ({"name": "fox", "option": {}}, "did you mean 'options'"),
         ({"name": "fox", "repeat": 0}, "at least 1, got 0"),
         ({"name": "fox", "options": ["acp"]}, "must be a mapping"),

@@ -185,18 +185,63 @@ def test_entry_point_adds_the_pair(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
-def test_broken_entry_point_is_named_each_time(tmp_path: Path) -> None:
-    (tmp_path / "kimi_row.py").write_text("PAIR = 'not a pair'\n")
-    plug_in(tmp_path, "kimi_row:PAIR")
-    code = (
-        "import attnzoo\n"
-        "attnzoo.get('fox')\n"
-        "for _ in range(2):\n"
-        "    try:\n"
-        "        attnzoo.list_variants()\n"
-        "    except RuntimeError as error:\n"
-        "        print(error)\n"
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with four plugins: two that are broken, one whose module is missing, and one that works."""
+    folder = tmp_path_factory.mktemp("broken")
+    write(folder)
+    (folder / "kimi_row.py").write_text(
+        f"from attnzoo import Pair\nimport dataclasses\nPAIR = {ROW!r}\nTEXT = 'not a pair'\n"
+        "GONE = dataclasses.replace(PAIR, linear='gone', softmax='gone_path', linear_module='no_such_module')\n"
     )
-    done = run_with(tmp_path, code)
-    said = "entry point 'kimi' of attnzoo.variants (kimi_row:PAIR): pair: expected attnzoo.Pair, got str\n"
-    assert (done.returncode, done.stdout) == (0, 2 * said), done.stderr
+    (folder / "kimi_exits.py").write_text("import sys\nsys.exit('no licence\\nfor this')\n")
+    plug_in(folder, "kimi_row:TEXT\nexits = kimi_exits:PAIR\ngone = kimi_row:GONE\nworks = kimi_row:PAIR")
+    return folder
+
+
+BROKEN = [
+    "entry point 'kimi' of attnzoo.variants (kimi_row:TEXT) is broken: pair: expected attnzoo.Pair, got str",
+    "entry point 'exits' of attnzoo.variants (kimi_exits:PAIR) is broken: no licence for this",
+]
+
+
+def test_broken_plugins_are_listed_and_stop_nothing_else(broken: Path) -> None:
+    code = (
+        "import sys, warnings\n"
+        "from attnzoo import cli\n"
+        "def run(*words):\n"
+        "    sys.argv = ['attnzoo', *words]\n"
+        "    try:\n"
+        "        cli.main()\n"
+        "    except SystemExit as done:\n"
+        "        print('rc', done.code, flush=True)\n"
+        "run('list')\n"
+        "run('show', 'kimi_delta')\n"
+        "sys.stderr = sys.stdout\n"
+        "run('show', 'gone')\n"
+        "run('show', 'kimmi_delta')\n"
+    )
+    done = run_with(broken, code)
+    assert (done.returncode, done.stderr) == (0, "")
+    listed, shown, gone, unknown = done.stdout.split("rc ")[:4]
+    assert [line for line in listed.splitlines() if "is broken" in line] == BROKEN
+    assert "kimi_delta" in listed
+    assert "wall" in listed
+    assert shown.startswith("0\n")
+    assert gone.startswith("0\nattnzoo: variant 'gone': its module 'no_such_module' cannot be imported: ModuleNotFound")
+    assert unknown.startswith("2\nattnzoo: unknown variant 'kimmi_delta'")
+    assert f"did you mean 'kimi_delta'?; {'; '.join(BROKEN)}\n" in unknown
+
+
+def test_broken_plugins_are_warned_of_once(broken: Path) -> None:
+    code = (
+        "import attnzoo, warnings\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    attnzoo.get('fox')\n"
+        "    assert not said\n"
+        "    assert attnzoo.list_variants()[-1] == attnzoo.list_variants()[-1] == 'kimi_path'\n"
+        "print(*(f'{w.category.__name__}: {w.message}' for w in said), sep='\\n')\n"
+    )
+    done = run_with(broken, code)
+    assert done.stdout.splitlines() == [f"RuntimeWarning: {line}" for line in BROKEN], done.stderr

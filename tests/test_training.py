@@ -288,6 +288,12 @@ def test_an_unknown_option_of_the_pruning_is_refused(config_of):
         train(config_of("model.attention_options={acp: {epz: 1e-3}}"))
 
 
+@pytest.mark.parametrize("eps", ["x", "[0.1]", "2", "~"])
+def test_an_option_of_the_pruning_that_is_no_number_is_refused_by_name(config_of, eps):
+    with pytest.raises(ValueError, match=r"eps: expected a float in \(0, 1\), got"):
+        train(config_of(f"model.attention_options={{acp: {{eps: {eps}}}}}"))
+
+
 def test_bfloat16_trains(config_of):
     plain = read_metrics(train(config_of(run="plain")))[-1]["loss"]
     mixed = read_metrics(train(config_of("mixed_precision=bf16", run="mixed")))[-1]["loss"]

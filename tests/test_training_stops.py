@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from attnzoo.config import OptimizerConfig, TrainConfig, load_config
 from attnzoo.experiments.compare import CompareConfig, plan, run_comparison
 from attnzoo.models import LanguageModel
 from attnzoo.training import loop, newest_checkpoint, read_metrics, train
+from attnzoo.training.checkpoint import make_folder
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +168,11 @@ def test_an_unusable_folder_is_found_before_data_and_model_are_built(config_of, 
     with pytest.raises(PermissionError, match=r"output_dir=.*may not be written to"):
         train(config_of(run="new/run"))
     assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_made_after_all_is_named_as_the_option():
+    with pytest.raises(OSError, match=r"output_dir: .*: '/proc/no/run'"):  # root may write to /proc, by its mode
+        make_folder(Path("/proc/no/run"))
 
 
 @pytest.mark.parametrize("label", ["", "..", "/", ".", "../other", ".hidden", "- -", "report.html", "../../x"])

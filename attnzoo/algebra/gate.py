@@ -13,6 +13,17 @@ from torch import Tensor
 
 Regime = Literal["mixed", "open", "closing", "zero", "closed"]
 
+CLOSED = -1.0e4
+
+
+def is_closed(log: Tensor) -> Tensor:
+    """Where a log gate closes: at most ``CLOSED``, which everywhere means exactly what -inf means.
+
+    Large finite numbers are common masks. exp of them is 0 by any measure, but in a running sum they would drown
+    every gate after them.
+    """
+    return log <= CLOSED
+
 
 @dataclass(frozen=True, eq=False)
 class GateParts:
@@ -46,8 +57,8 @@ class Gate(GateParts):
     pairs (2i, 2i+1) by the angle ``theta[i]``, as RoPE does (Su et al., 2021, eq. 15).
 
     Args:
-        log_decay: g, natural log, <= 0 (-inf closes the gate), ``[B, T, H]``, or ``[H]`` (every token).
-        log_diag: a, natural log per channel, <= 0, ``[B, T, H, K]``.
+        log_decay: g, natural log, <= 0, ``[B, T, H]``, or ``[H]`` (every token). At most -1e4 it is closed, as by -inf.
+        log_diag: a, natural log per channel, <= 0, closed as above, ``[B, T, H, K]``.
         angle: theta in radians per token, ``[K/2]`` (every token, every head), ``[B, T, 1, K/2]`` (every head) or
             ``[B, T, H, K/2]``.
         w: unit vectors of the Householder-like factor, ``[B, T, G, K]``.
@@ -95,7 +106,9 @@ class Gate(GateParts):
         """
         B, T, H, K = q.shape
         gate = self.per_token(q).map(Tensor.double)
-        g = q.new_zeros(B, T, H, dtype=torch.float64) if gate.log_decay is None else gate.log_decay
+        g = q.new_zeros(B, T, H, dtype=torch.float64)
+        if gate.log_decay is not None:
+            g = gate.log_decay.masked_fill(is_closed(gate.log_decay), -torch.inf)
         matrices = [
             part.matrix(gate, H) for name, part in PARTS.items() if part.matrix is not None and name in gate.parts
         ]
@@ -230,7 +243,7 @@ def _householder_matrix(gate: Gate, heads: int) -> Tensor:
 
 PARTS: Mapping[str, GatePart] = {
     "log_decay": GatePart(
-        "gₜ", ("B, T, H", "H"), "natural log ≤ 0 (−∞ closes)", _refuse_logs, _sample_logs,
+        "gₜ", ("B, T, H", "H"), "natural log ≤ 0 (−10⁴ or less closes)", _refuse_logs, _sample_logs,
     ),
     "log_diag": GatePart(
         "aₜ", ("B, T, H, K",), "natural log per channel, ≤ 0", _refuse_logs, _sample_logs, _decay_matrix,

@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.transitions import open_sums
 
 Bound = Literal["tail", "paper"]
@@ -42,7 +43,7 @@ class Prune:
     bound: Bound = "tail"
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.eps < 1.0:
+        if not isinstance(self.eps, float | int) or not 0.0 < self.eps < 1.0:
             raise ValueError(f"eps: expected a float in (0, 1), got {self.eps!r}")
         if self.bound not in get_args(Bound):
             raise ValueError(f"bound: expected one of {get_args(Bound)}, got {self.bound!r}")
@@ -67,7 +68,7 @@ def first_kept_keys(
     Args:
         q: scaled queries ``[B, H, T, K]``, the last T of S tokens.
         k: keys ``[B, H, S, K]``; keys carried by non-expansive transitions serve as well.
-        log_decay: gates ``[B, H, S]``, <= 0, -inf allowed.
+        log_decay: gates ``[B, H, S]``, <= 0, closed ones too.
         prune: bound and eps.
         logit_bound: ``[H]``, no ``|q . k|`` exceeds it; None: norms alone are used.
         rows: rows per block.
@@ -108,9 +109,9 @@ def first_kept_keys(
 
 
 def keys_behind_closed(log_decay: Tensor, at: Tensor) -> Tensor:
-    """How many keys lie behind the last closed gate (-inf) up to the tokens ``at``: ``[B, H, len(at)]``."""
+    """How many keys lie behind the last closed gate up to the tokens ``at``: ``[B, H, len(at)]``."""
     index = torch.arange(log_decay.shape[-1], device=log_decay.device)
-    return torch.where(torch.isneginf(log_decay), index, 0).cummax(-1).values[..., at]
+    return torch.where(is_closed(log_decay), index, 0).cummax(-1).values[..., at]
 
 
 def kept_fraction(

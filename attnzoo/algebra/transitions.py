@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.algebra.gate import PARTS, Gate, GateParts
+from attnzoo.algebra.gate import PARTS, Gate, GateParts, is_closed
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +234,7 @@ def _rows_times(x: Tensor, blocks: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Decay:
-    """Log-decays inside a block, exact for closed (-inf) gates.
+    """Log-decays inside a block, exact for closed gates.
 
     Args:
         entry: ``g_1 + ... + g_i``, ``[..., C]``.
@@ -250,13 +250,13 @@ class Decay:
 
 
 def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
-    """Running sum of the finite gates in float64, and the running count of the closed ones (None: there are none).
+    """Running sum of the open gates in float64, and the running count of the closed ones (None: there are none).
 
     A float32 sum would round like its longest part, and so would every difference.
 
     A difference of two sums is a log-decay where the counts agree and -inf where they do not: no inf - inf.
     """
-    closed = torch.isneginf(g)
+    closed = is_closed(g)
     looks = g.is_cpu and not torch.compiler.is_compiling()  # a GPU would have to be waited for
     if looks and not closed.any():
         return g.cumsum(dim, dtype=torch.float64), None

@@ -1,6 +1,6 @@
 """The ``fla`` forms: our algebra on the chunk kernels of flash-linear-attention, where they can be trusted.
 
-Imported lazily; every function raises ``RuntimeError`` with the reason where the kernels do not serve. Gates
+Imported lazily; every function raises ``UnavailableError`` with the reason where the kernels do not serve. Gates
 must be finite here: a closed gate (-inf) is served by the ``chunk`` form.
 """
 
@@ -16,6 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.errors import UnavailableError
 from attnzoo.forms.options import LinearOptions, check_linear
 from attnzoo.forms.protocol import Call, Kernel
 
@@ -58,7 +59,7 @@ def _ready(
     check_linear(LinearOptions(write=write, **options), q, k, gate)
     reason = fla_unavailable(Call(q, k, v, gate, options=options))
     if reason:
-        raise RuntimeError(f"form 'fla': {reason}; use the 'chunk' form")
+        raise UnavailableError(f"form 'fla': {reason}; use the 'chunk' form")
     k, v = expand_heads(k, q.shape[2]), expand_heads(v, q.shape[2])
     return k, v if write is None else (v * expand_heads(write, q.shape[2])[..., None]).to(v.dtype)
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.transitions import block_decay
 
 HIDDEN = -1e30  # a logit whose exp is 0, and whose arithmetic never makes a NaN
@@ -63,7 +64,7 @@ def block_logits(
 
     Args:
         scores: ``[B, H, C, S]``, scaled; the last C keys are the block's own. Later ones than a row are not read.
-        log_decay: gates of all S tokens, ``[B, H, S]``, -inf allowed.
+        log_decay: gates of all S tokens, ``[B, H, S]``, closed ones too.
         valid: keys that exist, ``[B, 1 or H, S]``, or None for all.
         first_kept: first key that the block may see, ``[B, H]``, or None.
         hidden: keys that a row may not see, ``[B or 1, 1, C, S]`` bool, or None.
@@ -72,7 +73,8 @@ def block_logits(
     P = S - C
     inside = block_decay(log_decay[..., P:])
     # each earlier key's decay up to the block, summed from the block backwards
-    later = F.pad(log_decay[..., 1:P], (0, 1)) if P else log_decay[..., :0]
+    later = log_decay[..., min(1, P) : P]
+    later = F.pad(later.masked_fill(is_closed(later), -torch.inf), (0, min(1, P)))
     to_block = later.flip(-1).cumsum(-1).flip(-1)
     bias = torch.cat([inside.entry[..., None] + to_block[..., None, :], inside.between], -1)
     logits = (scores + bias).clamp(min=HIDDEN)

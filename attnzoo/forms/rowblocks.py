@@ -23,6 +23,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import Prune, first_kept_keys, keys_behind_closed
 from attnzoo.forms.readout import HIDDEN, Band, block_logits, readable, readout
 
@@ -60,7 +61,7 @@ def causal_attention(
         q: scaled queries ``[B, H, T, K]``.
         k: ``[B, H, S, K]``, S >= T.
         v: ``[B, H, S, V]``.
-        log_decay: gates ``[B, H, S]`` <= 0, -inf allowed, or None.
+        log_decay: gates ``[B, H, S]`` <= 0, closed ones too, or None.
         valid: keys that exist, ``[B, S]`` bool, or None for all.
         first_kept: first key that each block of ``rows`` rows may see, ``[B, H, ceil(T / rows)]``, or None.
         rows: rows per block of ``first_kept``.
@@ -269,7 +270,7 @@ class _Plan:
         self.k = F.pad(_widen(k, width), (0, 0, 0, filler))
         self.v = F.pad(_widen(v, width), (0, 0, 0, filler))
         # a closed gate is in the past here, and first_kept lies behind it: it may count as open
-        gates = log_decay.masked_fill(torch.isneginf(log_decay), 0.0)
+        gates = log_decay.masked_fill(is_closed(log_decay), 0.0)
         self.c = F.pad(gates, (0, filler)).double().cumsum(-1)
         self.hidden = None if valid is None else F.pad(~valid, (0, filler)).expand(self.c.shape)
         start = F.pad(self.c, (1, 0))[..., self.past : -1 : rows, None]

@@ -105,7 +105,10 @@ class Attention(PreciseModule):
             raise unknown("impl", impl, IMPLS)
         if prune is not None and not variant.prunable:
             able = ", ".join(name for name in list_variants("softmax") if get(name).prunable)
-            raise ValueError(f"acp: {variant.name!r} has no scalar decay to certify pruning by (it serves {able})")
+            why = "has no scalar decay to certify pruning by"
+            if variant.side == "linear":
+                why = f"has no keys to prune: it is the linear side, and its dual is {variant.dual.name!r}"
+            raise ValueError(f"acp: {variant.name!r} {why} (it serves {able})")
         classes = gate_classes(config.gate)
         provided = {part for cls in classes for part in cls.provides}
         if provided != set(variant.requires):

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attnzoo.errors import UnavailableError
 from attnzoo.forms.cache import check_state
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.registry import Variant, as_given
@@ -25,7 +26,7 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
     """The form to run: ``"triton"``, ``"fla"`` or ``"reference"``.
 
     Raises:
-        RuntimeError: an explicit ``impl`` that cannot serve this variant, device or call; it never falls back.
+        UnavailableError: an explicit ``impl`` that cannot serve this variant, device or call; it never falls back.
         ValueError: an option that no form of the variant can honour in this call.
     """
     if impl == "auto":
@@ -36,7 +37,7 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
         impl = REFERENCE
     reason = variant.refuses(impl, call)
     if reason:
-        raise RuntimeError(f"impl={impl!r}: {reason}; use impl='auto' or 'reference'")
+        raise UnavailableError(f"impl={impl!r}: {reason}; use impl='auto' or 'reference'")
     return impl
 
 

@@ -50,7 +50,8 @@ class ModelConfig:
         initializer_range: standard deviation of the initial linear and embedding weights.
 
     Raises:
-        ValueError: a size below 1, or layers that the list of `attention` does not fill evenly.
+        ValueError: a size below 1, an option that is the model's, or layers that the list of `attention` does not fill
+            evenly.
     """
 
     attention: Any = "fox"
@@ -96,7 +97,7 @@ class ModelConfig:
 
     def _layer_specs(self, entry: object) -> list[LayerSpec]:
         if isinstance(entry, str):
-            return [LayerSpec(entry, dict(self.attention_options))]
+            entry = {"name": entry}
         if not isinstance(entry, Mapping):
             raise ValueError(f"attention: expected a name or a mapping with a name, got {entry!r}")
         for key in entry:
@@ -109,4 +110,8 @@ class ModelConfig:
             raise ValueError(f"attention: repeat of {name} must be a whole number of at least 1, got {repeat!r}")
         if not isinstance(options, Mapping):
             raise ValueError(f"attention: options of {name} must be a mapping, got {options!r}")
-        return [LayerSpec(name, {**self.attention_options, **options})] * repeat
+        options = {**self.attention_options, **options}
+        for option in ("name", "hidden_size"):
+            if option in options:
+                raise ValueError(f"attention_options: {option} is the model's, and no option of its layers")
+        return [LayerSpec(name, options)] * repeat

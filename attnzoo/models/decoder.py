@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -129,20 +129,53 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError: shapes or dtypes other than these.
         """
-        _check_tokens("input_ids", input_ids, None)
         if targets is not None:
+            _check_tokens("input_ids", input_ids, None)
             _check_tokens("targets", targets, input_ids.shape)
-        if cache is not None and len(cache) != len(self.blocks):
-            raise ValueError(f"cache: expected {len(self.blocks)} layers, as new_cache() makes, got {len(cache)}")
-        x = self.embedding(input_ids)  # [B, T, D]
-        for index, block in enumerate(self.blocks):
-            layer_cache = None if cache is None else cache[index]
-            x = block(x, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=layer_cache)
-        logits = self.head(self.norm(x))  # [B, T, vocab]
+        x = self.hidden(input_ids, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
+        logits = self.head(x)  # [B, T, vocab]
         if targets is None:
             return ModelOutput(logits)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=IGNORED)
         return ModelOutput(logits, loss)
+
+    def hidden(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        embedded: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: list[Any] | None = None,
+        recompute: Callable[..., Tensor] | None = None,
+        states: list[Tensor] | None = None,
+    ) -> Tensor:
+        """What the head reads, [B, T, D]; the arguments of :meth:`forward`, and
+
+        Args:
+            embedded: [B, T, D] instead of `input_ids`.
+            recompute: `recompute(block, x, **arguments)` runs a block and computes it again in the backward pass
+                instead of keeping what is inside it, as `torch.utils.checkpoint.checkpoint` does; None keeps.
+            states: a list that gets what each block takes, and the result.
+
+        Raises:
+            ValueError: shapes or dtypes other than these.
+        """
+        if embedded is None:
+            _check_tokens("input_ids", input_ids, None)
+            embedded = self.embedding(input_ids)
+        if cache is not None and len(cache) != len(self.blocks):
+            raise ValueError(f"cache: expected {len(self.blocks)} layers, as new_cache() makes, got {len(cache)}")
+        x = embedded  # [B, T, D]
+        for index, block in enumerate(self.blocks):
+            if states is not None:
+                states.append(x)
+            given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache and cache[index]}
+            x = block(x, **given) if recompute is None else recompute(block, x, **given)
+        x = cast(Tensor, self.norm(x))
+        if states is not None:
+            states.append(x)
+        return x
 
     def new_cache(self) -> list[Any]:
         """An empty cache for one batch of sequences, one entry per layer."""
@@ -225,7 +258,9 @@ def _unless_marked(parameter: Tensor, initialise: Any, **options: float) -> None
         initialise(parameter, **options)
 
 
-def _check_tokens(name: str, tokens: Tensor, shape: torch.Size | None) -> None:
+def _check_tokens(name: str, tokens: Tensor | None, shape: torch.Size | None) -> None:
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"{name}: expected integers [B, T], got {type(tokens).__name__}")
     if tokens.ndim != 2 or (shape is not None and tokens.shape != shape):
         expected = "[B, T]" if shape is None else str(list(shape))
         raise ValueError(f"{name}: expected shape {expected}, got {list(tokens.shape)}")

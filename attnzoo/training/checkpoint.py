@@ -260,6 +260,18 @@ def check_folder(run_dir: Path) -> None:
         raise PermissionError(f"output_dir={str(run_dir)!r}: the folder {str(there)!r} may not be written to")
 
 
+def make_folder(run_dir: Path) -> None:
+    """Make a run's folder.
+
+    Raises:
+        OSError: it cannot be made, where `check_folder` could not tell; the error names `output_dir`.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(error.errno, f"output_dir: {error.strerror}", str(run_dir)) from error
+
+
 @contextmanager
 def exclusive(run_dir: Path) -> Iterator[None]:
     """Hold the run folder, so that two processes do not write one run.

@@ -24,6 +24,7 @@ from attnzoo.training.checkpoint import (
     check_resumable,
     exclusive,
     load_state,
+    make_folder,
     newest_checkpoint,
     read_progress,
     remove_stale,
@@ -59,6 +60,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         ValueError, OSError: the configuration, its variants, its data or its folder are not usable.
         FloatingPointError: the loss, the gradient or a weight is not finite.
         CheckpointError: the folder holds another run, is in use, or a checkpoint could not be written.
+        ModuleNotFoundError: a package of the extra `[train]` is not installed.
     """
     # Weights far in the past underflow to denormals, which a CPU multiplies many times slower than zeros.
     torch.set_flush_denormal(True)
@@ -78,7 +80,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     model: Any = LanguageModel(config.model)
     optimizer: Any = build_optimizer(model, config.optimizer)
 
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     main = accelerator.is_main_process
     with exclusive(run_dir) if main else nullcontext():
         checkpoint = check_resumable(run_dir, config, data) if main else None
@@ -302,8 +304,10 @@ def _due(step: int, every: int) -> bool:
 def _build_accelerator(config: TrainConfig) -> Accelerator:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType, GradientAccumulationPlugin
+    from accelerate.utils import DistributedType, GradientAccumulationPlugin, is_tensorboard_available
 
+    if config.tensorboard and not is_tensorboard_available():  # accelerate would go on without a word
+        raise ModuleNotFoundError("tensorboard=true: the package tensorboard is not installed", name="tensorboard")
     # accelerate keeps one precision per process; several runs in one process may differ in it.
     AcceleratorState._reset_state()
     # A plugin, because the plain argument gives way to a launcher's environment variable.

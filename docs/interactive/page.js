@@ -117,6 +117,7 @@
   function showKept(now) {
     let all = 0, computed = 0;
     pruned.replaceChildren();
+    if (now.readout === "linear") return; // a state has no keys to prune
     now.kept.forEach((first, n) => {
       all += n + 1;
       computed += n + 1 - first / BLOCK;
@@ -136,15 +137,19 @@
   function update() {
     const now = read(), parts = PARTS[now.pair];
     root.querySelectorAll("[data-part]").forEach((part) => (part.hidden = !parts.includes(part.dataset.part)));
+    root.querySelectorAll("[data-softmax]").forEach((part) => (part.hidden = now.readout === "linear"));
     root.querySelectorAll("[data-pair]").forEach((text) => (text.hidden = text.dataset.pair !== now.pair));
     form.querySelectorAll("output[data-for]").forEach((output) => {
       const value = number(output.dataset.for);
       output.textContent = output.dataset.for === "eps" ? (10 ** value).toPrecision(2) : value.toFixed(2);
     });
     const largest = (rows) => Math.max(...rows.flat().filter(Number.isFinite).map(Math.abs), 1e-12);
-    const top = Math.min(largest(now.logits), 4), most = largest(now.weights);
+    const inside = now.readout === "softmax" ? now.logits : now.s; // what the weight is made from
+    const top = Math.min(largest(inside), 4), most = largest(now.weights);
     matrices.decay.show(now.decay, logarithmic, `decay, between ${range(now.decay)}`);
-    matrices.logits.show(now.logits, (x) => faint(Math.abs(x) / top), `logits, between ${range(now.logits)}`);
+    const name = now.readout === "softmax" ? "logits" : "scores";
+    matrices.logits.show(inside, (x) => faint(Math.abs(x) / top), `${name}, between ${range(inside)}`);
+    root.querySelector("[data-logits]").textContent = name === "logits" ? "logits s + d" : "scores s";
     const shade = now.readout === "softmax" ? logarithmic : (x) => faint(Math.sqrt(Math.abs(x) / most));
     matrices.weights.show(now.weights, shade, `weights, between ${range(now.weights)}`);
     root.querySelector("[data-weights]").textContent =

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from attnzoo.algebra.gate import CLOSED as CLOSED
+
 LOG2E = 1.4426950408889634
-CLOSED = -1.0e4  # a log decay this low is treated as -inf: exp(CLOSED) is 0 by any measure
 ROW_UNIT = 128  # query rows that share one pruning boundary; every BT divides it
 KEY_UNIT = 64  # boundaries are multiples of this many keys
 NEAR_UNITS = 1  # key units before a row unit whose weights count towards the row's normaliser in the tail bound

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.common.constants import CLOSED
+from attnzoo.algebra.gate import is_closed
 
 
 def segment_starts(cu_seqlens: Tensor, S: int) -> Tensor:
@@ -23,10 +23,8 @@ def running_sums(log_decay: Tensor | None, B: int, S: int, H: int, device: torch
             torch.zeros(B, H, S, dtype=torch.bool, device=device),
         )
     if log_decay.ndim == 1:
-        log_decay = log_decay.clamp(min=CLOSED).expand(B, S, H)
-        closed = torch.zeros(B, S, H, dtype=torch.bool, device=device)
-    else:
-        closed = log_decay <= CLOSED
+        log_decay = log_decay.expand(B, S, H)
+    closed = is_closed(log_decay)
     g = log_decay.double().masked_fill(closed, 0.0)
     return g.cumsum(1).transpose(1, 2), closed.transpose(1, 2)
 

@@ -10,6 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Releases of Triton that compile every Gluon kernel for sm_90a (``make test-versions``): an experimental interface.
+GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
+
 
 class Machine(NamedTuple):
     """What plans depend on: compute capability ((0, 0) for the interpreter), Triton's version, and ROCm."""
@@ -57,12 +60,13 @@ def triton_version() -> tuple[int, int]:
 
 
 def not_gluon(where: Machine, K: int, V: int, dtype: torch.dtype) -> str:
-    """Why the Gluon kernels do not run, or "". They were measured on Hopper with Triton 3.6 (Gluon is an experimental
-    interface), 16-bit inputs and head dims of 33 to 128."""
+    """Why the Gluon kernels do not run, or "": they are for Hopper, 16-bit inputs and head dims of 33 to 128."""
     if not where.hopper:
         return f"expected a Hopper GPU, got capability {where.capability}{' of ROCm' if where.rocm else ''}"
-    if where.triton != (3, 6):
-        return f"expected Triton 3.6 for Gluon, got {where.triton[0]}.{where.triton[1]}"
+    if where.triton not in GLUON:
+        least, most, got = (f"{major}.{minor}" for major, minor in (GLUON[0], GLUON[-1], where.triton))
+        remedy = "torch 2.10 and later bring one" if where.triton < GLUON[0] else "a newer attnzoo may know it"
+        return f"expected Triton {least} to {most} for the Gluon kernels, got {got} ({remedy})"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"expected bfloat16 or float16, got {dtype}"
     if min(K, V) <= 32 or max(K, V) > 128:

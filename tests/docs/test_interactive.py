@@ -62,6 +62,14 @@ def check(page) -> dict:
     assert now["dropped"] == pytest.approx(lost, rel=1e-9, abs=1e-300)
     assert lost <= prune.eps
     drawn = page.locator(".pruned path").count()
+    caption = page.locator("[data-logits]").inner_text()
+    if now["readout"] == "linear":
+        assert drawn == 0
+        assert caption == "scores s"
+        assert not page.locator("[data-kept]").is_visible()
+        assert not page.locator("[name=eps]").is_visible()
+        return now
+    assert caption == "logits s + d"
     assert drawn == int(first.sum()) // block
     blocks = len(s) // block
     assert page.locator("[data-kept]").inner_text() == (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at
+from attnzoo.kernels.common.hopper.releases import barrier, tma_load
 
 
 @gluon.jit
@@ -41,13 +42,13 @@ def load_ring_keys(d_q, d_k, q_s, ring, i_q, first, p_c, p_base, b_slope, b_ref,
     o_s = gl.arange(0, BS, gl.BlockedLayout([BS // 32], [32], [1], [0]))
     b_bias = gluon_bias_at(p_c, p_base, b_slope, b_ref, s + o_s, S, GATE, KU)
     mbarrier.wait(empty_k.index(b), (n // STAGES & 1) ^ 1)
-    tma.async_copy_global_to_shared(d_k, [i_b, r_k, i_g, 0], full_k.index(b), k_s.index(b))
+    tma_load(d_k, [i_b, r_k, i_g, 0], full_k.index(b), k_s.index(b))
     if first:
         for w in gl.static_range(2):
-            tma.async_copy_global_to_shared(d_q, [i_b, r + w * BR, i_h, 0], full_k.index(b), q_s.index(2 * i_q + w))
+            tma_load(d_q, [i_b, r + w * BR, i_h, 0], full_k.index(b), q_s.index(2 * i_q + w))
     if GATE != 0:
         bias_s.index(b).store(b_bias)
-        gl.thread_barrier()
+        barrier()
     if first:  # last, for it also publishes the bias
         mbarrier.expect(full_k.index(b), d_k.block_type.nbytes + 2 * d_q.block_type.nbytes)
     else:
@@ -61,7 +62,7 @@ def load_ring_values(d_v, ring, n, i_b, s, i_g, STAGES: gl.constexpr):
     b = n % STAGES
     mbarrier.wait(empty_v.index(b), (n // STAGES & 1) ^ 1)
     mbarrier.expect(full_v.index(b), d_v.block_type.nbytes)
-    tma.async_copy_global_to_shared(d_v, [i_b, s, i_g, 0], full_v.index(b), v_s.index(b))
+    tma_load(d_v, [i_b, s, i_g, 0], full_v.index(b), v_s.index(b))
 
 
 @gluon.jit

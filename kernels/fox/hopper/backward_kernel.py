@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnzoo.kernels.common.hopper.backward_tile import backward_tile
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
-from attnzoo.kernels.common.hopper.tma_add import tma_add
+from attnzoo.kernels.common.hopper.releases import barrier, tma_add, tma_load, tma_store
 from attnzoo.kernels.common.tile_loads import schedule
 
 
@@ -59,8 +59,8 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
           STAGES: gl.constexpr):  # fmt: skip
     """Loader: k and v once; per row tile q, dO, lse, delta and the gates between the frames of rows and keys."""
     mbarrier.expect(keys_in, d_k.block_type.nbytes + d_v.block_type.nbytes)
-    tma.async_copy_global_to_shared(d_k, [i_b, s, i_g, 0], keys_in, k_s)
-    tma.async_copy_global_to_shared(d_v, [i_b, s, i_g, 0], keys_in, v_s)
+    tma_load(d_k, [i_b, s, i_g, 0], keys_in, k_s)
+    tma_load(d_v, [i_b, s, i_g, 0], keys_in, v_s)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n_u = gl.cdiv(S, KU)
     it = 0
@@ -80,12 +80,12 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
             mbarrier.wait(empty.index(b), (it // STAGES & 1) ^ 1)
             if GATE != 0:
                 shift_s.index(b).store(gl.full([1], 0.0, gl.float32, one) + (b_at - b_ref).to(gl.float32))
-                gl.thread_barrier()
+                barrier()
             mbarrier.expect(full.index(b), d_q.block_type.nbytes + d_do.block_type.nbytes + 2 * d_lse.block_type.nbytes)
-            tma.async_copy_global_to_shared(d_q, [i_b, i, i_h, 0], full.index(b), q_s.index(b))
-            tma.async_copy_global_to_shared(d_lse, [i_bh, i], full.index(b), lse_s.index(b))
-            tma.async_copy_global_to_shared(d_delta, [i_bh, i], full.index(b), delta_s.index(b))
-            tma.async_copy_global_to_shared(d_do, [i_b, i, i_h, 0], full.index(b), do_s.index(b))
+            tma_load(d_q, [i_b, i, i_h, 0], full.index(b), q_s.index(b))
+            tma_load(d_lse, [i_bh, i], full.index(b), lse_s.index(b))
+            tma_load(d_delta, [i_bh, i], full.index(b), delta_s.index(b))
+            tma_load(d_do, [i_b, i, i_h, 0], full.index(b), do_s.index(b))
             it += 1
 
 
@@ -160,8 +160,8 @@ def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, d
     k_s.store((b_dk * scale).to(k_s.dtype))
     v_s.store(b_dv.to(v_s.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(d_dk, [i_b, s, i_g, 0], k4_s)
-    tma.async_copy_shared_to_global(d_dv, [i_b, s, i_g, 0], v4_s)
+    tma_store(d_dk, [i_b, s, i_g, 0], k4_s)
+    tma_store(d_dv, [i_b, s, i_g, 0], v4_s)
     tma.store_wait(0)
 
 

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from attnzoo.kernels.common.hopper.backward_tile import backward_tile
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
-from attnzoo.kernels.common.hopper.tma_add import tma_add
+from attnzoo.kernels.common.hopper.releases import barrier, tma_add, tma_load, tma_store
 from attnzoo.kernels.common.tile_loads import schedule
 
 
@@ -81,7 +81,7 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
     """Loader: v once, k^s per level; per row tile q^s, dO, lse, delta and the gates between the frames of rows and
     keys."""
     mbarrier.expect(values_in, d_v.block_type.nbytes)
-    tma.async_copy_global_to_shared(d_v, [i_b, s, i_g, 0], values_in, v_s)
+    tma_load(d_v, [i_b, s, i_g, 0], values_in, v_s)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n_u = gl.cdiv(T, KU)
     i_bg = i_b * (H // REP) + i_g
@@ -100,7 +100,7 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
             b_k = n_k % 2
             mbarrier.wait(keys_out.index(b_k), (n_k // 2 & 1) ^ 1)
             mbarrier.expect(keys_in.index(b_k), d_k.block_type.nbytes)
-            tma.async_copy_global_to_shared(d_k, [i_lb, s - u * h, i_g, 0], keys_in.index(b_k), k_s.index(b_k))
+            tma_load(d_k, [i_lb, s - u * h, i_g, 0], keys_in.index(b_k), k_s.index(b_k))
             n_k += 1
             for i_r in range(REP):
                 i_h = i_g * REP + i_r
@@ -117,13 +117,13 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
                     mbarrier.wait(empty.index(b), (it // STAGES & 1) ^ 1)
                     if GATE != 0:
                         shift_s.index(b).store(gl.full([1], 0.0, gl.float32, one) + (b_at - b_ref).to(gl.float32))
-                        gl.thread_barrier()
+                        barrier()
                     mbarrier.expect(full.index(b), d_q.block_type.nbytes + d_do.block_type.nbytes
                                     + 2 * d_lse.block_type.nbytes)  # fmt: skip
-                    tma.async_copy_global_to_shared(d_q, [i_lb, i - back, i_h, 0], full.index(b), q_s.index(b))
-                    tma.async_copy_global_to_shared(d_lse, [i_bh, i], full.index(b), lse_s.index(b))
-                    tma.async_copy_global_to_shared(d_delta, [i_bh, i], full.index(b), delta_s.index(b))
-                    tma.async_copy_global_to_shared(d_do, [i_b, i, i_h, 0], full.index(b), do_s.index(b))
+                    tma_load(d_q, [i_lb, i - back, i_h, 0], full.index(b), q_s.index(b))
+                    tma_load(d_lse, [i_bh, i], full.index(b), lse_s.index(b))
+                    tma_load(d_delta, [i_bh, i], full.index(b), delta_s.index(b))
+                    tma_load(d_do, [i_b, i, i_h, 0], full.index(b), do_s.index(b))
                     it += 1
 
 
@@ -157,7 +157,7 @@ def _reduce(d_dq, d_dk, dq_s, k_s, dq_full, dq_empty, dk_full, keys_out, p_cut, 
                     it += 1
             b_k = n_k % 2
             mbarrier.wait(dk_full.index(b_k), n_k // 2 & 1)
-            tma.async_copy_shared_to_global(d_dk, [i_lb, s - u * h, i_g, 0], k_s.index(b_k))
+            tma_store(d_dk, [i_lb, s - u * h, i_g, 0], k_s.index(b_k))
             tma.store_wait(0)
             mbarrier.arrive(keys_out.index(b_k), count=1)
             n_k += 1
@@ -245,7 +245,7 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
         gl.atomic_add(p_dc + i_bh * T + b_s, b_dc, mask=b_s < T, sem="relaxed")
     v_s.store(b_dv.to(v_s.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(d_dv, [i_b, s, i_g, 0], v4_s)
+    tma_store(d_dv, [i_b, s, i_g, 0], v4_s)
     tma.store_wait(0)
 
 

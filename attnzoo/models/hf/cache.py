@@ -1,0 +1,130 @@
+"""The memory of the layers behind Hugging Face's `Cache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from attnzoo.layer.stream import LayerCache
+
+
+class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's :class:`attnzoo.layer.stream.LayerCache`, with the methods that `generate` calls.
+
+    Nothing outside the layer reads its keys, so :meth:`update` is refused.
+
+    Args:
+        memory: from `Attention.new_cache`.
+    """
+
+    is_sliding = False
+
+    def __init__(self, memory: LayerCache) -> None:
+        super().__init__()
+        self.memory = memory
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the last tokens can be taken back: not where a convolution or a shift has kept only its window."""
+        return not self.memory.windows
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: what can be taken back is always kept."""
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """Nothing to do: the layer fills its memory."""
+
+    def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Refused: keys and values are added by the layer itself.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("update: a layer of attnzoo extends its own memory; give the cache to the model's forward")
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Tokens seen, padding included."""
+        return 0 if self.memory.state is None else len(self.memory.state)
+
+    def get_max_length(self) -> int:
+        """-1: it grows."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Length and offset of a mask over past and new tokens."""
+        new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return self.get_seq_length() + new, 0
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.memory.state, self.memory.windows, self.memory.seen = None, {}, None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the rows `beam_idx`, in that order."""
+        if self.memory.seen is not None:
+            self.memory.reorder(beam_idx.to(self.memory.seen.device))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        seen = self.memory.seen
+        if seen is not None:
+            self.memory.reorder(torch.arange(len(seen), device=seen.device).repeat_interleave(repeats))
+
+    def crop(self, max_length: int) -> None:
+        """Take tokens back, where the state can give them back exactly.
+
+        Args:
+            max_length: tokens to keep; or minus the number to take back; 0 takes none back.
+
+        Raises:
+            ValueError: the state cannot (a recurrent one, PaTH's carried keys, the window of a convolution).
+        """
+        self._keep(self._cropped(max_length))
+
+    def _cropped(self, max_length: int) -> tuple[Any, Tensor | None]:
+        """The state and the count of tokens after :meth:`crop`."""
+        state, seen = self.memory.state, self.memory.seen
+        length = self.get_seq_length()
+        keep = max_length if max_length > 0 else length + max_length
+        if keep >= length or seen is None:
+            return state, seen
+        if self.memory.windows:
+            kept = ", ".join(sorted(self.memory.windows))
+            raise ValueError(f"max_length: expected all {length} tokens ({kept} keep only the last ones), got {keep}")
+        state = state.crop(keep)
+        valid = getattr(state, "valid", None)
+        return state, torch.full_like(seen, keep) if valid is None else valid.sum(1)
+
+    def _keep(self, cropped: tuple[Any, Tensor | None]) -> None:
+        self.memory.state, self.memory.seen = cropped
+
+
+class ModelCache(Cache):  # type: ignore[misc]
+    """The memories of all layers of one model.
+
+    Args:
+        memories: from `LanguageModel.new_cache`.
+    """
+
+    def __init__(self, memories: list[LayerCache]) -> None:
+        super().__init__(layers=[LayerMemory(memory) for memory in memories])
+
+    @property
+    def memories(self) -> list[LayerCache]:
+        """What `LanguageModel` takes as `cache`."""
+        return [layer.memory for layer in self.layers]
+
+    def crop(self, max_length: int) -> None:
+        """Take tokens back in all layers, or in none where one refuses; see :meth:`LayerMemory.crop`."""
+        cropped = [layer._cropped(max_length) for layer in self.layers]
+        for layer, kept in zip(self.layers, cropped, strict=True):
+            layer._keep(kept)

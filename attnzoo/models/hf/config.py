@@ -1,0 +1,73 @@
+"""What a model is made of, in Hugging Face's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, ClassVar
+
+from transformers import PretrainedConfig
+
+from attnzoo.models.config import ModelConfig
+
+THEIRS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "tie_embeddings": "tie_word_embeddings",
+}
+_FIELDS = {THEIRS.get(field.name, field.name): field for field in fields(ModelConfig)}
+
+
+class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
+    """The fields of :class:`attnzoo.models.config.ModelConfig`, three of them under Hugging Face's names.
+
+    `num_hidden_layers`, `num_attention_heads` and `tie_word_embeddings` stand for `num_layers`, `num_heads` and
+    `tie_embeddings`; all others are called alike and have the same defaults.
+
+    Args:
+        attention: the variant of each layer: a name, or a list as `ModelConfig` takes it.
+        **options: further fields of `ModelConfig`, and whatever `PretrainedConfig` takes.
+
+    Raises:
+        ValueError: sizes or patterns that `ModelConfig` refuses.
+    """
+
+    model_type = "attnzoo"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = dict(THEIRS)
+
+    def __init__(self, attention: Any = "fox", **options: Any) -> None:
+        given = {"attention": attention, **options}
+        for theirs, ours in THEIRS.items():
+            if theirs in given:
+                raise ValueError(f"{theirs}: Hugging Face's name for it is {ours}")
+        own = {name: given.pop(name, _default(field)) for name, field in _FIELDS.items()}
+        given.pop("layer_types", None)
+        for name, value in own.items():
+            if name != "tie_word_embeddings":
+                setattr(self, name, _plain(value))
+        super().__init__(tie_word_embeddings=own["tie_word_embeddings"], **given)
+        self.tie_word_embeddings = own["tie_word_embeddings"]
+        self.native()
+
+    def native(self) -> ModelConfig:
+        """The same as the decoder's own configuration."""
+        return ModelConfig(**{field.name: getattr(self, name) for name, field in _FIELDS.items()})
+
+    @classmethod
+    def of(cls, config: ModelConfig, **options: Any) -> AttnzooConfig:
+        """From the decoder's own configuration; `options` are those of `PretrainedConfig`."""
+        return cls(**{name: getattr(config, field.name) for name, field in _FIELDS.items()}, **options)
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default is not MISSING else field.default_factory()
+
+
+def _plain(value: Any) -> Any:
+    """Lists and dicts of whatever mapping or sequence a file gave, as JSON holds them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value

@@ -1,0 +1,173 @@
+"""The decoder as a causal language model of Hugging Face."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from attnzoo.layer.precision import PreciseModule
+from attnzoo.models.decoder import LanguageModel
+from attnzoo.models.hf.cache import ModelCache
+from attnzoo.models.hf.config import AttnzooConfig
+
+
+class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """:class:`attnzoo.models.LanguageModel`, which it holds as `model`, with Hugging Face's interface.
+
+    Angles, slopes and biases of gates stay in float32 whatever dtype the weights are loaded in.
+
+    Args:
+        config: sizes and the variant of each layer.
+
+    Raises:
+        ValueError: a variant or one of its options does not exist.
+    """
+
+    config_class = AttnzooConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"model.head.weight": "model.embedding.weight"}
+
+    def __init__(self, config: AttnzooConfig) -> None:
+        super().__init__(config)
+        self.model = LanguageModel(config.native())
+        self.gradient_checkpointing = False
+        self._is_stateful = not all(_gives_tokens_back(block) for block in self.model.blocks)
+        self.post_init()
+        self._keep_in_fp32_modules_strict = _precise(self.model)  # transformers 4 checks an earlier one by other rules
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The matrix of the tokens."""
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Another one."""
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head."""
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Another one."""
+        self.model.head = new_embeddings
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+        """Each layer remembers in its own way, so there is one kind of cache, made here."""
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "dynamic_full"):
+            raise ValueError(
+                f"cache_implementation: expected None or 'dynamic' (each layer has a cache of its own), got {kind!r}"
+            )
+        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = ModelCache(self.model.new_cache())
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Initialise what no checkpoint held, as the decoder does."""
+        loaded: list[tuple[dict[str, Any], str, Tensor]] = [
+            (owner, name, tensor)
+            for part in self.model.modules()
+            for owner in (part._parameters, part._buffers)
+            for name, tensor in owner.items()
+            if tensor is not None and getattr(tensor, "_is_hf_initialized", False)
+        ]
+        for owner, name, tensor in loaded:  # the decoder writes into these, and they go
+            away = torch.empty_like(tensor, device="meta")
+            owner[name] = nn.Parameter(away, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else away
+        try:
+            self.model.reset_parameters()
+        finally:
+            for owner, name, tensor in loaded:
+                owner[name] = tensor
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: ModelCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seq_lens_q: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Predict each next token.
+
+        Args:
+            input_ids: integers [B, T].
+            attention_mask: [B, T], or [B, S + T] with S cached tokens; 0 at padding, on either side.
+            past_key_values: from an earlier call.
+            inputs_embeds: [B, T, D] instead of `input_ids`.
+            labels: [B, T], the same tokens as `input_ids` (shifted here, unlike the decoder's targets), -100 where
+                nothing is asked.
+            use_cache: give `past_key_values`; the configuration's `use_cache` by default, never while training.
+            logits_to_keep: logits of that many last tokens only, or of these positions; 0 for all.
+            cu_seq_lens_q: borders [N + 1] of sequences packed into one row.
+            output_hidden_states: also what each block takes, and what the head reads.
+            output_attentions: refused: no form of a layer makes the matrix.
+            return_dict: False gives a tuple.
+            **kwargs: for the loss (`num_items_in_batch`); positions follow from the mask and are ignored.
+
+        Raises:
+            ValueError: inputs that the decoder refuses, or attention matrices asked for.
+        """
+        if output_attentions:
+            raise ValueError("output_attentions: not available (attnzoo.figures draws attention maps of the forms)")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected either input_ids or inputs_embeds")
+        training = self.training and torch.is_grad_enabled()
+        if use_cache is None:
+            use_cache = not training and getattr(self.config, "use_cache", True)
+        if past_key_values is not None and not isinstance(past_key_values, ModelCache):
+            raise TypeError(
+                f"past_key_values: expected attnzoo.models.hf.ModelCache, got {type(past_key_values).__name__}"
+            )
+        if past_key_values is None and use_cache:
+            past_key_values = ModelCache(self.model.new_cache())
+        states: list[Tensor] | None = [] if output_hidden_states else None
+        x = self.model.hidden(
+            input_ids,
+            embedded=inputs_embeds,
+            cu_seqlens=cu_seq_lens_q,
+            attention_mask=attention_mask,
+            cache=None if past_key_values is None else past_key_values.memories,
+            recompute=self._gradient_checkpointing_func if self.gradient_checkpointing and training else None,
+            states=states,
+        )  # [B, T, D]
+        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.model.head(x[:, rows])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        out = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=None if states is None else tuple(states),
+        )
+        return out.to_tuple() if return_dict is False else out
+
+
+def _precise(model: nn.Module) -> list[str]:
+    """Names of the tensors that are never rounded to 16 bits."""
+    modules = [(name, part) for name, part in model.named_modules() if isinstance(part, PreciseModule)]
+    return sorted({f"{path.rpartition('.')[2]}.{name}" for path, part in modules for name in part._least})
+
+
+def _gives_tokens_back(block: Any) -> bool:
+    """Whether the layer's memory can be cropped."""
+    attention = block.attention
+    carried = set(attention.variant.requires) - {"log_decay", "angle"}
+    windows = attention.config.conv_size or attention.config.kv_shift
+    return attention.variant.side == "softmax" and not carried and not windows

@@ -1,0 +1,299 @@
+"""The decoder behind Hugging Face's interface: what is saved is what is loaded, and `generate` is the decoder's own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from attnzoo.models.config import ModelConfig
+from attnzoo.registry import list_variants
+
+transformers = pytest.importorskip("transformers")
+
+from attnzoo.models.hf import AttnzooConfig, AttnzooForCausalLM, ModelCache  # noqa: E402
+from attnzoo.models.hf.config import THEIRS  # noqa: E402
+
+HYBRID = ["mamba2", "fox"]
+SOME = ["fox", "path_fox", "complex_linear", "retnet", "gated_deltanet", HYBRID]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+
+
+def build(attention="fox", seed=0, **options):
+    torch.manual_seed(seed)
+    config = AttnzooConfig(attention, **{**SIZES, "pad_token_id": 0, "eos_token_id": None, **options})
+    return AttnzooForCausalLM(config).eval()
+
+
+def load(folder, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def ids(model):
+    return "-".join(model) if isinstance(model, list) else model
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+# configuration
+
+
+def test_configuration_holds_every_field_of_the_decoder():
+    native = ModelConfig(HYBRID, {"window": 8}, 48, 4, 3, 80, 77, True, 1e-5, 0.01)
+    theirs = AttnzooConfig.of(native)
+    assert theirs.native() == native
+    again = AttnzooConfig.from_dict(json.loads(theirs.to_json_string()))
+    assert again.native() == native
+    assert (again.num_hidden_layers, again.num_attention_heads, again.tie_word_embeddings) == (4, 3, True)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), sorted(THEIRS.items()))
+def test_one_name_for_one_thing(ours, theirs):
+    with pytest.raises(ValueError, match=f"{ours}: .*{theirs}"):
+        AttnzooConfig(**{ours: 2})
+
+
+def test_sizes_that_the_decoder_refuses_are_refused():
+    with pytest.raises(ValueError, match="does not fill num_layers=3"):
+        AttnzooConfig(HYBRID, num_hidden_layers=3)
+    with pytest.raises(ValueError, match="did you mean 'fox'"):
+        build("foxx")
+
+
+# saving and loading
+
+
+@pytest.mark.parametrize("attention", [*list_variants(), HYBRID], ids=ids)
+def test_what_is_saved_is_what_is_loaded(attention, tmp_path, tokens):
+    model = build(attention)
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(5)
+    loaded = load(tmp_path)
+    for (name, ours), (_, theirs) in zip(tensors(model), tensors(loaded), strict=True):
+        assert torch.equal(ours, theirs), name
+        assert ours.dtype == theirs.dtype, name
+    assert torch.equal(model(tokens).logits, loaded(tokens).logits)
+
+
+def tensors(model):
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def test_weights_in_several_files(tmp_path, tokens):
+    model = build()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert torch.equal(model(tokens).logits, load(tmp_path).eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("attention", ["fox", "alibi", "complex_linear", "retnet", "mamba2", "path_fox"])
+def test_gates_stay_in_float32_whatever_the_weights_are_loaded_in(attention, tmp_path):
+    model = build(attention)
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, dtype=torch.bfloat16)
+    kept = dict(tensors(model.bfloat16()))
+    fine = 0
+    for name, tensor in tensors(loaded):
+        assert tensor.dtype == kept[name].dtype, name
+        if tensor.dtype != torch.bfloat16:
+            fine += 1
+            assert torch.equal(tensor, dict(tensors(build(attention)))[name]), name  # never rounded
+    assert fine
+    assert loaded.model.head.weight.dtype == torch.bfloat16
+
+
+def test_tied_weights_are_one_matrix_after_loading(tmp_path):
+    model = build(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.model.head.weight is loaded.model.embedding.weight
+    assert torch.equal(loaded.model.head.weight, model.model.embedding.weight)
+
+
+def test_device_map(tmp_path, tokens):
+    model = build(HYBRID)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path, device_map="cpu").eval()(tokens).logits, model(tokens).logits)
+
+
+def test_what_a_checkpoint_lacks_starts_as_the_decoder_starts_it(tmp_path):
+    build("nope").save_pretrained(tmp_path)
+    loaded = load(tmp_path, attention="fox")
+    fresh = build("fox").model.blocks[0].attention.gate
+    gate = loaded.model.blocks[0].attention.gate
+    assert torch.equal(gate.forget_proj.bias, fresh.forget_proj.bias)
+    spread = [projection.weight.std().item() for projection in (gate.forget_proj, fresh.forget_proj)]
+    assert spread[0] == pytest.approx(spread[1], rel=0.5)
+    assert torch.equal(loaded.model.embedding.weight, build("nope").model.embedding.weight)
+
+
+@pytest.mark.parametrize("first", ["attnzoo", "transformers"])
+def test_auto_classes_know_the_model_in_either_order_of_imports(first, tmp_path):
+    build().save_pretrained(tmp_path)
+    imports = sorted(["attnzoo", "transformers"], key=lambda name: name != first)
+    code = f"import {imports[0]}, {imports[1]}; from transformers import AutoModelForCausalLM as A; "
+    code += f"print(type(A.from_pretrained({str(tmp_path)!r})).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "AttnzooForCausalLM", done.stderr
+
+
+# generating
+
+
+@pytest.mark.parametrize("attention", SOME, ids=ids)
+def test_generate_is_the_decoders_own(attention, tokens):
+    model = build(attention)
+    greedy = model.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert torch.equal(greedy, model.model.generate(tokens, 8, temperature=0))
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), tokens], 1)
+    left = model.generate(padded, attention_mask=(padded != 0).long(), max_new_tokens=8, do_sample=False)
+    assert torch.equal(left[:, 3:], greedy)
+    assert torch.equal(model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=False), greedy)
+
+
+def test_sampling_draws_from_the_models_distribution(tokens):
+    model = build()
+    torch.manual_seed(3)
+    theirs = model.generate(tokens, max_new_tokens=6, do_sample=True, top_k=5, num_return_sequences=3)
+    assert theirs.shape == (6, 15)
+    logits = model(theirs[:, :-1]).logits[:, 8:]
+    allowed = logits.topk(5).indices
+    assert (allowed == theirs[:, 9:, None]).any(-1).all()
+    assert len(torch.unique(theirs, dim=0)) > 2
+
+
+@pytest.mark.parametrize("attention", ["fox", "gated_deltanet"])
+def test_beams_are_those_of_a_search_without_a_cache(attention, tokens):
+    model = build(attention)
+    options = {"max_new_tokens": 5, "num_beams": 3, "num_return_sequences": 3, "do_sample": False}
+    cached = model.generate(tokens, **options)
+    assert torch.equal(cached, model.generate(tokens, **options, use_cache=False))
+    scores = [model(row[None], labels=row[None]).loss for row in cached[:3]]
+    assert scores == sorted(scores)
+
+
+def test_a_cache_goes_on_where_it_stopped(tokens):
+    model = build(HYBRID)
+    whole = model(tokens).logits
+    first = model(tokens[:, :5], use_cache=True)
+    second = model(tokens[:, 5:], past_key_values=first.past_key_values, logits_to_keep=1)
+    assert first.past_key_values.get_seq_length() == 9
+    torch.testing.assert_close(second.logits, whole[:, -1:], rtol=1e-4, atol=1e-5)
+
+
+def test_rejected_tokens_are_taken_back():
+    model = build("fox")
+    rows = torch.randint(1, 64, (2, 9))
+    cache = ModelCache(model.model.new_cache())
+    model(rows, past_key_values=cache)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 6
+    again = model(rows[:, 6:], past_key_values=cache).logits
+    torch.testing.assert_close(again, model(rows).logits[:, 6:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_that_cannot_give_tokens_back_says_so_and_stays_as_it_was(tokens):
+    model = build(["fox", "mamba2"])
+    cache = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="expected all 9"):
+        cache.crop(4)
+    assert [layer.get_seq_length() for layer in cache.layers] == [9, 9]
+
+
+def test_assisted_generation_is_greedy_generation(tokens):
+    model, helper = build("fox"), build("fox", seed=1)
+    row = tokens[:1]
+    greedy = model.generate(row, max_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(row, max_new_tokens=8, do_sample=False, assistant_model=helper), greedy)
+
+
+def test_another_kind_of_cache_is_refused_by_name(tokens):
+    with pytest.raises(ValueError, match="cache_implementation: .*'static'"):
+        build().generate(tokens, max_new_tokens=2, cache_implementation="static")
+
+
+def test_a_foreign_cache_is_refused(tokens):
+    with pytest.raises(TypeError, match="past_key_values: expected .*ModelCache, got DynamicCache"):
+        build()(tokens, past_key_values=transformers.DynamicCache())
+
+
+# training
+
+
+def test_loss_is_that_of_the_decoder_with_shifted_targets(tokens):
+    model = build()
+    targets = torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], 1)
+    torch.testing.assert_close(model(tokens, labels=tokens).loss, model.model(tokens, targets).loss)
+
+
+@pytest.mark.parametrize("attention", ["fox", "gated_deltanet"])
+def test_recomputing_blocks_changes_no_gradient(attention, tokens):
+    def gradients(recompute):
+        model = build(attention).train()
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(tokens, labels=tokens).loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for kept, recomputed in zip(gradients(False), gradients(True), strict=True):
+        assert torch.equal(kept, recomputed)
+
+
+def test_packed_sequences_know_nothing_of_each_other(tokens):
+    model = build()
+    row = tokens.reshape(1, -1)
+    packed = model(row, cu_seq_lens_q=torch.tensor([0, 9, 18], dtype=torch.int32)).logits
+    torch.testing.assert_close(packed.reshape(2, 9, -1), model(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_states_of_all_blocks_are_given(tokens):
+    model = build()
+    out = model(tokens, output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    assert torch.equal(model.model.head(out.hidden_states[-1]), out.logits)
+    assert torch.equal(out.hidden_states[0], model.model.embedding(tokens))
+
+
+def test_attention_matrices_are_refused_rather_than_left_out(tokens):
+    with pytest.raises(ValueError, match="output_attentions"):
+        build()(tokens, output_attentions=True)
+
+
+def test_trainer_learns_and_goes_on_where_it_was_stopped(tmp_path):
+    rows = [{"input_ids": list(range(1, 17)), "labels": list(range(1, 17))}] * 8
+
+    def train(folder, steps, resume=None):
+        model = build()
+        arguments = transformers.TrainingArguments(
+            str(folder), max_steps=steps, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
+            save_steps=3, logging_steps=1, lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+        trainer.train(resume_from_checkpoint=resume)
+        return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    straight, losses = train(tmp_path / "a", 6)
+    assert losses[-1] < losses[0] - 1
+    train(tmp_path / "b", 3)
+    resumed, _ = train(tmp_path / "b", 6, str(tmp_path / "b" / "checkpoint-3"))
+    for ours, theirs in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_lora_adapts_the_projections_alone(tokens):
+    peft = pytest.importorskip("peft")
+    model = build()
+    before = model(tokens).logits
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    torch.testing.assert_close(adapted(tokens).logits, before)  # adapters start at 0
+    adapted.train()(input_ids=tokens, labels=tokens).loss.backward()
+    trained = {name.split(".")[-4] for name, parameter in adapted.named_parameters() if parameter.grad is not None}
+    assert trained == {"q_proj", "v_proj"}

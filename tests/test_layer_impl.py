@@ -1,0 +1,105 @@
+"""Which implementation a layer runs, and that the kernels serve it like the reference."""
+
+import logging
+
+import pytest
+import torch
+from layers import D, H, rows
+
+from attnzoo import Prune, build_attention, get, list_variants
+from attnzoo.layer import attention
+
+
+def test_auto_says_once_what_it_picked(caplog, monkeypatch):
+    monkeypatch.setattr(attention, "_said", set())
+    attn = build_attention("fox", hidden_size=D, num_heads=H)
+    with caplog.at_level(logging.INFO, "attnzoo"):
+        attn(torch.randn(1, 3, D))
+        build_attention("fox", hidden_size=D, num_heads=H)(torch.randn(1, 3, D))
+    assert [record.getMessage() for record in caplog.records] == ["fox: impl='auto' runs reference on cpu"]
+    assert "impl='auto' (reference on cpu)" in repr(attn)
+
+
+@pytest.mark.parametrize(("name", "impl"), [("wall", "triton"), ("fox", "fla"), ("mamba2", "fla"), ("gla", "triton")])
+def test_explicit_impl_never_falls_back(name, impl):
+    attn = build_attention(name, hidden_size=D, num_heads=H, impl=impl)
+    with pytest.raises(RuntimeError, match=f"impl='{impl}'"):
+        attn(torch.randn(1, 3, D))
+
+
+TRITON = [name for name in list_variants("softmax") if "triton" in get(name).forms]
+
+
+def on_both(name, acp=False):
+    """The same layer on the reference and on the (interpreted) kernel."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": D, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16 if "path" in name else 8}
+    reference, kernel = (build_attention(name, **sizes, acp=acp, impl=impl) for impl in ("reference", "triton"))
+    kernel.load_state_dict(reference.state_dict())
+    return reference, kernel
+
+
+@pytest.mark.parametrize("acp", [False, True])
+@pytest.mark.parametrize("name", TRITON)
+def test_the_kernel_serves_a_layer_like_the_reference(name, acp):
+    """Whole calls, padding, packing, a prefill and steps, and the gradient of every parameter (interpreted)."""
+    if acp and not get(name).prunable:
+        return
+    reference, kernel = on_both(name, acp)
+    x = rows(2, 37).float()
+    mask = torch.ones(2, 37, dtype=torch.bool)
+    mask[0, :5] = mask[1, 30:] = False
+
+    def run(attn):
+        cache = attn.new_cache()
+        with torch.no_grad():
+            steps = [attn(part, cache=cache) for part in (x[:, :30], x[:, 30:31], x[:, 31:])]
+            packed = attn(x[:1], cu_seqlens=torch.tensor([0, 11, 11, 37]))
+        whole = attn(x)
+        gradients = torch.autograd.grad(whole.square().sum(), list(attn.parameters()), allow_unused=True)
+        return [whole, attn(x, attention_mask=mask), packed, torch.cat(steps, 1), *gradients]
+
+    for got, expected in zip(run(kernel), run(reference), strict=True):
+        assert (got - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("name", TRITON)
+@torch.no_grad()
+def test_cached_steps_of_the_kernel_take_padding(name):
+    """A padded prefill, a padded chunk and steps without a mask; rows reordered; the cache handed to the reference."""
+    reference, kernel = on_both(name)
+    x = rows(2, 24).float()
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    mask[0, :5] = mask[1, 14:17] = False
+
+    def run(attn, then):
+        cache = attn.new_cache()
+        steps = [attn(x[:, a:b], attention_mask=mask[:, :b], cache=cache) for a, b in ((0, 12), (12, 18))]
+        steps += [attn(x[:, 18:19], cache=cache), attn(x[:, 19:20], cache=cache)]
+        cache.reorder(torch.tensor([1, 1]))
+        steps.append(attn(x[:, 20:21], cache=cache))
+        return torch.cat([*steps, then(x[:, 21:], cache=cache)], 1)
+
+    expected = run(reference, reference)
+    for got in (run(kernel, kernel), run(kernel, reference), run(reference, kernel)):
+        assert (got - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_a_cached_step_of_the_kernel_refuses_to_record_gradients():
+    attn = build_attention("path", hidden_size=D, num_heads=H, head_dim=16, impl="triton")
+    cache = attn.new_cache()
+    attn(rows(1, 3).float(), cache=cache)
+    with pytest.raises(RuntimeError, match="a cached step of the triton form has no gradient"):
+        attn(rows(1, 1).float(), cache=cache)
+
+
+def test_head_dims_without_a_kernel_are_named():
+    attn = build_attention("path_fox", hidden_size=D, num_heads=H, head_dim=8, impl="triton")
+    with pytest.raises(RuntimeError, match="impl='triton': expected K a multiple of 16 up to 128, got 8"):
+        attn(rows(1, 3).float())
+
+
+def test_a_step_without_decay_cannot_be_pruned():
+    projected = build_attention("path", hidden_size=D, num_heads=H, head_dim=16).project(rows(1, 3).float())
+    with pytest.raises(ValueError, match="prune: expected None"):
+        get("path").extend(projected.q, projected.k, projected.v, projected.gate, form="triton", prune=Prune())

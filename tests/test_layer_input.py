@@ -1,0 +1,80 @@
+"""What a layer refuses, and that the message names the argument."""
+
+import pytest
+import torch
+from layers import D, H
+
+from attnzoo import build_attention
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "foks"}, r"unknown variant 'foks'.*did you mean 'fox'"),
+        ({"name": "fox", "output_nrom": "rms"}, r"'output_nrom'.*did you mean 'output_norm'"),
+        ({"name": "gla", "temprature": 2}, r"'temprature'.*did you mean 'temperature'"),
+        ({"name": "fox", "block": "prod"}, r"unknown block 'prod'.*did you mean 'pro'"),
+        ({"name": "fox", "impl": "trition"}, r"unknown impl 'trition'.*did you mean 'triton'"),
+        ({"name": "fox", "output_gate": "sigmoyd"}, r"unknown output_gate.*did you mean 'sigmoid'"),
+        ({"name": "fox", "gate": "forgot"}, r"unknown gate 'forgot'.*did you mean 'forget'"),
+        ({"name": "fox", "gate": "delta"}, r"'fox' needs the parts.*log_decay.*'delta' provides"),
+        ({"name": "rope", "acp": True}, r"acp: 'rope' has no scalar decay.*alibi, fox, path_fox"),
+        ({"name": "mamba2", "acp": True}, r"acp: 'mamba2' has no keys to prune.*dual is 'fox'.*alibi, fox, path_fox"),
+        ({"name": "deltanet", "qk_norm": "rms"}, r"qk_norm: expected 'l2'"),
+        ({"name": "fox", "hidden_size": 100}, r"hidden_size: expected a multiple of num_heads = 12"),
+        ({"name": "fox", "num_kv_heads": 5}, r"num_kv_heads: expected a divisor of num_heads = 12, got 5"),
+        ({"name": "fox", "num_heads": 0}, r"num_heads: expected a positive integer, got 0"),
+        ({"name": "fox", "conv_size": -1}, r"conv_size: expected"),
+        ({"name": "rope", "head_dim": 7}, r"head_dim: expected an even number"),
+        ({"name": "rope", "theta": 0}, r"theta: expected a positive number"),
+        ({"name": "fox", "gate": "fixed", "t_min": 9, "t_max": 3}, r"t_min, t_max: expected"),
+        ({"name": "mamba2", "dt_min": 0}, r"dt_min, dt_max: expected"),
+        ({"name": "gla", "gate_rank": 0}, r"gate_rank: expected at least 1"),
+        ({"name": "path", "w": "keys"}, r"unknown w 'keys'.*did you mean 'key'"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        build_attention(**options)
+
+
+def test_bad_types_are_named():
+    with pytest.raises(TypeError, match="acp: expected True, False or attnzoo.Prune, got 'yes'"):
+        build_attention("fox", acp="yes")
+    with pytest.raises(TypeError, match="gate: expected a name or a GateProjection class"):
+        build_attention("fox", gate=[3])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda a, x: a(x[0]), ValueError, r"x: expected \[B, T, D = 24\], got \(6, 24\)"),
+        (lambda a, x: a(x[..., :5]), ValueError, r"x: expected \[B, T, D = 24\]"),
+        (lambda a, x: a(x[:, :0]), ValueError, "x: expected at least one token"),
+        (lambda a, x: a(x, attention_mask=torch.ones(2, 5)), ValueError, r"attention_mask: expected .*\(2, 6\)"),
+        (lambda a, x: a(x, attention_mask=torch.ones(2, 9)), ValueError, "attention_mask: expected"),
+        (lambda a, x: a(x, attention_mask=[1]), TypeError, "attention_mask: expected a tensor"),
+        (lambda a, x: a(x, cu_seqlens=torch.tensor([0, 6])), ValueError, "x: expected one row"),
+        (lambda a, x: a(x[:1], cu_seqlens=torch.tensor([0, 5])), ValueError, "cu_seqlens: expected borders"),
+        (lambda a, x: a(x[:1], cu_seqlens=torch.tensor([0, 4, 3, 6])), ValueError, "cu_seqlens: expected borders"),
+        (lambda a, x: a(x[:1], cu_seqlens=torch.tensor([0.0, 6.0])), TypeError, "cu_seqlens: expected an int32"),
+        (lambda a, x: a(x[:1], cu_seqlens=torch.tensor(6)), ValueError, "cu_seqlens: expected one axis"),
+        (
+            lambda a, x: a(x[:1], cu_seqlens=torch.tensor([0, 6]), attention_mask=torch.ones(1, 6)),
+            ValueError,
+            "attention_mask: expected None with cu_seqlens",
+        ),
+        (lambda a, x: a(x, cache={}), TypeError, "cache: expected what new_cache"),
+    ],
+)
+def test_bad_calls_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call(build_attention("fox", hidden_size=D, num_heads=H), torch.randn(2, 6, D))
+
+
+def test_a_cache_of_another_batch_is_refused():
+    attn = build_attention("gla", hidden_size=D, num_heads=H)
+    cache = attn.new_cache()
+    attn(torch.randn(2, 3, D), cache=cache)
+    with pytest.raises(ValueError, match="cache: expected 2 rows as in the calls before, got 3"):
+        attn(torch.randn(3, 1, D), cache=cache)
