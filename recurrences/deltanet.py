@@ -28,7 +28,7 @@ EQUATIONS = (
     "oₜ = Sₜ (λ qₜ)",
     "   = Σⱼ (λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ) vⱼ",
 )
-LAYER = {"gate": "delta", "feature_map": "silu", "qk_norm": "l2", "conv_size": 4, "output_norm": "rms"}
+LAYER = {"gate": "delta", "qk_norm": "l2", "conv_size": 4, "output_norm": "rms"}
 
 
 class Householder(Transition):

@@ -307,7 +307,7 @@ def test_sinks_take_their_share_of_the_softmax(name, block, data):
         y = attn(x)
         cache = attn.new_cache()
         assert_same(torch.cat([attn(x[:, a:b], cache=cache) for a, b in pieces(data.draw, T)], 1), y)
-        mask = F.pad(torch.ones(1, T), (3, 0))
+        mask = F.pad(torch.ones(1, T, dtype=torch.bool), (3, 0))
         assert_same(attn(F.pad(x, (0, 0, 3, 0)), attention_mask=mask)[:, 3:], y)
         assert_same(attn(torch.cat([x, x], 1), cu_seqlens=torch.tensor([0, T, 2 * T])), torch.cat([y, y], 1))
         attn.sinks.fill_(-torch.inf)

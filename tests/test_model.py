@@ -1,6 +1,8 @@
 """The language model: initialisation, loss, causality, and that cached, packed and padded calls give the plain one."""
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.config import ModelConfig, OptimizerConfig
+from attnzoo.layer.precision import PreciseModule
 from attnzoo.models import LanguageModel, decoder
-from attnzoo.training.optimizer import build_optimizer, decays
+from attnzoo.training.optimizer import build_optimizer, spared
 
 HYBRID = ["mamba2", "fox"]
 
@@ -51,7 +54,6 @@ class Marked(nn.Module):
         self.gate = nn.Linear(32, 2)
         for parameter in self.gate.parameters():
             parameter._no_reinit = True
-        self.gate.weight._no_weight_decay = True
         self.reset_parameters()
 
     def reset_parameters(self):
@@ -71,21 +73,55 @@ def test_marked_parameters_keep_their_own_initialisation(monkeypatch):
     assert 0.015 < attention.plain.weight.std() < 0.025
 
 
-def test_weight_decay_spares_norms_biases_and_marked_parameters(monkeypatch):
-    monkeypatch.setattr(decoder, "build_attention", lambda name, **options: Marked())
+class Kept(PreciseModule):
+    """An attention with a matrix that is never rounded, and a number of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = nn.Linear(32, 32)
+        self.keep("table", torch.zeros(2, 2), trainable=True)
+        self.number = nn.Parameter(torch.zeros(3))
+
+    def reset_parameters(self):
+        pass
+
+
+def test_weight_decay_spares_norms_biases_and_what_is_kept_precise(monkeypatch):
+    monkeypatch.setattr(decoder, "build_attention", lambda name, **options: Kept())
     model = build(num_layers=1)
-    spared = {name for name, parameter in model.named_parameters() if not decays(parameter)}
-    assert spared == {
+    assert spared(model) == {
         "blocks.0.attention_norm.weight",
         "blocks.0.attention.plain.bias",
-        "blocks.0.attention.gate.weight",
-        "blocks.0.attention.gate.bias",
+        "blocks.0.attention.table",
+        "blocks.0.attention.number",
         "blocks.0.mlp_norm.weight",
         "norm.weight",
     }
     groups = build_optimizer(model, OptimizerConfig()).param_groups
     assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(6, 0.1), (6, 0.0)]
     assert groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_what_weight_decay_spares_outlasts_copies_loading_and_flattening():
+    model = build([{"name": "fox", "options": {"block": "pro", "sinks": True}}, "mamba2"])
+    expected = spared(model)
+    assert {"blocks.0.attention.q_norm.weight", "blocks.0.attention.sinks"} < expected
+    assert {"blocks.1.attention.q_conv.weight", "embedding.weight"}.isdisjoint(expected)
+    with torch.device("meta"):
+        empty = LanguageModel(model.config)
+    loaded = LanguageModel(model.config)
+    loaded.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    flat = copy.deepcopy(model)
+    for module in flat.modules():  # as a sharded view of each parameter is
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.data.flatten()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded, empty.to_empty(device="cpu"), flat):
+        assert spared(other) == expected
+        groups = build_optimizer(other, OptimizerConfig()).param_groups
+        assert sum(p.numel() for p in groups[1]["params"]) == sum(
+            p.numel() for name, p in model.named_parameters() if name in expected
+        )
 
 
 def test_a_pattern_gives_each_layer_its_variant_and_options(monkeypatch):

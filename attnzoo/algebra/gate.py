@@ -243,7 +243,7 @@ def _householder_matrix(gate: Gate, heads: int) -> Tensor:
 
 PARTS: Mapping[str, GatePart] = {
     "log_decay": GatePart(
-        "gₜ", ("B, T, H", "H"), "natural log ≤ 0 (−10⁴ or less closes)", _refuse_logs, _sample_logs,
+        "gₜ", ("B, T, H", "H"), "natural log ≤ 0 (−1e4 closes)", _refuse_logs, _sample_logs,
     ),
     "log_diag": GatePart(
         "aₜ", ("B, T, H, K",), "natural log per channel, ≤ 0", _refuse_logs, _sample_logs, _decay_matrix,

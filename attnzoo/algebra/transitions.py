@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, Gate, GateParts, is_closed
+from attnzoo.algebra.values import readable
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,8 +258,7 @@ def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
     A difference of two sums is a log-decay where the counts agree and -inf where they do not: no inf - inf.
     """
     closed = is_closed(g)
-    looks = g.is_cpu and not torch.compiler.is_compiling()  # a GPU would have to be waited for
-    if looks and not closed.any():
+    if readable(g) and not closed.any():
         return g.cumsum(dim, dtype=torch.float64), None
     return g.masked_fill(closed, 0.0).cumsum(dim, dtype=torch.float64), closed.cumsum(dim)
 

@@ -103,6 +103,7 @@ class Forms:
 
     REFERENCES: ClassVar[tuple[str, ...]] = ()
     OPTIONS: ClassVar[type]  # a dataclass of what the reference forms take by keyword
+    STATE: ClassVar[type]  # what remembers past tokens
     WHOLE: ClassVar[tuple[str, ...]] = ("cu_seqlens",)  # options of whole sequences, which have no state
 
     kernels: Mapping[str, Kernel] = field(default_factory=dict, kw_only=True)
@@ -144,8 +145,11 @@ class Forms:
         """Continue from ``state`` (None: empty) with one token or many; see :meth:`FormSet.extend`.
 
         Raises:
+            TypeError: a state of another kind.
             ValueError: a form that keeps no state.
         """
+        if state is not None and not isinstance(state, self.STATE):
+            raise TypeError(f"state: expected attnzoo.{self.STATE.__name__} or None, got {type(state).__name__}")
         if form == REFERENCE:
             return self._extend(q, k, v, gate, state, options)
         kernel = self.kernels.get(form)

@@ -17,7 +17,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
-from attnzoo.forms.options import SoftmaxOptions, check_softmax
+from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing
 from attnzoo.forms.protocol import Call, Kernel
 
 Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
@@ -67,6 +67,8 @@ def fox_kernel(forms: Additive) -> Kernel:
 
         check_softmax(given, q, gate)
         _refuse_both(given)
+        if given.valid is not None:
+            q, k, v = existing(given.valid, q, k, v)
         constant = gate.log_decay if gate.log_decay is not None and gate.log_decay.ndim == 1 else None
         gate = forms.separated(gate, q, given.valid, None)
         past = state
@@ -153,6 +155,7 @@ def path_kernel() -> Kernel:
         gate = gate.per_token(q)
         if valid is not None:
             gate = gate.neutral_where(~valid)
+            q, k, v = existing(valid, q, k, v)
         w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)
         if state is None or not len(state):
             o = run(

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import unknown
 from attnzoo.layer.attention import build_attention
+from attnzoo.layer.precision import GateLinear
+from attnzoo.layer.stream import AllOrNone, LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
 
 IGNORED = -100  # a target that does not count
@@ -75,7 +77,7 @@ class LanguageModel(nn.Module):
     """A decoder-only language model; `config.attention` says which variant each layer runs.
 
     Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for parameters that an
-    attention module marks with `_no_reinit`, which keep the initialisation of their own.
+    attention module marks with `_no_reinit` and the biases of gates, which keep the initialisation of their own.
 
     Args:
         config: its sizes and the variant of each layer.
@@ -86,6 +88,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise TypeError(f"config: expected ModelConfig, got {type(config).__name__}")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
@@ -103,7 +107,7 @@ class LanguageModel(nn.Module):
                 _unless_marked(module.weight, nn.init.ones_)
             if isinstance(module, nn.Linear | nn.Embedding) and module is not tied:
                 _unless_marked(module.weight, nn.init.normal_, std=self.config.initializer_range)
-            if isinstance(module, nn.Linear) and module.bias is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None and not isinstance(module, GateLinear):
                 _unless_marked(module.bias, nn.init.zeros_)
         if self.config.tie_embeddings:  # again, as to_empty unties them
             self.head.weight = self.embedding.weight
@@ -124,20 +128,22 @@ class LanguageModel(nn.Module):
                 nothing is shifted here), or -100 where nothing is asked.
             cu_seqlens: int [N + 1], starts of the sequences packed into a batch of one.
             attention_mask: [B, T], 0 at padding.
-            cache: from `new_cache`; extended in place, so that a sequence can be given in pieces.
+            cache: from `new_cache`; extended in place, so that a sequence can be given in pieces. A call that
+                fails leaves it as it was.
 
         Raises:
-            ValueError: shapes or dtypes other than these.
+            TypeError, ValueError: arguments of other kinds, shapes or values than these, each named.
         """
         if targets is not None:
             _check_tokens("input_ids", input_ids, None)
             _check_tokens("targets", targets, input_ids.shape)
-        x = self.hidden(input_ids, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
-        logits = self.head(x)  # [B, T, vocab]
-        if targets is None:
-            return ModelOutput(logits)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=IGNORED)
-        return ModelOutput(logits, loss)
+        with _all_or_none(cache, len(self.blocks)):
+            x = self.hidden(input_ids, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
+            logits = self.head(x)  # [B, T, vocab]
+            if targets is None:
+                return ModelOutput(logits)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=IGNORED)
+            return ModelOutput(logits, loss)
 
     def hidden(
         self,
@@ -164,15 +170,14 @@ class LanguageModel(nn.Module):
         if embedded is None:
             _check_tokens("input_ids", input_ids, None)
             embedded = self.embedding(input_ids)
-        if cache is not None and len(cache) != len(self.blocks):
-            raise ValueError(f"cache: expected {len(self.blocks)} layers, as new_cache() makes, got {len(cache)}")
         x = embedded  # [B, T, D]
-        for index, block in enumerate(self.blocks):
-            if states is not None:
-                states.append(x)
-            given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache and cache[index]}
-            x = block(x, **given) if recompute is None else recompute(block, x, **given)
-        x = cast(Tensor, self.norm(x))
+        with _all_or_none(cache, len(self.blocks)):
+            for index, block in enumerate(self.blocks):
+                if states is not None:
+                    states.append(x)
+                given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache and cache[index]}
+                x = block(x, **given) if recompute is None else recompute(block, x, **given)
+            x = cast(Tensor, self.norm(x))
         if states is not None:
             states.append(x)
         return x
@@ -256,6 +261,20 @@ def _from_file(options: dict[str, Any]) -> dict[str, Any]:
 def _unless_marked(parameter: Tensor, initialise: Any, **options: float) -> None:
     if not getattr(parameter, "_no_reinit", False):
         initialise(parameter, **options)
+
+
+def _all_or_none(cache: list[LayerCache] | None, layers: int) -> AllOrNone:
+    """For `with`, once the cache has been checked."""
+    if cache is None:
+        return AllOrNone(())
+    if not isinstance(cache, list | tuple) or not all(isinstance(layer, LayerCache) for layer in cache):
+        raise TypeError(f"cache: expected what new_cache() makes, got {type(cache).__name__}")
+    if len(cache) != layers:
+        raise ValueError(f"cache: expected {layers} layers, as new_cache() makes, got {len(cache)}")
+    tokens = {layer.tokens for layer in cache}
+    if len(tokens) > 1:
+        raise ValueError(f"cache: expected layers that have seen equally many tokens, got {sorted(tokens)}")
+    return AllOrNone(cache)
 
 
 def _check_tokens(name: str, tokens: Tensor | None, shape: torch.Size | None) -> None:

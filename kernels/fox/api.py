@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import (
     Impl,
     check_inputs,
@@ -75,8 +76,8 @@ def fox_attention(
         logit_bound: [H] float32 known bound of |scale q . k| (say from the norm weights under QK-norm), used by
             ``prune``: the smaller of it and what the norms of q and k say counts. With fewer than 128 rows it counts
             alone, for measuring would read every key. A bound that does not hold voids the certificate.
-        valid: [B, S] bool, the keys that exist; the others get no weight. Their gates count as they are. A row without
-            any valid key gives 0. No gradient in the Triton implementation.
+        valid: [B, S] bool, the keys that exist; the others get no weight, whatever k and v hold there. Their gates
+            count as they are. A row without any valid key gives 0. No gradient in the Triton implementation.
         gate_sums: instead of ``log_decay``, the sums of the S tokens' gates, kept from step to step. No gradient, no
             ``cu_seqlens``.
         return_lse: return the rows' log-sum-exp as well.
@@ -92,13 +93,16 @@ def fox_attention(
         log of the sum of a row's exponentials, its sink included. Differentiable as well.
 
     Raises:
-        ValueError: a shape, dtype, device or option is wrong; the message says what was expected.
+        ValueError: a shape, dtype, device or option is wrong; the message says what was expected. Values (gates > 0,
+            borders that do not rise, bounds below 0, NaN) are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1.
+        TypeError: something that is no tensor, or no number.
         ImportError: ``impl="triton"`` without Triton.
 
     Source: Lin et al., "Forgetting Transformer", 2025, section 3; Press et al., "Train Short, Test Long", 2022;
     pruning: see ``kernels/common/pruning.py``.
     """
-    if torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        check_tensors({"q": q, "k": k, "v": v, "log_decay": log_decay}, needed=("q", "k", "v"))
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         log_decay = None if log_decay is None else log_decay.float()

@@ -16,7 +16,7 @@ from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E
 from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides, valid_strides
-from attnzoo.kernels.common.tile_loads import load_tile, only_valid
+from attnzoo.kernels.common.tile_loads import keys_there, load_tile
 
 
 @triton.jit
@@ -80,8 +80,9 @@ def fox_split_kernel(
         elif GATE == 1:
             b_shift = (b_ref - s * b_slope.to(tl.float64)).to(tl.float32)
             b_y += b_shift[:, None] - o_s.to(tl.float32)[None, :] * b_slope[:, None]
-        if HAS_VALID:
-            b_y = only_valid(b_y, p_valid, s, o_s, S, stride_ms)
+        if HAS_VALID:  # what does not exist may hold anything
+            m_there = keys_there(p_valid, s, o_s, S, stride_ms)
+            b_y, b_v = tl.where(m_there[None, :], b_y, float("-inf")), tl.where(m_there[:, None], b_v, 0.0)
         m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_since[:, None])
         b_y = tl.where(m_y, b_y, float("-inf"))
         b_mn = tl.maximum(b_m, tl.max(b_y, 1))

@@ -14,7 +14,7 @@ from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, ke
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides, valid_strides
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max_kernel, prune_scan_kernel
-from attnzoo.kernels.common.tile_loads import load_tile, only_valid
+from attnzoo.kernels.common.tile_loads import keys_there, load_tile
 
 
 @triton.jit(do_not_specialize=["p_since", "T", "S", "NS", "stride_lb", "stride_lh", "stride_mb"])
@@ -69,7 +69,8 @@ def fox_prune_rows_kernel(
                     m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_since[:, None])
                     b_y = tl.where(m_y, b_y, float("-inf"))
                     if HAS_VALID:
-                        b_y = only_valid(b_y, p_valid + i_b * stride_mb, s, o_s, S, stride_ms)
+                        m_there = keys_there(p_valid + i_b * stride_mb, s, o_s, S, stride_ms)
+                        b_y = tl.where(m_there[None, :], b_y, float("-inf"))
                     b_mn = tl.maximum(b_m, tl.max(b_y, 1))
                     b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
                     b_l = b_l * tl.exp2(b_m - b_ms) + tl.sum(tl.exp2(b_y - b_ms[:, None]), 1)

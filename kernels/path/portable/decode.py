@@ -98,7 +98,8 @@ def path_advance_kernel(
             b_g = tl.load(p_after, mask=m_r[:, None] & m_after[None, :], other=0.0).to(tl.float32) * TL_LOG2E
             b_s += tl.cumsum(b_g, 1, reverse=True) + b_sum[:, None]
             b_sum += tl.sum(b_g, 1)
-        m_seen = _there(p_valid, o_s, m_s, MASKED)[None, :]
+        m_there = _there(p_valid, o_s, m_s, MASKED)
+        m_seen = m_there[None, :]
         if WINDOW:
             m_seen = m_seen & (o_s[None, :] > (S + o_r % N - window)[:, None])
         b_s = tl.where(m_seen, b_s, float("-inf"))
@@ -107,7 +108,7 @@ def path_advance_kernel(
         b_p = tl.exp2(b_s - b_safe[:, None])
         b_scale = tl.exp2(b_m - b_safe)
         b_l = b_l * b_scale + tl.sum(b_p, 1)
-        m_value = m_s[:, None] & m_v[None, :]
+        m_value = m_there[:, None] & m_v[None, :]  # values that do not exist may be anything
         b_v = tl.load(p_v + o_s64[:, None] * stride_vt + o_v[None, :], mask=m_value, other=0.0)  # [BS, BV]
         if BR == 1:
             b_part = tl.sum(b_p[:, :, None] * b_v.to(tl.float32)[None, :, :], 1)
@@ -168,7 +169,8 @@ def path_combine_kernel(
     b_a, b_own = tl.exp2(b_m - b_top), tl.exp2(b_own - b_top)
     p_v += i_b * stride_vb + (i_h // REP) * V
     o_s = (S + o_j).to(tl.int64)
-    b_v = tl.load(p_v + o_s[:, None] * stride_vt + o_v[None, :], mask=(o_j < N)[:, None] & m_v[None, :], other=0.0)
+    m_there = _there(p_valid, S + o_j, o_j < N, MASKED)
+    b_v = tl.load(p_v + o_s[:, None] * stride_vt + o_v[None, :], mask=m_there[:, None] & m_v[None, :], other=0.0)
     b_parts = tl.load(p_o + (row + o_p * R)[:, None] * V + o_v[None, :], mask=m_p[:, None] & m_v[None, :], other=0.0)
     b_o = tl.sum(b_parts * b_a[:, None], 0) + tl.sum(b_v.to(tl.float32) * b_own[:, None], 0)
     b_l = tl.sum(b_l * b_a, 0) + tl.sum(b_own, 0)
