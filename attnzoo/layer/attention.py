@@ -67,7 +67,7 @@ def build_attention(
         if option not in known | set(gate_options(classes)):
             raise unknown(f"option for {name!r}", option, sorted(known | set(gate_options(classes)) | BUILD_OPTIONS))
     if block is not None:
-        if block not in BLOCKS:
+        if not isinstance(block, str) or block not in BLOCKS:
             raise unknown("block", block, BLOCKS)
         settings |= BLOCKS[block]
         if any(cls.unit_keys for cls in classes):
@@ -112,6 +112,8 @@ class Attention(PreciseModule):
         impl: str = "auto",
     ) -> None:
         super().__init__()
+        if not isinstance(config, AttentionConfig):
+            raise TypeError(f"config: expected AttentionConfig, got {type(config).__name__}")
         if impl not in IMPLS:
             raise unknown("impl", impl, IMPLS)
         if prune is not None and not variant.prunable:

@@ -88,6 +88,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise TypeError(f"config: expected ModelConfig, got {type(config).__name__}")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())

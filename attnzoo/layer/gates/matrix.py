@@ -59,7 +59,7 @@ class RotaryAngles(GateProjection):
         theta: the base; 500000 as in the baselines of FoX.
 
     Raises:
-        ValueError: ``theta <= 0`` or an odd head dimension.
+        ValueError: ``theta < 1`` or an odd head dimension.
     """
 
     provides = ("angle",)
@@ -67,8 +67,8 @@ class RotaryAngles(GateProjection):
 
     def __init__(self, sizes: Sizes, *, theta: float = 500_000.0) -> None:
         super().__init__(sizes)
-        if theta <= 0:
-            raise ValueError(f"theta: expected a positive number, got {theta}")
+        if theta < 1:
+            raise ValueError(f"theta: expected a base of at least 1 (no angle over 1 radian), got {theta}")
         self.theta = theta
         self.keep("angle", rotary_angles(sizes.head_dim, theta))
 
@@ -123,6 +123,8 @@ class PathTransition(GateProjection):
             raise unknown("w", w, ("low_rank", "key"))
         if w_rank < 1:
             raise ValueError(f"w_rank: expected at least 1, got {w_rank}")
+        if w_conv_size < 0:
+            raise ValueError(f"w_conv_size: expected a number of tokens >= 0, got {w_conv_size}")
         width = sizes.num_kv_heads * sizes.head_dim
         self.w_down = self.w_up = self.w_conv = None
         if w == "low_rank":
