@@ -42,7 +42,7 @@ class GateParts:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Apply ``fn`` to every part that is given."""
-        return replace(self, **{name: fn(getattr(self, name)) for name in self.parts})
+        return type(self)(**{name: fn(getattr(self, name)) for name in self.parts})
 
 
 @dataclass(frozen=True, eq=False)

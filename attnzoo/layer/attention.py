@@ -25,7 +25,7 @@ from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, Shor
 from attnzoo.layer.precision import PreciseModule, fill
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.stream import LayerCache, Owner, Packing, Stream
-from attnzoo.recurrences.complex_linear import rotate
+from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant, get, list_variants
 
 logger = logging.getLogger(__name__)
@@ -324,7 +324,11 @@ class Attention(PreciseModule):
         if valid is not None:
             x = x.masked_fill(~valid[..., None], 0.0)
         projected = self._project(x, stream)
-        bound = None if self.prune is None else self.logit_bound(projected.q.dtype)
+        bound = None if self.prune is None or cache is None else cache.bound
+        if bound is None and self.prune is not None:
+            bound = self.logit_bound(projected.q.dtype)
+            if cache is not None:  # of the weights alone: true whether or not the call succeeds
+                cache.bound = bound
         delta_rule = isinstance(projected.write, str)
         options = given_options(
             {
@@ -371,7 +375,7 @@ class Attention(PreciseModule):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.angle is not None:
             phase = stream.positions()[..., None, None] * self.angle.double()
-            q, k = rotate(q, phase), rotate(k, phase)
+            q, k = rotate_all(phase, q, k)
         if config.num_qk_heads is not None:
             q, k = expand_heads(q, config.num_heads), expand_heads(k, config.num_heads)
         gate, write = self.gate(x, k, stream)

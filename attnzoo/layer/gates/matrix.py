@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import unknown
 from attnzoo.layer.gates.base import DELTA_RULE, GateProjection, Sizes, Write, reset_linear
-from attnzoo.layer.parts import ShortConvolution, l2_normalize
+from attnzoo.layer.parts import ShortConvolution
 from attnzoo.layer.precision import GateLinear, fill, wide
 from attnzoo.layer.stream import Stream
 
@@ -99,8 +99,8 @@ class DeltaRule(GateProjection):
         reset_linear(self.beta_proj)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        beta = wide(self.beta_proj(x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
-        return Gate(w=k, beta=beta), DELTA_RULE
+        beta = wide(self.beta_proj(x)).sigmoid()
+        return Gate(w=k, beta=2 * beta if self.allow_neg_eigval else beta), DELTA_RULE
 
 
 class PathTransition(GateProjection):
@@ -169,5 +169,5 @@ def rotary_angles(head_dim: int, theta: float, to_the_end: bool = False) -> Tens
 def _unit_or_idle(w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """w of unit length, in float32 at least (a rounded one may be longer than 1); where it vanishes, beta is 0."""
     w = wide(w)
-    length = w.norm(dim=-1)
-    return l2_normalize(w), beta.masked_fill(length < 1e-6, 0.0)
+    length = w.norm(dim=-1, keepdim=True)
+    return w / length.clamp(min=1e-6), beta.masked_fill(length[..., 0] < 1e-6, 0.0)
