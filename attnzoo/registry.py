@@ -157,7 +157,7 @@ def unregister(pair: Pair) -> None:
         if name not in _pairs:
             raise unknown("variant", name, _pairs)
         del _pairs[name]
-    get.cache_clear()
+    _get.cache_clear()
 
 
 def pairs() -> tuple[Pair, ...]:
@@ -181,7 +181,6 @@ def list_variants(side: Side | None = None) -> tuple[str, ...]:
     return tuple(getattr(pair, s) for s in sides for pair in pairs())
 
 
-@functools.cache
 def get(name: str) -> Variant:
     """The variant of that name, always the same object.
 
@@ -189,9 +188,17 @@ def get(name: str) -> Variant:
         name: any of :func:`list_variants`.
 
     Raises:
+        TypeError: not a string.
         ValueError: no such variant; the message lists them, names the nearest and says which plugins are broken.
         UnavailableError: the module that a plugin names for it cannot be imported.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected the name of a variant, got {name!r}")
+    return _get(name)
+
+
+@functools.cache
+def _get(name: str) -> Variant:
     if name not in _pairs:
         broken = "".join(f"; {problem}" for problem in broken_plugins())
         if name not in _pairs:
@@ -246,7 +253,7 @@ def _form_set(module: ModuleType) -> FormSet:
 
 def as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context without autocast on q's device: gates and states stay in float32. It costs nothing without autocast."""
-    on = torch.is_autocast_enabled(q.device.type)
+    on = not q.is_meta and torch.is_autocast_enabled(q.device.type)
     return torch.autocast(q.device.type, enabled=False) if on else contextlib.nullcontext()
 
 

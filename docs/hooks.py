@@ -71,7 +71,7 @@ def _paths(nav: Any) -> list[str]:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Put the tables of equations where the pages ask for them."""
     own = [equation for equation in _known.values() if equation.page == page.file.src_uri]
-    markdown = markdown.replace("<!-- equations -->", f"\n{equations.table(own)}\n")
+    markdown = markdown.replace("<!-- equations -->", equations.folded(own))
     if "<!-- all equations -->" in markdown:
         parts = [equations.summary(_known.values())]
         for path in {equation.page: None for equation in _known.values()}:

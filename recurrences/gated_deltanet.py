@@ -18,7 +18,7 @@ EQUATIONS = (
     "   = Σⱼ (λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ) exp(gⱼ₊₁ + ⋯ + gₜ) vⱼ",
 )
 LAYER = {
-    "gate": ("softplus", "delta"), "feature_map": "silu", "qk_norm": "l2", "conv_size": 4,
+    "gate": ("softplus", "delta"), "qk_norm": "l2", "conv_size": 4,
     "output_norm": "rms", "output_gate": "swish",
 }  # fmt: skip
 

@@ -17,6 +17,9 @@ EQUATIONS = (
     "oₜ = Sₜ (λ qₜ)",
     "   = Σⱼ (λ kⱼᵀ qₜ) exp(−m (t − j)) vⱼ",
 )
-LAYER = {"gate": "retention", "rotary": 10_000.0, "output_norm": "group", "output_gate": "swish"}
+LAYER = {  # as in the authors' code (torchscale), where the paper's GroupNorm is an RMSNorm per head
+    "gate": "retention", "expand": 2, "rotary": 10_000.0, "rotary_angles": "retnet", "output_norm": "rms",
+    "output_gate": "swish",
+}  # fmt: skip
 
 FORMS = LinearForms(Identity(), kernels={"fla": FLA_SCALAR_DECAY})

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import attnzoo.algebra.values
 from attnzoo import Gate, Prune, RecurrentState, get, list_variants
 from attnzoo.algebra.pruning import kept_fraction
-from attnzoo.algebra.validation import check_values, reads_values
+from attnzoo.algebra.validation import check_values
+from attnzoo.algebra.values import reads_values
 from attnzoo.errors import nearest, unknown
 from attnzoo.samples import random_inputs
 
@@ -106,7 +108,33 @@ SHAPES = {
         ValueError,
         f"v: expected [B, T, G, V] = {(B, T, G, V)}, got {(B, 4, G, V)}",
     ),
-    "scale that is a tensor": ({"scale": torch.ones(1)}, TypeError, "scale: expected a float or None, got Tensor"),
+    "no key channels": (
+        {"q": torch.zeros(B, T, H, 0), "k": torch.zeros(B, T, G, 0)},
+        ValueError,
+        f"q: expected at least one channel, got shape ({B}, {T}, {H}, 0)",
+    ),
+    "sparse k": (
+        {"k": torch.zeros(B, T, G, K).to_sparse()},
+        TypeError,
+        "k: expected a dense tensor, got one of layout",
+    ),
+    "no gate": ({"gate": None}, TypeError, "gate: expected attnzoo.Gate, got NoneType"),
+    "scale that is a tensor": ({"scale": torch.tensor(1.0)}, TypeError, "scale: expected a float or None, got Tensor"),
+    "scale that is True": ({"scale": True}, TypeError, "scale: expected a float or None, got bool"),
+    "scale of nan": ({"scale": math.nan}, ValueError, "scale: expected a finite number or None, got nan"),
+    "infinite scale": ({"scale": -math.inf}, ValueError, "scale: expected a finite number or None, got -inf"),
+    "valid that is a list": (
+        {"valid": [[True] * T] * B},
+        TypeError,
+        "valid: expected a tensor [B, T] or None, got list",
+    ),
+    "additive mask": (
+        {"valid": torch.tensor([[0.0, 0.0, 0.0, -1e4, -1e4]] * B)},
+        TypeError,
+        "valid: expected torch.bool (True where a token exists), got torch.float32",
+    ),
+    "delta_rule that is a word": ({"delta_rule": "no"}, TypeError, "delta_rule: expected True or False, got 'no'"),
+    "write that is a list": ({"write": [1.0]}, TypeError, "write: expected a tensor [B, T, G] or [B, T, H] or None"),
 }
 
 
@@ -116,6 +144,57 @@ def test_bad_tensor_is_refused(change: dict[str, Any], error: type[Exception], m
     variant = get("gated_deltanet")
     with pytest.raises(error, match=re.escape(message)):
         (variant.extend if form == "extend" else variant.forms[form])(**{**inputs(), **change})
+
+
+OPTIONS = {
+    "prune that is True": ({"prune": True}, TypeError, "prune: expected attnzoo.Prune(eps=...) or None, got True"),
+    "prune that is eps": ({"prune": 1e-3}, TypeError, "prune: expected attnzoo.Prune(eps=...) or None, got 0.001"),
+    "nan bound": (
+        {"prune": Prune(), "logit_bound": torch.tensor([1.0, math.nan, 1.0, 1.0])},
+        ValueError,
+        "logit_bound: expected bounds of 0 or more, got [1.0, nan, 1.0, 1.0]",
+    ),
+    "negative bound": (
+        {"prune": Prune(), "logit_bound": torch.tensor([1.0, -1.0, 1.0, 1.0])},
+        ValueError,
+        "logit_bound: expected bounds of 0 or more, got [1.0, -1.0, 1.0, 1.0]",
+    ),
+    "nan sink": (
+        {"sink": torch.tensor([0.0, 0.0, math.nan, 0.0])},
+        ValueError,
+        "sink: expected logits below infinity, got [0.0, 0.0, nan, 0.0]",
+    ),
+    "return_lse that is 1": ({"return_lse": 1}, TypeError, "return_lse: expected True or False, got 1"),
+    "window of 0": ({"window": 0}, ValueError, "window: expected at least 1 (the row itself), got 0"),
+    "window that is True": ({"window": True}, TypeError, "window: expected a number of tokens or None, got True"),
+}
+
+
+@pytest.mark.parametrize("form", ["parallel", "extend"])
+@pytest.mark.parametrize(("change", "error", "message"), OPTIONS.values(), ids=OPTIONS.keys())
+def test_bad_option_is_refused(change: dict[str, Any], error: type[Exception], message: str, form: str) -> None:
+    variant = get("path_fox")
+    with pytest.raises(error, match=re.escape(message)):
+        (variant.extend if form == "extend" else variant.forms[form])(**{**inputs("path_fox"), **change})
+
+
+BORDERS = {
+    "unsorted": (torch.tensor([0, 4, 2, T]), ValueError, f"borders rising from 0 to T = {T}, got [0, 4, 2, {T}]"),
+    "past the end": (torch.tensor([0, T + 1]), ValueError, f"borders rising from 0 to T = {T}, got [0, {T + 1}]"),
+    "before the end": (torch.tensor([0, T - 1]), ValueError, f"borders rising from 0 to T = {T}, got [0, {T - 1}]"),
+    "not from 0": (torch.tensor([1, T]), ValueError, f"borders rising from 0 to T = {T}, got [1, {T}]"),
+    "empty": (torch.tensor([], dtype=torch.int64), ValueError, "one axis [N + 1] with N >= 1, got shape (0,)"),
+    "floats": (torch.tensor([0.0, T]), TypeError, "an int32 or int64 tensor [N + 1], got torch.float32"),
+    "a list": ([0, T], TypeError, "an int32 or int64 tensor [N + 1], got list"),
+}
+
+
+@pytest.mark.parametrize(("borders", "error", "message"), BORDERS.values(), ids=BORDERS.keys())
+def test_bad_borders_are_refused(borders: Any, error: type[Exception], message: str) -> None:
+    for name in ("gated_deltanet", "path_fox"):
+        for form in get(name).forms.keys() - {"fla", "triton"}:
+            with pytest.raises(error, match=re.escape(f"cu_seqlens: expected {message}")):
+                get(name).forms[form](*random_inputs(name, 1, T, H, G), cu_seqlens=borders)
 
 
 PARTS = {
@@ -156,13 +235,13 @@ PARTS = {
     "beta over 2": ("beta", put(2.5), ValueError, "gate.beta: expected values in [0, 2], got"),
     "negative beta": ("beta", put(-0.5), ValueError, "gate.beta: expected values in [0, 2], got -0.5 to"),
     "nan beta": ("beta", put(math.nan), ValueError, "gate.beta: expected values in [0, 2], got nan"),
-    "w that is no unit vector": (
+    "w that is too long": (
         "w",
         lambda x: 1.1 * x,
         ValueError,
-        "gate.w: expected unit vectors, got lengths off by up to 0.1",
+        "gate.w: expected lengths of at most 1, got 1.1",
     ),
-    "nan w": ("w", put(math.nan), ValueError, "gate.w: expected unit vectors"),
+    "nan w": ("w", put(math.nan), ValueError, "gate.w: expected lengths of at most 1, got nan"),
 }
 
 
@@ -221,7 +300,9 @@ def test_bad_valid_is_refused(name: str) -> None:
     given, extend = random_inputs(name), get(name).extend
     with pytest.raises(ValueError, match=re.escape("valid: expected [B, T] = (2, 24), got (2, 23)")):
         extend(*given, valid=torch.ones(2, 23, dtype=torch.bool))
-    with pytest.raises(TypeError, match=re.escape("valid: expected torch.bool, got torch.int64")):
+    with pytest.raises(
+        TypeError, match=re.escape("valid: expected torch.bool (True where a token exists), got torch.int64")
+    ):
         extend(*given, valid=torch.ones(2, 24, dtype=torch.int64))
 
 
@@ -260,7 +341,20 @@ def test_unknown_option_is_refused(name: str) -> None:
         get(name).extend(*random_inputs(name), sclae=1.0)
 
 
+@pytest.mark.parametrize("name", list_variants())
+def test_a_state_that_is_none_of_ours_is_refused(name: str) -> None:
+    for state in ({}, (), "state", 0):
+        with pytest.raises(TypeError, match=r"state: expected attnzoo.\w+ or None, got \w+"):
+            get(name).extend(*random_inputs(name), state)
+
+
 # names
+
+
+@pytest.mark.parametrize("name", [None, 1, [], {}])
+def test_a_name_that_is_no_string_is_refused(name: Any) -> None:
+    with pytest.raises(TypeError, match="name: expected the name of a variant, got "):
+        get(name)
 
 
 @pytest.mark.parametrize(
@@ -311,6 +405,12 @@ def test_bad_eps_is_refused(eps: float) -> None:
         Prune(eps)
 
 
+@pytest.mark.parametrize("eps", [True, "1e-3", None])
+def test_eps_that_is_no_number_is_refused(eps: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"eps: expected a float in (0, 1), got {eps!r}")):
+        Prune(eps)
+
+
 def test_bad_bound_is_refused() -> None:
     with pytest.raises(ValueError, match=r"bound.*'tail'.*'paper'.*'tial'|bound.*tail, paper.*'tail'"):
         Prune(bound="tial")  # type: ignore[arg-type]
@@ -328,14 +428,26 @@ def test_kept_fraction_refuses_blocks_that_do_not_fit() -> None:
 
 
 def test_values_on_a_gpu_are_read_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu: Any = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True)
-    for value, expected in ((None, False), ("0", False), ("", False), ("1", True)):
+    gpu: Any = SimpleNamespace(is_cpu=False)
+    monkeypatch.setattr(attnzoo.algebra.values, "has_values", lambda x: True)
+    for value, on_gpu, on_cpu in ((None, False, True), ("0", False, False), ("", False, True), ("1", True, True)):
         if value is None:
             monkeypatch.delenv("ATTNZOO_VALIDATE", raising=False)
         else:
             monkeypatch.setenv("ATTNZOO_VALIDATE", value)
-        assert reads_values(gpu) is expected
-        assert reads_values(torch.zeros(1)) is True
+        assert reads_values(gpu) is on_gpu
+        assert reads_values(torch.zeros(1)) is on_cpu
+
+
+def test_checks_of_values_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = with_part("log_decay", put(0.25), "fox")
+    with pytest.raises(ValueError, match="log_decay"):
+        get("fox").forms["parallel"](**given)
+    monkeypatch.setenv("ATTNZOO_VALIDATE", "0")
+    assert get("fox").forms["parallel"](**given).isfinite().all()
+    monkeypatch.setenv("ATTNZOO_VALIDATE", "yes")
+    with pytest.raises(ValueError, match=r"ATTNZOO_VALIDATE: expected 0 .* got 'yes'"):
+        get("fox").forms["parallel"](**given)
 
 
 def test_values_are_not_read_while_compiling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,13 @@
 """A run folder whose files were damaged since they were written: it is said, and nothing wrong is trained on."""
 
 import json
-import logging
 import re
 import shutil
 
 import pytest
-import torch
+from tiny_runs import config_of, numbers, said, weights, write_text
 
-from attnzoo.config import load_config
-from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_metrics, train
+from attnzoo.training import CheckpointError, load_run, newest_checkpoint, train
 from attnzoo.training import checkpoint as checkpoint_module
 
 LAST, BEFORE = "step-00000008", "step-00000006"
@@ -23,35 +21,6 @@ DAMAGE = [
 ]
 
 
-def config_of(folder, run):
-    small = [
-        f"output_dir={folder / run}",
-        f"data.source={folder / 'text.txt'}",
-        "data.context_length=16",
-        "model={hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 2}",
-        "optimizer.warmup_steps=2",
-        "steps=8",
-        "batch_size=2",
-        "log_every=1",
-        "eval_every=4",
-        "eval_tokens=100",
-        "checkpoint_every=2",
-        "keep_checkpoints=2",
-        "progress=quiet",
-        "device=cpu",
-        "tensorboard=false",
-    ]
-    return load_config(None, small)
-
-
-def losses(run_dir):
-    return [(row["kind"], row["step"], row["loss"]) for row in read_metrics(run_dir)]
-
-
-def weights(run_dir):
-    return (newest_checkpoint(run_dir) / "model.safetensors").read_bytes()
-
-
 def flip(path, at=0.6, bit=4):
     content = bytearray(path.read_bytes())
     content[int(len(content) * at)] ^= 1 << bit
@@ -62,8 +31,7 @@ def flip(path, at=0.6, bit=4):
 def finished(tmp_path_factory):
     """A folder with a finished run, `reference`, that keeps the checkpoints of steps 6 and 8."""
     folder = tmp_path_factory.mktemp("damage")
-    (folder / "text.txt").write_text("".join(f"{number} and one is {number + 1}.\n" for number in range(300)))
-    torch.set_num_threads(1)
+    write_text(folder)
     train(config_of(folder, "reference"))
     return folder
 
@@ -75,10 +43,6 @@ def run(finished, tmp_path):
     config = config_of(finished, "reference")
     config.output_dir = str(tmp_path / "run")
     return config, tmp_path / "run"
-
-
-def said(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(("name", "kind"), DAMAGE)
@@ -100,7 +64,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(finished, r
     assert re.search(rf"{LAST}.*{BEFORE}$", line)
     assert name in line or name == "digests.json"
     assert weights(run_dir) == weights(finished / "reference")
-    assert losses(run_dir) == losses(finished / "reference")
+    assert numbers(run_dir) == numbers(finished / "reference")
     assert (run_dir / "checkpoints" / f"damaged-{LAST}").is_dir()  # nothing is thrown away
 
 
@@ -135,7 +99,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_gone_on_from(finishe
     train(config)
     (line,) = said(caplog)
     assert re.search(r"progress.json is of step 6, and its folder is step-00000007.*using .*step-00000006", line)
-    assert losses(run_dir) == losses(finished / "reference")
+    assert numbers(run_dir) == numbers(finished / "reference")
 
 
 def without_digests(run_dir):
@@ -191,9 +155,9 @@ def test_a_line_that_is_no_row_costs_no_other_row_and_is_said(finished, run, cap
     assert len(lines) == 10
     path.write_bytes(b"".join([*lines[:2], garbage + b"\n", *lines[3:]]))
     spoiled = path.read_bytes()
-    expected = losses(finished / "reference")
+    expected = numbers(finished / "reference")
     del expected[2]
-    assert losses(run_dir) == expected
+    assert numbers(run_dir) == expected
     assert "line 3 is no row and left out" in said(caplog)[-1]
     shutil.rmtree(run_dir / "checkpoints" / LAST)
     caplog.clear()
@@ -201,7 +165,7 @@ def test_a_line_that_is_no_row_costs_no_other_row_and_is_said(finished, run, cap
     assert "line 3 is no row and left out; the file as it was is kept as damaged-metrics.jsonl" in said(caplog)[0]
     assert (run_dir / "damaged-metrics.jsonl").read_bytes() == spoiled
     caplog.clear()
-    assert losses(run_dir) == expected
+    assert numbers(run_dir) == expected
     assert said(caplog) == []
 
 

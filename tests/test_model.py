@@ -1,6 +1,8 @@
 """The language model: initialisation, loss, causality, and that cached, packed and padded calls give the plain one."""
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.config import ModelConfig, OptimizerConfig
+from attnzoo.layer.precision import PreciseModule
 from attnzoo.models import LanguageModel, decoder
-from attnzoo.training.optimizer import build_optimizer, decays
+from attnzoo.training.optimizer import build_optimizer, spared
 
 HYBRID = ["mamba2", "fox"]
 
@@ -51,7 +54,6 @@ class Marked(nn.Module):
         self.gate = nn.Linear(32, 2)
         for parameter in self.gate.parameters():
             parameter._no_reinit = True
-        self.gate.weight._no_weight_decay = True
         self.reset_parameters()
 
     def reset_parameters(self):
@@ -71,21 +73,55 @@ def test_marked_parameters_keep_their_own_initialisation(monkeypatch):
     assert 0.015 < attention.plain.weight.std() < 0.025
 
 
-def test_weight_decay_spares_norms_biases_and_marked_parameters(monkeypatch):
-    monkeypatch.setattr(decoder, "build_attention", lambda name, **options: Marked())
+class Kept(PreciseModule):
+    """An attention with a matrix that is never rounded, and a number of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = nn.Linear(32, 32)
+        self.keep("table", torch.zeros(2, 2), trainable=True)
+        self.number = nn.Parameter(torch.zeros(3))
+
+    def reset_parameters(self):
+        pass
+
+
+def test_weight_decay_spares_norms_biases_and_what_is_kept_precise(monkeypatch):
+    monkeypatch.setattr(decoder, "build_attention", lambda name, **options: Kept())
     model = build(num_layers=1)
-    spared = {name for name, parameter in model.named_parameters() if not decays(parameter)}
-    assert spared == {
+    assert spared(model) == {
         "blocks.0.attention_norm.weight",
         "blocks.0.attention.plain.bias",
-        "blocks.0.attention.gate.weight",
-        "blocks.0.attention.gate.bias",
+        "blocks.0.attention.table",
+        "blocks.0.attention.number",
         "blocks.0.mlp_norm.weight",
         "norm.weight",
     }
     groups = build_optimizer(model, OptimizerConfig()).param_groups
     assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(6, 0.1), (6, 0.0)]
     assert groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_what_weight_decay_spares_outlasts_copies_loading_and_flattening():
+    model = build([{"name": "fox", "options": {"block": "pro", "sinks": True}}, "mamba2"])
+    expected = spared(model)
+    assert {"blocks.0.attention.q_norm.weight", "blocks.0.attention.sinks"} < expected
+    assert {"blocks.1.attention.q_conv.weight", "embedding.weight"}.isdisjoint(expected)
+    with torch.device("meta"):
+        empty = LanguageModel(model.config)
+    loaded = LanguageModel(model.config)
+    loaded.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    flat = copy.deepcopy(model)
+    for module in flat.modules():  # as a sharded view of each parameter is
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.data.flatten()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded, empty.to_empty(device="cpu"), flat):
+        assert spared(other) == expected
+        groups = build_optimizer(other, OptimizerConfig()).param_groups
+        assert sum(p.numel() for p in groups[1]["params"]) == sum(
+            p.numel() for name, p in model.named_parameters() if name in expected
+        )
 
 
 def test_a_pattern_gives_each_layer_its_variant_and_options(monkeypatch):
@@ -214,17 +250,48 @@ def test_options_of_every_layer_reach_it(tokens):
     assert (model(tokens).logits - build()(tokens).logits).abs().max() > 1e-4
 
 
-def test_wrong_tokens_are_refused(tokens):
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m, x: m(x[0]), ValueError, r"input_ids: expected shape \[B, T\] .*, got \[13\]"),
+        (lambda m, x: m(x.float()), ValueError, "input_ids: expected int64 or int32 tokens, got torch.float32"),
+        (lambda m, x: m(x.tolist()), TypeError, r"input_ids: expected integers \[B, T\], got list"),
+        (lambda m, x: m(x + 40), ValueError, "input_ids: expected tokens from 0 to 39, got"),
+        (lambda m, x: m(x - 100), ValueError, "input_ids: expected tokens from 0 to 39, got -"),
+        (lambda m, x: m(x[:, :0]), ValueError, "input_ids: expected .* at least one token"),
+        (lambda m, x: m(x, targets=x[:, 1:]), ValueError, r"targets: expected shape \[2, 13\], got \[2, 12\]"),
+        (lambda m, x: m(x, targets=x.tolist()), TypeError, "targets: expected integers"),
+        (lambda m, x: m(x, targets=x + 40), ValueError, "targets: expected tokens from 0 to 39"),
+        (lambda m, x: m(x, targets=0 * x - 100), ValueError, "targets: expected at least one that counts"),
+        (lambda m, x: m(x, cache=m.new_cache()[:1]), ValueError, "cache: expected 2 layers.*got 1"),
+        (lambda m, x: m(x, attention_mask=[1]), TypeError, "attention_mask: expected a tensor"),
+        (lambda m, x: m.generate(x[:, :0], 3), ValueError, "input_ids: expected .* at least one token"),
+        (lambda m, x: m.generate(x + 40, 0), ValueError, "input_ids: expected tokens from 0 to 39"),
+        (lambda m, x: m.generate(x, 3.0), ValueError, "max_new_tokens: expected a whole number, got 3.0"),
+        (lambda m, x: m.generate(x, -1), ValueError, "max_new_tokens: expected at least 0, got -1"),
+        (lambda m, x: m.generate(x, 3, temperature=-1), ValueError, "temperature: expected at least 0, got -1"),
+        (lambda m, x: m.generate(x, 3, temperature=1e-45), ValueError, "temperature: expected a number that float32"),
+        (lambda m, x: m.generate(x, 3, temperature=float("nan")), ValueError, "temperature: expected a number"),
+        (lambda m, x: m.generate(x, 3, temperature=None), ValueError, "temperature: expected a number"),
+        (lambda m, x: m.generate(x, 3, top_k=0), ValueError, "top_k: expected 1 to vocab_size = 40, got 0"),
+        (lambda m, x: m.generate(x, 3, top_k=41), ValueError, "top_k: expected 1 to vocab_size = 40, got 41"),
+        (lambda m, x: m.generate(x, 3, top_k=1.5), ValueError, "top_k: expected a whole number or None, got 1.5"),
+        (lambda m, x: m.generate(x, 3, generator=7), TypeError, "generator: expected torch.Generator or None, got int"),
+        (lambda m, x: m.generate(x, 3, top_p=0.5), TypeError, "unexpected keyword argument 'top_p'"),
+    ],
+)
+def test_wrong_calls_are_refused(tokens, call, error, message):
+    with pytest.raises(error, match=message):
+        call(build(), tokens)
+
+
+def test_a_tiny_temperature_takes_the_likeliest_token(tokens):
     model = build()
-    with pytest.raises(ValueError, match=r"input_ids: expected shape \[B, T\], got \[13\]"):
-        model(tokens[0])
-    with pytest.raises(ValueError, match=r"input_ids: expected int64 or int32 tokens, got torch.float32"):
-        model(tokens.float())
-    with pytest.raises(ValueError, match=r"targets: expected shape \[2, 13\], got \[2, 12\]"):
-        model(tokens, targets=tokens[:, 1:])
-    with pytest.raises(ValueError, match=r"cache: expected 2 layers.*got 1"):
-        model(tokens, cache=model.new_cache()[:1])
-    with pytest.raises(ValueError, match="at least one token"):
-        model.generate(tokens[:, :0], 3)
-    with pytest.raises(ValueError, match="temperature >= 0"):
-        model.generate(tokens, 3, temperature=-1)
+    greedy = model.generate(tokens, 8, temperature=0)
+    assert torch.equal(model.generate(tokens, 8, temperature=2e-38), greedy)
+
+
+def test_tokens_are_not_read_where_checks_are_off(tokens, monkeypatch):
+    monkeypatch.setenv("ATTNZOO_VALIDATE", "0")
+    with pytest.raises(IndexError):
+        build()(tokens + 40)

@@ -12,7 +12,7 @@ import pytest
 
 import attnzoo
 from attnzoo import Pair, describe, dual, get, list_variants, pairs, register
-from attnzoo.registry import GATE_PARTS, PAIRS, unregister
+from attnzoo.registry import GATE_PARTS, PAIRS, _get, unregister
 
 VARIANTS = list_variants()
 ROOT = Path(__file__).parents[1]
@@ -168,9 +168,9 @@ def test_describe_of_a_third_partys_pair(registered: Pair, monkeypatch: pytest.M
             monkeypatch.delattr(module, constant)
     if given is not None:
         monkeypatch.setattr(get("mamba2").module, "EQUATIONS", given, raising=False)
-    get.cache_clear()
+    _get.cache_clear()
     text = describe("new_linear")
-    get.cache_clear()
+    _get.cache_clear()
     assert text.startswith("new_linear, linear side of pair 8; dual: new_softmax\n")
     assert "docs/" not in text
     assert "not given" in text

@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-import torch
+from tiny_runs import StoppedError, stop_at, write_text
+from tiny_runs import config_of as any_config_of
 
-from attnzoo.config import load_config
 from attnzoo.data import build_data
 from attnzoo.experiments.compare import EvaluateConfig, Run, measure, result_of
 from attnzoo.experiments.report import render, save_result
@@ -14,42 +14,17 @@ from attnzoo.training import CheckpointError, newest_checkpoint, read_metrics, t
 from attnzoo.training.checkpoint import load_run
 
 
-class StoppedError(Exception):
-    """Stands for a kill."""
-
-
 def config_of(folder, run, *overrides):
-    small = [
-        f"output_dir={folder / run}",
-        f"data.source={folder / 'text.txt'}",
-        "data.context_length=16",
-        "model={hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 2}",
-        "optimizer={warmup_steps: 2, lr: 0.01}",
-        "steps=8",
-        "batch_size=2",
-        "log_every=1",
-        "checkpoint_every=4",
-        "eval_tokens=100",
-        "progress=quiet",
-        "device=cpu",
-        "tensorboard=false",
-    ]
-    return load_config(None, [*small, *overrides])
+    return any_config_of(folder, run, "checkpoint_every=4", "eval_every=0", *overrides)
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """A folder with a run that has logged step 7 and whose newest checkpoint is of step 4."""
     folder = tmp_path_factory.mktemp("report")
-    (folder / "text.txt").write_text("".join(f"{number} and one is {number + 1}.\n" for number in range(300)))
-    torch.set_num_threads(1)
-
-    def on_row(row):
-        if row["step"] == 7:
-            raise StoppedError
-
+    write_text(folder)
     with pytest.raises(StoppedError):
-        train(config_of(folder, "run"), on_row=on_row)
+        train(config_of(folder, "run"), on_row=stop_at(7))
     return folder
 
 

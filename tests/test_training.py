@@ -9,11 +9,13 @@ import signal
 import accelerate
 import numpy as np
 import pytest
+import tiny_runs
 import torch
 from safetensors.torch import load_file
+from tiny_runs import StoppedError, numbers, stop_at, weights
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.config import OptimizerConfig, TrainConfig, load_config
+from attnzoo.config import OptimizerConfig, TrainConfig
 from attnzoo.data import build_data
 from attnzoo.models import LanguageModel
 from attnzoo.models.decoder import SwiGLU
@@ -21,14 +23,6 @@ from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_
 from attnzoo.training import checkpoint as checkpoint_module
 from attnzoo.training.optimizer import learning_rate
 from attnzoo.training.progress import Bar, Lines, build_display
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -42,50 +36,11 @@ def text(tmp_path_factory):
 @pytest.fixture
 def config_of(text, tmp_path):
     def make(*overrides, run="run") -> TrainConfig:
-        small = [
-            f"output_dir={tmp_path / run}",
-            f"data.source={text}",
-            "data.context_length=24",
-            "model.hidden_size=16",
-            "model.intermediate_size=32",
-            "model.num_layers=1",
-            "model.num_heads=2",
-            "optimizer.warmup_steps=2",
-            "steps=8",
-            "batch_size=4",
-            "log_every=1",
-            "eval_every=4",
-            "eval_tokens=200",
-            "checkpoint_every=2",
-            "progress=quiet",
-            "device=cpu",
-            "tensorboard=false",
-        ]
-        return load_config(None, [*small, *overrides])
+        own = [f"output_dir={tmp_path / run}", f"data.source={text}", "data.context_length=24", "batch_size=4"]
+        sizes = ["model.intermediate_size=32", "optimizer.lr=1e-3", "eval_tokens=200"]
+        return tiny_runs.config_of(tmp_path, run, *own, *sizes, *overrides)
 
     return make
-
-
-class StoppedError(Exception):
-    """Stands for a crash at a chosen row."""
-
-
-def stop_at(step):
-    def on_row(row):
-        if row["step"] == step:
-            raise StoppedError
-
-    return on_row
-
-
-def numbers(run_dir):
-    """The metrics, without the timings."""
-    timings = ("seconds", "tokens_per_second")
-    return [{key: value for key, value in row.items() if key not in timings} for row in read_metrics(run_dir)]
-
-
-def weights(run_dir):
-    return (newest_checkpoint(run_dir) / "model.safetensors").read_bytes()
 
 
 def test_a_model_learns(config_of):

@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny_runs
+from tiny_processes import environment, import_all, in_child
+from tiny_runs import outcome
 
 STEPS = 12
 # Each leaves the process dead by SIGKILL at another place of writing rows or the checkpoint of step 8.
@@ -31,32 +34,8 @@ POINTS = [
 
 
 def config_of(folder: Path, run: str):
-    from attnzoo.config import load_config
-
-    return load_config(
-        None,
-        [
-            f"output_dir={folder / run}",
-            f"data.source={folder / 'text.txt'}",
-            "data.context_length=24",
-            "model.attention=[fox,mamba2]",
-            "model.hidden_size=16",
-            "model.intermediate_size=32",
-            "model.num_layers=2",
-            "model.num_heads=2",
-            "optimizer.warmup_steps=2",
-            f"steps={STEPS}",
-            "batch_size=2",
-            "log_every=1",
-            "eval_every=3",
-            "eval_tokens=100",
-            "checkpoint_every=4",
-            "keep_checkpoints=1",
-            "progress=quiet",
-            "device=cpu",
-            "tensorboard=false",
-        ],
-    )
+    own = ("model.attention=[fox,mamba2]", "model.num_layers=2", "data.context_length=24", f"steps={STEPS}")
+    return tiny_runs.config_of(folder, run, *own, "eval_every=3", "checkpoint_every=4", "keep_checkpoints=1")
 
 
 def name_of(point: str) -> str:
@@ -130,20 +109,6 @@ def train_and_die(folder: Path, point: str) -> None:
         die()
 
 
-def in_child(work) -> int:
-    """Run `work` in a forked process and return how it ended: minus the signal, or the exit status."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def report(folder: Path, name: str, text: object) -> None:
     (folder / f"{name}.report").write_text(str(text))
 
@@ -160,8 +125,6 @@ def train_in_small_files(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    import torch
-
     from attnzoo.training import load_run, newest_checkpoint, train
 
     def check_and_train(name: str) -> None:
@@ -169,8 +132,7 @@ def main(folder: Path) -> None:
             load_run(folder / name)
         train(config_of(folder, name))
 
-    torch.set_num_threads(1)
-    import_all(folder)
+    import_all(config_of(folder, "none"))
     report(folder, "reference", in_child(lambda: train(config_of(folder, "reference"))))
     for point in POINTS:
         name = name_of(point)
@@ -180,48 +142,13 @@ def main(folder: Path) -> None:
     report(folder, "small-files", in_child(lambda: train(config_of(folder, "small-files"))))
 
 
-def import_all(folder: Path) -> None:
-    """Import here what each child would otherwise import for itself; no backward pass, for its threads do not fork."""
-    import accelerate  # noqa: F401
-    import rich.console  # noqa: F401
-    import torch._dynamo
-    import torch.distributed.tensor
-
-    from attnzoo.models import LanguageModel
-    from attnzoo.training.optimizer import build_optimizer
-
-    config = config_of(folder, "none")
-    model = LanguageModel(config.model)
-    build_optimizer(model, config.optimizer)
-    model(torch.zeros(1, 4, dtype=torch.int64))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
-    (folder / "text.txt").write_text("".join(f"line {number} of the text\n" for number in range(200)))
+    tiny_runs.write_text(folder)
     done = subprocess.run([sys.executable, __file__, str(folder)], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder
-
-
-def environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[1])
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
-    }
-
-
-def outcome(run_dir: Path):
-    """All that must be equal: every number but the timings, and the weights."""
-    from attnzoo.training import newest_checkpoint, read_metrics
-
-    rows = [
-        {k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in read_metrics(run_dir)
-    ]
-    return rows, (newest_checkpoint(run_dir) / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -263,12 +190,7 @@ def test_a_process_killed_from_outside_goes_on_to_the_same_bits(folder):
     assert process.wait() == -signal.SIGKILL
     process.stderr.close()
     assert metrics.read_bytes().count(b"\n") < STEPS
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     train(config)
-    torch.set_num_threads(threads)
     assert outcome(folder / "outside") == outcome(folder / "reference")
 
 

@@ -7,50 +7,31 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_runs
 import torch
+from tiny_runs import outcome, write_text
 
-from attnzoo.config import OptimizerConfig, TrainConfig, load_config
+from attnzoo.config import OptimizerConfig, TrainConfig
 from attnzoo.experiments.compare import CompareConfig, plan, run_comparison
 from attnzoo.models import LanguageModel
-from attnzoo.training import loop, newest_checkpoint, read_metrics, train
+from attnzoo.training import loop, newest_checkpoint, train
 from attnzoo.training.checkpoint import make_folder
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("stops") / "text.txt"
-    path.write_text("".join(f"{number} and one is {number + 1}.\n" for number in range(300)))
-    torch.set_num_threads(1)
-    return path
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stops")
+    write_text(folder)
+    return folder
 
 
 @pytest.fixture
-def config_of(text, tmp_path):
+def config_of(folder, tmp_path):
     def make(*overrides, run="run") -> TrainConfig:
-        small = [
-            f"output_dir={tmp_path / run}",
-            f"data.source={text}",
-            "data.context_length=16",
-            "model={hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 2}",
-            "optimizer={warmup_steps: 2, lr: 0.01}",
-            "steps=6",
-            "batch_size=2",
-            "log_every=1",
-            "checkpoint_every=0",
-            "eval_every=0",
-            "eval_tokens=100",
-            "progress=quiet",
-            "device=cpu",
-            "tensorboard=false",
-        ]
-        return load_config(None, [*small, *overrides])
+        few = ("steps=6", "checkpoint_every=0", "eval_every=0", f"output_dir={tmp_path / run}")
+        return tiny_runs.config_of(folder, run, *few, *overrides)
 
     return make
-
-
-def outcome(run_dir):
-    rows = [(row["kind"], row["step"], row["loss"]) for row in read_metrics(run_dir)]
-    return rows, (newest_checkpoint(run_dir) / "model.safetensors").read_bytes()
 
 
 def test_a_terminal_that_hangs_up_saves_the_step_under_way(config_of):

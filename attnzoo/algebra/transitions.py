@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import cast
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, Gate, GateParts, is_closed
+from attnzoo.algebra.values import readable
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ class HeadGate(GateParts):
 
     def _along_time(self, fn: Callable[[Tensor, int], Tensor]) -> HeadGate:
         """Apply ``fn`` to every part and the axis on which its tokens are, counted from the end."""
-        return replace(self, **{name: fn(getattr(self, name), 2 - PARTS[name].ndim) for name in self.parts})
+        return HeadGate(**{name: fn(getattr(self, name), 2 - PARTS[name].ndim) for name in self.parts})
 
 
 @dataclass(frozen=True)
@@ -257,8 +258,7 @@ def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
     A difference of two sums is a log-decay where the counts agree and -inf where they do not: no inf - inf.
     """
     closed = is_closed(g)
-    looks = g.is_cpu and not torch.compiler.is_compiling()  # a GPU would have to be waited for
-    if looks and not closed.any():
+    if readable(g) and not closed.any():
         return g.cumsum(dim, dtype=torch.float64), None
     return g.masked_fill(closed, 0.0).cumsum(dim, dtype=torch.float64), closed.cumsum(dim)
 

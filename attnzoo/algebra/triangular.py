@@ -14,7 +14,7 @@ BASE = 8  # rows of the smallest block that is inverted row by row
 
 class _UnitLowerInverse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, lower: Tensor) -> Tensor:
+    def forward(lower: Tensor) -> Tensor:
         C = lower.shape[-1]
         size = max(BASE, 1 << (C - 1).bit_length())
         lower = torch.nn.functional.pad(lower, (0, size - C, 0, size - C))
@@ -31,8 +31,15 @@ class _UnitLowerInverse(torch.autograd.Function):
             inverse = torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross, second], -1)], -2)
             m *= 2
         result: Tensor = inverse[..., 0, :C, :C]
-        ctx.save_for_backward(result)
         return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int], lower: Tensor) -> tuple[Tensor, int]:
+        return unit_lower_inverse(lower.movedim(in_dims[0], 0)), 0
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
-"""Checks of what users hand to a form. Values are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1."""
+"""Checks of what users hand to a form; when values are read, :mod:`attnzoo.algebra.values` says."""
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, Gate
+from attnzoo.algebra.values import reads_values
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GATE_FLOATS = (torch.float32, torch.float64)
@@ -37,6 +38,8 @@ def check_inputs(
             raise ValueError(f"{label}: expected 4 axes [B, T, heads, channels], got shape {tuple(x.shape)}")
         if x.dtype not in FLOATS:
             raise TypeError(f"{label}: expected a floating dtype, got {x.dtype}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{label}: expected a dense tensor, got one of layout {x.layout}")
         _same("dtype", label, x.dtype, "q", q.dtype)
         _same("device", label, x.device, "q", q.device)
     if not isinstance(gate, Gate):
@@ -47,19 +50,37 @@ def check_inputs(
         raise ValueError(f"q: expected at least one token, got shape {tuple(q.shape)}")
     if H % max(G, 1) or G < 1:
         raise ValueError(f"k: expected a number of heads that divides q's {H}, got {G}")
+    if K < 1:
+        raise ValueError(f"q: expected at least one channel, got shape {tuple(q.shape)}")
     _shape("k", k, (B, T, G, K), "[B, T, G, K]")
     _shape("v", v, (B, T, G, v.shape[3]), "[B, T, G, V]")
     check_parts(name, requires, gate)
     _check_gate(gate, q, G)
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
+    check_scale(scale)
     if valid is not None:
+        if not isinstance(valid, Tensor):
+            raise TypeError(f"valid: expected a tensor [B, T] or None, got {type(valid).__name__}")
         _shape("valid", valid, (B, T), "[B, T]")
         if valid.dtype != torch.bool:
-            raise TypeError(f"valid: expected torch.bool, got {valid.dtype}")
+            raise TypeError(f"valid: expected torch.bool (True where a token exists), got {valid.dtype}")
         _same("device", "valid", valid.device, "q", q.device)
     if reads_values(q):
-        check_values(gate)
+        check_values(gate if valid is None else gate.neutral_where(~valid))
+
+
+def check_scale(scale: object) -> None:
+    """The scale is None or a finite number.
+
+    Raises:
+        TypeError: something else, a tensor among them.
+        ValueError: NaN or infinite.
+    """
+    if scale is None or isinstance(scale, (torch.SymFloat, torch.SymInt)):
+        return
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number or None, got {scale}")
 
 
 def check_parts(name: str, requires: Sequence[str], gate: Gate) -> None:
@@ -118,19 +139,12 @@ def _same(what: str, label: str, got: object, other: str, expected: object) -> N
         raise error(f"{label}: expected the {what} of {other}, {expected}, got {got}")
 
 
-def reads_values(q: Tensor) -> bool:
-    """Whether values may be looked at: never while compiling, on a GPU only when asked for."""
-    if torch.compiler.is_compiling():
-        return False
-    return q.device.type == "cpu" or os.environ.get("ATTNZOO_VALIDATE") == "1"
-
-
 def check_values(gate: Gate) -> None:
-    """Read the values of a gate; on a GPU only with ``ATTNZOO_VALIDATE=1``, since it has to wait for them.
+    """Read the values of a gate.
 
     Raises:
-        ValueError: log gates above 0 or NaN, angles that are not finite, beta outside [0, 2], or w not of unit length
-            where beta is not 0 (off by more than 1e-3, or 2e-2 in 16 bits).
+        ValueError: log gates above 0 or NaN, angles that are not finite, beta outside [0, 2], or w longer than 1
+            where beta is not 0 (by more than 1e-3, or 2e-2 in 16 bits).
     """
     with torch.no_grad():
         for name in gate.parts:

@@ -16,6 +16,6 @@ EQUATIONS = (
     "ℓₜⱼ = λ kⱼᵀ Diag(exp(aⱼ₊₁ + ⋯ + aₜ)) qₜ",
     "oₜ = Σⱼ softmaxⱼ(ℓₜⱼ) vⱼ",
 )
-LAYER = {"gate": "low_rank"}
+LAYER = {"gate": "low_rank", "gate_rank": None, "temperature": 1.0, "gate_bias": 8.0}
 
 FORMS = SoftmaxForms(Diagonal())

@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.values import reads_values
+
 ROOM = 256  # buffers hold multiples of this many tokens
 
 
@@ -28,7 +30,8 @@ class RecurrentState:
         return self.tokens
 
     def reorder(self, index: Tensor) -> RecurrentState:
-        """The rows ``index`` of the batch, in that order."""
+        """The rows ``index`` of the batch, in that order; see :func:`check_rows`."""
+        check_rows(index, self.matrix)
         return replace(self, matrix=self.matrix[index])
 
     def crop(self, tokens: int) -> RecurrentState:
@@ -37,6 +40,7 @@ class RecurrentState:
         Raises:
             ValueError: any other number: a sum does not give single tokens back.
         """
+        _whole(tokens)
         if tokens != len(self):
             raise ValueError(f"tokens: expected all {len(self)} (a recurrent state forgets none), got {tokens}")
         return self
@@ -80,7 +84,8 @@ class KVCache:
         return self.k.shape[1]
 
     def reorder(self, index: Tensor) -> KVCache:
-        """The rows ``index`` of the batch, in that order."""
+        """The rows ``index`` of the batch, in that order; see :func:`check_rows`."""
+        check_rows(index, self.k)
         B = self.k.shape[0]
         rows = self._map(lambda x: x[index])
         shared = self.phase is None or self.phase.shape[0] != B
@@ -94,6 +99,7 @@ class KVCache:
             ValueError: more than there are, fewer than 0, or keys that cannot be taken back: carried ones (PaTH, Wall),
                 and RoPE's where its angle varied.
         """
+        _whole(tokens)
         S = len(self)
         if not 0 <= tokens <= S:
             raise ValueError(f"tokens: expected 0 to {S}, got {tokens}")
@@ -232,6 +238,30 @@ def grown(state: KVCache, new: KVCache) -> KVCache:
     return GrowingCache(
         parts["k"], parts["v"], parts.get("log_decay"), parts.get("valid"), new.phase, new.angle, room=room
     )
+
+
+def check_rows(index: object, like: Tensor) -> None:
+    """``index`` names rows of ``like [B, ...]``.
+
+    Raises:
+        TypeError: not an int32 or int64 tensor: a mask says which rows there are, and not in which order.
+        ValueError: not one axis, another device, or (where values are read) numbers outside of 0 to B - 1.
+    """
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
+        got = index.dtype if isinstance(index, Tensor) else type(index).__name__
+        raise TypeError(f"index: expected an int32 or int64 tensor of row numbers, got {got}")
+    if index.ndim != 1:
+        raise ValueError(f"index: expected one axis of row numbers, got shape {tuple(index.shape)}")
+    if index.device != like.device:
+        raise ValueError(f"index: expected the device of the rows, {like.device}, got {index.device}")
+    B = like.shape[0]
+    if reads_values(index) and bool(((index < 0) | (index >= B)).any()):
+        raise ValueError(f"index: expected row numbers from 0 to {B - 1}, got {index.tolist()}")
+
+
+def _whole(tokens: object) -> None:
+    if isinstance(tokens, bool) or not isinstance(tokens, int):
+        raise TypeError(f"tokens: expected a whole number, got {tokens!r}")
 
 
 def check_state(side: str, state: object, q: Tensor, k: Tensor, v: Tensor) -> None:

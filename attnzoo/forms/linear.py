@@ -13,7 +13,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import HeadGate, Transition, block_decay, compute_dtype, cut, heads_first
 from attnzoo.forms.cache import RecurrentState
-from attnzoo.forms.options import LinearOptions, check_linear, separated
+from attnzoo.forms.options import LinearOptions, check_linear, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.protocol import Forms
 
@@ -37,6 +37,7 @@ class LinearForms(Forms):
 
     REFERENCES = ("recurrent", "parallel", "chunk")
     OPTIONS = LinearOptions
+    STATE = RecurrentState
 
     transition: Transition
     chunk_size: int = 64
@@ -71,11 +72,11 @@ class LinearForms(Forms):
         options, dtype = LinearOptions(**given), v.dtype
         check_linear(options, q, k, gate)
         write = gate.beta if options.delta_rule else options.write
+        if options.valid is not None:
+            q, k, v = existing(options.valid, q, k, v)
+            write = None if write is None else existing(options.valid, write)[0]
         if write is not None:
             v = expand_heads(v, write.shape[2]) * expand_heads(write, v.shape[2])[..., None].to(compute_dtype(q))
-        if options.valid is not None:
-            absent = ~options.valid[..., None, None]
-            k, v = k.masked_fill(absent, 0.0), v.masked_fill(absent, 0.0)
         gate = separated(gate, q, options.valid, options.cu_seqlens)
         return q, k, v, gate, dtype, q.shape[-1] ** -0.5 if options.scale is None else options.scale
 
@@ -101,9 +102,10 @@ class LinearForms(Forms):
             S = self.transition.apply(local.at(t), S)
             if decay is not None:
                 S = decay[:, :, t, None, None] * S
-            S = S + k[:, :, t, :, None] * v[:, :, t, None, :]
+            S = S.addcmul(k[:, :, t, :, None], v[:, :, t, None, :])
             outputs.append(q[:, :, t, None, :] @ S)
-        return rearrange(torch.cat(outputs, 2).mul_(scale), "b h t v -> b t h v").to(dtype), S
+        o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+        return (o * scale).transpose(1, 2).to(dtype), S
 
     def _chunked(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None

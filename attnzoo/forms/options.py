@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.validation import reads_values
+from attnzoo.algebra.values import reads_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,8 +18,8 @@ class LinearOptions:
 
     Args:
         scale: of the queries; default ``1/sqrt(K)``.
-        valid: ``[B, T]`` bool; a token where it is false leaves the state as it is. Its own output is finite and
-            means nothing.
+        valid: ``[B, T]`` bool; a token where it is false leaves the state as it is, whatever its q, k, v, gate and
+            write are, NaN among them. Its own output is finite and means nothing.
         cu_seqlens: borders ``[N + 1]`` int32 or int64 of sequences packed into one row (B = 1), which know nothing of
             each other. Not for ``extend``.
         write: ``[B, T, G]`` or ``[B, T, H]``, how strongly a token writes: ``v_t`` becomes ``write_t v_t``.
@@ -45,8 +45,8 @@ class SoftmaxOptions:
         logit_bound: ``[H]``, no ``|s_tj|`` may exceed it; ``prune`` certifies by it besides the measured norms.
         window: each row sees itself and the ``window - 1`` tokens before it; padding is not counted.
         sink: ``[H]`` logits that take part in the softmax without a value and without a decay.
-        valid: ``[B, T]`` bool; a token where it is false is never attended to and moves nothing. Its own output is
-            finite and means nothing.
+        valid: ``[B, T]`` bool; a token where it is false is never attended to and moves nothing, whatever its q, k, v
+            and gate are, NaN among them. Its own output is finite and means nothing.
         cu_seqlens: borders ``[N + 1]`` int32 or int64 of sequences packed into one row (B = 1), which know nothing of
             each other. Not for ``extend``.
         return_lse: give ``(o, lse)`` in place of o: the natural log of the sum of exponentials that o was divided by,
@@ -73,9 +73,12 @@ def check_linear(options: LinearOptions, q: Tensor, k: Tensor, gate: Gate) -> No
     check_borders(options.cu_seqlens, q)
     B, T, H, G = *q.shape[:3], k.shape[2]
     write = options.write
+    check_flag("delta_rule", options.delta_rule)
     if write is not None:
         if options.delta_rule:
             raise ValueError("write: expected None with delta_rule (beta is what is written with), got a tensor")
+        if not isinstance(write, Tensor):
+            raise TypeError(f"write: expected a tensor [B, T, G] or [B, T, H] or None, got {type(write).__name__}")
         if write.shape not in ((B, T, G), (B, T, H)) or not write.is_floating_point():
             got = f"{write.dtype} {tuple(write.shape)}"
             raise ValueError(f"write: expected a floating tensor [B, T, G] = {(B, T, G)} or {(B, T, H)}, got {got}")
@@ -83,8 +86,12 @@ def check_linear(options: LinearOptions, q: Tensor, k: Tensor, gate: Gate) -> No
     if options.delta_rule:
         if gate.w is None or gate.beta is None:
             raise ValueError(f"delta_rule: expected False (it needs a gate with w and beta), got Gate{gate.parts}")
-        if reads_values(q) and bool((gate.w.to(k.dtype) != k).any(-1).logical_and(gate.beta != 0).any()):
-            raise ValueError("gate.w: expected k itself with delta_rule (it erases along the key it writes)")
+        if reads_values(q):
+            other = (gate.w.to(k.dtype) != k).any(-1).logical_and(gate.beta != 0)
+            if options.valid is not None:
+                other = other.logical_and(options.valid[..., None])
+            if bool(other.any()):
+                raise ValueError("gate.w: expected k itself with delta_rule (it erases along the key it writes)")
 
 
 def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
@@ -97,7 +104,7 @@ def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
     check_borders(options.cu_seqlens, q)
     prune, window, H = options.prune, options.window, q.shape[2]
     if prune is not None and not isinstance(prune, Prune):
-        raise TypeError(f"prune: expected attnzoo.Prune or None, got {type(prune).__name__}")
+        raise TypeError(f"prune: expected attnzoo.Prune(eps=...) or None, got {prune!r}")
     if prune is not None and gate.log_decay is None:
         raise ValueError("prune: expected None (nothing decays without log_decay), got " + repr(prune))
     if options.logit_bound is not None and prune is None:
@@ -115,8 +122,22 @@ def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
             got = f"{per_head.dtype} {tuple(per_head.shape)}"
             raise ValueError(f"{name}: expected a floating tensor of shape [H={H}], got {got}")
         _check_device(name, per_head, q)
-    if not isinstance(options.return_lse, bool):
-        raise TypeError(f"return_lse: expected True or False, got {options.return_lse!r}")
+    check_flag("return_lse", options.return_lse)
+    if reads_values(q):
+        if options.sink is not None and not bool((options.sink < torch.inf).all()):
+            raise ValueError(f"sink: expected logits below infinity, got {options.sink.tolist()}")
+        if options.logit_bound is not None and not bool((options.logit_bound >= 0).all()):
+            raise ValueError(f"logit_bound: expected bounds of 0 or more, got {options.logit_bound.tolist()}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """The option ``name`` is True or False, and nothing that merely counts as one of them.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_borders(cu_seqlens: Tensor | None, q: Tensor) -> None:
@@ -147,6 +168,12 @@ def check_borders(cu_seqlens: Tensor | None, q: Tensor) -> None:
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
+
+
+def existing(valid: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Each of ``rows [B, T, ...]`` with zeros at the tokens that do not exist: NaN times a weight of 0 would be NaN."""
+    absent = ~valid
+    return tuple(x.masked_fill(absent.reshape(*absent.shape, *(1,) * (x.ndim - 2)), 0.0) for x in rows)
 
 
 def separated(gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:

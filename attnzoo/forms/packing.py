@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.values import readable
 
 PER_TOKEN = ("valid", "write")  # options of shape [B, T, ...]
 
@@ -16,7 +17,7 @@ PER_TOKEN = ("valid", "write")  # options of shape [B, T, ...]
 def takes_rows(options: Mapping[str, Any]) -> bool:
     """Whether a call should go through :func:`in_rows`: packed, and lengths may be looked at."""
     borders = options.get("cu_seqlens")
-    return isinstance(borders, Tensor) and borders.is_cpu and not torch.compiler.is_compiling()
+    return isinstance(borders, Tensor) and readable(borders)
 
 
 def in_rows(form: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]) -> Any:

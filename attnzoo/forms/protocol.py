@@ -103,6 +103,7 @@ class Forms:
 
     REFERENCES: ClassVar[tuple[str, ...]] = ()
     OPTIONS: ClassVar[type]  # a dataclass of what the reference forms take by keyword
+    STATE: ClassVar[type]  # what remembers past tokens
     WHOLE: ClassVar[tuple[str, ...]] = ("cu_seqlens",)  # options of whole sequences, which have no state
 
     kernels: Mapping[str, Kernel] = field(default_factory=dict, kw_only=True)
@@ -124,9 +125,9 @@ class Forms:
         return names
 
     def refuses(self, form: str, call: Call) -> str:
-        if form not in (REFERENCE, *self.forms):
-            return f"there is no {form} form (there is {', '.join(self.forms)})"
         kernel = self.kernels.get(form)
+        if kernel is None and form not in (REFERENCE, *self.forms):
+            return f"there is no {form} form (there is {', '.join(self.forms)})"
         if kernel is None:
             taken = self.options(form) if call.keeps_state else self._all_options()
         elif call.keeps_state and kernel.extend is None:
@@ -144,8 +145,11 @@ class Forms:
         """Continue from ``state`` (None: empty) with one token or many; see :meth:`FormSet.extend`.
 
         Raises:
+            TypeError: a state of another kind.
             ValueError: a form that keeps no state.
         """
+        if state is not None and not isinstance(state, self.STATE):
+            raise TypeError(f"state: expected attnzoo.{self.STATE.__name__} or None, got {type(state).__name__}")
         if form == REFERENCE:
             return self._extend(q, k, v, gate, state, options)
         kernel = self.kernels.get(form)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.transitions import block_decay
+from attnzoo.algebra.values import readable
 
 HIDDEN = -1e30  # a logit whose exp is 0, and whose arithmetic never makes a NaN
 
@@ -50,11 +51,6 @@ class Band:
         """Which of the keys ``first .. stop`` are too old for the rows ``start .. stop``, ``[B or 1, 1, C, n]``."""
         keys = torch.arange(first, stop, device=self.starts.device)
         return (keys < self.starts[:, start:stop, None])[:, None]
-
-
-def readable(x: Tensor) -> bool:
-    """Whether values may be looked at to save work: on a GPU they would have to be waited for."""
-    return x.is_cpu and not torch.compiler.is_compiling()
 
 
 def block_logits(

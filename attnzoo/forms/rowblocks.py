@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import Prune, first_kept_keys, keys_behind_closed
-from attnzoo.forms.readout import HIDDEN, Band, block_logits, readable, readout
+from attnzoo.algebra.values import in_transform, readable
+from attnzoo.forms.readout import HIDDEN, Band, block_logits, readout
 
 SIZES = (1024, 128)  # rows per fused block
 CALM = 20.0  # log-decay over a block up to which the fused kernel serves it
@@ -80,7 +81,8 @@ def causal_attention(
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0)[..., :V], None
     if log_decay is None:
         log_decay = q.new_zeros(B, H, S)
-    if T <= 2 * PLAIN or not readable(q) or band is not None or _forward is None or _backward is None:
+    fused = _forward is not None and _backward is not None and readable(q) and not in_transform()
+    if T <= 2 * PLAIN or not fused or band is not None:
         there = None if valid is None else valid[:, None]
         return _plain_rows(q, k, v, log_decay, there, first_kept, rows, band, with_lse)
     # [1, B H, ...]: each head may have its own size of blocks
@@ -157,7 +159,7 @@ def _plain_rows(
             None if valid is None else valid[..., first:end], None if kept is None else kept - first,
             None if band is None else band.hidden(row, end, first), with_lse,
         )  # fmt: skip
-        again = torch.is_grad_enabled() and T > 2 * PLAIN
+        again = torch.is_grad_enabled() and T > 2 * PLAIN and not in_transform()
         o, lse = checkpoint(_plain_block, *args, use_reentrant=False) if again else _plain_block(*args)
         outputs.append(o)
         lses.append(lse)

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
+from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
-from attnzoo.forms.options import SoftmaxOptions, check_softmax, separated
+from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.protocol import Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, readout
@@ -44,6 +45,7 @@ class SoftmaxForms(Forms):
 
     REFERENCES = ("recurrent", "parallel")
     OPTIONS = SoftmaxOptions
+    STATE = KVCache
 
     transition: Transition
 
@@ -56,7 +58,7 @@ class SoftmaxForms(Forms):
 
     def recurrent(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Output:
         """Token by token with a KV cache; softmax attention has no state of finite size."""
-        gate, given = self._ready(q, gate, options)
+        q, k, v, gate, given = self._ready(q, k, v, gate, options)
         state: KVCache | None = None
         step, rows = given, []
         for t in range(q.shape[1]):
@@ -70,14 +72,20 @@ class SoftmaxForms(Forms):
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: Mapping[str, Any]
     ) -> tuple[Output, KVCache]:
-        gate, given = self._ready(q, gate, options)
+        q, k, v, gate, given = self._ready(q, k, v, gate, options)
         o, lse, state = self._attend(q, k, v, gate, state, given)
         return self._output(o, lse, given, v.dtype), state
 
-    def _ready(self, q: Tensor, gate: Gate, options: Mapping[str, Any]) -> tuple[Gate, SoftmaxOptions]:
+    def _ready(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor, Gate, SoftmaxOptions]:
+        """The inputs without what does not exist, and the options."""
         given = SoftmaxOptions(**options)
         check_softmax(given, q, gate)
-        return self.separated(gate, q, given.valid, given.cu_seqlens), given
+        gate = self.separated(gate, q, given.valid, given.cu_seqlens)
+        if given.valid is not None:
+            q, k, v = existing(given.valid, q, k, v)
+        return q, k, v, gate, given
 
     def _output(self, o: Tensor, lse: Tensor | None, options: SoftmaxOptions, dtype: torch.dtype) -> Output:
         """What a form gives, from the output ``[B, H, T, V]`` and log-sum-exp of the keys alone."""
@@ -115,7 +123,7 @@ class SoftmaxForms(Forms):
             first_kept = first_kept_keys(scaled, all_keys, decay, options.prune, options.logit_bound, rows=ROWS)
         band = Band.of(options.window, new.valid, P + T, q.device)
         with_lse = options.return_lse or options.sink is not None
-        outputs = []
+        outputs, again = [], torch.is_grad_enabled() and not in_transform()
         for n, start in enumerate(range(0, T, ROWS)):
             stop = min(start + ROWS, T)
             rows = local.slice(start, stop)
@@ -125,7 +133,7 @@ class SoftmaxForms(Forms):
                 decay[:, :, : P + stop], carried, None if new.valid is None else new.valid[:, : P + stop], kept,
                 band, with_lse,
             )  # fmt: skip
-            if torch.is_grad_enabled():
+            if again:
                 o, lse, carried = checkpoint(self._rows, *args, use_reentrant=False, preserve_rng_state=False)
             else:
                 o, lse, carried = self._rows(*args)
@@ -196,7 +204,10 @@ class AdditiveForms(SoftmaxForms):
         """q in its place, and the cache with the new tokens, its keys in ``dtype`` (None: that of the computation)."""
         q, k, phase, angle = self.place(q, k, gate, state, valid)
         k = k if dtype is None else k.to(dtype)
-        new = KVCache(k, v, gate.per_token(q).log_decay, valid, phase, angle)
+        decay = gate.log_decay
+        if decay is not None and decay.ndim == 1:
+            decay = decay.expand(*q.shape[:2], -1)
+        new = KVCache(k, v, decay, valid, phase, angle)
         if state is None:
             return q, new
         if dtype is not None and state.k.dtype != dtype:

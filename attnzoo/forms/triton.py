@@ -17,7 +17,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
-from attnzoo.forms.options import SoftmaxOptions, check_softmax
+from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing
 from attnzoo.forms.protocol import Call, Kernel
 
 Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
@@ -65,31 +65,34 @@ def fox_kernel(forms: Additive) -> Kernel:
         """From an empty state rows with padding run packed; over a cache the kernel leaves out what does not exist."""
         from attnzoo.kernels.fox import fox_attention
 
+        kernel: Callable[..., Output] = fox_attention
         check_softmax(given, q, gate)
         _refuse_both(given)
+        if given.valid is not None:
+            q, k, v = existing(given.valid, q, k, v)
         constant = gate.log_decay if gate.log_decay is not None and gate.log_decay.ndim == 1 else None
         gate = forms.separated(gate, q, given.valid, None)
         past = state
         q, state = forms.remember(q, k, v, gate, past, given.valid, v.dtype)
         q, k, g = q.to(v.dtype), state.k, state.log_decay
-        kernel: Callable[..., Output] = functools.partial(
-            fox_attention, scale=given.scale, prune=given.prune, logit_bound=given.logit_bound, window=given.window,
-            sink=given.sink, return_lse=given.return_lse, impl="triton",
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "scale": given.scale, "prune": given.prune, "logit_bound": given.logit_bound, "window": given.window,
+            "sink": given.sink, "return_lse": given.return_lse, "impl": "triton",
+        }  # fmt: skip
         if past is None and given.valid is not None:
 
             def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Output:
-                return kernel(q, k, v, log_decay=g, cu_seqlens=borders)
+                return kernel(q, k, v, log_decay=g, cu_seqlens=borders, **options)
 
             return on_packed(packed, given.valid, q, k, v, g), state
         if past is None:
             g = g if constant is None else constant
-            return kernel(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens), state
+            return kernel(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens, **options), state
         _refuse_padded(given, state)
         if g is None or _records(q, k, state.v, g, given.sink):
-            return kernel(q, k, state.v, log_decay=g, valid=state.valid), state
+            return kernel(q, k, state.v, log_decay=g, valid=state.valid, **options), state
         state = replace(state, sums=_gate_sums(past, state))
-        return kernel(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid), state
+        return kernel(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid, **options), state
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.fox import triton_unavailable
@@ -153,6 +156,7 @@ def path_kernel() -> Kernel:
         gate = gate.per_token(q)
         if valid is not None:
             gate = gate.neutral_where(~valid)
+            q, k, v = existing(valid, q, k, v)
         w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)
         if state is None or not len(state):
             o = run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -10,19 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.values import reads_values
 from attnzoo.errors import unknown
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.protocol import Call
-from attnzoo.layer.config import BLOCKS, AttentionConfig
+from attnzoo.layer.config import BLOCKS, INSTEAD, NEEDS, OFF, AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, run
 from attnzoo.layer.gates import Sizes, build_gate, gate_classes, gate_options
 from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
 from attnzoo.layer.precision import PreciseModule, fill
 from attnzoo.layer.projected import Projected
-from attnzoo.layer.stream import LayerCache, Packing, Stream
-from attnzoo.recurrences.complex_linear import rotate
+from attnzoo.layer.stream import LayerCache, Owner, Packing, Stream
+from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant, get, list_variants
 
 logger = logging.getLogger(__name__)
@@ -45,8 +48,9 @@ def build_attention(
         hidden_size: D.
         num_heads: H.
         block: None for the paper's own layer, ``"llama"`` for the bare one (projections only), ``"pro"`` for FoX's
-            Pro block: QK-norm, KV-shift, output norm and sigmoid output gate. Keys that must have unit length (where
-            the delta rule erases along them) keep their L2 norm in both.
+            Pro block: QK-norm, KV-shift, output norm and sigmoid output gate, ``"gated"`` for the one that linear
+            recurrences often have: short convolution, output norm and swish output gate. Keys that must have unit
+            length (where the delta rule erases along them) keep their L2 norm in all.
         acp: Adaptive Computation Pruning: True for ``Prune()``, or a :class:`~attnzoo.Prune`.
         impl: ``"auto"`` (by device), ``"triton"``, ``"fla"`` or ``"reference"``; an explicit choice never falls back.
         options: fields of :class:`AttentionConfig` and options of the variant's gate projection.
@@ -63,12 +67,18 @@ def build_attention(
         if option not in known | set(gate_options(classes)):
             raise unknown(f"option for {name!r}", option, sorted(known | set(gate_options(classes)) | BUILD_OPTIONS))
     if block is not None:
-        if block not in BLOCKS:
+        if not isinstance(block, str) or block not in BLOCKS:
             raise unknown("block", block, BLOCKS)
         settings |= BLOCKS[block]
         if any(cls.unit_keys for cls in classes):
             settings["qk_norm"] = "l2"
     settings |= options
+    for given, default in INSTEAD.items():
+        if options.get(given) is not None and default not in options:
+            settings.pop(default, None)
+    for option, part in NEEDS.items():  # what was taken away takes its own details along
+        if option not in options and settings.get(part) in OFF:
+            settings.pop(option, None)
     gate_settings = {key: settings.pop(key) for key in list(settings) if key not in known}
     gate_settings = {key: value for key, value in gate_settings.items() if key in gate_options(classes)}
     return Attention(variant, AttentionConfig(**settings), gate_settings, prune=_prune(acp), impl=impl)
@@ -89,6 +99,7 @@ class Attention(PreciseModule):
     """``attn(x) -> y``, both ``[B, T, D]``; see :func:`build_attention`."""
 
     angle: Tensor | None
+    skip: Tensor | None
     sinks: Tensor | None
 
     def __init__(
@@ -101,6 +112,8 @@ class Attention(PreciseModule):
         impl: str = "auto",
     ) -> None:
         super().__init__()
+        if not isinstance(config, AttentionConfig):
+            raise TypeError(f"config: expected AttentionConfig, got {type(config).__name__}")
         if impl not in IMPLS:
             raise unknown("impl", impl, IMPLS)
         if prune is not None and not variant.prunable:
@@ -122,31 +135,36 @@ class Attention(PreciseModule):
             if given and variant.side == "linear":
                 raise ValueError(f"{name}: {variant.name!r} sums past tokens in one state, without a softmax")
         self.variant, self.config, self.prune, self.impl = variant, config, prune, impl
-        self.scale: float | None = None
+        self.scale = config.scale
         D, H, G, K, V = config.hidden_size, config.num_heads, config.kv_heads, config.key_dim, config.v_dim
-        self.q_proj = nn.Linear(D, H * K, bias=False)
-        self.k_proj = nn.Linear(D, G * K, bias=False)
-        self.v_proj = nn.Linear(D, G * V, bias=False)
-        self.o_proj = nn.Linear(H * V, D, bias=False)
-        conv = config.conv_size
-        self.q_conv = ShortConvolution(H * K, conv) if conv else None
-        self.k_conv = ShortConvolution(G * K, conv) if conv else None
-        self.v_conv = ShortConvolution(G * V, conv) if conv else None
-        self.k_shift = Shift(D, G) if config.kv_shift else None
+        q_heads, k_heads = config.query_heads, config.key_heads
+        self.q_proj = nn.Linear(D, q_heads * K, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(D, k_heads * K, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(D, G * V, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(H * V, D, bias=config.output_bias)
+        conv = (config.conv_size, config.conv_bias, config.conv_activation)
+        self.q_conv = ShortConvolution(q_heads * K, *conv) if config.conv_size else None
+        self.k_conv = ShortConvolution(k_heads * K, *conv) if config.conv_size else None
+        self.v_conv = ShortConvolution(G * V, *conv) if config.conv_size else None
+        self.k_shift = Shift(D, k_heads) if config.kv_shift else None
         self.v_shift = Shift(D, G) if config.kv_shift else None
-        rms = config.qk_norm == "rms"
-        self.q_norm = HeadNorm(H, K, eps=config.norm_eps) if rms else None
-        self.k_norm = HeadNorm(G, K, eps=config.norm_eps) if rms else None
+        rms = config.qk_norm.startswith("rms")
+        norm = ("rms", config.qk_norm_eps, 1 if config.qk_norm == "rms_full" else None, config.qk_norm_shared)
+        self.q_norm = HeadNorm(q_heads, K, *norm) if rms else None
+        self.k_norm = HeadNorm(k_heads, K, *norm) if rms else None
         self.gate = build_gate(classes, Sizes(D, H, G, K), dict(gate_options or {}))
-        normed = config.output_norm != "none"
-        self.output_norm = HeadNorm(H, V, config.output_norm, config.norm_eps) if normed else None
+        self.register_parameter("skip", None)
+        if config.skip:
+            self.keep("skip", torch.ones(H), trainable=True)
+        norm = (config.output_norm, config.output_norm_eps, config.output_norm_groups, config.output_norm_shared)
+        self.output_norm = HeadNorm(H, V, *norm) if config.output_norm != "none" else None
         self.output_gate = nn.Linear(D, H * V, bias=False) if config.output_gate != "none" else None
         self.register_parameter("sinks", None)
         if config.sinks:
             self.keep("sinks", torch.zeros(H), trainable=True)
         self.register_buffer("angle", None)
         if config.rotary is not None:
-            self.keep("angle", rotary_angles(K, config.rotary), persistent=False, least=torch.float64)
+            self.keep("angle", self._angles(), persistent=False, least=torch.float64)
         self._picked: str | None = None
         self.reset_parameters()
 
@@ -155,25 +173,34 @@ class Attention(PreciseModule):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
             elif isinstance(module, (HeadNorm, ShortConvolution)):
                 module.reset_parameters()
         if self.sinks is not None:
             fill(self.sinks, torch.zeros(self.config.num_heads))
-        if self.angle is not None and self.config.rotary is not None:
-            fill(self.angle, rotary_angles(self.config.key_dim, self.config.rotary))
+        if self.skip is not None:
+            fill(self.skip, torch.ones(self.config.num_heads))
+        if self.angle is not None:
+            fill(self.angle, self._angles())
         self.gate.reset_parameters()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Also restore the angle, which no checkpoint holds, where the layer was made on the meta device."""
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if self.angle is not None and self.config.rotary is not None:
+        if self.angle is not None:
             loaded = state_dict.get(f"{prefix}q_proj.weight", self.q_proj.weight)
             device = loaded.device if self.angle.is_meta else self.angle.device
-            self.angle = rotary_angles(self.config.key_dim, self.config.rotary).to(device, self.angle.dtype)
+            self.angle = self._angles().to(device, self.angle.dtype)
+
+    def _angles(self) -> Tensor:
+        """Radians per token of the rotation beside the gate, ``[K/2]``."""
+        assert self.config.rotary is not None
+        return rotary_angles(self.config.key_dim, self.config.rotary, self.config.rotary_angles == "retnet")
 
     def new_cache(self) -> LayerCache:
         """An empty cache for this layer, to be handed to every call of one generation."""
-        return LayerCache()
+        return LayerCache(owner=Owner(self))
 
     def forward(
         self,
@@ -196,11 +223,9 @@ class Attention(PreciseModule):
         Raises:
             TypeError, ValueError: arguments of the wrong kind, shape or value, each named.
         """
-        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.config.hidden_size:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"x: expected [B, T, D = {self.config.hidden_size}], got {got}")
-        if x.shape[1] == 0:
-            raise ValueError(f"x: expected at least one token, got shape {tuple(x.shape)}")
+        self._check(x)
+        if cache is not None and not isinstance(cache, LayerCache):
+            raise TypeError(f"cache: expected what new_cache() gives, got {type(cache).__name__}")
         if cu_seqlens is not None:
             if attention_mask is not None:
                 raise ValueError("attention_mask: expected None with cu_seqlens (packed sequences have no padding)")
@@ -208,14 +233,21 @@ class Attention(PreciseModule):
                 raise ValueError(f"x: expected one row [1, T, D] with cu_seqlens, got {tuple(x.shape)}")
             check_borders(cu_seqlens, x)
             if cache is None:
-                return self._attend(x, Stream(None, None, (1, x.shape[1]), x.device, cu_seqlens))
+                return self._attend(x, Stream(None, None, (1, x.shape[1]), x.device, cu_seqlens))[0]
             packing = Packing.of(cu_seqlens)
             rows = packing.unpack(x)
-            return packing.pack(self._attend(rows, self._stream(rows, packing.valid, cache)), x.shape[1])
-        return self._attend(x, self._stream(x, self._valid(attention_mask, x, cache), cache))
+            stream = self._stream(rows, packing.valid, cache)
+            y, state = self._attend(rows, stream)
+            y = packing.pack(y, x.shape[1])
+        else:
+            stream = self._stream(x, self._valid(attention_mask, x, cache), cache)
+            y, state = self._attend(x, stream)
+        stream.commit(self, x, state)
+        return y
 
     def project(self, x: Tensor) -> Projected:
         """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them."""
+        self._check(x)
         return self._project(x, self._stream(x, None, None))
 
     @torch.no_grad()
@@ -236,10 +268,28 @@ class Attention(PreciseModule):
         if self.q_norm is None or self.k_norm is None:
             return None
         q, k = self.q_norm.weight.float().abs(), self.k_norm.weight.float().abs()
-        k = k.repeat_interleave(config.num_heads // config.kv_heads, 0)
+        if not config.qk_norm_shared:
+            q = q.repeat_interleave(config.num_heads // config.query_heads, 0)
+            k = k.repeat_interleave(config.num_heads // config.key_heads, 0)
+        if config.qk_norm == "rms_full":  # all of the length may lie in one head
+            scale *= math.sqrt(config.query_heads * config.key_heads)
         mixed = self.angle is not None or self.variant.requires != ("log_decay",)
         largest = q.amax(-1) * k.amax(-1) if mixed else (q * k).amax(-1)
-        return largest * (config.key_dim * scale)
+        return (largest * (config.key_dim * scale)).expand(config.num_heads)
+
+    def _check(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.config.hidden_size:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"x: expected [B, T, D = {self.config.hidden_size}], got {got}")
+        if x.shape[1] == 0:
+            raise ValueError(f"x: expected at least one token, got shape {tuple(x.shape)}")
+        if type(self.q_proj) is not nn.Linear or hasattr(self.q_proj, "_hf_hook"):
+            return  # quantised, sharded or brought here when it runs: its own weight says nothing yet
+        weight = self.q_proj.weight
+        if x.dtype != weight.dtype and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
+            raise TypeError(f"x: expected the dtype of the layer, {weight.dtype} (or autocast), got {x.dtype}")
+        if x.device != weight.device:
+            raise ValueError(f"x: expected the device of the layer, {weight.device}, got {x.device}")
 
     def _valid(self, mask: Tensor | None, x: Tensor, cache: LayerCache | None) -> Tensor | None:
         if mask is None:
@@ -247,26 +297,38 @@ class Attention(PreciseModule):
         B, T = x.shape[:2]
         if not isinstance(mask, Tensor):
             raise TypeError(f"attention_mask: expected a tensor, got {type(mask).__name__}")
-        if mask.ndim != 2 or mask.shape[0] != B or mask.shape[1] < T or (mask.shape[1] > T and cache is None):
-            raise ValueError(f"attention_mask: expected [B, T] = {(B, T)}, got {tuple(mask.shape)}")
-        valid = mask[:, mask.shape[1] - T :].bool()
-        return None if not valid.is_cuda and bool(valid.all()) else valid
+        S = 0 if cache is None else cache.tokens
+        if tuple(mask.shape) not in ((B, T), (B, S + T)):
+            also = f" or [B, S + T] = {(B, S + T)}" if S else ""
+            raise ValueError(f"attention_mask: expected [B, T] = {(B, T)}{also}, got {tuple(mask.shape)}")
+        if mask.is_floating_point() or mask.is_complex():
+            raise TypeError(f"attention_mask: expected bool or integers (0 at padding), got {mask.dtype}")
+        if mask.device != x.device:
+            raise ValueError(f"attention_mask: expected the device of x, {x.device}, got {mask.device}")
+        valid = mask[:, mask.shape[1] - T :]
+        if not reads_values(mask):
+            return valid.bool()
+        if valid.dtype != torch.bool and bool(((valid != 0) & (valid != 1)).any()):
+            raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {valid.unique().tolist()}")
+        valid = valid.bool()
+        return None if bool(valid.all()) else valid
 
     def _stream(self, x: Tensor, valid: Tensor | None, cache: LayerCache | None) -> Stream:
-        B, T = x.shape[:2]
         if cache is not None:
-            if not isinstance(cache, LayerCache):
-                raise TypeError(f"cache: expected what new_cache() gives, got {type(cache).__name__}")
-            if cache.seen is not None and len(cache.seen) != B:
-                raise ValueError(f"cache: expected {len(cache.seen)} rows as in the calls before, got {B}")
-        return Stream(valid, cache, (B, T), x.device)
+            cache.check(self, x)
+        return Stream(valid, cache, (x.shape[0], x.shape[1]), x.device)
 
-    def _attend(self, x: Tensor, stream: Stream) -> Tensor:
+    def _attend(self, x: Tensor, stream: Stream) -> tuple[Tensor, Any]:
+        """y, and the state after it."""
         valid, cache = stream.valid, stream.cache
         if valid is not None:
             x = x.masked_fill(~valid[..., None], 0.0)
         projected = self._project(x, stream)
-        bound = None if self.prune is None else self.logit_bound(projected.q.dtype)
+        bound = None if self.prune is None or cache is None else cache.bound
+        if bound is None and self.prune is not None:
+            bound = self.logit_bound(projected.q.dtype)
+            if cache is not None:  # of the weights alone: true whether or not the call succeeds
+                cache.bound = bound
         delta_rule = isinstance(projected.write, str)
         options = given_options(
             {
@@ -282,14 +344,18 @@ class Attention(PreciseModule):
         if not torch.compiler.is_compiling():
             self._picked = f"{form} on {x.device.type}"
         o, state = run(self.variant, form, call)
-        stream.finish(state)
+        if self.skip is not None:
+            o = o + (self.skip[:, None] * expand_heads(projected.v, o.shape[2])).to(o.dtype)
+        gated = None if self.output_gate is None else ACTIVATIONS[self.config.output_gate](self.output_gate(x))
+        if gated is not None and self.config.gate_before_norm:
+            o, gated = o * gated.unflatten(-1, o.shape[2:]), None
         if self.output_norm is not None:
             o = self.output_norm(o)
         o = o.flatten(2)
-        if self.output_gate is not None:
-            o = o * ACTIVATIONS[self.config.output_gate](self.output_gate(x))
+        if gated is not None:
+            o = o * gated
         y: Tensor = self.o_proj(o)
-        return y if valid is None else y.masked_fill(~valid[..., None], 0.0)
+        return y if valid is None else y.masked_fill(~valid[..., None], 0.0), state
 
     def _project(self, x: Tensor, stream: Stream) -> Projected:
         config = self.config
@@ -298,18 +364,20 @@ class Attention(PreciseModule):
             q, k, v = self.q_conv(q, stream, "q"), self.k_conv(k, stream, "k"), self.v_conv(v, stream, "v")
         if self.k_shift is not None and self.v_shift is not None:
             k, v = self.k_shift(k, x, stream, "k_shift"), self.v_shift(v, x, stream, "v_shift")
-        q = q.unflatten(-1, (config.num_heads, config.key_dim))
-        k = k.unflatten(-1, (config.kv_heads, config.key_dim))
+        q = q.unflatten(-1, (config.query_heads, config.key_dim))
+        k = k.unflatten(-1, (config.key_heads, config.key_dim))
         v = v.unflatten(-1, (config.kv_heads, config.v_dim))
-        feature = FEATURE_MAPS[config.feature_map]
-        q, k = feature(q), feature(k)
+        q = FEATURE_MAPS[config.feature_map](q)
+        k = FEATURE_MAPS[config.key_feature_map or config.feature_map](k)
         if config.qk_norm == "l2":
             q, k = l2_normalize(q), l2_normalize(k)
         elif self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.angle is not None:
             phase = stream.positions()[..., None, None] * self.angle.double()
-            q, k = rotate(q, phase), rotate(k, phase)
+            q, k = rotate_all(phase, q, k)
+        if config.num_qk_heads is not None:
+            q, k = expand_heads(q, config.num_heads), expand_heads(k, config.num_heads)
         gate, write = self.gate(x, k, stream)
         if stream.valid is not None and gate.w is not None:  # padding has no unit vector to erase along
             gate = gate.neutral_where(~stream.valid)

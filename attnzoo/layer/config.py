@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from attnzoo.errors import unknown
+from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.gates import GateName
-from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS
+from attnzoo.layer.parts import ACTIVATIONS, CONV_ACTIVATIONS, FEATURE_MAPS, ROTARY_ANGLES
 
-NORMS = ("none", "rms", "l2")
+NORMS = ("none", "rms", "rms_full", "l2")
 OUTPUT_NORMS = ("none", "rms", "group")
 OUTPUT_GATES = ("none", *ACTIVATIONS)
+SIZES = (
+    "hidden_size", "num_heads", "num_kv_heads", "num_qk_heads", "head_dim", "value_dim", "output_norm_groups", "window",
+)  # fmt: skip
+POSITIVE = ("qk_norm_eps", "output_norm_eps", "expand")
+
+INSTEAD = {"value_dim": "expand", "num_kv_heads": "num_qk_heads"}  # the first, when given, takes the second's place
+NEEDS = {  # a detail -> the part of the layer that it is one of
+    "qk_norm_shared": "qk_norm", "conv_bias": "conv_size", "conv_activation": "conv_size", "rotary_angles": "rotary",
+    "output_norm_groups": "output_norm", "output_norm_shared": "output_norm", "gate_before_norm": "output_norm",
+}  # fmt: skip
+OFF = (None, 0, "none")
 
 
 @dataclass(frozen=True)
@@ -23,17 +34,34 @@ class AttentionConfig:
         hidden_size: D.
         num_heads: H, query heads.
         num_kv_heads: G, key/value heads; default H.
+        num_qk_heads: heads of q and k, where each serves H / num_qk_heads value heads (grouped values; Mamba-2's
+            groups of B and C); default one for each query or key head.
         head_dim: K; default D / H.
         value_dim: V; default K.
+        expand: V as a multiple of D / H, where ``value_dim`` is not given.
         feature_map: on q and k: ``identity``, ``silu``, ``relu``, ``elu`` (elu + 1).
-        qk_norm: on q and k per head: ``none``, ``rms`` (learned scale), ``l2`` (unit length).
+        key_feature_map: on k alone, where it is another one; None for the same.
+        qk_norm: on q and k: ``none``, ``rms`` per head (learned scale), ``rms_full`` over all heads together (OLMo 2),
+            ``l2`` per head, to length 1.
+        qk_norm_shared: one learned scale for all heads of q, and one for those of k.
+        qk_norm_eps: added to the mean squares of q and k.
         conv_size: short convolution on q, k and v over that many tokens; 0 for none.
+        conv_bias: with a learned bias per channel.
+        conv_activation: after it: ``silu`` or ``none``.
         kv_shift: data-dependent shift of k and v by one token (FoX, appendix A).
+        qkv_bias: learned biases of the projections to q, k and v.
+        output_bias: that of the projection from the heads to the output.
         rotary: rotate q and k with this base beside the gate (RetNet); None for none.
-        output_norm: per head before the output gate: ``none``, ``rms``, ``group``.
+        rotary_angles: ``rope``, ``base^(-2i/K)``, or ``retnet``, ``base^(-i/(K/2-1))``, which ends in 1/base.
+        scale: of the scores; None for ``K^(-1/2)``.
+        skip: add ``D_h v_t`` to the output of head h, with D learned and 1 at the start (Mamba-2).
+        output_norm: of each head's output: ``none``, ``rms``, ``group``.
+        output_norm_groups: norm the heads together in that many groups; None for each head by itself.
+        output_norm_shared: one learned scale for all heads.
+        output_norm_eps: added to the mean squares of the output.
         output_gate: ``none``, ``sigmoid`` or ``swish`` of a projection of x, times the output.
+        gate_before_norm: the output gate comes before the output norm (Mamba-2), not after it.
         gate: gate projection(s) by name (``attnzoo.layer.gates.GATES``) or class.
-        norm_eps: added to mean squares in norms.
         window: each token sees itself and the ``window - 1`` tokens before it (softmax side); None for all.
         sinks: a learned logit per head that takes part in the softmax without a value, 0 at the start, in float32
             (softmax side; as in gpt-oss, OpenAI, 2025, where it is drawn from N(0, 0.02^2)).
@@ -42,25 +70,41 @@ class AttentionConfig:
     hidden_size: int = 768
     num_heads: int = 12
     num_kv_heads: int | None = None
+    num_qk_heads: int | None = None
     head_dim: int | None = None
     value_dim: int | None = None
+    expand: float | None = None
     feature_map: str = "identity"
+    key_feature_map: str | None = None
     qk_norm: str = "none"
+    qk_norm_shared: bool = False
+    qk_norm_eps: float = 1e-5
     conv_size: int = 0
+    conv_bias: bool = False
+    conv_activation: str = "silu"
     kv_shift: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
     rotary: float | None = None
+    rotary_angles: str = "rope"
+    scale: float | None = None
+    skip: bool = False
     output_norm: str = "none"
+    output_norm_groups: int | None = None
+    output_norm_shared: bool = False
+    output_norm_eps: float = 1e-6
     output_gate: str = "none"
+    gate_before_norm: bool = False
     gate: GateName | Sequence[GateName] = "none"
-    norm_eps: float = 1e-6
     window: int | None = None
     sinks: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "value_dim", "window"):
-            size = getattr(self, name)
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+        check_kinds(vars(self), AttentionConfig.__annotations__)
+        for name in (*SIZES, *POSITIVE):
+            number, what = getattr(self, name), "integer" if name in SIZES else "number"
+            if number is not None and number <= 0:
+                raise ValueError(f"{name}: expected a positive {what}, got {number!r}")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size: expected a multiple of num_heads = {self.num_heads} (or head_dim given), "
@@ -68,22 +112,57 @@ class AttentionConfig:
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}, got {self.kv_heads}")
-        if not isinstance(self.sinks, bool):
-            raise ValueError(f"sinks: expected True or False, got {self.sinks!r}")
-        if not isinstance(self.conv_size, int) or self.conv_size < 0:
+        if self.num_qk_heads is not None and self.num_kv_heads not in (None, self.num_heads):
+            raise ValueError(
+                f"num_qk_heads: expected None with num_kv_heads = {self.num_kv_heads}, got {self.num_qk_heads}"
+            )
+        for name in ("num_qk_heads", "output_norm_groups"):
+            if self.num_heads % (getattr(self, name) or 1):
+                raise ValueError(
+                    f"{name}: expected a divisor of num_heads = {self.num_heads}, got {getattr(self, name)}"
+                )
+        if self.expand is not None and self.value_dim is not None:
+            raise ValueError(f"expand: expected None with value_dim = {self.value_dim}, got {self.expand}")
+        if self.expand is not None and (self.expand * self.hidden_size) % self.num_heads:
+            raise ValueError(f"expand: expected a whole number of channels per head, got {self.expand}")
+        if self.conv_size < 0:
             raise ValueError(f"conv_size: expected a number of tokens >= 0, got {self.conv_size!r}")
+        if self.rotary is not None and self.rotary < 1:
+            raise ValueError(f"rotary: expected a base of at least 1 (no angle over 1 radian), got {self.rotary!r}")
         for name, options in (
             ("feature_map", tuple(FEATURE_MAPS)),
+            ("key_feature_map", (None, *FEATURE_MAPS)),
             ("qk_norm", NORMS),
+            ("conv_activation", CONV_ACTIVATIONS),
+            ("rotary_angles", ROTARY_ANGLES),
             ("output_norm", OUTPUT_NORMS),
             ("output_gate", OUTPUT_GATES),
         ):
             if getattr(self, name) not in options:
-                raise unknown(name, getattr(self, name), options)
+                raise unknown(name, getattr(self, name), [option for option in options if option])
+
+        for field in fields(self):
+            part = NEEDS.get(field.name)
+            if part and getattr(self, part) in OFF and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f"{field.name}: expected {field.default!r} without {part}, got {getattr(self, field.name)!r}"
+                )
+        if self.qk_norm_shared and self.qk_norm == "l2":
+            raise ValueError("qk_norm_shared: expected False with qk_norm='l2', which has no learned scale, got True")
 
     @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def query_heads(self) -> int:
+        """Heads that q is projected to."""
+        return self.num_qk_heads or self.num_heads
+
+    @property
+    def key_heads(self) -> int:
+        """Heads that k is projected to."""
+        return self.num_qk_heads or self.kv_heads
 
     @property
     def key_dim(self) -> int:
@@ -91,14 +170,15 @@ class AttentionConfig:
 
     @property
     def v_dim(self) -> int:
+        if self.expand is not None:
+            return int(self.expand * self.hidden_size) // self.num_heads
         return self.value_dim or self.key_dim
 
 
-PLAIN = {
-    "feature_map": "identity", "qk_norm": "none", "conv_size": 0, "kv_shift": False,
-    "output_norm": "none", "output_gate": "none",
-}  # fmt: skip
+OF_THE_VARIANT = ("hidden_size", "num_heads", "gate", "rotary", "rotary_angles")
+PLAIN = {field.name: field.default for field in fields(AttentionConfig) if field.name not in OF_THE_VARIANT}
 BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "llama": PLAIN,
     "pro": {**PLAIN, "qk_norm": "rms", "kv_shift": True, "output_norm": "rms", "output_gate": "sigmoid"},
+    "gated": {**PLAIN, "conv_size": 4, "output_norm": "rms", "output_gate": "swish"},
 }

@@ -13,47 +13,70 @@ from attnzoo.layer.stream import Stream
 
 
 def l2_normalize(x: Tensor) -> Tensor:
-    """Unit vectors along the last axis, computed in float32; a zero vector stays zero."""
-    return F.normalize(wide(x), dim=-1, eps=1e-6).to(x.dtype)
+    """``x / sqrt(|x|^2 + 1e-6)`` along the last axis, in float32: unit vectors, but for very short ones."""
+    x32 = wide(x)
+    return (x32 * (x32.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:  # Katharopoulos et al., 2020
+    return F.elu(x) + 1
 
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x,
+    "identity": _identity,
     "silu": F.silu,
     "relu": F.relu,
-    "elu": lambda x: F.elu(x) + 1,  # Katharopoulos et al., 2020
+    "elu": _elu_plus_one,
 }
+
+CONV_ACTIVATIONS = ("silu", "identity")
+ROTARY_ANGLES = ("rope", "retnet")
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "swish": F.silu}
 
 
 class HeadNorm(nn.Module):
-    """Normalise each head's channels; one learnable scale per channel of every head.
+    """Normalise each head's channels, or those of several heads together, and scale every channel.
 
     Args:
         heads: number of heads.
         dim: channels per head.
-        kind: ``"rms"`` (root mean square) or ``"group"`` (mean and variance, as GroupNorm with one group per head).
+        kind: ``"rms"`` (root mean square) or ``"group"`` (mean and variance, as GroupNorm).
         eps: added to the mean square.
+        groups: norm ``heads / groups`` heads together; None for each by itself.
+        shared: one scale ``[dim]`` for all heads, instead of ``[heads, dim]``.
     """
 
-    def __init__(self, heads: int, dim: int, kind: str = "rms", eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        heads: int,
+        dim: int,
+        kind: str = "rms",
+        eps: float = 1e-6,
+        groups: int | None = None,
+        shared: bool = False,
+    ) -> None:
         super().__init__()
-        self.kind, self.eps = kind, eps
-        self.weight = nn.Parameter(torch.ones(heads, dim))
-        self.weight._no_weight_decay = True  # type: ignore[attr-defined]
+        self.kind, self.eps, self.groups = kind, eps, groups
+        self.weight = nn.Parameter(torch.ones(dim) if shared else torch.ones(heads, dim))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, T, heads, dim]``, same shape and dtype out; computed in at least float32."""
-        dtype = x.dtype
+        dtype, shape = x.dtype, x.shape
         x = wide(x)
+        if self.groups is not None:
+            x = x.reshape(*shape[:2], self.groups, -1)
         if self.kind == "group":
             x = x - x.mean(-1, keepdim=True)
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return (x * self.weight).to(dtype)
+        x = F.rms_norm(x, x.shape[-1:], eps=self.eps)
+        return ((x if self.groups is None else x.reshape(shape)) * self.weight).to(dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, kind={self.kind!r}"
@@ -62,20 +85,28 @@ class HeadNorm(nn.Module):
 class ShortConvolution(nn.Module):
     """A causal convolution over the last ``size`` tokens of each channel, then SiLU (Fu et al., 2023; Mamba).
 
+    Args:
+        channels: each is convolved by itself.
+        size: tokens.
+        bias: a learned bias per channel.
+        activation: ``"silu"`` or ``"identity"``.
+
     Raises:
         ValueError: ``size < 1``.
     """
 
-    def __init__(self, channels: int, size: int) -> None:
+    def __init__(self, channels: int, size: int, bias: bool = False, activation: str = "silu") -> None:
         super().__init__()
         if size < 1:
             raise ValueError(f"size: expected a convolution over at least 1 token, got {size}")
-        self.size = size
+        self.size, self.activation = size, FEATURE_MAPS[activation]
         self.weight = nn.Parameter(torch.empty(channels, size))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.uniform_(self.weight, -(self.size**-0.5), self.size**-0.5)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -(self.size**-0.5), self.size**-0.5)
 
     def forward(self, x: Tensor, stream: Stream, name: str) -> Tensor:
         """``[B, T, channels]``, same shape out; ``name`` is its key in the cache."""
@@ -84,10 +115,13 @@ class ShortConvolution(nn.Module):
     def _convolve(self, full: Tensor) -> Tensor:
         T = full.shape[1] - self.size + 1
         weight = self.weight.to(full.dtype)
-        out = full[:, :T] * weight[:, 0]
-        for i in range(1, self.size):
-            out = out + full[:, i : i + T] * weight[:, i]
-        return F.silu(out)
+        if T == 1:  # a step: two operations in place of two per token of the window
+            out = (full * weight.mT).sum(1, keepdim=True)
+        else:
+            out = full[:, :T] * weight[:, 0]
+            for i in range(1, self.size):
+                out = out + full[:, i : i + T] * weight[:, i]
+        return self.activation(out if self.bias is None else out + self.bias.to(full.dtype))
 
     def extra_repr(self) -> str:
         return f"channels={self.weight.shape[0]}, size={self.size}"
@@ -109,6 +143,7 @@ class Shift(nn.Module):
 
     def forward(self, x: Tensor, hidden: Tensor, stream: Stream, name: str) -> Tensor:
         """x ``[B, T, heads * dim]``, hidden ``[B, T, D]``; same shape as x out."""
-        before = stream.windowed(name, x, 2, lambda full: full[:, :-1])
-        a = wide(self.proj(hidden)).sigmoid().to(x.dtype).repeat_interleave(x.shape[-1] // self.heads, -1)
-        return a * before + (1 - a) * x
+        a = self.proj(hidden).sigmoid().to(x.dtype)[..., None]
+        before, now = (y.unflatten(-1, (self.heads, -1)) for y in (stream.before(name, x), x))
+        shifted: Tensor = now.lerp(before, a).flatten(-2)
+        return shifted

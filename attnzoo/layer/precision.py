@@ -22,13 +22,18 @@ class PreciseModule(nn.Module):
     """A module that keeps some of its own tensors in at least float32, whatever dtype the model is cast to.
 
     ``.to(torch.bfloat16)``, ``.half()`` and their like move such a tensor to the device they name and leave its dtype;
-    ``.double()`` makes it float64. What a parameter was marked with (``_no_weight_decay``) outlasts ``to_empty``. FSDP
-    casts all parameters of a group alike: give gates a group of their own (docs/how-to/many_gpus.md).
+    ``.double()`` makes it float64. Weight decay spares them. FSDP casts all parameters of a group alike: give gates
+    a group of their own (docs/how-to/many_gpus.md).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._least: dict[str, torch.dtype] = {}
+
+    @property
+    def precise(self) -> tuple[str, ...]:
+        """Names of its tensors that are never rounded."""
+        return tuple(self._least)
 
     def keep(
         self,
@@ -52,7 +57,7 @@ class PreciseModule(nn.Module):
         self._least[name] = least
         if trainable:
             parameter = nn.Parameter(value)
-            parameter._no_weight_decay = parameter._no_reinit = True  # type: ignore[attr-defined]
+            parameter._no_reinit = True  # type: ignore[attr-defined]
             self.register_parameter(name, parameter)
         else:
             self.register_buffer(name, value, persistent=persistent)
@@ -93,7 +98,7 @@ class GateLinear(nn.Linear, PreciseModule):
         """``W x + b`` in at least float32; where x has 16 bits, the bias is added to the product in float32."""
         if x.dtype == self.bias.dtype and not torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
-        return wide(F.linear(x, self.weight)) + self.bias
+        return F.linear(x, self.weight) + self.bias
 
 
 @torch.no_grad()

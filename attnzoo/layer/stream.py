@@ -2,34 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from attnzoo.forms.cache import check_rows
+
+
+class Owner(weakref.ref[nn.Module]):
+    """The layer that a cache was made by. A copy of the cache has the same; a pickled one has none any more."""
+
+    def __deepcopy__(self, memo: object) -> Owner:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 @dataclass(eq=False)
 class LayerCache:
-    """What one attention layer remembers; filled in place by each call.
+    """What one attention layer remembers; each call that succeeds fills it in place, one that fails leaves it alone.
 
     Args:
         state: an :class:`attnzoo.RecurrentState` or an :class:`attnzoo.KVCache`; None at first.
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
         seen: tokens so far, ``[B]`` int64 (padding does not count).
+        dtype: of the hidden states in the calls before.
+        owner: the layer whose calls it belongs to; None for the first that is given it.
+        bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it.
     """
 
     state: Any = None
     windows: dict[str, Tensor] = field(default_factory=dict)
     seen: Tensor | None = None
+    dtype: torch.dtype | None = None
+    owner: Owner | None = None
+    bound: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens so far, padding included."""
+        return 0 if self.state is None else len(self.state)
 
     def reorder(self, index: Tensor) -> None:
-        """Keep the rows ``index`` of the batch, in that order (beam search, finished rows)."""
-        if self.state is not None:
-            self.state = self.state.reorder(index)
-        self.windows = {name: window[index] for name, window in self.windows.items()}
-        self.seen = None if self.seen is None else self.seen[index]
+        """Keep the rows ``index`` of the batch, in that order (beam search, finished rows).
+
+        Raises:
+            TypeError, ValueError: ``index`` is not one axis of row numbers, int32 or int64.
+        """
+        if self.seen is None:
+            raise ValueError("index: expected a cache that has seen tokens, got an empty one, which has no rows")
+        check_rows(index, self.seen)
+        state = self.state.reorder(index)
+        windows = {name: window[index] for name, window in self.windows.items()}
+        self.state, self.windows, self.seen = state, windows, self.seen[index]
+
+    def check(self, layer: nn.Module, x: Tensor) -> None:
+        """``layer`` can go on from here with the rows ``x [B, T, D]``.
+
+        Raises:
+            ValueError: the cache is another layer's, or holds another batch, dtype or device.
+        """
+        if self.owner is not None and not torch.compiler.is_compiling() and self.owner() is not layer:
+            other = getattr(self.owner(), "variant", None)
+            got = "of another layer" + (f" ({other.name!r})" if other else "")
+            raise ValueError(f"cache: expected what new_cache() of this very layer gave, got that {got}")
+        if self.seen is None:
+            return
+        if len(self.seen) != x.shape[0]:
+            raise ValueError(f"cache: expected {len(self.seen)} rows as in the calls before, got {x.shape[0]}")
+        if self.dtype != x.dtype or self.seen.device != x.device:
+            before, now = f"{self.dtype} on {self.seen.device}", f"{x.dtype} on {x.device}"
+            raise ValueError(f"cache: expected x in {before} as in the calls before, got {now}")
+
+
+class AllOrNone:
+    """``with AllOrNone(caches):`` takes back what some layers have stored when a later one fails."""
+
+    def __init__(self, caches: Sequence[LayerCache]) -> None:
+        self.before = [(cache, vars(cache).copy()) for cache in caches]
+
+    def __enter__(self) -> None:
+        """Nothing to do: what was there is noted."""
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is not None:
+            for cache, was in self.before:
+                vars(cache).update(was)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +105,7 @@ class Stream:
         shape: ``(B, T)``.
         device: where the rows are.
         cu_seqlens: borders ``[N + 1]`` of sequences packed into one row, without padding or a cache; or None.
+        windows: what :meth:`windowed` has left for the cache, by name.
     """
 
     valid: Tensor | None
@@ -49,6 +113,7 @@ class Stream:
     shape: tuple[int, int]
     device: torch.device
     cu_seqlens: Tensor | None = None
+    windows: dict[str, Tensor] = field(default_factory=dict)
 
     def positions(self) -> Tensor:
         """Index of each token in its sequence, ``[B, T]`` int64; padding does not count."""
@@ -78,6 +143,8 @@ class Stream:
         """
         B, T, X = x.shape
         n = size - 1
+        if self.valid is not None:  # a bias is not zero at padding
+            x = x.masked_fill(~self.valid[..., None], 0.0)
         if self.cu_seqlens is not None:  # with n zeros before each sequence
             place = torch.arange(T, device=x.device) + n * self._sequence()[0]
             spaced = x.new_zeros(1, T + n * (len(self.cu_seqlens) - 1), X).index_copy(1, place + n, x)
@@ -97,18 +164,29 @@ class Stream:
         rank = order.argsort(1)[:, n:] - n
         return out.gather(1, rank.clamp(min=0)[..., None].expand(-1, -1, out.shape[-1]))
 
+    def before(self, name: str, x: Tensor) -> Tensor:
+        """The token before each of ``x [B, T, X]``, zeros before the first; ``name`` is its key in the cache."""
+        past = None if self.cache is None or self.valid is not None else self.cache.windows.get(name)
+        if past is None or x.shape[1] > 1:
+            return self.windowed(name, x, 2, lambda full: full[:, :-1])
+        self._remember(name, x, 1)
+        return past.to(x.dtype)
+
     def _remember(self, name: str, full: Tensor, n: int) -> None:
         if self.cache is not None:
-            self.cache.windows[name] = full[:, full.shape[1] - n :]
+            self.windows[name] = full[:, full.shape[1] - n :]
 
-    def finish(self, state: Any) -> None:
-        """Store the core's state after the call."""
-        if self.cache is None:
+    def commit(self, layer: nn.Module, x: Tensor, state: Any) -> None:
+        """Store in the cache, if there is one, what the call on the rows ``x`` leaves: the last thing that it does."""
+        cache = self.cache
+        if cache is None:
             return
         B, T = self.shape
-        new = torch.full((B,), T, device=self.device) if self.valid is None else self.valid.sum(1)
-        self.cache.state = state
-        self.cache.seen = new if self.cache.seen is None else self.cache.seen + new
+        seen = torch.zeros(B, dtype=torch.int64, device=self.device) if cache.seen is None else cache.seen
+        if cache.owner is None:
+            cache.owner = Owner(layer)
+        cache.state, cache.windows = state, {**cache.windows, **self.windows}
+        cache.seen, cache.dtype = seen + (T if self.valid is None else self.valid.sum(1)), x.dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.errors import unknown
+from attnzoo.algebra.values import reads_values
+from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.attention import build_attention
+from attnzoo.layer.precision import GateLinear
+from attnzoo.layer.stream import AllOrNone, LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
 
 IGNORED = -100  # a target that does not count
@@ -75,7 +78,7 @@ class LanguageModel(nn.Module):
     """A decoder-only language model; `config.attention` says which variant each layer runs.
 
     Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for parameters that an
-    attention module marks with `_no_reinit`, which keep the initialisation of their own.
+    attention module marks with `_no_reinit` and the biases of gates, which keep the initialisation of their own.
 
     Args:
         config: its sizes and the variant of each layer.
@@ -86,6 +89,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise TypeError(f"config: expected ModelConfig, got {type(config).__name__}")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
@@ -103,7 +108,7 @@ class LanguageModel(nn.Module):
                 _unless_marked(module.weight, nn.init.ones_)
             if isinstance(module, nn.Linear | nn.Embedding) and module is not tied:
                 _unless_marked(module.weight, nn.init.normal_, std=self.config.initializer_range)
-            if isinstance(module, nn.Linear) and module.bias is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None and not isinstance(module, GateLinear):
                 _unless_marked(module.bias, nn.init.zeros_)
         if self.config.tie_embeddings:  # again, as to_empty unties them
             self.head.weight = self.embedding.weight
@@ -124,20 +129,22 @@ class LanguageModel(nn.Module):
                 nothing is shifted here), or -100 where nothing is asked.
             cu_seqlens: int [N + 1], starts of the sequences packed into a batch of one.
             attention_mask: [B, T], 0 at padding.
-            cache: from `new_cache`; extended in place, so that a sequence can be given in pieces.
+            cache: from `new_cache`; extended in place, so that a sequence can be given in pieces. A call that
+                fails leaves it as it was.
 
         Raises:
-            ValueError: shapes or dtypes other than these.
+            TypeError, ValueError: arguments of other kinds, shapes or values than these, each named.
         """
         if targets is not None:
-            _check_tokens("input_ids", input_ids, None)
-            _check_tokens("targets", targets, input_ids.shape)
-        x = self.hidden(input_ids, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
-        logits = self.head(x)  # [B, T, vocab]
-        if targets is None:
-            return ModelOutput(logits)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=IGNORED)
-        return ModelOutput(logits, loss)
+            self._check_tokens("input_ids", input_ids)
+            self._check_tokens("targets", targets, input_ids.shape, IGNORED)
+        with _all_or_none(cache, len(self.blocks)):
+            x = self.hidden(input_ids, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
+            logits = self.head(x)  # [B, T, vocab]
+            if targets is None:
+                return ModelOutput(logits)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=IGNORED)
+            return ModelOutput(logits, loss)
 
     def hidden(
         self,
@@ -162,20 +169,41 @@ class LanguageModel(nn.Module):
             ValueError: shapes or dtypes other than these.
         """
         if embedded is None:
-            _check_tokens("input_ids", input_ids, None)
+            self._check_tokens("input_ids", input_ids)
             embedded = self.embedding(input_ids)
-        if cache is not None and len(cache) != len(self.blocks):
-            raise ValueError(f"cache: expected {len(self.blocks)} layers, as new_cache() makes, got {len(cache)}")
         x = embedded  # [B, T, D]
-        for index, block in enumerate(self.blocks):
-            if states is not None:
-                states.append(x)
-            given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache and cache[index]}
-            x = block(x, **given) if recompute is None else recompute(block, x, **given)
-        x = cast(Tensor, self.norm(x))
+        with _all_or_none(cache, len(self.blocks)):
+            for index, block in enumerate(self.blocks):
+                if states is not None:
+                    states.append(x)
+                given = {"cu_seqlens": cu_seqlens, "attention_mask": attention_mask, "cache": cache and cache[index]}
+                x = block(x, **given) if recompute is None else recompute(block, x, **given)
+            x = cast(Tensor, self.norm(x))
         if states is not None:
             states.append(x)
         return x
+
+    def _check_tokens(
+        self, name: str, tokens: Tensor | None, shape: torch.Size | None = None, ignored: int | None = None
+    ) -> None:
+        """Integers [B, T], T >= 1, of the vocabulary; `ignored` may be among them, but not alone."""
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"{name}: expected integers [B, T], got {type(tokens).__name__}")
+        if tokens.ndim != 2 or tokens.shape[1] == 0 or (shape is not None and tokens.shape != shape):
+            expected = "[B, T] with at least one token" if shape is None else str(list(shape))
+            raise ValueError(f"{name}: expected shape {expected}, got {list(tokens.shape)}")
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{name}: expected int64 or int32 tokens, got {tokens.dtype}")
+        if not reads_values(tokens) or not tokens.numel():
+            return
+        if ignored is not None:
+            tokens = tokens[tokens != ignored]
+            if not tokens.numel():
+                raise ValueError(f"{name}: expected at least one that counts, got {ignored} alone")
+        size = self.embedding.num_embeddings
+        low, high = (int(x) for x in tokens.aminmax())
+        if low < 0 or high >= size:
+            raise ValueError(f"{name}: expected tokens from 0 to {size - 1}, got {low if low < 0 else high}")
 
     def new_cache(self) -> list[Any]:
         """An empty cache for one batch of sequences, one entry per layer."""
@@ -207,17 +235,19 @@ class LanguageModel(nn.Module):
             The prompts with their continuations, [B, T + max_new_tokens].
 
         Raises:
-            ValueError: an empty prompt, a negative temperature, or top_k or max_new_tokens below their
-                minimum.
+            TypeError, ValueError: an empty prompt, tokens beyond the vocabulary, or a number out of its range.
         """
-        _check_tokens("input_ids", input_ids, None)
-        if input_ids.shape[1] == 0:
-            raise ValueError("input_ids: expected at least one token to continue, got none")
-        if temperature < 0 or max_new_tokens < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(
-                "expected temperature >= 0, max_new_tokens >= 0 and top_k >= 1, "
-                f"got {temperature}, {max_new_tokens} and {top_k}"
-            )
+        self._check_tokens("input_ids", input_ids)
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
+        check_kinds(options, {"max_new_tokens": "int", "temperature": "float", "top_k": "int | None"})
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens: expected at least 0, got {max_new_tokens}")
+        if temperature < 0:
+            raise ValueError(f"temperature: expected at least 0, got {temperature}")
+        if top_k is not None and not 1 <= top_k <= self.config.vocab_size:
+            raise ValueError(f"top_k: expected 1 to vocab_size = {self.config.vocab_size}, got {top_k}")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator: expected torch.Generator or None, got {type(generator).__name__}")
         was_training = self.training
         self.eval()
         try:
@@ -238,6 +268,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None, generato
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, float("-inf"))
+    logits = logits - logits.amax(dim=-1, keepdim=True)  # so that a small temperature divides 0 and large negatives
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
 
@@ -258,11 +289,15 @@ def _unless_marked(parameter: Tensor, initialise: Any, **options: float) -> None
         initialise(parameter, **options)
 
 
-def _check_tokens(name: str, tokens: Tensor | None, shape: torch.Size | None) -> None:
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"{name}: expected integers [B, T], got {type(tokens).__name__}")
-    if tokens.ndim != 2 or (shape is not None and tokens.shape != shape):
-        expected = "[B, T]" if shape is None else str(list(shape))
-        raise ValueError(f"{name}: expected shape {expected}, got {list(tokens.shape)}")
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{name}: expected int64 or int32 tokens, got {tokens.dtype}")
+def _all_or_none(cache: list[LayerCache] | None, layers: int) -> AllOrNone:
+    """For `with`, once the cache has been checked."""
+    if cache is None:
+        return AllOrNone(())
+    if not isinstance(cache, list | tuple) or not all(isinstance(layer, LayerCache) for layer in cache):
+        raise TypeError(f"cache: expected what new_cache() makes, got {type(cache).__name__}")
+    if len(cache) != layers:
+        raise ValueError(f"cache: expected {layers} layers, as new_cache() makes, got {len(cache)}")
+    tokens = {layer.tokens for layer in cache}
+    if len(tokens) > 1:
+        raise ValueError(f"cache: expected layers that have seen equally many tokens, got {sorted(tokens)}")
+    return AllOrNone(cache)

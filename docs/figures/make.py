@@ -13,6 +13,13 @@ def draw_lattice() -> None:
     save("lattice", lattice)
 
 
+def draw_schematics() -> None:
+    import schematics
+
+    for name, draw in schematics.DRAWINGS.items():
+        save(name, draw)
+
+
 def draw_fox() -> None:
     import fox
     import numpy as np
@@ -49,6 +56,7 @@ def draw_path() -> None:
 
 DRAWINGS: dict[str, Callable[[], None]] = {
     "lattice": draw_lattice,
+    "schematics": draw_schematics,
     "fox": draw_fox,
     "zoo": draw_zoo,
     "path": draw_path,

@@ -104,6 +104,12 @@ def table(equations: Iterable[Equation], *, elsewhere: bool = False) -> str:
     return "\n".join(['<div class="equations" markdown>', "", *lines, "", "</div>"])
 
 
+def folded(equations: Iterable[Equation]) -> str:
+    """The table of a page's own equations, in Markdown, closed until a reader opens it."""
+    summary = "<summary>Every equation of this page, its code and its test</summary>"
+    return f'\n<details class="info" markdown>\n{summary}\n\n{table(equations)}\n\n</details>\n'
+
+
 def _checked_by(target: str, elsewhere: bool) -> str:
     if target == "page":
         return "code on its page" if elsewhere else "code on this page"

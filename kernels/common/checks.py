@@ -1,4 +1,4 @@
-"""Validation, and the choice between the Triton kernels and the reference."""
+"""What both ``api.py`` check of whole calls, and the choice between the Triton kernels and the reference."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import capability
 from attnzoo.kernels.common.running_gates import GateSums
@@ -26,7 +27,17 @@ def check_inputs(
     window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None, *,
     valid: Tensor | None = None, gate_sums: GateSums | None = None,
 ) -> None:  # fmt: skip
-    """Shapes, dtypes, devices and options. Values are read only with ATTNZOO_VALIDATE=1."""
+    """Types, shapes, dtypes, devices and options, and values where they may be read (``check_values``).
+
+    Raises:
+        TypeError: something that is no tensor, or no number.
+        ValueError: all else; the message names the argument.
+    """
+    tensors = {
+        "q": q, "k": k, "v": v, "log_decay": log_decay, "sink": sink, "cu_seqlens": cu_seqlens,
+        "logit_bound": logit_bound, "valid": valid, "gate_sums": None if gate_sums is None else gate_sums.c,
+    }  # fmt: skip
+    check_tensors(tensors, needed=("q", "k", "v"))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name}: expected 4 dimensions [batch, tokens, heads, dim], got shape {tuple(x.shape)}")
@@ -38,8 +49,10 @@ def check_inputs(
         raise ValueError(f"k: expected [B={B}, S, G, K={K}] as in q, got {tuple(k.shape)}")
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v: expected [B={B}, S={S}, G={G}, V] as in k, got {tuple(v.shape)}")
-    if G == 0 or H % G:
+    if G == 0 or H == 0 or H % G:
         raise ValueError(f"q: expected H a multiple of the key heads G={G}, got H={H}")
+    if K == 0:
+        raise ValueError(f"q: expected at least one channel, got {tuple(q.shape)}")
     if T > S or T == 0:
         raise ValueError(f"q: expected 1 <= T <= S={S} (queries are the last T tokens), got T={T}")
     if log_decay is not None:
@@ -58,29 +71,13 @@ def check_inputs(
             got = f"{per_head.dtype} {tuple(per_head.shape)}"
             raise ValueError(f"{name}: expected a floating tensor of shape [H={H}], got {got}")
     if cu_seqlens is not None:
-        if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"cu_seqlens: expected int32 or int64 [N+1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-            )
+        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            raise ValueError(f"cu_seqlens: expected int32 or int64 [N+1] with N >= 1, got {got}")
         if B != 1 or T != S:
             raise ValueError(f"cu_seqlens: expected B=1 and T=S (packed sequences), got B={B}, T={T}, S={S}")
-    others = {
-        "k": k,
-        "v": v,
-        "log_decay": log_decay,
-        "sink": sink,
-        "cu_seqlens": cu_seqlens,
-        "logit_bound": logit_bound,
-        "valid": valid,
-        "gate_sums": None if gate_sums is None else gate_sums.c,
-    }
-    for name, other in others.items():
-        if other is not None and other.device != q.device:
-            raise ValueError(f"{name}: expected the device of q ({q.device}), got {other.device}")
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale: expected a positive number, got {scale}")
+    check_window(window)
+    check_scale(scale)
     if valid is not None and (valid.shape != (B, S) or valid.dtype != torch.bool):
         raise ValueError(f"valid: expected bool [B={B}, S={S}], got {valid.dtype} {tuple(valid.shape)}")
     if gate_sums is not None:
@@ -90,17 +87,14 @@ def check_inputs(
         if gate_sums.c.shape[:2] != (B, H) or len(gate_sums) != S:
             got = f"[B={gate_sums.c.shape[0]}, S={len(gate_sums)}, H={gate_sums.c.shape[1]}]"
             raise ValueError(f"gate_sums: expected the sums of [B={B}, S={S}, H={H}] gates, got {got}")
+    if prune is not None and not isinstance(prune, Prune):
+        eps = f"(eps={prune})" if isinstance(prune, float) else "()"
+        raise ValueError(f"prune: expected attnzoo.Prune{eps} or None, got {type(prune).__name__}")
     if prune is not None and log_decay is None and gate_sums is None:
         raise ValueError("prune: expected a log_decay (nothing decays without one), got log_decay=None")
-    if prune is not None and not isinstance(prune, Prune):
-        raise ValueError(f"prune: expected attnzoo.Prune or None, got {type(prune).__name__}")
-    if os.environ.get("ATTNZOO_VALIDATE") == "1" and not torch.compiler.is_compiling():
-        if log_decay is not None and not bool((log_decay <= 0).all()):
-            raise ValueError("log_decay: expected log gates <= 0 without NaN, got a positive or NaN entry")
-        if cu_seqlens is not None and not (
-            bool((cu_seqlens.diff() >= 0).all()) and int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == S
-        ):
-            raise ValueError(f"cu_seqlens: expected borders rising from 0 to S={S}, got {cu_seqlens.tolist()}")
+    if logit_bound is not None and prune is None:
+        raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
+    check_values(q, log_decay=log_decay, sink=sink, logit_bound=logit_bound, cu_seqlens=cu_seqlens)
 
 
 def pick_implementation(function: str, impl: str, why: str) -> str:
@@ -116,6 +110,14 @@ def pick_implementation(function: str, impl: str, why: str) -> str:
         logger = logging.getLogger(f"attnzoo.kernels.{function.removesuffix('_attention')}")
         logger.info("%s: auto picked %s%s", function, picked, f" ({why})" if why else "")
     return picked
+
+
+def traced(x: Tensor) -> bool:
+    """Whether a compiler or a tensor of another kind must see an op; without, its function is called as it is.
+
+    The way through torch's dispatcher takes longer than all else that an op of one token does on the host.
+    """
+    return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
 def share_kept(

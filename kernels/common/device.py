@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """What plans depend on: compute capability ((0, 0) for the interpreter), Triton's version, and ROCm."""
 
     capability: tuple[int, int]
@@ -48,6 +47,12 @@ def capability(device: torch.device) -> tuple[int, int]:
 def shared_memory(capability: tuple[int, int]) -> int:
     """KiB of shared memory that a program may have (CUDA's programming guide, "compute capabilities")."""
     return _SHARED.get(capability, 99)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.common.arguments import check_tensors, check_values
 from attnzoo.kernels.common.constants import CLOSED, KEY_UNIT, LOG2E
 
 
@@ -46,7 +47,7 @@ class GateSums:
         """Sums of log_decay [B, S, H] float32, S >= 1, on a device that runs Triton.
 
         Raises:
-            ValueError: the shape or dtype is wrong, or a gradient would be expected.
+            ValueError: the shape or dtype is wrong, a gate is positive or NaN, or a gradient would be expected.
         """
         from attnzoo.kernels.common.device import on_device_of
         from attnzoo.kernels.common.gate_sums import gate_sums
@@ -69,7 +70,7 @@ class GateSums:
         """The sums with the gates of the next n tokens, log_decay [B, n, H] float32.
 
         Raises:
-            ValueError: the shape, dtype or device is wrong, or a gradient would be expected.
+            ValueError: the shape, dtype or device is wrong, a gate is positive or NaN, or a gradient would be expected.
         """
         from attnzoo.kernels.common.device import on_device_of
         from attnzoo.kernels.common.gate_sums import append_gates
@@ -106,11 +107,13 @@ class GateSums:
 
 
 def _check(log_decay: Tensor) -> None:
+    check_tensors({"log_decay": log_decay}, needed=("log_decay",))
     if log_decay.ndim != 3 or log_decay.shape[1] == 0 or log_decay.dtype != torch.float32:
         got = f"{log_decay.dtype} {tuple(log_decay.shape)}"
         raise ValueError(f"log_decay: expected float32 [B, tokens >= 1, H], got {got}")
     if torch.is_grad_enabled() and log_decay.requires_grad:
         raise ValueError("log_decay: sums of a cache have no gradient: expected torch.no_grad() or a constant")
+    check_values(log_decay, log_decay=log_decay)
 
 
 def _grown(x: Tensor, size: int) -> Tensor:

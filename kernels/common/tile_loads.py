@@ -42,7 +42,6 @@ def load_keys(p_x, i_b, s, i_g, o_s, o_d, stride, S, D: tl.constexpr, BD: tl.con
 
 
 @triton.jit
-def only_valid(b_s, p_valid, s, o_s, S, stride):
-    """Scores, -inf where the keys s + o_s do not exist (``p_valid`` of one batch). # [rows, BS]"""
-    m_s = tl.load(p_valid + (s + o_s).to(tl.int64) * stride, mask=s + o_s < S, other=0) != 0
-    return tl.where(m_s[None, :], b_s, float("-inf"))
+def keys_there(p_valid, s, o_s, S, stride):
+    """Which of the keys s + o_s exist (``p_valid`` of one batch). # [BS]"""
+    return tl.load(p_valid + (s + o_s).to(tl.int64) * stride, mask=s + o_s < S, other=0) != 0

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import (
     Impl,
     check_inputs,
     kernels_unavailable,
     pick_implementation,
     share_kept,
+    traced,
 )
 from attnzoo.kernels.common.dense import first_visible, running_sums
 from attnzoo.kernels.common.device import on_device_of
@@ -75,8 +79,8 @@ def fox_attention(
         logit_bound: [H] float32 known bound of |scale q . k| (say from the norm weights under QK-norm), used by
             ``prune``: the smaller of it and what the norms of q and k say counts. With fewer than 128 rows it counts
             alone, for measuring would read every key. A bound that does not hold voids the certificate.
-        valid: [B, S] bool, the keys that exist; the others get no weight. Their gates count as they are. A row without
-            any valid key gives 0. No gradient in the Triton implementation.
+        valid: [B, S] bool, the keys that exist; the others get no weight, whatever k and v hold there. Their gates
+            count as they are. A row without any valid key gives 0. No gradient in the Triton implementation.
         gate_sums: instead of ``log_decay``, the sums of the S tokens' gates, kept from step to step. No gradient, no
             ``cu_seqlens``.
         return_lse: return the rows' log-sum-exp as well.
@@ -92,13 +96,16 @@ def fox_attention(
         log of the sum of a row's exponentials, its sink included. Differentiable as well.
 
     Raises:
-        ValueError: a shape, dtype, device or option is wrong; the message says what was expected.
+        ValueError: a shape, dtype, device or option is wrong; the message says what was expected. Values (gates > 0,
+            borders that do not rise, bounds below 0, NaN) are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1.
+        TypeError: something that is no tensor, or no number.
         ImportError: ``impl="triton"`` without Triton.
 
     Source: Lin et al., "Forgetting Transformer", 2025, section 3; Press et al., "Train Short, Test Long", 2022;
     pruning: see ``kernels/common/pruning.py``.
     """
-    if torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        check_tensors({"q": q, "k": k, "v": v, "log_decay": log_decay}, needed=("q", "k", "v"))
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         log_decay = None if log_decay is None else log_decay.float()
@@ -106,8 +113,7 @@ def fox_attention(
         q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound, valid=valid, gate_sums=gate_sums
     )
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    recorded = torch.is_grad_enabled()
-    backward = recorded and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, sink))
+    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, sink))
     why = triton_unavailable(q, v)
     if backward and not why and (valid is not None or gate_sums is not None):
         name = "valid" if valid is not None else "gate_sums"
@@ -118,18 +124,19 @@ def fox_attention(
             logit_bound=logit_bound, valid=valid, gate_sums=gate_sums,
         )  # fmt: skip
         return (o, lse) if return_lse else o
-    from .op import fox_forward_op, fox_infer_op
+    op = _op()
 
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
     options = (cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
-    if valid is not None or gate_sums is not None:
+    if not backward:
         sums = (None,) * 4 if gate_sums is None else (gate_sums.c, gate_sums.base, gate_sums.since, gate_sums.tails)
-        o, lse = fox_infer_op(q, k, v, log_decay, *sums, sink, valid, *options, return_lse)
+        infer = op.fox_infer_op if traced(q) else op.fox_infer
+        o, lse = infer(q, k, v, log_decay, *sums, sink, valid, *options, return_lse)
     else:
-        of_gate = recorded and log_decay is not None and log_decay.requires_grad
+        of_gate = log_decay is not None and log_decay.requires_grad
         deterministic = torch.are_deterministic_algorithms_enabled()
-        o, lse, *_ = fox_forward_op(q, k, v, log_decay, sink, *options, of_gate, deterministic, return_lse)
+        o, lse, *_ = op.fox_forward_op(q, k, v, log_decay, sink, *options, of_gate, deterministic, return_lse)
     return (o, lse) if return_lse else o
 
 
@@ -172,6 +179,14 @@ def kept_fraction(
         if prune is not None:
             start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound)
     return share_kept(since, start, B, T, H, S, q.device)
+
+
+@functools.cache
+def _op() -> ModuleType:
+    """The module that needs Triton."""
+    from . import op
+
+    return op
 
 
 def triton_unavailable(q: Tensor, v: Tensor) -> str:

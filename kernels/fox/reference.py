@@ -130,6 +130,7 @@ def fox_reference_with_lse(
     visible = (j <= pos[:, None]) & (j >= since[..., off:, None])  # [B, H, T, S]
     if valid is not None:
         visible = visible & valid[:, None, None, :]
+        k, v = (x.masked_fill(~valid[..., None, None], 0.0) for x in (k, v))  # they may hold anything
     if prune is not None:
         start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound, valid)
         visible &= j >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.arguments import check_tensors, check_values
 from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, pick_implementation, share_kept
 from attnzoo.kernels.common.dense import first_visible, running_sums
 from attnzoo.kernels.common.device import capability, on_device_of
@@ -55,8 +55,8 @@ def path_attention(  # type: ignore[misc]  # the options above are these
         q: [B, T, H, K]. bfloat16, float16 or float32; the Triton implementation takes K and V that are multiples of 16
             up to 128.
         k: [B, T, G, K], v: [B, T, G, V]; G divides H and head h reads key head h // (H / G).
-        w: [B, T, G, K] unit vectors in q's dtype or float32, beta: [B, T, G] in [0, 2], q's dtype or float32. A w
-            rounded to 16 bits is of unit length up to 2^-9, which pruning's certificate does not count.
+        w: [B, T, G, K] vectors of length 1 or less, beta: [B, T, G] in [0, 2], both in q's dtype or float32. A w
+            rounded to 16 bits may be longer by 2^-9, which pruning's certificate does not count.
         log_decay: [B, T, H] natural log of the forget gate, float32, <= 0, or None. All of these, and sink, are
             differentiable.
         scale: of the scores; default K ** -0.5.
@@ -82,12 +82,16 @@ def path_attention(  # type: ignore[misc]  # the options above are these
 
     Raises:
         ValueError: a shape, dtype, device or option is wrong; the message says what was expected. Values (gates > 0,
-            beta outside [0, 2], w not of unit length) are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1.
+            beta outside [0, 2], w longer than 1, borders that do not rise, bounds below 0, NaN) are read on a CPU,
+            on a GPU only with ATTNZOO_VALIDATE=1.
+        TypeError: something that is no tensor, or no number.
         ImportError: ``impl="triton"`` without Triton.
 
     Source: Yang et al., "PaTH Attention", 2025, sections 2.2 and 3; pruning: ``kernels/common/pruning.py``.
     """
-    if torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        given = {"q": q, "k": k, "v": v, "w": w, "beta": beta, "log_decay": log_decay}
+        check_tensors(given, needed=("q", "k", "v", "w", "beta"))
         dtype = torch.get_autocast_dtype(q.device.type)
         with torch.autocast(q.device.type, enabled=False):
             again: Any = path_attention
@@ -171,7 +175,8 @@ def _check(
     prune: Prune | None, window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None,
     logit_bound: Tensor | None,
 ) -> None:  # fmt: skip
-    """Shapes, dtypes, devices and options; values where they may be read."""
+    """Types, shapes, dtypes, devices and options; values where they may be read."""
+    check_tensors({"q": q, "w": w, "beta": beta, "log_decay": log_decay}, needed=("q", "w", "beta"))
     if log_decay is not None and log_decay.ndim != 3:
         raise ValueError(f"log_decay: expected [B, T, H], got shape {tuple(log_decay.shape)}")
     check_inputs(q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
@@ -184,15 +189,4 @@ def _check(
             raise ValueError(f"{name}: expected {axes} = {shape}, got {tuple(x.shape)}")
         if x.dtype not in (q.dtype, torch.float32):
             raise ValueError(f"{name}: expected q's dtype ({q.dtype}) or float32, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name}: expected the device of q ({q.device}), got {x.device}")
-    if torch.compiler.is_compiling() or (q.is_cuda and os.environ.get("ATTNZOO_VALIDATE") != "1"):
-        return
-    with torch.no_grad():
-        if log_decay is not None and not bool((log_decay <= 0).all()):
-            raise ValueError("log_decay: expected log gates <= 0 without NaN, got a positive or NaN entry")
-        if not bool(((beta >= 0) & (beta <= 2)).all()):
-            raise ValueError(f"beta: expected values in [0, 2], got {beta.min().item():.6g} to {beta.max().item():.6g}")
-        off = (w.double().norm(dim=-1) - 1).abs().masked_fill(beta == 0, 0)
-        if not bool((off <= (1e-3 if w.dtype == torch.float32 else 2e-2)).all()):
-            raise ValueError(f"w: expected unit vectors, got lengths off by up to {off.max().item():.3g}")
+    check_values(q, w=w, beta=beta)

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.transitions import cut, heads_first
+from attnzoo.algebra.values import reads_values
+from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
+from attnzoo.kernels.common.checks import traced
 from attnzoo.kernels.path.chunk import CHUNK, factors_block
 
 SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill
@@ -23,31 +26,52 @@ def refuse_gradients(*tensors: Tensor) -> None:
         raise ValueError("a cached step has no gradient: expected torch.no_grad() or inputs that require none")
 
 
+def _existing(x: Tensor, valid: Tensor) -> Tensor:
+    """x [B, T, ...] with zeros at the tokens that do not exist, which may hold anything."""
+    return x.masked_fill(~valid.view(*valid.shape, *[1] * (x.ndim - 2)), 0.0)
+
+
 def _check(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
-    valid: Tensor | None, window: int | None, sink: Tensor | None,
+    valid: Tensor | None, scale: float | None, window: int | None, sink: Tensor | None,
 ) -> None:  # fmt: skip
+    given = {
+        "q": q, "k": k, "w": w, "beta": beta, "keys": keys, "values": values, "gates": gates, "valid": valid,
+        "sink": sink,
+    }  # fmt: skip
+    check_tensors(given, needed=("q", "k", "w", "beta", "keys", "values"))
     if q.ndim != 4 or keys.ndim != 4 or values.ndim != 4:
         got = {"q": q.ndim, "keys": keys.ndim, "values": values.ndim}
         raise ValueError(f"q, keys, values: expected 4 dimensions each, got {got}")
     B, N, H, K = q.shape
     S, G = keys.shape[1:3]
+    if N == 0:
+        raise ValueError(f"q: expected at least one new token, got {tuple(q.shape)}")
     if S == 0 or G == 0 or H % G:
         raise ValueError(f"keys: expected [B, S >= 1, G, K] with G a divisor of H={H}, got {tuple(keys.shape)}")
     if keys.dtype != torch.float32:
         raise ValueError(f"keys: expected float32 (roundings of every step add up), got {keys.dtype}")
     shapes = {
-        "k": (k, (B, N, G, K)), "w": (w, (B, N, G, K)), "beta": (beta, (B, N, G)), "keys": (keys, (B, S, G, K)),
-        "values": (values, (B, S + N, G, values.shape[3])), "gates": (gates, (B, S + N, H)),
-        "valid": (valid, (B, S + N)), "sink": (sink, (H,)),
+        "k": (B, N, G, K), "w": (B, N, G, K), "beta": (B, N, G), "keys": (B, S, G, K),
+        "values": (B, S + N, G, values.shape[3]), "gates": (B, S + N, H), "valid": (B, S + N), "sink": (H,),
     }  # fmt: skip
-    for name, (x, shape) in shapes.items():
+    for name, shape in shapes.items():
+        x = given[name]
         if x is not None and tuple(x.shape) != shape:
             raise ValueError(f"{name}: expected {shape} beside q {tuple(q.shape)}, got {tuple(x.shape)}")
+        if x is not None and name != "valid" and not x.is_floating_point():
+            raise ValueError(f"{name}: expected a floating dtype, got {x.dtype}")
     if valid is not None and valid.dtype != torch.bool:
         raise ValueError(f"valid: expected bool, got {valid.dtype}")
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
+    check_window(window)
+    check_scale(scale)
+    if reads_values(q):
+        if valid is not None:
+            w, beta = _existing(w, valid[:, S:]), _existing(beta, valid[:, S:])
+            gates = None if gates is None else _existing(gates, valid)
+        check_values(q, w=w, beta=beta, sink=sink)
+        if gates is not None and not bool((gates <= 0).all()):
+            raise ValueError("gates: expected natural logs <= 0, got a positive entry or nan")
 
 
 @overload
@@ -75,7 +99,7 @@ def path_extend(
     Args:
         q: [B, N, H, K], the new tokens.
         k: [B, N, G, K] their keys.
-        w: [B, N, G, K] unit vectors.
+        w: [B, N, G, K] vectors of length 1 or less.
         beta: [B, N, G] in [0, 2].
         keys: [B, S, G, K] float32, S >= 1 cached keys as the last cached token left them (``carry_keys``).
         values: [B, S + N, G, V], cached and new.
@@ -93,29 +117,34 @@ def path_extend(
         and with ``return_lse`` [B, N, H] float32.
 
     Raises:
-        ValueError: a shape or dtype is wrong, or an input requires a gradient while gradients are recorded.
+        ValueError: a shape, dtype, device or option is wrong, a value is (read on a CPU, on a GPU only with
+            ATTNZOO_VALIDATE=1), or an input requires a gradient while gradients are recorded.
 
     Source: Yang et al., "PaTH Attention", 2025, section 3.4.
     """
-    _check(q, k, w, beta, keys, values, gates, valid, window, sink)
+    _check(q, k, w, beta, keys, values, gates, valid, scale, window, sink)
     refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink) if x is not None))
-    from attnzoo.kernels.path.portable.decode import path_advance
+    from attnzoo.kernels.path.portable.decode import advance, path_advance
 
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     S, outputs, sums = keys.shape[1], [], []
+    step = path_advance if traced(q) else advance
     if valid is not None:
-        beta = beta.masked_fill(~valid[:, S:, None], 0.0)
+        w, beta = _existing(w, valid[:, S:]), _existing(beta, valid[:, S:])
+    if q.shape[1] <= CHUNK:
+        o, lse, keys = step(q, k, w, beta, keys, values, gates, valid, sink, window or 0, scale)
+        return (o, keys, lse) if return_lse else (o, keys)
     for start in range(0, q.shape[1], CHUNK):
         stop = min(start + CHUNK, q.shape[1])
         now, seen = slice(start, stop), slice(0, S + stop)
-        o, lse, keys = path_advance(
+        o, lse, keys = step(
             q[:, now], k[:, now], w[:, now], beta[:, now], keys, values[:, seen],
             None if gates is None else gates[:, seen], None if valid is None else valid[:, seen], sink,
             window or 0, scale,
         )  # fmt: skip
         outputs.append(o)
         sums.append(lse)
-    o, lse = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (outputs, sums))
+    o, lse = torch.cat(outputs, 1), torch.cat(sums, 1)
     return (o, keys, lse) if return_lse else (o, keys)
 
 
@@ -124,15 +153,30 @@ def carry_keys(k: Tensor, w: Tensor, beta: Tensor, valid: Tensor | None = None) 
 
     Args:
         k: [B, T, G, K].
-        w: [B, T, G, K] unit vectors.
+        w: [B, T, G, K] vectors of length 1 or less.
         beta: [B, T, G] in [0, 2].
         valid: [B, T] bool, the tokens that exist, or None for all. The factors of the others count for nothing.
 
     Returns:
         [B, T, G, K]. Differentiable.
+
+    Raises:
+        ValueError: a shape, dtype or device is wrong, or a value is (read on a CPU, on a GPU only with
+            ATTNZOO_VALIDATE=1).
     """
+    given: dict[str, Tensor | None] = {"q": k, "k": k, "w": w, "beta": beta, "valid": valid}
+    check_tensors(given, needed=("k", "w", "beta"))
+    if k.ndim != 4 or 0 in k.shape[1:]:
+        raise ValueError(f"k: expected [B, T, G, K] with at least one token, head and channel, got {tuple(k.shape)}")
+    for name, shape in (("w", k.shape), ("beta", k.shape[:3]), ("valid", k.shape[:2])):
+        x = given[name]
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name}: expected {tuple(shape)} beside k {tuple(k.shape)}, got {tuple(x.shape)}")
+    if valid is not None and valid.dtype != torch.bool:
+        raise ValueError(f"valid: expected bool, got {valid.dtype}")
     if valid is not None:
-        beta = beta.masked_fill(~valid[..., None], 0.0)
+        w, beta = _existing(w, valid), _existing(beta, valid)
+    check_values(k, w=w, beta=beta)
     with torch.autocast(k.device.type, enabled=False):
         return _carry_keys(k, w, beta)
 

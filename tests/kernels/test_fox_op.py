@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from fox_cases import DEVICE, Case, inputs, run
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.fox import fox_attention
+from attnzoo.kernels.fox import GateSums, fox_attention
 from attnzoo.kernels.fox.reference import fox_reference
 
 CASE = Case(T=70, S=90, H=2, G=1, K=8, V=8, sink=True)
@@ -145,12 +146,29 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"log_decay": torch.zeros(1, 4, 1)}, r"log_decay: expected \[B=1, S=4, H=2\]"),
     ({"log_decay": torch.zeros(1, 4, 2, dtype=torch.float16)}, r"log_decay: expected float32"),
     ({"sink": torch.zeros(3)}, r"sink: expected a floating tensor of shape \[H=2\]"),
+    ({"log_decay": torch.full((1, 4, 2), 0.5)}, r"log_decay: expected natural logs <= 0, got 0.5"),
+    ({"log_decay": torch.full((2,), torch.nan)}, r"log_decay: expected natural logs <= 0, got nan"),
+    ({"sink": torch.tensor([0.0, torch.inf])}, r"sink: expected logits that are finite or -inf, got \[0.0, inf\]"),
     ({"logit_bound": torch.zeros(1)}, r"logit_bound: expected"),
+    ({"logit_bound": torch.ones(2)}, r"logit_bound: expected None without prune"),
+    ({"logit_bound": torch.tensor([1.0, -1.0]), "prune": Prune()}, r"logit_bound: expected bounds >= 0"),
+    ({"logit_bound": torch.full((2,), torch.nan), "prune": Prune()}, r"logit_bound: expected bounds >= 0"),
     ({"cu_seqlens": torch.zeros(3)}, r"cu_seqlens: expected int32 or int64"),
+    ({"cu_seqlens": torch.tensor([4])}, r"cu_seqlens: expected int32 or int64 \[N\+1\] with N >= 1"),
+    ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens: expected borders rising from 0 to T=4, got \[0, 3\]"),
+    ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, r"cu_seqlens: expected borders rising from 0 to T=4"),
     ({"window": 0}, r"window: expected at least 1"),
+    ({"window": 2.5}, r"window: expected a number of keys or None, got 2.5"),
+    ({"window": True}, r"window: expected a number of keys or None, got True"),
     ({"scale": -1.0}, r"scale: expected a positive number"),
+    ({"scale": math.inf}, r"scale: expected a positive number below infinity, got inf"),
+    ({"scale": math.nan}, r"scale: expected a positive number"),
+    ({"scale": torch.ones(())}, r"scale: expected a number or None, got Tensor"),
+    ({"sink": [0.0, 0.0]}, r"sink: expected a tensor or None, got list"),
+    ({"q": [0.0]}, r"q: expected a tensor, got list"),
+    ({"q": torch.zeros(1, 4, 2, 0), "k": torch.zeros(1, 4, 2, 0)}, r"q: expected at least one channel"),
     ({"prune": Prune(), "log_decay": None}, r"prune: expected a log_decay"),
-    ({"prune": 1e-3}, r"prune: expected attnzoo.Prune"),
+    ({"prune": 1e-3}, r"prune: expected attnzoo.Prune\(eps=0.001\) or None, got float"),
     ({"impl": "cuda"}, r"impl: expected one of"),
 ]
 
@@ -159,17 +177,27 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
     args: dict[str, Any] = {n: torch.zeros(1, 4, 2, 8) for n in "qkv"} | {"log_decay": torch.zeros(1, 4, 2)} | change
     q, k, v = (args.pop(n) for n in "qkv")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         fox_attention(q, k, v, **args)
 
 
-def test_values_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.zeros(1, 4, 2, 8)
+def test_sums_of_gates_above_zero_are_refused() -> None:
+    good, bad = torch.zeros(1, 4, 2), torch.full((1, 1, 2), 0.5)
+    with pytest.raises(ValueError, match="log_decay: expected natural logs <= 0, got 0.5"):
+        GateSums.of(bad)
+    with pytest.raises(ValueError, match="log_decay: expected natural logs <= 0, got nan"):
+        GateSums.of(good).append(bad * torch.nan)
+    with pytest.raises(TypeError, match="log_decay: expected a tensor, got list"):
+        GateSums.of([0.0])  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_values_on_a_gpu_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, above = torch.zeros(1, 4, 2, 8, device=DEVICE), torch.full((1, 4, 2), 0.5, device=DEVICE)
+    fox_attention(x, x, x, log_decay=above)
     monkeypatch.setenv("ATTNZOO_VALIDATE", "1")
-    with pytest.raises(ValueError, match="log_decay: expected log gates <= 0"):
-        fox_attention(x, x, x, log_decay=torch.full((1, 4, 2), 0.5), impl="reference")
-    with pytest.raises(ValueError, match="cu_seqlens: expected borders"):
-        fox_attention(x, x, x, log_decay=None, cu_seqlens=torch.tensor([0, 3]), impl="reference")
+    with pytest.raises(ValueError, match="log_decay: expected natural logs <= 0"):
+        fox_attention(x, x, x, log_decay=above)
 
 
 @pytest.mark.gpu

@@ -148,8 +148,10 @@ def test_tokens_that_are_not_there(n: int) -> None:
     valid = torch.ones(2, 70, dtype=torch.bool, device=DEVICE)
     valid[0, :20] = valid[0, 50:53] = valid[1, 66:] = False
     valid[1] = False
-    for name, anything in (("beta", 1.5), ("log_decay", -3.0)):
+    for name, anything in (("beta", 1.5), ("log_decay", math.nan)):
         x[name] = x[name].masked_fill(~valid[..., None], anything)
+    for name in ("w", "v"):
+        x[name] = x[name].masked_fill(~valid[..., None, None], math.nan)
     o, keys = extend_in_pieces(x, (70 - n, n), valid=valid)
     there = {name: t[:1, valid[0]] for name, t in x.items()}
     torch.testing.assert_close(o[:1].double(), exact(there)[:, -n:], rtol=1e-5, atol=5e-6)
@@ -300,6 +302,13 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
         ("window", lambda x: 0, r"window: expected at least 1"),
         ("sink", lambda x: x[:1], r"sink: expected \(2,\)"),
         ("q", lambda x: x[0], r"expected 4 dimensions each"),
+        ("q", lambda x: x[:, :0], r"q: expected at least one new token"),
+        ("w", lambda x: 2 * x, r"w: expected unit vectors, got lengths off by up to 1"),
+        ("beta", lambda x: x - 3, r"beta: expected values in \[0, 2\]"),
+        ("gates", lambda x: 0 * x + 0.5, r"gates: expected natural logs <= 0"),
+        ("sink", lambda x: x + torch.inf, r"sink: expected logits that are finite or -inf"),
+        ("scale", lambda x: math.nan, r"scale: expected a positive number"),
+        ("values", lambda x: None, r"values: expected a tensor, got NoneType"),
     ],
     ids=[
         "no keys",
@@ -311,6 +320,13 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
         "no window",
         "one sink",
         "flat q",
+        "no token",
+        "long w",
+        "negative beta",
+        "growing gates",
+        "infinite sink",
+        "nan scale",
+        "missing values",
     ],
 )
 def test_wrong_cache_is_refused(name: str, change: Any, message: str) -> None:
@@ -321,7 +337,8 @@ def test_wrong_cache_is_refused(name: str, change: Any, message: str) -> None:
         "valid": torch.ones(1, 40, dtype=torch.bool, device=DEVICE),
         "window": 9,
         "sink": torch.zeros(2, device=DEVICE),
+        "scale": None,
     }
     path_extend(**call)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         path_extend(**call | {name: change(call[name])})

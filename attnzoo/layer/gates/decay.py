@@ -18,6 +18,9 @@ from attnzoo.layer.stream import Stream
 class ALiBiSlope(GateProjection):
     """``g = -m_h`` with slopes ``m_h = 2^(-8 h / H)``, h = 1..H (Press et al., 2022, section 3).
 
+    Where H is no power of two: the slopes of the power of two below it, then every other one of twice that power (the
+    authors' code).
+
     Args:
         learnable_slopes: train the slopes (kept positive by training their logarithm).
     """
@@ -32,7 +35,9 @@ class ALiBiSlope(GateProjection):
 
     def reset_parameters(self) -> None:
         H = self.sizes.num_heads
-        fill(self.log_slope, torch.tensor([-8 * (h + 1) / H * math.log(2) for h in range(H)]))
+        P = 1 << (H.bit_length() - 1)  # slopes 2^(-8 h / P), h = 1..P, then h = 1/2, 3/2, ...
+        places = [*range(1, P + 1), *(h + 0.5 for h in range(H - P))]
+        fill(self.log_slope, torch.tensor([-8 * h / P * math.log(2) for h in places]))
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(log_decay=-wide(self.log_slope).exp()), None
@@ -57,12 +62,17 @@ class RetentionDecay(GateProjection):
 
 
 class ForgetGate(GateProjection):
-    """``g_t = log sigmoid(w x_t + b)`` per head, b = 0 at the start (Lin et al., 2025, section 3)."""
+    """``g_t = log sigmoid(w x_t + b)`` per head, b = 0 at the start (Lin et al., 2025, section 3).
+
+    Args:
+        scale_forget: times ``K^(-1/2)``, as flash-linear-attention has it in PaTH-FoX.
+    """
 
     provides = ("log_decay",)
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, *, scale_forget: bool = False) -> None:
         super().__init__(sizes)
+        self.factor = sizes.head_dim**-0.5 if scale_forget else 1.0
         self.forget_proj = GateLinear(sizes.hidden_size, sizes.num_heads)
         self.reset_parameters()
 
@@ -70,7 +80,8 @@ class ForgetGate(GateProjection):
         reset_linear(self.forget_proj)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        return Gate(log_decay=F.logsigmoid(wide(self.forget_proj(x)))), None
+        g = F.logsigmoid(wide(self.forget_proj(x)))
+        return Gate(log_decay=g if self.factor == 1 else g * self.factor), None
 
 
 class IndependentForgetGate(GateProjection):
@@ -147,7 +158,7 @@ class SoftplusDecay(GateProjection):
 
     def step(self, x: Tensor) -> Tensor:
         """dt ``[B, T, H]`` in float32."""
-        return F.softplus(wide(self.dt_proj(x)) + wide(self.dt_bias))
+        return F.softplus(self.dt_proj(x) + wide(self.dt_bias))
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(log_decay=-wide(self.log_a).exp() * self.step(x)), None

@@ -18,8 +18,9 @@ class LowRankDiagonal(GateProjection):
     """``a_t = log sigmoid(W_2 W_1 x_t + b) / temperature`` per channel (Yang et al., 2024, GLA, section 4.4).
 
     Args:
-        gate_rank: rank of the projection.
+        gate_rank: rank of the projection; None for a full one, without ``W_1``.
         temperature: larger keeps the gates nearer to 1.
+        gate_bias: b at the start.
 
     Raises:
         ValueError: ``gate_rank < 1`` or ``temperature <= 0``.
@@ -27,23 +28,27 @@ class LowRankDiagonal(GateProjection):
 
     provides = ("log_diag",)
 
-    def __init__(self, sizes: Sizes, *, gate_rank: int = 16, temperature: float = 16.0) -> None:
+    def __init__(
+        self, sizes: Sizes, *, gate_rank: int | None = 16, temperature: float = 16.0, gate_bias: float = 0.0
+    ) -> None:
         super().__init__(sizes)
-        if gate_rank < 1:
+        if gate_rank is not None and gate_rank < 1:
             raise ValueError(f"gate_rank: expected at least 1, got {gate_rank}")
         if temperature <= 0:
             raise ValueError(f"temperature: expected a positive number, got {temperature}")
-        self.temperature = temperature
-        self.down = nn.Linear(sizes.hidden_size, gate_rank, bias=False)
-        self.up = GateLinear(gate_rank, sizes.num_heads * sizes.head_dim)
+        self.temperature, self.gate_bias = temperature, gate_bias
+        self.down = None if gate_rank is None else nn.Linear(sizes.hidden_size, gate_rank, bias=False)
+        self.up = GateLinear(gate_rank or sizes.hidden_size, sizes.num_heads * sizes.head_dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        reset_linear(self.down)
+        if self.down is not None:
+            reset_linear(self.down)
         reset_linear(self.up)
+        nn.init.constant_(self.up.bias, self.gate_bias)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        a = F.logsigmoid(wide(self.up(self.down(x)))) / self.temperature
+        a = F.logsigmoid(wide(self.up(x if self.down is None else self.down(x)))) / self.temperature
         return Gate(log_diag=a.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))), None
 
 
@@ -54,7 +59,7 @@ class RotaryAngles(GateProjection):
         theta: the base; 500000 as in the baselines of FoX.
 
     Raises:
-        ValueError: ``theta <= 0`` or an odd head dimension.
+        ValueError: ``theta < 1`` or an odd head dimension.
     """
 
     provides = ("angle",)
@@ -62,8 +67,8 @@ class RotaryAngles(GateProjection):
 
     def __init__(self, sizes: Sizes, *, theta: float = 500_000.0) -> None:
         super().__init__(sizes)
-        if theta <= 0:
-            raise ValueError(f"theta: expected a positive number, got {theta}")
+        if theta < 1:
+            raise ValueError(f"theta: expected a base of at least 1 (no angle over 1 radian), got {theta}")
         self.theta = theta
         self.keep("angle", rotary_angles(sizes.head_dim, theta))
 
@@ -94,8 +99,8 @@ class DeltaRule(GateProjection):
         reset_linear(self.beta_proj)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        beta = wide(self.beta_proj(x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
-        return Gate(w=k, beta=beta), DELTA_RULE
+        beta = wide(self.beta_proj(x)).sigmoid()
+        return Gate(w=k, beta=2 * beta if self.allow_neg_eigval else beta), DELTA_RULE
 
 
 class PathTransition(GateProjection):
@@ -118,6 +123,8 @@ class PathTransition(GateProjection):
             raise unknown("w", w, ("low_rank", "key"))
         if w_rank < 1:
             raise ValueError(f"w_rank: expected at least 1, got {w_rank}")
+        if w_conv_size < 0:
+            raise ValueError(f"w_conv_size: expected a number of tokens >= 0, got {w_conv_size}")
         width = sizes.num_kv_heads * sizes.head_dim
         self.w_down = self.w_up = self.w_conv = None
         if w == "low_rank":
@@ -142,23 +149,17 @@ class PathTransition(GateProjection):
                 w = self.w_conv(w, stream, "w")
             w = w.unflatten(-1, (self.sizes.num_kv_heads, self.sizes.head_dim))
         beta = 2 * wide(self.beta_proj(x)).sigmoid()
-        w, beta = _unit_or_idle(w, beta)
-        return Gate(w=w, beta=beta), None
+        return Gate(w=l2_normalize(wide(w)), beta=beta), None  # a w that is rounded may be longer than 1
 
 
-def rotary_angles(head_dim: int, theta: float) -> Tensor:
-    """``theta^(-2i/K)`` for i = 0..K/2-1.
+def rotary_angles(head_dim: int, theta: float, to_the_end: bool = False) -> Tensor:
+    """``theta^(-2i/K)`` for i = 0..K/2-1; ``theta^(-i/(K/2-1))``, down to 1/theta, where ``to_the_end`` (RetNet).
 
     Raises:
         ValueError: an odd ``head_dim``.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim: expected an even number of channels to rotate in pairs, got {head_dim}")
+    if to_the_end:
+        return theta ** -torch.linspace(0, 1, head_dim // 2, dtype=torch.float64)
     return theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
-
-
-def _unit_or_idle(w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """w of unit length, in float32 at least (a rounded one may be longer than 1); where it vanishes, beta is 0."""
-    w = wide(w)
-    length = w.norm(dim=-1)
-    return l2_normalize(w), beta.masked_fill(length < 1e-6, 0.0)

@@ -10,6 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnzoo.layer.precision import PreciseModule
+from attnzoo.layer.stream import AllOrNone
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.hf.cache import ModelCache
 from attnzoo.models.hf.config import AttnzooConfig
@@ -136,20 +137,22 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         if past_key_values is None and use_cache:
             past_key_values = ModelCache(self.model.new_cache())
         states: list[Tensor] | None = [] if output_hidden_states else None
-        x = self.model.hidden(
-            input_ids,
-            embedded=inputs_embeds,
-            cu_seqlens=cu_seq_lens_q,
-            attention_mask=attention_mask,
-            cache=None if past_key_values is None else past_key_values.memories,
-            recompute=self._gradient_checkpointing_func if self.gradient_checkpointing and training else None,
-            states=states,
-        )  # [B, T, D]
-        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.model.head(x[:, rows])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        memories = None if past_key_values is None else past_key_values.memories
+        with AllOrNone(memories or ()):
+            x = self.model.hidden(
+                input_ids,
+                embedded=inputs_embeds,
+                cu_seqlens=cu_seq_lens_q,
+                attention_mask=attention_mask,
+                cache=memories,
+                recompute=self._gradient_checkpointing_func if self.gradient_checkpointing and training else None,
+                states=states,
+            )  # [B, T, D]
+            rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.model.head(x[:, rows])
+            loss = None
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         out = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -162,7 +165,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
 def _precise(model: nn.Module) -> list[str]:
     """Names of the tensors that are never rounded to 16 bits."""
     modules = [(name, part) for name, part in model.named_modules() if isinstance(part, PreciseModule)]
-    return sorted({f"{path.rpartition('.')[2]}.{name}" for path, part in modules for name in part._least})
+    return sorted({f"{path.rpartition('.')[2]}.{name}" for path, part in modules for name in part.precise})
 
 
 def _gives_tokens_back(block: Any) -> bool:

@@ -25,7 +25,7 @@ from attnzoo.kernels.common.launching import (
     valid_strides,
 )
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
-from attnzoo.kernels.common.tile_loads import load_keys, load_tile, only_valid, schedule
+from attnzoo.kernels.common.tile_loads import keys_there, load_keys, load_tile, schedule
 from attnzoo.kernels.common.tiles import Tiles
 
 
@@ -88,9 +88,10 @@ def fox_fwd_portable_kernel(
         b_shift = base_shift(p_base, b_slope, b_ref, s, GATE, KU)
         b_k = load_keys(p_k, i_b32, s, i_g, o_s, o_k, stride_ks, S, K, BK, TMA, True)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-        if HAS_VALID:
-            b_s = only_valid(b_s, p_valid, s, o_s, S, stride_ms)
         b_v = load_keys(p_v, i_b32, s, i_g, o_s, o_v, stride_vs, S, V, BV, TMA, True)
+        if HAS_VALID:  # what does not exist may hold anything
+            m_there = keys_there(p_valid, s, o_s, S, stride_ms)
+            b_s, b_v = tl.where(m_there[None, :], b_s, float("-inf")), tl.where(m_there[:, None], b_v, 0.0)
         b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2,
                                      GATE, HAS_SINCE, PREC, True)  # fmt: skip
     b_shift = base_shift(p_base, b_slope, b_ref, full * BS, GATE, KU)
@@ -99,9 +100,10 @@ def fox_fwd_portable_kernel(
         b_next = base_shift(p_base, b_slope, b_ref, s + BS, GATE, KU)  # one tile ahead: hides the load
         b_k = load_keys(p_k, i_b32, s, i_g, o_s, o_k, stride_ks, S, K, BK, TMA, False)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-        if HAS_VALID:
-            b_s = only_valid(b_s, p_valid, s, o_s, S, stride_ms)
         b_v = load_keys(p_v, i_b32, s, i_g, o_s, o_v, stride_vs, S, V, BV, TMA, False)
+        if HAS_VALID:
+            m_there = keys_there(p_valid, s, o_s, S, stride_ms)
+            b_s, b_v = tl.where(m_there[None, :], b_s, float("-inf")), tl.where(m_there[:, None], b_v, 0.0)
         b_o, b_m, b_l = softmax_tile(b_o, b_m, b_l, b_s, b_v, p_c, b_slope, b_shift, s, o_s, b_pos, b_since, scale2,
                                      GATE, HAS_SINCE, PREC, HAS_VALID)  # fmt: skip
         b_shift = b_next

@@ -12,9 +12,17 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, NEAR_UNITS, ROW_UNIT, SLACK
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides, valid_strides
+from attnzoo.kernels.common.launching import (
+    cdiv,
+    dot_precision,
+    gate_kind,
+    head_block,
+    power_of_2,
+    since_strides,
+    valid_strides,
+)
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max_kernel, prune_scan_kernel
-from attnzoo.kernels.common.tile_loads import load_tile, only_valid
+from attnzoo.kernels.common.tile_loads import keys_there, load_tile
 
 
 @triton.jit(do_not_specialize=["p_since", "T", "S", "NS", "stride_lb", "stride_lh", "stride_mb"])
@@ -69,7 +77,8 @@ def fox_prune_rows_kernel(
                     m_y = ((s + o_s)[None, :] <= b_pos[:, None]) & ((s + o_s)[None, :] >= b_since[:, None])
                     b_y = tl.where(m_y, b_y, float("-inf"))
                     if HAS_VALID:
-                        b_y = only_valid(b_y, p_valid + i_b * stride_mb, s, o_s, S, stride_ms)
+                        m_there = keys_there(p_valid + i_b * stride_mb, s, o_s, S, stride_ms)
+                        b_y = tl.where(m_there[None, :], b_y, float("-inf"))
                     b_mn = tl.maximum(b_m, tl.max(b_y, 1))
                     b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
                     b_l = b_l * tl.exp2(b_m - b_ms) + tl.sum(tl.exp2(b_y - b_ms[:, None]), 1)
@@ -106,23 +115,23 @@ def prune_starts(
     S, G = k.shape[1], k.shape[2]
     tail, gate, BK = bound == "tail", gate_kind(log_decay), head_block(K)
     wide = BK * q.element_size() > 256  # keep the tiles of small multiprocessors in their shared memory
-    n_t = triton.cdiv(T, ROW_UNIT)
+    n_t = cdiv(T, ROW_UNIT)
     start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device)
     need = torch.empty((B, H, n_t), dtype=torch.float64, device=q.device)
-    norms = torch.zeros(B * (H + G), dtype=torch.float32, device=q.device)
-    qmax, kmax = norms[: B * H], norms[B * H :]
-    if logit_bound is not None and T < ROW_UNIT:  # a pass over all keys would cost as much as these few rows
-        kmax.fill_(torch.finfo(torch.float32).max)
-    else:
-        norm_max_kernel[(B * G, triton.cdiv(S, 128))](k, kmax, S, *k.stride()[:3], H=G, D=K, BD=BK, BR=128)
+    unread = logit_bound is not None and T < ROW_UNIT  # a pass over all keys would cost as much as these few rows
+    largest = torch.finfo(torch.float32).max if unread else 0.0
+    kmax = torch.full((B * G,), largest, dtype=torch.float32, device=q.device)
+    qmax = kmax if tail else kmax.new_zeros(B * H)
+    if not unread:
+        norm_max_kernel[(B * G, cdiv(S, 128))](k, kmax, S, *k.stride()[:3], H=G, D=K, BD=BK, BR=128)
     if not tail:
-        norm_max_kernel[(B * H, triton.cdiv(T, 128))](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
-    NS = triton.cdiv(S, KEY_UNIT) if base is None else base.shape[2] - 1
+        norm_max_kernel[(B * H, cdiv(T, 128))](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
+    NS = cdiv(S, KEY_UNIT) if base is None else base.shape[2] - 1
     since = None if since is None else since[..., since.shape[2] - T :]
     there = need if valid is None else valid
     fox_prune_rows_kernel[(B * H, n_t)](
-        q, k, qmax, kmax, norms if logit_bound is None else logit_bound, norms if c is None else c,
-        norms if base is None else base, log_decay, start if since is None else since, there, need, T, S, NS,
+        q, k, qmax, kmax, kmax if logit_bound is None else logit_bound, kmax if c is None else c,
+        kmax if base is None else base, log_decay, start if since is None else since, there, need, T, S, NS,
         scale * LOG2E,
         math.log2(S), none_above(log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
         *since_strides(since), *valid_strides(valid), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
@@ -131,8 +140,8 @@ def prune_starts(
         num_stages=1 if wide else 2,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
-        need, norms if base is None else base, log_decay, norms if tails is None else tails, start, T, S, NS,
-        log_eps * LOG2E - SLACK, triton.cdiv(S, KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT,
-        BN=min(1024, max(16, triton.next_power_of_2(n_t))), GATE=gate, TAIL=tail,
+        need, kmax if base is None else base, log_decay, kmax if tails is None else tails, start, T, S, NS,
+        log_eps * LOG2E - SLACK, cdiv(S, KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT,
+        BN=min(1024, max(16, power_of_2(n_t))), GATE=gate, TAIL=tail,
     )  # fmt: skip
     return start

@@ -1,0 +1,51 @@
+"""When Python may look at the numbers in a tensor: to check them, or to save work."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.nn import Parameter
+
+SETTINGS = ("", "0", "1")  # of ATTNZOO_VALIDATE
+
+
+def reads_values(x: Tensor) -> bool:
+    """Whether the values of ``x`` and what comes with it are checked.
+
+    On a CPU they are, on a GPU only with ``ATTNZOO_VALIDATE=1``, since Python has to wait for them;
+    ``ATTNZOO_VALIDATE=0`` switches the checks off on both. Never where there are no numbers (:func:`has_values`).
+
+    Raises:
+        ValueError: another value of ``ATTNZOO_VALIDATE``.
+    """
+    if not has_values(x):
+        return False
+    setting = os.environ.get("ATTNZOO_VALIDATE", "")
+    if setting not in SETTINGS:
+        raise ValueError(f"ATTNZOO_VALIDATE: expected 0 (never), 1 (always) or unset (on a CPU), got {setting!r}")
+    return setting != "0" and (x.is_cpu or setting == "1")
+
+
+def readable(x: Tensor) -> bool:
+    """Whether values may be looked at to save work: on a GPU they would have to be waited for."""
+    return x.is_cpu and has_values(x)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether ``x`` holds numbers: no tensor that is traced, of a shape alone (meta, fake), or many at once (vmap)."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return False
+    plain = type(x) is Tensor or type(x) is Parameter  # a subclass may hold anything
+    return plain and not (in_transform() and _in_vmap())
+
+
+def in_transform() -> bool:
+    """Whether a transform of ``torch.func`` runs; some of them cannot do all that plain autograd can."""
+    return not torch.compiler.is_compiling() and _functorch.peek_interpreter_stack() is not None
+
+
+def _in_vmap() -> bool:
+    return any(level.key() == _functorch.TransformType.Vmap for level in _functorch.get_interpreter_stack())

@@ -1,0 +1,252 @@
+"""Schematics: one thought of a page each, drawn from a few numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Arc, FancyArrowPatch, Polygon, Rectangle
+from style import Theme
+
+Point = tuple[float, float]
+WIDE = 4.7  # inches: shown in a column of text, and small enough that words stay legible on a phone
+
+
+def _panel(figure: Figure, place: Sequence[float], x: Point, y: Point, *, equal: bool = False) -> Axes:
+    """Axes without a frame, in which a drawing's own units count."""
+    axes = figure.add_axes(tuple(place))  # type: ignore[call-overload]
+    axes.set_xlim(*x)
+    axes.set_ylim(*y)
+    axes.axis("off")
+    if equal:
+        axes.set_aspect("equal")
+    return axes  # type: ignore[no-any-return]
+
+
+def _arrow(axes: Axes, start: Point, end: Point, color: str, *, width: float = 1.4, bend: float = 0.0) -> None:
+    style = "arc3" if not bend else f"arc3,rad={bend}"
+    axes.add_patch(
+        FancyArrowPatch(
+            start, end, arrowstyle="-|>", mutation_scale=10, linewidth=width, color=color, connectionstyle=style,
+            shrinkA=0, shrinkB=0,
+        )
+    )  # fmt: skip
+
+
+def _words(axes: Axes, text: str, at: Point, color: str, *, size: float = 9.5, ha: str = "center") -> None:
+    axes.annotate(text, at, ha=ha, va="center", fontsize=size, color=color)
+
+
+def line(theme: Theme) -> Figure:
+    """Three tokens at the places that their gates 1/2 and 1/4 give them."""
+    figure = Figure(figsize=(WIDE, 1.7))
+    axes = _panel(figure, (0, 0, 1, 1), (-0.25, 2.4), (-0.55, 1.0))
+    places = [0.0, -math.log(1 / 2), -math.log(1 / 8)]
+    axes.plot([-0.2, 2.35], [0, 0], color=theme.grid, linewidth=2, zorder=0)
+    steps = zip(places, places[1:], ("$f_2 = 1/2$", "$f_3 = 1/4$"), strict=False)
+    for start, end, gate in steps:
+        _arrow(axes, (start + 0.03, 0.08), (end - 0.03, 0.08), theme.pairs[4], bend=-0.35)
+        _words(axes, gate, ((start + end) / 2, 0.12), theme.pairs[4])
+    _arrow(axes, (0.0, 0.2), (places[2], 0.2), theme.pairs[2], bend=-0.28)
+    _words(axes, "what is left: $e^{-2.079} = 1/8$", (places[2] / 2, 0.86), theme.pairs[2])
+    for number, place in enumerate(places, 1):
+        axes.plot([place], [0], "o", color=theme.ink, markersize=8)
+        _words(axes, f"token {number}", (place, -0.22), theme.ink)
+        _words(axes, f"{place:.3f}" if place else "0", (place, -0.43), theme.muted, size=8.5)
+    return figure
+
+
+def inside_outside(theme: Theme) -> Figure:
+    """Softmax weights of three keys: without a gate, with it outside, with it inside, and with a closed one inside."""
+    scores, left = np.array([2.0, 1.0, 1.0]), np.array([1 / 8, 1 / 4, 1.0])
+    groups = (
+        ("no gate", scores),
+        ("outside\n$s + d$", scores + np.log(left)),
+        ("inside\n$e^{d} s$", scores * left),
+        ("inside,\nclosed", scores * [0, 0, 1]),
+    )
+    figure = Figure(figsize=(WIDE, 2.3))
+    axes = _panel(figure, (0, 0, 1, 1), (-0.3, 15.4), (-0.26, 0.78))
+    for group, (name, logits) in enumerate(groups):
+        weights = np.exp(logits) / np.exp(logits).sum()
+        for key, weight in enumerate(weights):
+            x = 4 * group + key
+            color = theme.pairs[4] if key < 2 else theme.muted
+            axes.add_patch(Rectangle((x, 0), 0.86, float(weight), color=color))
+            _words(axes, f"{weight:.2f}", (x + 0.43, float(weight) + 0.04), theme.ink, size=8)
+        _words(axes, name, (4 * group + 1.43, -0.16), theme.ink, size=9)
+    for x in range(4):
+        for key in range(3):
+            _words(axes, str(key + 1), (4 * x + key + 0.43, -0.04), theme.muted, size=7.5)
+    return figure
+
+
+def reflect(theme: Theme) -> Figure:
+    """The key (1, 0) without its part along w = (0.6, 0.8), and mirrored."""
+    figure = Figure(figsize=(WIDE * 0.62, 3.0))
+    axes = _panel(figure, (0, 0, 1, 1), (-0.75, 1.55), (-1.15, 0.98), equal=True)
+    axes.plot([-0.68, 0.92], [0.51, -0.69], color=theme.grid, linewidth=2, zorder=0)
+    _words(axes, "across $w$", (-0.42, 0.52), theme.muted, size=8.5)
+    _arrow(axes, (0, 0), (0.6, 0.8), theme.muted)
+    _words(axes, "$w$", (0.7, 0.86), theme.muted)
+    axes.plot([1, 0.28], [0, -0.96], color=theme.pairs[2], linewidth=1, dashes=(3, 3))
+    for end, name, place, color in (
+        ((1.0, 0.0), "$k$, $\\beta = 0$", (1.06, 0.02), theme.ink),
+        ((0.64, -0.48), "erased, $\\beta = 1$", (0.72, -0.46), theme.pairs[5]),
+        ((0.28, -0.96), "mirrored, $\\beta = 2$", (0.36, -1.0), theme.pairs[2]),
+    ):
+        _arrow(axes, (0, 0), end, color, width=2)
+        _words(axes, name, place, color, ha="left")
+    return figure
+
+
+def staircase(theme: Theme) -> Figure:
+    """Decays of twelve tokens in blocks of three; what is far from the diagonal is crossed out, corners decide."""
+    T, block, limit = 12, 3, 1.2
+    steps = np.array([0.0, 0.5, 0.35, 0.5, 0.3, 0.45, 0.6, 0.3, 0.5, 0.4, 0.45, 0.5])
+    place = steps.cumsum()
+    figure = Figure(figsize=(WIDE * 0.72, 3.9))
+    axes = _panel(figure, (0, 0, 1, 1), (-1.0, T + 0.6), (T + 0.3, -1.0), equal=True)
+    for t in range(T):
+        for j in range(t + 1):
+            color = theme.heat(math.exp(-(place[t] - place[j])))
+            axes.add_patch(Rectangle((j + 0.05, t + 0.05), 0.9, 0.9, color=color, linewidth=0))
+    edge: list[Point] = []
+    for row in range(0, T, block):
+        kept = next(col for col in range(0, T, block) if col == row or place[row] - place[col + block - 1] <= limit)
+        for col in range(0, kept, block):
+            for slope in ((0.2, block - 0.2), (block - 0.2, 0.2)):
+                axes.plot([col + 0.2, col + block - 0.2], [row + x for x in slope], color=theme.cut, linewidth=1.0)
+        edge += [(kept, row), (kept, row + block)]
+    axes.plot(*zip(*edge, strict=True), color=theme.cut, linewidth=2.2)
+    corner = (block - 0.5, 6.5)
+    axes.plot(*corner, "o", markersize=13, markerfacecolor="none", markeredgecolor=theme.ink, markeredgewidth=1.8)
+    _arrow(axes, (0.4, -0.45), (4.2, -0.45), theme.muted, width=1)
+    _words(axes, "keys", (5.4, -0.45), theme.muted)
+    _arrow(axes, (-0.45, 0.4), (-0.45, 4.2), theme.muted, width=1)
+    axes.annotate("queries", (-0.45, 5.6), ha="center", va="center", rotation=90, fontsize=9.5, color=theme.muted)
+    return figure
+
+
+def rectangle(theme: Theme) -> Figure:
+    """The pairs around a gate: all rows from it on, without the triangle of the pairs after it."""
+    figure = Figure(figsize=(WIDE, 1.9))
+    T, at = 8, 3.0
+    whole = ((0.0, 0.0), (0.0, 8.0), (8.0, 8.0))
+    shapes: tuple[tuple[str, tuple[Point, ...]], ...] = (
+        ("$j < l \\leq t$", ((0.0, at), (0.0, 8.0), (at, 8.0), (at, at))),
+        ("rows $t \\geq l$", ((0.0, at), (0.0, 8.0), (8.0, 8.0), (at, at))),
+        ("columns $j \\geq l$", ((at, at), (at, 8.0), (8.0, 8.0))),
+    )
+    for number, (name, corners) in enumerate(shapes):
+        axes = _panel(figure, (0.02 + 0.34 * number, 0.0, 0.28, 1.0), (-0.4, T + 0.4), (T + 1.6, -0.6), equal=True)
+        axes.add_patch(Polygon(whole, facecolor="none", edgecolor=theme.muted, linewidth=1))
+        axes.add_patch(Polygon(corners, facecolor=theme.pairs[4], alpha=0.75, linewidth=0))
+        _words(axes, name, (T / 2, T + 1.0), theme.ink)
+    axes = _panel(figure, (0, 0, 1, 1), (0, 1), (0, 1))
+    _words(axes, "$=$", (0.33, 0.5), theme.ink, size=16)
+    _words(axes, "$-$", (0.67, 0.5), theme.ink, size=16)
+    return figure
+
+
+def triangular(theme: Theme) -> Figure:
+    """A triangular system: each amount needs the amounts above it only."""
+    figure = Figure(figsize=(WIDE, 1.5))
+    axes = _panel(figure, (0, 0, 1, 1), (-0.4, 15.6), (5.4, -0.5), equal=True)
+    for row in range(5):
+        for col in range(5):
+            color = theme.muted if row == col else theme.pairs[5] if col < row else "none"
+            patch = Rectangle((col + 0.06, row + 0.06), 0.88, 0.88, facecolor=color, edgecolor=theme.grid)
+            axes.add_patch(patch)
+            if row == col:
+                _words(axes, "1", (col + 0.5, row + 0.52), theme.ink)
+    for x, color in ((6.2, theme.pairs[2]), (8.9, theme.pairs[4])):
+        for row in range(5):
+            axes.add_patch(Rectangle((x, row + 0.06), 0.88, 0.88, facecolor=color, alpha=0.8, linewidth=0))
+    _words(axes, "$=$", (8.0, 2.5), theme.ink, size=15)
+    for y, text, color in (
+        (0.5, "amounts: each needs", theme.pairs[2]),
+        (1.25, "those above it", theme.pairs[2]),
+        (2.5, "the key, read in each", theme.pairs[4]),
+        (3.25, "direction $w_t$", theme.pairs[4]),
+        (4.5, "overlaps of directions", theme.pairs[5]),
+    ):
+        _words(axes, text, (10.4, y), color, ha="left", size=9)
+    return figure
+
+
+def turn(theme: Theme) -> Figure:
+    """Key and query turned each by its own phase; the angle between them is what counts."""
+    figure = Figure(figsize=(WIDE, 2.35))
+    for number, (title, start) in enumerate((("key at token 2, query at 5", 2), ("key at 6, query at 9", 6))):
+        axes = _panel(figure, (0.5 * number, 0, 0.5, 1), (-1.3, 1.3), (-1.28, 1.42), equal=True)
+        axes.add_patch(Arc((0, 0), 2, 2, color=theme.grid, linewidth=1.5))
+        speed = 0.42
+        key, query = speed * start + 0.1, speed * (start + 3) + 0.1
+        for angle, name, color in ((key, "key", theme.pairs[4]), (query, "query", theme.pairs[2])):
+            end = (math.cos(angle), math.sin(angle))
+            _arrow(axes, (0, 0), end, color, width=2)
+            _words(axes, name, (1.2 * end[0], 1.14 * end[1]), color)
+        ends = {"theta1": math.degrees(key), "theta2": math.degrees(query)}
+        axes.add_patch(Arc((0, 0), 0.8, 0.8, color=theme.ink, linewidth=1.5, **ends))
+        middle = (key + query) / 2
+        _words(axes, "$3\\theta$", (0.56 * math.cos(middle), 0.56 * math.sin(middle)), theme.ink)
+        _words(axes, title, (0, 1.36), theme.ink, size=9)
+    return figure
+
+
+def clocks(theme: Theme) -> Figure:
+    """The same tokens by ALiBi's clock and by one that the tokens drive."""
+    words = ("def", "f", "(", "x", ")", ":", "\u21b5", "return", "x")
+    ticks = np.array([0.0, 0.06, 0.03, 0.08, 0.04, 0.03, 1.2, 0.3, 0.08])
+    even = np.linspace(0.0, 1.0, len(words))
+    own = ticks.cumsum() / ticks.sum()
+    figure = Figure(figsize=(WIDE, 1.75))
+    axes = _panel(figure, (0, 0, 1, 1), (-0.04, 1.06), (-0.45, 1.5))
+    for y, places in ((1.0, even), (0.0, own)):
+        axes.plot([0, 1.03], [y, y], color=theme.grid, linewidth=2, zorder=0)
+        axes.plot(places, np.full(len(words), y), "o", color=theme.ink, markersize=5)
+    for a, b, word in zip(even, own, words, strict=True):
+        axes.plot([a, b], [0.9, 0.1], color=theme.pairs[4], linewidth=0.8, alpha=0.7)
+        axes.annotate(word, (a, 0.8), ha="center", va="center", fontsize=8, color=theme.ink, family="monospace")
+    _words(axes, "ALiBi: every token is a step of $m$", (0.0, 1.34), theme.ink, ha="left", size=9)
+    _words(axes, "FoX: tokens say their steps", (0.0, -0.3), theme.ink, ha="left", size=9)
+    _words(axes, "a line break: a long way", (own[6] - 0.04, -0.3), theme.pairs[2], size=9)
+    return figure
+
+
+def posterior(theme: Theme) -> Figure:
+    """Prior by the gate, evidence by the scores, and the attention weights that they make."""
+    age = np.arange(14)[::-1]
+    prior = np.exp(-0.3 * age)
+    scores = np.array([0.2, 0.0, 2.6, 0.1, 0.3, 0.0, 0.4, 0.2, 0.1, 1.1, 0.0, 0.2, 0.6, 0.1])
+    rows = (
+        ("prior (gate)", prior / prior.sum(), theme.pairs[4]),
+        ("evidence ($e^{s}$)", np.exp(scores), theme.muted),
+        ("attention weights", prior * np.exp(scores), theme.pairs[2]),
+    )
+    figure = Figure(figsize=(WIDE, 1.8))
+    for number, (name, values, color) in enumerate(rows):
+        axes = _panel(figure, (0.01 + 0.335 * number, 0.0, 0.31, 1.0), (-0.6, 13.6), (-0.22, 1.22))
+        axes.bar(age[::-1], values / values.max(), width=0.78, color=color)
+        axes.axvline(5.5, ymin=0.15, ymax=0.82, color=theme.ink, linewidth=0.8, dashes=(2, 2))
+        _words(axes, name, (6.5, 1.12), theme.ink, size=8.5)
+        _words(axes, "old", (2.5, -0.13), theme.muted, size=8)
+        _words(axes, "recent", (9.8, -0.13), theme.muted, size=8)
+    return figure
+
+
+DRAWINGS: dict[str, Callable[[Theme], Figure]] = {
+    "line": line,
+    "inside-outside": inside_outside,
+    "reflect": reflect,
+    "staircase": staircase,
+    "rectangle": rectangle,
+    "triangular": triangular,
+    "turn": turn,
+    "clocks": clocks,
+    "posterior": posterior,
+}

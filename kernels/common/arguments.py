@@ -1,0 +1,65 @@
+"""Checks of single arguments, which all public functions of the kernels share. No Triton here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.gate import PARTS, GateParts
+from attnzoo.algebra.values import reads_values
+
+
+def check_tensors(given: Mapping[str, object], needed: Sequence[str] = ()) -> None:
+    """All are tensors, on the device of ``q`` if it is among them, or None where they are not ``needed``."""
+    first = given.get("q")
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            if x is not None or name in needed:
+                wanted = "a tensor" if name in needed else "a tensor or None"
+                raise TypeError(f"{name}: expected {wanted}, got {type(x).__name__}")
+        elif isinstance(first, Tensor) and x.device != first.device:
+            raise ValueError(f"{name}: expected the device of q ({first.device}), got {x.device}")
+
+
+def check_window(window: int | None) -> None:
+    if window is not None and (isinstance(window, bool) or not isinstance(window, (int, torch.SymInt))):
+        raise TypeError(f"window: expected a number of keys or None, got {window!r}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
+
+
+def check_scale(scale: float | None) -> None:
+    if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale: expected a positive number below infinity, got {scale}")
+
+
+def check_values(
+    q: Tensor, *, log_decay: Tensor | None = None, w: Tensor | None = None, beta: Tensor | None = None,
+    sink: Tensor | None = None, logit_bound: Tensor | None = None, cu_seqlens: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Values that no kernel can serve; read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1, as it must wait for them.
+
+    Args:
+        q: [B, T, H, K], for its device and T.
+    """
+    if not reads_values(q):
+        return
+    with torch.no_grad():
+        gate = GateParts(log_decay=log_decay, w=w, beta=beta)
+        for name in gate.parts:
+            wrong = PARTS[name].refuse(getattr(gate, name), gate)
+            if wrong:
+                raise ValueError(f"{name}: {wrong}")
+        if sink is not None and not bool((sink < math.inf).all()):
+            raise ValueError(f"sink: expected logits that are finite or -inf, got {sink.tolist()}")
+        if logit_bound is not None and not bool((logit_bound >= 0).all()):
+            raise ValueError(f"logit_bound: expected bounds >= 0 without NaN, got {logit_bound.tolist()}")
+        if cu_seqlens is not None:
+            borders, T = cu_seqlens.tolist(), q.shape[1]
+            if borders[0] != 0 or borders[-1] != T or borders != sorted(borders):
+                raise ValueError(f"cu_seqlens: expected borders rising from 0 to T={T}, got {borders}")

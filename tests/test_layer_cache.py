@@ -1,0 +1,197 @@
+"""A call that fails leaves every cache as it was, and a cache serves the layer that it was made for alone."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from layers import D, H, layer, rows
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnzoo import build_attention, list_variants
+from attnzoo.config import ModelConfig
+from attnzoo.models import LanguageModel
+
+HYBRID = ["mamba2", "path_fox", "retnet", "rope"]
+PIECES = ((0, 5), (5, 6), (6, 9), (9, 10))
+
+
+class StoppedError(Exception):
+    """As an exhausted memory, or a key that the user presses."""
+
+
+class FailAt(TorchDispatchMode):
+    """Raises instead of computing the operation number `last`."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.last, self.count = last, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count > self.last:
+            raise StoppedError
+        return func(*args, **(kwargs or {}))
+
+
+def operations(call):
+    with FailAt(10**9) as mode:
+        call()
+    return mode.count
+
+
+def steps(call, cache, x, mask):
+    return [call(x[:, a:b], attention_mask=mask[:, a:b], cache=cache) for a, b in PIECES]
+
+
+@pytest.mark.parametrize("block", [None, "pro"])
+@pytest.mark.parametrize("name", list_variants())
+@torch.no_grad()
+def test_a_layer_that_fails_anywhere_has_moved_nothing(name, block):
+    """An exception in each of some operations of the second and third call; then good calls, to the same bits."""
+    attn, x = layer(name, block, conv_size=3), rows(2, 10)
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    mask[0, :3] = mask[1, 6:8] = False
+    expected = steps(attn, attn.new_cache(), x, mask)
+    cache = attn.new_cache()
+    for (a, b), good in zip(PIECES, expected, strict=True):
+        now = {"attention_mask": mask[:, a:b]}
+        spare = copy.deepcopy(cache)
+        total = operations(lambda now=now, a=a, b=b, spare=spare: attn(x[:, a:b], cache=spare, **now))
+        for last in range(1, total, max(1, total // 6)):
+            with pytest.raises(StoppedError), FailAt(last):
+                attn(x[:, a:b], cache=cache, **now)
+        assert torch.equal(attn(x[:, a:b], cache=cache, **now), good)
+
+
+@torch.no_grad()
+def test_a_model_that_fails_in_any_layer_has_moved_none():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "vocab_size": 40}
+    model = LanguageModel(ModelConfig(attention=HYBRID, num_layers=4, **sizes)).double()
+    tokens = torch.randint(40, (2, 10))
+    expected, cache = model.new_cache(), model.new_cache()
+    for a, b in PIECES:
+        good = model(tokens[:, a:b], cache=expected).logits
+        spare = copy.deepcopy(cache)
+        total = operations(lambda a=a, b=b, spare=spare: model(tokens[:, a:b], cache=spare))
+        for last in range(1, total, max(1, total // 12)):
+            with pytest.raises(StoppedError), FailAt(last):
+                model(tokens[:, a:b], cache=cache)
+        for bad in ({"targets": tokens}, {"attention_mask": torch.ones(2, 99)}, {"cu_seqlens": torch.tensor([0, 1])}):
+            with pytest.raises(ValueError, match=next(iter(bad))):
+                model(tokens[:, a:b], cache=cache, **bad)
+        assert torch.equal(model(tokens[:, a:b], cache=cache).logits, good)
+
+
+@torch.no_grad()
+def test_refused_calls_leave_a_layers_cache_alone():
+    attn, x = layer("path_fox", "pro"), rows(2, 4)
+    expected, cache = attn.new_cache(), attn.new_cache()
+    attn(x, cache=expected)
+    attn(x, cache=cache)
+    bad = torch.tensor([2.0, 0.0]).double()
+    for call in (
+        lambda: attn(x.half(), cache=cache),
+        lambda: attn(x.float(), cache=cache),
+        lambda: attn(x[:1], cache=cache),
+        lambda: attn(x[..., 1:], cache=cache),
+        lambda: attn(x, attention_mask=x[..., 0], cache=cache),
+        lambda: attn(x, attention_mask=x[..., 0] > 9, cache={}),
+        lambda: attn(x.reshape(1, 8, D), cu_seqlens=torch.tensor([0, 8]), cache=cache),
+        lambda: cache.reorder(torch.tensor([0, 2])),
+        lambda: cache.reorder(bad),
+        lambda: cache.reorder(None),
+    ):
+        with pytest.raises((TypeError, ValueError), match="x|attention_mask|cache|index"):
+            call()
+    assert torch.equal(attn(x, cache=cache), attn(x, cache=expected))
+
+
+def test_a_cache_serves_the_layer_that_it_was_made_for_alone():
+    first, twin, other = layer("fox"), layer("fox"), layer("gla")
+    cache = first.new_cache()
+    for attn in (twin, other, copy.deepcopy(first)):
+        with pytest.raises(ValueError, match=r"cache: expected what new_cache\(\) of this very layer gave, .*'fox'"):
+            attn(rows(1, 3), cache=cache)
+    first(rows(1, 3), cache=copy.deepcopy(cache))
+    with pytest.raises(ValueError, match="this very layer"):
+        twin(rows(1, 3), cache=copy.deepcopy(cache))
+    del first
+    with pytest.raises(ValueError, match="that of another layer$"):
+        twin(rows(1, 3), cache=cache)
+
+
+@torch.no_grad()
+def test_a_pickled_cache_goes_on_in_the_layer_that_it_is_given_first():
+    attn, x = layer("fox"), rows(1, 5)
+    cache = attn.new_cache()
+    attn(x[:, :4], cache=cache)
+    again, loaded = pickle.loads(pickle.dumps((attn, cache)))
+    assert torch.equal(again(x[:, 4:], cache=loaded), attn(x[:, 4:], cache=cache))
+    with pytest.raises(ValueError, match="this very layer"):
+        attn(x[:, 4:], cache=loaded)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_dtype_or_batch_is_refused():
+    attn = build_attention("gla", hidden_size=D, num_heads=H)
+    cache = attn.new_cache()
+    attn(torch.randn(2, 3, D), cache=cache)
+    with pytest.raises(ValueError, match="cache: expected 2 rows as in the calls before, got 3"):
+        attn(torch.randn(3, 1, D), cache=cache)
+    with pytest.raises(ValueError, match="cache: expected x in torch.float32 on cpu .* got torch.float64 on cpu"):
+        attn.double()(torch.randn(2, 1, D).double(), cache=cache)
+
+
+@torch.no_grad()
+def test_caches_of_a_model_in_another_order_or_of_other_lengths_are_refused():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(attention="fox", hidden_size=16, num_layers=2, num_heads=2))
+    tokens = torch.randint(256, (1, 3))
+    cache = model.new_cache()
+    model(tokens, cache=cache)
+    for bad in (cache[::-1], [cache[0]] * 2, LanguageModel(model.config).new_cache(), copy.deepcopy(model).new_cache()):
+        with pytest.raises(ValueError, match="cache: expected (what new_cache|layers that have seen)"):
+            model(tokens, cache=bad)
+    with pytest.raises(ValueError, match=r"cache: expected layers that have seen equally many tokens, got \[0, 3\]"):
+        model(tokens, cache=[cache[0], model.new_cache()[1]])
+    for bad in (7, "cache", [None, None], cache[0]):
+        with pytest.raises(TypeError, match="cache: expected what new_cache"):
+            model(tokens, cache=bad)
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        (None, TypeError, "index: expected an int32 or int64 tensor of row numbers, got NoneType"),
+        ([0, 1], TypeError, "index: expected an int32 or int64 tensor of row numbers, got list"),
+        (torch.tensor([True, False]), TypeError, "got torch.bool"),
+        (torch.tensor([0.0]), TypeError, "got torch.float32"),
+        (torch.tensor([0, 2]), ValueError, r"index: expected row numbers from 0 to 1, got \[0, 2\]"),
+        (torch.tensor([-1]), ValueError, "index: expected row numbers from 0 to 1"),
+        (torch.tensor(1), ValueError, r"index: expected one axis of row numbers, got shape \(\)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["fox", "gla"])
+@torch.no_grad()
+def test_rows_are_named_by_their_numbers(name, index, error, message):
+    attn = layer(name)
+    cache = attn.new_cache()
+    with pytest.raises(ValueError, match="index: expected a cache that has seen tokens"):
+        cache.reorder(torch.tensor([0]))
+    attn(rows(2, 3), cache=cache)
+    for reorder in (cache.reorder, cache.state.reorder):
+        with pytest.raises(error, match=message):
+            reorder(index)
+
+
+@pytest.mark.parametrize("name", ["fox", "gla"])
+@torch.no_grad()
+def test_a_state_is_cropped_to_a_number_of_tokens(name):
+    attn = layer(name)
+    cache = attn.new_cache()
+    attn(rows(2, 3), cache=cache)
+    for tokens, error in ((-1, ValueError), (4, ValueError), (2.0, TypeError), (True, TypeError), (None, TypeError)):
+        with pytest.raises(error, match="tokens: expected"):
+            cache.state.crop(tokens)

@@ -1,0 +1,75 @@
+"""Forms under the transforms of ``torch.func``, and on tensors that have shapes and no values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from strategies import CPU_FORMS, block_sizes, relative_error
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import grad, vmap
+
+from attnzoo import Gate, get, list_variants
+from attnzoo.samples import random_inputs
+from attnzoo.verify import _in_pieces
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap has no rule for in-place products
+
+
+def ways(name: str) -> dict[str, Callable[..., Tensor]]:
+    variant = get(name)
+    forms = {form: run for form, run in variant.forms.items() if form in CPU_FORMS}
+    return {**forms, "extend": lambda *inputs: _in_pieces(variant, *inputs)}
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_gradients_of_single_samples(name: str) -> None:
+    """``vmap(grad(...))`` over the batch, with checks of values on, equals a loop over it."""
+    q, k, v, gate = random_inputs(name, B=3, T=9, H=2, G=1, K=4, V=3)
+    leaves = {"q": q, "k": k, "v": v, **{part: getattr(gate, part) for part in gate.parts}}
+    for way, form in ways(name).items():
+
+        def loss(sample: dict[str, Tensor], form: Callable[..., Tensor] = form) -> Tensor:
+            rest = {part: x[None] for part, x in sample.items()}
+            q, k, v = (rest.pop(part) for part in ("q", "k", "v"))
+            return form(q, k, v, Gate(**rest)).square().sum()
+
+        got = vmap(grad(loss))(leaves)
+        for b in range(3):
+            sample = {part: x[b].clone().requires_grad_() for part, x in leaves.items()}
+            single = dict(zip(sample, torch.autograd.grad(loss(sample), list(sample.values())), strict=True))
+            of_transform = grad(loss)({part: x[b] for part, x in leaves.items()})
+            for part, expected in single.items():
+                assert relative_error(got[part][b], expected) < 1e-10, (way, part)
+                assert relative_error(of_transform[part], expected) < 1e-10, (way, part)
+
+
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_a_transform_of_many_rows(name: str) -> None:
+    """Past the lengths at which the forms checkpoint their blocks and take fused kernels, which no transform can."""
+    q, k, v, gate = random_inputs(name, B=1, T=300, H=1, G=1, K=2, V=1, regime="open")
+    run = get(name).forms["parallel"]
+    expected = torch.autograd.grad(run(q.requires_grad_(), k, v, gate).square().sum(), q)[0]
+    assert relative_error(grad(lambda q: run(q, k, v, gate).square().sum())(q.detach()), expected) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+@pytest.mark.parametrize("name", list_variants())
+def test_shapes_alone_go_through_every_form(name: str, kind: str) -> None:
+    q, k, v, gate = random_inputs(name, B=2, T=20, H=2, G=1, K=4, V=3)
+    mode = FakeTensorMode()
+
+    def hollow(x: Tensor) -> Tensor:
+        return (x.to("meta") if kind == "meta" else mode.from_tensor(x)).requires_grad_()
+
+    with block_sizes(8), mode if kind == "fake" else contextlib.nullcontext():
+        leaves = [hollow(x) for x in (q, k, v)]
+        parts = gate.map(hollow)
+        for way, form in ways(name).items():
+            short = [x[:, :5] for x in leaves] if way in ("recurrent", "extend") else leaves
+            o = form(*short, parts.slice(0, short[0].shape[1]))
+            assert o.shape == (2, short[0].shape[1], 2, 3)
+            torch.autograd.grad(o.sum(), leaves)
