@@ -1,9 +1,10 @@
-"""Compile the kernels that calls launch, for a GPU that is not here; say what each needs of it.
+"""Compile the kernels that calls launch, for GPUs that are not here; say what each needs of them.
 
-    python tests/kernels/compiling.py [--capability 9.0] [--calls REGEX] [--kernels REGEX] [--ptx]
+    python tests/kernels/compiling.py [--ptx] CAPABILITY[:CALLS[:KERNELS]]...
 
-With the Triton that is found first (PYTHONPATH), without the interpreter. One JSON object per compiled kernel on
-standard output; exit status 1 where one does not compile or needs more shared memory than a program may have.
+CALLS and KERNELS are regular expressions, of names in ``calls()`` and of kernels. With the Triton that is found first
+(PYTHONPATH), without the interpreter. One JSON object per compiled kernel on standard output; exit status 1 where one
+does not compile, or needs more shared memory than a program may have.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,32 +31,28 @@ from attnzoo.kernels.common import device
 from attnzoo.kernels.fox import api as fox
 from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path.cache import path_extend
+from attnzoo.kernels.path.plan import too_small
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class NoGPU:
-    """A driver of a GPU of one compute capability on which nothing can be launched."""
+    """A driver for Triton of a GPU on which nothing can be launched."""
 
-    def __init__(self, capability: tuple[int, int]):
-        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    launcher_cls = utils = None
+    capability = (0, 0)
 
     def get_current_target(self) -> GPUTarget:
-        return self.target
+        return GPUTarget("cuda", self.get_current_device(), 32)
 
-    def get_current_device(self) -> int:
-        return 0
+    def get_current_device(self) -> int:  # what is compiled is kept by device
+        return 10 * self.capability[0] + self.capability[1]
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
-
-    def __getattr__(self, name: str) -> Any:  # the launcher and the utilities of a GPU that is there
-        if name in ("launcher_cls", "utils"):
-            return None
-        raise AttributeError(name)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -106,68 +104,73 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def needs(kernel: Any) -> dict[str, Any]:
-    """Shared memory, products of warpgroups, and where there is machine code registers and stack (spills) per thread."""
-    ptx = kernel.asm["ptx"]
-    found = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "wgmma": ptx.count("wgmma.mma_async")}
+    """Shared memory, products of warpgroups and, of machine code, registers and stack (spills) per thread."""
+    products = kernel.asm["ptx"].count("wgmma.mma_async")
+    found = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "wgmma": products}
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if kernel.asm.get("cubin"):
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", "-"], input=kernel.asm["cubin"], capture_output=True).stdout
-        found |= {k.lower(): int(n) for k, n in re.findall(r"(REG|STACK):(\d+)", usage.decode())}
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(kernel.asm["cubin"])
+            usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        found |= {name.lower(): int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", usage)}
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--capability", default="9.0")
-    parser.add_argument("--calls", default="", help="of calls() those whose names match")
-    parser.add_argument("--kernels", default="", help="of their kernels those whose names match")
-    parser.add_argument("--ptx", action="store_true", help="stop before ptxas")
+    parser.add_argument("cases", nargs="+", metavar="CAPABILITY[:CALLS[:KERNELS]]")
+    parser.add_argument("--ptx", action="store_true", help="stop before ptxas, which takes most of the time")
     args = parser.parse_args()
-    capability = tuple(map(int, args.capability.split(".")))
-    failed = False
-    run = JITFunction.run
+    failed, seen, run, here = False, {}, JITFunction.run, NoGPU()
+    row: dict[str, Any] = {}
+    kernels = ""
 
     def compile_only(self: Any, *given: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         nonlocal failed
-        name = self.fn.__name__
-        if not re.search(args.kernels, name):
+        found = {**row, "kernel": self.fn.__name__}
+        if not re.search(kernels, found["kernel"]):
             return
-        row = {"triton": triton.__version__, "capability": args.capability, "call": call, "kernel": name}
         try:
             kernel = run(self, *given, grid=grid, warmup=True, **options)
         except Exception as error:
-            failed = True
-            print(json.dumps(row | {"failed": f"{type(error).__name__}: {error}"[:2000]}), flush=True)
-            return
-        if id(kernel) not in seen:
+            found["failed"] = f"{type(error).__name__}: {error}"[:2000]
+        else:
+            if id(kernel) in seen:
+                return
             seen[id(kernel)] = kernel
-            row |= needs(kernel)
-            if row["shared"] > 1024 * device.shared_memory(capability):
-                failed = True
-                row["failed"] = f"expected at most {device.shared_memory(capability)} KiB of shared memory"
-            print(json.dumps(row), flush=True)
+            found |= needs(kernel)
+            most = device.shared_memory(here.capability)
+            if found["shared"] > 1024 * most:
+                found["failed"] = f"expected at most {most} KiB of shared memory"
+        failed = failed or "failed" in found
+        print(json.dumps(found), flush=True)
 
-    seen: dict[int, Any] = {}
-    triton.runtime.driver.set_active(NoGPU(capability))
+    triton.runtime.driver.set_active(here)
     JITFunction.run = compile_only
     if args.ptx:
         from triton.backends.nvidia.compiler import CUDABackend
 
         CUDABackend.make_cubin = lambda *given: b""
-    device.capability = lambda of: capability
     release = tuple(map(int, triton.__version__.split(".")[:2]))
+    device.capability = lambda of: here.capability
     device.triton_version = lambda: release
     for api in (fox, path):
         api.kernels_unavailable = lambda *given, **limits: ""
-    path._check = lambda *given: None  # values of nothing
-    for call, function in calls():
-        if not re.search(args.calls, call):
-            continue
-        with torch.set_grad_enabled("step" not in call):
-            o = function()
-        o = [y for y in (o if isinstance(o, tuple) else (o,)) if y.requires_grad]
-        if o:
-            torch.autograd.backward(o, [torch.ones_like(y) for y in o])
+    for case in args.cases:
+        which, names, kernels = [*case.split(":"), "", ""][:3]
+        here.capability = tuple(map(int, which.split(".")))
+        for name, function in calls():
+            if not re.search(names, name):
+                continue
+            family, dtype, K = name.split()[:3]
+            if family == "path" and too_small(DTYPES[dtype], int(K), device.Machine(here.capability, release)):
+                continue
+            row = {"triton": triton.__version__, "capability": which, "call": name}
+            with torch.set_grad_enabled("step" not in name):
+                o = function()
+                o = [y for y in (o if isinstance(o, tuple) else (o,)) if y.requires_grad]
+                if o:
+                    torch.autograd.backward(o, [torch.ones_like(y) for y in o])
     return int(failed)
 
 
