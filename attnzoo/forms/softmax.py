@@ -206,7 +206,10 @@ class AdditiveForms(SoftmaxForms):
         """q in its place, and the cache with the new tokens, its keys in ``dtype`` (None: that of the computation)."""
         q, k, phase, angle = self.place(q, k, gate, state, valid)
         k = k if dtype is None else k.to(dtype)
-        new = KVCache(k, v, gate.per_token(q).log_decay, valid, phase, angle)
+        decay = gate.log_decay
+        if decay is not None and decay.ndim == 1:
+            decay = decay.expand(*q.shape[:2], -1)
+        new = KVCache(k, v, decay, valid, phase, angle)
         if state is None:
             return q, new
         if dtype is not None and state.k.dtype != dtype:

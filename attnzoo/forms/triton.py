@@ -65,6 +65,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         """From an empty state rows with padding run packed; over a cache the kernel leaves out what does not exist."""
         from attnzoo.kernels.fox import fox_attention
 
+        kernel: Callable[..., Output] = fox_attention
         check_softmax(given, q, gate)
         _refuse_both(given)
         if given.valid is not None:
@@ -74,24 +75,24 @@ def fox_kernel(forms: Additive) -> Kernel:
         past = state
         q, state = forms.remember(q, k, v, gate, past, given.valid, v.dtype)
         q, k, g = q.to(v.dtype), state.k, state.log_decay
-        kernel: Callable[..., Output] = functools.partial(
-            fox_attention, scale=given.scale, prune=given.prune, logit_bound=given.logit_bound, window=given.window,
-            sink=given.sink, return_lse=given.return_lse, impl="triton",
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "scale": given.scale, "prune": given.prune, "logit_bound": given.logit_bound, "window": given.window,
+            "sink": given.sink, "return_lse": given.return_lse, "impl": "triton",
+        }  # fmt: skip
         if past is None and given.valid is not None:
 
             def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Output:
-                return kernel(q, k, v, log_decay=g, cu_seqlens=borders)
+                return kernel(q, k, v, log_decay=g, cu_seqlens=borders, **options)
 
             return on_packed(packed, given.valid, q, k, v, g), state
         if past is None:
             g = g if constant is None else constant
-            return kernel(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens), state
+            return kernel(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens, **options), state
         _refuse_padded(given, state)
         if g is None or _records(q, k, state.v, g, given.sink):
-            return kernel(q, k, state.v, log_decay=g, valid=state.valid), state
+            return kernel(q, k, state.v, log_decay=g, valid=state.valid, **options), state
         state = replace(state, sums=_gate_sums(past, state, given.prune))
-        return kernel(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid), state
+        return kernel(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid, **options), state
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.fox import triton_unavailable

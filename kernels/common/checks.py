@@ -116,6 +116,14 @@ def pick_implementation(function: str, impl: str, why: str) -> str:
     return picked
 
 
+def traced(x: Tensor) -> bool:
+    """Whether a compiler or a tensor of another kind must see an op; without, its function is called as it is.
+
+    The way through torch's dispatcher takes longer than all else that an op of one token does on the host.
+    """
+    return torch.compiler.is_compiling() or type(x) is not Tensor
+
+
 def share_kept(
     since: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int, device: torch.device
 ) -> Tensor:

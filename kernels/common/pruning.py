@@ -32,7 +32,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import LOG2E
 from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import head_block
+from attnzoo.kernels.common.launching import cdiv, head_block
 from attnzoo.kernels.common.tile_loads import load_tile
 
 
@@ -46,12 +46,29 @@ def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr
     tl.atomic_max(p_max + i_bh, tl.max(tl.sum(b_x * b_x, 1), 0))
 
 
-def norm_max(x: Tensor, longest: Tensor | None = None) -> Tensor:
-    """Largest |x|^2 of each head of x [B, R, H, D], last dim contiguous; ``longest`` [B, H] is raised in place."""
-    B, R, H, D = x.shape
-    if longest is None:
+@triton.jit(do_not_specialize=["R"])
+def norm_raise_kernel(p_x, p_old, p_new, R, stride_b, stride_r, stride_h, H: tl.constexpr, D: tl.constexpr,
+                      BD: tl.constexpr, BR: tl.constexpr):  # fmt: skip
+    """The larger of p_old and the largest |x|^2 of a head, [B, H]; one program per head, for few rows."""
+    i_bh = tl.program_id(0)
+    p_x += (i_bh // H).to(tl.int64) * stride_b + (i_bh % H).to(tl.int64) * stride_h
+    b_max = tl.load(p_old + i_bh)
+    for r in range(0, R, BR):
+        p_r = p_x + r * stride_r.to(tl.int64)
+        b_x = load_tile(p_r, tl.arange(0, BR), tl.arange(0, BD), stride_r, R - r, D, BD, True).to(tl.float32)
+        b_max = tl.maximum(b_max, tl.max(tl.sum(b_x * b_x, 1), 0))
+    tl.store(p_new + i_bh, b_max)
+
+
+def norm_max(x: Tensor, before: Tensor | None = None) -> Tensor:
+    """Largest |x|^2 of each head of x [B, R, H, D], last dim contiguous, and of those ``before``. # [B, H] float32"""
+    (B, R, H, D), strides = x.shape, x.stride()[:3]
+    if before is None:
         longest = torch.zeros((B, H), dtype=torch.float32, device=x.device)
-    norm_max_kernel[(B * H, triton.cdiv(R, 128))](x, longest, R, *x.stride()[:3], H=H, D=D, BD=head_block(D), BR=128)
+        norm_max_kernel[(B * H, cdiv(R, 128))](x, longest, R, *strides, H=H, D=D, BD=head_block(D), BR=128)
+        return longest
+    longest = torch.empty_like(before)
+    norm_raise_kernel[(B * H,)](x, before, longest, R, *strides, H=H, D=D, BD=head_block(D), BR=16)
     return longest
 
 

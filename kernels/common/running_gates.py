@@ -133,7 +133,7 @@ def _longest(k: Tensor, before: Tensor | None) -> Tensor:
 
     k = k.detach() if k.stride(-1) == 1 else k.detach().contiguous()
     with on_device_of(k):
-        return norm_max(k, None if before is None else before.clone())
+        return norm_max(k, before)
 
 
 def _grown(x: Tensor, size: int) -> Tensor:

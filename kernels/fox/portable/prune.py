@@ -12,7 +12,15 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, NEAR_UNITS, ROW_UNIT, SLACK
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides, valid_strides
+from attnzoo.kernels.common.launching import (
+    cdiv,
+    dot_precision,
+    gate_kind,
+    head_block,
+    power_of_2,
+    since_strides,
+    valid_strides,
+)
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
 from attnzoo.kernels.common.tile_loads import keys_there, load_tile
 
@@ -109,12 +117,12 @@ def prune_starts(
     S, G = k.shape[1], k.shape[2]
     tail, gate, BK = bound == "tail", gate_kind(log_decay), head_block(K)
     wide = BK * q.element_size() > 256  # keep the tiles of small multiprocessors in their shared memory
-    n_t = triton.cdiv(T, ROW_UNIT)
+    n_t = cdiv(T, ROW_UNIT)
     start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device)
     need = torch.empty((B, H, n_t), dtype=torch.float64, device=q.device)
     longest = norm_max(k) if longest is None else longest
     of_rows = longest if tail else norm_max(q)
-    NS = triton.cdiv(S, KEY_UNIT) if base is None else base.shape[2] - 1
+    NS = cdiv(S, KEY_UNIT) if base is None else base.shape[2] - 1
     since = None if since is None else since[..., since.shape[2] - T :]
     there = need if valid is None else valid
     fox_prune_rows_kernel[(B * H, n_t)](
@@ -129,7 +137,7 @@ def prune_starts(
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
         need, longest if base is None else base, log_decay, longest if tails is None else tails, start, T, S, NS,
-        log_eps * LOG2E - SLACK, triton.cdiv(S, KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT,
-        BN=min(1024, max(16, triton.next_power_of_2(n_t))), GATE=gate, TAIL=tail,
+        log_eps * LOG2E - SLACK, cdiv(S, KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT,
+        BN=min(1024, max(16, power_of_2(n_t))), GATE=gate, TAIL=tail,
     )  # fmt: skip
     return start
