@@ -117,6 +117,21 @@ def test_bad_sizes_of_a_model_are_named(options, message):
             "attention_mask: expected None with cu_seqlens",
         ),
         (lambda a, x: a(x, cache={}), TypeError, "cache: expected what new_cache"),
+        (lambda a, x: a(x.tolist()), ValueError, "x: expected .*, got list"),
+        (
+            lambda a, x: a(x.bfloat16()),
+            TypeError,
+            r"x: expected the dtype of the layer, torch.float32 .*got torch.bfloat16",
+        ),
+        (lambda a, x: a(x.long()), TypeError, "x: expected the dtype of the layer, torch.float32 .*got torch.int64"),
+        (lambda a, x: a(x.to("meta")), ValueError, "x: expected the device of the layer, cpu, got meta"),
+        (lambda a, x: a.project(x.double()), TypeError, "x: expected the dtype of the layer"),
+        (lambda a, x: a(x, attention_mask=x[..., 0]), TypeError, "attention_mask: expected bool or integers"),
+        (
+            lambda a, x: a(x, attention_mask=torch.tensor([[0, 0, -10000, 0, 0, 0]] * 2)),
+            ValueError,
+            r"attention_mask: expected 1 for tokens and 0 for padding, got \[-10000, 0\]",
+        ),
     ],
 )
 def test_bad_calls_are_named(call, error, message):

@@ -42,7 +42,7 @@ class AttentionConfig:
         feature_map: on q and k: ``identity``, ``silu``, ``relu``, ``elu`` (elu + 1).
         key_feature_map: on k alone, where it is another one; None for the same.
         qk_norm: on q and k: ``none``, ``rms`` per head (learned scale), ``rms_full`` over all heads together (OLMo 2),
-            ``l2`` per head (unit length).
+            ``l2`` per head, to length 1.
         qk_norm_shared: one learned scale for all heads of q, and one for those of k.
         qk_norm_eps: added to the mean squares of q and k.
         conv_size: short convolution on q, k and v over that many tokens; 0 for none.

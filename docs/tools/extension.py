@@ -1,7 +1,7 @@
 """The build's own part of Markdown: maths, equations, links to code, source listings and figures for two schemes.
 
-It is a plain extension of Python-Markdown, so any site generator that takes those can take it. A generator does not say which
-page it converts: the page is found by its text.
+It is a plain extension of Python-Markdown, so any site generator that takes those can take it. None says which page it
+converts: the page is found by its text.
 """
 
 from __future__ import annotations

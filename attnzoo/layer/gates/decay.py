@@ -158,7 +158,7 @@ class SoftplusDecay(GateProjection):
 
     def step(self, x: Tensor) -> Tensor:
         """dt ``[B, T, H]`` in float32."""
-        return F.softplus(wide(self.dt_proj(x)) + wide(self.dt_bias))
+        return F.softplus(self.dt_proj(x) + wide(self.dt_bias))
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(log_decay=-wide(self.log_a).exp() * self.step(x)), None

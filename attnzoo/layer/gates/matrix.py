@@ -99,8 +99,8 @@ class DeltaRule(GateProjection):
         reset_linear(self.beta_proj)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        beta = wide(self.beta_proj(x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
-        return Gate(w=k, beta=beta), DELTA_RULE
+        beta = wide(self.beta_proj(x)).sigmoid()
+        return Gate(w=k, beta=2 * beta if self.allow_neg_eigval else beta), DELTA_RULE
 
 
 class PathTransition(GateProjection):
@@ -149,8 +149,7 @@ class PathTransition(GateProjection):
                 w = self.w_conv(w, stream, "w")
             w = w.unflatten(-1, (self.sizes.num_kv_heads, self.sizes.head_dim))
         beta = 2 * wide(self.beta_proj(x)).sigmoid()
-        w, beta = _unit_or_idle(w, beta)
-        return Gate(w=w, beta=beta), None
+        return Gate(w=l2_normalize(wide(w)), beta=beta), None  # a w that is rounded may be longer than 1
 
 
 def rotary_angles(head_dim: int, theta: float, to_the_end: bool = False) -> Tensor:
@@ -164,10 +163,3 @@ def rotary_angles(head_dim: int, theta: float, to_the_end: bool = False) -> Tens
     if to_the_end:
         return theta ** -torch.linspace(0, 1, head_dim // 2, dtype=torch.float64)
     return theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
-
-
-def _unit_or_idle(w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """w of unit length, in float32 at least (a rounded one may be longer than 1); where it vanishes, beta is 0."""
-    w = wide(w)
-    length = w.norm(dim=-1)
-    return l2_normalize(w), beta.masked_fill(length < 1e-6, 0.0)
