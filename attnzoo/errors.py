@@ -1,8 +1,41 @@
 """Errors that name what exists and what was probably meant."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+FLOAT32 = (1.2e-38, 3.4e38)  # sizes of numbers that keep their precision in float32
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by annotation: in words, and whether a value is one
+    "bool": ("True or False", lambda x: isinstance(x, bool)),
+    "int": ("a whole number", lambda x: isinstance(x, int) and not isinstance(x, bool)),
+    "float": (
+        "a number that float32 holds",
+        lambda x: _is_number(x) and (x == 0 or FLOAT32[0] <= abs(x) <= FLOAT32[1]),
+    ),
+    "str": ("a name", lambda x: isinstance(x, str)),
+}
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def check_kinds(values: Mapping[str, Any], annotations: Mapping[str, Any]) -> None:
+    """Raise ValueError unless each value is of the kind that its annotation says.
+
+    Args:
+        values: options by name.
+        annotations: of fields or parameters, by name; `bool`, `int`, `float` and `str`, perhaps with `| None`, as types
+            or as text. What has another annotation or none is not looked at.
+    """
+    for name, value in values.items():
+        annotation = annotations.get(name, "")
+        kind, _, empty = str(getattr(annotation, "__name__", annotation)).partition(" | ")
+        if kind not in KINDS or (empty == "None" and value is None):
+            continue
+        expected, fits = KINDS[kind]
+        if not fits(value):
+            raise ValueError(f"{name}: expected {expected}{' or None' if empty == 'None' else ''}, got {value!r}")
 
 
 class UnavailableError(RuntimeError):

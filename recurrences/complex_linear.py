@@ -32,9 +32,15 @@ LAYER = {"gate": "rotary", "output_norm": "rms"}
 
 def rotate(x: Tensor, phase: Tensor) -> Tensor:
     """Turn the pairs (2i, 2i+1) of ``x [..., K]`` by ``phase [..., K/2]`` radians."""
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = phase.cos().to(x.dtype), phase.sin().to(x.dtype)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+    return rotate_all(phase, x)[0]
+
+
+def rotate_all(phase: Tensor, *xs: Tensor) -> list[Tensor]:
+    """:func:`rotate` of tensors of one dtype by the same ``phase``."""
+    sin = phase.sin()
+    cos, sin = phase.cos()[..., None].to(xs[0].dtype), torch.stack([-sin, sin], -1).to(xs[0].dtype)
+    pairs = (x.unflatten(-1, (-1, 2)) for x in xs)  # [..., K/2, 2]
+    return [(x * cos).addcmul(x.flip(-1), sin).flatten(-2) for x in pairs]
 
 
 def phases(angle: Tensor, dim: int) -> Tensor:

@@ -37,7 +37,8 @@ class Householder(Transition):
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         w = cast(Tensor, gate.w)[..., None, :]
-        return state - w.mT @ (cast(Tensor, gate.beta)[..., None, None] * (w @ state))
+        read = cast(Tensor, gate.beta)[..., None, None] * (w @ state)
+        return state.addcmul(w.mT, read, value=-1)
 
     def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
         return self.block_after(Identity(), q, k, gate)

@@ -184,12 +184,12 @@ def test_the_logit_bound_is_reached():
 
 @pytest.mark.parametrize("w", ["low_rank", "key"])
 @pytest.mark.parametrize("name", ["path", "path_fox"])
-def test_directions_are_of_unit_length_in_a_16_bit_layer(name, w):
+def test_no_direction_is_longer_than_1_in_a_16_bit_layer(name, w):
     """A w rounded to 16 bits may be longer than 1, and a factor with beta = 2 would then expand."""
     attn = layer(name, w=w).bfloat16()
     with torch.no_grad():
         length = attn.project(rows(1, 40).bfloat16()).gate.w.double().norm(dim=-1)
-    assert (length - 1).abs().max() < 1e-6
+    assert 0.9 < length.min() < length.max() < 1 + 1e-6
 
 
 def test_no_logit_bound_without_qk_norm():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -204,3 +205,12 @@ def test_gpu_form_equals_oracle(name: str, form: str) -> None:
     checks = [check for check in verify([name]) if check.form == form]
     assert checks
     assert all(check.ok and not check.skipped for check in checks), checks
+
+
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "path", "path_fox"])
+def test_a_short_w_is_a_gate_like_others(name: str) -> None:
+    q, k, v, gate = Case(name, T=19, regime="open").inputs()
+    inputs = q, k, v, replace(gate, w=gate.w * torch.rand(*gate.w.shape[:3], 1))
+    expected = value_and_gradients(oracle_of(get(name)), inputs)
+    for form in set(CPU_FORMS) & set(get(name).forms):
+        assert_close(value_and_gradients(get(name).forms[form], inputs), expected, what=f"{form} of {name}")

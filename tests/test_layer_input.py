@@ -1,10 +1,15 @@
 """What a layer refuses, and that the message names the argument."""
 
+import math
+
 import pytest
 import torch
 from layers import D, H
 
-from attnzoo import build_attention
+from attnzoo import build_attention, get
+from attnzoo.config import ModelConfig
+from attnzoo.layer.attention import Attention
+from attnzoo.models import LanguageModel
 
 
 @pytest.mark.parametrize(
@@ -26,11 +31,34 @@ from attnzoo import build_attention
         ({"name": "fox", "num_heads": 0}, r"num_heads: expected a positive integer, got 0"),
         ({"name": "fox", "conv_size": -1}, r"conv_size: expected"),
         ({"name": "rope", "head_dim": 7}, r"head_dim: expected an even number"),
-        ({"name": "rope", "theta": 0}, r"theta: expected a positive number"),
+        ({"name": "rope", "theta": 0}, r"theta: expected a base of at least 1"),
         ({"name": "fox", "gate": "fixed", "t_min": 9, "t_max": 3}, r"t_min, t_max: expected"),
         ({"name": "mamba2", "dt_min": 0}, r"dt_min, dt_max: expected"),
         ({"name": "gla", "gate_rank": 0}, r"gate_rank: expected at least 1"),
         ({"name": "path", "w": "keys"}, r"unknown w 'keys'.*did you mean 'key'"),
+        ({"name": "path", "w": ["key"]}, r"w: expected a name, got \['key'\]"),
+        ({"name": "path", "w_conv_size": -1}, r"w_conv_size: expected a number of tokens >= 0, got -1"),
+        ({"name": "fox", "gate": ["forget", "alibi"]}, r"gate: .*log_decay, got both 'forget' and 'alibi'"),
+        ({"name": "fox", "gate": []}, r"gate: expected at least one name"),
+        ({"name": "fox", "kv_shift": "no"}, r"kv_shift: expected True or False, got 'no'"),
+        ({"name": "fox", "sinks": 1}, r"sinks: expected True or False, got 1"),
+        ({"name": "deltanet", "allow_neg_eigval": "no"}, r"allow_neg_eigval: expected True or False, got 'no'"),
+        ({"name": "alibi", "learnable_slopes": None}, r"learnable_slopes: expected True or False, got None"),
+        ({"name": "fox", "qk_norm_eps": -1}, r"qk_norm_eps: expected a positive number, got -1"),
+        ({"name": "fox", "output_norm_eps": math.nan}, r"output_norm_eps: expected a number .*, got nan"),
+        ({"name": "fox", "scale": math.nan}, r"scale: expected a number .*, got nan"),
+        ({"name": "fox", "rotary": 0}, r"rotary: expected a base of at least 1 .*, got 0"),
+        ({"name": "rope", "theta": math.inf}, r"theta: expected a number .*, got inf"),
+        ({"name": "fox", "gate": "fixed", "t_max": math.inf}, r"t_max: expected a number .*, got inf"),
+        ({"name": "fox", "gate": "fixed", "t_min": "16"}, r"t_min: expected a number .*, got '16'"),
+        ({"name": "mamba2", "dt_max": math.nan}, r"dt_max: expected a number .*, got nan"),
+        ({"name": "mamba2", "a_max": 10**400}, r"a_max: expected a number that float32 holds, got 1000"),
+        ({"name": "gla", "temperature": math.nan}, r"temperature: expected a number .*, got nan"),
+        ({"name": "gla", "gate_rank": 2.0}, r"gate_rank: expected a whole number or None, got 2.0"),
+        ({"name": "fox", "num_heads": True}, r"num_heads: expected a whole number, got True"),
+        ({"name": "fox", "window": 2.5}, r"window: expected a whole number or None, got 2.5"),
+        ({"name": "fox", "block": ["pro"]}, r"unknown block \['pro'\]"),
+        ({"name": "fox", "qk_norm": None}, r"qk_norm: expected a name, got None"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -43,6 +71,30 @@ def test_bad_types_are_named():
         build_attention("fox", acp="yes")
     with pytest.raises(TypeError, match="gate: expected a name or a GateProjection class"):
         build_attention("fox", gate=[3])
+    for gate in (None, {"forget"}, {"forget": 1}, 0):
+        with pytest.raises(TypeError, match="gate: expected a name or a GateProjection class, got"):
+            build_attention("fox", gate=gate)
+    with pytest.raises(TypeError, match="config: expected AttentionConfig, got dict"):
+        Attention(get("fox"), {"hidden_size": 8})
+    with pytest.raises(TypeError, match="config: expected ModelConfig, got dict"):
+        LanguageModel({"attention": "fox"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm_eps": -1}, "norm_eps must be above 0, got -1"),
+        ({"norm_eps": math.nan}, "norm_eps: expected a number that float32 holds, got nan"),
+        ({"hidden_size": "64"}, "hidden_size: expected a whole number, got '64'"),
+        ({"num_layers": 2.0}, "num_layers: expected a whole number, got 2.0"),
+        ({"tie_embeddings": "no"}, "tie_embeddings: expected True or False, got 'no'"),
+        ({"attention_options": [1]}, r"attention_options: expected a mapping, got \[1\]"),
+        ({"attention_options": {1: 2}}, "attention_options: expected names of options, got 1"),
+    ],
+)
+def test_bad_sizes_of_a_model_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**options)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +117,21 @@ def test_bad_types_are_named():
             "attention_mask: expected None with cu_seqlens",
         ),
         (lambda a, x: a(x, cache={}), TypeError, "cache: expected what new_cache"),
+        (lambda a, x: a(x.tolist()), ValueError, "x: expected .*, got list"),
+        (
+            lambda a, x: a(x.bfloat16()),
+            TypeError,
+            r"x: expected the dtype of the layer, torch.float32 .*got torch.bfloat16",
+        ),
+        (lambda a, x: a(x.long()), TypeError, "x: expected the dtype of the layer, torch.float32 .*got torch.int64"),
+        (lambda a, x: a(x.to("meta")), ValueError, "x: expected the device of the layer, cpu, got meta"),
+        (lambda a, x: a.project(x.double()), TypeError, "x: expected the dtype of the layer"),
+        (lambda a, x: a(x, attention_mask=x[..., 0]), TypeError, "attention_mask: expected bool or integers"),
+        (
+            lambda a, x: a(x, attention_mask=torch.tensor([[0, 0, -10000, 0, 0, 0]] * 2)),
+            ValueError,
+            r"attention_mask: expected 1 for tokens and 0 for padding, got \[-10000, 0\]",
+        ),
     ],
 )
 def test_bad_calls_are_named(call, error, message):

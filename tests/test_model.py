@@ -250,17 +250,48 @@ def test_options_of_every_layer_reach_it(tokens):
     assert (model(tokens).logits - build()(tokens).logits).abs().max() > 1e-4
 
 
-def test_wrong_tokens_are_refused(tokens):
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m, x: m(x[0]), ValueError, r"input_ids: expected shape \[B, T\] .*, got \[13\]"),
+        (lambda m, x: m(x.float()), ValueError, "input_ids: expected int64 or int32 tokens, got torch.float32"),
+        (lambda m, x: m(x.tolist()), TypeError, r"input_ids: expected integers \[B, T\], got list"),
+        (lambda m, x: m(x + 40), ValueError, "input_ids: expected tokens from 0 to 39, got"),
+        (lambda m, x: m(x - 100), ValueError, "input_ids: expected tokens from 0 to 39, got -"),
+        (lambda m, x: m(x[:, :0]), ValueError, "input_ids: expected .* at least one token"),
+        (lambda m, x: m(x, targets=x[:, 1:]), ValueError, r"targets: expected shape \[2, 13\], got \[2, 12\]"),
+        (lambda m, x: m(x, targets=x.tolist()), TypeError, "targets: expected integers"),
+        (lambda m, x: m(x, targets=x + 40), ValueError, "targets: expected tokens from 0 to 39"),
+        (lambda m, x: m(x, targets=0 * x - 100), ValueError, "targets: expected at least one that counts"),
+        (lambda m, x: m(x, cache=m.new_cache()[:1]), ValueError, "cache: expected 2 layers.*got 1"),
+        (lambda m, x: m(x, attention_mask=[1]), TypeError, "attention_mask: expected a tensor"),
+        (lambda m, x: m.generate(x[:, :0], 3), ValueError, "input_ids: expected .* at least one token"),
+        (lambda m, x: m.generate(x + 40, 0), ValueError, "input_ids: expected tokens from 0 to 39"),
+        (lambda m, x: m.generate(x, 3.0), ValueError, "max_new_tokens: expected a whole number, got 3.0"),
+        (lambda m, x: m.generate(x, -1), ValueError, "max_new_tokens: expected at least 0, got -1"),
+        (lambda m, x: m.generate(x, 3, temperature=-1), ValueError, "temperature: expected at least 0, got -1"),
+        (lambda m, x: m.generate(x, 3, temperature=1e-45), ValueError, "temperature: expected a number that float32"),
+        (lambda m, x: m.generate(x, 3, temperature=float("nan")), ValueError, "temperature: expected a number"),
+        (lambda m, x: m.generate(x, 3, temperature=None), ValueError, "temperature: expected a number"),
+        (lambda m, x: m.generate(x, 3, top_k=0), ValueError, "top_k: expected 1 to vocab_size = 40, got 0"),
+        (lambda m, x: m.generate(x, 3, top_k=41), ValueError, "top_k: expected 1 to vocab_size = 40, got 41"),
+        (lambda m, x: m.generate(x, 3, top_k=1.5), ValueError, "top_k: expected a whole number or None, got 1.5"),
+        (lambda m, x: m.generate(x, 3, generator=7), TypeError, "generator: expected torch.Generator or None, got int"),
+        (lambda m, x: m.generate(x, 3, top_p=0.5), TypeError, "unexpected keyword argument 'top_p'"),
+    ],
+)
+def test_wrong_calls_are_refused(tokens, call, error, message):
+    with pytest.raises(error, match=message):
+        call(build(), tokens)
+
+
+def test_a_tiny_temperature_takes_the_likeliest_token(tokens):
     model = build()
-    with pytest.raises(ValueError, match=r"input_ids: expected shape \[B, T\], got \[13\]"):
-        model(tokens[0])
-    with pytest.raises(ValueError, match=r"input_ids: expected int64 or int32 tokens, got torch.float32"):
-        model(tokens.float())
-    with pytest.raises(ValueError, match=r"targets: expected shape \[2, 13\], got \[2, 12\]"):
-        model(tokens, targets=tokens[:, 1:])
-    with pytest.raises(ValueError, match=r"cache: expected 2 layers.*got 1"):
-        model(tokens, cache=model.new_cache()[:1])
-    with pytest.raises(ValueError, match="at least one token"):
-        model.generate(tokens[:, :0], 3)
-    with pytest.raises(ValueError, match="temperature >= 0"):
-        model.generate(tokens, 3, temperature=-1)
+    greedy = model.generate(tokens, 8, temperature=0)
+    assert torch.equal(model.generate(tokens, 8, temperature=2e-38), greedy)
+
+
+def test_tokens_are_not_read_where_checks_are_off(tokens, monkeypatch):
+    monkeypatch.setenv("ATTNZOO_VALIDATE", "0")
+    with pytest.raises(IndexError):
+        build()(tokens + 40)

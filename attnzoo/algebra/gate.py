@@ -42,7 +42,7 @@ class GateParts:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Apply ``fn`` to every part that is given."""
-        return replace(self, **{name: fn(getattr(self, name)) for name in self.parts})
+        return type(self)(**{name: fn(getattr(self, name)) for name in self.parts})
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class Gate(GateParts):
         log_diag: a, natural log per channel, <= 0, closed as above, ``[B, T, H, K]``.
         angle: theta in radians per token, ``[K/2]`` (every token, every head), ``[B, T, 1, K/2]`` (every head) or
             ``[B, T, H, K/2]``.
-        w: unit vectors of the Householder-like factor, ``[B, T, G, K]``.
+        w: vectors of length 1 or less of the Householder-like factor, ``[B, T, G, K]``.
         beta: its strength in [0, 2], ``[B, T, G]``.
     """
 
@@ -186,10 +186,10 @@ def _refuse_beta(x: Tensor, gate: GateParts) -> str:
 
 def _refuse_w(x: Tensor, gate: GateParts) -> str:
     tolerance = 2e-2 if x.dtype in (torch.float16, torch.bfloat16) else 1e-3
-    off = (x.double().norm(dim=-1) - 1).abs()
+    length = x.double().norm(dim=-1)
     if gate.beta is not None:
-        off = off.masked_fill(gate.beta == 0, 0)
-    return "" if bool((off <= tolerance).all()) else f"expected unit vectors, got lengths off by up to {off.max():.3g}"
+        length = length.masked_fill(gate.beta == 0, 0)
+    return "" if bool((length <= 1 + tolerance).all()) else f"expected lengths of at most 1, got {length.max():.5g}"
 
 
 def _sample_logs(draws: Draws, shape: tuple[int, ...]) -> Tensor:
@@ -252,7 +252,7 @@ PARTS: Mapping[str, GatePart] = {
         "θₜ", ("B, T, H or 1, K/2", "K/2"), "radians per token", _refuse_angle, _sample_angle, _rotation_matrix,
     ),
     "w": GatePart(
-        "wₜ", ("B, T, G, K",), "unit vectors", _refuse_w, _sample_w, _householder_matrix, rounded=True,
+        "wₜ", ("B, T, G, K",), "unit vectors, or shorter", _refuse_w, _sample_w, _householder_matrix, rounded=True,
     ),
     "beta": GatePart("βₜ", ("B, T, G",), "in [0, 2]", _refuse_beta, _sample_beta, rounded=True),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import cast
 
@@ -55,7 +55,7 @@ class HeadGate(GateParts):
 
     def _along_time(self, fn: Callable[[Tensor, int], Tensor]) -> HeadGate:
         """Apply ``fn`` to every part and the axis on which its tokens are, counted from the end."""
-        return replace(self, **{name: fn(getattr(self, name), 2 - PARTS[name].ndim) for name in self.parts})
+        return HeadGate(**{name: fn(getattr(self, name), 2 - PARTS[name].ndim) for name in self.parts})
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,8 @@ def check_values(gate: Gate) -> None:
     """Read the values of a gate.
 
     Raises:
-        ValueError: log gates above 0 or NaN, angles that are not finite, beta outside [0, 2], or w not of unit length
-            where beta is not 0 (off by more than 1e-3, or 2e-2 in 16 bits).
+        ValueError: log gates above 0 or NaN, angles that are not finite, beta outside [0, 2], or w longer than 1
+            where beta is not 0 (by more than 1e-3, or 2e-2 in 16 bits).
     """
     with torch.no_grad():
         for name in gate.parts:

@@ -17,7 +17,7 @@ from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.cache import KVCache
 from attnzoo.forms.softmax import AdditiveForms
-from attnzoo.recurrences.complex_linear import phases, rotate
+from attnzoo.recurrences.complex_linear import phases, rotate_all
 
 TITLE = "RoPE"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
@@ -32,6 +32,8 @@ class Rotated(AdditiveForms):
     """Keys and queries stand in the frame of the first token; an angle ``[K/2]`` is counted, not expanded."""
 
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:
+        if valid is None and cu_seqlens is None:
+            return gate
         if cast(Tensor, gate.angle).ndim > 1:
             return super().separated(gate, q, valid, cu_seqlens)
         return replace(super().separated(replace(gate, angle=None), q, valid, cu_seqlens), angle=gate.angle)
@@ -43,6 +45,8 @@ class Rotated(AdditiveForms):
         shared = angle if angle.ndim == 1 else None
         if shared is None:
             phase = phases(angle, dim=1)  # [B, T, 1 or H, K/2]
+        elif valid is None and q.shape[1] == 1:
+            phase = shared.double().view(1, 1, 1, -1)
         else:
             position = torch.arange(1, q.shape[1] + 1, device=q.device)[None] if valid is None else valid.cumsum(1)
             phase = position.double()[..., None, None] * shared.double()  # [1 or B, T, 1, K/2]
@@ -50,11 +54,9 @@ class Rotated(AdditiveForms):
             phase = phase + state.phase
         if phase.shape[2] > 1:
             k = expand_heads(k, q.shape[2])
-        return _turn(q, phase), _turn(k, phase), phase[:, -1:], shared
-
-
-def _turn(x: Tensor, phase: Tensor) -> Tensor:
-    return rotate(x.to(compute_dtype(x)), phase)
+        dtype = compute_dtype(q)
+        q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
+        return q, k, phase[:, -1:], shared
 
 
 FORMS = Rotated()

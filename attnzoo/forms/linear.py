@@ -102,9 +102,10 @@ class LinearForms(Forms):
             S = self.transition.apply(local.at(t), S)
             if decay is not None:
                 S = decay[:, :, t, None, None] * S
-            S = S + k[:, :, t, :, None] * v[:, :, t, None, :]
+            S = S.addcmul(k[:, :, t, :, None], v[:, :, t, None, :])
             outputs.append(q[:, :, t, None, :] @ S)
-        return rearrange(torch.cat(outputs, 2).mul_(scale), "b h t v -> b t h v").to(dtype), S
+        o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+        return (o * scale).transpose(1, 2).to(dtype), S
 
     def _chunked(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, dtype: torch.dtype, scale: float, state: Tensor | None

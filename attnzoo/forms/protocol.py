@@ -125,9 +125,9 @@ class Forms:
         return names
 
     def refuses(self, form: str, call: Call) -> str:
-        if form not in (REFERENCE, *self.forms):
-            return f"there is no {form} form (there is {', '.join(self.forms)})"
         kernel = self.kernels.get(form)
+        if kernel is None and form not in (REFERENCE, *self.forms):
+            return f"there is no {form} form (there is {', '.join(self.forms)})"
         if kernel is None:
             taken = self.options(form) if call.keeps_state else self._all_options()
         elif call.keeps_state and kernel.extend is None:

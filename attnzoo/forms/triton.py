@@ -65,6 +65,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         """From an empty state rows with padding run packed; over a cache the kernel leaves out what does not exist."""
         from attnzoo.kernels.fox import fox_attention
 
+        kernel: Callable[..., Output] = fox_attention
         check_softmax(given, q, gate)
         _refuse_both(given)
         if given.valid is not None:
@@ -74,24 +75,24 @@ def fox_kernel(forms: Additive) -> Kernel:
         past = state
         q, state = forms.remember(q, k, v, gate, past, given.valid, v.dtype)
         q, k, g = q.to(v.dtype), state.k, state.log_decay
-        kernel: Callable[..., Output] = functools.partial(
-            fox_attention, scale=given.scale, prune=given.prune, logit_bound=given.logit_bound, window=given.window,
-            sink=given.sink, return_lse=given.return_lse, impl="triton",
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "scale": given.scale, "prune": given.prune, "logit_bound": given.logit_bound, "window": given.window,
+            "sink": given.sink, "return_lse": given.return_lse, "impl": "triton",
+        }  # fmt: skip
         if past is None and given.valid is not None:
 
             def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, borders: Tensor) -> Output:
-                return kernel(q, k, v, log_decay=g, cu_seqlens=borders)
+                return kernel(q, k, v, log_decay=g, cu_seqlens=borders, **options)
 
             return on_packed(packed, given.valid, q, k, v, g), state
         if past is None:
             g = g if constant is None else constant
-            return kernel(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens), state
+            return kernel(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens, **options), state
         _refuse_padded(given, state)
         if g is None or _records(q, k, state.v, g, given.sink):
-            return kernel(q, k, state.v, log_decay=g, valid=state.valid), state
-        state = replace(state, sums=_gate_sums(past, state))
-        return kernel(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid), state
+            return kernel(q, k, state.v, log_decay=g, valid=state.valid, **options), state
+        state = replace(state, sums=_gate_sums(past, state, given.prune))
+        return kernel(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid, **options), state
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.fox import triton_unavailable
@@ -103,12 +104,17 @@ def fox_kernel(forms: Additive) -> Kernel:
     return Kernel(run, extend, refuses)
 
 
-def _gate_sums(past: KVCache, state: KVCache) -> Any:
-    """The sums of the gates of ``state``: ``past``, whose gates are not added up again, and some tokens."""
+def _gate_sums(past: KVCache, state: KVCache, prune: Prune | None) -> Any:
+    """What the kernel sums up of ``state``, which is ``past``, whose tokens are not read again, and some tokens.
+
+    With ``prune`` also the longest key, once for all tokens and then for the new ones alone.
+    """
     from attnzoo.kernels.fox import GateSums
 
-    g = cast(Tensor, state.log_decay).float()
-    return GateSums.of(g) if past.sums is None else past.sums.append(g[:, len(past) :])
+    g, k = cast(Tensor, state.log_decay).float(), None if prune is None else state.k
+    if past.sums is None or (k is not None and past.sums.longest is None):
+        return GateSums.of(g, k)
+    return past.sums.append(g[:, len(past) :], None if k is None else k[:, len(past) :])
 
 
 def path_kernel() -> Kernel:

@@ -25,7 +25,7 @@ from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, Shor
 from attnzoo.layer.precision import PreciseModule, fill
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.stream import LayerCache, Owner, Packing, Stream
-from attnzoo.recurrences.complex_linear import rotate
+from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant, get, list_variants
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def build_attention(
     settings: dict[str, Any] = {"hidden_size": hidden_size, "num_heads": num_heads, **defaults}
     known = {field.name for field in fields(AttentionConfig)}
     if block is not None:
-        if block not in BLOCKS:
+        if not isinstance(block, str) or block not in BLOCKS:
             raise unknown("block", block, BLOCKS)
         settings |= BLOCKS[block]
     classes = gate_classes(options.get("gate", settings.get("gate", "none")))
@@ -113,6 +113,8 @@ class Attention(PreciseModule):
         impl: str = "auto",
     ) -> None:
         super().__init__()
+        if not isinstance(config, AttentionConfig):
+            raise TypeError(f"config: expected AttentionConfig, got {type(config).__name__}")
         if impl not in IMPLS:
             raise unknown("impl", impl, IMPLS)
         if prune is not None and not variant.prunable:
@@ -222,11 +224,7 @@ class Attention(PreciseModule):
         Raises:
             TypeError, ValueError: arguments of the wrong kind, shape or value, each named.
         """
-        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.config.hidden_size:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"x: expected [B, T, D = {self.config.hidden_size}], got {got}")
-        if x.shape[1] == 0:
-            raise ValueError(f"x: expected at least one token, got shape {tuple(x.shape)}")
+        self._check(x)
         if cache is not None and not isinstance(cache, LayerCache):
             raise TypeError(f"cache: expected what new_cache() gives, got {type(cache).__name__}")
         if cu_seqlens is not None:
@@ -250,6 +248,7 @@ class Attention(PreciseModule):
 
     def project(self, x: Tensor) -> Projected:
         """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them."""
+        self._check(x)
         return self._project(x, self._stream(x, None, None))
 
     @torch.no_grad()
@@ -278,6 +277,20 @@ class Attention(PreciseModule):
         mixed = self.angle is not None or self.variant.requires != ("log_decay",)
         largest = q.amax(-1) * k.amax(-1) if mixed else (q * k).amax(-1)
         return (largest * (config.key_dim * scale)).expand(config.num_heads)
+
+    def _check(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.config.hidden_size:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"x: expected [B, T, D = {self.config.hidden_size}], got {got}")
+        if x.shape[1] == 0:
+            raise ValueError(f"x: expected at least one token, got shape {tuple(x.shape)}")
+        if type(self.q_proj) is not nn.Linear or hasattr(self.q_proj, "_hf_hook"):
+            return  # quantised, sharded or brought here when it runs: its own weight says nothing yet
+        weight = self.q_proj.weight
+        if x.dtype != weight.dtype and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
+            raise TypeError(f"x: expected the dtype of the layer, {weight.dtype} (or autocast), got {x.dtype}")
+        if x.device != weight.device:
+            raise ValueError(f"x: expected the device of the layer, {weight.device}, got {x.device}")
 
     def _valid(self, mask: Tensor | None, x: Tensor, cache: LayerCache | None) -> Tensor | None:
         if mask is None:
@@ -312,7 +325,11 @@ class Attention(PreciseModule):
         if valid is not None:
             x = x.masked_fill(~valid[..., None], 0.0)
         projected = self._project(x, stream)
-        bound = None if self.prune is None else self.logit_bound(projected.q.dtype)
+        bound = None if self.prune is None or cache is None else cache.bound
+        if bound is None and self.prune is not None:
+            bound = self.logit_bound(projected.q.dtype)
+            if cache is not None:  # of the weights alone: true whether or not the call succeeds
+                cache.bound = bound
         delta_rule = isinstance(projected.write, str)
         options = given_options(
             {
@@ -359,7 +376,7 @@ class Attention(PreciseModule):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.angle is not None:
             phase = stream.positions()[..., None, None] * self.angle.double()
-            q, k = rotate(q, phase), rotate(k, phase)
+            q, k = rotate_all(phase, q, k)
         if config.num_qk_heads is not None:
             q, k = expand_heads(q, config.num_heads), expand_heads(k, config.num_heads)
         gate, write = self.gate(x, k, stream)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from attnzoo.errors import unknown
+from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.gates import GateName
 from attnzoo.layer.parts import ACTIVATIONS, CONV_ACTIVATIONS, FEATURE_MAPS, ROTARY_ANGLES
 
@@ -17,10 +16,7 @@ OUTPUT_GATES = ("none", *ACTIVATIONS)
 SIZES = (
     "hidden_size", "num_heads", "num_kv_heads", "num_qk_heads", "head_dim", "value_dim", "output_norm_groups", "window",
 )  # fmt: skip
-SWITCHES = (
-    "qk_norm_shared", "conv_bias", "kv_shift", "qkv_bias", "output_bias", "skip", "output_norm_shared",
-    "gate_before_norm", "sinks",
-)  # fmt: skip
+POSITIVE = ("qk_norm_eps", "output_norm_eps", "expand")
 
 INSTEAD = {"value_dim": "expand", "num_kv_heads": "num_qk_heads"}  # the first, when given, takes the second's place
 NEEDS = {  # a detail -> the part of the layer that it is one of
@@ -46,7 +42,7 @@ class AttentionConfig:
         feature_map: on q and k: ``identity``, ``silu``, ``relu``, ``elu`` (elu + 1).
         key_feature_map: on k alone, where it is another one; None for the same.
         qk_norm: on q and k: ``none``, ``rms`` per head (learned scale), ``rms_full`` over all heads together (OLMo 2),
-            ``l2`` per head (unit length).
+            ``l2`` per head, to length 1.
         qk_norm_shared: one learned scale for all heads of q, and one for those of k.
         qk_norm_eps: added to the mean squares of q and k.
         conv_size: short convolution on q, k and v over that many tokens; 0 for none.
@@ -104,10 +100,11 @@ class AttentionConfig:
     sinks: bool = False
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            size = getattr(self, name)
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+        check_kinds(vars(self), AttentionConfig.__annotations__)
+        for name in (*SIZES, *POSITIVE):
+            number, what = getattr(self, name), "integer" if name in SIZES else "number"
+            if number is not None and number <= 0:
+                raise ValueError(f"{name}: expected a positive {what}, got {number!r}")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size: expected a multiple of num_heads = {self.num_heads} (or head_dim given), "
@@ -124,20 +121,14 @@ class AttentionConfig:
                 raise ValueError(
                     f"{name}: expected a divisor of num_heads = {self.num_heads}, got {getattr(self, name)}"
                 )
-        for name in SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
-        for name, least in (("qk_norm_eps", 0.0), ("output_norm_eps", 0.0), ("expand", 0.0), ("scale", -math.inf)):
-            number = getattr(self, name)
-            if number is not None and not (isinstance(number, int | float) and least < number < math.inf):
-                above = "a number" if least < 0 else "a positive number"
-                raise ValueError(f"{name}: expected {above}, got {number!r}")
         if self.expand is not None and self.value_dim is not None:
             raise ValueError(f"expand: expected None with value_dim = {self.value_dim}, got {self.expand}")
         if self.expand is not None and (self.expand * self.hidden_size) % self.num_heads:
             raise ValueError(f"expand: expected a whole number of channels per head, got {self.expand}")
-        if not isinstance(self.conv_size, int) or self.conv_size < 0:
+        if self.conv_size < 0:
             raise ValueError(f"conv_size: expected a number of tokens >= 0, got {self.conv_size!r}")
+        if self.rotary is not None and self.rotary < 1:
+            raise ValueError(f"rotary: expected a base of at least 1 (no angle over 1 radian), got {self.rotary!r}")
         for name, options in (
             ("feature_map", tuple(FEATURE_MAPS)),
             ("key_feature_map", (None, *FEATURE_MAPS)),

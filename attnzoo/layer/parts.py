@@ -13,8 +13,9 @@ from attnzoo.layer.stream import Stream
 
 
 def l2_normalize(x: Tensor) -> Tensor:
-    """Unit vectors along the last axis, computed in float32; a zero vector stays zero."""
-    return F.normalize(wide(x), dim=-1, eps=1e-6).to(x.dtype)
+    """``x / sqrt(|x|^2 + 1e-6)`` along the last axis, in float32: unit vectors, but for very short ones."""
+    x32 = wide(x)
+    return (x32 * (x32.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ class HeadNorm(nn.Module):
             x = x.reshape(*shape[:2], self.groups, -1)
         if self.kind == "group":
             x = x - x.mean(-1, keepdim=True)
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        x = F.rms_norm(x, x.shape[-1:], eps=self.eps)
         return ((x if self.groups is None else x.reshape(shape)) * self.weight).to(dtype)
 
     def extra_repr(self) -> str:
@@ -114,9 +115,12 @@ class ShortConvolution(nn.Module):
     def _convolve(self, full: Tensor) -> Tensor:
         T = full.shape[1] - self.size + 1
         weight = self.weight.to(full.dtype)
-        out = full[:, :T] * weight[:, 0]
-        for i in range(1, self.size):
-            out = out + full[:, i : i + T] * weight[:, i]
+        if T == 1:  # a step: two operations in place of two per token of the window
+            out = (full * weight.mT).sum(1, keepdim=True)
+        else:
+            out = full[:, :T] * weight[:, 0]
+            for i in range(1, self.size):
+                out = out + full[:, i : i + T] * weight[:, i]
         return self.activation(out if self.bias is None else out + self.bias.to(full.dtype))
 
     def extra_repr(self) -> str:
@@ -139,6 +143,7 @@ class Shift(nn.Module):
 
     def forward(self, x: Tensor, hidden: Tensor, stream: Stream, name: str) -> Tensor:
         """x ``[B, T, heads * dim]``, hidden ``[B, T, D]``; same shape as x out."""
-        before = stream.windowed(name, x, 2, lambda full: full[:, :-1])
-        a = wide(self.proj(hidden)).sigmoid().to(x.dtype).repeat_interleave(x.shape[-1] // self.heads, -1)
-        return a * before + (1 - a) * x
+        a = self.proj(hidden).sigmoid().to(x.dtype)[..., None]
+        before, now = (y.unflatten(-1, (self.heads, -1)) for y in (stream.before(name, x), x))
+        shifted: Tensor = now.lerp(before, a).flatten(-2)
+        return shifted

@@ -33,6 +33,7 @@ class LayerCache:
         seen: tokens so far, ``[B]`` int64 (padding does not count).
         dtype: of the hidden states in the calls before.
         owner: the layer whose calls it belongs to; None for the first that is given it.
+        bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it.
     """
 
     state: Any = None
@@ -40,6 +41,7 @@ class LayerCache:
     seen: Tensor | None = None
     dtype: torch.dtype | None = None
     owner: Owner | None = None
+    bound: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -162,6 +164,14 @@ class Stream:
         rank = order.argsort(1)[:, n:] - n
         return out.gather(1, rank.clamp(min=0)[..., None].expand(-1, -1, out.shape[-1]))
 
+    def before(self, name: str, x: Tensor) -> Tensor:
+        """The token before each of ``x [B, T, X]``, zeros before the first; ``name`` is its key in the cache."""
+        past = None if self.cache is None or self.valid is not None else self.cache.windows.get(name)
+        if past is None or x.shape[1] > 1:
+            return self.windowed(name, x, 2, lambda full: full[:, :-1])
+        self._remember(name, x, 1)
+        return past.to(x.dtype)
+
     def _remember(self, name: str, full: Tensor, n: int) -> None:
         if self.cache is not None:
             self.windows[name] = full[:, full.shape[1] - n :]
@@ -172,12 +182,11 @@ class Stream:
         if cache is None:
             return
         B, T = self.shape
-        new = torch.full((B,), T, device=self.device) if self.valid is None else self.valid.sum(1)
-        seen = new if cache.seen is None else cache.seen + new
+        seen = torch.zeros(B, dtype=torch.int64, device=self.device) if cache.seen is None else cache.seen
         if cache.owner is None:
             cache.owner = Owner(layer)
-        cache.state, cache.windows, cache.seen = state, {**cache.windows, **self.windows}, seen
-        cache.dtype = x.dtype
+        cache.state, cache.windows = state, {**cache.windows, **self.windows}
+        cache.seen, cache.dtype = seen + (T if self.valid is None else self.valid.sum(1)), x.dtype
 
 
 @dataclass(frozen=True, eq=False)

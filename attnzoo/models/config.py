@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnzoo.errors import above, at_least, unknown
+from attnzoo.errors import above, at_least, check_kinds, unknown
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,9 @@ class ModelConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
+        check_kinds(vars(self), ModelConfig.__annotations__)
+        if not isinstance(self.attention_options, Mapping):
+            raise ValueError(f"attention_options: expected a mapping, got {self.attention_options!r}")
         at_least(self, 1, "hidden_size", "num_layers", "num_heads", "vocab_size")
         if self.intermediate_size is not None:
             at_least(self, 0, "intermediate_size")
@@ -114,6 +117,9 @@ class ModelConfig:
         if not isinstance(options, Mapping):
             raise ValueError(f"attention: options of {name} must be a mapping, got {options!r}")
         options = {**self.attention_options, **options}
+        for option in options:
+            if not isinstance(option, str):
+                raise ValueError(f"attention_options: expected names of options, got {option!r}")
         for option in ("name", "hidden_size"):
             if option in options:
                 raise ValueError(f"attention_options: {option} is the model's, and no option of its layers")

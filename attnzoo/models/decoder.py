@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.errors import unknown
+from attnzoo.algebra.values import reads_values
+from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.attention import build_attention
 from attnzoo.layer.gates.hgrn2 import lower_bounds
 from attnzoo.layer.precision import GateLinear
@@ -90,6 +91,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise TypeError(f"config: expected ModelConfig, got {type(config).__name__}")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
@@ -138,8 +141,8 @@ class LanguageModel(nn.Module):
             TypeError, ValueError: arguments of other kinds, shapes or values than these, each named.
         """
         if targets is not None:
-            _check_tokens("input_ids", input_ids, None)
-            _check_tokens("targets", targets, input_ids.shape)
+            self._check_tokens("input_ids", input_ids)
+            self._check_tokens("targets", targets, input_ids.shape, IGNORED)
         with _all_or_none(cache, len(self.blocks)):
             x = self.hidden(input_ids, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
             logits = self.head(x)  # [B, T, vocab]
@@ -171,7 +174,7 @@ class LanguageModel(nn.Module):
             ValueError: shapes or dtypes other than these.
         """
         if embedded is None:
-            _check_tokens("input_ids", input_ids, None)
+            self._check_tokens("input_ids", input_ids)
             embedded = self.embedding(input_ids)
         x = embedded  # [B, T, D]
         with _all_or_none(cache, len(self.blocks)):
@@ -184,6 +187,28 @@ class LanguageModel(nn.Module):
         if states is not None:
             states.append(x)
         return x
+
+    def _check_tokens(
+        self, name: str, tokens: Tensor | None, shape: torch.Size | None = None, ignored: int | None = None
+    ) -> None:
+        """Integers [B, T], T >= 1, of the vocabulary; `ignored` may be among them, but not alone."""
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"{name}: expected integers [B, T], got {type(tokens).__name__}")
+        if tokens.ndim != 2 or tokens.shape[1] == 0 or (shape is not None and tokens.shape != shape):
+            expected = "[B, T] with at least one token" if shape is None else str(list(shape))
+            raise ValueError(f"{name}: expected shape {expected}, got {list(tokens.shape)}")
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{name}: expected int64 or int32 tokens, got {tokens.dtype}")
+        if not reads_values(tokens) or not tokens.numel():
+            return
+        if ignored is not None:
+            tokens = tokens[tokens != ignored]
+            if not tokens.numel():
+                raise ValueError(f"{name}: expected at least one that counts, got {ignored} alone")
+        size = self.embedding.num_embeddings
+        low, high = (int(x) for x in tokens.aminmax())
+        if low < 0 or high >= size:
+            raise ValueError(f"{name}: expected tokens from 0 to {size - 1}, got {low if low < 0 else high}")
 
     def new_cache(self) -> list[Any]:
         """An empty cache for one batch of sequences, one entry per layer."""
@@ -215,17 +240,19 @@ class LanguageModel(nn.Module):
             The prompts with their continuations, [B, T + max_new_tokens].
 
         Raises:
-            ValueError: an empty prompt, a negative temperature, or top_k or max_new_tokens below their
-                minimum.
+            TypeError, ValueError: an empty prompt, tokens beyond the vocabulary, or a number out of its range.
         """
-        _check_tokens("input_ids", input_ids, None)
-        if input_ids.shape[1] == 0:
-            raise ValueError("input_ids: expected at least one token to continue, got none")
-        if temperature < 0 or max_new_tokens < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(
-                "expected temperature >= 0, max_new_tokens >= 0 and top_k >= 1, "
-                f"got {temperature}, {max_new_tokens} and {top_k}"
-            )
+        self._check_tokens("input_ids", input_ids)
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
+        check_kinds(options, {"max_new_tokens": "int", "temperature": "float", "top_k": "int | None"})
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens: expected at least 0, got {max_new_tokens}")
+        if temperature < 0:
+            raise ValueError(f"temperature: expected at least 0, got {temperature}")
+        if top_k is not None and not 1 <= top_k <= self.config.vocab_size:
+            raise ValueError(f"top_k: expected 1 to vocab_size = {self.config.vocab_size}, got {top_k}")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator: expected torch.Generator or None, got {type(generator).__name__}")
         was_training = self.training
         self.eval()
         try:
@@ -246,6 +273,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None, generato
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, float("-inf"))
+    logits = logits - logits.amax(dim=-1, keepdim=True)  # so that a small temperature divides 0 and large negatives
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
 
@@ -278,13 +306,3 @@ def _all_or_none(cache: list[LayerCache] | None, layers: int) -> AllOrNone:
     if len(tokens) > 1:
         raise ValueError(f"cache: expected layers that have seen equally many tokens, got {sorted(tokens)}")
     return AllOrNone(cache)
-
-
-def _check_tokens(name: str, tokens: Tensor | None, shape: torch.Size | None) -> None:
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"{name}: expected integers [B, T], got {type(tokens).__name__}")
-    if tokens.ndim != 2 or (shape is not None and tokens.shape != shape):
-        expected = "[B, T]" if shape is None else str(list(shape))
-        raise ValueError(f"{name}: expected shape {expected}, got {list(tokens.shape)}")
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{name}: expected int64 or int32 tokens, got {tokens.dtype}")

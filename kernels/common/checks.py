@@ -87,6 +87,10 @@ def check_inputs(
         if gate_sums.c.shape[:2] != (B, H) or len(gate_sums) != S:
             got = f"[B={gate_sums.c.shape[0]}, S={len(gate_sums)}, H={gate_sums.c.shape[1]}]"
             raise ValueError(f"gate_sums: expected the sums of [B={B}, S={S}, H={H}] gates, got {got}")
+        longest = gate_sums.longest
+        if longest is not None and longest.shape != (B, G):
+            got = f"B={longest.shape[0]}, G={longest.shape[1]}"
+            raise ValueError(f"gate_sums: expected the longest of keys with B={B}, G={G} heads, got {got}")
     if prune is not None and not isinstance(prune, Prune):
         eps = f"(eps={prune})" if isinstance(prune, float) else "()"
         raise ValueError(f"prune: expected attnzoo.Prune{eps} or None, got {type(prune).__name__}")
@@ -110,6 +114,14 @@ def pick_implementation(function: str, impl: str, why: str) -> str:
         logger = logging.getLogger(f"attnzoo.kernels.{function.removesuffix('_attention')}")
         logger.info("%s: auto picked %s%s", function, picked, f" ({why})" if why else "")
     return picked
+
+
+def traced(x: Tensor) -> bool:
+    """Whether a compiler or a tensor of another kind must see an op; without, its function is called as it is.
+
+    The way through torch's dispatcher takes longer than all else that an op of one token does on the host.
+    """
+    return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
 def share_kept(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from torch import Tensor
 GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """What plans depend on: compute capability ((0, 0) for the interpreter), Triton's version, and ROCm."""
 
     capability: tuple[int, int]
@@ -42,6 +41,12 @@ def machine(device: torch.device) -> Machine:
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a GPU; (0, 0) for a CPU (the interpreter)."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @functools.cache

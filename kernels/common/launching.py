@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import GATE_CONST, GATE_FULL, GATE_NONE
@@ -17,8 +16,17 @@ def gate_kind(log_decay: Tensor | None) -> int:
 
 def head_block(dim: int) -> int:
     """Smallest tile width that holds a head dim (tensor cores need 16)."""
-    block: int = triton.next_power_of_2(dim)
-    return max(16, block)
+    return max(16, power_of_2(dim))
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n. Triton's own function of that kind takes microseconds a call."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def cdiv(n: int, size: int) -> int:
+    """How many pieces of ``size`` hold n."""
+    return -(-n // size)
 
 
 def since_strides(since: Tensor | None) -> tuple[int, int]:

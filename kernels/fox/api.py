@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
 from typing import Literal, overload
 
 import torch
@@ -15,6 +17,7 @@ from attnzoo.kernels.common.checks import (
     kernels_unavailable,
     pick_implementation,
     share_kept,
+    traced,
 )
 from attnzoo.kernels.common.dense import first_visible, running_sums
 from attnzoo.kernels.common.device import on_device_of
@@ -74,12 +77,12 @@ def fox_attention(
         cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. S; B is 1 and T equals S. Changing lengths does
             not recompile.
         logit_bound: [H] float32 known bound of |scale q . k| (say from the norm weights under QK-norm), used by
-            ``prune``: the smaller of it and what the norms of q and k say counts. With fewer than 128 rows it counts
-            alone, for measuring would read every key. A bound that does not hold voids the certificate.
+            ``prune``: the smaller of it and what the norms of q and k say counts. A bound that does not hold voids the
+            certificate.
         valid: [B, S] bool, the keys that exist; the others get no weight, whatever k and v hold there. Their gates
             count as they are. A row without any valid key gives 0. No gradient in the Triton implementation.
-        gate_sums: instead of ``log_decay``, the sums of the S tokens' gates, kept from step to step. No gradient, no
-            ``cu_seqlens``.
+        gate_sums: instead of ``log_decay``, the sums of the S tokens' gates, kept from step to step, and with them the
+            longest key of each head, which ``prune`` else looks for among all S. No gradient, no ``cu_seqlens``.
         return_lse: return the rows' log-sum-exp as well.
         impl: "triton", "reference" (dense PyTorch, O(T S) memory), or "auto": Triton on CUDA tensors it supports.
 
@@ -110,8 +113,7 @@ def fox_attention(
         q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound, valid=valid, gate_sums=gate_sums
     )
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    recorded = torch.is_grad_enabled()
-    backward = recorded and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, sink))
+    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, sink))
     why = triton_unavailable(q, v)
     if backward and not why and (valid is not None or gate_sums is not None):
         name = "valid" if valid is not None else "gate_sums"
@@ -122,18 +124,20 @@ def fox_attention(
             logit_bound=logit_bound, valid=valid, gate_sums=gate_sums,
         )  # fmt: skip
         return (o, lse) if return_lse else o
-    from .op import fox_forward_op, fox_infer_op
+    op = _op()
 
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
     options = (cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
-    if valid is not None or gate_sums is not None:
-        sums = (None,) * 4 if gate_sums is None else (gate_sums.c, gate_sums.base, gate_sums.since, gate_sums.tails)
-        o, lse = fox_infer_op(q, k, v, log_decay, *sums, sink, valid, *options, return_lse)
+    if not backward:
+        s = gate_sums
+        sums = (None,) * 5 if s is None else (s.c, s.base, s.since, s.tails, s.longest)
+        infer = op.fox_infer_op if traced(q) else op.fox_infer
+        o, lse = infer(q, k, v, log_decay, *sums, sink, valid, *options, return_lse)
     else:
-        of_gate = recorded and log_decay is not None and log_decay.requires_grad
+        of_gate = log_decay is not None and log_decay.requires_grad
         deterministic = torch.are_deterministic_algorithms_enabled()
-        o, lse, *_ = fox_forward_op(q, k, v, log_decay, sink, *options, of_gate, deterministic, return_lse)
+        o, lse, *_ = op.fox_forward_op(q, k, v, log_decay, sink, *options, of_gate, deterministic, return_lse)
     return (o, lse) if return_lse else o
 
 
@@ -176,6 +180,14 @@ def kept_fraction(
         if prune is not None:
             start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound)
     return share_kept(since, start, B, T, H, S, q.device)
+
+
+@functools.cache
+def _op() -> ModuleType:
+    """The module that needs Triton."""
+    from . import op
+
+    return op
 
 
 def triton_unavailable(q: Tensor, v: Tensor) -> str:

@@ -15,7 +15,7 @@ from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe, gate_kind
 from attnzoo.kernels.common.plans import Plan, announce
 from attnzoo.kernels.common.rows import row_lse, since_without_gate
-from attnzoo.kernels.fox.plan import Call, plan
+from attnzoo.kernels.fox.plan import Call, few_rows, plan
 from attnzoo.kernels.fox.portable.backward import fox_backward
 from attnzoo.kernels.fox.portable.decode import fox_split_forward
 from attnzoo.kernels.fox.portable.forward import fox_forward
@@ -25,12 +25,14 @@ Some = Tensor | None
 
 
 def _plan(
-    q: Tensor, k: Tensor, v: Tensor, *, gate_gradient: bool = False, deterministic: bool = False, masked: bool = False
-) -> Plan:
-    """The plan of a call on real tensors, announced."""
+    q: Tensor, k: Tensor, v: Tensor, *, gate_gradient: bool = False, deterministic: bool = False, masked: bool = False,
+    backward: bool = True,
+) -> Plan:  # fmt: skip
+    """The plan of a call on real tensors, announced; without ``backward`` its own is not asked for."""
     (T, H, K), (S, G), V = q.shape[1:], k.shape[1:3], v.shape[3]
     where = machine(q.device)
-    call = Call(T, S, H // G, K, V, q.dtype, gate_gradient, deterministic, masked, can_describe(q, k, v))
+    described = (not backward and few_rows(T, S, H // G)) or can_describe(q, k, v)
+    call = Call(T, S, H // G, K, V, q.dtype, gate_gradient, deterministic, masked, described)
     chosen = plan(call, where)
     announce("fox", chosen, where)
     return chosen
@@ -123,20 +125,20 @@ def _forward_fake(
     return o, rows, q.new_empty((B, H, T), dtype=f32), c, base, since, start, o_rest
 
 
-@torch.library.custom_op("attnzoo::fox_infer", mutates_args=())
-def fox_infer_op(
+def fox_infer(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, tails: Tensor | None, sink: Tensor | None, valid: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, return_lse: bool,
+    since: Tensor | None, tails: Tensor | None, longest: Tensor | None, sink: Tensor | None, valid: Tensor | None,
+    cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention without a gradient, where keys do not exist (``valid``) or gates are already summed.
+    """Attention without a gradient; keys may not exist (``valid``), and gates may be summed already.
 
     Returns o and the rows' log-sum-exp [B, T, H], the latter empty without ``return_lse``.
 
     Args:
-        c, base, since, tails: of a ``GateSums`` of the S keys, with their room; None without one.
+        c, base, since, tails, longest: of a ``GateSums`` of the S keys, with their room; None without one.
     """
-    chosen = _plan(q, k, v, masked=valid is not None)
+    chosen = _plan(q, k, v, masked=valid is not None, backward=False)
     T, S = q.shape[1], k.shape[1]
     with on_device_of(q):
         if c is None or base is None or since is None or tails is None:
@@ -153,17 +155,21 @@ def fox_infer_op(
             if bound:
                 start = prune_starts(
                     q, k, log_decay, c, base, tails, since, scale, bound=bound, log_eps=log_eps,
-                    logit_bound=logit_bound, valid=valid,
+                    logit_bound=logit_bound, valid=valid, longest=longest,
                 )  # fmt: skip
         o, lse = _launch(chosen, q, k, v, log_decay, sink, c, base, since, start, scale, valid=valid)
         return o, row_lse(lse, log_decay, c, base, S) if return_lse else lse.new_empty(0)
 
 
+fox_infer_op = torch.library.custom_op("attnzoo::fox_infer", fox_infer, mutates_args=())
+
+
 @fox_infer_op.register_fake
 def _infer_fake(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, tails: Tensor | None, sink: Tensor | None, valid: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, return_lse: bool,
+    since: Tensor | None, tails: Tensor | None, longest: Tensor | None, sink: Tensor | None, valid: Tensor | None,
+    cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(
         q.shape[:3] if return_lse else (0,), dtype=torch.float32
@@ -264,4 +270,4 @@ def _backward(ctx: Any, do: Some, dlse: Some, *_: Some) -> tuple[Some, ...]:
 
 fox_forward_op.register_autograd(_backward, setup_context=_setup)
 
-__all__ = ["bounds", "fox_backward_op", "fox_forward_op", "fox_infer_op"]
+__all__ = ["bounds", "fox_backward_op", "fox_forward_op", "fox_infer", "fox_infer_op"]

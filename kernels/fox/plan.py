@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -48,8 +47,7 @@ _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What a plan depends on besides the machine: T rows, S keys, ``rep`` query heads per key head, head dims K, V."""
 
     T: int
@@ -70,10 +68,14 @@ def plan(call: Call, machine: Machine) -> Plan:
     Raises:
         ValueError: tiles that tests or sweeps force (``override``) do not fit.
     """
-    few = call.T * call.rep <= SPLIT_ROWS and max(4 * call.T, 4 * KEY_UNIT) <= call.S
     # lengths are not part of what is looked up: a cache grows at every step
-    key = dataclasses.replace(call, T=0, S=0, rep=0)
-    return _plan(key, few, call.T >= ROW_UNIT, machine, tuple(_forced.items()))
+    key = call._replace(T=0, S=0, rep=0)
+    return _plan(key, few_rows(call.T, call.S, call.rep), call.T >= ROW_UNIT, machine, tuple(_forced.items()))
+
+
+def few_rows(T: int, S: int, rep: int) -> bool:
+    """Whether there are so few rows that the keys are split."""
+    return T * rep <= SPLIT_ROWS and max(4 * T, 4 * KEY_UNIT) <= S
 
 
 @functools.lru_cache(maxsize=1024)

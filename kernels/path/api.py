@@ -55,8 +55,8 @@ def path_attention(  # type: ignore[misc]  # the options above are these
         q: [B, T, H, K]. bfloat16, float16 or float32; the Triton implementation takes K and V that are multiples of 16
             up to 128.
         k: [B, T, G, K], v: [B, T, G, V]; G divides H and head h reads key head h // (H / G).
-        w: [B, T, G, K] unit vectors in q's dtype or float32, beta: [B, T, G] in [0, 2], q's dtype or float32. A w
-            rounded to 16 bits is of unit length up to 2^-9, which pruning's certificate does not count.
+        w: [B, T, G, K] vectors of length 1 or less, beta: [B, T, G] in [0, 2], both in q's dtype or float32. A w
+            rounded to 16 bits may be longer by 2^-9, which pruning's certificate does not count.
         log_decay: [B, T, H] natural log of the forget gate, float32, <= 0, or None. All of these, and sink, are
             differentiable.
         scale: of the scores; default K ** -0.5.
@@ -82,7 +82,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
 
     Raises:
         ValueError: a shape, dtype, device or option is wrong; the message says what was expected. Values (gates > 0,
-            beta outside [0, 2], w not of unit length, borders that do not rise, bounds below 0, NaN) are read on a CPU,
+            beta outside [0, 2], w longer than 1, borders that do not rise, bounds below 0, NaN) are read on a CPU,
             on a GPU only with ATTNZOO_VALIDATE=1.
         TypeError: something that is no tensor, or no number.
         ImportError: ``impl="triton"`` without Triton.

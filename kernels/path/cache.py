@@ -14,6 +14,7 @@ from torch import Tensor
 from attnzoo.algebra.transitions import cut, heads_first
 from attnzoo.algebra.values import reads_values
 from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
+from attnzoo.kernels.common.checks import traced
 from attnzoo.kernels.path.chunk import CHUNK, factors_block
 
 SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill
@@ -98,7 +99,7 @@ def path_extend(
     Args:
         q: [B, N, H, K], the new tokens.
         k: [B, N, G, K] their keys.
-        w: [B, N, G, K] unit vectors.
+        w: [B, N, G, K] vectors of length 1 or less.
         beta: [B, N, G] in [0, 2].
         keys: [B, S, G, K] float32, S >= 1 cached keys as the last cached token left them (``carry_keys``).
         values: [B, S + N, G, V], cached and new.
@@ -123,23 +124,27 @@ def path_extend(
     """
     _check(q, k, w, beta, keys, values, gates, valid, scale, window, sink)
     refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink) if x is not None))
-    from attnzoo.kernels.path.portable.decode import path_advance
+    from attnzoo.kernels.path.portable.decode import advance, path_advance
 
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     S, outputs, sums = keys.shape[1], [], []
+    step = path_advance if traced(q) else advance
     if valid is not None:
         w, beta = _existing(w, valid[:, S:]), _existing(beta, valid[:, S:])
+    if q.shape[1] <= CHUNK:
+        o, lse, keys = step(q, k, w, beta, keys, values, gates, valid, sink, window or 0, scale)
+        return (o, keys, lse) if return_lse else (o, keys)
     for start in range(0, q.shape[1], CHUNK):
         stop = min(start + CHUNK, q.shape[1])
         now, seen = slice(start, stop), slice(0, S + stop)
-        o, lse, keys = path_advance(
+        o, lse, keys = step(
             q[:, now], k[:, now], w[:, now], beta[:, now], keys, values[:, seen],
             None if gates is None else gates[:, seen], None if valid is None else valid[:, seen], sink,
             window or 0, scale,
         )  # fmt: skip
         outputs.append(o)
         sums.append(lse)
-    o, lse = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (outputs, sums))
+    o, lse = torch.cat(outputs, 1), torch.cat(sums, 1)
     return (o, keys, lse) if return_lse else (o, keys)
 
 
@@ -148,7 +153,7 @@ def carry_keys(k: Tensor, w: Tensor, beta: Tensor, valid: Tensor | None = None) 
 
     Args:
         k: [B, T, G, K].
-        w: [B, T, G, K] unit vectors.
+        w: [B, T, G, K] vectors of length 1 or less.
         beta: [B, T, G] in [0, 2].
         valid: [B, T] bool, the tokens that exist, or None for all. The factors of the others count for nothing.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -42,8 +42,7 @@ _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What a plan depends on besides the machine: T tokens, head dims K and V."""
 
     T: int
@@ -65,7 +64,7 @@ def plan(call: Call, machine: Machine) -> Plan:
     Raises:
         ValueError: tiles that tests or sweeps force (``override``) do not fit.
     """
-    return _plan(dataclasses.replace(call, T=0), level_count(call.T) > 0, machine, tuple(_forced.items()))
+    return _plan(call._replace(T=0), level_count(call.T) > 0, machine, tuple(_forced.items()))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Any
 
@@ -20,7 +19,7 @@ CALL = Call(T=1000, S=1000, rep=1, K=64, V=128, dtype=torch.bfloat16, gate_gradi
 
 
 def decide(machine: Machine = HOPPER, **changes: Any) -> Plan:
-    return plan(dataclasses.replace(CALL, **changes), machine)
+    return plan(CALL._replace(**changes), machine)
 
 
 @pytest.mark.parametrize("release", GLUON)

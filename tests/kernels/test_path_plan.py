@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ TILE = Tiles(64, 64, 4, 1)
 
 
 def decide(machine: Machine = HOPPER, **changes: Any) -> Plan:
-    return plan(dataclasses.replace(CALL, **changes), machine)
+    return plan(CALL._replace(**changes), machine)
 
 
 @pytest.mark.parametrize("release", GLUON)

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.errors import unknown
+from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write
 from attnzoo.layer.gates.decay import (
     ALiBiSlope,
@@ -80,11 +80,13 @@ def gate_classes(gate: GateName | Sequence[GateName]) -> tuple[type[GateProjecti
     """The projection classes behind a name, a class, or several of them.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, none at all, or two that give the same part.
         TypeError: neither a name nor a projection class.
     """
-    names = [gate] if isinstance(gate, (str, type)) else list(gate)
-    classes = []
+    names = list(gate) if isinstance(gate, list | tuple) else [gate]
+    if not names:
+        raise ValueError("gate: expected at least one name ('none' for no gate), got none")
+    classes: list[type[GateProjection]] = []
     for name in names:
         if isinstance(name, str):
             if name not in GATES:
@@ -94,6 +96,12 @@ def gate_classes(gate: GateName | Sequence[GateName]) -> tuple[type[GateProjecti
             classes.append(name)
         else:
             raise TypeError(f"gate: expected a name or a GateProjection class, got {name!r}")
+    givers: dict[str, object] = {}
+    for name, cls in zip(names, classes, strict=True):
+        for part in cls.provides:
+            if part in givers:
+                raise ValueError(f"gate: expected one projection to {part}, got both {givers[part]!r} and {name!r}")
+            givers[part] = name
     return tuple(classes)
 
 
@@ -108,7 +116,17 @@ def gate_options(classes: Sequence[type[GateProjection]]) -> dict[str, type[Gate
 
 
 def build_gate(classes: Sequence[type[GateProjection]], sizes: Sizes, options: dict[str, Any]) -> GateProjection:
-    """One projection, or several combined, with the options that each takes."""
+    """One projection, or several combined, with the options that each takes.
+
+    Raises:
+        ValueError: an option that none of them takes, or a value of another kind than its annotation says.
+    """
     owner = gate_options(classes)
+    for name in options:
+        if name not in owner:
+            raise unknown("option of the gate", name, owner)
+    for cls in classes:
+        kinds = cls.__init__.__annotations__
+        check_kinds({name: x for name, x in options.items() if owner[name] is cls}, kinds)
     members = [cls(sizes, **{n: x for n, x in options.items() if owner[n] is cls}) for cls in classes]
     return members[0] if len(members) == 1 else Combined(sizes, members)

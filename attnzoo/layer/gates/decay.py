@@ -66,17 +66,12 @@ class ForgetGate(GateProjection):
 
     Args:
         scale_forget: times ``K^(-1/2)``, as flash-linear-attention has it in PaTH-FoX.
-
-    Raises:
-        ValueError: ``scale_forget`` is neither True nor False.
     """
 
     provides = ("log_decay",)
 
     def __init__(self, sizes: Sizes, *, scale_forget: bool = False) -> None:
         super().__init__(sizes)
-        if not isinstance(scale_forget, bool):
-            raise ValueError(f"scale_forget: expected True or False, got {scale_forget!r}")
         self.factor = sizes.head_dim**-0.5 if scale_forget else 1.0
         self.forget_proj = GateLinear(sizes.hidden_size, sizes.num_heads)
         self.reset_parameters()
@@ -163,7 +158,7 @@ class SoftplusDecay(GateProjection):
 
     def step(self, x: Tensor) -> Tensor:
         """dt ``[B, T, H]`` in float32."""
-        return F.softplus(wide(self.dt_proj(x)) + wide(self.dt_bias))
+        return F.softplus(self.dt_proj(x) + wide(self.dt_bias))
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(log_decay=-wide(self.log_a).exp() * self.step(x)), None

@@ -59,7 +59,7 @@ class RotaryAngles(GateProjection):
         theta: the base; 500000 as in the baselines of FoX.
 
     Raises:
-        ValueError: ``theta <= 0`` or an odd head dimension.
+        ValueError: ``theta < 1`` or an odd head dimension.
     """
 
     provides = ("angle",)
@@ -67,8 +67,8 @@ class RotaryAngles(GateProjection):
 
     def __init__(self, sizes: Sizes, *, theta: float = 500_000.0) -> None:
         super().__init__(sizes)
-        if theta <= 0:
-            raise ValueError(f"theta: expected a positive number, got {theta}")
+        if theta < 1:
+            raise ValueError(f"theta: expected a base of at least 1 (no angle over 1 radian), got {theta}")
         self.theta = theta
         self.keep("angle", rotary_angles(sizes.head_dim, theta))
 
@@ -99,8 +99,8 @@ class DeltaRule(GateProjection):
         reset_linear(self.beta_proj)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        beta = wide(self.beta_proj(x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
-        return Gate(w=k, beta=beta), DELTA_RULE
+        beta = wide(self.beta_proj(x)).sigmoid()
+        return Gate(w=k, beta=2 * beta if self.allow_neg_eigval else beta), DELTA_RULE
 
 
 class PathTransition(GateProjection):
@@ -123,6 +123,8 @@ class PathTransition(GateProjection):
             raise unknown("w", w, ("low_rank", "key"))
         if w_rank < 1:
             raise ValueError(f"w_rank: expected at least 1, got {w_rank}")
+        if w_conv_size < 0:
+            raise ValueError(f"w_conv_size: expected a number of tokens >= 0, got {w_conv_size}")
         width = sizes.num_kv_heads * sizes.head_dim
         self.w_down = self.w_up = self.w_conv = None
         if w == "low_rank":
@@ -147,8 +149,7 @@ class PathTransition(GateProjection):
                 w = self.w_conv(w, stream, "w")
             w = w.unflatten(-1, (self.sizes.num_kv_heads, self.sizes.head_dim))
         beta = 2 * wide(self.beta_proj(x)).sigmoid()
-        w, beta = _unit_or_idle(w, beta)
-        return Gate(w=w, beta=beta), None
+        return Gate(w=l2_normalize(wide(w)), beta=beta), None  # a w that is rounded may be longer than 1
 
 
 def rotary_angles(head_dim: int, theta: float, to_the_end: bool = False) -> Tensor:
@@ -162,10 +163,3 @@ def rotary_angles(head_dim: int, theta: float, to_the_end: bool = False) -> Tens
     if to_the_end:
         return theta ** -torch.linspace(0, 1, head_dim // 2, dtype=torch.float64)
     return theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
-
-
-def _unit_or_idle(w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """w of unit length, in float32 at least (a rounded one may be longer than 1); where it vanishes, beta is 0."""
-    w = wide(w)
-    length = w.norm(dim=-1)
-    return l2_normalize(w), beta.masked_fill(length < 1e-6, 0.0)

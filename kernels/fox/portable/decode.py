@@ -13,9 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E
+from attnzoo.kernels.common.device import multiprocessors
 from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import dot_precision, gate_kind, head_block, since_strides, valid_strides
+from attnzoo.kernels.common.launching import (
+    cdiv,
+    dot_precision,
+    gate_kind,
+    head_block,
+    power_of_2,
+    since_strides,
+    valid_strides,
+)
 from attnzoo.kernels.common.tile_loads import keys_there, load_tile
 
 
@@ -144,9 +153,7 @@ def _chunk(programs: int, S: int, device: torch.device) -> int:
     """Keys per program: enough programs to fill the GPU eight times, 256 to 2048 keys each."""
     if device.type != "cuda":
         return 4 * KEY_UNIT
-    wanted = 8 * torch.cuda.get_device_properties(device).multi_processor_count
-    chunk: int = triton.next_power_of_2(S * programs // wanted)
-    return min(2048, max(256, chunk))
+    return min(2048, max(256, power_of_2(S * programs // (8 * multiprocessors(device)))))
 
 
 def _tile(width: int, element_size: int) -> tuple[int, int]:
@@ -167,7 +174,7 @@ def fox_split_forward(
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     chunk = _chunk(B * G, S, q.device)
-    n, gate = triton.cdiv(S, chunk), gate_kind(log_decay)
+    n, gate = cdiv(S, chunk), gate_kind(log_decay)
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
     part, lses = lse.new_empty((B, H, T, n, V)), lse.new_empty((B, H, T, n))
     BK, BV = head_block(K), head_block(V)
@@ -180,7 +187,7 @@ def fox_split_forward(
         q, k, v, part, lses, p_c, p_base, p_g, lse if since is None else since, lse if start is None else start, there,
         T, S, NS, n, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *since_strides(since),
         *valid_strides(valid), H=H, REP=H // G, K=K, V=V, BK=BK, BV=BV,
-        BT=max(16, triton.next_power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT, GATE=gate,
+        BT=max(16, power_of_2(T * H // G)), BS=BS, CHUNK=chunk, KU=KEY_UNIT, GATE=gate,
         HAS_SINCE=since is not None, HAS_START=start is not None, HAS_VALID=valid is not None,
         PREC=dot_precision(q.dtype), num_warps=4, num_stages=num_stages,
     )  # fmt: skip

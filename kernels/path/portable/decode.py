@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.device import on_device_of
+from attnzoo.kernels.common.device import multiprocessors, on_device_of
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launching import cdiv, power_of_2
 from attnzoo.kernels.path.chunk import CHUNK, close_chunk
 
 ROOM = 256  # keys are stored in multiples of this many tokens, so that growing reuses the allocator's blocks
@@ -129,12 +130,16 @@ def path_advance_kernel(
 
 @triton.jit(do_not_specialize=["N", "S", "NS", "window", "stride_gb", "stride_mb"])
 def path_combine_kernel(
-    p_o, p_m, p_l, p_sum, p_scores, p_v, p_g, p_valid, p_sink, p_out, p_lse,
-    stride_vb, stride_vt, stride_gb, stride_gt, stride_mb, N, S, NS, window, scale,
-    G: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
-    BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, HAS_SINK: tl.constexpr,
+    p_o, p_m, p_l, p_sum, p_scores, p_q, p_k, p_next, p_v, p_g, p_valid, p_sink, p_out, p_lse,
+    stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb, N, S, NS, window, scale,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINK: tl.constexpr,
 ):  # fmt: skip
-    """One row: the NS parts over the cached keys, and the chunk's own N keys with scores [B, H, N, N]."""
+    """One row: the NS parts over the cached keys, and the chunk's own N keys with scores [B, H, N, N].
+
+    With N = 1 (BN = 1) the score is that of p_q and p_k, and the key is written behind those of the next cache.
+    """
     i_bh, i_n = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     REP: tl.constexpr = H // G
@@ -147,7 +152,17 @@ def path_combine_kernel(
     row = (i_b * G + i_h // REP) * NS * R + (i_h % REP) * N + i_n
     b_m = tl.load(p_m + row + o_p * R, mask=m_p, other=float("-inf"))
     b_l = tl.load(p_l + row + o_p * R, mask=m_p, other=0.0)
-    b_own = tl.load(p_scores + (i_bh.to(tl.int64) * N + i_n) * N + o_j, mask=m_j, other=0.0) * (scale * TL_LOG2E)
+    if BN == 1:
+        o_k = tl.arange(0, BK)
+        m_k = o_k < K
+        b_q = tl.load(p_q + i_bh.to(tl.int64) * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_k = tl.load(p_k + (i_b * G + i_h // REP) * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_own = tl.zeros([BN], tl.float32) + tl.sum(b_q * b_k, 0)
+        if i_h % REP == 0:
+            tl.store(p_next + i_b * stride_nb + (S.to(tl.int64) * G + i_h // REP) * K + o_k, b_k, mask=m_k)
+    else:
+        b_own = tl.load(p_scores + (i_bh.to(tl.int64) * N + i_n) * N + o_j, mask=m_j, other=0.0)
+    b_own *= scale * TL_LOG2E
     if GATED:
         p_g += i_b * stride_gb + i_h
         m_upto = _there(p_valid, S + o_j, m_j, MASKED)
@@ -184,14 +199,12 @@ def path_combine_kernel(
 
 def _splits(S: int, programs: int, BS: int, device: torch.device) -> tuple[int, int]:
     """Number of splits of S cached keys, and keys per split: enough programs to fill the device."""
-    cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    wanted = min(MAX_SPLITS, max(1, 4 * cores // programs), triton.cdiv(S, BS))
-    size = triton.cdiv(triton.cdiv(S, wanted), BS) * BS
-    return triton.cdiv(S, size), size
+    wanted = min(MAX_SPLITS, max(1, 4 * multiprocessors(device) // programs), cdiv(S, BS))
+    size = cdiv(cdiv(S, wanted), BS) * BS
+    return cdiv(S, size), size
 
 
-@torch.library.custom_op("attnzoo::path_advance", mutates_args=())
-def path_advance(
+def advance(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
     valid: Tensor | None, sink: Tensor | None, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -216,26 +229,25 @@ def path_advance(
     gates, valid = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (gates, valid))
     following = _new_keys(keys, S + N)
     if N == 1:
-        scores = (q.float().unflatten(2, (G, -1)) * k.float()[:, :, :, None]).sum(-1).view(B, H, 1, 1)
-        rows, own, total = q.contiguous(), k, following
-        w, beta = w.contiguous(), beta.contiguous()
+        rows, k, w, beta = q.contiguous(), k.contiguous(), w.contiguous(), beta.contiguous()
+        scores = total = following
     else:
         scores, rows, own, total = close_chunk(q, k, w, beta)
-    following[:, S:] = own
+        following[:, S:] = own
     R = H // G * N
     wide = max(K, V) > 64
     # within the registers and 99 KiB of shared memory (compiled for compute capability 9.0)
-    BR = 1 if R == 1 else min(32 if wide else 64, max(16, triton.next_power_of_2(R)))
+    BR = 1 if R == 1 else min(32 if wide else 64, max(16, power_of_2(R)))
     BS = 32 if R > 1 and values.dtype == torch.float32 else 64
     warps = 8 if wide else 4
-    row_tiles = triton.cdiv(R, BR)
+    row_tiles = cdiv(R, BR)
     splits, size = _splits(S, B * G * row_tiles, BS, q.device)
     parts = q.new_empty(B, G, splits, R, V, dtype=torch.float32)
     top, mass, sums = (q.new_empty(B, G, splits, R, dtype=torch.float32) for _ in range(3))
     o = q.new_empty(B, N, H, V, dtype=values.dtype)
-    BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    BK, BV = power_of_2(K), power_of_2(V)
     BC = 32 if wide else BK
-    BP = triton.next_power_of_2(splits) if N == 1 else MAX_SPLITS
+    BP = power_of_2(splits) if N == 1 else MAX_SPLITS
     g, there = parts if gates is None else gates, parts if valid is None else valid
     gate_strides = (g.stride(0), g.stride(1))
     lse = q.new_empty(B, N, H, dtype=torch.float32)
@@ -248,9 +260,10 @@ def path_advance(
             num_warps=warps, num_stages=1,
         )  # fmt: skip
         path_combine_kernel[(B * H, N)](
-            parts, top, mass, sums, scores, values, g, there, lse if sink is None else sink, o, lse, values.stride(0),
-            values.stride(1), *gate_strides, there.stride(0), N, S, splits, window, scale, G, H, V,
-            1 if N == 1 else CHUNK, BP, BV, **flags, HAS_SINK=sink is not None, num_warps=4,
+            parts, top, mass, sums, scores, rows, k, following, values, g, there, lse if sink is None else sink, o, lse,
+            following.stride(0), values.stride(0), values.stride(1), *gate_strides, there.stride(0), N, S, splits,
+            window, scale, G, H, K, V, 1 if N == 1 else CHUNK, BP, BK, BV, **flags, HAS_SINK=sink is not None,
+            num_warps=4,
         )  # fmt: skip
     return o, lse, following
 
@@ -263,6 +276,9 @@ def _dense_heads(x: Tensor) -> Tensor:
 def _new_keys(keys: Tensor, tokens: int) -> Tensor:
     B, _, G, K = keys.shape
     return keys.new_empty(B, (tokens + ROOM - 1) // ROOM * ROOM, G, K)[:, :tokens]
+
+
+path_advance = torch.library.custom_op("attnzoo::path_advance", advance, mutates_args=())
 
 
 @path_advance.register_fake
