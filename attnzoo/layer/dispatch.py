@@ -53,7 +53,7 @@ def run(variant: Variant, form: str, call: Call) -> tuple[Any, Any]:
         o, state = variant.extend(*inputs, call.state, **call.options)
         return o, state
     if call.keeps_state:  # one token is too little work to check again what the layer itself has made
-        check_state(variant.side, call.state, *inputs[:3])
+        check_state(variant.side, call.state, *inputs)
         with as_given(call.q):
             return variant.form_set.extend(*inputs, call.state, form=form, **call.options)
     if form == REFERENCE:
