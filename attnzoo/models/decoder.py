@@ -14,6 +14,7 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.attention import build_attention
+from attnzoo.layer.gates.hgrn2 import lower_bounds
 from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone, LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
@@ -52,15 +53,16 @@ class SwiGLU(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)) where there is an MLP."""
 
     def __init__(self, config: ModelConfig, layer: LayerSpec):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads}
         self.attention: Any = build_attention(layer.name, **{**sizes, **_from_file(layer.options)})
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.mlp_size)
+        wide = config.mlp_size > 0
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps) if wide else None
+        self.mlp = SwiGLU(config.hidden_size, config.mlp_size) if wide else None
 
     def forward(
         self,
@@ -74,7 +76,7 @@ class DecoderBlock(nn.Module):
             self.attention_norm(x), cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache
         )
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+        return x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))
 
 
 class LanguageModel(nn.Module):
@@ -97,6 +99,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
+        self.lower_bounds = lower_bounds([block.attention.gate for block in self._blocks()])
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -105,6 +108,8 @@ class LanguageModel(nn.Module):
         """Initialise all weights anew, from torch's global random state."""
         for block in self._blocks():
             block.attention.reset_parameters()
+        if self.lower_bounds is not None:
+            self.lower_bounds.reset_parameters()
         tied = self.head if self.config.tie_embeddings else None
         for module in self.modules():
             precise = module.precise if isinstance(module, PreciseModule) else ()

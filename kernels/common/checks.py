@@ -87,6 +87,10 @@ def check_inputs(
         if gate_sums.c.shape[:2] != (B, H) or len(gate_sums) != S:
             got = f"[B={gate_sums.c.shape[0]}, S={len(gate_sums)}, H={gate_sums.c.shape[1]}]"
             raise ValueError(f"gate_sums: expected the sums of [B={B}, S={S}, H={H}] gates, got {got}")
+        longest = gate_sums.longest
+        if longest is not None and longest.shape != (B, G):
+            got = f"B={longest.shape[0]}, G={longest.shape[1]}"
+            raise ValueError(f"gate_sums: expected the longest of keys with B={B}, G={G} heads, got {got}")
     if prune is not None and not isinstance(prune, Prune):
         eps = f"(eps={prune})" if isinstance(prune, float) else "()"
         raise ValueError(f"prune: expected attnzoo.Prune{eps} or None, got {type(prune).__name__}")

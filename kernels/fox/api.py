@@ -77,12 +77,12 @@ def fox_attention(
         cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. S; B is 1 and T equals S. Changing lengths does
             not recompile.
         logit_bound: [H] float32 known bound of |scale q . k| (say from the norm weights under QK-norm), used by
-            ``prune``: the smaller of it and what the norms of q and k say counts. With fewer than 128 rows it counts
-            alone, for measuring would read every key. A bound that does not hold voids the certificate.
+            ``prune``: the smaller of it and what the norms of q and k say counts. A bound that does not hold voids the
+            certificate.
         valid: [B, S] bool, the keys that exist; the others get no weight, whatever k and v hold there. Their gates
             count as they are. A row without any valid key gives 0. No gradient in the Triton implementation.
-        gate_sums: instead of ``log_decay``, the sums of the S tokens' gates, kept from step to step. No gradient, no
-            ``cu_seqlens``.
+        gate_sums: instead of ``log_decay``, the sums of the S tokens' gates, kept from step to step, and with them the
+            longest key of each head, which ``prune`` else looks for among all S. No gradient, no ``cu_seqlens``.
         return_lse: return the rows' log-sum-exp as well.
         impl: "triton", "reference" (dense PyTorch, O(T S) memory), or "auto": Triton on CUDA tensors it supports.
 
@@ -130,7 +130,8 @@ def fox_attention(
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
     options = (cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
     if not backward:
-        sums = (None,) * 4 if gate_sums is None else (gate_sums.c, gate_sums.base, gate_sums.since, gate_sums.tails)
+        s = gate_sums
+        sums = (None,) * 5 if s is None else (s.c, s.base, s.since, s.tails, s.longest)
         infer = op.fox_infer_op if traced(q) else op.fox_infer
         o, lse = infer(q, k, v, log_decay, *sums, sink, valid, *options, return_lse)
     else:
