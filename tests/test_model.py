@@ -89,6 +89,7 @@ class Kept(PreciseModule):
         self.plain = nn.Linear(32, 32)
         self.keep("table", torch.zeros(2, 2), trainable=True)
         self.number = nn.Parameter(torch.zeros(3))
+        self.gate = nn.Identity()
 
     def reset_parameters(self):
         pass
