@@ -10,7 +10,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [path.relative_to(DOCS) for path in DOCS.rglob("*.md") if "node_modules" not in path.parts]
+PAGES = [path.relative_to(DOCS) for path in DOCS.rglob("*.md") if not {"node_modules", "source"} & set(path.parts)]
 LISTED = ("benchmarks/NOTES.md", "benchmarks/results/")  # shown as they are, like code
 WRITTEN = sorted(str(path.with_suffix(".html")) for path in PAGES if not path.as_posix().startswith(LISTED))
 SHOWN = [*WRITTEN, "source/attnzoo/algebra/gate.py.html"]
@@ -142,6 +142,7 @@ def test_links_to_code_open_at_the_line(reader, site):
     for path in WRITTEN:
         for kind in ("to-src", "to-test"):
             page = reader.open(path)
+            page.evaluate("document.querySelectorAll('details').forEach((e) => { e.open = true })")
             links = page.locator(f"article a.{kind}")
             if links.count() == 0:
                 continue
