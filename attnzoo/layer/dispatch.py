@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.cache import check_state
 from attnzoo.forms.protocol import REFERENCE, Call
+from attnzoo.layer.exported import exported
 from attnzoo.registry import Variant, as_given
 
 IMPLS = ("auto", "triton", "fla", REFERENCE)
@@ -58,4 +60,6 @@ def run(variant: Variant, form: str, call: Call) -> tuple[Any, Any]:
             return variant.form_set.extend(*inputs, call.state, form=form, **call.options)
     if form == REFERENCE:
         form = next(name for name in REFERENCES if name in variant.forms)
+        if torch.compiler.is_exporting():
+            return exported(variant.name, form, *inputs, call.options), None
     return variant.forms[form](*inputs, **call.options), None
