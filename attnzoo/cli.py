@@ -260,6 +260,8 @@ def main() -> NoReturn:
         missing = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if missing in EXTRAS:
             _fail(f"this needs {missing}, which is not installed: pip install 'attnzoo[{EXTRAS[missing]}]'", 2)
+        if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate" in str(error):
+            _fail(f"out of memory: {' '.join(str(error).split())}", 2)
         kinds = ValueError | TypeError | OSError | FloatingPointError
         if not isinstance(error, kinds) and not type(error).__module__.startswith("attnzoo."):
             raise
