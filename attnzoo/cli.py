@@ -36,8 +36,11 @@ def app() -> None:
 
 
 @app.command("list")
-def list_pairs() -> None:
+@click.option("--presets", is_flag=True, help="The models of published sizes instead.")
+def list_pairs(presets: bool) -> None:
     """The pairs of duals, as a table."""
+    if presets:
+        return _list_presets()
     from attnzoo.registry import broken_plugins, pairs
 
     with warnings.catch_warnings():
@@ -51,10 +54,24 @@ def list_pairs() -> None:
         click.echo(note)
 
 
+def _list_presets() -> None:
+    from attnzoo.models.presets import names, preset
+
+    table = _table("preset", "width", "layers", "heads", "MLP", "tokens", "peak lr")
+    for name in names():
+        model, recipe = preset(name).model, preset(name).recipe
+        sizes = (model.hidden_size, model.num_layers, model.num_heads, model.mlp_size)
+        table.add_row(name, *map(str, sizes), f"{recipe.tokens / 2**30:g} Gi", f"{recipe.lr:g}")
+    _console().print(table)
+
+
 @app.command()
 @click.argument("name")
-def show(name: str) -> None:
+@click.option("--preset", is_flag=True, help="NAME is a model of published size, such as fox-pro-760m.")
+def show(name: str, preset: bool) -> None:
     """One variant and its dual: equations, gate, forms, sources."""
+    if preset:
+        return _show_preset(name)
     from attnzoo.equations import describe
 
     text = describe(name)
@@ -65,6 +82,35 @@ def show(name: str) -> None:
     title, _, rest = text.partition("\n")
     click.echo(click.style(title, bold=True))
     click.echo(rest)
+
+
+def _show_preset(name: str) -> None:
+    """Sizes and counts of a preset, and how it was trained."""
+    from attnzoo.models.presets import parameters, preset
+
+    found = preset(name)
+    model, recipe, count = found.model, found.recipe, parameters(name)
+    layers = [(spec.name, spec.options) for spec in model.layers()]
+    kinds = [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
+    rows = {
+        "attention": ", ".join(kind for kind, _ in kinds),
+        "options": "; ".join(", ".join(f"{key}={value}" for key, value in given.items()) or "-" for _, given in kinds),
+        "width": f"{model.hidden_size:,}",
+        "layers": f"{model.num_layers}",
+        "heads": f"{model.num_heads}",
+        "MLP": f"{model.mlp_size:,}" if model.mlp_size else "none",
+        "vocabulary": f"{model.vocab_size:,}",
+        "parameters": f"{count['all']:,}",
+        "without embedding": f"{count['without_embedding']:,}",
+        "tokens": f"{recipe.tokens:,} in {recipe.steps:,} steps of {recipe.sequences} x {recipe.context_length:,}",
+        "learning rate": f"{recipe.lr:g} after {recipe.warmup_tokens:,} tokens, then a cosine to 0",
+        "AdamW": f"betas {recipe.beta1}, {recipe.beta2}; weight decay {recipe.weight_decay}; clip {recipe.clip_norm}",
+        "source": recipe.source,
+    }
+    table = _table(name, "")
+    for row in rows.items():
+        table.add_row(*row)
+    _console().print(table)
 
 
 @app.command()
@@ -108,8 +154,9 @@ def verify(names: tuple[str, ...], seed: int) -> None:
 def train(config: str, overrides: tuple[str, ...]) -> None:
     """Train one model as CONFIG says, or go on training it.
 
-    CONFIG is a YAML file with the fields of TrainConfig, or the name of a built-in one; KEY=VALUE overrides one
-    of them, as in model.attention=gla. A run that was interrupted goes on from its newest checkpoint.
+    CONFIG is a YAML file with the fields of TrainConfig, or the name of a built-in one or of a preset, such as
+    fox-pro-125m; KEY=VALUE overrides one of them, as in model.attention=gla. A run that was interrupted goes on
+    from its newest checkpoint.
     """
     path = find_config(config, "train")
     from attnzoo.config import load_config
@@ -179,6 +226,31 @@ def export(run: Path, folder: Path) -> None:
     click.echo(f"model: {export_run(run, folder)}")
 
 
+@app.command("import")
+@click.argument("source", metavar="FOLDER", type=click.Path(path_type=Path))
+@click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder to write.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
+)
+def import_(source: Path, folder: Path, dtype: str | None) -> None:
+    """Write another library's model as one of attnzoo.
+
+    FOLDER holds a model of transformers (Llama, Mistral, Qwen2, Qwen3), of flash-linear-attention, or of the
+    Forgetting Transformer's authors, as `save_pretrained` writes it.
+    """
+    import importlib.util
+
+    if importlib.util.find_spec("transformers") is None:
+        raise click.ClickException("import needs transformers: pip install 'attnzoo[hf]'")
+    import torch
+
+    from attnzoo.models.peers.convert import convert
+
+    for note in convert(source, folder, getattr(torch, dtype) if dtype else None):
+        click.echo(note)
+    click.echo(f"model: {folder}")
+
+
 app.add_command(bench)
 
 
@@ -213,6 +285,8 @@ def main() -> NoReturn:
         missing = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if missing in EXTRAS:
             _fail(f"this needs {missing}, which is not installed: pip install 'attnzoo[{EXTRAS[missing]}]'", 2)
+        if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate" in str(error):
+            _fail(f"out of memory: {' '.join(str(error).split())}", 2)
         kinds = ValueError | TypeError | OSError | FloatingPointError
         if not isinstance(error, kinds) and not type(error).__module__.startswith("attnzoo."):
             raise

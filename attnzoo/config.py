@@ -34,14 +34,16 @@ T = TypeVar("T")
 
 
 @overload
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig: ...
+def load_config(path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> TrainConfig: ...
 @overload
-def load_config(path: str | Path | None, overrides: Sequence[str], schema: type[T]) -> T: ...
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), schema: type[Any] = TrainConfig) -> Any:
+def load_config(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str], schema: type[T]) -> T: ...
+def load_config(
+    path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), schema: type[Any] = TrainConfig
+) -> Any:
     """Read a YAML file, apply overrides, and make a config dataclass of it.
 
     Args:
-        path: the file; None for the defaults.
+        path: the file, or its keys and values already read; None for the defaults.
         overrides: `key=value` each: keys are dotted (`model.hidden_size=64`), values are YAML
             (`model.attention=[fox,mamba2]`).
         schema: the dataclass.
@@ -59,7 +61,9 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), s
     from omegaconf.errors import OmegaConfBaseException
 
     layers = []
-    if path is not None:
+    if isinstance(path, Mapping):
+        layers.append(("the settings given", OmegaConf.create(dict(path))))
+    elif path is not None:
         if not Path(path).is_file():
             raise FileNotFoundError(f"no configuration file {str(path)!r}")
         layers.append((str(path), _read_yaml(Path(path))))

@@ -21,7 +21,7 @@ LAYERS = {
     "independent": ("fox", {"gate": "independent"}), "fixed": ("fox", {"gate": "fixed"}),
     "softplus": ("fox", {"gate": "softplus"}), "mamba2": ("mamba2", {}), "low_rank": ("gla", {}),
     "rotary": ("rope", {}), "delta": ("deltanet", {}), "path": ("path", {}), "none": ("nope", {}),
-    "combined": ("path_fox", {}),
+    "hgrn2": ("gla", {"block": "hgrn2"}), "combined": ("path_fox", {}),
 }  # fmt: skip
 every_gate = pytest.mark.parametrize("gate", LAYERS)
 

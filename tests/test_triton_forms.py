@@ -85,7 +85,7 @@ def test_gates_are_added_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step appends its own gates to the sums in the cache; the prefill needs none; both ways of going on hold."""
     scans: list[int] = []
     of = GateSums.of
-    monkeypatch.setattr(GateSums, "of", staticmethod(lambda g: scans.append(g.shape[1]) or of(g)))
+    monkeypatch.setattr(GateSums, "of", staticmethod(lambda g, k=None: scans.append(g.shape[1]) or of(g, k)))
     inputs = inputs_of("fox", B=2, T=70)
     expected = oracle.softmax(*doubled(inputs))
     got, state = stepped("fox", inputs, [0, 60, 61, 62, 63, 66, 70], None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ def first_kept_keys(
     prune: Prune,
     logit_bound: Tensor | None = None,
     *,
+    lower: Tensor | None = None,
     rows: int = 128,
     cols: int = 64,
 ) -> Tensor:
@@ -70,7 +71,8 @@ def first_kept_keys(
         k: keys ``[B, H, S, K]``; keys carried by non-expansive transitions serve as well.
         log_decay: gates ``[B, H, S]``, <= 0, closed ones too.
         prune: bound and eps.
-        logit_bound: ``[H]``, no ``|q . k|`` exceeds it; None: norms alone are used.
+        logit_bound: ``[H]``, no ``|q . k|`` exceeds it. The smaller of it and what the norms say counts; None: norms.
+        lower: l, a lower bound of each row's log-sum-exp, ``[B, H, T]``; None: the logit of its own key.
         rows: rows per block.
         cols: keys per block: boundaries are multiples of it.
 
@@ -79,33 +81,50 @@ def first_kept_keys(
     """
     T, S = q.shape[2], k.shape[2]
     with torch.no_grad():
-        q, k, g = q.double(), k.double(), log_decay.double()
-        c, _ = open_sums(g)
-        starts = torch.arange(S - T, S, rows, device=q.device)
-        norm = k.norm(dim=-1)
-        if prune.bound == "paper":
-            bound = q.norm(dim=-1).amax(-1) * norm.amax(-1)  # U: [B, H]
-            if logit_bound is not None:
-                bound = bound.minimum(logit_bound.double())
-            need = -(2 * bound + math.log(S)) + prune.log_eps
-            # drop key b while c_start - c_b < need: -c only grows with b
-            count = torch.searchsorted(-c, (need[..., None] - c[..., starts]).contiguous())
-        else:
-            upper = q.norm(dim=-1) * norm.cummax(-1).values[..., S - T :]
-            if logit_bound is not None:
-                upper = upper.minimum(logit_bound.double()[:, None])
-            lower = (q * k[:, :, S - T :]).sum(-1)
-            worst = torch.nn.functional.pad(upper - lower + c[..., S - T :], (0, -T % rows), value=-math.inf)
-            worst = worst.unflatten(-1, (-1, rows)).amax(-1)
-            # drop key b while worst + log sum_{l <= b} exp(-c_l) <= log eps: the sum only grows with b. Closed gates
-            # count as open in c, which makes the sum larger and the certificate stricter.
-            tail = torch.logcumsumexp(-c, -1)
-            count = torch.searchsorted(tail, (prune.log_eps - worst).contiguous(), right=True)
-        count = torch.minimum(torch.maximum(count, keys_behind_closed(g, starts)), starts)
-        kept = count // cols * cols
-        # column boundaries (for a backward over keys) need row boundaries that never move back
-        monotone: Tensor = kept.flip(-1).cummin(-1).values
-        return monotone.flip(-1)
+        c, _ = open_sums(log_decay.double())
+        if lower is None and prune.bound == "tail":
+            lower = (q.double() * k[:, :, S - T :].double()).sum(-1)
+        norms = q.double().norm(dim=-1), k.double().norm(dim=-1).amax(-1)
+        behind = keys_behind_closed(log_decay, torch.arange(S - T, S, rows, device=q.device))
+        return certified_starts(*norms, c, prune, logit_bound, lower, behind, rows=rows, cols=cols)
+
+
+def certified_starts(
+    q_norms: Tensor, k_norm: Tensor, c: Tensor, prune: Prune, logit_bound: Tensor | None, lower: Tensor | None,
+    behind: Tensor | None = None, *, rows: int, cols: int,
+) -> Tensor:  # fmt: skip
+    """The certificate itself, for :func:`first_kept_keys` and the references of the kernels; float64 throughout.
+
+    Args:
+        q_norms: lengths of the scaled queries ``[B, H, T]``.
+        k_norm: length of the longest key, ``[B, H]``.
+        c: running sums of the gates ``[B, H, S]`` in which closed ones count as open. That makes the sum over dropped
+            keys larger and the certificate stricter.
+        logit_bound: ``[H]`` or None.
+        lower: l ``[B, H, T]``, which the bound ``"tail"`` needs.
+        behind: keys that are behind a closed gate, ``[B, H, ceil(T / rows)]``, or None.
+    """
+    T, S = q_norms.shape[2], c.shape[2]
+    starts = torch.arange(S - T, S, rows, device=c.device)
+    upper = q_norms * k_norm[..., None]  # U_i
+    if logit_bound is not None:
+        upper = upper.minimum(logit_bound.double()[:, None])
+    if prune.bound == "paper":
+        worst = 2 * upper.amax(-1, keepdim=True) + math.log(S) + c[..., starts]
+        tail = -c
+    else:
+        worst = torch.nn.functional.pad(upper - cast(Tensor, lower) + c[..., S - T :], (0, -T % rows), value=-math.inf)
+        worst = worst.unflatten(-1, (-1, rows)).amax(-1)
+        tail = torch.logcumsumexp(-c, -1)
+    # drop key b while worst + tail_b <= log eps: the tail only grows with b. A row that is nan certifies nothing.
+    worst = worst.masked_fill(worst.isnan(), math.inf)
+    count = torch.searchsorted(tail.contiguous(), (prune.log_eps - worst).contiguous(), right=True)
+    if behind is not None:
+        count = torch.maximum(count, behind)
+    kept = torch.minimum(count, starts) // cols * cols
+    # column boundaries (for a backward over keys) need row boundaries that never move back
+    monotone: Tensor = kept.flip(-1).cummin(-1).values
+    return monotone.flip(-1)
 
 
 def keys_behind_closed(log_decay: Tensor, at: Tensor) -> Tensor:

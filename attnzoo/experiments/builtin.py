@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from attnzoo.errors import nearest
 
@@ -14,12 +16,13 @@ def built_in(command: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted((CONFIGS / command).glob("*.yaml"))}
 
 
-def find_config(config: str | Path, command: str) -> Path:
-    """The file that ``config`` means: a file of that path, else the built-in one of that name.
+def find_config(config: str | Path, command: str) -> Path | Mapping[str, Any]:
+    """What ``config`` means: a file of that path, else the built-in one of that name, else a preset's settings.
 
     Args:
         config: path or name.
-        command: whose configuration is wanted, ``train`` or ``compare``.
+        command: whose configuration is wanted, ``train`` (the presets of :mod:`attnzoo.models.presets` are for it) or
+            ``compare``.
 
     Raises:
         FileNotFoundError: neither exists; the built-in names are listed, and the nearest one is named.
@@ -29,8 +32,16 @@ def find_config(config: str | Path, command: str) -> Path:
         return Path(config)
     if str(config) in known:
         return known[str(config)]
-    close = nearest(Path(config).stem, known)
+    names: tuple[str, ...] = ()
+    if command == "train":
+        from attnzoo.models import presets
+
+        names = presets.names()
+        if str(config) in names:
+            return presets.preset(str(config)).train_settings()
+    close = nearest(Path(config).stem, [*known, *names])
+    also = ", or a preset (`attnzoo list --presets`)" if names else ""
     raise FileNotFoundError(
         f"no configuration file {str(config)!r}, and none of that name is built in: expected a path or one of "
-        f"{', '.join(known)}" + (f"; did you mean {close!r}?" if close else "")
+        f"{', '.join(known)}{also}" + (f"; did you mean {close!r}?" if close else "")
     )

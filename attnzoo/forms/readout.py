@@ -12,6 +12,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.transitions import block_decay
 from attnzoo.algebra.values import readable
+from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 
 HIDDEN = -1e30  # a logit whose exp is 0, and whose arithmetic never makes a NaN
 
@@ -84,6 +85,37 @@ def block_logits(
     logits = logits.masked_fill(future, -torch.inf)
     tiny = 0.8 * math.log(torch.finfo(scores.dtype).tiny)  # exponentials below it would be slow denormal numbers
     return logits.masked_fill(logits < logits.detach().amax(-1, keepdim=True) + tiny, -torch.inf)
+
+
+def near_lse(q: Tensor, k: Tensor, log_decay: Tensor, valid: Tensor | None, band: Band | None) -> Tensor:
+    """Log-sum-exp of each row over near keys, a lower bound of the whole row's: what the kernels of FoX prune by.
+
+    Near are the keys of a row's own ``ROW_UNIT`` rows and of ``NEAR_UNITS`` units of keys before them.
+
+    Args:
+        q: scaled queries ``[B, H, T, K]``, the last T of S tokens.
+        k: ``[B, H, S, K]``.
+        log_decay: ``[B, H, S]``.
+        valid: keys that exist, ``[B, S]``, or None for all.
+        band: which keys a window lets the S tokens see, or None for all.
+
+    Returns:
+        ``[B, H, T]``.
+    """
+    T, S = q.shape[2], k.shape[2]
+    found = []
+    with torch.no_grad():
+        for start in range(0, T, ROW_UNIT):
+            stop = min(start + ROW_UNIT, T)
+            row, end = S - T + start, S - T + stop
+            first = max(0, row // KEY_UNIT - NEAR_UNITS) * KEY_UNIT
+            logits = block_logits(
+                q[:, :, start:stop] @ k[:, :, first:end].mT, log_decay[..., first:end],
+                None if valid is None else valid[:, None, first:end], None,
+                None if band is None else band.hidden(row, end, first),
+            )  # fmt: skip
+            found.append(logits.logsumexp(-1))
+    return torch.cat(found, -1)
 
 
 def readout(logits: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:

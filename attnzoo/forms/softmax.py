@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from einops import rearrange
+from packaging.version import Version
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -19,11 +20,13 @@ from attnzoo.forms.cache import KVCache, append, append_valid, grown
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.protocol import Forms
-from attnzoo.forms.readout import Band, attend_with_sink, block_logits, readout
+from attnzoo.forms.readout import Band, attend_with_sink, block_logits, near_lse, readout
 from attnzoo.forms.rowblocks import causal_attention
 from attnzoo.forms.triton import fox_kernel
 
 ROWS = 128
+
+COMPILES_CHECKPOINTS = Version(torch.__version__) >= Version("2.13")  # earlier compilers fail on those below
 
 Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
 
@@ -123,7 +126,9 @@ class SoftmaxForms(Forms):
             first_kept = first_kept_keys(scaled, all_keys, decay, options.prune, options.logit_bound, rows=ROWS)
         band = Band.of(options.window, new.valid, P + T, q.device)
         with_lse = options.return_lse or options.sink is not None
-        outputs, again = [], torch.is_grad_enabled() and not in_transform()
+        again = torch.is_grad_enabled() and not in_transform()
+        again = again and (COMPILES_CHECKPOINTS or not torch.compiler.is_compiling())
+        outputs = []
         for n, start in enumerate(range(0, T, ROWS)):
             stop = min(start + ROWS, T)
             rows = local.slice(start, stop)
@@ -187,10 +192,12 @@ class AdditiveForms(SoftmaxForms):
         scaled = heads_first(q, H, dtype) * (q.shape[-1] ** -0.5 if options.scale is None else options.scale)
         keys, values = heads_first(state.k, H, dtype), heads_first(state.v, H, dtype)
         decay = None if state.log_decay is None else heads_first(state.log_decay, H, dtype)
+        band = Band.of(options.window, state.valid, len(state), q.device)
         first_kept = None
         if prune is not None:
-            first_kept = first_kept_keys(scaled, keys, cast(Tensor, decay), prune, options.logit_bound, rows=ROWS)
-        band = Band.of(options.window, state.valid, len(state), q.device)
+            gates = cast(Tensor, decay)
+            lower = near_lse(scaled, keys, gates, state.valid, band) if prune.bound == "tail" else None
+            first_kept = first_kept_keys(scaled, keys, gates, prune, options.logit_bound, lower=lower, rows=ROWS)
         with_lse = options.return_lse or options.sink is not None
         o, lse = causal_attention(
             scaled, keys, values, decay, state.valid, first_kept, rows=ROWS, band=band, with_lse=with_lse

@@ -91,7 +91,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         _refuse_padded(given, state)
         if g is None or _records(q, k, state.v, g, given.sink):
             return kernel(q, k, state.v, log_decay=g, valid=state.valid, **options), state
-        state = replace(state, sums=_gate_sums(past, state))
+        state = replace(state, sums=_gate_sums(past, state, given.prune))
         return kernel(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid, **options), state
 
     def refuses(call: Call) -> str:
@@ -104,12 +104,17 @@ def fox_kernel(forms: Additive) -> Kernel:
     return Kernel(run, extend, refuses)
 
 
-def _gate_sums(past: KVCache, state: KVCache) -> Any:
-    """The sums of the gates of ``state``: ``past``, whose gates are not added up again, and some tokens."""
+def _gate_sums(past: KVCache, state: KVCache, prune: Prune | None) -> Any:
+    """What the kernel sums up of ``state``, which is ``past``, whose tokens are not read again, and some tokens.
+
+    With ``prune`` also the longest key, once for all tokens and then for the new ones alone.
+    """
     from attnzoo.kernels.fox import GateSums
 
-    g = cast(Tensor, state.log_decay).float()
-    return GateSums.of(g) if past.sums is None else past.sums.append(g[:, len(past) :])
+    g, k = cast(Tensor, state.log_decay).float(), None if prune is None else state.k
+    if past.sums is None or (k is not None and past.sums.longest is None):
+        return GateSums.of(g, k)
+    return past.sums.append(g[:, len(past) :], None if k is None else k[:, len(past) :])
 
 
 def path_kernel() -> Kernel:

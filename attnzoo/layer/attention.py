@@ -49,8 +49,9 @@ def build_attention(
         num_heads: H.
         block: None for the paper's own layer, ``"llama"`` for the bare one (projections only), ``"pro"`` for FoX's
             Pro block: QK-norm, KV-shift, output norm and sigmoid output gate, ``"gated"`` for the one that linear
-            recurrences often have: short convolution, output norm and swish output gate. Keys that must have unit
-            length (where the delta rule erases along them) keep their L2 norm in all.
+            recurrences often have: short convolution, output norm and swish output gate, ``"hgrn2"`` for HGRN2's
+            (``gla`` and its dual alone). Keys that must have unit length (where the delta rule erases along them) keep
+            their L2 norm in all.
         acp: Adaptive Computation Pruning: True for ``Prune()``, or a :class:`~attnzoo.Prune`.
         impl: ``"auto"`` (by device), ``"triton"``, ``"fla"`` or ``"reference"``; an explicit choice never falls back.
         options: fields of :class:`AttentionConfig` and options of the variant's gate projection.
@@ -62,16 +63,16 @@ def build_attention(
     defaults = dict(getattr(variant.module, "LAYER", {}))
     settings: dict[str, Any] = {"hidden_size": hidden_size, "num_heads": num_heads, **defaults}
     known = {field.name for field in fields(AttentionConfig)}
-    classes = gate_classes(options.get("gate", settings.get("gate", "none")))
-    for option in options:
-        if option not in known | set(gate_options(classes)):
-            raise unknown(f"option for {name!r}", option, sorted(known | set(gate_options(classes)) | BUILD_OPTIONS))
     if block is not None:
         if not isinstance(block, str) or block not in BLOCKS:
             raise unknown("block", block, BLOCKS)
         settings |= BLOCKS[block]
-        if any(cls.unit_keys for cls in classes):
-            settings["qk_norm"] = "l2"
+    classes = gate_classes(options.get("gate", settings.get("gate", "none")))
+    for option in options:
+        if option not in known | set(gate_options(classes)):
+            raise unknown(f"option for {name!r}", option, sorted(known | set(gate_options(classes)) | BUILD_OPTIONS))
+    if block is not None and any(cls.unit_keys for cls in classes):
+        settings["qk_norm"] = "l2"
     settings |= options
     for given, default in INSTEAD.items():
         if options.get(given) is not None and default not in options:
@@ -286,10 +287,12 @@ class Attention(PreciseModule):
         if type(self.q_proj) is not nn.Linear or hasattr(self.q_proj, "_hf_hook"):
             return  # quantised, sharded or brought here when it runs: its own weight says nothing yet
         weight = self.q_proj.weight
-        if x.dtype != weight.dtype and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
-            raise TypeError(f"x: expected the dtype of the layer, {weight.dtype} (or autocast), got {x.dtype}")
         if x.device != weight.device:
             raise ValueError(f"x: expected the device of the layer, {weight.device}, got {x.device}")
+        if x.dtype != weight.dtype and (
+            x.is_meta or not x.is_floating_point() or not torch.is_autocast_enabled(x.device.type)
+        ):
+            raise TypeError(f"x: expected the dtype of the layer, {weight.dtype} (or autocast), got {x.dtype}")
 
     def _valid(self, mask: Tensor | None, x: Tensor, cache: LayerCache | None) -> Tensor | None:
         if mask is None:
@@ -379,6 +382,7 @@ class Attention(PreciseModule):
         if config.num_qk_heads is not None:
             q, k = expand_heads(q, config.num_heads), expand_heads(k, config.num_heads)
         gate, write = self.gate(x, k, stream)
+        k = self.gate.keys(k, gate)
         if stream.valid is not None and gate.w is not None:  # padding has no unit vector to erase along
             gate = gate.neutral_where(~stream.valid)
         return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write)

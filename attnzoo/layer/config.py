@@ -181,4 +181,8 @@ BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "llama": PLAIN,
     "pro": {**PLAIN, "qk_norm": "rms", "kv_shift": True, "output_norm": "rms", "output_gate": "sigmoid"},
     "gated": {**PLAIN, "conv_size": 4, "output_norm": "rms", "output_gate": "swish"},
-}
+    "hgrn2": {
+        **PLAIN, "gate": "hgrn2", "feature_map": "silu", "key_feature_map": "identity", "output_norm": "rms",
+        "output_norm_groups": 1,
+    },
+}  # fmt: skip

@@ -43,7 +43,8 @@ class ModelConfig:
         hidden_size: D.
         num_layers: blocks.
         num_heads: H, query heads per layer.
-        intermediate_size: width inside the SwiGLU; None for 8/3 of `hidden_size`, rounded up to a multiple of 64.
+        intermediate_size: width inside the SwiGLU; None for 8/3 of `hidden_size`, rounded up to a multiple of 64;
+            0 for blocks without one, as Mamba-2's.
         vocab_size: 256 for bytes.
         tie_embeddings: one matrix for the embedding and the head.
         norm_eps: added to mean squares in the blocks' norms.
@@ -69,16 +70,18 @@ class ModelConfig:
         check_kinds(vars(self), ModelConfig.__annotations__)
         if not isinstance(self.attention_options, Mapping):
             raise ValueError(f"attention_options: expected a mapping, got {self.attention_options!r}")
-        at_least(self, 1, "hidden_size", "num_layers", "num_heads", "vocab_size")
+        at_least(self, 1, "hidden_size", "num_layers", "num_heads", "vocab_size", below=2**31)
         if self.intermediate_size is not None:
-            at_least(self, 1, "intermediate_size")
+            at_least(self, 0, "intermediate_size", below=2**31)
         above(self, 0.0, "norm_eps", "initializer_range")
         self.layers()
 
     @property
     def mlp_size(self) -> int:
         """The width inside the SwiGLU."""
-        return self.intermediate_size or -(-8 * self.hidden_size // (3 * 64)) * 64
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        return -(-8 * self.hidden_size // (3 * 64)) * 64
 
     def layers(self) -> list[LayerSpec]:
         """What each of the `num_layers` layers is made of.

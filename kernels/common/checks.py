@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.values import in_transform
 from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import capability
@@ -87,6 +88,10 @@ def check_inputs(
         if gate_sums.c.shape[:2] != (B, H) or len(gate_sums) != S:
             got = f"[B={gate_sums.c.shape[0]}, S={len(gate_sums)}, H={gate_sums.c.shape[1]}]"
             raise ValueError(f"gate_sums: expected the sums of [B={B}, S={S}, H={H}] gates, got {got}")
+        longest = gate_sums.longest
+        if longest is not None and longest.shape != (B, G):
+            got = f"B={longest.shape[0]}, G={longest.shape[1]}"
+            raise ValueError(f"gate_sums: expected the longest of keys with B={B}, G={G} heads, got {got}")
     if prune is not None and not isinstance(prune, Prune):
         eps = f"(eps={prune})" if isinstance(prune, float) else "()"
         raise ValueError(f"prune: expected attnzoo.Prune{eps} or None, got {type(prune).__name__}")
@@ -149,6 +154,8 @@ def kernels_unavailable(q: Tensor, v: Tensor, multiple: int, most: int) -> str:
         return "expected an NVIDIA GPU: the kernels were never run on ROCm"
     if q.is_cuda and capability(q.device) < (8, 0):
         return f"expected compute capability >= 8.0, got {capability(q.device)}"
+    if in_transform():
+        return "torch.func (grad, vmap, jvp) cannot see through a kernel: expected plain autograd, or impl='reference'"
     if q.dtype not in _KERNEL_DTYPES:
         return f"expected bfloat16, float16 or float32, got {q.dtype}"
     if interpreted and q.dtype == torch.bfloat16:

@@ -12,9 +12,9 @@ log-sum-exp of row i over the keys of its own row unit and NEAR key units before
 most a mass eps of each row. A row unit takes its worst row, and the boundaries are made monotone by a suffix minimum
 (which only prunes less). In log2 throughout.
 
-A known bound of the logits takes the place of U and U_i where it is the smaller of the two. (A few rows that come with
-a known bound are not measured: that would read every key.) ``attnzoo.algebra.pruning.first_kept_keys`` has the same
-rules with s_ii as l_i and boundaries for any block size, so it keeps as many blocks or more.
+A known bound of the logits takes the place of U and U_i where it is the smaller of the two. The longest key is
+measured, which reads every key, or comes from a cache that keeps it (``running_gates.GateSums``).
+``attnzoo.algebra.pruning.certified_starts`` is the same certificate in PyTorch, for the references and the forms.
 
 As l_i <= U_i + log n over n keys, the tail bound drops nothing from rows with (c_i - c_0) - log n > log eps: l_i is not
 computed for them.
@@ -24,12 +24,15 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attnzoo.kernels.common.constants import LOG2E
 from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launching import cdiv, head_block
 from attnzoo.kernels.common.tile_loads import load_tile
 
 
@@ -41,6 +44,32 @@ def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr
     p_x += (i_bh // H).to(tl.int64) * stride_b + (i_bh % H).to(tl.int64) * stride_h + (i_r * BR).to(tl.int64) * stride_r
     b_x = load_tile(p_x, tl.arange(0, BR), tl.arange(0, BD), stride_r, R - i_r * BR, D, BD, True).to(tl.float32)
     tl.atomic_max(p_max + i_bh, tl.max(tl.sum(b_x * b_x, 1), 0))
+
+
+@triton.jit(do_not_specialize=["R"])
+def norm_raise_kernel(p_x, p_old, p_new, R, stride_b, stride_r, stride_h, H: tl.constexpr, D: tl.constexpr,
+                      BD: tl.constexpr, BR: tl.constexpr):  # fmt: skip
+    """The larger of p_old and the largest |x|^2 of a head, [B, H]; one program per head, for few rows."""
+    i_bh = tl.program_id(0)
+    p_x += (i_bh // H).to(tl.int64) * stride_b + (i_bh % H).to(tl.int64) * stride_h
+    b_max = tl.load(p_old + i_bh)
+    for r in range(0, R, BR):
+        p_r = p_x + r * stride_r.to(tl.int64)
+        b_x = load_tile(p_r, tl.arange(0, BR), tl.arange(0, BD), stride_r, R - r, D, BD, True).to(tl.float32)
+        b_max = tl.maximum(b_max, tl.max(tl.sum(b_x * b_x, 1), 0))
+    tl.store(p_new + i_bh, b_max)
+
+
+def norm_max(x: Tensor, before: Tensor | None = None) -> Tensor:
+    """Largest |x|^2 of each head of x [B, R, H, D], last dim contiguous, and of those ``before``. # [B, H] float32"""
+    (B, R, H, D), strides = x.shape, x.stride()[:3]
+    if before is None:
+        longest = torch.zeros((B, H), dtype=torch.float32, device=x.device)
+        norm_max_kernel[(B * H, cdiv(R, 128))](x, longest, R, *strides, H=H, D=D, BD=head_block(D), BR=128)
+        return longest
+    longest = torch.empty_like(before)
+    norm_raise_kernel[(B * H,)](x, before, longest, R, *strides, H=H, D=D, BD=head_block(D), BR=16)
+    return longest
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Sums of log gates that a cache keeps: a step need not add up all gates again. Triton is imported when used."""
+"""What a cache keeps of gates and keys, so that a step need not read them all again. Imports Triton when used."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ class GateSums:
     costs no more for a long past than for a short one. What is appended to stays as it is, and can be continued twice:
     the new sums share its buffers while they are the first to continue it, and copy them otherwise.
 
+    Of the keys it keeps the longest, for pruning, if it is given them: ``GateSums.of(log_decay, k)`` and
+    ``sums.append(log_decay, k)``.
+
     The sums equal those of one scan over all gates, up to roundings of float64 (of float32 in ``tails``). A closed gate
     (at most -1e4) adds nothing; it moves ``since``.
 
@@ -29,6 +32,7 @@ class GateSums:
         since: [B, H, room] int32, the first key that closed gates let each token see.
         tails: [B, H, room / 64] float64, ``log2 sum_{l <= b} 2^(-c_l)`` at the last token b of each unit, for pruning.
         state: [B, H, 3] float64: the sum within the last unit, ``sum_l 2^(c_now - c_l)``, the last closed position.
+        longest: [B, G] float32, the largest ``|k|^2`` of each key head, or None.
     """
 
     length: int
@@ -38,13 +42,14 @@ class GateSums:
     tails: Tensor
     state: Tensor
     _end: list[int] = field(repr=False)  # tokens that the buffers hold, whoever wrote them
+    longest: Tensor | None = None
 
     def __len__(self) -> int:
         return self.length
 
     @staticmethod
-    def of(log_decay: Tensor) -> GateSums:
-        """Sums of log_decay [B, S, H] float32, S >= 1, on a device that runs Triton.
+    def of(log_decay: Tensor, k: Tensor | None = None) -> GateSums:
+        """Sums of log_decay [B, S, H] float32, S >= 1, on a device that runs Triton; k [B, S, G, K] the keys.
 
         Raises:
             ValueError: the shape or dtype is wrong, a gate is positive or NaN, or a gradient would be expected.
@@ -52,7 +57,7 @@ class GateSums:
         from attnzoo.kernels.common.device import on_device_of
         from attnzoo.kernels.common.gate_sums import gate_sums
 
-        _check(log_decay)
+        _check(log_decay, k)
         S = log_decay.shape[1]
         with on_device_of(log_decay):
             c, base, since, tails = gate_sums(log_decay, None, S)
@@ -64,10 +69,10 @@ class GateSums:
         mass = before * torch.exp2(total) + torch.exp2(total - within).sum(-1, keepdim=True)
         state = torch.cat([total, mass, since[..., -1:].double()], -1)
         since = torch.nn.functional.pad(since, (0, c.shape[2] - S))
-        return GateSums(S, c, base, since, tails, state, [S])
+        return GateSums(S, c, base, since, tails, state, [S], None if k is None else _longest(k, None))
 
-    def append(self, log_decay: Tensor) -> GateSums:
-        """The sums with the gates of the next n tokens, log_decay [B, n, H] float32.
+    def append(self, log_decay: Tensor, k: Tensor | None = None) -> GateSums:
+        """The sums with the gates of the next n tokens, log_decay [B, n, H] float32; k [B, n, G, K] their keys.
 
         Raises:
             ValueError: the shape, dtype or device is wrong, a gate is positive or NaN, or a gradient would be expected.
@@ -75,7 +80,7 @@ class GateSums:
         from attnzoo.kernels.common.device import on_device_of
         from attnzoo.kernels.common.gate_sums import append_gates
 
-        _check(log_decay)
+        _check(log_decay, k)
         B, H = self.c.shape[:2]
         if log_decay.shape[0] != B or log_decay.shape[2] != H or log_decay.device != self.c.device:
             raise ValueError(
@@ -92,13 +97,15 @@ class GateSums:
         with on_device_of(log_decay):
             state = append_gates(log_decay, self.length, *buffers, self.state)
         mark[0] = end
-        return GateSums(end, *buffers, state, mark)
+        longest = None if self.longest is None or k is None else _longest(k, self.longest)
+        return GateSums(end, *buffers, state, mark, longest)
 
     def reorder(self, index: Tensor) -> GateSums:
         """The sums of the sequences ``index`` [B'] of the batch."""
         picked = [x.index_select(0, index) for x in (self.c, self.base, self.since, self.tails, self.state)]
         c, base, since, tails, state = picked
-        return GateSums(self.length, c, base, since, tails, state, [self.length])
+        longest = None if self.longest is None else self.longest.index_select(0, index)
+        return GateSums(self.length, c, base, since, tails, state, [self.length], longest)
 
     def log_decay_sums(self) -> tuple[Tensor, Tensor]:
         """Running sums [B, H, S] float64 in natural units, and the first visible keys [B, H, S]."""
@@ -106,14 +113,27 @@ class GateSums:
         return (self.base[..., at // KEY_UNIT] + self.c[..., : self.length]) / LOG2E, self.since[..., : self.length]
 
 
-def _check(log_decay: Tensor) -> None:
-    check_tensors({"log_decay": log_decay}, needed=("log_decay",))
+def _check(log_decay: Tensor, k: Tensor | None) -> None:
+    check_tensors({"log_decay": log_decay, "k": k}, needed=("log_decay",))
     if log_decay.ndim != 3 or log_decay.shape[1] == 0 or log_decay.dtype != torch.float32:
         got = f"{log_decay.dtype} {tuple(log_decay.shape)}"
         raise ValueError(f"log_decay: expected float32 [B, tokens >= 1, H], got {got}")
     if torch.is_grad_enabled() and log_decay.requires_grad:
         raise ValueError("log_decay: sums of a cache have no gradient: expected torch.no_grad() or a constant")
     check_values(log_decay, log_decay=log_decay)
+    if k is not None and (k.ndim != 4 or k.shape[:2] != log_decay.shape[:2] or k.device != log_decay.device):
+        want = f"[B={log_decay.shape[0]}, {log_decay.shape[1]}, G, K] on {log_decay.device}"
+        raise ValueError(f"k: expected the keys of the same tokens, {want}, got {tuple(k.shape)} on {k.device}")
+
+
+def _longest(k: Tensor, before: Tensor | None) -> Tensor:
+    """The largest |k|^2 of each head of k [B, n, G, K] and of those ``before``. # [B, G] float32"""
+    from attnzoo.kernels.common.device import on_device_of
+    from attnzoo.kernels.common.pruning import norm_max
+
+    k = k.detach() if k.stride(-1) == 1 else k.detach().contiguous()
+    with on_device_of(k):
+        return norm_max(k, before)
 
 
 def _grown(x: Tensor, size: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.validation import check_flag
 from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import (
     Impl,
@@ -77,12 +78,12 @@ def fox_attention(
         cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. S; B is 1 and T equals S. Changing lengths does
             not recompile.
         logit_bound: [H] float32 known bound of |scale q . k| (say from the norm weights under QK-norm), used by
-            ``prune``: the smaller of it and what the norms of q and k say counts. With fewer than 128 rows it counts
-            alone, for measuring would read every key. A bound that does not hold voids the certificate.
+            ``prune``: the smaller of it and what the norms of q and k say counts. A bound that does not hold voids the
+            certificate.
         valid: [B, S] bool, the keys that exist; the others get no weight, whatever k and v hold there. Their gates
             count as they are. A row without any valid key gives 0. No gradient in the Triton implementation.
-        gate_sums: instead of ``log_decay``, the sums of the S tokens' gates, kept from step to step. No gradient, no
-            ``cu_seqlens``.
+        gate_sums: instead of ``log_decay``, the sums of the S tokens' gates, kept from step to step, and with them the
+            longest key of each head, which ``prune`` else looks for among all S. No gradient, no ``cu_seqlens``.
         return_lse: return the rows' log-sum-exp as well.
         impl: "triton", "reference" (dense PyTorch, O(T S) memory), or "auto": Triton on CUDA tensors it supports.
 
@@ -104,7 +105,7 @@ def fox_attention(
     Source: Lin et al., "Forgetting Transformer", 2025, section 3; Press et al., "Train Short, Test Long", 2022;
     pruning: see ``kernels/common/pruning.py``.
     """
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         check_tensors({"q": q, "k": k, "v": v, "log_decay": log_decay}, needed=("q", "k", "v"))
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -112,6 +113,7 @@ def fox_attention(
     check_inputs(
         q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound, valid=valid, gate_sums=gate_sums
     )
+    check_flag("return_lse", return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, sink))
     why = triton_unavailable(q, v)
@@ -130,7 +132,8 @@ def fox_attention(
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
     options = (cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
     if not backward:
-        sums = (None,) * 4 if gate_sums is None else (gate_sums.c, gate_sums.base, gate_sums.since, gate_sums.tails)
+        s = gate_sums
+        sums = (None,) * 5 if s is None else (s.c, s.base, s.since, s.tails, s.longest)
         infer = op.fox_infer_op if traced(q) else op.fox_infer
         o, lse = infer(q, k, v, log_decay, *sums, sink, valid, *options, return_lse)
     else:

@@ -127,15 +127,16 @@ def _forward_fake(
 
 def fox_infer(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, tails: Tensor | None, sink: Tensor | None, valid: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, return_lse: bool,
+    since: Tensor | None, tails: Tensor | None, longest: Tensor | None, sink: Tensor | None, valid: Tensor | None,
+    cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention without a gradient; keys may not exist (``valid``), and gates may be summed already.
 
     Returns o and the rows' log-sum-exp [B, T, H], the latter empty without ``return_lse``.
 
     Args:
-        c, base, since, tails: of a ``GateSums`` of the S keys, with their room; None without one.
+        c, base, since, tails, longest: of a ``GateSums`` of the S keys, with their room; None without one.
     """
     chosen = _plan(q, k, v, masked=valid is not None, backward=False)
     T, S = q.shape[1], k.shape[1]
@@ -154,7 +155,7 @@ def fox_infer(
             if bound:
                 start = prune_starts(
                     q, k, log_decay, c, base, tails, since, scale, bound=bound, log_eps=log_eps,
-                    logit_bound=logit_bound, valid=valid,
+                    logit_bound=logit_bound, valid=valid, longest=longest,
                 )  # fmt: skip
         o, lse = _launch(chosen, q, k, v, log_decay, sink, c, base, since, start, scale, valid=valid)
         return o, row_lse(lse, log_decay, c, base, S) if return_lse else lse.new_empty(0)
@@ -166,8 +167,9 @@ fox_infer_op = torch.library.custom_op("attnzoo::fox_infer", fox_infer, mutates_
 @fox_infer_op.register_fake
 def _infer_fake(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None,
-    since: Tensor | None, tails: Tensor | None, sink: Tensor | None, valid: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, return_lse: bool,
+    since: Tensor | None, tails: Tensor | None, longest: Tensor | None, sink: Tensor | None, valid: Tensor | None,
+    cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(
         q.shape[:3] if return_lse else (0,), dtype=torch.float32

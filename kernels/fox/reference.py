@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.pruning import Prune, certified_starts
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 from attnzoo.kernels.common.dense import first_visible, running_sums
 from attnzoo.kernels.common.running_gates import GateSums
@@ -23,51 +23,27 @@ def prune_starts_reference(
     q: Tensor, k: Tensor, c: Tensor, since: Tensor, scale: float, prune: Prune,
     logit_bound: Tensor | None = None, valid: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)]: prune.py's bounds, in float64.
+    """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)]: the kernels' certificate, in float64.
 
-    With a ``logit_bound`` the smaller of it and the norms' bound counts; with fewer than ROW_UNIT rows it alone.
+    The tail bound takes a row's log-sum-exp over the keys of its own row unit and of NEAR_UNITS key units before it.
 
     Args:
         q, k: [B, T, H, K] and [B, S, G, K]; c: [B, H, S] running gate sums; since: [B, H, S] first visible keys.
     """
-    B, T, H, _ = q.shape
-    S, G = k.shape[1], k.shape[2]
-    q64, k64 = q.detach().double(), k.detach().double()
-    k_max = k64.norm(dim=-1).amax(1).repeat_interleave(H // G, 1)  # [B, H]
-    c = c.detach()
-    last = torch.arange(KEY_UNIT - 1, S, KEY_UNIT, device=q.device)
-    off = S - T
-    known = torch.zeros(()) if logit_bound is None else logit_bound.double().expand(B, H)
+    T, S, rep = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    q64, k64, c = scale * q.detach().double().transpose(1, 2), k.detach().double().transpose(1, 2), c.detach()
+    k64 = k64.repeat_interleave(rep, 1)
+    off, lower = S - T, None
     if prune.bound == "tail":
         pos, j = torch.arange(off, S, device=q.device), torch.arange(S, device=q.device)
         near = ((pos - off) // ROW_UNIT * ROW_UNIT + off) // KEY_UNIT * KEY_UNIT - NEAR_UNITS * KEY_UNIT
         seen = (j <= pos[:, None]) & (j >= near[:, None]) & (j >= since[..., off:, None])
         if valid is not None:
             seen = seen & valid[:, None, None, :]
-        logits = scale * torch.einsum("bthk,bshk->bhts", q64, k64.repeat_interleave(H // G, 2))
-        logits = (logits + c[..., off:, None] - c[..., None, :]).masked_fill(~seen, -math.inf)
-        u = scale * q64.norm(dim=-1).transpose(1, 2) * k_max[..., None]  # [B, H, T]
-        if logit_bound is not None:
-            u = known[..., None].expand_as(u) if T < ROW_UNIT else torch.minimum(u, known[..., None])
-        row = u - torch.logsumexp(logits, -1) + c[..., off:]
-        tail = torch.logcumsumexp(-c, -1)[..., last]  # log n_b - c_b
-    else:
-        u = scale * q64.norm(dim=-1).amax(1) * k_max
-        if logit_bound is not None:
-            u = known if T < ROW_UNIT else torch.minimum(u, known)
-        row = 2 * u[..., None] + math.log(S) + c[..., off:]
-        tail = -c[..., last]
-    first = torch.arange(0, T, ROW_UNIT, device=q.device)
-    pad = first.numel() * ROW_UNIT - T
-    if prune.bound == "tail":
-        worst = torch.nn.functional.pad(row, (0, pad), value=-math.inf).unflatten(-1, (-1, ROW_UNIT)).amax(-1)
-    else:
-        worst = row[..., first]
-    drop = worst[..., :, None] + tail[..., None, :] <= prune.log_eps
-    drop &= last[None, :] < (first + off)[:, None]
-    start = drop.long().cumprod(-1).sum(-1) * KEY_UNIT
-    monotone: Tensor = start.flip(-1).cummin(-1).values.flip(-1)
-    return monotone
+        logits = q64 @ k64.mT + c[..., off:, None] - c[..., None, :]
+        lower = torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
+    norms = q64.norm(dim=-1), k64.norm(dim=-1).amax(-1)
+    return certified_starts(*norms, c, prune, logit_bound, lower, rows=ROW_UNIT, cols=KEY_UNIT)
 
 
 @overload

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.pruning import Prune, certified_starts
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import first_visible, running_sums
 
@@ -56,34 +56,16 @@ def prune_starts_reference(
     Args:
         q: [B, T, H, K]; k, w: [B, T, G, K]; beta: [B, T, G]; c, since: [B, H, T] running gate sums, first visible keys.
     """
-    T, H, G = q.shape[1], q.shape[2], k.shape[2]
-    q64, k64 = q.detach().double(), k.detach().double()
-    c = c.detach()
-    k_max = k64.norm(dim=-1).amax(1).repeat_interleave(H // G, 1)  # [B, H]
-    last = torch.arange(KEY_UNIT - 1, T, KEY_UNIT, device=q.device)
+    T, rep = q.shape[1], q.shape[2] // k.shape[2]
+    q64, k64, c, lower = scale * q.detach().double(), k.detach().double(), c.detach(), None
     if prune.bound == "tail":
         pos = torch.arange(T, device=q.device)
         near = (pos // KEY_UNIT - 1) * KEY_UNIT
-        own = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= since[..., None])
-        logits = scale * path_scores(q64, k64, w.detach().double(), beta.detach().double())
-        logits = (logits + c[..., :, None] - c[..., None, :]).masked_fill(~own, -math.inf)
-        u = scale * q64.norm(dim=-1).transpose(1, 2) * k_max[..., None]  # [B, H, T]
-        if logit_bound is not None:
-            u = torch.minimum(u, logit_bound.double()[None, :, None])
-        row = u - torch.logsumexp(logits, -1) + c
-        tail = torch.logcumsumexp(-c, -1)[..., last]  # log n_b - c_b
-        worst = torch.nn.functional.pad(row, (0, -T % ROW_UNIT), value=-math.inf).unflatten(-1, (-1, ROW_UNIT)).amax(-1)
-    else:
-        u = scale * q64.norm(dim=-1).amax(1) * k_max
-        if logit_bound is not None:
-            u = torch.minimum(u, logit_bound.double())
-        worst = (2 * u[..., None] + math.log(T) + c)[..., ::ROW_UNIT]
-        tail = -c[..., last]
-    drop = worst[..., :, None] + tail[..., None, :] <= prune.log_eps
-    drop &= last < torch.arange(0, T, ROW_UNIT, device=q.device)[:, None]
-    start = drop.long().cumprod(-1).sum(-1) * KEY_UNIT
-    monotone: Tensor = start.flip(-1).cummin(-1).values.flip(-1)
-    return monotone
+        seen = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= since[..., None])
+        logits = path_scores(q64, k64, w.detach().double(), beta.detach().double()) + c[..., :, None] - c[..., None, :]
+        lower = torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
+    norms = q64.norm(dim=-1).transpose(1, 2), k64.norm(dim=-1).amax(1).repeat_interleave(rep, 1)
+    return certified_starts(*norms, c, prune, logit_bound, lower, rows=ROW_UNIT, cols=KEY_UNIT)
 
 
 def path_reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -179,11 +179,29 @@ def test_a_step_with_kept_sums_equals_one_that_scans(options: dict[str, Any]) ->
             torch.testing.assert_close(kept, plain, atol=1e-3 if "prune" in options else 1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("bound", ["tail", "paper"])
+def test_a_pruned_step_reads_no_key_that_it_drops(bound: Any) -> None:
+    """The longest key comes with the sums: it need not be looked for among all."""
+    x = inputs(Case(B=2, T=1, S=1500, H=4, G=2, gate="open"), torch.float32)
+    k, g, prune = 0.3 * x["k"], x["log_decay"], Prune(eps=1e-3, bound=bound)
+    sums = GateSums.of(g[:, :700], k[:, :700]).append(g[:, 700:1499], k[:, 700:1499]).append(g[:, 1499:], k[:, 1499:])
+    assert sums.longest is not None
+    torch.testing.assert_close(sums.longest, k.square().sum(-1).amax(1))
+    far = torch.where(torch.arange(1500, device=DEVICE) < 512, torch.nan, 0.0)[:, None, None]
+    options: dict[str, Any] = {"log_decay": None, "gate_sums": sums, "prune": prune, "impl": "triton"}
+    want = fox_attention(0.3 * x["q"], k, x["v"], **options)
+    assert torch.equal(fox_attention(0.3 * x["q"], k + far, x["v"] + far, **options), want)
+    scanned = fox_attention(0.3 * x["q"], k, x["v"], log_decay=g, prune=prune, impl="triton")
+    torch.testing.assert_close(want, scanned, atol=1e-6, rtol=1e-5)
+
+
 def test_rows_of_a_batch_can_be_reordered() -> None:
     g = gates(130, B=3)
     index = torch.tensor([2, 0, 0], device=DEVICE)
     picked = GateSums.of(g).reorder(index)
     assert_same(picked.append(g[:, :5]), GateSums.of(torch.cat([g[index], g[:, :5]], 1)))
+    k = torch.randn(3, 130, 2, 8, device=DEVICE)
+    assert torch.equal(GateSums.of(g, k).reorder(index).longest, GateSums.of(g[index], k[index]).longest)  # type: ignore[arg-type]
 
 
 def test_wrong_sums_are_refused() -> None:
@@ -198,6 +216,11 @@ def test_wrong_sums_are_refused() -> None:
         sums.append(x["log_decay"][..., :1])
     with pytest.raises(ValueError, match="log_decay: expected float32"):
         GateSums.of(x["log_decay"].half())
+    with pytest.raises(ValueError, match=r"k: expected the keys of the same tokens, \[B=1, 20, G, K\]"):
+        GateSums.of(x["log_decay"], x["k"][:, 1:])
+    others = GateSums.of(x["log_decay"], torch.cat([x["k"]] * 3, 2))
+    with pytest.raises(ValueError, match="gate_sums: expected the longest of keys with B=1, G=1 heads, got B=1, G=3"):
+        fox_attention(*args, log_decay=None, gate_sums=others, impl="triton")
     with pytest.raises(ValueError, match="no gradient"):
         GateSums.of(x["log_decay"].clone().requires_grad_())
     with pytest.raises(ValueError, match=r"valid: expected bool \[B=1, S=20\]"):
@@ -209,6 +232,7 @@ def test_opcheck_of_inference(return_lse: bool) -> None:
     from attnzoo.kernels.fox.op import fox_infer_op
 
     x = inputs(Case(T=2, S=300, gate="open"), torch.float32)
-    s = GateSums.of(x["log_decay"])
+    s = GateSums.of(x["log_decay"], x["k"])
+    sums = (s.c, s.base, s.since, s.tails, s.longest)
     rest = (None, there(1, 300), None, None, 0.25, 0, "tail", -10.0, return_lse)
-    torch.library.opcheck(fox_infer_op, (x["q"], x["k"], x["v"], None, s.c, s.base, s.since, s.tails, *rest))
+    torch.library.opcheck(fox_infer_op, (x["q"], x["k"], x["v"], None, *sums, *rest))

@@ -10,7 +10,12 @@ import torch
 from fox_cases import DEVICE, Case, inputs, run, triton, within_budget
 from torch import Tensor
 
+import attnzoo.forms.softmax
+from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune, first_kept_keys
+from attnzoo.encodings.fox import FORMS
+from attnzoo.forms.cache import KVCache
+from attnzoo.kernels.common.checks import share_kept
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import first_visible, running_sums
 from attnzoo.kernels.common.tiles import Tiles
@@ -149,6 +154,31 @@ def test_the_smaller_of_a_known_bound_and_the_norms_counts(bound: str) -> None:
         assert torch.equal(loose, norms)
         assert bool((tight >= norms).all())
         assert int(tight.sum()) > int(norms.sum())
+
+
+@pytest.mark.parametrize("known", [None, 1e4, 1.0], ids=["norms", "loose bound", "tight bound"])
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("T", [1, 40, 300])
+def test_forms_and_kernels_prune_alike(
+    T: int, bound: Any, known: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same certificate on any device, for a step, a chunk and a sequence; the kernels round towards keeping."""
+    x, seen = inputs(Case(T=T, S=1300, H=2, K=8, gate="open"), torch.float32), list[Tensor]()
+    prune, limit = Prune(eps=1e-3, bound=bound), None if known is None else torch.full((2,), known, device=DEVICE)
+    past = KVCache(*(x[n][:, :-T] for n in ("k", "v", "log_decay")))
+
+    def record(*args: Any, **options: Any) -> Tensor:
+        seen.append(first_kept_keys(*args, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(attnzoo.forms.softmax, "first_kept_keys", record)
+    new = (x["q"], x["k"][:, -T:], x["v"][:, -T:], Gate(log_decay=x["log_decay"][:, -T:]))
+    FORMS.extend(*new, past, prune=prune, logit_bound=limit)
+    found = starts(x["q"], x["k"], x["log_decay"], prune, logit_bound=limit).long()
+    assert float(found.max()) > 0
+    assert bool(((found <= seen[0]) & (seen[0] <= found + KEY_UNIT)).all())
+    shares = [share_kept(None, start, 1, T, 2, 1300, found.device) for start in (found, seen[0])]
+    torch.testing.assert_close(*shares, atol=0.01, rtol=0)
 
 
 def test_kept_fraction_agrees_with_the_reference() -> None:

@@ -264,6 +264,26 @@ def test_an_idle_factor_needs_no_direction() -> None:
     path_attention(x, x, x, w=torch.zeros_like(x), beta=torch.zeros(1, 4, 2))
 
 
+def test_transforms_of_functions_take_the_reference() -> None:
+    """``torch.func`` has no way into a kernel: an explicit choice says so, ``auto`` takes what can be transformed."""
+    x = inputs(Case(T=9, gate="open"), torch.float32)
+
+    def loss(q: torch.Tensor, impl: Any) -> torch.Tensor:
+        return (
+            path_attention(q, x["k"], x["v"], log_decay=x["log_decay"], w=x["w"], beta=x["beta"], impl=impl)
+            .square()
+            .sum()
+        )
+
+    with pytest.raises(ValueError, match=r"torch.func \(grad, vmap, jvp\) cannot see .* impl='reference'"):
+        torch.func.grad(loss)(x["q"], "triton")
+    (want,) = torch.autograd.grad(loss(x["q"].requires_grad_(), "triton"), x["q"])
+    torch.testing.assert_close(torch.func.grad(loss)(x["q"].detach(), "auto"), want, atol=1e-5, rtol=1e-4)
+    many = torch.stack([x["q"].detach(), 2 * x["q"].detach()])
+    got = torch.vmap(torch.func.grad(loss), in_dims=(0, None))(many, "auto")
+    torch.testing.assert_close(got[0], want, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.gpu
 def test_values_on_a_gpu_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 4, 2, 16, device=DEVICE)

@@ -21,6 +21,7 @@ from attnzoo.layer.gates.decay import (
     RetentionDecay,
     SoftplusDecay,
 )
+from attnzoo.layer.gates.hgrn2 import BoundedForgetGate
 from attnzoo.layer.gates.matrix import DeltaRule, LowRankDiagonal, PathTransition, RotaryAngles
 from attnzoo.layer.stream import Stream
 
@@ -50,6 +51,11 @@ class Combined(GateProjection):
         factors = [parts["beta"] if isinstance(strength, str) else strength for strength in strengths]
         return Gate(**parts), math.prod(factors[1:], start=factors[0])
 
+    def keys(self, k: Tensor, gate: Gate) -> Tensor:
+        for member in self.members:
+            k = cast(GateProjection, member).keys(k, gate)
+        return k
+
 
 GATES: dict[str, type[GateProjection]] = {
     "none": GateProjection,
@@ -61,6 +67,7 @@ GATES: dict[str, type[GateProjection]] = {
     "softplus": SoftplusDecay,
     "mamba2": Mamba2Decay,
     "low_rank": LowRankDiagonal,
+    "hgrn2": BoundedForgetGate,
     "rotary": RotaryAngles,
     "delta": DeltaRule,
     "path": PathTransition,

@@ -65,6 +65,10 @@ class GateProjection(PreciseModule):
         """
         return Gate(), None
 
+    def keys(self, k: Tensor, gate: Gate) -> Tensor:
+        """The keys that the core gets, ``[B, T, G, K]``: k itself, unless the gate gives them."""
+        return k
+
 
 def reset_linear(linear: nn.Linear) -> None:
     nn.init.normal_(linear.weight, std=INIT_STD)

@@ -21,7 +21,7 @@ from attnzoo.kernels.common.launching import (
     since_strides,
     valid_strides,
 )
-from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max_kernel, prune_scan_kernel
+from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
 from attnzoo.kernels.common.tile_loads import keys_there, load_tile
 
 
@@ -97,6 +97,7 @@ def prune_starts(
     q: Tensor, k: Tensor, log_decay: Tensor, c: Tensor | None, base: Tensor | None, tails: Tensor | None,
     since: Tensor | None, scale: float, *,
     bound: str, log_eps: float, logit_bound: Tensor | None, valid: Tensor | None = None,
+    longest: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT query rows, a multiple of KEY_UNIT. No host synchronisation.
 
@@ -105,8 +106,9 @@ def prune_starts(
         log_decay: [B, S, H] with its sums c, base and tails (which may have room for more), or [H] (None).
         since: [B or 1, H or 1, S], or the T rows alone.
         logit_bound: [H], known bound of |logits| (natural units), or None. The smaller of it and what the norms of q
-            and k say counts; with fewer than ROW_UNIT rows it alone, for measuring would read every key.
+            and k say counts.
         valid: [B, S] bool, the keys that exist; the certificate holds for rows that see themselves.
+        longest: [B, G] float32, the largest |k|^2 of each key head, or None to measure it.
 
     Returns:
         [B, H, ceil(T / ROW_UNIT)] int32, non-decreasing along the rows.
@@ -118,20 +120,14 @@ def prune_starts(
     n_t = cdiv(T, ROW_UNIT)
     start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device)
     need = torch.empty((B, H, n_t), dtype=torch.float64, device=q.device)
-    unread = logit_bound is not None and T < ROW_UNIT  # a pass over all keys would cost as much as these few rows
-    largest = torch.finfo(torch.float32).max if unread else 0.0
-    kmax = torch.full((B * G,), largest, dtype=torch.float32, device=q.device)
-    qmax = kmax if tail else kmax.new_zeros(B * H)
-    if not unread:
-        norm_max_kernel[(B * G, cdiv(S, 128))](k, kmax, S, *k.stride()[:3], H=G, D=K, BD=BK, BR=128)
-    if not tail:
-        norm_max_kernel[(B * H, cdiv(T, 128))](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
+    longest = norm_max(k) if longest is None else longest
+    of_rows = longest if tail else norm_max(q)
     NS = cdiv(S, KEY_UNIT) if base is None else base.shape[2] - 1
     since = None if since is None else since[..., since.shape[2] - T :]
     there = need if valid is None else valid
     fox_prune_rows_kernel[(B * H, n_t)](
-        q, k, qmax, kmax, kmax if logit_bound is None else logit_bound, kmax if c is None else c,
-        kmax if base is None else base, log_decay, start if since is None else since, there, need, T, S, NS,
+        q, k, of_rows, longest, longest if logit_bound is None else logit_bound, longest if c is None else c,
+        longest if base is None else base, log_decay, start if since is None else since, there, need, T, S, NS,
         scale * LOG2E,
         math.log2(S), none_above(log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
         *since_strides(since), *valid_strides(valid), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
@@ -140,7 +136,7 @@ def prune_starts(
         num_stages=1 if wide else 2,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
-        need, kmax if base is None else base, log_decay, kmax if tails is None else tails, start, T, S, NS,
+        need, longest if base is None else base, log_decay, longest if tails is None else tails, start, T, S, NS,
         log_eps * LOG2E - SLACK, cdiv(S, KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT,
         BN=min(1024, max(16, power_of_2(n_t))), GATE=gate, TAIL=tail,
     )  # fmt: skip

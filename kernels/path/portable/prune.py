@@ -18,7 +18,7 @@ from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT, SLACK
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import dot_precision, head_block, since_strides
-from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max_kernel, prune_scan_kernel
+from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.head_groups import head_groups
 from attnzoo.kernels.path.levels import Leaves
@@ -109,21 +109,18 @@ def block_starts(
     tail, BK, n_t = bound == "tail", head_block(K), triton.cdiv(T, ROW_UNIT)
     start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device)
     need = torch.empty((B, H, n_t), dtype=torch.float64, device=q.device)
-    norms = torch.zeros(B * (H + G), dtype=torch.float32, device=q.device)
-    qmax, kmax = norms[: B * H], norms[B * H :]
-    norm_max_kernel[(B * G, triton.cdiv(T, 128))](k, kmax, T, *k.stride()[:3], H=G, D=K, BD=BK, BR=128)
-    if not tail:
-        norm_max_kernel[(B * H, triton.cdiv(T, 128))](q, qmax, T, *q.stride()[:3], H=H, D=K, BD=BK, BR=128)
+    longest = norm_max(k)
+    of_rows = longest if tail else norm_max(q)
     assert block is not None or not tail
     diag, qb, kb = (q, q, k) if block is None else (block.diag, block.q, block.k)
     path_prune_rows_kernel[(B * H, n_t)](
-        q, diag, qb, kb, qmax, kmax, norms if logit_bound is None else logit_bound, c, base, since, need, T,
+        q, diag, qb, kb, of_rows, longest, longest if logit_bound is None else logit_bound, c, base, since, need, T,
         scale * LOG2E, math.log2(T), none_above(log_eps, 2 * KEY_UNIT), *q.stride()[:3], *since_strides(since), H=H,
         REP=H // G, K=K, BK=BK, RU=ROW_UNIT, KU=KEY_UNIT, TAIL=tail, HAS_BOUND=logit_bound is not None,
         PREC=dot_precision(q.dtype), num_warps=4,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
-        need, base, norms, tails, start, T, T, base.shape[2] - 1, log_eps * LOG2E - SLACK, triton.cdiv(T,
+        need, base, longest, tails, start, T, T, base.shape[2] - 1, log_eps * LOG2E - SLACK, triton.cdiv(T,
         KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT, BN=min(1024, max(16, triton.next_power_of_2(n_t))),
         GATE=2, TAIL=tail,
     )  # fmt: skip

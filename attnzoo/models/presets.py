@@ -1,0 +1,187 @@
+"""Models of published sizes by name, with the recipe they were trained by: ``fox-pro-760m``, ``deltanet-125m``, ...
+
+The sizes and recipes stand in ``presets.toml``.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnzoo.errors import nearest
+from attnzoo.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from attnzoo.models.decoder import LanguageModel
+
+TABLE = Path(__file__).parent / "presets.toml"
+OWN = "own"  # the block of a model whose name says none
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model was trained.
+
+    Args:
+        tokens: in all.
+        context_length: tokens of a sequence.
+        sequences: of a step.
+        lr: the peak, after a linear warm-up and before a cosine to 0.
+        warmup_tokens: of the warm-up.
+        beta1: of AdamW.
+        beta2: of AdamW.
+        weight_decay: of AdamW.
+        clip_norm: longest gradient.
+        source: where this stands.
+    """
+
+    tokens: int
+    context_length: int
+    sequences: int
+    lr: float
+    warmup_tokens: int
+    beta1: float
+    beta2: float
+    weight_decay: float
+    clip_norm: float
+    source: str
+
+    @property
+    def steps(self) -> int:
+        """Updates of the weights."""
+        return self.tokens // (self.context_length * self.sequences)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Those of the warm-up."""
+        return self.warmup_tokens // (self.context_length * self.sequences)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model by name.
+
+    Args:
+        name: as in :func:`names`.
+        model: its sizes and layers.
+        recipe: how it was trained.
+    """
+
+    name: str
+    model: ModelConfig
+    recipe: Recipe
+
+    def train_settings(self) -> dict[str, Any]:
+        """What differs from the defaults of :class:`attnzoo.training.config.TrainConfig`, nested as in a file.
+
+        One sequence is computed at a time, in bfloat16 beside float32 weights.
+        """
+        model, recipe = self.model, self.recipe
+        shared = ("lr", "beta1", "beta2", "weight_decay", "clip_norm", "warmup_steps")
+        return {
+            "output_dir": f"runs/{self.name}",
+            "steps": recipe.steps,
+            "batch_size": recipe.sequences,
+            "gradient_accumulation": recipe.sequences,
+            "mixed_precision": "bf16",
+            "eval_every": 1000,
+            "checkpoint_every": 500,
+            "model": {name: value for name, value in vars(model).items() if value != getattr(ModelConfig(), name)},
+            "data": {"context_length": recipe.context_length},
+            "optimizer": {name: getattr(recipe, name) for name in shared},
+        }
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _parsed() -> dict[str, tuple[str, str, str]]:
+    """name -> (model, block, size)."""
+    from attnzoo.registry import list_variants
+
+    table = _table()
+    models = dict.fromkeys([*table["models"], *list_variants()])
+    return {
+        "-".join([model, size] if block == OWN else [model, block, size]): (model, block, size)
+        for size in table["sizes"]
+        for model in models
+        for block in table["models"].get(model, {}).get("blocks", table["blocks"])
+    }
+
+
+def names() -> tuple[str, ...]:
+    """All presets: models in blocks in sizes."""
+    return tuple(_parsed())
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        ValueError: there is none; the message says what a name is made of, and the nearest one.
+    """
+    if name not in _parsed():
+        close = nearest(name, names())
+        raise ValueError(
+            f"unknown preset {name!r}: expected MODEL-BLOCK-SIZE, or MODEL-SIZE for a paper's own layer, with one of "
+            f"{', '.join(dict.fromkeys(model for model, _, _ in _parsed().values()))}, the block llama or pro, and the "
+            f"size {', '.join(_table()['sizes'])}" + (f"; did you mean {close!r}?" if close else "")
+        )
+    model, block, size = _parsed()[name]
+    table = _table()
+    entry, sizes = table["models"].get(model, {"attention": model}), table["sizes"][size]
+    options = {**entry.get("options", {}), **entry.get(f"{block}_options", {}), **table["blocks"][block]}
+    settings = {
+        "attention": entry.get("attention"),
+        "attention_options": _serving(entry.get("attention"), options),
+        "vocab_size": table["vocab_size"],
+        **sizes["model"],
+        **sizes.get(block, {}),
+        **entry.get(block, {}).get(size, {}),
+    }
+    lr = entry.get("lr", {}).get(block, {}).get(size, sizes["lr"])
+    return Preset(name, ModelConfig(**settings), Recipe(tokens=sizes["tokens"], lr=lr, **table["recipe"]))
+
+
+def _serving(attention: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The options without those that the layer has no use for: unit keys have no norm whose weights could be shared."""
+    if attention is None or not options.get("qk_norm_shared"):
+        return options
+    from attnzoo.layer.gates import gate_classes
+    from attnzoo.registry import get
+
+    gate = getattr(get(attention).module, "LAYER", {}).get("gate", "none")
+    unit = any(cls.unit_keys for cls in gate_classes(gate))
+    return {name: value for name, value in options.items() if not (unit and name == "qk_norm_shared")}
+
+
+def build(name: str, **changes: Any) -> LanguageModel:
+    """The model of that name, with random weights.
+
+    Args:
+        name: of a preset.
+        changes: fields of :class:`~attnzoo.models.config.ModelConfig` to set otherwise, such as ``vocab_size``.
+
+    Raises:
+        ValueError: no such preset, or a value that cannot be.
+        TypeError: no such field.
+    """
+    from attnzoo.models.decoder import LanguageModel
+
+    return LanguageModel(replace(preset(name).model, **changes))
+
+
+def parameters(name: str) -> dict[str, int]:
+    """How many parameters the model has: ``all``, and ``without_embedding``, which counts the head (no memory used)."""
+    import torch
+
+    with torch.device("meta"):
+        model = build(name)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return {"all": total, "without_embedding": total - model.embedding.weight.numel()}

@@ -1,0 +1,242 @@
+"""Models of published sizes: their counts, their recipes, and the baselines' layers."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnzoo import build_attention, get, list_variants
+from attnzoo.cli import app
+from attnzoo.config import TrainConfig, load_config
+from attnzoo.experiments.builtin import find_config
+from attnzoo.models import presets
+from attnzoo.models.config import ModelConfig
+from attnzoo.models.decoder import LanguageModel
+
+# Parameters without the input embedding: table 6 of Lin et al., 2025 (FoX), and the authors' classes.
+PUBLISHED = {
+    "fox-pro-760m": 759_441_984, "transformer-pro-760m": 757_675_008, "fox-llama-760m": 757_632_576,
+    "transformer-llama-760m": 756_747_264, "deltanet-760m": 757_635_072, "mamba2-760m": 780_113_664,
+    "hgrn2-760m": 756_820_992,
+    "fox-llama-360m": 360_188_288, "transformer-llama-360m": 359_794_688, "deltanet-360m": 360_289_280,
+    "mamba2-360m": 368_314_880, "hgrn2-360m": 359_843_840,
+    "fox-llama-125m": 123_661_968, "transformer-llama-125m": 123_551_232, "deltanet-125m": 123_718_656,
+    "mamba2-125m": 128_965_824, "hgrn2-125m": 123_569_664,
+}  # fmt: skip
+A_SCALE_PER_HEAD = {  # where QK-norm's weights are not shared by the heads
+    "fox-pro-760m": 759_512_640, "transformer-pro-760m": 757_742_592, "fox-pro-360m": 367_339_904,
+    "transformer-pro-360m": 366_946_304, "fox-pro-125m": 123_910_800, "transformer-pro-125m": 123_800_064,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_counts_are_the_published_ones(name):
+    assert presets.parameters(name)["without_embedding"] == PUBLISHED[name]
+
+
+def test_fox_pro_has_the_size_of_the_published_checkpoint():
+    assert presets.parameters("fox-pro-760m")["all"] == 836_636_736
+
+
+@pytest.mark.parametrize("name", A_SCALE_PER_HEAD)
+def test_counts_with_a_scale_per_head(name):
+    with torch.device("meta"):
+        model = presets.build(
+            name, attention_options={**presets.preset(name).model.attention_options, "qk_norm_shared": False}
+        )
+    count = sum(parameter.numel() for parameter in model.parameters()) - model.embedding.weight.numel()
+    assert count == A_SCALE_PER_HEAD[name]
+
+
+def test_every_variant_comes_in_every_size_and_block():
+    for variant in list_variants():
+        for size in ("125m", "360m", "760m"):
+            assert {f"{variant}-pro-{size}", f"{variant}-llama-{size}", f"{variant}-{size}"} <= set(presets.names())
+
+
+@pytest.mark.parametrize("name", [name for name in presets.names() if name.endswith("125m")])
+def test_every_preset_is_a_run(name):
+    config = load_config(find_config(name, "train"))
+    assert isinstance(config, TrainConfig)
+    assert config.model == presets.preset(name).model
+    recipe = presets.preset(name).recipe
+    assert config.steps * config.batch_size * config.data.context_length == recipe.tokens
+    with torch.device("meta"):
+        assert presets.build(name, num_layers=2, vocab_size=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr"),
+    [
+        ("fox-pro-760m", 2e-3), ("transformer-pro-760m", 1e-3), ("fox-llama-760m", 1e-3), ("gla-760m", 1e-3),
+        ("transformer-llama-760m", 5e-4), ("mamba2-760m", 2e-3), ("hgrn2-760m", 2e-3), ("deltanet-760m", 1e-3),
+        ("fox-pro-360m", 2e-3), ("transformer-llama-125m", 2e-3),
+    ],
+)  # fmt: skip
+def test_learning_rates_are_those_of_the_paper(name, lr):
+    assert presets.preset(name).recipe.lr == lr
+
+
+def test_a_preset_is_trained_as_the_paper_says():
+    config = load_config(find_config("transformer-pro-360m", "train"), ["data.source=text"])
+    assert (config.batch_size, config.data.context_length, config.steps) == (32, 16384, 14336)
+    assert config.optimizer.warmup_steps * config.batch_size * config.data.context_length == 256 * 2**20
+    assert (config.optimizer.beta1, config.optimizer.beta2) == (0.9, 0.95)
+    assert (config.optimizer.weight_decay, config.optimizer.clip_norm) == (0.1, 1.0)
+    assert config.model.attention_options == {"theta": 500_000.0, "block": "pro", "qk_norm_shared": True}
+    assert config.output_dir == "runs/transformer-pro-360m"
+
+
+def test_a_preset_is_shown_with_its_counts():
+    from click.testing import CliRunner
+
+    ran = CliRunner().invoke(app, ["show", "--preset", "fox-pro-760m"])
+    assert ran.exit_code == 0
+    for word in ("1,536", "3,584", "836,636,736", "759,441,984", "92,160 steps", "arXiv:2503.02130", "block=pro"):
+        assert word in ran.output
+    listed = CliRunner().invoke(app, ["list", "--presets"]).output
+    assert all(name in listed for name in presets.names())
+
+
+def test_a_built_preset_runs():
+    torch.manual_seed(0)
+    for name in ("samba-125m", "window_transformer-pro-125m"):
+        model = presets.build(name, num_layers=2, vocab_size=11)
+        assert model(torch.randint(11, (1, 5))).logits.shape == (1, 5, 11)
+
+
+# The baselines, and what they reduce to
+
+
+def bounded(layers: int = 3) -> LanguageModel:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        attention="gla", attention_options={"block": "hgrn2"}, hidden_size=16, num_heads=2, num_layers=layers,
+        vocab_size=11, intermediate_size=0,
+    )  # fmt: skip
+    model = LanguageModel(config).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def hgrn2_by_hand(attn: torch.nn.Module, x: Tensor, low: Tensor) -> Tensor:
+    """Qin et al., 2024, eq. 6-7: ``S_t = Diag(f_t) S_{t-1} + (1 - f_t) i_t^T``, ``o_t = S_t^T silu(q_t)``, then RMS."""
+    q, z, i = (p(x).unflatten(-1, (2, -1)) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
+    f = low.view(2, -1) + (1 - low.view(2, -1)) * z.sigmoid()
+    S, out = x.new_zeros(len(x), 2, 8, 8), []
+    for t in range(x.shape[1]):
+        S = f[:, t, :, :, None] * S + (1 - f[:, t])[..., None] * i[:, t, :, None]
+        out.append(torch.einsum("bhkv,bhk->bhv", S, torch.nn.functional.silu(q[:, t])) * 8**-0.5)
+    o = torch.stack(out, 1).flatten(2)
+    return attn.o_proj(torch.nn.functional.rms_norm(o, (16,), attn.output_norm.weight.flatten(), 1e-6))
+
+
+def test_hgrn2_is_gla_with_keys_one_minus_f_and_rising_bounds():
+    model, x = bounded(), torch.randn(2, 13, 16, dtype=torch.float64)
+    shares = model.lower_bounds.logits.softmax(0)
+    bounds = [torch.zeros(16).double(), shares[1], shares[1] + shares[2]]
+    for block, low in zip(model.blocks, bounds, strict=True):
+        attn = block.attention
+        assert torch.allclose(attn(x), hgrn2_by_hand(attn, x, low))
+        p = attn.project(x)
+        assert torch.allclose(p.k, 1 - p.gate.log_diag.exp())
+        o = get("gla").forms["recurrent"](p.q, p.k, p.v, p.gate)
+        assert torch.allclose(attn(x), attn.o_proj(attn.output_norm(o).flatten(2)))
+
+
+def test_lower_bounds_start_even_and_learn():
+    model = bounded()
+    model.reset_parameters()
+    even = torch.arange(3).double()[:, None].expand(3, 16) / 3
+    assert torch.allclose(model.lower_bounds(), even)
+    model(torch.randint(11, (1, 9)), targets=torch.randint(11, (1, 9))).loss.backward()
+    assert model.lower_bounds.logits.grad.abs().max() > 0
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_copies_and_casts_of_a_model_keep_its_bounds_to_themselves():
+    model = bounded()
+    other = copy.deepcopy(model)
+    torch.nn.init.zeros_(other.lower_bounds.logits)
+    for layer in range(3):
+        assert other.blocks[layer].attention.gate.shared[0] is other.lower_bounds
+        assert model.blocks[layer].attention.gate.shared[0] is model.lower_bounds
+    assert model.to(torch.bfloat16).lower_bounds.logits.dtype == torch.float32
+    tokens = torch.randint(11, (1, 7))
+    other.load_state_dict(bounded().state_dict())
+    assert torch.equal(other.double()(tokens).logits, bounded()(tokens).logits)
+
+
+def test_steps_of_hgrn2_equal_its_whole():
+    model, tokens = bounded(), torch.randint(11, (2, 12), generator=torch.Generator().manual_seed(0))
+    cache = model.new_cache()
+    steps = [model(part, cache=cache).logits for part in tokens.split([5, 1, 1, 5], 1)]
+    assert torch.allclose(torch.cat(steps, 1), model(tokens).logits)
+
+
+def test_extreme_logits_close_and_open_the_bounded_gate():
+    attn = bounded(2).blocks[1].attention
+    stream = attn._stream(torch.zeros(1, 1, 16), None, None)
+    z = torch.tensor([-1e4, -200.0, -60.0, 60.0, 1e4]).double()[None, :, None, None].repeat(1, 1, 2, 8).requires_grad_()
+    gate, _ = attn.gate(torch.zeros(1, 5, 16), z, stream)
+    low = attn.gate.shared[0]()[1].view(2, 8)
+    f = gate.log_diag.exp()
+    assert (gate.log_diag <= 0).all()
+    assert torch.allclose(f[0, 2], low)
+    assert torch.allclose(f[0, 3:], torch.ones(()).double())
+    gate.log_diag[0, 2:].sum().backward()
+    assert z.grad.isfinite().all()
+
+
+def test_the_dual_of_hgrn2_is_wall_with_its_gate():
+    attn, dual = (build_attention(name, block="hgrn2", hidden_size=16, num_heads=2) for name in ("gla", "wall"))
+    dual.load_state_dict(attn.state_dict())
+    x = torch.randn(1, 6, 16)
+    assert torch.equal(attn.project(x).gate.log_diag, dual.project(x).gate.log_diag)
+
+
+def test_mamba2_is_the_scalar_gate_with_steps_in_the_values():
+    """The core of the block is the zoo's form ``mamba2``, where ``dt x`` is written and all heads share one q and k; it
+    is GLA with equal channels too."""
+    torch.manual_seed(0)
+    attn, x = (
+        build_attention("mamba2", hidden_size=16, num_heads=4, head_dim=8).double(),
+        torch.randn(1, 9, 16).double(),
+    )
+    p = attn.project(x)
+    assert torch.equal(p.k, p.k[:, :, :1].expand_as(p.k))
+    S, out = torch.zeros(1, 4, 8, 8).double(), []
+    for t in range(9):
+        dt = p.write[:, t, :, None, None]
+        S = (-attn.gate.log_a.exp()[:, None, None] * dt).exp() * S + dt * p.k[:, t, :, :, None] * p.v[:, t, :, None]
+        out.append(torch.einsum("bhkv,bhk->bhv", S, p.q[:, t]))
+    expected = torch.stack(out, 1)
+    assert torch.allclose(get("mamba2").forms["chunk"](p.q, p.k, p.v, p.gate, scale=1.0, write=p.write), expected)
+    from attnzoo import Gate
+
+    channels = Gate(log_diag=p.gate.log_decay[..., None].expand(-1, -1, -1, 8))
+    assert torch.allclose(get("gla").forms["chunk"](p.q, p.k, p.v, channels, scale=1.0, write=p.write), expected)
+
+
+def test_the_bounds_serve_gates_of_one_width_and_heads_of_their_own():
+    with pytest.raises(ValueError, match="num_kv_heads: expected num_heads = 4 .*got 2"):
+        build_attention("gla", block="hgrn2", hidden_size=16, num_heads=4, num_kv_heads=2)
+    mixed = [{"name": "gla"}, {"name": "gla", "options": {"head_dim": 4}}]
+    with pytest.raises(ValueError, match=r"expected one width of all gates with lower bounds, got \[8, 16\]"):
+        LanguageModel(ModelConfig(mixed, {"block": "hgrn2"}, hidden_size=16, num_heads=2, num_layers=2))
+    with pytest.raises(ValueError, match="gate: 'fox' needs the parts"):
+        build_attention("fox", block="hgrn2")
+
+
+def test_blocks_without_an_mlp():
+    model = LanguageModel(ModelConfig("fox", hidden_size=16, num_heads=2, num_layers=1, intermediate_size=0))
+    assert model.blocks[0].mlp is None
+    assert not any("mlp" in name for name in model.state_dict())
+    assert math.isfinite(model(torch.randint(11, (1, 5)), targets=torch.randint(11, (1, 5))).loss.item())
+    with pytest.raises(ValueError, match="intermediate_size must be at least 0, got -1"):
+        ModelConfig(intermediate_size=-1)
