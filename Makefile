@@ -73,7 +73,8 @@ $(VENV)/.docs-installed: $(VENV)/.installed docs/package-lock.json
 	touch $@
 
 docs-site: docs-install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python docs/tools/prepare.py
+	PYTHONPATH=docs NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 docs: docs-install
 	$(BIN)/python docs/figures/make.py

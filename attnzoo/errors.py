@@ -1,6 +1,7 @@
 """Errors that name what exists and what was probably meant."""
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -63,11 +64,13 @@ def unknown(kind: str, name: object, options: Iterable[str]) -> ValueError:
     return ValueError(f"{message}; did you mean {close!r}?" if close else message)
 
 
-def at_least(config: Any, minimum: float, *names: str) -> None:
-    """Raise ValueError if a field of ``config`` in ``names`` is below ``minimum``."""
+def at_least(config: Any, minimum: float, *names: str, below: float | None = None) -> None:
+    """Raise ValueError if a field of ``config`` in ``names`` is below ``minimum``, or ``below`` or more."""
     for name in names:
         if not getattr(config, name) >= minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {getattr(config, name)}")
+        if below is not None and getattr(config, name) >= below:
+            raise ValueError(f"{name} must be below {below}, got {getattr(config, name)}")
 
 
 def above(config: Any, minimum: float, *names: str) -> None:
@@ -75,6 +78,13 @@ def above(config: Any, minimum: float, *names: str) -> None:
     for name in names:
         if not getattr(config, name) > minimum:
             raise ValueError(f"{name} must be above {minimum:g}, got {getattr(config, name)}")
+
+
+def finite(config: Any, *names: str) -> None:
+    """Raise ValueError if a field of ``config`` in ``names`` is infinite or not a number."""
+    for name in names:
+        if not math.isfinite(getattr(config, name)):
+            raise ValueError(f"{name} must be finite, got {getattr(config, name)}")
 
 
 def one_of(config: Any, name: str, options: list[str]) -> None:

@@ -87,6 +87,19 @@ def test_files_are_not_opened_in_the_place_of_closed_streams(tmp_path: Path) -> 
     assert (tmp_path / "file").read_text() == "True\n"
 
 
+def test_out_of_memory_is_one_line(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    words = [
+        "train",
+        "tiny",
+        f"output_dir={tmp_path / 'run'}",
+        "model.vocab_size=2147483647",
+        "model.hidden_size=65536",
+    ]
+    assert run(monkeypatch, *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("attnzoo: out of memory: ")
+
+
 def test_a_table_is_shown_by_a_stream_that_cannot_encode_it(monkeypatch: Any) -> None:
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with monkeypatch.context() as patch:

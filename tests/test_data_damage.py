@@ -136,6 +136,14 @@ def test_a_pattern_that_is_no_relative_path_is_refused(pattern):
         DataConfig(pattern=pattern)
 
 
+@pytest.mark.parametrize("source", ["stdlib", "text.txt", "tokens.npy"])
+def test_a_pattern_of_something_that_is_no_folder_is_refused(tmp_path, shard, source):
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    given = source if source == "stdlib" else str(tmp_path / source)
+    with pytest.raises(ValueError, match=r"data.pattern='\*.md' .* is no such folder"):
+        build_data(DataConfig(source=given, context_length=8, vocab_size=1000, pattern="*.md"))
+
+
 def test_an_empty_source_is_refused():
     with pytest.raises(ValueError, match="source must be a file, a folder or 'stdlib'"):
         DataConfig(source="")

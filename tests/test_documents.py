@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from mktestdocs import check_md_file
-from test_doc_outputs import blocks
+from test_doc_outputs import GENERATED, blocks
 
 from attnzoo.registry import PAIRS, pairs, unregister
 
 ROOT = Path(__file__).parents[1]
-PAGES = [path for path in (ROOT / "docs").rglob("*.md") if "node_modules" not in path.parts]
+PAGES = [path for path in (ROOT / "docs").rglob("*.md") if not GENERATED & set(path.parts)]
 SHOWN = [path for path in PAGES if any(text is not None for _, text in blocks(path.read_text()))]  # run over there
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in {*PAGES} - {*SHOWN})]
 

@@ -11,7 +11,7 @@ import tiny_runs
 import torch
 from tiny_runs import outcome, write_text
 
-from attnzoo.config import OptimizerConfig, TrainConfig
+from attnzoo.config import ModelConfig, OptimizerConfig, TrainConfig
 from attnzoo.experiments.compare import CompareConfig, plan, run_comparison
 from attnzoo.models import LanguageModel
 from attnzoo.training import loop, newest_checkpoint, train
@@ -123,6 +123,12 @@ def test_half_precision_without_a_gpu_is_refused_and_not_ignored(config_of):
         train(config_of("mixed_precision=fp16"))
 
 
+@pytest.mark.parametrize("name", ["hidden_size", "num_layers", "num_heads", "vocab_size", "intermediate_size"])
+def test_sizes_that_no_tensor_has_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must be below 2147483648, got 1000"):
+        ModelConfig(**{name: 10**30})
+
+
 @pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
 def test_numbers_that_must_be_finite_are(name):
     with pytest.raises(ValueError, match=f"{name} must be finite, got inf"):
@@ -132,7 +138,12 @@ def test_numbers_that_must_be_finite_are(name):
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
-    [("output_dir", "", "output_dir must name a folder"), ("seed", 2**32, r"seed must be below 2\*\*32")],
+    [
+        ("output_dir", "", "output_dir must name a folder"),
+        ("output_dir", "~/run", "~ does not stand for a home folder"),
+        ("batch_size", 10**30, "batch_size must be below 2147483648"),
+        ("seed", 2**32, "seed must be below 4294967296"),
+    ],
 )
 def test_fields_that_no_run_can_use_are_refused(field, value, message):
     with pytest.raises(ValueError, match=message):
@@ -166,8 +177,9 @@ def test_labels_of_any_other_kind_name_their_folder():
     entries = [{"name": "nope", "label": label} for label in (0, "a/b", "été $x$", "v1.5")]
     keys = [run.key for run in plan(CompareConfig(variants=entries, output_dir="out"))]
     assert keys == ["0", "a-b", "été-x", "v1.5"]
-    with pytest.raises(ValueError, match="output_dir must name a folder"):
-        plan(CompareConfig(variants=["nope"], output_dir=""))
+    for output_dir in ("", "~/run"):
+        with pytest.raises(ValueError, match="output_dir"):
+            plan(CompareConfig(variants=["nope"], output_dir=output_dir))
 
 
 def test_a_comparison_that_cannot_be_written_is_refused_before_it_trains(config_of, tmp_path, monkeypatch):

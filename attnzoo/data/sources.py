@@ -79,6 +79,11 @@ def build_data(config: DataConfig) -> Data:
     else:
         train, heldout = pieces, _read(config.heldout_source, config)
     pretokenised = _is_pretokenised(config.source)
+    if config.pattern != "*" and (pretokenised or config.source == "stdlib" or Path(config.source).is_file()):
+        raise ValueError(
+            f"data.pattern={config.pattern!r} says which files of a folder of texts are read, and "
+            f"{config.source!r} is no such folder"
+        )
     if pretokenised and config.vocab_size is None:
         raise ValueError(f"data.vocab_size is needed for the pre-tokenised {config.source!r}")
     vocab_size = config.vocab_size or BYTES

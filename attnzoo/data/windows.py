@@ -79,7 +79,10 @@ class TokenWindows:
 
     def batch(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Several windows, int64 [len(indices), context_length + 1]."""
-        return np.stack([self[index] for index in indices])
+        rows = np.empty((len(indices), self.context_length + 1), dtype=np.int64)
+        for row, index in zip(rows, indices, strict=True):
+            row[:] = self[index]
+        return rows
 
     def _start_epoch(self, epoch: int) -> None:
         random = np.random.default_rng([self.seed, epoch])

@@ -36,6 +36,7 @@ from attnzoo.training.checkpoint import (
     read_progress,
     usable_checkpoint,
 )
+from attnzoo.training.config import check_folder_name
 from attnzoo.training.digests import WEIGHTS
 from attnzoo.training.metrics import rows_until
 
@@ -111,8 +112,7 @@ def plan(config: CompareConfig) -> list[Run]:
     """
     if not config.variants:
         raise ValueError("variants: expected at least one name, got none")
-    if not config.output_dir:
-        raise ValueError("output_dir must name a folder, got an empty text")
+    check_folder_name(config.output_dir)
     runs = [_plan_one(config, entry) for entry in config.variants]
     keys = [run.key for run in runs]
     for run in runs:

@@ -70,9 +70,9 @@ class ModelConfig:
         check_kinds(vars(self), ModelConfig.__annotations__)
         if not isinstance(self.attention_options, Mapping):
             raise ValueError(f"attention_options: expected a mapping, got {self.attention_options!r}")
-        at_least(self, 1, "hidden_size", "num_layers", "num_heads", "vocab_size")
+        at_least(self, 1, "hidden_size", "num_layers", "num_heads", "vocab_size", below=2**31)
         if self.intermediate_size is not None:
-            at_least(self, 0, "intermediate_size")
+            at_least(self, 0, "intermediate_size", below=2**31)
         above(self, 0.0, "norm_eps", "initializer_range")
         self.layers()
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from attnzoo.data.config import DataConfig
-from attnzoo.errors import above, at_least, one_of
+from attnzoo.errors import above, at_least, finite, one_of
 from attnzoo.models.config import ModelConfig
+
+
+def check_folder_name(output_dir: str) -> None:
+    """Raise ValueError if ``output_dir`` names no folder, or one in a home folder that nobody will look for there."""
+    if not output_dir:
+        raise ValueError("output_dir must name a folder, got an empty text")
+    if output_dir.startswith("~"):
+        raise ValueError(f"output_dir: ~ does not stand for a home folder here: write it out, got {output_dir!r}")
 
 
 @dataclass
@@ -39,9 +46,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         above(self, 0.0, "lr", "eps", "clip_norm")
         at_least(self, 0, "weight_decay", "warmup_steps")
-        for name in ("lr", "eps", "weight_decay"):
-            if math.isinf(getattr(self, name)):
-                raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
+        finite(self, "lr", "eps", "weight_decay")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -93,21 +98,11 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
-        at_least(
-            self,
-            1,
-            "steps",
-            "batch_size",
-            "gradient_accumulation",
-            "log_every",
-            "eval_tokens",
-            "keep_checkpoints",
-        )
-        at_least(self, 0, "seed", "eval_every", "checkpoint_every")
-        if self.seed >= 2**32:
-            raise ValueError(f"seed must be below 2**32, got {self.seed}")
-        if not self.output_dir:
-            raise ValueError("output_dir must name a folder, got an empty text")
+        at_least(self, 1, "steps", "gradient_accumulation", "log_every", "eval_tokens", "keep_checkpoints")
+        at_least(self, 1, "batch_size", below=2**31)
+        at_least(self, 0, "eval_every", "checkpoint_every")
+        at_least(self, 0, "seed", below=2**32)
+        check_folder_name(self.output_dir)
         one_of(self, "mixed_precision", ["none", "bf16", "fp16"])
         one_of(self, "device", ["auto", "cpu"])
         one_of(self, "progress", ["auto", "bar", "lines", "quiet"])

@@ -72,8 +72,9 @@ def page_of(path: str) -> str:
 
 
 def stub(path: str) -> str:
-    """Markdown of the page of ``path``; :func:`listing` is put below it."""
-    return f"---\ntitle: {path}\nhide: [navigation, toc]\nsearch:\n  exclude: true\n---\n\n# {path}\n"
+    """Markdown of the page of ``path``; :func:`listing` takes the place of the comment."""
+    front = f"---\ntitle: {path}\nhide: [navigation, toc]\nsearch:\n  exclude: true\n---\n\n"
+    return f"{front}# {path}\n\n<!-- listing {path} -->\n"
 
 
 def listing(path: str) -> str:

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [path.relative_to(DOCS) for path in DOCS.rglob("*.md") if "node_modules" not in path.parts]
+PAGES = [path.relative_to(DOCS) for path in DOCS.rglob("*.md") if not {"node_modules", "source"} & set(path.parts)]
 LISTED = ("benchmarks/NOTES.md", "benchmarks/results/")  # shown as they are, like code
 WRITTEN = sorted(str(path.with_suffix(".html")) for path in PAGES if not path.as_posix().startswith(LISTED))
 SHOWN = [*WRITTEN, "source/attnzoo/algebra/gate.py.html"]
@@ -97,6 +97,20 @@ def test_search_finds_a_page_without_a_server(reader):
     assert reader.complaints == []
 
 
+def test_a_reference_shows_its_equation(reader):
+    page = reader.open("derivations/fox.html")
+    link = page.locator('article p a.to-eq[href="#fox.2"]').first
+    link.hover()
+    card = page.locator(".preview")
+    assert card.is_visible()
+    assert card.locator(".katex").count() == 1
+    page.mouse.move(2, 2)
+    assert not card.is_visible()
+    page.locator('[id="fox.2"] .katex-tag').click()
+    assert page.evaluate("location.hash") == "#fox.2"
+    assert reader.complaints == []
+
+
 class Links(HTMLParser):
     """Anchors and internal targets of one page."""
 
@@ -142,6 +156,7 @@ def test_links_to_code_open_at_the_line(reader, site):
     for path in WRITTEN:
         for kind in ("to-src", "to-test"):
             page = reader.open(path)
+            page.evaluate("document.querySelectorAll('details').forEach((e) => { e.open = true })")
             links = page.locator(f"article a.{kind}")
             if links.count() == 0:
                 continue

@@ -187,12 +187,12 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     runs = []
     for path in paths:
         if not path.is_dir():
-            raise FileNotFoundError(f"{path}: no such folder")
+            raise FileNotFoundError(f"no such folder: {str(path)!r}")
         inside: list[Path] = []
         for name in (JSON_NAME, "config.yaml"):
             inside = inside or ([path] if (path / name).is_file() else sorted(f.parent for f in path.glob(f"*/{name}")))
         if not inside:
-            raise FileNotFoundError(f"{path}: no run in it")
+            raise FileNotFoundError(f"no run in {str(path)!r}")
         runs += inside
     return runs
 
