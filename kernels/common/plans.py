@@ -1,4 +1,4 @@
-"""What a kernel family's ``plan`` decides, and telling the user once."""
+"""The result of a family's ``plan.py``: which kernels and tiles a call runs on. It is logged once."""
 
 from __future__ import annotations
 

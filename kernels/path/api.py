@@ -1,4 +1,8 @@
-"""The public functions: validate, choose an implementation, call it."""
+"""The public functions of PaTH on whole sequences: check a call, choose the kernels or the dense reference, call them.
+
+A call goes on from here to ``op.py``, which asks ``plan.py`` for its kernels and launches those of ``portable/`` or
+``hopper/``. Cached steps are in ``cache.py``.
+"""
 
 from __future__ import annotations
 
