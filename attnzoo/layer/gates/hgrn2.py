@@ -81,6 +81,6 @@ class LowerBounds(PreciseModule):
 
 
 def lower_bounds(layers: Sequence[nn.Module]) -> LowerBounds | None:
-    """The bounds that the gates of some ``layers`` share, or None where no gate takes any."""
+    """The bounds that the gates of ``layers`` share that take some, or None where none does."""
     bounded = [part for layer in layers for part in layer.modules() if isinstance(part, BoundedForgetGate)]
     return LowerBounds(bounded) if bounded else None
