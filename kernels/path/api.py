@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.validation import check_flag
 from attnzoo.kernels.common.arguments import check_tensors, check_values
 from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, pick_implementation, share_kept
 from attnzoo.kernels.common.dense import first_visible, running_sums
@@ -89,7 +90,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
 
     Source: Yang et al., "PaTH Attention", 2025, sections 2.2 and 3; pruning: ``kernels/common/pruning.py``.
     """
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         given = {"q": q, "k": k, "v": v, "w": w, "beta": beta, "log_decay": log_decay}
         check_tensors(given, needed=("q", "k", "v", "w", "beta"))
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -103,6 +104,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
             )  # fmt: skip
             return result
     _check(q, k, v, w, beta, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
+    check_flag("return_lse", return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if pick_implementation("path_attention", impl, triton_unavailable(q, v)) == "reference":
         o, lse = path_reference_lse(
