@@ -44,7 +44,7 @@ class PreciseModule(nn.Module):
         persistent: bool = True,
         least: torch.dtype = torch.float32,
     ) -> None:
-        """Register ``value`` as a parameter (no weight decay, no re-initialisation by a model) or as a buffer.
+        """Register ``value`` as a parameter (without weight decay) or as a buffer.
 
         Args:
             name: of the attribute.

@@ -99,7 +99,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
-        self.lower_bounds = lower_bounds([block.attention.gate for block in self._blocks()])
+        self.lower_bounds = lower_bounds([block.attention for block in self._blocks()])
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
