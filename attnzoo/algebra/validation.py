@@ -76,6 +76,16 @@ def check_dense(label: str, x: object, expected: str = "") -> None:
         raise TypeError(f"{label}: expected a dense tensor, got one of layout {x.layout}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """The option ``name`` is True or False, and nothing that merely counts as one of them.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
 def check_scale(scale: object) -> None:
     """The scale is None or a finite number.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.validation import check_dense
+from attnzoo.algebra.validation import check_dense, check_flag
 from attnzoo.algebra.values import reads_values
 
 
@@ -127,16 +127,6 @@ def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
             raise ValueError(f"sink: expected logits below infinity, got {options.sink.tolist()}")
         if options.logit_bound is not None and not bool((options.logit_bound >= 0).all()):
             raise ValueError(f"logit_bound: expected bounds of 0 or more, got {options.logit_bound.tolist()}")
-
-
-def check_flag(name: str, value: object) -> None:
-    """The option ``name`` is True or False, and nothing that merely counts as one of them.
-
-    Raises:
-        TypeError: anything else.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_borders(cu_seqlens: Tensor | None, q: Tensor) -> None:
