@@ -226,6 +226,31 @@ def export(run: Path, folder: Path) -> None:
     click.echo(f"model: {export_run(run, folder)}")
 
 
+@app.command("import")
+@click.argument("source", metavar="FOLDER", type=click.Path(path_type=Path))
+@click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder to write.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
+)
+def import_(source: Path, folder: Path, dtype: str | None) -> None:
+    """Write another library's model as one of attnzoo.
+
+    FOLDER holds a model of transformers (Llama, Mistral, Qwen2, Qwen3), of flash-linear-attention, or of the
+    Forgetting Transformer's authors, as `save_pretrained` writes it.
+    """
+    import importlib.util
+
+    if importlib.util.find_spec("transformers") is None:
+        raise click.ClickException("import needs transformers: pip install 'attnzoo[hf]'")
+    import torch
+
+    from attnzoo.models.peers.convert import convert
+
+    for note in convert(source, folder, getattr(torch, dtype) if dtype else None):
+        click.echo(note)
+    click.echo(f"model: {folder}")
+
+
 app.add_command(bench)
 
 

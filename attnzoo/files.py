@@ -5,6 +5,9 @@ import itertools
 import json
 import logging
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -23,6 +26,31 @@ def write_whole(path: Path, content: str | bytes) -> None:
         os.replace(part, path)
     except OSError:
         part.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill beside its place; when all went well it is flushed to the disk and renamed to `folder`.
+
+    Raises:
+        FileExistsError: there is something in `folder`.
+        OSError: it cannot be made; nothing is left.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"expected a folder that is empty or does not exist, got {str(folder)!r}")
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        for path in (*part.rglob("*"), part):
+            sync(path)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(part, folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
         raise
 
 

@@ -279,7 +279,7 @@ def _checked_extend(pair: Pair, name: str, side: Side, forms: FormSet) -> Callab
             raise unknown(f"form of {name!r}", form, taken)
         check_options(f"'extend' of {name!r}", options, taken[form])
         check_inputs(name, pair.requires, q, k, v, gate, options.get("scale"), options.get("valid"))
-        check_state(side, state, q, k, v)
+        check_state(side, state, q, k, v, gate)
         with as_given(q):
             return forms.extend(q, k, v, gate, state, form=form, **options)
 

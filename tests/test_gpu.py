@@ -104,7 +104,10 @@ def test_auto_takes_a_kernel_where_there_is_one(name):
 def test_a_mask_leaves_the_kernel_at_work(name):
     """Whether a mask hides anything is not known without waiting for the GPU."""
     attn, x = layers(name)[0], rows(2, 40).bfloat16()
-    for mask in (torch.ones(2, 40, device="cuda"), (torch.arange(40, device="cuda") > 5).expand(2, -1)):
+    for mask in (
+        torch.ones(2, 40, device="cuda", dtype=torch.int64),
+        (torch.arange(40, device="cuda") > 5).expand(2, -1),
+    ):
         cache = attn.new_cache()
         for part, there in zip(x.split(PIECES, 1), mask.split(PIECES, 1), strict=True):
             attn(part, attention_mask=there, cache=cache)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.config import ModelConfig, OptimizerConfig
-from attnzoo.layer.precision import PreciseModule
+from attnzoo.layer.precision import GateLinear, PreciseModule
 from attnzoo.models import LanguageModel, decoder
 from attnzoo.training.optimizer import build_optimizer, spared
 
@@ -38,22 +38,28 @@ def test_linear_and_embedding_weights_are_normal_with_the_given_deviation():
     model = build(hidden_size=128, initializer_range=0.05)
     checked = 0
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding) and not getattr(module.weight, "_no_reinit", False):
+        if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, PreciseModule):
             tolerance = 0.05 * 5 / (2 * module.weight.numel()) ** 0.5
             assert abs(module.weight.std().item() - 0.05) < tolerance
             checked += 1
     assert checked >= 2 + 2 * 3  # embedding and head; three of the MLP in each layer, and what the attention has
 
 
-class Marked(nn.Module):
+class Own(GateLinear):
+    """A map whose weight, too, starts where it wants to."""
+
+    def __init__(self):
+        super().__init__(32, 2)
+        self._least["weight"] = torch.float32
+
+
+class Biased(nn.Module):
     """An attention whose gate starts where it wants to."""
 
     def __init__(self):
         super().__init__()
         self.plain = nn.Linear(32, 32)
-        self.gate = nn.Linear(32, 2)
-        for parameter in self.gate.parameters():
-            parameter._no_reinit = True
+        self.gate = Own()
         self.reset_parameters()
 
     def reset_parameters(self):
@@ -64,13 +70,15 @@ class Marked(nn.Module):
         return self.plain(x) * self.gate(x).mean(-1, keepdim=True)
 
 
-def test_marked_parameters_keep_their_own_initialisation(monkeypatch):
-    monkeypatch.setattr(decoder, "build_attention", lambda name, **options: Marked())
-    attention = build().blocks[0].attention
-    assert (attention.gate.weight == 0.25).all()
-    assert (attention.gate.bias == 4.0).all()
-    assert (attention.plain.bias == 0).all()
-    assert 0.015 < attention.plain.weight.std() < 0.025
+def test_what_is_kept_precise_has_its_own_initialisation(monkeypatch):
+    monkeypatch.setattr(decoder, "build_attention", lambda name, **options: Biased())
+    for model in (build(), copy.deepcopy(build())):
+        model.reset_parameters()
+        attention = model.blocks[0].attention
+        assert (attention.gate.weight == 0.25).all()
+        assert (attention.gate.bias == 4.0).all()
+        assert (attention.plain.bias == 0).all()
+        assert 0.015 < attention.plain.weight.std() < 0.025
 
 
 class Kept(PreciseModule):
@@ -81,6 +89,7 @@ class Kept(PreciseModule):
         self.plain = nn.Linear(32, 32)
         self.keep("table", torch.zeros(2, 2), trainable=True)
         self.number = nn.Parameter(torch.zeros(3))
+        self.gate = nn.Identity()
 
     def reset_parameters(self):
         pass
@@ -129,7 +138,7 @@ def test_a_pattern_gives_each_layer_its_variant_and_options(monkeypatch):
 
     def record(name, **options):
         built.append((name, options))
-        return Marked()
+        return Biased()
 
     monkeypatch.setattr(decoder, "build_attention", record)
     build([{"name": "gla", "repeat": 2}, {"name": "fox", "options": {"acp": True, "num_heads": 4}}], num_layers=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -32,14 +32,11 @@ def check_inputs(
         ValueError: a missing or surplus gate part, a wrong shape or device, or a value out of range.
     """
     for label, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{label}: expected a tensor, got {type(x).__name__}")
+        check_dense(label, x)
         if x.ndim != 4:
             raise ValueError(f"{label}: expected 4 axes [B, T, heads, channels], got shape {tuple(x.shape)}")
         if x.dtype not in FLOATS:
             raise TypeError(f"{label}: expected a floating dtype, got {x.dtype}")
-        if x.layout != torch.strided:
-            raise TypeError(f"{label}: expected a dense tensor, got one of layout {x.layout}")
         _same("dtype", label, x.dtype, "q", q.dtype)
         _same("device", label, x.device, "q", q.device)
     if not isinstance(gate, Gate):
@@ -58,14 +55,35 @@ def check_inputs(
     _check_gate(gate, q, G)
     check_scale(scale)
     if valid is not None:
-        if not isinstance(valid, Tensor):
-            raise TypeError(f"valid: expected a tensor [B, T] or None, got {type(valid).__name__}")
+        check_dense("valid", valid, "[B, T] or None")
         _shape("valid", valid, (B, T), "[B, T]")
         if valid.dtype != torch.bool:
             raise TypeError(f"valid: expected torch.bool (True where a token exists), got {valid.dtype}")
         _same("device", "valid", valid.device, "q", q.device)
     if reads_values(q):
         check_values(gate if valid is None else gate.neutral_where(~valid))
+
+
+def check_dense(label: str, x: object, expected: str = "") -> None:
+    """``x`` is a tensor, and not a sparse one.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{label}: expected a tensor{expected and f' {expected}'}, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{label}: expected a dense tensor, got one of layout {x.layout}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """The option ``name`` is True or False, and nothing that merely counts as one of them.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_scale(scale: object) -> None:
@@ -79,7 +97,7 @@ def check_scale(scale: object) -> None:
         return
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
-    if not math.isfinite(scale):
+    if not abs(scale) <= sys.float_info.max:  # an int may be too large for a float
         raise ValueError(f"scale: expected a finite number or None, got {scale}")
 
 
@@ -103,8 +121,7 @@ def _check_gate(gate: Gate, q: Tensor, G: int) -> None:
     sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "K/2": K // 2}
     for name in gate.parts:
         x, part = getattr(gate, name), PARTS[name]
-        if not isinstance(x, Tensor):
-            raise TypeError(f"gate.{name}: expected a tensor, got {type(x).__name__}")
+        check_dense(f"gate.{name}", x)
         if name == "angle" and K % 2:
             raise ValueError(f"gate.angle: expected an even number of key channels to turn in pairs, got K={K}")
         accepted = {shape: _sizes(shape, sizes, x) for shape in part.shapes}

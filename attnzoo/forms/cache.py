@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.values import reads_values
 
 ROOM = 256  # buffers hold multiples of this many tokens
@@ -264,32 +265,42 @@ def _whole(tokens: object) -> None:
         raise TypeError(f"tokens: expected a whole number, got {tokens!r}")
 
 
-def check_state(side: str, state: object, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_state(side: str, state: object, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> None:
     """The state fits the inputs; one of a third party's own type is left to it.
 
     Raises:
         TypeError: a bare tensor, or the state of the other side.
-        ValueError: a state of another batch, other heads, other channels or another device.
+        ValueError: a state of another batch, other heads, other channels or another device, or one that a variant with
+            other gates has left.
     """
     (B, _, H, K), G, V = q.shape, k.shape[2], v.shape[3]
     wanted, other = (RecurrentState, KVCache) if side == "linear" else (KVCache, RecurrentState)
     if isinstance(state, (Tensor, other)):
         raise TypeError(f"state: expected attnzoo.{wanted.__name__}, got {type(state).__name__}")
     if isinstance(state, RecurrentState):
-        _shape("state.matrix", state.matrix, ((B, H, K, V),), "[B, H, K, V]")
-        _device(state.matrix, q)
+        _check("matrix", state.matrix, q, ((B, H, K, V),), "[B, H, K, V]")
     elif isinstance(state, KVCache):
-        S = len(state)
-        _shape("state.k", state.k, ((B, S, G, K), (B, S, H, K)), "[B, S, G, K]")
-        _shape("state.v", state.v, ((B, S, G, V),), "[B, S, G, V]")
-        _device(state.v, q)
+        S = len(state) if isinstance(state.k, Tensor) and state.k.ndim > 1 else 0
+        _check("k", state.k, q, ((B, S, G, K), (B, S, H, K)), "[B, S, G, K]")
+        _check("v", state.v, q, ((B, S, G, V),), "[B, S, G, V]")
+        if state.log_decay is not None:
+            _check("log_decay", state.log_decay, q, ((B, S, H),), "[B, S, H]")
+        if state.valid is not None:
+            _check("valid", state.valid, q, ((B, S),), "[B, S]")
+        if S and (state.log_decay is None) != (gate.log_decay is None):
+            needs, has = ("none", "some") if gate.log_decay is None else ("those of all cached tokens", "none")
+            raise ValueError(f"state.log_decay: expected {needs}, as the gate is, got {has} (of another variant?)")
+        if state.phase is not None and gate.angle is None:
+            raise ValueError("state.phase: expected None (the gate has no angle), got one (of another variant?)")
 
 
-def _shape(label: str, x: Tensor, allowed: tuple[tuple[int, ...], ...], axes: str) -> None:
+def _check(name: str, x: object, q: Tensor, allowed: tuple[tuple[int, ...], ...], axes: str) -> None:
+    """One tensor of a state: its kind, shape and device."""
+    kind = "bool" if name == "valid" else "floating"
+    if not isinstance(x, Tensor) or not (x.dtype == torch.bool if kind == "bool" else x.is_floating_point()):
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"state.{name}: expected a {kind} tensor {axes}, got {got}")
     if tuple(x.shape) not in allowed:
-        raise ValueError(f"{label}: expected {axes} = {allowed[0]}, got {tuple(x.shape)}")
-
-
-def _device(x: Tensor, q: Tensor) -> None:
+        raise ValueError(f"state.{name}: expected {axes} = {allowed[0]}, got {tuple(x.shape)}")
     if x.device != q.device:
-        raise ValueError(f"state: expected the device of q, {q.device}, got {x.device}")
+        raise ValueError(f"state.{name}: expected the device of q, {q.device}, got {x.device}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.validation import check_dense, check_flag
 from attnzoo.algebra.values import reads_values
 
 
@@ -77,8 +78,7 @@ def check_linear(options: LinearOptions, q: Tensor, k: Tensor, gate: Gate) -> No
     if write is not None:
         if options.delta_rule:
             raise ValueError("write: expected None with delta_rule (beta is what is written with), got a tensor")
-        if not isinstance(write, Tensor):
-            raise TypeError(f"write: expected a tensor [B, T, G] or [B, T, H] or None, got {type(write).__name__}")
+        check_dense("write", write, "[B, T, G] or [B, T, H] or None")
         if write.shape not in ((B, T, G), (B, T, H)) or not write.is_floating_point():
             got = f"{write.dtype} {tuple(write.shape)}"
             raise ValueError(f"write: expected a floating tensor [B, T, G] = {(B, T, G)} or {(B, T, H)}, got {got}")
@@ -116,8 +116,7 @@ def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
     for name, per_head in (("sink", options.sink), ("logit_bound", options.logit_bound)):
         if per_head is None:
             continue
-        if not isinstance(per_head, Tensor):
-            raise TypeError(f"{name}: expected a tensor [H] or None, got {type(per_head).__name__}")
+        check_dense(name, per_head, "[H] or None")
         if per_head.shape != (H,) or not per_head.is_floating_point():
             got = f"{per_head.dtype} {tuple(per_head.shape)}"
             raise ValueError(f"{name}: expected a floating tensor of shape [H={H}], got {got}")
@@ -128,16 +127,6 @@ def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
             raise ValueError(f"sink: expected logits below infinity, got {options.sink.tolist()}")
         if options.logit_bound is not None and not bool((options.logit_bound >= 0).all()):
             raise ValueError(f"logit_bound: expected bounds of 0 or more, got {options.logit_bound.tolist()}")
-
-
-def check_flag(name: str, value: object) -> None:
-    """The option ``name`` is True or False, and nothing that merely counts as one of them.
-
-    Raises:
-        TypeError: anything else.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_borders(cu_seqlens: Tensor | None, q: Tensor) -> None:

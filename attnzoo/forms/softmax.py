@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from einops import rearrange
+from packaging.version import Version
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +25,8 @@ from attnzoo.forms.rowblocks import causal_attention
 from attnzoo.forms.triton import fox_kernel
 
 ROWS = 128
+
+COMPILES_CHECKPOINTS = Version(torch.__version__) >= Version("2.13")  # earlier compilers fail on those below
 
 Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
 
@@ -123,7 +126,9 @@ class SoftmaxForms(Forms):
             first_kept = first_kept_keys(scaled, all_keys, decay, options.prune, options.logit_bound, rows=ROWS)
         band = Band.of(options.window, new.valid, P + T, q.device)
         with_lse = options.return_lse or options.sink is not None
-        outputs, again = [], torch.is_grad_enabled() and not in_transform()
+        again = torch.is_grad_enabled() and not in_transform()
+        again = again and (COMPILES_CHECKPOINTS or not torch.compiler.is_compiling())
+        outputs = []
         for n, start in enumerate(range(0, T, ROWS)):
             stop = min(start + ROWS, T)
             rows = local.slice(start, stop)

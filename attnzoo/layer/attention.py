@@ -287,10 +287,12 @@ class Attention(PreciseModule):
         if type(self.q_proj) is not nn.Linear or hasattr(self.q_proj, "_hf_hook"):
             return  # quantised, sharded or brought here when it runs: its own weight says nothing yet
         weight = self.q_proj.weight
-        if x.dtype != weight.dtype and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
-            raise TypeError(f"x: expected the dtype of the layer, {weight.dtype} (or autocast), got {x.dtype}")
         if x.device != weight.device:
             raise ValueError(f"x: expected the device of the layer, {weight.device}, got {x.device}")
+        if x.dtype != weight.dtype and (
+            x.is_meta or not x.is_floating_point() or not torch.is_autocast_enabled(x.device.type)
+        ):
+            raise TypeError(f"x: expected the dtype of the layer, {weight.dtype} (or autocast), got {x.dtype}")
 
     def _valid(self, mask: Tensor | None, x: Tensor, cache: LayerCache | None) -> Tensor | None:
         if mask is None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.cache import check_state
 from attnzoo.forms.protocol import REFERENCE, Call
+from attnzoo.layer.exported import exported
 from attnzoo.registry import Variant, as_given
 
 IMPLS = ("auto", "triton", "fla", REFERENCE)
@@ -53,9 +55,11 @@ def run(variant: Variant, form: str, call: Call) -> tuple[Any, Any]:
         o, state = variant.extend(*inputs, call.state, **call.options)
         return o, state
     if call.keeps_state:  # one token is too little work to check again what the layer itself has made
-        check_state(variant.side, call.state, *inputs[:3])
+        check_state(variant.side, call.state, *inputs)
         with as_given(call.q):
             return variant.form_set.extend(*inputs, call.state, form=form, **call.options)
     if form == REFERENCE:
         form = next(name for name in REFERENCES if name in variant.forms)
+        if torch.compiler.is_exporting():
+            return exported(variant.name, form, *inputs, call.options), None
     return variant.forms[form](*inputs, **call.options), None

@@ -44,7 +44,7 @@ class PreciseModule(nn.Module):
         persistent: bool = True,
         least: torch.dtype = torch.float32,
     ) -> None:
-        """Register ``value`` as a parameter (no weight decay, no re-initialisation by a model) or as a buffer.
+        """Register ``value`` as a parameter (without weight decay) or as a buffer.
 
         Args:
             name: of the attribute.
@@ -56,9 +56,7 @@ class PreciseModule(nn.Module):
         value = value.to(least)
         self._least[name] = least
         if trainable:
-            parameter = nn.Parameter(value)
-            parameter._no_reinit = True  # type: ignore[attr-defined]
-            self.register_parameter(name, parameter)
+            self.register_parameter(name, nn.Parameter(value))
         else:
             self.register_buffer(name, value, persistent=persistent)
 
@@ -75,11 +73,7 @@ class PreciseModule(nn.Module):
                     return x.to(device=out.device, dtype=least)
             return out
 
-        marks = [(m, name, vars(p)) for m in self.modules() for name, p in m.named_parameters(recurse=False)]
-        super()._apply(at_least, recurse)  # type: ignore[no-untyped-call]
-        for module, name, marked in marks:
-            vars(getattr(module, name)).update(marked)
-        return self
+        return super()._apply(at_least, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class GateLinear(nn.Linear, PreciseModule):
@@ -96,7 +90,7 @@ class GateLinear(nn.Linear, PreciseModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """``W x + b`` in at least float32; where x has 16 bits, the bias is added to the product in float32."""
-        if x.dtype == self.bias.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype == self.bias.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
             return super().forward(x)
         return F.linear(x, self.weight) + self.bias
 

@@ -183,10 +183,10 @@ class Stream:
             return
         B, T = self.shape
         seen = torch.zeros(B, dtype=torch.int64, device=self.device) if cache.seen is None else cache.seen
+        seen = seen + (T if self.valid is None else self.valid.sum(1))  # the last thing that can fail
         if cache.owner is None:
             cache.owner = Owner(layer)
-        cache.state, cache.windows = state, {**cache.windows, **self.windows}
-        cache.seen, cache.dtype = seen + (T if self.valid is None else self.valid.sum(1)), x.dtype
+        cache.state, cache.windows, cache.seen, cache.dtype = state, {**cache.windows, **self.windows}, seen, x.dtype
 
 
 @dataclass(frozen=True, eq=False)

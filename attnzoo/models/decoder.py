@@ -15,7 +15,7 @@ from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.attention import build_attention
 from attnzoo.layer.gates.hgrn2 import lower_bounds
-from attnzoo.layer.precision import GateLinear
+from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone, LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
 
@@ -33,6 +33,9 @@ class ModelOutput:
 
     logits: Tensor
     loss: Tensor | None = None
+
+
+torch.export.register_dataclass(ModelOutput)
 
 
 class SwiGLU(nn.Module):
@@ -79,8 +82,8 @@ class DecoderBlock(nn.Module):
 class LanguageModel(nn.Module):
     """A decoder-only language model; `config.attention` says which variant each layer runs.
 
-    Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for parameters that an
-    attention module marks with `_no_reinit` and the biases of gates, which keep the initialisation of their own.
+    Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for what a `PreciseModule` of an
+    attention keeps precise (biases of gates), which has the initialisation of its own.
 
     Args:
         config: its sizes and the variant of each layer.
@@ -96,7 +99,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
-        self.lower_bounds = lower_bounds([block.attention.gate for block in self._blocks()])
+        self.lower_bounds = lower_bounds([block.attention for block in self._blocks()])
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -109,12 +112,13 @@ class LanguageModel(nn.Module):
             self.lower_bounds.reset_parameters()
         tied = self.head if self.config.tie_embeddings else None
         for module in self.modules():
+            precise = module.precise if isinstance(module, PreciseModule) else ()
             if isinstance(module, nn.RMSNorm) and module.weight is not None:
-                _unless_marked(module.weight, nn.init.ones_)
-            if isinstance(module, nn.Linear | nn.Embedding) and module is not tied:
-                _unless_marked(module.weight, nn.init.normal_, std=self.config.initializer_range)
-            if isinstance(module, nn.Linear) and module.bias is not None and not isinstance(module, GateLinear):
-                _unless_marked(module.bias, nn.init.zeros_)
+                nn.init.ones_(module.weight)
+            if isinstance(module, nn.Linear | nn.Embedding) and module is not tied and "weight" not in precise:
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None and "bias" not in precise:
+                nn.init.zeros_(module.bias)
         if self.config.tie_embeddings:  # again, as to_empty unties them
             self.head.weight = self.embedding.weight
 
@@ -287,11 +291,6 @@ def _from_file(options: dict[str, Any]) -> dict[str, Any]:
         if key not in known:
             raise unknown("option of acp", key, known)
     return {**options, "acp": Prune(**prune)}
-
-
-def _unless_marked(parameter: Tensor, initialise: Any, **options: float) -> None:
-    if not getattr(parameter, "_no_reinit", False):
-        initialise(parameter, **options)
 
 
 def _all_or_none(cache: list[LayerCache] | None, layers: int) -> AllOrNone:

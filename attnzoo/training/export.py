@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnzoo import __version__
 from attnzoo.data.sources import BYTES, DOCUMENT_END
-from attnzoo.files import sync
+from attnzoo.files import whole_folder
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
 
 if TYPE_CHECKING:
@@ -40,35 +38,20 @@ def export_run(run: Path, folder: Path) -> Path:
     """
     if importlib.util.find_spec("transformers") is None:
         raise ModuleNotFoundError("export needs transformers: pip install 'attnzoo[hf]'", name="transformers")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"--to: expected a folder that is empty or does not exist, got {str(folder)!r}")
     checkpoint = usable_checkpoint(run)
     model, config = load_run(run, checkpoint=checkpoint)
     step = 0 if checkpoint is None else read_progress(checkpoint).step
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
+    with whole_folder(folder) as part:
         _write(model, config, step, part)
-        for path in (*part.iterdir(), part):
-            sync(path)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(part, folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     return folder
 
 
 def _write(model: LanguageModel, config: TrainConfig, step: int, folder: Path) -> None:
-    from attnzoo.models.hf import AttnzooConfig, AttnzooForCausalLM
+    from attnzoo.models.hf import AttnzooForCausalLM
 
     bytes_ = model.config.vocab_size == BYTES and config.data.vocab_size is None
     ends = {"eos_token_id": DOCUMENT_END, "pad_token_id": DOCUMENT_END} if bytes_ else {}
-    theirs = AttnzooForCausalLM(AttnzooConfig.of(model.config, use_cache=True, **ends))
-    theirs.model.load_state_dict(model.state_dict())
-    theirs.save_pretrained(folder)
+    AttnzooForCausalLM.of(model, **ends).save_pretrained(folder)
     if bytes_:
         byte_tokenizer().save_pretrained(folder)
     (folder / "README.md").write_text(_card(model, config, step))

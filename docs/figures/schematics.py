@@ -204,15 +204,15 @@ def clocks(theme: Theme) -> Figure:
     ticks = np.array([0.0, 0.06, 0.03, 0.08, 0.04, 0.03, 1.2, 0.3, 0.08])
     even = np.linspace(0.0, 1.0, len(words))
     own = ticks.cumsum() / ticks.sum()
-    figure = Figure(figsize=(WIDE, 1.75))
-    axes = _panel(figure, (0, 0, 1, 1), (-0.04, 1.06), (-0.45, 1.5))
+    figure = Figure(figsize=(WIDE, 1.9))
+    axes = _panel(figure, (0, 0, 1, 1), (-0.04, 1.06), (-0.45, 1.75))
     for y, places in ((1.0, even), (0.0, own)):
         axes.plot([0, 1.03], [y, y], color=theme.grid, linewidth=2, zorder=0)
         axes.plot(places, np.full(len(words), y), "o", color=theme.ink, markersize=5)
     for a, b, word in zip(even, own, words, strict=True):
         axes.plot([a, b], [0.9, 0.1], color=theme.pairs[4], linewidth=0.8, alpha=0.7)
-        axes.annotate(word, (a, 0.8), ha="center", va="center", fontsize=8, color=theme.ink, family="monospace")
-    _words(axes, "ALiBi: every token is a step of $m$", (0.0, 1.34), theme.ink, ha="left", size=9)
+        axes.annotate(word, (a, 1.2), ha="center", va="center", fontsize=8, color=theme.ink, family="monospace")
+    _words(axes, "ALiBi: every token is a step of $m$", (0.0, 1.58), theme.ink, ha="left", size=9)
     _words(axes, "FoX: tokens say their steps", (0.0, -0.3), theme.ink, ha="left", size=9)
     _words(axes, "a line break: a long way", (own[6] - 0.04, -0.3), theme.pairs[2], size=9)
     return figure

@@ -52,13 +52,13 @@ const algebra = (() => {
     g.reduce((sum, value, t) => (c[t] = sum + (value === -Infinity ? 0 : value)), 0); // closed gates count as open
     const queries = q.map((query) => scale * norm(query)), keys = k.map(norm);
     const starts = Array.from({ length: Math.ceil(N / block) }, (_, n) => n * block);
-    const largestKey = keys.map((_, t) => Math.max(...keys.slice(0, t + 1)));
+    const largestKey = Math.max(...keys);
     const tail = []; // log of the sum of exp(-c_l) over l <= b
     for (let b = 0; b < N; b++) {
       const last = b ? tail[b - 1] : -Infinity, top = Math.max(last, -c[b]);
       tail.push(top + Math.log(Math.exp(last - top) + Math.exp(-c[b] - top)));
     }
-    const upper = Math.max(...queries) * Math.max(...keys);
+    const upper = Math.max(...queries) * largestKey;
     const first = starts.map((start) => {
       let count;
       if (bound === "paper") {
@@ -66,7 +66,7 @@ const algebra = (() => {
       } else {
         let worst = -Infinity;
         for (let t = start; t < Math.min(start + block, N); t++) {
-          worst = Math.max(worst, queries[t] * largestKey[t] - scale * dot(q[t], k[t]) + c[t]);
+          worst = Math.max(worst, queries[t] * largestKey - scale * dot(q[t], k[t]) + c[t]);
         }
         count = tail.filter((sum) => sum <= logEps - worst).length;
       }

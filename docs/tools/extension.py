@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import html
 import logging
 import posixpath
 import re
@@ -219,7 +220,8 @@ class After(Postprocessor):
             tag = match["tag"]
             if tag is None or tag.partition(".")[0] not in keys:
                 return match[0]
-            return f'(<a class="to-eq" href="{self._url("eq", tag)}">{tag}</a>)'
+            says = html.escape(re.sub(r"[$`*]", "", book.equations[tag].says)) if tag in book.equations else ""
+            return f'(<a class="to-eq" href="{self._url("eq", tag)}" title="{says}">{tag}</a>)'
 
         return REFERENCE.sub(link, text)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, GateParts
+from attnzoo.algebra.validation import check_dense
 from attnzoo.algebra.values import reads_values
+
+MOST = 2**31 - 1  # positions are int32
 
 
 def check_tensors(given: Mapping[str, object], needed: Sequence[str] = ()) -> None:
@@ -22,19 +26,25 @@ def check_tensors(given: Mapping[str, object], needed: Sequence[str] = ()) -> No
                 raise TypeError(f"{name}: expected {wanted}, got {type(x).__name__}")
         elif isinstance(first, Tensor) and x.device != first.device:
             raise ValueError(f"{name}: expected the device of q ({first.device}), got {x.device}")
+        else:
+            check_dense(name, x)
 
 
 def check_window(window: int | None) -> None:
+    """A whole number of keys, the row itself included, or None."""
     if window is not None and (isinstance(window, bool) or not isinstance(window, (int, torch.SymInt))):
         raise TypeError(f"window: expected a number of keys or None, got {window!r}")
+    if window is not None and window > MOST:
+        raise ValueError(f"window: expected at most {MOST}, or None for all keys, got {window}")
     if window is not None and window < 1:
         raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
 
 
 def check_scale(scale: float | None) -> None:
+    """A positive finite number, or None."""
     if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
-    if scale is not None and not 0 < scale < math.inf:
+    if scale is not None and not 0 < scale <= sys.float_info.max:
         raise ValueError(f"scale: expected a positive number below infinity, got {scale}")
 
 

@@ -1,4 +1,8 @@
-"""The public functions: validate, choose an implementation, call it."""
+"""The public functions of FoX: check a call (``common/checks.py``), choose kernels or dense reference, and call them.
+
+A call goes on from here to ``op.py``, which asks ``plan.py`` for its kernels and launches those of ``portable/`` or
+``hopper/``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.validation import check_flag
 from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import (
     Impl,
@@ -104,7 +109,7 @@ def fox_attention(
     Source: Lin et al., "Forgetting Transformer", 2025, section 3; Press et al., "Train Short, Test Long", 2022;
     pruning: see ``kernels/common/pruning.py``.
     """
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         check_tensors({"q": q, "k": k, "v": v, "log_decay": log_decay}, needed=("q", "k", "v"))
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -112,6 +117,7 @@ def fox_attention(
     check_inputs(
         q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound, valid=valid, gate_sums=gate_sums
     )
+    check_flag("return_lse", return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, sink))
     why = triton_unavailable(q, v)

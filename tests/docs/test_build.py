@@ -130,8 +130,8 @@ def test_any_converter_of_markdown_makes_the_pages(tools, directories, link):
     own = {"tools.extension": {"directory_urls": directories}, "pymdownx.arithmatex": {"generic": True}}
     md = markdown.Markdown(extensions=[*own, "toc", "md_in_html", "tables"], extension_configs=own)
     html = md.convert((ROOT / "docs/derivations/wall.md").read_text(encoding="utf-8").split("---\n", 2)[2])
-    assert f'(<a class="to-eq" href="{link}">algebra.2</a>)' in html
-    assert '(<a class="to-eq" href="#wall.2">wall.2</a>)' in html
+    assert f'(<a class="to-eq" href="{link}" title="the state, unrolled">algebra.2</a>)' in html
+    assert '(<a class="to-eq" href="#wall.2" title="unrolled: one distance per channel">wall.2</a>)' in html
     assert 'id="wall.8"' in html
     assert "inside-outside.dark.svg#only-dark" in html
     assert "Every equation of this page" in html

@@ -97,6 +97,20 @@ def test_search_finds_a_page_without_a_server(reader):
     assert reader.complaints == []
 
 
+def test_a_reference_shows_its_equation(reader):
+    page = reader.open("derivations/fox.html")
+    link = page.locator('article p a.to-eq[href="#fox.2"]').first
+    link.hover()
+    card = page.locator(".preview")
+    assert card.is_visible()
+    assert card.locator(".katex").count() == 1
+    page.mouse.move(2, 2)
+    assert not card.is_visible()
+    page.locator('[id="fox.2"] .katex-tag').click()
+    assert page.evaluate("location.hash") == "#fox.2"
+    assert reader.complaints == []
+
+
 class Links(HTMLParser):
     """Anchors and internal targets of one page."""
 

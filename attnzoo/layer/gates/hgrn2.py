@@ -80,7 +80,7 @@ class LowerBounds(PreciseModule):
         return shares.cumsum(0) - shares[:1]
 
 
-def lower_bounds(gates: Sequence[nn.Module]) -> LowerBounds | None:
-    """The bounds that those of ``gates`` share that take some, or None where none does."""
-    bounded = [part for gate in gates for part in gate.modules() if isinstance(part, BoundedForgetGate)]
+def lower_bounds(layers: Sequence[nn.Module]) -> LowerBounds | None:
+    """The bounds that the gates of ``layers`` share that take some, or None where none does."""
+    bounded = [part for layer in layers for part in layer.modules() if isinstance(part, BoundedForgetGate)]
     return LowerBounds(bounded) if bounded else None

@@ -43,6 +43,15 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         self.post_init()
         self._keep_in_fp32_modules_strict = _precise(self.model)  # transformers 4 checks an earlier one by other rules
 
+    @classmethod
+    def of(cls, model: LanguageModel, **options: Any) -> AttnzooForCausalLM:
+        """Around a decoder that exists; `options` are those of `PretrainedConfig`, such as `eos_token_id`."""
+        with torch.device("meta"):
+            theirs = cls(AttnzooConfig.of(model.config, **options))
+        theirs.model = model
+        theirs.train(model.training)
+        return theirs
+
     def get_input_embeddings(self) -> nn.Module:
         """The matrix of the tokens."""
         return self.model.embedding

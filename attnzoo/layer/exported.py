@@ -1,0 +1,57 @@
+"""The reference forms as one operator of an exported program.
+
+They work in blocks, as many as the tokens need; traced, their number would be fixed. ``torch.export`` keeps this one
+whole, and T may vary. Where a program is loaded, ``import attnzoo.layer.exported`` brings it. It has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.pruning import Bound, Prune
+from attnzoo.registry import get
+
+Some = Tensor | None
+
+
+@torch.library.custom_op("attnzoo::attend", mutates_args=())
+def attend(
+    variant: str, form: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Some, log_diag: Some, angle: Some, w: Some,
+    beta: Some, scale: float | None, valid: Some, cu_seqlens: Some, write: Some, delta_rule: bool, window: int | None,
+    sink: Some, eps: float | None, bound: str, logit_bound: Some,
+) -> Tensor:  # fmt: skip
+    """What ``form`` of ``variant`` gives, ``[B, T, H, V]``."""
+    options = {
+        "scale": scale, "valid": valid, "cu_seqlens": cu_seqlens, "write": write, "delta_rule": delta_rule or None,
+        "window": window, "sink": sink, "prune": None if eps is None else Prune(eps, cast(Bound, bound)),
+        "logit_bound": logit_bound,
+    }  # fmt: skip
+    given = {name: value for name, value in options.items() if value is not None}
+    gate = Gate(log_decay=log_decay, log_diag=log_diag, angle=angle, w=w, beta=beta)
+    o: Tensor = get(variant).forms[form](q, k, v, gate, **given)
+    return o.contiguous()
+
+
+@attend.register_fake
+def _(variant: str, form: str, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return v.new_empty(*q.shape[:3], v.shape[3])
+
+
+def exported(
+    variant: str, form: str, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]
+) -> Tensor:
+    """``forms[form](q, k, v, gate, **options)`` as the operator."""
+    prune: Prune | None = options.get("prune")
+    pruning = (None, "") if prune is None else (prune.eps, prune.bound)
+    names = ("scale", "valid", "cu_seqlens", "write")
+    o: Tensor = attend(
+        variant, form, q, k, v, gate.log_decay, gate.log_diag, gate.angle, gate.w, gate.beta,
+        *(options.get(name) for name in names), "delta_rule" in options, options.get("window"), options.get("sink"),
+        *pruning, options.get("logit_bound"),
+    )  # fmt: skip
+    return o

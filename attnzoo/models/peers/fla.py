@@ -1,0 +1,257 @@
+"""The models of flash-linear-attention (Yang and Zhang, 2024; release 0.6), by the names of their classes there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.models.config import ModelConfig
+from attnzoo.models.peers import Peer
+from attnzoo.models.peers.layout import FLA, Attention, decoder, interleaved
+from attnzoo.models.peers.weights import Settings, Weights
+
+NORM_EPS = 1e-5  # of its norms where no configuration sets it
+Take = Callable[[str], Tensor]
+Named = Iterator[tuple[str, Tensor]]
+
+
+def forgetting_transformer(settings: Settings) -> Peer:
+    """FoX: the forget gate `f_proj`, QK-norm per head and a sigmoid output gate where they are on."""
+    settings.only("window_size", None)
+    return _softmax(settings, "fox", {}, "g_proj", lambda part: (f"gate.forget_proj.{part}", f"f_proj.{part}"))
+
+
+def wall_transformer(settings: Settings) -> Peer:
+    """Wall with its gates per channel; the scalar gate that may stand beside them has no place yet."""
+    settings.only("use_scalar_gate", False)
+    options = {"gate_rank": None, "temperature": 1.0, "window": settings.get("window_size")}
+    return _softmax(settings, "wall", options, "o_gate_proj", lambda part: (f"gate.up.{part}", f"g_proj.{part}"))
+
+
+def _softmax(
+    settings: Settings, variant: str, options: dict[str, Any], output: str, gate: Callable[[str], tuple[str, str]]
+) -> Peer:
+    """What the two share: `output` is the output gate there, `gate(part)` the gate's names here and there."""
+    H, G = _heads(settings)
+    biases, normed, gated = (settings.get(name, False) for name in ("qkv_bias", "qk_norm", "use_output_gate"))
+    options = options | {"num_kv_heads": G, "qkv_bias": biases, "output_gate": "sigmoid" if gated else "none"}
+    if normed:
+        options |= {"qk_norm": "rms", "qk_norm_eps": NORM_EPS}
+
+    def attention(take: Take, index: int) -> Named:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            yield f"{name}.weight", take(f"{name}.weight")
+            if biases:
+                yield f"{name}.bias", take(f"{name}.bias")
+        if normed:
+            yield "q_norm.weight", take("q_norm.weight").unflatten(0, (H, -1))
+            yield "k_norm.weight", take("k_norm.weight").unflatten(0, (G, -1))
+        for ours, theirs in map(gate, ("weight", "bias")):
+            yield ours, take(theirs)
+        if gated:
+            yield "output_gate.weight", take(f"{output}.weight")
+        yield "o_proj.weight", take("o_proj.weight")
+
+    return _peer(settings, variant, options, attention)
+
+
+def path_attn(settings: Settings) -> Peer:
+    """PaTH, and PaTH-FoX where `use_forget_gate` is on: there its log gate is scaled by K^(-1/2), and so is ours."""
+    H, G = _heads(settings)
+    K = settings["hidden_size"] // H
+    forgets = settings.get("use_forget_gate", False)
+    low_rank, convolved = settings.get("use_low_rank_w", True), settings.get("use_w_shortconv", True)
+    options: dict[str, Any] = {
+        "num_kv_heads": G, "w_rank": 32 if low_rank else G * K, "w_conv_size": 3 if convolved else 0,
+    }  # fmt: skip
+    gate = "gate.members.0" if forgets else "gate"
+    notes: tuple[str, ...] = ()
+    if forgets:
+        options["scale_forget"] = True
+        notes = ("PaTH-FoX: the log gate is multiplied by K^(-1/2), as flash-linear-attention does",)
+
+    def attention(take: Take, index: int) -> Named:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            yield f"{name}.weight", take(f"{name}.weight")
+        if low_rank:
+            yield f"{gate}.w_down.weight", take("w_proj.0.weight")
+            yield f"{gate}.w_up.weight", take("w_proj.1.weight")
+        else:
+            yield f"{gate}.w_down.weight", take("w_proj.weight")
+            yield f"{gate}.w_up.weight", torch.eye(G * K)
+        if convolved:
+            yield f"{gate}.w_conv.weight", take("w_conv1d.weight").squeeze(1)
+        for part in ("weight", "bias"):
+            yield f"{gate}.beta_proj.{part}", take(f"bt_proj.{part}")
+            if forgets:
+                yield f"gate.members.1.forget_proj.{part}", take(f"g_proj.{part}")
+
+    return _peer(settings, "path_fox" if forgets else "path", options, attention, notes)
+
+
+def delta_net(settings: Settings) -> Peer:
+    """DeltaNet with short convolutions and SiLU, as it was published."""
+    for name, value in (("use_short_conv", True), ("qk_activation", "silu"), ("qk_norm", "l2"), ("use_beta", True)):
+        settings.only(name, value)
+    settings.only("use_output_norm", True)
+    gated = settings.get("use_gate", False)
+    options = _expanded(settings, 1.0, 1.0) | {
+        "conv_size": settings.get("conv_size", 4),
+        "allow_neg_eigval": settings.get("allow_neg_eigval", False),
+        "output_gate": "swish" if gated else "none",
+        **_output_norm(settings),
+    }
+
+    def attention(take: Take, index: int) -> Named:
+        yield from _convolved(take)
+        yield "gate.beta_proj.weight", take("b_proj.weight")
+        yield "output_norm.weight", take("o_norm.weight")
+        if gated:
+            yield "output_gate.weight", take("g_proj.weight")
+
+    return _peer(settings, "deltanet", options, attention)
+
+
+def gated_deltanet(settings: Settings) -> Peer:
+    """Gated DeltaNet, with more value heads than key heads where `num_v_heads` says so."""
+    settings.only("use_short_conv", True)
+    gated, kind = settings.get("use_gate", True), settings.get("output_gate_activation", "swish")
+    K, H = settings.get("head_dim", 256), settings["num_heads"]
+    V, heads = int(K * settings.get("expand_v", 2.0)), settings.get("num_v_heads", settings["num_heads"])
+    options: dict[str, Any] = {
+        "head_dim": K, "value_dim": V, "num_qk_heads": None if heads == H else H,
+        "conv_size": settings.get("conv_size", 4), "allow_neg_eigval": settings.get("allow_neg_eigval", False),
+        "output_gate": ("sigmoid" if kind == "sigmoid" else "swish") if gated else "none", **_output_norm(settings),
+    }  # fmt: skip
+
+    def attention(take: Take, index: int) -> Named:
+        yield from _convolved(take)
+        yield "gate.members.0.dt_proj.weight", take("a_proj.weight")
+        yield "gate.members.0.dt_bias", take("dt_bias")
+        yield "gate.members.0.log_a", take("A_log")
+        yield "gate.members.1.beta_proj.weight", take("b_proj.weight")
+        yield "output_norm.weight", take("o_norm.weight")
+        if gated:
+            yield "output_gate.weight", take("g_proj.weight")
+
+    return _peer(settings, "gated_deltanet", options, attention, heads=heads)
+
+
+def gla(settings: Settings) -> Peer:
+    """GLA with gates per channel, an output norm and a swish output gate."""
+    for name, value in (("use_gk", True), ("use_gv", False), ("clamp_min", None)):
+        settings.only(name, value)
+    H, G = _heads(settings)
+    convolved = settings.get("use_short_conv", False)
+    options = _expanded(settings, 0.5, 1.0) | _gated_output(settings) | _features(settings)
+    options |= {"num_kv_heads": G, "conv_size": settings.get("conv_size", 4) if convolved else 0}
+
+    def attention(take: Take, index: int) -> Named:
+        yield from _convolved(take) if convolved else _plain(take)
+        yield "gate.down.weight", take("gk_proj.0.weight")
+        for part in ("weight", "bias"):  # a gate for each query head, those of a group alike
+            rows = take(f"gk_proj.1.{part}").unflatten(0, (G, -1))
+            yield f"gate.up.{part}", rows.repeat_interleave(H // G, 0).flatten(0, 1)
+        yield from _swish_gate(take)
+
+    return _peer(settings, "gla", options | {"gate_rank": 16, "temperature": 16.0}, attention)
+
+
+def retnet(settings: Settings) -> Peer:
+    """RetNet as it stands there: the rotary angles of RoPE, and an RMS norm per head."""
+    H, G = _heads(settings)
+    convolved = settings.get("use_short_conv", False)
+    options = _expanded(settings, 1.0, 2.0) | _gated_output(settings) | _features(settings)
+    options |= {"num_kv_heads": G, "conv_size": settings.get("conv_size", 4) if convolved else 0}
+    options |= {"rotary": 10_000.0, "rotary_angles": "rope"}
+
+    def attention(take: Take, index: int) -> Named:
+        for name, tensor in _convolved(take) if convolved else _plain(take):
+            yield name, interleaved(tensor, H if name.startswith("q") else G) if name[0] in "qk" else tensor
+        yield "gate.log_gamma", torch.log1p(-(2.0 ** (-5 - torch.arange(H))))
+        yield from _swish_gate(take)
+
+    return _peer(settings, "retnet", options, attention)
+
+
+def _peer(
+    settings: Settings,
+    name: str,
+    options: dict[str, Any],
+    attention: Attention,
+    notes: tuple[str, ...] = (),
+    heads: int | None = None,
+) -> Peer:
+    settings.only("hidden_act", "swish", "silu")
+    settings.only("attn", None)
+    settings.only("attnres_block_size", None)
+    D, L = settings["hidden_size"], settings["num_hidden_layers"]
+    config = ModelConfig(
+        attention=name,
+        attention_options=options,
+        hidden_size=D,
+        num_layers=L,
+        num_heads=heads or settings["num_heads"],
+        intermediate_size=mlp_size(settings),
+        vocab_size=settings["vocab_size"],
+        tie_embeddings=settings.get("tie_word_embeddings", False),
+        norm_eps=settings.get("norm_eps", 1e-6),
+        initializer_range=settings.get("initializer_range", 0.02),
+    )
+
+    def weights(theirs: Weights) -> Named:
+        return decoder(theirs, FLA, L, attention, config.tie_embeddings)
+
+    return Peer(config, weights, notes)
+
+
+def mlp_size(settings: Settings) -> int:
+    """The width inside the SwiGLU: given, or `hidden_ratio` times 2/3 of the hidden size, rounded up to 256."""
+    given: int | None = settings.get("intermediate_size")
+    return given or -(-int(settings["hidden_size"] * settings.get("hidden_ratio", 4) * 2 / 3) // 256) * 256
+
+
+def _heads(settings: Settings) -> tuple[int, int]:
+    return settings["num_heads"], settings.get("num_kv_heads", settings["num_heads"])
+
+
+def _expanded(settings: Settings, k: float, v: float) -> dict[str, Any]:
+    """Head dimensions from `expand_k` and `expand_v`, which are `k` and `v` where nothing is said."""
+    D, H = settings["hidden_size"], settings["num_heads"]
+    K, V = (round(D * settings.get(name, value)) // H for name, value in (("expand_k", k), ("expand_v", v)))
+    return {"head_dim": K, "value_dim": V}
+
+
+def _output_norm(settings: Settings) -> dict[str, Any]:
+    return {"output_norm": "rms", "output_norm_shared": True, "output_norm_eps": settings.get("norm_eps", 1e-6)}
+
+
+def _gated_output(settings: Settings) -> dict[str, Any]:
+    settings.only("use_output_gate", True)
+    settings.only("elementwise_affine", True)
+    return {"output_gate": "swish", **_output_norm(settings)}
+
+
+def _features(settings: Settings) -> dict[str, Any]:
+    settings.only("feature_map", None, "relu", "silu", "swish")
+    name = settings.get("feature_map", "identity")
+    return {"feature_map": "silu" if name == "swish" else name}
+
+
+def _plain(take: Take) -> Named:
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        yield f"{name}.weight", take(f"{name}.weight")
+
+
+def _convolved(take: Take) -> Named:
+    yield from _plain(take)
+    for name in "qkv":
+        yield f"{name}_conv.weight", take(f"{name}_conv1d.weight").squeeze(1)
+
+
+def _swish_gate(take: Take) -> Named:
+    yield "output_norm.weight", take("g_norm_swish_gate.weight")
+    yield "output_gate.weight", take("g_proj.weight")

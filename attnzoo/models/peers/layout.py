@@ -1,0 +1,92 @@
+"""What peers' decoders have in common: the names around attention, and rows of rotated heads in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnzoo.models.peers.weights import Weights
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of a peer's weights around its attention; `{}` stands for the layer's index.
+
+    Args:
+        embedding, norm, layer: of the tokens' matrix, the last norm and one layer.
+        attention_norm, mlp_norm: of a layer's norms.
+        attention: of the module that attends.
+    """
+
+    embedding: str
+    norm: str
+    layer: str
+    attention_norm: str
+    mlp_norm: str
+    attention: str
+
+
+TRANSFORMERS = Layout(
+    "model.embed_tokens", "model.norm", "model.layers.{}", "input_layernorm", "post_attention_layernorm", "self_attn"
+)
+FLA = Layout("model.embeddings", "model.norm", "model.layers.{}", "attn_norm", "mlp_norm", "attn")
+
+Attention = Callable[[Callable[[str], Tensor], int], Iterator[tuple[str, Tensor]]]
+
+
+def decoder(
+    weights: Weights, layout: Layout, layers: int, attention: Attention, tied: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Our names and tensors of a whole decoder.
+
+    Args:
+        weights: the peer's.
+        layout: its names.
+        layers: how many.
+        attention: `attention(take, index)` gives those of one layer's attention under our names, and
+            `take("q_proj.weight")` is the peer's tensor of that name in that layer.
+        tied: the head is the embedding.
+    """
+    yield "embedding.weight", weights(f"{layout.embedding}.weight")
+    for i in range(layers):
+        layer = layout.layer.format(i)
+        for ours, theirs in (("attention_norm", layout.attention_norm), ("mlp_norm", layout.mlp_norm)):
+            yield f"blocks.{i}.{ours}.weight", weights(f"{layer}.{theirs}.weight")
+        prefix = f"{layer}.{layout.attention}."
+        for name, tensor in attention(lambda name, prefix=prefix: weights(prefix + name), i):  # type: ignore[misc]
+            yield f"blocks.{i}.attention.{name}", tensor
+        yield from _mlp(weights, f"{layer}.mlp", f"blocks.{i}.mlp")
+    yield "norm.weight", weights(f"{layout.norm}.weight")
+    if tied:
+        weights.skip("lm_head.weight")
+        yield "head.weight", weights(f"{layout.embedding}.weight")
+    else:
+        yield "head.weight", weights("lm_head.weight")
+
+
+def _mlp(weights: Weights, theirs: str, ours: str) -> Iterator[tuple[str, Tensor]]:
+    gate, down = weights(f"{theirs}.gate_proj.weight"), weights(f"{theirs}.down_proj.weight")
+    if f"{theirs}.up_proj.weight" in weights:
+        up = weights(f"{theirs}.up_proj.weight")
+    else:  # one matrix for both, the gate's half first
+        gate, up = gate.chunk(2, 0)
+    yield from ((f"{ours}.gate.weight", gate), (f"{ours}.up.weight", up), (f"{ours}.down.weight", down))
+
+
+def interleaved(rows: Tensor, heads: int, rotated: int | None = None) -> Tensor:
+    """Rows of rotated heads, whose pairs lie half a head apart, with each pair side by side.
+
+    Args:
+        rows: `[heads * K, ...]`, a projection, its bias or a norm's scale.
+        heads: in `rows`.
+        rotated: channels per head that are rotated, the first ones; None for all.
+    """
+    K = rows.shape[0] // heads
+    rotated = K if rotated is None else rotated
+    order = torch.arange(rotated).view(2, -1).T.flatten()
+    order = torch.cat([order, torch.arange(rotated, K)])
+    turned: Tensor = rows.unflatten(0, (heads, K))[:, order].flatten(0, 1)
+    return turned

@@ -1,0 +1,120 @@
+"""Llama and its like (Touvron et al., 2023): softmax attention with rotary angles, as `rope`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.models.config import ModelConfig
+from attnzoo.models.peers import Peer
+from attnzoo.models.peers.layout import TRANSFORMERS, decoder, interleaved
+from attnzoo.models.peers.weights import Settings, Weights
+
+
+def llama(settings: Settings) -> Peer:
+    """Llama, and Mistral's dense models: `rope`, with a window where there is one."""
+    return _peer(settings, biases=settings.get("attention_bias", False), normed=False)
+
+
+def qwen2(settings: Settings) -> Peer:
+    """Qwen2: Llama with biases on q, k and v."""
+    return _peer(settings, biases=True, normed=False)
+
+
+def qwen3(settings: Settings) -> Peer:
+    """Qwen3: Llama with a norm on each head of q and k."""
+    return _peer(settings, biases=settings.get("attention_bias", False), normed=True)
+
+
+def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
+    settings.only("hidden_act", "silu", "swish")
+    settings.only("mlp_bias", False)
+    D, H, L = settings["hidden_size"], settings["num_attention_heads"], settings["num_hidden_layers"]
+    G, K = settings.get("num_key_value_heads", H), settings.get("head_dim", D // H)
+    outer = biases and settings.fields["model_type"] == "llama"  # there the output has one too
+    options: dict[str, Any] = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer}
+    if normed:
+        options |= {"qk_norm": "rms", "qk_norm_shared": True, "qk_norm_eps": settings["rms_norm_eps"]}
+    windows = _windows(settings, L)
+    angle = angles(settings, K)
+    config = ModelConfig(
+        attention=[{"name": "rope", "options": {} if window is None else {"window": window}} for window in windows],
+        attention_options=options | {"theta": theta(settings)},
+        hidden_size=D,
+        num_layers=L,
+        num_heads=H,
+        intermediate_size=settings["intermediate_size"],
+        vocab_size=settings["vocab_size"],
+        tie_embeddings=settings.get("tie_word_embeddings", False),
+        norm_eps=settings["rms_norm_eps"],
+        initializer_range=settings.get("initializer_range", 0.02),
+    )
+
+    def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+        for name, heads in (("q", H), ("k", G)):
+            yield f"{name}_proj.weight", interleaved(take(f"{name}_proj.weight"), heads)
+            if biases:
+                yield f"{name}_proj.bias", interleaved(take(f"{name}_proj.bias"), heads)
+            if normed:
+                yield f"{name}_norm.weight", interleaved(take(f"{name}_norm.weight"), 1)
+        yield "v_proj.weight", take("v_proj.weight")
+        if biases:
+            yield "v_proj.bias", take("v_proj.bias")
+        yield "o_proj.weight", take("o_proj.weight")
+        if outer:
+            yield "o_proj.bias", take("o_proj.bias")
+        yield "gate.angle", angle.clone()
+
+    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
+        return decoder(theirs, TRANSFORMERS, L, attention, config.tie_embeddings)
+
+    return Peer(config, weights)
+
+
+def _windows(settings: Settings, layers: int) -> list[int | None]:
+    """How far each layer looks back; None for all the way."""
+    window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
+    kinds = settings.get("layer_types", ["sliding_attention" if window else "full_attention"] * layers)
+    for kind in kinds:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise ValueError(f"config.json: layer_types has {kind!r}, which is not supported")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def theta(settings: Settings) -> float:
+    """The base of the angles."""
+    return float(_rope(settings).get("rope_theta", settings.get("rope_theta", 10_000.0)))
+
+
+def angles(settings: Settings, channels: int) -> Tensor:
+    """Radians per token of each pair of the `channels` that are rotated, `[channels / 2]` float32.
+
+    `default`, `linear` (Chen et al., 2023) and `llama3` (Llama 3.1's model card) scaling are known.
+
+    Raises:
+        ValueError: another kind.
+    """
+    rope = _rope(settings)
+    angle: Tensor = theta(settings) ** (-torch.arange(0, channels, 2, dtype=torch.float32) / channels)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return angle
+    if kind == "linear":
+        return angle / float(rope["factor"])
+    if kind == "llama3":
+        turns = float(rope["original_max_position_embeddings"]) * angle / (2 * math.pi)  # in the original context
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return angle * kept + angle / float(rope["factor"]) * (1 - kept)
+    raise ValueError(f"config.json: rope_type = {kind!r} is not supported (only 'default', 'linear', 'llama3')")
+
+
+def _rope(settings: Settings) -> dict[str, Any]:
+    rope: dict[str, Any] = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError("config.json: rope_parameters that differ between kinds of layers are not supported")
+    return rope

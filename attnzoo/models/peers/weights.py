@@ -1,0 +1,103 @@
+"""The tensors and settings of a model folder, with a record of what has been read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.errors import unknown
+
+INDEX, WHOLE, PICKLED = "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"
+
+
+class Weights:
+    """Tensors by the peer's names.
+
+    Args:
+        names: all there are.
+        read: gives one of them.
+    """
+
+    def __init__(self, names: Iterator[str] | list[str], read: Callable[[str], Tensor]) -> None:
+        self.names, self.read = frozenset(names), read
+        self.unread = set(self.names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def __call__(self, name: str) -> Tensor:
+        """The tensor of that name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if name not in self.names:
+            raise unknown("weight", name, sorted(self.names))
+        self.unread.discard(name)
+        return self.read(name)
+
+    def skip(self, name: str) -> None:
+        """A tensor that says nothing that the configuration does not say (a tied head, a table of angles)."""
+        self.unread.discard(name)
+
+    @staticmethod
+    def of_folder(folder: Path) -> Weights:
+        """Those of a folder in Hugging Face's layout: safetensors, in one file or several, or a pickled state dict.
+
+        Raises:
+            FileNotFoundError: none of these is there.
+        """
+        from safetensors import safe_open
+
+        if (folder / INDEX).is_file():
+            files = json.loads((folder / INDEX).read_text())["weight_map"]
+        elif (folder / WHOLE).is_file():
+            with safe_open(folder / WHOLE, "pt") as file:
+                files = dict.fromkeys(file.keys(), WHOLE)
+        elif (folder / PICKLED).is_file():
+            return Weights.of_state(torch.load(folder / PICKLED, weights_only=True, mmap=True))
+        else:
+            raise FileNotFoundError(f"{folder}: expected {WHOLE}, {INDEX} or {PICKLED}, found none of them")
+        opened = {name: safe_open(folder / name, "pt") for name in set(files.values())}
+        return Weights(list(files), lambda name: opened[files[name]].get_tensor(name))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def of_state(state: Mapping[str, Tensor]) -> Weights:
+        """Those of a state dict."""
+        return Weights(list(state), lambda name: state[name].detach().clone())
+
+
+class Settings:
+    """A peer's configuration, of which every field that changes what the model computes must be understood.
+
+    Args:
+        fields: as `config.json` holds them.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields = fields
+
+    def __getitem__(self, name: str) -> Any:
+        if self.fields.get(name) is None:
+            raise ValueError(f"config.json: expected a value of {name!r}, found none")
+        return self.fields[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field, or `default` where it is missing or null."""
+        value = self.fields.get(name)
+        return default if value is None else value
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Refuse a model in which `name` is something else; missing and null mean the first.
+
+        Raises:
+            ValueError: it is.
+        """
+        value = self.get(name, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"config.json: {name} = {value!r} is not supported (only {', '.join(map(repr, allowed))})")

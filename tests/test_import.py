@@ -1,0 +1,279 @@
+"""Imported models compute what the peer's own class computes, on random weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from attnzoo.cli import app
+from attnzoo.models.peers import from_peer
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 70, "max_position_embeddings": 256, "initializer_range": 0.2,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64, "rope_theta": 500.0,
+}  # fmt: skip
+CASES = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama, biases": ("Llama", {"attention_bias": True}),
+    "llama 3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama, linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
+    "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 16}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3, windows": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "head_dim": 16},
+    ),
+}
+
+
+def peer(name, options):
+    torch.manual_seed(0)
+    if int(transformers.__version__.split(".")[0]) < 5 and "rope_parameters" in options:  # two fields there
+        scaling = dict(options["rope_parameters"])
+        options = {**options, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+        options.pop("rope_parameters")
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+    model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():  # norms and biases that do something
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    return model.eval()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(1, 70, (2, 33), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_peers(case, tokens):
+    theirs = peer(*CASES[case])
+    ours = from_peer(theirs)
+    expected = theirs(tokens).logits
+    torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3, windows"])
+def test_continuations_are_the_peers(case, tokens):
+    theirs = peer(*CASES[case])
+    expected = theirs.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(from_peer(theirs).generate(tokens, 12, temperature=0), expected)
+
+
+@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+def test_a_folder_gives_what_the_model_gives(shards, tokens, tmp_path):
+    theirs = peer("Llama", {})
+    theirs.save_pretrained(tmp_path, max_shard_size=shards)
+    assert torch.equal(from_peer(tmp_path)(tokens).logits, from_peer(theirs)(tokens).logits)
+
+
+def test_dtype_of_the_weights_leaves_angles_alone():
+    theirs = peer("Llama", {})
+    model = from_peer(theirs, dtype=torch.bfloat16)
+    assert model.head.weight.dtype == torch.bfloat16
+    assert model.blocks[0].attention.gate.angle.dtype == torch.float32
+
+
+def test_command_writes_a_folder_that_auto_classes_load(tokens, tmp_path):
+    theirs = peer("Qwen3", {"head_dim": 16, "eos_token_id": 5})
+    theirs.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    done = CliRunner().invoke(app, ["import", str(tmp_path / "theirs"), "--to", str(tmp_path / "ours")])
+    assert done.exit_code == 0, done.output
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert ours.config.eos_token_id == 5
+    assert (tmp_path / "ours" / "tokenizer.json").read_text() == "{}"
+    assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "llamma"}, "did you mean 'llama'"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"model_type": "llama"}, "expected a value of 'hidden_size'"),
+    ],
+)
+def test_what_cannot_be_imported_is_named(fields, message):
+    from attnzoo.models.peers import peer_of
+
+    with pytest.raises(ValueError, match=message):
+        peer_of(fields)
+
+
+def test_a_kind_of_scaling_that_is_not_known_is_refused():
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}
+    with pytest.raises(ValueError, match="rope_type = 'yarn'"):
+        from_peer(peer("Llama", {"rope_parameters": rope}))
+
+
+def test_weights_left_over_or_missing_are_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    theirs = peer("Llama", {})
+    theirs.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({**state, "model.extra.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no place: model\.extra\.weight"):
+        from_peer(tmp_path)
+    state.pop("model.norm.weight")
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        from_peer(tmp_path)
+
+
+def test_an_empty_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        from_peer(tmp_path)
+
+
+# the Forgetting Transformer's own models
+
+
+class OfficialFoX(torch.nn.Module):
+    """One of the FoX paper's models (Lin et al., 2025, section 3 and appendices A, D and E) in plain torch.
+
+    Its weights have the names and shapes of the authors' checkpoints.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.settings = config
+        D, H, G, L = (config[name] for name in ("hidden_size", "num_heads", "num_kv_heads", "num_hidden_layers"))
+        K, I = D // H, config["intermediate_size"]  # noqa: E741
+        shapes = {"model.embeddings.weight": (70, D), "model.norm.weight": (D,), "lm_head.weight": (70, D)}
+        for i in range(L):
+            attn = {"q_proj.weight": (D, D), "o_proj.weight": (D, D)}
+            for name in ("k", "v"):
+                if config[f"use_{name}_shift"]:
+                    attn |= {f"{name}_proj.linear.weight": (G * K, D), f"{name}_proj.shift_proj.weight": (G, D)}
+                else:
+                    attn |= {f"{name}_proj.weight": (G * K, D)}
+            if config["fgate_type"] == "full":
+                attn |= {"fgate_proj.weight": (H, D), "fgate_proj.bias": (H,)}
+            elif config["fgate_type"] != "none":
+                attn |= {"fgate_bias": (H,)}
+            if config["qk_norm"]:
+                one = config["qk_norm_share_param_across_head"]
+                attn |= {"q_norm.weight": (K if one else D,), "k_norm.weight": (K if one else G * K,)}
+            if config["use_output_norm"]:
+                attn |= {"output_norm.weight": (D,)}
+            if config["use_output_gate"]:
+                attn |= {"ogate_proj.weight": (D, D)}
+            layer = {f"attn.{name}": shape for name, shape in attn.items()}
+            layer |= {"attn_norm.weight": (D,), "mlp_norm.weight": (D,)}
+            layer |= {"mlp.gate_proj.weight": (2 * I, D), "mlp.down_proj.weight": (D, I)}
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+        self.state = {
+            name: torch.randn(shape) * 0.2 + (1.0 if len(shape) == 1 else 0.0) for name, shape in shapes.items()
+        }
+
+    def state_dict(self, *_, **__):
+        return self.state
+
+    @property
+    def config(self):
+        fields = {**self.settings, "model_type": "forgetting_transformer-project_fox"}
+        return type("Config", (), {"to_dict": lambda _: fields})()
+
+    def forward(self, tokens):
+        s, w = self.settings, self.state
+        H, G = s["num_heads"], s["num_kv_heads"]
+
+        def rms(x, weight, eps):
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+        def turn(x):
+            K = x.shape[-1]
+            angle = torch.arange(x.shape[1])[:, None] * s["rope_base"] ** (-torch.arange(0, K, 2) / K)
+            cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+            a, b = x.chunk(2, -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+        x = w["model.embeddings.weight"][tokens]
+        for i in range(s["num_hidden_layers"]):
+
+            def at(name, i=i):
+                return w[f"model.layers.{i}.{name}.weight"]
+
+            h = rms(x, at("attn_norm"), 1e-6)
+            heads = {"q": (h @ at("attn.q_proj").T).unflatten(-1, (H, -1))}
+            for name in ("k", "v"):
+                if s[f"use_{name}_shift"]:
+                    y = (h @ at(f"attn.{name}_proj.linear").T).unflatten(-1, (G, -1))
+                    a = (h @ at(f"attn.{name}_proj.shift_proj").T).sigmoid()[..., None]
+                    before = torch.cat([torch.zeros_like(y[:, :1]), y[:, :-1]], 1)
+                    heads[name] = a * before + (1 - a) * y
+                else:
+                    heads[name] = (h @ at(f"attn.{name}_proj").T).unflatten(-1, (G, -1))
+            q, k, v = heads["q"], heads["k"], heads["v"]
+            if s["qk_norm"]:
+                scales = (at("attn.q_norm"), at("attn.k_norm"))
+                if not s["qk_norm_share_param_across_head"]:
+                    scales = (scales[0].view(H, -1), scales[1].view(G, -1))
+                q, k = rms(q, scales[0], 1e-5), rms(k, scales[1], 1e-5)
+            if s["use_rope"]:
+                q, k = turn(q), turn(k)
+            k, v = (y.repeat_interleave(H // G, 2) for y in (k, v))
+            scores = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
+            T = tokens.shape[1]
+            if s["fgate_type"] != "none":
+                if s["fgate_type"] == "full":
+                    logit = h @ at("attn.fgate_proj").T + w[f"model.layers.{i}.attn.fgate_proj.bias"]
+                else:
+                    logit = w[f"model.layers.{i}.attn.fgate_bias"].expand(*tokens.shape, H)
+                c = torch.nn.functional.logsigmoid(logit).cumsum(1).mT  # [B, H, T]
+                scores = scores + c[..., :, None] - c[..., None, :]
+            scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf"))
+            o = torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v)
+            if s["use_output_norm"]:
+                o = rms(o, at("attn.output_norm").view(H, -1), 1e-6)
+            o = o.flatten(2)
+            if s["use_output_gate"]:
+                act = {"sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu}[s["ogate_act"]]
+                o = o * act(h @ at("attn.ogate_proj").T)
+            x = x + o @ at("attn.o_proj").T
+            gate, up = (rms(x, at("mlp_norm"), 1e-6) @ at("mlp.gate_proj").T).chunk(2, -1)
+            x = x + (torch.nn.functional.silu(gate) * up) @ at("mlp.down_proj").T
+        return rms(x, w["model.norm.weight"], 1e-6) @ w["lm_head.weight"].T
+
+
+LLAMA = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 70,
+    "intermediate_size": 48, "norm_eps": 1e-6, "use_rope": False, "rope_base": 500_000.0, "qk_norm": False,
+    "qk_norm_share_param_across_head": False, "use_k_shift": False, "use_v_shift": False, "use_output_norm": False,
+    "use_output_gate": False, "ogate_act": "sigmoid", "fgate_type": "full",
+}  # fmt: skip
+PRO = {
+    **LLAMA, "qk_norm": True, "qk_norm_share_param_across_head": True, "use_k_shift": True, "use_v_shift": True,
+    "use_output_norm": True, "use_output_gate": True,
+}  # fmt: skip
+OFFICIAL = {
+    "FoX (LLaMA)": LLAMA,
+    "FoX (Pro)": PRO,
+    "FoX (Pro), norms per head": {**PRO, "qk_norm_share_param_across_head": False, "num_kv_heads": 2},
+    "FoX (Pro) with RoPE": {**PRO, "use_rope": True, "ogate_act": "silu"},
+    "FoX, gates without data": {**LLAMA, "fgate_type": "bias_only"},
+    "FoX, fixed gates": {**LLAMA, "fgate_type": "fixed"},
+    "Transformer (LLaMA)": {**LLAMA, "fgate_type": "none", "use_rope": True},
+    "Transformer (Pro)": {**PRO, "fgate_type": "none", "use_rope": True},
+    "FoX (LLaMA), pruned": {**LLAMA, "log_pruning_tolerance": -40.0},
+}
+
+
+@pytest.mark.parametrize("case", OFFICIAL)
+def test_logits_are_those_of_the_papers_models(case, tokens):
+    torch.manual_seed(0)
+    theirs = OfficialFoX(OFFICIAL[case])
+    expected = theirs(tokens)
+    ours = from_peer(theirs)
+    torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())

@@ -1,0 +1,154 @@
+"""flash-linear-attention's models, imported: the logits of its own classes, its own definitions for its kernels."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attnzoo.models.peers import from_peer
+
+pytestmark = pytest.mark.fla
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 96, "vocab_size": 70,
+    "initializer_range": 0.2, "fuse_norm": False, "fuse_swiglu": False, "fuse_cross_entropy": False, "use_cache": False,
+}  # fmt: skip
+CASES = {
+    "fox": ("ForgettingTransformer", {"num_kv_heads": 2}),
+    "fox, gated and normed": ("ForgettingTransformer", {"qk_norm": True, "use_output_gate": True, "qkv_bias": True}),
+    "path": ("PaTHAttention", {"num_kv_heads": 2}),
+    "path, full rank": ("PaTHAttention", {"use_low_rank_w": False, "use_w_shortconv": False}),
+    "path_fox": ("PaTHAttention", {"use_forget_gate": True}),
+    "deltanet": ("DeltaNet", {}),
+    "deltanet, gated": ("DeltaNet", {"use_gate": True, "allow_neg_eigval": True, "expand_v": 2.0}),
+    "gated_deltanet": ("GatedDeltaNet", {"head_dim": 16}),
+    "gated_deltanet, more values": (
+        "GatedDeltaNet",
+        {"head_dim": 16, "num_heads": 2, "num_v_heads": 4, "expand_v": 1.0},
+    ),
+    "gla": ("GLA", {"fuse_norm": True}),
+    "gla, shared keys": ("GLA", {"fuse_norm": True, "num_kv_heads": 2, "use_short_conv": True}),
+    "retnet": ("RetNet", {"fuse_norm": True}),
+    "wall": ("WallTransformer", {"num_kv_heads": 2}),
+    "wall, gated and normed": ("WallTransformer", {"qk_norm": True, "use_output_gate": True}),
+}
+
+
+def rms(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def unit(x):
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def turned(rotary, q, k, **_):
+    K = q.shape[-1]
+    angle = torch.arange(q.shape[1])[:, None] * 10_000.0 ** (-torch.arange(0, K, 2) / K)  # [T, K/2]
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+
+    def turn(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    return turn(q), turn(k)
+
+
+def convolved(conv, x, **_):
+    size = conv.weight.shape[-1]
+    y = F.conv1d(F.pad(x.mT, (size - 1, 0)), conv.weight, conv.bias, groups=x.shape[-1]).mT
+    return F.silu(y) if conv.activation in ("silu", "swish") else y, None
+
+
+def by_heads(x):
+    return x.transpose(1, 2)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Each kernel of the peer's replaced by plain torch: its `naive` functions where it has them."""
+
+    def naive(family):
+        return importlib.import_module(f"fla.ops.{family}.naive")
+
+    def replace(where, **functions):
+        module = importlib.import_module(where)
+        for name, function in functions.items():
+            monkeypatch.setattr(module, name, function)
+
+    def method(where, cls, function):
+        monkeypatch.setattr(getattr(importlib.import_module(where), cls), "forward", function)
+
+    def fox(q, k, v, g, **_):
+        return naive("forgetting_attn").naive_forgetting_attn(q, k, v, g)
+
+    def path(q, k, v, w, beta, g, **_):
+        g = torch.zeros(*q.shape[:3]) if g is None else g
+        return naive("path_attn").naive_path_attn(q, k, v, w, beta, g, q.shape[-1] ** -0.5), None
+
+    def delta(q, k, v, beta, **_):
+        o, _ = naive("delta_rule").delta_rule_recurrence(*map(by_heads, (unit(q), unit(k), v, beta)))
+        return by_heads(o), None
+
+    def gated_delta(q, k, v, g, beta, A_log, dt_bias, allow_neg_eigval=False, **_):
+        g = -A_log.exp() * F.softplus(g + dt_bias)
+        beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
+        q, k = (unit(x).repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        return naive("gated_delta_rule").naive_recurrent_gated_delta_rule(q, k, v, beta, g)
+
+    def gla(q, k, v, g=None, gk=None, **_):
+        return naive("gla").naive_recurrent_gla(q, k, v, g if gk is None else gk)
+
+    def retention(q, k, v, **_):
+        return by_heads(naive("retention").naive_retention(*map(by_heads, (q, k, v)))), None
+
+    def wall(q, k, v, g, g_scalar=None, window_size=None, **_):
+        return naive("wall_attn").naive_wall_attn(q, k, v, g, scale=q.shape[-1] ** -0.5, window_size=window_size)
+
+    def gated_norm(norm, x, g, **_):
+        return rms(x, norm.weight, norm.eps) * F.silu(g)
+
+    def group_norm(norm, x):
+        return rms(x.unflatten(-1, (norm.num_groups, -1)), 1, norm.eps).flatten(-2) * norm.weight
+
+    def rms_norm(norm, x, residual=None, prenorm=False):
+        x = x if residual is None else x + residual
+        return (rms(x, norm.weight, norm.eps), x) if prenorm else rms(x, norm.weight, norm.eps)
+
+    layers = "fla.layers."
+    replace(layers + "forgetting_attn", parallel_forgetting_attn=fox)
+    replace(layers + "path_attn", parallel_path_attn=path, l2_norm=lambda x, **_: unit(x))
+    replace(layers + "delta_net", chunk_delta_rule=delta, fused_recurrent_delta_rule=delta)
+    replace(
+        layers + "gated_deltanet", chunk_gated_delta_rule=gated_delta, fused_recurrent_gated_delta_rule=gated_delta,
+        causal_conv1d=lambda x, weight, **_: (F.silu(F.conv1d(
+            F.pad(x.mT, (weight.shape[1] - 1, 0)), weight[:, None], groups=x.shape[-1]).mT), None),
+    )  # fmt: skip
+    replace(layers + "gla", chunk_gla=gla, fused_recurrent_gla=gla)
+    replace(layers + "multiscale_retention", chunk_retention=retention, fused_recurrent_retention=retention)
+    replace(layers + "wall_attn", parallel_wall_attn=wall)
+    replace("fla.ops.wall_attn.naive", chunk_global_cumsum=lambda x, scale=1.0, **_: x.cumsum(1) * scale)
+    replace("fla.modules.mlp", swiglu=lambda x, y: F.silu(x) * y)
+    method("fla.modules", "ShortConvolution", convolved)
+    method("fla.modules", "RotaryEmbedding", turned)
+    method("fla.modules", "FusedRMSNormGated", gated_norm)
+    method("fla.modules", "GroupNorm", group_norm)
+    method("fla.modules", "RMSNorm", rms_norm)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_peers(case, plain):
+    models = importlib.import_module("fla.models")
+    name, options = CASES[case]
+    torch.manual_seed(0)
+    theirs = getattr(models, f"{name}ForCausalLM")(getattr(models, f"{name}Config")(**{**SIZES, **options})).eval()
+    for parameter in theirs.parameters():  # norms and biases that do something
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    tokens = torch.randint(1, 70, (2, 64))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        ours = from_peer(theirs)(tokens).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
