@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -106,3 +107,45 @@ def test_the_tables_of_the_documentation_are_what_their_numbers_give(name: str) 
     module: ModuleType = importlib.import_module(f"attnzoo.benchmarks.{name}")
     (folder,) = RESULTS.glob(f"*-{name}")
     assert module.table(json.loads((folder / "results.json").read_text())) == (folder / "results.md").read_text()
+
+
+@dataclass(frozen=True)
+class Runner:
+    name: str
+    error: float = 0.0
+
+
+def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One check per contender and head dim; the wrong and the broken get no row, and what is out of place none here."""
+    checks: list[tuple[str, int]] = []
+
+    def errors(peer: Runner, K: int) -> dict[str, float]:
+        checks.append((peer.name, K))
+        return {"o": peer.error if peer.name != "broken" else 1 / 0}
+
+    def times(peer: Runner, x: tuple[int, ...]) -> dict[str, Any] | None:
+        return None if peer.name == "short" and x[2] > 10 else {"ms": x[2]}
+
+    peers = [Runner("right"), Runner("wrong", 0.2), Runner("broken"), Runner("short")]
+    result: dict[str, Any] = {}
+    shapes = [(1, 2, 8, 64), (1, 2, 16, 64)]
+    options: dict[str, Any] = {"errors": errors, "limits": {"o": 0.1}, "common": lambda x: {"kept": 0.5}}
+    assert measure.race(result, peers, shapes, 60, draw=lambda *shape: shape, times=times, **options)
+    assert [(r["name"], r["T"], r["ms"], r["kept"]) for r in result["rows"]] == [
+        ("right", 8, 8, 0.5),
+        ("short", 8, 8, 0.5),
+        ("right", 16, 16, 0.5),
+    ]
+    assert checks == [(p.name, 64) for p in peers]
+    assert [e["o"] for e in result["errors"]] == ["0.0e+00", "2.0e-01", "0.0e+00"]
+    said = capsys.readouterr().out
+    assert "WRONG: not timed" in said
+    assert "ZeroDivisionError" in said
+    assert not measure.race(result, peers, shapes, -1, draw=lambda *shape: shape, times=times, **options)
+    assert result["rows"] == []
+    assert "out of time at (1, 2, 8, 64) right" in capsys.readouterr().out
+    assert measure.error_lines({"errors": [{"name": "right", "K": 64, "o": "1e-3"}]}, ("o", "dq"))[2:] == [
+        "| | K | o | dq |",
+        "|---|---|---|---|",
+        "| right | 64 | 1e-3 | - |",
+    ]

@@ -34,9 +34,12 @@ from attnzoo.benchmarks.measure import (
     ceiling,
     chosen,
     decay_lengths,
+    error_lines,
+    headline,
     load_peer,
     machine,
     not_measured,
+    race,
     relative,
     save,
     timing,
@@ -190,71 +193,43 @@ def time_peer(peer: Contender, x: Inputs, rep: int) -> tuple[float, float]:
 def measure(
     shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, official: Path | None
 ) -> Result:
-    deadline = time.time() + seconds
     found, missing = contenders(official)
-    peers = chosen(found, only)
-    result: Result = {
-        "machine": machine(),
-        "missing": missing,
-        "matmul_tflops": ceiling(),
-        "rows": [],
-        "errors": [],
-    }
+    result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
     print(result["machine"], f"matmul {result['matmul_tflops']:.0f} TFLOP/s", flush=True)
     print(*not_measured(missing), sep="\n", flush=True)
-    right: dict[tuple[str, int], bool] = {}
-    for K in sorted({s[3] for s in shapes}):
-        for peer in peers:
-            try:
-                e = errors(peer, K)
-            except Exception as error:
-                result["errors"].append({"name": peer.name, "K": K, "failed": repr(error)[:300]})
-                print(result["errors"][-1], flush=True)
-                continue
-            right[peer.name, K] = all(v <= LIMITS[n] for n, v in e.items())
-            result["errors"].append({"name": peer.name, "K": K, **{n: f"{v:.1e}" for n, v in e.items()}})
-            print(result["errors"][-1], "" if right[peer.name, K] else "WRONG: not timed", flush=True)
-    for B, H, T, K in shapes:
-        x = draw(B, H, T, K)
-        bound = torch.full((H,), math.sqrt(K), device="cuda")
-        kept = {}
-        for name, prune in PRUNE.items():
-            known = bound if name == "paper" else None
-            kept[name] = kept_fraction(x.q, x.k, log_decay=x.g, prune=prune, logit_bound=known).mean().item()
+
+    def kept(x: Inputs) -> Result:
+        bound = torch.full((x.q.shape[2],), math.sqrt(x.q.shape[3]), device="cuda")
+        shares = {
+            name: kept_fraction(x.q, x.k, log_decay=x.g, prune=prune, logit_bound=bound if name == "paper" else None)
+            for name, prune in PRUNE.items()
+        }
+        return {"kept": {name: round(share.mean().item(), 4) for name, share in shares.items()}}
+
+    def times(peer: Contender, x: Inputs) -> Result | None:
+        B, T, H, K = x.q.shape
+        if peer.lengths and T not in peer.lengths:
+            return None
+        forward, both = time_peer(peer, x, rep)
         flops = 2 * B * H * T * T * K
-        for peer in peers:
-            if not right.get((peer.name, K)) or (peer.lengths and T not in peer.lengths):
-                continue
-            if time.time() > deadline:
-                print("out of time at", (B, H, T, K), peer.name, flush=True)
-                return result
-            try:
-                forward, both = time_peer(peer, x, rep)
-            except Exception as error:
-                print({"name": peer.name, "shape": (B, H, T, K), "failed": repr(error)[:200]}, flush=True)
-                continue
-            rate = 3.5 * flops / both / 1e9
-            row = {
-                "name": peer.name,
-                **dict(zip("BHTK", (B, H, T, K), strict=True)),
-                "forward_ms": round(forward, 3),
-                "both_ms": round(both, 3),
-                "forward_tflops": round(flops / forward / 1e9),
-                "both_tflops": round(rate),
-                "of_matmul": round(rate / result["matmul_tflops"], 3),
-                "kept": {name: round(share, 4) for name, share in kept.items()},
-            }
-            result["rows"].append(row)
-            print(json.dumps(row), flush=True)
-            torch.cuda.empty_cache()
+        rate = 3.5 * flops / both / 1e9
+        return {
+            "forward_ms": round(forward, 3),
+            "both_ms": round(both, 3),
+            "forward_tflops": round(flops / forward / 1e9),
+            "both_tflops": round(rate),
+            "of_matmul": round(rate / result["matmul_tflops"], 3),
+        }
+
+    peers = chosen(found, only)
+    race(result, peers, shapes, seconds, draw=draw, errors=errors, limits=LIMITS, common=kept, times=times)
     return result
 
 
 def table(result: Result) -> str:
     """The results as Markdown; ratios are to the official kernel without and with pruning."""
-    m = result["machine"]
     lines = [
-        f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; bf16, causal, medians.",
+        headline(result),
         f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s.",
         *not_measured(result["missing"]),
         "",
@@ -280,15 +255,7 @@ def table(result: Result) -> str:
             )
             lines.append("| " + " | ".join(str(cell) for cell in (*cells, *ratios)) + " |")
         lines.append("")
-    lines += [
-        "### Errors against float64 on the same bf16 inputs, T = 2048",
-        "",
-        "| | K | o | dq | dk | dv | dg |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for e in result["errors"]:
-        lines.append("| " + " | ".join(str(e.get(n, "-")) for n in ("name", "K", "o", "dq", "dk", "dv", "dg")) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *error_lines(result, ("o", "dq", "dk", "dv", "dg"))]) + "\n"
 
 
 def lengths(seconds: float, official: Path | None) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -110,6 +110,68 @@ def chosen(contenders: list[N], only: Sequence[str]) -> list[N]:
         if not any(x.name.startswith(prefix) for x in contenders):
             raise unknown("contender", prefix, [x.name for x in contenders])
     return [x for x in contenders if not only or x.name.startswith(tuple(only))]
+
+
+X = TypeVar("X")  # inputs of one shape
+
+
+def race(
+    result: Result, peers: Sequence[N], shapes: Sequence[tuple[int, ...]], seconds: float, *,
+    draw: Callable[..., X], errors: Callable[[N, int], dict[str, float]], limits: Mapping[str, float],
+    common: Callable[[X], Result], times: Callable[[N, X], Result | None],
+) -> bool:  # fmt: skip
+    """Time the peers that are right, shape by shape; rows and errors go into ``result``. Whether the time sufficed.
+
+    Args:
+        shapes: (B, H, T, K) each.
+        draw: inputs of a shape.
+        errors: of a peer at a head dim, by name, measured once each; a peer beyond ``limits`` is not timed.
+        common: what a shape's rows have in common.
+        times: what is measured of a peer; None: not at this shape.
+    """
+    deadline = time.time() + seconds
+    result |= {"errors": [], "rows": []}
+    right: dict[tuple[str, int], bool] = {}
+    for shape in shapes:
+        x, K = draw(*shape), shape[3]
+        shared = common(x)
+        for peer in peers:
+            if time.time() > deadline:
+                print("out of time at", shape, peer.name, flush=True)
+                return False
+            try:
+                if (peer.name, K) not in right:
+                    right[peer.name, K] = False
+                    found = errors(peer, K)
+                    right[peer.name, K] = all(error <= limits[name] for name, error in found.items())
+                    verdict = "" if right[peer.name, K] else "WRONG: not timed"
+                    result["errors"].append({"name": peer.name, "K": K, **{n: f"{e:.1e}" for n, e in found.items()}})
+                    print(json.dumps(result["errors"][-1]), verdict, flush=True)
+                measured = times(peer, x) if right[peer.name, K] else None
+            except Exception as error:
+                print({"name": peer.name, "shape": shape, "failed": repr(error)[:300]}, flush=True)
+                continue
+            if measured is not None:
+                row = {"name": peer.name, **dict(zip("BHTK", shape, strict=True)), **measured, **shared}
+                result["rows"].append(row)
+                print(json.dumps(row), flush=True)
+            torch.cuda.empty_cache()
+    return True
+
+
+def headline(result: Result) -> str:
+    """The first line of a table: where and with what it was measured."""
+    m = result["machine"]
+    versions = f"torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}"
+    return f"{m['gpu']}, {versions}, {m['date']}; bf16, causal, medians."
+
+
+def error_lines(result: Result, names: Sequence[str]) -> list[str]:
+    """The lines of a table that show the errors of outputs and gradients ``names``."""
+    lines = ["### Errors against float64 on the same bf16 inputs, T = 2048", "", "| | K | " + " | ".join(names) + " |"]
+    lines.append("|---" * (len(names) + 2) + "|")
+    cells = ([str(e.get(n, "-")) for n in ("name", "K", *names)] for e in result["errors"])
+    return [*lines, *("| " + " | ".join(row) + " |" for row in cells)]
 
 
 def load_peer(name: str, load: Callable[[], T], missing: list[str]) -> T | None:

@@ -16,7 +16,6 @@ import functools
 import importlib
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -33,11 +32,14 @@ from attnzoo.benchmarks.measure import (
     chosen,
     copy_bandwidth,
     decay_lengths,
+    error_lines,
     extra_memory,
+    headline,
     load_peer,
     machine,
     milliseconds,
     not_measured,
+    race,
     relative,
     save,
     timing,
@@ -48,6 +50,7 @@ from attnzoo.kernels.path.reference import path_reference
 
 SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (1, 24, 65536, 64))
 DECODE = ((32, 24, 16384, 64), (8, 24, 65536, 64))
+ERRORS = ("o", "dq", "dk", "dv", "dw", "dbeta", "dg")
 LIMIT = 2e-2  # relative error in bf16 above which a result is wrong
 PRUNE = Prune(math.exp(-10.0))
 YARDSTICK = {  # the peer that computes the same function
@@ -171,42 +174,25 @@ def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> di
 
 
 def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool) -> Result:
-    deadline = time.time() + seconds
     found, missing = contenders()
-    peers = chosen(found, only)
     result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
-    result |= {"copy_TBps": copy_bandwidth(), "errors": [], "rows": [], "decode": []}
+    result |= {"copy_TBps": copy_bandwidth(), "decode": []}
     print(result, flush=True)
-    right = set()
-    for B, H, T, K in shapes:
-        x = draw(B, H, T, K)
-        kept = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_decay=x.g, prune=PRUNE).mean().item()
-        for peer in peers:
-            if time.time() > deadline:
-                print("out of time at", (B, H, T, K), peer.name, flush=True)
-                return result
-            try:
-                if (peer.name, K) not in {(e["name"], e["K"]) for e in result["errors"]}:
-                    wrong = errors(peer, K)
-                    result["errors"].append({"name": peer.name, "K": K, **{n: f"{v:.1e}" for n, v in wrong.items()}})
-                    if max(wrong.values()) <= LIMIT:
-                        right.add((peer.name, K))
-                    print(json.dumps(result["errors"][-1]), flush=True)
-                if (peer.name, K) not in right:
-                    print(peer.name, "wrong: not timed", flush=True)
-                    continue
-                call, leaves = functools.partial(peer.call, x), x.leaves(peer.leaves)
-                forward, both = timing(call, leaves, x.do, rep)
-                memory = extra_memory(call, leaves, x.do)
-            except Exception as error:
-                print({"name": peer.name, "shape": (B, H, T, K), "failed": repr(error)[:300]}, flush=True)
-                continue
-            row = {"name": peer.name, **dict(zip("BHTK", (B, H, T, K), strict=True)), "forward_ms": round(forward, 3),
-                   "both_ms": round(both, 3), "extra_GiB": round(memory, 2), "kept": round(kept, 4)}  # fmt: skip
-            result["rows"].append(row)
-            print(json.dumps(row), flush=True)
-            torch.cuda.empty_cache()
-    for shape in DECODE if decode else ():
+
+    def kept(x: Inputs) -> Result:
+        share = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_decay=x.g, prune=PRUNE)
+        return {"kept": round(share.mean().item(), 4)}
+
+    def times(peer: Contender, x: Inputs) -> Result:
+        call, leaves = functools.partial(peer.call, x), x.leaves(peer.leaves)
+        forward, both = timing(call, leaves, x.do, rep)
+        memory = extra_memory(call, leaves, x.do)
+        return {"forward_ms": round(forward, 3), "both_ms": round(both, 3), "extra_GiB": round(memory, 2)}
+
+    limits = dict.fromkeys(ERRORS, LIMIT)
+    peers = chosen(found, only)
+    whole = race(result, peers, shapes, seconds, draw=draw, errors=errors, limits=limits, common=kept, times=times)
+    for shape in DECODE if decode and whole else ():
         result["decode"].append(decode_row(*shape, result["copy_TBps"], rep))
         print(json.dumps(result["decode"][-1]), flush=True)
         torch.cuda.empty_cache()
@@ -215,9 +201,8 @@ def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, se
 
 def table(result: Result) -> str:
     """The results as Markdown."""
-    m = result["machine"]
     lines = [
-        f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; bf16, causal, medians.",
+        headline(result),
         f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s; copy: {result['copy_TBps']:.2f} TB/s.",
         *not_measured(result["missing"]),
         "",
@@ -249,16 +234,7 @@ def table(result: Result) -> str:
             steps = (str(r.get(n, "-")) for n in ("ours_ms", "floor_ms", "pytorch_ms"))
             lines.append(f"| {(r['B'], r['H'], r['S'], r['K'])} | " + " | ".join(steps) + " |")
         lines.append("")
-    names = ("o", "dq", "dk", "dv", "dw", "dbeta", "dg")
-    lines += [
-        "### Errors against float64 on the same bf16 inputs, T = 2048",
-        "",
-        "| | K | " + " | ".join(names) + " |",
-        "|---" * (len(names) + 2) + "|",
-    ]
-    for e in result["errors"]:
-        lines.append("| " + " | ".join(str(e.get(n, "-")) for n in ("name", "K", *names)) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *error_lines(result, ERRORS)]) + "\n"
 
 
 def run(

@@ -31,6 +31,7 @@ def check_tensors(given: Mapping[str, object], needed: Sequence[str] = ()) -> No
 
 
 def check_window(window: int | None) -> None:
+    """A whole number of keys, the row itself included, or None."""
     if window is not None and (isinstance(window, bool) or not isinstance(window, (int, torch.SymInt))):
         raise TypeError(f"window: expected a number of keys or None, got {window!r}")
     if window is not None and window > MOST:
@@ -40,6 +41,7 @@ def check_window(window: int | None) -> None:
 
 
 def check_scale(scale: float | None) -> None:
+    """A positive finite number, or None."""
     if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
     if scale is not None and not 0 < scale <= sys.float_info.max:

@@ -1,4 +1,4 @@
-"""Pieces of the dense references. No Triton here."""
+"""What the dense references of both families share: gate sums and visible keys in PyTorch. No Triton here."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 # Releases of Triton that compile every Gluon kernel for sm_90a (``make test-versions``): an experimental interface.
 GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
+_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
 class Machine(NamedTuple):
@@ -41,6 +42,11 @@ def machine(device: torch.device) -> Machine:
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a GPU; (0, 0) for a CPU (the interpreter)."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def shared_memory(capability: tuple[int, int]) -> int:
+    """KiB of shared memory that a program may have (CUDA's programming guide, "compute capabilities")."""
+    return _SHARED.get(capability, 99)
 
 
 @functools.cache

@@ -1,4 +1,10 @@
-"""Sums of log2 gates as a bias of the keys, in the frame of a unit of rows."""
+"""How the main kernels read gate sums: as a bias of each key, c_ref - c_j in log2.
+
+c_ref is the sum at the first row of a unit of rows, their frame. A row's own sum is the same for all of its keys and
+drops out of the softmax; the log-sum-exps that kernels store are in that frame (``rows.row_lse`` moves them out of it).
+GATE says what gates there are: 0 none, 1 a constant per head (its slope), 2 one per token (c and base of
+``gate_sums.py``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gate sums and their gradient, by parallel scans.
+"""Running sums of the gates and their gradient, by parallel scans: the first kernels of every gated call.
 
 The kernels never see a long float32 sum: the running sum of log2 gates is kept as a float64 per unit of
 KEY_UNIT tokens (``base``, the sum before the unit) and a float32 per token within its unit (``c``), so a

@@ -1,4 +1,8 @@
-"""Closed gates, borders, windows and pruning as the keys see them: the rows that read a unit of keys."""
+"""Which rows read a unit of keys: closed gates, borders, windows and pruning as kernels that own keys need them.
+
+The forward knows for each row its first key (``since``, ``start``). Both never move left along the rows, so that the
+rows which read a key are one range: a binary search finds its end.
+"""
 
 from __future__ import annotations
 

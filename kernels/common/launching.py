@@ -11,6 +11,7 @@ from attnzoo.kernels.common.constants import GATE_CONST, GATE_FULL, GATE_NONE
 
 
 def gate_kind(log_decay: Tensor | None) -> int:
+    """GATE of a launch: no gate, one per head [H], or one per token and head [B, S, H]."""
     return GATE_NONE if log_decay is None else GATE_CONST if log_decay.ndim == 1 else GATE_FULL
 
 

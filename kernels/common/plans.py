@@ -1,4 +1,4 @@
-"""What a kernel family's ``plan`` decides, and telling the user once."""
+"""The result of a family's ``plan.py``: which kernels and tiles a call runs on. It is logged once."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Plan:
             deterministic kernels.
         keeps_rest: the forward keeps what the rounding of o drops, for the gate's gradient in one pass. Lengths and
             addresses do not count: compilers ask before they know these.
+        staged: PaTH's carries load the next nodes while they multiply one; False where shared memory is small.
     """
 
     forward: Literal["split", "hopper", "portable"]
@@ -31,6 +32,7 @@ class Plan:
     keeps_rest: bool
     tiles: tuple[tuple[Kind, Tiles], ...]
     why: str = ""
+    staged: bool = True
 
     def of(self, kind: Kind) -> Tiles:
         """Tiles of one portable kernel."""

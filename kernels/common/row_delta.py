@@ -1,4 +1,7 @@
-"""What a backward needs of each row before its main kernels: log-sum-exp, delta and the weight of the sink."""
+"""What a backward pass needs of each row before its main kernels: log-sum-exp, delta and the weight of the sink.
+
+delta is dO . O, the sum of P * dP over a row; ``fox/portable/backward.py`` says what it is for, and why it is settled.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ def sink_weight(p_sink, p_c, p_base, p_g, b_lse, o_r, i_bh, i_h, i_ref, T, S, KU
 
 @triton.jit
 def settle_delta(p_delta, p_w, p_dlse, b_delta, b_dr, m, HAS_SINK: tl.constexpr, HAS_DLSE: tl.constexpr):
-    """Store delta so that each row's sum of dS over its keys is what it must be, w delta + dlse; b_dr: what it came to.
+    """Correct delta so that each row's dS over its keys adds up to what it must, w delta + dlse.
 
-    p_w: the weight of the sink before, that sum after.
+    b_dr is what it added up to. p_w holds the weight w of the sink, and after this the corrected sum.
     """
     b_w, b_dlse = tl.zeros_like(b_delta), tl.zeros_like(b_delta)
     if HAS_SINK:

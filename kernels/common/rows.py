@@ -1,4 +1,4 @@
-"""What an op says of its rows: the first key that each may see, and its log-sum-exp."""
+"""What both ops say of their rows: the first key that each may see without gates, and its log-sum-exp with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tile a program works on, and loading it."""
+"""Which tile a program works on, and loads of tiles that end in the middle: what lies outside reads as 0."""
 
 from __future__ import annotations
 

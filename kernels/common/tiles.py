@@ -1,4 +1,4 @@
-"""Tile sizes of one launch."""
+"""Tile sizes of one launch, and forcing them in tests and sweeps. ``plan.py`` of a family chooses among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The public functions: validate, choose an implementation, call it."""
+"""The public functions of FoX: check a call (``common/checks.py``), choose kernels or dense reference, and call them.
+
+A call goes on from here to ``op.py``, which asks ``plan.py`` for its kernels and launches those of ``portable/`` or
+``hopper/``.
+"""
 
 from __future__ import annotations
 

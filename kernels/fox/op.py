@@ -1,4 +1,8 @@
-"""torch.library registration: fox as three custom ops (forward, backward, inference) with fakes and autograd."""
+"""FoX as three custom ops (forward, backward, inference), with what compilers and autograd must know of them.
+
+Each op adds up the gates (``common/gate_sums.py``), finds the first key of each block of rows where there is pruning
+(``portable/prune.py``), and launches the kernels that ``plan.py`` has chosen.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ def bounds(
     q: Tensor, k: Tensor, log_decay: Some, cu_seqlens: Some, logit_bound: Some, scale: float, window: int, bound: str,
     log_eps: float, valid: Some = None,
 ) -> tuple[Some, Some, Some, Some]:  # fmt: skip
-    """Gate sums c and base, first visible keys and pruning starts: what both passes need before the main kernels."""
+    """Gate sums c and base, first visible keys, and the first keys that pruning keeps: what the main kernels read."""
     S = k.shape[1]
     doc = None if cu_seqlens is None else segment_starts(cu_seqlens, S)
     c = base = tails = start = None

@@ -1,4 +1,8 @@
-"""The public functions: validate, choose an implementation, call it."""
+"""The public functions of PaTH on whole sequences: check a call, choose the kernels or the dense reference, call them.
+
+A call goes on from here to ``op.py``, which asks ``plan.py`` for its kernels and launches those of ``portable/`` or
+``hopper/``. Cached steps are in ``cache.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from attnzoo.algebra.validation import check_flag
 from attnzoo.kernels.common.arguments import check_tensors, check_values
 from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, pick_implementation, share_kept
 from attnzoo.kernels.common.dense import first_visible, running_sums
-from attnzoo.kernels.common.device import capability, on_device_of
+from attnzoo.kernels.common.device import machine, on_device_of
 
 from .plan import too_small
 from .reference import path_reference_lse, prune_starts_reference
@@ -71,7 +75,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
             does not hold voids the certificate.
         return_lse: also return the log-sum-exp of each row's logits, the sink's included; differentiable.
         impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports (GPUs
-            with 163 KiB of shared memory per program, 227 for float32: compute capability 8.0, 9.0, 10.0).
+            of compute capability 8.0 and up; float32 and head dims over 64 need 9.0 or 10.0).
 
     Under autocast q, k and v are cast to the autocast dtype, and w, beta and log_decay to float32.
     The forward is deterministic. So is the backward, except on Hopper, where one pass adds up the gradients of the
@@ -169,7 +173,7 @@ def kept_fraction(
 def triton_unavailable(q: Tensor, v: Tensor) -> str:
     """Why the Triton kernels cannot take these tensors, or "" if they can."""
     why = kernels_unavailable(q, v, multiple=16, most=128)
-    return why or (too_small(q.dtype, capability(q.device)) if q.is_cuda else "")
+    return why or (too_small(q.dtype, max(q.shape[3], v.shape[3]), machine(q.device)) if q.is_cuda else "")
 
 
 def _check(

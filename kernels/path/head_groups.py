@@ -1,4 +1,4 @@
-"""How many heads share one workspace."""
+"""How many heads are computed at a time: carried queries and keys of all levels need a workspace, which is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""torch.library registration: path as two custom ops (forward, backward) with fakes and autograd."""
+"""PaTH as two custom ops (forward, backward), with what compilers and autograd must know of them.
+
+Each op adds up the gates (``common/gate_sums.py``) and launches the kernels that ``plan.py`` has chosen:
+``portable/forward.py`` and ``portable/backward.py`` say in which order.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from attnzoo.kernels.common import tiles as tile_sizes
-from attnzoo.kernels.common.device import Machine, not_gluon
+from attnzoo.kernels.common.device import Machine, not_gluon, shared_memory
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import HOPPER_BACKWARD, Kind, Tiles
 
@@ -35,9 +35,9 @@ _SAFE: dict[Kind, dict[int, Tiles]] = {
     "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2)},
 }
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1)} for kind in _SAFE}
-# KiB of shared memory per program: what the block kernels need at head dim 128, and what a GPU has (99 if not listed).
-_NEEDED = {torch.bfloat16: 112, torch.float16: 152, torch.float32: 176}
-_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+# KiB of shared memory per program, at head dims over 64: of the carries' backward with all its stages, and of the block
+# kernels in float32. In 16 bits what else they need fits 99 KiB with Triton from 3.6 on (``make test-versions``).
+_STAGED, _FLOAT32_BLOCKS, _SMALL, _FITS = 160, 176, 163, (3, 6)
 _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
 
@@ -86,16 +86,20 @@ def _plan(call: Call, leveled: bool, machine: Machine, forced: tuple[tuple[Kind,
     why = (forward or once or here) if machine.hopper and not levels else ""
     return Plan(
         "portable" if levels or forward else "hopper", "portable" if levels or once or here else "hopper",
-        call.decay_gradient and not once, tuple(sizes.items()), why,
+        call.decay_gradient and not once, tuple(sizes.items()), why, shared_memory(machine.capability) >= _STAGED,
     )  # fmt: skip
 
 
-def too_small(dtype: torch.dtype, capability: tuple[int, int]) -> str:
-    """Why the block kernels do not fit a GPU's shared memory, or ""."""
-    has = _SHARED.get(capability, 99)
-    if _NEEDED[dtype] <= has:
-        return ""
-    return f"expected {_NEEDED[dtype]} KiB of shared memory per program for {dtype}, this GPU {capability} has {has}"
+def too_small(dtype: torch.dtype, head_dim: int, where: Machine) -> str:
+    """Why the kernels do not fit a GPU's shared memory, or ""."""
+    has = shared_memory(where.capability)
+    this = f"this GPU {where.capability} has {has} KiB of shared memory per program"
+    if head_dim > 64 and dtype == torch.float32 and has < _FLOAT32_BLOCKS:
+        return f"expected bfloat16 or float16 for head dims over 64 (float32 needs {_FLOAT32_BLOCKS} KiB), {this}"
+    if head_dim > 64 and has < _SMALL and where.triton < _FITS:
+        least, got = (f"{major}.{minor}" for major, minor in (_FITS, where.triton))
+        return f"expected Triton {least} or newer for head dims over 64, got {got}: {this}"
+    return ""
 
 
 def one_pass_tiles(shortened: bool) -> Tiles:

@@ -14,6 +14,7 @@ from path_cases import DEVICE, Case, inputs, large_tiles, run  # noqa: F401  (a 
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import checks
+from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 
@@ -307,19 +308,21 @@ def test_compiles_with_inductor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capability", "fits"),
+    ("dtype", "head_dim", "capability", "release", "fits"),
     [
-        (torch.bfloat16, (8, 0), True),
-        (torch.float32, (9, 0), True),
-        (torch.float32, (8, 0), False),
-        (torch.float16, (8, 9), False),
-        (torch.bfloat16, (12, 0), False),
+        (torch.bfloat16, 128, (8, 0), (3, 3), True),
+        (torch.float32, 128, (9, 0), (3, 7), True),
+        (torch.float32, 128, (8, 0), (3, 7), False),
+        (torch.float32, 64, (8, 6), (3, 3), True),
+        (torch.float16, 128, (8, 9), (3, 7), True),
+        (torch.float16, 128, (8, 9), (3, 5), False),
+        (torch.bfloat16, 128, (12, 0), (3, 6), True),
     ],
     ids=str,
 )
 def test_gpus_with_too_little_shared_memory_are_refused(
-    dtype: torch.dtype, capability: tuple[int, int], fits: bool
+    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], release: tuple[int, int], fits: bool
 ) -> None:
-    why = plan.too_small(dtype, capability)
+    why = plan.too_small(dtype, head_dim, Machine(capability, release))
     assert (why == "") == fits
     assert fits or "KiB of shared memory" in why

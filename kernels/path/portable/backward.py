@@ -74,7 +74,7 @@ def path_backward(
             dkey[group.b, group.h] = d_key
         if dq is None or dk is None:
             continue
-        total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted)
+        total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted, plan.staged)
         d_w, d_beta = (None if y is None else group.keys(y) for y in (dw, dbeta))
         block_level_backward(*x, Leaves(d_block.diag, *total), (group.queries(dq), group.keys(dk), d_w, d_beta), kept)
     return dq, dk, dv, dw, dbeta, dkey, drow

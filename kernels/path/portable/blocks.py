@@ -1,18 +1,16 @@
-"""Block level kernels: the UT transform of 64 tokens, forward and backward; one program per block and key head.
-
-Several small kernels, since these are bound by latency: straight code that takes few registers and little shared memory
-leaves room for other programs. Forward, path_inverse_kernel makes X, path_product_kernel M and path_block_fwd_kernel
-the rest; backward, path_block_bwd_kernel handles diag, qb and kb, path_product_bwd_kernel M and all that goes through
-the inverse.
+"""The block level: what 64 tokens are to the tokens after and before them, in closed form, forward and backward.
 
 With y_a = beta_a R_1 .. R_{a-1} w_a the product of a block's first i factors is I - sum_{a <= i} y_a w_a^T, and
 
     Y = X W,   X = (I + diag(beta) tril(W W^T, -1))^-1 diag(beta),   Z = X tril(W K^T, -1)
     qb = Q - tril(Q W^T) Y,   kb = K - Z^T W,   diag = tril(Q K^T - tril(Q W^T) Z),   M = I - Y^T W.
 
-Entries of the inverse stay below 2 for unit w and beta <= 2, whatever the conditioning, so a float32 inverse is safe;
-what follows multiplies it in pieces of 16 bits: M, whose errors add up along the sequence, in two, the rest as the
-inputs ask.
+Several small kernels, one program per block and key head: latency bounds them, and code that takes few registers leaves
+room for other programs. path_inverse_kernel (inverse.py) makes X, path_product_kernel M, path_block_fwd_kernel what is
+left. Backward, path_block_bwd_kernel starts from diag, qb and kb, and path_product_bwd_kernel from M and X.
+
+Entries of the inverse stay below 2 for unit w and beta <= 2, so a float32 inverse is safe. What follows multiplies it
+in pieces of 16 bits: M, whose errors add up along the sequence, in two, the rest as the inputs ask.
 """
 
 from __future__ import annotations
@@ -25,25 +23,16 @@ from torch import Tensor
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves
 
-from .inverse import Kept, _mm, _pieces, _row_scale, _tile_scale, invert, launch, new_kept, tree_block
+from .inverse import Kept, _mm, _mm_pair, _pieces, _tile_scale, _unit_rows, invert, launch, new_kept, tree_block
 from .tree import new_tree
 
 
 @triton.jit
 def _identity(b_acc, C: tl.constexpr, DT: tl.constexpr):
-    """I, laid out as the product b_acc: in registers where it is a left factor. # [C, C]"""
+    """I in the layout of the product b_acc, so that it stays in registers as a left factor. # [C, C]"""
     o_c = tl.arange(0, C)
     never = tl.where(o_c[:, None] < 0, b_acc, 0.0)
     return tl.where(o_c[:, None] == o_c[None, :], 1.0, never).to(DT)
-
-
-@triton.jit
-def _mm_pair(a, b, b_lo, TRANS: tl.constexpr, acc, NP: tl.constexpr, NX: tl.constexpr, DT: tl.constexpr):
-    """acc + a (b + b_lo), or with its transpose; without b_lo if NX = 1."""
-    acc = _mm(a, tl.trans(b) if TRANS else b, acc, NP, NP, DT)
-    if NX == 2:
-        acc = _mm(a, tl.trans(b_lo) if TRANS else b_lo, acc, NP, NP, DT)
-    return acc
 
 
 @triton.jit(do_not_specialize=["T", "B", "N"])
@@ -76,14 +65,6 @@ def path_product_kernel(
     m_k = (o_k < K)[:, None] & (o_k < K)[None, :]
     tl.store(p_m, m_hi, mask=m_k)
     tl.store(p_m + B * N.to(tl.int64) * (G * K * K), m_lo, mask=m_k)
-
-
-@triton.jit
-def _unit_rows(x, NP: tl.constexpr, DT: tl.constexpr):
-    """The rows of x brought near 1 by powers of two, in dtype DT if one piece is enough, and these powers."""
-    s, inv = _row_scale(x)
-    x = x.to(tl.float32) * inv[:, None]
-    return x.to(DT) if NP == 1 else x, s
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -191,8 +172,7 @@ def path_block_bwd_kernel(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr,
     NG: tl.constexpr, NX: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """From the gradients of diag [B, nC, H, C, C], qb [B, T, H, K] and kb [B, T, G, K]: dQ, dK, and of dW and dX what
-    does not come from M (dX [B, nC, G, C, C] float32).
+    """dQ, dK, and the parts of dW and dX [B, nC, G, C, C] float32 that do not come from M, from diag, qb and kb.
 
     Inputs are one piece (w NW), what follows from them NG. With QW = tril(Q W^T), WK = tril(W K^T, -1), E = dqb W^T:
 
@@ -282,7 +262,8 @@ def path_product_bwd_kernel(
     G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, NG: tl.constexpr,
     DT: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """dW and dbeta from the gradient of M, what path_block_bwd_kernel left of dX, and of dW in p_part.
+    """dW and dbeta: the gradient of M is added to the dX and dW (p_part) that path_block_bwd_kernel left, and dX taken
+    through the inverse.
 
     With F = -W dM^T and S = -diag(beta) tril(V^T (dX diag(beta)) V^T, -1):
 
@@ -331,7 +312,7 @@ def path_product_bwd_kernel(
 
 
 def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None = None) -> Leaves:
-    """The closed form of the blocks. Its m has leaves only; ``carry`` fills the other nodes.
+    """The closed form of the blocks, with only the leaves of its tree m filled; ``carry`` fills the other nodes.
 
     Args:
         q, k, w, beta: [B, T, H, K], [B, T, G, K] twice, [B, T, G]; views with contiguous last dims (any for beta). w in

@@ -193,14 +193,16 @@ def path_carry_bwd_kernel(
     tl.store(p_out + at + o_x, b_y.to(p_out.dtype.element_ty), mask=m_t)
 
 
-def _options(part: str, x: Tensor, start: Tensor | None, nodes: Tensor, query: bool) -> dict[str, object]:
+def _options(
+    part: str, x: Tensor, start: Tensor | None, nodes: Tensor, query: bool, staged: bool = True
+) -> dict[str, object]:
     """What path_carry_kernel and path_carry_bwd_kernel are compiled for."""
     H, K = x.shape[2:]
     G = nodes.shape[3]
     return {
         "H": H, "G": G, "REP": 1 if query or start is None else start.shape[1] // G, "K": K,
         "QUERY": query, "HAS_START": start is not None, "NP": 1 if x.dtype == torch.bfloat16 else 2,
-        "DT": tl.float16, **options(part, K, x.dtype == torch.bfloat16),
+        "DT": tl.float16, **options(part, K, x.dtype == torch.bfloat16 and staged),
     }  # fmt: skip
 
 
@@ -226,7 +228,7 @@ def carry(block: Leaves, start: Tensor | None = None) -> Carried:
 
 def carry_backward(
     block: Leaves, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None,
-    wanted: Wanted = EVERYTHING,
+    wanted: Wanted = EVERYTHING, staged: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of block.q and block.k in their dtypes, and of the leaves of block.m; undefined where not wanted.
 
@@ -234,6 +236,7 @@ def carry_backward(
         d: gradients of the levels; rows that do not exist or that no row needs are not read. Overwritten.
         dq, dk: gradients of level 0: rows of odd blocks of q, rows of even blocks of k that another block follows; the
             other rows are not read.
+        staged: whether there is shared memory for the nodes of several steps.
     """
     nodes, (B, T, H, K), G = carried.nodes, block.q.shape, block.k.shape[2]
     n, n_t, dtype = level_count(T), triton.cdiv(T, UNIT), block.q.dtype
@@ -248,6 +251,6 @@ def carry_backward(
             continue
         path_carry_bwd_kernel[(n_t * B * x.shape[2],)](
             g, level, z, o, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], *strides,
-            **_options("carry_bwd", x, start, nodes, query),
+            **_options("carry_bwd", x, start, nodes, query, staged),
         )  # fmt: skip
     return *out, node_gradients(block, carried, zero, d, T, start) if wanted.transitions else nodes

@@ -1,4 +1,8 @@
-"""Backward kernel that owns keys: dk of each level, dv, d(diag) and the gradient of the keys' bias."""
+"""Backward kernel that owns keys: a program takes one tile of keys and all rows that read it, level by level.
+
+It makes dv, the gradient of the keys' bias (the gates'), dk of each level, and the gradient of the scores within a
+block (d diag). ``backward.py`` launches it after the kernel that owns rows (``dq.py``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Backward kernel that owns rows: dq of each level, and the row sums of dS (``backward.py`` says what for)."""
+"""Backward kernel that owns rows: a program takes one tile of rows and all keys that they read, level by level.
+
+It makes dq of each level, and corrects delta by the row sums of dS (``backward.py`` says what for).
+"""
 
 from __future__ import annotations
 

@@ -100,6 +100,23 @@ def _pieces(x, DT: tl.constexpr):
 
 
 @triton.jit
+def _mm_pair(a, b, b_lo, TRANS: tl.constexpr, acc, NP: tl.constexpr, NX: tl.constexpr, DT: tl.constexpr):
+    """acc + a (b + b_lo), or with its transpose; without b_lo if NX = 1."""
+    acc = _mm(a, tl.trans(b) if TRANS else b, acc, NP, NP, DT)
+    if NX == 2:
+        acc = _mm(a, tl.trans(b_lo) if TRANS else b_lo, acc, NP, NP, DT)
+    return acc
+
+
+@triton.jit
+def _unit_rows(x, NP: tl.constexpr, DT: tl.constexpr):
+    """The rows of x brought near 1 by powers of two, in dtype DT if one piece is enough, and these powers."""
+    s, inv = _row_scale(x)
+    x = x.to(tl.float32) * inv[:, None]
+    return x.to(DT) if NP == 1 else x, s
+
+
+@triton.jit
 def _merge(b_l, b_x, h: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
     """Diagonal blocks of size 2h inverted, given those of size h: [[A, 0], [B, D]] has -D^-1 B A^-1 below. # [C, C]"""
     o_c = tl.arange(0, C)

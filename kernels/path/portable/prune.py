@@ -1,5 +1,7 @@
-"""Pruning for path with a gate: the bounds of FoX's pruning, which need only that every factor has norm at
-most 1, so that |q_i| |k_j| still bounds a score.
+"""Pruning for PaTH with a gate: the worst row of each row unit, and from it the unit's first key.
+
+The certificate is FoX's (``common/pruning.py``). It needs only that |q_i| |k_j| bounds a score, and it does, since
+every factor of a transition has norm at most 1.
 
 The tail bound's l_i is the log-sum-exp of row i over its own block of keys and the one before it: diag, and q carried
 back to the start of its block times k carried to the end of theirs.

@@ -1,0 +1,181 @@
+"""Compile the kernels that calls launch, for GPUs that are not here; say what each needs of them.
+
+    python tests/kernels/compiling.py [--ptx] CAPABILITY[:CALLS[:KERNELS]]...
+
+CALLS and KERNELS are regular expressions, of names in ``calls()`` and of kernels. With the Triton that is found first
+(PYTHONPATH), without the interpreter. One JSON object per compiled kernel on standard output; exit status 1 where one
+does not compile, or needs more shared memory than a program may have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common import device
+from attnzoo.kernels.fox import api as fox
+from attnzoo.kernels.path import api as path
+from attnzoo.kernels.path.cache import path_extend
+from attnzoo.kernels.path.plan import too_small
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class NoGPU:
+    """A driver for Triton of a GPU on which nothing can be launched."""
+
+    launcher_cls = utils = None
+    capability = (0, 0)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.get_current_device(), 32)
+
+    def get_current_device(self) -> int:  # what is compiled is kept by device
+        return 10 * self.capability[0] + self.capability[1]
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Named calls that together launch every kernel in every form that a plan can choose."""
+    for kind, dtype in DTYPES.items():
+
+        def x(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype).requires_grad_()
+
+        wide = functools.partial(x, dtype=torch.float32)
+        for K in (64, 128, 256):
+            qkv = x(1, 512, 4, K), x(1, 512, 2, K), x(1, 512, 2, K)
+            w, beta, full = x(1, 512, 2, K), wide(1, 512, 2), wide(1, 512, 4)
+            options: dict[str, dict[str, Any]] = {
+                "": {},
+                " prune": {"prune": Prune()},
+                " sink": {"sink": wide(4), "return_lse": True, "window": 200},
+            }
+            for extra, given in options.items():
+                for gate, g in (("gate", full), ("slope", wide(4)), ("none", None)):
+                    if g is None and "prune" in given:
+                        continue
+                    yield (
+                        f"fox {kind} {K} {gate}{extra}",
+                        functools.partial(fox.fox_attention, *qkv, log_decay=g, impl="triton", **given),
+                    )
+                    if K <= 128 and gate != "slope":
+                        yield (
+                            f"path {kind} {K} {gate}{extra}",
+                            functools.partial(path.path_attention, *qkv, w=w, beta=beta, log_decay=g, impl="triton",
+                                              **given),
+                        )  # fmt: skip
+            if K <= 128:
+                yield (
+                    f"path {kind} {K} heads",
+                    functools.partial(path.path_attention, qkv[1], qkv[1], qkv[2], w=wide(1, 512, 2, K), beta=beta,
+                                      log_decay=wide(1, 512, 2), impl="triton"),
+                )  # fmt: skip
+                one, keys = (x(2, 1, 4, K), x(2, 1, 2, K)), (wide(2, 300, 2, K), x(2, 301, 2, K))
+                yield (
+                    f"path {kind} {K} step",
+                    functools.partial(path_extend, *one, x(2, 1, 2, K), wide(2, 1, 2), *keys, wide(2, 301, 4)),
+                )
+            yield (
+                f"fox {kind} {K} step",
+                functools.partial(fox.fox_attention, x(2, 1, 4, K), x(2, 1024, 2, K), x(2, 1024, 2, K),
+                                  log_decay=wide(2, 1024, 4), impl="triton"),
+            )  # fmt: skip
+
+
+def needs(kernel: Any) -> dict[str, Any]:
+    """Shared memory, products of warpgroups and, of machine code, registers and stack (spills) per thread."""
+    products = kernel.asm["ptx"].count("wgmma.mma_async")
+    found = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "wgmma": products}
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if kernel.asm.get("cubin"):
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(kernel.asm["cubin"])
+            usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        found |= {name.lower(): int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", usage)}
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="+", metavar="CAPABILITY[:CALLS[:KERNELS]]")
+    parser.add_argument("--ptx", action="store_true", help="stop before ptxas, which takes most of the time")
+    args = parser.parse_args()
+    failed, seen, run, here = False, {}, JITFunction.run, NoGPU()
+    row: dict[str, Any] = {}
+    kernels = ""
+
+    def compile_only(self: Any, *given: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        nonlocal failed
+        found = {**row, "kernel": self.fn.__name__}
+        if not re.search(kernels, found["kernel"]):
+            return
+        try:
+            kernel = run(self, *given, grid=grid, warmup=True, **options)
+        except Exception as error:
+            found["failed"] = f"{type(error).__name__}: {error}"[:2000]
+        else:
+            if id(kernel) in seen:
+                return
+            seen[id(kernel)] = kernel
+            found |= needs(kernel)
+            most = device.shared_memory(here.capability)
+            if found["shared"] > 1024 * most:
+                found["failed"] = f"expected at most {most} KiB of shared memory"
+        failed = failed or "failed" in found
+        print(json.dumps(found), flush=True)
+
+    triton.runtime.driver.set_active(here)
+    JITFunction.run = compile_only
+    if args.ptx:
+        from triton.backends.nvidia.compiler import CUDABackend
+
+        CUDABackend.make_cubin = lambda *given: b""
+        cache = tempfile.TemporaryDirectory()  # nobody may find kernels without machine code
+        os.environ["TRITON_CACHE_DIR"] = cache.name
+    release = tuple(map(int, triton.__version__.split(".")[:2]))
+    device.capability = lambda of: here.capability
+    device.triton_version = lambda: release
+    for api in (fox, path):
+        api.kernels_unavailable = lambda *given, **limits: ""
+    for case in args.cases:
+        which, names, kernels = [*case.split(":"), "", ""][:3]
+        here.capability = tuple(map(int, which.split(".")))
+        for name, function in calls():
+            if not re.search(names, name):
+                continue
+            family, dtype, K = name.split()[:3]
+            if family == "path" and too_small(DTYPES[dtype], int(K), device.Machine(here.capability, release)):
+                continue
+            row = {"triton": triton.__version__, "capability": which, "call": name}
+            with torch.set_grad_enabled("step" not in name):
+                o = function()
+                o = [y for y in (o if isinstance(o, tuple) else (o,)) if y.requires_grad]
+                if o:
+                    torch.autograd.backward(o, [torch.ones_like(y) for y in o])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

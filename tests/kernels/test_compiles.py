@@ -1,0 +1,53 @@
+"""The installed Triton compiles kernels for GPUs that are not here; ``make test-versions`` compiles all, with each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+from attnzoo.kernels.common.device import GLUON, triton_version
+
+HERE = Path(__file__).parent
+CASES = {
+    "9.0": "fox bf16 128 gate$|path bf16 64 gate$:hopper",
+    "8.6": "path bf16 128 heads$:carry_bwd",
+    "12.0": "fox bf16 64 gate$:fwd",
+}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    """As far as PTX: ptxas takes minutes, and no interface of Triton changes there."""
+    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TRITON_INTERPRET": "0"}
+    cases = [f"{capability}:{calls}" for capability, calls in CASES.items()]
+    done = subprocess.run(
+        [sys.executable, HERE / "compiling.py", "--ptx", *cases], capture_output=True, text=True, env=env
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert not [row for row in rows if "failed" in row]
+    assert done.returncode == 0, done.stderr[-2000:]
+    return rows
+
+
+@pytest.mark.skipif(triton_version() not in GLUON, reason=f"the Gluon kernels are for Triton {GLUON}")
+def test_every_gluon_kernel_compiles_to_warpgroup_products(compiled: list[dict[str, Any]]) -> None:
+    products = {row["kernel"]: row["wgmma"] for row in compiled if row["capability"] == "9.0"}
+    assert products == {
+        "fox_fwd_hopper_kernel": 96,
+        "fox_bwd_hopper_kernel": 64,
+        "path_fwd_hopper_kernel": 68,
+        "path_bwd_hopper_kernel": 48,
+    }
+
+
+def test_portable_kernels_fit_small_gpus(compiled: list[dict[str, Any]]) -> None:
+    """``compiling`` holds each against the shared memory of its GPU; the carries' backward is the one with stages."""
+    assert {row["kernel"] for row in compiled if row["capability"] == "8.6"} == {"path_carry_bwd_kernel"}
+    assert {row["kernel"] for row in compiled if row["capability"] == "12.0"} == {"fox_fwd_portable_kernel"}
