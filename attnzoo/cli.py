@@ -243,7 +243,7 @@ def export(run: Path, folder: Path) -> None:
 
     `import attnzoo` and `AutoModelForCausalLM.from_pretrained(FOLDER)` load it. The newest whole checkpoint is taken.
     """
-    from attnzoo.training.export import export_run
+    from attnzoo.training.exchange import export_run
 
     click.echo(f"model: {export_run(run, folder)}")
 
@@ -258,17 +258,14 @@ def import_(source: Path, folder: Path, dtype: str | None) -> None:
     """Write another library's model as one of attnzoo.
 
     FOLDER holds a model of transformers (Llama, Mistral, Qwen2, Qwen3), of flash-linear-attention, or of the
-    Forgetting Transformer's authors, as `save_pretrained` writes it.
+    Forgetting Transformer's authors, as `save_pretrained` writes it. The folder written also holds train.yaml, which
+    trains on from it.
     """
-    import importlib.util
-
-    if importlib.util.find_spec("transformers") is None:
-        raise click.ClickException("import needs transformers: pip install 'attnzoo[hf]'")
     import torch
 
-    from attnzoo.models.peers.convert import convert
+    from attnzoo.training.exchange import import_model
 
-    for note in convert(source, folder, getattr(torch, dtype) if dtype else None):
+    for note in import_model(source, folder, getattr(torch, dtype) if dtype else None):
         click.echo(note)
     click.echo(f"model: {folder}")
 

@@ -59,6 +59,8 @@ class TrainConfig:
     Args:
         output_dir: the run's folder; a run in it is continued if it is this one, and refused if it is another.
         seed: of the initial weights.
+        start_from: a run, or a folder of `attnzoo export` or `attnzoo import`, whose weights the model starts from;
+            what it has not starts as always. None: everything does.
         steps: updates of the weights.
         batch_size: sequences per step, over all processes and accumulated parts.
         gradient_accumulation: parts into which each process cuts its share of a step.
@@ -81,6 +83,7 @@ class TrainConfig:
 
     output_dir: str = "runs/default"
     seed: int = 0
+    start_from: str | None = None
     steps: int = 1000
     batch_size: int = 32
     gradient_accumulation: int = 1

@@ -32,6 +32,7 @@ from attnzoo.training.checkpoint import (
     write_config,
 )
 from attnzoo.training.config import TrainConfig
+from attnzoo.training.exchange import start_from
 from attnzoo.training.metrics import Metrics, Row, rows_until
 from attnzoo.training.optimizer import build_optimizer, learning_rate
 from attnzoo.training.progress import Quiet, build_display
@@ -87,6 +88,8 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         accelerator.wait_for_everyone()
         if not main:  # the first process has moved damaged checkpoints out of the way
             checkpoint = newest_checkpoint(run_dir)
+        if checkpoint is None and config.start_from is not None:
+            start_from(model, config.start_from)
         model, optimizer = accelerator.prepare(model, optimizer)
         progress = Progress(data_fingerprint=data.fingerprint)
         if checkpoint is not None:
@@ -277,7 +280,7 @@ def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[
                     run.check_weights(step)
                     if metrics is not None:
                         progress = replace(progress, metrics=metrics.sync())
-                    write_checkpoint(accelerator, run_dir, progress, config.keep_checkpoints)
+                    write_checkpoint(accelerator, run_dir, progress, config)
                 clock, steps_timed = time.perf_counter(), 0
             show(display.step, step)
             if stops and not last:

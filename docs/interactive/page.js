@@ -2,7 +2,8 @@
 "use strict";
 
 (() => {
-  const T = 16, K = 4, BLOCK = 2, FADED = 6, SVG = "http://www.w3.org/2000/svg";
+  const WORDS = ["def", "f", "(", "x", ")", ":", "↵", "return", "x", "+", "1", "↵", "f", "(", "2", ")"];
+  const T = WORDS.length, K = 4, BLOCK = 2, FADED = 6, SVG = "http://www.w3.org/2000/svg";
   const root = document.getElementById("play"), form = root;
   const field = (name) => form.elements[name];
   const number = (name) => Number(field(name).value);
@@ -65,7 +66,14 @@
       this.svg.setAttribute("viewBox", `0 0 ${T} ${T}`);
       this.svg.setAttribute("role", "img");
       this.figure.prepend(this.svg);
+      ["columns: keys →", "rows: queries ↓"].forEach((words, row) => this.write(words, T, 1.3 + 1.7 * row));
       this.cells = Array.from({ length: T }, (_, t) => Array.from({ length: t + 1 }, (_, j) => this.cell(t, j)));
+    }
+
+    write(words, x, y) {
+      const text = this.svg.appendChild(document.createElementNS(SVG, "text"));
+      for (const [key, value] of Object.entries({ x, y, "text-anchor": "end" })) text.setAttribute(key, value);
+      text.textContent = words;
     }
 
     cell(t, j) {
@@ -107,6 +115,7 @@
     const text = (x) => (x === 0 || Math.abs(x) >= 1e-3 ? x.toFixed(4) : x === -Infinity ? "−∞" : x.toExponential(2));
     const values = { s: now.s[t][j], decay: now.decay[t][j], logit: now.logits[t][j], weight: now.weights[t][j] };
     root.querySelector("[data-cell]").textContent = `query ${t + 1}, key ${j + 1}`;
+    root.querySelector("[data-words]").textContent = `${WORDS[t]} looks at ${t === j ? "itself" : WORDS[j]}`;
     for (const [name, value] of Object.entries(values)) root.querySelector(`[data-value="${name}"]`).textContent = text(value);
     for (const matrix of Object.values(matrices)) {
       matrix.cells.flat().forEach((cell) => cell.removeAttribute("data-chosen"));
@@ -134,7 +143,7 @@
       `most that a row loses: ${now.dropped ? now.dropped.toExponential(2) : 0} (allowed: ${eps.toPrecision(2)})`;
   }
 
-  function update() {
+  function show() {
     const now = read(), parts = PARTS[now.pair];
     root.querySelectorAll("[data-part]").forEach((part) => (part.hidden = !parts.includes(part.dataset.part)));
     root.querySelectorAll("[data-softmax]").forEach((part) => (part.hidden = now.readout === "linear"));
@@ -158,6 +167,32 @@
     describe(now);
   }
 
+  function update() {
+    show();
+    history.replaceState(null, "", `#=${state()}`); // "=": no element has such an id, to which a browser would scroll
+  }
+
+  // The pair and every control that is not as it was at first, as they stand in the address.
+  function state() {
+    const moved = [...form.elements].filter((e) =>
+      e.type === "range" ? e.value !== e.defaultValue : e.type === "radio" && e.checked && !e.defaultChecked);
+    return [field("pair").value, ...moved.map((e) => `${e.name}=${e.value}`)].join(",");
+  }
+
+  function restore(text, then = update) {
+    const [pair, ...moved] = text.split(",");
+    for (const e of form.elements) {
+      if (e.type === "range") e.value = e.defaultValue;
+      if (e.type === "radio") e.checked = e.defaultChecked;
+    }
+    if (pair in PARTS) field("pair").value = pair;
+    for (const [name, value] of moved.map((x) => x.split("="))) {
+      if (name.endsWith("-all")) for (let t = 0; t < T; t++) field(`${name.slice(0, -4)}${t}`).value = value;
+      if (field(name)) field(name).value = value;
+    }
+    then();
+  }
+
   const range = (rows) => `${Math.min(...rows.flat()).toPrecision(2)} and ${Math.max(...rows.flat()).toPrecision(2)}`;
 
   function tokenSliders(name, label, max, value) {
@@ -165,15 +200,17 @@
     for (let t = 0; t < T; t++) {
       const input = Object.assign(document.createElement("input"), { type: "range", name: `${name}${t}`, min: 0, max, step: 0.01 });
       input.defaultValue = value(t);
-      input.setAttribute("aria-label", `${label} of token ${t + 1}`);
-      row.append(input);
+      input.setAttribute("aria-label", `${label} of token ${t + 1}, ${WORDS[t]}`);
+      const column = Object.assign(document.createElement("span"), { className: "token" });
+      column.append(input, Object.assign(document.createElement("code"), { textContent: WORDS[t] }));
+      row.append(column);
     }
     field(`${name}-all`).addEventListener("input", (event) => {
       for (let t = 0; t < T; t++) field(`${name}${t}`).value = event.target.value;
     });
   }
 
-  tokenSliders("f", "forget gate", 1, (t) => [0.9, 0.8, 0.6, 0.9, 0.7, 0.02, 0.8, 0.7][t % 8]);
+  tokenSliders("f", "forget gate", 1, (t) => (WORDS[t] === "↵" ? 0.02 : [0.9, 0.8, 0.7, 0.95][t % 4]));
   tokenSliders("beta", "beta", 2, (t) => [0.2, 1, 0.4, 1.6][t % 4]);
 
   root.querySelector(".matrices").addEventListener("keydown", (event) => {
@@ -184,16 +221,16 @@
     choose(t, Math.min(Math.max(chosen[1] + step[1], 0), t));
   });
 
-  function fromHash() {
-    const pair = location.hash.slice(1);
-    if (pair in PARTS) field("pair").value = pair;
-    update();
-  }
+  const fromAddress = () => restore(decodeURIComponent(location.hash).replace(/^#=?/, ""), show);
 
   form.addEventListener("input", update);
-  form.addEventListener("reset", () => setTimeout(fromHash));
-  addEventListener("hashchange", fromHash);
+  form.addEventListener("reset", (event) => {
+    event.preventDefault();
+    restore(field("pair").value);
+  });
+  root.querySelectorAll("[data-scene]").forEach((button) => button.addEventListener("click", () => restore(button.dataset.scene)));
+  addEventListener("hashchange", fromAddress);
   root.dataset.ready = "";
   window.attnzoo = { read };
-  fromHash();
+  fromAddress();
 })();

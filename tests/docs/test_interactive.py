@@ -136,6 +136,7 @@ def test_marked_cell_is_reached_by_pointer_and_by_keys(play):
     play.locator("[data-matrix=weights] rect").nth(30).hover()  # row 8 starts at cell 28
     assert play.locator("[data-cell]").inner_text() == "query 8, key 3"
     assert play.locator('[data-value="weight"]').inner_text() == f"{now['weights'][7][2]:.4f}"
+    play.mouse.move(1, 1)  # the focus scrolls, and the pointer would come to lie on another cell
     play.locator(".matrices").focus()
     play.keyboard.press("ArrowDown")
     play.keyboard.press("ArrowRight")
@@ -164,6 +165,33 @@ def test_reset_and_link_choose_the_pair(play, reader):
     assert play.evaluate("attnzoo.read().pair") == "path"
     assert play.locator("#path").is_visible()
     assert not play.locator("#fox").is_visible()
+
+
+def test_the_address_keeps_what_was_moved(play, reader):
+    play.locator("#pair").select_option("path_fox")
+    slide(play, "f2", "Home")
+    slide(play, "beta4", "End")
+    play.get_by_label("linear side").check()
+    moved = check(play)
+    address = play.evaluate("location.hash")
+    reader.open("index.html")
+    reader.open(f"interactive.html{address}")
+    again = check(play)
+    assert (again["pair"], again["readout"], again["gate"]) == (moved["pair"], moved["readout"], moved["gate"])
+
+
+def test_scenes_are_what_their_names_say(play):
+    scenes = play.locator("[data-scene]")
+    assert scenes.count() == 5
+    seen = []
+    for n in range(5):
+        scenes.nth(n).click()
+        seen.append(check(play))
+    assert all(value == 1 for row in seen[0]["decay"] for value in row)
+    assert seen[1]["pair"] == "alibi"
+    assert seen[2]["decay"][-1][0] < 0.05**2  # behind two line breaks
+    assert all(abs(value) < 1e-12 for row in seen[3]["logits"] for value in row[:-1])
+    assert play.locator(".pruned path").count() > 3
 
 
 def test_every_control_has_a_name(play):
