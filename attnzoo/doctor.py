@@ -16,8 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnzoo.forms.protocol import REFERENCE, Call
-from attnzoo.layer.attention import build_attention
-from attnzoo.layer.attention import Attention
+from attnzoo.layer.attention import Attention, build_attention
 from attnzoo.layer.dispatch import KERNELS, choose
 from attnzoo.registry import Variant, get, list_variants
 
@@ -61,7 +60,7 @@ class Report:
         notes: dict[str, int] = {}
         lines = [f"- {self.system}", *(f"- {gpu}" for gpu in self.gpus or ("no CUDA GPU",))]
         lines += [f"- {name} {found}" for name, found in self.versions.items()]
-        table = [("variant", "when", "runs on", "why nothing faster")]
+        table: list[tuple[str, ...]] = [("variant", "when", "runs on", "why nothing faster")]
         for variant, when, row in _grouped(self.rows):
             marks = " ".join(f"[{notes.setdefault(reason, len(notes) + 1)}]" for reason in row.why)
             table.append((variant, when, f"{row.form}: {row.kernels}" if row.kernels else row.form, marks))

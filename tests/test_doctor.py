@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     """A GPU of some capability, with a release of Triton."""
 
     def machine(capability: tuple[int, int], release: tuple[int, int], fla_installed: bool = True) -> doctor.Report:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
@@ -80,3 +82,9 @@ def test_every_variant_and_situation_is_in_the_report_of_this_machine() -> None:
     assert report["versions"]["torch"] == torch.__version__
     if not torch.cuda.is_available():
         assert all(row["form"] == "reference" and row["why"] for row in report["rows"])
+
+
+def test_the_page_names_the_releases_that_run_gluon_kernels() -> None:
+    page = Path(__file__).parents[1] / "docs" / "reference" / "kernels.md"
+    releases = ", ".join(f"{major}.{minor}" for major, minor in device.GLUON)
+    assert f"| {releases} | Gluon and portable kernels |" in page.read_text()
