@@ -37,7 +37,7 @@ from attnzoo.training.checkpoint import (
     usable_checkpoint,
 )
 from attnzoo.training.config import check_folder_name
-from attnzoo.training.digests import WEIGHTS
+from attnzoo.training.digests import MODEL
 from attnzoo.training.metrics import rows_until
 
 ENTRY_KEYS = ("name", "label", "options")
@@ -311,7 +311,7 @@ def measure(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> Run
         ValueError: the held-out tokens are too few for one window.
     """
     run_dir = Path(run.config.output_dir)
-    checkpoint = usable_checkpoint(run_dir, [WEIGHTS])
+    checkpoint = usable_checkpoint(run_dir, MODEL)
     if checkpoint is None:
         raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")
     progress = read_progress(checkpoint)

@@ -14,7 +14,10 @@ from attnzoo.algebra.transitions import block_decay
 from attnzoo.algebra.values import readable
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 
-HIDDEN = -1e30  # a logit whose exp is 0, and whose arithmetic never makes a NaN
+
+def least_logit(dtype: torch.dtype) -> float:
+    """A logit that is below every score, and whose arithmetic never makes a NaN, as that of -inf would."""
+    return torch.finfo(dtype).min / 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +69,7 @@ def block_logits(
         first_kept: first key that the block may see, ``[B, H]``, or None.
         hidden: keys that a row may not see, ``[B or 1, 1, C, S]`` bool, or None.
     """
-    C, S = scores.shape[-2:]
+    (C, S), least = scores.shape[-2:], least_logit(scores.dtype)
     P = S - C
     inside = block_decay(log_decay[..., P:])
     # each earlier key's decay up to the block, summed from the block backwards
@@ -74,13 +77,13 @@ def block_logits(
     later = F.pad(later.masked_fill(is_closed(later), -torch.inf), (0, min(1, P)))
     to_block = later.flip(-1).cumsum(-1).flip(-1)
     bias = torch.cat([inside.entry[..., None] + to_block[..., None, :], inside.between], -1)
-    logits = (scores + bias).clamp(min=HIDDEN)
+    logits = (scores + bias).clamp(min=least)
     if valid is not None:
-        logits = logits.masked_fill(~valid[..., None, :], HIDDEN)
+        logits = logits.masked_fill(~valid[..., None, :], least)
     if first_kept is not None:
-        logits = logits.masked_fill(torch.arange(S, device=scores.device) < first_kept[..., None, None], HIDDEN)
+        logits = logits.masked_fill(torch.arange(S, device=scores.device) < first_kept[..., None, None], least)
     if hidden is not None:
-        logits = logits.masked_fill(hidden, HIDDEN)
+        logits = logits.masked_fill(hidden, least)
     future = torch.ones(C, S, dtype=torch.bool, device=scores.device).triu(P + 1)
     logits = logits.masked_fill(future, -torch.inf)
     tiny = 0.8 * math.log(torch.finfo(scores.dtype).tiny)  # exponentials below it would be slow denormal numbers

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import reads_values
-from attnzoo.errors import unknown
+from attnzoo.errors import check_kinds, unknown
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.protocol import Call
 from attnzoo.layer.config import BLOCKS, INSTEAD, NEEDS, OFF, AttentionConfig
@@ -63,6 +63,7 @@ def build_attention(
     defaults = dict(getattr(variant.module, "LAYER", {}))
     settings: dict[str, Any] = {"hidden_size": hidden_size, "num_heads": num_heads, **defaults}
     known = {field.name for field in fields(AttentionConfig)}
+    check_kinds(options, AttentionConfig.__annotations__)
     if block is not None:
         if not isinstance(block, str) or block not in BLOCKS:
             raise unknown("block", block, BLOCKS)
@@ -132,6 +133,10 @@ class Attention(PreciseModule):
             )
         if any(cls.unit_keys for cls in classes) and config.qk_norm != "l2":
             raise ValueError(f"qk_norm: expected 'l2' (the gate erases along unit keys), got {config.qk_norm!r}")
+        if any(cls.writes for cls in classes) and variant.side == "softmax":
+            raise ValueError(
+                f"gate: {config.gate!r} says how strongly tokens write, and a softmax ({variant.name!r}) has no state"
+            )
         for name, given in (("window", config.window is not None), ("sinks", config.sinks)):
             if given and variant.side == "linear":
                 raise ValueError(f"{name}: {variant.name!r} sums past tokens in one state, without a softmax")

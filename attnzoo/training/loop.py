@@ -303,7 +303,7 @@ def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[
                     run.check_weights(step)
                     if metrics is not None:
                         progress = replace(progress, metrics=metrics.sync())
-                    write_checkpoint(accelerator, run_dir, progress, config.keep_checkpoints)
+                    write_checkpoint(accelerator, run_dir, progress, config)
                 clock, steps_timed = time.perf_counter(), 0
             show(display.step, step)
             if stops and not last:

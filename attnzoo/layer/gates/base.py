@@ -35,7 +35,8 @@ class Sizes:
 
 class GateProjection(PreciseModule):
     """Base of all projections: no gate at all. ``provides`` names the gate parts that a subclass makes, and
-    ``unit_keys`` says that it needs keys of unit length (w = k).
+    ``unit_keys`` says that it needs keys of unit length (w = k), and
+    ``writes`` that it gives a write strength.
 
     Args:
         sizes: of the layer.
@@ -43,6 +44,7 @@ class GateProjection(PreciseModule):
 
     provides: ClassVar[tuple[str, ...]] = ()
     unit_keys: ClassVar[bool] = False  # whether w = k, so that the layer must give unit keys
+    writes: ClassVar[bool] = False  # whether it says how strongly a token writes, which only a linear state can honour
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
