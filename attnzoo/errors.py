@@ -8,7 +8,7 @@ from typing import Any
 FLOAT32 = (1.2e-38, 3.4e38)  # sizes of numbers that keep their precision in float32
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by annotation: in words, and whether a value is one
     "bool": ("True or False", lambda x: isinstance(x, bool)),
-    "int": ("a whole number", lambda x: isinstance(x, int) and not isinstance(x, bool)),
+    "int": ("a whole number below 2^31", lambda x: isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**31),
     "float": (
         "a number that float32 holds",
         lambda x: _is_number(x) and (x == 0 or FLOAT32[0] <= abs(x) <= FLOAT32[1]),
@@ -18,7 +18,8 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # by annotation: in wor
 
 
 def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
+    whole = isinstance(x, int) and not isinstance(x, bool) and abs(x) <= 2**53  # torch takes no larger ones
+    return whole or isinstance(x, float)
 
 
 def check_kinds(values: Mapping[str, Any], annotations: Mapping[str, Any]) -> None:

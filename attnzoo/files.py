@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,12 +82,12 @@ def remembered_digest(path: Path) -> str:
     where that cannot be written, the file is read every time.
     """
     status = path.stat()
-    now = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    now = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnzoo" / "digests.json"
     try:
         known = json.loads(cache.read_bytes())
-        *then, found = known[str(path.resolve())]
-        if then == now and re.fullmatch("[0-9a-f]{64}", found):
+        found, seal = known[now[0]]
+        if seal == _seal(now, found):
             return str(found)
     except KeyError:
         pass
@@ -97,7 +96,12 @@ def remembered_digest(path: Path) -> str:
     found = digest(path)
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(cache, json.dumps({**known, str(path.resolve()): [*now, found]}))
+        write_whole(cache, json.dumps({**known, now[0]: [found, _seal(now, found)]}))
     except (OSError, TypeError):
         logger.info("%s cannot be written: %s will be read again each time", cache, path)
     return found
+
+
+def _seal(status: list[object], found: str) -> str:
+    """Of a file's status and its digest, so that neither changes in the cache unnoticed."""
+    return hashlib.sha256(json.dumps([status, found]).encode()).hexdigest()

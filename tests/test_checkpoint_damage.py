@@ -7,11 +7,12 @@ import shutil
 import pytest
 from tiny_runs import config_of, numbers, said, weights, write_text
 
+from attnzoo.experiments.compare import result_of
 from attnzoo.training import CheckpointError, load_run, newest_checkpoint, train
 from attnzoo.training import checkpoint as checkpoint_module
 
 LAST, BEFORE = "step-00000008", "step-00000006"
-FILES = ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "progress.json", "digests.json"]
+FILES = ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "progress.json", "config.yaml", "digests.json"]
 DAMAGE = [
     *((name, "flipped") for name in FILES),
     ("model.safetensors", "cut"),
@@ -102,9 +103,44 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_gone_on_from(finishe
     assert numbers(run_dir) == numbers(finished / "reference")
 
 
+@pytest.mark.parametrize("name", ["progress.json", "config.yaml"])
+def test_a_model_is_not_loaded_with_facts_that_are_damaged(run, caplog, name):
+    _, run_dir = run
+    path = run_dir / "checkpoints" / LAST / name
+    path.write_text(path.read_text().replace("0", "1", 1))
+    load_run(run_dir)
+    (line,) = said(caplog)
+    assert f"{LAST}/{name} is damaged" in line
+    assert line.endswith(BEFORE)
+
+
+def test_a_configuration_that_is_not_the_checkpoints_is_refused_by_field(run):
+    config, run_dir = run
+    path = run_dir / "config.yaml"
+    path.write_text(path.read_text().replace("norm_eps: 1.0e-06", "norm_eps: 1.0e-01"))
+    message = rf"config.yaml is not what {LAST} was trained with: model.norm_eps was 1e-06 and is 0.1 now"
+    with pytest.raises(CheckpointError, match=message):
+        load_run(run_dir)
+    with pytest.raises(CheckpointError, match=message):
+        result_of(run_dir)
+    path.write_text(path.read_text().replace("1.0e-01", "1.0e-06").replace("log_every: 1", "log_every: 3"))
+    load_run(run_dir)  # a field that is free to change
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_field(finished, run):
+    config, run_dir = run
+    other = config_of(finished, "other", "seed=5", f"output_dir={run_dir.parent / 'other'}")
+    train(other)
+    shutil.rmtree(run_dir / "checkpoints" / LAST)
+    shutil.copytree(run_dir.parent / "other" / "checkpoints" / LAST, run_dir / "checkpoints" / LAST)
+    with pytest.raises(CheckpointError, match=rf"is not what {LAST} was trained with: seed was 5 and is 0 now"):
+        train(config)
+
+
 def without_digests(run_dir):
-    for path in (run_dir / "checkpoints").glob("*/digests.json"):
-        path.unlink()
+    for name in ("digests.json", "config.yaml"):
+        for path in (run_dir / "checkpoints").glob(f"*/{name}"):
+            path.unlink()
 
 
 def test_a_checkpoint_of_a_version_without_digests_goes_on_with_a_word(finished, run, caplog):

@@ -1,5 +1,6 @@
 """Data that changed, cannot be read or are no tokens: noticed, and named."""
 
+import json
 import os
 
 import numpy as np
@@ -73,11 +74,15 @@ def test_a_large_file_is_read_once_while_it_stays_as_it_is(shard, cache, monkeyp
     cache.write_text("[no digests]")
     assert data_of(shard).fingerprint == first
     assert len(read) == 2
+    ((path, (digest, seal)),) = json.loads(cache.read_text()).items()
+    cache.write_text(json.dumps({path: [digest[:9] + ("0" if digest[9] != "0" else "1") + digest[10:], seal]}))
+    assert data_of(shard).fingerprint == first
+    assert len(read) == 3
     cache.unlink()
     cache.mkdir()
     assert data_of(shard).fingerprint == first  # without a place to remember it, too
     assert data_of(shard).fingerprint == first
-    assert len(read) == 4
+    assert len(read) == 5
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
@@ -121,6 +126,16 @@ def test_an_archive_under_the_name_of_an_array_is_refused(tmp_path):
     np.savez(tmp_path / "tokens.npz", np.arange(500))
     (tmp_path / "tokens.npz").rename(path)
     with pytest.raises(ValueError, match=r"tokens.npy' is not a .npy file of integers"):
+        data_of(path)
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer"])
+def test_an_array_of_another_length_than_its_header_says_is_refused(tmp_path, change):
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.zeros(1000, dtype=np.uint16))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"(1000,)", b"(500,) ") if change == "shorter" else content + b"\0\0")
+    with pytest.raises(ValueError, match=r"tokens.npy' has \d+ bytes where its header says \d+"):
         data_of(path)
 
 

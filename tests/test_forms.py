@@ -216,3 +216,27 @@ def test_a_short_w_is_a_gate_like_others(name: str) -> None:
     expected = value_and_gradients(oracle_of(get(name)), inputs)
     for form in set(CPU_FORMS) & set(get(name).forms):
         assert_close(value_and_gradients(get(name).forms[form], inputs), expected, what=f"{form} of {name}")
+
+
+@pytest.mark.parametrize("sizes", [(0, 9, 2, 1, 4, 3), (2, 9, 2, 1, 4, 0)], ids=["no rows", "no value channels"])
+@pytest.mark.parametrize("name", list_variants())
+def test_forms_of_nothing_give_nothing(name: str, sizes: tuple[int, ...]) -> None:
+    q, k, v, gate = random_inputs(name, *sizes)
+    for form in set(CPU_FORMS) & set(get(name).forms):
+        o = get(name).forms[form](q, k, v.requires_grad_(), gate)
+        assert o.shape == (*q.shape[:3], v.shape[3])
+        assert torch.autograd.grad(o.sum(), v)[0].shape == v.shape
+
+
+@pytest.mark.parametrize("name", list_variants("softmax"))
+def test_huge_scores_and_absent_keys(name: str) -> None:
+    """What an absent or closed key is given in place of its logit is below any score that the dtype holds."""
+    q, k, v, gate = Case(name, B=1, T=9, H=2, G=1, regime="closed").inputs()
+    valid = torch.ones(1, 9, dtype=torch.bool)
+    valid[0, 2:4] = False
+    q, k = 1e40 * q, 1e40 * k
+    for form in ("parallel", "recurrent"):
+        o = get(name).forms[form](q, k, v, gate, valid=valid)[valid]
+        rest = gate.per_token(q).map(lambda x: x[valid][None])
+        expected = oracle.softmax(*(x[valid][None] for x in (q, k, v)), rest)[0]
+        assert relative_error(o, expected) <= LIMIT

@@ -131,6 +131,14 @@ def test_weights_left_over_or_missing_are_named(tmp_path):
         from_peer(tmp_path)
 
 
+@pytest.mark.parametrize("damage", [b"", b"garbage that is no safetensors file"])
+def test_weights_that_cannot_be_read_are_named(damage, tmp_path):
+    peer("Llama", {}).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(damage)
+    with pytest.raises(ValueError, match="its weights cannot be read"):
+        from_peer(tmp_path)
+
+
 def test_an_empty_folder_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         from_peer(tmp_path)

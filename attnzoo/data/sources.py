@@ -203,6 +203,10 @@ def _read_shard(path: Path, dtype: str) -> Tokens:
         raise ValueError(f"{str(path)!r} is not a .npy file of integers: {error}") from error
     if shard.ndim != 1 or not np.issubdtype(shard.dtype, np.integer):
         raise ValueError(f"{str(path)!r}: expected a 1-D integer array, got {shard.dtype} of shape {shard.shape}")
+    if shard.offset + shard.nbytes != path.stat().st_size:
+        raise ValueError(
+            f"{str(path)!r} has {path.stat().st_size} bytes where its header says {shard.offset + shard.nbytes}"
+        )
     return shard
 
 

@@ -37,7 +37,7 @@ from attnzoo.training.checkpoint import (
     usable_checkpoint,
 )
 from attnzoo.training.config import check_folder_name
-from attnzoo.training.digests import WEIGHTS
+from attnzoo.training.digests import MODEL
 from attnzoo.training.metrics import rows_until
 
 ENTRY_KEYS = ("name", "label", "options")
@@ -180,11 +180,12 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
         tasks = {run.label: (run, config.evaluate, data, command) for run in runs}
         for number, label in enumerate(apart(_trained, tasks, jobs), 1):
             console.print(f"[{number}/{len(runs)}] {label}: done", markup=False, highlight=False)
-    results = []
-    for number, run in enumerate(runs, 1):
-        if jobs == 1:
+        results = [_measured(run, config.evaluate, data, command) for run in runs]
+    else:
+        results = []
+        for number, run in enumerate(runs, 1):
             console.print(f"[{number}/{len(runs)}] {run.label}", markup=False, highlight=False)
-        results.append(_trained(run, config.evaluate, data, command))
+            results.append(_trained(run, config.evaluate, data, command))
     console.print(terminal_table(results))
     path = write_report(results, page, title=config.title, command=command)
     console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
@@ -311,7 +312,7 @@ def measure(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> Run
         ValueError: the held-out tokens are too few for one window.
     """
     run_dir = Path(run.config.output_dir)
-    checkpoint = usable_checkpoint(run_dir, [WEIGHTS])
+    checkpoint = usable_checkpoint(run_dir, MODEL)
     if checkpoint is None:
         raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")
     progress = read_progress(checkpoint)

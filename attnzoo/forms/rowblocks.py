@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import Prune, first_kept_keys, keys_behind_closed
 from attnzoo.algebra.values import in_transform, readable
-from attnzoo.forms.readout import HIDDEN, Band, block_logits, readout
+from attnzoo.forms.readout import Band, block_logits, least_logit, readout
 
 SIZES = (1024, 128)  # rows per fused block
 CALM = 20.0  # log-decay over a block up to which the fused kernel serves it
@@ -297,8 +297,8 @@ class _Plan:
         """Keys left of a block with their decay up to it in the bias channel."""
         bias = (self.c[..., stop - 1 : stop] - self.c[..., first:stop]).to(self.k.dtype)
         if self.hidden is not None:
-            bias = bias.masked_fill(self.hidden[..., first:stop], HIDDEN)
-        bias = bias.masked_fill(torch.arange(first, stop) < self.first_kept[:, :, n, None], HIDDEN)
+            bias = bias.masked_fill(self.hidden[..., first:stop], least_logit(bias.dtype))
+        bias = bias.masked_fill(torch.arange(first, stop) < self.first_kept[:, :, n, None], least_logit(bias.dtype))
         keys = self.k[:, :, first:stop]
         keys[..., self.K] = bias
         return keys
@@ -318,7 +318,7 @@ class _Plan:
         keys = self.own(self.k).clone()
         bias = -self.entry
         if self.hidden is not None:
-            bias = bias.masked_fill(self.own(self.hidden), HIDDEN)
+            bias = bias.masked_fill(self.own(self.hidden), least_logit(bias.dtype))
         keys[..., self.K] = bias
         return keys
 

@@ -20,9 +20,10 @@ from attnzoo.forms.cache import KVCache, append, append_valid, grown
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.protocol import Forms
-from attnzoo.forms.readout import Band, attend_with_sink, block_logits, near_lse, readout
+from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, near_lse, readout
 from attnzoo.forms.rowblocks import causal_attention
 from attnzoo.forms.triton import fox_kernel
+from attnzoo.kernels.common.constants import KEY_UNIT
 
 ROWS = 128
 
@@ -120,11 +121,16 @@ class SoftmaxForms(Forms):
         decay = torch.zeros(B, H, P + T, dtype=dtype, device=q.device)
         if log_decay is not None:
             decay = heads_first(log_decay, H, dtype)
-        first_kept = None
-        if options.prune is not None:
-            all_keys = torch.cat([carried.mT, keys], 2)
-            first_kept = first_kept_keys(scaled, all_keys, decay, options.prune, options.logit_bound, rows=ROWS)
         band = Band.of(options.window, new.valid, P + T, q.device)
+        first_kept, prune = None, options.prune
+        if prune is not None:
+            lower = None
+            if prune.bound == "tail":
+                lower = self._near_lse(scaled, keys, local, decay, carried, new.valid, band)
+            everything = torch.cat([carried.mT, keys], 2)
+            first_kept = first_kept_keys(
+                scaled, everything, decay, prune, options.logit_bound, lower=lower, rows=ROWS
+            )  # fmt: skip
         with_lse = options.return_lse or options.sink is not None
         again = torch.is_grad_enabled() and not in_transform()
         again = again and (COMPILES_CHECKPOINTS or not torch.compiler.is_compiling())
@@ -146,6 +152,26 @@ class SoftmaxForms(Forms):
         step = 1 if gate.log_diag is not None or gate.angle is not None else H // G
         new = replace(new, k=carried.mT[:, ::step].transpose(1, 2))
         return *joined(outputs), new
+
+    @torch.no_grad()
+    def _near_lse(
+        self, q: Tensor, k: Tensor, gate: HeadGate, decay: Tensor, carried: Tensor, valid: Tensor | None,
+        band: Band | None,
+    ) -> Tensor:  # fmt: skip
+        """Log-sum-exp of each row over its own ``KEY_UNIT`` keys and those before: what PaTH's kernels prune by.
+
+        Arguments as ``_rows``, of all tokens; gives ``[B, H, T]``.
+        """
+        T, P = q.shape[2], carried.shape[-1]
+        before, found = carried[..., -KEY_UNIT:].mT, []
+        for start in range(0, T, KEY_UNIT):
+            stop = min(start + KEY_UNIT, T)
+            block = self.transition.block(q[:, :, start:stop], k[:, :, start:stop], gate.slice(start, stop))
+            first, end = P + start - before.shape[2], P + stop
+            scores = torch.cat([block.q @ before.mT, block.scores], -1)
+            found.append(block_lse(scores, decay[..., first:end], first, valid, band))
+            before = block.k
+        return torch.cat(found, -1)
 
     def _rows(
         self,

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent, and the run folder around them.
 
     RUN/config.yaml  metrics.jsonl  tensorboard/  checkpoints/step-00000100/{model.safetensors, optimizer.bin,
-    progress.json, digests.json, ...}
+    config.yaml, progress.json, digests.json, ...}
 
 A checkpoint is written beside its place, flushed to the disk and then renamed; an old one is renamed before
 it is removed. So a folder named `step-*` is always whole, whenever the process is killed. What happens to its files
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from attnzoo.config import config_differences, load_config, to_yaml
 from attnzoo.files import damaged_name, digest, sync, write_whole
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import WEIGHTS, damage, read_digests, write_digests
+from attnzoo.training.digests import MODEL, WEIGHTS, damage, read_digests, write_digests
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 FREE = frozenset(
     [
         "output_dir",
+        "compile",
+        "recompute",
         "device",
         "gradient_accumulation",
         "log_every",
@@ -129,7 +131,7 @@ def read_progress(checkpoint: Path) -> Progress:
     return progress
 
 
-def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress, keep: int) -> Path:
+def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress, config: TrainConfig) -> Path:
     """Save everything that the next step depends on; called by all processes.
 
     Raises:
@@ -148,6 +150,7 @@ def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             (temporary / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
+            (temporary / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
             files = list(temporary.rglob("*"))
             with ThreadPoolExecutor(1) as pool:  # reading them for their digests costs no time while they are flushed
                 digests = pool.submit(write_digests, temporary)
@@ -157,7 +160,7 @@ def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress
             sync(temporary)
             os.replace(temporary, final)
             sync(folder)
-            remove_stale(folder, keep)
+            remove_stale(folder, config.keep_checkpoints)
     except Exception as error:  # a full disk shows as OSError, RuntimeError or SafetensorError, by who was writing
         shutil.rmtree(temporary, ignore_errors=True)
         before = newest_checkpoint(run_dir)
@@ -216,18 +219,22 @@ def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | No
     """
     if newest_checkpoint(run_dir) is None:
         return None
-    before = read_config(run_dir)
-    differences = {key: pair for key, pair in config_differences(before, config).items() if key not in FREE}
-    if differences:
-        listed = "; ".join(f"{key} was {old!r} and is {new!r} now" for key, (old, new) in differences.items())
-        raise CheckpointError(f"{run_dir} holds another run: {listed}. Give output_dir a new folder, or restore these.")
+    _check_same(f"{run_dir} holds another run", read_config(run_dir), config)
     checkpoint = usable_checkpoint(run_dir)
     assert checkpoint is not None
+    config_of(run_dir, checkpoint)
     if read_digests(checkpoint) is None:
         logger.warning("%s is of a version that wrote no digests: its files are not checked", checkpoint)
     check_data(run_dir, config, read_progress(checkpoint), data)
     _set_aside_after(checkpoint)
     return checkpoint
+
+
+def _check_same(what: str, before: TrainConfig, now: TrainConfig) -> None:
+    differences = {key: pair for key, pair in config_differences(before, now).items() if key not in FREE}
+    if differences:
+        listed = "; ".join(f"{key} was {old!r} and is {new!r} now" for key, (old, new) in differences.items())
+        raise CheckpointError(f"{what}: {listed}. Give output_dir a new folder, or restore these.")
 
 
 def read_config(run_dir: Path) -> TrainConfig:
@@ -240,6 +247,19 @@ def read_config(run_dir: Path) -> TrainConfig:
         return load_config(run_dir / "config.yaml")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"the configuration of the run in {run_dir} cannot be read: {error}") from error
+
+
+def config_of(run_dir: Path, checkpoint: Path) -> TrainConfig:
+    """The configuration of a run, when it is the one that its checkpoint was trained with.
+
+    Raises:
+        CheckpointError: it is not, or cannot be read.
+    """
+    config = read_config(run_dir)
+    if (checkpoint / "config.yaml").is_file():  # earlier versions wrote none
+        what = f"{run_dir / 'config.yaml'} is not what {checkpoint.name} was trained with"
+        _check_same(what, read_config(checkpoint), config)
+    return config
 
 
 def write_config(run_dir: Path, config: TrainConfig) -> None:
@@ -303,8 +323,8 @@ def load_run(
 
     Raises:
         FileNotFoundError: no run in that folder, or none that has reached its first checkpoint.
-        CheckpointError: the weights do not fit the configuration, that one cannot be read, or every checkpoint is
-            damaged.
+        CheckpointError: the configuration is not the checkpoint's, does not fit the weights or cannot be read, or every
+            checkpoint is damaged.
     """
     from safetensors.torch import load_model
 
@@ -313,10 +333,10 @@ def load_run(
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
         raise FileNotFoundError(f"no run in {str(run_dir)!r}: there is no config.yaml")
-    checkpoint = checkpoint or usable_checkpoint(run_dir, [WEIGHTS])
+    checkpoint = checkpoint or usable_checkpoint(run_dir, MODEL)
     if checkpoint is None:
         raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")
-    config = read_config(run_dir)
+    config = config_of(run_dir, checkpoint)
     model = LanguageModel(config.model)
     try:
         load_model(model, checkpoint / WEIGHTS)

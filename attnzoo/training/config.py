@@ -59,10 +59,15 @@ class TrainConfig:
     Args:
         output_dir: the run's folder; a run in it is continued if it is this one, and refused if it is another.
         seed: of the initial weights.
+        start_from: a run, or a folder of `attnzoo export` or `attnzoo import`, whose weights the model starts from;
+            what it has not starts as always. None: everything does.
         steps: updates of the weights.
         batch_size: sequences per step, over all processes and accumulated parts.
         gradient_accumulation: parts into which each process cuts its share of a step.
         mixed_precision: `none`, `bf16` or `fp16`.
+        compile: compile each block with `torch.compile`.
+        recompute: keep only what goes into each block, and compute its inside again for the gradient: slower, with
+            less memory.
         device: `auto` (what accelerate finds) or `cpu`.
         log_every: steps between rows of the metrics.
         eval_every: steps between evaluations; 0 for one at the end.
@@ -81,10 +86,13 @@ class TrainConfig:
 
     output_dir: str = "runs/default"
     seed: int = 0
+    start_from: str | None = None
     steps: int = 1000
     batch_size: int = 32
     gradient_accumulation: int = 1
     mixed_precision: str = "none"
+    compile: bool = False
+    recompute: bool = False
     device: str = "auto"
     log_every: int = 10
     eval_every: int = 100

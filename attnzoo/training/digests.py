@@ -10,6 +10,7 @@ from attnzoo.files import digest, write_whole
 
 FILE = "digests.json"
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.bin"
+MODEL = (WEIGHTS, "progress.json", "config.yaml")  # what a model and what is said of it depend on
 
 
 def write_digests(checkpoint: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attnzoo.data import Data, TokenWindows, build_data, heldout_windows
 from attnzoo.models import LanguageModel
-from attnzoo.models.decoder import IGNORED
+from attnzoo.models.loss import IGNORED
 from attnzoo.training.checkpoint import (
     Progress,
     check_folder,
@@ -32,6 +32,7 @@ from attnzoo.training.checkpoint import (
     write_config,
 )
 from attnzoo.training.config import TrainConfig
+from attnzoo.training.exchange import start_from
 from attnzoo.training.metrics import Metrics, Row, rows_until
 from attnzoo.training.optimizer import build_optimizer, learning_rate
 from attnzoo.training.progress import Quiet, build_display
@@ -78,6 +79,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         )
     set_seed(config.seed)
     model: Any = LanguageModel(config.model)
+    model.recompute = config.recompute
     optimizer: Any = build_optimizer(model, config.optimizer)
 
     make_folder(run_dir)
@@ -87,6 +89,11 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         accelerator.wait_for_everyone()
         if not main:  # the first process has moved damaged checkpoints out of the way
             checkpoint = newest_checkpoint(run_dir)
+        if checkpoint is None and config.start_from is not None:
+            start_from(model, config.start_from)
+        if config.compile:
+            for block in model.blocks:
+                block.compile()
         model, optimizer = accelerator.prepare(model, optimizer)
         progress = Progress(data_fingerprint=data.fingerprint)
         if checkpoint is not None:
@@ -106,6 +113,10 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     return run_dir
 
 
+class TooLargeError(RuntimeError):
+    """A step does not fit into the GPU's memory."""
+
+
 class _Run:
     """One run's parts, and the three things done with them: a step, an evaluation, a check."""
 
@@ -122,7 +133,22 @@ class _Run:
         self.data, self.rows_per_part = data, rows_per_part
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Update once; the mean loss over the whole batch, and the norm of the gradient before clipping."""
+        """Update once; the mean loss over the whole batch, and the norm of the gradient before clipping.
+
+        Raises:
+            FloatingPointError: a gate is no longer finite.
+            TooLargeError: the GPU's memory does not hold it.
+        """
+        try:
+            return self._step(step)
+        except torch.OutOfMemoryError as error:
+            raise TooLargeError(
+                f"out of GPU memory at step {step}, with {self.rows_per_part} sequences of "
+                f"{self.config.data.context_length} tokens at a time: raise gradient_accumulation (now "
+                f"{self.config.gradient_accumulation}), set recompute=true, or take a smaller model or context"
+            ) from error
+
+    def _step(self, step: int) -> tuple[Tensor, Tensor]:
         config, accelerator = self.config, self.accelerator
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, config.steps, config.optimizer)
@@ -144,7 +170,7 @@ class _Run:
     def _loss(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of a batch; weights that have run away show as gates that their forms refuse."""
         try:
-            loss: Tensor = self.model(inputs, targets=targets).loss
+            loss: Tensor = self.model(inputs, targets=targets, with_logits=False).loss
         except ValueError as error:
             if step == 1:
                 raise
@@ -277,7 +303,7 @@ def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[
                     run.check_weights(step)
                     if metrics is not None:
                         progress = replace(progress, metrics=metrics.sync())
-                    write_checkpoint(accelerator, run_dir, progress, config.keep_checkpoints)
+                    write_checkpoint(accelerator, run_dir, progress, config)
                 clock, steps_timed = time.perf_counter(), 0
             show(display.step, step)
             if stops and not last:

@@ -21,7 +21,22 @@ NAMED = re.compile(
     r"|delta_rule|return_lse|impl|keys|values|gates|eps|bound|form)\b"
 )
 ODD: list[Any] = [None, True, False, 0, 1, -1, 1.5, "1", "no", [], [0.0], (), {}, object(), math.nan, math.inf, 10**400]
-NUMBERS = [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e-310, 0.0, 3.4e38, -3.4028234663852886e38, -1e4, -9999.0, 2.5]
+NUMBERS = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    1e30,
+    -1e30,
+    1e15,
+    1e100,
+    1e-310,
+    0.0,
+    3.4e38,
+    -3.4028234663852886e38,
+    -1e4,
+    -9999.0,
+    2.5,
+]
 
 
 def refusal(error: Exception, options: dict[str, Any]) -> bool:
@@ -39,7 +54,7 @@ def put(x: Tensor, value: float, rng: random.Random) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
         flat = x.view(-1)
         for _ in range(rng.choice([1, 1, 3, flat.numel()])):
-            flat[rng.randrange(flat.numel())] = value
+            flat[rng.randrange(flat.numel())] = torch.tensor(value, dtype=torch.float64).to(x.dtype)
     return x
 
 
@@ -177,11 +192,11 @@ def right(
     return o, None if side == "linear" else lse, there
 
 
-def clean_rows(there: Tensor, *tensors: Tensor) -> Tensor:
+def clean_rows(there: Tensor, *tensors: Tensor, limit: float = 1e6) -> Tensor:
     """Rows of the batch ``[B]`` in which every token that exists holds ordinary numbers."""
     clean = torch.ones(there.shape[0], dtype=torch.bool)
     for x in tensors:
         if x.ndim > 1:
-            fine = x.isfinite() & (x.abs() < 1e6)
+            fine = x.isfinite() & (x.abs() < limit)
             clean &= (fine.flatten(2).all(-1) | ~there).all(-1)
     return clean

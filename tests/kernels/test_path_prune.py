@@ -10,7 +10,10 @@ import torch
 from path_cases import DEVICE, Case, inputs, large_tiles, run, triton, within_budget  # noqa: F401  (a fixture)
 from torch import Tensor
 
-from attnzoo.algebra.pruning import Prune
+import attnzoo.forms.softmax
+from attnzoo import Gate, get
+from attnzoo.algebra.pruning import Prune, first_kept_keys
+from attnzoo.kernels.common.checks import share_kept
 from attnzoo.kernels.common.dense import first_visible, running_sums
 from attnzoo.kernels.fox.plan import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.path import kept_fraction, path_attention
@@ -138,6 +141,28 @@ def test_a_known_bound_counts_beside_the_norms() -> None:
         assert bool((tight >= with_norms).all())
         assert int(tight.max()) > 0
         assert torch.equal(loose, with_norms)
+
+
+@pytest.mark.parametrize("known", [None, 1.0], ids=["norms", "tight bound"])
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_forms_and_kernels_prune_alike(bound: Any, known: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same certificate on any device; the kernels round towards keeping."""
+    x, seen = inputs(Case(T=900, K=16, gate="open"), torch.float32), list[Tensor]()
+    x["q"], x["log_decay"] = 0.3 * x["q"], 0.5 * x["log_decay"]  # a row's own key is little of its near keys
+    prune, limit = Prune(eps=1e-3, bound=bound), None if known is None else torch.full((2,), known, device=DEVICE)
+
+    def record(*args: Any, **options: Any) -> Tensor:
+        seen.append(first_kept_keys(*args, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(attnzoo.forms.softmax, "first_kept_keys", record)
+    gate = Gate(log_decay=x["log_decay"], w=x["w"], beta=x["beta"])
+    get("path_fox").forms["parallel"](x["q"], x["k"], x["v"], gate, prune=prune, logit_bound=limit)
+    found = starts(x, prune, 16**-0.5, limit).long()
+    assert float(found.max()) > 0
+    assert bool(((found <= seen[0]) & (seen[0] <= found + KEY_UNIT)).all())
+    shares = [share_kept(None, start, 1, 900, 2, 900, found.device) for start in (found, seen[0])]
+    torch.testing.assert_close(*shares, atol=0.02, rtol=0)
 
 
 def test_kept_fraction_agrees_with_the_reference() -> None:

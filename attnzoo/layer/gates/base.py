@@ -2,8 +2,8 @@
 
 Each takes the layer's sizes and its own options by keyword, says which gate parts it ``provides``, and maps
 ``(x [B, T, D], k [B, T, G, K], stream)`` to a gate and a write strength (None, a factor on v ``[B, T, H]`` or
-``[B, T, G]``, or ``DELTA_RULE``). A variant's file names its default; any projection that provides the same parts
-may stand in.
+``[B, T, G]``, or ``DELTA_RULE``); it may give the keys too (``keys``). A variant's file names its default; any
+projection that provides the same parts may stand in.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Sizes:
 
 class GateProjection(PreciseModule):
     """Base of all projections: no gate at all. ``provides`` names the gate parts that a subclass makes, and
-    ``unit_keys`` says that it needs keys of unit length (w = k).
+    ``unit_keys`` says that it needs keys of unit length (w = k), and
+    ``writes`` that it gives a write strength.
 
     Args:
         sizes: of the layer.
@@ -43,6 +44,7 @@ class GateProjection(PreciseModule):
 
     provides: ClassVar[tuple[str, ...]] = ()
     unit_keys: ClassVar[bool] = False  # whether w = k, so that the layer must give unit keys
+    writes: ClassVar[bool] = False  # whether it says how strongly a token writes, which only a linear state can honour
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()

@@ -167,6 +167,8 @@ class SoftplusDecay(GateProjection):
 class Mamba2Decay(SoftplusDecay):
     """The softplus decay whose step also scales what is written: ``v_t`` becomes ``dt_t v_t``."""
 
+    writes = True
+
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         dt = self.step(x)
         return Gate(log_decay=-wide(self.log_a).exp() * dt), dt

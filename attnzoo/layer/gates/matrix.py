@@ -88,6 +88,7 @@ class DeltaRule(GateProjection):
 
     provides = ("w", "beta")
     unit_keys = True
+    writes = True
 
     def __init__(self, sizes: Sizes, *, allow_neg_eigval: bool = False) -> None:
         super().__init__(sizes)

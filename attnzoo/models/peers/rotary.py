@@ -41,9 +41,13 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
         options |= {"qk_norm": "rms", "qk_norm_shared": True, "qk_norm_eps": settings["rms_norm_eps"]}
     windows = _windows(settings, L)
     angle = angles(settings, K)
+    entries: list[dict[str, Any]] = [
+        {"name": "rope", "options": {"theta": theta(settings)} | ({} if window is None else {"window": window})}
+        for window in windows
+    ]
     config = ModelConfig(
-        attention=[{"name": "rope", "options": {} if window is None else {"window": window}} for window in windows],
-        attention_options=options | {"theta": theta(settings)},
+        attention=entries[0] if all(entry == entries[0] for entry in entries) else entries,
+        attention_options=options,
         hidden_size=D,
         num_layers=L,
         num_heads=H,

@@ -51,7 +51,17 @@ class Weights:
 
         Raises:
             FileNotFoundError: none of these is there.
+            ValueError: one of them cannot be read.
         """
+        try:
+            return Weights._of_folder(folder)
+        except (FileNotFoundError, PermissionError):
+            raise
+        except Exception as error:  # safetensors and pickle raise kinds of their own
+            raise ValueError(f"{folder}: its weights cannot be read: {error}") from error
+
+    @staticmethod
+    def _of_folder(folder: Path) -> Weights:
         from safetensors import safe_open
 
         if (folder / INDEX).is_file():
