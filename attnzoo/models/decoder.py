@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds, unknown
-from attnzoo.layer.attention import build_attention
+from attnzoo.layer.build import build_attention
 from attnzoo.layer.gates.hgrn2 import lower_bounds
 from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone, LayerCache
