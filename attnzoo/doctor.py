@@ -16,7 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnzoo.forms.protocol import REFERENCE, Call
-from attnzoo.layer.attention import Attention, build_attention
+from attnzoo.layer.attention import Attention
+from attnzoo.layer.build import build_attention
 from attnzoo.layer.dispatch import KERNELS, choose
 from attnzoo.registry import Variant, get, list_variants
 
