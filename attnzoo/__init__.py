@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from attnzoo.algebra.pruning import Prune
     from attnzoo.equations import describe
     from attnzoo.forms.cache import KVCache, RecurrentState
-    from attnzoo.layer.attention import Attention, build_attention
+    from attnzoo.layer.attention import Attention
+    from attnzoo.layer.build import build_attention
     from attnzoo.registry import Pair, Variant, dual, get, list_variants, pairs, register
 
 __version__ = "0.1.0"
@@ -37,7 +38,7 @@ __all__ = [
 ]
 _HOMES = {
     "Attention": "layer.attention",
-    "build_attention": "layer.attention",
+    "build_attention": "layer.build",
     "Gate": "algebra.gate",
     "KVCache": "forms.cache",
     "RecurrentState": "forms.cache",

@@ -8,7 +8,7 @@ import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -25,6 +25,17 @@ EXTRAS = dict.fromkeys(
 ) | {"transformers": "hf", "tokenizers": "hf"}
 # Everything else is imported inside the commands: `attnzoo --help` must not wait for torch.
 
+
+class PathType(click.Path):
+    """A path; an empty text, as of a variable that is not set, is none, though it would stand for this folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("expected a path, got ''", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = PathType(path_type=Path)
 config_argument = click.argument("config")
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
@@ -188,11 +199,11 @@ def compare(config: str, overrides: tuple[str, ...], jobs: int) -> None:
 
 
 @app.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default="report.html",
     show_default=True,
     help="The page.",
@@ -214,8 +225,8 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
 
 
 @app.command()
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder to write.")
+@click.argument("run", type=PATH)
+@click.option("--to", "folder", required=True, type=PATH, help="The folder to write.")
 def export(run: Path, folder: Path) -> None:
     """Write a run as a model folder of Hugging Face.
 
@@ -227,8 +238,8 @@ def export(run: Path, folder: Path) -> None:
 
 
 @app.command("import")
-@click.argument("source", metavar="FOLDER", type=click.Path(path_type=Path))
-@click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder to write.")
+@click.argument("source", metavar="FOLDER", type=PATH)
+@click.option("--to", "folder", required=True, type=PATH, help="The folder to write.")
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
 )

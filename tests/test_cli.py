@@ -216,6 +216,8 @@ def test_forms_that_need_a_gpu_are_not_counted_as_verified_without_one(run: Any)
         (["compare", "missing.yaml"], ["missing.yaml"]),
         (["report", "missing"], ["missing"]),
         (["report"], ["RUN"]),
+        (["report", ""], ["RUN", "expected a path, got ''"]),
+        (["report", "x", "-o", ""], ["--output", "expected a path, got ''"]),
         (["compare", DEMO, "train.stepz=3"], ["'train.stepz'", "'train.steps'"]),
         (["compare", DEMO, "train.steps=three"], ["train.steps", "three"]),
         (["compare", DEMO, "steps"], ["'steps'", "key=value"]),

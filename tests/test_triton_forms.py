@@ -114,6 +114,26 @@ def test_a_cached_step_with_a_gradient_adds_up_its_gates_itself() -> None:
     assert relative_error(got, expected) <= CLOSE
 
 
+@pytest.mark.parametrize("steps", [[0, 12, 13, 14, 20], [0, 12, 20]], ids=["steps", "chunks"])
+@pytest.mark.parametrize("name", ["nope", "fox", "path_fox"])
+def test_a_window_over_a_cache_with_padding_counts_what_exists(name: str, steps: list[int]) -> None:
+    inputs = inputs_of(name, B=2, T=20)
+    valid = torch.rand(2, 20, generator=torch.Generator().manual_seed(3)) < 0.6
+    valid[:, -1], valid[1, :6] = True, False
+    want = get(name).extend(*doubled(inputs), window=4, valid=valid)[0]
+    state, found = None, []
+    with torch.no_grad():
+        for start, stop in itertools.pairwise(steps):
+            o, state = get(name).extend(
+                *piece(inputs, start, stop), state, form="triton", window=4, valid=valid[:, start:stop]
+            )
+            found.append(o)
+    got = torch.cat(found, 1)[valid]
+    assert relative_error(got, want[valid]) <= CLOSE
+    whole = get(name).extend(*doubled(inputs), valid=valid)[0]
+    assert not torch.allclose(whole[valid], want[valid])
+
+
 @pytest.mark.parametrize("name", ["fox", "path_fox"])
 def test_what_the_kernels_refuse_is_said_both_ways(name: str) -> None:
     inputs, variant = inputs_of(name, T=20), get(name)
@@ -121,10 +141,6 @@ def test_what_the_kernels_refuse_is_said_both_ways(name: str) -> None:
     with torch.no_grad():
         _, state = variant.extend(*piece(inputs, 0, 19), form="triton", valid=valid[:, :19])
         step = piece(inputs, 19, 20)
-        windowed = Call(*step, state, True, {"window": 3})
-        assert "counts a window over padding only in whole sequences" in variant.refuses("triton", windowed)
-        with pytest.raises(ValueError, match="window: expected None with padding in the cache, got 3"):
-            variant.extend(*step, state, form="triton", window=3)
     both = {"valid": valid, "cu_seqlens": torch.tensor([0, 20])}
     assert "takes valid or cu_seqlens, not both" in variant.refuses("triton", Call(*inputs, options=both))
     with pytest.raises(ValueError, match="valid: expected None with cu_seqlens"):

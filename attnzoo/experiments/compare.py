@@ -180,11 +180,12 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
         tasks = {run.label: (run, config.evaluate, data, command) for run in runs}
         for number, label in enumerate(apart(_trained, tasks, jobs), 1):
             console.print(f"[{number}/{len(runs)}] {label}: done", markup=False, highlight=False)
-    results = []
-    for number, run in enumerate(runs, 1):
-        if jobs == 1:
+        results = [_measured(run, config.evaluate, data, command) for run in runs]
+    else:
+        results = []
+        for number, run in enumerate(runs, 1):
             console.print(f"[{number}/{len(runs)}] {run.label}", markup=False, highlight=False)
-        results.append(_trained(run, config.evaluate, data, command))
+            results.append(_trained(run, config.evaluate, data, command))
     console.print(terminal_table(results))
     path = write_report(results, page, title=config.title, command=command)
     console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)

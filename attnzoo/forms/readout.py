@@ -72,11 +72,7 @@ def block_logits(
     (C, S), least = scores.shape[-2:], least_logit(scores.dtype)
     P = S - C
     inside = block_decay(log_decay[..., P:])
-    # each earlier key's decay up to the block, summed from the block backwards
-    later = log_decay[..., min(1, P) : P]
-    later = F.pad(later.masked_fill(is_closed(later), -torch.inf), (0, min(1, P)))
-    to_block = later.flip(-1).cumsum(-1).flip(-1)
-    bias = torch.cat([inside.entry[..., None] + to_block[..., None, :], inside.between], -1)
+    bias = torch.cat([inside.entry[..., None] + _decay_to(log_decay, P)[..., None, :], inside.between], -1)
     logits = (scores + bias).clamp(min=least)
     if valid is not None:
         logits = logits.masked_fill(~valid[..., None, :], least)
@@ -112,13 +108,40 @@ def near_lse(q: Tensor, k: Tensor, log_decay: Tensor, valid: Tensor | None, band
             stop = min(start + ROW_UNIT, T)
             row, end = S - T + start, S - T + stop
             first = max(0, row // KEY_UNIT - NEAR_UNITS) * KEY_UNIT
-            logits = block_logits(
-                q[:, :, start:stop] @ k[:, :, first:end].mT, log_decay[..., first:end],
-                None if valid is None else valid[:, None, first:end], None,
-                None if band is None else band.hidden(row, end, first),
-            )  # fmt: skip
-            found.append(logits.logsumexp(-1))
+            scores = q[:, :, start:stop] @ k[:, :, first:end].mT
+            found.append(block_lse(scores, log_decay[..., first:end], first, valid, band))
     return torch.cat(found, -1)
+
+
+def block_lse(scores: Tensor, log_decay: Tensor, first: int, valid: Tensor | None, band: Band | None) -> Tensor:
+    """Log-sum-exp ``[B, H, C]`` of a block of rows over the keys from ``first`` up to it; reads the matrix few times.
+
+    Args:
+        scores: ``[B, H, C, n]``, scaled; the last C keys are the block's own. Changed.
+        log_decay: gates of these n tokens, ``[B, H, n]``.
+        valid: keys that exist, of all tokens, ``[B, S]``, or None for all.
+        band: which keys a window lets the S tokens see, or None for all.
+    """
+    C, n = scores.shape[-2:]
+    P = n - C
+    if valid is not None:
+        scores.masked_fill_(~valid[:, None, None, first : first + n], -torch.inf)
+    if band is not None:
+        scores.masked_fill_(band.hidden(first + P, first + n, first), -torch.inf)
+    inside = block_decay(log_decay[..., P:])
+    future = torch.ones(C, C, dtype=torch.bool, device=scores.device).triu(1)
+    lse = scores[..., P:].add_(inside.between).masked_fill_(future, -torch.inf).logsumexp(-1)
+    if P:
+        before = scores[..., :P].add_(_decay_to(log_decay, P)[..., None, :]).logsumexp(-1)
+        lse = torch.logaddexp(lse, before + inside.entry)
+    return lse
+
+
+def _decay_to(log_decay: Tensor, P: int) -> Tensor:
+    """The decay of each of the first P keys up to the last of them, summed from there backwards, ``[..., P]``."""
+    later = log_decay[..., min(1, P) : P]
+    later = F.pad(later.masked_fill(is_closed(later), -torch.inf), (0, min(1, P)))
+    return later.flip(-1).cumsum(-1).flip(-1)
 
 
 def readout(logits: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:

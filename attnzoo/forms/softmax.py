@@ -20,7 +20,7 @@ from attnzoo.forms.cache import KVCache, append, append_valid, grown
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.protocol import Forms
-from attnzoo.forms.readout import Band, attend_with_sink, block_logits, near_lse, readout
+from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, near_lse, readout
 from attnzoo.forms.rowblocks import causal_attention
 from attnzoo.forms.triton import fox_kernel
 from attnzoo.kernels.common.constants import KEY_UNIT
@@ -168,12 +168,8 @@ class SoftmaxForms(Forms):
             stop = min(start + KEY_UNIT, T)
             block = self.transition.block(q[:, :, start:stop], k[:, :, start:stop], gate.slice(start, stop))
             first, end = P + start - before.shape[2], P + stop
-            logits = block_logits(
-                torch.cat([block.q @ before.mT, block.scores], -1), decay[..., first:end],
-                None if valid is None else valid[:, None, first:end], None,
-                None if band is None else band.hidden(P + start, end, first),
-            )  # fmt: skip
-            found.append(logits.logsumexp(-1))
+            scores = torch.cat([block.q @ before.mT, block.scores], -1)
+            found.append(block_lse(scores, decay[..., first:end], first, valid, band))
             before = block.k
         return torch.cat(found, -1)
 

@@ -88,7 +88,6 @@ def fox_kernel(forms: Additive) -> Kernel:
         if past is None:
             g = g if constant is None else constant
             return kernel(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens, **options), state
-        _refuse_padded(given, state)
         if g is None or _records(q, k, state.v, g, given.sink):
             return kernel(q, k, state.v, log_decay=g, valid=state.valid, **options), state
         state = replace(state, sums=_gate_sums(past, state, given.prune))
@@ -173,7 +172,6 @@ def path_kernel() -> Kernel:
         new = KVCache(k, v, gate.log_decay, valid)
         parts, room = append_in_place(state, *growing(state, new, ("v",)))
         gates, there = parts.get("log_decay"), parts.get("valid")
-        _refuse_padded(given, new if there is None else replace(new, valid=there))
         o, keys, lse = path_extend(
             q, k, w, beta, state.k.float(), parts["v"], gates, there, scale, window=window, sink=sink, return_lse=True
         )
@@ -191,24 +189,16 @@ def path_kernel() -> Kernel:
 
 
 BOTH = "the triton form takes valid or cu_seqlens, not both"
-WINDOW = "the triton form counts a window over padding only in whole sequences, without a cache"
 
 
 def _refused(call: Call) -> str:
     """What no kernel serves."""
-    if "valid" in call.options and "cu_seqlens" in call.options:
-        return BOTH
-    return WINDOW if call.state is not None and _padded(call) and "window" in call.options else ""
+    return BOTH if "valid" in call.options and "cu_seqlens" in call.options else ""
 
 
 def _refuse_both(given: SoftmaxOptions) -> None:
     if given.valid is not None and given.cu_seqlens is not None:
         raise ValueError(f"valid: expected None with cu_seqlens, got a tensor ({BOTH})")
-
-
-def _refuse_padded(given: SoftmaxOptions, state: KVCache) -> None:
-    if given.window is not None and state.valid is not None:
-        raise ValueError(f"window: expected None with padding in the cache, got {given.window} ({WINDOW})")
 
 
 def _padded(call: Call) -> bool:

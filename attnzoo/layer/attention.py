@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import reads_values
-from attnzoo.errors import check_kinds, unknown
+from attnzoo.errors import unknown
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.protocol import Call
-from attnzoo.layer.config import BLOCKS, INSTEAD, NEEDS, OFF, AttentionConfig
+from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, run
-from attnzoo.layer.gates import Sizes, build_gate, gate_classes, gate_options
+from attnzoo.layer.gates import Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
 from attnzoo.layer.precision import PreciseModule, fill
@@ -31,74 +31,8 @@ from attnzoo.registry import Variant, get, list_variants
 logger = logging.getLogger(__name__)
 
 
-def build_attention(
-    name: str,
-    *,
-    hidden_size: int = 768,
-    num_heads: int = 12,
-    block: str | None = None,
-    acp: bool | Prune = False,
-    impl: str = "auto",
-    **options: Any,
-) -> Attention:
-    """An attention layer of variant ``name``, with the defaults of its paper.
-
-    Args:
-        name: any of ``list_variants()``.
-        hidden_size: D.
-        num_heads: H.
-        block: None for the paper's own layer, ``"llama"`` for the bare one (projections only), ``"pro"`` for FoX's
-            Pro block: QK-norm, KV-shift, output norm and sigmoid output gate, ``"gated"`` for the one that linear
-            recurrences often have: short convolution, output norm and swish output gate, ``"hgrn2"`` for HGRN2's
-            (``gla`` and its dual alone). Keys that must have unit length (where the delta rule erases along them) keep
-            their L2 norm in all.
-        acp: Adaptive Computation Pruning: True for ``Prune()``, or a :class:`~attnzoo.Prune`.
-        impl: ``"auto"`` (by device), ``"triton"``, ``"fla"`` or ``"reference"``; an explicit choice never falls back.
-        options: fields of :class:`AttentionConfig` and options of the variant's gate projection.
-
-    Raises:
-        ValueError: an unknown name or option (the nearest one is named), or one that does not serve this variant.
-    """
-    variant = get(name)
-    defaults = dict(getattr(variant.module, "LAYER", {}))
-    settings: dict[str, Any] = {"hidden_size": hidden_size, "num_heads": num_heads, **defaults}
-    known = {field.name for field in fields(AttentionConfig)}
-    check_kinds(options, AttentionConfig.__annotations__)
-    if block is not None:
-        if not isinstance(block, str) or block not in BLOCKS:
-            raise unknown("block", block, BLOCKS)
-        settings |= BLOCKS[block]
-    classes = gate_classes(options.get("gate", settings.get("gate", "none")))
-    for option in options:
-        if option not in known | set(gate_options(classes)):
-            raise unknown(f"option for {name!r}", option, sorted(known | set(gate_options(classes)) | BUILD_OPTIONS))
-    if block is not None and any(cls.unit_keys for cls in classes):
-        settings["qk_norm"] = "l2"
-    settings |= options
-    for given, default in INSTEAD.items():
-        if options.get(given) is not None and default not in options:
-            settings.pop(default, None)
-    for option, part in NEEDS.items():  # what was taken away takes its own details along
-        if option not in options and settings.get(part) in OFF:
-            settings.pop(option, None)
-    gate_settings = {key: settings.pop(key) for key in list(settings) if key not in known}
-    gate_settings = {key: value for key, value in gate_settings.items() if key in gate_options(classes)}
-    return Attention(variant, AttentionConfig(**settings), gate_settings, prune=_prune(acp), impl=impl)
-
-
-BUILD_OPTIONS = {"block", "acp", "impl"}
-
-
-def _prune(acp: bool | Prune) -> Prune | None:
-    if isinstance(acp, Prune):
-        return acp
-    if not isinstance(acp, bool):
-        raise TypeError(f"acp: expected True, False or attnzoo.Prune, got {acp!r}")
-    return Prune() if acp else None
-
-
 class Attention(PreciseModule):
-    """``attn(x) -> y``, both ``[B, T, D]``; see :func:`build_attention`."""
+    """``attn(x) -> y``, both ``[B, T, D]``; see :func:`~attnzoo.layer.build.build_attention`."""
 
     angle: Tensor | None
     skip: Tensor | None
@@ -415,4 +349,4 @@ def _say(picked: str) -> None:
         logger.info(picked)
 
 
-__all__ = ["Attention", "AttentionConfig", "LayerCache", "Projected", "build_attention"]
+__all__ = ["Attention", "AttentionConfig", "LayerCache", "Projected"]

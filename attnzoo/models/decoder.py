@@ -9,17 +9,17 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds, unknown
-from attnzoo.layer.attention import build_attention
+from attnzoo.layer.build import build_attention
 from attnzoo.layer.gates.hgrn2 import lower_bounds
 from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone, LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
-
-IGNORED = -100  # a target that does not count
+from attnzoo.models.loss import IGNORED, head_loss
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class ModelOutput:
     """What a model gives.
 
     Args:
-        logits: `[B, T, vocab_size]`.
+        logits: `[B, T, vocab_size]`; None where they were not wanted.
         loss: mean cross-entropy in nats over the targets that count; None without targets.
     """
 
-    logits: Tensor
+    logits: Tensor | None
     loss: Tensor | None = None
 
 
@@ -83,7 +83,8 @@ class LanguageModel(nn.Module):
     """A decoder-only language model; `config.attention` says which variant each layer runs.
 
     Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for what a `PreciseModule` of an
-    attention keeps precise (biases of gates), which has the initialisation of its own.
+    attention keeps precise (biases of gates), which has the initialisation of its own. With `recompute = True` a block
+    keeps only what it was given, and computes its inside again in the backward pass.
 
     Args:
         config: its sizes and the variant of each layer.
@@ -97,6 +98,7 @@ class LanguageModel(nn.Module):
         if not isinstance(config, ModelConfig):
             raise TypeError(f"config: expected ModelConfig, got {type(config).__name__}")
         self.config = config
+        self.recompute = False
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
         self.lower_bounds = lower_bounds([block.attention for block in self._blocks()])
@@ -129,6 +131,7 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: list[Any] | None = None,
+        with_logits: bool = True,
     ) -> ModelOutput:
         """Predict each next token.
 
@@ -140,6 +143,7 @@ class LanguageModel(nn.Module):
             attention_mask: [B, T], 0 at padding.
             cache: from `new_cache`; extended in place, so that a sequence can be given in pieces. A call that
                 fails leaves it as it was.
+            with_logits: False, with targets, gives the loss alone and never holds the logits of all tokens.
 
         Raises:
             TypeError, ValueError: arguments of other kinds, shapes or values than these, each named.
@@ -148,7 +152,15 @@ class LanguageModel(nn.Module):
             self._check_tokens("input_ids", input_ids)
             self._check_tokens("targets", targets, input_ids.shape, IGNORED)
         with _all_or_none(cache, len(self.blocks)):
-            x = self.hidden(input_ids, cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache)
+            x = self.hidden(
+                input_ids,
+                cu_seqlens=cu_seqlens,
+                attention_mask=attention_mask,
+                cache=cache,
+                recompute=_recompute if self.recompute and torch.is_grad_enabled() else None,
+            )
+            if targets is not None and not with_logits:
+                return ModelOutput(None, head_loss(x.flatten(0, 1), self.head.weight, targets.flatten()))
             logits = self.head(x)  # [B, T, vocab]
             if targets is None:
                 return ModelOutput(logits)
@@ -262,7 +274,7 @@ class LanguageModel(nn.Module):
         try:
             cache, step, tokens = self.new_cache(), input_ids, [input_ids]
             for _ in range(max_new_tokens):
-                logits = self(step, cache=cache).logits[:, -1].float()  # [B, vocab]
+                logits = self.head(self.hidden(step, cache=cache)[:, -1]).float()  # [B, vocab]
                 step = sample_token(logits, temperature, top_k, generator)
                 tokens.append(step)
         finally:
@@ -279,6 +291,10 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None, generato
         logits = logits.masked_fill(logits < smallest, float("-inf"))
     logits = logits - logits.amax(dim=-1, keepdim=True)  # so that a small temperature divides 0 and large negatives
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+def _recompute(block: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
+    return cast(Tensor, checkpoint(block, x, use_reentrant=False, **arguments))
 
 
 def _from_file(options: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 FREE = frozenset(
     [
         "output_dir",
+        "compile",
+        "recompute",
         "device",
         "gradient_accumulation",
         "log_every",

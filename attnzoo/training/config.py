@@ -65,6 +65,9 @@ class TrainConfig:
         batch_size: sequences per step, over all processes and accumulated parts.
         gradient_accumulation: parts into which each process cuts its share of a step.
         mixed_precision: `none`, `bf16` or `fp16`.
+        compile: compile each block with `torch.compile`.
+        recompute: keep only what goes into each block, and compute its inside again for the gradient: slower, with
+            less memory.
         device: `auto` (what accelerate finds) or `cpu`.
         log_every: steps between rows of the metrics.
         eval_every: steps between evaluations; 0 for one at the end.
@@ -88,6 +91,8 @@ class TrainConfig:
     batch_size: int = 32
     gradient_accumulation: int = 1
     mixed_precision: str = "none"
+    compile: bool = False
+    recompute: bool = False
     device: str = "auto"
     log_every: int = 10
     eval_every: int = 100

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attnzoo.data import Data, TokenWindows, build_data, heldout_windows
 from attnzoo.models import LanguageModel
-from attnzoo.models.decoder import IGNORED
+from attnzoo.models.loss import IGNORED
 from attnzoo.training.checkpoint import (
     Progress,
     check_folder,
@@ -79,6 +79,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         )
     set_seed(config.seed)
     model: Any = LanguageModel(config.model)
+    model.recompute = config.recompute
     optimizer: Any = build_optimizer(model, config.optimizer)
 
     make_folder(run_dir)
@@ -90,6 +91,9 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
             checkpoint = newest_checkpoint(run_dir)
         if checkpoint is None and config.start_from is not None:
             start_from(model, config.start_from)
+        if config.compile:
+            for block in model.blocks:
+                block.compile()
         model, optimizer = accelerator.prepare(model, optimizer)
         progress = Progress(data_fingerprint=data.fingerprint)
         if checkpoint is not None:
@@ -109,6 +113,10 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     return run_dir
 
 
+class TooLargeError(RuntimeError):
+    """A step does not fit into the GPU's memory."""
+
+
 class _Run:
     """One run's parts, and the three things done with them: a step, an evaluation, a check."""
 
@@ -125,7 +133,22 @@ class _Run:
         self.data, self.rows_per_part = data, rows_per_part
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Update once; the mean loss over the whole batch, and the norm of the gradient before clipping."""
+        """Update once; the mean loss over the whole batch, and the norm of the gradient before clipping.
+
+        Raises:
+            FloatingPointError: a gate is no longer finite.
+            TooLargeError: the GPU's memory does not hold it.
+        """
+        try:
+            return self._step(step)
+        except torch.OutOfMemoryError as error:
+            raise TooLargeError(
+                f"out of GPU memory at step {step}, with {self.rows_per_part} sequences of "
+                f"{self.config.data.context_length} tokens at a time: raise gradient_accumulation (now "
+                f"{self.config.gradient_accumulation}), set recompute=true, or take a smaller model or context"
+            ) from error
+
+    def _step(self, step: int) -> tuple[Tensor, Tensor]:
         config, accelerator = self.config, self.accelerator
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, config.steps, config.optimizer)
@@ -147,7 +170,7 @@ class _Run:
     def _loss(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of a batch; weights that have run away show as gates that their forms refuse."""
         try:
-            loss: Tensor = self.model(inputs, targets=targets).loss
+            loss: Tensor = self.model(inputs, targets=targets, with_logits=False).loss
         except ValueError as error:
             if step == 1:
                 raise

@@ -84,6 +84,7 @@ def command(rng, world):
             ["report", str(world / "runs"), "-o", "page.html", "--title", rng.choice(ODD)],
             ["report", rng.choice(files), rng.choice(files), "-o", "page.html"],
             ["export", str(world / "runs" / "one"), "--to", "model"] if rng.random() < 0.2 else ["export", name],
+            ["import", rng.choice(files), "--to", "imported"],
             ["bench", rng.choice(["fox", "path", "decode", "cpu"]), "--shapes", rng.choice(ODD)],
             ["--version"],
             ["train", "--help"],

@@ -2,8 +2,8 @@
 
 Each takes the layer's sizes and its own options by keyword, says which gate parts it ``provides``, and maps
 ``(x [B, T, D], k [B, T, G, K], stream)`` to a gate and a write strength (None, a factor on v ``[B, T, H]`` or
-``[B, T, G]``, or ``DELTA_RULE``). A variant's file names its default; any projection that provides the same parts
-may stand in.
+``[B, T, G]``, or ``DELTA_RULE``); it may give the keys too (``keys``). A variant's file names its default; any
+projection that provides the same parts may stand in.
 """
 
 from __future__ import annotations

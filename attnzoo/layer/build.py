@@ -1,0 +1,79 @@
+"""How a layer is put together: the defaults of a variant's paper, a block, and options."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from attnzoo.algebra.pruning import Prune
+from attnzoo.errors import check_kinds, unknown
+from attnzoo.layer.attention import Attention
+from attnzoo.layer.config import BLOCKS, INSTEAD, NEEDS, OFF, AttentionConfig
+from attnzoo.layer.gates import gate_classes, gate_options
+from attnzoo.registry import get
+
+
+def build_attention(
+    name: str,
+    *,
+    hidden_size: int = 768,
+    num_heads: int = 12,
+    block: str | None = None,
+    acp: bool | Prune = False,
+    impl: str = "auto",
+    **options: Any,
+) -> Attention:
+    """An attention layer of variant ``name``, with the defaults of its paper.
+
+    Args:
+        name: any of ``list_variants()``.
+        hidden_size: D.
+        num_heads: H.
+        block: None for the paper's own layer, ``"llama"`` for the bare one (projections only), ``"pro"`` for FoX's
+            Pro block: QK-norm, KV-shift, output norm and sigmoid output gate, ``"gated"`` for the one that linear
+            recurrences often have: short convolution, output norm and swish output gate, ``"hgrn2"`` for HGRN2's
+            (``gla`` and its dual alone). Keys that must have unit length (where the delta rule erases along them) keep
+            their L2 norm in all.
+        acp: Adaptive Computation Pruning: True for ``Prune()``, or a :class:`~attnzoo.Prune`.
+        impl: ``"auto"`` (by device), ``"triton"``, ``"fla"`` or ``"reference"``; an explicit choice never falls back.
+        options: fields of :class:`AttentionConfig` and options of the variant's gate projection.
+
+    Raises:
+        ValueError: an unknown name or option (the nearest one is named), or one that does not serve this variant.
+    """
+    variant = get(name)
+    defaults = dict(getattr(variant.module, "LAYER", {}))
+    settings: dict[str, Any] = {"hidden_size": hidden_size, "num_heads": num_heads, **defaults}
+    known = {field.name for field in fields(AttentionConfig)}
+    check_kinds(options, AttentionConfig.__annotations__)
+    if block is not None:
+        if not isinstance(block, str) or block not in BLOCKS:
+            raise unknown("block", block, BLOCKS)
+        settings |= BLOCKS[block]
+    classes = gate_classes(options.get("gate", settings.get("gate", "none")))
+    for option in options:
+        if option not in known | set(gate_options(classes)):
+            raise unknown(f"option for {name!r}", option, sorted(known | set(gate_options(classes)) | BUILD_OPTIONS))
+    if block is not None and any(cls.unit_keys for cls in classes):
+        settings["qk_norm"] = "l2"
+    settings |= options
+    for given, default in INSTEAD.items():
+        if options.get(given) is not None and default not in options:
+            settings.pop(default, None)
+    for option, part in NEEDS.items():  # what was taken away takes its own details along
+        if option not in options and settings.get(part) in OFF:
+            settings.pop(option, None)
+    gate_settings = {key: settings.pop(key) for key in list(settings) if key not in known}
+    gate_settings = {key: value for key, value in gate_settings.items() if key in gate_options(classes)}
+    return Attention(variant, AttentionConfig(**settings), gate_settings, prune=_prune(acp), impl=impl)
+
+
+BUILD_OPTIONS = {"block", "acp", "impl"}
+
+
+def _prune(acp: bool | Prune) -> Prune | None:
+    if isinstance(acp, Prune):
+        return acp
+    if not isinstance(acp, bool):
+        raise TypeError(f"acp: expected True, False or attnzoo.Prune, got {acp!r}")
+    return Prune() if acp else None

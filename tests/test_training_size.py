@@ -1,0 +1,146 @@
+"""What makes a step fit and fast changes no number: the head's loss in chunks, recomputed and compiled blocks."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_runs import config_of, numbers, weights, write_text
+
+from attnzoo.config import ModelConfig
+from attnzoo.models import LanguageModel
+from attnzoo.models.loss import head_loss
+from attnzoo.training import load_run, train
+from attnzoo.training.loop import TooLargeError
+
+
+def build(**options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 50}
+    return LanguageModel(ModelConfig(**{**sizes, **options})).double()
+
+
+def tokens(T=13):
+    return torch.randint(0, 50, (2, T), generator=torch.Generator().manual_seed(1))
+
+
+# the head's loss
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7, 100])
+def test_loss_in_chunks_is_the_loss(rows):
+    torch.manual_seed(0)
+    x, weight = torch.randn(23, 8).double().requires_grad_(), torch.randn(50, 8).double().requires_grad_()
+    targets = torch.randint(0, 50, (23,))
+    targets[[0, 5, 6, 22]] = -100
+    expected = F.cross_entropy(x @ weight.T, targets)
+    # the library's loss is computed in float32, as everywhere
+    loss = head_loss(x, weight, targets, limit=rows * 50)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    ours, theirs = (torch.autograd.grad(value, (x, weight)) for value in (loss, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_no_chunk_holds_more_logits_than_allowed(monkeypatch):
+    seen = []
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w, *b: seen.append(len(x) * len(w)) or linear(x, w, *b))
+    head_loss(torch.randn(23, 8), torch.randn(50, 8), torch.zeros(23, dtype=torch.int64), limit=200)
+    assert len(seen) == 6
+    assert max(seen) == 200
+
+
+def test_a_model_gives_its_loss_without_logits():
+    model = build()
+    whole, alone = model(tokens(), tokens()), model(tokens(), tokens(), with_logits=False)
+    assert alone.logits is None
+    torch.testing.assert_close(alone.loss, whole.loss)
+
+
+def test_prefill_computes_the_logits_of_the_last_position_alone(monkeypatch):
+    model = build().eval()
+    lengths = []
+    model.head.register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[:-1].numel()))
+    model.generate(tokens(), 3, temperature=0)
+    assert lengths == [2, 2, 2]
+
+
+# recomputed and compiled blocks
+
+
+def assert_alike(run, other, rel):
+    for ours, theirs in zip(numbers(run), numbers(other), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name] == (pytest.approx(value, rel=rel) if isinstance(value, float) else value), name
+
+
+@pytest.mark.parametrize("attention", ["fox", "path_fox", "mamba2", "gated_deltanet"])
+def test_recomputed_blocks_give_the_same_gradients(attention):
+    def gradients(recompute):
+        model = build(attention=attention)
+        model.recompute = recompute
+        model(tokens(), tokens()).loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for kept, again in zip(gradients(False), gradients(True), strict=True):
+        assert torch.equal(kept, again)
+
+
+@pytest.mark.parametrize("option", ["recompute=true", "compile=true"])
+def test_a_run_with_it_trains_the_same_losses(option, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    write_text(tmp_path)
+    plain = train(config_of(tmp_path, "plain"))
+    other = train(config_of(tmp_path, "other", option))
+    assert_alike(other, plain, 1e-4)
+    assert weights(plain) != b""
+    assert type(load_run(other)[0]) is LanguageModel
+
+
+def test_a_step_that_does_not_fit_says_what_to_change(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(LanguageModel, "hidden", full)
+    write_text(tmp_path)
+    with pytest.raises(TooLargeError, match=r"step 1, with 2 sequences of 16 tokens.*gradient_accumulation.*recompute"):
+        train(config_of(tmp_path))
+
+
+# on a GPU
+
+
+def on_a_gpu(folder, run, *options):
+    write_text(folder)
+    return config_of(folder, run, "device=auto", "steps=30", "eval_every=0", "checkpoint_every=10", *options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), ("mixed_precision=bf16",), ("mixed_precision=fp16",), ("compile=true",)])
+@pytest.mark.parametrize("attention", ["fox", "gated_deltanet"])
+def test_a_model_learns_on_a_gpu(attention, options, tmp_path):
+    run = train(on_a_gpu(tmp_path, "run", f"model.attention={attention}", "model.hidden_size=64", *options))
+    losses = [row["loss"] for row in numbers(run) if "loss" in row]
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.gpu
+def test_a_run_goes_on_to_the_same_losses_on_a_gpu(tmp_path):
+    from tiny_runs import StoppedError, stop_at
+
+    straight = train(on_a_gpu(tmp_path, "straight"))
+    with pytest.raises(StoppedError):
+        train(on_a_gpu(tmp_path, "stopped"), stop_at(15))
+    resumed = train(on_a_gpu(tmp_path, "stopped"))
+    assert_alike(resumed, straight, 2e-3)
+
+
+@pytest.mark.gpu
+def test_a_batch_that_is_too_large_says_what_to_change_on_a_gpu(tmp_path):
+    sizes = ("data.context_length=1024", "batch_size=65536", "model.hidden_size=1024", "eval_tokens=1")
+    with pytest.raises(TooLargeError, match="gradient_accumulation"):
+        train(on_a_gpu(tmp_path, "large", *sizes))
