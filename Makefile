@@ -97,4 +97,4 @@ bench-gpu: install
 	$(BIN)/attnzoo bench path
 
 clean:
-	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site docs/source docs/assets/carried *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

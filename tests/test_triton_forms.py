@@ -9,9 +9,11 @@ import pytest
 import torch
 from strategies import Case, Inputs, relative_error
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import get, list_variants, oracle
 from attnzoo.forms.protocol import Call
+from attnzoo.forms.triton import on_packed
 from attnzoo.kernels.fox import GateSums
 
 TRITON = [name for name in list_variants("softmax") if "triton" in get(name).forms]
@@ -70,6 +72,38 @@ def test_cached_steps_over_padding_stay_on_the_kernels(name: str) -> None:
     assert len(state) == 22
 
 
+class Waits(TorchDispatchMode):
+    """Counts operations whose result's shape or value Python must wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, by_mask = torch.ops.aten, False
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+            by_mask = any(x is not None and x.dtype == torch.bool for x in args[1])
+        self.count += by_mask or func.overloadpacket in (aten.nonzero, aten._local_scalar_dense)
+        return func(*args, **kwargs or {})
+
+
+def test_packing_waits_for_a_gpu_once() -> None:
+    rows = [torch.randn(3, 5, 2, 4, requires_grad=True) for _ in range(4)]
+    valid = torch.tensor([[True] * 5, [False, True, True, False, True], [False] * 4 + [True]])
+
+    def attend(a: Tensor, b: Tensor, c: Tensor, d: Tensor, borders: Tensor) -> tuple[Tensor, Tensor]:
+        return a * b, c + d
+
+    with Waits() as waits:
+        product, total = on_packed(attend, valid, *rows)
+        (product.square() + total).sum().backward()
+    assert waits.count == 1
+    mask = valid[..., None, None]
+    assert torch.equal(product, rows[0] * rows[1] * mask)
+    assert torch.equal(total, (rows[2] + rows[3]) * mask)
+    assert torch.equal(rows[2].grad, mask.expand(3, 5, 2, 4).float())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["fox", "path_fox"])
 @torch.no_grad()
 def test_a_mask_of_ones_changes_nothing_on_the_kernels(name: str) -> None:
@@ -114,6 +148,26 @@ def test_a_cached_step_with_a_gradient_adds_up_its_gates_itself() -> None:
     assert relative_error(got, expected) <= CLOSE
 
 
+@pytest.mark.parametrize("steps", [[0, 12, 13, 14, 20], [0, 12, 20]], ids=["steps", "chunks"])
+@pytest.mark.parametrize("name", ["nope", "fox", "path_fox"])
+def test_a_window_over_a_cache_with_padding_counts_what_exists(name: str, steps: list[int]) -> None:
+    inputs = inputs_of(name, B=2, T=20)
+    valid = torch.rand(2, 20, generator=torch.Generator().manual_seed(3)) < 0.6
+    valid[:, -1], valid[1, :6] = True, False
+    want = get(name).extend(*doubled(inputs), window=4, valid=valid)[0]
+    state, found = None, []
+    with torch.no_grad():
+        for start, stop in itertools.pairwise(steps):
+            o, state = get(name).extend(
+                *piece(inputs, start, stop), state, form="triton", window=4, valid=valid[:, start:stop]
+            )
+            found.append(o)
+    got = torch.cat(found, 1)[valid]
+    assert relative_error(got, want[valid]) <= CLOSE
+    whole = get(name).extend(*doubled(inputs), valid=valid)[0]
+    assert not torch.allclose(whole[valid], want[valid])
+
+
 @pytest.mark.parametrize("name", ["fox", "path_fox"])
 def test_what_the_kernels_refuse_is_said_both_ways(name: str) -> None:
     inputs, variant = inputs_of(name, T=20), get(name)
@@ -121,10 +175,6 @@ def test_what_the_kernels_refuse_is_said_both_ways(name: str) -> None:
     with torch.no_grad():
         _, state = variant.extend(*piece(inputs, 0, 19), form="triton", valid=valid[:, :19])
         step = piece(inputs, 19, 20)
-        windowed = Call(*step, state, True, {"window": 3})
-        assert "counts a window over padding only in whole sequences" in variant.refuses("triton", windowed)
-        with pytest.raises(ValueError, match="window: expected None with padding in the cache, got 3"):
-            variant.extend(*step, state, form="triton", window=3)
     both = {"valid": valid, "cu_seqlens": torch.tensor([0, 20])}
     assert "takes valid or cu_seqlens, not both" in variant.refuses("triton", Call(*inputs, options=both))
     with pytest.raises(ValueError, match="valid: expected None with cu_seqlens"):

@@ -49,6 +49,8 @@ class _UnitLowerInverse(torch.autograd.Function):
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:
     """``(I + lower)^{-1}`` for strictly lower triangular matrices ``[..., C, C]``, in products of blocks."""
+    if lower.shape[-1] == 1:  # a cached step
+        return torch.ones_like(lower)
     return cast(Tensor, _UnitLowerInverse.apply(lower))  # type: ignore[no-untyped-call]
 
 

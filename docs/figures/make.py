@@ -39,6 +39,12 @@ def draw_fox() -> None:
     save("kept-over-length", lambda theme: fox.kept_over_length(lengths, shares, theme))
 
 
+def draw_home() -> None:
+    import home
+
+    home.live()
+
+
 def draw_zoo() -> None:
     import zoo
 
@@ -58,6 +64,7 @@ DRAWINGS: dict[str, Callable[[], None]] = {
     "lattice": draw_lattice,
     "schematics": draw_schematics,
     "fox": draw_fox,
+    "home": draw_home,
     "zoo": draw_zoo,
     "path": draw_path,
 }

@@ -29,13 +29,19 @@ def running_sums(log_decay: Tensor | None, B: int, S: int, H: int, device: torch
     return g.cumsum(1).transpose(1, 2), closed.transpose(1, 2)
 
 
-def first_visible(closed: Tensor, window: int | None, cu_seqlens: Tensor | None) -> Tensor:
-    """First visible key of each position: [B, H, S]."""
+def window_starts(valid: Tensor, window: int) -> Tensor:
+    """The first key in each token's window of keys that exist, [B, S] int64, from valid [B, S] bool."""
+    rank = valid.cumsum(1)
+    return torch.searchsorted(rank, rank - window, right=True)
+
+
+def first_visible(closed: Tensor, window: int | None, cu_seqlens: Tensor | None, valid: Tensor | None = None) -> Tensor:
+    """First visible key of each position: [B, H, S]; a window counts the keys that exist."""
     S = closed.shape[-1]
     pos = torch.arange(S, device=closed.device)
     since = torch.where(closed, pos, 0).cummax(-1).values
     if window is not None:
-        since = torch.maximum(since, pos - window + 1)
+        since = torch.maximum(since, pos - window + 1 if valid is None else window_starts(valid, window)[:, None])
     if cu_seqlens is not None:
         since = torch.maximum(since, segment_starts(cu_seqlens, S))
     return since

@@ -77,7 +77,7 @@ def fox_attention(
             at -1e4) or None. Differentiable, as are q, k, v and sink.
         scale: of the logits; default K ** -0.5.
         prune: skip blocks whose total weight is certified below ``prune.eps`` per row. Needs a gate.
-        window: each row sees itself and the window - 1 keys before it.
+        window: each row sees itself and the window - 1 keys before it; with ``valid`` only keys that exist are counted.
         sink: [H] logits that take part in the softmax without a value.
         cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. S; B is 1 and T equals S. Changing lengths does
             not recompile.

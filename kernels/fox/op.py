@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import CLOSED, GATE_CONST, GATE_FULL, KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.dense import segment_starts
+from attnzoo.kernels.common.dense import segment_starts, window_starts
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe, gate_kind
@@ -51,10 +51,13 @@ def bounds(
     doc = None if cu_seqlens is None else segment_starts(cu_seqlens, S)
     c = base = tails = start = None
     since: Some
+    counted = window if valid is None else 0  # a window over all keys; over those that exist it comes last
     if log_decay is not None and gate_kind(log_decay) == GATE_FULL:
-        c, base, since, tails = gate_sums(log_decay, doc, window if window > 0 else S)
+        c, base, since, tails = gate_sums(log_decay, doc, counted if counted > 0 else S)
     else:
-        since = since_without_gate(doc, window, S, q.device)
+        since = since_without_gate(doc, counted, S, q.device)
+    if valid is not None and window > 0:
+        since = later_of(since, window_starts(valid, window).int()[:, None])
     if bound:
         assert log_decay is not None
         start = prune_starts(
@@ -62,6 +65,10 @@ def bounds(
             valid=valid,
         )  # fmt: skip
     return c, base, since, start
+
+
+def later_of(a: Some, b: Tensor) -> Tensor:
+    return b if a is None else torch.maximum(a, b)
 
 
 def _launch(
@@ -154,8 +161,11 @@ def fox_infer(
             first = S - T if chosen.forward == "split" else 0  # of the rows whose first keys the kernel reads
             since = since[..., first:S]
             if window > 0:
-                at = torch.arange(first, S, device=q.device, dtype=torch.int32)
-                since = torch.maximum(since, at - (window - 1))
+                if valid is None:
+                    begins = torch.arange(first, S, device=q.device, dtype=torch.int32) - (window - 1)
+                else:
+                    begins = window_starts(valid, window)[:, None, first:].int()
+                since = torch.maximum(since, begins)
             if bound:
                 start = prune_starts(
                     q, k, log_decay, c, base, tails, since, scale, bound=bound, log_eps=log_eps,

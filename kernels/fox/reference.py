@@ -96,7 +96,7 @@ def fox_reference_with_lse(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
     c, closed = running_sums(log_decay, B, S, H, q.device)
-    since = first_visible(closed, window, cu_seqlens)
+    since = first_visible(closed, window, cu_seqlens, valid)
     if gate_sums is not None:
         c, seen = gate_sums.log_decay_sums()
         since = torch.maximum(since, seen)

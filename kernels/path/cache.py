@@ -107,7 +107,7 @@ def path_extend(
         valid: [B, S + N] bool, the tokens that exist, or None for all. The others are seen by no row, and their
             factors and gates count for nothing. A row that sees no key is 0 (its log-sum-exp that of the sink).
         scale: of the scores; default K ** -0.5.
-        window: each row sees itself and the window - 1 tokens before it, padding counted. Keys that no later row will
+        window: each row sees itself and the window - 1 tokens before it that exist. Keys that no later row will
             see may be left out of ``keys``, ``values``, ``gates`` and ``valid``, from the first on.
         sink: [H] logits that take part in the softmax without a value.
         return_lse: also return the log-sum-exp of each row's logits, the sink's included.

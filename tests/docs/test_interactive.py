@@ -78,6 +78,11 @@ def check(page) -> dict:
     return now
 
 
+def test_every_pair_of_the_registry_can_be_chosen(play):
+    offered = play.locator("#pair option").evaluate_all("options => options.map((o) => o.textContent)")
+    assert offered == [f"{pair.linear} · {pair.softmax}" for pair in pairs() if not pair.softmax_module]
+
+
 def slide(page, name: str, keys: str) -> None:
     """Press keys on a slider."""
     slider = page.locator(f"[name={name}]")
@@ -201,3 +206,44 @@ def test_every_control_has_a_name(play):
     )
     assert len(names) > 40
     assert all(re.search(r"\w", name) for name in names)
+
+
+def live_weights(data, now) -> torch.Tensor:
+    """What the home page should show, from its scores and gates."""
+    head, t = data["heads"][now["head"]], now["query"]
+    g = tensor(head["g"])
+    if now["moved"] is not None:
+        g[now["gate"]] = math.log(now["moved"]) if now["moved"] else -math.inf
+    s = tensor(head["s"][t])
+    d = torch.stack([g[j + 1 : t + 1].sum() for j in range(t + 1)])
+    return (s + d).softmax(0) if now["side"] == "softmax" else s * d.exp()
+
+
+def test_home_shows_a_trained_fox_and_moves_one_gate(reader):
+    page = reader.open("index.html")
+    page.locator("#live[data-ready]").wait_for()
+    data = page.evaluate("foxData")
+    assert all(g <= 0 for head in data["heads"] for g in head["g"])
+
+    def check_live():
+        now = page.evaluate("foxLive.read()")
+        torch.testing.assert_close(tensor(now["weights"]), live_weights(data, now), rtol=1e-9, atol=1e-12)
+        return now
+
+    page.locator("#live .code button").nth(40).hover()
+    before = check_live()
+    assert before["query"] == 40
+    slide(page, "f", "Home")
+    closed = check_live()
+    assert closed["moved"] == 0
+    assert closed["gate"] == data["text"].index("\nprint")
+    assert all(weight == 0 for weight in closed["weights"][: closed["gate"]])
+    page.get_by_label("linear, its dual").check()
+    page.get_by_label("local head").check()
+    last = check_live()
+    assert (last["side"], last["head"]) == ("linear", 0)
+    address = page.evaluate("location.hash")
+    reader.open("equations.html")
+    reader.open(f"index.html{address}")
+    assert check_live() == last
+    assert reader.complaints == []

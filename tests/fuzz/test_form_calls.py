@@ -185,8 +185,9 @@ def check(call: Call, got: Any) -> None:
     if not there.any() or not shared:
         return
     size = {name: float(call.given[name][there].abs().max()) for name in "qkv"}
-    score = abs(options.get("scale", q.shape[-1] ** -0.5)) * size["q"] * size["k"] * q.shape[-1]
-    if score * (1 + size["v"]) > 1e-3 * torch.finfo(q.dtype).max:
+    scale, product = abs(options.get("scale", q.shape[-1] ** -0.5)), size["q"] * size["k"] * q.shape[-1]
+    score = scale * product
+    if max(scale, 1.0) * product * (1 + size["v"]) > 1e-3 * torch.finfo(q.dtype).max:
         return  # no room for it
     if call.state is not None and call.way == "extend":  # of a past that is not known here
         assert o[there].isfinite().all()

@@ -70,7 +70,8 @@ def right(call: Call) -> tuple[Tensor, Tensor]:
     """o ``[B, S, H, V]`` and lse ``[B, S, H]``, from the logits written out."""
     q, k, v = (call.given[name] for name in "qkv")
     gate = Gate(**{name: x for name, x in call.given.items() if name not in "qkv" and x is not None})
-    options, S = call.options, q.shape[1]
+    options, S = call.options, k.shape[1]
+    q = torch.cat([q.new_zeros(q.shape[0], S, *q.shape[2:]), q], 1)[:, -S:]  # the queries are the last of S
     s, d = oracle.scores(q, k, gate, scale=options.get("scale"))
     logits, at = s + d, torch.arange(S)
     hidden = torch.zeros(1, 1, S, S, dtype=torch.bool)

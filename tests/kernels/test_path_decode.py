@@ -303,7 +303,7 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
         ("sink", lambda x: x[:1], r"sink: expected \(2,\)"),
         ("q", lambda x: x[0], r"expected 4 dimensions each"),
         ("q", lambda x: x[:, :0], r"q: expected at least one new token"),
-        ("w", lambda x: 2 * x, r"w: expected unit vectors, got lengths off by up to 1"),
+        ("w", lambda x: 2 * x, r"w: expected lengths of at most 1, got 2"),
         ("beta", lambda x: x - 3, r"beta: expected values in \[0, 2\]"),
         ("gates", lambda x: 0 * x + 0.5, r"gates: expected natural logs <= 0"),
         ("sink", lambda x: x + torch.inf, r"sink: expected logits that are finite or -inf"),

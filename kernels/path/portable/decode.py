@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.dense import window_starts
 from attnzoo.kernels.common.device import multiprocessors, on_device_of
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, power_of_2
@@ -32,7 +33,7 @@ def _there(p_valid, o_s, m, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "S", "SPLIT", "NS", "window", "stride_gb", "stride_mb"])
 def path_advance_kernel(
-    p_q, p_w, p_beta, p_total, p_keys, p_next, p_v, p_g, p_valid, p_o, p_m, p_l, p_sum,
+    p_q, p_w, p_beta, p_total, p_keys, p_next, p_v, p_g, p_valid, p_since, p_o, p_m, p_l, p_sum,
     stride_kb, stride_kt, stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb,
     N, S, SPLIT, NS, window, scale,
     ONE: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
@@ -43,6 +44,7 @@ def path_advance_kernel(
 
     ONE (N = 1): p_q holds the query itself, attending to the advanced keys. Otherwise p_q holds queries carried back to
     the start of the chunk, attending to the keys as they were; p_total is ``(R_1 ... R_N)^T``. Parts: [B, G, NS, R, .].
+    A window over tokens of which some do not exist (MASKED) comes as the first key of each row, p_since [B, N].
     """
     i_bg, i_s, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
@@ -102,7 +104,11 @@ def path_advance_kernel(
         m_there = _there(p_valid, o_s, m_s, MASKED)
         m_seen = m_there[None, :]
         if WINDOW:
-            m_seen = m_seen & (o_s[None, :] > (S + o_r % N - window)[:, None])
+            if MASKED:
+                b_since = tl.load(p_since + i_b * N + o_r % N, mask=m_r, other=0)
+                m_seen = m_seen & (o_s[None, :] >= b_since[:, None])
+            else:
+                m_seen = m_seen & (o_s[None, :] > (S + o_r % N - window)[:, None])
         b_s = tl.where(m_seen, b_s, float("-inf"))
         b_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -130,7 +136,7 @@ def path_advance_kernel(
 
 @triton.jit(do_not_specialize=["N", "S", "NS", "window", "stride_gb", "stride_mb"])
 def path_combine_kernel(
-    p_o, p_m, p_l, p_sum, p_scores, p_q, p_k, p_next, p_v, p_g, p_valid, p_sink, p_out, p_lse,
+    p_o, p_m, p_l, p_sum, p_scores, p_q, p_k, p_next, p_v, p_g, p_valid, p_since, p_sink, p_out, p_lse,
     stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb, N, S, NS, window, scale,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
@@ -174,7 +180,10 @@ def path_combine_kernel(
         b_own += tl.cumsum(b_g, 0, reverse=True) * TL_LOG2E
     m_j = _there(p_valid, S + o_j, m_j, MASKED)
     if WINDOW:
-        m_j &= o_j > i_n - window
+        if MASKED:
+            m_j &= S + o_j >= tl.load(p_since + i_b * N + i_n)
+        else:
+            m_j &= o_j > i_n - window
     b_own = tl.where(m_j, b_own, float("-inf"))
     b_top = tl.maximum(tl.max(b_m, 0), tl.max(b_own, 0))
     if HAS_SINK:
@@ -214,8 +223,7 @@ def advance(
         q: [B, N, H, K]; k, w: [B, N, G, K]; beta: [B, N, G].
         keys: [B, S, G, K] float32, as the last cached token left them.
         values: [B, S + N, G, V], gates: [B, S + N, H], valid: [B, S + N] bool, of the cached and the new tokens.
-
-        window: visible keys per row, 0 for no window.
+        window: visible keys per row, of those that exist; 0 for no window.
 
     Returns:
         o [B, N, H, V] in v's dtype, the rows' log-sum-exp [B, N, H] float32, and the keys as the last new token leaves
@@ -252,15 +260,19 @@ def advance(
     gate_strides = (g.stride(0), g.stride(1))
     lse = q.new_empty(B, N, H, dtype=torch.float32)
     flags = {"GATED": gates is not None, "MASKED": valid is not None, "WINDOW": window > 0}
+    since = there
+    if valid is not None and window > 0:
+        since = window_starts(valid, window)[:, S:].int().contiguous()
     with on_device_of(q):
         path_advance_kernel[(B * G, splits, row_tiles)](
-            rows, w, beta, total, keys, following, values, g, there, parts, top, mass, sums,
+            rows, w, beta, total, keys, following, values, g, there, since, parts, top, mass, sums,
             keys.stride(0), keys.stride(1), following.stride(0), values.stride(0), values.stride(1), *gate_strides,
             there.stride(0), N, S, size, splits, window, scale, N == 1, G, H, K, V, BR, BS, BK, BC, BV, **flags,
             num_warps=warps, num_stages=1,
         )  # fmt: skip
         path_combine_kernel[(B * H, N)](
-            parts, top, mass, sums, scores, rows, k, following, values, g, there, lse if sink is None else sink, o, lse,
+            parts, top, mass, sums, scores, rows, k, following, values, g, there, since,
+            lse if sink is None else sink, o, lse,
             following.stride(0), values.stride(0), values.stride(1), *gate_strides, there.stride(0), N, S, splits,
             window, scale, G, H, K, V, 1 if N == 1 else CHUNK, BP, BK, BV, **flags, HAS_SINK=sink is not None,
             num_warps=4,
