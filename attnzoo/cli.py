@@ -159,6 +159,28 @@ def verify(names: tuple[str, ...], seed: int) -> None:
         sys.exit(1)
 
 
+@app.command()
+@click.option("--head-dim", type=click.IntRange(min=8), default=64, show_default=True, help="Of the layers, K = V.")
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True,
+    help="Of the layers' weights and inputs.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def doctor(head_dim: int, dtype: str, as_json: bool) -> None:
+    """What every variant would run on here, and why nothing faster.
+
+    Machine, versions and a table that can be pasted into an issue. Nothing is launched on a GPU.
+    """
+    import json
+
+    import torch
+
+    from attnzoo.doctor import examine
+
+    report = examine(head_dim, getattr(torch, dtype))
+    click.echo(json.dumps(report.as_dict(), indent=1) if as_json else report.text(), nl=as_json)
+
+
 @app.command(epilog=f"Built in: {', '.join(built_in('train'))}.")
 @config_argument
 @overrides_argument
@@ -269,10 +291,11 @@ def main() -> NoReturn:
     A mistake in the input is one line without a traceback; ``ATTNZOO_TRACEBACK=1`` shows where it was raised.
     """
     _ready_streams()
+    stream = sys.stdout
     try:
         sys.exit(app(standalone_mode=False, prog_name="attnzoo") or 0)
-    except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # for which click and rich have 1
+    except SystemExit:
+        if sys.stdout is not stream:  # click has put one in its place that can be flushed: the reader has gone
             sys.exit(128 + signal.SIGPIPE)
         raise
     except click.exceptions.NoArgsIsHelpError as error:
@@ -331,7 +354,11 @@ def _table(*columns: str) -> Table:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # for click to see
+
+    return Plain(highlight=False)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ FLOORS = (
     ("samples",),
     ("verify",),
     ("layer",),
-    ("equations",),
+    ("equations", "doctor"),
     ("models", "evaluation"),
     ("training",),
     ("experiments",),

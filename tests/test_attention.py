@@ -74,6 +74,15 @@ def test_gradients_of_packed_equal_those_of_separate(name, block):
         assert_same(*pair)
 
 
+@every_layer
+@torch.no_grad()
+def test_no_rows_give_no_rows(name, block):
+    attn, x = layer(name, block), rows(0, 5)
+    cache, mask = attn.new_cache(), torch.ones(0, 5, dtype=torch.bool)
+    for y in (attn(x), attn(x, attention_mask=mask), attn(x, cache=cache), attn(x, cache=cache)):
+        assert y.shape == (0, 5, D)
+
+
 @pytest.mark.parametrize("name", list_variants())
 def test_packed_prefill_then_stepping(name):
     """After a packed prefill the cache has one row per sequence: both packed and batched calls continue it."""

@@ -272,6 +272,7 @@ def test_options_of_every_layer_reach_it(tokens):
         (lambda m, x: m(x, targets=x.tolist()), TypeError, "targets: expected integers"),
         (lambda m, x: m(x, targets=x + 40), ValueError, "targets: expected tokens from 0 to 39"),
         (lambda m, x: m(x, targets=0 * x - 100), ValueError, "targets: expected at least one that counts"),
+        (lambda m, x: m(x[:0], targets=x[:0]), ValueError, "targets: expected at least one that counts"),
         (lambda m, x: m(x, cache=m.new_cache()[:1]), ValueError, "cache: expected 2 layers.*got 1"),
         (lambda m, x: m(x, attention_mask=[1]), TypeError, "attention_mask: expected a tensor"),
         (lambda m, x: m.generate(x[:, :0], 3), ValueError, "input_ids: expected .* at least one token"),

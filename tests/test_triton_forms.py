@@ -9,9 +9,11 @@ import pytest
 import torch
 from strategies import Case, Inputs, relative_error
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import get, list_variants, oracle
 from attnzoo.forms.protocol import Call
+from attnzoo.forms.triton import on_packed
 from attnzoo.kernels.fox import GateSums
 
 TRITON = [name for name in list_variants("softmax") if "triton" in get(name).forms]
@@ -68,6 +70,38 @@ def test_cached_steps_over_padding_stay_on_the_kernels(name: str) -> None:
     (o, lse), _ = get(name).extend(*doubled(inputs), valid=valid, sink=sink.double(), return_lse=True)
     assert relative_error(got[valid], torch.cat([o, lse[..., None]], -1)[valid]) <= CLOSE
     assert len(state) == 22
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations whose result's shape or value Python must wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, by_mask = torch.ops.aten, False
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+            by_mask = any(x is not None and x.dtype == torch.bool for x in args[1])
+        self.count += by_mask or func.overloadpacket in (aten.nonzero, aten._local_scalar_dense)
+        return func(*args, **kwargs or {})
+
+
+def test_packing_waits_for_a_gpu_once() -> None:
+    rows = [torch.randn(3, 5, 2, 4, requires_grad=True) for _ in range(4)]
+    valid = torch.tensor([[True] * 5, [False, True, True, False, True], [False] * 4 + [True]])
+
+    def attend(a: Tensor, b: Tensor, c: Tensor, d: Tensor, borders: Tensor) -> tuple[Tensor, Tensor]:
+        return a * b, c + d
+
+    with Waits() as waits:
+        product, total = on_packed(attend, valid, *rows)
+        (product.square() + total).sum().backward()
+    assert waits.count == 1
+    mask = valid[..., None, None]
+    assert torch.equal(product, rows[0] * rows[1] * mask)
+    assert torch.equal(total, (rows[2] + rows[3]) * mask)
+    assert torch.equal(rows[2].grad, mask.expand(3, 5, 2, 4).float())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["fox", "path_fox"])

@@ -80,11 +80,13 @@ class Kernel:
         run: ``run(q, k, v, gate, *, ...) -> [B, T, H, V]``; its keyword-only parameters are the options it honours.
         extend: ``extend(q, k, v, gate, state, *, ...) -> (output, state)``; None where it keeps no state.
         refuses: why a :class:`Call` cannot be served, or "". It need not look at the names of the options.
+        explain: which kernels a :class:`Call` that is not refused runs on, and why no faster ones, or "".
     """
 
     run: Callable[..., Any]
     extend: Callable[..., tuple[Any, Any]] | None = None
     refuses: Callable[[Call], str] = _serves
+    explain: Callable[[Call], tuple[str, str]] | None = None
     options: tuple[str, ...] = field(init=False)  # of run
     extend_options: tuple[str, ...] = field(init=False)
 

@@ -100,7 +100,21 @@ def fox_kernel(forms: Additive) -> Kernel:
             return "a step over padding has no gradient in the triton form (run it under torch.no_grad())"
         return _refused(call) or triton_unavailable(call.q, call.v)
 
-    return Kernel(run, extend, refuses)
+    def explain(call: Call) -> tuple[str, str]:
+        from attnzoo.kernels.common.device import machine
+        from attnzoo.kernels.fox import plan
+
+        (T, H, K), (G, V) = call.q.shape[1:], call.v.shape[2:]
+        S = T if call.state is None else len(call.state) + T
+        learns = call.gate.log_decay is not None and _records(call.gate.log_decay)
+        asked = plan.Call(
+            T, S, H // G, K, V, call.v.dtype, learns, torch.are_deterministic_algorithms_enabled(),
+            masked=call.state is not None and _padded(call),
+        )  # fmt: skip
+        chosen = plan.plan(asked, machine(call.q.device))
+        return chosen.kernels(_records_any(call)), chosen.why
+
+    return Kernel(run, extend, refuses, explain)
 
 
 def _gate_sums(past: KVCache, state: KVCache, prune: Prune | None) -> Any:
@@ -185,7 +199,22 @@ def path_kernel() -> Kernel:
             return "a cached step of the triton form has no gradient (run it under torch.no_grad())"
         return _refused(call) or triton_unavailable(call.q, call.v)
 
-    return Kernel(run, extend, refuses)
+    def explain(call: Call) -> tuple[str, str]:
+        from attnzoo.kernels.common.device import machine
+        from attnzoo.kernels.path import plan
+
+        if call.state is not None and len(call.state):
+            return "one fused step over all keys", ""
+        learns = call.gate.log_decay is not None and _records(call.gate.log_decay)
+        shortened = bool({"prune", "window"} & call.options.keys())
+        asked = plan.Call(
+            call.q.shape[1], call.q.shape[3], call.v.shape[3], call.v.dtype, learns,
+            torch.are_deterministic_algorithms_enabled(), shortened,
+        )  # fmt: skip
+        chosen = plan.plan(asked, machine(call.q.device))
+        return chosen.kernels(_records_any(call)), chosen.why
+
+    return Kernel(run, extend, refuses, explain)
 
 
 BOTH = "the triton form takes valid or cu_seqlens, not both"
@@ -225,11 +254,11 @@ def on_packed(attend: Callable[..., Output], valid: Tensor, *rows: Tensor | None
         rows: ``[B, T, ...]`` or None.
     """
     borders = F.pad(valid.sum(1).cumsum(0), (1, 0)).int()
-    given = attend(*(None if x is None else x[valid][None] for x in rows), borders)
+    there = valid.flatten().nonzero()[:, 0]  # the one place where Python waits for a GPU
+    given = attend(*(None if x is None else x.flatten(0, 1).index_select(0, there)[None] for x in rows), borders)
 
     def unpacked(x: Tensor) -> Tensor:
-        out = x.new_zeros(*valid.shape, *x.shape[2:])
-        out[valid] = x[0]
-        return out
+        out = x.new_zeros(valid.numel(), *x.shape[2:])
+        return out.index_copy(0, there, x[0]).view(*valid.shape, *x.shape[2:])
 
     return (unpacked(given[0]), unpacked(given[1])) if isinstance(given, tuple) else unpacked(given)

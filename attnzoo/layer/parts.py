@@ -72,7 +72,7 @@ class HeadNorm(nn.Module):
         dtype, shape = x.dtype, x.shape
         x = wide(x)
         if self.groups is not None:
-            x = x.reshape(*shape[:2], self.groups, -1)
+            x = x.reshape(*shape[:2], self.groups, shape[2] // self.groups * shape[3])
         if self.kind == "group":
             x = x - x.mean(-1, keepdim=True)
         x = F.rms_norm(x, x.shape[-1:], eps=self.eps)

@@ -215,12 +215,14 @@ class LanguageModel(nn.Module):
             raise ValueError(f"{name}: expected shape {expected}, got {list(tokens.shape)}")
         if tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"{name}: expected int64 or int32 tokens, got {tokens.dtype}")
-        if not reads_values(tokens) or not tokens.numel():
+        if not reads_values(tokens):
             return
         if ignored is not None:
             tokens = tokens[tokens != ignored]
             if not tokens.numel():
                 raise ValueError(f"{name}: expected at least one that counts, got {ignored} alone")
+        if not tokens.numel():
+            return
         size = self.embedding.num_embeddings
         low, high = (int(x) for x in tokens.aminmax())
         if low < 0 or high >= size:

@@ -13,15 +13,13 @@
   const q = draw(), k = draw(), scattered = draw().map(algebra.unit);
   const axis = algebra.unit([1, 1, 0, 0]);
 
-  const PARTS = {
-    nope: [],
-    alibi: ["slope"],
-    fox: ["gates"],
-    wall: ["channels"],
-    rope: ["angles"],
-    path: ["betas"],
-    path_fox: ["gates", "betas"],
-  };
+  // The pairs of the registry, and the controls that their gate parts need.
+  const CONTROLS = { log_diag: "channels", angle: "angles", beta: "betas" };
+  const control = (pair) => (part) => (part === "log_decay" ? (pair.constant ? "slope" : "gates") : CONTROLS[part] ?? []);
+  const PARTS = Object.fromEntries(window.zooPairs.map((pair) => [pair.softmax, pair.requires.flatMap(control(pair))]));
+  for (const { linear, softmax } of window.zooPairs) {
+    field("pair").append(new Option(`${linear} · ${softmax}`, softmax, softmax === "fox", softmax === "fox"));
+  }
 
   function readGate(parts) {
     const tokens = Array.from({ length: T }, (_, t) => t);

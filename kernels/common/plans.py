@@ -34,6 +34,11 @@ class Plan:
     why: str = ""
     staged: bool = True
 
+    def kernels(self, backward: bool) -> str:
+        """What runs, in words."""
+        words = {"hopper": "Gluon", "portable": "portable", "split": "split-key"}
+        return f"{words[self.forward]} forward" + (f", {words[self.backward]} backward" if backward else "")
+
     def of(self, kind: Kind) -> Tiles:
         """Tiles of one portable kernel."""
         return dict(self.tiles)[kind]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from attnzoo.kernels.common.device import Machine
 
 Kind = Literal["fwd", "dq", "dkdv"]
 
@@ -27,6 +31,23 @@ class Tiles:
             raise ValueError(f"BT: expected one of (16, 32, 64, 128), got {self.BT}")
         if self.BS not in (16, 32, 64, 128):
             raise ValueError(f"BS: expected one of (16, 32, 64, 128), got {self.BS}")
+
+
+class TileTable(NamedTuple):
+    """A family's tiles of portable kernels, by kernel and by the head dims that they serve up to."""
+
+    hopper: Mapping[Kind, Mapping[int, Tiles]]
+    safe: Mapping[Kind, Mapping[int, Tiles]]
+    float32: Mapping[Kind, Mapping[int, Tiles]]
+
+    def of(self, kind: Kind, size: int, dtype: torch.dtype, machine: Machine) -> Tiles:
+        """Tiles for head dims up to ``size``; a Triton without descriptors gets none, nor a limit of registers."""
+        if dtype == torch.float32:
+            return self.float32[kind][size]
+        if not machine.hopper:
+            return self.safe[kind][size]
+        t = self.hopper[kind][size]
+        return t if machine.descriptors else replace(t, tma=False, maxnreg=None)
 
 
 # The Gluon backwards; head dims up to 128.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Literal, NamedTuple
 
@@ -12,7 +11,7 @@ from attnzoo.kernels.common import tiles as tile_sizes
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import Machine, not_gluon
 from attnzoo.kernels.common.plans import Plan
-from attnzoo.kernels.common.tiles import Kind, Tiles
+from attnzoo.kernels.common.tiles import Kind, Tiles, TileTable
 
 SPLIT_ROWS = 64  # packed rows (T * H / G) up to which the keys are split
 
@@ -43,6 +42,7 @@ _SAFE: dict[Kind, dict[int, Tiles]] = {
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {
     kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)} for kind in _SAFE
 }
+_TILES = TileTable(_HOPPER, _SAFE, _FLOAT32)
 _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
 
@@ -80,7 +80,8 @@ def few_rows(T: int, S: int, rep: int) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(call: Call, few: bool, many: bool, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
-    sizes: dict[Kind, Tiles] = {kind: _tiles(kind, max(call.K, call.V), call.dtype, machine) for kind in _SAFE}
+    size = next((n for n in (64, 128) if max(call.K, call.V) <= n), 256)
+    sizes: dict[Kind, Tiles] = {kind: _TILES.of(kind, size, call.dtype, machine) for kind in _SAFE}
     sizes.update(forced)
     for kind, t in forced:
         if kind != "dkdv" and t.BS > KEY_UNIT:
@@ -97,14 +98,3 @@ def _plan(call: Call, few: bool, many: bool, machine: Machine, forced: tuple[tup
         forward = "hopper"  # where it is faster, and there are rows for both warpgroups
     why = (here or backward) if machine.hopper else ""
     return Plan(forward, "portable" if backward else "hopper", rest, tuple(sizes.items()), why)
-
-
-def _tiles(kind: Kind, head_dim: int, dtype: torch.dtype, machine: Machine) -> Tiles:
-    """Tiles of a portable kernel for head dims up to ``head_dim`` (the larger of K and V)."""
-    size = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-    if dtype == torch.float32:
-        return _FLOAT32[kind][size]
-    if machine.hopper:
-        t = _HOPPER[kind][size]
-        return t if machine.descriptors else dataclasses.replace(t, tma=False, maxnreg=None)
-    return _SAFE[kind][size]

@@ -11,6 +11,7 @@ import math
 from typing import Any, Literal, overload
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune, certified_starts
@@ -31,8 +32,8 @@ def prune_starts_reference(
         q, k: [B, T, H, K] and [B, S, G, K]; c: [B, H, S] running gate sums; since: [B, H, S] first visible keys.
     """
     T, S, rep = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    q64, k64, c = scale * q.detach().double().transpose(1, 2), k.detach().double().transpose(1, 2), c.detach()
-    k64 = k64.repeat_interleave(rep, 1)
+    q64 = rearrange(scale * q.detach().double(), "b t h k -> b h t k")
+    k64, c = repeat(k.detach().double(), "b s g k -> b (g r) s k", r=rep), c.detach()
     off, lower = S - T, None
     if prune.bound == "tail":
         pos, j = torch.arange(off, S, device=q.device), torch.arange(S, device=q.device)
@@ -110,13 +111,14 @@ def fox_reference_with_lse(
     if prune is not None:
         start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound, valid)
         visible &= j >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
-    qh = q.to(cd).transpose(1, 2)
-    kh, vh = (x.to(cd).transpose(1, 2).repeat_interleave(H // G, 1) for x in (k, v))
+    qh = rearrange(q.to(cd), "b t h k -> b h t k")
+    kh, vh = (repeat(x.to(cd), "b s g d -> b (g r) s d", r=H // G) for x in (k, v))
     decay = (c[..., off:, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
-    logits = (torch.matmul(qh, kh.transpose(-1, -2)).to(wide) * scale + decay).masked_fill(~visible, -math.inf)
+    logits = ((qh @ kh.mT).to(wide) * scale + decay).masked_fill(~visible, -math.inf)
     if sink is not None:
         logits = torch.cat([logits, sink.to(wide)[None, :, None, None].expand(B, H, T, 1)], -1)
     alone = (logits == -math.inf).all(-1, keepdim=True)  # rows without any key: no weights
     weights = torch.softmax(logits.masked_fill(alone, 0.0), -1).masked_fill(alone, 0.0)[..., :S]
     lse = torch.logsumexp(logits.masked_fill(alone, 0.0), -1).masked_fill(alone[..., 0], -math.inf)
-    return torch.matmul(weights.to(cd), vh).transpose(1, 2).to(q.dtype), lse.transpose(1, 2)
+    o = rearrange(weights.to(cd) @ vh, "b h t v -> b t h v").to(q.dtype)
+    return o, rearrange(lse, "b h t -> b t h")

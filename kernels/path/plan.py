@@ -11,7 +11,7 @@ import torch
 from attnzoo.kernels.common import tiles as tile_sizes
 from attnzoo.kernels.common.device import Machine, not_gluon, shared_memory
 from attnzoo.kernels.common.plans import Plan
-from attnzoo.kernels.common.tiles import HOPPER_BACKWARD, Kind, Tiles
+from attnzoo.kernels.common.tiles import HOPPER_BACKWARD, Kind, Tiles, TileTable
 
 from .levels import BLOCK, level_count
 
@@ -35,6 +35,8 @@ _SAFE: dict[Kind, dict[int, Tiles]] = {
     "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2)},
 }
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1)} for kind in _SAFE}
+_TILES = TileTable(_HOPPER, _SAFE, _FLOAT32)
+_SHORTENED = _TILES._replace(hopper={kind: tiles | _HOPPER_PRUNED.get(kind, {}) for kind, tiles in _HOPPER.items()})
 # KiB of shared memory per program, at head dims over 64: of the carries' backward with all its stages, and of the block
 # kernels in float32. In 16 bits what else they need fits 99 KiB with Triton from 3.6 on (``make test-versions``).
 _STAGED, _FLOAT32_BLOCKS, _SMALL, _FITS = 160, 176, 163, (3, 6)
@@ -69,7 +71,9 @@ def plan(call: Call, machine: Machine) -> Plan:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(call: Call, leveled: bool, machine: Machine, forced: tuple[tuple[Kind, Tiles], ...]) -> Plan:
-    sizes: dict[Kind, Tiles] = {kind: _tiles(kind, call, machine) for kind in _SAFE}
+    size = 64 if max(call.K, call.V) <= 64 else 128
+    table = _SHORTENED if call.shortened else _TILES
+    sizes: dict[Kind, Tiles] = {kind: table.of(kind, size, call.dtype, machine) for kind in _SAFE}
     sizes.update(forced)
     for kind, t in forced:
         if t.BS > BLOCK or (kind == "dkdv" and t.BT > BLOCK):
@@ -110,16 +114,3 @@ def one_pass_tiles(shortened: bool) -> Tiles:
 def pair_width(t: Tiles, head_dim: int) -> int:
     """Keys per tile within the own pair of blocks, where diag takes registers besides."""
     return min(t.BS, 32) if head_dim > 64 else t.BS
-
-
-def _tiles(kind: Kind, call: Call, machine: Machine) -> Tiles:
-    """Tiles of a portable kernel for head dims up to the larger of K and V."""
-    size = 64 if max(call.K, call.V) <= 64 else 128
-    if call.dtype == torch.float32:
-        return _FLOAT32[kind][size]
-    if machine.hopper:
-        t = _HOPPER[kind][size]
-        if call.shortened:
-            t = _HOPPER_PRUNED.get(kind, {}).get(size, t)
-        return t if machine.descriptors else dataclasses.replace(t, tma=False, maxnreg=None)
-    return _SAFE[kind][size]

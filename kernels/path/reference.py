@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune, certified_starts
@@ -33,13 +34,13 @@ def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: to
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    qh, kh, wh = (x.to(cd).transpose(1, 2) for x in (q, k, w))
-    strength = beta.to(wide).transpose(1, 2)[..., None]  # [B, G, T, 1]
+    qh, kh, wh = (rearrange(x.to(cd), "b t h k -> b h t k") for x in (q, k, w))
+    strength = rearrange(beta.to(wide), "b t g -> b g t 1")
     system = torch.eye(T, dtype=wide, device=q.device) + (strength * (wh @ wh.mT).to(wide)).tril(-1)
     erased = torch.linalg.solve_triangular(
         system, strength * (wh @ kh.mT).to(wide).tril(-1), upper=False, unitriangular=True
     )
-    kh, wh, erased = (x.repeat_interleave(H // G, 1) for x in (kh, wh, erased.to(cd)))
+    kh, wh, erased = (repeat(x, "b g t d -> b (g r) t d", r=H // G) for x in (kh, wh, erased.to(cd)))
     direct, turned = (qh @ kh.mT).to(wide), ((qh @ wh.mT).tril() @ erased).to(wide)
     return (direct - turned).tril()
 
@@ -64,7 +65,8 @@ def prune_starts_reference(
         seen = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= since[..., None])
         logits = path_scores(q64, k64, w.detach().double(), beta.detach().double()) + c[..., :, None] - c[..., None, :]
         lower = torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
-    norms = q64.norm(dim=-1).transpose(1, 2), k64.norm(dim=-1).amax(1).repeat_interleave(rep, 1)
+    longest = repeat(k64.norm(dim=-1).amax(1), "b g -> b (g r)", r=rep)
+    norms = rearrange(q64.norm(dim=-1), "b t h -> b h t"), longest
     return certified_starts(*norms, c, prune, logit_bound, lower, rows=ROW_UNIT, cols=KEY_UNIT)
 
 
@@ -113,6 +115,6 @@ def path_reference_lse(
     logits = (path_scores(q, k, w, beta, compute_dtype) * scale + decay).masked_fill(~visible, -math.inf)
     if sink is not None:
         logits = torch.cat([logits, sink.to(wide)[None, :, None, None].expand(B, H, T, 1)], -1)
-    vh = v.to(cd).transpose(1, 2).repeat_interleave(H // v.shape[2], 1)
-    o = torch.matmul(torch.softmax(logits, -1)[..., :T].to(cd), vh).transpose(1, 2).to(q.dtype)
-    return o, torch.logsumexp(logits, -1).transpose(1, 2)
+    vh = repeat(v.to(cd), "b t g v -> b (g r) t v", r=H // v.shape[2])
+    o = rearrange(torch.softmax(logits, -1)[..., :T].to(cd) @ vh, "b h t v -> b t h v").to(q.dtype)
+    return o, rearrange(torch.logsumexp(logits, -1), "b h t -> b t h")

@@ -78,6 +78,11 @@ def check(page) -> dict:
     return now
 
 
+def test_every_pair_of_the_registry_can_be_chosen(play):
+    offered = play.locator("#pair option").evaluate_all("options => options.map((o) => o.textContent)")
+    assert offered == [f"{pair.linear} · {pair.softmax}" for pair in pairs() if not pair.softmax_module]
+
+
 def slide(page, name: str, keys: str) -> None:
     """Press keys on a slider."""
     slider = page.locator(f"[name={name}]")

@@ -147,6 +147,35 @@ class Talk:
         before = self.rows or [torch.zeros(0, D).double()] * B
         self.rows = [torch.cat(pair) for pair in zip(before, said, strict=True)]
 
+    def alone(self):
+        """A call without a cache, on rows of its own: padded or packed, its gradients too."""
+        rng, attn = self.rng, self.attn
+        lengths = [rng.choice([0, 1, 3, 9, 130]) for _ in range(rng.choice([1, 2, 3]))]
+        lengths[rng.randrange(len(lengths))] += 1
+        x = self.tokens(1, sum(lengths))
+        weights = [p for p in attn.parameters() if p.requires_grad]
+        self.story.append(f"alone {lengths}")
+        with torch.enable_grad():
+            wanted = torch.cat([attn(row) for row in x.split(lengths, 1) if row.shape[1]], 1)
+            if rng.random() < 0.5:
+                got = attn(x, cu_seqlens=torch.tensor([0, *lengths]).cumsum(0))
+            else:
+                T = max(lengths) + rng.randrange(3)
+                left = [rng.randrange(T - n + 1) for n in lengths]
+                mask = torch.stack(
+                    [(torch.arange(T) >= a) & (torch.arange(T) < a + n) for a, n in zip(left, lengths, strict=True)]
+                )
+                padded = torch.full((len(lengths), T, D), rng.choice([0.0, math.nan, 1e300]), dtype=torch.float64)
+                padded[mask] = x[0]
+                got = attn(padded, attention_mask=mask)[mask][None]
+        self.compare([got], [wanted], "values")
+        cotangent = torch.randn_like(wanted)
+        gradients = [torch.autograd.grad(y, weights, cotangent, allow_unused=True) for y in (got, wanted)]
+        for a, b in zip(*gradients, strict=True):
+            assert (a is None) == (b is None), self.story
+            if a is not None:
+                self.compare([a], [b], "gradients")
+
     def odd(self):
         """Something between two calls that keeps the meaning."""
         rng = self.rng
@@ -227,6 +256,6 @@ def test_random_calls_of_a_layer_give_what_one_plain_call_gives(fuzz):
             attn.prune = Prune(1e-12)
         talk = Talk(rng, attn, [f"{name} {options}"])
         for _ in range(rng.choice([3, 6, 9])):
-            rng.choice([talk.good, talk.good, talk.odd, talk.bad, talk.bad])()
+            rng.choice([talk.good, talk.good, talk.alone, talk.odd, talk.bad, talk.bad])()
         talk.good()
         assert isinstance(talk.cache, LayerCache)

@@ -1,0 +1,193 @@
+"""What would run here, and why nothing faster: ``attnzoo doctor``.
+
+No table says it: each variant's layer is called, and what it asks of its core is put, on tensors of the GPU that hold
+nothing, to the functions that choose the form and the kernels.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attnzoo.forms.protocol import REFERENCE, Call
+from attnzoo.layer.attention import Attention
+from attnzoo.layer.build import build_attention
+from attnzoo.layer.dispatch import KERNELS, choose
+from attnzoo.registry import Variant, get, list_variants
+
+PACKAGES = ("attnzoo", "torch", "triton", "flash-linear-attention")
+WHEN = ("prefill", "training", "padded training", "packed training", "cached step")
+_HEADS, _TOKENS = 2, 320  # tokens enough for the kernels of long sequences
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one variant's layer runs on in one situation.
+
+    Attributes:
+        form: "triton", "fla" or "reference".
+        kernels: of the triton form, which.
+        why: why nothing faster, one reason each.
+    """
+
+    variant: str
+    when: str
+    form: str
+    kernels: str = ""
+    why: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """A machine, its versions, and what each variant would run on."""
+
+    system: str
+    gpus: tuple[str, ...]
+    versions: dict[str, str]
+    layer: str
+    rows: tuple[Row, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        """Markdown: what a table says in many places is a note below it."""
+        notes: dict[str, int] = {}
+        lines = [f"- {self.system}", *(f"- {gpu}" for gpu in self.gpus or ("no CUDA GPU",))]
+        lines += [f"- {name} {found}" for name, found in self.versions.items()]
+        table: list[tuple[str, ...]] = [("variant", "when", "runs on", "why nothing faster")]
+        for variant, when, row in _grouped(self.rows):
+            marks = " ".join(f"[{notes.setdefault(reason, len(notes) + 1)}]" for reason in row.why)
+            table.append((variant, when, f"{row.form}: {row.kernels}" if row.kernels else row.form, marks))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        table.insert(1, tuple("-" * width for width in widths))
+        lines += ["", f"{self.layer}:", ""]
+        lines += ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in table]
+        lines += ["", *(f"[{number}] {note}" for note, number in notes.items())]
+        return "\n".join(lines).rstrip() + "\n"
+
+
+class _Asked(BaseException):
+    """Carries out of a layer what it asks of its core."""
+
+    def __init__(self, call: Call):
+        self.call = call
+
+
+@dataclass(frozen=True)
+class _Listener:
+    """In a variant's place: who asks whether a form serves a call gets no further."""
+
+    variant: Variant
+
+    def refuses(self, form: str, call: Call) -> str:
+        raise _Asked(call)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.variant, name)
+
+
+def examine(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Report:
+    """What every variant's layer would run on here, with its defaults."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = [row for name in list_variants() for row in _rows(get(name), head_dim, dtype, device)]
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    return Report(
+        f"{platform.platform()}, Python {platform.python_version()}", tuple(_gpu(i) for i in range(count)),
+        {name: _version(name) for name in PACKAGES},
+        f"layers with heads of {head_dim}, {str(dtype).removeprefix('torch.')}", tuple(rows),
+    )  # fmt: skip
+
+
+def _rows(variant: Variant, head_dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[Row]:
+    attn = build_attention(variant.name, hidden_size=_HEADS * head_dim, num_heads=_HEADS).to(dtype)
+    attn.variant = _Listener(variant)  # type: ignore[assignment]
+    for when in WHEN:
+        with torch.set_grad_enabled("training" in when):
+            call = _asked(attn, when, dtype)
+            if when == "cached step":
+                call = replace(call, state=_state(attn, dtype))
+            yield _row(variant, when, _moved(call, device))
+
+
+def _asked(attn: Attention, when: str, dtype: torch.dtype) -> Call:
+    """What the layer asks of its core."""
+    tokens = 1 if when == "cached step" else _TOKENS
+    x = torch.zeros(1, tokens, attn.config.hidden_size, dtype=dtype)
+    mask = borders = cache = None
+    if "padded" in when:
+        mask = torch.arange(tokens)[None] > 0
+    if "packed" in when:
+        borders = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
+    if "cached" in when:
+        cache = attn.new_cache()
+    try:
+        attn(x, cu_seqlens=borders, attention_mask=mask, cache=cache)
+    except _Asked as asked:
+        return asked.call
+    raise AssertionError("the layer asked for no form")
+
+
+def _state(attn: Attention, dtype: torch.dtype) -> Any:
+    """Of as many tokens as the other situations have."""
+    call = _asked(attn, "cached", dtype)
+    return attn.variant.form_set.extend(call.q, call.k, call.v, call.gate, **call.options)[1]
+
+
+def _moved(call: Call, device: torch.device) -> Call:
+    """The call on tensors of a device that hold nothing."""
+    with FakeTensorMode():
+
+        def moved(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            return torch.empty(x.shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
+
+        gate = replace(call.gate, **{part: moved(getattr(call.gate, part)) for part in call.gate.parts})
+        options = {name: moved(value) for name, value in call.options.items()}
+        return replace(call, q=moved(call.q), k=moved(call.k), v=moved(call.v), gate=gate, options=options)
+
+
+def _row(variant: Variant, when: str, call: Call) -> Row:
+    form = choose(variant, "auto", call)
+    faster = KERNELS[: KERNELS.index(form)] if form in KERNELS else KERNELS
+    offered = [name for name in faster if name in variant.forms]
+    why = [f"{name}: {variant.refuses(name, call)}" for name in offered]
+    if form == REFERENCE and not offered:
+        why = ["it has no kernel: neither ours nor flash-linear-attention's serves its gate"]
+    kernels = ""
+    kernel = getattr(variant.form_set, "kernels", {}).get(form)
+    if kernel is not None and kernel.explain is not None:
+        kernels, slow = kernel.explain(call)
+        why += [slow] if slow else []
+    return Row(variant.name, when, form, kernels, tuple(why))
+
+
+def _grouped(rows: tuple[Row, ...]) -> Iterator[tuple[str, str, Row]]:
+    """Variant, situations and what they have in common."""
+    for name in dict.fromkeys(row.variant for row in rows):
+        mine = [row for row in rows if row.variant == name]
+        seen: dict[tuple[Any, ...], list[Row]] = {}
+        for row in mine:
+            seen.setdefault((row.form, row.kernels, row.why), []).append(row)
+        for i, same in enumerate(seen.values()):
+            when = "always" if len(same) == len(mine) else ", ".join(row.when for row in same)
+            yield name if i == 0 else "", when, same[0]
+
+
+def _gpu(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"cuda:{index}: {torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "is not installed"

@@ -1,0 +1,90 @@
+"""What `attnzoo doctor` says of machines that are not here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from click.testing import CliRunner
+
+from attnzoo import doctor, list_variants
+from attnzoo.cli import app
+from attnzoo.forms import fla
+from attnzoo.kernels.common import device
+
+Pretend = Callable[..., doctor.Report]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """A GPU of some capability, with a release of Triton."""
+
+    def machine(capability: tuple[int, int], release: tuple[int, int], fla_installed: bool = True) -> doctor.Report:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "Pretend")
+        monkeypatch.setattr(device, "triton_version", lambda: release)
+        monkeypatch.setattr(fla, "INSTALLED", fla_installed)
+        monkeypatch.setattr(doctor, "list_variants", lambda: ["fox", "path", "mamba2", "deltanet", "wall"])
+        device.capability.cache_clear()
+        try:
+            return doctor.examine(head_dim=128)
+        finally:
+            device.capability.cache_clear()
+
+    return machine
+
+
+def row(report: doctor.Report, variant: str, when: str) -> doctor.Row:
+    return next(row for row in report.rows if (row.variant, row.when) == (variant, when))
+
+
+def test_a_hopper_with_a_known_triton_runs_gluon_kernels(pretend: Pretend) -> None:
+    report = pretend((9, 0), (3, 7))
+    for variant in ("fox", "path"):
+        training = row(report, variant, "training")
+        assert (training.form, training.kernels, training.why) == ("triton", "Gluon forward, Gluon backward", ())
+    assert row(report, "fox", "cached step").kernels == "split-key forward"
+    assert row(report, "mamba2", "training").form == "fla"
+    assert row(report, "wall", "prefill").form == "reference"
+    assert "cuda:0: Pretend, compute capability 9.0" in report.text()
+
+
+def test_a_slow_setup_is_explained_with_its_remedy(pretend: Pretend) -> None:
+    report = pretend((9, 0), (3, 5), fla_installed=False)
+    training = row(report, "fox", "training")
+    assert training.kernels == "portable forward, portable backward"
+    assert "expected Triton 3.6 to 3.9 for the Gluon kernels, got 3.5 (torch 2.10 and later bring one)" in training.why
+    assert "pip install 'attnzoo[fla]'" in row(report, "mamba2", "training").why[0]
+    text = report.text()
+    assert text.count("got 3.5") == 1  # a note, not a line of every row
+    assert all(len(line) < 160 for line in text.splitlines())
+
+
+def test_other_gpus_run_portable_kernels_without_complaint(pretend: Pretend) -> None:
+    report = pretend((8, 6), (3, 7))
+    training = row(report, "path", "padded training")
+    assert (training.form, training.kernels, training.why) == ("triton", "portable forward, portable backward", ())
+
+
+def test_every_variant_and_situation_is_in_the_report_of_this_machine() -> None:
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False).output)
+    assert {(row["variant"], row["when"]) for row in report["rows"]} == {
+        (name, when) for name in list_variants() for when in doctor.WHEN
+    }
+    assert report["versions"]["torch"] == torch.__version__
+    if not torch.cuda.is_available():
+        assert all(row["form"] == "reference" and row["why"] for row in report["rows"])
+
+
+def test_the_page_names_the_releases_that_run_gluon_kernels() -> None:
+    page = Path(__file__).parents[1] / "docs" / "reference" / "kernels.md"
+    releases = ", ".join(f"{major}.{minor}" for major, minor in device.GLUON)
+    assert f"| {releases} | Gluon and portable kernels |" in page.read_text()
