@@ -291,10 +291,11 @@ def main() -> NoReturn:
     A mistake in the input is one line without a traceback; ``ATTNZOO_TRACEBACK=1`` shows where it was raised.
     """
     _ready_streams()
+    stream = sys.stdout
     try:
         sys.exit(app(standalone_mode=False, prog_name="attnzoo") or 0)
-    except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # for which click and rich have 1
+    except SystemExit:
+        if sys.stdout is not stream:  # click has put one in its place that can be flushed: the reader has gone
             sys.exit(128 + signal.SIGPIPE)
         raise
     except click.exceptions.NoArgsIsHelpError as error:
@@ -353,7 +354,11 @@ def _table(*columns: str) -> Table:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # for click to see
+
+    return Plain(highlight=False)
 
 
 if __name__ == "__main__":

@@ -53,9 +53,10 @@ def test_the_extras_install_what_the_command_line_says_they_do() -> None:
     assert given == cli.EXTRAS
 
 
-def test_a_reader_who_has_gone_is_no_failed_check() -> None:
-    command = [sys.executable, "-m", "attnzoo", "list"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+@pytest.mark.parametrize("command", ["--help", "list"])  # one is written by click, the other by rich
+def test_a_reader_who_has_gone_is_no_failed_check(command: str) -> None:
+    words = [sys.executable, "-m", "attnzoo", command]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         said = process.stderr.read()
     assert (process.returncode, said) == (141, b"")

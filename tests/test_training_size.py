@@ -141,6 +141,6 @@ def test_a_run_goes_on_to_the_same_losses_on_a_gpu(tmp_path):
 
 @pytest.mark.gpu
 def test_a_batch_that_is_too_large_says_what_to_change_on_a_gpu(tmp_path):
-    sizes = ("data.context_length=1024", "batch_size=65536", "model.hidden_size=1024", "eval_tokens=1")
+    sizes = ("batch_size=262144", "model.hidden_size=2048")  # 32 GiB for the embeddings, and again for each projection
     with pytest.raises(TooLargeError, match="gradient_accumulation"):
         train(on_a_gpu(tmp_path, "large", *sizes))

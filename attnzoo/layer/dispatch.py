@@ -60,6 +60,7 @@ def run(variant: Variant, form: str, call: Call) -> tuple[Any, Any]:
             return variant.form_set.extend(*inputs, call.state, form=form, **call.options)
     if form == REFERENCE:
         form = next(name for name in REFERENCES if name in variant.forms)
-        if torch.compiler.is_exporting():
+        # torch 2.11's compiler takes is_exporting for true
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
             return exported(variant.name, form, *inputs, call.options), None
     return variant.forms[form](*inputs, **call.options), None

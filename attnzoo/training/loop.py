@@ -221,9 +221,9 @@ class _Run:
         """Loss and norm as numbers.
 
         Raises:
-            FloatingPointError: one of them is not finite, unless loss scaling has skipped that update.
+            FloatingPointError: one of them is not finite; a norm that is not is an update that loss scaling skips.
         """
-        skipped = bool(getattr(self.optimizer, "step_was_skipped", False))
+        skipped = self.accelerator.scaler is not None  # the fused optimizer skips without telling accelerate
         for name, value in (("loss", float(loss)), ("norm of the gradient", float(norm))):
             if not math.isfinite(value) and not (name != "loss" and skipped):
                 raise self._diverged(step, f"the {name} is {value}")

@@ -1,4 +1,4 @@
-"""Writes what the site is built from beside its pages: stubs of source files, KaTeX, the registry's pairs. Run it first."""
+"""Writes what the site is built from beside its pages: stubs of source files, KaTeX and the pairs. Run it first."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools import maths, sources
-
 from attnzoo import pairs
+from tools import maths, sources
 
 DOCS = sources.ROOT / "docs"
 
