@@ -18,7 +18,7 @@ from attnzoo.verify import _in_pieces
 
 DECAYING = [name for name in list_variants() if {"log_decay", "log_diag"} & set(get(name).requires)]
 SCALAR = [name for name in DECAYING if "log_decay" in get(name).requires]
-FINITE = [-1e4, -1e12, -1e16, torch.finfo(torch.float32).min, torch.finfo(torch.float64).min]
+FINITE = [-1e4, torch.finfo(torch.float32).min, torch.finfo(torch.float64).min]
 
 
 def with_gates(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
@@ -51,7 +51,7 @@ def test_large_finite_gates_are_closed_exactly(name: str) -> None:
 @pytest.mark.parametrize("name", DECAYING)
 def test_gates_that_are_just_open_equal_the_oracle(name: str) -> None:
     """-9999 is a number like others, and drowns none of the gates after it."""
-    inputs = random_inputs(name, B=1, T=90, H=2, G=1, K=4, V=3, regime="open")
+    inputs = random_inputs(name, B=1, T=70, H=2, G=1, K=4, V=3, regime="open")
     generator = torch.Generator().manual_seed(0)
     strong = with_gates(inputs, lambda g: g.masked_fill(torch.rand(g.shape, generator=generator) < 0.2, -9999.0))
     expected = value_and_gradients(ways(name)["oracle"], strong)

@@ -223,14 +223,15 @@ class Attention(PreciseModule):
             raise ValueError(f"x: expected [B, T, D = {self.config.hidden_size}], got {got}")
         if x.shape[1] == 0:
             raise ValueError(f"x: expected at least one token, got shape {tuple(x.shape)}")
-        if type(self.q_proj) is not nn.Linear or hasattr(self.q_proj, "_hf_hook"):
-            return  # quantised, sharded or brought here when it runs: its own weight says nothing yet
-        weight = self.q_proj.weight
+        projection = self.q_proj
+        if type(projection) is not nn.Linear:
+            return  # quantised or sharded: its own weight says nothing
+        weight = projection.weight
+        if (x.dtype == weight.dtype and x.device == weight.device) or hasattr(projection, "_hf_hook"):
+            return  # with accelerate's hook, weights are brought here when they are used
         if x.device != weight.device:
             raise ValueError(f"x: expected the device of the layer, {weight.device}, got {x.device}")
-        if x.dtype != weight.dtype and (
-            x.is_meta or not x.is_floating_point() or not torch.is_autocast_enabled(x.device.type)
-        ):
+        if x.is_meta or not x.is_floating_point() or not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"x: expected the dtype of the layer, {weight.dtype} (or autocast), got {x.dtype}")
 
     def _valid(self, mask: Tensor | None, x: Tensor, cache: LayerCache | None) -> Tensor | None:

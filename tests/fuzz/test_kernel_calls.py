@@ -71,7 +71,6 @@ def right(call: Call) -> tuple[Tensor, Tensor]:
     q, k, v = (call.given[name] for name in "qkv")
     gate = Gate(**{name: x for name, x in call.given.items() if name not in "qkv" and x is not None})
     options, S = call.options, k.shape[1]
-    q = torch.cat([q.new_zeros(q.shape[0], S, *q.shape[2:]), q], 1)[:, -S:]  # the queries are the last of S
     s, d = oracle.scores(q, k, gate, scale=options.get("scale"))
     logits, at = s + d, torch.arange(S)
     hidden = torch.zeros(1, 1, S, S, dtype=torch.bool)
@@ -100,6 +99,9 @@ def check(call: Call, got: Any) -> None:
     assert o.shape == (q.shape[0], min(call.T, q.shape[1]), q.shape[2], v.shape[3])
     if o.is_meta or not o.numel():
         return
+    S = k.shape[1]
+    q = torch.cat([q.new_zeros(q.shape[0], S, *q.shape[2:]), q], 1)[:, -S:]  # the queries are the last of S
+    call.given["q"] = q
     rest = {name: x for name, x in call.given.items() if name not in "qkv" and x is not None}
     parts = [x.masked_fill(is_closed(x), 0.0) if name == "log_decay" else x for name, x in rest.items()]
     clean = clean_rows(torch.ones(k.shape[:2], dtype=torch.bool), q, k, v, *parts)

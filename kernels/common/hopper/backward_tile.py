@@ -13,6 +13,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnzoo.kernels.common.hopper.releases import barrier, tma_load
+
+
+@gluon.jit
+def load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_x, i_b, i_bh, i_h, i, back, b_at,
+              b_ref, GATE: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The it-th row tile: dO, lse and delta from row i, q of i_x from ``back`` rows before; and what the gates say
+    between the frames of rows and keys, b_at - b_ref."""
+    q_s, do_s, lse_s, delta_s, shift_s = rings
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    b = it % STAGES
+    mbarrier.wait(empty.index(b), (it // STAGES & 1) ^ 1)
+    if GATE != 0:
+        shift_s.index(b).store(gl.full([1], 0.0, gl.float32, one) + (b_at - b_ref).to(gl.float32))
+        barrier()
+    mbarrier.expect(full.index(b), d_q.block_type.nbytes + d_do.block_type.nbytes + 2 * d_lse.block_type.nbytes)
+    tma_load(d_q, [i_x, i - back, i_h, 0], full.index(b), q_s.index(b))
+    tma_load(d_lse, [i_bh, i], full.index(b), lse_s.index(b))
+    tma_load(d_delta, [i_bh, i], full.index(b), delta_s.index(b))
+    tma_load(d_do, [i_b, i, i_h, 0], full.index(b), do_s.index(b))
+
 
 @gluon.jit
 def backward_tile(b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,

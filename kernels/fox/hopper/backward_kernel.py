@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from attnzoo.kernels.common.hopper.backward_tile import backward_tile
+from attnzoo.kernels.common.hopper.backward_tile import backward_tile, load_rows
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
-from attnzoo.kernels.common.hopper.releases import barrier, tma_add, tma_load, tma_store
+from attnzoo.kernels.common.hopper.releases import tma_add, tma_load, tma_store
 from attnzoo.kernels.common.tile_loads import schedule
 
 
@@ -61,7 +61,6 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
     mbarrier.expect(keys_in, d_k.block_type.nbytes + d_v.block_type.nbytes)
     tma_load(d_k, [i_b, s, i_g, 0], keys_in, k_s)
     tma_load(d_v, [i_b, s, i_g, 0], keys_in, v_s)
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n_u = gl.cdiv(S, KU)
     it = 0
     for i_r in range(REP):
@@ -76,16 +75,8 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
         for n in range(n_mask + n_mid):
             i = _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT)
             b_at = gluon_gate_at(p_ch, p_baseh, b_slope, gl.minimum(i // RU * RU + S - T, S - 1), GATE, KU)
-            b = it % STAGES
-            mbarrier.wait(empty.index(b), (it // STAGES & 1) ^ 1)
-            if GATE != 0:
-                shift_s.index(b).store(gl.full([1], 0.0, gl.float32, one) + (b_at - b_ref).to(gl.float32))
-                barrier()
-            mbarrier.expect(full.index(b), d_q.block_type.nbytes + d_do.block_type.nbytes + 2 * d_lse.block_type.nbytes)
-            tma_load(d_q, [i_b, i, i_h, 0], full.index(b), q_s.index(b))
-            tma_load(d_lse, [i_bh, i], full.index(b), lse_s.index(b))
-            tma_load(d_delta, [i_bh, i], full.index(b), delta_s.index(b))
-            tma_load(d_do, [i_b, i, i_h, 0], full.index(b), do_s.index(b))
+            load_rows(d_q, d_do, d_lse, d_delta, (q_s, do_s, lse_s, delta_s, shift_s), full, empty, it, i_b, i_b, i_bh,
+                      i_h, i, 0, b_at, b_ref, GATE, STAGES)  # fmt: skip
             it += 1
 
 
