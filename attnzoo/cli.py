@@ -317,11 +317,11 @@ def main() -> NoReturn:
         if missing in EXTRAS:
             _fail(f"this needs {missing}, which is not installed: pip install 'attnzoo[{EXTRAS[missing]}]'", 2)
         if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate" in str(error):
-            _fail(f"out of memory: {' '.join(str(error).split())}", 2)
+            _fail(f"out of memory: {error}", 2)
         kinds = ValueError | TypeError | OSError | FloatingPointError
         if not isinstance(error, kinds) and not type(error).__module__.startswith("attnzoo."):
             raise
-        _fail(" ".join(str(error).split()), 2)
+        _fail(str(error), 2)
 
 
 def _ready_streams() -> None:
@@ -340,7 +340,7 @@ def _ready_streams() -> None:
 
 def _fail(message: str, code: int) -> NoReturn:
     with suppress(OSError):  # whoever reads may have gone
-        click.echo(f"attnzoo: {message}", err=True)
+        click.echo(f"attnzoo: {' '.join(message.split())}", err=True)
     sys.exit(code)
 
 

@@ -202,6 +202,7 @@ def test_forms_that_need_a_gpu_are_not_counted_as_verified_without_one(run: Any)
         (["verify", "path_fax"], ["did you mean 'path_fox'"]),
         (["show"], ["'NAME'"]),
         (["show", "fox", "nope"], ["nope"]),
+        (["show", "fox", "no\npe"], ["no pe"]),
         (["show", "--preset", "fox-pro-750m"], ["'fox-pro-750m'", "MODEL-BLOCK-SIZE", "did you mean 'fox-pro-760m'"]),
         (["train", "fox-pro-12m"], ["did you mean 'fox-pro-125m'", "attnzoo list --presets"]),
         (["verify", "--sed", "1"], ["'--seed'"]),

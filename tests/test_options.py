@@ -320,7 +320,7 @@ BAD = {
         ValueError,
         r"cu_seqlens: expected one row \(B = 1\)",
     ),
-    "prune that is True": ({"prune": True}, TypeError, "prune: expected attnzoo.Prune or None, got bool"),
+    "prune that is True": ({"prune": True}, TypeError, r"prune: expected attnzoo.Prune\(eps=...\) or None, got True"),
 }
 
 

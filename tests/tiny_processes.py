@@ -41,6 +41,8 @@ def start_child(work: Callable[[], object]) -> int:
         try:
             work()
             status = 0
+        except KeyboardInterrupt:
+            status = 130
         finally:
             sys.stderr.flush()
             os._exit(status)

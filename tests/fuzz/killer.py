@@ -23,10 +23,7 @@ def main(folder: Path) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         if newest_checkpoint(folder / run) is not None:
             load_run(folder / run)
-        try:
-            train(config_of(folder, run, *OVERRIDES))
-        except KeyboardInterrupt:
-            os._exit(130)
+        train(config_of(folder, run, *OVERRIDES))
 
     import_all(config_of(folder))
     started = time.monotonic()
