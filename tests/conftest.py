@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy's products too, and the processes that tests start
 
@@ -17,6 +18,9 @@ from hypothesis import HealthCheck, settings
 from quick_interpreter import quicken
 
 torch.set_num_threads(1)
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:  # in a job in the background; the tests send them
+        signal.signal(number, default)
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     quicken()
 

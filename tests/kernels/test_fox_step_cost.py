@@ -30,7 +30,7 @@ STEPS = [  # cached tokens, operations, launches
     ("nope", {}, 260, 13, 2),
     ("rope", {}, 260, 30, 2),
     ("alibi", {}, 260, 17, 3),
-    ("fox", {"block": "pro", "acp": True}, 260, 54, 5),
+    ("fox", {"block": "pro", "acp": True}, 260, 54, 6),  # one of them keeps the longest key
     ("path_fox", {"acp": True}, 20, 33, 2),
 ]
 
