@@ -33,25 +33,6 @@ def key_tiles(p_since, p_start, i_t, p_first, p_last, BT: gl.constexpr, BS: gl.c
 
 
 @gluon.jit
-def new_ring(d_k, d_v, BS: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):
-    """Room for STAGES key tiles: k, v, the keys' bias, and what says that each is full or, by both warpgroups, read."""
-    dtype: gl.constexpr = d_k.dtype
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BS, 1, BK], d_k.layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BS, 1, BV], d_v.layout)
-    bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, BS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for b in gl.static_range(STAGES):
-        mbarrier.init(full_k.index(b), count=1)
-        mbarrier.init(full_v.index(b), count=1)
-        mbarrier.init(empty_k.index(b), count=2)
-        mbarrier.init(empty_v.index(b), count=2)
-    return k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v
-
-
-@gluon.jit
 def load_ring_keys(d_q, d_k, q_s, ring, i_q, first, p_c, p_base, b_slope, b_ref, n, i_b, r, r_k, s, i_h, i_g, S,
                    BR: gl.constexpr, BS: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
                    STAGES: gl.constexpr):  # fmt: skip

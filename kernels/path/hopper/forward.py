@@ -21,7 +21,6 @@ from attnzoo.kernels.common.hopper.forward_steps import (
     last_step,
     load_ring_keys,
     load_ring_values,
-    new_ring,
     softmax_step,
     start_scores,
     store_rows,
@@ -153,8 +152,21 @@ def path_fwd_hopper_kernel(
     n_t = gl.cdiv(T, BT)
     i_n, i_bh = schedule(n_t, n_heads)
     i_u, i_b, i_h = n_t - 1 - i_n, i_bh // H, i_bh % H
-    q_s = gl.allocate_shared_memory(d_q.dtype, [2 * STAGES, 1, BT // 2, 1, BK], d_q.layout)
-    ring = new_ring(d_k, d_v, BT, BK, BV, STAGES)
+    dtype: gl.constexpr = d_q.dtype
+    q_s = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, BT // 2, 1, BK], d_q.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BT, 1, BK], d_k.layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BT, 1, BV], d_v.layout)
+    bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for b in gl.static_range(STAGES):
+        mbarrier.init(full_k.index(b), count=1)
+        mbarrier.init(full_v.index(b), count=1)
+        mbarrier.init(empty_k.index(b), count=2)
+        mbarrier.init(empty_v.index(b), count=2)
+    ring = (k_s, v_s, bias_s, full_k, full_v, empty_k, empty_v)
     i_b64, i_h64, n_u = i_b.to(gl.int64), i_h.to(gl.int64), gl.cdiv(T, KU)
     p_diag += (i_b64 * n_u * H + i_h) * (KU * KU)
     p_c += i_bh.to(gl.int64) * (n_u * KU)
