@@ -55,14 +55,20 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@functools.cache
-def triton_version() -> tuple[int, int]:
-    """Installed Triton, asked without importing it; (0, 0) if there is none."""
+def _installed() -> tuple[int, int]:
     try:
         major, minor = importlib.metadata.version("triton").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:
         return 0, 0
     return int(major), int(minor)
+
+
+_TRITON = _installed()  # read here, as compilers cannot trace the reading
+
+
+def triton_version() -> tuple[int, int]:
+    """Installed Triton, asked without importing it; (0, 0) if there is none."""
+    return _TRITON
 
 
 def not_gluon(where: Machine, K: int, V: int, dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ from path_cases import DEVICE, Case, inputs, large_tiles, run  # noqa: F401  (a 
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import checks
-from attnzoo.kernels.common.device import Machine
+from attnzoo.kernels.common.device import Machine, machine
 from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 
@@ -292,6 +292,14 @@ def test_values_on_a_gpu_are_checked_on_request(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ATTNZOO_VALIDATE", "1")
     with pytest.raises(ValueError, match="beta: expected values"):
         path_attention(x, x, x, w=UNIT.to(DEVICE), beta=beta)
+
+
+def test_a_compiled_graph_may_ask_for_the_machine() -> None:
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * machine(x.device).triton[0]
+
+    x = torch.ones(2)
+    assert torch.equal(torch.compile(scaled, fullgraph=True, backend="eager")(x), scaled(x))
 
 
 @pytest.mark.gpu
