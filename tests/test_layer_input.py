@@ -140,11 +140,3 @@ def test_bad_sizes_of_a_model_are_named(options, message):
 def test_bad_calls_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call(build_attention("fox", hidden_size=D, num_heads=H), torch.randn(2, 6, D))
-
-
-def test_a_cache_of_another_batch_is_refused():
-    attn = build_attention("gla", hidden_size=D, num_heads=H)
-    cache = attn.new_cache()
-    attn(torch.randn(2, 3, D), cache=cache)
-    with pytest.raises(ValueError, match="cache: expected 2 rows as in the calls before, got 3"):
-        attn(torch.randn(3, 1, D), cache=cache)

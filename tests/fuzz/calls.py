@@ -200,3 +200,41 @@ def clean_rows(there: Tensor, *tensors: Tensor, limit: float = 1e6) -> Tensor:
             fine = x.isfinite() & (x.abs() < limit)
             clean &= (fine.flatten(2).all(-1) | ~there).all(-1)
     return clean
+
+
+def right_or_refused(
+    fuzz: Any,
+    times: int,
+    make: Callable[[random.Random], Any],
+    spoils: list[int],
+    run: Callable[[Any, random.Random], Any],
+    check: Callable[[Any, Any], None],
+) -> None:
+    """Random calls, spoiled that often, are right or refused by name; enough of them are answered.
+
+    Args:
+        fuzz: the fixture.
+        times: calls in the short profile.
+        make: a call that is right, from a generator; with ``spoil``, ``story`` and ``options``.
+        spoils: how often a call is spoiled, one of these.
+        run: what a call gives.
+        check: raises where that is wrong.
+    """
+    answered = 0
+    for rng in fuzz(times):
+        call = make(rng)
+        for _ in range(rng.choice(spoils)):
+            call.spoil(rng)
+        story = "; ".join([*call.story, f"options {sorted(call.options.items())}"])
+        try:
+            got = run(call, rng)
+        except Exception as error:
+            if refusal(error, call.options):
+                continue
+            raise AssertionError(f"{story}: {error!r}") from error
+        try:
+            check(call, got)
+        except Exception as error:
+            raise AssertionError(f"{story}: {error}") from error
+        answered += 1
+    assert answered > fuzz.done // 8 or fuzz.done < 20

@@ -14,10 +14,10 @@ from calls import (
     borders,
     clean_rows,
     masks,
-    refusal,
     reshaped,
     retyped,
     right,
+    right_or_refused,
     shared_options,
     spoiled,
 )
@@ -233,24 +233,11 @@ def _check_gradients(call: Call, there: Tensor, options: dict[str, Any]) -> None
         assert error <= 1e-8 * most, f"gradient of {name} off by {error:.2e} of {most:.2e}"
 
 
+def answer(call, rng):
+    mode = rng.choice([torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+    with mode(), block_sizes(call.block):
+        return call.run(rng)
+
+
 def test_random_calls_are_right_or_refused_by_name(fuzz):
-    answered = 0
-    for rng in fuzz(220):
-        call = Call(rng)
-        for _ in range(rng.choice([0, 0, 1, 1, 1, 2])):
-            call.spoil(rng)
-        story = "; ".join([*call.story, f"options {sorted(call.options.items())}"])
-        mode = rng.choice([torch.no_grad, torch.inference_mode, contextlib.nullcontext])
-        try:
-            with mode(), block_sizes(call.block):
-                got = call.run(rng)
-        except Exception as error:
-            if refusal(error, call.options):
-                continue
-            raise AssertionError(f"{story}: {error!r}") from error
-        try:
-            check(call, got)
-        except Exception as error:
-            raise AssertionError(f"{story}: {error}") from error
-        answered += 1
-    assert answered > fuzz.done // 8 or fuzz.done < 20
+    right_or_refused(fuzz, 220, Call, [0, 0, 1, 1, 1, 2], answer, check)
