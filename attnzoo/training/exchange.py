@@ -15,7 +15,7 @@ from attnzoo.data.sources import BYTES, DOCUMENT_END
 from attnzoo.files import whole_folder
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import WEIGHTS
+from attnzoo.training.digests import MODEL
 
 if TYPE_CHECKING:
     import torch
@@ -51,9 +51,8 @@ def export_run(run: Path, folder: Path) -> Path:
         FileExistsError: there is something in `folder`.
         ModuleNotFoundError: transformers is not installed.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise ModuleNotFoundError("export needs transformers: pip install 'attnzoo[hf]'", name="transformers")
-    checkpoint = usable_checkpoint(run)
+    _need_transformers("export")
+    checkpoint = usable_checkpoint(run, MODEL)
     model, config = load_run(run, checkpoint=checkpoint)
     step = 0 if checkpoint is None else read_progress(checkpoint).step
     with whole_folder(folder) as part:
@@ -88,9 +87,9 @@ def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -
     Raises:
         FileNotFoundError, ValueError: as :func:`~attnzoo.models.peers.from_peer`.
         FileExistsError: there is something in `folder`.
-        ImportError: transformers is not installed.
+        ModuleNotFoundError: transformers is not installed.
     """
-    _need_transformers()
+    _need_transformers("import")
     from attnzoo.models.hf import AttnzooForCausalLM
     from attnzoo.models.peers import Settings, Weights, build, peer_of, read_settings
 
@@ -126,7 +125,7 @@ def start_from(model: LanguageModel, source: str) -> None:
 
     folder = Path(source)
     if (folder / "config.yaml").is_file():
-        checkpoint = usable_checkpoint(folder, [WEIGHTS])
+        checkpoint = usable_checkpoint(folder, MODEL)
         if checkpoint is None:
             raise FileNotFoundError(f"start_from: the run in {source!r} has no checkpoint yet")
         there, prefix = Weights.of_folder(checkpoint), ""
@@ -165,9 +164,9 @@ def _listed(names: list[str]) -> str:
     return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)) or "none"
 
 
-def _need_transformers() -> None:
+def _need_transformers(command: str) -> None:
     if importlib.util.find_spec("transformers") is None:
-        raise ImportError("transformers is not installed: pip install 'attnzoo[hf]'")
+        raise ModuleNotFoundError(f"{command} needs transformers: pip install 'attnzoo[hf]'", name="transformers")
 
 
 def byte_tokenizer() -> Any:

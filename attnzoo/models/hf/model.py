@@ -133,7 +133,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             ValueError: inputs that the decoder refuses, or attention matrices asked for.
         """
         if output_attentions:
-            raise ValueError("output_attentions: not available (attnzoo.figures draws attention maps of the forms)")
+            raise ValueError("output_attentions: expected False (no form of a layer makes the matrix), got True")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
         training = self.training and torch.is_grad_enabled()
