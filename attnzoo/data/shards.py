@@ -133,9 +133,7 @@ def _shards(folder: Path, dtype: str, entries: list[Mapping[str, Any]]) -> Itera
         if Path(name).name != name or not name.endswith(".bin"):
             raise ValueError(f"file: expected the name of a .bin file of this folder, got {name!r}")
         if not (isinstance(count, int) and isinstance(documents, int) and 1 <= documents <= count):
-            raise ValueError(
-                f"{name}: expected a document or more in at least as many tokens, got {documents}, {count}"
-            )
+            raise ValueError(f"{name}: expected 1 <= documents <= tokens, got {documents!r} and {count!r}")
         yield Shard(folder / name, dtype, count, documents)
 
 
