@@ -133,6 +133,35 @@ def keys_behind_closed(log_decay: Tensor, at: Tensor) -> Tensor:
     return torch.where(is_closed(log_decay), index, 0).cummax(-1).values[..., at]
 
 
+def evictable(
+    longest: Tensor, tails: Tensor, total: Tensor, log_eps: float, query_bound: Tensor, logit_bound: Tensor
+) -> Tensor:
+    r"""How many of the first groups of keys no later row needs, whatever it asks: with b the last key of a group,
+
+    .. math:: U_\mathrm{old} + U + (c_t - c_b) + \log n_b \le \log \epsilon
+
+    where U bounds the scores of later rows with themselves and :math:`U_\mathrm{old} = Q \max_{j \le b} |k_j|`, or U,
+    those with the old keys. Later gates only lower :math:`c_t`. The weight counts all keys up to b, those evicted
+    before too, so evictions do not add up. The derivation is in the docs (pruning.11).
+
+    Args:
+        longest: the longest key up to the end of each of N groups, ``[B, H, N]``.
+        tails: ``log n_b - c_b`` there, ``[B, H, N]`` float64, which never falls; closed gates count as open.
+        total: c of the last token, ``[B, H]`` float64.
+        log_eps: logarithm of the weight that a row may lose.
+        query_bound: Q, ``[H]``: the longest scaled query to come.
+        logit_bound: U, ``[H]``: no score ``|s_tj|`` exceeds it.
+
+    Returns:
+        ``[B, H]`` int64, from 0 to N. Groups that are not complete, or that hold the last token, are the caller's to
+        leave out.
+    """
+    own = logit_bound.double()[:, None]
+    old = (query_bound.double()[:, None] * longest.double()).minimum(own)
+    enough = old + own + total[..., None] + tails <= log_eps
+    return enough.cumprod(-1).sum(-1)
+
+
 def kept_fraction(
     first_kept: Tensor, keys: int, *, queries: int | None = None, rows: int = 128, cols: int = 64
 ) -> Tensor:
