@@ -19,7 +19,7 @@ from attnzoo.layer.gates.hgrn2 import lower_bounds
 from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone, LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
-from attnzoo.models.loss import IGNORED, head_loss
+from attnzoo.models.loss import IGNORED, chunk_loss, head_loss
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class LanguageModel(nn.Module):
             raise TypeError(f"config: expected ModelConfig, got {type(config).__name__}")
         self.config = config
         self.recompute = False
+        self.chunk_loss = chunk_loss
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
         self.lower_bounds = lower_bounds([block.attention for block in self._blocks()])
@@ -160,7 +161,8 @@ class LanguageModel(nn.Module):
                 recompute=_recompute if self.recompute and torch.is_grad_enabled() else None,
             )
             if targets is not None and not with_logits:
-                return ModelOutput(None, head_loss(x.flatten(0, 1), self.head.weight, targets.flatten()))
+                rows, weight, each = x.flatten(0, 1), self.head.weight, self.chunk_loss
+                return ModelOutput(None, head_loss(rows, weight, targets.flatten(), chunk=each))
             logits = self.head(x)  # [B, T, vocab]
             if targets is None:
                 return ModelOutput(logits)
