@@ -200,7 +200,7 @@ tags: [attnzoo]
 
 # A decoder with {names}
 
-Trained by attnzoo {__version__} for {step:,} steps on `{config.data.source}`.
+Trained by attnzoo {__version__} for {step:,} steps on `{config.data.title}`.
 
 | | |
 |---|---|

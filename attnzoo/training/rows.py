@@ -59,9 +59,7 @@ def rows_of(windows: npt.NDArray[np.int64], begins: Sequence[Starts] | None, giv
         cu_seqlens = torch.from_numpy(np.concatenate([*borders, [B * T]])).int()
         lengths = cu_seqlens.diff().long()
         pairs = int((lengths * (lengths + 1) // 2).sum())
-        inputs, targets, counts = (x.reshape(1, -1) for x in (inputs, targets, counts))
+        inputs, targets, counts = inputs.reshape(1, -1), targets.reshape(1, -1), counts.reshape(1, -1)
     if counts.any():
         targets = np.where(counts, targets, IGNORED)
-    return Rows(
-        torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy()), cu_seqlens, int(counts.sum()), pairs
-    )
+    return Rows(torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy()), cu_seqlens, int(counts.sum()), pairs)
