@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
-from attnzoo.algebra.pruning import evictable
+from attnzoo.algebra.pruning import QueryBounds, evictable
 
 PAGE = 64  # tokens of a page
+PAGED = ("k", "v", "decay")  # what has a row per page
 CHUNK = 16  # a table grows by multiples of this many pages
 
 
@@ -114,6 +115,14 @@ class KeyPool:
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in host}
         return {name: x for name, x in found.items() if x is not None}
 
+    def _of_pages(self) -> dict[str, Tensor]:
+        """The tensors that have a row per page."""
+        return {name: x for name, x in self._tensors().items() if name in PAGED}
+
+    def _of_rows(self) -> dict[str, Tensor]:
+        """The tensors that have a row per sequence."""
+        return {name: x for name, x in self._tensors().items() if name not in PAGED}
+
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, valid: Tensor | None = None) -> None:
         """Add T tokens to every sequence.
@@ -203,9 +212,8 @@ class KeyPool:
             if int(self.refs[old]) == 1:  # the other sequences have theirs by now
                 continue
             [new] = self._take(1)
-            for x in (self.k, self.v, self.decay):
-                if x is not None:
-                    x[new] = x[old]
+            for x in self._of_pages().values():
+                x[new] = x[old]
             self.refs[old] -= 1
             self.pages[b, g, n] = new
         for b, (start, stop) in enumerate(spans):
@@ -224,34 +232,30 @@ class KeyPool:
         P, N = len(self.refs), self.table.shape[2]
         if missing > 0:
             size = P + max(missing, P // 4)
-            for name in ("k", "v", "decay"):
-                x = getattr(self, name)
-                if x is not None:
-                    setattr(self, name, _longer(x, 0, size))
+            for name, x in self._of_pages().items():
+                setattr(self, name, _longer(x, 0, size))
             self.refs = _longer(self.refs, 0, size)
             self.free[:0] = reversed(range(P, size))
         if width > N:
             size = -(-max(width, N + N // 4) // CHUNK) * CHUNK
-            for name in ("page_sum", "n_log", "k_norm"):
-                x = getattr(self, name)
-                if x is not None:
-                    setattr(self, name, _longer(x, 2, size))
-            self.table, self.pages = (_longer(x, 2, size, -1) for x in (self.table, self.pages))
+            for name, x in self._of_rows().items():
+                if x.ndim == 3:
+                    setattr(self, name, _longer(x, 2, size, -1 if name == "table" else 0))
+            self.pages = _longer(self.pages, 2, size, -1)
 
     @torch.no_grad()
-    def evict(self, log_eps: float, query_bound: Tensor, logit_bound: Tensor, window: int | None = None) -> int:
+    def evict(self, log_eps: float, bounds: QueryBounds | None, window: int | None = None) -> int:
         """Give back the pages that no later row needs; see :func:`attnzoo.algebra.pruning.evictable`.
 
         Args:
             log_eps: of all keys that go, now and before, no later row loses more than this weight, as a logarithm.
-            query_bound: ``[H]``, the longest scaled query to come.
-            logit_bound: ``[H]``, no score ``|s_tj|`` exceeds it.
+            bounds: of the rows to come; None: only the window and closed gates say what goes.
             window: later rows see that many tokens, themselves among them; None for all.
 
         Returns:
             Pages that have become free.
         """
-        first = self.certified(log_eps, query_bound, logit_bound, window).maximum(self.first)
+        first = self.certified(log_eps, bounds, window).maximum(self.first)
         wanted, N = first.cpu(), self.pages.shape[2]
         gone = (torch.arange(N) < wanted[..., None]) & (self.pages >= 0)
         before = len(self.free)
@@ -262,15 +266,17 @@ class KeyPool:
             self.first.copy_(first)
         return len(self.free) - before
 
-    def certified(self, log_eps: float, query_bound: Tensor, logit_bound: Tensor, window: int | None = None) -> Tensor:
+    def certified(self, log_eps: float, bounds: QueryBounds | None, window: int | None = None) -> Tensor:
         """How many of its first pages no row after the last token needs, ``[B, G]`` int32; see :meth:`evict`."""
-        B, G, N = self.table.shape
+        B, G, _ = self.table.shape
         full = self.length // PAGE  # only whole pages go
         count = full.new_zeros(B, G)
         if self.n_log is not None:
             total, since = cast(Tensor, self.total), cast(Tensor, self.since)
-            longest = self.k_norm.cummax(-1).values.repeat_interleave(total.shape[1] // G, 1)
-            heads = evictable(longest, self.n_log, total, log_eps, query_bound, logit_bound).maximum(since // PAGE)
+            heads = (since // PAGE).long()
+            if bounds is not None:
+                longest = self.k_norm.cummax(-1).values.repeat_interleave(total.shape[1] // G, 1)
+                heads = heads.maximum(evictable(longest, self.n_log, total, log_eps, bounds))
             count = heads.unflatten(1, (G, -1)).amin(-1)
         if window is not None:
             count = count.maximum(((self.length - window + 1) // PAGE).clamp(min=0)[:, None])
@@ -287,7 +293,7 @@ class KeyPool:
         """Go on with the sequences ``index``, in that order; one may be named several times, and keeps its pages once.
 
         Args:
-            index: row numbers, int32 or int64; :func:`attnzoo.forms.cache.check_rows` says whether they fit.
+            index: row numbers, int32 or int64. As many as there are sequences change the tensors in place.
         """
         rows = index.cpu().long()
         kept = self.pages[rows]
@@ -295,11 +301,13 @@ class KeyPool:
         self.refs.index_add_(0, ids, self.refs.new_ones(ids.shape))
         self._release(self.pages[self.pages >= 0])
         self.pages, self.lengths = kept, [self.lengths[b] for b in rows.tolist()]
-        for name, x in self._tensors().items():
-            if name not in ("k", "v", "decay"):
-                setattr(self, name, x[index])
+        for name, x in self._of_rows().items():
+            picked = x[index]
+            if picked.shape == x.shape:
+                x.copy_(picked)
+            else:
+                setattr(self, name, picked)
 
-    @torch.no_grad()
     def fork(self, source: int, target: int) -> None:
         """Sequence ``target`` becomes what ``source`` is, and shares its pages until one of them writes to them."""
         rows = torch.arange(len(self.lengths), device=self.length.device)
@@ -311,9 +319,8 @@ class KeyPool:
         """Forget a sequence."""
         self._release(self.pages[row][self.pages[row] >= 0])
         self.pages[row], self.lengths[row] = -1, 0
-        for name, x in self._tensors().items():
-            if name not in ("k", "v", "decay"):
-                x[row] = -1 if name == "table" else 0
+        for name, x in self._of_rows().items():
+            x[row] = -1 if name == "table" else 0
 
     def gather(self, b: int, g: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
         """What is there of key head g of sequence b, for references.

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds, unknown
+from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
 from attnzoo.layer.gates.hgrn2 import lower_bounds
 from attnzoo.layer.precision import PreciseModule
@@ -102,7 +103,7 @@ class LanguageModel(nn.Module):
         self.chunk_loss = chunk_loss
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
-        self.lower_bounds = lower_bounds([block.attention for block in self._blocks()])
+        self.lower_bounds = lower_bounds(self.attentions())
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -150,8 +151,8 @@ class LanguageModel(nn.Module):
             TypeError, ValueError: arguments of other kinds, shapes or values than these, each named.
         """
         if targets is not None:
-            self._check_tokens("input_ids", input_ids)
-            self._check_tokens("targets", targets, input_ids.shape, IGNORED)
+            self.check_tokens("input_ids", input_ids)
+            self.check_tokens("targets", targets, input_ids.shape, IGNORED)
         with _all_or_none(cache, len(self.blocks)):
             x = self.hidden(
                 input_ids,
@@ -192,7 +193,7 @@ class LanguageModel(nn.Module):
             ValueError: shapes or dtypes other than these.
         """
         if embedded is None:
-            self._check_tokens("input_ids", input_ids)
+            self.check_tokens("input_ids", input_ids)
             embedded = self.embedding(input_ids)
         x = embedded  # [B, T, D]
         with _all_or_none(cache, len(self.blocks)):
@@ -206,10 +207,14 @@ class LanguageModel(nn.Module):
             states.append(x)
         return x
 
-    def _check_tokens(
+    def check_tokens(
         self, name: str, tokens: Tensor | None, shape: torch.Size | None = None, ignored: int | None = None
     ) -> None:
-        """Integers [B, T], T >= 1, of the vocabulary; `ignored` may be among them, but not alone."""
+        """Integers [B, T], T >= 1, of the vocabulary; `ignored` may be among them, but not alone.
+
+        Raises:
+            TypeError, ValueError: others, named `name`.
+        """
         if not isinstance(tokens, Tensor):
             raise TypeError(f"{name}: expected integers [B, T], got {type(tokens).__name__}")
         if tokens.ndim != 2 or tokens.shape[1] == 0 or (shape is not None and tokens.shape != shape):
@@ -232,7 +237,11 @@ class LanguageModel(nn.Module):
 
     def new_cache(self) -> list[Any]:
         """An empty cache for one batch of sequences, one entry per layer."""
-        return [block.attention.new_cache() for block in self._blocks()]
+        return [layer.new_cache() for layer in self.attentions()]
+
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer."""
+        return [block.attention for block in self._blocks()]
 
     def _blocks(self) -> list[DecoderBlock]:
         return cast("list[DecoderBlock]", list(self.blocks))
@@ -262,7 +271,7 @@ class LanguageModel(nn.Module):
         Raises:
             TypeError, ValueError: an empty prompt, tokens beyond the vocabulary, or a number out of its range.
         """
-        self._check_tokens("input_ids", input_ids)
+        self.check_tokens("input_ids", input_ids)
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
         check_kinds(options, {"max_new_tokens": "int", "temperature": "float", "top_k": "int | None"})
         if max_new_tokens < 0:
