@@ -30,7 +30,8 @@ def documents(seed, count=40):
 
 
 def folder(path, seed=0, tokenizer=None, **options):
-    write_shards(path, 500, documents(seed), documents(seed + 100, 20), tokenizer=tokenizer, **options)
+    files = {"tokenizer.json": tokenizer} if tokenizer else None
+    write_shards(path, 500, documents(seed), documents(seed + 100, 20), tokenizer=files, **options)
     return str(path)
 
 
@@ -196,7 +197,7 @@ def test_one_changed_token_of_a_folder_is_refused(tmp_path):
 
 def test_sources_of_two_kinds_are_refused(tmp_path):
     (tmp_path / "text.txt").write_text("some text " * 100)
-    one, two = folder(tmp_path / "one", tokenizer="{}"), folder(tmp_path / "two", tokenizer='{"other": 1}')
+    one, two = folder(tmp_path / "one", tokenizer=b"{}"), folder(tmp_path / "two", tokenizer=b"[]")
     np.save(tmp_path / "bare.npy", np.zeros(500, dtype=np.uint16))
 
     def mixed(*sources, **options):
