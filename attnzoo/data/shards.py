@@ -156,7 +156,7 @@ def write_shards(
     train: Iterable[Tokens],
     held_out: Iterable[Tokens] = (),
     *,
-    tokenizer: str | None = None,
+    tokenizer: Mapping[str, bytes] | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> TokenShards:
     """Write documents as a folder of tokens, which appears whole or not at all.
@@ -166,7 +166,7 @@ def write_shards(
         vocab_size: tokens are below it; they take 2 bytes up to 65536 of them, else 4.
         train: the documents, each `[tokens]`; taken one at a time, and never split over two files.
         held_out: those that training is not to see.
-        tokenizer: what `tokenizer.json` is to hold; None for no such file.
+        tokenizer: files to write beside them, by name; `tokenizer.json` should be one.
         shard_tokens: no document is added to a file that has that many.
 
     Raises:
@@ -183,8 +183,8 @@ def write_shards(
         }
         if not splits["train"]:
             raise ValueError("train: expected at least one document, got none")
-        if tokenizer is not None:
-            (part / TOKENIZER).write_text(tokenizer, encoding="utf-8")
+        for name, content in (tokenizer or {}).items():
+            (part / name).write_bytes(content)
         entries = {
             name: [{"file": shard.path.name, "tokens": shard.count, "documents": shard.documents} for shard in shards]
             for name, shards in splits.items()

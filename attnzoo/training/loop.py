@@ -32,7 +32,7 @@ from attnzoo.training.checkpoint import (
     write_config,
 )
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.exchange import start_from
+from attnzoo.training.exchange import keep_tokenizer, start_from
 from attnzoo.training.metrics import Metrics, Row, rows_until
 from attnzoo.training.optimizer import build_optimizer, learning_rate
 from attnzoo.training.progress import Quiet, build_display
@@ -103,6 +103,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         accelerator.wait_for_everyone()
         if main:
             write_config(run_dir, config)
+            keep_tokenizer(config.data, run_dir)
             remove_stale(run_dir / "checkpoints", config.keep_checkpoints)
         if progress.step < config.steps:
             run = _Run(config, accelerator, model, optimizer, data, rows_per_part)
