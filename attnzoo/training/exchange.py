@@ -77,16 +77,12 @@ def export_run(run: Path, folder: Path) -> Path:
     return folder
 
 
-def _entries(data: DataConfig) -> list[str]:
-    return [data.source]
-
-
 def keep_tokenizer(data: DataConfig, run: Path) -> None:
     """Copy the tokenizer of a run's data, where its files have one, into the run's folder, once."""
-    for entry in _entries(data):
-        if is_shards(entry) and not (run / KEPT).exists() and read_shards(entry).tokenizer:
+    for source in (entry.source for entry in data.weighted):
+        if is_shards(source) and not (run / KEPT).exists() and read_shards(source).tokenizer:
             with whole_folder(run / KEPT) as part:
-                for name, content in read_tokenizer(Path(entry)).items():
+                for name, content in read_tokenizer(Path(source)).items():
                     (part / name).write_bytes(content)
 
 
@@ -94,7 +90,7 @@ def _tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
     """The files of the tokenizer by which a run's data was made; none where nobody said."""
     if (run / KEPT).is_dir():
         return read_tokenizer(run / KEPT)
-    if data.vocab_size is None and not any(is_shards(entry) for entry in _entries(data)):
+    if data.vocab_size is None and not any(is_shards(entry.source) for entry in data.weighted):
         return tokenizer_files(byte_tokenizer())
     return {}
 
@@ -210,7 +206,7 @@ tags: [attnzoo]
 
 # A decoder with {names}
 
-Trained by attnzoo {__version__} for {step:,} steps on `{config.data.source}`.
+Trained by attnzoo {__version__} for {step:,} steps on `{config.data.title}`.
 
 | | |
 |---|---|
