@@ -41,7 +41,7 @@ class RecurrentState:
         Raises:
             ValueError: any other number: a sum does not give single tokens back.
         """
-        _whole(tokens)
+        whole(tokens)
         if tokens != len(self):
             raise ValueError(f"tokens: expected all {len(self)} (a recurrent state forgets none), got {tokens}")
         return self
@@ -100,7 +100,7 @@ class KVCache:
             ValueError: more than there are, fewer than 0, or keys that cannot be taken back: carried ones (PaTH, Wall),
                 and RoPE's where its angle varied.
         """
-        _whole(tokens)
+        whole(tokens)
         S = len(self)
         if not 0 <= tokens <= S:
             raise ValueError(f"tokens: expected 0 to {S}, got {tokens}")
@@ -260,7 +260,12 @@ def check_rows(index: object, like: Tensor) -> None:
         raise ValueError(f"index: expected row numbers from 0 to {B - 1}, got {index.tolist()}")
 
 
-def _whole(tokens: object) -> None:
+def whole(tokens: object) -> None:
+    """``tokens`` is a number of tokens.
+
+    Raises:
+        TypeError: it is not.
+    """
     if isinstance(tokens, bool) or not isinstance(tokens, int):
         raise TypeError(f"tokens: expected a whole number, got {tokens!r}")
 
