@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.values import reads_values
+from attnzoo.forms.memory import check_room, size_of
 
 ROOM = 256  # buffers hold multiples of this many tokens
 
@@ -185,6 +186,8 @@ def append_in_place(
     room = state.room if isinstance(state, GrowingCache) else None
     if room is None or not room.fits(past, new, S):
         size = -(-(S + T + S // 4) // ROOM) * ROOM
+        needed = sum(size_of(x) // max(1, S) * size for x in past.values())
+        check_room(needed, state.v.device, f"cache of {S + T} tokens, with room for {size}")
         room = Room({}, S)
         for name, x in past.items():
             dtype = torch.promote_types(x.dtype, new[name].dtype)
