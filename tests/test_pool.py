@@ -114,3 +114,39 @@ def test_the_memory_of_free_pages_is_given_back() -> None:
     assert pool.bytes() < size
     pool.append(*tokens(1))
     check(pool, *(torch.cat([x[2], y[2]]) for x, y in zip(parts, tokens(1), strict=True)), row=2)
+
+
+def test_a_sequence_of_another_pool_goes_on_here() -> None:
+    pool, parts = pool_of(100)
+    other = KeyPool.empty(1, G, R, K, V, dtype=torch.float32)
+    k, v, g = (x[:1] for x in tokens(150, seed=3))
+    other.append(k, v, g)
+    pool.reset(1)
+    pool.adopt(1, other, 4 * PAGE)
+    before = pool.used()
+    check(pool, k[0], v[0], g[0], row=1)
+    more = tokens(80, seed=5)
+    pool.append(*more)  # row 1 has its pages already
+    assert pool.used() == before + (B - 1) * G
+    check(pool, *(torch.cat([x[0], y[1]]) for x, y in zip((k, v, g), more, strict=True)), row=1)
+    check(pool, *(torch.cat([x[0], y[0]]) for x, y in zip(parts, more, strict=True)), row=0)
+
+
+def test_pages_that_are_reserved_already_are_not_taken_again() -> None:
+    pool, _ = pool_of(10)
+    pool.reserve([3 * PAGE, 0, 1])
+    used = pool.used()
+    pool.reserve([2 * PAGE, 0, 1])
+    assert used == pool.used() == B * G + 3 * G
+    assert torch.equal(pool.table, pool.pages)
+
+
+def test_pages_that_are_reserved_are_not_shared() -> None:
+    pool, parts = pool_of(PAGE)
+    pool.reserve([100] * B)
+    pool.select(torch.tensor([0, 0, 2]))
+    more = tokens(100, seed=5)
+    pool.append(*more)
+    for row, source in enumerate((0, 0, 2)):
+        check(pool, *(torch.cat([x[source], y[row]]) for x, y in zip(parts, more, strict=True)), row=row)
+    assert torch.equal(pool.table, pool.pages)

@@ -114,20 +114,20 @@ class KeyPool:
 
     def bytes(self) -> int:
         """Memory of all tensors on the device."""
-        return sum(size_of(x) for x in self._tensors().values())
+        return sum(size_of(x) for x in self.tensors().values())
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """All that is on the device."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pages", "refs")}
         return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
     def _of_pages(self) -> dict[str, Tensor]:
         """The tensors that have a row per page."""
-        return {name: x for name, x in self._tensors().items() if name in PAGED}
+        return {name: x for name, x in self.tensors().items() if name in PAGED}
 
     def _of_rows(self) -> dict[str, Tensor]:
         """The tensors that have a row per sequence."""
-        return {name: x for name, x in self._tensors().items() if name not in PAGED}
+        return {name: x for name, x in self.tensors().items() if name not in PAGED}
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, valid: Tensor | None = None) -> None:
@@ -173,13 +173,10 @@ class KeyPool:
         B, H, T = g.shape
         closed = is_closed(g)
         since.copy_(torch.where(closed, at[:, None], 0).amax(-1).maximum(since))
-        before = total[..., None] + torch.nn.functional.pad(g.masked_fill(closed, 0.0), (1, 0)).cumsum(
-            -1
-        )  # [B, H, T + 1]
+        opened = torch.nn.functional.pad(g.masked_fill(closed, 0.0), (1, 0))
+        before = total[..., None] + opened.cumsum(-1)  # [B, H, T + 1]
         N = page_sum.shape[2]
-        pages = (
-            torch.arange(N, device=g.device) * PAGE - self.length[:, None]
-        )  # [B, N]: the new token a page begins with
+        pages = torch.arange(N, device=g.device) * PAGE - self.length[:, None]  # [B, N]: its first new token
         begins = (pages >= 0) & (pages < count[:, None])
         start = before.gather(2, pages.clamp(0, T)[:, None].expand(B, H, N))
         page_sum.copy_(torch.where(begins[:, None], start, page_sum))
@@ -201,14 +198,17 @@ class KeyPool:
         Raises:
             MemoryError: they do not fit into the memory of the device. Nothing has changed then.
         """
-        spans = [(-(-n // PAGE), -(-(n + more) // PAGE)) for n, more in zip(self.lengths, counts, strict=True)]
+        spans = [
+            (self._reserved(b), -(-(n + more) // PAGE)) if more else (0, 0)
+            for b, (n, more) in enumerate(zip(self.lengths, counts, strict=True))
+        ]
         G = self.table.shape[1]
         shared = [
             (b, g, n // PAGE)
             for b, (n, more) in enumerate(zip(self.lengths, counts, strict=True)) if more and n % PAGE
             for g in range(G) if int(self.refs[self.pages[b, g, n // PAGE]]) > 1
         ]  # fmt: skip
-        missing = G * sum(stop - start for start, stop in spans) + len(shared)
+        missing = G * sum(max(0, stop - start) for start, stop in spans) + len(shared)
         if not missing:
             return
         self._make_room(missing - len(self.free), max(stop for _, stop in spans))
@@ -221,10 +221,16 @@ class KeyPool:
                 x[new] = x[old]
             self.refs[old] -= 1
             self.pages[b, g, n] = new
+            self.table[b, g, n] = new
         for b, (start, stop) in enumerate(spans):
             if stop > start:
                 self.pages[b, :, start:stop] = torch.tensor(self._take(G * (stop - start))).view(G, -1)
-        self.table.copy_(self.pages)
+                self.table[b].copy_(self.pages[b])
+
+    def _reserved(self, b: int) -> int:
+        """How many pages, evicted ones among them, sequence b has for its tokens and for those that may follow."""
+        n = -(-self.lengths[b] // PAGE)
+        return n + int((self.pages[b, 0, n:] >= 0).sum())
 
     def _take(self, number: int) -> list[int]:
         """Free pages, now of one sequence."""
@@ -380,16 +386,19 @@ class KeyPool:
         """
         rows = index.cpu().long()
         kept = self.pages[rows]
+        for n, mine in zip((self.lengths[b] for b in rows.tolist()), kept, strict=True):
+            mine[:, -(-n // PAGE) :] = -1  # reserved ones are not for two
         ids = kept[kept >= 0].long()
         self.refs.index_add_(0, ids, self.refs.new_ones(ids.shape))
         self._release(self.pages[self.pages >= 0])
         self.pages, self.lengths = kept, [self.lengths[b] for b in rows.tolist()]
-        for name, x in self._of_rows().items():
-            picked = x[index]
-            if picked.shape == x.shape:
-                x.copy_(picked)
+        picked = {name: x[index] for name, x in self._of_rows().items()}
+        for name, x in picked.items():
+            if x.shape == getattr(self, name).shape:
+                getattr(self, name).copy_(x)
             else:
-                setattr(self, name, picked)
+                setattr(self, name, x)
+        self.table.copy_(kept)
 
     def fork(self, source: int, target: int) -> None:
         """Sequence ``target`` becomes what ``source`` is, and shares its pages until one of them writes to them."""
@@ -404,6 +413,35 @@ class KeyPool:
         self.pages[row], self.lengths[row] = -1, 0
         for name, x in self._of_rows().items():
             x[row] = -1 if name == "table" else 0
+
+    @torch.no_grad()
+    def adopt(self, row: int, other: KeyPool, tokens: int) -> None:
+        """The empty sequence ``row`` becomes a copy of the only one of ``other``.
+
+        Args:
+            row: its number.
+            other: with heads and channels as here.
+            tokens: it has pages for so many, those of ``other`` among them.
+
+        Raises:
+            MemoryError: as :meth:`reserve`.
+        """
+        n, end = -(-tokens // PAGE), -(-other.lengths[0] // PAGE)
+        live = other.pages[0, :, :end] >= 0  # [G, end]
+        wanted = torch.cat([live, live.new_ones(len(live), n - end)], 1)
+        self._make_room(int(wanted.sum()) - len(self.free), n)
+        self.pages[row, :, :n][wanted] = torch.tensor(self._take(int(wanted.sum())), dtype=torch.int32)
+        to, source = self.pages[row, :, :end][live].long(), other.pages[0, :, :end][live].long()
+        for name, x in self._of_pages().items():
+            x[to] = getattr(other, name)[source]
+        for name, x in self._of_rows().items():
+            new = getattr(other, name)[0]
+            if x.ndim < 3:
+                x[row] = new
+            elif name != "table":
+                x[row, :, :end] = new[:, :end]
+        self.table[row].copy_(self.pages[row])
+        self.lengths[row] = other.lengths[0]
 
     def gather(self, b: int, g: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
         """What is there of key head g of sequence b, for references.
