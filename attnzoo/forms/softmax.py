@@ -17,10 +17,12 @@ from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
+from attnzoo.forms.carried import CarriedPool, extend_carried
 from attnzoo.forms.fixed import KeyMemory, Memory, Rows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.paged import PagedCache, extend_pages
+from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, near_lse, readout
 from attnzoo.forms.rowblocks import causal_attention
@@ -46,15 +48,15 @@ class SoftmaxForms(Forms):
 
     Args:
         transition: the matrix part of the gate.
+        pages: whether a state may be in pages: of transitions, those of w and beta alone.
         kernels: forms beside ``recurrent`` and ``parallel``.
     """
 
     REFERENCES = ("recurrent", "parallel")
     OPTIONS = SoftmaxOptions
     STATE = KVCache
-    pages = False  # whether a state may be in pages
-
     transition: Transition
+    pages: bool = field(default=False, kw_only=True)
 
     def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Output:
         """All tokens at once, in blocks of rows: memory O(T), no T x T matrix."""
@@ -90,6 +92,13 @@ class SoftmaxForms(Forms):
             return super().extend(q, k, v, gate, None, form=form, **options)[0], new
         return self._output(*rows, given, v.dtype), new
 
+    def new_pages(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> KeyPool:
+        """Pages for sequences of which such tokens are the first."""
+        (B, _, H, K), (G, V), decays = q.shape, v.shape[2:], gate.log_decay is not None
+        return CarriedPool.of(
+            B, G, H // G, K, V, dtype=compute_dtype(q), values=v.dtype, device=v.device, decays=decays
+        )
+
     def refuses(self, form: str, call: Call) -> str:
         if form != REFERENCE and isinstance(call.state, PagedCache) and len(call.state):
             return f"the {form} form does not read keys in pages"
@@ -98,7 +107,7 @@ class SoftmaxForms(Forms):
     def _extend_pages(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
     ) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
-        raise ValueError("state: expected attnzoo.KVCache (keys that transitions carry are in no pages)")
+        return extend_carried(self, q, k, v, gate, state, options)
 
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: Mapping[str, Any]
@@ -243,9 +252,8 @@ class SoftmaxForms(Forms):
 class AdditiveForms(SoftmaxForms):
     """Encodings that are a bias on the logits, or a rotation of q and k that can be done beforehand."""
 
-    pages = True
-
     transition: Transition = field(default_factory=Identity)
+    pages: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kernels", {"triton": fox_kernel(self), **self.kernels})
@@ -272,6 +280,10 @@ class AdditiveForms(SoftmaxForms):
 
     def fixed(self, state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> Memory:
         return KeyMemory.like(state, rows, tokens, device, None, self.place)
+
+    def new_pages(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> KeyPool:
+        (B, _, H, K), (G, V), decays = q.shape, v.shape[2:], gate.log_decay is not None
+        return KeyPool.empty(B, G, H // G, K, V, dtype=v.dtype, device=v.device, decays=decays)
 
     def _extend_pages(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
