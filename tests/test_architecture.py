@@ -21,7 +21,7 @@ FLOORS = (
     ("config", "data"),
     ("algebra",),
     ("kernels.common",),
-    ("kernels.fox", "kernels.path"),
+    ("kernels.fox", "kernels.path", "kernels.linear"),
     ("forms",),
     ("recurrences",),
     ("encodings",),

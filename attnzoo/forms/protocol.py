@@ -81,12 +81,14 @@ class Kernel:
         extend: ``extend(q, k, v, gate, state, *, ...) -> (output, state)``; None where it keeps no state.
         refuses: why a :class:`Call` cannot be served, or "". It need not look at the names of the options.
         explain: which kernels a :class:`Call` that is not refused runs on, and why no faster ones, or "".
+        brief: whether it is for a few tokens at a time; then nothing is missed where it refuses more.
     """
 
     run: Callable[..., Any]
     extend: Callable[..., tuple[Any, Any]] | None = None
     refuses: Callable[[Call], str] = _serves
     explain: Callable[[Call], tuple[str, str]] | None = None
+    brief: bool = False
     options: tuple[str, ...] = field(init=False)  # of run
     extend_options: tuple[str, ...] = field(init=False)
 

@@ -16,9 +16,9 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import unknown
 from attnzoo.forms.options import check_borders
-from attnzoo.forms.protocol import Call
+from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.dispatch import IMPLS, choose, given_options, run
+from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
 from attnzoo.layer.gates import Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
@@ -284,6 +284,10 @@ class Attention(PreciseModule):
         call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
         form = choose(self.variant, self.impl, call)
         _say(f"{self.variant.name}: impl={self.impl!r} runs {form} on {x.device.type}")
+        if form == REFERENCE and self.impl == "auto":
+            lost = missed(self.variant, call)
+            if lost:
+                _say(f"{self.variant.name}: no kernel runs, and the reference is slower: {lost}", logging.WARNING)
         if not torch.compiler.is_compiling():
             self._picked = f"{form} on {x.device.type}"
         o, state = run(self.variant, form, call)
@@ -343,11 +347,11 @@ _said: set[str] = set()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled layer says it while it is compiled
-def _say(picked: str) -> None:
+def _say(picked: str, level: int = logging.INFO) -> None:
     """Log what runs, once per process."""
     if picked not in _said:
         _said.add(picked)
-        logger.info(picked)
+        logger.log(level, "%s", picked)
 
 
 __all__ = ["Attention", "AttentionConfig", "LayerCache", "Projected"]

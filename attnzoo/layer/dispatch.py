@@ -43,6 +43,21 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
     return impl
 
 
+def expected(variant: Variant, call: Call) -> list[str]:
+    """The kernels of a variant that are made for calls of this kind, the fastest first."""
+    kernels = getattr(variant.form_set, "kernels", {})
+    short = call.q.shape[1] == 1
+    return [
+        form for form in KERNELS if form in variant.forms and (short or not getattr(kernels.get(form), "brief", False))
+    ]
+
+
+def missed(variant: Variant, call: Call) -> str:
+    """Why ``auto`` runs no kernel on a GPU though the variant has some, with the remedies; or ""."""
+    forms = expected(variant, call) if on_gpu(call.q) else ()
+    return "; ".join(f"{form}: {variant.refuses(form, call)}" for form in forms)
+
+
 def on_gpu(x: Tensor) -> bool:
     """Whether ``auto`` looks for a kernel at all."""
     return x.is_cuda
