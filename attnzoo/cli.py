@@ -268,9 +268,9 @@ def export(run: Path, folder: Path) -> None:
 def import_(source: Path, folder: Path, dtype: str | None) -> None:
     """Write another library's model as one of attnzoo.
 
-    FOLDER holds a model of transformers (Llama, Mistral, Qwen2, Qwen3), of flash-linear-attention, or of the
-    Forgetting Transformer's authors, as `save_pretrained` writes it. The folder written also holds train.yaml, which
-    trains on from it.
+    FOLDER holds a model of transformers (Llama, Mistral, Qwen2, Qwen3, Qwen3-Next, Mamba-2), of
+    flash-linear-attention, or of the Forgetting Transformer's authors, as `save_pretrained` writes it. The folder
+    written also holds train.yaml, which trains on from it.
     """
     import torch
 

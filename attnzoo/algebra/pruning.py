@@ -53,6 +53,21 @@ class Prune:
         return math.log(self.eps)
 
 
+@dataclass(frozen=True, eq=False)
+class QueryBounds:
+    """What is known of all rows to come, per head ``[H]`` (or per sequence and head, ``[B, H]``).
+
+    Args:
+        query: the longest scaled query.
+        own: no row's score with itself is below minus this.
+        score: no score with an old key is above this, or None: then query and the keys' norms say so.
+    """
+
+    query: Tensor
+    own: Tensor
+    score: Tensor | None = None
+
+
 def first_kept_keys(
     q: Tensor,
     k: Tensor,
@@ -131,6 +146,33 @@ def keys_behind_closed(log_decay: Tensor, at: Tensor) -> Tensor:
     """How many keys lie behind the last closed gate up to the tokens ``at``: ``[B, H, len(at)]``."""
     index = torch.arange(log_decay.shape[-1], device=log_decay.device)
     return torch.where(is_closed(log_decay), index, 0).cummax(-1).values[..., at]
+
+
+def evictable(longest: Tensor, tails: Tensor, total: Tensor, log_eps: float, bounds: QueryBounds) -> Tensor:
+    r"""How many of the first groups of keys no later row needs, whatever it asks: with b the last key of a group,
+
+    .. math:: U_\mathrm{old} + U + (c_t - c_b) + \log n_b \le \log \epsilon
+
+    where no later row's score with itself is below -U, and none with an old key above
+    :math:`U_\mathrm{old} = Q \max_{j \le b} |k_j|`. The norms of old keys say nothing about U: later keys may be long.
+    Later gates only lower :math:`c_t`. The weight counts all keys up to b, those evicted before too, so evictions do
+    not add up. The derivation is in the docs (pruning.11).
+
+    Args:
+        longest: the longest key up to the end of each of N groups, ``[B, H, N]``.
+        tails: ``log n_b - c_b`` there, ``[B, H, N]`` float64, which never falls; closed gates count as open.
+        total: c of the last token, ``[B, H]`` float64.
+        log_eps: logarithm of the weight that a row may lose.
+        bounds: Q and U.
+
+    Returns:
+        ``[B, H]`` int64, from 0 to N. Groups that are not complete are the caller's to leave out.
+    """
+    old = bounds.query.double()[..., None] * longest.double()
+    if bounds.score is not None:
+        old = old.minimum(bounds.score.double()[..., None])
+    enough = old + bounds.own.double()[..., None] + total[..., None] + tails <= log_eps
+    return enough.cumprod(-1).sum(-1)
 
 
 def kept_fraction(

@@ -17,6 +17,7 @@ from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
+from attnzoo.forms.fixed import KeyMemory
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.protocol import Forms
@@ -79,6 +80,10 @@ class SoftmaxForms(Forms):
         q, k, v, gate, given = self._ready(q, k, v, gate, options)
         o, lse, state = self._attend(q, k, v, gate, state, given)
         return self._output(o, lse, given, v.dtype), state
+
+    def fixed(self, state: KVCache, length: Tensor, tokens: int, device: torch.device | str) -> KeyMemory:
+        """The memory of steps that change it in place, for ``length [B]`` sequences of up to ``tokens`` tokens."""
+        return KeyMemory.like(state, length, tokens, device, self.transition, None)
 
     def _ready(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]
@@ -229,6 +234,9 @@ class AdditiveForms(SoftmaxForms):
             scaled, keys, values, decay, state.valid, first_kept, rows=ROWS, band=band, with_lse=with_lse
         )
         return o, lse, state
+
+    def fixed(self, state: KVCache, length: Tensor, tokens: int, device: torch.device | str) -> KeyMemory:
+        return KeyMemory.like(state, length, tokens, device, None, self.place)
 
     def remember(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,

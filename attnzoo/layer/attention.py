@@ -19,6 +19,7 @@ from attnzoo.forms.options import check_borders
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
+from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.gates import Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
@@ -142,12 +143,39 @@ class Attention(PreciseModule):
         """An empty cache for this layer, to be handed to every call of one generation."""
         return LayerCache(owner=Owner(self))
 
+    def fixed_cache(
+        self, like: LayerCache, length: Tensor, tokens: int, device: torch.device | str | None = None
+    ) -> FixedCache:
+        """An empty cache for steps of one token of several sequences, which change it in place.
+
+        Args:
+            like: of one sequence that has seen a token, for shapes and dtypes.
+            length: tokens so far of each sequence, ``[B]`` int64; the caller counts them, and every layer reads them.
+            tokens: of the longest sequence that there will be.
+            device: None for that of ``length``; ``"meta"`` shows how much memory it needs.
+
+        Raises:
+            ValueError: the variant is a third party's that offers none.
+        """
+        device = device or length.device
+        fixed = getattr(self.variant.form_set, "fixed", None)
+        if fixed is None:
+            raise ValueError(
+                f"variant: expected one whose FORMS offer a memory of fixed size, got {self.variant.name!r}"
+            )
+        windows = {
+            name: torch.zeros(len(length), *x.shape[1:], dtype=x.dtype, device=device)
+            for name, x in like.windows.items()
+        }
+        bound = None if self.prune is None else self.logit_bound(like.dtype or torch.float32)
+        return FixedCache(fixed(like.state, length, tokens, device), windows, length, bound)
+
     def forward(
         self,
         x: Tensor,
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerCache | FixedCache | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -158,12 +186,14 @@ class Attention(PreciseModule):
             attention_mask: ``[B, T]``, nonzero for tokens, zero for padding on either side; ``[B, S + T]`` with S
                 cached tokens is accepted too (the last T count). Outputs at padding are 0.
             cache: from :meth:`new_cache`; it is extended in place, so that calls with pieces of any size continue one
-                another.
+                another. A :class:`~attnzoo.layer.fixed.FixedCache` takes one token of each of its sequences.
 
         Raises:
             TypeError, ValueError: arguments of the wrong kind, shape or value, each named.
         """
         self._check(x)
+        if isinstance(cache, FixedCache):
+            return self._step(x, cu_seqlens, attention_mask, cache)
         if cache is not None and not isinstance(cache, LayerCache):
             raise TypeError(f"cache: expected what new_cache() gives, got {type(cache).__name__}")
         if cu_seqlens is not None:
@@ -272,14 +302,7 @@ class Attention(PreciseModule):
             bound = self.logit_bound(projected.q.dtype)
             if cache is not None:  # of the weights alone: true whether or not the call succeeds
                 cache.bound = bound
-        delta_rule = isinstance(projected.write, str)
-        options = given_options(
-            {
-                "scale": self.scale, "valid": valid, "cu_seqlens": stream.cu_seqlens, "prune": self.prune,
-                "logit_bound": bound, "window": self.config.window, "sink": self.sinks,
-                "write": None if delta_rule else projected.write, "delta_rule": delta_rule,
-            }
-        )  # fmt: skip
+        options = self._options(projected, valid, stream.cu_seqlens, bound)
         state = None if cache is None else cache.state
         call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
         form = choose(self.variant, self.impl, call)
@@ -291,8 +314,37 @@ class Attention(PreciseModule):
         if not torch.compiler.is_compiling():
             self._picked = f"{form} on {x.device.type}"
         o, state = run(self.variant, form, call)
+        y = self._output(x, projected.v, o)
+        return y if valid is None else y.masked_fill(~valid[..., None], 0.0), state
+
+    def _step(self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: FixedCache) -> Tensor:
+        """One token of each sequence, ``[B, 1, D]``, without anything that a CUDA graph could not hold."""
+        if cu_seqlens is not None or attention_mask is not None:
+            raise ValueError("cu_seqlens, attention_mask: expected None with a cache of fixed size, got a tensor")
+        cache.check(x)
+        projected = self._project(x, FixedStream(None, None, (x.shape[0], 1), x.device, fixed=cache))
+        options = self._options(projected, None, None, cache.bound)
+        call = Call(projected.q, projected.k, projected.v, projected.gate, None, True, options)
+        o = cache.memory.step(call, lambda call: run(self.variant, choose(self.variant, self.impl, call), call))
+        return self._output(x, projected.v, o)
+
+    def _options(
+        self, projected: Projected, valid: Tensor | None, cu_seqlens: Tensor | None, bound: Tensor | None
+    ) -> dict[str, Any]:
+        """What the core is asked for by keyword."""
+        delta_rule = isinstance(projected.write, str)
+        return given_options(
+            {
+                "scale": self.scale, "valid": valid, "cu_seqlens": cu_seqlens, "prune": self.prune,
+                "logit_bound": bound, "window": self.config.window, "sink": self.sinks,
+                "write": None if delta_rule else projected.write, "delta_rule": delta_rule,
+            }
+        )  # fmt: skip
+
+    def _output(self, x: Tensor, v: Tensor, o: Tensor) -> Tensor:
+        """From what the core gives, ``[B, T, H, V]``, to that of the layer, ``[B, T, D]``."""
         if self.skip is not None:
-            o = o + (self.skip[:, None] * expand_heads(projected.v, o.shape[2])).to(o.dtype)
+            o = o + (self.skip[:, None] * expand_heads(v, o.shape[2])).to(o.dtype)
         gated = None if self.output_gate is None else ACTIVATIONS[self.config.output_gate](self.output_gate(x))
         if gated is not None and self.config.gate_before_norm:
             o, gated = o * gated.unflatten(-1, o.shape[2:]), None
@@ -302,7 +354,7 @@ class Attention(PreciseModule):
         if gated is not None:
             o = o * gated
         y: Tensor = self.o_proj(o)
-        return y if valid is None else y.masked_fill(~valid[..., None], 0.0), state
+        return y
 
     def _project(self, x: Tensor, stream: Stream) -> Projected:
         config = self.config

@@ -94,6 +94,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         if config.compile:
             for block in model.blocks:
                 block.compile()
+            model.chunk_loss = torch.compile(model.chunk_loss)
         model, optimizer = accelerator.prepare(model, optimizer)
         progress = Progress(data_fingerprint=data.fingerprint)
         if checkpoint is not None:

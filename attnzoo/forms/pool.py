@@ -1,0 +1,349 @@
+"""Keys and values of many sequences in pages of one pool, with a table of pages per sequence and head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.gate import is_closed
+from attnzoo.algebra.pruning import QueryBounds, evictable
+
+PAGE = 64  # tokens of a page
+PAGED = ("k", "v", "decay")  # what has a row per page
+CHUNK = 16  # a table grows by multiples of this many pages
+
+
+@dataclass(eq=False)
+class KeyPool:
+    """Pages of 64 keys of one key/value head of one sequence, and where those of each sequence are.
+
+    Everything is changed in place, except that growth puts larger tensors in the place of ``k``, ``v``, ``decay`` (more
+    pages) or of ``table``, ``page_sum``, ``k_norm``, ``n_log`` (longer sequences). Sequences have their own lengths:
+    padding is not stored. A page may belong to several sequences (beams, a common prefix); it is copied when one of
+    them writes to it.
+
+    The decay between two tokens j <= t of head h is ``page_sum[t's page] - page_sum[j's page]`` in float64 plus
+    ``decay[t] - decay[j]`` in float32: its error does not grow with the length. Closed gates (at most -1e4) add nothing
+    to these sums. A row sees no key before the last one of them that is not after it (``since``).
+
+    Args:
+        k: ``[P, PAGE, K]``, RoPE's keys in the frame of the first token.
+        v: ``[P, PAGE, V]``.
+        decay: running sums of the log decays within the page, up to and with each token, for the R = H / G query heads
+            of the page's group, ``[P, PAGE, R]`` float32; None where nothing decays.
+        table: page of each 64 tokens, ``[B, G, N]`` int32; -1 for evicted ones and for those to come.
+        first: first live page of each head, ``[B, G]`` int32.
+        length: tokens so far, ``[B]`` int32.
+        page_sum: sum of the log decays of all tokens before the page, ``[B, H, N]`` float64, or None.
+        total: that of all tokens, ``[B, H]`` float64, or None.
+        since: the last token with a closed gate, 0 if there is none, ``[B, H]`` int32, or None.
+        n_log: ``log sum_l exp(-c_l)`` over the tokens up to the end of the page, c their running sums, ``[B, H, N]``
+            float64, or None.
+        k_norm: at least the length of the page's longest key, ``[B, G, N]`` float32.
+        lengths: ``length``, on the host.
+        pages: ``table``, on the host.
+        refs: sequences that each page belongs to, ``[P]`` int32, on the host.
+        free: pages that belong to none.
+    """
+
+    k: Tensor
+    v: Tensor
+    decay: Tensor | None
+    table: Tensor
+    first: Tensor
+    length: Tensor
+    page_sum: Tensor | None
+    total: Tensor | None
+    since: Tensor | None
+    n_log: Tensor | None
+    k_norm: Tensor
+    lengths: list[int]
+    pages: Tensor
+    refs: Tensor
+    free: list[int] = field(repr=False)
+
+    @staticmethod
+    def empty(
+        B: int, G: int, R: int, K: int, V: int, *, dtype: torch.dtype, device: torch.device | str = "cpu",
+        decays: bool = True, pages: int = 0, tokens: int = 0,
+    ) -> KeyPool:  # fmt: skip
+        """A pool of B empty sequences.
+
+        Args:
+            R: query heads per key head.
+            dtype: of keys and values.
+            decays: whether the tokens come with log decays.
+            pages: room for that many from the start.
+            tokens: the tables have room for sequences of that length from the start.
+        """
+        N, H = max(CHUNK, -(-tokens // PAGE)), G * R
+
+        def zeros(*shape: int, of: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=of, device=device)
+
+        def sums(*shape: int, of: torch.dtype = torch.float64) -> Tensor | None:
+            return zeros(*shape, of=of) if decays else None
+
+        return KeyPool(
+            zeros(pages, PAGE, K, of=dtype), zeros(pages, PAGE, V, of=dtype),
+            sums(pages, PAGE, R, of=torch.float32), zeros(B, G, N, of=torch.int32).fill_(-1),
+            zeros(B, G, of=torch.int32), zeros(B, of=torch.int32), sums(B, H, N), sums(B, H),
+            sums(B, H, of=torch.int32), sums(B, H, N), zeros(B, G, N, of=torch.float32), [0] * B,
+            torch.full((B, G, N), -1, dtype=torch.int32), torch.zeros(pages, dtype=torch.int32),
+            list(reversed(range(pages))),
+        )  # fmt: skip
+
+    def live(self) -> Tensor:
+        """Pages that each head of each sequence has, ``[B, G]`` int64, on the host."""
+        return (self.pages >= 0).sum(-1)
+
+    def used(self) -> int:
+        """Pages that belong to a sequence; one that belongs to several counts once."""
+        return len(self.refs) - len(self.free)
+
+    def bytes(self) -> int:
+        """Memory of all tensors on the device."""
+        return sum(x.numel() * x.element_size() for x in self._tensors().values())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that is on the device."""
+        host = ("lengths", "pages", "refs", "free")
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in host}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def _of_pages(self) -> dict[str, Tensor]:
+        """The tensors that have a row per page."""
+        return {name: x for name, x in self._tensors().items() if name in PAGED}
+
+    def _of_rows(self) -> dict[str, Tensor]:
+        """The tensors that have a row per sequence."""
+        return {name: x for name, x in self._tensors().items() if name not in PAGED}
+
+    @torch.no_grad()
+    def append(self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, valid: Tensor | None = None) -> None:
+        """Add T tokens to every sequence.
+
+        Args:
+            k: ``[B, T, G, K]``.
+            v: ``[B, T, G, V]``.
+            log_decay: ``[B, T, H]``, <= 0; None where nothing decays.
+            valid: the tokens that exist, ``[B, T]`` bool, None for all. The others leave no trace.
+
+        Raises:
+            MemoryError: the pool would have to grow beyond the memory of its device. Nothing has changed then.
+        """
+        (B, T, G, _), device = k.shape, k.device
+        counts = [T] * B if valid is None else [int(n) for n in valid.sum(1)]
+        self.reserve(counts)
+        count = torch.tensor(counts, device=device)
+        order = torch.arange(T, device=device).expand(B, T)
+        if valid is not None:  # what exists comes first
+            order = (~valid).int().argsort(dim=1, stable=True)
+        there = torch.arange(T, device=device) < count[:, None]  # [B, T]
+        at = self.length[:, None].long() + torch.arange(T, device=device)
+        page = (at // PAGE).clamp(max=self.table.shape[2] - 1)
+        ids = self.table.gather(2, page[:, None].expand(B, G, T)).transpose(1, 2).long()  # [B, T, G]
+        row, token, head = there[..., None].expand(B, T, G).nonzero(as_tuple=True)
+        source, to = order[row, token], (ids[row, token, head], at[row, token] % PAGE)
+        new = k[row, source, head].to(self.k.dtype)
+        self.k[to], self.v[to] = new, v[row, source, head].to(self.v.dtype)
+        norms = new.double().norm(dim=-1).mul(1 + 1e-6).float()
+        where = (row * G + head) * self.k_norm.shape[2] + page[row, token]
+        self.k_norm.view(-1).scatter_reduce_(0, where, norms, "amax")
+        if log_decay is not None:
+            g = log_decay.double().gather(1, order[..., None].expand_as(log_decay)).masked_fill(~there[..., None], 0.0)
+            self._add_gates(g.transpose(1, 2), at, count, (row, token, head, to))
+        self.length += count
+        self.lengths = [before + n for before, n in zip(self.lengths, counts, strict=True)]
+
+    def _add_gates(self, g: Tensor, at: Tensor, count: Tensor, new: tuple[Any, ...]) -> None:
+        """The sums of the gates ``g [B, H, T]`` of the tokens ``at [B, T]``, of which ``count [B]`` exist."""
+        total, page_sum, since, n_log, decay = (
+            cast(Tensor, x) for x in (self.total, self.page_sum, self.since, self.n_log, self.decay)
+        )
+        B, H, T = g.shape
+        closed = is_closed(g)
+        since.copy_(torch.where(closed, at[:, None], 0).amax(-1).maximum(since))
+        before = total[..., None] + torch.nn.functional.pad(g.masked_fill(closed, 0.0), (1, 0)).cumsum(
+            -1
+        )  # [B, H, T + 1]
+        N = page_sum.shape[2]
+        pages = (
+            torch.arange(N, device=g.device) * PAGE - self.length[:, None]
+        )  # [B, N]: the new token a page begins with
+        begins = (pages >= 0) & (pages < count[:, None])
+        start = before.gather(2, pages.clamp(0, T)[:, None].expand(B, H, N))
+        page_sum.copy_(torch.where(begins[:, None], start, page_sum))
+        c = before[..., 1:]
+        within = c - page_sum.gather(2, (at // PAGE).clamp(max=N - 1)[:, None].expand(B, H, T))
+        row, token, head, to = new
+        decay[to] = within.transpose(1, 2).unflatten(2, (-1, decay.shape[2]))[row, token, head].float()
+        seen = ((self.length.long() - 1) // PAGE).clamp(min=0)[:, None, None].expand(B, H, 1)
+        start = torch.where(self.length[:, None, None] > 0, n_log.gather(2, seen), -torch.inf)
+        tails = torch.cat([start, -c], -1).logcumsumexp(-1)  # [B, H, T + 1]
+        last = (pages + PAGE).clamp(max=count[:, None])  # new tokens up to the end of each page
+        touched = (last > 0) & (pages < count[:, None])
+        n_log.copy_(torch.where(touched[:, None], tails.gather(2, last.clamp(0, T)[:, None].expand(B, H, N)), n_log))
+        total.copy_(before[..., -1])
+
+    def reserve(self, counts: Sequence[int]) -> None:
+        """Pages for ``counts[b]`` more tokens of each sequence b, written to by none else.
+
+        Raises:
+            MemoryError: they do not fit into the memory of the device. Nothing has changed then.
+        """
+        spans = [(-(-n // PAGE), -(-(n + more) // PAGE)) for n, more in zip(self.lengths, counts, strict=True)]
+        G = self.table.shape[1]
+        shared = [
+            (b, g, n // PAGE)
+            for b, (n, more) in enumerate(zip(self.lengths, counts, strict=True)) if more and n % PAGE
+            for g in range(G) if int(self.refs[self.pages[b, g, n // PAGE]]) > 1
+        ]  # fmt: skip
+        missing = G * sum(stop - start for start, stop in spans) + len(shared)
+        if not missing:
+            return
+        self._make_room(missing - len(self.free), max(stop for _, stop in spans))
+        for b, g, n in shared:
+            old = int(self.pages[b, g, n])
+            if int(self.refs[old]) == 1:  # the other sequences have theirs by now
+                continue
+            [new] = self._take(1)
+            for x in self._of_pages().values():
+                x[new] = x[old]
+            self.refs[old] -= 1
+            self.pages[b, g, n] = new
+        for b, (start, stop) in enumerate(spans):
+            if stop > start:
+                self.pages[b, :, start:stop] = torch.tensor(self._take(G * (stop - start))).view(G, -1)
+        self.table.copy_(self.pages)
+
+    def _take(self, number: int) -> list[int]:
+        """Free pages, now of one sequence."""
+        taken = [self.free.pop() for _ in range(number)]
+        self.refs[taken] = 1
+        return taken
+
+    def _make_room(self, missing: int, width: int) -> None:
+        """At least ``missing`` more pages, and tables of ``width`` pages."""
+        P, N = len(self.refs), self.table.shape[2]
+        if missing > 0:
+            size = P + max(missing, P // 4)
+            for name, x in self._of_pages().items():
+                setattr(self, name, _longer(x, 0, size))
+            self.refs = _longer(self.refs, 0, size)
+            self.free[:0] = reversed(range(P, size))
+        if width > N:
+            size = -(-max(width, N + N // 4) // CHUNK) * CHUNK
+            for name, x in self._of_rows().items():
+                if x.ndim == 3:
+                    setattr(self, name, _longer(x, 2, size, -1 if name == "table" else 0))
+            self.pages = _longer(self.pages, 2, size, -1)
+
+    @torch.no_grad()
+    def evict(self, log_eps: float, bounds: QueryBounds | None, window: int | None = None) -> int:
+        """Give back the pages that no later row needs; see :func:`attnzoo.algebra.pruning.evictable`.
+
+        Args:
+            log_eps: of all keys that go, now and before, no later row loses more than this weight, as a logarithm.
+            bounds: of the rows to come; None: only the window and closed gates say what goes.
+            window: later rows see that many tokens, themselves among them; None for all.
+
+        Returns:
+            Pages that have become free.
+        """
+        first = self.certified(log_eps, bounds, window).maximum(self.first)
+        wanted, N = first.cpu(), self.pages.shape[2]
+        gone = (torch.arange(N) < wanted[..., None]) & (self.pages >= 0)
+        before = len(self.free)
+        if bool(gone.any()):
+            self._release(self.pages[gone])
+            self.pages[gone] = -1
+            self.table.copy_(self.pages)
+            self.first.copy_(first)
+        return len(self.free) - before
+
+    def certified(self, log_eps: float, bounds: QueryBounds | None, window: int | None = None) -> Tensor:
+        """How many of its first pages no row after the last token needs, ``[B, G]`` int32; see :meth:`evict`."""
+        B, G, _ = self.table.shape
+        full = self.length // PAGE  # only whole pages go
+        count = full.new_zeros(B, G)
+        if self.n_log is not None:
+            total, since = cast(Tensor, self.total), cast(Tensor, self.since)
+            heads = (since // PAGE).long()
+            if bounds is not None:
+                longest = self.k_norm.cummax(-1).values.repeat_interleave(total.shape[1] // G, 1)
+                heads = heads.maximum(evictable(longest, self.n_log, total, log_eps, bounds))
+            count = heads.unflatten(1, (G, -1)).amin(-1)
+        if window is not None:
+            count = count.maximum(((self.length - window + 1) // PAGE).clamp(min=0)[:, None])
+        return count.minimum(full[:, None]).int()
+
+    def _release(self, ids: Tensor) -> None:
+        """One sequence fewer has each of the pages ``ids``; one that is named twice, two fewer."""
+        ids = ids.long()
+        self.refs.index_add_(0, ids, self.refs.new_full(ids.shape, -1))
+        self.free += ids.unique()[self.refs[ids.unique()] == 0].tolist()
+
+    @torch.no_grad()
+    def select(self, index: Tensor) -> None:
+        """Go on with the sequences ``index``, in that order; one may be named several times, and keeps its pages once.
+
+        Args:
+            index: row numbers, int32 or int64. As many as there are sequences change the tensors in place.
+        """
+        rows = index.cpu().long()
+        kept = self.pages[rows]
+        ids = kept[kept >= 0].long()
+        self.refs.index_add_(0, ids, self.refs.new_ones(ids.shape))
+        self._release(self.pages[self.pages >= 0])
+        self.pages, self.lengths = kept, [self.lengths[b] for b in rows.tolist()]
+        for name, x in self._of_rows().items():
+            picked = x[index]
+            if picked.shape == x.shape:
+                x.copy_(picked)
+            else:
+                setattr(self, name, picked)
+
+    def fork(self, source: int, target: int) -> None:
+        """Sequence ``target`` becomes what ``source`` is, and shares its pages until one of them writes to them."""
+        rows = torch.arange(len(self.lengths), device=self.length.device)
+        rows[target] = source
+        self.select(rows)
+
+    @torch.no_grad()
+    def reset(self, row: int) -> None:
+        """Forget a sequence."""
+        self._release(self.pages[row][self.pages[row] >= 0])
+        self.pages[row], self.lengths[row] = -1, 0
+        for name, x in self._of_rows().items():
+            x[row] = -1 if name == "table" else 0
+
+    def gather(self, b: int, g: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """What is there of key head g of sequence b, for references.
+
+        Returns:
+            Keys ``[S, K]``, values ``[S, V]``, the log decays from each key to the last token ``[S, R]`` float64 (None
+            where nothing decays; closed gates count as open), and the number of the first token.
+        """
+        first, S = int(self.first[b, g]), self.lengths[b]
+        ids = self.pages[b, g, first : -(-S // PAGE)].long()
+        tokens = S - first * PAGE
+        k, v = (x[ids].flatten(0, 1)[:tokens] for x in (self.k, self.v))
+        if self.decay is None:
+            return k, v, None, first * PAGE
+        R = self.decay.shape[2]
+        heads = slice(g * R, (g + 1) * R)
+        page_sum, total = cast(Tensor, self.page_sum), cast(Tensor, self.total)
+        sums = page_sum[b, heads, first : -(-S // PAGE)].mT[:, None] + self.decay[ids].double()
+        return k, v, (total[b, heads] - sums.flatten(0, 1)[:tokens]), first * PAGE
+
+
+def _longer(x: Tensor, dim: int, size: int, value: int = 0) -> Tensor:
+    """``x`` filled up with ``value`` to ``size`` along ``dim``."""
+    new = x.new_full((*x.shape[:dim], size, *x.shape[dim + 1 :]), value)
+    new.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return new

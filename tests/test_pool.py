@@ -1,0 +1,83 @@
+"""Properties of the pages that keys are kept in."""
+
+import torch
+from torch import Tensor
+
+from attnzoo.forms.pool import PAGE, KeyPool
+
+B, G, R, K, V = 3, 2, 2, 8, 4
+H = G * R
+
+
+def tokens(T: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    k, v, g = (torch.randn(B, T, *shape, generator=generator) for shape in ((G, K), (G, V), (H,)))
+    return k, v, torch.nn.functional.logsigmoid(g + 1)
+
+
+def pool_of(*pieces: int) -> tuple[KeyPool, tuple[Tensor, Tensor, Tensor]]:
+    pool, parts = KeyPool.empty(B, G, R, K, V, dtype=torch.float32), tokens(sum(pieces))
+    start = 0
+    for T in pieces:
+        pool.append(*(x[:, start : start + T] for x in parts))
+        start += T
+    return pool, parts
+
+
+def check(pool: KeyPool, k: Tensor, v: Tensor, log_decay: Tensor, row: int, source: int | None = None) -> None:
+    """Row ``row`` of the pool holds these tokens ``[T, ...]``."""
+    T = len(k)
+    assert pool.lengths[row] == int(pool.length[row]) == T
+    c = log_decay.double().cumsum(0)
+    tails = torch.logcumsumexp(-c, 0)
+    for g in range(G):
+        keys, values, decay, start = pool.gather(row, g)
+        assert torch.equal(keys, k[start:, g])
+        assert torch.equal(values, v[start:, g])
+        heads = slice(g * R, (g + 1) * R)
+        assert decay is not None
+        assert torch.allclose(decay, (c[-1] - c)[start:, heads], atol=1e-5, rtol=0)
+        for n in range(start // PAGE, -(-T // PAGE)):
+            page = slice(n * PAGE, min((n + 1) * PAGE, T))
+            longest = k[page, g].norm(dim=-1).max()
+            assert longest <= pool.k_norm[row, g, n] <= longest * (1 + 1e-5)
+            assert pool.n_log is not None
+            assert torch.allclose(pool.n_log[row, heads, n], tails[page.stop - 1, heads], atol=1e-5, rtol=0)
+
+
+def test_tokens_come_back_whatever_the_pieces() -> None:
+    for pieces in ((1,) * 3, (200,), (PAGE, 1), (PAGE - 1, 1, 1), (1, 150, 1, 60)):
+        pool, parts = pool_of(*pieces)
+        for b in range(B):
+            check(pool, *(x[b] for x in parts), row=b)
+        assert pool.used() == B * G * -(-sum(pieces) // PAGE)
+
+
+def test_padding_is_not_stored() -> None:
+    pool, parts = KeyPool.empty(B, G, R, K, V, dtype=torch.float32), tokens(300)
+    valid = torch.rand(B, 300, generator=torch.Generator().manual_seed(1)) < torch.tensor([[0.9], [0.0], [0.3]])
+    for start, stop in ((0, 150), (150, 151), (151, 300)):
+        pool.append(*(x[:, start:stop] for x in parts), valid[:, start:stop])
+    assert pool.lengths == valid.sum(1).tolist()
+    for b in (0, 2):
+        check(pool, *(x[b, valid[b]] for x in parts), row=b)
+    assert pool.used() == G * sum(-(-n // PAGE) for n in pool.lengths)
+
+
+def test_rows_that_share_pages_write_to_their_own() -> None:
+    pool, parts = pool_of(100)
+    pool.select(torch.tensor([2, 0, 2]))
+    assert pool.used() == 2 * G * 2
+    more = tokens(70, seed=5)
+    pool.append(*more)
+    for row, source in enumerate((2, 0, 2)):
+        check(pool, *(torch.cat([x[source], y[row]]) for x, y in zip(parts, more, strict=True)), row=row)
+    assert pool.used() == G * (2 * 3 + 2)  # the first page of two rows is still one
+    pool.reset(0)
+    pool.fork(1, 0)
+    check(pool, *(torch.cat([x[0], y[1]]) for x, y in zip(parts, more, strict=True)), row=0)
+    assert pool.used() == G * (3 + 3)
+    for row in range(B):
+        pool.reset(row)
+    assert pool.used() == 0
+    assert sorted(pool.free) == list(range(len(pool.k)))
