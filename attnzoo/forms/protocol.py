@@ -97,6 +97,12 @@ class Kernel:
         object.__setattr__(self, "extend_options", () if self.extend is None else keywords(self.extend))
 
 
+def is_brief(forms: FormSet, form: str) -> bool:
+    """Whether a form is a kernel for a few tokens at a time."""
+    kernel = getattr(forms, "kernels", {}).get(form)
+    return kernel is not None and kernel.brief
+
+
 @dataclass(frozen=True)
 class Forms:
     """Reference forms and kernels of one variant; see :class:`FormSet`.

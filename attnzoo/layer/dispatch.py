@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.cache import check_state
-from attnzoo.forms.protocol import REFERENCE, Call
+from attnzoo.forms.protocol import REFERENCE, Call, is_brief
 from attnzoo.layer.exported import exported
 from attnzoo.registry import Variant, as_given
 
@@ -45,11 +45,8 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
 
 def expected(variant: Variant, call: Call) -> list[str]:
     """The kernels of a variant that are made for calls of this kind, the fastest first."""
-    kernels = getattr(variant.form_set, "kernels", {})
-    short = call.q.shape[1] == 1
-    return [
-        form for form in KERNELS if form in variant.forms and (short or not getattr(kernels.get(form), "brief", False))
-    ]
+    step, forms = call.q.shape[1] == 1, variant.form_set
+    return [form for form in KERNELS if form in variant.forms and (step or not is_brief(forms, form))]
 
 
 def missed(variant: Variant, call: Call) -> str:
