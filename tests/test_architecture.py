@@ -21,7 +21,7 @@ FLOORS = (
     ("config", "data"),
     ("algebra",),
     ("kernels.common",),
-    ("kernels.fox", "kernels.path", "kernels.linear"),
+    ("kernels.decode", "kernels.fox", "kernels.linear", "kernels.path"),
     ("forms",),
     ("recurrences",),
     ("encodings",),
