@@ -94,7 +94,7 @@ def wall_backward_op(
     Args:
         dlse: [B, T, H] gradient of row_lse, or None.
     """
-    T, H, chosen = q.shape[1], q.shape[2], _plan(q, v, deterministic)
+    H, chosen = q.shape[2], _plan(q, v, deterministic)
     of_q, of_k, of_v, of_gates, of_sink = wanted
     parts = Wanted(of_q, of_k, of_v, of_gates, False, False, of_sink)
     carried = of_q or of_k or of_gates

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from wall_cases import Case, inputs, large_tiles, triton, within_budget

@@ -78,7 +78,7 @@ def wall_carry_kernel(
         b_x = load_tile(p_q, o_c, o_n, stride_qt, R, K, BK, True)
         tl.store(p_qb + r_x + o_x, (b_x * tl.exp2(b_e)).to(p_qb.dtype.element_ty), mask=m_t)
         for s in range(1, n_levels + 1):
-            b_e += sibling_sum(p_sum, i_c, s - 1, n_c, H * K, o_n, K, BC, BN, True)[None, :]
+            b_e += sibling_sum(p_sum, i_c, s - 1, n_c, H * K, o_n, K, BC, BN, 1)[None, :]
             here, row = query_row(i_c, s, C)
             if here:
                 p_x = p_lq + ((((s - 1) * B + i_b) * Tq + row) * H + i_h) * K
@@ -87,7 +87,7 @@ def wall_carry_kernel(
         b_x = load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
         tl.store(p_kb + r_x + o_x, (b_x * tl.exp2(b_e)).to(p_kb.dtype.element_ty), mask=m_t)
         for s in range(1, n_levels + 1):
-            b_e += sibling_sum(p_sum, i_c, s - 1, n_c, H * K, o_n, K, BC, BN, False)[None, :]
+            b_e += sibling_sum(p_sum, i_c, s - 1, n_c, H * K, o_n, K, BC, BN, 0)[None, :]
             here, row = key_row(i_c, s, T, C)
             if here:
                 p_x = p_lk + ((((s - 1) * B + i_b) * Tk + row) * H + i_h) * K

@@ -15,7 +15,6 @@ same on paper; there the rounding of every pair after l would remain.)
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -92,7 +91,7 @@ def wall_carry_bwd_kernel(
             for s in range(n_levels + 1):  # between blocks
                 here, row = query_row(i_c, s, C)
                 if s > 0:
-                    b_e += sibling_sum(p_sumh, i_c, s - 1, n_c, H * K, o_n, K, BC, BN, True)[None, :]
+                    b_e += sibling_sum(p_sumh, i_c, s - 1, n_c, H * K, o_n, K, BC, BN, 1)[None, :]
                 if here:
                     if s == 0:
                         b_y = _load_level(p_dqb, i_b, T, r, i_h, o_c, o_n, R, H, K, BK)
@@ -126,7 +125,7 @@ def wall_carry_bwd_kernel(
             for s in range(n_levels + 1):
                 here, row = key_row(i_c, s, T, C)
                 if s > 0:
-                    b_e += sibling_sum(p_sumh, i_c, s - 1, n_c, H * K, o_n, K, BC, BN, False)[None, :]
+                    b_e += sibling_sum(p_sumh, i_c, s - 1, n_c, H * K, o_n, K, BC, BN, 0)[None, :]
                 if here:
                     if s == 0:
                         b_z = _load_level(p_dkb, i_b, T, r, i_h, o_c, o_n, R, H, K, BK)

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 
-
 UNIT = tl.constexpr(256.0)  # gates in 1/256 of a log2, so that float16 pieces lose nothing of weak ones ...
 LEAST = tl.constexpr(-250.0)  # ... and hold the strongest, whose decay is 0 in float32
 
@@ -65,16 +64,12 @@ def sum_blocks(p, first, last, stride, o_n, K: tl.constexpr, BC: tl.constexpr, B
 
 @triton.jit
 def sibling_sum(p_sum, i_c, s, n_c, stride, o_n, K: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
-                RIGHT: tl.constexpr):  # fmt: skip
-    """The log2 gates of the other one of two nodes of 2^s blocks, where block i_c lies in the RIGHT (or left) one."""
+                SIDE: tl.constexpr):  # fmt: skip
+    """The log2 gates of the other one of two nodes of 2^s blocks, if block i_c is on that SIDE (0 left, 1 right)."""
     j = i_c >> s
     first = (j ^ 1) << s
     last = tl.minimum(first + (1 << s), n_c)
-    if RIGHT:
-        last = tl.where(j % 2 == 1, last, first)
-    else:
-        last = tl.where(j % 2 == 0, last, first)
-    return sum_blocks(p_sum, first, last, stride, o_n, K, BC, BN)
+    return sum_blocks(p_sum, first, tl.where(j % 2 == SIDE, last, first), stride, o_n, K, BC, BN)
 
 
 @triton.jit
