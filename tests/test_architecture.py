@@ -21,7 +21,7 @@ FLOORS = (
     ("config", "data"),
     ("algebra",),
     ("kernels.common",),
-    ("kernels.fox", "kernels.path"),
+    ("kernels.decode", "kernels.fox", "kernels.path"),
     ("kernels.wall",),
     ("forms",),
     ("recurrences",),

@@ -15,6 +15,11 @@ from click.testing import CliRunner, Result
 
 from attnzoo import cli, list_variants
 from attnzoo.benchmarks import measure
+from attnzoo.benchmarks.train import trained_gates
+from attnzoo.config import load_config
+from attnzoo.experiments.builtin import find_config
+from attnzoo.models import LanguageModel
+from attnzoo.training.exchange import start_from
 
 RESULTS = Path(__file__).parents[1] / "docs/benchmarks/results"
 
@@ -38,7 +43,20 @@ def test_cpu_times_every_linear_variant_and_fox() -> None:
 
 def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(tmp_path: Path) -> None:
     small = ["batch_size=1", "model.hidden_size=32", "data.context_length=16", "model.attention=[mamba2,fox]"]
-    ran = run("train", "tiny", *small, "--device", "cpu", "--steps", "1", "--repeats", "2", "--out", "speed")
+    ran = run(
+        "train",
+        "tiny",
+        *small,
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+        "--repeats",
+        "2",
+        "--out",
+        "speed",
+        "--trained-gates",
+    )
     assert ran.exit_code == 0, ran.output
     assert [path.name for path in tmp_path.iterdir()] == ["speed"]
     result = json.loads((tmp_path / "speed/results.json").read_text())
@@ -46,8 +64,8 @@ def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(t
     assert result["attention"] == ["mamba2", "fox"]
     assert result["ms_per_step"] == pytest.approx(16e3 / torch.tensor(result["tokens_per_second"]).quantile(0.5).item())
     assert result["peak_GiB"] is None
-    assert "| mamba2, fox |" in (tmp_path / "speed/results.md").read_text()
-    assert "| mamba2, fox |" in ran.output
+    assert "| 1 mamba2, 1 fox |" in (tmp_path / "speed/results.md").read_text()
+    assert "| 1 mamba2, 1 fox |" in ran.output
 
 
 @pytest.mark.parametrize("arguments", [["fox", "--plot"], ["path"], ["decode"], ["train", "tiny"]])
@@ -149,3 +167,23 @@ def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None
         "|---|---|---|---|",
         "| right | 64 | 1e-3 | - |",
     ]
+
+
+def test_gates_as_trained_are_constant_and_mostly_local(tmp_path: Path) -> None:
+    config = load_config(find_config("tiny", "train"), ["model.attention=path_fox", "model.num_heads=4"])
+    trained_gates(config, tmp_path / "gates")
+    model = LanguageModel(config.model)
+    start_from(model, str(tmp_path / "gates"))
+    for block in model.blocks:
+        gate = block.attention.project(torch.randn(2, 5, config.model.hidden_size)).gate  # type: ignore[operator, union-attr]
+        lengths = -1 / gate.log_decay
+        assert lengths.shape == (2, 5, 4)
+        assert (lengths == lengths[0, 0]).all()
+        assert ((lengths[0, 0] > 7.9) & (lengths[0, 0] < 257)).sum() == 3
+        assert ((lengths[0, 0] > 9e4) & (lengths[0, 0] < 1.1e6)).sum() == 1
+
+
+def test_gates_as_trained_need_forget_gates() -> None:
+    ran = run("train", "tiny", "model.attention=rope", "--trained-gates", "--device", "cpu")
+    assert ran.exit_code != 0
+    assert "expected layers with forget gates (fox, path_fox), got ['rope'" in str(ran.output) + str(ran.exception)

@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attnzoo.models.peers import from_peer
+from attnzoo.models.peers import Weights, from_peer, peer_of
+from attnzoo.models.peers import build as build_ours
 
 pytestmark = pytest.mark.fla
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 96, "vocab_size": 70,
     "initializer_range": 0.2, "fuse_norm": False, "fuse_swiglu": False, "fuse_cross_entropy": False, "use_cache": False,
 }  # fmt: skip
+MAMBA = {"num_heads": 8, "head_dim": 16, "state_size": 8, "chunk_size": 16}
 CASES = {
     "fox": ("ForgettingTransformer", {"num_kv_heads": 2}),
     "fox, gated and normed": ("ForgettingTransformer", {"qk_norm": True, "use_output_gate": True, "qkv_bias": True}),
@@ -31,6 +33,9 @@ CASES = {
     "gla": ("GLA", {"fuse_norm": True}),
     "gla, shared keys": ("GLA", {"fuse_norm": True, "num_kv_heads": 2, "use_short_conv": True}),
     "retnet": ("RetNet", {"fuse_norm": True}),
+    "mamba2": ("Mamba2", MAMBA),
+    "mamba2, normed before the gate": ("Mamba2", {**MAMBA, "norm_before_gate": True, "use_conv_bias": False}),
+    "mamba2, without a norm": ("Mamba2", {**MAMBA, "rmsnorm": False}),
     "wall": ("WallTransformer", {"num_kv_heads": 2}),
     "wall, gated and normed": ("WallTransformer", {"qk_norm": True, "use_output_gate": True}),
 }
@@ -117,6 +122,14 @@ def plain(monkeypatch):
         x = x if residual is None else x + residual
         return (rms(x, norm.weight, norm.eps), x) if prenorm else rms(x, norm.weight, norm.eps)
 
+    def gated_group_norm(norm, x, z):
+        x = x if norm.norm_before_gate else x * F.silu(z)
+        x = rms(x.unflatten(-1, (-1, norm.group_size)), 1, norm.eps).flatten(-2) * norm.weight
+        return x * F.silu(z) if norm.norm_before_gate else x
+
+    def norm_linear(x, weight, bias, linear, linear_bias, eps=1e-6, **_):
+        return rms(x, weight, eps) @ linear.T
+
     layers = "fla.layers."
     replace(layers + "forgetting_attn", parallel_forgetting_attn=fox)
     replace(layers + "path_attn", parallel_path_attn=path, l2_norm=lambda x, **_: unit(x))
@@ -131,6 +144,11 @@ def plain(monkeypatch):
     replace(layers + "wall_attn", parallel_wall_attn=wall)
     replace("fla.ops.wall_attn.naive", chunk_global_cumsum=lambda x, scale=1.0, **_: x.cumsum(1) * scale)
     replace("fla.modules.mlp", swiglu=lambda x, y: F.silu(x) * y)
+    replace(
+        layers + "hgrn2", fused_recurrent_gla=gla, chunk_gla=gla, rms_norm_linear=norm_linear, swish=F.silu,
+    )  # fmt: skip
+    monkeypatch.setitem(importlib.import_module(layers + "mamba2").ACT2FN, "silu", F.silu)
+    method("fla.modules.layernorm_gated", "RMSNormGated", gated_group_norm)
     method("fla.modules", "ShortConvolution", convolved)
     method("fla.modules", "RotaryEmbedding", turned)
     method("fla.modules", "FusedRMSNormGated", gated_norm)
@@ -138,17 +156,47 @@ def plain(monkeypatch):
     method("fla.modules", "RMSNorm", rms_norm)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_are_the_peers(case, plain):
+def build(name, options):
     models = importlib.import_module("fla.models")
-    name, options = CASES[case]
     torch.manual_seed(0)
     theirs = getattr(models, f"{name}ForCausalLM")(getattr(models, f"{name}Config")(**{**SIZES, **options})).eval()
     for parameter in theirs.parameters():  # norms and biases that do something
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, 0.5, 0.3)
+    return theirs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_peers(case, plain):
+    theirs = build(*CASES[case])
     tokens = torch.randint(1, 70, (2, 64))
     with torch.no_grad():
         expected = theirs(tokens).logits
         ours = from_peer(theirs)(tokens).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+OFFICIAL = {
+    "delta_net": ("DeltaNet", {}),
+    "hgrn2": ("HGRN2", {"expand_ratio": 16, "norm_eps": 1e-6}),
+    "hgrn2, convolved": ("HGRN2", {"expand_ratio": 16, "norm_eps": 1e-6, "use_short_conv": True}),
+}
+
+
+@pytest.mark.parametrize("case", OFFICIAL)
+def test_logits_of_the_fox_papers_baselines_are_the_peers(case, plain):
+    """They differ in two names: one matrix for both halves of the MLP, and lower bounds that no layer is given."""
+    name, options = OFFICIAL[case]
+    theirs = build(name, {**options, "use_lower_bound": False} if name == "HGRN2" else options)
+    tokens = torch.randint(1, 70, (2, 33))
+    state = theirs.state_dict()
+    for i in range(2):
+        gate, up = (f"model.layers.{i}.mlp.{part}_proj.weight" for part in ("gate", "up"))
+        state[gate] = torch.cat([state[gate], state.pop(up)])
+    if name == "HGRN2":
+        state["model.lower_bounds"] = torch.zeros(2, 64)
+    fields = {**theirs.config.to_dict(), "model_type": f"{case.partition(',')[0]}-project_fox"}
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        ours = build_ours(peer_of(fields), Weights.of_state(state))(tokens).logits
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())

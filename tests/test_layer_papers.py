@@ -91,6 +91,14 @@ def test_rope_angles_and_theta():
     assert torch.allclose(gate_of("rope", theta=100.0).angle[1], torch.tensor(100.0**-0.25))
 
 
+def test_rope_turns_the_first_channels_alone_where_some_are_asked_for():
+    angle = gate_of("rope", theta=100.0, rotated=2).angle
+    assert angle.tolist() == [1.0, *[0.0] * (len(angle) - 1)]
+    for rotated in (0, 3, 100):
+        with pytest.raises(ValueError, match=f"rotated: expected an even number of channels .*, got {rotated}"):
+            gate_of("rope", rotated=rotated)
+
+
 def test_retnet_rotation_is_relative():
     """A sequence later in its stream gives the same output once everything before it is forgotten."""
     attn = layer("retnet")

@@ -165,6 +165,11 @@ def test_hgrn2_is_gla_with_keys_one_minus_f_and_rising_bounds():
         assert torch.allclose(attn(x), attn.o_proj(attn.output_norm(o).flatten(2)))
 
 
+def test_layers_without_lower_bounds_share_none():
+    options = {"block": "hgrn2", "lower_bounds": False}
+    assert LanguageModel(ModelConfig("gla", options, 16, 2, 2)).lower_bounds is None
+
+
 def test_lower_bounds_start_even_and_learn():
     model = bounded()
     model.reset_parameters()

@@ -11,7 +11,7 @@ from tiny_runs import config_of, numbers, weights, write_text
 
 from attnzoo.config import ModelConfig
 from attnzoo.models import LanguageModel
-from attnzoo.models.loss import head_loss
+from attnzoo.models.loss import chunk_loss, head_loss
 from attnzoo.training import load_run, train
 from attnzoo.training.loop import TooLargeError
 
@@ -126,6 +126,23 @@ def test_a_model_learns_on_a_gpu(attention, options, tmp_path):
     run = train(on_a_gpu(tmp_path, "run", f"model.attention={attention}", "model.hidden_size=64", *options))
     losses = [row["loss"] for row in numbers(run) if "loss" in row]
     assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_head_loss_on_a_gpu_is_that_of_float64(compiled):
+    """A vocabulary of 50 is multiplied as one of 64, which nothing of the loss or its gradients shows."""
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(23, 16).double(), torch.randn(50, 16).double(), torch.randint(0, 50, (23,))
+    targets[[0, 5, 22]] = -100
+    pair = (x.requires_grad_(), weight.requires_grad_())
+    expected = torch.autograd.grad(F.cross_entropy(x @ weight.T, targets), pair)
+    chunk = torch.compile(chunk_loss) if compiled else chunk_loss
+    on_gpu = [part.detach().cuda().requires_grad_() for part in pair]
+    loss = head_loss(*on_gpu, targets.cuda(), limit=8 * 64, chunk=chunk)
+    torch.testing.assert_close(loss.cpu().double(), F.cross_entropy(x @ weight.T, targets), rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(torch.autograd.grad(loss, on_gpu), expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -53,6 +53,53 @@ class Prune:
         return math.log(self.eps)
 
 
+@dataclass(frozen=True)
+class Evict:
+    """Which keys a cache may give up for ever: of all that it has given up, no later row loses more than ``eps``.
+
+    Args:
+        eps: largest total attention weight, in (0, 1).
+        offload: move them to the host's memory in place of dropping them, and bring them back for a row that would lose
+            more. Then nothing need be known of later queries.
+
+    Raises:
+        ValueError: ``eps`` outside (0, 1).
+    """
+
+    eps: float = math.exp(-10.0)
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.eps, bool) or not isinstance(self.eps, float | int) or not 0.0 < self.eps < 1.0:
+            raise ValueError(f"evict: expected a weight in (0, 1), got {self.eps!r}")
+
+    @staticmethod
+    def of(evict: float | str | Evict) -> Evict:
+        """From what a user writes: a weight, ``"offload"``, or an object of this class."""
+        if isinstance(evict, Evict):
+            return evict
+        if isinstance(evict, str):
+            if evict != "offload":
+                raise ValueError(f"evict: expected a weight in (0, 1) or 'offload', got {evict!r}")
+            return Evict(offload=True)
+        return Evict(evict)
+
+
+@dataclass(frozen=True, eq=False)
+class QueryBounds:
+    """What is known of all rows to come, per head ``[H]`` (or per sequence and head, ``[B, H]``).
+
+    Args:
+        query: the longest scaled query.
+        own: no row's score with itself is below minus this.
+        score: no score with an old key is above this, or None: then query and the keys' norms say so.
+    """
+
+    query: Tensor
+    own: Tensor
+    score: Tensor | None = None
+
+
 def first_kept_keys(
     q: Tensor,
     k: Tensor,
@@ -133,32 +180,30 @@ def keys_behind_closed(log_decay: Tensor, at: Tensor) -> Tensor:
     return torch.where(is_closed(log_decay), index, 0).cummax(-1).values[..., at]
 
 
-def evictable(
-    longest: Tensor, tails: Tensor, total: Tensor, log_eps: float, query_bound: Tensor, logit_bound: Tensor
-) -> Tensor:
+def evictable(longest: Tensor, tails: Tensor, total: Tensor, log_eps: float, bounds: QueryBounds) -> Tensor:
     r"""How many of the first groups of keys no later row needs, whatever it asks: with b the last key of a group,
 
     .. math:: U_\mathrm{old} + U + (c_t - c_b) + \log n_b \le \log \epsilon
 
-    where U bounds the scores of later rows with themselves and :math:`U_\mathrm{old} = Q \max_{j \le b} |k_j|`, or U,
-    those with the old keys. Later gates only lower :math:`c_t`. The weight counts all keys up to b, those evicted
-    before too, so evictions do not add up. The derivation is in the docs (pruning.11).
+    where no later row's score with itself is below -U, and none with an old key above
+    :math:`U_\mathrm{old} = Q \max_{j \le b} |k_j|`. The norms of old keys say nothing about U: later keys may be long.
+    Later gates only lower :math:`c_t`. The weight counts all keys up to b, those evicted before too, so evictions do
+    not add up. The derivation is in the docs (pruning.11).
 
     Args:
         longest: the longest key up to the end of each of N groups, ``[B, H, N]``.
         tails: ``log n_b - c_b`` there, ``[B, H, N]`` float64, which never falls; closed gates count as open.
         total: c of the last token, ``[B, H]`` float64.
         log_eps: logarithm of the weight that a row may lose.
-        query_bound: Q, ``[H]``: the longest scaled query to come.
-        logit_bound: U, ``[H]``: no score ``|s_tj|`` exceeds it.
+        bounds: Q and U.
 
     Returns:
-        ``[B, H]`` int64, from 0 to N. Groups that are not complete, or that hold the last token, are the caller's to
-        leave out.
+        ``[B, H]`` int64, from 0 to N. Groups that are not complete are the caller's to leave out.
     """
-    own = logit_bound.double()[:, None]
-    old = (query_bound.double()[:, None] * longest.double()).minimum(own)
-    enough = old + own + total[..., None] + tails <= log_eps
+    old = bounds.query.double()[..., None] * longest.double()
+    if bounds.score is not None:
+        old = old.minimum(bounds.score.double()[..., None])
+    enough = old + bounds.own.double()[..., None] + total[..., None] + tails <= log_eps
     return enough.cumprod(-1).sum(-1)
 
 

@@ -133,6 +133,7 @@ def decode(**options: Any) -> None:
     "--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps per measurement, and to warm up."
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements.")
+@click.option("--trained-gates", is_flag=True, help="Forget gates as training leaves them: 3 of 4 heads local.")
 def train(config: str, overrides: tuple[str, ...], device: str | None, **options: Any) -> None:
     """Speed and memory of training steps of CONFIG's model.
 

@@ -80,7 +80,7 @@ class Contender:
 
 def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
-    tau = decay_lengths(H, generator)
+    tau = decay_lengths(H, generator).cuda()
     torch.manual_seed(seed)
     q, k, v, do = (torch.randn(B, T, H, K, device="cuda") for _ in range(4))
     g = -2 * torch.rand(B, T, H, device="cuda") / tau

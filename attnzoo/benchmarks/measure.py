@@ -25,7 +25,7 @@ def decay_lengths(H: int, generator: torch.Generator) -> Tensor:
     local = round(0.75 * H)
     spans = [torch.empty(n).uniform_(math.log(a), math.log(b), generator=generator)
              for n, a, b in ((local, 8, 256), (H - local, 1e5, 1e6))]  # fmt: skip
-    return torch.cat(spans).exp()[torch.randperm(H, generator=generator)].cuda()
+    return torch.cat(spans).exp()[torch.randperm(H, generator=generator)]
 
 
 def relative(a: Tensor, b: Tensor) -> float:

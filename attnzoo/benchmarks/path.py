@@ -86,7 +86,7 @@ class Contender:
 
 
 def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
-    tau = decay_lengths(H, torch.Generator().manual_seed(seed))
+    tau = decay_lengths(H, torch.Generator().manual_seed(seed)).cuda()
     torch.manual_seed(seed)
     q, k, v, w, do = (torch.randn(B, T, H, K, device="cuda") for _ in range(5))
     q, k, w = F.rms_norm(q, (K,)), F.rms_norm(k, (K,)), F.normalize(w, dim=-1)

@@ -6,16 +6,19 @@ many steps each.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from attnzoo.benchmarks.measure import Result, machine, save
+from attnzoo.benchmarks.measure import Result, decay_lengths, machine, save
+from attnzoo.layer.gates.decay import ForgetGate
 from attnzoo.models import LanguageModel
 from attnzoo.training import train
 from attnzoo.training.config import TrainConfig
@@ -26,8 +29,43 @@ class _Measured(Exception):  # noqa: N818 - no error: it ends a run that is not 
     pass
 
 
-def speeds(config: TrainConfig, steps: int, repeats: int) -> list[float]:
-    """Tokens per second of ``repeats`` measurements of ``steps`` training steps each, after as many to warm up."""
+def trained_gates(config: TrainConfig, folder: Path) -> None:
+    """Write a model folder that holds nothing but constant forget gates, spread as :func:`decay_lengths` says.
+
+    Raises:
+        ValueError: no layer has forget gates.
+    """
+    from safetensors.torch import save_file
+
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    generator, gates = torch.Generator().manual_seed(0), {}
+    for name, module in model.named_modules():
+        if isinstance(module, ForgetGate):
+            projection = module.forget_proj
+            open_ = 1 / (module.factor * decay_lengths(projection.out_features, generator))  # -log sigmoid(bias)
+            gates[f"model.{name}.forget_proj.bias"] = -open_.expm1().log()
+            gates[f"model.{name}.forget_proj.weight"] = torch.zeros(projection.weight.shape)
+    if not gates:
+        raise ValueError(f"trained_gates: expected layers with forget gates (fox, path_fox), got {_names(config)}")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "attnzoo"}))
+    save_file(gates, folder / "model.safetensors")
+
+
+def _names(config: TrainConfig) -> list[str]:
+    return [layer.name for layer in config.model.layers()]
+
+
+def speeds(config: TrainConfig, steps: int, repeats: int, trained: bool = False) -> list[float]:
+    """Tokens per second of ``repeats`` measurements of ``steps`` training steps each, after as many to warm up.
+
+    Args:
+        config: of the run.
+        steps: of one measurement.
+        repeats: how many.
+        trained: with the gates of :func:`trained_gates`, which the updates leave as they are.
+    """
     found: list[float] = []
 
     def note(row: Row) -> None:
@@ -36,38 +74,46 @@ def speeds(config: TrainConfig, steps: int, repeats: int) -> list[float]:
             raise _Measured
 
     with tempfile.TemporaryDirectory() as folder:
+        optimizer = replace(config.optimizer, warmup_steps=0)
+        if trained:
+            trained_gates(config, Path(folder) / "gates")
+            config = replace(config, start_from=str(Path(folder) / "gates"))
+            optimizer = replace(optimizer, lr=1e-30)
         quiet = replace(
             config,
-            output_dir=folder,
+            output_dir=str(Path(folder) / "run"),
             steps=steps * (repeats + 1),
             log_every=steps,
             eval_every=0,
             checkpoint_every=0,
             progress="quiet",
             tensorboard=False,
-            optimizer=replace(config.optimizer, warmup_steps=0),
+            optimizer=optimizer,
         )
         with suppress(_Measured):
             train(quiet, note)
     return found[1:]
 
 
-def measure(config: TrainConfig, steps: int, repeats: int) -> Result:
+def measure(config: TrainConfig, steps: int, repeats: int, trained: bool = False) -> Result:
     on_gpu = config.device != "cpu"
     parameters = sum(p.numel() for p in LanguageModel(config.model).parameters())
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    found = speeds(config, steps, repeats)
+    found = speeds(config, steps, repeats, trained)
     tokens = config.batch_size * config.data.context_length
     speed = statistics.median(found)
     return {
         "machine": machine(),
         "device": "GPU" if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-        "attention": [layer.name for layer in config.model.layers()],
+        "attention": _names(config),
+        "gates": "as trained" if trained else "as at the start",
         "parameters": parameters,
         "batch": config.batch_size,
         "context": config.data.context_length,
         "mixed_precision": config.mixed_precision,
+        "compile": config.compile,
+        "recompute": config.recompute,
         "steps": steps,
         "tokens_per_second": found,
         "ms_per_step": 1e3 * tokens / speed,
@@ -80,21 +126,25 @@ def table(result: Result) -> str:
     m, found = result["machine"], result["tokens_per_second"]
     peak = "-" if result["peak_GiB"] is None else f"{result['peak_GiB']:.2f}"
     shape = f"{result['batch']} x {result['context']}"
+    counted: Counter[str] = Counter(result["attention"])
+    layers = ", ".join(f"{n} {name}" for name, n in counted.items())
+    compiled = "".join(f", {option}" for option in ("compile", "recompute") if result[option])
     return "\n".join(
         [
             f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; {result['device']}, "
-            f"mixed precision {result['mixed_precision']}; median of {len(found)} x {result['steps']} steps.",
+            f"mixed precision {result['mixed_precision']}{compiled}, gates {result['gates']}; "
+            f"median of {len(found)} x {result['steps']} steps.",
             "",
             "| layers | parameters | B x T | ms per step | tokens/s (least, most) | peak GiB |",
             "|---|---|---|---|---|---|",
-            f"| {', '.join(result['attention'])} | {result['parameters']:,} | {shape} | {result['ms_per_step']:.1f} | "
+            f"| {layers} | {result['parameters']:,} | {shape} | {result['ms_per_step']:.1f} | "
             f"{statistics.median(found):,.0f} ({min(found):,.0f}, {max(found):,.0f}) | {peak} |",
             "",
         ]
     )
 
 
-def run(config: TrainConfig, out: Path, steps: int, repeats: int) -> None:
+def run(config: TrainConfig, out: Path, steps: int, repeats: int, trained_gates: bool = False) -> None:
     """Measure, print the table, and write results.json and results.md to ``out``.
 
     Raises:
@@ -102,6 +152,6 @@ def run(config: TrainConfig, out: Path, steps: int, repeats: int) -> None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"bench train: expected one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}")
-    result = measure(config, steps, repeats)
+    result = measure(config, steps, repeats, trained_gates)
     save(out, result, table(result))
     print(table(result))

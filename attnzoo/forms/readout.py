@@ -72,7 +72,7 @@ def block_logits(
     (C, S), least = scores.shape[-2:], least_logit(scores.dtype)
     P = S - C
     inside = block_decay(log_decay[..., P:])
-    bias = torch.cat([inside.entry[..., None] + _decay_to(log_decay, P)[..., None, :], inside.between], -1)
+    bias = torch.cat([inside.entry[..., None] + decay_to(log_decay, P)[..., None, :], inside.between], -1)
     logits = (scores + bias).clamp(min=least)
     if valid is not None:
         logits = logits.masked_fill(~valid[..., None, :], least)
@@ -132,12 +132,12 @@ def block_lse(scores: Tensor, log_decay: Tensor, first: int, valid: Tensor | Non
     future = torch.ones(C, C, dtype=torch.bool, device=scores.device).triu(1)
     lse = scores[..., P:].add_(inside.between).masked_fill_(future, -torch.inf).logsumexp(-1)
     if P:
-        before = scores[..., :P].add_(_decay_to(log_decay, P)[..., None, :]).logsumexp(-1)
+        before = scores[..., :P].add_(decay_to(log_decay, P)[..., None, :]).logsumexp(-1)
         lse = torch.logaddexp(lse, before + inside.entry)
     return lse
 
 
-def _decay_to(log_decay: Tensor, P: int) -> Tensor:
+def decay_to(log_decay: Tensor, P: int) -> Tensor:
     """The decay of each of the first P keys up to the last of them, summed from there backwards, ``[..., P]``."""
     later = log_decay[..., min(1, P) : P]
     later = F.pad(later.masked_fill(is_closed(later), -torch.inf), (0, min(1, P)))

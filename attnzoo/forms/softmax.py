@@ -17,9 +17,11 @@ from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
+from attnzoo.forms.fixed import KeyMemory, Memory, Rows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
-from attnzoo.forms.protocol import Forms
+from attnzoo.forms.paged import PagedCache, extend_pages
+from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, near_lse, readout
 from attnzoo.forms.rowblocks import causal_attention
 from attnzoo.forms.triton import fox_kernel
@@ -50,6 +52,7 @@ class SoftmaxForms(Forms):
     REFERENCES = ("recurrent", "parallel")
     OPTIONS = SoftmaxOptions
     STATE = KVCache
+    pages = False  # whether a state may be in pages
 
     transition: Transition
 
@@ -73,12 +76,47 @@ class SoftmaxForms(Forms):
             rows.append((o, lse))
         return self._output(*joined(rows), given, v.dtype)
 
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any = None, *, form: str = REFERENCE, **options: Any
+    ) -> tuple[Any, Any]:
+        """Continue from ``state`` by ``form``; see :meth:`Forms.extend`. One in pages is read by plain operations."""
+        if not isinstance(state, PagedCache):
+            return super().extend(q, k, v, gate, state, form=form, **options)
+        given = SoftmaxOptions(**options)
+        check_softmax(given, q, gate)
+        state.check(q, k, v, gate)
+        rows, new = self._extend_pages(q, k, v, gate, state, given)
+        if rows is None:
+            return super().extend(q, k, v, gate, None, form=form, **options)[0], new
+        return self._output(*rows, given, v.dtype), new
+
+    def refuses(self, form: str, call: Call) -> str:
+        if form != REFERENCE and isinstance(call.state, PagedCache) and len(call.state):
+            return f"the {form} form does not read keys in pages"
+        return super().refuses(form, call)
+
+    def _extend_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
+    ) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
+        raise ValueError("state: expected attnzoo.KVCache (keys that transitions carry are in no pages)")
+
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: Mapping[str, Any]
     ) -> tuple[Output, KVCache]:
         q, k, v, gate, given = self._ready(q, k, v, gate, options)
         o, lse, state = self._attend(q, k, v, gate, state, given)
         return self._output(o, lse, given, v.dtype), state
+
+    def fixed(self, state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> Memory:
+        """The memory of steps that change it in place.
+
+        Args:
+            state: of one sequence that has seen a token, for shapes and dtypes.
+            rows: of the batch.
+            tokens: of the longest sequence that there will be.
+            device: of the memory; ``"meta"`` shows how much there will be of it.
+        """
+        return KeyMemory.like(state, rows, tokens, device, self.transition, None)
 
     def _ready(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]
@@ -205,6 +243,8 @@ class SoftmaxForms(Forms):
 class AdditiveForms(SoftmaxForms):
     """Encodings that are a bias on the logits, or a rotation of q and k that can be done beforehand."""
 
+    pages = True
+
     transition: Transition = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
@@ -229,6 +269,14 @@ class AdditiveForms(SoftmaxForms):
             scaled, keys, values, decay, state.valid, first_kept, rows=ROWS, band=band, with_lse=with_lse
         )
         return o, lse, state
+
+    def fixed(self, state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> Memory:
+        return KeyMemory.like(state, rows, tokens, device, None, self.place)
+
+    def _extend_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
+    ) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
+        return extend_pages(self, q, k, v, gate, state, options)
 
     def remember(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,

@@ -6,7 +6,8 @@ from attnzoo.lazy import lazy
 
 if TYPE_CHECKING:
     from attnzoo.models.decoder import LanguageModel, ModelOutput
+    from attnzoo.models.engine import Generator
 
-__all__ = ["LanguageModel", "ModelOutput"]
+__all__ = ["Generator", "LanguageModel", "ModelOutput"]
 
-__getattr__ = lazy(__name__, {"LanguageModel": "decoder", "ModelOutput": "decoder"})
+__getattr__ = lazy(__name__, {"Generator": "engine", "LanguageModel": "decoder", "ModelOutput": "decoder"})

@@ -11,15 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.pruning import Evict, Prune
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds, unknown
+from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
 from attnzoo.layer.gates.hgrn2 import lower_bounds
 from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone, LayerCache
 from attnzoo.models.config import LayerSpec, ModelConfig
-from attnzoo.models.loss import IGNORED, head_loss
+from attnzoo.models.loss import IGNORED, chunk_loss, head_loss
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,10 @@ class LanguageModel(nn.Module):
             raise TypeError(f"config: expected ModelConfig, got {type(config).__name__}")
         self.config = config
         self.recompute = False
+        self.chunk_loss = chunk_loss
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in config.layers())
-        self.lower_bounds = lower_bounds([block.attention for block in self._blocks()])
+        self.lower_bounds = lower_bounds(self.attentions())
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -149,8 +151,8 @@ class LanguageModel(nn.Module):
             TypeError, ValueError: arguments of other kinds, shapes or values than these, each named.
         """
         if targets is not None:
-            self._check_tokens("input_ids", input_ids)
-            self._check_tokens("targets", targets, input_ids.shape, IGNORED)
+            self.check_tokens("input_ids", input_ids)
+            self.check_tokens("targets", targets, input_ids.shape, IGNORED)
         with _all_or_none(cache, len(self.blocks)):
             x = self.hidden(
                 input_ids,
@@ -160,7 +162,8 @@ class LanguageModel(nn.Module):
                 recompute=_recompute if self.recompute and torch.is_grad_enabled() else None,
             )
             if targets is not None and not with_logits:
-                return ModelOutput(None, head_loss(x.flatten(0, 1), self.head.weight, targets.flatten()))
+                rows, weight, each = x.flatten(0, 1), self.head.weight, self.chunk_loss
+                return ModelOutput(None, head_loss(rows, weight, targets.flatten(), chunk=each))
             logits = self.head(x)  # [B, T, vocab]
             if targets is None:
                 return ModelOutput(logits)
@@ -190,7 +193,7 @@ class LanguageModel(nn.Module):
             ValueError: shapes or dtypes other than these.
         """
         if embedded is None:
-            self._check_tokens("input_ids", input_ids)
+            self.check_tokens("input_ids", input_ids)
             embedded = self.embedding(input_ids)
         x = embedded  # [B, T, D]
         with _all_or_none(cache, len(self.blocks)):
@@ -204,10 +207,14 @@ class LanguageModel(nn.Module):
             states.append(x)
         return x
 
-    def _check_tokens(
+    def check_tokens(
         self, name: str, tokens: Tensor | None, shape: torch.Size | None = None, ignored: int | None = None
     ) -> None:
-        """Integers [B, T], T >= 1, of the vocabulary; `ignored` may be among them, but not alone."""
+        """Integers [B, T], T >= 1, of the vocabulary; `ignored` may be among them, but not alone.
+
+        Raises:
+            TypeError, ValueError: others, named `name`.
+        """
         if not isinstance(tokens, Tensor):
             raise TypeError(f"{name}: expected integers [B, T], got {type(tokens).__name__}")
         if tokens.ndim != 2 or tokens.shape[1] == 0 or (shape is not None and tokens.shape != shape):
@@ -228,9 +235,25 @@ class LanguageModel(nn.Module):
         if low < 0 or high >= size:
             raise ValueError(f"{name}: expected tokens from 0 to {size - 1}, got {low if low < 0 else high}")
 
-    def new_cache(self) -> list[Any]:
-        """An empty cache for one batch of sequences, one entry per layer."""
-        return [block.attention.new_cache() for block in self._blocks()]
+    def new_cache(self, evict: float | str | Evict | None = None) -> list[Any]:
+        """An empty cache for one batch of sequences, one entry per layer.
+
+        Args:
+            evict: give up keys of the layers whose heads forget, or that have a window; the others keep all they need.
+                See :meth:`attnzoo.layer.attention.Attention.new_cache`.
+
+        Raises:
+            ValueError: no layer can, or one has no QK-norm, whose weights bound later queries.
+        """
+        layers = self.attentions()
+        if evict is not None and not any(layer.evicts for layer in layers):
+            names = ", ".join(sorted({layer.variant.name for layer in layers}))
+            raise ValueError(f"evict: expected None (all layers, {names}, need what they keep), got {evict!r}")
+        return [layer.new_cache(evict if layer.evicts else None) for layer in layers]
+
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer."""
+        return [block.attention for block in self._blocks()]
 
     def _blocks(self) -> list[DecoderBlock]:
         return cast("list[DecoderBlock]", list(self.blocks))
@@ -260,7 +283,7 @@ class LanguageModel(nn.Module):
         Raises:
             TypeError, ValueError: an empty prompt, tokens beyond the vocabulary, or a number out of its range.
         """
-        self._check_tokens("input_ids", input_ids)
+        self.check_tokens("input_ids", input_ids)
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
         check_kinds(options, {"max_new_tokens": "int", "temperature": "float", "top_k": "int | None"})
         if max_new_tokens < 0:

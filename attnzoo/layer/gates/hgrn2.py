@@ -20,14 +20,18 @@ class BoundedForgetGate(GateProjection):
     ``z`` is what the layer's key projection gives. The lower bound ``l`` is 0 in a layer by itself and in the first
     layer of a model; see :class:`LowerBounds`.
 
+    Args:
+        lower_bounds: whether later layers of a model have one.
+
     Raises:
         ValueError: fewer key/value heads than query heads.
     """
 
     provides = ("log_diag",)
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, *, lower_bounds: bool = True) -> None:
         super().__init__(sizes)
+        self.bounded = lower_bounds
         if sizes.num_kv_heads != sizes.num_heads:
             raise ValueError(
                 f"num_kv_heads: expected num_heads = {sizes.num_heads} (the gate of each head is its key), "
@@ -82,5 +86,6 @@ class LowerBounds(PreciseModule):
 
 def lower_bounds(layers: Sequence[nn.Module]) -> LowerBounds | None:
     """The bounds that the gates of ``layers`` share that take some, or None where none does."""
-    bounded = [part for layer in layers for part in layer.modules() if isinstance(part, BoundedForgetGate)]
+    gates = [part for layer in layers for part in layer.modules() if isinstance(part, BoundedForgetGate)]
+    bounded = [gate for gate in gates if gate.bounded]
     return LowerBounds(bounded) if bounded else None

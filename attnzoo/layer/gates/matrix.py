@@ -57,23 +57,31 @@ class RotaryAngles(GateProjection):
 
     Args:
         theta: the base; 500000 as in the baselines of FoX.
+        rotated: channels of each head that turn, the first ones, with K the number of these; None for all.
 
     Raises:
-        ValueError: ``theta < 1`` or an odd head dimension.
+        ValueError: ``theta < 1``, or an odd number of channels to turn, or more than a head has.
     """
 
     provides = ("angle",)
     angle: Tensor
 
-    def __init__(self, sizes: Sizes, *, theta: float = 500_000.0) -> None:
+    def __init__(self, sizes: Sizes, *, theta: float = 500_000.0, rotated: int | None = None) -> None:
         super().__init__(sizes)
         if theta < 1:
             raise ValueError(f"theta: expected a base of at least 1 (no angle over 1 radian), got {theta}")
-        self.theta = theta
-        self.keep("angle", rotary_angles(sizes.head_dim, theta))
+        if rotated is not None and not (0 < rotated <= sizes.head_dim and rotated % 2 == 0):
+            raise ValueError(f"rotated: expected an even number of channels up to K = {sizes.head_dim}, got {rotated}")
+        self.theta, self.rotated = theta, rotated
+        self.keep("angle", self._angles())
+
+    def _angles(self) -> Tensor:
+        K = self.sizes.head_dim
+        angle = rotary_angles(self.rotated or K, self.theta)
+        return F.pad(angle, (0, K // 2 - len(angle)))
 
     def reset_parameters(self) -> None:
-        fill(self.angle, rotary_angles(self.sizes.head_dim, self.theta))
+        fill(self.angle, self._angles())
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(angle=wide(self.angle)), None

@@ -26,7 +26,13 @@ PEERS = {
     "mistral": "rotary:llama",
     "qwen2": "rotary:qwen2",
     "qwen3": "rotary:qwen3",
+    "qwen3_next": "qwen3_next:qwen3_next",
+    "mamba2": "mamba2:mamba2",
     "forgetting_transformer-project_fox": "fox:forgetting_transformer",
+    "transformer-project_fox": "fox:transformer",
+    "delta_net-project_fox": "fla:delta_net",
+    "hgrn2-project_fox": "fox:hgrn2",
+    "mamba2-project_fox": "mamba2:mamba2",
     "forgetting_transformer": "fla:forgetting_transformer",
     "path_attn": "fla:path_attn",
     "delta_net": "fla:delta_net",
@@ -34,6 +40,10 @@ PEERS = {
     "gla": "fla:gla",
     "retnet": "fla:retnet",
     "wall_transformer": "fla:wall_transformer",
+}
+WITHOUT = {  # kinds of models that stand beside these
+    "samba-project_fox": "its Mamba layers, of the first kind, have a decay per channel and state that no variant has",
+    "mamba": "its decay per channel and state is one that no variant has",
 }
 
 
@@ -79,6 +89,8 @@ def peer_of(fields: dict[str, Any]) -> Peer:
         ValueError: an unknown `model_type`, or a setting that has no counterpart.
     """
     kind = fields.get("model_type")
+    if kind in WITHOUT:
+        raise ValueError(f"model_type {kind!r} is not supported: {WITHOUT[kind]}")
     if kind not in PEERS:
         raise unknown("model_type", str(kind), PEERS)
     module, _, name = PEERS[kind].partition(":")

@@ -93,7 +93,8 @@ def path_attn(settings: Settings) -> Peer:
 
 
 def delta_net(settings: Settings) -> Peer:
-    """DeltaNet with short convolutions and SiLU, as it was published."""
+    """DeltaNet with short convolutions and SiLU, as it was published; the FoX paper's models have the same layers."""
+    settings.only("norm_first", False)
     for name, value in (("use_short_conv", True), ("qk_activation", "silu"), ("qk_norm", "l2"), ("use_beta", True)):
         settings.only(name, value)
     settings.only("use_output_norm", True)
@@ -188,27 +189,31 @@ def _peer(
     settings.only("hidden_act", "swish", "silu")
     settings.only("attn", None)
     settings.only("attnres_block_size", None)
-    D, L = settings["hidden_size"], settings["num_hidden_layers"]
-    config = ModelConfig(
-        attention=name,
+    config = model_config(settings, name, options, heads or settings["num_heads"])
+
+    def weights(theirs: Weights) -> Named:
+        return decoder(theirs, FLA, config.num_layers, attention, config.tie_embeddings)
+
+    return Peer(config, weights, notes)
+
+
+def model_config(settings: Settings, variant: str, options: dict[str, Any], heads: int) -> ModelConfig:
+    """Sizes by the names that these models have for them, with one variant in all layers."""
+    return ModelConfig(
+        attention=variant,
         attention_options=options,
-        hidden_size=D,
-        num_layers=L,
-        num_heads=heads or settings["num_heads"],
-        intermediate_size=mlp_size(settings),
+        hidden_size=settings["hidden_size"],
+        num_layers=settings["num_hidden_layers"],
+        num_heads=heads,
+        intermediate_size=_mlp_size(settings),
         vocab_size=settings["vocab_size"],
         tie_embeddings=settings.get("tie_word_embeddings", False),
         norm_eps=settings.get("norm_eps", 1e-6),
         initializer_range=settings.get("initializer_range", 0.02),
     )
 
-    def weights(theirs: Weights) -> Named:
-        return decoder(theirs, FLA, L, attention, config.tie_embeddings)
 
-    return Peer(config, weights, notes)
-
-
-def mlp_size(settings: Settings) -> int:
+def _mlp_size(settings: Settings) -> int:
     """The width inside the SwiGLU: given, or `hidden_ratio` times 2/3 of the hidden size, rounded up to 256."""
     given: int | None = settings.get("intermediate_size")
     return given or -(-int(settings["hidden_size"] * settings.get("hidden_ratio", 4) * 2 / 3) // 256) * 256

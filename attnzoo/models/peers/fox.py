@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from attnzoo.layer.gates.matrix import rotary_angles
-from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.fla import mlp_size
+from attnzoo.models.peers.fla import model_config
 from attnzoo.models.peers.layout import FLA, decoder, interleaved
 from attnzoo.models.peers.weights import Settings, Weights
 
@@ -19,14 +18,52 @@ GATES = {"full": "forget", "bias_only": "independent", "fixed": "fixed", "none":
 QK_NORM_EPS = 1e-5
 
 
+def transformer(settings: Settings) -> Peer:
+    """The Transformer of a class of its own: `rope`, or `nope`, with a window where there is one."""
+    of_fox = {"fgate_type": "none", "qk_norm_share_param_across_head": True, "use_rope": settings.get("use_rope", True)}
+    return forgetting_transformer(Settings({**settings.fields, **of_fox}))
+
+
+def hgrn2(settings: Settings) -> Peer:
+    """HGRN2: `gla` whose keys are 1 - f. The lower bounds that it has are given to no layer there: all are 0."""
+    settings.only("elementwise_affine", True)
+    settings.only("hidden_act", "swish", "silu")
+    D, L, eps = settings["hidden_size"], settings["num_hidden_layers"], settings.get("norm_eps", 1e-6)
+    H = settings.get("num_heads", D // settings.get("expand_ratio", 128))
+    convolved = settings.get("use_short_conv", False)
+    options: dict[str, Any] = {
+        "block": "hgrn2", "lower_bounds": False, "head_dim": settings.get("expand_ratio", D // H), "value_dim": D // H,
+        "output_norm_eps": eps,
+    }  # fmt: skip
+    if convolved:
+        options |= {"conv_size": settings.get("conv_size", 4), "conv_activation": "identity"}
+    config = model_config(settings, "gla", options, H)
+
+    def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+        for ours, theirs in (("q", "q"), ("k", "f"), ("v", "i")):
+            yield f"{ours}_proj.weight", take(f"{theirs}_proj.weight")
+            if convolved:
+                yield f"{ours}_conv.weight", take(f"{theirs}_conv1d.weight").squeeze(1)
+        yield "output_norm.weight", take("g_norm.weight").unflatten(0, (H, -1))
+        yield "o_proj.weight", take("o_proj.weight")
+
+    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
+        theirs.skip("model.lower_bounds")
+        return decoder(theirs, FLA, L, attention, config.tie_embeddings)
+
+    return Peer(config, weights, ("HGRN2: its layers are given no lower bounds, as in the authors' code",))
+
+
 def forgetting_transformer(settings: Settings) -> Peer:
     """FoX and the Transformer baselines, Pro or LLaMA: `fox`, or without a forget gate `rope` or `nope`."""
-    for name, value in (("attention_bias", False), ("window_size", None), ("elementwise_affine", True)):
+    for name, value in (("attention_bias", False), ("elementwise_affine", True)):
         settings.only(name, value)
     settings.only("hidden_act", "swish", "silu")
     kind = settings.get("fgate_type", "full")
     if kind not in GATES:
         settings.only("fgate_type", *GATES)
+    if kind != "none":
+        settings.only("window_size", None)
     D, H, L = settings["hidden_size"], settings["num_heads"], settings["num_hidden_layers"]
     G, eps = settings.get("num_kv_heads", H), settings.get("norm_eps", 1e-6)
     rotates, shared = settings.get("use_rope", False), settings.get("qk_norm_share_param_across_head", False)
@@ -52,18 +89,9 @@ def forgetting_transformer(settings: Settings) -> Peer:
         options |= {} if tolerance is None else {"acp": {"eps": math.exp(tolerance)}}
     elif rotates:
         options["theta"] = base
-    config = ModelConfig(
-        attention=variant,
-        attention_options=options,
-        hidden_size=D,
-        num_layers=L,
-        num_heads=H,
-        intermediate_size=mlp_size(settings),
-        vocab_size=settings["vocab_size"],
-        tie_embeddings=settings.get("tie_word_embeddings", False),
-        norm_eps=eps,
-        initializer_range=settings.get("initializer_range", 0.02),
-    )
+    if settings.get("window_size") is not None:
+        options["window"] = settings["window_size"]
+    config = model_config(settings, variant, options, H)
 
     def turned(rows: Tensor, heads: int) -> Tensor:
         return interleaved(rows, heads) if rotates else rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +18,25 @@ class Layout:
 
     Args:
         embedding, norm, layer: of the tokens' matrix, the last norm and one layer.
-        attention_norm, mlp_norm: of a layer's norms.
-        attention: of the module that attends.
+        attention_norm, mlp_norm: of a layer's norms; None for layers without an MLP.
+        attention: of the module that attends; empty where the names that are taken say it themselves.
+        centred: norms scale by one plus their weights.
     """
 
     embedding: str
     norm: str
     layer: str
     attention_norm: str
-    mlp_norm: str
+    mlp_norm: str | None
     attention: str
+    centred: bool = False
 
 
 TRANSFORMERS = Layout(
     "model.embed_tokens", "model.norm", "model.layers.{}", "input_layernorm", "post_attention_layernorm", "self_attn"
 )
 FLA = Layout("model.embeddings", "model.norm", "model.layers.{}", "attn_norm", "mlp_norm", "attn")
+MAMBA = Layout("backbone.embeddings", "backbone.norm_f", "backbone.layers.{}", "norm", None, "mixer")
 
 Attention = Callable[[Callable[[str], Tensor], int], Iterator[tuple[str, Tensor]]]
 
@@ -50,16 +54,22 @@ def decoder(
             `take("q_proj.weight")` is the peer's tensor of that name in that layer.
         tied: the head is the embedding.
     """
+
+    def scale(name: str) -> Tensor:
+        weight = weights(f"{name}.weight")
+        return 1 + weight if layout.centred else weight
+
     yield "embedding.weight", weights(f"{layout.embedding}.weight")
     for i in range(layers):
         layer = layout.layer.format(i)
-        for ours, theirs in (("attention_norm", layout.attention_norm), ("mlp_norm", layout.mlp_norm)):
-            yield f"blocks.{i}.{ours}.weight", weights(f"{layer}.{theirs}.weight")
-        prefix = f"{layer}.{layout.attention}."
+        yield f"blocks.{i}.attention_norm.weight", scale(f"{layer}.{layout.attention_norm}")
+        prefix = f"{layer}.{layout.attention}." if layout.attention else f"{layer}."
         for name, tensor in attention(lambda name, prefix=prefix: weights(prefix + name), i):  # type: ignore[misc]
             yield f"blocks.{i}.attention.{name}", tensor
-        yield from _mlp(weights, f"{layer}.mlp", f"blocks.{i}.mlp")
-    yield "norm.weight", weights(f"{layout.norm}.weight")
+        if layout.mlp_norm is not None:
+            yield f"blocks.{i}.mlp_norm.weight", scale(f"{layer}.{layout.mlp_norm}")
+            yield from _mlp(weights, f"{layer}.mlp", f"blocks.{i}.mlp")
+    yield "norm.weight", scale(layout.norm)
     if tied:
         weights.skip("lm_head.weight")
         yield "head.weight", weights(f"{layout.embedding}.weight")
@@ -74,6 +84,13 @@ def _mlp(weights: Weights, theirs: str, ours: str) -> Iterator[tuple[str, Tensor
     else:  # one matrix for both, the gate's half first
         gate, up = gate.chunk(2, 0)
     yield from ((f"{ours}.gate.weight", gate), (f"{ours}.up.weight", up), (f"{ours}.down.weight", down))
+
+
+def pattern(entries: list[dict[str, Any]]) -> Any:
+    """The entries of all layers as `ModelConfig.attention` takes them: the shortest list that repeats into them."""
+    count = len(entries)
+    period = next(n for n in range(1, count + 1) if count % n == 0 and entries == entries[:n] * (count // n))
+    return entries[0] if period == 1 else entries[:period]
 
 
 def interleaved(rows: Tensor, heads: int, rotated: int | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import TRANSFORMERS, decoder, interleaved
+from attnzoo.models.peers.layout import TRANSFORMERS, decoder, interleaved, pattern
 from attnzoo.models.peers.weights import Settings, Weights
 
 
@@ -39,6 +39,7 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
     options: dict[str, Any] = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer}
     if normed:
         options |= {"qk_norm": "rms", "qk_norm_shared": True, "qk_norm_eps": settings["rms_norm_eps"]}
+    Settings(rope_settings(settings)).only("partial_rotary_factor", 1.0)
     windows = _windows(settings, L)
     angle = angles(settings, K)
     entries: list[dict[str, Any]] = [
@@ -46,7 +47,7 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
         for window in windows
     ]
     config = ModelConfig(
-        attention=entries[0] if all(entry == entries[0] for entry in entries) else entries,
+        attention=pattern(entries),
         attention_options=options,
         hidden_size=D,
         num_layers=L,
@@ -91,7 +92,7 @@ def _windows(settings: Settings, layers: int) -> list[int | None]:
 
 def theta(settings: Settings) -> float:
     """The base of the angles."""
-    return float(_rope(settings).get("rope_theta", settings.get("rope_theta", 10_000.0)))
+    return float(rope_settings(settings).get("rope_theta", settings.get("rope_theta", 10_000.0)))
 
 
 def angles(settings: Settings, channels: int) -> Tensor:
@@ -102,7 +103,7 @@ def angles(settings: Settings, channels: int) -> Tensor:
     Raises:
         ValueError: another kind.
     """
-    rope = _rope(settings)
+    rope = rope_settings(settings)
     angle: Tensor = theta(settings) ** (-torch.arange(0, channels, 2, dtype=torch.float32) / channels)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -117,7 +118,12 @@ def angles(settings: Settings, channels: int) -> Tensor:
     raise ValueError(f"config.json: rope_type = {kind!r} is not supported (only 'default', 'linear', 'llama3')")
 
 
-def _rope(settings: Settings) -> dict[str, Any]:
+def rope_settings(settings: Settings) -> dict[str, Any]:
+    """What is said of the angles, in one of the two places where it may stand.
+
+    Raises:
+        ValueError: they differ between kinds of layers.
+    """
     rope: dict[str, Any] = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError("config.json: rope_parameters that differ between kinds of layers are not supported")

@@ -1,0 +1,80 @@
+"""A layer's cache of fixed size: steps of one token of several sequences change it in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attnzoo.forms.fixed import Memory, Rows
+from attnzoo.layer.stream import LayerCache, Stream
+
+
+@dataclass(eq=False)
+class FixedCache:
+    """What one attention layer remembers of B sequences, from :meth:`~attnzoo.layer.attention.Attention.fixed_cache`.
+
+    Args:
+        memory: of the core.
+        windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
+        rows: of the batch; all layers have the same.
+        bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it.
+    """
+
+    memory: Memory
+    windows: dict[str, Tensor]
+    rows: Rows
+    bound: Tensor | None = None
+
+    @torch.no_grad()
+    def admit(self, row: int, cache: LayerCache, tokens: int) -> None:
+        """The idle row ``row`` goes on from the only one of ``cache``, to ``tokens`` tokens at most."""
+        self.memory.admit(row, cache.state, tokens)
+        for name, window in self.windows.items():
+            window[row] = cache.windows[name][0]
+
+    def ready(self, rows: Sequence[int]) -> bool:
+        """Make room for one more token of each of ``rows``; whether tensors may have changed their places for it."""
+        return self.memory.ready(rows)
+
+    def clear(self, row: int) -> None:
+        """Sequence ``row`` has ended."""
+        self.memory.clear(row)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it holds on the device."""
+        yield from self.memory.tensors()
+        yield from self.windows.values()
+
+    def check(self, x: Tensor) -> None:
+        """``x`` is one token of each sequence.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if x.shape[:2] != (len(self.rows.length), 1):
+            raise ValueError(f"x: expected one token of each of {len(self.rows.length)} rows, got {tuple(x.shape)}")
+
+
+@dataclass(frozen=True, eq=False)
+class FixedStream(Stream):
+    """One step's view of a :class:`FixedCache`, whose windows move on as they are read."""
+
+    fixed: FixedCache = field(kw_only=True)
+
+    def positions(self) -> Tensor:
+        return self.fixed.rows.length[:, None]
+
+    def windowed(self, name: str, x: Tensor, size: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        window = self.fixed.windows[name]
+        full = torch.cat([window.to(x.dtype), x], 1)
+        window.copy_(full[:, 1:])
+        return fn(full)
+
+    def before(self, name: str, x: Tensor) -> Tensor:
+        window = self.fixed.windows[name]
+        past = window.to(x.dtype, copy=True)
+        window.copy_(x)
+        return past

@@ -1,0 +1,317 @@
+"""Generation at the speed of the device: a step of the whole model is one CUDA graph, and sequences come and go."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attnzoo.errors import check_kinds
+from attnzoo.forms.fixed import Rows
+from attnzoo.layer.fixed import FixedCache
+from attnzoo.models.decoder import LanguageModel
+from attnzoo.models.sampling import GREEDY, Samplers, Sampling
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence of a :class:`Generator`.
+
+    Args:
+        id: what :meth:`Generator.add` gave.
+        prompt: its tokens, ``[T]``.
+        max_new_tokens: how many may follow.
+        sampling: how they are drawn.
+        stop: tokens that end it.
+        tokens: those that followed and are known, the one that ended it among them.
+        left: steps before the last of them is drawn.
+        done: whether all that there will be are known.
+    """
+
+    id: int
+    prompt: Tensor
+    max_new_tokens: int
+    sampling: Sampling
+    stop: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    left: int = 0
+    done: bool = False
+
+
+@dataclass(eq=False)
+class _Drawn:
+    """Tokens on their way to the host: which request each row of each step belongs to."""
+
+    values: Tensor  # [steps, B]
+    rows: list[list[tuple[int, Request]]]
+    arrived: torch.cuda.Event | None
+
+
+class Generator:
+    """Continues many sequences at a time, each as it would be alone.
+
+    All memory is taken at the start. A step draws one token of every sequence; on a GPU it is one CUDA graph. A new
+    sequence is prefilled by itself and joins the batch, a finished one leaves it.
+
+    Args:
+        model: put into evaluation mode. Its weights may change in place, and must stay where they are.
+        max_sequences: B, rows of the batch; further sequences wait until one leaves.
+        max_tokens: of the longest sequence, its prompt included.
+        check_every: steps between two looks at what was drawn, for tokens that end a sequence. The tokens are known
+            that late, and on a GPU one look later, so that it never waits.
+        graph: whether a step is captured as a CUDA graph; None for wherever there is a GPU.
+
+    Raises:
+        TypeError, ValueError: a model or numbers of another kind, or a variant that offers no memory of fixed size.
+        MemoryError: the caches do not fit into the device's memory; the message says how much they need.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        max_sequences: int,
+        max_tokens: int,
+        *,
+        check_every: int = 8,
+        graph: bool | None = None,
+    ) -> None:
+        if not isinstance(model, LanguageModel):
+            raise TypeError(f"model: expected LanguageModel, got {type(model).__name__}")
+        counts = {"max_sequences": max_sequences, "max_tokens": max_tokens, "check_every": check_every}
+        check_kinds(counts, dict.fromkeys(counts, "int"))
+        for name, number in counts.items():
+            if number < 1:
+                raise ValueError(f"{name}: expected at least 1, got {number}")
+        self.device = model.embedding.weight.device
+        if graph and self.device.type != "cuda":
+            raise ValueError(f"graph: expected None or False on {self.device} (only a GPU has graphs), got True")
+        self.model, self.max_tokens, self.check_every = model.eval(), max_tokens, check_every
+        self.graphed = self.device.type == "cuda" if graph is None else graph
+        self.waiting: deque[Request] = deque()
+        self.rows: list[Request | None] = [None] * max_sequences
+        self.requests: dict[int, Request] = {}
+        self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[_Drawn]()
+        B, device = max_sequences, self.device
+        self.batch, self.tokens = Rows.idle(B, device), torch.zeros(B, dtype=torch.int64, device=device)
+        self.samplers = Samplers.empty(B, device)
+        self.caches = self._caches()
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._places: list[int] = []
+        if self.graphed:
+            self._warm_up()
+
+    @torch.no_grad()
+    def _caches(self) -> list[FixedCache]:
+        """One cache per layer, shaped as one token fills those of the model."""
+        like = self.model.new_cache()
+        self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
+        layers = list(zip(self.model.attentions(), like, strict=True))
+        meta = [layer.fixed_cache(one, self.batch, self.max_tokens, "meta") for layer, one in layers]
+        needed = _bytes(meta)
+        if self.device.type == "cuda":
+            there = torch.cuda.mem_get_info(self.device)[0]
+            if needed > there:
+                raise MemoryError(
+                    f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens need {needed / 2**30:.1f} "
+                    f"GiB, and {there / 2**30:.1f} GiB of {self.device} are free; take fewer or shorter sequences"
+                )
+        return [layer.fixed_cache(one, self.batch, self.max_tokens) for layer, one in layers]
+
+    def bytes(self) -> int:
+        """Memory of the caches."""
+        return _bytes(self.caches)
+
+    def add(
+        self,
+        prompt: Tensor | Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Collection[int] = (),
+    ) -> int:
+        """Continue a sequence; it joins the batch at the next step at which a row is free.
+
+        Args:
+            prompt: its tokens, ``[T]`` integers.
+            max_new_tokens: at most so many follow.
+            temperature, top_k, top_p, seed: see :class:`~attnzoo.models.sampling.Sampling`.
+            stop: tokens after which it ends.
+
+        Returns:
+            A number by which :meth:`step` and :meth:`run` call it.
+
+        Raises:
+            TypeError, ValueError: an empty prompt, tokens beyond the vocabulary, more than ``max_tokens`` in all, or a
+                number out of its range.
+        """
+        check_kinds({"max_new_tokens": max_new_tokens}, {"max_new_tokens": "int"})
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+        tokens = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), dtype=torch.int64)
+        if tokens.ndim != 1:
+            raise ValueError(f"prompt: expected one sequence [T], got shape {list(tokens.shape)}")
+        self.model.check_tokens("prompt", tokens[None])
+        if len(tokens) + max_new_tokens > self.max_tokens:
+            raise ValueError(
+                f"max_new_tokens: expected at most {self.max_tokens - len(tokens)} after {len(tokens)} tokens of the "
+                f"prompt (max_tokens = {self.max_tokens}), got {max_new_tokens}"
+            )
+        request = Request(
+            len(self.requests), tokens.to(self.device, torch.int64), max_new_tokens,
+            Sampling(temperature, top_k, top_p, seed), frozenset(stop),
+        )  # fmt: skip
+        self.requests[request.id] = request
+        self.waiting.append(request)
+        return request.id
+
+    @torch.no_grad()
+    def step(self) -> dict[int, list[int]]:
+        """Draw one token of every sequence in the batch.
+
+        Returns:
+            The tokens that have become known, by sequence. Without any left to draw, all that were still on their way.
+        """
+        known: dict[int, list[int]] = {}
+        self._admit()
+        running = [(row, request) for row, request in enumerate(self.rows) if request is not None]
+        if running:
+            self._advance([row for row, _ in running], max(request.sampling.needs for _, request in running))
+            self._note(running)
+        self._since += 1
+        if self._since >= self.check_every or not any(self.rows):
+            self._since = 0
+            self._send()
+            waits = self.device.type == "cuda" and any(self.rows)
+            while len(self._sent) > waits:
+                self._receive(self._sent.popleft(), known)
+        return known
+
+    def run(self) -> dict[int, list[int]]:
+        """Draw until every sequence has ended; the tokens that followed each prompt since the last call."""
+        known: dict[int, list[int]] = {}
+        for new in self.stream():
+            for number, tokens in new.items():
+                known.setdefault(number, []).extend(tokens)
+        return known
+
+    def stream(self) -> Iterator[dict[int, list[int]]]:
+        """What the steps give, until every sequence has ended."""
+        while self.waiting or any(self.rows) or self._drawn or self._sent:
+            new = self.step()
+            if new:
+                yield new
+
+    def _admit(self) -> None:
+        """Prefill waiting sequences into free rows; the first token that follows is drawn here."""
+        for row, there in enumerate(self.rows):
+            if there is not None or not self.waiting:
+                continue
+            request = self.waiting.popleft()
+            cache = self.model.new_cache()
+            last = self.model.hidden(request.prompt[None], cache=cache)[:, -1]
+            for fixed, filled in zip(self.caches, cache, strict=True):
+                fixed.admit(row, filled, len(request.prompt) + request.max_new_tokens)
+            self.samplers.set(row, request.sampling, self.model.config.vocab_size)
+            token = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
+            self.tokens[row : row + 1] = token
+            self.batch.begin(row, len(request.prompt))
+            self.rows[row], request.left = request, request.max_new_tokens
+            self._note([(row, request)])
+            self._check_places()
+
+    def _note(self, running: list[tuple[int, Request]]) -> None:
+        """These rows of ``tokens`` are new; those that may draw no more leave."""
+        self._drawn.append((self.tokens.clone(), running))
+        for row, request in running:
+            request.left -= 1
+            if not request.left:
+                self._release(row)
+
+    def _release(self, row: int) -> None:
+        self.rows[row] = None
+        for cache in self.caches:
+            cache.clear(row)
+        self.batch.end(row)
+
+    def _advance(self, rows: list[int], needs: int) -> None:
+        """One step, in which these rows get a token."""
+        changed = [cache.ready(rows) for cache in self.caches]
+        if any(changed):
+            self._check_places()
+        if not self.graphed:
+            self._forward(needs)
+        else:
+            if needs not in self._graphs:
+                self._graphs[needs] = self._captured(needs)
+            self._graphs[needs].replay()
+        for row in rows:
+            self.batch.lengths[row] += 1
+
+    def _check_places(self) -> None:
+        """Forget the graphs if tensors have been replaced since they were captured."""
+        places = [x.data_ptr() for cache in self.caches for x in cache.tensors()]
+        if places != self._places:
+            self._graphs, self._places = {}, places
+
+    def _forward(self, needs: int) -> None:
+        """One step of the whole model; changes only tensors that stay where they are."""
+        x = self.model.embedding(self.tokens[:, None])  # [B, 1, D]
+        for block, cache in zip(self.model.blocks, self.caches, strict=True):
+            x = block(x, cache=cache)
+        logits = self.model.head(self.model.norm(x))[:, 0]  # [B, vocab]
+        self.tokens.copy_(self.samplers.draw(logits, needs))
+        self.batch.length += self.batch.active
+
+    def _warm_up(self) -> None:
+        """Compile what is compiled on its first call; the rows are idle, so nothing is lost."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.no_grad(), torch.cuda.stream(side):
+            for needs in (GREEDY, 1, 2):
+                self._forward(needs)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+
+    def _captured(self, needs: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        pool = next((other.pool() for other in self._graphs.values()), None)
+        with torch.cuda.graph(graph, pool=pool):
+            self._forward(needs)
+        return graph
+
+    def _send(self) -> None:
+        """Start to copy the tokens drawn to the host."""
+        if not self._drawn:
+            return
+        tokens, rows = zip(*self._drawn, strict=True)
+        self._drawn, values, arrived = [], torch.stack(tokens), None
+        if values.is_cuda:
+            there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = there.copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._sent.append(_Drawn(values, list(rows), arrived))
+
+    def _receive(self, drawn: _Drawn, known: dict[int, list[int]]) -> None:
+        """Hand out tokens that have arrived; what was drawn after one that ends a sequence is none of it."""
+        if drawn.arrived is not None:
+            drawn.arrived.synchronize()
+        for values, rows in zip(drawn.values.tolist(), drawn.rows, strict=True):
+            for row, request in rows:
+                if request.done:
+                    continue
+                token = values[row]
+                request.tokens.append(token)
+                known.setdefault(request.id, []).append(token)
+                request.done = token in request.stop or len(request.tokens) == request.max_new_tokens
+                if request.done and self.rows[row] is request:
+                    self._release(row)
+
+
+def _bytes(caches: Sequence[FixedCache]) -> int:
+    return sum(x.numel() * x.element_size() for cache in caches for x in cache.tensors())

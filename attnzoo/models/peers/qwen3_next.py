@@ -1,0 +1,110 @@
+"""Qwen3-Next (Qwen team, 2025): layers of `gated_deltanet` and, every so often, of `rope` with an output gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnzoo.models.config import ModelConfig
+from attnzoo.models.peers import Peer
+from attnzoo.models.peers.layout import TRANSFORMERS, decoder, interleaved, pattern
+from attnzoo.models.peers.rotary import angles, rope_settings, theta
+from attnzoo.models.peers.weights import Settings, Weights
+
+LAYOUT = replace(TRANSFORMERS, attention="", centred=True)
+KINDS = {"linear_attention": "gated_deltanet", "full_attention": "rope"}
+
+
+def qwen3_next(settings: Settings) -> Peer:
+    """The dense models; a layer of experts is refused."""
+    settings.only("hidden_act", "silu", "swish")
+    settings.only("attention_bias", False)
+    D, L, H = settings["hidden_size"], settings["num_hidden_layers"], settings["num_attention_heads"]
+    _refuse_experts(settings, L)
+    G, K, eps = settings.get("num_key_value_heads", H), settings.get("head_dim", D // H), settings["rms_norm_eps"]
+    rotated = int(K * rope_settings(settings).get("partial_rotary_factor", settings.get("partial_rotary_factor", 0.25)))
+    angle = pad(angles(settings, rotated), (0, (K - rotated) // 2))
+    names = settings["layer_types"]
+    for name in names:
+        if name not in KINDS:
+            raise ValueError(f"config.json: layer_types has {name!r}, which is not supported (only {', '.join(KINDS)})")
+    key_heads, value_heads = settings["linear_num_key_heads"], settings["linear_num_value_heads"]
+    key_dim, value_dim = settings["linear_key_head_dim"], settings["linear_value_head_dim"]
+    shared = value_heads // key_heads  # value heads of a key head
+    options: dict[str, dict[str, Any]] = {
+        "rope": {
+            "num_kv_heads": G, "head_dim": K, "theta": theta(settings), "rotated": rotated, "qk_norm": "rms",
+            "qk_norm_shared": True, "qk_norm_eps": eps, "output_gate": "sigmoid",
+        },
+        "gated_deltanet": {
+            "num_heads": value_heads, "num_qk_heads": None if shared == 1 else key_heads, "head_dim": key_dim,
+            "value_dim": value_dim, "conv_size": settings["linear_conv_kernel_dim"], "output_norm_shared": True,
+            "output_norm_eps": eps,
+        },
+    }  # fmt: skip
+    config = ModelConfig(
+        attention=pattern([{"name": KINDS[name], "options": options[KINDS[name]]} for name in names]),
+        hidden_size=D,
+        num_layers=L,
+        num_heads=H,
+        intermediate_size=settings["intermediate_size"],
+        vocab_size=settings["vocab_size"],
+        tie_embeddings=settings.get("tie_word_embeddings", False),
+        norm_eps=eps,
+        initializer_range=settings.get("initializer_range", 0.02),
+    )
+
+    def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
+        if KINDS[names[index]] == "rope":
+            yield from rope(lambda name: take(f"self_attn.{name}"))
+        else:
+            yield from gated_deltanet(lambda name: take(f"linear_attn.{name}"))
+
+    def rope(take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        q, gate = take("q_proj.weight").unflatten(0, (H, 2, K)).unbind(1)  # of each head, [H, K, D]
+        yield "q_proj.weight", interleaved(q.flatten(0, 1), H, rotated)
+        yield "output_gate.weight", gate.flatten(0, 1)
+        yield "k_proj.weight", interleaved(take("k_proj.weight"), G, rotated)
+        for name in ("q_norm.weight", "k_norm.weight"):
+            yield name, interleaved(1 + take(name), 1, rotated)
+        for name in ("v_proj.weight", "o_proj.weight"):
+            yield name, take(name)
+        yield "gate.angle", angle.clone()
+
+    def gated_deltanet(take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        widths = [key_dim, key_dim, shared * value_dim, shared * value_dim]  # of each key head
+        parts = take("in_proj_qkvz.weight").unflatten(0, (key_heads, -1)).split(widths, 1)
+        for name, part in zip(("q_proj", "k_proj", "v_proj", "output_gate"), parts, strict=True):
+            yield f"{name}.weight", part.flatten(0, 1)
+        parts = take("in_proj_ba.weight").unflatten(0, (key_heads, -1)).chunk(2, 1)
+        for name, part in zip(("gate.members.1.beta_proj", "gate.members.0.dt_proj"), parts, strict=True):
+            yield f"{name}.weight", part.flatten(0, 1)
+        widths = [key_heads * key_dim] * 2 + [value_heads * value_dim]
+        for name, part in zip("qkv", take("conv1d.weight").squeeze(1).split(widths), strict=True):
+            yield f"{name}_conv.weight", part
+        yield "gate.members.0.dt_bias", take("dt_bias")
+        yield "gate.members.0.log_a", take("A_log")
+        yield "output_norm.weight", take("norm.weight")
+        yield "o_proj.weight", take("out_proj.weight")
+
+    def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
+        for name in theirs.names:
+            if name.startswith("mtp."):  # a head for several tokens at once, which transformers leaves unread too
+                theirs.skip(name)
+        return decoder(theirs, LAYOUT, L, attention, config.tie_embeddings)
+
+    return Peer(config, weights)
+
+
+def _refuse_experts(settings: Settings, layers: int) -> None:
+    experts, step = settings.get("num_experts", 0), settings.get("decoder_sparse_step", 1)
+    sparse = [i for i in range(layers) if i not in settings.get("mlp_only_layers", []) and (i + 1) % step == 0]
+    if experts and sparse:
+        raise ValueError(
+            f"config.json: num_experts = {experts} in {len(sparse)} layers is not supported (only dense MLPs: "
+            f"num_experts = 0, or all layers in mlp_only_layers)"
+        )

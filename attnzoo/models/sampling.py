@@ -1,0 +1,134 @@
+"""Sampling on the device: each row by settings and random numbers of its own, whatever the other rows are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnzoo.errors import check_kinds
+
+GREEDY, PLAIN, FILTERED = range(3)  # what a step must be able to do: take the likeliest, sample, sample among some
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of one sequence are drawn.
+
+    Args:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: sample among the k likeliest; None for all.
+        top_p: sample among the fewest likeliest whose probabilities sum to at least this (Holtzman et al., 2020).
+        seed: of the draws; the same prompt and seed give the same tokens.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        kinds = {"temperature": "float", "top_k": "int | None", "top_p": "float", "seed": "int"}
+        check_kinds(vars(self), kinds)
+        if self.temperature < 0:
+            raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k: expected at least 1, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected above 0 and at most 1, got {self.top_p}")
+        if self.seed < 0:
+            raise ValueError(f"seed: expected at least 0, got {self.seed}")
+
+    @property
+    def needs(self) -> int:
+        """``GREEDY``, ``PLAIN`` or ``FILTERED``."""
+        if self.temperature == 0:
+            return GREEDY
+        return PLAIN if self.top_k is None and self.top_p == 1 else FILTERED
+
+
+@dataclass(eq=False)
+class Samplers:
+    """The settings of B rows on the device, and how many tokens each has drawn.
+
+    Args:
+        temperature: ``[B]`` float32.
+        top_k: ``[B]`` int64; the size of the vocabulary for all.
+        top_p: ``[B]`` float32.
+        seed: ``[B]`` int64.
+        drawn: ``[B]`` int64.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    seed: Tensor
+    drawn: Tensor
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> Samplers:
+        numbers = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        return Samplers(
+            torch.zeros(rows, device=device), numbers[0], torch.ones(rows, device=device), numbers[1], numbers[2]
+        )
+
+    def set(self, row: int, sampling: Sampling, vocabulary: int) -> None:
+        """Row ``row`` begins to draw anew, by these settings."""
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = sampling.top_k or vocabulary
+        self.top_p[row] = sampling.top_p
+        self.seed[row] = sampling.seed
+        self.drawn[row] = 0
+
+    def at(self, row: int) -> Samplers:
+        """Views of one row's settings."""
+        return Samplers(*(getattr(self, name)[row : row + 1] for name in self.__match_args__))
+
+    def draw(self, logits: Tensor, needs: int) -> Tensor:
+        """The next token of each row.
+
+        Args:
+            logits: ``[B, vocab]``.
+            needs: the largest :attr:`Sampling.needs` of any row.
+
+        Returns:
+            ``[B]`` int64. Nothing here waits for the device.
+        """
+        likeliest = logits.argmax(-1)
+        if needs != GREEDY:
+            logits = logits.float()
+            logits = logits - logits.amax(-1, keepdim=True)  # so that a small temperature divides 0 and large negatives
+            heat = torch.where(self.temperature > 0, self.temperature, 1.0)[:, None]
+            p, order = (logits / heat).softmax(-1, dtype=torch.float64), None
+            if needs == FILTERED:
+                p, order = p.sort(dim=-1, descending=True, stable=True)
+                before = p.cumsum(-1) - p
+                rank = torch.arange(p.shape[-1], device=p.device)
+                p = p.masked_fill((rank >= self.top_k[:, None]) | (before >= self.top_p[:, None]), 0.0)
+            mass = p.cumsum(-1)
+            at = uniform(self.seed, self.drawn)[:, None] * mass[:, -1:]
+            picked = torch.searchsorted(mass, at, right=True).clamp(max=p.shape[-1] - 1)
+            sampled = (picked if order is None else order.gather(-1, picked))[:, 0]
+            likeliest = torch.where(self.temperature > 0, sampled, likeliest)
+        self.drawn += 1
+        return likeliest
+
+
+def uniform(seed: Tensor, number: Tensor) -> Tensor:
+    """Random numbers in [0, 1) in float64, one for each pair of a seed and a running number, int64 both.
+
+    They depend on nothing else: SplitMix64 (Steele et al., 2014) of the two, its upper 48 bits.
+    """
+    x = _mixed(seed * -7046029254386353131) + (number + 1) * -7046029254386353131
+    return (_mixed(x) >> 16 & (1 << 48) - 1).double() * 2.0**-48
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser; int64 arithmetic wraps, and shifts are made unsigned."""
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    return x ^ (x >> 31 & (1 << 33) - 1)

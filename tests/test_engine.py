@@ -1,0 +1,195 @@
+"""The generator: every sequence goes on as it would alone, whatever the others are, and comes and goes."""
+
+import pytest
+import torch
+from layers import layer, rows
+
+from attnzoo.config import ModelConfig
+from attnzoo.forms.fixed import Rows
+from attnzoo.models import Generator, LanguageModel
+from attnzoo.models.sampling import FILTERED, Samplers, Sampling, uniform
+from attnzoo.registry import get, list_variants
+
+LAYERS = {name: {"attention": name} for name in list_variants()} | {
+    "hybrid": {"attention": ["gated_deltanet", "path_fox"]},
+    "fox-pro-acp": {"attention": "fox", "attention_options": {"block": "pro", "acp": True}},
+    "fox-window-sinks": {"attention": "fox", "attention_options": {"window": 5, "sinks": True, "num_kv_heads": 1}},
+    "path-fox-window-sinks": {
+        "attention": "path_fox",
+        "attention_options": {"window": 5, "sinks": True, "num_kv_heads": 1, "block": "pro"},
+    },
+    "rope-grouped": {"attention": "rope", "attention_options": {"num_kv_heads": 1, "window": 9}},
+    "wall-grouped": {"attention": "wall", "attention_options": {"num_kv_heads": 1}},
+    "mamba2-groups": {"attention": "mamba2", "attention_options": {"num_qk_heads": 1, "skip": True, "conv_size": 4}},
+    "retnet-rotary": {"attention": "retnet", "attention_options": {"rotary": 10000.0}},
+    "hgrn2": {"attention": "gla", "attention_options": {"block": "hgrn2"}},
+}
+LENGTHS = (3, 11, 1, 6)
+
+
+def build(**options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 40, "initializer_range": 0.3}
+    model = LanguageModel(ModelConfig(**{**sizes, **options}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model.eval()
+
+
+@pytest.fixture
+def prompts():
+    draws = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 40, (T,), generator=draws) for T in LENGTHS]
+
+
+def alone(model, prompt, new):
+    return model.generate(prompt[None], new, temperature=0)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_greedy_sequences_of_any_length_go_on_as_each_does_alone(name, prompts):
+    model = build(**LAYERS[name])
+    generator = Generator(model, 3, 32, check_every=3)  # one of the four must wait until another leaves
+    news = (9, 4, 7, 12)
+    ids = [generator.add(prompt, new, temperature=0) for prompt, new in zip(prompts, news, strict=True)]
+    found = generator.run()
+    for number, prompt, new in zip(ids, prompts, news, strict=True):
+        assert found[number] == alone(model, prompt, new), (name, number)
+    assert any(len(set(tokens)) > 1 for tokens in found.values())
+
+
+@pytest.mark.parametrize("name", list_variants())
+@pytest.mark.parametrize("options", [{}, {"window": 6, "sinks": True}, {"block": "pro"}], ids=["", "window", "pro"])
+def test_a_step_in_place_is_the_layers_own_step(name, options):
+    if "window" in options and get(name).side == "linear":
+        options = {"kv_shift": True, "conv_size": 3, "rotary": 100.0}
+    attn = layer(name, **options)
+    lengths = (1, 9, 4)
+    caches = [attn.new_cache() for _ in lengths]
+    with torch.no_grad():
+        like = attn.new_cache()
+        attn(rows(1, 1), cache=like)
+        batch = Rows.idle(len(lengths))
+        fixed = attn.fixed_cache(like, batch, 16)
+        for row, (T, cache) in enumerate(zip(lengths, caches, strict=True)):
+            attn(rows(1, T, seed=row), cache=cache)
+            fixed.admit(row, cache, 16)
+            batch.begin(row, T)
+        for step in range(7):
+            x = rows(len(lengths), 1, seed=10 + step)
+            y = attn(x, cache=fixed)
+            expected = torch.cat([attn(x[n : n + 1], cache=cache) for n, cache in enumerate(caches)])
+            torch.testing.assert_close(y, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+            batch.length += 1
+
+
+def test_a_sequence_that_joins_late_changes_nothing_for_itself_and_others(prompts):
+    model = build(attention=["mamba2", "fox"])
+    generator = Generator(model, 2, 32, check_every=1)
+    first = generator.add(prompts[0], 10, temperature=0)
+    found = {}
+    for step in range(30):
+        if step == 4:
+            second = generator.add(prompts[1].tolist(), 5, temperature=0)
+        for number, tokens in generator.step().items():
+            found.setdefault(number, []).extend(tokens)
+    assert found == {first: alone(model, prompts[0], 10), second: alone(model, prompts[1], 5)}
+    assert not any(generator.rows)
+    third = generator.add(prompts[3], 6, temperature=0)  # into a row that was used
+    assert generator.run() == {third: alone(model, prompts[3], 6)}
+
+
+def test_a_stop_token_ends_its_sequence_alone(prompts):
+    model = build()
+    whole = [alone(model, prompt, 12) for prompt in prompts]
+    stop = whole[0][5]
+    generator = Generator(model, 4, 32, check_every=4)
+    ids = [generator.add(prompt, 12, temperature=0, stop=[stop]) for prompt in prompts]
+    found = generator.run()
+    for number, tokens in zip(ids, whole, strict=True):
+        end = tokens.index(stop) + 1 if stop in tokens else 12
+        assert found[number] == tokens[:end]
+        assert generator.requests[number].done
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.5}], ids=str)
+def test_samples_depend_on_their_seed_alone(settings, prompts):
+    model = build(attention=["gla", "fox"])
+
+    def draw(seeds, rows):
+        generator = Generator(model, rows, 40, check_every=2)
+        for seed, prompt in zip(seeds, prompts, strict=False):
+            generator.add(prompt, 20, temperature=1.5, seed=seed, **settings)
+        return list(generator.run().values()), generator
+
+    together, generator = draw((3, 4, 5, 6), 4)
+    assert draw((3, 4, 5, 6), 2)[0] == together
+    generator.add(prompts[0], 20, temperature=1.5, seed=3, **settings)
+    assert next(iter(generator.run().values())) == together[0]
+    assert draw((7,), 4)[0][0] != together[0]
+    greedy = Generator(model, 2, 40)
+    number = greedy.add(prompts[0], 20, temperature=0)
+    greedy.add(prompts[1], 20, temperature=1.5, seed=4, **settings)
+    assert greedy.run()[number] == alone(model, prompts[0], 20)  # beside one that samples
+
+
+def test_draws_follow_the_probabilities_among_the_tokens_that_are_left():
+    rows, vocabulary = 40_000, 6
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+    for top_k, top_p in ((None, 1.0), (3, 1.0), (None, 0.75), (2, 0.9)):
+        samplers = Samplers.empty(rows, torch.device("cpu"))
+        samplers.set(0, Sampling(0.7, top_k, top_p), vocabulary)
+        for part in (samplers.temperature, samplers.top_k, samplers.top_p):
+            part.fill_(part[0].item())
+        samplers.seed.copy_(torch.arange(rows))
+        found = torch.bincount(samplers.draw(logits.expand(rows, -1), FILTERED), minlength=vocabulary) / rows
+        p = (logits / 0.7).softmax(0)
+        kept = [n for n in range(vocabulary) if (top_k is None or n < top_k) and float(p[:n].sum()) < top_p]
+        expected = torch.zeros(vocabulary).index_copy(0, torch.tensor(kept), p[kept] / p[kept].sum())
+        assert not found[expected == 0].any()
+        torch.testing.assert_close(found, expected, rtol=0, atol=5 * 0.5 / rows**0.5)
+
+
+def test_random_numbers_are_even_and_not_related():
+    seed, number = torch.meshgrid(torch.arange(64), torch.arange(256), indexing="ij")
+    x = uniform(seed, number)
+    assert float(x.min()) >= 0
+    assert float(x.max()) < 1
+    n = x.numel() ** 0.5
+    assert abs(float(x.mean()) - 0.5) < 4 * 0.289 / n
+    centred = x - 0.5
+    for other in (centred.roll(1, 0), centred.roll(1, 1), centred.roll((1, 1), (0, 1)), centred.roll((1, -1), (0, 1))):
+        assert abs(float((centred * other).mean())) < 4 / 12 / n
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda m: Generator(m.blocks[0], 1, 8), TypeError, "model: expected LanguageModel, got DecoderBlock"),
+        (lambda m: Generator(m, 0, 8), ValueError, "max_sequences: expected at least 1, got 0"),
+        (lambda m: Generator(m, 1, 8, check_every=0), ValueError, "check_every: expected at least 1, got 0"),
+        (lambda m: Generator(m, 1, 8, graph=True), ValueError, "graph: expected None or False on cpu"),
+        (lambda m: Generator(m, 1, 8).add([], 3), ValueError, "prompt: expected .* at least one token"),
+        (lambda m: Generator(m, 1, 8).add([[1]], 3), ValueError, r"prompt: expected one sequence \[T\], got shape"),
+        (lambda m: Generator(m, 1, 8).add([40], 3), ValueError, "prompt: expected tokens from 0 to 39, got 40"),
+        (lambda m: Generator(m, 1, 8).add([1, 2], 7), ValueError, "max_new_tokens: expected at most 6 after 2 tokens"),
+        (lambda m: Generator(m, 1, 8).add([1], 0), ValueError, "max_new_tokens: expected at least 1, got 0"),
+        (lambda m: Generator(m, 1, 8).add([1], 2, temperature=-1.0), ValueError, "temperature: expected at least 0"),
+        (lambda m: Generator(m, 1, 8).add([1], 2, top_k=0), ValueError, "top_k: expected at least 1, got 0"),
+        (lambda m: Generator(m, 1, 8).add([1], 2, top_p=0.0), ValueError, "top_p: expected above 0 and at most 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(make, error, message):
+    with pytest.raises(error, match=message):
+        make(build())
+
+
+def test_a_cache_of_fixed_size_takes_one_token_of_each_sequence():
+    model = build()
+    generator = Generator(model, 2, 8)
+    layer, cache = model.attentions()[0], generator.caches[0]
+    with pytest.raises(ValueError, match=r"x: expected one token of each of 2 rows, got \(2, 2, 32\)"):
+        layer(torch.randn(2, 2, 32), cache=cache)
+    with pytest.raises(ValueError, match="attention_mask: expected None with a cache of fixed size"):
+        layer(torch.randn(2, 1, 32), cache=cache, attention_mask=torch.ones(2, 1))
