@@ -22,6 +22,7 @@ FLOORS = (
     ("algebra",),
     ("kernels.common",),
     ("kernels.decode", "kernels.fox", "kernels.linear", "kernels.path"),
+    ("kernels.wall",),
     ("forms",),
     ("recurrences",),
     ("encodings",),

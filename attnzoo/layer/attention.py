@@ -242,10 +242,11 @@ class Attention(PreciseModule):
         stream.commit(self, x, state)
         return y
 
-    def project(self, x: Tensor) -> Projected:
-        """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them."""
+    def project(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Projected:
+        """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them; with borders ``[N + 1]``, of one row."""
         self._check(x)
-        return self._project(x, self._stream(x, None, None))
+        check_borders(cu_seqlens, x)
+        return self._project(x, Stream(None, None, (x.shape[0], x.shape[1]), x.device, cu_seqlens))
 
     @torch.no_grad()
     def logit_bound(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
