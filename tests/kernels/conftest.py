@@ -4,4 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_fox*.py", "test_path*.py", "test_decode*.py"]
+<<<<<<< HEAD
+FAMILIES = ("decode", "fox", "linear", "path")
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else [f"test_{family}*.py" for family in FAMILIES]
+=======
+NAMES = ("decode", "fox", "path", "wall")
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else [f"test_{name}*.py" for name in NAMES]
+>>>>>>> main
