@@ -4,10 +4,5 @@ from __future__ import annotations
 
 import importlib.util
 
-<<<<<<< HEAD
-FAMILIES = ("decode", "fox", "linear", "path")
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else [f"test_{family}*.py" for family in FAMILIES]
-=======
-NAMES = ("decode", "fox", "path", "wall")
+NAMES = ("decode", "fox", "linear", "path", "wall")
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else [f"test_{name}*.py" for name in NAMES]
->>>>>>> main
