@@ -170,7 +170,12 @@ class Attention(PreciseModule):
         return LayerCache(owner=Owner(self), evict=settings)
 
     def fixed_cache(
-        self, like: LayerCache, rows: Rows, tokens: int, device: torch.device | str | None = None, **options: Any
+        self,
+        like: LayerCache,
+        rows: Rows,
+        tokens: int,
+        device: torch.device | str | None = None,
+        paged: bool | None = None,
     ) -> FixedCache:
         """An empty cache for steps of one token of several sequences, which change it in place.
 
@@ -179,10 +184,10 @@ class Attention(PreciseModule):
             rows: of the batch; every layer reads them.
             tokens: of the longest sequence that there will be.
             device: None for that of ``rows``; ``"meta"`` shows how much memory it needs.
-            options: of the variant's memory (:meth:`~attnzoo.forms.softmax.SoftmaxForms.fixed`).
+            paged: whether keys lie in pages; None for wherever that can be.
 
         Raises:
-            ValueError: the variant is a third party's that offers none.
+            ValueError: the variant is a third party's that offers none, or keys cannot lie in pages, or must.
         """
         device = device or rows.length.device
         fixed = getattr(self.variant.form_set, "fixed", None)
@@ -193,8 +198,10 @@ class Attention(PreciseModule):
             name: torch.zeros(len(rows.lengths), *x.shape[1:], dtype=x.dtype, device=device)
             for name, x in like.windows.items()
         }
+        if self.impl == "reference" and rows.length.is_cuda:
+            paged = False  # plain operations read no pages without waiting for the GPU
         bound = None if self.prune is None else self.logit_bound(like.dtype or torch.float32)
-        return FixedCache(fixed(like.state, rows, tokens, device, **options), windows, rows, bound)
+        return FixedCache(fixed(like.state, rows, tokens, device, paged), windows, rows, bound)
 
     def forward(
         self,
