@@ -11,7 +11,7 @@ from attnzoo import build_attention, get, list_variants
 pytestmark = pytest.mark.gpu
 D, H = 128, 2
 EPS = 2**-8  # of bfloat16, half a unit
-KERNELS = {"nope", "alibi", "fox", "rope", "path", "path_fox"}
+KERNELS = {"nope", "alibi", "fox", "rope", "path", "path_fox", "wall"}
 PIECES = [30, 1, 1, 8]
 
 
