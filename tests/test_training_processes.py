@@ -21,7 +21,7 @@ from attnzoo.config import load_config
 from attnzoo.training import train
 torch.set_num_threads(1)
 
-def run(number, output_dir):
+def run(number, output_dir, *overrides):
     # the processes of each run find one another anew, by a store of their own
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": os.environ["PORTS"].split()[number]}
     pids = Path(output_dir).with_suffix(".pids")
@@ -31,18 +31,21 @@ def run(number, output_dir):
     def stop(row):
         if new and row["step"] == 5:
             running = [int(file.read_text()) for file in pids.iterdir()]
+            if killed:
+                running.remove(os.getpid())
             for pid in sorted(running, key=os.getpid().__eq__):  # itself last
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGKILL if killed else signal.SIGTERM)
 
-    new = Path(output_dir).stem == "stopped" and not Path(output_dir).exists()
-    train(load_config(sys.argv[1], [f"output_dir={output_dir}"]), on_row=stop)
+    killed = Path(output_dir).stem == "killed"  # one of them, or both stopped
+    new = (killed or Path(output_dir).stem == "stopped") and not Path(output_dir).exists()
+    train(load_config(sys.argv[1], [f"output_dir={output_dir}", *overrides]), on_row=stop)
 
-for number, output_dir in enumerate(sys.argv[2:]):
+for number, (output_dir, *overrides) in enumerate(argument.split("|") for argument in sys.argv[2:]):
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            run(number, output_dir)
+            run(number, output_dir, *overrides)
             status = 0
         finally:
             sys.stderr.flush()
@@ -62,6 +65,7 @@ def free_ports(count: int) -> str:
 
 
 def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs one after another, after the file of their configuration: each is `FOLDER|KEY=VALUE|...`."""
     root = str(Path(__file__).resolve().parents[1])
     folder = Path(arguments[0]).parent
     (folder / "program.py").write_text(PROGRAM)

@@ -15,7 +15,8 @@ from attnzoo.data.sources import BYTES, DOCUMENT_END
 from attnzoo.files import whole_folder
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import MODEL
+from attnzoo.training.digests import MODEL, SHARDS
+from attnzoo.training.sharding import read_shards
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +129,9 @@ def start_from(model: LanguageModel, source: str) -> None:
         checkpoint = usable_checkpoint(folder, MODEL)
         if checkpoint is None:
             raise FileNotFoundError(f"start_from: the run in {source!r} has no checkpoint yet")
-        there, prefix = Weights.of_folder(checkpoint), ""
+        shards = checkpoint / SHARDS
+        there = Weights.of_state(read_shards(shards)) if shards.is_dir() else Weights.of_folder(checkpoint)
+        prefix = ""
     elif (folder / "config.json").is_file():
         kind = read_settings(folder).get("model_type")
         if kind != "attnzoo":
