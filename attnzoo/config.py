@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
 
-from attnzoo.data.config import DataConfig
+from attnzoo.data.config import DataConfig, WeightedSource
 from attnzoo.errors import unknown
 from attnzoo.models.config import LayerSpec, ModelConfig
 from attnzoo.training.config import OptimizerConfig, TrainConfig
@@ -25,6 +25,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "TrainConfig",
+    "WeightedSource",
     "config_differences",
     "load_config",
     "save_config",
@@ -161,6 +162,12 @@ def _check_keys(given: Any, schema: type[Any], prefix: str = "") -> None:
             if not isinstance(value, Mapping):
                 raise ValueError(f"{prefix}{key}: expected a mapping of keys to values, got {value!r}")
             _check_keys(value, cast(type[Any], types[key]), f"{prefix}{key}.")
+        entry = (*typing.get_args(types[key]), None)[0]
+        if typing.get_origin(types[key]) is list and dataclasses.is_dataclass(entry):
+            if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+                raise ValueError(f"{prefix}{key}: expected a list of mappings of keys to values, got {value!r}")
+            for number, item in enumerate(value):
+                _check_keys(item, cast(type[Any], entry), f"{prefix}{key}[{number}].")
 
 
 def _value_error(error: Exception) -> str:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from layers import assert_same, layer, rows
+from layers import layer, rows
 
 from attnzoo.config import ModelConfig
+from attnzoo.forms.fixed import Rows
 from attnzoo.models import Generator, LanguageModel
 from attnzoo.models.sampling import FILTERED, Samplers, Sampling, uniform
 from attnzoo.registry import get, list_variants
@@ -69,17 +70,18 @@ def test_a_step_in_place_is_the_layers_own_step(name, options):
     with torch.no_grad():
         like = attn.new_cache()
         attn(rows(1, 1), cache=like)
-        length = torch.zeros(len(lengths), dtype=torch.int64)
-        fixed = attn.fixed_cache(like, length, 16)
+        batch = Rows.idle(len(lengths))
+        fixed = attn.fixed_cache(like, batch, 16)
         for row, (T, cache) in enumerate(zip(lengths, caches, strict=True)):
             attn(rows(1, T, seed=row), cache=cache)
-            fixed.admit(row, cache)
-        length.copy_(torch.tensor(lengths))
+            fixed.admit(row, cache, 16)
+            batch.begin(row, T)
         for step in range(7):
             x = rows(len(lengths), 1, seed=10 + step)
             y = attn(x, cache=fixed)
-            assert_same(y, torch.cat([attn(x[n : n + 1], cache=cache) for n, cache in enumerate(caches)]))
-            length += 1
+            expected = torch.cat([attn(x[n : n + 1], cache=cache) for n, cache in enumerate(caches)])
+            torch.testing.assert_close(y, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+            batch.length += 1
 
 
 def test_a_sequence_that_joins_late_changes_nothing_for_itself_and_others(prompts):

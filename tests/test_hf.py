@@ -122,6 +122,29 @@ def test_device_map(tmp_path, tokens):
     assert torch.equal(load(tmp_path, device_map="cpu").eval()(tokens).logits, model(tokens).logits)
 
 
+def test_blocks_on_the_disk_give_the_same(tmp_path, tokens):
+    model = build(HYBRID)
+    model.save_pretrained(tmp_path / "model")
+    places = {"model.embedding": "cpu", "model.blocks.0": "disk", "model.blocks.1": "cpu", "model.norm": "cpu"}
+    loaded = load(tmp_path / "model", device_map={**places, "model.head": "disk"}, offload_folder=tmp_path / "disk")
+    assert loaded.model.blocks[0].mlp.up.weight.is_meta
+    assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
+    greedy = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(loaded.generate(tokens, **greedy), model.generate(tokens, **greedy))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_can_grow(tied, tmp_path, tokens):
+    model = build(tie_word_embeddings=tied)
+    before = model(tokens).logits
+    model.resize_token_embeddings(70)
+    torch.testing.assert_close(model(tokens).logits[..., :64], before)
+    assert (model.model.head.weight is model.model.embedding.weight) == tied
+    assert model.model.config.vocab_size == 70
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path)(tokens + 5).logits, model(tokens + 5).logits)
+
+
 def test_what_a_checkpoint_lacks_starts_as_the_decoder_starts_it(tmp_path):
     build("nope").save_pretrained(tmp_path)
     loaded = load(tmp_path, attention="fox")
@@ -166,6 +189,21 @@ def test_sampling_draws_from_the_models_distribution(tokens):
     allowed = logits.topk(5).indices
     assert (allowed == theirs[:, 9:, None]).any(-1).all()
     assert len(torch.unique(theirs, dim=0)) > 2
+
+
+def test_samples_are_the_decoders_own(tokens):
+    model = build()
+    torch.manual_seed(3)
+    theirs = model.generate(tokens, max_new_tokens=12, do_sample=True, top_k=5, temperature=0.7)
+    torch.manual_seed(3)
+    assert torch.equal(theirs, model.model.generate(tokens, 12, temperature=0.7, top_k=5))
+
+
+def test_continuing_embedded_tokens(tokens):
+    model = build()
+    embedded = model.get_input_embeddings()(tokens)
+    greedy = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(inputs_embeds=embedded, **greedy), model.generate(tokens, **greedy)[:, 9:])
 
 
 @pytest.mark.parametrize("attention", ["fox", "gated_deltanet"])
@@ -233,11 +271,12 @@ def test_loss_is_that_of_the_decoder_with_shifted_targets(tokens):
 
 
 @pytest.mark.parametrize("attention", ["fox", "gated_deltanet"])
-def test_recomputing_blocks_changes_no_gradient(attention, tokens):
+@pytest.mark.parametrize("how", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
+def test_recomputing_blocks_changes_no_gradient(attention, how, tokens):
     def gradients(recompute):
         model = build(attention).train()
         if recompute:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable(how)
         model(tokens, labels=tokens).loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 
@@ -297,3 +336,21 @@ def test_lora_adapts_the_projections_alone(tokens):
     adapted.train()(input_ids=tokens, labels=tokens).loss.backward()
     trained = {name.split(".")[-4] for name, parameter in adapted.named_parameters() if parameter.grad is not None}
     assert trained == {"q_proj", "v_proj"}
+
+
+def test_adapters_are_saved_loaded_and_merged(tokens, tmp_path):
+    peft = pytest.importorskip("peft")
+    names = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(build(HYBRID), names)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    logits = adapted(input_ids=tokens).logits
+    assert (logits - build(HYBRID)(tokens).logits).abs().max() > 0.01
+    greedy = adapted.generate(input_ids=tokens, max_new_tokens=4, do_sample=False)
+    adapted.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(build(HYBRID), tmp_path).eval()
+    assert torch.equal(loaded(input_ids=tokens).logits, logits)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-4, atol=1e-5)
+    assert torch.equal(merged.generate(tokens, max_new_tokens=4, do_sample=False), greedy)

@@ -81,3 +81,28 @@ def test_rows_that_share_pages_write_to_their_own() -> None:
         pool.reset(row)
     assert pool.used() == 0
     assert sorted(pool.free) == list(range(len(pool.k)))
+
+
+def test_a_sequence_of_another_pool_goes_on_here() -> None:
+    pool, parts = pool_of(100)
+    other = KeyPool.empty(1, G, R, K, V, dtype=torch.float32)
+    k, v, g = (x[:1] for x in tokens(150, seed=3))
+    other.append(k, v, g)
+    pool.reset(1)
+    pool.adopt(1, other, 4 * PAGE)
+    before = pool.used()
+    check(pool, k[0], v[0], g[0], row=1)
+    more = tokens(80, seed=5)
+    pool.append(*more)  # row 1 has its pages already
+    assert pool.used() == before + (B - 1) * G
+    check(pool, *(torch.cat([x[0], y[1]]) for x, y in zip((k, v, g), more, strict=True)), row=1)
+    check(pool, *(torch.cat([x[0], y[0]]) for x, y in zip(parts, more, strict=True)), row=0)
+
+
+def test_pages_that_are_reserved_already_are_not_taken_again() -> None:
+    pool, _ = pool_of(10)
+    pool.reserve([3 * PAGE, 0, 1])
+    used = pool.used()
+    pool.reserve([2 * PAGE, 0, 1])
+    assert used == pool.used() == B * G + 3 * G
+    assert torch.equal(pool.table, pool.pages)

@@ -17,6 +17,7 @@ PROGRAM = """
 import os, signal, sys, torch
 from pathlib import Path
 import accelerate
+import torch._dynamo, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
 from attnzoo.config import load_config
 from attnzoo.training import train
 torch.set_num_threads(1)
@@ -54,6 +55,10 @@ for number, (output_dir, *overrides) in enumerate(argument.split("|") for argume
 """
 
 
+PACKED = ("data.documents=packed", "batch_size=4")
+RUNS = ("two", "one-two", "stopped", "stopped", "|".join(["packed-two", *PACKED]))
+
+
 def free_ports(count: int) -> str:
     """Below the range from which a system hands out ports by itself, so that nobody takes one before its use."""
     found: list[str] = []
@@ -84,7 +89,10 @@ def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    (folder / "text.txt").write_text("".join(f"{number} and one is {number + 1}.\n" for number in range(900)))
+    (folder / "text").mkdir()
+    for name in range(60):
+        lines = (f"{number} and one is {number + 1}.\n" for number in range(15 * name, 15 * name + 1 + name % 9))
+        (folder / "text" / f"{name}.txt").write_text("".join(lines))
     (folder / "config.yaml").write_text(
         f"""
         output_dir: {folder / "two"}
@@ -99,7 +107,7 @@ def config_file(tmp_path_factory):
         progress: quiet
         device: cpu
         model: {{hidden_size: 16, intermediate_size: 32, num_layers: 2, num_heads: 2, attention: [fox, mamba2]}}
-        data: {{source: {folder / "text.txt"}, context_length: 24}}
+        data: {{source: {folder / "text"}, context_length: 24}}
         optimizer: {{warmup_steps: 2, lr: 0.01}}
         """
     )
@@ -108,18 +116,20 @@ def config_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(config_file):
-    """A folder with the run of `one` process, that of `two`, one that two went on with after step 4, `one-two`, and one
-    whose two processes were `stopped` by SIGTERM after step 5 and started again."""
+    """A folder with the run of `one` process, that of `two`, one that two went on with after step 4, `one-two`, one
+    whose two processes were `stopped` by SIGTERM after step 5 and started again, and those of one and two processes on
+    packed documents, in parts of one row."""
     from attnzoo.config import load_config
     from attnzoo.training import train
 
     folder = config_file.parent
     train(load_config(config_file, [f"output_dir={folder / 'one'}"]))
+    train(load_config(config_file, [f"output_dir={folder / 'packed-one'}", *PACKED]))
     cut_back(folder / "one", folder / "one-two")
-    done = launch(2, str(config_file), *(str(folder / run) for run in ("two", "one-two", "stopped", "stopped")))
+    done = launch(2, str(config_file), *(str(folder / run) for run in RUNS))
     assert done.returncode == 0, done.stderr
     ends = sorted(int(line.split()[0]) for line in done.stdout.splitlines())
-    assert ends == [-signal.SIGTERM] * 2 + [0] * 6, done.stdout + done.stderr
+    assert ends == [-signal.SIGTERM] * 2 + [0] * 8, done.stdout + done.stderr
     states = (folder / "two" / "checkpoints" / "step-00000006").glob("random_states_*")
     assert len(list(states)) == 2  # there really were two
     return folder
@@ -141,6 +151,12 @@ def numbers(run_dir, after=0):
 
 def test_two_processes_train_what_one_trains(runs):
     assert numbers(runs / "two") == pytest.approx(numbers(runs / "one"), rel=1e-4)
+
+
+def test_two_processes_train_packed_documents_as_one_does(runs):
+    """Other numbers of targets count in the parts of a step, and in one part of the held-out text none."""
+    assert numbers(runs / "packed-two") == pytest.approx(numbers(runs / "packed-one"), rel=1e-4)
+    assert numbers(runs / "packed-two") != pytest.approx(numbers(runs / "two"), rel=1e-2)
 
 
 def test_two_processes_go_on_where_one_stopped(runs):

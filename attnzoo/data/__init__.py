@@ -1,4 +1,4 @@
-"""Tokens for training: the standard library's own source, text files, or pre-tokenised files."""
+"""Tokens for training: the standard library's own source, text files, or files of tokens, one source or several."""
 
 from typing import TYPE_CHECKING
 
@@ -6,9 +6,9 @@ from attnzoo.lazy import lazy
 
 if TYPE_CHECKING:
     from attnzoo.data.sources import DOCUMENT_END, Data, build_data, decode, encode
-    from attnzoo.data.windows import TokenWindows, heldout_windows
+    from attnzoo.data.windows import Mixture, TokenWindows, heldout_windows
 
-__all__ = ["DOCUMENT_END", "Data", "TokenWindows", "build_data", "decode", "encode", "heldout_windows"]
+__all__ = ["DOCUMENT_END", "Data", "Mixture", "TokenWindows", "build_data", "decode", "encode", "heldout_windows"]
 
 __getattr__ = lazy(
     __name__,
@@ -18,6 +18,7 @@ __getattr__ = lazy(
         "build_data": "sources",
         "decode": "sources",
         "encode": "sources",
+        "Mixture": "windows",
         "TokenWindows": "windows",
         "heldout_windows": "windows",
     },

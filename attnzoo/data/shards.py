@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from attnzoo.data.windows import Tokens
 from attnzoo.errors import unknown
-from attnzoo.files import digest, whole_folder
+from attnzoo.files import digest, remembered_digest, whole_folder
 
 INDEX, TOKENIZER = "shards.json", "tokenizer.json"
 SPLITS = ("train", "held_out")
@@ -84,13 +84,27 @@ class TokenShards:
         return path if path.is_file() else None
 
     def check(self) -> None:
-        """Read everything and compare it with the fingerprint.
+        """Read everything, each file once while it stays as it is, and compare it with the fingerprint.
 
         Raises:
             ValueError: the tokens have changed since they were written.
         """
-        if _fingerprint(self.vocab_size, {"train": self.train, "held_out": self.held_out}) != self.fingerprint:
+        splits = {"train": self.train, "held_out": self.held_out}
+        if _fingerprint(self.vocab_size, splits, remembered_digest) != self.fingerprint:
             raise ValueError(f"{str(self.folder)!r}: the tokens are not those of which {INDEX} holds the fingerprint")
+
+    def check_newer(self) -> None:
+        """:meth:`check`, where a file has been written since `shards.json` was; else nothing is read.
+
+        Raises:
+            ValueError: the tokens have changed since they were written.
+        """
+        index = (self.folder / INDEX).stat().st_mtime_ns
+        paths = [
+            path for shard in (*self.train, *self.held_out) for path in (shard.path, shard.path.with_suffix(".idx"))
+        ]
+        if any(path.stat().st_mtime_ns > index for path in paths):
+            self.check()
 
 
 def is_shards(folder: str | Path) -> bool:
@@ -156,7 +170,7 @@ def write_shards(
     train: Iterable[Tokens],
     held_out: Iterable[Tokens] = (),
     *,
-    tokenizer: str | None = None,
+    tokenizer: Mapping[str, bytes] | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> TokenShards:
     """Write documents as a folder of tokens, which appears whole or not at all.
@@ -166,7 +180,7 @@ def write_shards(
         vocab_size: tokens are below it; they take 2 bytes up to 65536 of them, else 4.
         train: the documents, each `[tokens]`; taken one at a time, and never split over two files.
         held_out: those that training is not to see.
-        tokenizer: what `tokenizer.json` is to hold; None for no such file.
+        tokenizer: files to write beside them, by name; `tokenizer.json` should be one.
         shard_tokens: no document is added to a file that has that many.
 
     Raises:
@@ -183,8 +197,8 @@ def write_shards(
         }
         if not splits["train"]:
             raise ValueError("train: expected at least one document, got none")
-        if tokenizer is not None:
-            (part / TOKENIZER).write_text(tokenizer, encoding="utf-8")
+        for name, content in (tokenizer or {}).items():
+            (part / name).write_bytes(content)
         entries = {
             name: [{"file": shard.path.name, "tokens": shard.count, "documents": shard.documents} for shard in shards]
             for name, shards in splits.items()
@@ -228,11 +242,11 @@ def _append(file: BinaryIO, document: Tokens, vocab_size: int, dtype: str) -> No
     file.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
 
 
-def _fingerprint(vocab_size: int, splits: Mapping[str, tuple[Shard, ...]]) -> str:
+def _fingerprint(vocab_size: int, splits: Mapping[str, tuple[Shard, ...]], read: Callable[[Path], str] = digest) -> str:
     result = hashlib.blake2b(f"{vocab_size}\n".encode(), digest_size=16)
     for name in SPLITS:
         for shard in splits[name]:
             facts = {**asdict(shard), "path": shard.path.name, "split": name}
-            facts |= {kind: digest(shard.path.with_suffix(kind)) for kind in (".bin", ".idx")}
+            facts |= {kind: read(shard.path.with_suffix(kind)) for kind in (".bin", ".idx")}
             result.update(f"{json.dumps(facts, sort_keys=True)}\n".encode())
     return result.hexdigest()

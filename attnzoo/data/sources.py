@@ -6,16 +6,17 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from attnzoo.data.config import DataConfig
-from attnzoo.data.windows import Tokens, TokenWindows
+from attnzoo.data.shards import is_shards, read_shards
+from attnzoo.data.windows import Joined, Mixture, Starts, Tokens, TokenWindows, Windows
 from attnzoo.errors import nearest
-from attnzoo.files import remembered_digest
+from attnzoo.files import digest, remembered_digest
 
 DOCUMENT_END = 0  # a byte that text does not contain
 BYTES = 256
@@ -46,65 +47,132 @@ class Data:
     Args:
         vocab_size: tokens are below it.
         train: windows by index.
-        heldout: 1-D array of tokens that training never sees.
+        heldout: 1-D tokens that training never sees, an array or :class:`Joined` memory maps.
         fingerprint: changes when the tokens or their split do.
         earlier_fingerprint: the one that versions before gave, which read only the ends of long pieces.
+        heldout_documents: where the documents of `heldout` start, rising; None where documents are joined.
     """
 
     vocab_size: int
-    train: TokenWindows
-    heldout: Tokens
+    train: Windows
+    heldout: Tokens | Joined
     fingerprint: str
     earlier_fingerprint: str = ""
+    heldout_documents: Starts | None = None
 
 
 @dataclass(frozen=True)
 class _Piece:
     name: str  # the path relative to the source, by which the split is decided
     tokens: Tokens
+    starts: Starts | None = None  # of its documents, and its length; None: it is one
+    digest: str = ""  # of all tokens where it is known without reading them; they are then of the vocabulary, too
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str
+    pieces: list[_Piece]
+    text: bool = True
+    vocab_size: int | None = None
+    heldout: list[_Piece] | None = None  # None: some of the pieces are held out
+    tokenizer: str = ""
+    knows_documents: bool = True
+
+    @property
+    def everything(self) -> list[_Piece]:
+        return [*self.pieces, *(self.heldout or [])]
 
 
 def build_data(config: DataConfig) -> Data:
-    """The training windows and the held-out tokens of a source.
+    """The training windows and the held-out tokens of a source, or of several.
 
     Raises:
-        FileNotFoundError: the source does not exist.
+        FileNotFoundError: a source does not exist.
         PermissionError: a folder in it cannot be read.
         ValueError: it holds no data, too little for one context, tokens that are no valid shard, or held-out tokens
-            outside the vocabulary.
+            outside the vocabulary; or several sources are not of one kind.
     """
-    pieces = _read(config.source, config)
-    if config.heldout_source is None:
-        train, heldout = _split(pieces, config)
-    else:
-        train, heldout = pieces, _read(config.heldout_source, config)
-    pretokenised = _is_pretokenised(config.source)
-    if config.pattern != "*" and (pretokenised or config.source == "stdlib" or Path(config.source).is_file()):
-        raise ValueError(
-            f"data.pattern={config.pattern!r} says which files of a folder of texts are read, and "
-            f"{config.source!r} is no such folder"
-        )
-    if pretokenised and config.vocab_size is None:
-        raise ValueError(f"data.vocab_size is needed for the pre-tokenised {config.source!r}")
-    vocab_size = config.vocab_size or BYTES
-    if not pretokenised and vocab_size < BYTES:
-        raise ValueError(f"data.vocab_size={vocab_size}: text is read byte by byte and needs {BYTES}")
+    sources = [_read(entry.source, config) for entry in config.weighted]
+    elsewhere = None if config.heldout_source is None else _read(config.heldout_source, config)
+    for source in sources:
+        if config.pattern != "*" and not (source.text and Path(source.name).is_dir()):
+            raise ValueError(
+                f"data.pattern={config.pattern!r} says which files of a folder of texts are read, and "
+                f"{source.name!r} is no such folder"
+            )
+    vocab_size = _vocabulary(sources, config)
+    together = [*sources, elsewhere] if elsewhere else sources
+    _check_alike(together)
+    packed = config.documents == "packed"
+    for source in together:
+        if packed and not source.knows_documents:
+            raise ValueError(
+                "data.documents='packed' needs to know where documents start, as text and a folder of `attnzoo "
+                f"tokenize` say; {source.name!r} does not"
+            )
 
-    windows = TokenWindows(
-        [piece.tokens for piece in train] if pretokenised else [_join(train)],
+    splits = [(source.everything, []) if elsewhere else _split(source, config) for source in sources]
+    trained = zip(sources, splits, strict=True)
+    windows = [_windows(source, train, vocab_size, packed, config) for source, (train, _) in trained]
+    held = elsewhere.everything if elsewhere else [piece for _, heldout in splits for piece in heldout]
+    tokens = _join(held)
+    if len(tokens) <= config.context_length:
+        raise ValueError(
+            f"the held-out split of {config.title!r} has {len(tokens)} tokens: "
+            f"a context of {config.context_length} needs at least {config.context_length + 1}"
+        )
+    for piece in held:
+        if not piece.digest:
+            _check_range(f"the held-out split of {config.heldout_source or config.title!r}", piece.tokens, vocab_size)
+    sides = [*(train for train, _ in splits), held]
+    return Data(
+        vocab_size,
+        windows[0] if len(windows) == 1 else Mixture(windows, [entry.weight for entry in config.weighted]),
+        tokens,
+        _fingerprint(sides, sources[0].text),
+        _fingerprint(sides, sources[0].text, whole=False),
+        _join_starts(held) if packed else None,
+    )
+
+
+def _windows(
+    source: _Source, pieces: Sequence[_Piece], vocab_size: int, packed: bool, config: DataConfig
+) -> TokenWindows:
+    shards = [[piece] for piece in pieces] if not source.text else [pieces]
+    return TokenWindows(
+        [np.asarray(_join(shard)) if source.text else shard[0].tokens for shard in shards],
         config.context_length,
         vocab_size,
         config.seed,
-        name=f"the training split of {config.source!r}",
+        name=f"the training split of {source.name!r}",
+        starts=[_join_starts(shard) for shard in shards] if packed else None,
+        table=source.text,
     )
-    held = _join(heldout)
-    if len(held) <= config.context_length:
-        raise ValueError(
-            f"the held-out split of {config.source!r} has {len(held)} tokens: "
-            f"a context of {config.context_length} needs at least {config.context_length + 1}"
-        )
-    _check_range(f"the held-out split of {config.heldout_source or config.source!r}", held, vocab_size)
-    return Data(vocab_size, windows, held, _fingerprint(train, heldout), _fingerprint(train, heldout, whole=False))
+
+
+def _vocabulary(sources: Sequence[_Source], config: DataConfig) -> int:
+    given = config.vocab_size
+    for source in sources:
+        if source.vocab_size is None and given is None:
+            raise ValueError(f"data.vocab_size is needed for the pre-tokenised {source.name!r}")
+        if given is not None and given < (source.vocab_size or 0):
+            kind = "text is read byte by byte" if source.text else f"{source.name!r} is of a larger vocabulary"
+            raise ValueError(f"data.vocab_size={given}: {kind} and needs {source.vocab_size}")
+    return given or max(source.vocab_size or 0 for source in sources)
+
+
+def _check_alike(sources: Sequence[_Source]) -> None:
+    """All text or all tokens, by one tokenizer."""
+    first = sources[0]
+    for source in sources[1:]:
+        if source.text != first.text:
+            text, tokens = (first.name, source.name) if first.text else (source.name, first.name)
+            raise ValueError(
+                f"data: expected sources of one kind; {text!r} is read byte by byte, {tokens!r} has tokens"
+            )
+        if source.tokenizer and first.tokenizer and source.tokenizer != first.tokenizer:
+            raise ValueError(f"data: expected sources of one tokenizer; {first.name!r} and {source.name!r} have two")
 
 
 def encode(text: str) -> list[int]:
@@ -117,26 +185,47 @@ def decode(tokens: Iterable[int]) -> str:
     return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")
 
 
-def _read(source: str, config: DataConfig) -> list[_Piece]:
+def _read(source: str, config: DataConfig) -> _Source:
     if source == "stdlib":
-        return _read_stdlib()
+        return _Source(source, _read_stdlib(), vocab_size=BYTES)
     path = Path(source)
     if not path.exists():
         hint = "; did you mean 'stdlib'?" if nearest(source, ["stdlib"]) else ""
         raise FileNotFoundError(f"no data: there is no file or folder {source!r}{hint}")
-    if _is_pretokenised(source):
+    if path.is_dir() and is_shards(path):
+        return _read_folder(source)
+    if path.suffix in SHARDS or (path.is_dir() and any(file.suffix in SHARDS for file in path.iterdir())):
         files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SHARDS)
         if not files:
-            return _no_data(source, "the folder has no .npy or .bin file")
-        return [_Piece(file.name, _read_shard(file, config.dtype)) for file in files]
+            raise _no_data(source, "the folder has no .npy or .bin file")
+        pieces = [_Piece(file.name, _read_shard(file, config.dtype)) for file in files]
+        return _Source(source, pieces, text=False, knows_documents=False)
+    return _Source(source, _read_text(path, config), vocab_size=BYTES)
+
+
+def _read_folder(source: str) -> _Source:
+    """A folder of `attnzoo tokenize`."""
+    found = read_shards(source)
+    found.check_newer()
+    train, heldout = (
+        [_Piece(shard.path.name, shard.tokens, shard.starts, found.fingerprint) for shard in split]
+        for split in (found.train, found.held_out)
+    )
+    tokenizer = digest(found.tokenizer) if found.tokenizer else ""
+    return _Source(source, train, False, found.vocab_size, heldout or None, tokenizer)
+
+
+def _read_text(path: Path, config: DataConfig) -> list[_Piece]:
     if path.is_file():
-        return [_Piece(path.name, _document(path))] if path.stat().st_size else _no_data(source, "the file is empty")
+        if not path.stat().st_size:
+            raise _no_data(str(path), "the file is empty")
+        return [_Piece(path.name, _document(path))]
     _check_readable(path)
     files = [file for file in path.rglob(config.pattern) if file.is_file() and file.stat().st_size]
     names = {file.relative_to(path).as_posix(): file for file in files}
     shown = sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
     if not shown:
-        return _no_data(source, f"the folder has no file that is not empty and matches {config.pattern!r}")
+        raise _no_data(str(path), f"the folder has no file that is not empty and matches {config.pattern!r}")
     return [_Piece(name, _document(names[name])) for name in shown]
 
 
@@ -166,22 +255,17 @@ def _read_stdlib() -> list[_Piece]:
     names = [file.relative_to(root).as_posix() for file in root.rglob("*.py")]
     kept = sorted(name for name in names if not _excluded_from_stdlib(name))
     pieces = [_Piece(name, _document(root / name)) for name in kept]
-    return pieces or _no_data("stdlib", f"this Python keeps no source files in {str(root)!r}")
+    if not pieces:
+        raise _no_data("stdlib", f"this Python keeps no source files in {str(root)!r}")
+    return pieces
 
 
 def _excluded_from_stdlib(name: str) -> bool:
     return not STDLIB_EXCLUDED.isdisjoint(name.split("/")) or name.startswith("_sysconfigdata")
 
 
-def _no_data(source: str, why: str) -> list[_Piece]:
-    raise ValueError(f"no data in {source!r}: {why}")
-
-
-def _is_pretokenised(source: str) -> bool:
-    path = Path(source)
-    if source == "stdlib":
-        return False
-    return path.suffix in SHARDS or (path.is_dir() and any(file.suffix in SHARDS for file in path.iterdir()))
+def _no_data(source: str, why: str) -> ValueError:
+    return ValueError(f"no data in {source!r}: {why}")
 
 
 def _document(path: Path) -> npt.NDArray[np.uint8]:
@@ -210,18 +294,27 @@ def _read_shard(path: Path, dtype: str) -> Tokens:
     return shard
 
 
-def _split(pieces: Sequence[_Piece], config: DataConfig) -> tuple[list[_Piece], list[_Piece]]:
-    """By a hash of the file's name, so that a file keeps its side when others come; a single file gives its
-    end.
-    """
+def _split(source: _Source, config: DataConfig) -> tuple[list[_Piece], list[_Piece]]:
+    """By a hash of the file's name, so that a file keeps its side when others come; a single file gives its end."""
+    pieces = source.pieces
+    if source.heldout is not None:
+        return pieces, source.heldout
     if len(pieces) == 1:
-        piece = pieces[0]
-        cut = len(piece.tokens) - int(len(piece.tokens) * config.heldout_fraction)
-        return [_Piece(piece.name, piece.tokens[:cut])], [_Piece(piece.name, piece.tokens[cut:])]
+        tokens = len(pieces[0].tokens)
+        cut = tokens - int(tokens * config.heldout_fraction)
+        return [_part(pieces[0], 0, cut)], [_part(pieces[0], cut, tokens)]
     ranked = sorted(pieces, key=lambda piece: _hash(piece.name))
     count = sum(_hash(piece.name) < config.heldout_fraction for piece in ranked)
     held = {piece.name for piece in ranked[: min(max(count, 1), len(ranked) - 1)]}
     return [piece for piece in pieces if piece.name not in held], [piece for piece in pieces if piece.name in held]
+
+
+def _part(piece: _Piece, first: int, last: int) -> _Piece:
+    """Its tokens from `first` to before `last`; documents that are cut start or end there."""
+    if piece.starts is not None:
+        inside = piece.starts[(piece.starts > first) & (piece.starts < last)]
+        piece = replace(piece, starts=np.array([first, *inside, last], dtype=np.int64) - first)
+    return replace(piece, tokens=piece.tokens[first:last])
 
 
 def _hash(name: str) -> float:
@@ -229,24 +322,41 @@ def _hash(name: str) -> float:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big") / 2**48
 
 
-def _join(pieces: Sequence[_Piece]) -> Tokens:
-    return pieces[0].tokens if len(pieces) == 1 else np.concatenate([piece.tokens for piece in pieces])
+def _join(pieces: Sequence[_Piece]) -> Tokens | Joined:
+    """All of it; memory maps are not read."""
+    if len(pieces) == 1:
+        return pieces[0].tokens
+    parts = [piece.tokens for piece in pieces]
+    return Joined(parts) if any(isinstance(part, np.memmap) for part in parts) else np.concatenate(parts)
 
 
-def _fingerprint(train: Sequence[_Piece], heldout: Sequence[_Piece], whole: bool = True) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for side in (train, heldout):
-        digest.update(f"{len(side)}\n".encode())
+def _join_starts(pieces: Sequence[_Piece]) -> Starts:
+    """Where the documents of joined pieces start, and the length of all."""
+    starts = [np.array([0, len(piece.tokens)]) if piece.starts is None else piece.starts for piece in pieces]
+    if len(pieces) == 1:
+        return starts[0]
+    before = np.cumsum([0, *(len(piece.tokens) for piece in pieces)])
+    return np.concatenate([*(own[:-1] + first for own, first in zip(starts, before, strict=False)), before[-1:]])
+
+
+def _fingerprint(sides: Sequence[Sequence[_Piece]], text: bool, whole: bool = True) -> str:
+    result = hashlib.blake2b(digest_size=16)
+    if not text:
+        result.update(b"in a computed order\n")
+    for side in sides:
+        result.update(f"{len(side)}\n".encode())
         for piece in side:
             tokens = piece.tokens
-            digest.update(f"{piece.name} {tokens.dtype} {len(tokens)}\n".encode())
-            if len(tokens) <= LONG:
-                digest.update(tokens.tobytes())
+            result.update(f"{piece.name} {tokens.dtype} {len(tokens)}\n".encode())
+            if piece.digest:
+                result.update(f"{piece.digest}\n".encode())
+            elif len(tokens) <= LONG:
+                result.update(tokens.tobytes())
             elif whole:
-                digest.update(_digest_of_long(tokens))
+                result.update(_digest_of_long(tokens))
             else:
-                digest.update(tokens[:4096].tobytes() + tokens[-4096:].tobytes())
-    return digest.hexdigest()
+                result.update(tokens[:4096].tobytes() + tokens[-4096:].tobytes())
+    return result.hexdigest()
 
 
 def _digest_of_long(tokens: Tokens) -> bytes:

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from attnzoo.data.order import drawn, permuted, shares_of, turn
+
 Tokens = npt.NDArray[np.integer]
+Starts = npt.NDArray[np.int64]
 
 
-class TokenWindows:
+class Windows(ABC):
+    """Windows of `context_length + 1` tokens by index: inputs and their next-token targets."""
+
+    context_length: int
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        """Window `index >= 0`, int64 [context_length + 1]."""
+
+    @abstractmethod
+    def begins(self, index: int) -> Starts:
+        """Where documents begin in window `index` behind its first token, int64 [n], each of 1 ... context_length."""
+
+    def batch(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Several windows, int64 [len(indices), context_length + 1]."""
+        rows = np.empty((len(indices), self.context_length + 1), dtype=np.int64)
+        for row, index in zip(rows, indices, strict=True):
+            row[:] = self[index]
+        return rows
+
+
+class TokenWindows(Windows):
     """Windows of `context_length + 1` tokens over one or more shards (inputs and their next-token targets).
 
     Window `i` depends on the seed and `i` only, never on the number of workers or processes. An epoch visits
@@ -20,6 +45,9 @@ class TokenWindows:
     Args:
         shards: 1-D integer arrays; memory maps are read window by window.
         vocab_size: tokens at or above it are refused when they are met.
+        starts: where the documents of each shard start, rising; None where that is not known.
+        table: shuffle a table of an epoch's windows when the epoch begins; False computes each window's place when it
+            is asked for, which is another order.
 
     Raises:
         ValueError: a shard is not a 1-D integer array, or none is long enough.
@@ -32,17 +60,22 @@ class TokenWindows:
         vocab_size: int,
         seed: int = 0,
         name: str = "the data",
+        *,
+        starts: Sequence[Starts] | None = None,
+        table: bool = True,
     ):
         for shard in shards:
             if shard.ndim != 1 or not np.issubdtype(shard.dtype, np.integer):
                 raise ValueError(f"{name}: expected 1-D integer arrays, got {shard.dtype} of shape {shard.shape}")
-        self.shards = [shard for shard in shards if len(shard) > context_length]
-        if not self.shards:
+        kept = [number for number, shard in enumerate(shards) if len(shard) > context_length]
+        if not kept:
             longest = max((len(shard) for shard in shards), default=0)
             raise ValueError(
                 f"{name} has {longest} tokens at most in a piece: "
                 f"a context of {context_length} needs at least {context_length + 1}"
             )
+        self.shards = [shards[number] for number in kept]
+        self.starts = None if starts is None else [starts[number] for number in kept]
         self.context_length = context_length
         self.vocab_size = vocab_size
         self.seed = seed
@@ -50,6 +83,8 @@ class TokenWindows:
         # One window fewer than would fit leaves room to shift the cuts by a whole window.
         self._counts = np.array([max(1, (len(shard) - 1) // context_length - 1) for shard in self.shards])
         self._ends = np.cumsum(self._counts)
+        self._spare = np.array([len(shard) for shard in self.shards]) - 1 - self._counts * context_length
+        self._table = table
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._shifts: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -60,15 +95,7 @@ class TokenWindows:
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Window `index >= 0`, int64 [context_length + 1]."""
-        if index < 0:
-            raise IndexError(f"window index must be at least 0, got {index}")
-        epoch, position = divmod(index, len(self))
-        if epoch != self._epoch:
-            self._start_epoch(epoch)
-        window = int(self._order[position])
-        shard = int(np.searchsorted(self._ends, window, side="right"))
-        first = window - int(self._ends[shard] - self._counts[shard])
-        start = first * self.context_length + int(self._shifts[shard])
+        shard, start = self._place(index)
         tokens = np.asarray(self.shards[shard][start : start + self.context_length + 1], dtype=np.int64)
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise ValueError(
@@ -77,22 +104,116 @@ class TokenWindows:
             )
         return tokens
 
-    def batch(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Several windows, int64 [len(indices), context_length + 1]."""
-        rows = np.empty((len(indices), self.context_length + 1), dtype=np.int64)
-        for row, index in zip(rows, indices, strict=True):
-            row[:] = self[index]
-        return rows
+    def begins(self, index: int) -> Starts:
+        """Where documents begin in window `index` behind its first token, int64 [n], each of 1 ... context_length.
+
+        Raises:
+            ValueError: nothing is known of the documents.
+        """
+        if self.starts is None:
+            raise ValueError(f"{self.name}: expected starts of documents, got none")
+        shard, start = self._place(index)
+        return begins_within(self.starts[shard], start, self.context_length)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The shard of a window, and where in it the window starts."""
+        if index < 0:
+            raise IndexError(f"window index must be at least 0, got {index}")
+        epoch, position = divmod(index, len(self))
+        if self._table and epoch != self._epoch:
+            self._start_epoch(epoch)
+        key = f"{self.seed} {epoch}"
+        window = int(self._order[position]) if self._table else permuted(position, len(self), key)
+        shard = int(np.searchsorted(self._ends, window, side="right"))
+        first = window - int(self._ends[shard] - self._counts[shard])
+        shift = self._shifts[shard] if self._table else drawn(f"{key} shift {shard}") % int(self._spare[shard] + 1)
+        return shard, first * self.context_length + int(shift)
 
     def _start_epoch(self, epoch: int) -> None:
         random = np.random.default_rng([self.seed, epoch])
-        spare = np.array([len(shard) for shard in self.shards]) - 1 - self._counts * self.context_length
         self._order = random.permutation(len(self))
-        self._shifts = random.integers(0, spare + 1)
+        self._shifts = random.integers(0, self._spare + 1)
         self._epoch = epoch
 
 
-def heldout_windows(heldout: Tokens, length: int, max_tokens: int) -> npt.NDArray[np.int64]:
+class Mixture(Windows):
+    """Windows of several sources, taken in turns by their weights.
+
+    The turns are spread evenly: among any first n windows each source has its share of them to within half a window
+    for every source before it and itself. Within a source, windows come as they do without the others.
+
+    Args:
+        sources: of one context length.
+        weights: how often each is taken, above 0; only their ratios matter.
+    """
+
+    def __init__(self, sources: Sequence[Windows], weights: Sequence[float]):
+        self.sources = list(sources)
+        self.context_length = sources[0].context_length
+        self._shares = shares_of(weights)
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        """Window `index >= 0`, int64 [context_length + 1]."""
+        source, own = self._turn(index)
+        return source[own]
+
+    def begins(self, index: int) -> Starts:
+        """Where documents begin in window `index` behind its first token, int64 [n], each of 1 ... context_length."""
+        source, own = self._turn(index)
+        return source.begins(own)
+
+    def _turn(self, index: int) -> tuple[Windows, int]:
+        if index < 0:
+            raise IndexError(f"window index must be at least 0, got {index}")
+        number, own = turn(index, self._shares)
+        return self.sources[number], own
+
+
+class Joined:
+    """1-D arrays one behind the other, of which only slices are read.
+
+    Args:
+        parts: memory maps, for one.
+    """
+
+    def __init__(self, parts: Sequence[Tokens]):
+        self.parts = list(parts)
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, where: slice) -> Tokens:
+        """The tokens of a slice with a step of 1, read now."""
+        start, stop, _ = where.indices(len(self))
+        found = []
+        for part, end in zip(self.parts, self._ends.tolist(), strict=True):
+            first = end - len(part)
+            if start < end and first < stop:
+                found.append(part[max(start - first, 0) : stop - first])
+        return np.concatenate(found)
+
+
+def begins_within(starts: Starts, first: int, length: int) -> Starts:
+    """Which documents begin behind token `first` and up to `length` tokens after it, counted from it, int64 [n]."""
+    low, high = np.searchsorted(starts, [first + 1, first + length + 1])
+    return np.asarray(starts[low:high], dtype=np.int64) - first
+
+
+def heldout_starts(tokens: int, length: int, max_tokens: int) -> Starts:
+    """Where each of :func:`heldout_windows` starts in that many held-out tokens, int64 [n].
+
+    Raises:
+        ValueError: the held-out tokens are too few for one window.
+    """
+    if tokens <= length:
+        raise ValueError(f"the held-out split has {tokens} tokens: a length of {length} needs at least {length + 1}")
+    available = (tokens - 1) // length
+    count = max(1, min(available, max_tokens // length))
+    return np.arange(count) * available // count * length
+
+
+def heldout_windows(heldout: Tokens | Joined, length: int, max_tokens: int) -> npt.NDArray[np.int64]:
     """Windows of `length + 1` tokens spread evenly over the held-out tokens, int64 [n, length + 1].
 
     Args:
@@ -105,11 +226,5 @@ def heldout_windows(heldout: Tokens, length: int, max_tokens: int) -> npt.NDArra
     Raises:
         ValueError: the held-out tokens are too few for one window.
     """
-    if len(heldout) <= length:
-        raise ValueError(
-            f"the held-out split has {len(heldout)} tokens: a length of {length} needs at least {length + 1}"
-        )
-    available = (len(heldout) - 1) // length
-    count = max(1, min(available, max_tokens // length))
-    starts = np.arange(count) * available // count * length
+    starts = heldout_starts(len(heldout), length, max_tokens).tolist()
     return np.stack([np.asarray(heldout[start : start + length + 1], dtype=np.int64) for start in starts])

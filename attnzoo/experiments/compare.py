@@ -342,7 +342,7 @@ def measure(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> Run
         unit="byte" if config.model.vocab_size == 256 else "token",
         model=_model_words(config.model),
         parts=_parts(model),
-        text="the Python standard library's own source" if config.data.source == "stdlib" else config.data.source,
+        text="the Python standard library's own source" if config.data.title == "stdlib" else config.data.title,
         settings=_settings(run.config, evaluate),
         command=command,
         machine=describe_machine(),

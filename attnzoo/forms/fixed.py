@@ -6,7 +6,7 @@ while the sequences grow. Rows come from the states that ``extend`` leaves and g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -23,14 +23,46 @@ from attnzoo.forms.readout import attend_with_sink, decay_to, least_logit
 Extend = Callable[[Call], tuple[Any, Any]]  # how a layer runs a call: its output and the state after it
 
 
+@dataclass(eq=False)
+class Rows:
+    """The sequences of a batch, for all layers; whoever calls them counts their tokens, before and after each step.
+
+    Args:
+        length: tokens so far, ``[B]`` int64.
+        active: 1 for rows that get a token at the next step, 0 for idle ones, ``[B]`` int32.
+        lengths: ``length``, on the host.
+    """
+
+    length: Tensor
+    active: Tensor
+    lengths: list[int]
+
+    @staticmethod
+    def idle(rows: int, device: torch.device | str = "cpu") -> Rows:
+        """No sequence yet in any of ``rows`` rows."""
+        length, active = (torch.zeros(rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+        return Rows(length, active, [0] * rows)
+
+    def begin(self, row: int, tokens: int) -> None:
+        """A sequence of ``tokens`` tokens goes on in row ``row``."""
+        self.length[row], self.active[row], self.lengths[row] = tokens, 1, tokens
+
+    def end(self, row: int) -> None:
+        """Row ``row`` is idle."""
+        self.length[row], self.active[row], self.lengths[row] = 0, 0, 0
+
+
 class Memory(Protocol):
     """What a layer remembers of B sequences of their own lengths."""
 
     def step(self, call: Call, extend: Extend) -> Tensor:
         """One token of each sequence: output ``[B, 1, H, V]`` of a call without a state of its own."""
 
-    def admit(self, row: int, state: Any) -> None:
-        """Sequence ``row`` goes on from ``state``, of one sequence."""
+    def admit(self, row: int, state: Any, tokens: int) -> None:
+        """The idle row ``row`` goes on from ``state``, of one sequence, to ``tokens`` tokens at most."""
+
+    def ready(self, rows: Sequence[int]) -> bool:
+        """Make room for one more token of each of ``rows``; whether tensors may have changed their places for it."""
 
     def clear(self, row: int) -> None:
         """Sequence ``row`` has ended."""
@@ -61,8 +93,11 @@ class MatrixMemory:
             self.matrix.copy_(state.matrix)
         return o  # type: ignore[no-any-return]
 
-    def admit(self, row: int, state: RecurrentState) -> None:
+    def admit(self, row: int, state: RecurrentState, tokens: int) -> None:
         self.matrix[row] = state.matrix[0]
+
+    def ready(self, rows: Sequence[int]) -> bool:
+        return False
 
     def clear(self, row: int) -> None:
         """Nothing to do: the next sequence overwrites it."""
@@ -80,7 +115,7 @@ class KeyMemory:
     Args:
         transition: what multiplies the keys before a new one; None where they stand as they were written.
         place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.AdditiveForms`, or None.
-        length: tokens so far, ``[B]`` int64; the caller counts them.
+        rows: see :class:`Rows`.
         k: keys, ``[B, G, K, S]`` (``[B, H, K, S]`` where the transition is per query head).
         v: values, ``[B, G, S, V]``.
         decay: log decays from each key to the last token, ``[B, H, S]`` float64, or None.
@@ -89,7 +124,7 @@ class KeyMemory:
 
     transition: Transition | None
     place: Callable[..., Any] | None
-    length: Tensor
+    rows: Rows
     k: Tensor
     v: Tensor
     decay: Tensor | None
@@ -97,18 +132,18 @@ class KeyMemory:
 
     @staticmethod
     def like(
-        state: KVCache, length: Tensor, tokens: int, device: torch.device | str,
+        state: KVCache, rows: Rows, tokens: int, device: torch.device | str,
         transition: Transition | None, place: Callable[..., Any] | None,
     ) -> KeyMemory:  # fmt: skip
-        """Empty, for one sequence of up to ``tokens`` tokens per entry of ``length`` with states such as this one."""
+        """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""
 
         def zeros(like: Tensor | None, *shape: int, dtype: torch.dtype | None = None) -> Any:
             if like is not None:
-                return torch.zeros(len(length), *shape, dtype=dtype or like.dtype, device=device)
+                return torch.zeros(len(rows.length), *shape, dtype=dtype or like.dtype, device=device)
 
         G, K, (_, _, heads, V), gates, phase = *state.k.shape[2:], state.v.shape, state.log_decay, state.phase
         return KeyMemory(
-            transition, place, length, zeros(state.k, G, K, tokens), zeros(state.v, heads, tokens, V),
+            transition, place, rows, zeros(state.k, G, K, tokens), zeros(state.v, heads, tokens, V),
             zeros(gates, 0 if gates is None else gates.shape[2], tokens, dtype=torch.float64),
             zeros(phase, *(() if phase is None else phase.shape[1:])),
         )  # fmt: skip
@@ -116,7 +151,7 @@ class KeyMemory:
     def step(self, call: Call, extend: Extend) -> Tensor:
         q, k, v, gate, given = call.q, call.k, call.v, call.gate, SoftmaxOptions(**call.options)
         (B, _, H, K), S = q.shape, self.k.shape[-1]
-        rows, now = torch.arange(B, device=q.device), self.length
+        rows, now = torch.arange(B, device=q.device), self.rows.length
         if self.place is not None:
             q, k, phase, _ = self.place(q, k, gate, KVCache(k[:, :0], v[:, :0], phase=self.phase), None)
             if self.phase is not None:
@@ -145,7 +180,10 @@ class KeyMemory:
         o, _ = attend_with_sink(o, None if given.sink is None else logits.logsumexp(-1)[..., None], given.sink)
         return o.transpose(1, 2).to(v.dtype)
 
-    def admit(self, row: int, state: KVCache) -> None:
+    def ready(self, rows: Sequence[int]) -> bool:
+        return False
+
+    def admit(self, row: int, state: KVCache, tokens: int) -> None:
         S = len(state)
         self.k[row].zero_()[..., :S] = expand_heads(state.k, self.k.shape[1])[0].permute(1, 2, 0)
         self.v[row].zero_()[:, :S] = state.v[0].transpose(0, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import HeadGate, Transition, block_decay, compute_dtype, cut, heads_first
 from attnzoo.forms.cache import RecurrentState
-from attnzoo.forms.fixed import MatrixMemory
+from attnzoo.forms.fixed import MatrixMemory, Rows
 from attnzoo.forms.options import LinearOptions, check_linear, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.protocol import Forms
@@ -66,9 +66,9 @@ class LinearForms(Forms):
         o, matrix = self._recur(*ready, past) if q.shape[1] == 1 else self._chunked(*ready, past)
         return o, RecurrentState(matrix, seen + q.shape[1])
 
-    def fixed(self, state: RecurrentState, length: Tensor, tokens: int, device: torch.device | str) -> MatrixMemory:
-        """The memory of steps that change it in place, for ``length [B]`` sequences with states such as this one."""
-        return MatrixMemory.like(state, len(length), device)
+    def fixed(self, state: RecurrentState, rows: Rows, tokens: int, device: torch.device | str) -> MatrixMemory:
+        """The memory of steps that change it in place, for states such as this one; see ``SoftmaxForms.fixed``."""
+        return MatrixMemory.like(state, len(rows.length), device)
 
     def _ready(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: Mapping[str, Any]

@@ -107,9 +107,9 @@ class KeyPool:
 
     def bytes(self) -> int:
         """Memory of all tensors on the device."""
-        return sum(x.numel() * x.element_size() for x in self._tensors().values())
+        return sum(x.numel() * x.element_size() for x in self.tensors().values())
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """All that is on the device."""
         host = ("lengths", "pages", "refs", "free")
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in host}
@@ -117,11 +117,11 @@ class KeyPool:
 
     def _of_pages(self) -> dict[str, Tensor]:
         """The tensors that have a row per page."""
-        return {name: x for name, x in self._tensors().items() if name in PAGED}
+        return {name: x for name, x in self.tensors().items() if name in PAGED}
 
     def _of_rows(self) -> dict[str, Tensor]:
         """The tensors that have a row per sequence."""
-        return {name: x for name, x in self._tensors().items() if name not in PAGED}
+        return {name: x for name, x in self.tensors().items() if name not in PAGED}
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, valid: Tensor | None = None) -> None:
@@ -196,14 +196,17 @@ class KeyPool:
         Raises:
             MemoryError: they do not fit into the memory of the device. Nothing has changed then.
         """
-        spans = [(-(-n // PAGE), -(-(n + more) // PAGE)) for n, more in zip(self.lengths, counts, strict=True)]
+        spans = [
+            (self._reserved(b), -(-(n + more) // PAGE)) if more else (0, 0)
+            for b, (n, more) in enumerate(zip(self.lengths, counts, strict=True))
+        ]
         G = self.table.shape[1]
         shared = [
             (b, g, n // PAGE)
             for b, (n, more) in enumerate(zip(self.lengths, counts, strict=True)) if more and n % PAGE
             for g in range(G) if int(self.refs[self.pages[b, g, n // PAGE]]) > 1
         ]  # fmt: skip
-        missing = G * sum(stop - start for start, stop in spans) + len(shared)
+        missing = G * sum(max(0, stop - start) for start, stop in spans) + len(shared)
         if not missing:
             return
         self._make_room(missing - len(self.free), max(stop for _, stop in spans))
@@ -216,10 +219,16 @@ class KeyPool:
                 x[new] = x[old]
             self.refs[old] -= 1
             self.pages[b, g, n] = new
+            self.table[b, g, n] = new
         for b, (start, stop) in enumerate(spans):
             if stop > start:
                 self.pages[b, :, start:stop] = torch.tensor(self._take(G * (stop - start))).view(G, -1)
-        self.table.copy_(self.pages)
+                self.table[b].copy_(self.pages[b])
+
+    def _reserved(self, b: int) -> int:
+        """How many pages, evicted ones among them, sequence b has for its tokens and for those that may follow."""
+        n = -(-self.lengths[b] // PAGE)
+        return n + int((self.pages[b, 0, n:] >= 0).sum())
 
     def _take(self, number: int) -> list[int]:
         """Free pages, now of one sequence."""
@@ -321,6 +330,35 @@ class KeyPool:
         self.pages[row], self.lengths[row] = -1, 0
         for name, x in self._of_rows().items():
             x[row] = -1 if name == "table" else 0
+
+    @torch.no_grad()
+    def adopt(self, row: int, other: KeyPool, tokens: int) -> None:
+        """The empty sequence ``row`` becomes a copy of the only one of ``other``.
+
+        Args:
+            row: its number.
+            other: with heads and channels as here.
+            tokens: it has pages for so many, those of ``other`` among them.
+
+        Raises:
+            MemoryError: as :meth:`reserve`.
+        """
+        n, end = -(-tokens // PAGE), -(-other.lengths[0] // PAGE)
+        live = other.pages[0, :, :end] >= 0  # [G, end]
+        wanted = torch.cat([live, live.new_ones(len(live), n - end)], 1)
+        self._make_room(int(wanted.sum()) - len(self.free), n)
+        self.pages[row, :, :n][wanted] = torch.tensor(self._take(int(wanted.sum())), dtype=torch.int32)
+        to, source = self.pages[row, :, :end][live].long(), other.pages[0, :, :end][live].long()
+        for name, x in self._of_pages().items():
+            x[to] = getattr(other, name)[source]
+        for name, x in self._of_rows().items():
+            new = getattr(other, name)[0]
+            if x.ndim < 3:
+                x[row] = new
+            elif name != "table":
+                x[row, :, :end] = new[:, :end]
+        self.table[row].copy_(self.pages[row])
+        self.lengths[row] = other.lengths[0]
 
     def gather(self, b: int, g: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
         """What is there of key head g of sequence b, for references.

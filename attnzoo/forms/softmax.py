@@ -17,7 +17,7 @@ from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
-from attnzoo.forms.fixed import KeyMemory
+from attnzoo.forms.fixed import KeyMemory, Memory, Rows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.protocol import Forms
@@ -81,9 +81,16 @@ class SoftmaxForms(Forms):
         o, lse, state = self._attend(q, k, v, gate, state, given)
         return self._output(o, lse, given, v.dtype), state
 
-    def fixed(self, state: KVCache, length: Tensor, tokens: int, device: torch.device | str) -> KeyMemory:
-        """The memory of steps that change it in place, for ``length [B]`` sequences of up to ``tokens`` tokens."""
-        return KeyMemory.like(state, length, tokens, device, self.transition, None)
+    def fixed(self, state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> Memory:
+        """The memory of steps that change it in place.
+
+        Args:
+            state: of one sequence that has seen a token, for shapes and dtypes.
+            rows: of the batch.
+            tokens: of the longest sequence that there will be.
+            device: of the memory; ``"meta"`` shows how much there will be of it.
+        """
+        return KeyMemory.like(state, rows, tokens, device, self.transition, None)
 
     def _ready(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, options: Mapping[str, Any]
@@ -235,8 +242,8 @@ class AdditiveForms(SoftmaxForms):
         )
         return o, lse, state
 
-    def fixed(self, state: KVCache, length: Tensor, tokens: int, device: torch.device | str) -> KeyMemory:
-        return KeyMemory.like(state, length, tokens, device, None, self.place)
+    def fixed(self, state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> Memory:
+        return KeyMemory.like(state, rows, tokens, device, None, self.place)
 
     def remember(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,

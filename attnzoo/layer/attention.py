@@ -15,6 +15,7 @@ from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import unknown
+from attnzoo.forms.fixed import Rows
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.protocol import Call
 from attnzoo.layer.config import AttentionConfig
@@ -144,31 +145,31 @@ class Attention(PreciseModule):
         return LayerCache(owner=Owner(self))
 
     def fixed_cache(
-        self, like: LayerCache, length: Tensor, tokens: int, device: torch.device | str | None = None
+        self, like: LayerCache, rows: Rows, tokens: int, device: torch.device | str | None = None, **options: Any
     ) -> FixedCache:
         """An empty cache for steps of one token of several sequences, which change it in place.
 
         Args:
             like: of one sequence that has seen a token, for shapes and dtypes.
-            length: tokens so far of each sequence, ``[B]`` int64; the caller counts them, and every layer reads them.
+            rows: of the batch; every layer reads them.
             tokens: of the longest sequence that there will be.
-            device: None for that of ``length``; ``"meta"`` shows how much memory it needs.
+            device: None for that of ``rows``; ``"meta"`` shows how much memory it needs.
+            options: of the variant's memory (:meth:`~attnzoo.forms.softmax.SoftmaxForms.fixed`).
 
         Raises:
             ValueError: the variant is a third party's that offers none.
         """
-        device = device or length.device
+        device = device or rows.length.device
         fixed = getattr(self.variant.form_set, "fixed", None)
         if fixed is None:
-            raise ValueError(
-                f"variant: expected one whose FORMS offer a memory of fixed size, got {self.variant.name!r}"
-            )
+            name = self.variant.name
+            raise ValueError(f"variant: expected one whose FORMS offer a memory of fixed size, got {name!r}")
         windows = {
-            name: torch.zeros(len(length), *x.shape[1:], dtype=x.dtype, device=device)
+            name: torch.zeros(len(rows.lengths), *x.shape[1:], dtype=x.dtype, device=device)
             for name, x in like.windows.items()
         }
         bound = None if self.prune is None else self.logit_bound(like.dtype or torch.float32)
-        return FixedCache(fixed(like.state, length, tokens, device), windows, length, bound)
+        return FixedCache(fixed(like.state, rows, tokens, device, **options), windows, rows, bound)
 
     def forward(
         self,

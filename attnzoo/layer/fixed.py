@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from attnzoo.forms.fixed import Memory
+from attnzoo.forms.fixed import Memory, Rows
 from attnzoo.layer.stream import LayerCache, Stream
 
 
@@ -19,21 +19,25 @@ class FixedCache:
     Args:
         memory: of the core.
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
-        length: tokens so far, ``[B]`` int64; whoever calls the layers counts them.
+        rows: of the batch; all layers have the same.
         bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it.
     """
 
     memory: Memory
     windows: dict[str, Tensor]
-    length: Tensor
+    rows: Rows
     bound: Tensor | None = None
 
     @torch.no_grad()
-    def admit(self, row: int, cache: LayerCache) -> None:
-        """Sequence ``row`` goes on from the only one of ``cache``, which has seen its first tokens."""
-        self.memory.admit(row, cache.state)
+    def admit(self, row: int, cache: LayerCache, tokens: int) -> None:
+        """The idle row ``row`` goes on from the only one of ``cache``, to ``tokens`` tokens at most."""
+        self.memory.admit(row, cache.state, tokens)
         for name, window in self.windows.items():
             window[row] = cache.windows[name][0]
+
+    def ready(self, rows: Sequence[int]) -> bool:
+        """Make room for one more token of each of ``rows``; whether tensors may have changed their places for it."""
+        return self.memory.ready(rows)
 
     def clear(self, row: int) -> None:
         """Sequence ``row`` has ended."""
@@ -50,8 +54,8 @@ class FixedCache:
         Raises:
             ValueError: it is not.
         """
-        if x.shape[:2] != (len(self.length), 1):
-            raise ValueError(f"x: expected one token of each of {len(self.length)} rows, got {tuple(x.shape)}")
+        if x.shape[:2] != (len(self.rows.length), 1):
+            raise ValueError(f"x: expected one token of each of {len(self.rows.length)} rows, got {tuple(x.shape)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +65,7 @@ class FixedStream(Stream):
     fixed: FixedCache = field(kw_only=True)
 
     def positions(self) -> Tensor:
-        return self.fixed.length[:, None]
+        return self.fixed.rows.length[:, None]
 
     def windowed(self, name: str, x: Tensor, size: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
         window = self.fixed.windows[name]

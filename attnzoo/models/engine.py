@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.errors import check_kinds
+from attnzoo.forms.fixed import Rows
 from attnzoo.layer.fixed import FixedCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.sampling import GREEDY, Samplers, Sampling
@@ -94,10 +95,11 @@ class Generator:
         self.requests: dict[int, Request] = {}
         self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[_Drawn]()
         B, device = max_sequences, self.device
-        self.length, self.tokens, self.active = (torch.zeros(B, dtype=torch.int64, device=device) for _ in range(3))
+        self.batch, self.tokens = Rows.idle(B, device), torch.zeros(B, dtype=torch.int64, device=device)
         self.samplers = Samplers.empty(B, device)
         self.caches = self._caches()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._places: list[int] = []
         if self.graphed:
             self._warm_up()
 
@@ -107,16 +109,16 @@ class Generator:
         like = self.model.new_cache()
         self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
         layers = list(zip(self.model.attentions(), like, strict=True))
-        meta = [layer.fixed_cache(one, self.length, self.max_tokens, "meta") for layer, one in layers]
+        meta = [layer.fixed_cache(one, self.batch, self.max_tokens, "meta") for layer, one in layers]
         needed = _bytes(meta)
         if self.device.type == "cuda":
             there = torch.cuda.mem_get_info(self.device)[0]
             if needed > there:
                 raise MemoryError(
-                    f"caches of {len(self.length)} sequences of {self.max_tokens} tokens need {needed / 2**30:.1f} "
+                    f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens need {needed / 2**30:.1f} "
                     f"GiB, and {there / 2**30:.1f} GiB of {self.device} are free; take fewer or shorter sequences"
                 )
-        return [layer.fixed_cache(one, self.length, self.max_tokens) for layer, one in layers]
+        return [layer.fixed_cache(one, self.batch, self.max_tokens) for layer, one in layers]
 
     def bytes(self) -> int:
         """Memory of the caches."""
@@ -179,7 +181,7 @@ class Generator:
         self._admit()
         running = [(row, request) for row, request in enumerate(self.rows) if request is not None]
         if running:
-            self._advance(max(request.sampling.needs for _, request in running))
+            self._advance([row for row, _ in running], max(request.sampling.needs for _, request in running))
             self._note(running)
         self._since += 1
         if self._since >= self.check_every or not any(self.rows):
@@ -214,13 +216,14 @@ class Generator:
             cache = self.model.new_cache()
             last = self.model.hidden(request.prompt[None], cache=cache)[:, -1]
             for fixed, filled in zip(self.caches, cache, strict=True):
-                fixed.admit(row, filled)
+                fixed.admit(row, filled, len(request.prompt) + request.max_new_tokens)
             self.samplers.set(row, request.sampling, self.model.config.vocab_size)
             token = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
             self.tokens[row : row + 1] = token
-            self.length[row], self.active[row] = len(request.prompt), 1
+            self.batch.begin(row, len(request.prompt))
             self.rows[row], request.left = request, request.max_new_tokens
             self._note([(row, request)])
+            self._check_places()
 
     def _note(self, running: list[tuple[int, Request]]) -> None:
         """These rows of ``tokens`` are new; those that may draw no more leave."""
@@ -232,16 +235,29 @@ class Generator:
 
     def _release(self, row: int) -> None:
         self.rows[row] = None
-        self.active[row] = self.length[row] = 0
         for cache in self.caches:
             cache.clear(row)
+        self.batch.end(row)
 
-    def _advance(self, needs: int) -> None:
+    def _advance(self, rows: list[int], needs: int) -> None:
+        """One step, in which these rows get a token."""
+        changed = [cache.ready(rows) for cache in self.caches]
+        if any(changed):
+            self._check_places()
         if not self.graphed:
-            return self._forward(needs)
-        if needs not in self._graphs:
-            self._graphs[needs] = self._captured(needs)
-        self._graphs[needs].replay()
+            self._forward(needs)
+        else:
+            if needs not in self._graphs:
+                self._graphs[needs] = self._captured(needs)
+            self._graphs[needs].replay()
+        for row in rows:
+            self.batch.lengths[row] += 1
+
+    def _check_places(self) -> None:
+        """Forget the graphs if tensors have been replaced since they were captured."""
+        places = [x.data_ptr() for cache in self.caches for x in cache.tensors()]
+        if places != self._places:
+            self._graphs, self._places = {}, places
 
     def _forward(self, needs: int) -> None:
         """One step of the whole model; changes only tensors that stay where they are."""
@@ -250,7 +266,7 @@ class Generator:
             x = block(x, cache=cache)
         logits = self.model.head(self.model.norm(x))[:, 0]  # [B, vocab]
         self.tokens.copy_(self.samplers.draw(logits, needs))
-        self.length += self.active
+        self.batch.length += self.batch.active
 
     def _warm_up(self) -> None:
         """Compile what is compiled on its first call; the rows are idle, so nothing is lost."""

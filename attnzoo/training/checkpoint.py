@@ -204,7 +204,7 @@ def check_data(run_dir: Path, config: TrainConfig, progress: Progress, data: Dat
         logger.warning("%s is of a version that read only the ends of large files: their middle may differ", run_dir)
     else:
         raise CheckpointError(
-            f"{run_dir} was trained on other data: {config.data.source!r} has changed since. "
+            f"{run_dir} was trained on other data: {config.data.title!r} has changed since. "
             "Give output_dir a new folder."
         )
 

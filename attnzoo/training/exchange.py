@@ -7,11 +7,12 @@ import logging
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnzoo import __version__
 from attnzoo.config import to_yaml
-from attnzoo.data.sources import BYTES, DOCUMENT_END
+from attnzoo.data.shards import is_shards, read_shards
+from attnzoo.data.tokenizer import byte_tokenizer, read_tokenizer, special_tokens, tokenizer_files
 from attnzoo.files import whole_folder
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
@@ -21,24 +22,34 @@ from attnzoo.training.sharding import read_shards
 if TYPE_CHECKING:
     import torch
 
+    from attnzoo.data.config import DataConfig
     from attnzoo.models import LanguageModel
 
 logger = logging.getLogger(__name__)
 
-END = "<|end|>"
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+KEPT = "tokenizer"  # in a run's folder: the files of the tokenizer of its data
+CODE = """import attnzoo  # registers the model's class
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER").eval()
+"""
+SPEAKS = """tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+prompt = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50, do_sample=True)[0]))
+"""
 RECIPE = "train.yaml"  # in an imported folder: a configuration that trains on from it
 
 
 def export_run(run: Path, folder: Path) -> Path:
     """Write the newest whole checkpoint of a run as a folder for `AutoModelForCausalLM.from_pretrained`.
 
-    The folder holds the weights (safetensors), the configuration, a model card, and for models of bytes a tokenizer.
-    It appears whole or not at all.
+    The folder holds the weights (safetensors), the configuration, a model card, and the tokenizer of the run's data,
+    where it is known. It appears whole or not at all.
 
     Args:
         run: the folder of a run.
@@ -53,23 +64,36 @@ def export_run(run: Path, folder: Path) -> Path:
         ModuleNotFoundError: transformers is not installed.
     """
     _need_transformers("export")
+    from attnzoo.models.hf import AttnzooForCausalLM
+
     checkpoint = usable_checkpoint(run, MODEL)
     model, config = load_run(run, checkpoint=checkpoint)
     step = 0 if checkpoint is None else read_progress(checkpoint).step
+    tokenizer = _tokenizer_of(run, config.data)
     with whole_folder(folder) as part:
-        _write(model, config, step, part)
+        for name, content in tokenizer.items():
+            (part / name).write_bytes(content)
+        AttnzooForCausalLM.of(model, **special_tokens(tokenizer)).save_pretrained(part)
+        (part / "README.md").write_text(_card(model, config, step, bool(tokenizer)))
     return folder
 
 
-def _write(model: LanguageModel, config: TrainConfig, step: int, folder: Path) -> None:
-    from attnzoo.models.hf import AttnzooForCausalLM
+def keep_tokenizer(data: DataConfig, run: Path) -> None:
+    """Copy the tokenizer of a run's data, where its files have one, into the run's folder, once."""
+    for source in (entry.source for entry in data.weighted):
+        if is_shards(source) and not (run / KEPT).exists() and read_shards(source).tokenizer:
+            with whole_folder(run / KEPT) as part:
+                for name, content in read_tokenizer(Path(source)).items():
+                    (part / name).write_bytes(content)
 
-    bytes_ = model.config.vocab_size == BYTES and config.data.vocab_size is None
-    ends = {"eos_token_id": DOCUMENT_END, "pad_token_id": DOCUMENT_END} if bytes_ else {}
-    AttnzooForCausalLM.of(model, **ends).save_pretrained(folder)
-    if bytes_:
-        byte_tokenizer().save_pretrained(folder)
-    (folder / "README.md").write_text(_card(model, config, step))
+
+def _tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
+    """The files of the tokenizer by which a run's data was made; none where nobody said."""
+    if (run / KEPT).is_dir():
+        return read_tokenizer(run / KEPT)
+    if data.vocab_size is None and not any(is_shards(entry.source) for entry in data.weighted):
+        return tokenizer_files(byte_tokenizer())
+    return {}
 
 
 def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -> tuple[str, ...]:
@@ -172,25 +196,7 @@ def _need_transformers(command: str) -> None:
         raise ModuleNotFoundError(f"{command} needs transformers: pip install 'attnzoo[hf]'", name="transformers")
 
 
-def byte_tokenizer() -> Any:
-    """A tokenizer of transformers that gives text as its UTF-8 bytes; byte 0 is the end of a document."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {END if byte == DOCUMENT_END else _shown(byte): byte for byte in range(BYTES)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=END))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, unk_token=END)
-
-
-def _shown(byte: int) -> str:
-    """The character that the byte-level pre-tokenizer of GPT-2 (Radford et al., 2019) writes for a byte."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    return chr(byte if byte in printed else 256 + [b for b in range(BYTES) if b not in printed].index(byte))
-
-
-def _card(model: LanguageModel, config: TrainConfig, step: int) -> str:
+def _card(model: LanguageModel, config: TrainConfig, step: int, speaks: bool) -> str:
     sizes = model.config
     names = ", ".join(dict.fromkeys(layer.name for layer in sizes.layers()))
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -203,7 +209,7 @@ tags: [attnzoo]
 
 # A decoder with {names}
 
-Trained by attnzoo {__version__} for {step:,} steps on `{config.data.source}`.
+Trained by attnzoo {__version__} for {step:,} steps on `{config.data.title}`.
 
 | | |
 |---|---|
@@ -214,9 +220,5 @@ Trained by attnzoo {__version__} for {step:,} steps on `{config.data.source}`.
 | training context | {config.data.context_length:,} tokens |
 
 ```python
-import attnzoo  # registers the model's class
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
-```
+{CODE + SPEAKS if speaks else CODE}```
 """

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from attnzoo.data import Data, TokenWindows, build_data, heldout_windows
+from attnzoo.data import Data, build_data, heldout_windows
+from attnzoo.data.windows import begins_within, heldout_starts
 from attnzoo.models import LanguageModel
-from attnzoo.models.loss import IGNORED
 from attnzoo.training.checkpoint import (
     Progress,
     check_folder,
@@ -32,10 +33,11 @@ from attnzoo.training.checkpoint import (
     write_config,
 )
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.exchange import start_from
+from attnzoo.training.exchange import keep_tokenizer, start_from
 from attnzoo.training.metrics import Metrics, Row, rows_until
 from attnzoo.training.optimizer import learning_rate
 from attnzoo.training.progress import Quiet, build_display
+from attnzoo.training.rows import Rows, rows_of
 from attnzoo.training.sharding import TrainState, own, prepare, whole
 
 if TYPE_CHECKING:
@@ -75,8 +77,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     data = build_data(config.data)
     if data.vocab_size > config.model.vocab_size:
         raise ValueError(
-            f"model.vocab_size={config.model.vocab_size} is below the {data.vocab_size} tokens "
-            f"of {config.data.source!r}"
+            f"model.vocab_size={config.model.vocab_size} is below the {data.vocab_size} tokens of {config.data.title!r}"
         )
     set_seed(config.seed)
     model: Any = LanguageModel(config.model)
@@ -103,6 +104,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         accelerator.wait_for_everyone()
         if main:
             write_config(run_dir, config)
+            keep_tokenizer(config.data, run_dir)
             remove_stale(run_dir / "checkpoints", config.keep_checkpoints)
         if progress.step < config.steps:
             run = _Run(config, state, data, rows_per_part)
@@ -149,10 +151,12 @@ class _Run:
         self.model.train()
         losses = []
         norm = torch.zeros(())
-        for part in range(config.gradient_accumulation):
+        parts = [self._part(step, part) for part in range(config.gradient_accumulation)]
+        for rows, weight in zip(parts, self._weights(parts), strict=True):
             with accelerator.accumulate(self.model):
-                tokens = self._part(self.data.train, step, part)  # [b, T + 1]
-                loss = self._loss(step, tokens[:, :-1], tokens[:, 1:])
+                loss = self._loss(step, rows)
+                if weight is not None:
+                    loss = loss * weight
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = whole(accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm))
@@ -161,10 +165,21 @@ class _Run:
                 losses.append(loss.detach())
         return accelerator.reduce(torch.stack(losses).mean(), "mean"), norm
 
-    def _loss(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _weights(self, parts: list[Rows]) -> list[Tensor | None]:
+        """What the mean loss of each part is multiplied by to have the whole batch's mean as the mean over all parts
+        of all processes; None where as many targets count in each of them."""
+        if parts[0].cu_seqlens is None:
+            return [None] * len(parts)
+        accelerator = self.accelerator
+        counted = torch.tensor([rows.counted for rows in parts], device=accelerator.device)
+        total = accelerator.reduce(counted.sum(), "sum")
+        return list(counted * (len(parts) * accelerator.num_processes) / total)
+
+    def _loss(self, step: int, rows: Rows) -> Tensor:
         """Mean loss of a batch; weights that have run away show as gates that their forms refuse."""
+        packed = {} if rows.cu_seqlens is None else {"cu_seqlens": rows.cu_seqlens}
         try:
-            loss: Tensor = self.model(inputs, targets=targets, with_logits=False).loss
+            loss: Tensor = self.model(rows.inputs, targets=rows.targets, with_logits=False, **packed).loss
         except ValueError as error:
             if step == 1:
                 raise
@@ -177,33 +192,35 @@ class _Run:
         kept = f"the last checkpoint, {before.name}, is from before" if before else "there is no checkpoint before it"
         return FloatingPointError(f"{what} at step {step} (learning rate {lr:.3g}); {kept}")
 
-    def _part(self, windows: TokenWindows, step: int, part: int) -> Tensor:
+    def _part(self, step: int, part: int) -> Rows:
         """This process's rows of a part of a batch: which rows the batch has depends on the step alone."""
-        rows, accelerator = self.rows_per_part, self.accelerator
+        rows, accelerator, windows = self.rows_per_part, self.accelerator, self.data.train
         first = (step - 1) * self.config.batch_size + (
             part * accelerator.num_processes + accelerator.process_index
         ) * rows
-        return torch.from_numpy(windows.batch(range(first, first + rows))).to(accelerator.device)
+        indices = range(first, first + rows)
+        begins = None if self.data.heldout_documents is None else [windows.begins(index) for index in indices]
+        return rows_of(windows.batch(indices), begins).to(accelerator.device)
 
     @torch.no_grad()
     def heldout_loss(self, step: int) -> float:
         """Mean loss in nats per token over the held-out windows, however many processes share them."""
         accelerator, config = self.accelerator, self.config
-        windows = torch.from_numpy(heldout_windows(self.data.heldout, config.data.context_length, config.eval_tokens))
-        inputs, targets = windows[:, :-1], windows[:, 1:]
+        length, documents = config.data.context_length, self.data.heldout_documents
+        windows = heldout_windows(self.data.heldout, length, config.eval_tokens)
+        starts = heldout_starts(len(self.data.heldout), length, config.eval_tokens)
         # Every process runs equally many equal batches: the model synchronises them.
         together = self.rows_per_part * accelerator.num_processes
-        missing = -len(windows) % together
-        inputs = torch.cat([inputs, inputs[:1].expand(missing, -1)])
-        targets = torch.cat([targets, torch.full_like(targets[:1], IGNORED).expand(missing, -1)])
         total = torch.zeros(2, dtype=torch.float64)  # [sum of losses, tokens]
         self.model.eval()
-        for first in range(accelerator.process_index * self.rows_per_part, len(inputs), together):
-            rows = slice(first, first + self.rows_per_part)
-            count = int((targets[rows] != IGNORED).sum())
-            loss = self._loss(step, inputs[rows].to(accelerator.device), targets[rows].to(accelerator.device))
-            if count:
-                total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
+        for first in range(0, len(windows), together):
+            mine = first + accelerator.process_index * self.rows_per_part + np.arange(self.rows_per_part)
+            which = np.where(mine < len(windows), mine, 0)  # some are there to fill a batch, and do not count
+            begins = None if documents is None else [begins_within(documents, int(starts[i]), length) for i in which]
+            rows = rows_of(windows[which], begins, given=int((mine < len(windows)).sum()))
+            loss = self._loss(step, rows.to(accelerator.device))
+            if rows.counted:
+                total += torch.tensor([float(loss) * rows.counted, rows.counted], dtype=torch.float64)
         # Two float32 numbers would not hold a sum over many tokens.
         summed = accelerator.gather(total.to(accelerator.device)[None]).sum(0)
         mean = float(summed[0] / summed[1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +59,9 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         return self.model.embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Another one."""
+        """Another one, perhaps of another vocabulary."""
         self.model.embedding = value
+        self.model.config = replace(self.model.config, vocab_size=value.num_embeddings)
 
     def get_output_embeddings(self) -> nn.Module:
         """The head."""
@@ -67,6 +70,10 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         """Another one."""
         self.model.head = new_embeddings
+
+    def _recompute(self, block: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
+        """As one argument, which is what the reentrant kind of checkpoints takes (transformers 4's default)."""
+        return cast(Tensor, self._gradient_checkpointing_func(partial(block, **arguments), x))
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
         """Each layer remembers in its own way, so there is one kind of cache, made here."""
@@ -154,7 +161,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 cu_seqlens=cu_seq_lens_q,
                 attention_mask=attention_mask,
                 cache=memories,
-                recompute=self._gradient_checkpointing_func if self.gradient_checkpointing and training else None,
+                recompute=self._recompute if self.gradient_checkpointing and training else None,
                 states=states,
             )  # [B, T, D]
             rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

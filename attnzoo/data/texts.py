@@ -1,0 +1,48 @@
+"""Which files a folder of texts has, and which of them are held out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+
+def text_files(folder: Path, pattern: str = "*") -> dict[str, Path]:
+    """Files that are not empty at any depth, by their names relative to `folder`, in order; hidden ones are left out.
+
+    Raises:
+        PermissionError: a folder in it cannot be read.
+        ValueError: there is none.
+    """
+    _check_readable(folder)
+    files = [file for file in folder.rglob(pattern) if file.is_file() and file.stat().st_size]
+    names = {file.relative_to(folder).as_posix(): file for file in files}
+    shown = {name: names[name] for name in sorted(names) if not any(part.startswith(".") for part in name.split("/"))}
+    if not shown:
+        raise ValueError(
+            f"no data in {str(folder)!r}: the folder has no file that is not empty and matches {pattern!r}"
+        )
+    return shown
+
+
+def held_out_names(names: Collection[str], fraction: float) -> set[str]:
+    """Which of several files are held out: by a hash of the name, so that a file keeps its side when others come."""
+    ranked = sorted(names, key=_hash)
+    count = sum(_hash(name) < fraction for name in ranked)
+    return set(ranked[: min(max(count, 1), len(ranked) - 1)])
+
+
+def _check_readable(folder: Path) -> None:
+    """A search for files passes over folders that it may not read, and would train on less without a word."""
+
+    def refuse(error: OSError) -> None:
+        raise type(error)(error.errno, "this folder of the data cannot be read", error.filename) from error
+
+    for _, inside, _ in os.walk(folder, onerror=refuse):
+        inside[:] = [name for name in inside if not name.startswith(".")]
+
+
+def _hash(name: str) -> float:
+    """Of [0, 1), the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big") / 2**48

@@ -1,0 +1,296 @@
+"""Tokenizers: byte by byte, byte-level BPE trained on local text, or given; and texts as folders of tokens.
+
+Needs tokenizers (`pip install 'attnzoo[hf]'`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnzoo.data.shards import TOKENIZER, TokenShards, write_shards
+from attnzoo.data.sources import BYTES, DOCUMENT_END
+from attnzoo.data.texts import held_out_names, text_files
+from attnzoo.data.windows import Tokens
+
+END = "<|end|>"  # ends each document; token 0
+SETTINGS = "tokenizer_config.json"
+FILES = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+LONG = 2**20  # characters that are encoded at once, for a bounded memory
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """What :func:`tokenize` wrote.
+
+    Args:
+        shards: the folder of tokens.
+        files: texts read.
+        bytes: of all texts, in UTF-8.
+    """
+
+    shards: TokenShards
+    files: int
+    bytes: int
+
+
+def tokenize(
+    paths: Sequence[Path],
+    folder: Path,
+    *,
+    vocab_size: int | None = None,
+    tokenizer: Path | None = None,
+    end: str | None = None,
+    pattern: str = "*",
+    heldout_fraction: float = 0.05,
+) -> Tokenized:
+    """Write texts as a folder of tokens with its tokenizer, which appears whole or not at all.
+
+    Each file is a document and is held out or not as a whole, by its name; of a single file the end is held out, from
+    the start of a line. A tokenizer is trained on the training split alone.
+
+    Args:
+        paths: text files (UTF-8) and folders of them.
+        folder: what to write; it must not exist, or be empty.
+        vocab_size: train a byte-level BPE tokenizer of that many tokens; of fewer where the texts give no more.
+        tokenizer: take this one instead: a `tokenizer.json`, or a folder that holds one.
+        end: the token that ends a document; None for the end of sequence of the given tokenizer's settings.
+        pattern: which files of folders, at any depth.
+        heldout_fraction: share of the files that is held out.
+
+    Raises:
+        FileNotFoundError: a path or a tokenizer is not there.
+        FileExistsError: there is something in `folder`.
+        ValueError: both or none of `vocab_size` and `tokenizer`, a text that is not UTF-8, names that are not
+            different, or no token that ends a document.
+        ModuleNotFoundError: tokenizers is not installed.
+    """
+    if (vocab_size is None) == (tokenizer is None):
+        raise ValueError("vocab_size: expected it or tokenizer, not both and not none of them")
+    if not 0 < heldout_fraction < 1:
+        raise ValueError(f"heldout_fraction: expected a number between 0 and 1, got {heldout_fraction}")
+    texts = _named(paths, pattern)
+    held = held_out_names(texts, heldout_fraction) if len(texts) > 1 else set()
+    sides = [[file for name, file in texts.items() if (name in held) == side] for side in (False, True)]
+    cut = None if held else heldout_fraction  # of the only file
+
+    def read(side: int) -> Iterator[str]:
+        if cut is None:
+            yield from map(_read, sides[side])
+        else:
+            text = _read(sides[0][0])
+            most = int(len(text) * (1 - cut))
+            at = text.rfind("\n", 0, most) + 1 or most
+            yield text[at:] if side else text[:at]
+
+    if tokenizer is None:
+        assert vocab_size is not None
+        made, end = train_bpe(read(0), vocab_size), end or END
+        files = tokenizer_files(made)
+    else:
+        files = read_tokenizer(tokenizer)
+        made = _parse(files[TOKENIZER])
+        end = end or _special(files, "eos_token")
+        files.setdefault(SETTINGS, _settings(end))
+    token = made.token_to_id(end) if end else None
+    if token is None:
+        raise ValueError(f"end: expected a token of the tokenizer that ends documents, got {end!r}")
+    shards = write_shards(
+        folder,
+        max(made.get_vocab(with_added_tokens=True).values()) + 1,
+        _documents(made, token, read(0)),
+        _documents(made, token, read(1)),
+        tokenizer=files,
+    )
+    everything = [file for side in sides for file in side]
+    return Tokenized(shards, len(everything), sum(file.stat().st_size for file in everything))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer (Sennrich et al., 2016; on bytes as in GPT-2, Radford et al., 2019), of tokenizers.
+
+    Args:
+        texts: taken one after the other.
+        vocab_size: tokens: the end of a document, all bytes, and pairs of tokens, the frequent ones first.
+
+    Raises:
+        ValueError: a vocabulary without room for all bytes.
+        ModuleNotFoundError: tokenizers is not installed.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size <= BYTES:
+        raise ValueError(f"vocab_size: expected more than {BYTES}, for all bytes and {END}, got {vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def byte_tokenizer() -> Any:
+    """The tokenizer, of tokenizers, that gives text as its UTF-8 bytes; byte 0 is the end of a document.
+
+    Raises:
+        ModuleNotFoundError: tokenizers is not installed.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {END if byte == DOCUMENT_END else _shown(byte): byte for byte in range(BYTES)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=END))
+    tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _shown(byte: int) -> str:
+    """The character that the byte-level pre-tokenizer of GPT-2 writes for a byte."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte if byte in printed else 256 + [b for b in range(BYTES) if b not in printed].index(byte))
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    """The files from which `AutoTokenizer` makes one of ours, whose documents end in `END`."""
+    return {TOKENIZER: tokenizer.to_str(pretty=True).encode(), SETTINGS: _settings(END)}
+
+
+def _settings(end: str | None) -> bytes:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "pad_token": end,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+    }
+    return json.dumps(settings, indent=1).encode()
+
+
+def read_tokenizer(path: Path) -> dict[str, bytes]:
+    """The files of a tokenizer.
+
+    Args:
+        path: a `tokenizer.json`, or a folder that holds one and perhaps its settings.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if path.is_file():
+        return {TOKENIZER: path.read_bytes()}
+    if not (path / TOKENIZER).is_file():
+        raise FileNotFoundError(f"tokenizer: expected a {TOKENIZER} or a folder with one, got {str(path)!r}")
+    return {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
+
+
+def _parse(content: bytes) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # tokenizers raises no kind of its own
+        raise ValueError(f"tokenizer: {TOKENIZER} cannot be read: {error}") from error
+
+
+def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
+    """Numbers of the tokens that a tokenizer's settings name, such as `eos_token_id`."""
+    named = {kind: _special(files, f"{kind}_token") for kind in ("bos", "eos", "pad")}
+    if not any(named.values()):
+        return {}
+    tokenizer = _parse(files[TOKENIZER])
+    return {f"{kind}_token_id": tokenizer.token_to_id(name) for kind, name in named.items() if name}
+
+
+def _special(files: Mapping[str, bytes], kind: str) -> str | None:
+    for name in (SETTINGS, "special_tokens_map.json"):
+        token = json.loads(files.get(name, b"{}")).get(kind)
+        if token:
+            return str(token["content"] if isinstance(token, dict) else token)
+    return None
+
+
+def _named(paths: Sequence[Path], pattern: str) -> dict[str, Path]:
+    """The files by name, each as it would be called were its folder alone; several folders' begin with the folder's."""
+    named: dict[str, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"no data: there is no file or folder {str(path)!r}")
+        if path.is_file() and not path.stat().st_size:
+            raise ValueError(f"no data in {str(path)!r}: the file is empty")
+        found = text_files(path, pattern) if path.is_dir() else {path.name: path}
+        for name, file in found.items():
+            name = f"{path.resolve().name}/{name}" if len(paths) > 1 and path.is_dir() else name
+            if name in named:
+                raise ValueError(f"{str(named[name])!r} and {str(file)!r} would both be called {name!r}")
+            named[name] = file
+    return named
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(file)!r} is not UTF-8 at byte {error.start}; a pattern can leave it out") from error
+
+
+def _documents(tokenizer: Any, end: int, texts: Iterable[str]) -> Iterator[Tokens]:
+    """The tokens of each text and the one that ends it; a special token's name within a text is text."""
+    tokenizer.encode_special_tokens = True
+    cut = _pieces if _cuts_at_lines(tokenizer) else lambda text: [text]
+    pieces = ((piece, number) for number, text in enumerate(texts) for piece in cut(text))
+    document: list[Tokens] = []
+    current = 0
+    for batch in _batches(pieces):
+        encodings = tokenizer.encode_batch_fast([piece for piece, _ in batch], add_special_tokens=False)
+        for (_, number), encoding in zip(batch, encodings, strict=True):
+            if number > current:
+                yield np.concatenate([*document, [end]])
+                document, current = [], number
+            document.append(np.array(encoding.ids, dtype=np.int64))
+    yield np.concatenate([*document, [end]])
+
+
+def _batches(pieces: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
+    """Some pieces at a time, which tokenizers encodes side by side."""
+    batch: list[tuple[str, int]] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[0])
+        if size >= LONG:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _cuts_at_lines(tokenizer: Any) -> bool:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    splitter = tokenizer.pre_tokenizer
+    plain = isinstance(splitter, ByteLevel) and splitter.use_regex and not splitter.add_prefix_space
+    return plain and tokenizer.normalizer is None
+
+
+def _pieces(text: str, size: int = LONG // 4) -> Iterator[str]:
+    """The text cut where the pre-tokenizer of GPT-2 always cuts: after the end of a line, between two that have words.
+
+    Encoded one by one they give the same tokens as the whole.
+    """
+    start = 0
+    border = re.compile(r"(?<=\S\n)(?=\S)")
+    while len(text) - start > size and (found := border.search(text, start + size)):
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]

@@ -1,0 +1,65 @@
+"""Rows of tokens as the model takes them: side by side, or packed with the borders of their documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attnzoo.data.windows import Starts
+from attnzoo.models.loss import IGNORED
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a model is given.
+
+    Args:
+        inputs: [B, T], or [1, B T] where documents are packed.
+        targets: of the same shape, -100 where nothing is asked.
+        cu_seqlens: borders of the pieces of documents, [N + 1] int32; None where rows stand side by side.
+        counted: targets that count. Where it is 0 the targets are those of other rows: a model takes none that ask
+            nothing.
+        pairs: of a token and one that it may see, itself among them.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    cu_seqlens: Tensor | None
+    counted: int
+    pairs: int
+
+    def to(self, device: torch.device) -> Rows:
+        """The same there."""
+        borders = None if self.cu_seqlens is None else self.cu_seqlens.to(device)
+        return Rows(self.inputs.to(device), self.targets.to(device), borders, self.counted, self.pairs)
+
+
+def rows_of(windows: npt.NDArray[np.int64], begins: Sequence[Starts] | None, given: int | None = None) -> Rows:
+    """Windows [B, T + 1] as inputs and targets.
+
+    Args:
+        windows: of consecutive tokens.
+        begins: where documents begin in each window behind its first token, each of 1 ... T: they become sequences of
+            their own, as do the rows, and the last token of each is asked for nothing. None: a row is one sequence.
+        given: how many of the first windows count; None for all.
+    """
+    B, T = windows.shape[0], windows.shape[1] - 1
+    counts = np.arange(B)[:, None].repeat(T, 1) < (B if given is None else given)
+    inputs, targets, pairs = windows[:, :-1], windows[:, 1:], B * T * (T + 1) // 2
+    cu_seqlens = None
+    if begins is not None:
+        for row, inside in enumerate(begins):
+            counts[row, inside - 1] = False
+        borders = [np.concatenate([[0], inside[inside < T]]) + row * T for row, inside in enumerate(begins)]
+        cu_seqlens = torch.from_numpy(np.concatenate([*borders, [B * T]])).int()
+        lengths = cu_seqlens.diff().long()
+        pairs = int((lengths * (lengths + 1) // 2).sum())
+        inputs, targets, counts = inputs.reshape(1, -1), targets.reshape(1, -1), counts.reshape(1, -1)
+    if counts.any():
+        targets = np.where(counts, targets, IGNORED)
+    return Rows(torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy()), cu_seqlens, int(counts.sum()), pairs)
