@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 from attnzoo.config import config_differences, load_config, to_yaml
 from attnzoo.files import damaged_name, digest, sync, write_whole
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import MODEL, SHARDS, WEIGHTS, damage, read_digests, weights_in, write_digests
-from attnzoo.training.sharding import TrainState, read_shards
+from attnzoo.training.digests import MODEL, PARTS, WEIGHTS, damage, read_digests, weights_in, write_digests
+from attnzoo.training.sharding import TrainState, join_parts
 
 if TYPE_CHECKING:
     from attnzoo.data import Data
@@ -339,8 +339,8 @@ def load_run(
     config = config_of(run_dir, checkpoint)
     model = LanguageModel(config.model)
     try:
-        if (checkpoint / SHARDS).is_dir():
-            model.load_state_dict(read_shards(checkpoint / SHARDS))
+        if (checkpoint / PARTS).is_dir():
+            model.load_state_dict(join_parts(checkpoint / PARTS))
         else:
             load_model(model, checkpoint / WEIGHTS)
     except Exception as error:

@@ -10,8 +10,8 @@ from attnzoo.files import digest, write_whole
 
 FILE = "digests.json"
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.bin"
-SHARDS, OPTIMIZER_SHARDS = "model", "optimizer"  # the folders of a sharded one
-MODEL = (WEIGHTS, SHARDS, "progress.json", "config.yaml")  # what a model and what is said of it depend on
+PARTS, OPTIMIZER_PARTS = "model", "optimizer"  # the folders of a sharded one
+MODEL = (WEIGHTS, PARTS, "progress.json", "config.yaml")  # what a model and what is said of it depend on
 
 
 def write_digests(checkpoint: Path) -> None:
@@ -45,7 +45,7 @@ def read_digests(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
 
 def weights_in(digests: Mapping[str, tuple[int, str]]) -> list[str]:
     """Digests of the files that hold the weights."""
-    return [sha for name, (_, sha) in digests.items() if name.partition("/")[0] in (WEIGHTS, SHARDS)]
+    return [sha for name, (_, sha) in digests.items() if name.partition("/")[0] in (WEIGHTS, PARTS)]
 
 
 def damage(checkpoint: Path, names: Collection[str] = ()) -> str | None:

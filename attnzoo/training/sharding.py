@@ -6,6 +6,7 @@ A sharded checkpoint holds two folders of `torch.distributed.checkpoint` instead
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import OPTIMIZER, OPTIMIZER_SHARDS, SHARDS, WEIGHTS
+from attnzoo.training.digests import OPTIMIZER, OPTIMIZER_PARTS, PARTS, WEIGHTS
 from attnzoo.training.optimizer import build_optimizer
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class TrainState:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         model, optimizer = self._states()
-        for name, state in ((SHARDS, model), (OPTIMIZER_SHARDS, optimizer)):
+        for name, state in ((PARTS, model), (OPTIMIZER_PARTS, optimizer)):
             with _one_error():
                 save(state, checkpoint_id=folder / name, no_dist=_alone())
 
@@ -119,7 +120,7 @@ class TrainState:
             model, optimizer = self._whole_states(checkpoint)
         else:
             model, optimizer = self._states()
-            for name, state in ((SHARDS, model), (OPTIMIZER_SHARDS, optimizer)):
+            for name, state in ((PARTS, model), (OPTIMIZER_PARTS, optimizer)):
                 with _one_error():
                     load(state, checkpoint_id=checkpoint / name, no_dist=_alone())
         options = StateDictOptions(full_state_dict=has_all)
@@ -149,7 +150,7 @@ class TrainState:
         return model, {"state": state, "param_groups": groups}
 
 
-def read_shards(folder: Path) -> dict[str, Tensor]:
+def join_parts(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder of `torch.distributed.checkpoint`, put together in this process.
 
     Raises:
@@ -181,7 +182,9 @@ def _one_error() -> Iterator[None]:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as one process has to be told
+            yield
     except CheckpointException as error:
         rank, (first, _) = next(iter(error.failures.items()))
         raise RuntimeError(f"process {rank}: {first}") from error
