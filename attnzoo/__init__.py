@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnzoo.algebra import oracle as oracle
     from attnzoo.algebra.gate import Gate
-    from attnzoo.algebra.pruning import Prune
+    from attnzoo.algebra.pruning import Evict, Prune
     from attnzoo.equations import describe
     from attnzoo.forms.cache import KVCache, RecurrentState
     from attnzoo.layer.attention import Attention
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Attention",
+    "Evict",
     "Gate",
     "KVCache",
     "Pair",
@@ -39,6 +40,7 @@ __all__ = [
 _HOMES = {
     "Attention": "layer.attention",
     "build_attention": "layer.build",
+    "Evict": "algebra.pruning",
     "Gate": "algebra.gate",
     "KVCache": "forms.cache",
     "RecurrentState": "forms.cache",

@@ -261,8 +261,8 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
 def tokenize(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
     """Write text files as tokens for training.
 
-    PATH is a text file (UTF-8) or a folder of them; each file is a document. The folder written is a data.source: it
-    holds the tokenizer, and the tokens of a training and a held-out split, by file.
+    PATH is a text file (UTF-8), a folder of them, or stdlib; each file is a document. The folder written is a
+    data.source: it holds the tokenizer, and the tokens of a training and a held-out split, by file.
     """
     from attnzoo.data.tokenizer import tokenize as run
 

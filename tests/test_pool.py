@@ -1,8 +1,11 @@
 """Properties of the pages that keys are kept in."""
 
+import pytest
 import torch
 from torch import Tensor
 
+from attnzoo import build_attention
+from attnzoo.forms import memory
 from attnzoo.forms.pool import PAGE, KeyPool
 
 B, G, R, K, V = 3, 2, 2, 8, 4
@@ -83,6 +86,36 @@ def test_rows_that_share_pages_write_to_their_own() -> None:
     assert sorted(pool.free) == list(range(len(pool.k)))
 
 
+def test_a_cache_that_would_fill_the_memory_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the number, and nothing has changed: in pages, and in growing buffers."""
+    pool, parts = pool_of(100)
+    attn = build_attention("fox", hidden_size=16, num_heads=2)
+    x, cache = torch.randn(1, 300, 16), attn.new_cache()
+    with torch.no_grad():
+        attn(x, cache=cache)
+        monkeypatch.setattr(memory, "available", lambda device: 1 << 12)
+        before = pool.bytes()
+        with pytest.raises(MemoryError, match=r"cache of 300 tokens, 12 pages more: expected room for 0.00 GiB on cpu"):
+            pool.append(*tokens(100))
+        with pytest.raises(MemoryError, match="cache of 301 tokens, with room for 512: expected room for 0.00 GiB"):
+            attn(x[:, :1], cache=cache)
+        monkeypatch.undo()
+        assert pool.bytes() == before
+        check(pool, *(y[0] for y in parts), row=0)
+        attn(x[:, :1], cache=cache)
+
+
+def test_the_memory_of_free_pages_is_given_back() -> None:
+    pool, parts = pool_of(200)
+    pool.reset(1)
+    size = pool.bytes()
+    pool.compact()
+    assert len(pool.k) == pool.used() == 2 * G * 4
+    assert pool.bytes() < size
+    pool.append(*tokens(1))
+    check(pool, *(torch.cat([x[2], y[2]]) for x, y in zip(parts, tokens(1), strict=True)), row=2)
+
+
 def test_a_sequence_of_another_pool_goes_on_here() -> None:
     pool, parts = pool_of(100)
     other = KeyPool.empty(1, G, R, K, V, dtype=torch.float32)
@@ -105,4 +138,15 @@ def test_pages_that_are_reserved_already_are_not_taken_again() -> None:
     used = pool.used()
     pool.reserve([2 * PAGE, 0, 1])
     assert used == pool.used() == B * G + 3 * G
+    assert torch.equal(pool.table, pool.pages)
+
+
+def test_pages_that_are_reserved_are_not_shared() -> None:
+    pool, parts = pool_of(PAGE)
+    pool.reserve([100] * B)
+    pool.select(torch.tensor([0, 0, 2]))
+    more = tokens(100, seed=5)
+    pool.append(*more)
+    for row, source in enumerate((0, 0, 2)):
+        check(pool, *(torch.cat([x[source], y[row]]) for x, y in zip(parts, more, strict=True)), row=row)
     assert torch.equal(pool.table, pool.pages)

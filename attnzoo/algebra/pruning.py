@@ -53,6 +53,38 @@ class Prune:
         return math.log(self.eps)
 
 
+@dataclass(frozen=True)
+class Evict:
+    """Which keys a cache may give up for ever: of all that it has given up, no later row loses more than ``eps``.
+
+    Args:
+        eps: largest total attention weight, in (0, 1).
+        offload: move them to the host's memory in place of dropping them, and bring them back for a row that would lose
+            more. Then nothing need be known of later queries.
+
+    Raises:
+        ValueError: ``eps`` outside (0, 1).
+    """
+
+    eps: float = math.exp(-10.0)
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.eps, bool) or not isinstance(self.eps, float | int) or not 0.0 < self.eps < 1.0:
+            raise ValueError(f"evict: expected a weight in (0, 1), got {self.eps!r}")
+
+    @staticmethod
+    def of(evict: float | str | Evict) -> Evict:
+        """From what a user writes: a weight, ``"offload"``, or an object of this class."""
+        if isinstance(evict, Evict):
+            return evict
+        if isinstance(evict, str):
+            if evict != "offload":
+                raise ValueError(f"evict: expected a weight in (0, 1) or 'offload', got {evict!r}")
+            return Evict(offload=True)
+        return Evict(evict)
+
+
 @dataclass(frozen=True, eq=False)
 class QueryBounds:
     """What is known of all rows to come, per head ``[H]`` (or per sequence and head, ``[B, H]``).

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.values import reads_values
+from attnzoo.forms.memory import check_room, size_of
 
 ROOM = 256  # buffers hold multiples of this many tokens
 
@@ -41,7 +42,7 @@ class RecurrentState:
         Raises:
             ValueError: any other number: a sum does not give single tokens back.
         """
-        _whole(tokens)
+        whole(tokens)
         if tokens != len(self):
             raise ValueError(f"tokens: expected all {len(self)} (a recurrent state forgets none), got {tokens}")
         return self
@@ -100,7 +101,7 @@ class KVCache:
             ValueError: more than there are, fewer than 0, or keys that cannot be taken back: carried ones (PaTH, Wall),
                 and RoPE's where its angle varied.
         """
-        _whole(tokens)
+        whole(tokens)
         S = len(self)
         if not 0 <= tokens <= S:
             raise ValueError(f"tokens: expected 0 to {S}, got {tokens}")
@@ -185,6 +186,8 @@ def append_in_place(
     room = state.room if isinstance(state, GrowingCache) else None
     if room is None or not room.fits(past, new, S):
         size = -(-(S + T + S // 4) // ROOM) * ROOM
+        needed = sum(size_of(x) // max(1, S) * size for x in past.values())
+        check_room(needed, state.v.device, f"cache of {S + T} tokens, with room for {size}")
         room = Room({}, S)
         for name, x in past.items():
             dtype = torch.promote_types(x.dtype, new[name].dtype)
@@ -260,7 +263,12 @@ def check_rows(index: object, like: Tensor) -> None:
         raise ValueError(f"index: expected row numbers from 0 to {B - 1}, got {index.tolist()}")
 
 
-def _whole(tokens: object) -> None:
+def whole(tokens: object) -> None:
+    """``tokens`` is a number of tokens.
+
+    Raises:
+        TypeError: it is not.
+    """
     if isinstance(tokens, bool) or not isinstance(tokens, int):
         raise TypeError(f"tokens: expected a whole number, got {tokens!r}")
 

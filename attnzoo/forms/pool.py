@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import QueryBounds, evictable
+from attnzoo.forms.memory import check_room, size_of
 
 PAGE = 64  # tokens of a page
 PAGED = ("k", "v", "decay")  # what has a row per page
@@ -34,7 +35,7 @@ class KeyPool:
         k: ``[P, PAGE, K]``, RoPE's keys in the frame of the first token.
         v: ``[P, PAGE, V]``.
         decay: running sums of the log decays within the page, up to and with each token, for the R = H / G query heads
-            of the page's group, ``[P, PAGE, R]`` float32; None where nothing decays.
+            of the page's group, ``[P, PAGE, R]`` float32 (float64 beside float64 keys); None where nothing decays.
         table: page of each 64 tokens, ``[B, G, N]`` int32; -1 for evicted ones and for those to come.
         first: first live page of each head, ``[B, G]`` int32.
         length: tokens so far, ``[B]`` int32.
@@ -48,6 +49,9 @@ class KeyPool:
         pages: ``table``, on the host.
         refs: sequences that each page belongs to, ``[P]`` int32, on the host.
         free: pages that belong to none.
+        mark: counts its states, for :class:`~attnzoo.forms.paged.PagedCache`.
+        before: the state that the last call went on from; -1 where there is no way back.
+        looked: whole pages of all sequences when :meth:`evict` was last asked.
     """
 
     k: Tensor
@@ -65,6 +69,9 @@ class KeyPool:
     pages: Tensor
     refs: Tensor
     free: list[int] = field(repr=False)
+    mark: int = 0
+    before: int = -1
+    looked: int = 0
 
     @staticmethod
     def empty(
@@ -80,7 +87,7 @@ class KeyPool:
             pages: room for that many from the start.
             tokens: the tables have room for sequences of that length from the start.
         """
-        N, H = max(CHUNK, -(-tokens // PAGE)), G * R
+        N, H, wide = max(CHUNK, -(-tokens // PAGE)), G * R, torch.promote_types(dtype, torch.float32)
 
         def zeros(*shape: int, of: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=of, device=device)
@@ -90,7 +97,7 @@ class KeyPool:
 
         return KeyPool(
             zeros(pages, PAGE, K, of=dtype), zeros(pages, PAGE, V, of=dtype),
-            sums(pages, PAGE, R, of=torch.float32), zeros(B, G, N, of=torch.int32).fill_(-1),
+            sums(pages, PAGE, R, of=wide), zeros(B, G, N, of=torch.int32).fill_(-1),
             zeros(B, G, of=torch.int32), zeros(B, of=torch.int32), sums(B, H, N), sums(B, H),
             sums(B, H, of=torch.int32), sums(B, H, N), zeros(B, G, N, of=torch.float32), [0] * B,
             torch.full((B, G, N), -1, dtype=torch.int32), torch.zeros(pages, dtype=torch.int32),
@@ -107,13 +114,12 @@ class KeyPool:
 
     def bytes(self) -> int:
         """Memory of all tensors on the device."""
-        return sum(x.numel() * x.element_size() for x in self.tensors().values())
+        return sum(size_of(x) for x in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
         """All that is on the device."""
-        host = ("lengths", "pages", "refs", "free")
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in host}
-        return {name: x for name, x in found.items() if x is not None}
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pages", "refs")}
+        return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
     def _of_pages(self) -> dict[str, Tensor]:
         """The tensors that have a row per page."""
@@ -151,9 +157,8 @@ class KeyPool:
         source, to = order[row, token], (ids[row, token, head], at[row, token] % PAGE)
         new = k[row, source, head].to(self.k.dtype)
         self.k[to], self.v[to] = new, v[row, source, head].to(self.v.dtype)
-        norms = new.double().norm(dim=-1).mul(1 + 1e-6).float()
         where = (row * G + head) * self.k_norm.shape[2] + page[row, token]
-        self.k_norm.view(-1).scatter_reduce_(0, where, norms, "amax")
+        self.k_norm.view(-1).scatter_reduce_(0, where, longest(new), "amax")
         if log_decay is not None:
             g = log_decay.double().gather(1, order[..., None].expand_as(log_decay)).masked_fill(~there[..., None], 0.0)
             self._add_gates(g.transpose(1, 2), at, count, (row, token, head, to))
@@ -168,20 +173,17 @@ class KeyPool:
         B, H, T = g.shape
         closed = is_closed(g)
         since.copy_(torch.where(closed, at[:, None], 0).amax(-1).maximum(since))
-        before = total[..., None] + torch.nn.functional.pad(g.masked_fill(closed, 0.0), (1, 0)).cumsum(
-            -1
-        )  # [B, H, T + 1]
+        opened = torch.nn.functional.pad(g.masked_fill(closed, 0.0), (1, 0))
+        before = total[..., None] + opened.cumsum(-1)  # [B, H, T + 1]
         N = page_sum.shape[2]
-        pages = (
-            torch.arange(N, device=g.device) * PAGE - self.length[:, None]
-        )  # [B, N]: the new token a page begins with
+        pages = torch.arange(N, device=g.device) * PAGE - self.length[:, None]  # [B, N]: its first new token
         begins = (pages >= 0) & (pages < count[:, None])
         start = before.gather(2, pages.clamp(0, T)[:, None].expand(B, H, N))
         page_sum.copy_(torch.where(begins[:, None], start, page_sum))
         c = before[..., 1:]
         within = c - page_sum.gather(2, (at // PAGE).clamp(max=N - 1)[:, None].expand(B, H, T))
         row, token, head, to = new
-        decay[to] = within.transpose(1, 2).unflatten(2, (-1, decay.shape[2]))[row, token, head].float()
+        decay[to] = within.transpose(1, 2).unflatten(2, (-1, decay.shape[2]))[row, token, head].to(decay.dtype)
         seen = ((self.length.long() - 1) // PAGE).clamp(min=0)[:, None, None].expand(B, H, 1)
         start = torch.where(self.length[:, None, None] > 0, n_log.gather(2, seen), -torch.inf)
         tails = torch.cat([start, -c], -1).logcumsumexp(-1)  # [B, H, T + 1]
@@ -238,19 +240,24 @@ class KeyPool:
 
     def _make_room(self, missing: int, width: int) -> None:
         """At least ``missing`` more pages, and tables of ``width`` pages."""
-        P, N = len(self.refs), self.table.shape[2]
+        P, N = len(self.refs), self.pages.shape[2]
         if missing > 0:
             size = P + max(missing, P // 4)
-            for name, x in self._of_pages().items():
-                setattr(self, name, _longer(x, 0, size))
-            self.refs = _longer(self.refs, 0, size)
+            paged = self._of_pages()
+            each = sum(x.shape[1:].numel() * x.element_size() for x in paged.values())
+            old = max(size_of(x) for x in paged.values())  # stands beside its copy for a moment
+            tokens = sum(self.lengths)
+            check_room((size - P) * each + old, self.k.device, f"cache of {tokens} tokens, {size - P} pages more")
+            for name, x in paged.items():
+                setattr(self, name, _resized(x, 0, size))
+            self.refs = _resized(self.refs, 0, size)
             self.free[:0] = reversed(range(P, size))
         if width > N:
             size = -(-max(width, N + N // 4) // CHUNK) * CHUNK
             for name, x in self._of_rows().items():
                 if x.ndim == 3:
-                    setattr(self, name, _longer(x, 2, size, -1 if name == "table" else 0))
-            self.pages = _longer(self.pages, 2, size, -1)
+                    setattr(self, name, _resized(x, 2, size, -1 if name == "table" else 0))
+            self.pages = _resized(self.pages, 2, size, -1)
 
     @torch.no_grad()
     def evict(self, log_eps: float, bounds: QueryBounds | None, window: int | None = None) -> int:
@@ -269,27 +276,100 @@ class KeyPool:
         gone = (torch.arange(N) < wanted[..., None]) & (self.pages >= 0)
         before = len(self.free)
         if bool(gone.any()):
-            self._release(self.pages[gone])
+            self.first.copy_(first)
+            ids = self.pages[gone]
             self.pages[gone] = -1
             self.table.copy_(self.pages)
-            self.first.copy_(first)
+            self._release(ids)
         return len(self.free) - before
 
-    def certified(self, log_eps: float, bounds: QueryBounds | None, window: int | None = None) -> Tensor:
-        """How many of its first pages no row after the last token needs, ``[B, G]`` int32; see :meth:`evict`."""
+    def certified(
+        self, log_eps: float, bounds: QueryBounds | None, window: int | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """How many of its first pages no row after the last token needs, ``[B, G]`` int32; see :meth:`evict`.
+
+        Args:
+            lengths: as if there were only that many tokens of each sequence.
+        """
         B, G, _ = self.table.shape
-        full = self.length // PAGE  # only whole pages go
+        length = self.length if lengths is None else self.length.new_tensor(lengths)
+        full = length // PAGE  # only whole pages go
         count = full.new_zeros(B, G)
         if self.n_log is not None:
-            total, since = cast(Tensor, self.total), cast(Tensor, self.since)
-            heads = (since // PAGE).long()
+            total = cast(Tensor, self.total) if lengths is None else cast(Tensor, self.totals(lengths))
+            heads = (cast(Tensor, self.since) // PAGE).long()
             if bounds is not None:
-                longest = self.k_norm.cummax(-1).values.repeat_interleave(total.shape[1] // G, 1)
-                heads = heads.maximum(evictable(longest, self.n_log, total, log_eps, bounds))
+                norms = self.k_norm.cummax(-1).values.repeat_interleave(total.shape[1] // G, 1)
+                heads = heads.maximum(evictable(norms, self.n_log, total, log_eps, bounds))
             count = heads.unflatten(1, (G, -1)).amin(-1)
         if window is not None:
-            count = count.maximum(((self.length - window + 1) // PAGE).clamp(min=0)[:, None])
+            count = count.maximum(((length - window + 1) // PAGE).clamp(min=0)[:, None])
         return count.minimum(full[:, None]).int()
+
+    def totals(self, lengths: Sequence[int]) -> Tensor | None:
+        """``total`` as it was after ``lengths[b]`` tokens of each sequence b."""
+        if self.total is None or self.page_sum is None or self.decay is None:
+            return None
+        found = self.total.clone()
+        for b, n in enumerate(lengths):
+            if n == self.lengths[b]:
+                continue
+            page, slot = divmod(n, PAGE)
+            found[b] = self.page_sum[b, :, page]
+            if slot:
+                found[b] += self.decay[self.pages[b, :, page].long(), slot - 1].flatten().double()
+        return found
+
+    @torch.no_grad()
+    def crop(self, lengths: Sequence[int], sums: tuple[Tensor | None, Tensor | None] | None = None) -> None:
+        """Keep the first ``lengths[b]`` tokens of each sequence b, as if the later ones had never been.
+
+        What has been evicted stays so: whether rows after these tokens may do without it, :meth:`certified` says.
+
+        Args:
+            sums: ``total`` and ``since`` as they were then, where they are known.
+
+        Raises:
+            ValueError: the last closed gate is among the later tokens (the one before it is not known any more).
+        """
+        total, since = (self.totals(lengths), self.since) if sums is None else sums
+        if since is not None and sums is None and bool((since > since.new_tensor(lengths)[:, None]).any()):
+            raise ValueError(f"tokens: expected at least {int(since.max())} (the last closed gate), got {min(lengths)}")
+        for mine, then in ((self.total, total), (self.since, since)):
+            if mine is not None:
+                mine.copy_(cast(Tensor, then))
+        self.length.copy_(self.length.new_tensor(lengths))
+        self.lengths = list(lengths)
+        for b, n in enumerate(lengths):
+            whole, slot = divmod(n, PAGE)
+            self.k_norm[b, :, whole:] = 0
+            self.pages[b, :, whole + bool(slot) :] = -1
+            if slot:  # as it was when the page held these tokens alone
+                ids = self.pages[b, :, whole].long()
+                self.k_norm[b, :, whole] = longest(self.k[ids, :slot]).amax(-1)
+                if self.n_log is not None:
+                    c = cast(Tensor, self.decay)[ids, :slot].double().mT.flatten(0, 1)  # [H, slot]
+                    c = c + cast(Tensor, self.page_sum)[b, :, whole, None]
+                    before = [self.n_log[b, :, whole - 1, None]] if whole else []
+                    self.n_log[b, :, whole] = torch.cat([*before, -c], -1).logsumexp(-1)
+        self.table.copy_(self.pages)
+        self.refs.zero_()
+        owned = self.pages[self.pages >= 0].long()
+        self.refs.index_add_(0, owned, self.refs.new_ones(owned.shape))
+        self.free[:] = (self.refs == 0).nonzero()[:, 0].tolist()
+
+    @torch.no_grad()
+    def compact(self) -> None:
+        """Give the memory of all free pages back to the device."""
+        ids = (self.refs > 0).nonzero()[:, 0]
+        place = torch.full_like(self.refs, -1)
+        place[ids] = torch.arange(len(ids), dtype=place.dtype)
+        self.pages = torch.where(self.pages >= 0, place[self.pages.long()], -1)
+        for name, x in self._of_pages().items():
+            setattr(self, name, x[ids.to(x.device)])
+        self.refs, self.free = self.refs[ids], []
+        self.table.copy_(self.pages)
 
     def _release(self, ids: Tensor) -> None:
         """One sequence fewer has each of the pages ``ids``; one that is named twice, two fewer."""
@@ -306,16 +386,19 @@ class KeyPool:
         """
         rows = index.cpu().long()
         kept = self.pages[rows]
+        for n, mine in zip((self.lengths[b] for b in rows.tolist()), kept, strict=True):
+            mine[:, -(-n // PAGE) :] = -1  # reserved ones are not for two
         ids = kept[kept >= 0].long()
         self.refs.index_add_(0, ids, self.refs.new_ones(ids.shape))
         self._release(self.pages[self.pages >= 0])
         self.pages, self.lengths = kept, [self.lengths[b] for b in rows.tolist()]
-        for name, x in self._of_rows().items():
-            picked = x[index]
-            if picked.shape == x.shape:
-                x.copy_(picked)
+        picked = {name: x[index] for name, x in self._of_rows().items()}
+        for name, x in picked.items():
+            if x.shape == getattr(self, name).shape:
+                getattr(self, name).copy_(x)
             else:
-                setattr(self, name, picked)
+                setattr(self, name, x)
+        self.table.copy_(kept)
 
     def fork(self, source: int, target: int) -> None:
         """Sequence ``target`` becomes what ``source`` is, and shares its pages until one of them writes to them."""
@@ -380,8 +463,15 @@ class KeyPool:
         return k, v, (total[b, heads] - sums.flatten(0, 1)[:tokens]), first * PAGE
 
 
-def _longer(x: Tensor, dim: int, size: int, value: int = 0) -> Tensor:
-    """``x`` filled up with ``value`` to ``size`` along ``dim``."""
+def longest(k: Tensor) -> Tensor:
+    """Lengths of keys ``[..., K]``, rounded up to float32."""
+    norms: Tensor = k.double().norm(dim=-1)
+    return norms.mul(1 + 1e-6).float()
+
+
+def _resized(x: Tensor, dim: int, size: int, value: int = 0) -> Tensor:
+    """``x`` cut or filled up with ``value`` to ``size`` along ``dim``."""
     new = x.new_full((*x.shape[:dim], size, *x.shape[dim + 1 :]), value)
-    new.narrow(dim, 0, x.shape[dim]).copy_(x)
+    both = min(size, x.shape[dim])
+    new.narrow(dim, 0, both).copy_(x.narrow(dim, 0, both))
     return new

@@ -20,7 +20,8 @@ from attnzoo.forms.cache import KVCache, append, append_valid, grown
 from attnzoo.forms.fixed import KeyMemory, Memory, Rows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
-from attnzoo.forms.protocol import Forms
+from attnzoo.forms.paged import PagedCache, extend_pages
+from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, near_lse, readout
 from attnzoo.forms.rowblocks import causal_attention
 from attnzoo.forms.triton import fox_kernel
@@ -51,6 +52,7 @@ class SoftmaxForms(Forms):
     REFERENCES = ("recurrent", "parallel")
     OPTIONS = SoftmaxOptions
     STATE = KVCache
+    pages = False  # whether a state may be in pages
 
     transition: Transition
 
@@ -73,6 +75,30 @@ class SoftmaxForms(Forms):
             o, lse, state = self._attend(q[:, now], k[:, now], v[:, now], gate.slice(t, t + 1), state, step)
             rows.append((o, lse))
         return self._output(*joined(rows), given, v.dtype)
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any = None, *, form: str = REFERENCE, **options: Any
+    ) -> tuple[Any, Any]:
+        """Continue from ``state`` by ``form``; see :meth:`Forms.extend`. One in pages is read by plain operations."""
+        if not isinstance(state, PagedCache):
+            return super().extend(q, k, v, gate, state, form=form, **options)
+        given = SoftmaxOptions(**options)
+        check_softmax(given, q, gate)
+        state.check(q, k, v, gate)
+        rows, new = self._extend_pages(q, k, v, gate, state, given)
+        if rows is None:
+            return super().extend(q, k, v, gate, None, form=form, **options)[0], new
+        return self._output(*rows, given, v.dtype), new
+
+    def refuses(self, form: str, call: Call) -> str:
+        if form != REFERENCE and isinstance(call.state, PagedCache) and len(call.state):
+            return f"the {form} form does not read keys in pages"
+        return super().refuses(form, call)
+
+    def _extend_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
+    ) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
+        raise ValueError("state: expected attnzoo.KVCache (keys that transitions carry are in no pages)")
 
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: Mapping[str, Any]
@@ -217,6 +243,8 @@ class SoftmaxForms(Forms):
 class AdditiveForms(SoftmaxForms):
     """Encodings that are a bias on the logits, or a rotation of q and k that can be done beforehand."""
 
+    pages = True
+
     transition: Transition = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
@@ -244,6 +272,11 @@ class AdditiveForms(SoftmaxForms):
 
     def fixed(self, state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> Memory:
         return KeyMemory.like(state, rows, tokens, device, None, self.place)
+
+    def _extend_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
+    ) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
+        return extend_pages(self, q, k, v, gate, state, options)
 
     def remember(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.algebra.gate import expand_heads
-from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import unknown
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.options import check_borders
+from attnzoo.forms.paged import Eviction, PagedCache
+from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import Call
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, run
@@ -140,9 +142,33 @@ class Attention(PreciseModule):
         assert self.config.rotary is not None
         return rotary_angles(self.config.key_dim, self.config.rotary, self.config.rotary_angles == "retnet")
 
-    def new_cache(self) -> LayerCache:
-        """An empty cache for this layer, to be handed to every call of one generation."""
-        return LayerCache(owner=Owner(self))
+    @property
+    def evicts(self) -> bool:
+        """Whether some keys of a sequence may be given up: those of a head that forgets, or that a window hides."""
+        forgets = self.variant.prunable or self.config.window is not None
+        return forgets and getattr(self.variant.form_set, "pages", False)
+
+    def new_cache(self, evict: float | str | Evict | None = None) -> LayerCache:
+        """An empty cache for this layer, to be handed to every call of one generation.
+
+        Args:
+            evict: give up the keys of which no later row can get more than this weight in all (with None: none). The
+                weights of QK-norm must bound later queries. See :class:`attnzoo.Evict`.
+
+        Raises:
+            ValueError: ``evict`` for a layer that needs all its keys, or of which nothing bounds later queries.
+        """
+        settings = None if evict is None else Evict.of(evict)
+        if settings is not None and not self.evicts:
+            able = [name for name in list_variants("softmax") if get(name).prunable]
+            why = f"{self.variant.name!r} needs all its keys: nothing decays (it serves {', '.join(able)} and windows)"
+            if self.variant.side == "linear":
+                why = f"{self.variant.name!r} is the linear side, whose state does not grow"
+            raise ValueError(f"evict: {why}")
+        if settings is not None and self.config.qk_norm == "none" and self.config.window is None:
+            how = "expected None or a layer with qk_norm, whose weights bound later queries"
+            raise ValueError(f"evict: {how}, got {evict!r} and qk_norm='none'")
+        return LayerCache(owner=Owner(self), evict=settings)
 
     def fixed_cache(
         self, like: LayerCache, rows: Rows, tokens: int, device: torch.device | str | None = None, **options: Any
@@ -231,22 +257,43 @@ class Attention(PreciseModule):
         Args:
             dtype: q and k have been rounded to it.
         """
-        config = self.config
-        scale = config.key_dim**-0.5 if self.scale is None else self.scale
-        scale *= (1 + torch.finfo(dtype).eps) ** 2
+        config, scale = self.config, self._scale(dtype) * (1 + torch.finfo(dtype).eps)
         if config.qk_norm == "l2":
             return self.q_proj.weight.new_full((config.num_heads,), scale, dtype=torch.float32)
         if self.q_norm is None or self.k_norm is None:
             return None
-        q, k = self.q_norm.weight.float().abs(), self.k_norm.weight.float().abs()
-        if not config.qk_norm_shared:
-            q = q.repeat_interleave(config.num_heads // config.query_heads, 0)
-            k = k.repeat_interleave(config.num_heads // config.key_heads, 0)
+        q, k = self._norm_weights(self.q_norm, config.query_heads), self._norm_weights(self.k_norm, config.key_heads)
         if config.qk_norm == "rms_full":  # all of the length may lie in one head
             scale *= math.sqrt(config.query_heads * config.key_heads)
         mixed = self.angle is not None or self.variant.requires != ("log_decay",)
         largest = q.amax(-1) * k.amax(-1) if mixed else (q * k).amax(-1)
         return (largest * (config.key_dim * scale)).expand(config.num_heads)
+
+    @torch.no_grad()
+    def query_bound(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """The longest scaled query that QK-norm lets pass, ``[H]`` float32; None without it.
+
+        Args:
+            dtype: q has been rounded to it.
+        """
+        config, scale = self.config, self._scale(dtype)
+        if config.qk_norm == "l2":
+            return self.q_proj.weight.new_full((config.num_heads,), scale, dtype=torch.float32)
+        if self.q_norm is None:
+            return None
+        channels = config.key_dim * (config.query_heads if config.qk_norm == "rms_full" else 1)
+        longest = self._norm_weights(self.q_norm, config.query_heads).amax(-1)
+        return (longest * (math.sqrt(channels) * scale)).expand(config.num_heads)
+
+    def _scale(self, dtype: torch.dtype) -> float:
+        """That of the scores, with room for one rounding to ``dtype``."""
+        scale: float = self.config.key_dim**-0.5 if self.scale is None else self.scale
+        return abs(scale) * (1 + torch.finfo(dtype).eps)
+
+    def _norm_weights(self, norm: HeadNorm, heads: int) -> Tensor:
+        """Sizes of a norm's weights, ``[H, K]`` or ``[K]``."""
+        weight = norm.weight.float().abs()
+        return weight if self.config.qk_norm_shared else weight.repeat_interleave(self.config.num_heads // heads, 0)
 
     def _check(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.config.hidden_size:
@@ -305,6 +352,8 @@ class Attention(PreciseModule):
                 cache.bound = bound
         options = self._options(projected, valid, stream.cu_seqlens, bound)
         state = None if cache is None else cache.state
+        if state is None and cache is not None and cache.evict is not None:
+            state = self._empty_pages(projected, cache.evict)
         call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
         form = choose(self.variant, self.impl, call)
         _say(f"{self.variant.name}: impl={self.impl!r} runs {form} on {x.device.type}")
@@ -352,6 +401,17 @@ class Attention(PreciseModule):
             o = o * gated
         y: Tensor = self.o_proj(o)
         return y
+
+    def _empty_pages(self, projected: Projected, evict: Evict) -> PagedCache:
+        """The cache before the first call."""
+        q, v, bounds = projected.q, projected.v, None
+        (B, _, H, K), (G, V) = q.shape, v.shape[2:]
+        decays = projected.gate.log_decay is not None
+        longest, score = self.query_bound(q.dtype), self.logit_bound(q.dtype)
+        if decays and longest is not None and score is not None:
+            bounds = QueryBounds(longest, own=score, score=score)
+        pool = KeyPool.empty(B, G, H // G, K, V, dtype=v.dtype, device=v.device, decays=decays)
+        return PagedCache.of(pool, Eviction(math.log(evict.eps), bounds, self.config.window))
 
     def _project(self, x: Tensor, stream: Stream) -> Projected:
         config = self.config

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from attnzoo.algebra.pruning import Evict
 from attnzoo.forms.cache import check_rows
 
 
@@ -33,6 +34,7 @@ class LayerCache:
         seen: tokens so far, ``[B]`` int64 (padding does not count).
         dtype: of the hidden states in the calls before.
         owner: the layer whose calls it belongs to; None for the first that is given it.
+        evict: the keys that it may give up; None for none.
         bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it.
     """
 
@@ -42,6 +44,7 @@ class LayerCache:
     dtype: torch.dtype | None = None
     owner: Owner | None = None
     bound: Tensor | None = None
+    evict: Evict | None = None
 
     @property
     def tokens(self) -> int:

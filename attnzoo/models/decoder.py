@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.pruning import Evict, Prune
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.attention import Attention
@@ -235,9 +235,21 @@ class LanguageModel(nn.Module):
         if low < 0 or high >= size:
             raise ValueError(f"{name}: expected tokens from 0 to {size - 1}, got {low if low < 0 else high}")
 
-    def new_cache(self) -> list[Any]:
-        """An empty cache for one batch of sequences, one entry per layer."""
-        return [layer.new_cache() for layer in self.attentions()]
+    def new_cache(self, evict: float | str | Evict | None = None) -> list[Any]:
+        """An empty cache for one batch of sequences, one entry per layer.
+
+        Args:
+            evict: give up keys of the layers whose heads forget, or that have a window; the others keep all they need.
+                See :meth:`attnzoo.layer.attention.Attention.new_cache`.
+
+        Raises:
+            ValueError: no layer can, or one has no QK-norm, whose weights bound later queries.
+        """
+        layers = self.attentions()
+        if evict is not None and not any(layer.evicts for layer in layers):
+            names = ", ".join(sorted({layer.variant.name for layer in layers}))
+            raise ValueError(f"evict: expected None (all layers, {names}, need what they keep), got {evict!r}")
+        return [layer.new_cache(evict if layer.evicts else None) for layer in layers]
 
     def attentions(self) -> list[Attention]:
         """The attention of each layer."""

@@ -91,7 +91,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         if not main:  # the first process has moved damaged checkpoints out of the way
             checkpoint = newest_checkpoint(run_dir)
         if checkpoint is None and config.start_from is not None:
-            start_from(model, config.start_from)
+            start_from(model, config.start_from, config.data)
         if config.compile:
             for block in model.blocks:
                 block.compile()

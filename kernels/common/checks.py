@@ -143,7 +143,7 @@ def kernels_unavailable(q: Tensor, v: Tensor, multiple: int, most: int) -> str:
     """Why Triton kernels for head dims that are a ``multiple`` up to ``most`` cannot take these tensors, or "".
 
     Args:
-        q: [B, T, H, K]; v: [B, S, G, V].
+        q: [..., K]; v: [..., V].
     """
     if not _HAS_TRITON:
         return "the triton package is not installed"
@@ -160,7 +160,7 @@ def kernels_unavailable(q: Tensor, v: Tensor, multiple: int, most: int) -> str:
         return f"expected bfloat16, float16 or float32, got {q.dtype}"
     if interpreted and q.dtype == torch.bfloat16:
         return "the Triton interpreter computes bfloat16 wrongly"
-    for name, dim in (("K", q.shape[3]), ("V", v.shape[3])):
+    for name, dim in (("K", q.shape[-1]), ("V", v.shape[-1])):
         if dim % multiple or not 0 < dim <= most:
             return f"expected {name} a multiple of {multiple} up to {most}, got {dim}"
     return ""

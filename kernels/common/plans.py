@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.tiles import Kind, Tiles
@@ -44,8 +44,16 @@ class Plan:
         return dict(self.tiles)[kind]
 
 
+class Decided(Protocol):
+    """What a plan of any family says besides itself; plans are cached, and so hashable."""
+
+    @property
+    def why(self) -> str: ...
+    def __hash__(self) -> int: ...
+
+
 @functools.lru_cache(maxsize=1024)
-def announce(family: str, plan: Plan, where: Machine) -> None:
+def announce(family: str, plan: Decided, where: Machine) -> None:
     """Log a plan once, and once each reason why a Hopper GPU does without its own kernels."""
     logger = logging.getLogger(f"attnzoo.kernels.{family}")
     lines = [(logging.INFO, f"{family}: {plan}")]

@@ -29,10 +29,12 @@ from triton.runtime.jit import JITFunction
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import device
+from attnzoo.kernels.decode import api as decode
 from attnzoo.kernels.fox import api as fox
 from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path.cache import path_extend
 from attnzoo.kernels.path.plan import too_small
+from attnzoo.kernels.wall import api as wall
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -54,6 +56,25 @@ class NoGPU:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+
+def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
+    """New tokens into pages, and the attention of their rows, with gates, without, and with a constant one."""
+    int32, float64, (B, G, N, P) = torch.int32, torch.float64, (2, 2, 16, 64)
+    H, q = G * R, torch.zeros(B, T, G * R, K, dtype=dtype)
+    pages, new = torch.zeros(P, 64, K, dtype=dtype), torch.zeros(B, T, G, K, dtype=dtype)
+    table, first, length = (torch.zeros(shape, dtype=int32) for shape in ((B, G, N), (B, G), (B,)))
+    norm, gates, decay = torch.zeros(B, G, N), torch.zeros(B, T, H), torch.zeros(P, 64, R)
+    page_sum, total, n_log = (torch.zeros(shape, dtype=float64) for shape in ((B, H, N), (B, H), (B, H, N)))
+    since, seen = torch.zeros(B, H, dtype=int32), torch.zeros(B, H, T, dtype=int32)
+    kept = {"keys": pages, "values": pages, "table": table, "length": length, "k_norm": norm, "impl": "triton"}
+    sums = {"decay": decay, "page_sum": page_sum, "total": total, "since": since, "n_log": n_log}
+    decode.paged_append(new, new, **kept)
+    decode.paged_append(new, new, log_decay=gates, **sums, **kept)
+    attend = functools.partial(decode.paged_attention, q, pages, pages, table, first, length, impl="triton")
+    attend(sink=gates[0, 0], window=100)
+    attend(log_decay=gates[0, 0])
+    return attend(decay=decay, page_sum=page_sum, since=seen)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -88,6 +109,10 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                         )  # fmt: skip
             if K <= 128:
                 yield (
+                    f"wall {kind} {K} gate",
+                    functools.partial(wall.wall_attention, *qkv, log_diag=wide(1, 512, 4, K), impl="triton"),
+                )
+                yield (
                     f"path {kind} {K} heads",
                     functools.partial(path.path_attention, qkv[1], qkv[1], qkv[2], w=wide(1, 512, 2, K), beta=beta,
                                       log_decay=wide(1, 512, 2), impl="triton"),
@@ -97,6 +122,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                     f"path {kind} {K} step",
                     functools.partial(path_extend, *one, x(2, 1, 2, K), wide(2, 1, 2), *keys, wide(2, 301, 4)),
                 )
+            for rows, R, T in (("step", 1, 1), ("rows", 2, 3)):
+                yield f"decode {kind} {K} {rows}", functools.partial(page_step, dtype, K, R, T)
             yield (
                 f"fox {kind} {K} step",
                 functools.partial(fox.fox_attention, x(2, 1, 4, K), x(2, 1024, 2, K), x(2, 1024, 2, K),
@@ -157,7 +184,7 @@ def main() -> int:
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     device.capability = lambda of: here.capability
     device.triton_version = lambda: release
-    for api in (fox, path):
+    for api in (decode, fox, path, wall):
         api.kernels_unavailable = lambda *given, **limits: ""
     for case in args.cases:
         which, names, kernels = [*case.split(":"), "", ""][:3]

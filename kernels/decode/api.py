@@ -1,0 +1,234 @@
+"""The public functions of steps over pages: check a call, choose the kernels or the dense reference, and call them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
+from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation, traced
+from attnzoo.kernels.decode.plan import MOST_ROWS
+
+from .reference import append_reference, paged_reference
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    first: Tensor,
+    length: Tensor,
+    *,
+    decay: Tensor | None = None,
+    page_sum: Tensor | None = None,
+    since: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Causal softmax attention of the last T tokens of each sequence over keys that lie in pages of a pool.
+
+        o_t = sum_{j <= t} softmax_j(scale q_t . k_j + c_t - c_j) v_j,     c = running sum of log decays
+
+    Key j of a sequence is in its page ``n = j // PAGE``: with key head g it is ``k[table[b, g, n], j % PAGE]``. Every
+    size is read on the device, so that a call in a CUDA graph stays right while sequences grow within the table.
+    Nothing is read twice, and heads of any length share the GPU evenly. No gradient.
+
+    Args:
+        q: [B, T, H, K], 1 <= T <= 16. bfloat16, float16 or float32; head dims are multiples of 8 up to 256 in the
+            Triton implementation. RoPE's queries come rotated, as its keys are.
+        k: [P, PAGE, K], v: [P, PAGE, V], contiguous; PAGE is a power of 2 from 16 on.
+        table: [B, G, N] int32, the page of each PAGE tokens, -1 where there is none; G divides H.
+        first: [B, G] int32, the first page that still counts.
+        length: [B] int32, the tokens of each sequence, the T new ones among them. A row without any key is 0.
+        decay: [P, PAGE, R] float32, sum of the log decays within the page, up to and with each token, for the R = H / G
+            query heads of the page's group; with it
+        page_sum: [B, H, N] float64, the sum of those of all tokens before the page.
+        since: [B, H, T] int32, the first key that each row may see (closed gates), or None.
+        log_decay: [H] constant log decay of each head (ALiBi: minus the slope) instead of ``decay``, or None.
+        scale: of the logits; default K ** -0.5.
+        window: each row sees itself and the window - 1 keys before it.
+        sink: [H] logits that take part in the softmax without a value.
+        impl: "triton", "reference" (dense PyTorch), or "auto": Triton on CUDA tensors it supports.
+
+    Returns:
+        [B, T, H, V] in q's dtype.
+
+    Raises:
+        ValueError: a shape, dtype, device or option is wrong; the message says what was expected.
+        TypeError: something that is no tensor, or no number.
+        ImportError: ``impl="triton"`` without Triton.
+
+    Source: split keys as in Dao et al., "Flash-Decoding", 2023; pages as in Kwon et al., "PagedAttention", 2023; equal
+    shares as in Osama et al., "Stream-K", 2023.
+    """
+    optional = {"decay": decay, "page_sum": page_sum, "since": since, "log_decay": log_decay, "sink": sink}
+    _check_pages(q, {"k": k, "v": v, "table": table, "length": length}, {"first": first, **optional}, "first")
+    B, T, H, K = q.shape
+    G, N = table.shape[1:]
+    if not 1 <= T <= MOST_ROWS:
+        raise ValueError(f"q: expected 1 to {MOST_ROWS} tokens, got T={T}")
+    if H % G:
+        raise ValueError(f"q: expected H a multiple of the key heads G={G}, got H={H}")
+    if k.shape[2] != K or q.dtype != k.dtype:
+        raise ValueError(f"k: expected {q.dtype} [P, PAGE, K={K}] as in q, got {k.dtype} {tuple(k.shape)}")
+    if (decay is None) != (page_sum is None) or (decay is not None and log_decay is not None):
+        raise ValueError("decay: expected decay and page_sum, or log_decay, or none of the three")
+    int32, float32 = torch.int32, torch.float32
+    _check_shapes({
+        "first": (first, (B, G), int32), "since": (since, (B, H, T), int32), "log_decay": (log_decay, (H,), float32),
+        "decay": (decay, (*k.shape[:2], H // G), float32), "page_sum": (page_sum, (B, H, N), torch.float64),
+        "sink": (sink, (H,), None),
+    })  # fmt: skip
+    check_window(window)
+    check_scale(scale)
+    check_values(q, log_decay=log_decay, sink=sink)
+    why = triton_unavailable(q, v) or refuse_gradients(q, k, v, decay, sink)
+    if pick_implementation("decode_attention", impl, why) == "reference":
+        return paged_reference(
+            q, k, v, table, first, length, decay=decay, page_sum=page_sum, since=since, log_decay=log_decay,
+            scale=scale, window=window, sink=sink,
+        )  # fmt: skip
+    infer = _op().paged_infer_op if traced(q) else _op().paged_infer
+    q = q if q.stride(3) == 1 else q.contiguous()
+    scale = K**-0.5 if scale is None else float(scale)
+    o: Tensor = infer(q, k, v, table, first, length, decay, page_sum, since, log_decay, sink, scale, window or 0)
+    return o
+
+
+@torch.no_grad()
+def paged_append(
+    k: Tensor,
+    v: Tensor,
+    *,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    length: Tensor,
+    k_norm: Tensor,
+    log_decay: Tensor | None = None,
+    decay: Tensor | None = None,
+    page_sum: Tensor | None = None,
+    total: Tensor | None = None,
+    since: Tensor | None = None,
+    n_log: Tensor | None = None,
+    count: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor | None:
+    """Write T new tokens of each sequence into its pages, in place, and carry on what is kept of gates and keys.
+
+    The table must have their pages; what has none there (-1) is not written. One launch, no host synchronisation.
+
+    Args:
+        k: [B, T, G, K], v: [B, T, G, V], the new tokens, T <= 16.
+        keys: [P, PAGE, K], values: [P, PAGE, V], the pool, contiguous; changed.
+        table: [B, G, N] int32, the page of each PAGE tokens.
+        length: [B] int32, tokens so far; changed.
+        k_norm: [B, G, N] float32, at least the length of each page's longest key; changed.
+        log_decay: [B, T, H] float32 log decays of the new tokens, <= 0, or None. With them, all of the following, which
+            change; a closed gate (at most -1e4) adds nothing to the sums:
+        decay: [P, PAGE, R] float32 and page_sum: [B, H, N] float64, as ``paged_attention`` reads them.
+        total: [B, H] float64, the sum of all log decays.
+        since: [B, H] int32, the last token with a closed gate, 0 if there is none.
+        n_log: [B, H, N] float64, ``log sum_l exp(-c_l)`` over the tokens up to the end of each page.
+        count: [B] int32, how many of the T tokens each sequence gets: its last ones. None: all.
+        impl: as in ``paged_attention``.
+
+    Returns:
+        With ``log_decay`` the first key that each row may see, [B, H, T] int32: ``since`` of ``paged_attention``. The
+        entries of tokens that a sequence does not get are 0. Without gates None.
+
+    Raises:
+        ValueError, TypeError, ImportError: as ``paged_attention``.
+    """
+    sums = {"decay": decay, "page_sum": page_sum, "total": total, "since": since, "n_log": n_log}
+    pool = {"k": keys, "v": values, "table": table, "length": length}
+    _check_pages(
+        k, pool, {"k_norm": k_norm, "log_decay": log_decay, "count": count, **sums}, "k_norm", "keys", "values"
+    )
+    (B, T, G), N, V = k.shape[:3], table.shape[2], values.shape[2]
+    if not 1 <= T <= MOST_ROWS:
+        raise ValueError(f"k: expected 1 to {MOST_ROWS} tokens, got T={T}")
+    missing = [name for name, x in sums.items() if (x is None) != (log_decay is None)]
+    if missing:
+        want = "a tensor with log_decay" if log_decay is not None else "None without log_decay"
+        raise ValueError(f"{missing[0]}: expected {want}")
+    H = G if decay is None else G * decay.shape[2]
+    int32, float32, float64 = torch.int32, torch.float32, torch.float64
+    _check_shapes({
+        "k": (k, (B, T, table.shape[1], keys.shape[2]), keys.dtype), "v": (v, (B, T, G, V), keys.dtype),
+        "k_norm": (k_norm, (B, G, N), float32), "log_decay": (log_decay, (B, T, H), float32),
+        "decay": (decay, (*keys.shape[:2], H // G), float32), "page_sum": (page_sum, (B, H, N), float64),
+        "total": (total, (B, H), float64), "since": (since, (B, H), int32), "n_log": (n_log, (B, H, N), float64),
+        "count": (count, (B,), int32),
+    }, strided=("k", "v", "log_decay"))  # fmt: skip
+    check_values(k, log_decay=log_decay)
+    given = (k, v, log_decay, count, keys, values, table, length, k_norm, decay, page_sum, total, since, n_log)
+    if pick_implementation("decode_append", impl, triton_unavailable(k, v)) == "reference":
+        seen = append_reference(*given)
+    else:
+        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+        write = _op().paged_write_op if traced(k) else _op().paged_write
+        seen = write(k, v, *given[2:])
+    return None if log_decay is None else seen
+
+
+def _check_pages(
+    x: Tensor, pool: Mapping[str, Tensor], others: Mapping[str, Tensor | None], needed: str, k: str = "k", v: str = "v"
+) -> None:
+    """The tensors that both functions have: new rows x [B, T, heads, K], and the pool under their names for it."""
+    named = {{"k": k, "v": v}.get(name, name): y for name, y in pool.items()}
+    check_tensors({"q": x, **named, **others}, needed=("q", *named, needed))
+    if x.ndim != 4:
+        raise ValueError(f"{'q' if k == 'k' else 'k'}: expected [B, T, heads, dim], got shape {tuple(x.shape)}")
+    keys, values, table = pool["k"], pool["v"], pool["table"]
+    page = keys.shape[1] if keys.ndim == 3 else 0
+    if page < 16 or page & (page - 1) or 0 in keys.shape:
+        raise ValueError(f"{k}: expected [P, PAGE, K], PAGE a power of 2 from 16 on, got {tuple(keys.shape)}")
+    if table.ndim != 3 or table.shape[0] != x.shape[0] or 0 in table.shape:
+        raise ValueError(f"table: expected [B={x.shape[0]}, G, N], got {tuple(table.shape)}")
+    _check_shapes({
+        k: (keys, tuple(keys.shape), None), v: (values, (*keys.shape[:2], values.shape[-1]), keys.dtype),
+        "table": (table, tuple(table.shape), torch.int32), "length": (pool["length"], x.shape[:1], torch.int32),
+    })  # fmt: skip
+
+
+def _check_shapes(
+    wanted: Mapping[str, tuple[Tensor | None, tuple[int, ...], torch.dtype | None]], strided: tuple[str, ...] = ()
+) -> None:
+    """Shapes and dtypes (None: any floating one); contiguous but for those that may be ``strided``."""
+    for name, (x, shape, dtype) in wanted.items():
+        if x is None:
+            continue
+        if x.shape != shape or (x.dtype != dtype if dtype is not None else not x.is_floating_point()):
+            got = f"{x.dtype} {tuple(x.shape)}"
+            raise ValueError(f"{name}: expected {dtype or 'a floating dtype'} {tuple(shape)}, got {got}")
+        if name not in strided and not x.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
+
+
+@functools.cache
+def _op() -> ModuleType:
+    """The module that needs Triton."""
+    from . import op
+
+    return op
+
+
+def refuse_gradients(*tensors: Tensor | None) -> str:
+    """Why the kernels cannot serve a call of which a gradient would be expected, or ""."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return "a step over pages has no gradient in the kernels: expected torch.no_grad()"
+    return ""
+
+
+def triton_unavailable(q: Tensor, v: Tensor) -> str:
+    """Why the Triton kernels cannot take these tensors, or "" if they can."""
+    return kernels_unavailable(q, v, multiple=8, most=256)

@@ -1,0 +1,64 @@
+"""Attention over pages and the append of new tokens as two custom ops, with what compilers must know of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnzoo.kernels.common.device import machine, multiprocessors, on_device_of
+from attnzoo.kernels.common.plans import announce
+from attnzoo.kernels.decode.plan import Call, plan
+from attnzoo.kernels.decode.portable.append import append
+from attnzoo.kernels.decode.portable.attention import paged_forward
+
+
+def paged_infer(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, length: Tensor, decay: Tensor | None,
+    page_sum: Tensor | None, since: Tensor | None, log_decay: Tensor | None, sink: Tensor | None, scale: float,
+    window: int,
+) -> Tensor:  # fmt: skip
+    """What ``api.paged_attention`` returns; window: 0 for none."""
+    where = machine(q.device)
+    call = Call(q.shape[1], q.shape[2] // table.shape[1], k.shape[1], q.shape[3], v.shape[2], q.dtype)
+    chosen = plan(call, where, multiprocessors(q.device))
+    announce("decode", chosen, where)
+    with on_device_of(q):
+        return paged_forward(
+            q, k, v, table, first, length, decay, page_sum, since, log_decay, sink, scale, window, chosen
+        )
+
+
+paged_infer_op = torch.library.custom_op("attnzoo::paged_infer", paged_infer, mutates_args=())
+
+
+@paged_infer_op.register_fake
+def _infer_fake(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, length: Tensor, decay: Tensor | None,
+    page_sum: Tensor | None, since: Tensor | None, log_decay: Tensor | None, sink: Tensor | None, scale: float,
+    window: int,
+) -> Tensor:  # fmt: skip
+    return q.new_empty((*q.shape[:3], v.shape[2]))
+
+
+def paged_write(
+    k: Tensor, v: Tensor, log_decay: Tensor | None, count: Tensor | None, keys: Tensor, values: Tensor, table: Tensor,
+    length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
+    since: Tensor | None, n_log: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """What ``api.paged_append`` does; seen is empty without gates."""
+    with on_device_of(k):
+        return append(k, v, log_decay, count, keys, values, table, length, k_norm, decay, page_sum, total, since, n_log)
+
+
+CHANGED = ("keys", "values", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log")
+paged_write_op = torch.library.custom_op("attnzoo::paged_write", paged_write, mutates_args=CHANGED)
+
+
+@paged_write_op.register_fake
+def _write_fake(
+    k: Tensor, v: Tensor, log_decay: Tensor | None, count: Tensor | None, keys: Tensor, values: Tensor, table: Tensor,
+    length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
+    since: Tensor | None, n_log: Tensor | None,
+) -> Tensor:  # fmt: skip
+    B, T, H = k.shape[:3] if log_decay is None else log_decay.shape
+    return length.new_empty((B, H, T) if log_decay is not None else (0,))

@@ -1,0 +1,80 @@
+"""Tiles and number of programs of one call of ``paged_attention``: ``plan`` decides, nothing else does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from attnzoo.kernels.common.device import Machine
+from attnzoo.kernels.common.launching import head_block, power_of_2
+
+MOST_ROWS = 16  # tokens of a step
+_forced: dict[str, int] = {}
+
+
+class Call(NamedTuple):
+    """What a plan depends on besides the machine: T rows, ``rep`` query heads per key head, keys a page, head dims."""
+
+    T: int
+    rep: int
+    page: int
+    K: int
+    V: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the pages are read.
+
+    Attributes:
+        BT: rows (tokens times query heads of one key head) per program.
+        BS: keys per step; divides a page.
+        programs: that share the pages; more than fit on the GPU at a time even out what the shares cost.
+        extra: what it costs a program to begin a head, in pages.
+        why: always empty; other families' plans say why a GPU does without its own kernels.
+    """
+
+    BT: int
+    BS: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    extra: int
+    why: str = ""
+
+
+def plan(call: Call, machine: Machine, multiprocessors: int) -> Plan:
+    """The plan of a call on a machine; equal arguments give equal plans.
+
+    A step of BS keys is at most 32 KiB, and of two or three steps as many are loaded ahead as fit into 64 KiB,
+    so that any GPU from compute capability 8.0 on can run it.
+    """
+    return _plan(call, machine, multiprocessors, tuple(_forced.items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(call: Call, machine: Machine, multiprocessors: int, forced: tuple[tuple[str, int], ...]) -> Plan:
+    width = (head_block(call.K) + head_block(call.V)) * call.dtype.itemsize
+    BS = min(64, call.page, power_of_2(32768 // width + 1) // 2)
+    stages = max(1, min(3, 65536 // (BS * width)))
+    BT = min(64, max(16, power_of_2(call.T * call.rep)))
+    chosen = Plan(BT, BS, 4, stages, 8 * multiprocessors, 4)
+    return replace(chosen, **dict[str, Any](forced))
+
+
+@contextlib.contextmanager
+def override(**forced: int) -> Iterator[None]:
+    """Force fields of every plan, for tests and sweeps, while the context is open."""
+    before = dict(_forced)
+    _forced.update(forced)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)

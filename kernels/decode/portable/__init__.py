@@ -1,0 +1,1 @@
+"""Steps over pages on any GPU from compute capability 8.0 on."""

@@ -1,0 +1,217 @@
+"""Few query rows over keys in pages: every program reads an equal share of all pages that are alive.
+
+The heads' live pages, one head after the other, are one long list. A head adds EXTRA to its length, about what it
+costs to begin one. Program p of n takes the entries p L / n up to (p + 1) L / n, which may be the end of one head,
+some whole ones and the start of another, and writes a partial result for each; program p's part of head h has the slot
+p + h, so that slots are never shared and those of a head are in order. A last kernel combines them, in that order.
+
+What there is to read is known to the device alone (lengths, first pages): a launch that was recorded once stays right.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.common.constants import GATE_FULL, LOG2E
+from attnzoo.kernels.common.gate_bias import const_gate
+from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block, power_of_2
+from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.decode.plan import Plan
+
+FAR = 1 << 30  # a window over more keys than there can be
+
+
+@triton.jit(do_not_specialize=["T", "BG", "G", "window"])
+def paged_shares_kernel(p_first, p_length, p_begin, p_ends, T, BG, G, window, EXTRA: tl.constexpr, PAGE: tl.constexpr,
+                        BN: tl.constexpr):  # fmt: skip
+    """The first page that each head's rows read, and the end of its part of the list, [B * G] int32. One program."""
+    c_end = tl.zeros([], tl.int32)
+    for i in range(0, BG, BN):
+        o_n = i + tl.arange(0, BN)
+        m_n = o_n < BG
+        b_len = tl.load(p_length + o_n // G, mask=m_n, other=0)
+        b_begin = tl.load(p_first + o_n, mask=m_n, other=0)
+        b_begin = tl.maximum(b_begin, tl.maximum(b_len - T - window + 1, 0) // PAGE)
+        b_pages = tl.maximum((b_len + PAGE - 1) // PAGE - b_begin, 0)
+        b_end = c_end + tl.cumsum(tl.where(m_n, b_pages + EXTRA, 0), 0)  # [BN]
+        tl.store(p_begin + o_n, b_begin, mask=m_n)
+        tl.store(p_ends + o_n, b_end, mask=m_n)
+        c_end = tl.max(b_end, 0)
+
+
+@triton.jit
+def _heads_before(p_ends, BG, bound, BN: tl.constexpr):
+    """How many heads end at or before an entry of the list."""
+    n = tl.zeros([], tl.int32)
+    for i in range(0, BG, BN):
+        o_n = i + tl.arange(0, BN)
+        b_end = tl.load(p_ends + o_n, mask=o_n < BG, other=2147483647)
+        n += tl.sum((b_end <= bound).to(tl.int32), 0)
+    return n
+
+
+@triton.jit
+def _start_of(p_ends, i_bg):
+    """The first entry of a head in the list."""
+    return tl.load(p_ends + i_bg - 1, mask=i_bg > 0, other=0)
+
+
+@triton.jit(do_not_specialize=["T", "N", "BG", "window"])
+def paged_split_kernel(
+    p_q, p_k, p_v, p_table, p_begin, p_ends, p_length, p_decay, p_sum, p_g, p_since, p_part, p_lse, T, N, BG, window,
+    scale2, stride_qb, stride_qt, stride_qh,
+    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr,
+    HAS_SINCE: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Normalised outputs [slots, R * T, V] float32 and their log2-sum-exp [slots, R * T] over one program's pages.
+
+    Rows are the T tokens of each of the R query heads of a key head, BT of them a program.
+    """
+    i_p, i_r = tl.program_id(0), tl.program_id(1)
+    total = tl.load(p_ends + BG - 1).to(tl.int64)
+    n_p = tl.minimum(tl.num_programs(0), total)  # every share has an entry, and those of a head follow each other
+    lo = (tl.minimum(i_p, n_p) * total // n_p).to(tl.int32)
+    hi = (tl.minimum(i_p + 1, n_p) * total // n_p).to(tl.int32)
+    o_r, o_s, o_k, o_v = i_r * BT + tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
+    m_r = o_r < T * R
+    o_t, o_rep = o_r % T, tl.minimum(o_r // T, R - 1)
+    i_first = _heads_before(p_ends, BG, lo, BN)
+    i_stop = tl.where(lo < hi, _heads_before(p_ends, BG, hi - 1, BN) + 1, i_first)
+    for i_bg in range(i_first, i_stop):
+        start, end = _start_of(p_ends, i_bg), tl.load(p_ends + i_bg)
+        begin = tl.load(p_begin + i_bg) - start - EXTRA  # page of an entry: entry + begin
+        n_lo = tl.maximum(tl.maximum(lo, start), start + EXTRA) + begin
+        n_hi = tl.maximum(tl.minimum(hi, end), start + EXTRA) + begin
+        i_b, i_g = tl.zeros([], tl.int64) + i_bg // G, i_bg % G
+        b_len = tl.load(p_length + i_b)
+        b_pos = b_len - T + o_t  # [BT]
+        o_h = i_g * R + o_rep
+        p_t = p_table + (i_b * G + i_g) * N
+        p_qr = p_q + (i_b * stride_qb + o_t * stride_qt + o_h.to(tl.int64) * stride_qh)[:, None] + o_k[None, :]
+        b_q = tl.load(p_qr, mask=m_r[:, None] & (o_k[None, :] < K), other=0.0)  # [BT, BK]
+        m_row = m_r & (b_pos >= 0)
+        b_since = b_pos - window + 1
+        if HAS_SINCE:
+            b_since = tl.maximum(b_since, tl.load(p_since + (i_b * (G * R) + o_h) * T + o_t, mask=m_r, other=0))
+        p_s = p_sum
+        b_ref = tl.zeros([BT], tl.float64)
+        b_slope = tl.zeros([BT], tl.float32)
+        if GATE == 2:  # the running sum of each row: of the pages before its own, and within that
+            p_s += (i_b * (G * R) + o_h) * N  # [BT]
+            b_own = tl.load(p_t + b_pos // PAGE, mask=m_row, other=-1).to(tl.int64)
+            p_own = p_decay + (b_own * PAGE + b_pos % PAGE) * R + o_rep
+            b_ref = tl.load(p_s + b_pos // PAGE, mask=m_row, other=0.0)
+            b_ref += tl.load(p_own, mask=m_row & (b_own >= 0), other=0.0).to(tl.float64)
+        elif GATE == 1:
+            b_slope = const_gate(p_g, o_h)
+        b_m = tl.full([BT], float("-inf"), tl.float32)
+        b_l = tl.zeros([BT], tl.float32)
+        b_o = tl.zeros([BT, BV], tl.float32)
+        i_page = tl.load(p_t + n_lo, mask=n_lo < n_hi, other=0)
+        for i in range(n_lo * (PAGE // BS), n_hi * (PAGE // BS)):
+            n, s = i // (PAGE // BS), i * BS
+            n_next = (i + 1) // (PAGE // BS)
+            i_next = tl.load(p_t + n_next, mask=n_next < n_hi, other=0)  # so that loads of keys need not wait for it
+            rest = tl.where(i_page >= 0, b_len - s, 0)  # keys from here on
+            at = tl.maximum(i_page, 0).to(tl.int64) * PAGE + s % PAGE
+            b_k = load_tile(p_k + at * K, o_s, o_k, K, rest, K, BK, True)
+            b_v = load_tile(p_v + at * V, o_s, o_v, V, rest, V, BV, True)
+            b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BT, BS]
+            if GATE == 2:
+                p_d = p_decay + at * R
+                if R == 1:
+                    b_shift = (b_ref - tl.load(p_sum + (i_b * G + i_g) * N + n)).to(tl.float32)
+                    b_decay = tl.load(p_d + o_s, mask=o_s < rest, other=0.0)[None, :]
+                else:
+                    b_shift = (b_ref - tl.load(p_s + n)).to(tl.float32)
+                    b_decay = tl.load(p_d + o_s[None, :] * R + o_rep[:, None], mask=o_s[None, :] < rest, other=0.0)
+                b_y += (b_shift[:, None] - b_decay) * TL_LOG2E
+            elif GATE == 1:
+                b_y += (b_pos[:, None] - (s + o_s)[None, :]).to(tl.float32) * b_slope[:, None]
+            m_y = (o_s < rest)[None, :] & ((s + o_s)[None, :] <= b_pos[:, None])
+            b_y = tl.where(m_y & ((s + o_s)[None, :] >= b_since[:, None]), b_y, float("-inf"))
+            b_mn = tl.maximum(b_m, tl.max(b_y, 1))
+            b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)  # a row that has seen no key yet
+            b_w = tl.exp2(b_y - b_ms[:, None])
+            b_a = tl.exp2(b_m - b_ms)
+            b_l = b_l * b_a + tl.sum(b_w, 1)
+            b_o = tl.dot(b_w.to(b_v.dtype), b_v, b_o * b_a[:, None], input_precision=PREC)  # [BT, BV]
+            b_m = b_mn
+            i_page = i_next
+        o_part = (i_b * G + i_g + i_p) * (R * T) + o_r
+        tl.store(p_lse + o_part, tl.where(b_l > 0.0, b_m + tl.log2(b_l), float("-inf")), mask=m_r)
+        b_o = b_o / tl.where(b_l > 0.0, b_l, 1.0)[:, None]
+        tl.store(p_part + o_part[:, None] * V + o_v[None, :], b_o, mask=m_r[:, None] & (o_v[None, :] < V))
+
+
+@triton.jit(do_not_specialize=["T", "BG", "n_p"])
+def paged_combine_kernel(
+    p_part, p_lse, p_ends, p_o, p_sink, T, BG, n_p,
+    G: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, HAS_SINK: tl.constexpr,
+):  # fmt: skip
+    """Output [B, T, H, V] of one row from the parts of its head, and its sink."""
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_bg, i_h = i_bh // R, i_bh % (G * R)
+    o_n, o_v = tl.arange(0, BN), tl.arange(0, BV)
+    total = tl.load(p_ends + BG - 1).to(tl.int64)
+    n_p = tl.minimum(n_p, total)
+    start, end = _start_of(p_ends, i_bg).to(tl.int64), tl.load(p_ends + i_bg).to(tl.int64)
+    lo = (((start + 1) * n_p - 1) // total).to(tl.int32)  # the programs of the first and of the last entry
+    hi = ((end * n_p - 1) // total).to(tl.int32)
+    b_m = tl.full([], float("-inf"), tl.float32)
+    b_l = tl.zeros([], tl.float32)
+    b_o = tl.zeros([BV], tl.float32)
+    if HAS_SINK:
+        b_m = tl.load(p_sink + i_h).to(tl.float32) * TL_LOG2E
+        b_l = tl.where(b_m == float("-inf"), 0.0, 1.0)
+    for p in range(lo, hi + 1, BN):
+        m_n = p + o_n <= hi
+        o_part = (i_bg + p + o_n).to(tl.int64) * (R * T) + i_bh % R * T + i_t
+        b_y = tl.load(p_lse + o_part, mask=m_n, other=float("-inf"))
+        b_x = tl.load(p_part + o_part[:, None] * V + o_v[None, :],
+                      mask=(b_y > float("-inf"))[:, None] & (o_v[None, :] < V), other=0.0)  # fmt: skip
+        b_mn = tl.maximum(b_m, tl.max(b_y, 0))
+        b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
+        b_w, b_a = tl.exp2(b_y - b_ms), tl.exp2(b_m - b_ms)
+        b_l = b_l * b_a + tl.sum(b_w, 0)
+        b_o = b_o * b_a + tl.sum(b_w[:, None] * b_x, 0)
+        b_m = b_mn
+    i_b = (i_bh // (G * R)).to(tl.int64)
+    p_out = p_o + ((i_b * T + i_t) * (G * R) + i_h) * V + o_v
+    tl.store(p_out, (b_o / tl.where(b_l > 0.0, b_l, 1.0)).to(p_o.dtype.element_ty), mask=o_v < V)
+
+
+def paged_forward(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, length: Tensor, decay: Tensor | None,
+    page_sum: Tensor | None, since: Tensor | None, log_decay: Tensor | None, sink: Tensor | None, scale: float,
+    window: int, plan: Plan,
+) -> Tensor:  # fmt: skip
+    """Launch the three kernels; what ``api.paged_attention`` takes, checked. window: 0 for none."""
+    B, T, H, K = q.shape
+    G, N, V = table.shape[1], table.shape[2], v.shape[2]
+    BG, R, n = B * G, H // G, plan.programs
+    sizes = {"G": G, "R": R, "V": V, "BV": head_block(V)}
+    share = {"PAGE": k.shape[1], "EXTRA": plan.extra, "BN": min(1024, power_of_2(BG))}
+    window = min(window, FAR) if window else FAR
+    begin, ends = first.new_empty((2, BG)).unbind()
+    lses = first.new_empty((n + BG, R * T), dtype=torch.float32)
+    part, o = lses.new_empty((n + BG, R * T, V)), q.new_empty((B, T, H, V))
+    gate = GATE_FULL if decay is not None else gate_kind(log_decay)
+    p_decay, p_sum = lses if decay is None else decay, lses if page_sum is None else page_sum
+    paged_shares_kernel[(1,)](first, length, begin, ends, T, BG, G, window, num_warps=4, **share)
+    paged_split_kernel[(n, cdiv(R * T, plan.BT))](
+        q, k, v, table, begin, ends, length, p_decay, p_sum, lses if log_decay is None else log_decay,
+        begin if since is None else since, part, lses, T, N, BG, window, scale * LOG2E, *q.stride()[:3], K=K,
+        BK=head_block(K), BT=plan.BT, BS=plan.BS, GATE=gate, HAS_SINCE=since is not None, PREC=dot_precision(q.dtype),
+        num_warps=plan.num_warps, num_stages=plan.num_stages, **sizes, **share,
+    )  # fmt: skip
+    paged_combine_kernel[(B * H, T)](
+        part, lses, ends, o, lses if sink is None else sink, T, BG, n, BN=16, HAS_SINK=sink is not None, num_warps=4,
+        **sizes,
+    )  # fmt: skip
+    return o

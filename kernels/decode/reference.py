@@ -1,0 +1,98 @@
+"""Attention over pages written out densely: the definition the kernels are held to. No Triton here."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.gate import is_closed
+from attnzoo.kernels.common.constants import CLOSED
+
+
+def paged_reference(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, length: Tensor, *, decay: Tensor | None = None,
+    page_sum: Tensor | None = None, since: Tensor | None = None, log_decay: Tensor | None = None,
+    scale: float | None = None, window: int | None = None, sink: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """``paged_attention`` in PyTorch; memory O(B H T N PAGE).
+
+    Args:
+        compute_dtype: of the operands of both matrix products (the softmax is float32 or better). Default: float64 for
+            float64 inputs, else float32.
+    """
+    (B, T, H, K), PAGE = q.shape, k.shape[1]
+    G, N = table.shape[1:]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    cd = wide if compute_dtype is None else compute_dtype
+    scale = K**-0.5 if scale is None else scale
+    j = torch.arange(N * PAGE, device=q.device)
+    pos = length[:, None].long() - T + torch.arange(T, device=q.device)  # [B, T]
+    there = ((table >= 0) & (torch.arange(N, device=q.device) >= first[..., None])).repeat_interleave(PAGE, -1)
+    there = there & (j < length[:, None, None])  # [B, G, S]
+    seen = there[:, :, None] & (j <= pos[:, None, :, None])  # [B, G, T, S]
+    if window is not None:
+        seen = seen & (j > pos[:, None, :, None] - window)
+    seen = seen.repeat_interleave(H // G, 1)  # [B, H, T, S]
+    if since is not None:
+        seen = seen & (j >= since[..., None])
+    ids = table.clamp(min=0).long()
+    keys, values = (x[ids].flatten(2, 3).masked_fill(~there[..., None], 0.0).to(cd) for x in (k, v))  # [B, G, S, .]
+    keys, values = (x.repeat_interleave(H // G, 1) for x in (keys, values))
+    logits = (q.transpose(1, 2).to(cd) @ keys.mT).to(wide) * scale
+    at = pos.clamp(min=0)[:, None].expand(B, H, T)
+    if decay is not None and page_sum is not None:
+        c = decay[ids].permute(0, 1, 4, 2, 3).flatten(1, 2).double() + page_sum[..., None]  # [B, H, N, PAGE]
+        c = c.flatten(2)
+        logits = logits + (c.gather(2, at)[..., None] - c[:, :, None]).masked_fill(~seen, 0.0).to(wide)
+    elif log_decay is not None:
+        bias = (at[..., None] - j) * log_decay.double().clamp(min=CLOSED)[:, None, None]
+        logits = logits + bias.to(wide)
+    logits = logits.masked_fill(~seen, -math.inf)
+    if sink is not None:
+        logits = torch.cat([logits, sink.to(wide)[None, :, None, None].expand(B, H, T, 1)], -1)
+    alone = (logits == -math.inf).all(-1, keepdim=True)  # rows without any key: no weights
+    weights = torch.softmax(logits.masked_fill(alone, 0.0), -1).masked_fill(alone, 0.0)[..., : N * PAGE]
+    return (weights.to(cd) @ values).transpose(1, 2).to(q.dtype)
+
+
+def append_reference(
+    k: Tensor, v: Tensor, log_decay: Tensor | None, count: Tensor | None, keys: Tensor, values: Tensor, table: Tensor,
+    length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
+    since: Tensor | None, n_log: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """``paged_append`` token by token, in place; returns seen [B, H, T], empty without gates."""
+    (B, T, G, _), PAGE = k.shape, keys.shape[1]
+    gates = None not in (log_decay, decay, page_sum, total, since, n_log)
+    seen = length.new_zeros((B, decay.shape[2] * G, T) if gates and decay is not None else (0,))
+    for b in range(B):
+        for t in range(0 if count is None else T - min(int(count[b]), T), T):
+            n, i = divmod(int(length[b]), PAGE)
+            length[b] += 1
+            for g in range(G):
+                page = int(table[b, g, n])
+                if page < 0:
+                    continue
+                keys[page, i], values[page, i] = k[b, t, g], v[b, t, g]
+                long = keys[page, i].float().norm() * 1.00001
+                k_norm[b, g, n] = torch.maximum(long, k_norm[b, g, n] * (i > 0))
+            if (
+                log_decay is None or decay is None or page_sum is None or total is None or since is None
+                or n_log is None
+            ):  # fmt: skip
+                continue
+            if i == 0:
+                page_sum[b, :, n] = total[b]
+            closed = is_closed(log_decay[b, t])
+            since[b] = torch.where(closed, n * PAGE + i, since[b])
+            total[b] += log_decay[b, t].double().masked_fill(closed, 0.0)
+            before = n_log[b, :, (n * PAGE + i - 1) // PAGE] if n * PAGE + i else torch.full_like(total[b], -math.inf)
+            n_log[b, :, n] = torch.logaddexp(before, -total[b])
+            seen[b, :, t] = since[b]
+            within = (total[b] - page_sum[b, :, n]).float().unflatten(0, (G, -1))
+            for g in range(G):
+                if int(table[b, g, n]) >= 0:
+                    decay[table[b, g, n], i] = within[g]
+    return seen

@@ -1,0 +1,105 @@
+"""New tokens into pages: what a step writes, against the definition and against pages filled as a whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from decode_cases import Case, inputs, ours, within_budget
+from fox_cases import DEVICE
+from torch import Tensor
+
+from attnzoo.kernels.decode import paged_append, paged_attention
+
+BITS = {"rtol": 0, "atol": 0}
+CASE = Case(lengths=(66, 5, 140), T=3, H=4, G=2, gate="mixed", first=(0, 0, 0, 0, 1, 0))
+
+
+def emptied(case: Case, x: Any, before: list[int]) -> dict[str, Tensor]:
+    """Pages as ``before[b]`` tokens of each sequence left them, with what an append carries on."""
+    B, g = len(x.k), x.log_decay
+    pool = {"keys": torch.full_like(x.pool["k"], math.nan), "values": torch.full_like(x.pool["v"], math.nan)}
+    pool |= {name: x.pool[name] for name in ("table",)}
+    N = pool["table"].shape[2]
+    pool["length"] = torch.zeros(B, dtype=torch.int32, device=DEVICE)
+    pool["k_norm"] = torch.zeros(B, case.G, N, device=DEVICE)
+    if g is not None:
+        pool["decay"] = torch.full_like(x.pool["decay"], math.nan)
+        for name in ("page_sum", "n_log"):
+            pool[name] = torch.full((B, case.H, N), math.nan, dtype=torch.float64, device=DEVICE)
+        pool["total"] = torch.zeros(B, case.H, dtype=torch.float64, device=DEVICE)
+        pool["since"] = torch.zeros(B, case.H, dtype=torch.int32, device=DEVICE)
+    for t in range(0, max(before), 16):
+        count = [min(16, max(0, n - t)) for n in before]
+        write(pool, x, [t + n for n in count], count, 16, "reference")
+    return pool
+
+
+def write(pool: dict[str, Tensor], x: Any, end: list[int], count: list[int], T: int, impl: str) -> Tensor | None:
+    """Append the last ``count[b]`` of the first ``end[b]`` tokens, in rows of T."""
+    rows = torch.tensor(end)[:, None] - T + torch.arange(T)
+    row, there = torch.arange(len(end))[:, None], torch.tensor(count, dtype=torch.int32, device=DEVICE)
+    k, v, g = (None if y is None else y[row.to(DEVICE), rows.clamp(min=0).to(DEVICE)] for y in (x.k, x.v, x.log_decay))
+    assert k is not None
+    assert v is not None
+    return paged_append(k, v, log_decay=g, count=there, impl=impl, **pool)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gate", ["mixed", "none"])
+def test_append_follows_its_definition(gate: str) -> None:
+    case = Case(lengths=CASE.lengths, T=3, H=4, G=2, gate=gate, first=CASE.first)
+    x, before = inputs(case, torch.float16), [62, 0, 125]
+    pools = [emptied(case, x, before) for _ in range(2)]
+    for end, count in (([63, 1, 128], [1, 1, 3]), ([66, 4, 128], [3, 3, 0])):
+        seen = [write(pool, x, end, count, 3, impl) for pool, impl in zip(pools, ("triton", "reference"), strict=True)]
+        for name, want in pools[1].items():
+            exact = name not in ("k_norm", "decay", "page_sum", "total", "n_log")
+            torch.testing.assert_close(
+                pools[0][name], want, equal_nan=True, **({"rtol": 0, "atol": 0} if exact else {})
+            )
+        assert (seen[0] is None) == (gate == "none")
+        if seen[0] is not None and seen[1] is not None:
+            assert torch.equal(seen[0], seen[1])
+    assert pools[0]["length"].tolist() == [66, 4, 128]
+
+
+def test_steps_after_steps_equal_the_whole() -> None:
+    """Appends of any number of tokens, then attention: as over pages that were filled at once."""
+    x = inputs(CASE, torch.float32)
+    pool = emptied(CASE, x, [60, 0, 130])
+    write(pool, x, [63, 2, 137], [3, 2, 7], 7, "triton")
+    seen = write(pool, x, [66, 5, 140], [3, 3, 3], 3, "triton")
+    o = paged_attention(
+        x.q, pool["keys"], pool["values"], pool["table"], x.pool["first"], pool["length"], decay=pool["decay"],
+        page_sum=pool["page_sum"], since=seen, impl="triton",
+    )  # fmt: skip
+    within_budget(CASE, x, o)
+    torch.testing.assert_close(o, ours(CASE, x), rtol=1e-5, atol=2e-6)
+
+
+def test_kept_norms_and_sums_bound_what_they_speak_of() -> None:
+    """k_norm is never less than a key; n_log is the log of the sum that eviction needs, in float64."""
+    case = Case(lengths=(100,), H=2, G=1, gate="strong")
+    x = inputs(case, torch.float16)
+    pool = emptied(case, x, [90])
+    write(pool, x, [100], [10], 10, "triton")
+    norms = x.k[0, :, 0].double().norm(dim=-1)
+    assert float(pool["k_norm"][0, 0, 0]) >= float(norms[:64].max()) * (1 - 1e-12)
+    assert float(pool["k_norm"][0, 0, 1]) == pytest.approx(float(norms[64:].max()), rel=1e-4)
+    c = x.log_decay[0].double().cumsum(0)
+    want = torch.stack([(-c[:n]).logsumexp(0) for n in (64, 100)], -1)
+    torch.testing.assert_close(pool["n_log"][0, :, :2], want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sequence_without_a_page_is_not_written() -> None:
+    case = Case(lengths=(64, 64), G=1, gate="open")
+    x = inputs(case, torch.float32)
+    pool = emptied(case, x, [64, 64])
+    pool["table"][0, 0, 1] = -1
+    pool["table"][1, 0, 1] = int(next(i for i in range(len(pool["keys"])) if i not in pool["table"].tolist()[1][0]))
+    before = pool["keys"].clone()
+    write(pool, x, [64, 64], [1, 1], 1, "triton")
+    changed = (pool["keys"] != before) & ~(pool["keys"].isnan() & before.isnan())
+    assert changed.flatten(1).any(1).nonzero().flatten().tolist() == [int(pool["table"][1, 0, 1])]

@@ -1,0 +1,199 @@
+"""Caches that give up keys: against caches that keep all, in every way that a cache is used."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from layers import assert_same, layer, rows
+
+from attnzoo import Prune, build_attention
+from attnzoo.config import ModelConfig
+from attnzoo.forms.pool import PAGE
+from attnzoo.models import LanguageModel
+
+TINY = 1e-300  # certified below it, a weight is nothing beside the others
+T = 300
+
+
+def forgetful(name="fox", bias=0.0, **options):
+    """A float64 layer with QK-norm of which some heads forget within few tokens, and some do not."""
+    attn = layer(name, "pro", window=options.pop("window", None), **options)
+    if name == "fox":
+        with torch.no_grad():
+            attn.gate.forget_proj.bias.copy_(torch.tensor([-2.0, 3.0, -1.0, -3.0]) + bias)
+    return attn
+
+
+def live(cache):
+    return int(cache.state.pool.live().sum())
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    ("fox", {}), ("fox", {"window": 70}), ("fox", {"acp": Prune(eps=1e-30)}), ("fox", {"sinks": True}), ("alibi", {}),
+    ("rope", {"window": 70}), ("nope", {"window": 70}), ("alibi", {"rotary": 1e4}),
+])  # fmt: skip
+@torch.no_grad()
+def test_outputs_equal_those_of_a_whole_cache(name, options):
+    """In pieces of many sizes; what is given up weighs less than any rounding."""
+    attn, x = forgetful(name, **options), rows(2, T)
+    whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
+    for a, b in ((0, 100), (100, 101), (101, 260), (260, 270), *((t, t + 1) for t in range(270, T))):
+        assert_same(attn(x[:, a:b], cache=paged), attn(x[:, a:b], cache=whole))
+    if "window" in options:
+        assert live(paged) <= 2 * 2 * (70 // PAGE + 2)
+
+
+@torch.no_grad()
+def test_padding_and_packing_go_on_as_in_a_whole_cache():
+    attn, x = forgetful(), rows(3, 200)
+    mask = torch.rand(3, 200, generator=torch.Generator().manual_seed(0)) < torch.tensor([[1.0], [0.6], [0.05]])
+    mask[1, :70] = False
+    whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
+    for a, b in ((0, 65), (65, 66), (66, 199), (199, 200)):
+        now = {"attention_mask": mask[:, a:b]}
+        assert_same(attn(x[:, a:b], cache=paged, **now), attn(x[:, a:b], cache=whole, **now))
+    borders, (one, two) = torch.tensor([0, 90, 91, 200]), (attn.new_cache(), attn.new_cache(evict=TINY))
+    for _ in range(2):
+        now = {"cu_seqlens": borders}
+        assert_same(attn(x[:1], cache=two, **now), attn(x[:1], cache=one, **now))
+
+
+@pytest.mark.parametrize("name", ["fox", "alibi"])
+@torch.no_grad()
+def test_the_output_moves_by_twice_eps_and_keys_are_given_back(name):
+    """Measured before the output's projection, where |v| is known."""
+    eps, steps = 1e-3, 1200
+    attn, x = forgetful(name), rows(1, steps)
+    values = []
+    attn.o_proj.register_forward_hook(lambda module, given, _: values.append(given[0]))
+    attn.output_norm = attn.output_gate = None
+    whole, paged, most = attn.new_cache(), attn.new_cache(evict=eps), []
+    for start in range(0, steps, 20):
+        for cache in (whole, paged):
+            attn(x[:, start : start + 20], cache=cache)
+        most.append(live(paged))
+    exact, got = torch.cat(values[::2], 1), torch.cat(values[1::2], 1)
+    longest = whole.state.v.norm(dim=-1).max()
+    moved = (exact - got).unflatten(-1, (4, -1)).norm(dim=-1)
+    assert 0 < moved.max() <= 2 * eps * longest
+    if name == "fox":  # one of two key heads serves a query head that forgets little
+        assert most[-1] < 2 * steps / PAGE
+        assert len(paged.state.pool.k) < 2 * steps / PAGE  # room for what has gone is used again
+
+
+@torch.no_grad()
+def test_beams_share_pages_and_go_their_own_ways():
+    attn, x = forgetful(), rows(4, T)
+    whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
+    for cache in (whole, paged):
+        attn(x[:1, :150], cache=cache)
+    one = live(paged)
+    for cache in (whole, paged):
+        cache.reorder(torch.zeros(4, dtype=torch.int64))
+    assert paged.state.pool.used() == one
+    for start, order in ((150, [3, 1, 1, 0]), (190, [0, 2]), (230, [1, 0, 0])):
+        assert_same(*(attn(x[: len(whole.seen), start : start + 40], cache=cache) for cache in (paged, whole)))
+        for cache in (whole, paged):
+            cache.reorder(torch.tensor(order))
+    pool = paged.state.pool
+    assert pool.used() == len(pool.pages[pool.pages >= 0].unique())
+
+
+@torch.no_grad()
+def test_rejected_tokens_are_taken_back():
+    attn, x = forgetful(), rows(2, T)
+    attn.k_shift = attn.v_shift = None  # which keep only their last token
+    whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
+    for start in range(0, T - 8, 8):
+        for cache in (whole, paged):
+            attn(rows(2, 8, seed=start), cache=cache)
+            cache.state = cache.state.crop(start + 3)
+            cache.seen = torch.full_like(cache.seen, start + 3)
+        assert_same(*(attn(x[:, start + 3 : start + 8], cache=cache) for cache in (paged, whole)))
+
+
+@torch.no_grad()
+def test_no_key_is_taken_back_to_that_an_earlier_row_needs():
+    attn, x = forgetful(), rows(1, 640)
+    attn.k_shift = attn.v_shift = None
+    cache = attn.new_cache(evict=0.1)
+    for start in range(0, 640, 64):
+        attn(x[:, start : start + 64], cache=cache)
+    state, first = cache.state, int(cache.state.pool.first.max())
+    assert first > 1
+    with pytest.raises(ValueError, match=r"tokens: expected at least \d+ \(keys that earlier rows need"):
+        state.crop((first - 1) * PAGE)
+    least = next(n for n in range(1, 640) if state._may_crop([n]))
+    assert first * PAGE < least <= 576
+    with pytest.raises(ValueError, match=f"at least {least} "):
+        state.crop(least - 1)
+    assert len(state.crop(least)) == least
+
+
+@torch.no_grad()
+def test_failed_calls_are_forgotten():
+    """A later layer fails; the pages hold tokens that were never seen, and a page may have gone."""
+    attn, x = forgetful(), rows(2, T)
+    whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
+    for start in range(0, T, 30):
+        before = vars(paged).copy()
+        attn(rows(2, 70, seed=start), cache=paged)
+        vars(paged).update(before)
+        assert_same(*(attn(x[:, start : start + 30], cache=cache) for cache in (paged, whole)))
+    old = paged.state
+    for _ in range(2):
+        attn(x, cache=paged)
+    paged.state = old
+    with pytest.raises(ValueError, match="state: expected the last that this pool"):
+        attn(x, cache=paged)
+
+
+@torch.no_grad()
+def test_a_copy_and_a_loaded_cache_go_on_alone(tmp_path):
+    attn, x = forgetful(), rows(2, T)
+    cache = attn.new_cache(evict=1e-3)
+    attn(x[:, :200], cache=cache)
+    torch.save(cache, tmp_path / "cache.pt")
+    copied = copy.deepcopy(cache)
+    expected = [attn(x[:, a:b], cache=cache) for a, b in ((200, 201), (201, 300))]
+    loaded = torch.load(tmp_path / "cache.pt", weights_only=False)
+    for other in (copied, loaded, pickle.loads(pickle.dumps(loaded))):
+        got = [attn(x[:, a:b], cache=other) for a, b in ((200, 201), (201, 300))]
+        assert all(torch.equal(one, two) for one, two in zip(got, expected, strict=True))
+
+
+@torch.no_grad()
+def test_a_model_gives_up_what_some_layers_need_no_more():
+    torch.manual_seed(0)
+    fox, rope = {"name": "fox", "options": {"block": "pro"}}, {"name": "rope", "options": {"window": 64}}
+    attention = [fox, "mamba2", "nope", rope]
+    sizes = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "vocab_size": 40}
+    model = LanguageModel(ModelConfig(attention=attention, num_layers=4, **sizes)).double()
+    tokens = torch.randint(40, (2, 200))
+    whole, paged = model.new_cache(), model.new_cache(evict=math.exp(-10))
+    for a, b in ((0, 150), (150, 151), (151, 200)):
+        assert_same(model(tokens[:, a:b], cache=paged).logits, model(tokens[:, a:b], cache=whole).logits)
+    assert [hasattr(layer.state, "pool") for layer in paged] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "evict", "message"),
+    [
+        ("fox", {"qk_norm": "none"}, 1e-4, "evict: expected None or a layer with qk_norm, .* got 0.0001 and"),
+        ("mamba2", {}, 1e-4, "evict: 'mamba2' is the linear side, whose state does not grow"),
+        ("rope", {}, 1e-4, "evict: 'rope' needs all its keys: nothing decays .*it serves alibi, fox, path_fox and"),
+        ("fox", {"qk_norm": "rms"}, 1.5, r"evict: expected a weight in \(0, 1\), got 1.5"),
+        ("fox", {"qk_norm": "rms"}, "load", r"evict: expected a weight in \(0, 1\) or 'offload', got 'load'"),
+    ],
+)
+def test_what_cannot_be_certified_is_refused(name, options, evict, message):
+    with pytest.raises(ValueError, match=message):
+        build_attention(name, hidden_size=16, num_heads=2, **options).new_cache(evict=evict)
+
+
+def test_gradients_are_refused():
+    attn = forgetful()
+    with pytest.raises(ValueError, match=r"state: expected torch.no_grad\(\)"):
+        attn(rows(1, 4), cache=attn.new_cache(evict=1e-4))
