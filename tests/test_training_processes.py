@@ -94,7 +94,7 @@ def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PORTS": free_ports(len(arguments) - 1)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -263,13 +263,13 @@ def test_a_sharded_run_is_exported_and_started_from(runs, tmp_path):
     from attnzoo.training import load_run
     from attnzoo.training.exchange import export_run, start_from
 
-    model = load_run(runs / "parts")[0]
+    model, config = load_run(runs / "parts")
     exported = transformers.AutoModelForCausalLM.from_pretrained(export_run(runs / "parts", tmp_path / "model"))
     tokens = torch.arange(24)[None]
     with torch.no_grad():
         assert torch.equal(exported(tokens).logits, model(tokens).logits)
         fresh = type(model)(model.config)
-        start_from(fresh, str(runs / "parts"))
+        start_from(fresh, str(runs / "parts"), config.data)
         assert torch.equal(fresh(tokens).logits, model(tokens).logits)
 
 
