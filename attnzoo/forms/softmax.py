@@ -17,7 +17,7 @@ from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
-from attnzoo.forms.fixed import KeyMemory, Memory, Rows
+from attnzoo.forms.fixed import KeyMemory, Memory, PagedMemory, Rows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.paged import PagedCache, extend_pages
@@ -26,6 +26,7 @@ from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_ls
 from attnzoo.forms.rowblocks import causal_attention
 from attnzoo.forms.triton import fox_kernel
 from attnzoo.kernels.common.constants import KEY_UNIT
+from attnzoo.kernels.decode import triton_unavailable
 
 ROWS = 128
 
@@ -107,7 +108,9 @@ class SoftmaxForms(Forms):
         o, lse, state = self._attend(q, k, v, gate, state, given)
         return self._output(o, lse, given, v.dtype), state
 
-    def fixed(self, state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> Memory:
+    def fixed(
+        self, state: KVCache, rows: Rows, tokens: int, device: torch.device | str, paged: bool | None = None
+    ) -> Memory:
         """The memory of steps that change it in place.
 
         Args:
@@ -115,7 +118,13 @@ class SoftmaxForms(Forms):
             rows: of the batch.
             tokens: of the longest sequence that there will be.
             device: of the memory; ``"meta"`` shows how much there will be of it.
+            paged: whether keys lie in pages; None for wherever that can be.
+
+        Raises:
+            ValueError: ``paged`` for keys that transitions carry, or False for a state in pages.
         """
+        if paged:
+            raise ValueError("paged: expected False or None (keys that transitions carry are in no pages), got True")
         return KeyMemory.like(state, rows, tokens, device, self.transition, None)
 
     def _ready(
@@ -270,7 +279,18 @@ class AdditiveForms(SoftmaxForms):
         )
         return o, lse, state
 
-    def fixed(self, state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> Memory:
+    def fixed(
+        self, state: KVCache | PagedCache, rows: Rows, tokens: int, device: torch.device | str,
+        paged: bool | None = None,
+    ) -> Memory:  # fmt: skip
+        if isinstance(state, PagedCache) and paged is not False:
+            return PagedMemory.like(state, rows, tokens, device, self.place)
+        if isinstance(state, PagedCache):
+            raise ValueError("evict: expected None where keys may lie in no pages (impl='reference' on a GPU)")
+        if paged is None:
+            paged = not rows.length.is_cuda or not triton_unavailable(state.k.to(state.v.dtype), state.v)
+        if paged:
+            return PagedMemory.like(state, rows, tokens, device, self.place)
         return KeyMemory.like(state, rows, tokens, device, None, self.place)
 
     def _extend_pages(

@@ -234,9 +234,13 @@ def _padded(call: Call) -> bool:
     return "valid" in call.options or getattr(call.state, "valid", None) is not None
 
 
+def records_any(call: Call, *more: Tensor | None) -> bool:
+    """Whether a gradient is expected of q, k, v, the gate or ``more``."""
+    return _records(call.q, call.k, call.v, *(getattr(call.gate, part) for part in call.gate.parts), *more)
+
+
 def _records_any(call: Call) -> bool:
-    parts = (getattr(call.gate, part) for part in call.gate.parts)
-    return _records(call.q, call.k, call.v, *parts, call.options.get("sink"))
+    return records_any(call, call.options.get("sink"))
 
 
 def _records(*tensors: Tensor | None) -> bool:

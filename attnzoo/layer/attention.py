@@ -19,9 +19,9 @@ from attnzoo.forms.fixed import Rows
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.pool import KeyPool
-from attnzoo.forms.protocol import Call
+from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.dispatch import IMPLS, choose, given_options, run
+from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.gates import Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.matrix import rotary_angles
@@ -171,7 +171,12 @@ class Attention(PreciseModule):
         return LayerCache(owner=Owner(self), evict=settings)
 
     def fixed_cache(
-        self, like: LayerCache, rows: Rows, tokens: int, device: torch.device | str | None = None, **options: Any
+        self,
+        like: LayerCache,
+        rows: Rows,
+        tokens: int,
+        device: torch.device | str | None = None,
+        paged: bool | None = None,
     ) -> FixedCache:
         """An empty cache for steps of one token of several sequences, which change it in place.
 
@@ -180,10 +185,10 @@ class Attention(PreciseModule):
             rows: of the batch; every layer reads them.
             tokens: of the longest sequence that there will be.
             device: None for that of ``rows``; ``"meta"`` shows how much memory it needs.
-            options: of the variant's memory (:meth:`~attnzoo.forms.softmax.SoftmaxForms.fixed`).
+            paged: whether keys lie in pages; None for wherever that can be.
 
         Raises:
-            ValueError: the variant is a third party's that offers none.
+            ValueError: the variant is a third party's that offers none, or keys cannot lie in pages, or must.
         """
         device = device or rows.length.device
         fixed = getattr(self.variant.form_set, "fixed", None)
@@ -194,8 +199,10 @@ class Attention(PreciseModule):
             name: torch.zeros(len(rows.lengths), *x.shape[1:], dtype=x.dtype, device=device)
             for name, x in like.windows.items()
         }
+        if self.impl == "reference" and rows.length.is_cuda:
+            paged = False  # plain operations read no pages without waiting for the GPU
         bound = None if self.prune is None else self.logit_bound(like.dtype or torch.float32)
-        return FixedCache(fixed(like.state, rows, tokens, device, **options), windows, rows, bound)
+        return FixedCache(fixed(like.state, rows, tokens, device, paged), windows, rows, bound)
 
     def forward(
         self,
@@ -242,10 +249,11 @@ class Attention(PreciseModule):
         stream.commit(self, x, state)
         return y
 
-    def project(self, x: Tensor) -> Projected:
-        """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them."""
+    def project(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Projected:
+        """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them; with borders ``[N + 1]``, of one row."""
         self._check(x)
-        return self._project(x, self._stream(x, None, None))
+        check_borders(cu_seqlens, x)
+        return self._project(x, Stream(None, None, (x.shape[0], x.shape[1]), x.device, cu_seqlens))
 
     @torch.no_grad()
     def logit_bound(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -357,6 +365,10 @@ class Attention(PreciseModule):
         call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
         form = choose(self.variant, self.impl, call)
         _say(f"{self.variant.name}: impl={self.impl!r} runs {form} on {x.device.type}")
+        if form == REFERENCE and self.impl == "auto":
+            lost = missed(self.variant, call)
+            if lost:
+                _say(f"{self.variant.name}: no kernel runs, and the reference is slower: {lost}", logging.WARNING)
         if not torch.compiler.is_compiling():
             self._picked = f"{form} on {x.device.type}"
         o, state = run(self.variant, form, call)
@@ -456,11 +468,11 @@ _said: set[str] = set()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled layer says it while it is compiled
-def _say(picked: str) -> None:
+def _say(picked: str, level: int = logging.INFO) -> None:
     """Log what runs, once per process."""
     if picked not in _said:
         _said.add(picked)
-        logger.info(picked)
+        logger.log(level, "%s", picked)
 
 
 __all__ = ["Attention", "AttentionConfig", "LayerCache", "Projected"]

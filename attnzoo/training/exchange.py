@@ -73,7 +73,7 @@ def export_run(run: Path, folder: Path) -> Path:
     checkpoint = usable_checkpoint(run, MODEL)
     model, config = load_run(run, checkpoint=checkpoint)
     step = 0 if checkpoint is None else read_progress(checkpoint).step
-    tokenizer = _tokenizer_of(run, config.data)
+    tokenizer = tokenizer_of(run, config.data)
     with whole_folder(folder) as part:
         for name, content in tokenizer.items():
             (part / name).write_bytes(content)
@@ -91,7 +91,7 @@ def keep_tokenizer(data: DataConfig, run: Path) -> None:
                     (part / name).write_bytes(content)
 
 
-def _tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
+def tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
     """The files of the tokenizer by which a run's data was made; none where nobody said."""
     if (run / KEPT).is_dir():
         return read_tokenizer(run / KEPT)

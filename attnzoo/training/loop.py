@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import threading
@@ -39,6 +40,7 @@ from attnzoo.training.optimizer import learning_rate
 from attnzoo.training.progress import Quiet, build_display
 from attnzoo.training.rows import Rows, rows_of
 from attnzoo.training.sharding import TrainState, own, prepare, whole
+from attnzoo.training.throughput import Operations, blocks_kept, peak_here
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -127,6 +129,7 @@ class _Run:
         self.config, self.state = config, state
         self.accelerator, self.model, self.optimizer = state.accelerator, state.model, state.optimizer
         self.data, self.rows_per_part = data, rows_per_part
+        self.parts: list[Rows] = []  # of the last step
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Update once; the mean loss over the whole batch, and the norm of the gradient before clipping.
@@ -151,7 +154,7 @@ class _Run:
         self.model.train()
         losses = []
         norm = torch.zeros(())
-        parts = [self._part(step, part) for part in range(config.gradient_accumulation)]
+        parts = self.parts = [self._part(step, part) for part in range(config.gradient_accumulation)]
         for rows, weight in zip(parts, self._weights(parts), strict=True):
             with accelerator.accumulate(self.model):
                 loss = self._loss(step, rows)
@@ -228,6 +231,30 @@ class _Run:
             raise self._diverged(step, f"the held-out loss is {mean}")
         return mean
 
+    @functools.cached_property
+    def peak(self) -> float | None:
+        """Operations per second that the GPUs could do; said once where they are not known."""
+        return peak_here(self.accelerator.device, self.accelerator.num_processes)
+
+    def usage(self, step: int, tokens_per_second: float) -> Row:
+        """The share of blocks that pruning keeps, where a layer prunes, and MFU, where the GPU's peak is known."""
+        self.model.eval()
+        try:
+            kept = blocks_kept(self.model, self.parts[0])
+        except ValueError as error:
+            raise self._diverged(step, str(error)) from error
+        row: Row = {}
+        if kept:
+            shares = torch.tensor(list(kept.values()), device=self.accelerator.device)
+            kept = dict(zip(kept, self.accelerator.reduce(shares, "mean").tolist(), strict=True))
+            row["blocks_kept"] = sum(kept.values()) / len(kept)
+        if self.peak is not None:
+            share = tokens_per_second / sum(part.inputs.numel() for part in self.parts) / self.peak
+            operations = Operations(self.accelerator.unwrap_model(self.model))
+            row["mfu"] = operations.per_step(self.parts, kept) * share
+            row["mfu_dense"] = operations.per_step(self.parts) * share
+        return row
+
     def check_finite(self, step: int, loss: Tensor, norm: Tensor) -> tuple[float, float]:
         """Loss and norm as numbers.
 
@@ -296,6 +323,7 @@ def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[
                 elapsed = time.perf_counter() - clock
                 progress = replace(progress, step=step, tokens=tokens, seconds=progress.seconds + elapsed)
                 if logs:
+                    speed = steps_timed * tokens_per_step / elapsed
                     record(
                         {
                             "kind": "train",
@@ -304,8 +332,9 @@ def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[
                             "loss": loss_value,
                             "lr": learning_rate(step, config.steps, config.optimizer),
                             "grad_norm": norm_value,
-                            "tokens_per_second": steps_timed * tokens_per_step / elapsed,
+                            "tokens_per_second": speed,
                             "seconds": progress.seconds,
+                            **run.usage(step, speed),
                         }
                     )
                 if evaluates:
