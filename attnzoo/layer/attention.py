@@ -169,7 +169,7 @@ class Attention(PreciseModule):
             raise ValueError(f"evict: {why}")
         bounded = self.config.qk_norm != "none" or self.config.window is not None
         if settings is not None and not bounded and not settings.offload:
-            how = "expected None, 'offload', or a layer with qk_norm, whose weights bound later queries"
+            how = "expected None or a layer with qk_norm, whose weights bound later queries, or 'offload'"
             raise ValueError(f"evict: {how}, got {evict!r} and qk_norm='none'")
         return LayerCache(owner=Owner(self), evict=settings)
 
