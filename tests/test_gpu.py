@@ -12,7 +12,7 @@ from attnzoo.samples import random_inputs
 pytestmark = pytest.mark.gpu
 D, H = 128, 2
 EPS = 2**-8  # of bfloat16, half a unit
-KERNELS = {"nope", "alibi", "fox", "rope", "path", "path_fox"}
+KERNELS = {"nope", "alibi", "fox", "rope", "path", "path_fox", "wall"}
 PIECES = [30, 1, 1, 8]
 
 

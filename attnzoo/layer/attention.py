@@ -18,7 +18,6 @@ from attnzoo.errors import unknown
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
-from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
@@ -361,7 +360,9 @@ class Attention(PreciseModule):
         options = self._options(projected, valid, stream.cu_seqlens, bound)
         state = None if cache is None else cache.state
         if state is None and cache is not None and cache.evict is not None:
-            state = self._empty_pages(projected, cache.evict)
+            forms: Any = self.variant.form_set
+            pages = forms.new_pages(projected.q, projected.k, projected.v, projected.gate)
+            state = PagedCache.of(pages, self.eviction(cache.evict, projected.q.dtype))
         call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
         form = choose(self.variant, self.impl, call)
         _say(f"{self.variant.name}: impl={self.impl!r} runs {form} on {x.device.type}")
@@ -414,16 +415,12 @@ class Attention(PreciseModule):
         y: Tensor = self.o_proj(o)
         return y
 
-    def _empty_pages(self, projected: Projected, evict: Evict) -> PagedCache:
-        """The cache before the first call."""
-        q, v, bounds = projected.q, projected.v, None
-        (B, _, H, K), (G, V) = q.shape, v.shape[2:]
-        decays = projected.gate.log_decay is not None
-        longest, score = self.query_bound(q.dtype), self.logit_bound(q.dtype)
-        if decays and longest is not None and score is not None:
-            bounds = QueryBounds(longest, own=score, score=score)
-        pool = KeyPool.empty(B, G, H // G, K, V, dtype=v.dtype, device=v.device, decays=decays)
-        return PagedCache.of(pool, Eviction(math.log(evict.eps), bounds, self.config.window))
+    def eviction(self, evict: Evict, dtype: torch.dtype) -> Eviction:
+        """What a cache of this layer gives up keys by, with q and k rounded to ``dtype``; see :meth:`new_cache`."""
+        bounds, query, score = None, self.query_bound(dtype), self.logit_bound(dtype)
+        if query is not None and score is not None:
+            bounds = QueryBounds(query, own=score, score=score)
+        return Eviction(math.log(evict.eps), bounds, self.config.window)
 
     def _project(self, x: Tensor, stream: Stream) -> Projected:
         config = self.config
