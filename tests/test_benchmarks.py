@@ -173,7 +173,7 @@ def test_gates_as_trained_are_constant_and_mostly_local(tmp_path: Path) -> None:
     config = load_config(find_config("tiny", "train"), ["model.attention=path_fox", "model.num_heads=4"])
     trained_gates(config, tmp_path / "gates")
     model = LanguageModel(config.model)
-    start_from(model, str(tmp_path / "gates"))
+    start_from(model, str(tmp_path / "gates"), config.data)
     for block in model.blocks:
         gate = block.attention.project(torch.randn(2, 5, config.model.hidden_size)).gate  # type: ignore[operator, union-attr]
         lengths = -1 / gate.log_decay
