@@ -20,9 +20,10 @@ T = 300
 def forgetful(name="fox", bias=0.0, **options):
     """A float64 layer with QK-norm of which some heads forget within few tokens, and some do not."""
     attn = layer(name, "pro", window=options.pop("window", None), **options)
-    if name == "fox":
+    if name in ("fox", "path_fox"):
         with torch.no_grad():
-            attn.gate.forget_proj.bias.copy_(torch.tensor([-2.0, 3.0, -1.0, -3.0]) + bias)
+            gate = attn.gate if name == "fox" else attn.gate.members[1]
+            gate.forget_proj.bias.copy_(torch.tensor([-2.0, 3.0, -1.0, -3.0]) + bias)
     return attn
 
 
@@ -33,6 +34,7 @@ def live(cache):
 @pytest.mark.parametrize(("name", "options"), [
     ("fox", {}), ("fox", {"window": 70}), ("fox", {"acp": Prune(eps=1e-30)}), ("fox", {"sinks": True}), ("alibi", {}),
     ("rope", {"window": 70}), ("nope", {"window": 70}), ("alibi", {"rotary": 1e4}),
+    ("path_fox", {}), ("path_fox", {"window": 70}), ("path", {"window": 70, "sinks": True}),
 ])  # fmt: skip
 @torch.no_grad()
 def test_outputs_equal_those_of_a_whole_cache(name, options):
@@ -45,9 +47,10 @@ def test_outputs_equal_those_of_a_whole_cache(name, options):
         assert live(paged) <= 2 * 2 * (70 // PAGE + 2)
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
 @torch.no_grad()
-def test_padding_and_packing_go_on_as_in_a_whole_cache():
-    attn, x = forgetful(), rows(3, 200)
+def test_padding_and_packing_go_on_as_in_a_whole_cache(name):
+    attn, x = forgetful(name), rows(3, 200)
     mask = torch.rand(3, 200, generator=torch.Generator().manual_seed(0)) < torch.tensor([[1.0], [0.6], [0.05]])
     mask[1, :70] = False
     whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
@@ -60,7 +63,7 @@ def test_padding_and_packing_go_on_as_in_a_whole_cache():
         assert_same(attn(x[:1], cache=two, **now), attn(x[:1], cache=one, **now))
 
 
-@pytest.mark.parametrize("name", ["fox", "alibi"])
+@pytest.mark.parametrize("name", ["fox", "alibi", "path_fox"])
 @torch.no_grad()
 def test_the_output_moves_by_twice_eps_and_keys_are_given_back(name):
     """Measured before the output's projection, where |v| is known."""
@@ -78,14 +81,15 @@ def test_the_output_moves_by_twice_eps_and_keys_are_given_back(name):
     longest = whole.state.v.norm(dim=-1).max()
     moved = (exact - got).unflatten(-1, (4, -1)).norm(dim=-1)
     assert 0 < moved.max() <= 2 * eps * longest
-    if name == "fox":  # one of two key heads serves a query head that forgets little
+    if name != "alibi":  # one of two key heads serves a query head that forgets little
         assert most[-1] < 2 * steps / PAGE
         assert len(paged.state.pool.k) < 2 * steps / PAGE  # room for what has gone is used again
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
 @torch.no_grad()
-def test_beams_share_pages_and_go_their_own_ways():
-    attn, x = forgetful(), rows(4, T)
+def test_beams_share_pages_and_go_their_own_ways(name):
+    attn, x = forgetful(name), rows(4, T)
     whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
     for cache in (whole, paged):
         attn(x[:1, :150], cache=cache)
@@ -101,17 +105,25 @@ def test_beams_share_pages_and_go_their_own_ways():
     assert pool.used() == len(pool.pages[pool.pages >= 0].unique())
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
 @torch.no_grad()
-def test_rejected_tokens_are_taken_back():
-    attn, x = forgetful(), rows(2, T)
-    attn.k_shift = attn.v_shift = None  # which keep only their last token
+def test_rejected_tokens_are_taken_back(name):
+    """Layers without convolutions and shifts, which keep their last tokens alone."""
+    attn, x = forgetful(name, **({"w_conv_size": 0} if name == "path_fox" else {})), rows(2, T)
+    attn.k_shift = attn.v_shift = None
     whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
-    for start in range(0, T - 8, 8):
-        for cache in (whole, paged):
-            attn(rows(2, 8, seed=start), cache=cache)
-            cache.state = cache.state.crop(start + 3)
-            cache.seen = torch.full_like(cache.seen, start + 3)
-        assert_same(*(attn(x[:, start + 3 : start + 8], cache=cache) for cache in (paged, whole)))
+    for start in range(0, T, 5):
+        attn(rows(2, 8, seed=start), cache=paged)
+        paged.state = paged.state.crop(start)
+        paged.seen = torch.full_like(paged.seen, start)
+        assert_same(*(attn(x[:, start : start + 5], cache=cache) for cache in (paged, whole)))
+    assert not paged.windows
+    if name == "path_fox":  # pages of carried keys, but for the last and the one that is not whole
+        with pytest.raises(
+            ValueError, match=r"tokens: expected at least 192 \(earlier keys have been carried\), got 191"
+        ):
+            paged.state.crop(191)
+        assert len(paged.state.crop(192)) == 192
 
 
 @torch.no_grad()
@@ -132,10 +144,11 @@ def test_no_key_is_taken_back_to_that_an_earlier_row_needs():
     assert len(state.crop(least)) == least
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
 @torch.no_grad()
-def test_failed_calls_are_forgotten():
+def test_failed_calls_are_forgotten(name):
     """A later layer fails; the pages hold tokens that were never seen, and a page may have gone."""
-    attn, x = forgetful(), rows(2, T)
+    attn, x = forgetful(name), rows(2, T)
     whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
     for start in range(0, T, 30):
         before = vars(paged).copy()
@@ -150,9 +163,10 @@ def test_failed_calls_are_forgotten():
         attn(x, cache=paged)
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
 @torch.no_grad()
-def test_a_copy_and_a_loaded_cache_go_on_alone(tmp_path):
-    attn, x = forgetful(), rows(2, T)
+def test_a_copy_and_a_loaded_cache_go_on_alone(tmp_path, name):
+    attn, x = forgetful(name), rows(2, T)
     cache = attn.new_cache(evict=1e-3)
     attn(x[:, :200], cache=cache)
     torch.save(cache, tmp_path / "cache.pt")

@@ -95,7 +95,7 @@ def tokenize(
         files = tokenizer_files(made)
     else:
         files = read_tokenizer(tokenizer)
-        made = _parse(files[TOKENIZER])
+        made = parse_tokenizer(files[TOKENIZER])
         end = end or _special(files, "eos_token")
         files.setdefault(SETTINGS, _settings(end))
     token = made.token_to_id(end) if end else None
@@ -194,7 +194,13 @@ def read_tokenizer(path: Path) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
 
 
-def _parse(content: bytes) -> Any:
+def parse_tokenizer(content: bytes) -> Any:
+    """The tokenizer, of tokenizers, that a `tokenizer.json` holds.
+
+    Raises:
+        ValueError: it cannot be read.
+        ModuleNotFoundError: tokenizers is not installed.
+    """
     from tokenizers import Tokenizer
 
     try:
@@ -208,7 +214,7 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
     named = {kind: _special(files, f"{kind}_token") for kind in ("bos", "eos", "pad")}
     if not any(named.values()):
         return {}
-    tokenizer = _parse(files[TOKENIZER])
+    tokenizer = parse_tokenizer(files[TOKENIZER])
     return {f"{kind}_token_id": tokenizer.token_to_id(name) for kind, name in named.items() if name}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -51,7 +51,7 @@ class PagedCache:
         phase: RoPE's total angle so far, as in :class:`attnzoo.KVCache`.
         angle: RoPE's angle where all tokens had the same, or None.
         lengths: tokens of each sequence that are stored.
-        sums: the pool's ``total`` and ``since``.
+        notes: by which the pool comes back to it.
         mark: which of the pool's states it is.
     """
 
@@ -62,15 +62,14 @@ class PagedCache:
     phase: Tensor | None = None
     angle: Tensor | None = None
     lengths: tuple[int, ...] = ()
-    sums: tuple[Tensor | None, Tensor | None] = (None, None)
+    notes: dict[str, Any] = field(default_factory=dict, repr=False)
     mark: int = 0
 
     @staticmethod
     def of(pool: KeyPool, evict: Eviction | None = None, **seen: Any) -> PagedCache:
         """The cache that ``pool`` now is; ``seen`` are ``tokens``, ``valid``, ``phase`` and ``angle``."""
         pool.mark += 1
-        sums = tuple(None if x is None else x.clone() for x in (pool.total, pool.since))
-        return PagedCache(pool, evict, lengths=tuple(pool.lengths), sums=cast(Any, sums), mark=pool.mark, **seen)
+        return PagedCache(pool, evict, lengths=tuple(pool.lengths), notes=pool.notes(), mark=pool.mark, **seen)
 
     def __len__(self) -> int:
         return self.tokens
@@ -111,7 +110,7 @@ class PagedCache:
         if pool.mark != self.mark:
             if pool.before != self.mark:
                 raise ValueError("state: expected the last that this pool of keys has given, got an earlier one")
-            pool.crop(self.lengths, self.sums)
+            pool.crop(self.lengths, self.notes)
         pool.before = self.mark
         pool.mark += 1
 
@@ -275,5 +274,6 @@ def attend_rows(
         if since is not None:
             hidden = hidden | (index[:, :, None, None] < since.unflatten(1, (G, R))[..., None])
     logits = logits.clamp(min=least_logit(logits.dtype)).masked_fill(hidden, least_logit(logits.dtype))
-    o = logits.softmax(-1) @ v
+    unread = (~there | (index >= pool.length[:, None, None]))[:, :, None, :, None]  # may hold what others have left
+    o = logits.softmax(-1) @ v.masked_fill(unread, 0)
     return o.flatten(1, 2), logits.logsumexp(-1).flatten(1, 2)

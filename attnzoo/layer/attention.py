@@ -18,10 +18,9 @@ from attnzoo.errors import unknown
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
-from attnzoo.forms.pool import KeyPool
-from attnzoo.forms.protocol import Call
+from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.dispatch import IMPLS, choose, given_options, run
+from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.gates import Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.matrix import rotary_angles
@@ -171,7 +170,12 @@ class Attention(PreciseModule):
         return LayerCache(owner=Owner(self), evict=settings)
 
     def fixed_cache(
-        self, like: LayerCache, rows: Rows, tokens: int, device: torch.device | str | None = None, **options: Any
+        self,
+        like: LayerCache,
+        rows: Rows,
+        tokens: int,
+        device: torch.device | str | None = None,
+        paged: bool | None = None,
     ) -> FixedCache:
         """An empty cache for steps of one token of several sequences, which change it in place.
 
@@ -180,10 +184,10 @@ class Attention(PreciseModule):
             rows: of the batch; every layer reads them.
             tokens: of the longest sequence that there will be.
             device: None for that of ``rows``; ``"meta"`` shows how much memory it needs.
-            options: of the variant's memory (:meth:`~attnzoo.forms.softmax.SoftmaxForms.fixed`).
+            paged: whether keys lie in pages; None for wherever that can be.
 
         Raises:
-            ValueError: the variant is a third party's that offers none.
+            ValueError: the variant is a third party's that offers none, or keys cannot lie in pages, or must.
         """
         device = device or rows.length.device
         fixed = getattr(self.variant.form_set, "fixed", None)
@@ -194,8 +198,10 @@ class Attention(PreciseModule):
             name: torch.zeros(len(rows.lengths), *x.shape[1:], dtype=x.dtype, device=device)
             for name, x in like.windows.items()
         }
+        if self.impl == "reference" and rows.length.is_cuda:
+            paged = False  # plain operations read no pages without waiting for the GPU
         bound = None if self.prune is None else self.logit_bound(like.dtype or torch.float32)
-        return FixedCache(fixed(like.state, rows, tokens, device, **options), windows, rows, bound)
+        return FixedCache(fixed(like.state, rows, tokens, device, paged), windows, rows, bound)
 
     def forward(
         self,
@@ -354,10 +360,16 @@ class Attention(PreciseModule):
         options = self._options(projected, valid, stream.cu_seqlens, bound)
         state = None if cache is None else cache.state
         if state is None and cache is not None and cache.evict is not None:
-            state = self._empty_pages(projected, cache.evict)
+            forms: Any = self.variant.form_set
+            pages = forms.new_pages(projected.q, projected.k, projected.v, projected.gate)
+            state = PagedCache.of(pages, self.eviction(cache.evict, projected.q.dtype))
         call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
         form = choose(self.variant, self.impl, call)
         _say(f"{self.variant.name}: impl={self.impl!r} runs {form} on {x.device.type}")
+        if form == REFERENCE and self.impl == "auto":
+            lost = missed(self.variant, call)
+            if lost:
+                _say(f"{self.variant.name}: no kernel runs, and the reference is slower: {lost}", logging.WARNING)
         if not torch.compiler.is_compiling():
             self._picked = f"{form} on {x.device.type}"
         o, state = run(self.variant, form, call)
@@ -403,16 +415,12 @@ class Attention(PreciseModule):
         y: Tensor = self.o_proj(o)
         return y
 
-    def _empty_pages(self, projected: Projected, evict: Evict) -> PagedCache:
-        """The cache before the first call."""
-        q, v, bounds = projected.q, projected.v, None
-        (B, _, H, K), (G, V) = q.shape, v.shape[2:]
-        decays = projected.gate.log_decay is not None
-        longest, score = self.query_bound(q.dtype), self.logit_bound(q.dtype)
-        if decays and longest is not None and score is not None:
-            bounds = QueryBounds(longest, own=score, score=score)
-        pool = KeyPool.empty(B, G, H // G, K, V, dtype=v.dtype, device=v.device, decays=decays)
-        return PagedCache.of(pool, Eviction(math.log(evict.eps), bounds, self.config.window))
+    def eviction(self, evict: Evict, dtype: torch.dtype) -> Eviction:
+        """What a cache of this layer gives up keys by, with q and k rounded to ``dtype``; see :meth:`new_cache`."""
+        bounds, query, score = None, self.query_bound(dtype), self.logit_bound(dtype)
+        if query is not None and score is not None:
+            bounds = QueryBounds(query, own=score, score=score)
+        return Eviction(math.log(evict.eps), bounds, self.config.window)
 
     def _project(self, x: Tensor, stream: Stream) -> Projected:
         config = self.config
@@ -457,11 +465,11 @@ _said: set[str] = set()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled layer says it while it is compiled
-def _say(picked: str) -> None:
+def _say(picked: str, level: int = logging.INFO) -> None:
     """Log what runs, once per process."""
     if picked not in _said:
         _said.add(picked)
-        logger.info(picked)
+        logger.log(level, "%s", picked)
 
 
 __all__ = ["Attention", "AttentionConfig", "LayerCache", "Projected"]

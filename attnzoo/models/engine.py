@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Evict
 from attnzoo.errors import check_kinds
 from attnzoo.forms.fixed import Rows
+from attnzoo.forms.memory import check_room, size_of
 from attnzoo.layer.fixed import FixedCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.sampling import GREEDY, Samplers, Sampling
@@ -29,6 +31,7 @@ class Request:
         tokens: those that followed and are known, the one that ended it among them.
         left: steps before the last of them is drawn.
         done: whether all that there will be are known.
+        kept: by layer, how many keys each of its key heads had in the end; None for a layer without keys.
     """
 
     id: int
@@ -39,6 +42,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     left: int = 0
     done: bool = False
+    kept: list[list[int] | None] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -62,6 +66,8 @@ class Generator:
         max_tokens: of the longest sequence, its prompt included.
         check_every: steps between two looks at what was drawn, for tokens that end a sequence. The tokens are known
             that late, and on a GPU one look later, so that it never waits.
+        evict: give up keys for which no later token can lose more than this weight in all; None for none. Their memory
+            is taken as it is needed, and a growing pool of keys captures the graph anew.
         graph: whether a step is captured as a CUDA graph; None for wherever there is a GPU.
 
     Raises:
@@ -76,6 +82,7 @@ class Generator:
         max_tokens: int,
         *,
         check_every: int = 8,
+        evict: float | None = None,
         graph: bool | None = None,
     ) -> None:
         if not isinstance(model, LanguageModel):
@@ -88,7 +95,9 @@ class Generator:
         self.device = model.embedding.weight.device
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False on {self.device} (only a GPU has graphs), got True")
-        self.model, self.max_tokens, self.check_every = model.eval(), max_tokens, check_every
+        if evict is not None and Evict.of(evict).offload:
+            raise ValueError("evict: expected a weight (no keys are brought back within a step), got 'offload'")
+        self.model, self.max_tokens, self.check_every, self.evict = model.eval(), max_tokens, check_every, evict
         self.graphed = self.device.type == "cuda" if graph is None else graph
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * max_sequences
@@ -106,18 +115,12 @@ class Generator:
     @torch.no_grad()
     def _caches(self) -> list[FixedCache]:
         """One cache per layer, shaped as one token fills those of the model."""
-        like = self.model.new_cache()
+        like = self.model.new_cache(self.evict)
         self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
         layers = list(zip(self.model.attentions(), like, strict=True))
         meta = [layer.fixed_cache(one, self.batch, self.max_tokens, "meta") for layer, one in layers]
-        needed = _bytes(meta)
-        if self.device.type == "cuda":
-            there = torch.cuda.mem_get_info(self.device)[0]
-            if needed > there:
-                raise MemoryError(
-                    f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens need {needed / 2**30:.1f} "
-                    f"GiB, and {there / 2**30:.1f} GiB of {self.device} are free; take fewer or shorter sequences"
-                )
+        what = f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens"
+        check_room(_bytes(meta), self.device, what)
         return [layer.fixed_cache(one, self.batch, self.max_tokens) for layer, one in layers]
 
     def bytes(self) -> int:
@@ -213,7 +216,7 @@ class Generator:
             if there is not None or not self.waiting:
                 continue
             request = self.waiting.popleft()
-            cache = self.model.new_cache()
+            cache = self.model.new_cache(self.evict)
             last = self.model.hidden(request.prompt[None], cache=cache)[:, -1]
             for fixed, filled in zip(self.caches, cache, strict=True):
                 fixed.admit(row, filled, len(request.prompt) + request.max_new_tokens)
@@ -234,7 +237,9 @@ class Generator:
                 self._release(row)
 
     def _release(self, row: int) -> None:
-        self.rows[row] = None
+        request, self.rows[row] = self.rows[row], None
+        if request is not None:
+            request.kept = [cache.memory.kept(row) for cache in self.caches]
         for cache in self.caches:
             cache.clear(row)
         self.batch.end(row)
@@ -314,4 +319,4 @@ class Generator:
 
 
 def _bytes(caches: Sequence[FixedCache]) -> int:
-    return sum(x.numel() * x.element_size() for cache in caches for x in cache.tensors())
+    return sum(size_of(x) for cache in caches for x in cache.tensors())

@@ -19,7 +19,8 @@ from attnzoo.data.tokenizer import byte_tokenizer, read_tokenizer, special_token
 from attnzoo.files import whole_folder
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import MODEL
+from attnzoo.training.digests import MODEL, PARTS
+from attnzoo.training.sharding import join_parts
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +73,7 @@ def export_run(run: Path, folder: Path) -> Path:
     checkpoint = usable_checkpoint(run, MODEL)
     model, config = load_run(run, checkpoint=checkpoint)
     step = 0 if checkpoint is None else read_progress(checkpoint).step
-    tokenizer = _tokenizer_of(run, config.data)
+    tokenizer = tokenizer_of(run, config.data)
     with whole_folder(folder) as part:
         for name, content in tokenizer.items():
             (part / name).write_bytes(content)
@@ -90,7 +91,7 @@ def keep_tokenizer(data: DataConfig, run: Path) -> None:
                     (part / name).write_bytes(content)
 
 
-def _tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
+def tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
     """The files of the tokenizer by which a run's data was made; none where nobody said."""
     if (run / KEPT).is_dir():
         return read_tokenizer(run / KEPT)
@@ -159,7 +160,9 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
         checkpoint = usable_checkpoint(folder, MODEL)
         if checkpoint is None:
             raise FileNotFoundError(f"start_from: the run in {source!r} has no checkpoint yet")
-        there, prefix = Weights.of_folder(checkpoint), ""
+        parts = checkpoint / PARTS
+        there = Weights.of_state(join_parts(parts)) if parts.is_dir() else Weights.of_folder(checkpoint)
+        prefix = ""
     elif (folder / "config.json").is_file():
         kind = read_settings(folder).get("model_type")
         if kind != "attnzoo":

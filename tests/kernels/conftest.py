@@ -4,5 +4,5 @@ from __future__ import annotations
 
 import importlib.util
 
-NAMES = ("decode", "fox", "path", "wall")
+NAMES = ("decode", "fox", "linear", "path", "wall")
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else [f"test_{name}*.py" for name in NAMES]
