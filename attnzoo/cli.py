@@ -261,8 +261,8 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
 def tokenize(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
     """Write text files as tokens for training.
 
-    PATH is a text file (UTF-8) or a folder of them; each file is a document. The folder written is a data.source: it
-    holds the tokenizer, and the tokens of a training and a held-out split, by file.
+    PATH is a text file (UTF-8), a folder of them, or stdlib; each file is a document. The folder written is a
+    data.source: it holds the tokenizer, and the tokens of a training and a held-out split, by file.
     """
     from attnzoo.data.tokenizer import tokenize as run
 
@@ -309,6 +309,47 @@ def import_(source: Path, folder: Path, dtype: str | None) -> None:
     for note in import_model(source, folder, getattr(torch, dtype) if dtype else None):
         click.echo(note)
     click.echo(f"model: {folder}")
+
+
+@app.command()
+@click.argument("source", metavar="RUN_OR_FOLDER", type=PATH)
+@click.option("--prompt", required=True, help="What is continued.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=200, show_default=True, help="At most so many follow."
+)
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", type=click.IntRange(min=1), help="Sample among the k likeliest.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample among the likeliest of this weight.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the samples.")
+@click.option(
+    "--evict", type=float, metavar="EPS", help="Give up keys for which no later token can lose more weight than this."
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
+)
+def generate(
+    source: Path, prompt: str, max_tokens: int, evict: float | None, device: str, dtype: str | None, **sampling: Any
+) -> None:
+    """Continue a text.
+
+    RUN_OR_FOLDER is a run, or a model folder that export or import wrote. The text goes to standard output as it is
+    drawn; speed, memory and the keys that each head kept to standard error.
+    """
+    import torch
+
+    from attnzoo.training.generate import Continuation, load_text_model
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load_text_model(source, device, getattr(torch, dtype) if dtype else None)
+    continuation = Continuation(loaded, prompt, max_tokens, evict, sampling)
+    click.echo(prompt, nl=False)
+    for text in continuation:
+        click.echo(text, nl=False)
+    click.echo()
+    for line in continuation.summary():
+        click.echo(line, err=True)
 
 
 app.add_command(bench)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
-from attnzoo.layer.dispatch import KERNELS, choose
+from attnzoo.layer.dispatch import KERNELS, choose, expected
 from attnzoo.registry import Variant, get, list_variants
 
 PACKAGES = ("attnzoo", "torch", "triton", "flash-linear-attention")
@@ -157,7 +157,7 @@ def _moved(call: Call, device: torch.device) -> Call:
 def _row(variant: Variant, when: str, call: Call) -> Row:
     form = choose(variant, "auto", call)
     faster = KERNELS[: KERNELS.index(form)] if form in KERNELS else KERNELS
-    offered = [name for name in faster if name in variant.forms]
+    offered = [name for name in expected(variant, call) if name in faster]
     why = [f"{name}: {variant.refuses(name, call)}" for name in offered]
     if form == REFERENCE and not offered:
         why = ["it has no kernel: neither ours nor flash-linear-attention's serves its gate"]

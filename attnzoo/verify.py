@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnzoo.algebra import oracle
 from attnzoo.algebra.gate import Gate
+from attnzoo.forms.protocol import is_brief
 from attnzoo.registry import Variant, get, list_variants
 from attnzoo.samples import Regime, random_inputs
 
@@ -129,8 +130,13 @@ def _value_and_gradients(form: Form, inputs: Inputs, cotangent: Tensor) -> list[
 
 
 def verify_kernel(variant: Variant, form: str, seed: int, device: str) -> Check:
-    """A kernel in bfloat16: its error may be twice that of the parallel form in the same precision."""
-    inputs = random_inputs(variant.name, B=1, T=128, H=4, G=4, K=64, V=64, regime="open", seed=seed)
+    """A kernel in bfloat16: its error may be twice that of the parallel form in the same precision.
+
+    One for a few tokens at a time is given few, and has no gradient.
+    """
+    brief = is_brief(variant.form_set, form)
+    T = 32 if brief else 128
+    inputs = random_inputs(variant.name, B=1, T=T, H=4, G=4, K=64, V=64, regime="open", seed=seed)
     q, k, v = (x.to(device, torch.bfloat16) for x in inputs[:3])
     gate = inputs[3].map(lambda part: part.to(device, torch.float32))
     if gate.w is not None:
@@ -140,12 +146,13 @@ def verify_kernel(variant: Variant, form: str, seed: int, device: str) -> Check:
     expected = _value_and_gradients(tie(_oracle(variant)), (q, k, v, gate), cotangent)
     reference = _value_and_gradients(tie(variant.forms["parallel"]), (q, k, v, gate), cotangent)
     try:
-        got = _value_and_gradients(tie(variant.forms[form]), (q, k, v, gate), cotangent)
+        run = tie(variant.forms[form])
+        got = [run(q, k, v, gate)] if brief else _value_and_gradients(run, (q, k, v, gate), cotangent)
     except RuntimeError as error:
         return Check(variant.name, form, 0.0, 0.0, skipped=str(error))
     allowed = 2 * max(map(relative_error, reference, expected)) + torch.finfo(torch.bfloat16).eps
     value, *gradients = map(relative_error, got, expected)
-    return Check(variant.name, form, value, max(gradients), allowed)
+    return Check(variant.name, form, value, max(gradients, default=0.0), allowed)
 
 
 def _same(form: Form) -> Form:

@@ -9,16 +9,17 @@ which over the reals is a rotation of each coordinate pair. Softmax dual: RoPE. 
 section 2, for the reading of RoPE as a product of transitions.
 """
 
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
-from attnzoo.forms.fla import fla_linear_attention, fla_unavailable
+from attnzoo.forms.few_tokens import FEW_TOKENS
+from attnzoo.forms.fla import Prepared, fla_kernel, scalar_decay
 from attnzoo.forms.linear import LinearForms
-from attnzoo.forms.protocol import Kernel
 
 TITLE = "Complex linear attention"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
@@ -70,14 +71,12 @@ class Rotation(Transition):
         return rotate(state.mT, -cast(Tensor, total)[..., None, :]).mT
 
 
-def rotated_fla(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def rotated(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """Rotated queries and keys through plain linear attention: ``Rot(a)^T Rot(b) = Rot(b - a)``."""
-    phase = phases(cast(Tensor, gate.per_token(q).angle), dim=1)
-    k = rotate(expand_heads(k, q.shape[2]), phase)
-    return fla_linear_attention(rotate(q, phase), k, v, Gate(), scale=scale, write=write, cu_seqlens=cu_seqlens)
+    phase = phases(cast(Tensor, x.gate.per_token(x.q).angle), dim=1)
+    q, k = rotate_all(phase, x.q, x.k)
+    o, state = scalar_decay(replace(x, q=q, k=k, gate=Gate()))
+    return o, None if state is None else Rotation().carry(phase[:, -1], state)
 
 
-FORMS = LinearForms(Rotation(), kernels={"fla": Kernel(rotated_fla, refuses=fla_unavailable)})
+FORMS = LinearForms(Rotation(), kernels={"triton": FEW_TOKENS, "fla": fla_kernel(rotated)})

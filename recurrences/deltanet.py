@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
 from attnzoo.algebra.triangular import rank_one_block
+from attnzoo.forms.few_tokens import FEW_TOKENS
 from attnzoo.forms.fla import FLA_DELTA_RULE
 from attnzoo.forms.linear import LinearForms
 
@@ -47,4 +48,4 @@ class Householder(Transition):
         return rank_one_block(first, q, k, cast(Tensor, gate.w), cast(Tensor, gate.beta), gate)
 
 
-FORMS = LinearForms(Householder(), chunk_size=32, kernels={"fla": FLA_DELTA_RULE})
+FORMS = LinearForms(Householder(), chunk_size=32, kernels={"triton": FEW_TOKENS, "fla": FLA_DELTA_RULE})

@@ -5,6 +5,7 @@ r"""Gated DeltaNet: forgets, erases along w_t, writes v_t k_t^T; with ``delta_ru
 Softmax dual: PaTH-FoX. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2025, eq. 10.
 """
 
+from attnzoo.forms.few_tokens import FEW_TOKENS
 from attnzoo.forms.fla import FLA_DELTA_RULE
 from attnzoo.forms.linear import LinearForms
 from attnzoo.recurrences.deltanet import Householder
@@ -22,4 +23,4 @@ LAYER = {
     "output_norm": "rms", "output_gate": "swish",
 }  # fmt: skip
 
-FORMS = LinearForms(Householder(), chunk_size=32, kernels={"fla": FLA_DELTA_RULE})
+FORMS = LinearForms(Householder(), chunk_size=32, kernels={"triton": FEW_TOKENS, "fla": FLA_DELTA_RULE})

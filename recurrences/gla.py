@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, open_sums
+from attnzoo.forms.few_tokens import FEW_TOKENS
 from attnzoo.forms.fla import FLA_DIAGONAL_DECAY
 from attnzoo.forms.linear import LinearForms
 
@@ -146,4 +147,4 @@ def _halves(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-FORMS = LinearForms(Diagonal(), kernels={"fla": FLA_DIAGONAL_DECAY})
+FORMS = LinearForms(Diagonal(), kernels={"triton": FEW_TOKENS, "fla": FLA_DIAGONAL_DECAY})

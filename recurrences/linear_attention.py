@@ -7,7 +7,8 @@ without the normaliser.
 """
 
 from attnzoo.algebra.transitions import Identity
-from attnzoo.forms.fla import FLA_LINEAR_ATTENTION
+from attnzoo.forms.few_tokens import FEW_TOKENS
+from attnzoo.forms.fla import FLA_SCALAR_DECAY
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "Linear attention"
@@ -19,4 +20,4 @@ EQUATIONS = (
 )
 LAYER = {"feature_map": "elu", "output_norm": "rms"}
 
-FORMS = LinearForms(Identity(), kernels={"fla": FLA_LINEAR_ATTENTION})
+FORMS = LinearForms(Identity(), kernels={"triton": FEW_TOKENS, "fla": FLA_SCALAR_DECAY})

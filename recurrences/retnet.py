@@ -6,6 +6,7 @@ Softmax dual: ALiBi, whose slope is :math:`-g_h`. Source: Sun et al., "Retentive
 """
 
 from attnzoo.algebra.transitions import Identity
+from attnzoo.forms.few_tokens import FEW_TOKENS
 from attnzoo.forms.fla import FLA_SCALAR_DECAY
 from attnzoo.forms.linear import LinearForms
 
@@ -22,4 +23,4 @@ LAYER = {  # as in the authors' code (torchscale), where the paper's GroupNorm i
     "output_gate": "swish",
 }  # fmt: skip
 
-FORMS = LinearForms(Identity(), kernels={"fla": FLA_SCALAR_DECAY})
+FORMS = LinearForms(Identity(), kernels={"triton": FEW_TOKENS, "fla": FLA_SCALAR_DECAY})

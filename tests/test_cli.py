@@ -178,6 +178,20 @@ def test_kernel_is_held_to_twice_the_error_of_the_reference_in_its_precision(nam
     assert not bad.ok
 
 
+def test_kernel_of_few_tokens_is_verified_without_gradients() -> None:
+    variant = get("gla")
+
+    def values_alone(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        assert (q.shape[1], q.requires_grad) == (32, False)
+        return variant.forms["parallel"](q, *rest)  # type: ignore[no-any-return]
+
+    forms = MappingProxyType({**variant.forms, "triton": values_alone})
+    check = verification.verify_kernel(dataclasses.replace(variant, forms=forms), "triton", 0, "cpu")
+    assert check.ok
+    assert not check.skipped
+    assert check.gradient == 0
+
+
 def test_kernel_that_refuses_is_reported_with_its_reason() -> None:
     variant = get("gla")
     if torch.cuda.is_available():
@@ -191,7 +205,7 @@ def test_forms_that_need_a_gpu_are_not_counted_as_verified_without_one(run: Any)
     if torch.cuda.is_available():
         assert "needs a GPU" not in ran.out
     else:
-        assert "0 failed, 1 not run" in ran.out
+        assert "0 failed, 2 not run" in ran.out
 
 
 @pytest.mark.parametrize(

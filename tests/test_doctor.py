@@ -48,12 +48,12 @@ def row(report: doctor.Report, variant: str, when: str) -> doctor.Row:
 
 def test_a_hopper_with_a_known_triton_runs_gluon_kernels(pretend: Pretend) -> None:
     report = pretend((9, 0), (3, 7))
-    for variant in ("fox", "path"):
+    for variant in ("fox", "path", "wall"):
         training = row(report, variant, "training")
         assert (training.form, training.kernels, training.why) == ("triton", "Gluon forward, Gluon backward", ())
     assert row(report, "fox", "cached step").kernels == "split-key forward"
     assert row(report, "mamba2", "training").form == "fla"
-    assert row(report, "wall", "prefill").form == "reference"
+    assert row(report, "wall", "cached step").kernels == "a step per token over all keys"
     assert "cuda:0: Pretend, compute capability 9.0" in report.text()
 
 

@@ -1,11 +1,14 @@
 """The generator: every sequence goes on as it would alone, whatever the others are, and comes and goes."""
 
+import math
+
 import pytest
 import torch
-from layers import layer, rows
+from layers import assert_same, layer, rows
 
 from attnzoo.config import ModelConfig
 from attnzoo.forms.fixed import Rows
+from attnzoo.forms.pool import PAGE
 from attnzoo.models import Generator, LanguageModel
 from attnzoo.models.sampling import FILTERED, Samplers, Sampling, uniform
 from attnzoo.registry import get, list_variants
@@ -61,7 +64,8 @@ def test_greedy_sequences_of_any_length_go_on_as_each_does_alone(name, prompts):
 
 @pytest.mark.parametrize("name", list_variants())
 @pytest.mark.parametrize("options", [{}, {"window": 6, "sinks": True}, {"block": "pro"}], ids=["", "window", "pro"])
-def test_a_step_in_place_is_the_layers_own_step(name, options):
+@pytest.mark.parametrize("paged", [None, False], ids=["paged", "whole"])
+def test_a_step_in_place_is_the_layers_own_step(name, options, paged):
     if "window" in options and get(name).side == "linear":
         options = {"kv_shift": True, "conv_size": 3, "rotary": 100.0}
     attn = layer(name, **options)
@@ -71,7 +75,7 @@ def test_a_step_in_place_is_the_layers_own_step(name, options):
         like = attn.new_cache()
         attn(rows(1, 1), cache=like)
         batch = Rows.idle(len(lengths))
-        fixed = attn.fixed_cache(like, batch, 16)
+        fixed = attn.fixed_cache(like, batch, 16, paged=paged)
         for row, (T, cache) in enumerate(zip(lengths, caches, strict=True)):
             attn(rows(1, T, seed=row), cache=cache)
             fixed.admit(row, cache, 16)
@@ -80,7 +84,7 @@ def test_a_step_in_place_is_the_layers_own_step(name, options):
             x = rows(len(lengths), 1, seed=10 + step)
             y = attn(x, cache=fixed)
             expected = torch.cat([attn(x[n : n + 1], cache=cache) for n, cache in enumerate(caches)])
-            torch.testing.assert_close(y, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+            assert_same(y, expected)
             batch.length += 1
 
 
@@ -98,6 +102,17 @@ def test_a_sequence_that_joins_late_changes_nothing_for_itself_and_others(prompt
     assert not any(generator.rows)
     third = generator.add(prompts[3], 6, temperature=0)  # into a row that was used
     assert generator.run() == {third: alone(model, prompts[3], 6)}
+
+
+def test_a_sequence_that_another_loop_began_goes_on(prompts):
+    model = build(attention=["mamba2", "fox"])
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(prompts[1][None, :-1], cache=cache)
+    generator = Generator(model, 2, 32)
+    ids = [generator.resume(cache, int(prompts[1][-1]), 8, Sampling(0.0)) for _ in range(2)]
+    found = generator.run()
+    assert found[ids[0]] == found[ids[1]] == alone(model, prompts[1], 8)
 
 
 def test_a_stop_token_ends_its_sequence_alone(prompts):
@@ -132,6 +147,38 @@ def test_samples_depend_on_their_seed_alone(settings, prompts):
     number = greedy.add(prompts[0], 20, temperature=0)
     greedy.add(prompts[1], 20, temperature=1.5, seed=4, **settings)
     assert greedy.run()[number] == alone(model, prompts[0], 20)  # beside one that samples
+
+
+def forgetful():
+    """A model with one head per layer that forgets within some tokens, and one that never does."""
+    model = build(attention=["fox", "mamba2"], attention_options={"block": "pro"}, vocab_size=40)
+    with torch.no_grad():
+        attention = model.attentions()[0]
+        attention.gate.forget_proj.weight.mul_(0.1)
+        attention.gate.forget_proj.bias.copy_(torch.tensor([-1.0, 12.0]))
+    return model
+
+
+def test_keys_that_are_given_up_change_no_greedy_token_and_their_pages_are_free():
+    model, draws = forgetful(), torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 40, (T,), generator=draws) for T in (150, 250, 70)]
+    generator = Generator(model, 2, 400, evict=math.exp(-10))
+    ids = [generator.add(prompt, 100, temperature=0) for prompt in prompts]
+    found = generator.run()
+    for number, prompt in zip(ids, prompts, strict=True):
+        assert found[number] == alone(model, prompt, 100)
+        forgets, remembers = generator.requests[number].kept[0]
+        assert remembers == len(prompt) + 99
+        assert forgets <= min(3 * PAGE, remembers - PAGE)
+        assert generator.requests[number].kept[1] is None
+    pool = generator.caches[0].memory.pool
+    assert pool.used() == 0
+    whole = Generator(model, 2, 400)
+    assert generator.bytes() < whole.bytes()
+    with pytest.raises(ValueError, match="evict: expected a weight .*, got 'offload'"):
+        Generator(model, 1, 8, evict="offload")
+    with pytest.raises(ValueError, match="evict: expected None or a layer with qk_norm"):
+        Generator(build(), 1, 8, evict=0.1)
 
 
 def test_draws_follow_the_probabilities_among_the_tokens_that_are_left():

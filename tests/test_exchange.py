@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
 from attnzoo.config import load_config
 from attnzoo.data.sources import decode, encode
+from attnzoo.data.tokenizer import tokenize
 from attnzoo.training import exchange, load_run, train
 
 transformers = pytest.importorskip("transformers")
+
+
+SMALL = (
+    "model.hidden_size=16", "model.num_layers=1", "model.num_heads=2", "steps=1", "data.context_length=16",
+    "batch_size=2", "eval_tokens=50", "progress=quiet", "optimizer.warmup_steps=0",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +57,25 @@ def test_every_byte_has_a_token(folder):
     assert len(tokenizer) == 256
     assert sorted(tokenizer.get_vocab().values()) == list(range(256))
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0)
+
+
+def test_a_run_keeps_the_tokenizer_of_its_tokens_and_export_carries_it(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"{n} and {n + 1} make {2 * n + 1}.\n" for n in range(500)))
+    shards = tokenize([tmp_path / "text.txt"], tmp_path / "tokens", vocab_size=300).shards
+    content = shards.tokenizer.read_bytes()
+    options = ["model.vocab_size=310", f"data.source={shards.folder}", f"output_dir={tmp_path / 'run'}"]
+    run = train(load_config(None, [*SMALL, *options]))
+    shutil.rmtree(shards.folder)
+    folder = exchange.export_run(run, tmp_path / "model")
+    assert (folder / "tokenizer.json").read_bytes() == content
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert (model.config.eos_token_id, model.config.pad_token_id, tokenizer.eos_token_id) == (0, 0, 0)
+    prompt = tokenizer("3 and 4 make", return_tensors="pt")
+    assert set(prompt) == {"input_ids", "attention_mask"}
+    written = model.generate(**prompt, max_new_tokens=20, do_sample=True)[0]
+    assert tokenizer.decode(written).startswith("3 and 4 make")
+    assert tokenizer.decode([305, 309]) == ""  # beyond the tokenizer's vocabulary
 
 
 def test_card_says_what_the_model_is(folder):
@@ -118,6 +146,20 @@ def test_a_run_that_goes_on_does_not_start_again(run, tmp_path, caplog):
 def test_what_cannot_be_started_from_is_named(options, message, run, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         starting(tmp_path, run, "model.attention=[mamba2,fox]", *options)
+
+
+def test_data_by_another_tokenizer_is_refused(run, folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} and {n + 1} make {2 * n + 1}.\n" for n in range(500)))
+    shards = tokenize([text], tmp_path / "tokens", vocab_size=280).shards
+    options = ["model.attention=[mamba2,fox]", "model.vocab_size=280", f"data.source={shards.folder}"]
+    for source in (run, folder):
+        with pytest.raises(ValueError, match="tokens' has tokens of another one, and .* has a tokenizer of its own"):
+            starting(tmp_path, source, *options)
+    other = train(load_config(None, [*SMALL, *options[1:], f"output_dir={tmp_path / 'other'}"]))
+    with pytest.raises(ValueError, match=r"is read byte by byte, .*tokenize --tokenizer .*other/tokenizer` writes"):
+        starting(tmp_path, other, "model.vocab_size=280")
+    starting(tmp_path, other, "model.num_layers=1", *options[1:])
 
 
 def test_an_imported_llama_trains_on_as_fox(tmp_path):

@@ -1,21 +1,29 @@
-"""The forms on flash-linear-attention's kernels: their budget on a GPU, their refusal elsewhere."""
+"""The forms on flash-linear-attention's kernels: their laws and budgets, and what they say where they do not serve.
+
+Without a GPU its kernels run in Triton's interpreter, where bfloat16 is wrong.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from strategies import Inputs, relative_error, value_and_gradients
+from peer_kernels import HERE, interpret
+from strategies import Inputs, leaves_of, relative_error
 from torch import Tensor
 
-from attnzoo import Gate, get, list_variants
+from attnzoo import Gate, get, list_variants, oracle
+from attnzoo.algebra.gate import PARTS
 from attnzoo.forms.fla import fla_unavailable
 from attnzoo.forms.protocol import Call
-from attnzoo.samples import random_inputs
+from attnzoo.samples import Regime, random_inputs
 
 SERVED = [name for name in list_variants() if "fla" in get(name).forms]
-EPS = 2**-7  # of bfloat16
+DTYPE = torch.bfloat16 if HERE == "cuda" else torch.float16
+EPS = torch.finfo(DTYPE).eps
 
 
 def tied(inputs: Inputs) -> Inputs:
@@ -52,66 +60,137 @@ def test_every_linear_variant_has_the_form() -> None:
     assert list(list_variants("linear")) == SERVED
 
 
-@pytest.mark.gpu
-@pytest.mark.fla
-@pytest.mark.parametrize("T", [64, 200, 1024])
-@pytest.mark.parametrize("name", SERVED)
-def test_fla_within_budget_of_float64(name: str, T: int) -> None:
-    """In bfloat16: at most twice the error of the chunk form, plus an eps band, in values and gradients."""
-    inputs = random_inputs(name, 1, T, 4, 2, 64, 64, dtype=torch.float32, regime="open")
-    q, k, v = (x.to("cuda", torch.bfloat16) for x in inputs[:3])
-    q, k, v, gate = tied((q, k, v, inputs[3].map(Tensor.cuda)))
-    wide: Inputs = (q.double(), k.double(), v.double(), gate.map(Tensor.double))
+@pytest.fixture
+def peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels run here."""
+    interpret(monkeypatch)
 
-    def with_one_key(form: str):  # type: ignore[no-untyped-def]
-        def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> Tensor:
-            gate = gate if gate.w is None else replace(gate, w=k)
-            return get(name).forms[form](q, k, v, gate, **rule(name))  # type: ignore[no-any-return]
 
-        return run
+def given(name: str, B: int, T: int, regime: Regime = "open", V: int = 16) -> Inputs:
+    """In a dtype that its kernels take."""
+    K = 64 if HERE == "cuda" else 16
+    inputs = random_inputs(name, B, T, 2, 1, K, V * K // 16, dtype=torch.float32, regime=regime)
+    q, k, v = (x.to(HERE, DTYPE) for x in inputs[:3])
+    return tied((q, k, v, inputs[3].map(lambda part: part.to(HERE))))
 
-    reason = fla_unavailable(Call(q, k, v, gate, options=rule(name)))
-    if reason:  # its backward cannot be trusted here: refused, and the values are checked alone
-        with pytest.raises(RuntimeError, match="miscompiled"):
-            with_one_key("fla")(q, k, v, gate)
-        with torch.no_grad():
-            got = with_one_key("fla")(q, k, v, gate)
-            chunk = with_one_key("chunk")(q, k, v, gate)
-            expected = with_one_key("chunk")(*wide)
-        assert relative_error(got, expected) <= 2 * relative_error(chunk, expected) + 2 * EPS
-        return
 
-    expected = value_and_gradients(with_one_key("chunk"), wide)
-    chunk = value_and_gradients(with_one_key("chunk"), (q, k, v, gate))
-    got = value_and_gradients(with_one_key("fla"), (q, k, v, gate))
+def through(name: str, form: str, inputs: Inputs, cuts: Sequence[int], **options: Any) -> dict[str, Tensor]:
+    """Output, last state and the gradients of both in all inputs, by ``form`` over pieces that end at ``cuts``."""
+    leaves = {part: x.detach().clone().requires_grad_() for part, x in leaves_of(inputs).items() if part != "w"}
+    q, k, v = (leaves[part] for part in ("q", "k", "v"))
+    gate = Gate(**{part: x for part, x in leaves.items() if part in PARTS}, w=k if inputs[3].w is not None else None)
+    state, outputs, start = None, [], 0
+    for stop in cuts:
+        now = slice(start, stop)
+        here = {key: x[:, now] if key == "valid" else x for key, x in options.items()}
+        o, state = get(name).extend(
+            q[:, now], k[:, now], v[:, now], gate.slice(start, stop), state, form=form, **here, **rule(name)
+        )
+        outputs.append(o)
+        start = stop
+    o = torch.cat(outputs, 1)
+    if "valid" in options:
+        o = o.masked_fill(~options["valid"][..., None, None], 0.0)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator).to(x) for x in (o, state.matrix)]
+    grads = torch.autograd.grad([o, state.matrix], list(leaves.values()), weights)
+    return {"o": o.detach(), "state": state.matrix.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def wide(inputs: Inputs) -> Inputs:
+    q, k, v, gate = inputs
+    return q.double(), k.double(), v.double(), gate.map(Tensor.double)
+
+
+def assert_within_budget(got: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    """At most twice the error of the reference in the same precision, plus a band of eps."""
+    assert got.keys() == exact.keys()
     for part, x in got.items():
-        budget = 2 * relative_error(chunk[part], expected[part]) + 2 * EPS
-        error = relative_error(x, expected[part])
-        assert error <= budget, f"{name}: {part} off by {error:.2e}, budget {budget:.2e}"
+        error, budget = relative_error(x, exact[part]), 2 * relative_error(plain[part], exact[part]) + 2 * EPS
+        assert error <= budget, f"{part} off by {error:.2e}, budget {budget:.2e}"
 
 
-@pytest.mark.gpu
+def skip_where_refused(name: str, inputs: Inputs) -> None:
+    reason = fla_unavailable(Call(*inputs, options=rule(name)))
+    if reason:
+        pytest.skip(reason)
+
+
 @pytest.mark.fla
+@pytest.mark.usefixtures("peer")
+@pytest.mark.parametrize(
+    ("regime", "cuts"), [("open", [64]), ("open", [70, 71, 100]), ("mixed", [33, 70]), ("closed", [40])]
+)
 @pytest.mark.parametrize("name", SERVED)
-def test_fla_output_has_the_shape_and_dtype_of_chunk(name: str) -> None:
-    inputs = random_inputs(name, 2, 100, 4, 2, 64, 32, dtype=torch.float32, regime="open")
-    q, k, v = (x.to("cuda", torch.bfloat16) for x in inputs[:3])
-    tied_inputs = tied((q, k, v, inputs[3].map(Tensor.cuda)))
-    with torch.no_grad():
-        fla, chunk = (get(name).forms[form](*tied_inputs, **rule(name)) for form in ("fla", "chunk"))
-    assert (fla.shape, fla.dtype) == (chunk.shape, chunk.dtype)
+def test_values_states_and_gradients_over_pieces(name: str, regime: Regime, cuts: list[int]) -> None:
+    inputs = given(name, 2, cuts[-1], regime)
+    skip_where_refused(name, inputs)
+    exact = through(name, "reference", wide(inputs), cuts[-1:])
+    assert_within_budget(through(name, "fla", inputs, cuts), through(name, "reference", inputs, cuts[-1:]), exact)
 
 
-@pytest.mark.gpu
 @pytest.mark.fla
+@pytest.mark.usefixtures("peer")
 @pytest.mark.parametrize("name", SERVED)
-def test_fla_packed_equals_separate(name: str) -> None:
-    inputs = random_inputs(name, 1, 200, 4, 2, 64, 64, dtype=torch.float32, regime="open")
-    q, k, v = (x.to("cuda", torch.bfloat16) for x in inputs[:3])
-    q, k, v, gate = tied((q, k, v, inputs[3].map(Tensor.cuda)))
-    run = get(name).forms["fla"]
+def test_padding_changes_nothing(name: str) -> None:
+    """Left, right and inside, with NaN where no token is."""
+    inputs, cuts = given(name, 3, 72), [50, 72]
+    skip_where_refused(name, inputs)
+    valid = torch.ones(3, 72, dtype=torch.bool, device=HERE)
+    valid[0, :20], valid[1, 60:], valid[2, 30:55] = False, False, False
+    exact = through(name, "reference", wide(inputs), cuts, valid=valid)
+    plain = through(name, "reference", inputs, cuts, valid=valid)
+    q, k, v, gate = inputs
+    k = k.masked_fill(~valid[..., None, None], torch.nan)
+    v = v.masked_fill(~valid[..., None, None], torch.nan)
+    assert_within_budget(through(name, "fla", tied((q, k, v, gate)), cuts, valid=valid), plain, exact)
+
+
+@pytest.mark.fla
+@pytest.mark.usefixtures("peer")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", SERVED)
+def test_packed_equals_separate(name: str, dtype: torch.dtype) -> None:
+    q, k, v, gate = given(name, 1, 120, "mixed")
+    run, ends = get(name).forms["fla"], ((0, 50), (50, 51), (51, 120))
     with torch.no_grad():
-        packed = run(q, k, v, gate, cu_seqlens=torch.tensor([0, 70, 200], device="cuda"), **rule(name))
-        ends = ((0, 70), (70, 200))
+        borders = torch.tensor([0, 50, 51, 120], device=HERE, dtype=dtype)
+        packed = run(q, k, v, gate, cu_seqlens=borders, **rule(name))
         alone = [run(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), **rule(name)) for a, b in ends]
     assert relative_error(packed, torch.cat(alone, 1)) <= 2 * EPS
+
+
+@pytest.mark.fla
+@pytest.mark.usefixtures("peer")
+@pytest.mark.parametrize("name", SERVED)
+def test_output_and_state_have_the_shape_and_dtype_of_the_reference(name: str) -> None:
+    inputs = given(name, 2, 40, V=32)
+    with torch.no_grad():
+        (o, state), (plain, expected) = (
+            get(name).extend(*inputs, form=form, **rule(name)) for form in ("fla", "reference")
+        )
+    assert (o.shape, o.dtype) == (plain.shape, plain.dtype)
+    assert (state.matrix.shape, state.matrix.dtype, len(state)) == (expected.matrix.shape, torch.float32, 40)
+
+
+@pytest.mark.fla
+@pytest.mark.usefixtures("peer")
+@torch.no_grad()
+def test_one_decay_per_head_equals_the_same_for_each_token() -> None:
+    """They run on different kernels; with a write strength, and a decay that closes a head."""
+    q, k, v, _ = given("retnet", 2, 70)
+    g, write = torch.tensor([-0.1, -torch.inf], device=HERE), torch.rand(2, 70, 1, device=HERE)
+    run = get("retnet").forms["fla"]
+    shared, each = (run(q, k, v, Gate(log_decay=x), write=write) for x in (g, g.expand(2, 70, 2)))
+    assert relative_error(shared, each) <= EPS
+    assert relative_error(shared, oracle.linear(*wide((q, k, v, Gate(log_decay=g))), write=write.double())) <= EPS
+
+
+@pytest.mark.gpu
+@pytest.mark.fla
+@pytest.mark.parametrize("name", SERVED)
+def test_long_sequences_within_budget(name: str) -> None:
+    inputs = given(name, 1, 1024)
+    skip_where_refused(name, inputs)
+    exact, plain = (through(name, "reference", x, [1024]) for x in (wide(inputs), inputs))
+    assert_within_budget(through(name, "fla", inputs, [1024]), plain, exact)

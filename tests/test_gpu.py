@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from attnzoo import build_attention, get, list_variants
+from attnzoo.samples import random_inputs
 
 pytestmark = pytest.mark.gpu
 D, H = 128, 2
 EPS = 2**-8  # of bfloat16, half a unit
-KERNELS = {"nope", "alibi", "fox", "rope", "path", "path_fox"}
+KERNELS = {"nope", "alibi", "fox", "rope", "path", "path_fox", "wall"}
 PIECES = [30, 1, 1, 8]
 
 
@@ -81,7 +82,7 @@ def test_padding_packing_and_cache(name):
 
 
 def kernel_of(name):
-    """The form that ``auto`` should take without gradients; skips where that needs a package that is not installed."""
+    """The form that ``auto`` should take for many tokens; skips where that needs a package that is not installed."""
     if name in KERNELS:
         return "triton"
     if get(name).side == "softmax":
@@ -95,23 +96,39 @@ def kernel_of(name):
 @torch.no_grad()
 def test_auto_takes_a_kernel_where_there_is_one(name):
     expected, attn = kernel_of(name), layers(name)[0]
-    attn(rows(1, 64).bfloat16())
+    attn(rows(1, 128).bfloat16())
     assert f"({expected} on cuda)" in repr(attn)
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS))
+@pytest.mark.parametrize("name", sorted({*KERNELS, *list_variants("linear")}))
 @torch.no_grad()
 def test_a_mask_leaves_the_kernel_at_work(name):
     """Whether a mask hides anything is not known without waiting for the GPU."""
-    attn, x = layers(name)[0], rows(2, 40).bfloat16()
+    attn, x, many = layers(name)[0], rows(2, 110).bfloat16(), kernel_of(name)
     for mask in (
-        torch.ones(2, 40, device="cuda", dtype=torch.int64),
-        (torch.arange(40, device="cuda") > 5).expand(2, -1),
+        torch.ones(2, 110, device="cuda", dtype=torch.int64),
+        (torch.arange(110, device="cuda") > 5).expand(2, -1),
     ):
         cache = attn.new_cache()
-        for part, there in zip(x.split(PIECES, 1), mask.split(PIECES, 1), strict=True):
+        for part, there in zip(x.split([70, *PIECES], 1), mask.split([70, *PIECES], 1), strict=True):
             attn(part, attention_mask=there, cache=cache)
-            assert "(triton on cuda)" in repr(attn)
+            assert f"({many if part.shape[1] > 64 else 'triton'} on cuda)" in repr(attn)
+
+
+@pytest.mark.parametrize("name", list_variants("linear"))
+@torch.no_grad()
+def test_a_step_of_the_linear_side_is_captured_in_a_cuda_graph(name):
+    q, k, v, gate = (x.cuda() if isinstance(x, torch.Tensor) else x.map(torch.Tensor.cuda)
+                     for x in random_inputs(name, 2, 1, 4, 2, 64, 64, dtype=torch.float32))  # fmt: skip
+    variant = get(name)
+    _, state = variant.extend(q, k, v, gate, form="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, _ = variant.extend(q, k, v, gate, state, form="triton")
+    q.mul_(2)
+    graph.replay()
+    expected, _ = variant.extend(q, k, v, gate, state)
+    assert relative_error(o, expected.double()) <= 1e-5
 
 
 GRAPHS = [(name, False) for name in list_variants()] + [(name, True) for name in list_variants("softmax")]

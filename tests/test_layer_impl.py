@@ -33,7 +33,12 @@ TRITON = [name for name in list_variants("softmax") if "triton" in get(name).for
 def on_both(name, acp=False):
     """The same layer on the reference and on the (interpreted) kernel."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": D, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16 if "path" in name else 8}
+    sizes = {
+        "hidden_size": D,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16 if name in ("path", "path_fox", "wall") else 8,
+    }
     reference, kernel = (build_attention(name, **sizes, acp=acp, impl=impl) for impl in ("reference", "triton"))
     kernel.load_state_dict(reference.state_dict())
     return reference, kernel

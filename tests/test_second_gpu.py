@@ -22,7 +22,7 @@ def inputs(name: str, device: str) -> tuple[list[torch.Tensor], Gate]:
 
 
 @pytest.mark.parametrize("prune", [None, Prune()])
-@pytest.mark.parametrize("name", ["nope", "alibi", "fox", "rope", "path", "path_fox"])
+@pytest.mark.parametrize("name", ["nope", "alibi", "fox", "rope", "path", "path_fox", "wall"])
 def test_output_and_gradients_are_those_of_the_current_gpu(name: str, prune: Prune | None) -> None:
     if prune is not None and not get(name).prunable:
         pytest.skip("nothing decays")

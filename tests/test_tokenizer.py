@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,6 +160,12 @@ def test_texts_that_are_none_are_named(folder, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match=r"empty\.txt': the file is empty"):
         tokenize([tmp_path / "empty.txt"], tmp_path / "more", vocab_size=280)
+
+
+def test_the_standard_library_is_a_text_too(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "stdlib_files", lambda: {file.name: file for file in folder.rglob("*.txt")})
+    assert tokenize([Path("stdlib")], tmp_path / "tokens", vocab_size=280).files == 12
 
 
 def test_two_files_of_one_name_are_refused_and_two_folders_are_not(folder, tmp_path):

@@ -69,12 +69,6 @@ def test_packed_rows_have_the_losses_and_gradients_of_separate_documents(attenti
         torch.testing.assert_close(one, other.grad, rtol=1e-4, atol=1e-7)  # the loss is of float32 logits
 
 
-def test_pairs_are_those_that_attention_sees():
-    windows = np.zeros((2, 9), dtype=np.int64)
-    assert rows_of(windows, None).pairs == 2 * 36
-    assert rows_of(windows, [np.array([3]), np.array([8])]).pairs == 6 + 15 + 36
-
-
 def part_of(config, data, process, processes, step, part):
     place = SimpleNamespace(num_processes=processes, process_index=process, device=torch.device("cpu"))
     rows = config.batch_size // (processes * config.gradient_accumulation)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import numpy.typing as npt
 
 from attnzoo.data.config import DataConfig
 from attnzoo.data.shards import is_shards, read_shards
+from attnzoo.data.texts import held_out_names, stdlib_files, text_files
 from attnzoo.data.windows import Joined, Mixture, Starts, Tokens, TokenWindows, Windows
 from attnzoo.errors import nearest
 from attnzoo.files import digest, remembered_digest
@@ -22,22 +21,6 @@ DOCUMENT_END = 0  # a byte that text does not contain
 BYTES = 256
 LONG = 2**20  # tokens of a piece
 SHARDS = (".npy", ".bin")
-
-# Tests and their data, generated tables, installed packages, and what differs between builds of one Python.
-STDLIB_EXCLUDED = frozenset(
-    [
-        "__pycache__",
-        "dist-packages",
-        "encodings",
-        "idlelib",
-        "lib2to3",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "tests",
-        "turtledemo",
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -187,7 +170,7 @@ def decode(tokens: Iterable[int]) -> str:
 
 def _read(source: str, config: DataConfig) -> _Source:
     if source == "stdlib":
-        return _Source(source, _read_stdlib(), vocab_size=BYTES)
+        return _Source(source, _documents(stdlib_files()), vocab_size=BYTES)
     path = Path(source)
     if not path.exists():
         hint = "; did you mean 'stdlib'?" if nearest(source, ["stdlib"]) else ""
@@ -220,23 +203,11 @@ def _read_text(path: Path, config: DataConfig) -> list[_Piece]:
         if not path.stat().st_size:
             raise _no_data(str(path), "the file is empty")
         return [_Piece(path.name, _document(path))]
-    _check_readable(path)
-    files = [file for file in path.rglob(config.pattern) if file.is_file() and file.stat().st_size]
-    names = {file.relative_to(path).as_posix(): file for file in files}
-    shown = sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
-    if not shown:
-        raise _no_data(str(path), f"the folder has no file that is not empty and matches {config.pattern!r}")
-    return [_Piece(name, _document(names[name])) for name in shown]
+    return _documents(text_files(path, config.pattern))
 
 
-def _check_readable(folder: Path) -> None:
-    """A search for files passes over folders that it may not read, and would train on less without a word."""
-
-    def refuse(error: OSError) -> None:
-        raise type(error)(error.errno, "this folder of the data cannot be read", error.filename) from error
-
-    for _, inside, _ in os.walk(folder, onerror=refuse):
-        inside[:] = [name for name in inside if not name.startswith(".")]
+def _documents(files: Mapping[str, Path]) -> list[_Piece]:
+    return [_Piece(name, _document(file)) for name, file in files.items()]
 
 
 def _check_range(name: str, tokens: Tokens, vocab_size: int) -> None:
@@ -248,20 +219,6 @@ def _check_range(name: str, tokens: Tokens, vocab_size: int) -> None:
         low, high = int(part.min()), int(part.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(f"{name}: tokens from {low} to {high}, outside the vocabulary of {vocab_size}")
-
-
-def _read_stdlib() -> list[_Piece]:
-    root = Path(sysconfig.get_path("stdlib"))
-    names = [file.relative_to(root).as_posix() for file in root.rglob("*.py")]
-    kept = sorted(name for name in names if not _excluded_from_stdlib(name))
-    pieces = [_Piece(name, _document(root / name)) for name in kept]
-    if not pieces:
-        raise _no_data("stdlib", f"this Python keeps no source files in {str(root)!r}")
-    return pieces
-
-
-def _excluded_from_stdlib(name: str) -> bool:
-    return not STDLIB_EXCLUDED.isdisjoint(name.split("/")) or name.startswith("_sysconfigdata")
 
 
 def _no_data(source: str, why: str) -> ValueError:
@@ -303,9 +260,7 @@ def _split(source: _Source, config: DataConfig) -> tuple[list[_Piece], list[_Pie
         tokens = len(pieces[0].tokens)
         cut = tokens - int(tokens * config.heldout_fraction)
         return [_part(pieces[0], 0, cut)], [_part(pieces[0], cut, tokens)]
-    ranked = sorted(pieces, key=lambda piece: _hash(piece.name))
-    count = sum(_hash(piece.name) < config.heldout_fraction for piece in ranked)
-    held = {piece.name for piece in ranked[: min(max(count, 1), len(ranked) - 1)]}
+    held = held_out_names([piece.name for piece in pieces], config.heldout_fraction)
     return [piece for piece in pieces if piece.name not in held], [piece for piece in pieces if piece.name in held]
 
 
@@ -315,11 +270,6 @@ def _part(piece: _Piece, first: int, last: int) -> _Piece:
         inside = piece.starts[(piece.starts > first) & (piece.starts < last)]
         piece = replace(piece, starts=np.array([first, *inside, last], dtype=np.int64) - first)
     return replace(piece, tokens=piece.tokens[first:last])
-
-
-def _hash(name: str) -> float:
-    """Of [0, 1), the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big") / 2**48
 
 
 def _join(pieces: Sequence[_Piece]) -> Tokens | Joined:

@@ -4,8 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sysconfig
 from collections.abc import Collection
 from pathlib import Path
+
+# Tests and their data, generated tables, installed packages, and what differs between builds of one Python.
+STDLIB_EXCLUDED = frozenset(
+    [
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "idlelib",
+        "lib2to3",
+        "pydoc_data",
+        "site-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    ]
+)
+
+
+def stdlib_files() -> dict[str, Path]:
+    """The source of Python's standard library, by name, in order.
+
+    Raises:
+        ValueError: this Python keeps none.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    names = [file.relative_to(root).as_posix() for file in root.rglob("*.py")]
+    kept = sorted(name for name in names if not _excluded_from_stdlib(name))
+    if not kept:
+        raise ValueError(f"no data in 'stdlib': this Python keeps no source files in {str(root)!r}")
+    return {name: root / name for name in kept}
+
+
+def _excluded_from_stdlib(name: str) -> bool:
+    return not STDLIB_EXCLUDED.isdisjoint(name.split("/")) or name.startswith("_sysconfigdata")
 
 
 def text_files(folder: Path, pattern: str = "*") -> dict[str, Path]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from attnzoo.data.shards import TOKENIZER, TokenShards, write_shards
 from attnzoo.data.sources import BYTES, DOCUMENT_END
-from attnzoo.data.texts import held_out_names, text_files
+from attnzoo.data.texts import held_out_names, stdlib_files, text_files
 from attnzoo.data.windows import Tokens
 
 END = "<|end|>"  # ends each document; token 0
@@ -56,7 +56,7 @@ def tokenize(
     the start of a line. A tokenizer is trained on the training split alone.
 
     Args:
-        paths: text files (UTF-8) and folders of them.
+        paths: text files (UTF-8) and folders of them, or `stdlib`, the Python standard library's own source.
         folder: what to write; it must not exist, or be empty.
         vocab_size: train a byte-level BPE tokenizer of that many tokens; of fewer where the texts give no more.
         tokenizer: take this one instead: a `tokenizer.json`, or a folder that holds one.
@@ -95,7 +95,7 @@ def tokenize(
         files = tokenizer_files(made)
     else:
         files = read_tokenizer(tokenizer)
-        made = _parse(files[TOKENIZER])
+        made = parse_tokenizer(files[TOKENIZER])
         end = end or _special(files, "eos_token")
         files.setdefault(SETTINGS, _settings(end))
     token = made.token_to_id(end) if end else None
@@ -194,7 +194,13 @@ def read_tokenizer(path: Path) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
 
 
-def _parse(content: bytes) -> Any:
+def parse_tokenizer(content: bytes) -> Any:
+    """The tokenizer, of tokenizers, that a `tokenizer.json` holds.
+
+    Raises:
+        ValueError: it cannot be read.
+        ModuleNotFoundError: tokenizers is not installed.
+    """
     from tokenizers import Tokenizer
 
     try:
@@ -208,7 +214,7 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
     named = {kind: _special(files, f"{kind}_token") for kind in ("bos", "eos", "pad")}
     if not any(named.values()):
         return {}
-    tokenizer = _parse(files[TOKENIZER])
+    tokenizer = parse_tokenizer(files[TOKENIZER])
     return {f"{kind}_token_id": tokenizer.token_to_id(name) for kind, name in named.items() if name}
 
 
@@ -224,11 +230,11 @@ def _named(paths: Sequence[Path], pattern: str) -> dict[str, Path]:
     """The files by name, each as it would be called were its folder alone; several folders' begin with the folder's."""
     named: dict[str, Path] = {}
     for path in paths:
-        if not path.exists():
+        if not path.exists() and str(path) != "stdlib":
             raise FileNotFoundError(f"no data: there is no file or folder {str(path)!r}")
         if path.is_file() and not path.stat().st_size:
             raise ValueError(f"no data in {str(path)!r}: the file is empty")
-        found = text_files(path, pattern) if path.is_dir() else {path.name: path}
+        found = text_files(path, pattern) if path.is_dir() else {path.name: path} if path.exists() else stdlib_files()
         for name, file in found.items():
             name = f"{path.resolve().name}/{name}" if len(paths) > 1 and path.is_dir() else name
             if name in named:

@@ -8,6 +8,7 @@ Research), Wall attention, in flash-linear-attention 0.6 (``fla/ops/wall_attn/na
 """
 
 from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.forms.triton import wall_kernel
 from attnzoo.recurrences.gla import Diagonal
 
 TITLE = "Wall"
@@ -18,4 +19,4 @@ EQUATIONS = (
 )
 LAYER = {"gate": "low_rank", "gate_rank": None, "temperature": 1.0, "gate_bias": 8.0}
 
-FORMS = SoftmaxForms(Diagonal())
+FORMS = SoftmaxForms(Diagonal(), kernels={"triton": wall_kernel()})

@@ -17,6 +17,8 @@ from attnzoo.algebra.gate import expand_heads, is_closed
 from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache, RecurrentState
 from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.paged import Eviction, PagedCache
+from attnzoo.forms.pool import PAGE, KeyPool
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink, decay_to, least_logit
 
@@ -67,6 +69,9 @@ class Memory(Protocol):
     def clear(self, row: int) -> None:
         """Sequence ``row`` has ended."""
 
+    def kept(self, row: int) -> list[int] | None:
+        """How many keys each key head of sequence ``row`` has; None where there are no keys."""
+
     def tensors(self) -> Iterator[Tensor]:
         """All that it holds on the device."""
 
@@ -101,6 +106,9 @@ class MatrixMemory:
 
     def clear(self, row: int) -> None:
         """Nothing to do: the next sequence overwrites it."""
+
+    def kept(self, row: int) -> None:
+        return None
 
     def tensors(self) -> Iterator[Tensor]:
         yield self.matrix
@@ -195,5 +203,129 @@ class KeyMemory:
     def clear(self, row: int) -> None:
         """Nothing to do: the next sequence overwrites it."""
 
+    def kept(self, row: int) -> list[int]:
+        return [self.rows.lengths[row]] * self.v.shape[1]
+
     def tensors(self) -> Iterator[Tensor]:
         yield from (x for x in (self.k, self.v, self.decay, self.phase) if x is not None)
+
+
+@dataclass(eq=False)
+class PagedMemory:
+    """The keys of B sequences in a :class:`~attnzoo.forms.pool.KeyPool`, for encodings that leave them as they are.
+
+    A step is two kernels (``attnzoo.kernels.decode``), which read on the device how many keys there are. It leaves out
+    none of them, so that pruning drops no mass there.
+
+    Args:
+        pool: whose ``lengths`` are those of ``rows``.
+        rows: see :class:`~attnzoo.forms.fixed.Rows`.
+        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.AdditiveForms`.
+        phase: RoPE's total angle so far, ``[B, 1, 1 or H, K/2]`` float64, or None.
+        evict: what keys are given up by, once in as many steps as a page has tokens; None for none.
+        steps: so far.
+    """
+
+    pool: KeyPool
+    rows: Rows
+    place: Callable[..., Any]
+    phase: Tensor | None
+
+    evict: Eviction | None = None
+    steps: int = 0
+
+    @staticmethod
+    def like(
+        state: KVCache | PagedCache, rows: Rows, tokens: int, device: torch.device | str, place: Callable[..., Any]
+    ) -> PagedMemory:
+        """Empty, for sequences of up to ``tokens`` tokens with states such as this one.
+
+        It has pages for all of these tokens from the start, or where keys are given up takes them as they are needed.
+        """
+        one, phase = _pool_of(state), state.phase
+        (G, _), (_, K), R = one.table.shape[1:], one.k.shape[1:], 1 if one.decay is None else one.decay.shape[2]
+        B, evict = len(rows.lengths), state.evict if isinstance(state, PagedCache) else None
+        pool = KeyPool.empty(
+            B, G, R, K, one.v.shape[2], dtype=one.v.dtype, device=device, decays=one.decay is not None,
+            pages=B * G * -(-tokens // PAGE) if evict is None else 0, tokens=tokens,
+        )  # fmt: skip
+        pool.lengths = rows.lengths
+        if phase is not None:
+            phase = torch.zeros(B, *phase.shape[1:], dtype=phase.dtype, device=device)
+        return PagedMemory(pool, rows, place, phase, evict)
+
+    def step(self, call: Call, extend: Extend) -> Tensor:
+        from attnzoo.kernels.decode import paged_append, paged_attention
+
+        pool, given, dtype = self.pool, SoftmaxOptions(**call.options), call.v.dtype
+        q, k, phase, _ = self.place(
+            call.q, call.k, call.gate, KVCache(call.k[:, :0], call.v[:, :0], phase=self.phase), None
+        )
+        if self.phase is not None:
+            self.phase.copy_(phase)
+        k, v = (expand_heads(x, pool.table.shape[1]).to(pool.k.dtype) for x in (k, call.v))
+        gates = call.gate.per_token(q).log_decay
+        if gates is not None and pool.decay is not None:
+            gates = gates.to(pool.decay.dtype)
+        sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum}
+        sums["impl"] = "triton" if q.is_cuda else "reference"
+        sums["impl"] = "triton" if q.is_cuda else "reference"
+        since = paged_append(
+            k, v, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
+            log_decay=gates, total=pool.total, since=pool.since, n_log=pool.n_log,
+            count=self.rows.active, **sums,
+        )  # fmt: skip
+        o = paged_attention(
+            q.to(pool.k.dtype), pool.k, pool.v, pool.table, pool.first, pool.length, since=since, scale=given.scale,
+            window=given.window, sink=given.sink, **sums,
+        )  # fmt: skip
+        return o.to(dtype)
+
+    def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
+        one = _pool_of(state)
+        if self.evict is not None:
+            self._give_up(one)
+            tokens = min(tokens, one.lengths[0] + PAGE)
+        self.pool.adopt(row, one, tokens)
+        if self.phase is not None and state.phase is not None:
+            self.phase[row] = state.phase[0]
+
+    def ready(self, rows: Sequence[int]) -> bool:
+        self.steps += 1
+        if self.evict is not None and self.steps % PAGE == 0:
+            self._give_up(self.pool)
+        full = [b for b in rows if self.rows.lengths[b] % PAGE == 0]
+        if full:
+            self.pool.reserve([int(b in full) for b in range(len(self.rows.lengths))])
+        return bool(full)
+
+    def _give_up(self, pool: KeyPool) -> None:
+        """Give back the pages that no row to come needs."""
+        assert self.evict is not None
+        pool.evict(self.evict.log_eps, self.evict.bounds, self.evict.window)
+
+    def clear(self, row: int) -> None:
+        self.pool.reset(row)
+
+    def kept(self, row: int) -> list[int]:
+        n = self.rows.lengths[row]
+        gone = (self.pool.pages[row, :, : -(-n // PAGE)] < 0).sum(-1)
+        return [n - PAGE * pages for pages in gone.tolist()]
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.pool.tensors().values()
+        if self.phase is not None:
+            yield self.phase
+
+
+def _pool_of(state: KVCache | PagedCache) -> KeyPool:
+    """The keys of a state of one sequence, in pages."""
+    if isinstance(state, PagedCache):
+        return state.pool
+    (S, G, K), gates = state.k.shape[1:], state.log_decay
+    pool = KeyPool.empty(
+        1, G, 1 if gates is None else gates.shape[2] // G, K, state.v.shape[3], dtype=state.v.dtype,
+        device=state.v.device, decays=gates is not None, pages=G * -(-S // PAGE), tokens=S,
+    )  # fmt: skip
+    pool.append(state.k, expand_heads(state.v, G), gates)
+    return pool

@@ -1,13 +1,18 @@
 """The ``fla`` forms: our algebra on the chunk kernels of flash-linear-attention, where they can be trusted.
 
-Imported lazily; every function raises ``UnavailableError`` with the reason where the kernels do not serve. Gates
-must be finite here: a closed gate (-inf) is served by the ``chunk`` form.
+Imported lazily; every function raises ``UnavailableError`` with the reason where the kernels do not serve. They work
+with differences of sums of gates, in which -inf would be NaN: a closed gate is one of ``CLOSED_AS``, and what it lets
+through is below the rounding of float32.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -17,10 +22,15 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.options import LinearOptions, check_linear
+from attnzoo.forms.cache import RecurrentState
+from attnzoo.forms.fla_tuning import shorten, will_run
+from attnzoo.forms.options import LinearOptions, check_linear, existing
 from attnzoo.forms.protocol import Call, Kernel
 
 INSTALLED = importlib.util.find_spec("fla") is not None
+DEVICE = "cuda"  # its kernels run there
+CLOSED_AS = -80.0  # exp of it is 2e-35
+MOST_DELTA_CHANNELS = 256
 
 
 def fla_unavailable(call: Call) -> str:
@@ -32,19 +42,26 @@ def fla_unavailable(call: Call) -> str:
     q, gate = call.q, call.gate
     if gate.w is not None and not call.options.get("delta_rule"):
         return "its delta rule erases along the key it writes, with the strength it writes with (delta_rule=True)"
-    if q.device.type != "cuda":
+    if q.device.type != DEVICE:
         return f"flash-linear-attention needs CUDA tensors, got {q.device.type}"
     if not INSTALLED:
         return "flash-linear-attention is not installed (pip install 'attnzoo[fla]')"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"flash-linear-attention takes float16, bfloat16 or float32, got {q.dtype}"
     if gate.w is not None and q.dtype == torch.float32:
-        return "its delta-rule kernels do not take float32"
-    gated = gate.log_decay is not None
-    hopper = torch.cuda.get_device_capability(q.device)[0] == 9
-    if gated and hopper and torch.is_grad_enabled() and Version("3.4") <= _triton() < Version("3.7.1"):
-        return f"its gated backward is miscompiled by Triton {_triton()} on Hopper (3.7.1 mends it)"
+        return "its delta-rule kernels do not take float32 (bfloat16 and float16 they do, under autocast too)"
+    if gate.w is not None and q.shape[3] > MOST_DELTA_CHANNELS:
+        return f"its delta-rule kernels take K up to {MOST_DELTA_CHANNELS}, got {q.shape[3]}"
+    if _per_token(gate) and torch.is_grad_enabled() and _hopper(q) and Version("3.4") <= _triton() < Version("3.7.1"):
+        return (
+            f"its gated backward is miscompiled by Triton {_triton()} on Hopper: 3.7.1 mends it, which torch 2.12.1 "
+            "and later bring"
+        )
     return ""
+
+
+def _hopper(q: Tensor) -> bool:
+    return q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
 @functools.cache  # asked at every call of a layer, and read from disk
@@ -52,84 +69,130 @@ def _triton() -> Version:
     return Version(version("triton"))
 
 
-def _ready(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, write: Tensor | None = None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Check, then k and v of H heads, v with its write strength."""
-    check_linear(LinearOptions(write=write, **options), q, k, gate)
-    reason = fla_unavailable(Call(q, k, v, gate, options=options))
+def _per_token(gate: Gate) -> bool:
+    """Whether there is a scalar decay that is not one constant per head, which has kernels without its gradient."""
+    g = gate.log_decay
+    return g is not None and (g.ndim == 3 or g.requires_grad or gate.w is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What an operation of flash-linear-attention is given.
+
+    Args:
+        q: ``[B, T, H, K]``; k and v have H heads as well, v with its write strength.
+        gate: neutral at padding, where q, k and v are 0.
+        options: by their names there: scale, initial_state ``[B, H, K, V]``, output_final_state and cu_seqlens.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Gate
+    options: dict[str, Any]
+
+
+Operation = Callable[[Prepared], tuple[Tensor, Tensor | None]]  # the output, and the last state where asked for
+
+
+def fla_kernel(operation: Operation) -> Kernel:
+    """The form of an operation: whole sequences, packed or padded, and continuing from a state."""
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, valid: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, write: Tensor | None = None, delta_rule: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """flash-linear-attention's chunk kernels; see :class:`~attnzoo.forms.options.LinearOptions`."""
+        given = LinearOptions(scale, valid, cu_seqlens, write, delta_rule)
+        o: Tensor = _run(operation, Call(q, k, v, gate), given)[0]
+        return o
+
+    def extend(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: RecurrentState | None, *, scale: float | None = None,
+        valid: Tensor | None = None, write: Tensor | None = None, delta_rule: bool = False,
+    ) -> tuple[Tensor, RecurrentState]:  # fmt: skip
+        """The same after a state."""
+        given = LinearOptions(scale, valid, None, write, delta_rule)
+        o, matrix = _run(operation, Call(q, k, v, gate, state, keeps_state=True), given)
+        seen = 0 if state is None else len(state)
+        return o, RecurrentState(cast(Tensor, matrix), seen + q.shape[1])
+
+    return Kernel(run, extend, fla_unavailable)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as the peer's functions are: one break, and not in the midst of its kernels
+def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor, Tensor | None]:
+    q, k, v, gate = call.q, call.k, call.v, call.gate
+    check_linear(given, q, k, gate)
+    reason = fla_unavailable(Call(q, k, v, gate, options={"delta_rule": given.delta_rule}))
     if reason:
         raise UnavailableError(f"form 'fla': {reason}; use the 'chunk' form")
-    k, v = expand_heads(k, q.shape[2]), expand_heads(v, q.shape[2])
-    return k, v if write is None else (v * expand_heads(write, q.shape[2])[..., None]).to(v.dtype)
+    write = given.write
+    if given.valid is not None:
+        q, k, v = existing(given.valid, q, k, v)
+        gate = gate.per_token(q).neutral_where(~given.valid)
+        write = None if write is None else existing(given.valid, write)[0]
+    dtype, H = v.dtype, q.shape[2]
+    k, v = expand_heads(k, H), expand_heads(v, H)
+    if write is not None:
+        v = (v * expand_heads(write, H)[..., None]).to(dtype)
+    options = {
+        "scale": given.scale, "cu_seqlens": None if given.cu_seqlens is None else _int64(given.cu_seqlens),
+        "initial_state": None if call.state is None else call.state.matrix.float(),
+        "output_final_state": call.keeps_state,
+    }  # fmt: skip
+    will_run(f"H={H}, K={q.shape[3]}, V={v.shape[3]}, {str(q.dtype).removeprefix('torch.')}")
+    return operation(Prepared(q, k, v, gate, options))
 
 
-def fla_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """``chunk_simple_gla`` without a decay, which its ``chunk_linear_attn`` is before it normalises."""
-    k, v = _ready(q, k, v, gate, write, cu_seqlens=cu_seqlens)
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    return _output(chunk_simple_gla(q, k, v, scale=scale, cu_seqlens=_borders(cu_seqlens)))
-
-
-def fla_scalar_decay(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """``chunk_simple_gla``: a scalar decay per head."""
-    k, v = _ready(q, k, v, gate, write, cu_seqlens=cu_seqlens)
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    g = gate.per_token(q).log_decay
-    return _output(chunk_simple_gla(q, k, v, g=g, scale=scale, cu_seqlens=_borders(cu_seqlens)))
-
-
-def fla_diagonal_decay(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, write: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """``chunk_gla``: a decay per channel."""
-    k, v = _ready(q, k, v, gate, write, cu_seqlens=cu_seqlens)
-    from fla.ops.gla import chunk_gla
-
-    return _output(chunk_gla(q, k, v, gate.log_diag, scale=scale, cu_seqlens=_borders(cu_seqlens)))
-
-
-def fla_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, delta_rule: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """``beta_t v_t k_t^T`` is written: ``chunk_delta_rule`` or ``chunk_gated_delta_rule``, with ``delta_rule=True``.
-
-    They have one key for erasing and writing, and one strength.
-
-    Raises:
-        RuntimeError: ``delta_rule`` is not True.
-    """
-    beta = expand_heads(cast(Tensor, gate.beta), q.shape[2])
-    k, v = _ready(q, k, v, gate, delta_rule=delta_rule, cu_seqlens=cu_seqlens)
-    from fla.ops.delta_rule import chunk_delta_rule
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    g, borders = gate.per_token(q).log_decay, _borders(cu_seqlens)
+def scalar_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
+    """``chunk_simple_gla``: a scalar decay per head and token, one per head, or none."""
+    g = x.gate.log_decay
     if g is None:
-        return _output(chunk_delta_rule(q, k, v, beta.to(v.dtype), scale=scale, cu_seqlens=borders))
-    return _output(chunk_gated_delta_rule(q, k, v, g, beta.to(v.dtype), scale=scale, cu_seqlens=borders))
+        return _op("simple_gla", "chunk_simple_gla")(x.q, x.k, x.v, **x.options)
+    kind = "g" if _per_token(x.gate) else "g_gamma"
+    g = _finite(x.gate.per_token(x.q).log_decay if kind == "g" else g)
+    return _op("simple_gla", "chunk_simple_gla")(x.q, x.k, x.v, **{kind: g}, **x.options)
 
 
-def _borders(cu_seqlens: Tensor | None) -> Tensor | None:
-    """In the dtype that its kernels take."""
-    return None if cu_seqlens is None else cu_seqlens.long()
+def diagonal_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
+    """``chunk_gla``: a decay per channel."""
+    return _op("gla", "chunk_gla")(x.q, x.k, x.v, _finite(x.gate.log_diag), **x.options)
 
 
-def _output(result: Any) -> Tensor:
-    return cast(Tensor, result[0])
+def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
+    """``chunk_delta_rule`` or ``chunk_gated_delta_rule``: one key for erasing and writing, and one strength."""
+    beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2]).to(x.v.dtype)
+    g = x.gate.per_token(x.q).log_decay
+    if g is None:
+        return _op("delta_rule", "chunk_delta_rule")(x.q, x.k, x.v, beta, **x.options)
+    return _op("gated_delta_rule", "chunk_gated_delta_rule")(x.q, x.k, x.v, _finite(g), beta, **x.options)
 
 
-FLA_LINEAR_ATTENTION = Kernel(fla_linear_attention, refuses=fla_unavailable)
-FLA_SCALAR_DECAY = Kernel(fla_scalar_decay, refuses=fla_unavailable)
-FLA_DIAGONAL_DECAY = Kernel(fla_diagonal_decay, refuses=fla_unavailable)
-FLA_DELTA_RULE = Kernel(fla_delta_rule, refuses=fla_unavailable)
+@functools.cache
+def _op(family: str, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    operation: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(f"fla.ops.{family}"), name)
+    shorten()
+    return operation
+
+
+def _finite(log: Tensor | None) -> Tensor:
+    return cast(Tensor, log).float().clamp(min=CLOSED_AS)
+
+
+_converted: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+
+
+def _int64(borders: Tensor) -> Tensor:
+    """In the dtype that its kernels take; the same tensor for all layers, as it reads each new one on the CPU."""
+    global _converted
+    if borders.dtype == torch.int64:
+        return borders
+    if _converted is None or _converted[0]() is not borders or _converted[1] != borders._version:
+        _converted = weakref.ref(borders), borders._version, borders.long()
+    return _converted[2]
+
+
+FLA_SCALAR_DECAY = fla_kernel(scalar_decay)
+FLA_DIAGONAL_DECAY = fla_kernel(diagonal_decay)
+FLA_DELTA_RULE = fla_kernel(delta_rule)

@@ -66,7 +66,9 @@ class LinearForms(Forms):
         o, matrix = self._recur(*ready, past) if q.shape[1] == 1 else self._chunked(*ready, past)
         return o, RecurrentState(matrix, seen + q.shape[1])
 
-    def fixed(self, state: RecurrentState, rows: Rows, tokens: int, device: torch.device | str) -> MatrixMemory:
+    def fixed(
+        self, state: RecurrentState, rows: Rows, tokens: int, device: torch.device | str, paged: bool | None = None
+    ) -> MatrixMemory:
         """The memory of steps that change it in place, for states such as this one; see ``SoftmaxForms.fixed``."""
         return MatrixMemory.like(state, len(rows.length), device)
 

@@ -81,18 +81,26 @@ class Kernel:
         extend: ``extend(q, k, v, gate, state, *, ...) -> (output, state)``; None where it keeps no state.
         refuses: why a :class:`Call` cannot be served, or "". It need not look at the names of the options.
         explain: which kernels a :class:`Call` that is not refused runs on, and why no faster ones, or "".
+        brief: whether it is for a few tokens at a time; then nothing is missed where it refuses more.
     """
 
     run: Callable[..., Any]
     extend: Callable[..., tuple[Any, Any]] | None = None
     refuses: Callable[[Call], str] = _serves
     explain: Callable[[Call], tuple[str, str]] | None = None
+    brief: bool = False
     options: tuple[str, ...] = field(init=False)  # of run
     extend_options: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", keywords(self.run))
         object.__setattr__(self, "extend_options", () if self.extend is None else keywords(self.extend))
+
+
+def is_brief(forms: FormSet, form: str) -> bool:
+    """Whether a form is a kernel for a few tokens at a time."""
+    kernel = getattr(forms, "kernels", {}).get(form)
+    return kernel is not None and kernel.brief
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing
@@ -217,6 +217,92 @@ def path_kernel() -> Kernel:
     return Kernel(run, extend, refuses, explain)
 
 
+WALL_STEPS = 16  # most tokens that continue a cache of Wall: they come one at a time
+
+
+def wall_kernel() -> Kernel:
+    """The kernels of Wall: whole sequences, and steps of a token over all cached keys.
+
+    A step multiplies every cached key by the token's gates, as the reference does, and attends to them by the kernel of
+    FoX without a gate. It has no gradient. The state that is given stays as it was.
+    """
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, window: int | None = None,
+        sink: Tensor | None = None, valid: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Output:  # fmt: skip
+        """The fused kernel (``attnzoo.kernels.wall``) on whole sequences; with ``valid`` they run packed."""
+        from attnzoo.kernels.wall import wall_attention
+
+        given = SoftmaxOptions(scale, None, None, window, sink, valid, cu_seqlens, return_lse)
+        check_softmax(given, q, gate)
+        _refuse_both(given)
+        kernel: Callable[..., Output] = functools.partial(
+            wall_attention, scale=scale, window=window, sink=sink, return_lse=return_lse, impl="triton"
+        )
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, a: Tensor, borders: Tensor | None) -> Output:
+            return kernel(q, k, v, log_diag=a, cu_seqlens=borders)
+
+        rows = (q.to(v.dtype), k.to(v.dtype), v, cast(Tensor, gate.log_diag).float())
+        return attend(*rows, cu_seqlens) if valid is None else on_packed(attend, valid, *rows)
+
+    def extend(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
+        window: int | None = None, sink: Tensor | None = None, valid: Tensor | None = None, return_lse: bool = False,
+    ) -> tuple[Output, KVCache]:  # fmt: skip
+        from attnzoo.kernels.fox import fox_attention
+        from attnzoo.kernels.path import refuse_gradients
+
+        given = SoftmaxOptions(scale, None, None, window, sink, valid, None, return_lse)
+        check_softmax(given, q, gate)
+        if valid is not None:
+            gate = gate.neutral_where(~valid)
+            q, k, v = existing(valid, q, k, v)
+        a, H = cast(Tensor, gate.log_diag).float(), q.shape[2]
+        if state is None or not len(state):
+            o = run(q, k, v, gate, scale=scale, window=window, sink=sink, valid=valid, return_lse=return_lse)
+            after = F.pad(a[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
+            return o, KVCache(expand_heads(k, H).float() * after.exp(), v, None, valid, carried=True)
+        refuse_gradients(q, k, v, a, state.k, state.v)
+        S, rows = len(state), []
+        parts, room = append_in_place(state, *growing(state, KVCache(k, v, None, valid), ("v",)))
+        keys, values, there = state.k.float(), expand_heads(parts["v"], H), parts.get("valid")
+        for t in range(q.shape[1]):
+            now, seen = slice(t, t + 1), slice(0, S + t + 1)
+            keys = torch.cat([keys * a[:, now].exp(), expand_heads(k[:, now], H).float()], 1)
+            o, lse = fox_attention(
+                q[:, now].to(v.dtype), keys.to(v.dtype), values[:, seen], log_decay=None, scale=scale, window=window,
+                sink=sink, valid=None if there is None else there[:, seen], return_lse=True, impl="triton",
+            )  # fmt: skip
+            rows.append((o, lse))
+        o, lse = (torch.cat(x, 1) for x in zip(*rows, strict=True))
+        return (o, lse) if return_lse else o, GrowingCache(keys, parts["v"], None, there, carried=True, room=room)
+
+    def refuses(call: Call) -> str:
+        from attnzoo.kernels.wall import triton_unavailable
+
+        if call.state is not None and _records_any(call):
+            return "a cached step of the triton form has no gradient (run it under torch.no_grad())"
+        if call.state is not None and len(call.state) and call.q.shape[1] > WALL_STEPS:
+            return f"a cache of Wall is continued by at most {WALL_STEPS} tokens, got {call.q.shape[1]}"
+        return _refused(call) or triton_unavailable(call.q, call.v)
+
+    def explain(call: Call) -> tuple[str, str]:
+        from attnzoo.kernels.common.device import machine
+        from attnzoo.kernels.wall.plan import plan
+
+        if call.state is not None and len(call.state):
+            return "a step per token over all keys", ""
+        (T, _, K), V = call.q.shape[1:], call.v.shape[3]
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        chosen = plan(T, K, V, call.v.dtype, deterministic, True, machine(call.q.device))
+        return chosen.kernels(_records_any(call)), chosen.why
+
+    return Kernel(run, extend, refuses, explain)
+
+
 BOTH = "the triton form takes valid or cu_seqlens, not both"
 
 
@@ -234,9 +320,13 @@ def _padded(call: Call) -> bool:
     return "valid" in call.options or getattr(call.state, "valid", None) is not None
 
 
+def records_any(call: Call, *more: Tensor | None) -> bool:
+    """Whether a gradient is expected of q, k, v, the gate or ``more``."""
+    return _records(call.q, call.k, call.v, *(getattr(call.gate, part) for part in call.gate.parts), *more)
+
+
 def _records_any(call: Call) -> bool:
-    parts = (getattr(call.gate, part) for part in call.gate.parts)
-    return _records(call.q, call.k, call.v, *parts, call.options.get("sink"))
+    return records_any(call, call.options.get("sink"))
 
 
 def _records(*tensors: Tensor | None) -> bool:

@@ -16,12 +16,13 @@ from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import unknown
 from attnzoo.forms.fixed import Rows
+from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.pool import KeyPool
-from attnzoo.forms.protocol import Call
+from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.dispatch import IMPLS, choose, given_options, run
+from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.gates import Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.matrix import rotary_angles
@@ -153,7 +154,8 @@ class Attention(PreciseModule):
 
         Args:
             evict: give up the keys of which no later row can get more than this weight in all (with None: none). The
-                weights of QK-norm must bound later queries. See :class:`attnzoo.Evict`.
+                weights of QK-norm must bound later queries; ``"offload"`` asks for no bound, moves keys to the host's
+                memory and brings them back for a row that needs them. See :class:`attnzoo.Evict`.
 
         Raises:
             ValueError: ``evict`` for a layer that needs all its keys, or of which nothing bounds later queries.
@@ -165,13 +167,19 @@ class Attention(PreciseModule):
             if self.variant.side == "linear":
                 why = f"{self.variant.name!r} is the linear side, whose state does not grow"
             raise ValueError(f"evict: {why}")
-        if settings is not None and self.config.qk_norm == "none" and self.config.window is None:
-            how = "expected None or a layer with qk_norm, whose weights bound later queries"
+        bounded = self.config.qk_norm != "none" or self.config.window is not None
+        if settings is not None and not bounded and not settings.offload:
+            how = "expected None or a layer with qk_norm, whose weights bound later queries, or 'offload'"
             raise ValueError(f"evict: {how}, got {evict!r} and qk_norm='none'")
         return LayerCache(owner=Owner(self), evict=settings)
 
     def fixed_cache(
-        self, like: LayerCache, rows: Rows, tokens: int, device: torch.device | str | None = None, **options: Any
+        self,
+        like: LayerCache,
+        rows: Rows,
+        tokens: int,
+        device: torch.device | str | None = None,
+        paged: bool | None = None,
     ) -> FixedCache:
         """An empty cache for steps of one token of several sequences, which change it in place.
 
@@ -180,10 +188,10 @@ class Attention(PreciseModule):
             rows: of the batch; every layer reads them.
             tokens: of the longest sequence that there will be.
             device: None for that of ``rows``; ``"meta"`` shows how much memory it needs.
-            options: of the variant's memory (:meth:`~attnzoo.forms.softmax.SoftmaxForms.fixed`).
+            paged: whether keys lie in pages; None for wherever that can be.
 
         Raises:
-            ValueError: the variant is a third party's that offers none.
+            ValueError: the variant is a third party's that offers none, or keys cannot lie in pages, or must.
         """
         device = device or rows.length.device
         fixed = getattr(self.variant.form_set, "fixed", None)
@@ -194,8 +202,10 @@ class Attention(PreciseModule):
             name: torch.zeros(len(rows.lengths), *x.shape[1:], dtype=x.dtype, device=device)
             for name, x in like.windows.items()
         }
+        if self.impl == "reference" and rows.length.is_cuda:
+            paged = False  # plain operations read no pages without waiting for the GPU
         bound = None if self.prune is None else self.logit_bound(like.dtype or torch.float32)
-        return FixedCache(fixed(like.state, rows, tokens, device, **options), windows, rows, bound)
+        return FixedCache(fixed(like.state, rows, tokens, device, paged), windows, rows, bound)
 
     def forward(
         self,
@@ -242,10 +252,11 @@ class Attention(PreciseModule):
         stream.commit(self, x, state)
         return y
 
-    def project(self, x: Tensor) -> Projected:
-        """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them."""
+    def project(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Projected:
+        """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them; with borders ``[N + 1]``, of one row."""
         self._check(x)
-        return self._project(x, self._stream(x, None, None))
+        check_borders(cu_seqlens, x)
+        return self._project(x, Stream(None, None, (x.shape[0], x.shape[1]), x.device, cu_seqlens))
 
     @torch.no_grad()
     def logit_bound(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -353,10 +364,16 @@ class Attention(PreciseModule):
         options = self._options(projected, valid, stream.cu_seqlens, bound)
         state = None if cache is None else cache.state
         if state is None and cache is not None and cache.evict is not None:
-            state = self._empty_pages(projected, cache.evict)
+            forms: Any = self.variant.form_set
+            pages = forms.new_pages(projected.q, projected.k, projected.v, projected.gate)
+            state = PagedCache.of(pages, self.eviction(cache.evict, pages, projected.q.dtype))
         call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
         form = choose(self.variant, self.impl, call)
         _say(f"{self.variant.name}: impl={self.impl!r} runs {form} on {x.device.type}")
+        if form == REFERENCE and self.impl == "auto":
+            lost = missed(self.variant, call)
+            if lost:
+                _say(f"{self.variant.name}: no kernel runs, and the reference is slower: {lost}", logging.WARNING)
         if not torch.compiler.is_compiling():
             self._picked = f"{form} on {x.device.type}"
         o, state = run(self.variant, form, call)
@@ -402,16 +419,16 @@ class Attention(PreciseModule):
         y: Tensor = self.o_proj(o)
         return y
 
-    def _empty_pages(self, projected: Projected, evict: Evict) -> PagedCache:
-        """The cache before the first call."""
-        q, v, bounds = projected.q, projected.v, None
-        (B, _, H, K), (G, V) = q.shape, v.shape[2:]
-        decays = projected.gate.log_decay is not None
-        longest, score = self.query_bound(q.dtype), self.logit_bound(q.dtype)
-        if decays and longest is not None and score is not None:
-            bounds = QueryBounds(longest, own=score, score=score)
-        pool = KeyPool.empty(B, G, H // G, K, V, dtype=v.dtype, device=v.device, decays=decays)
-        return PagedCache.of(pool, Eviction(math.log(evict.eps), bounds, self.config.window))
+    def eviction(self, evict: Evict, pool: KeyPool, dtype: torch.dtype) -> Eviction:
+        """What a cache in ``pool`` gives up keys by, with q and k rounded to ``dtype``; see :meth:`new_cache`."""
+        if evict.offload:
+            (B, G, _), H = pool.table.shape, self.config.num_heads
+            away = Offload.empty(B, G, H, pool.length.device)
+            return Eviction(math.log(evict.eps), None, self.config.window, away)
+        bounds, query, score = None, self.query_bound(dtype), self.logit_bound(dtype)
+        if query is not None and score is not None:
+            bounds = QueryBounds(query, own=score, score=score)
+        return Eviction(math.log(evict.eps), bounds, self.config.window)
 
     def _project(self, x: Tensor, stream: Stream) -> Projected:
         config = self.config
@@ -456,11 +473,11 @@ _said: set[str] = set()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled layer says it while it is compiled
-def _say(picked: str) -> None:
+def _say(picked: str, level: int = logging.INFO) -> None:
     """Log what runs, once per process."""
     if picked not in _said:
         _said.add(picked)
-        logger.info(picked)
+        logger.log(level, "%s", picked)
 
 
 __all__ = ["Attention", "AttentionConfig", "LayerCache", "Projected"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.cache import check_state
-from attnzoo.forms.protocol import REFERENCE, Call
+from attnzoo.forms.protocol import REFERENCE, Call, is_brief
 from attnzoo.layer.exported import exported
 from attnzoo.registry import Variant, as_given
 
@@ -41,6 +41,18 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
     if reason:
         raise UnavailableError(f"impl={impl!r}: {reason}; use impl='auto' or 'reference'")
     return impl
+
+
+def expected(variant: Variant, call: Call) -> list[str]:
+    """The kernels of a variant that are made for calls of this kind, the fastest first."""
+    step, forms = call.q.shape[1] == 1, variant.form_set
+    return [form for form in KERNELS if form in variant.forms and (step or not is_brief(forms, form))]
+
+
+def missed(variant: Variant, call: Call) -> str:
+    """Why ``auto`` runs no kernel on a GPU though the variant has some, with the remedies; or ""."""
+    forms = expected(variant, call) if on_gpu(call.q) else ()
+    return "; ".join(f"{form}: {variant.refuses(form, call)}" for form in forms)
 
 
 def on_gpu(x: Tensor) -> bool:

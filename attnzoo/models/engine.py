@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Evict
 from attnzoo.errors import check_kinds
 from attnzoo.forms.fixed import Rows
+from attnzoo.forms.memory import check_room, size_of
 from attnzoo.layer.fixed import FixedCache
+from attnzoo.layer.stream import LayerCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.sampling import GREEDY, Samplers, Sampling
 
@@ -22,23 +26,28 @@ class Request:
 
     Args:
         id: what :meth:`Generator.add` gave.
-        prompt: its tokens, ``[T]``.
+        start: its tokens so far, ``[T]``, or the caches that have seen them and the token that follows;
+            None once it is in the batch.
+        length: how many tokens that is, the one that follows not among them.
         max_new_tokens: how many may follow.
         sampling: how they are drawn.
         stop: tokens that end it.
         tokens: those that followed and are known, the one that ended it among them.
         left: steps before the last of them is drawn.
         done: whether all that there will be are known.
+        kept: by layer, how many keys each of its key heads had in the end; None for a layer without keys.
     """
 
     id: int
-    prompt: Tensor
+    start: Tensor | tuple[list[LayerCache], int] | None
+    length: int
     max_new_tokens: int
     sampling: Sampling
     stop: frozenset[int]
     tokens: list[int] = field(default_factory=list)
     left: int = 0
     done: bool = False
+    kept: list[list[int] | None] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -62,6 +71,8 @@ class Generator:
         max_tokens: of the longest sequence, its prompt included.
         check_every: steps between two looks at what was drawn, for tokens that end a sequence. The tokens are known
             that late, and on a GPU one look later, so that it never waits.
+        evict: give up keys for which no later token can lose more than this weight in all; None for none. Their memory
+            is taken as it is needed, and a growing pool of keys captures the graph anew.
         graph: whether a step is captured as a CUDA graph; None for wherever there is a GPU.
 
     Raises:
@@ -76,6 +87,7 @@ class Generator:
         max_tokens: int,
         *,
         check_every: int = 8,
+        evict: float | None = None,
         graph: bool | None = None,
     ) -> None:
         if not isinstance(model, LanguageModel):
@@ -88,7 +100,9 @@ class Generator:
         self.device = model.embedding.weight.device
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False on {self.device} (only a GPU has graphs), got True")
-        self.model, self.max_tokens, self.check_every = model.eval(), max_tokens, check_every
+        if evict is not None and Evict.of(evict).offload:
+            raise ValueError("evict: expected a weight (no keys are brought back within a step), got 'offload'")
+        self.model, self.max_tokens, self.check_every, self.evict = model.eval(), max_tokens, check_every, evict
         self.graphed = self.device.type == "cuda" if graph is None else graph
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * max_sequences
@@ -106,18 +120,12 @@ class Generator:
     @torch.no_grad()
     def _caches(self) -> list[FixedCache]:
         """One cache per layer, shaped as one token fills those of the model."""
-        like = self.model.new_cache()
+        like = self.model.new_cache(self.evict)
         self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
         layers = list(zip(self.model.attentions(), like, strict=True))
         meta = [layer.fixed_cache(one, self.batch, self.max_tokens, "meta") for layer, one in layers]
-        needed = _bytes(meta)
-        if self.device.type == "cuda":
-            there = torch.cuda.mem_get_info(self.device)[0]
-            if needed > there:
-                raise MemoryError(
-                    f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens need {needed / 2**30:.1f} "
-                    f"GiB, and {there / 2**30:.1f} GiB of {self.device} are free; take fewer or shorter sequences"
-                )
+        what = f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens"
+        check_room(_bytes(meta), self.device, what)
         return [layer.fixed_cache(one, self.batch, self.max_tokens) for layer, one in layers]
 
     def bytes(self) -> int:
@@ -150,22 +158,37 @@ class Generator:
             TypeError, ValueError: an empty prompt, tokens beyond the vocabulary, more than ``max_tokens`` in all, or a
                 number out of its range.
         """
-        check_kinds({"max_new_tokens": max_new_tokens}, {"max_new_tokens": "int"})
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
         tokens = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), dtype=torch.int64)
         if tokens.ndim != 1:
             raise ValueError(f"prompt: expected one sequence [T], got shape {list(tokens.shape)}")
         self.model.check_tokens("prompt", tokens[None])
-        if len(tokens) + max_new_tokens > self.max_tokens:
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        return self._wait(tokens.to(self.device, torch.int64), len(tokens), max_new_tokens, sampling, stop)
+
+    def resume(
+        self, cache: list[LayerCache], token: int, max_new_tokens: int, sampling: Sampling, stop: Collection[int] = ()
+    ) -> int:
+        """Continue a sequence that another loop has begun; see :meth:`add`.
+
+        Args:
+            cache: of :meth:`~attnzoo.models.decoder.LanguageModel.new_cache`, of one sequence. It is only read.
+            token: the one that follows, which ``cache`` has not seen.
+            sampling: of the tokens after it.
+        """
+        self.model.check_tokens("token", torch.tensor([[token]]))
+        return self._wait((cache, token), cache[0].tokens, max_new_tokens, sampling, stop)
+
+    def _wait(self, start: Any, length: int, max_new_tokens: int, sampling: Sampling, stop: Collection[int]) -> int:
+        """A request takes its place among those that wait; its number."""
+        check_kinds({"max_new_tokens": max_new_tokens}, {"max_new_tokens": "int"})
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+        if length + max_new_tokens > self.max_tokens:
             raise ValueError(
-                f"max_new_tokens: expected at most {self.max_tokens - len(tokens)} after {len(tokens)} tokens of the "
-                f"prompt (max_tokens = {self.max_tokens}), got {max_new_tokens}"
+                f"max_new_tokens: expected at most {self.max_tokens - length} after {length} tokens "
+                f"(max_tokens = {self.max_tokens}), got {max_new_tokens}"
             )
-        request = Request(
-            len(self.requests), tokens.to(self.device, torch.int64), max_new_tokens,
-            Sampling(temperature, top_k, top_p, seed), frozenset(stop),
-        )  # fmt: skip
+        request = Request(len(self.requests), start, length, max_new_tokens, sampling, frozenset(stop))
         self.requests[request.id] = request
         self.waiting.append(request)
         return request.id
@@ -178,7 +201,7 @@ class Generator:
             The tokens that have become known, by sequence. Without any left to draw, all that were still on their way.
         """
         known: dict[int, list[int]] = {}
-        self._admit()
+        self.admit()
         running = [(row, request) for row, request in enumerate(self.rows) if request is not None]
         if running:
             self._advance([row for row, _ in running], max(request.sampling.needs for _, request in running))
@@ -207,22 +230,28 @@ class Generator:
             if new:
                 yield new
 
-    def _admit(self) -> None:
-        """Prefill waiting sequences into free rows; the first token that follows is drawn here."""
+    @torch.no_grad()
+    def admit(self) -> None:
+        """Prefill waiting sequences into free rows, as each step begins; the first token that follows is drawn here."""
         for row, there in enumerate(self.rows):
             if there is not None or not self.waiting:
                 continue
             request = self.waiting.popleft()
-            cache = self.model.new_cache()
-            last = self.model.hidden(request.prompt[None], cache=cache)[:, -1]
-            for fixed, filled in zip(self.caches, cache, strict=True):
-                fixed.admit(row, filled, len(request.prompt) + request.max_new_tokens)
             self.samplers.set(row, request.sampling, self.model.config.vocab_size)
-            token = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
-            self.tokens[row : row + 1] = token
-            self.batch.begin(row, len(request.prompt))
+            start, request.start = request.start, None
+            assert start is not None
+            if isinstance(start, Tensor):
+                cache = self.model.new_cache(self.evict)
+                last = self.model.hidden(start[None], cache=cache)[:, -1]
+                self.tokens[row : row + 1] = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
+            else:
+                cache, self.tokens[row] = start
+            for fixed, filled in zip(self.caches, cache, strict=True):
+                fixed.admit(row, filled, request.length + request.max_new_tokens)
+            self.batch.begin(row, request.length)
             self.rows[row], request.left = request, request.max_new_tokens
-            self._note([(row, request)])
+            if isinstance(start, Tensor):
+                self._note([(row, request)])
             self._check_places()
 
     def _note(self, running: list[tuple[int, Request]]) -> None:
@@ -234,7 +263,9 @@ class Generator:
                 self._release(row)
 
     def _release(self, row: int) -> None:
-        self.rows[row] = None
+        request, self.rows[row] = self.rows[row], None
+        if request is not None:
+            request.kept = [cache.memory.kept(row) for cache in self.caches]
         for cache in self.caches:
             cache.clear(row)
         self.batch.end(row)
@@ -314,4 +345,4 @@ class Generator:
 
 
 def _bytes(caches: Sequence[FixedCache]) -> int:
-    return sum(x.numel() * x.element_size() for cache in caches for x in cache.tensors())
+    return sum(size_of(x) for cache in caches for x in cache.tensors())

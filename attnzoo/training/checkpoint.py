@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent, and the run folder around them.
 
     RUN/config.yaml  metrics.jsonl  tensorboard/  checkpoints/step-00000100/{model.safetensors, optimizer.bin,
-    config.yaml, progress.json, digests.json, ...}
+    config.yaml, progress.json, digests.json, ...}, where a model is sharded with folders of their own
 
 A checkpoint is written beside its place, flushed to the disk and then renamed; an old one is renamed before
 it is removed. So a folder named `step-*` is always whole, whenever the process is killed. What happens to its files
@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING
 from attnzoo.config import config_differences, load_config, to_yaml
 from attnzoo.files import damaged_name, digest, sync, write_whole
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import MODEL, WEIGHTS, damage, read_digests, write_digests
+from attnzoo.training.digests import MODEL, PARTS, WEIGHTS, damage, read_digests, weights_in, write_digests
+from attnzoo.training.sharding import TrainState, join_parts
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from attnzoo.data import Data
     from attnzoo.models import LanguageModel
 
@@ -42,6 +41,7 @@ FREE = frozenset(
         "output_dir",
         "compile",
         "recompute",
+        "sharding",
         "device",
         "gradient_accumulation",
         "log_every",
@@ -104,7 +104,7 @@ def identity(checkpoint: Path) -> str:
     """A text that is another one for every other checkpoint: its name and the digest of its weights."""
     try:
         digests = read_digests(checkpoint)
-        return f"{checkpoint.name} {digests[WEIGHTS][1] if digests else digest(checkpoint / WEIGHTS)}"
+        return " ".join([checkpoint.name, *(weights_in(digests) if digests else [digest(checkpoint / WEIGHTS)])])
     except (OSError, ValueError) as error:
         return f"{checkpoint.name} damaged: {error}"
 
@@ -131,14 +131,14 @@ def read_progress(checkpoint: Path) -> Progress:
     return progress
 
 
-def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress, config: TrainConfig) -> Path:
+def write_checkpoint(state: TrainState, run_dir: Path, progress: Progress, config: TrainConfig) -> Path:
     """Save everything that the next step depends on; called by all processes.
 
     Raises:
         CheckpointError: it could not be written, for one because the disk is full. What was there before
             stays.
     """
-    folder = run_dir / "checkpoints"
+    accelerator, folder = state.accelerator, run_dir / "checkpoints"
     final = folder / f"step-{progress.step:08d}"
     temporary = folder / f".{final.name}.tmp"
     try:
@@ -146,7 +146,7 @@ def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         accelerator.wait_for_everyone()
-        accelerator.save_state(str(temporary))
+        state.save(temporary)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             (temporary / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
@@ -172,14 +172,14 @@ def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress
     return final
 
 
-def load_state(accelerator: Accelerator, checkpoint: Path) -> None:
+def load_state(state: TrainState, checkpoint: Path) -> None:
     """Load everything that the next step depends on; called by all processes.
 
     Raises:
         CheckpointError: a file of it cannot be read, which a checkpoint without digests shows only now.
     """
     try:
-        accelerator.load_state(str(checkpoint))
+        state.load(checkpoint)
     except Exception as error:  # an EOFError, RuntimeError, SafetensorError or UnpicklingError, by what is damaged
         raise CheckpointError(f"{checkpoint} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -339,7 +339,10 @@ def load_run(
     config = config_of(run_dir, checkpoint)
     model = LanguageModel(config.model)
     try:
-        load_model(model, checkpoint / WEIGHTS)
+        if (checkpoint / PARTS).is_dir():
+            model.load_state_dict(join_parts(checkpoint / PARTS))
+        else:
+            load_model(model, checkpoint / WEIGHTS)
     except Exception as error:
         raise CheckpointError(f"{checkpoint} does not fit {run_dir / 'config.yaml'}: {error}") from error
     return model.to(device).eval(), config

@@ -68,6 +68,8 @@ class TrainConfig:
         compile: compile each block with `torch.compile`.
         recompute: keep only what goes into each block, and compute its inside again for the gradient: slower, with
             less memory.
+        sharding: `none` (each process has the whole model) or `fsdp` (each has a part of it, and of the optimizer's
+            state).
         device: `auto` (what accelerate finds) or `cpu`.
         log_every: steps between rows of the metrics.
         eval_every: steps between evaluations; 0 for one at the end.
@@ -93,6 +95,7 @@ class TrainConfig:
     mixed_precision: str = "none"
     compile: bool = False
     recompute: bool = False
+    sharding: str = "none"
     device: str = "auto"
     log_every: int = 10
     eval_every: int = 100
@@ -112,6 +115,9 @@ class TrainConfig:
         at_least(self, 0, "seed", below=2**32)
         check_folder_name(self.output_dir)
         one_of(self, "mixed_precision", ["none", "bf16", "fp16"])
+        one_of(self, "sharding", ["none", "fsdp"])
+        if self.sharding == "fsdp" and self.mixed_precision == "fp16":
+            raise ValueError("mixed_precision=fp16 scales a loss, which sharding=fsdp does not: take bf16 or none")
         one_of(self, "device", ["auto", "cpu"])
         one_of(self, "progress", ["auto", "bar", "lines", "quiet"])
         if self.optimizer.warmup_steps >= self.steps:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnzoo import __version__
-from attnzoo.config import to_yaml
+from attnzoo.config import load_config, to_yaml
+from attnzoo.data.shards import TOKENIZER as TOKENS
 from attnzoo.data.shards import is_shards, read_shards
+from attnzoo.data.sources import BYTES
 from attnzoo.data.tokenizer import byte_tokenizer, read_tokenizer, special_tokens, tokenizer_files
 from attnzoo.files import whole_folder
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import MODEL
+from attnzoo.training.digests import MODEL, PARTS
+from attnzoo.training.sharding import join_parts
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +35,7 @@ TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+BYTEWISE = "bytes"
 KEPT = "tokenizer"  # in a run's folder: the files of the tokenizer of its data
 CODE = """import attnzoo  # registers the model's class
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -68,7 +73,7 @@ def export_run(run: Path, folder: Path) -> Path:
     checkpoint = usable_checkpoint(run, MODEL)
     model, config = load_run(run, checkpoint=checkpoint)
     step = 0 if checkpoint is None else read_progress(checkpoint).step
-    tokenizer = _tokenizer_of(run, config.data)
+    tokenizer = tokenizer_of(run, config.data)
     with whole_folder(folder) as part:
         for name, content in tokenizer.items():
             (part / name).write_bytes(content)
@@ -86,13 +91,15 @@ def keep_tokenizer(data: DataConfig, run: Path) -> None:
                     (part / name).write_bytes(content)
 
 
-def _tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
+def tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
     """The files of the tokenizer by which a run's data was made; none where nobody said."""
     if (run / KEPT).is_dir():
         return read_tokenizer(run / KEPT)
-    if data.vocab_size is None and not any(is_shards(entry.source) for entry in data.weighted):
-        return tokenizer_files(byte_tokenizer())
-    return {}
+    return tokenizer_files(byte_tokenizer()) if _is_bytes(data) else {}
+
+
+def _is_bytes(data: DataConfig) -> bool:
+    return data.vocab_size is None and not any(is_shards(entry.source) for entry in data.weighted)
 
 
 def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -> tuple[str, ...]:
@@ -131,7 +138,7 @@ def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -
     return peer.notes
 
 
-def start_from(model: LanguageModel, source: str) -> None:
+def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
     """Give a model the weights of a run or of a model folder, where it has them too; a line of the log says which.
 
     What the source has not starts as the model started it, and what only the source has is left: another variant's
@@ -140,10 +147,11 @@ def start_from(model: LanguageModel, source: str) -> None:
     Args:
         model: changed in place.
         source: the folder of a run, or one that `attnzoo export` or `attnzoo import` wrote.
+        data: what the model is going to be trained on.
 
     Raises:
         FileNotFoundError: neither is there.
-        ValueError: a weight of another shape, or none in common.
+        ValueError: a weight of another shape, or none in common, or data by another tokenizer.
     """
     from attnzoo.models.peers import Weights, read_settings
 
@@ -152,7 +160,9 @@ def start_from(model: LanguageModel, source: str) -> None:
         checkpoint = usable_checkpoint(folder, MODEL)
         if checkpoint is None:
             raise FileNotFoundError(f"start_from: the run in {source!r} has no checkpoint yet")
-        there, prefix = Weights.of_folder(checkpoint), ""
+        parts = checkpoint / PARTS
+        there = Weights.of_state(join_parts(parts)) if parts.is_dir() else Weights.of_folder(checkpoint)
+        prefix = ""
     elif (folder / "config.json").is_file():
         kind = read_settings(folder).get("model_type")
         if kind != "attnzoo":
@@ -160,6 +170,7 @@ def start_from(model: LanguageModel, source: str) -> None:
         there, prefix = Weights.of_folder(folder), "model."
     else:
         raise FileNotFoundError(f"start_from: expected a run or a model folder, got {source!r}")
+    _check_tokenizer(folder, data)
     state, new = {}, []
     for name, tensor in model.state_dict().items():
         if prefix + name not in there:
@@ -181,6 +192,34 @@ def start_from(model: LanguageModel, source: str) -> None:
         "%d weights from %s; starting anew: %s; left there: %s",
         len(state), source, _listed(new), _listed(left),
     )  # fmt: skip
+
+
+def _check_tokenizer(folder: Path, data: DataConfig) -> None:
+    """Refuse data by another tokenizer than that of a run or of a model folder, where both are known."""
+    known = next((path for path in (folder / KEPT / TOKENS, folder / TOKENS) if path.is_file()), None)
+    if known is not None:
+        expected = _vocabulary(known)
+    elif (folder / "config.yaml").is_file() and _is_bytes(load_config(folder / "config.yaml").data):
+        expected = BYTEWISE
+    else:
+        return
+    for entry in data.weighted:
+        tokenizer = read_shards(entry.source).tokenizer if is_shards(entry.source) else None
+        if tokenizer is None and not _is_bytes(data):
+            continue
+        if (BYTEWISE if tokenizer is None else _vocabulary(tokenizer)) != expected:
+            found = "is read byte by byte" if tokenizer is None else "has tokens of another one"
+            how = "bytes are" if known is None else f"`attnzoo tokenize --tokenizer {known.parent}` writes"
+            raise ValueError(
+                f"start_from: data.source={entry.source!r} {found}, and {str(folder)!r} has a tokenizer of its own: "
+                f"{how} what it understands"
+            )
+
+
+def _vocabulary(tokenizer: Path) -> Any:
+    """What the numbers stand for."""
+    found = json.loads(tokenizer.read_bytes())["model"]["vocab"]
+    return BYTEWISE if len(found) == BYTES else found
 
 
 def _listed(names: list[str]) -> str:

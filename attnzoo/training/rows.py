@@ -24,19 +24,28 @@ class Rows:
         cu_seqlens: borders of the pieces of documents, [N + 1] int32; None where rows stand side by side.
         counted: targets that count. Where it is 0 the targets are those of other rows: a model takes none that ask
             nothing.
-        pairs: of a token and one that it may see, itself among them.
+        lengths: of the sequences, [N].
     """
 
     inputs: Tensor
     targets: Tensor
     cu_seqlens: Tensor | None
     counted: int
-    pairs: int
+    lengths: Starts
+
+    def pairs(self, window: int | None = None) -> int:
+        """How many pairs there are of a token and one that it may see, itself among them."""
+        seen = self.lengths if window is None else self.lengths.clip(max=window)
+        return int((seen * (seen + 1) // 2 + (self.lengths - seen) * seen).sum())
 
     def to(self, device: torch.device) -> Rows:
-        """The same there."""
-        borders = None if self.cu_seqlens is None else self.cu_seqlens.to(device)
-        return Rows(self.inputs.to(device), self.targets.to(device), borders, self.counted, self.pairs)
+        """The same there; a copy to a GPU is waited for by what reads it, not here."""
+
+        def there(x: Tensor) -> Tensor:
+            return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+        borders = None if self.cu_seqlens is None else there(self.cu_seqlens)
+        return Rows(there(self.inputs), there(self.targets), borders, self.counted, self.lengths)
 
 
 def rows_of(windows: npt.NDArray[np.int64], begins: Sequence[Starts] | None, given: int | None = None) -> Rows:
@@ -50,16 +59,17 @@ def rows_of(windows: npt.NDArray[np.int64], begins: Sequence[Starts] | None, giv
     """
     B, T = windows.shape[0], windows.shape[1] - 1
     counts = np.arange(B)[:, None].repeat(T, 1) < (B if given is None else given)
-    inputs, targets, pairs = windows[:, :-1], windows[:, 1:], B * T * (T + 1) // 2
+    inputs, targets, lengths = windows[:, :-1], windows[:, 1:], np.full(B, T)
     cu_seqlens = None
     if begins is not None:
         for row, inside in enumerate(begins):
             counts[row, inside - 1] = False
         borders = [np.concatenate([[0], inside[inside < T]]) + row * T for row, inside in enumerate(begins)]
-        cu_seqlens = torch.from_numpy(np.concatenate([*borders, [B * T]])).int()
-        lengths = cu_seqlens.diff().long()
-        pairs = int((lengths * (lengths + 1) // 2).sum())
+        starts = np.concatenate([*borders, [B * T]])
+        cu_seqlens, lengths = torch.from_numpy(starts).int(), np.diff(starts)
         inputs, targets, counts = inputs.reshape(1, -1), targets.reshape(1, -1), counts.reshape(1, -1)
     if counts.any():
         targets = np.where(counts, targets, IGNORED)
-    return Rows(torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy()), cu_seqlens, int(counts.sum()), pairs)
+    return Rows(
+        torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy()), cu_seqlens, int(counts.sum()), lengths
+    )

@@ -49,8 +49,9 @@ def check_scale(scale: float | None) -> None:
 
 
 def check_values(
-    q: Tensor, *, log_decay: Tensor | None = None, w: Tensor | None = None, beta: Tensor | None = None,
-    sink: Tensor | None = None, logit_bound: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    q: Tensor, *, log_decay: Tensor | None = None, log_diag: Tensor | None = None, w: Tensor | None = None,
+    beta: Tensor | None = None, sink: Tensor | None = None, logit_bound: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Values that no kernel can serve; read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1, as it must wait for them.
 
@@ -60,7 +61,7 @@ def check_values(
     if not reads_values(q):
         return
     with torch.no_grad():
-        gate = GateParts(log_decay=log_decay, w=w, beta=beta)
+        gate = GateParts(log_decay=log_decay, log_diag=log_diag, w=w, beta=beta)
         for name in gate.parts:
             wrong = PARTS[name].refuse(getattr(gate, name), gate)
             if wrong:

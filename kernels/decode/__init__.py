@@ -1,5 +1,5 @@
 """Steps of softmax attention over keys that lie in pages: a table of pages per sequence and key head."""
 
-from .api import paged_append, paged_attention
+from .api import paged_append, paged_attention, triton_unavailable
 
-__all__ = ["paged_append", "paged_attention"]
+__all__ = ["paged_append", "paged_attention", "triton_unavailable"]

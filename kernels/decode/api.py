@@ -95,7 +95,7 @@ def paged_attention(
     int32, float32 = torch.int32, torch.float32
     _check_shapes({
         "first": (first, (B, G), int32), "since": (since, (B, H, T), int32), "log_decay": (log_decay, (H,), float32),
-        "decay": (decay, (*k.shape[:2], H // G), float32), "page_sum": (page_sum, (B, H, N), torch.float64),
+        "decay": (decay, (*k.shape[:2], H // G), _of_gates(k)), "page_sum": (page_sum, (B, H, N), torch.float64),
         "sink": (sink, (H,), None), "k_norm": (k_norm, (B, G, N), float32), "n_log": (n_log, (B, H, N), torch.float64),
         "logit_bound": (logit_bound, (H,), float32),
     })  # fmt: skip
@@ -185,8 +185,8 @@ def paged_append(
     int32, float32, float64 = torch.int32, torch.float32, torch.float64
     _check_shapes({
         "k": (k, (B, T, table.shape[1], keys.shape[2]), keys.dtype), "v": (v, (B, T, G, V), keys.dtype),
-        "k_norm": (k_norm, (B, G, N), float32), "log_decay": (log_decay, (B, T, H), float32),
-        "decay": (decay, (*keys.shape[:2], H // G), float32), "page_sum": (page_sum, (B, H, N), float64),
+        "k_norm": (k_norm, (B, G, N), float32), "log_decay": (log_decay, (B, T, H), _of_gates(keys)),
+        "decay": (decay, (*keys.shape[:2], H // G), _of_gates(keys)), "page_sum": (page_sum, (B, H, N), float64),
         "total": (total, (B, H), float64), "since": (since, (B, H), int32), "n_log": (n_log, (B, H, N), float64),
         "count": (count, (B,), int32),
     }, strided=("k", "v", "log_decay"))  # fmt: skip
@@ -249,6 +249,11 @@ def _check_prune(
         raise ValueError("k_norm: expected the lengths of each page's longest key with prune, got None")
     if decay is not None and n_log is None:
         raise ValueError("n_log: expected the sums that prune needs beside decay, got None")
+
+
+def _of_gates(k: Tensor) -> torch.dtype:
+    """Dtype of log decays and of their sums within a page: float64 for float64 keys, which the reference takes."""
+    return torch.float64 if k.dtype == torch.float64 else torch.float32
 
 
 @functools.cache

@@ -128,7 +128,7 @@ def append_reference(
             before = n_log[b, :, (n * PAGE + i - 1) // PAGE] if n * PAGE + i else torch.full_like(total[b], -math.inf)
             n_log[b, :, n] = torch.logaddexp(before, -total[b])
             seen[b, :, t] = since[b]
-            within = (total[b] - page_sum[b, :, n]).float().unflatten(0, (G, -1))
+            within = (total[b] - page_sum[b, :, n]).to(decay.dtype).unflatten(0, (G, -1))
             for g in range(G):
                 if int(table[b, g, n]) >= 0:
                     decay[table[b, g, n], i] = within[g]

@@ -34,6 +34,7 @@ from attnzoo.kernels.fox import api as fox
 from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path.cache import path_extend
 from attnzoo.kernels.path.plan import too_small
+from attnzoo.kernels.wall import api as wall
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -110,6 +111,10 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                         )  # fmt: skip
             if K <= 128:
                 yield (
+                    f"wall {kind} {K} gate",
+                    functools.partial(wall.wall_attention, *qkv, log_diag=wide(1, 512, 4, K), impl="triton"),
+                )
+                yield (
                     f"path {kind} {K} heads",
                     functools.partial(path.path_attention, qkv[1], qkv[1], qkv[2], w=wide(1, 512, 2, K), beta=beta,
                                       log_decay=wide(1, 512, 2), impl="triton"),
@@ -181,7 +186,7 @@ def main() -> int:
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     device.capability = lambda of: here.capability
     device.triton_version = lambda: release
-    for api in (decode, fox, path):
+    for api in (decode, fox, path, wall):
         api.kernels_unavailable = lambda *given, **limits: ""
     for case in args.cases:
         which, names, kernels = [*case.split(":"), "", ""][:3]

@@ -22,7 +22,7 @@ def launch_hopper_backward(
     since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, sink: Tensor | None,
     dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None,
 ) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
-    """As ``portable.backward._launch``, where the plan says so.
+    """As ``portable.backward.levels_backward``, where the plan says so.
 
     o_rest is what the rounding of o dropped, laid out as o.
     Works on the queries of the levels in float32 beside its results. Not deterministic.

@@ -53,8 +53,7 @@ def path_backward(
     dw, dbeta = (x.new_empty(x.shape) if wanted.transitions else None for x in (w, beta))
     dkey = torch.empty_like(lse) if wanted.log_decay else None
     drow = torch.empty_like(lse) if sink is not None or (c is not None and dlse is not None) else None
-    merged = plan.backward == "hopper"
-    for group in head_groups(q, k, backward=True, one_pass=merged):
+    for group in head_groups(q, k, backward=True, one_pass=plan.backward == "hopper"):
         x = group.queries(q), group.keys(k), group.keys(w), group.keys(beta)
         p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
         kept = None if dq is None else new_kept(x[0], x[2])
@@ -62,14 +61,10 @@ def path_backward(
         carried = carry(block, p_start)
         saved = group.queries(do), group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start
         extra = group.heads(sink), group.rows(dlse), group.rows(drow)
-        if merged:
-            from attnzoo.kernels.path.hopper.backward import launch_hopper_backward
-
-            p_rest = None if o_rest is None else group.queries(o_rest)
-            grads = launch_hopper_backward(block, carried.levels, *saved, scale, wanted, *extra, group.keys(dv), p_rest)
-        else:
-            grads = _launch(block, carried.levels, *saved, scale, plan, wanted, *extra, group.keys(dv))
-        d_block, d_levels, d_key = grads
+        p_rest = None if o_rest is None else group.queries(o_rest)
+        d_block, d_levels, d_key = levels_backward(
+            block, carried.levels, *saved, scale, plan, wanted, *extra, group.keys(dv), p_rest
+        )
         if dkey is not None and d_key is not None:
             dkey[group.b, group.h] = d_key
         if dq is None or dk is None:
@@ -80,12 +75,25 @@ def path_backward(
     return dq, dk, dv, dw, dbeta, dkey, drow
 
 
+def levels_backward(
+    block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
+    since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, sink: Tensor | None,
+    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None,
+) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
+    """Gradients of the blocks (without m), of the levels and of the keys' bias, as far as wanted; fills dv, drow."""
+    saved, rest = (block, levels, do, v, o, lse, c, base, since, start, scale), (wanted, sink, dlse, drow, dv)
+    if plan.backward == "hopper":
+        from attnzoo.kernels.path.hopper.backward import launch_hopper_backward
+
+        return launch_hopper_backward(*saved, *rest, o_rest)
+    return _launch(*saved, plan, *rest)
+
+
 def _launch(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, sink: Tensor | None,
     dlse: Tensor | None, drow: Tensor | None, dv: Tensor,
 ) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
-    """Gradients of the blocks (without m), of the levels and of the keys' bias, as far as wanted; fills dv, drow."""
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if do.stride(-1) != 1:
         do = do.contiguous()

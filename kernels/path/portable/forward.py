@@ -225,18 +225,19 @@ def path_forward(
             ), out=p_start)  # fmt: skip
         levels = carry(block, p_start).levels
         p_rest = None if o_rest is None else group.queries(o_rest)
-        _launch(
+        attend_levels(
             block, levels, group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start, scale,
             plan, group.heads(sink), p_rest,
         )  # fmt: skip
     return o, lse, start
 
 
-def _launch(
+def attend_levels(
     block: Leaves, levels: Levels, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, sink: Tensor | None,
     o_rest: Tensor | None,
 ) -> None:  # fmt: skip
+    """Fill o, lse and o_rest by the forward kernel of the plan, from the blocks (without m) and the levels."""
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if plan.forward == "hopper":
         from attnzoo.kernels.path.hopper.forward import path_forward_hopper

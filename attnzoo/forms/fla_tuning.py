@@ -1,0 +1,117 @@
+"""How flash-linear-attention tunes its kernels: said before, among few tiles, by one process for all, kept on disk.
+
+Left alone it measures up to 48 tiles of each of a dozen kernels for each new shape, which takes minutes, in every
+process that starts before the first has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("attnzoo.fla")
+
+# What is measured, by kernel: the tiles that have these numbers, where any has. One entry: nothing is measured.
+USUAL: Mapping[str, tuple[int, ...]] = {"num_stages": (3,), "num_warps": (4, 2)}
+TILES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
+    "chunk_local_cumsum_scalar_kernel": {"num_warps": (4,)},
+    "chunk_local_cumsum_vector_kernel": {"num_warps": (4,), "BS": (32,)},
+    "chunk_fwd_kernel_h": {"num_stages": (3,), "num_warps": (4,)},
+    "chunk_bwd_kernel_dh": {"num_stages": (3,), "num_warps": (4,)},
+    "chunk_fwd_kernel_o": {"num_warps": (4, 8)},
+    "chunk_gla_fwd_kernel_o": {"num_stages": (3,), "num_warps": (4,)},
+    "chunk_scaled_dot_kkt_fwd_kernel": {"num_stages": (3,), "num_warps": (4,)},
+}
+WARMUP, REPEAT = 5, 20  # milliseconds of each measurement
+
+_shortened: set[int] = set()
+_coming = ""  # what is about to run, in words
+_said: set[str] = set()
+
+
+def will_run(shape: str) -> None:
+    """``shape`` is what a tuning that begins now is for."""
+    global _coming
+    _coming = shape
+
+
+def shorten() -> None:
+    """Take over the tuning of all kernels of flash-linear-attention that are loaded by now.
+
+    ``ATTNZOO_FLA_TUNING=full`` leaves it as it is.
+    """
+    if os.environ.get("ATTNZOO_FLA_TUNING") == "full":
+        return
+    for name, tuner in tuners():
+        if id(tuner) in _shortened:
+            continue
+        _shortened.add(id(tuner))
+        tuner.configs = few(tuner.configs, TILES.get(name, USUAL))
+        tuner.do_bench = _measure
+        if hasattr(tuner, "check_disk_cache"):  # Triton 3.4 and later keep results
+            tuner.cache_results = True
+            tuner.check_disk_cache = functools.partial(_alone, name, tuner.check_disk_cache)
+
+
+def tuners() -> Iterator[tuple[str, Any]]:
+    """Triton's tuners in the modules of flash-linear-attention that are loaded, by the names of their kernels."""
+    from triton.runtime.autotuner import Autotuner
+
+    for module in [m for name, m in sys.modules.items() if name.startswith("fla.ops")]:
+        for kernel in list(vars(module).values()):
+            while kernel is not None and not isinstance(kernel, Autotuner):
+                kernel = getattr(kernel, "fn", None)
+            if kernel is not None:
+                yield kernel.base_fn.__name__, kernel
+
+
+def few(configs: Sequence[Any], wanted: Mapping[str, tuple[int, ...]]) -> list[Any]:
+    """Those of Triton's ``configs`` with the ``wanted`` numbers; a wish that none fulfils counts for nothing."""
+    left = list(configs)
+    for name, values in wanted.items():
+        left = [c for c in left if {**c.kwargs, **vars(c)}.get(name) in values] or left
+    return left
+
+
+def _measure(call: Callable[[], Any], quantiles: Sequence[float]) -> Any:
+    from triton.testing import do_bench
+
+    if _coming not in _said:
+        _said.add(_coming)
+        logger.warning(
+            "flash-linear-attention measures tiles of its kernels for %s: seconds to a minute, once (kept in %s)",
+            _coming, _folder(),
+        )  # fmt: skip
+    return do_bench(call, warmup=WARMUP, rep=REPEAT, quantiles=quantiles)
+
+
+def _folder() -> Path:
+    """Where Triton keeps what it compiles and measures."""
+    return Path(
+        os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton/cache"
+    )
+
+
+def _alone(name: str, look_up: Callable[..., Any], *args: Any) -> Any:
+    """Look up or measure while no other process measures the same kernel: those that wait then find its result."""
+    with _lock(_folder() / f"attnzoo-{name}.lock"):
+        return look_up(*args)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Held by one process at a time where the file system can; else by all."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,145 @@
+"""Text from a run or a model folder: the model with its tokenizer, and a continuation as it is drawn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnzoo.data.shards import TOKENIZER
+from attnzoo.data.tokenizer import parse_tokenizer, read_tokenizer, special_tokens
+from attnzoo.models.decoder import LanguageModel
+from attnzoo.models.engine import Generator, Request
+from attnzoo.training.checkpoint import load_run
+from attnzoo.training.exchange import tokenizer_of
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model and what its tokens mean.
+
+    Args:
+        model: in evaluation mode.
+        encode: text to tokens.
+        decode: tokens to text.
+        stop: tokens that end a text.
+    """
+
+    model: LanguageModel
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    stop: frozenset[int]
+
+
+def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None) -> TextModel:
+    """The model of a run's newest whole checkpoint, or of a model folder, with its tokenizer.
+
+    Args:
+        source: the folder of a run, or one that `attnzoo export` or `attnzoo import` wrote.
+        device: where the model goes.
+        dtype: of the weights; None keeps that of the files.
+
+    Raises:
+        FileNotFoundError: neither is there, or no checkpoint, or no tokenizer.
+        ValueError: a model of another library, or tokens whose text nobody has said.
+        ModuleNotFoundError: tokenizers, or for a model folder transformers, is not installed.
+    """
+    if (source / "config.yaml").is_file():
+        model, config = load_run(source, device)
+        files = tokenizer_of(source, config.data)
+        if not files:
+            raise ValueError(
+                f"{str(source)!r} was trained on tokens whose text is not known here: export it, and put its "
+                f"{TOKENIZER} into the folder"
+            )
+    elif (source / "config.json").is_file():
+        model, files = _of_folder(source, device), read_tokenizer(source)
+    else:
+        raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}")
+    tokenizer = parse_tokenizer(files[TOKENIZER])
+    ends = special_tokens(files).get("eos_token_id")
+    return TextModel(
+        model.to(dtype).eval(),
+        lambda text: list(tokenizer.encode(text).ids),
+        lambda tokens: str(tokenizer.decode(list(tokens))),
+        frozenset([] if ends is None else [ends]),
+    )
+
+
+def _of_folder(folder: Path, device: str) -> LanguageModel:
+    from attnzoo.models.peers import read_settings
+
+    kind = read_settings(folder).get("model_type")
+    if kind != "attnzoo":
+        raise ValueError(f"{str(folder)!r} holds a model of {kind!r}: `attnzoo import` makes it one of ours")
+    from attnzoo.models.hf import AttnzooForCausalLM
+
+    model: LanguageModel = AttnzooForCausalLM.from_pretrained(folder, dtype="auto").to(device).model
+    return model
+
+
+@dataclass(eq=False)
+class Continuation:
+    """The text that follows a prompt; iterating draws it, and then the rest is known.
+
+    Args:
+        source: the model.
+        prompt: what it continues.
+        max_tokens: at most so many follow.
+        evict: weight that rows may lose for keys that are given up, or None for none.
+        sampling: see :meth:`~attnzoo.models.engine.Generator.add`.
+        request: the sequence as the generator knows it.
+        bytes: memory of the caches.
+        prefill_seconds: until the first token was drawn.
+        seconds: from then to the last.
+    """
+
+    source: TextModel
+    prompt: str
+    max_tokens: int
+    evict: float | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    request: Request | None = None
+    bytes: int = 0
+    prefill_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def __iter__(self) -> Iterator[str]:
+        tokens, stop = self.source.encode(self.prompt), self.source.stop
+        generator = Generator(self.source.model, 1, len(tokens) + self.max_tokens, check_every=4, evict=self.evict)
+        start = time.perf_counter()
+        self.request = generator.requests[generator.add(tokens, self.max_tokens, stop=stop, **self.sampling)]
+        shown, begun = "", 0.0
+        for _ in generator.stream():
+            begun = begun or time.perf_counter()
+            known = self.request.tokens
+            text = self.source.decode(known[:-1] if known[-1] in stop else known)
+            whole = text if self.request.done else text.rstrip("\ufffd")  # a character may lack its last bytes yet
+            if whole.startswith(shown):
+                yield whole[len(shown) :]
+                shown = whole
+        self.bytes, self.prefill_seconds, self.seconds = generator.bytes(), begun - start, time.perf_counter() - begun
+
+    def summary(self) -> list[str]:
+        """Speed, memory and the keys that each head kept, in lines; after the text."""
+        assert self.request is not None
+        new, length = len(self.request.tokens), self.request.length
+        speed = f", {(new - 1) / self.seconds:.1f} tokens/s" if new > 1 else ""
+        lines = [
+            f"{new} tokens after {length} of the prompt ({self.prefill_seconds:.2f} s){speed}",
+            f"caches: {self.bytes / 2**20:.1f} MiB on {self.source.model.embedding.weight.device}",
+        ]
+        kept = {layer: heads for layer, heads in enumerate(self.request.kept) if heads is not None}
+        if kept and self.evict is None:
+            lines.append(f"keys kept per head: all {next(iter(kept.values()))[0]}")
+        elif kept:
+            lines += [
+                f"keys kept per head, layer {layer}: {' '.join(map(str, heads))}" for layer, heads in kept.items()
+            ]
+        if self.evict is not None:
+            lines.append(f"for keys that are gone, no token lost more than {self.evict:.3g} of its weight")
+        return lines

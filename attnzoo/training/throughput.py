@@ -1,0 +1,175 @@
+"""How well a training run uses its GPUs: floating point operations, and the share of blocks that pruning keeps.
+
+A model's operations are those of its matrix products, forward once and backward twice: 6 for every parameter that is
+no row of the embedding (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1), and for every
+head 6 (K + V) for each pair of a token and one that it may see, or 12 K V a token for a recurrence. Norms,
+convolutions, transitions and what is computed twice to save memory are not counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.layer.attention import Attention
+from attnzoo.models import LanguageModel
+from attnzoo.training.rows import Rows
+
+logger = logging.getLogger(__name__)
+
+# Dense bfloat16 operations per second with float32 sums, from NVIDIA's data sheets (half of what they give "with
+# sparsity"), by words of the name that the driver gives; the entry with most words counts.
+PEAKS = {
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "H100": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835.5e12,
+    "H800": 989.4e12,
+    "H200": 989.4e12,
+    "H200 NVL": 835.5e12,
+    "GH200": 989.4e12,
+    "B200": 2250e12,
+}
+
+
+def peak_of(name: str) -> float | None:
+    """Operations per second of the GPU that the driver calls so; None where that is not known, as of a part of one."""
+    words = set(re.split(r"\W+", name))
+    known = [entry for entry in PEAKS if words.issuperset(entry.split())]
+    return None if not known or "MIG" in words else PEAKS[max(known, key=lambda entry: len(entry.split()))]
+
+
+def peak_here(device: torch.device, processes: int) -> float | None:
+    """Of all GPUs of a run, taken for equal; None on a CPU, and, with a line of the log, on an unknown GPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = peak_of(name)
+    if peak is None:
+        logger.warning("the peak speed of %r is not known: the metrics have no MFU", name)
+    return peak and peak * processes
+
+
+@dataclass(frozen=True)
+class _Layer:
+    per_token: int
+    per_pair: int
+    window: int | None
+
+
+class Operations:
+    """Operations of a model's forward and backward pass.
+
+    Args:
+        model: on any device; its parameters may be shared with the head.
+    """
+
+    def __init__(self, model: LanguageModel):
+        embedding = model.embedding.weight
+        every = sum(parameter.numel() for parameter in model.parameters())
+        tied = model.head.weight is embedding
+        self.parameters = every - (0 if tied else embedding.numel())
+        self._layers = [_layer(layer) for layer in _attentions(model).values()]
+
+    def per_step(self, rows: Sequence[Rows], kept: Mapping[int, float] | None = None) -> int:
+        """Operations on these rows.
+
+        Args:
+            rows: the parts of a step.
+            kept: by number of the layer, the share of the blocks of pairs that is computed; all where it says nothing.
+        """
+        tokens = sum(part.inputs.numel() for part in rows)
+        total = 6 * self.parameters * tokens
+        for number, layer in enumerate(self._layers):
+            pairs = sum(part.pairs(layer.window) for part in rows)
+            total += 3 * layer.per_token * tokens
+            total += round(3 * layer.per_pair * pairs * (kept or {}).get(number, 1.0))
+        return total
+
+
+def _layer(attention: Attention) -> _Layer:
+    config = attention.config
+    H, K, V = config.num_heads, config.key_dim, config.v_dim
+    if attention.variant.side == "linear":
+        return _Layer(4 * H * K * V, 0, None)
+    return _Layer(0, 2 * H * (K + V), config.window)
+
+
+def _attentions(model: nn.Module) -> dict[int, Attention]:
+    found = [module for module in model.modules() if isinstance(module, Attention)]
+    return dict(enumerate(found))
+
+
+@torch.no_grad()
+def blocks_kept(model: nn.Module, rows: Rows) -> dict[int, float]:
+    """By number of the layer, the share of blocks (128 tokens by 64) that pruning leaves of those that borders and the
+    window leave, mean over heads; layers that prune nothing are left out.
+
+    One forward pass more. A compiled model runs as it is written, so that nothing is compiled for it. Under a sharding
+    all processes must call it.
+
+    Args:
+        model: as it is trained, perhaps wrapped.
+        rows: of tokens, of which the first row is measured, or all of a packed one.
+    """
+    shares: dict[int, Tensor] = {}
+    pruned = {number: layer for number, layer in _attentions(model).items() if layer.prune is not None}
+    if not pruned:
+        return {}
+    with _watched(pruned, shares), torch.compiler.set_stance("force_eager"):
+        packed = {} if rows.cu_seqlens is None else {"cu_seqlens": rows.cu_seqlens}
+        model(rows.inputs[:1], targets=rows.targets[:1], with_logits=False, **packed)
+    return {number: float(share) for number, share in shares.items()}
+
+
+@contextmanager
+def _watched(layers: Mapping[int, Attention], shares: dict[int, Tensor]) -> Iterator[None]:
+    """Each layer's share is noted when it runs."""
+
+    def note(number: int) -> Any:
+        def measure(layer: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], _: Tensor) -> None:
+            shares[number] = _share(cast(Attention, layer), args[0], options.get("cu_seqlens"))
+
+        return measure
+
+    hooks = [layer.register_forward_hook(note(number), with_kwargs=True) for number, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _share(layer: Attention, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    from attnzoo.kernels.fox import kept_fraction as kept_by_fox
+    from attnzoo.kernels.path import kept_fraction as kept_by_path
+
+    core = layer.project(x, cu_seqlens)
+    gate = core.gate.per_token(core.q)
+    options: dict[str, Any] = {
+        "log_decay": gate.log_decay,
+        "scale": layer.scale,
+        "window": layer.config.window,
+        "cu_seqlens": cu_seqlens,
+        "impl": "auto" if x.is_cuda else "reference",  # where attention itself runs so
+    }
+    kept: Any = kept_by_fox if gate.w is None else kept_by_path
+    if gate.w is not None:
+        options |= {"w": gate.w, "beta": gate.beta}
+    bound = layer.logit_bound(core.q.dtype)
+    pruned: Tensor = kept(core.q, core.k, **options, prune=layer.prune, logit_bound=bound)
+    whole: Tensor = kept(core.q, core.k, **options)
+    return pruned.sum() / whole.sum()

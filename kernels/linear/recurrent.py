@@ -1,0 +1,110 @@
+"""The kernel: a head's state, some of its columns in each program, goes through the tokens one by one."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo.kernels.common.device import on_device_of
+from attnzoo.kernels.common.launching import cdiv, power_of_2
+
+TILE = 2048  # entries of the state in one program
+
+
+@triton.jit(do_not_specialize=["T", "stride_gb", "stride_gt", "stride_ab", "stride_at", "stride_ah"])
+def linear_recurrent_kernel(
+    p_q, p_k, p_v, p_decay, p_diag, p_angle, p_w, p_beta, p_write, p_valid, p_past, p_o, p_state,
+    stride_gb, stride_gt, stride_ab, stride_at, stride_ah, T, scale,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    WRITERS: tl.constexpr, DECAY: tl.constexpr, DIAG: tl.constexpr, ANGLE: tl.constexpr, ERASE: tl.constexpr,
+    WRITE: tl.constexpr, MASKED: tl.constexpr, PAST: tl.constexpr,
+):  # fmt: skip
+    """Columns are independent. ``A_t^T`` acts on the state ``S^T`` [K, V]: decays, rotation, then the rank-one part.
+
+    WRITERS is the number of heads that p_write has.
+    """
+    i_bh, i_v = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    i_g = i_h // (H // G)
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    p_tile = i_bh.to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
+    m_tile = m_k[:, None] & m_v[None, :]
+    b_s = tl.zeros([BK, BV], tl.float32)
+    if PAST:
+        b_s = tl.load(p_past + p_tile, mask=m_tile, other=0.0)  # [BK, BV]
+    for i_t in range(T):
+        i_bt = i_b * T + i_t
+        m_here = True
+        if MASKED:
+            m_here = tl.load(p_valid + i_bt) != 0
+        m_kt, m_vt = m_k & m_here, m_v & m_here
+        o_group = (i_bt * G + i_g) * K + o_k
+        b_q = tl.load(p_q + (i_bt * H + i_h) * K + o_k, mask=m_kt, other=0.0).to(tl.float32)
+        b_k = tl.load(p_k + o_group, mask=m_kt, other=0.0).to(tl.float32)
+        b_v = tl.load(p_v + (i_bt * G + i_g) * V + o_v, mask=m_vt, other=0.0).to(tl.float32)
+        if DECAY:
+            b_g = tl.load(p_decay + i_b * stride_gb + i_t * stride_gt + i_h, mask=m_here, other=0.0)
+            b_s *= tl.exp(b_g.to(tl.float32))
+        if DIAG:
+            b_a = tl.load(p_diag + (i_bt * H + i_h) * K + o_k, mask=m_kt, other=0.0)
+            b_s *= tl.exp(b_a.to(tl.float32))[:, None]
+        if ANGLE:
+            o_p = tl.arange(0, BK // 2)
+            p_turn = p_angle + i_b * stride_ab + i_t * stride_at + i_h * stride_ah + o_p
+            b_turn = tl.load(p_turn, mask=(o_p < K // 2) & m_here, other=0.0).to(tl.float32)
+            b_cos, b_sin = tl.cos(b_turn)[:, None], tl.sin(b_turn)[:, None]
+            b_even, b_odd = tl.split(tl.permute(tl.reshape(b_s, [BK // 2, 2, BV]), (0, 2, 1)))  # [BK / 2, BV]
+            b_s = tl.join(b_even * b_cos + b_odd * b_sin, b_odd * b_cos - b_even * b_sin)
+            b_s = tl.reshape(tl.permute(b_s, (0, 2, 1)), [BK, BV])
+        if ERASE:
+            b_w = tl.load(p_w + o_group, mask=m_kt, other=0.0).to(tl.float32)
+            b_beta = tl.load(p_beta + i_bt * G + i_g, mask=m_here, other=0.0).to(tl.float32)
+            b_s -= b_w[:, None] * (b_beta * tl.sum(b_w[:, None] * b_s, 0))[None, :]
+        if WRITE:
+            b_v *= tl.load(p_write + i_bt * WRITERS + i_h // (H // WRITERS), mask=m_here, other=0.0).to(tl.float32)
+        b_s += b_k[:, None] * b_v[None, :]
+        b_o = tl.sum(b_q[:, None] * b_s, 0) * scale  # [BV]
+        tl.store(p_o + (i_bt * H + i_h) * V + o_v, b_o, mask=m_v)
+    tl.store(p_state + p_tile, b_s, mask=m_tile)
+
+
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_diag: Tensor | None, angle: Tensor | None,
+    w: Tensor | None, beta: Tensor | None, write: Tensor | None, valid: Tensor | None, state: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o [B, T, H, V] in v's dtype and the new state [B, H, K, V] float32; see :func:`attnzoo.kernels.linear.api`."""
+    (B, T, H, K), (G, V) = q.shape, v.shape[2:]
+    o, after = q.new_empty(B, T, H, V, dtype=v.dtype), q.new_empty(B, H, K, V, dtype=torch.float32)
+    given = (q, k, v, log_decay, log_diag, angle, w, beta, write, valid, state)
+    dense = [after if x is None else x if x.is_contiguous() else x.contiguous() for x in given]
+    gate_strides = (0, 0) if log_decay is None or log_decay.ndim == 1 else (T * H, H)
+    angle_strides = (0, 0, 0)
+    if angle is not None and angle.ndim == 4:
+        heads, pairs = angle.shape[2:]
+        angle_strides = (T * heads * pairs, heads * pairs, pairs * (heads > 1))
+    BK = max(2, power_of_2(K))
+    BV = min(power_of_2(V), max(8, TILE // BK))
+    with on_device_of(q):
+        linear_recurrent_kernel[(B * H, cdiv(V, BV))](
+            *dense, o, after, *gate_strides, *angle_strides, T, scale, H, G, K, V, BK, BV,
+            1 if write is None else write.shape[2], log_decay is not None, log_diag is not None, angle is not None,
+            w is not None, write is not None, valid is not None, state is not None, num_warps=4,
+        )  # fmt: skip
+    return o, after
+
+
+recurrent_op = torch.library.custom_op("attnzoo::linear_recurrent", recurrent, mutates_args=())
+
+
+@recurrent_op.register_fake
+def _recurrent_fake(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_diag: Tensor | None, angle: Tensor | None,
+    w: Tensor | None, beta: Tensor | None, write: Tensor | None, valid: Tensor | None, state: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (B, T, H, K), V = q.shape, v.shape[3]
+    return q.new_empty(B, T, H, V, dtype=v.dtype), q.new_empty(B, H, K, V, dtype=torch.float32)

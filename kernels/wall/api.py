@@ -1,0 +1,118 @@
+"""The public function of Wall on whole sequences: check a call, choose the kernels or the dense reference, call them.
+
+A call goes on from here to ``op.py``, which launches the carries of ``portable/`` and, by PaTH's plan, PaTH's kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.validation import check_flag
+from attnzoo.kernels.common.arguments import check_tensors, check_values
+from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, pick_implementation
+
+from .reference import wall_reference_lse
+
+
+@overload
+def wall_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def wall_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any
+) -> Tensor: ...
+def wall_attention(  # type: ignore[misc]  # the options above are these
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_diag: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = False,
+    impl: Impl = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal softmax attention with a decay per channel inside the logits (Wall).
+
+        o_i = sum_{j <= i} softmax_j(scale sum_c q_ic k_jc exp(log_diag_{j+1,c} + ... + log_diag_ic)) v_j
+
+    A log gate of -inf (anything <= -1e4) closes its channel exactly. It takes the channel's share of the score to 0,
+    not the weight: every earlier key keeps its place in the softmax, so no key may be skipped, however small its decay.
+
+    Args:
+        q: [B, T, H, K]. bfloat16, float16 or float32; the Triton implementation takes K and V that are multiples of 16
+            up to 128.
+        k: [B, T, G, K], v: [B, T, G, V]; G divides H and head h reads key head h // (H / G).
+        log_diag: [B, T, H, K] natural log of each channel's gate, float32, <= 0. All of these, and sink, are
+            differentiable.
+        scale: of the scores; default K ** -0.5.
+        window: each row sees itself and the window - 1 keys before it.
+        sink: [H] logits that take part in the softmax without a value.
+        cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. T; B is 1. Changing lengths does not recompile.
+        return_lse: also return the log-sum-exp of each row's logits, the sink's included; differentiable.
+        impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports.
+
+    Under autocast q, k and v are cast to the autocast dtype and log_diag to float32.
+    The forward is deterministic. So is the backward, except on Hopper, where one pass adds up the gradients of the
+    queries in an order that varies; ``torch.use_deterministic_algorithms(True)`` selects the deterministic kernels.
+
+    Returns:
+        [B, T, H, V] in q's dtype; with ``return_lse`` also [B, T, H] float32, in natural units.
+
+    Raises:
+        ValueError: a shape, dtype, device or option is wrong; the message says what was expected. Values (gates > 0,
+            borders that do not rise, NaN) are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1.
+        TypeError: something that is no tensor, or no number.
+        ImportError: ``impl="triton"`` without Triton.
+
+    Source: Averbuch and Pai (Tilde Research), Wall attention, in flash-linear-attention 0.6.
+    """
+    if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        check_tensors({"q": q, "k": k, "v": v, "log_diag": log_diag}, needed=("q", "k", "v", "log_diag"))
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v, log_diag = q.to(dtype), k.to(dtype), v.to(dtype), log_diag.float()
+    _check(q, k, v, log_diag, scale, window, sink, cu_seqlens)
+    check_flag("return_lse", return_lse)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    with torch.autocast(q.device.type, enabled=False):
+        if pick_implementation("wall_attention", impl, triton_unavailable(q, v)) == "reference":
+            o, lse = wall_reference_lse(
+                q, k, v, log_diag=log_diag, scale=scale, window=window, sink=sink, cu_seqlens=cu_seqlens
+            )
+            return (o, lse) if return_lse else o
+        from .op import wall_forward_op
+
+        q, k, v, log_diag = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, log_diag))
+        o, lse, *_ = wall_forward_op(
+            q, k, v, log_diag, sink, cu_seqlens, scale, window or 0, torch.are_deterministic_algorithms_enabled(),
+            return_lse,
+        )  # fmt: skip
+        return (o, lse) if return_lse else o
+
+
+def triton_unavailable(q: Tensor, v: Tensor) -> str:
+    """Why the Triton kernels cannot take these tensors, or "" if they can."""
+    return kernels_unavailable(q, v, multiple=16, most=128)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, log_diag: Tensor, scale: float | None, window: int | None, sink: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:  # fmt: skip
+    """Types, shapes, dtypes, devices and options; values where they may be read."""
+    check_tensors({"q": q, "log_diag": log_diag}, needed=("q", "log_diag"))
+    check_inputs(q, k, v, None, scale, None, window, sink, cu_seqlens, None)
+    if k.shape[1] != q.shape[1]:
+        raise ValueError(f"k: expected as many tokens as q (T={q.shape[1]}), got {tuple(k.shape)}")
+    if log_diag.shape != q.shape:
+        B, T, H, K = q.shape
+        raise ValueError(f"log_diag: expected [B={B}, T={T}, H={H}, K={K}] as q, got {tuple(log_diag.shape)}")
+    if log_diag.dtype not in ((torch.float32,) if q.dtype != torch.float64 else (torch.float32, torch.float64)):
+        raise ValueError(f"log_diag: expected float32 (sums of 16-bit log gates are useless), got {log_diag.dtype}")
+    check_values(q, log_diag=log_diag)

@@ -1,0 +1,33 @@
+"""Which kernels and tiles one call of ``wall_attention`` runs on: those that PaTH's plan gives a call of its size.
+
+Past the carries, which are Wall's own, a call is one of PaTH without a gate: the same kernels read the same levels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attnzoo.kernels.common.device import Machine
+from attnzoo.kernels.common.plans import Plan
+from attnzoo.kernels.path.plan import Call
+from attnzoo.kernels.path.plan import plan as path_plan
+
+# Channels and blocks at a time, and launch options, of the kernels of the carries.
+_CARRY: dict[str, dict[str, int]] = {
+    "carry": {"BC": 64, "BN": 16, "num_warps": 4, "num_stages": 1},
+    "carry_bwd": {"BC": 64, "BN": 16, "num_warps": 4, "num_stages": 1},
+}
+
+
+def plan(T: int, K: int, V: int, dtype: torch.dtype, deterministic: bool, described: bool, machine: Machine) -> Plan:
+    """The plan of a call on a machine.
+
+    Args:
+        described: whether descriptors can address v.
+    """
+    return path_plan(Call(T, K, V, dtype, deterministic=deterministic, described=described), machine)
+
+
+def launch(part: str) -> dict[str, int]:
+    """Channels, blocks and launch options of a kernel of the carries."""
+    return _CARRY[part]

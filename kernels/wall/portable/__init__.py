@@ -1,0 +1,1 @@
+"""Kernels of the channels' decays, for every GPU."""

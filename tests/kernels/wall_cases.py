@@ -1,0 +1,106 @@
+"""Inputs, the float64 oracle and the error budget of the wall kernel tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import fox_cases
+import pytest
+import torch
+from fox_cases import DEVICE, run
+from torch import Tensor
+
+from attnzoo.kernels.common.tiles import Kind, Tiles
+from attnzoo.kernels.path import plan
+from attnzoo.kernels.wall import wall_attention
+from attnzoo.kernels.wall.reference import wall_reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of wall_attention: sizes, gate regime, and options."""
+
+    B: int = 1
+    T: int = 150
+    H: int = 2
+    G: int = 1
+    K: int = 16
+    V: int = 16
+    gate: str = "mixed"  # open, mixed, strong (to -50 a token), shut, ones (log gate exactly 0)
+    sink: bool = False
+    cu_seqlens: tuple[int, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    S = property(lambda self: self.T)  # what the budget asks for
+
+    def __str__(self) -> str:
+        extra = "".join(f"-{k}" for k in self.options) + ("-packed" if self.cu_seqlens else "")
+        sink = "-sink" if self.sink else ""
+        return f"{self.gate}-B{self.B}T{self.T}H{self.H}G{self.G}K{self.K}V{self.V}{extra}{sink}"
+
+
+@pytest.fixture(autouse=True)
+def large_tiles() -> Iterator[None]:
+    """Under the interpreter large tiles are the fastest; a GPU keeps its own."""
+    large: dict[Kind, Tiles] = {
+        "fwd": Tiles(128, 64, 4, 1), "dq": Tiles(128, 64, 4, 1), "dkdv": Tiles(64, 64, 4, 1),
+    }  # fmt: skip
+    with plan.override(large if DEVICE == "cpu" else {}):
+        yield
+
+
+def draw_gate(case: Case, generator: torch.Generator) -> Tensor:
+    shape = (case.B, case.T, case.H, case.K)
+    u, g = torch.rand(shape, generator=generator), -0.2 * torch.rand(shape, generator=generator)
+    if case.gate == "ones":
+        return torch.zeros(shape)
+    if case.gate == "shut":
+        return torch.full(shape, -math.inf)
+    if case.gate == "strong":
+        return 250.0 * g * u**4
+    if case.gate == "mixed":
+        g[u < 0.3] = 0.0
+        g[u < 0.04] = -30.0
+        g[u < 0.02] = -2.0e4
+        g[u < 0.01] = -math.inf
+    return g
+
+
+def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """q, k, v, do, log_diag and, where the case has one, sink; q and k of unit scale."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x = {
+        "q": randn(case.B, case.T, case.H, case.K).to(dtype),
+        "k": randn(case.B, case.T, case.G, case.K).to(dtype),
+        "v": randn(case.B, case.T, case.G, case.V).to(dtype),
+        "do": randn(case.B, case.T, case.H, case.V).to(dtype),
+        "log_diag": draw_gate(case, generator),
+    }
+    if case.sink:
+        x["sink"] = randn(case.H)
+    return {name: t.to(DEVICE) for name, t in x.items()}
+
+
+def _wall(q: Tensor, k: Tensor, v: Tensor, *, log_decay: None = None, **named: Any) -> Any:
+    """``run`` names a log_decay in every call."""
+    return wall_attention(q, k, v, **named)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, *, log_decay: None = None, **named: Any) -> Any:
+    return wall_reference(q, k, v, **named)
+
+
+def triton(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return run(_wall, case, x, impl="triton")
+
+
+def within_budget(case: Case, x: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
+    """The budget of the fox kernels; gradients of gates and sinks are sums over the tokens."""
+    fox_cases.within_budget(case, x, ours, _reference, ("dlog_diag", "dsink"))

@@ -1,0 +1,72 @@
+"""`attnzoo generate` continues a text as the model does, from a run and from a model folder, and says how."""
+
+import re
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny_runs import config_of, write_text
+
+from attnzoo import cli
+from attnzoo.data import decode, encode
+from attnzoo.training import exchange, load_run, train
+
+PROMPT = "7 and one is"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate")
+    write_text(folder)
+    model = "model={hidden_size: 32, intermediate_size: 32, num_layers: 2, num_heads: 2, attention: [mamba2, fox]}"
+    pro = "model.attention_options={block: pro}"
+    return train(config_of(folder, "run", model, pro))
+
+
+def ran(*arguments):
+    found = CliRunner().invoke(cli.app, ["generate", *map(str, arguments)], catch_exceptions=False)
+    return found.stdout, found.stderr
+
+
+def test_the_text_is_the_models_own_and_the_summary_says_how_it_went(run):
+    model, _ = load_run(run)
+    tokens = model.generate(torch.tensor([encode(PROMPT)]), 30, temperature=0)[0].tolist()
+    expected = decode(tokens[: tokens.index(0, len(PROMPT)) if 0 in tokens[len(PROMPT) :] else None])
+    text, said = ran(run, "--prompt", PROMPT, "--max-tokens", 30, "--temperature", 0, "--device", "cpu")
+    assert text == expected + "\n"
+    assert re.search(r"30 tokens after 12 of the prompt \(.* s\), [\d.]+ tokens/s\n", said)
+    assert "caches: " in said
+    assert "keys kept per head: all 41\n" in said  # the last token is not read again
+
+
+def test_a_model_folder_and_its_run_say_the_same(run, tmp_path):
+    pytest.importorskip("transformers")
+    folder = exchange.export_run(run, tmp_path / "model")
+    options = ("--prompt", PROMPT, "--max-tokens", 20, "--seed", 3, "--top-k", 50, "--top-p", 0.9, "--device", "cpu")
+    assert ran(folder, *options)[0] == ran(run, *options)[0]
+    assert ran(run, *options[:5], 4, *options[6:])[0] != ran(run, *options)[0]
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"tokenizer: expected a tokenizer.json"):
+        ran(folder, *options)
+
+
+def test_keys_given_up_are_said_by_layer_and_head(run):
+    options = ("--prompt", PROMPT, "--max-tokens", 9, "--temperature", 0, "--device", "cpu")
+    text, said = ran(run, *options, "--evict", 1e-4)
+    assert text == ran(run, *options)[0]
+    assert "keys kept per head, layer 1: 20 20\n" in said
+    assert "for keys that are gone, no token lost more than 0.0001 of its weight\n" in said
+    with pytest.raises(ValueError, match="evict: expected a weight in"):
+        ran(run, *options, "--evict", 2)
+
+
+def test_what_cannot_be_continued_is_refused_by_name(run, tmp_path):
+    with pytest.raises(FileNotFoundError, match="expected a run or a model folder, got"):
+        ran(tmp_path, "--prompt", "a")
+    with pytest.raises(ValueError, match="top_p: expected above 0 and at most 1, got 2.0"):
+        ran(run, "--prompt", "a", "--top-p", 2, "--device", "cpu")
+    with pytest.raises(ValueError, match="prompt: expected shape .* with at least one token"):
+        ran(run, "--prompt", "", "--device", "cpu")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=r"holds a model of 'llama': `attnzoo import` makes it one of ours"):
+        ran(tmp_path, "--prompt", "a", "--device", "cpu")

@@ -1,0 +1,151 @@
+"""The linear side as a layer on a GPU runs it: which kernels, and what is said where there are none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from packaging.version import Version
+from peer_kernels import HERE, interpret
+
+import attnzoo.layer.attention
+import attnzoo.layer.dispatch
+from attnzoo import build_attention, list_variants
+from attnzoo.forms import fla
+
+LINEAR = list_variants("linear")
+DELTA = ("deltanet", "gated_deltanet")
+D, T = 32, 70
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``auto`` looks for kernels as it does on a GPU, in a process that has said nothing yet."""
+    monkeypatch.setattr(attnzoo.layer.dispatch, "on_gpu", lambda x: True)
+    monkeypatch.setattr(attnzoo.layer.attention, "_said", set())
+
+
+@pytest.fixture
+def peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch)
+
+
+def layer(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return build_attention(name, hidden_size=D, num_heads=2, head_dim=16, **options).to(HERE, dtype)
+
+
+def situations(attn: Any, dtype: torch.dtype) -> Iterator[str]:
+    """Runs the layer in each situation of many tokens and gives its name."""
+    x = torch.randn(1, T, D, device=HERE, dtype=dtype)
+    attn(x)
+    yield "training"
+    attn(x, attention_mask=torch.arange(T, device=HERE)[None] > 5)
+    yield "padded"
+    attn(x, cu_seqlens=torch.tensor([0, 33, T], device=HERE))
+    yield "packed"
+    with torch.no_grad():
+        attn(x, cache=attn.new_cache())
+    yield "prefill"
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_reference_on_a_gpu_is_a_warning_with_the_remedy(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fla, "DEVICE", HERE)
+    monkeypatch.setattr(fla, "INSTALLED", False)
+    attn = layer(name)
+    for when in situations(attn, torch.float32):
+        assert f"(reference on {HERE})" in repr(attn), when
+        said = warnings_of(caplog)
+        assert said == [  # once
+            f"{name}: no kernel runs, and the reference is slower: fla: flash-linear-attention is not installed "
+            "(pip install 'attnzoo[fla]')"
+        ]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_each_reason_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(fla, "DEVICE", HERE)
+    monkeypatch.setattr(fla, "INSTALLED", True)
+    monkeypatch.setattr(fla, "_hopper", lambda q: True)
+    monkeypatch.setattr(fla, "_triton", lambda: Version("3.6.0"))
+    x = torch.randn(1, T, D, device=HERE)
+    layer("mamba2")(x)
+    layer("deltanet")(x)
+    layer("gla", torch.float64)(x.double())
+    hopper, single, double = warnings_of(caplog)
+    assert "Triton 3.6.0 on Hopper: 3.7.1 mends it" in hopper
+    assert "do not take float32 (bfloat16 and float16 they do" in single
+    assert "takes float16, bfloat16 or float32, got torch.float64" in double
+    with torch.no_grad():
+        assert fla.fla_unavailable(attnzoo.layer.dispatch.Call(x, x, x, attnzoo.Gate())) == ""
+
+
+def test_nothing_is_said_on_a_cpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attnzoo.layer.dispatch, "on_gpu", lambda x: False)
+    monkeypatch.setattr(attnzoo.layer.attention, "_said", set())
+    layer("mamba2")(torch.randn(1, T, D, device=HERE))
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", LINEAR)
+@torch.no_grad()
+def test_cached_steps_run_on_the_fused_kernel(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also with padding, and after a prefill of many tokens on the reference, whose state they take."""
+    attn, plain = layer(name), layer(name, impl="reference")
+    x, mask = torch.randn(2, T + 4, D, device=HERE), torch.ones(2, T + 4, dtype=torch.int64, device=HERE)
+    mask[0, :7] = mask[1, T + 1] = 0
+    cache, other = attn.new_cache(), plain.new_cache()
+    for start, stop in ((0, T), (T, T + 1), (T + 1, T + 3), (T + 3, T + 4)):
+        now = slice(start, stop)
+        y, expected = (a(x[:, now], attention_mask=mask[:, now], cache=c) for a, c in ((attn, cache), (plain, other)))
+        assert torch.allclose(y, expected, atol=1e-5)
+        if start:
+            assert f"(triton on {HERE})" in repr(attn)
+
+
+@pytest.mark.fla
+@pytest.mark.usefixtures("gpu", "peer")
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_layer_runs_on_kernels_in_every_situation(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    dtype = torch.bfloat16 if HERE == "cuda" else torch.float16 if name in DELTA else torch.float32
+    attn = layer(name, dtype)
+    for when in situations(attn, dtype):
+        assert f"(fla on {HERE})" in repr(attn), when
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.fla
+@pytest.mark.usefixtures("gpu", "peer")
+@pytest.mark.parametrize("name", [name for name in LINEAR if name not in DELTA])
+def test_a_layer_on_kernels_equals_the_reference(name: str) -> None:
+    """Padded, packed and in pieces, with the gradients of all weights."""
+    if HERE == "cuda":
+        pytest.skip("there float32 products are rounded to TF32")
+    attn, plain = layer(name), layer(name, impl="reference")
+    x = torch.randn(2, T, D)
+    mask = torch.ones(2, T, dtype=torch.bool)
+    mask[0, :9] = mask[1, 60:] = False
+
+    def run(attn: Any) -> list[torch.Tensor]:
+        cache, y = attn.new_cache(), attn(x[:1], cu_seqlens=torch.tensor([0, 33, 34, T]))
+        pieces = [attn(x[:, now], attention_mask=mask[:, now], cache=cache) for now in (slice(0, 30), slice(30, T))]
+        loss = y.square().sum() + torch.cat(pieces, 1).square().sum()
+        grads = torch.autograd.grad(loss, list(attn.parameters()))
+        return [x.detach() for x in (y, *pieces, *grads)]
+
+    for got, expected in zip(run(attn), run(plain), strict=True):
+        assert float((got - expected).norm() / expected.norm().clamp(min=1e-3)) <= 1e-4
