@@ -8,21 +8,22 @@ import pytest
 import torch
 from layers import assert_same, layer, rows
 
-from attnzoo import Prune, build_attention
+from attnzoo import Evict, Prune, build_attention
 from attnzoo.config import ModelConfig
 from attnzoo.forms.pool import PAGE
 from attnzoo.models import LanguageModel
 
-TINY = 1e-300  # certified below it, a weight is nothing beside the others
+TINY = 1e-25  # certified below it, a weight is nothing beside the others
 T = 300
 
 
 def forgetful(name="fox", bias=0.0, **options):
     """A float64 layer with QK-norm of which some heads forget within few tokens, and some do not."""
     attn = layer(name, "pro", window=options.pop("window", None), **options)
-    if name == "fox":
+    if name in ("fox", "path_fox"):
         with torch.no_grad():
-            attn.gate.forget_proj.bias.copy_(torch.tensor([-2.0, 3.0, -1.0, -3.0]) + bias)
+            gate = attn.gate if name == "fox" else attn.gate.members[1]
+            gate.forget_proj.bias.copy_(torch.tensor([-2.0, 3.0, -1.0, -3.0]) + bias)
     return attn
 
 
@@ -33,6 +34,7 @@ def live(cache):
 @pytest.mark.parametrize(("name", "options"), [
     ("fox", {}), ("fox", {"window": 70}), ("fox", {"acp": Prune(eps=1e-30)}), ("fox", {"sinks": True}), ("alibi", {}),
     ("rope", {"window": 70}), ("nope", {"window": 70}), ("alibi", {"rotary": 1e4}),
+    ("path_fox", {}), ("path_fox", {"window": 70}), ("path", {"window": 70, "sinks": True}),
 ])  # fmt: skip
 @torch.no_grad()
 def test_outputs_equal_those_of_a_whole_cache(name, options):
@@ -41,13 +43,16 @@ def test_outputs_equal_those_of_a_whole_cache(name, options):
     whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
     for a, b in ((0, 100), (100, 101), (101, 260), (260, 270), *((t, t + 1) for t in range(270, T))):
         assert_same(attn(x[:, a:b], cache=paged), attn(x[:, a:b], cache=whole))
+    forgets = name in ("fox", "path_fox") or "window" in options
+    assert paged.state.pool.first.any() == forgets
     if "window" in options:
         assert live(paged) <= 2 * 2 * (70 // PAGE + 2)
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
 @torch.no_grad()
-def test_padding_and_packing_go_on_as_in_a_whole_cache():
-    attn, x = forgetful(), rows(3, 200)
+def test_padding_and_packing_go_on_as_in_a_whole_cache(name):
+    attn, x = forgetful(name), rows(3, 200)
     mask = torch.rand(3, 200, generator=torch.Generator().manual_seed(0)) < torch.tensor([[1.0], [0.6], [0.05]])
     mask[1, :70] = False
     whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
@@ -60,7 +65,7 @@ def test_padding_and_packing_go_on_as_in_a_whole_cache():
         assert_same(attn(x[:1], cache=two, **now), attn(x[:1], cache=one, **now))
 
 
-@pytest.mark.parametrize("name", ["fox", "alibi"])
+@pytest.mark.parametrize("name", ["fox", "alibi", "path_fox"])
 @torch.no_grad()
 def test_the_output_moves_by_twice_eps_and_keys_are_given_back(name):
     """Measured before the output's projection, where |v| is known."""
@@ -78,14 +83,15 @@ def test_the_output_moves_by_twice_eps_and_keys_are_given_back(name):
     longest = whole.state.v.norm(dim=-1).max()
     moved = (exact - got).unflatten(-1, (4, -1)).norm(dim=-1)
     assert 0 < moved.max() <= 2 * eps * longest
-    if name == "fox":  # one of two key heads serves a query head that forgets little
+    if name != "alibi":  # one of two key heads serves a query head that forgets little
         assert most[-1] < 2 * steps / PAGE
         assert len(paged.state.pool.k) < 2 * steps / PAGE  # room for what has gone is used again
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
 @torch.no_grad()
-def test_beams_share_pages_and_go_their_own_ways():
-    attn, x = forgetful(), rows(4, T)
+def test_beams_share_pages_and_go_their_own_ways(name):
+    attn, x = forgetful(name), rows(4, T)
     whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
     for cache in (whole, paged):
         attn(x[:1, :150], cache=cache)
@@ -101,17 +107,29 @@ def test_beams_share_pages_and_go_their_own_ways():
     assert pool.used() == len(pool.pages[pool.pages >= 0].unique())
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
 @torch.no_grad()
-def test_rejected_tokens_are_taken_back():
-    attn, x = forgetful(), rows(2, T)
-    attn.k_shift = attn.v_shift = None  # which keep only their last token
+def test_rejected_tokens_are_taken_back(name):
+    """Layers without convolutions and shifts, which keep their last tokens alone."""
+    attn, x = forgetful(name, **({"w_conv_size": 0} if name == "path_fox" else {})), rows(2, T)
+    attn.k_shift = attn.v_shift = None
     whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
-    for start in range(0, T - 8, 8):
-        for cache in (whole, paged):
-            attn(rows(2, 8, seed=start), cache=cache)
-            cache.state = cache.state.crop(start + 3)
-            cache.seen = torch.full_like(cache.seen, start + 3)
-        assert_same(*(attn(x[:, start + 3 : start + 8], cache=cache) for cache in (paged, whole)))
+    for start in range(0, T, 5):
+        attn(rows(2, 8, seed=start), cache=paged)
+        paged.state = paged.state.crop(start)
+        paged.seen = torch.full_like(paged.seen, start)
+        assert_same(*(attn(x[:, start : start + 5], cache=cache) for cache in (paged, whole)))
+    assert not paged.windows
+
+
+@torch.no_grad()
+def test_carried_keys_are_known_as_they_came_for_a_page_or_two():
+    attn, x = layer("path_fox", w_conv_size=0, qk_norm="rms"), rows(1, T)
+    cache = attn.new_cache(evict=1e-300)  # nothing goes
+    attn(x, cache=cache)
+    with pytest.raises(ValueError, match=r"tokens: expected at least 192 \(earlier keys have been carried\), got 191"):
+        cache.state.crop(191)
+    assert len(cache.state.crop(192)) == 192
 
 
 @torch.no_grad()
@@ -132,10 +150,11 @@ def test_no_key_is_taken_back_to_that_an_earlier_row_needs():
     assert len(state.crop(least)) == least
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
 @torch.no_grad()
-def test_failed_calls_are_forgotten():
+def test_failed_calls_are_forgotten(name):
     """A later layer fails; the pages hold tokens that were never seen, and a page may have gone."""
-    attn, x = forgetful(), rows(2, T)
+    attn, x = forgetful(name), rows(2, T)
     whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
     for start in range(0, T, 30):
         before = vars(paged).copy()
@@ -150,18 +169,60 @@ def test_failed_calls_are_forgotten():
         attn(x, cache=paged)
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
 @torch.no_grad()
-def test_a_copy_and_a_loaded_cache_go_on_alone(tmp_path):
-    attn, x = forgetful(), rows(2, T)
+def test_a_copy_and_a_loaded_cache_go_on_alone(tmp_path, name):
+    attn, x = forgetful(name), rows(2, T)
     cache = attn.new_cache(evict=1e-3)
-    attn(x[:, :200], cache=cache)
+    for a, b in ((0, 199), (199, 200)):
+        attn(x[:, a:b], cache=cache)
     torch.save(cache, tmp_path / "cache.pt")
     copied = copy.deepcopy(cache)
+    pool, used = copied.state.pool, cache.state.pool.used()
+    assert len(pool.k) == pool.used() == used < len(cache.state.pool.k)
+    other = cache.state.to("cpu")
+    assert other.pool is not cache.state.pool
+    assert torch.equal(other.pool.table, pool.table)
     expected = [attn(x[:, a:b], cache=cache) for a, b in ((200, 201), (201, 300))]
     loaded = torch.load(tmp_path / "cache.pt", weights_only=False)
     for other in (copied, loaded, pickle.loads(pickle.dumps(loaded))):
         got = [attn(x[:, a:b], cache=other) for a, b in ((200, 201), (201, 300))]
         assert all(torch.equal(one, two) for one, two in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+@torch.no_grad()
+def test_offloaded_keys_come_back_for_a_row_that_needs_them(name):
+    """Without QK-norm: calm rows, then one with a long query, then calm ones; exact all the time."""
+    attn, x = forgetful(name, qk_norm="none"), rows(2, T)
+    x[:, 250] *= 40
+    whole, paged = attn.new_cache(), attn.new_cache(evict=Evict(TINY, offload=True))
+    away = []
+    for a, b in ((0, 129), (129, 200), (200, 249), *((t, t + 1) for t in range(249, 260)), (260, T)):
+        assert_same(*(attn(x[:, a:b], cache=cache) for cache in (paged, whole)))
+        away.append(sum(len(head) for row in paged.state.evict.offload.pages for head in row))
+        pool = paged.state.pool
+        assert away[-1] == int(pool.first.sum())
+        assert pool.used() == sum(2 * -(-n // PAGE) for n in pool.lengths) - away[-1]
+    assert away[3] > 0
+    assert paged.state.evict.offload.returned > 0
+
+
+@torch.no_grad()
+def test_a_cache_with_offloaded_keys_is_used_in_every_way():
+    attn, x = forgetful(qk_norm="none"), rows(3, 400)
+    attn.k_shift = attn.v_shift = None
+    whole, paged = attn.new_cache(), attn.new_cache(evict=Evict(TINY, offload=True))
+    for a, b in ((0, 200), (200, 320)):
+        assert_same(*(attn(x[:, a:b], cache=cache) for cache in (paged, whole)))
+    assert paged.state.pool.first.any()
+    for cache in (whole, paged):
+        cache.reorder(torch.tensor([2, 0, 2]))
+        cache.state = cache.state.crop(40)  # all that is away is needed again, or behind the end
+        cache.seen = torch.full_like(cache.seen, 40)
+    assert not paged.state.pool.first.any()
+    for other in (copy.deepcopy(paged), paged):
+        assert_same(*(attn(x[:, 40:], cache=cache) for cache in (other, copy.deepcopy(whole))))
 
 
 @torch.no_grad()
@@ -176,12 +237,19 @@ def test_a_model_gives_up_what_some_layers_need_no_more():
     for a, b in ((0, 150), (150, 151), (151, 200)):
         assert_same(model(tokens[:, a:b], cache=paged).logits, model(tokens[:, a:b], cache=whole).logits)
     assert [hasattr(layer.state, "pool") for layer in paged] == [True, False, False, True]
+    greedy = [model.generate(tokens[:, :100], 60, temperature=0, evict=evict) for evict in (None, math.exp(-10))]
+    assert torch.equal(*greedy)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "evict", "message"),
     [
-        ("fox", {"qk_norm": "none"}, 1e-4, "evict: expected None or a layer with qk_norm, .* got 0.0001 and"),
+        (
+            "fox",
+            {"qk_norm": "none"},
+            1e-4,
+            "evict: expected None or a layer with qk_norm, .* or 'offload', got 0.0001 and",
+        ),
         ("mamba2", {}, 1e-4, "evict: 'mamba2' is the linear side, whose state does not grow"),
         ("rope", {}, 1e-4, "evict: 'rope' needs all its keys: nothing decays .*it serves alibi, fox, path_fox and"),
         ("fox", {"qk_norm": "rms"}, 1.5, r"evict: expected a weight in \(0, 1\), got 1.5"),

@@ -9,6 +9,8 @@ from layers import D, G, H, assert_same, layer, rows
 
 from attnzoo import build_attention, get, list_variants
 from attnzoo.layer.parts import l2_normalize
+from attnzoo.models.config import ModelConfig
+from attnzoo.models.decoder import LanguageModel
 
 
 def gate_of(name, T=6, heads=8, **options):
@@ -83,6 +85,13 @@ def test_delta_rule_by_hand(name, double):
     form = get(name).forms["chunk"](projected.q, projected.k, projected.v, projected.gate)
     assert_same(form[:, -1], o)
     assert projected.gate.beta.max() <= (2 if double else 1)
+
+
+def test_a_forget_gate_starts_as_open_as_asked_for():
+    biases = [gate.forget_proj.bias for gate in (build_attention("fox", gate_bias=b).gate for b in (0.0, 5.0))]
+    assert [set(bias.tolist()) for bias in biases] == [{0.0}, {5.0}]
+    model = LanguageModel(ModelConfig("path_fox", {"gate_bias": 5.0}, 16, 1, 2))
+    assert set(model.blocks[0].attention.gate.members[1].forget_proj.bias.tolist()) == {5.0}
 
 
 def test_rope_angles_and_theta():

@@ -1,4 +1,4 @@
-"""Several processes train what one process trains."""
+"""Several processes train what one process trains, each with a copy of the model or with a part of it."""
 
 import contextlib
 import os
@@ -17,11 +17,12 @@ PROGRAM = """
 import os, signal, sys, torch
 from pathlib import Path
 import accelerate
+import torch._dynamo, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
 from attnzoo.config import load_config
 from attnzoo.training import train
 torch.set_num_threads(1)
 
-def run(number, output_dir):
+def run(number, output_dir, *overrides):
     # the processes of each run find one another anew, by a store of their own
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": os.environ["PORTS"].split()[number]}
     pids = Path(output_dir).with_suffix(".pids")
@@ -31,19 +32,21 @@ def run(number, output_dir):
     def stop(row):
         if new and row["step"] == 5:
             running = [int(file.read_text()) for file in pids.iterdir()]
+            if killed:
+                running.remove(os.getpid())
             for pid in sorted(running, key=os.getpid().__eq__):  # itself last
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGKILL if killed else signal.SIGTERM)
 
-    new = Path(output_dir).stem == "stopped" and not Path(output_dir).exists()
-    packed = ["data.documents=packed", "batch_size=4"] if "packed" in output_dir else []
-    train(load_config(sys.argv[1], [f"output_dir={output_dir}", *packed]), on_row=stop)
+    killed = Path(output_dir).stem == "parts-killed"  # one of them, or both stopped
+    new = (killed or Path(output_dir).stem == "stopped") and not Path(output_dir).exists()
+    train(load_config(sys.argv[1], [f"output_dir={output_dir}", *overrides]), on_row=stop)
 
-for number, output_dir in enumerate(sys.argv[2:]):
+for number, (output_dir, *overrides) in enumerate(argument.split("|") for argument in sys.argv[2:]):
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            run(number, output_dir)
+            run(number, output_dir, *overrides)
             status = 0
         finally:
             sys.stderr.flush()
@@ -52,7 +55,20 @@ for number, output_dir in enumerate(sys.argv[2:]):
 """
 
 
-RUNS = ("two", "one-two", "stopped", "stopped", "packed-two")
+PACKED = ("data.documents=packed", "batch_size=4")
+FSDP = "sharding=fsdp"
+# Clipping shortens every gradient, so that its norm must be that of all parts together.
+TIED = (
+    "model.tie_embeddings=true", "recompute=true", "optimizer.clip_norm=0.1", "optimizer.weight_decay=1.0",
+    "model.attention=[{name: path_fox, options: {acp: true}},mamba2]",
+)  # fmt: skip
+BF16 = ("mixed_precision=bf16", "model.attention=[{name: fox, options: {acp: true}},mamba2]")
+PARTS = ("parts", "parts-killed", "parts-killed")
+RUNS = (
+    "two", "one-two", "stopped", "stopped", "|".join(["packed-two", *PACKED]),
+    *(f"{name}|{FSDP}" for name in PARTS), "|".join(["parts-tied", FSDP, *TIED]), "|".join(["parts-bf16", FSDP, *BF16]),
+    "parts-whole",
+)  # fmt: skip
 
 
 def free_ports(count: int) -> str:
@@ -66,6 +82,7 @@ def free_ports(count: int) -> str:
 
 
 def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs one after another, after the file of their configuration: each is `FOLDER|KEY=VALUE|...`."""
     root = str(Path(__file__).resolve().parents[1])
     folder = Path(arguments[0]).parent
     (folder / "program.py").write_text(PROGRAM)
@@ -77,7 +94,7 @@ def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PORTS": free_ports(len(arguments) - 1)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -113,19 +130,27 @@ def config_file(tmp_path_factory):
 def runs(config_file):
     """A folder with the run of `one` process, that of `two`, one that two went on with after step 4, `one-two`, one
     whose two processes were `stopped` by SIGTERM after step 5 and started again, and those of one and two processes on
-    packed documents, in parts of one row."""
+    packed documents, in parts of one row.
+
+    Two processes shared the model in `parts`, in `parts-killed`, of which one was killed and which went on, in
+    `parts-tied`, which one process began with other settings, and in `parts-bf16`. They each had a copy in
+    `parts-whole`, which began with a sharded checkpoint of one process.
+    """
     from attnzoo.config import load_config
     from attnzoo.training import train
 
     folder = config_file.parent
-    train(load_config(config_file, [f"output_dir={folder / 'one'}"]))
-    packed = ["data.documents=packed", "batch_size=4"]
-    train(load_config(config_file, [f"output_dir={folder / 'packed-one'}", *packed]))
-    cut_back(folder / "one", folder / "one-two")
+    alone = {"one": (), "packed-one": PACKED, "one-tied": TIED, "one-bf16": BF16, "one-parts": (FSDP,)}
+    for name, overrides in alone.items():
+        train(load_config(config_file, [f"output_dir={folder / name}", *overrides]))
+    for name, began in {"one-two": "one", "parts-tied": "one-tied", "parts-whole": "one-parts"}.items():
+        cut_back(folder / began, folder / name)
     done = launch(2, str(config_file), *(str(folder / run) for run in RUNS))
     assert done.returncode == 0, done.stderr
     ends = sorted(int(line.split()[0]) for line in done.stdout.splitlines())
-    assert ends == [-signal.SIGTERM] * 2 + [0] * 8, done.stdout + done.stderr
+    assert ends == [-signal.SIGTERM] * 2 + [-signal.SIGKILL] + [0] * (2 * len(RUNS) - 4) + [1], (
+        done.stdout + done.stderr
+    )
     states = (folder / "two" / "checkpoints" / "step-00000006").glob("random_states_*")
     assert len(list(states)) == 2  # there really were two
     return folder
@@ -155,6 +180,14 @@ def test_two_processes_train_packed_documents_as_one_does(runs):
     assert numbers(runs / "packed-two") != pytest.approx(numbers(runs / "two"), rel=1e-2)
 
 
+@pytest.mark.parametrize("run", ["parts-tied", "parts-bf16"])
+def test_processes_that_share_a_model_see_what_it_prunes(runs, run):
+    from attnzoo.training import read_metrics
+
+    shares = [row["blocks_kept"] for row in read_metrics(runs / run) if row["kind"] == "train"]
+    assert shares == [1.0] * 6  # a context of one block
+
+
 def test_two_processes_go_on_where_one_stopped(runs):
     assert numbers(runs / "one-two")[:10] == numbers(runs / "one")[:10]  # steps 1 to 4 and an evaluation are kept
     assert numbers(runs / "one-two", after=4) == pytest.approx(numbers(runs / "one", after=4), rel=1e-4)
@@ -174,3 +207,103 @@ def test_two_processes_stopped_by_sigterm_go_on_to_the_same_bits(runs):
     assert numbers(runs / "stopped") == numbers(runs / "two")
     weights = [run / "checkpoints" / "step-00000006" / "model.safetensors" for run in (runs / "stopped", runs / "two")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def newest(run):
+    return run / "checkpoints" / "step-00000006"
+
+
+def test_processes_that_share_a_model_train_what_one_trains(runs):
+    parts = sorted(path.name for path in (newest(runs / "parts") / "model").iterdir())
+    assert parts == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert not (newest(runs / "parts") / "model.safetensors").exists()
+    assert numbers(runs / "parts") == pytest.approx(numbers(runs / "one"), rel=1e-4)
+
+
+def test_nothing_that_16_bits_do_not_hold_is_gathered_in_them(runs):
+    first, plain, exact = (numbers(runs / run)[0] for run in ("parts-bf16", "one-bf16", "one"))
+    assert first == pytest.approx(plain, rel=1e-6)
+    assert plain != pytest.approx(exact, rel=4e-6)  # the precision shows
+    assert numbers(runs / "parts-bf16") == pytest.approx(numbers(runs / "one-bf16"), rel=1e-2)
+
+
+@pytest.mark.parametrize(("run", "one"), [("parts-tied", "one-tied"), ("parts-whole", "one")])
+def test_a_run_may_be_sharded_from_a_step_on_and_no_longer(runs, run, one):
+    assert (newest(runs / run) / "model.safetensors").exists() == (run == "parts-whole")
+    assert numbers(runs / run, after=4) == pytest.approx(numbers(runs / one, after=4), rel=1e-4)
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_one_process_goes_on_where_two_shared_the_model(runs, config_file, sharding):
+    from attnzoo.config import load_config
+    from attnzoo.training import train
+
+    run = runs / f"parts-{sharding}"
+    cut_back(runs / "parts", run)
+    train(load_config(config_file, [f"output_dir={run}", f"sharding={sharding}"]))
+    assert numbers(run, after=4) == pytest.approx(numbers(runs / "parts", after=4), rel=1e-4)
+
+
+def test_a_run_of_which_one_process_was_killed_goes_on_to_the_same_bits(runs):
+    assert numbers(runs / "parts-killed") == numbers(runs / "parts")
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        killed, two = (newest(runs / run) / "model" / name for run in ("parts-killed", "parts"))
+        assert killed.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("run", ["parts", "parts-tied"])
+def test_one_process_puts_the_model_together(runs, run):
+    import torch
+
+    from attnzoo.training import load_run
+
+    model, other = load_run(runs / run)[0], load_run(runs / {"parts": "one", "parts-tied": "one-tied"}[run])[0]
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        assert torch.allclose(model(tokens).logits, other(tokens).logits, atol=1e-4)
+
+
+def test_a_sharded_run_is_exported_and_started_from(runs, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    import attnzoo  # noqa: F401  # registers the model's class
+    from attnzoo.training import load_run
+    from attnzoo.training.exchange import export_run, start_from
+
+    model, config = load_run(runs / "parts")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(export_run(runs / "parts", tmp_path / "model"))
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        assert torch.equal(exported(tokens).logits, model(tokens).logits)
+        fresh = type(model)(model.config)
+        start_from(fresh, str(runs / "parts"), config.data)
+        assert torch.equal(fresh(tokens).logits, model(tokens).logits)
+
+
+def test_a_damaged_part_is_named_and_the_checkpoint_before_it_taken(runs, caplog):
+    import shutil
+
+    from attnzoo.training import load_run
+    from attnzoo.training.checkpoint import identity, usable_checkpoint
+
+    shutil.copytree(runs / "parts", runs / "damaged")
+    assert (
+        identity(newest(runs / "damaged")) == identity(newest(runs / "parts")) != identity(newest(runs / "parts-tied"))
+    )
+    path = newest(runs / "damaged") / "model" / "__1_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    load_run(runs / "damaged")
+    assert usable_checkpoint(runs / "damaged").name == "step-00000004"
+    assert "__1_0.distcp is damaged" in caplog.text
+
+
+def test_what_does_not_work_with_parts_is_refused(config_file):
+    from attnzoo.config import load_config
+
+    with pytest.raises(ValueError, match="mixed_precision=fp16 .* sharding=fsdp"):
+        load_config(config_file, [FSDP, "mixed_precision=fp16"])
+    with pytest.raises(ValueError, match="sharding.*'fsdp'"):
+        load_config(config_file, ["sharding=fsdp2"])

@@ -20,4 +20,4 @@ EQUATIONS = (
 )
 LAYER = {"gate": ("path", "forget")}
 
-FORMS = SoftmaxForms(Householder(), kernels={"triton": path_kernel()})
+FORMS = SoftmaxForms(Householder(), pages=True, kernels={"triton": path_kernel()})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -13,6 +14,7 @@ from attnzoo.algebra.gate import Gate, is_closed
 from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import append_valid, check_rows, whole
+from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.pool import PAGE, KeyPool
 from attnzoo.forms.readout import least_logit
@@ -28,11 +30,29 @@ class Eviction:
         log_eps: logarithm of the weight that later rows may lose in all.
         bounds: of the rows to come; None: only the window and closed gates say what is not needed.
         window: of the layer, or None.
+        offload: where keys go that may come back; then its bounds count. None: they go for ever.
     """
 
     log_eps: float
     bounds: QueryBounds | None
     window: int | None = None
+    offload: Offload | None = None
+
+    def to(self, device: torch.device | str) -> Eviction:
+        """The same on another device."""
+        bounds, away = self.bounds, self.offload
+        if bounds is not None:
+            score = None if bounds.score is None else bounds.score.to(device)
+            bounds = QueryBounds(bounds.query.to(device), bounds.own.to(device), score)
+        if away is not None:
+            away = replace(away, query=away.query.to(device), own=away.own.to(device))
+        return replace(self, bounds=bounds, offload=away)
+
+    def give_up(self, pool: KeyPool) -> int:
+        """Let ``pool`` give up what no row to come needs; how many pages have become free."""
+        if self.offload is None:
+            return pool.evict(self.log_eps, self.bounds, self.window)
+        return pool.evict(self.log_eps, self.offload.bounds, self.window, self.offload.keep)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +71,7 @@ class PagedCache:
         phase: RoPE's total angle so far, as in :class:`attnzoo.KVCache`.
         angle: RoPE's angle where all tokens had the same, or None.
         lengths: tokens of each sequence that are stored.
-        sums: the pool's ``total`` and ``since``.
+        notes: by which the pool comes back to it.
         mark: which of the pool's states it is.
     """
 
@@ -62,15 +82,14 @@ class PagedCache:
     phase: Tensor | None = None
     angle: Tensor | None = None
     lengths: tuple[int, ...] = ()
-    sums: tuple[Tensor | None, Tensor | None] = (None, None)
+    notes: dict[str, Any] = field(default_factory=dict, repr=False)
     mark: int = 0
 
     @staticmethod
     def of(pool: KeyPool, evict: Eviction | None = None, **seen: Any) -> PagedCache:
         """The cache that ``pool`` now is; ``seen`` are ``tokens``, ``valid``, ``phase`` and ``angle``."""
         pool.mark += 1
-        sums = tuple(None if x is None else x.clone() for x in (pool.total, pool.since))
-        return PagedCache(pool, evict, lengths=tuple(pool.lengths), sums=cast(Any, sums), mark=pool.mark, **seen)
+        return PagedCache(pool, evict, lengths=tuple(pool.lengths), notes=pool.notes(), mark=pool.mark, **seen)
 
     def __len__(self) -> int:
         return self.tokens
@@ -98,7 +117,8 @@ class PagedCache:
         self._settle()
         pages = sum(n // PAGE for n in self.lengths)
         if self.evict is not None and pages != self.pool.looked:  # at most once a page
-            self.pool.evict(self.evict.log_eps, self.evict.bounds, self.evict.window)
+            if self.evict.give_up(self.pool) and 2 * self.pool.used() < len(self.pool.refs):
+                self.pool.compact()
             self.pool.looked = pages
 
     def _settle(self) -> None:
@@ -111,7 +131,7 @@ class PagedCache:
         if pool.mark != self.mark:
             if pool.before != self.mark:
                 raise ValueError("state: expected the last that this pool of keys has given, got an earlier one")
-            pool.crop(self.lengths, self.sums)
+            pool.crop(self.lengths, self.notes)
         pool.before = self.mark
         pool.mark += 1
 
@@ -126,6 +146,8 @@ class PagedCache:
         phase = self.phase if shared else cast(Tensor, self.phase)[index]
         valid = None if self.valid is None else self.valid[index]
         self.pool.select(index)
+        if self.evict is not None and self.evict.offload is not None:
+            self.evict.offload.select(index)
         return self._after(self.tokens, valid, phase)
 
     def crop(self, tokens: int) -> PagedCache:
@@ -148,7 +170,11 @@ class PagedCache:
             all_of_them = f"all {self.tokens} (the angles of single tokens are not kept)"
             raise ValueError(f"tokens: expected {all_of_them}, got {tokens}")
         lengths = self._lengths(tokens)
-        if not self._may_crop(lengths):
+        away = None if self.evict is None else self.evict.offload
+        if away is not None:  # a page that will be written to, and what lies behind it, which goes with the tokens
+            ends = self.pool.first.new_tensor([n // PAGE for n in lengths])[:, None]
+            away.bring_back(self.pool, self.pool.first.minimum(ends))
+        elif not self._may_crop(lengths):
             more = range(tokens + 1, self.tokens + 1)
             least = more[bisect_left(more, True, key=lambda n: self._may_crop(self._lengths(n)))]
             raise ValueError(
@@ -175,6 +201,22 @@ class PagedCache:
     def _after(self, tokens: int, valid: Tensor | None, phase: Tensor | None) -> PagedCache:
         self.pool.before = -1
         return PagedCache.of(self.pool, self.evict, tokens=tokens, valid=valid, phase=phase, angle=self.angle)
+
+    def look(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
+        """Bring back the keys that the rows of a call may need; see :meth:`Offload.look`."""
+        if self.evict is not None and self.evict.offload is not None:
+            k = heads_first(k.to(self.pool.k.dtype), q.shape[1], q.dtype)
+            self.evict.offload.look(self.pool, q, k, valid, self.evict.log_eps, self.evict.window)
+
+    def to(self, device: torch.device | str) -> PagedCache:
+        """A copy on another device; dtypes stay."""
+        other = copy.deepcopy(self)
+        for name, x in other.pool.tensors().items():
+            setattr(other.pool, name, x.to(device))
+        valid, phase, angle = (None if x is None else x.to(device) for x in (other.valid, other.phase, other.angle))
+        evict = None if other.evict is None else other.evict.to(device)
+        seen = {"tokens": self.tokens, "valid": valid, "phase": phase, "angle": angle}
+        return PagedCache.of(other.pool, evict, **seen)
 
     def detach(self) -> PagedCache:
         """Itself: pages have no history of gradients."""
@@ -209,6 +251,8 @@ def extend_pages(
         q, k, v = existing(valid, q, k, v)
     gate = forms.separated(gate, q, valid, None)
     q, k, phase, angle = forms.place(q, k, gate, state, valid)
+    scaled = heads_first(q, H, dtype) * (K**-0.5 if given.scale is None else given.scale)
+    state.look(scaled, k, valid)
     g = None if gate.log_decay is None else gate.log_decay.expand(B, T, H)
     rank = torch.arange(T, device=q.device).expand(B, T) if valid is None else valid.cumsum(1) - 1
     at = (pool.length.long()[:, None] + rank).clamp(min=0)
@@ -218,7 +262,6 @@ def extend_pages(
     new = PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there, phase=phase, angle=angle)
     if not state.tokens:
         return None, new
-    scaled = heads_first(q, H, dtype) * (K**-0.5 if given.scale is None else given.scale)
     found = []
     for start in range(0, T, ROWS):
         now = slice(start, start + ROWS)
@@ -275,5 +318,6 @@ def attend_rows(
         if since is not None:
             hidden = hidden | (index[:, :, None, None] < since.unflatten(1, (G, R))[..., None])
     logits = logits.clamp(min=least_logit(logits.dtype)).masked_fill(hidden, least_logit(logits.dtype))
-    o = logits.softmax(-1) @ v
+    unread = (~there | (index >= pool.length[:, None, None]))[:, :, None, :, None]  # may hold what others have left
+    o = logits.softmax(-1) @ v.masked_fill(unread, 0)
     return o.flatten(1, 2), logits.logsumexp(-1).flatten(1, 2)

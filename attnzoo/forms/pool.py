@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from attnzoo.algebra.pruning import QueryBounds, evictable
 from attnzoo.forms.memory import check_room, size_of
 
 PAGE = 64  # tokens of a page
-PAGED = ("k", "v", "decay")  # what has a row per page
+PAGED = ("k", "v", "decay", "factor")  # what has a row per page
+TABLES = ("table", "page_sum", "n_log", "k_norm")  # what has an entry per page of a sequence
 CHUNK = 16  # a table grows by multiples of this many pages
 
 
@@ -73,11 +74,11 @@ class KeyPool:
     before: int = -1
     looked: int = 0
 
-    @staticmethod
+    @classmethod
     def empty(
-        B: int, G: int, R: int, K: int, V: int, *, dtype: torch.dtype, device: torch.device | str = "cpu",
-        decays: bool = True, pages: int = 0, tokens: int = 0,
-    ) -> KeyPool:  # fmt: skip
+        cls, B: int, G: int, R: int, K: int, V: int, *, dtype: torch.dtype, device: torch.device | str = "cpu",
+        decays: bool = True, pages: int = 0, tokens: int = 0, **more: Any,
+    ) -> Self:  # fmt: skip
         """A pool of B empty sequences.
 
         Args:
@@ -86,6 +87,7 @@ class KeyPool:
             decays: whether the tokens come with log decays.
             pages: room for that many from the start.
             tokens: the tables have room for sequences of that length from the start.
+            more: fields of a class that extends this one.
         """
         N, H, wide = max(CHUNK, -(-tokens // PAGE)), G * R, torch.promote_types(dtype, torch.float32)
 
@@ -95,13 +97,13 @@ class KeyPool:
         def sums(*shape: int, of: torch.dtype = torch.float64) -> Tensor | None:
             return zeros(*shape, of=of) if decays else None
 
-        return KeyPool(
+        return cls(
             zeros(pages, PAGE, K, of=dtype), zeros(pages, PAGE, V, of=dtype),
             sums(pages, PAGE, R, of=wide), zeros(B, G, N, of=torch.int32).fill_(-1),
             zeros(B, G, of=torch.int32), zeros(B, of=torch.int32), sums(B, H, N), sums(B, H),
             sums(B, H, of=torch.int32), sums(B, H, N), zeros(B, G, N, of=torch.float32), [0] * B,
             torch.full((B, G, N), -1, dtype=torch.int32), torch.zeros(pages, dtype=torch.int32),
-            list(reversed(range(pages))),
+            list(reversed(range(pages))), **more,
         )  # fmt: skip
 
     def live(self) -> Tensor:
@@ -121,7 +123,7 @@ class KeyPool:
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pages", "refs")}
         return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
-    def _of_pages(self) -> dict[str, Tensor]:
+    def of_pages(self) -> dict[str, Tensor]:
         """The tensors that have a row per page."""
         return {name: x for name, x in self.tensors().items() if name in PAGED}
 
@@ -143,12 +145,9 @@ class KeyPool:
             MemoryError: the pool would have to grow beyond the memory of its device. Nothing has changed then.
         """
         (B, T, G, _), device = k.shape, k.device
-        counts = [T] * B if valid is None else [int(n) for n in valid.sum(1)]
+        order, counts = in_front(B, T, valid, device)
         self.reserve(counts)
         count = torch.tensor(counts, device=device)
-        order = torch.arange(T, device=device).expand(B, T)
-        if valid is not None:  # what exists comes first
-            order = (~valid).int().argsort(dim=1, stable=True)
         there = torch.arange(T, device=device) < count[:, None]  # [B, T]
         at = self.length[:, None].long() + torch.arange(T, device=device)
         page = (at // PAGE).clamp(max=self.table.shape[2] - 1)
@@ -217,7 +216,7 @@ class KeyPool:
             if int(self.refs[old]) == 1:  # the other sequences have theirs by now
                 continue
             [new] = self._take(1)
-            for x in self._of_pages().values():
+            for x in self.of_pages().values():
                 x[new] = x[old]
             self.refs[old] -= 1
             self.pages[b, g, n] = new
@@ -243,7 +242,7 @@ class KeyPool:
         P, N = len(self.refs), self.pages.shape[2]
         if missing > 0:
             size = P + max(missing, P // 4)
-            paged = self._of_pages()
+            paged = self.of_pages()
             each = sum(x.shape[1:].numel() * x.element_size() for x in paged.values())
             old = max(size_of(x) for x in paged.values())  # stands beside its copy for a moment
             tokens = sum(self.lengths)
@@ -255,18 +254,22 @@ class KeyPool:
         if width > N:
             size = -(-max(width, N + N // 4) // CHUNK) * CHUNK
             for name, x in self._of_rows().items():
-                if x.ndim == 3:
+                if name in TABLES:
                     setattr(self, name, _resized(x, 2, size, -1 if name == "table" else 0))
             self.pages = _resized(self.pages, 2, size, -1)
 
     @torch.no_grad()
-    def evict(self, log_eps: float, bounds: QueryBounds | None, window: int | None = None) -> int:
+    def evict(
+        self, log_eps: float, bounds: QueryBounds | None, window: int | None = None,
+        keep: Callable[[KeyPool, Tensor], None] | None = None,
+    ) -> int:  # fmt: skip
         """Give back the pages that no later row needs; see :func:`attnzoo.algebra.pruning.evictable`.
 
         Args:
             log_eps: of all keys that go, now and before, no later row loses more than this weight, as a logarithm.
             bounds: of the rows to come; None: only the window and closed gates say what goes.
             window: later rows see that many tokens, themselves among them; None for all.
+            keep: is shown the pages before they go, ``[n, 3]`` numbers of sequence, head and page.
 
         Returns:
             Pages that have become free.
@@ -276,12 +279,30 @@ class KeyPool:
         gone = (torch.arange(N) < wanted[..., None]) & (self.pages >= 0)
         before = len(self.free)
         if bool(gone.any()):
+            if keep is not None:
+                keep(self, gone.nonzero())
             self.first.copy_(first)
             ids = self.pages[gone]
             self.pages[gone] = -1
             self.table.copy_(self.pages)
             self._release(ids)
         return len(self.free) - before
+
+    @torch.no_grad()
+    def restore(self, b: int, g: int, found: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Put the last evicted pages of head g of sequence b back, by number and with all that :meth:`of_pages` names.
+
+        Raises:
+            MemoryError: as :meth:`reserve`.
+        """
+        self._make_room(len(found) - len(self.free), 0)
+        ids = self._take(len(found))
+        for id, page in zip(ids, found.values(), strict=True):
+            for name, x in self.of_pages().items():
+                x[id] = page[name].to(x.device)
+        self.pages[b, g, list(found)] = torch.tensor(ids, dtype=self.pages.dtype)
+        self.table[b, g].copy_(self.pages[b, g])
+        self.first[b, g] = min(found)
 
     def certified(
         self, log_eps: float, bounds: QueryBounds | None, window: int | None = None,
@@ -321,24 +342,28 @@ class KeyPool:
                 found[b] += self.decay[self.pages[b, :, page].long(), slot - 1].flatten().double()
         return found
 
+    def notes(self) -> dict[str, Any]:
+        """What :meth:`crop` needs to come back to this state exactly, by the names of the fields."""
+        return {name: x.clone() for name in ("total", "since") if (x := getattr(self, name)) is not None}
+
     @torch.no_grad()
-    def crop(self, lengths: Sequence[int], sums: tuple[Tensor | None, Tensor | None] | None = None) -> None:
+    def crop(self, lengths: Sequence[int], notes: dict[str, Any] | None = None) -> None:
         """Keep the first ``lengths[b]`` tokens of each sequence b, as if the later ones had never been.
 
         What has been evicted stays so: whether rows after these tokens may do without it, :meth:`certified` says.
 
         Args:
-            sums: ``total`` and ``since`` as they were then, where they are known.
+            notes: what :meth:`notes` gave when the sequences had these lengths, if that is known.
 
         Raises:
             ValueError: the last closed gate is among the later tokens (the one before it is not known any more).
         """
-        total, since = (self.totals(lengths), self.since) if sums is None else sums
-        if since is not None and sums is None and bool((since > since.new_tensor(lengths)[:, None]).any()):
-            raise ValueError(f"tokens: expected at least {int(since.max())} (the last closed gate), got {min(lengths)}")
-        for mine, then in ((self.total, total), (self.since, since)):
-            if mine is not None:
-                mine.copy_(cast(Tensor, then))
+        if self.total is not None and self.since is not None:
+            if notes is None and bool((self.since > self.since.new_tensor(lengths)[:, None]).any()):
+                least = int(self.since.max())
+                raise ValueError(f"tokens: expected at least {least} (the last closed gate), got {min(lengths)}")
+            self.total.copy_(cast(Tensor, self.totals(lengths)) if notes is None else notes["total"])
+            self.since.copy_(self.since if notes is None else notes["since"])
         self.length.copy_(self.length.new_tensor(lengths))
         self.lengths = list(lengths)
         for b, n in enumerate(lengths):
@@ -362,14 +387,22 @@ class KeyPool:
     @torch.no_grad()
     def compact(self) -> None:
         """Give the memory of all free pages back to the device."""
+        vars(self).update(self._compacted())
+        self.table.copy_(self.pages)
+
+    def _compacted(self) -> dict[str, Any]:
+        """What :meth:`compact` changes."""
         ids = (self.refs > 0).nonzero()[:, 0]
         place = torch.full_like(self.refs, -1)
         place[ids] = torch.arange(len(ids), dtype=place.dtype)
-        self.pages = torch.where(self.pages >= 0, place[self.pages.long()], -1)
-        for name, x in self._of_pages().items():
-            setattr(self, name, x[ids.to(x.device)])
-        self.refs, self.free = self.refs[ids], []
-        self.table.copy_(self.pages)
+        pages = torch.where(self.pages >= 0, place[self.pages.long()], -1)
+        kept = {name: x[ids.to(x.device)] for name, x in self.of_pages().items()}
+        return {**kept, "pages": pages, "refs": self.refs[ids], "free": []}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pool is copied and saved without its free pages."""
+        kept = self._compacted() if len(self.refs) else {}
+        return {**vars(self), **kept, "table": kept.get("pages", self.pages).to(self.table.device)}
 
     def _release(self, ids: Tensor) -> None:
         """One sequence fewer has each of the pages ``ids``; one that is named twice, two fewer."""
@@ -432,7 +465,7 @@ class KeyPool:
         self._make_room(int(wanted.sum()) - len(self.free), n)
         self.pages[row, :, :n][wanted] = torch.tensor(self._take(int(wanted.sum())), dtype=torch.int32)
         to, source = self.pages[row, :, :end][live].long(), other.pages[0, :, :end][live].long()
-        for name, x in self._of_pages().items():
+        for name, x in self.of_pages().items():
             x[to] = getattr(other, name)[source]
         for name, x in self._of_rows().items():
             new = getattr(other, name)[0]
@@ -461,6 +494,13 @@ class KeyPool:
         page_sum, total = cast(Tensor, self.page_sum), cast(Tensor, self.total)
         sums = page_sum[b, heads, first : -(-S // PAGE)].mT[:, None] + self.decay[ids].double()
         return k, v, (total[b, heads] - sums.flatten(0, 1)[:tokens]), first * PAGE
+
+
+def in_front(B: int, T: int, valid: Tensor | None, device: torch.device) -> tuple[Tensor, list[int]]:
+    """The T tokens of each row with those that exist first, ``[B, T]``, and how many do."""
+    if valid is None:
+        return torch.arange(T, device=device).expand(B, T), [T] * B
+    return (~valid).int().argsort(dim=1, stable=True), [int(n) for n in valid.sum(1)]
 
 
 def longest(k: Tensor) -> Tensor:

@@ -17,10 +17,12 @@ from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
+from attnzoo.forms.carried import CarriedPool, extend_carried
 from attnzoo.forms.fixed import KeyMemory, Memory, PagedMemory, Rows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.paged import PagedCache, extend_pages
+from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, near_lse, readout
 from attnzoo.forms.rowblocks import causal_attention
@@ -47,15 +49,15 @@ class SoftmaxForms(Forms):
 
     Args:
         transition: the matrix part of the gate.
+        pages: whether a state may be in pages: of transitions, those of w and beta alone.
         kernels: forms beside ``recurrent`` and ``parallel``.
     """
 
     REFERENCES = ("recurrent", "parallel")
     OPTIONS = SoftmaxOptions
     STATE = KVCache
-    pages = False  # whether a state may be in pages
-
     transition: Transition
+    pages: bool = field(default=False, kw_only=True)
 
     def parallel(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Output:
         """All tokens at once, in blocks of rows: memory O(T), no T x T matrix."""
@@ -91,6 +93,13 @@ class SoftmaxForms(Forms):
             return super().extend(q, k, v, gate, None, form=form, **options)[0], new
         return self._output(*rows, given, v.dtype), new
 
+    def new_pages(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> KeyPool:
+        """Pages for sequences of which such tokens are the first."""
+        (B, _, H, K), (G, V), decays = q.shape, v.shape[2:], gate.log_decay is not None
+        return CarriedPool.of(
+            B, G, H // G, K, V, dtype=compute_dtype(q), values=v.dtype, device=v.device, decays=decays
+        )
+
     def refuses(self, form: str, call: Call) -> str:
         if form != REFERENCE and isinstance(call.state, PagedCache) and len(call.state):
             return f"the {form} form does not read keys in pages"
@@ -99,7 +108,7 @@ class SoftmaxForms(Forms):
     def _extend_pages(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
     ) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
-        raise ValueError("state: expected attnzoo.KVCache (keys that transitions carry are in no pages)")
+        return extend_carried(self, q, k, v, gate, state, options)
 
     def _extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: Mapping[str, Any]
@@ -121,10 +130,13 @@ class SoftmaxForms(Forms):
             paged: whether keys lie in pages; None for wherever that can be.
 
         Raises:
-            ValueError: ``paged`` for keys that transitions carry, or False for a state in pages.
+            ValueError: ``paged``, or a state in pages, for keys that transitions carry; False for a state in pages.
         """
         if paged:
-            raise ValueError("paged: expected False or None (keys that transitions carry are in no pages), got True")
+            raise ValueError("paged: expected False or None (a step of fixed size reads carried keys whole), got True")
+        if isinstance(state, PagedCache):
+            how = "give the model a cache of new_cache(evict=...) instead"
+            raise ValueError(f"evict: expected None where transitions carry keys and a step has a fixed size ({how})")
         return KeyMemory.like(state, rows, tokens, device, self.transition, None)
 
     def _ready(
@@ -252,9 +264,8 @@ class SoftmaxForms(Forms):
 class AdditiveForms(SoftmaxForms):
     """Encodings that are a bias on the logits, or a rotation of q and k that can be done beforehand."""
 
-    pages = True
-
     transition: Transition = field(default_factory=Identity)
+    pages: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kernels", {"triton": fox_kernel(self), **self.kernels})
@@ -292,6 +303,10 @@ class AdditiveForms(SoftmaxForms):
         if paged:
             return PagedMemory.like(state, rows, tokens, device, self.place)
         return KeyMemory.like(state, rows, tokens, device, None, self.place)
+
+    def new_pages(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> KeyPool:
+        (B, _, H, K), (G, V), decays = q.shape, v.shape[2:], gate.log_decay is not None
+        return KeyPool.empty(B, G, H // G, K, V, dtype=v.dtype, device=v.device, decays=decays)
 
     def _extend_pages(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions

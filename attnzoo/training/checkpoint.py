@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent, and the run folder around them.
 
     RUN/config.yaml  metrics.jsonl  tensorboard/  checkpoints/step-00000100/{model.safetensors, optimizer.bin,
-    config.yaml, progress.json, digests.json, ...}
+    config.yaml, progress.json, digests.json, ...}, where a model is sharded with folders of their own
 
 A checkpoint is written beside its place, flushed to the disk and then renamed; an old one is renamed before
 it is removed. So a folder named `step-*` is always whole, whenever the process is killed. What happens to its files
@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING
 from attnzoo.config import config_differences, load_config, to_yaml
 from attnzoo.files import damaged_name, digest, sync, write_whole
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import MODEL, WEIGHTS, damage, read_digests, write_digests
+from attnzoo.training.digests import MODEL, PARTS, WEIGHTS, damage, read_digests, weights_in, write_digests
+from attnzoo.training.sharding import TrainState, join_parts
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from attnzoo.data import Data
     from attnzoo.models import LanguageModel
 
@@ -42,6 +41,7 @@ FREE = frozenset(
         "output_dir",
         "compile",
         "recompute",
+        "sharding",
         "device",
         "gradient_accumulation",
         "log_every",
@@ -75,6 +75,11 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
     return next(reversed(_checkpoints(Path(run_dir) / "checkpoints")), None)
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step by which a checkpoint's folder is named."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def usable_checkpoint(run_dir: Path, names: Collection[str] = ()) -> Path | None:
     """The newest checkpoint whose files are as they were written, or None where there is no checkpoint at all.
 
@@ -104,7 +109,7 @@ def identity(checkpoint: Path) -> str:
     """A text that is another one for every other checkpoint: its name and the digest of its weights."""
     try:
         digests = read_digests(checkpoint)
-        return f"{checkpoint.name} {digests[WEIGHTS][1] if digests else digest(checkpoint / WEIGHTS)}"
+        return " ".join([checkpoint.name, *(weights_in(digests) if digests else [digest(checkpoint / WEIGHTS)])])
     except (OSError, ValueError) as error:
         return f"{checkpoint.name} damaged: {error}"
 
@@ -126,19 +131,19 @@ def read_progress(checkpoint: Path) -> Progress:
             raise ValueError(f"expected texts, got {progress.data_fingerprint!r}, {progress.metrics!r}")
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{checkpoint} is not a checkpoint of this version: {path.name}: {error}") from error
-    if progress.step != int(checkpoint.name.removeprefix("step-")):
+    if progress.step != step_of(checkpoint):
         raise CheckpointError(f"{path} is of step {progress.step}, and its folder is {checkpoint.name}")
     return progress
 
 
-def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress, config: TrainConfig) -> Path:
+def write_checkpoint(state: TrainState, run_dir: Path, progress: Progress, config: TrainConfig) -> Path:
     """Save everything that the next step depends on; called by all processes.
 
     Raises:
         CheckpointError: it could not be written, for one because the disk is full. What was there before
             stays.
     """
-    folder = run_dir / "checkpoints"
+    accelerator, folder = state.accelerator, run_dir / "checkpoints"
     final = folder / f"step-{progress.step:08d}"
     temporary = folder / f".{final.name}.tmp"
     try:
@@ -146,7 +151,7 @@ def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         accelerator.wait_for_everyone()
-        accelerator.save_state(str(temporary))
+        state.save(temporary)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             (temporary / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
@@ -172,14 +177,14 @@ def write_checkpoint(accelerator: Accelerator, run_dir: Path, progress: Progress
     return final
 
 
-def load_state(accelerator: Accelerator, checkpoint: Path) -> None:
+def load_state(state: TrainState, checkpoint: Path) -> None:
     """Load everything that the next step depends on; called by all processes.
 
     Raises:
         CheckpointError: a file of it cannot be read, which a checkpoint without digests shows only now.
     """
     try:
-        accelerator.load_state(str(checkpoint))
+        state.load(checkpoint)
     except Exception as error:  # an EOFError, RuntimeError, SafetensorError or UnpicklingError, by what is damaged
         raise CheckpointError(f"{checkpoint} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -219,9 +224,11 @@ def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | No
     """
     if newest_checkpoint(run_dir) is None:
         return None
-    _check_same(f"{run_dir} holds another run", read_config(run_dir), config)
+    before, what = read_config(run_dir), f"{run_dir} holds another run"
+    _check_same(what, before, config)
     checkpoint = usable_checkpoint(run_dir)
     assert checkpoint is not None
+    _check_same(what, before, config, step_of(checkpoint))
     config_of(run_dir, checkpoint)
     if read_digests(checkpoint) is None:
         logger.warning("%s is of a version that wrote no digests: its files are not checked", checkpoint)
@@ -230,11 +237,29 @@ def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | No
     return checkpoint
 
 
-def _check_same(what: str, before: TrainConfig, now: TrainConfig) -> None:
+def _check_same(what: str, before: TrainConfig, now: TrainConfig, step: int = 0) -> None:
+    """Refuse a configuration that does not train what another one trains up to a step, or only to another end."""
     differences = {key: pair for key, pair in config_differences(before, now).items() if key not in FREE}
+    if _extends(before, now, step):
+        longer = ("steps", "optimizer.extensions")
+        differences = {key: pair for key, pair in differences.items() if key not in longer}
     if differences:
         listed = "; ".join(f"{key} was {old!r} and is {new!r} now" for key, (old, new) in differences.items())
-        raise CheckpointError(f"{what}: {listed}. Give output_dir a new folder, or restore these.")
+        hint = ""
+        if now.steps > before.steps:
+            hint = (
+                f" To train longer, `attnzoo extend {now.output_dir} --steps {now.steps} --schedule constant` goes on "
+                "at a level learning rate, and `--schedule cosine` along a new cosine."
+            )
+        raise CheckpointError(f"{what}: {listed}. Give output_dir a new folder, or restore these.{hint}")
+
+
+def _extends(before: TrainConfig, now: TrainConfig, step: int) -> bool:
+    """Whether `now` is `before` made longer at `step` or later, so that up to there they train the same."""
+    known = len(before.optimizer.extensions)
+    added = now.optimizer.extensions[known:]
+    same = now.optimizer.extensions[:known] == before.optimizer.extensions
+    return same and bool(added) and added[0].planned == before.steps and added[0].after >= step
 
 
 def read_config(run_dir: Path) -> TrainConfig:
@@ -258,7 +283,7 @@ def config_of(run_dir: Path, checkpoint: Path) -> TrainConfig:
     config = read_config(run_dir)
     if (checkpoint / "config.yaml").is_file():  # earlier versions wrote none
         what = f"{run_dir / 'config.yaml'} is not what {checkpoint.name} was trained with"
-        _check_same(what, read_config(checkpoint), config)
+        _check_same(what, read_config(checkpoint), config, step_of(checkpoint))
     return config
 
 
@@ -339,7 +364,10 @@ def load_run(
     config = config_of(run_dir, checkpoint)
     model = LanguageModel(config.model)
     try:
-        load_model(model, checkpoint / WEIGHTS)
+        if (checkpoint / PARTS).is_dir():
+            model.load_state_dict(join_parts(checkpoint / PARTS))
+        else:
+            load_model(model, checkpoint / WEIGHTS)
     except Exception as error:
         raise CheckpointError(f"{checkpoint} does not fit {run_dir / 'config.yaml'}: {error}") from error
     return model.to(device).eval(), config
@@ -348,7 +376,7 @@ def load_run(
 def _checkpoints(folder: Path) -> list[Path]:
     """Oldest first. Only what is named exactly as `write_checkpoint` does counts: a copy of a user's is left alone."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
 
 
 def _problem(checkpoint: Path, names: Collection[str]) -> str | None:

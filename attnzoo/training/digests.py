@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from attnzoo.files import digest, write_whole
 
 FILE = "digests.json"
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.bin"
-MODEL = (WEIGHTS, "progress.json", "config.yaml")  # what a model and what is said of it depend on
+PARTS, OPTIMIZER_PARTS = "model", "optimizer"  # the folders of a sharded one
+MODEL = (WEIGHTS, PARTS, "progress.json", "config.yaml")  # what a model and what is said of it depend on
 
 
 def write_digests(checkpoint: Path) -> None:
@@ -37,9 +38,14 @@ def read_digests(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
         found = {name: (int(row["bytes"]), str(row["sha256"])) for name, row in rows.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    if WEIGHTS not in found:
+    if not weights_in(found):
         raise ValueError(f"{path} is damaged: {WEIGHTS} is not in it")
     return found
+
+
+def weights_in(digests: Mapping[str, tuple[int, str]]) -> list[str]:
+    """Digests of the files that hold the weights."""
+    return [sha for name, (_, sha) in digests.items() if name.partition("/")[0] in (WEIGHTS, PARTS)]
 
 
 def damage(checkpoint: Path, names: Collection[str] = ()) -> str | None:
@@ -47,7 +53,7 @@ def damage(checkpoint: Path, names: Collection[str] = ()) -> str | None:
 
     Args:
         checkpoint: its folder.
-        names: of the files to read; none given means all of them.
+        names: of the files and folders to read; none given means all of them.
     """
     try:
         digests = read_digests(checkpoint)
@@ -62,7 +68,7 @@ def damage(checkpoint: Path, names: Collection[str] = ()) -> str | None:
         return None
     for name, (size, expected) in digests.items():
         path = checkpoint / name
-        if names and name not in names:
+        if names and name.partition("/")[0] not in names:
             continue
         if not path.is_file():
             return f"{path} is missing"

@@ -19,7 +19,8 @@ from attnzoo.data.tokenizer import byte_tokenizer, read_tokenizer, special_token
 from attnzoo.files import whole_folder
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import MODEL
+from attnzoo.training.digests import MODEL, PARTS
+from attnzoo.training.sharding import join_parts
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +160,9 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
         checkpoint = usable_checkpoint(folder, MODEL)
         if checkpoint is None:
             raise FileNotFoundError(f"start_from: the run in {source!r} has no checkpoint yet")
-        there, prefix = Weights.of_folder(checkpoint), ""
+        parts = checkpoint / PARTS
+        there = Weights.of_state(join_parts(parts)) if parts.is_dir() else Weights.of_folder(checkpoint)
+        prefix = ""
     elif (folder / "config.json").is_file():
         kind = read_settings(folder).get("model_type")
         if kind != "attnzoo":

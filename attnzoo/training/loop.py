@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnzoo.data import Data, build_data, heldout_windows
 from attnzoo.data.windows import begins_within, heldout_starts
@@ -36,9 +36,10 @@ from attnzoo.training.checkpoint import (
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.exchange import keep_tokenizer, start_from
 from attnzoo.training.metrics import Metrics, Row, rows_until
-from attnzoo.training.optimizer import build_optimizer, learning_rate
+from attnzoo.training.optimizer import learning_rate
 from attnzoo.training.progress import Quiet, build_display
 from attnzoo.training.rows import Rows, rows_of
+from attnzoo.training.sharding import TrainState, own, prepare, whole
 from attnzoo.training.throughput import Operations, blocks_kept, peak_here
 
 if TYPE_CHECKING:
@@ -83,7 +84,6 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     set_seed(config.seed)
     model: Any = LanguageModel(config.model)
     model.recompute = config.recompute
-    optimizer: Any = build_optimizer(model, config.optimizer)
 
     make_folder(run_dir)
     main = accelerator.is_main_process
@@ -98,18 +98,18 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
             for block in model.blocks:
                 block.compile()
             model.chunk_loss = torch.compile(model.chunk_loss)
-        model, optimizer = accelerator.prepare(model, optimizer)
+        state = prepare(model, accelerator, config)
         progress = Progress(data_fingerprint=data.fingerprint)
         if checkpoint is not None:
             progress = replace(read_progress(checkpoint), data_fingerprint=data.fingerprint)
-            load_state(accelerator, checkpoint)
+            load_state(state, checkpoint)
         accelerator.wait_for_everyone()
         if main:
             write_config(run_dir, config)
             keep_tokenizer(config.data, run_dir)
             remove_stale(run_dir / "checkpoints", config.keep_checkpoints)
         if progress.step < config.steps:
-            run = _Run(config, accelerator, model, optimizer, data, rows_per_part)
+            run = _Run(config, state, data, rows_per_part)
             _train_from(progress, run, run_dir, on_row)
         elif main:
             rows_until(run_dir, progress.step, progress.metrics)  # says whether they are as they were written
@@ -125,16 +125,9 @@ class TooLargeError(RuntimeError):
 class _Run:
     """One run's parts, and the three things done with them: a step, an evaluation, a check."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data: Data,
-        rows_per_part: int,
-    ):
-        self.config, self.accelerator, self.model, self.optimizer = config, accelerator, model, optimizer
+    def __init__(self, config: TrainConfig, state: TrainState, data: Data, rows_per_part: int):
+        self.config, self.state = config, state
+        self.accelerator, self.model, self.optimizer = state.accelerator, state.model, state.optimizer
         self.data, self.rows_per_part = data, rows_per_part
         self.parts: list[Rows] = []  # of the last step
 
@@ -169,7 +162,7 @@ class _Run:
                     loss = loss * weight
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm)
+                    norm = whole(accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 losses.append(loss.detach())
@@ -280,8 +273,8 @@ class _Run:
         Raises:
             FloatingPointError: one of them is not finite.
         """
-        finite = [parameter.detach().isfinite().all() for parameter in self.model.parameters()]
-        if not bool(torch.stack(finite).all()):
+        finite = [own(parameter.detach()).isfinite().all() for parameter in self.model.parameters()]
+        if self.accelerator.reduce((~torch.stack(finite)).sum()):  # those of any process
             raise self._diverged(step, "a weight is not finite after the update")
 
 
@@ -350,7 +343,7 @@ def _train_from(progress: Progress, run: _Run, run_dir: Path, on_row: Callable[[
                     run.check_weights(step)
                     if metrics is not None:
                         progress = replace(progress, metrics=metrics.sync())
-                    write_checkpoint(accelerator, run_dir, progress, config)
+                    write_checkpoint(run.state, run_dir, progress, config)
                 clock, steps_timed = time.perf_counter(), 0
             show(display.step, step)
             if stops and not last:
@@ -398,7 +391,7 @@ def _build_accelerator(config: TrainConfig) -> Accelerator:
         DistributedType.MEGATRON_LM,
     ):
         raise ValueError(
-            f"{accelerator.distributed_type} shards the model; training here replicates it: use data parallel"
+            f"{accelerator.distributed_type} is the launcher's: start plain processes, and set sharding=fsdp to shard"
         )
     if config.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise ValueError("mixed_precision=fp16 needs a GPU, and this run is on a CPU: take bf16 or none")

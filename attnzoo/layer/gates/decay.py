@@ -62,22 +62,25 @@ class RetentionDecay(GateProjection):
 
 
 class ForgetGate(GateProjection):
-    """``g_t = log sigmoid(w x_t + b)`` per head, b = 0 at the start (Lin et al., 2025, section 3).
+    """``g_t = log sigmoid(w x_t + b)`` per head (Lin et al., 2025, section 3).
 
     Args:
         scale_forget: times ``K^(-1/2)``, as flash-linear-attention has it in PaTH-FoX.
+        gate_bias: b at the start; 0 in the paper, and the larger the nearer a layer is to one without a gate.
     """
 
     provides = ("log_decay",)
 
-    def __init__(self, sizes: Sizes, *, scale_forget: bool = False) -> None:
+    def __init__(self, sizes: Sizes, *, scale_forget: bool = False, gate_bias: float = 0.0) -> None:
         super().__init__(sizes)
+        self.gate_bias = gate_bias
         self.factor = sizes.head_dim**-0.5 if scale_forget else 1.0
         self.forget_proj = GateLinear(sizes.hidden_size, sizes.num_heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         reset_linear(self.forget_proj)
+        nn.init.constant_(self.forget_proj.bias, self.gate_bias)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         g = F.logsigmoid(wide(self.forget_proj(x)))
