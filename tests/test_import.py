@@ -296,7 +296,8 @@ class OfficialFoX(torch.nn.Module):
                     logit = w[f"model.layers.{i}.attn.fgate_bias"].expand(*tokens.shape, H)
                 c = torch.nn.functional.logsigmoid(logit).cumsum(1).mT  # [B, H, T]
                 scores = scores + c[..., :, None] - c[..., None, :]
-            scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf"))
+            ago = torch.arange(T)[:, None] - torch.arange(T)
+            scores = scores.masked_fill((ago < 0) | (ago >= (s.get("window_size") or T)), float("-inf"))
             o = torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v)
             if s["use_output_norm"]:
                 o = rms(o, at("attn.output_norm").view(H, -1), 1e-6)
@@ -338,6 +339,7 @@ OFFICIAL = {
         "qk_norm_share_param_across_head": True,
         "num_kv_heads": 2,
     },
+    "Transformer (LLaMA) with windows": {**LLAMA, "fgate_type": "none", "use_rope": True, "window_size": 5},
     "FoX (LLaMA), pruned": {**LLAMA, "log_pruning_tolerance": -40.0},
 }
 
