@@ -10,13 +10,14 @@ FUZZ_SEED ?= $(shell date +%s)
 EXTRAS := dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 
 .DEFAULT_GOAL = help
-.PHONY: help install demo test test-quick test-gpu test-long test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
+.PHONY: help install demo test test-quick test-gpu test-long test-transformers test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
 
 help:
 	@echo "make demo       train twelve variants on the standard library's source, write runs/demo/report.html"
 	@echo "make test       run the tests"
 	@echo "make test-quick a part of every area's tests, in under a minute"
 	@echo "make test-gpu   what needs a CUDA GPU"
+	@echo "make test-transformers what uses transformers, on the oldest release that is supported"
 	@echo "make test-versions every kernel compiled with every supported Triton, for each kind of GPU (TRITONS='3.6.0 3.9.0')"
 	@echo "make test-long  at least 200 random examples per variant and property, 10,000 fuzz cases (FUZZ_SEED=...)"
 	@echo "make check      lint, types and tests"
@@ -56,6 +57,14 @@ test-long: install
 		tests/test_forms.py tests/test_laws.py tests/test_reductions.py tests/test_pruning.py tests/test_attention.py \
 		tests/test_options.py tests/test_products.py
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --fuzz-times=25 --fuzz-seed=$(FUZZ_SEED) tests/fuzz
+
+# the tests that use transformers, on the oldest release that is supported; `make test` has the newest
+OLDEST = $(VENV)/transformers-4.57
+test-transformers: install
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) 'transformers==4.57.*' 'huggingface-hub<1' \
+		'tokenizers<0.23' requests charset-normalizer idna urllib3 certifi
+	PYTHONPATH="$(abspath $(OLDEST))" $(BIN)/python -m pytest --numprocesses $(JOBS) --quiet tests/test_hf.py tests/test_import.py \
+		tests/test_exchange.py tests/test_tokenizer.py tests/test_tutorial_commands.py
 
 # takes hours on two cores; TRITONS names some of the releases
 test-versions: install

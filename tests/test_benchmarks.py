@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from attnzoo import cli, list_variants
-from attnzoo.benchmarks import measure
+from attnzoo.benchmarks import generate, measure
 from attnzoo.benchmarks.train import trained_gates
 from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
@@ -68,7 +68,7 @@ def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(t
     assert "| 1 mamba2, 1 fox |" in ran.output
 
 
-@pytest.mark.parametrize("arguments", [["fox", "--plot"], ["path"], ["decode"], ["train", "tiny"]])
+@pytest.mark.parametrize("arguments", [["fox", "--plot"], ["path"], ["decode"], ["generate"], ["train", "tiny"]])
 def test_without_a_gpu_the_kernels_are_refused_in_a_line(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +173,7 @@ def test_gates_as_trained_are_constant_and_mostly_local(tmp_path: Path) -> None:
     config = load_config(find_config("tiny", "train"), ["model.attention=path_fox", "model.num_heads=4"])
     trained_gates(config, tmp_path / "gates")
     model = LanguageModel(config.model)
-    start_from(model, str(tmp_path / "gates"))
+    start_from(model, str(tmp_path / "gates"), config.data)
     for block in model.blocks:
         gate = block.attention.project(torch.randn(2, 5, config.model.hidden_size)).gate  # type: ignore[operator, union-attr]
         lengths = -1 / gate.log_decay
@@ -187,3 +187,15 @@ def test_gates_as_trained_need_forget_gates() -> None:
     ran = run("train", "tiny", "model.attention=rope", "--trained-gates", "--device", "cpu")
     assert ran.exit_code != 0
     assert "expected layers with forget gates (fox, path_fox), got ['rope'" in str(ran.output) + str(ran.exception)
+
+
+@pytest.mark.parametrize("contender", generate.OURS, ids=lambda contender: contender.name)
+def test_generation_is_measured_from_full_caches(contender: generate.Contender) -> None:
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 50, "device": "cpu"}
+    row = generate.measure(contender, 2, 1500, **sizes)
+    assert row["ms"] > 0
+    assert row["cache_gb"] > 0
+    if contender.evict is not None:
+        assert 0.25 < row["kept"] < 0.95
+    else:
+        assert row.get("kept") == (None if contender.attention in ("mamba2", "gated_deltanet") else 1.0)

@@ -104,6 +104,17 @@ def test_a_sequence_that_joins_late_changes_nothing_for_itself_and_others(prompt
     assert generator.run() == {third: alone(model, prompts[3], 6)}
 
 
+def test_a_sequence_that_another_loop_began_goes_on(prompts):
+    model = build(attention=["mamba2", "fox"])
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(prompts[1][None, :-1], cache=cache)
+    generator = Generator(model, 2, 32)
+    ids = [generator.resume(cache, int(prompts[1][-1]), 8, Sampling(0.0)) for _ in range(2)]
+    found = generator.run()
+    assert found[ids[0]] == found[ids[1]] == alone(model, prompts[1], 8)
+
+
 def test_a_stop_token_ends_its_sequence_alone(prompts):
     model = build()
     whole = [alone(model, prompt, 12) for prompt in prompts]

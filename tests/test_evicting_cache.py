@@ -8,12 +8,12 @@ import pytest
 import torch
 from layers import assert_same, layer, rows
 
-from attnzoo import Prune, build_attention
+from attnzoo import Evict, Prune, build_attention
 from attnzoo.config import ModelConfig
 from attnzoo.forms.pool import PAGE
 from attnzoo.models import LanguageModel
 
-TINY = 1e-300  # certified below it, a weight is nothing beside the others
+TINY = 1e-25  # certified below it, a weight is nothing beside the others
 T = 300
 
 
@@ -43,6 +43,8 @@ def test_outputs_equal_those_of_a_whole_cache(name, options):
     whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
     for a, b in ((0, 100), (100, 101), (101, 260), (260, 270), *((t, t + 1) for t in range(270, T))):
         assert_same(attn(x[:, a:b], cache=paged), attn(x[:, a:b], cache=whole))
+    forgets = name in ("fox", "path_fox") or "window" in options
+    assert paged.state.pool.first.any() == forgets
     if "window" in options:
         assert live(paged) <= 2 * 2 * (70 // PAGE + 2)
 
@@ -118,12 +120,16 @@ def test_rejected_tokens_are_taken_back(name):
         paged.seen = torch.full_like(paged.seen, start)
         assert_same(*(attn(x[:, start : start + 5], cache=cache) for cache in (paged, whole)))
     assert not paged.windows
-    if name == "path_fox":  # pages of carried keys, but for the last and the one that is not whole
-        with pytest.raises(
-            ValueError, match=r"tokens: expected at least 192 \(earlier keys have been carried\), got 191"
-        ):
-            paged.state.crop(191)
-        assert len(paged.state.crop(192)) == 192
+
+
+@torch.no_grad()
+def test_carried_keys_are_known_as_they_came_for_a_page_or_two():
+    attn, x = layer("path_fox", w_conv_size=0, qk_norm="rms"), rows(1, T)
+    cache = attn.new_cache(evict=1e-300)  # nothing goes
+    attn(x, cache=cache)
+    with pytest.raises(ValueError, match=r"tokens: expected at least 192 \(earlier keys have been carried\), got 191"):
+        cache.state.crop(191)
+    assert len(cache.state.crop(192)) == 192
 
 
 @torch.no_grad()
@@ -178,6 +184,41 @@ def test_a_copy_and_a_loaded_cache_go_on_alone(tmp_path, name):
         assert all(torch.equal(one, two) for one, two in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+@torch.no_grad()
+def test_offloaded_keys_come_back_for_a_row_that_needs_them(name):
+    """Without QK-norm: calm rows, then one with a long query, then calm ones; exact all the time."""
+    attn, x = forgetful(name, qk_norm="none"), rows(2, T)
+    x[:, 250] *= 40
+    whole, paged = attn.new_cache(), attn.new_cache(evict=Evict(TINY, offload=True))
+    away = []
+    for a, b in ((0, 129), (129, 200), (200, 249), *((t, t + 1) for t in range(249, 260)), (260, T)):
+        assert_same(*(attn(x[:, a:b], cache=cache) for cache in (paged, whole)))
+        away.append(sum(len(head) for row in paged.state.evict.offload.pages for head in row))
+        pool = paged.state.pool
+        assert away[-1] == int(pool.first.sum())
+        assert pool.used() == sum(2 * -(-n // PAGE) for n in pool.lengths) - away[-1]
+    assert away[3] > 0
+    assert paged.state.evict.offload.returned > 0
+
+
+@torch.no_grad()
+def test_a_cache_with_offloaded_keys_is_used_in_every_way():
+    attn, x = forgetful(qk_norm="none"), rows(3, 400)
+    attn.k_shift = attn.v_shift = None
+    whole, paged = attn.new_cache(), attn.new_cache(evict=Evict(TINY, offload=True))
+    for a, b in ((0, 200), (200, 320)):
+        assert_same(*(attn(x[:, a:b], cache=cache) for cache in (paged, whole)))
+    assert paged.state.pool.first.any()
+    for cache in (whole, paged):
+        cache.reorder(torch.tensor([2, 0, 2]))
+        cache.state = cache.state.crop(40)  # all that is away is needed again, or behind the end
+        cache.seen = torch.full_like(cache.seen, 40)
+    assert not paged.state.pool.first.any()
+    for other in (copy.deepcopy(paged), paged):
+        assert_same(*(attn(x[:, 40:], cache=cache) for cache in (other, copy.deepcopy(whole))))
+
+
 @torch.no_grad()
 def test_a_model_gives_up_what_some_layers_need_no_more():
     torch.manual_seed(0)
@@ -195,7 +236,12 @@ def test_a_model_gives_up_what_some_layers_need_no_more():
 @pytest.mark.parametrize(
     ("name", "options", "evict", "message"),
     [
-        ("fox", {"qk_norm": "none"}, 1e-4, "evict: expected None or a layer with qk_norm, .* got 0.0001 and"),
+        (
+            "fox",
+            {"qk_norm": "none"},
+            1e-4,
+            "evict: expected None or a layer with qk_norm, .* or 'offload', got 0.0001 and",
+        ),
         ("mamba2", {}, 1e-4, "evict: 'mamba2' is the linear side, whose state does not grow"),
         ("rope", {}, 1e-4, "evict: 'rope' needs all its keys: nothing decays .*it serves alibi, fox, path_fox and"),
         ("fox", {"qk_norm": "rms"}, 1.5, r"evict: expected a weight in \(0, 1\), got 1.5"),

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from attnzoo.cli import app
-from attnzoo.models.peers import from_peer
+from attnzoo.models.peers import Weights, build, from_peer, peer_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -124,8 +124,6 @@ def test_command_writes_a_folder_that_auto_classes_load(tokens, tmp_path):
     ],
 )
 def test_what_cannot_be_imported_is_named(fields, message):
-    from attnzoo.models.peers import peer_of
-
     with pytest.raises(ValueError, match=message):
         peer_of(fields)
 
@@ -154,6 +152,22 @@ def test_a_step_without_bounds_is_read_from_a_file(kind, tokens, tmp_path):
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, "model_type": kind}))
     assert torch.equal(from_peer(tmp_path)(tokens).logits, from_peer(theirs)(tokens).logits)
+
+
+def test_the_older_name_of_mamba_2s_embedding_is_known(tokens):
+    theirs = peer("Mamba2", MAMBA)
+    state = theirs.state_dict()
+    state["backbone.embedding.weight"] = state.pop("backbone.embeddings.weight")
+    ours = build(peer_of(theirs.config.to_dict()), Weights.of_state(state))
+    assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
+
+
+def test_what_differs_on_purpose_is_a_line_of_the_log(caplog):
+    from_peer(peer("Llama", {}))
+    assert not caplog.records
+    from_peer(peer("Mamba2", MAMBA))
+    (record,) = caplog.records
+    assert "residual_in_fp32" in record.getMessage()
 
 
 def test_weights_left_over_or_missing_are_named(tmp_path):

@@ -124,6 +124,23 @@ def decode(**options: Any) -> None:
     run(**options)
 
 
+@bench.command()
+@out("generate")
+@click.option("--tokens", type=click.IntRange(min=1), multiple=True, help="Cached tokens [16384]; may be repeated.")
+@click.option("--batch", type=click.IntRange(min=1), multiple=True, help="Rows [4]; may be repeated.")
+@only
+@seconds(500)
+def generate(**options: Any) -> None:
+    """Generation with whole models on a GPU: a step of every row, after a cache.
+
+    FoX with and without eviction, RoPE, PaTH-FoX, Mamba-2, Gated DeltaNet, and the Llama of transformers.
+    """
+    _need_gpu("generate")
+    from attnzoo.benchmarks.generate import run
+
+    run(**options)
+
+
 @bench.command(epilog=f"Built in: {', '.join(built_in('train'))}.")
 @click.argument("config")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")

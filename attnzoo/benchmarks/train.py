@@ -16,9 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from attnzoo.benchmarks.measure import Result, decay_lengths, machine, save
 from attnzoo.layer.gates.decay import ForgetGate
+from attnzoo.layer.precision import GateLinear
 from attnzoo.models import LanguageModel
 from attnzoo.training import train
 from attnzoo.training.config import TrainConfig
@@ -39,18 +41,25 @@ def trained_gates(config: TrainConfig, folder: Path) -> None:
 
     with torch.device("meta"):
         model = LanguageModel(config.model)
-    generator, gates = torch.Generator().manual_seed(0), {}
-    for name, module in model.named_modules():
-        if isinstance(module, ForgetGate):
-            projection = module.forget_proj
-            open_ = 1 / (module.factor * decay_lengths(projection.out_features, generator))  # -log sigmoid(bias)
-            gates[f"model.{name}.forget_proj.bias"] = -open_.expm1().log()
-            gates[f"model.{name}.forget_proj.weight"] = torch.zeros(projection.weight.shape)
+    gates: dict[str, Tensor] = {}
+    for name, (projection, bias) in trained_biases(model).items():
+        gates |= {f"model.{name}.bias": bias, f"model.{name}.weight": torch.zeros(projection.weight.shape)}
     if not gates:
         raise ValueError(f"trained_gates: expected layers with forget gates (fox, path_fox), got {_names(config)}")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "attnzoo"}))
     save_file(gates, folder / "model.safetensors")
+
+
+def trained_biases(model: LanguageModel) -> dict[str, tuple[GateLinear, Tensor]]:
+    """The projections to forget gates by name, each with the bias of a constant gate as trained ones are."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    for name, module in model.named_modules():
+        if isinstance(module, ForgetGate):
+            projection = module.forget_proj
+            open_ = 1 / (module.factor * decay_lengths(projection.out_features, generator))  # -log sigmoid(bias)
+            found[f"{name}.forget_proj"] = projection, -open_.expm1().log()
+    return found
 
 
 def _names(config: TrainConfig) -> list[str]:

@@ -189,6 +189,7 @@ def extend_carried(
     gate = forms.separated(gate, q, valid, None).per_token(q)
     there = append_valid(cast(Any, state) if state.tokens else None, valid, k)
     scaled = heads_first(q, H, dtype) * (K**-0.5 if given.scale is None else given.scale)
+    state.look(scaled, k, valid)
     found = []
     for start in range(0, T, ROWS if state.tokens else T):
         now = slice(start, start + ROWS if state.tokens else T)

@@ -13,6 +13,7 @@ from attnzoo.algebra.gate import Gate, is_closed
 from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import append_valid, check_rows, whole
+from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.pool import PAGE, KeyPool
 from attnzoo.forms.readout import least_logit
@@ -28,11 +29,19 @@ class Eviction:
         log_eps: logarithm of the weight that later rows may lose in all.
         bounds: of the rows to come; None: only the window and closed gates say what is not needed.
         window: of the layer, or None.
+        offload: where keys go that may come back; then its bounds count. None: they go for ever.
     """
 
     log_eps: float
     bounds: QueryBounds | None
     window: int | None = None
+    offload: Offload | None = None
+
+    def give_up(self, pool: KeyPool) -> int:
+        """Let ``pool`` give up what no row to come needs; how many pages have become free."""
+        if self.offload is None:
+            return pool.evict(self.log_eps, self.bounds, self.window)
+        return pool.evict(self.log_eps, self.offload.bounds, self.window, self.offload.keep)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +106,7 @@ class PagedCache:
         self._settle()
         pages = sum(n // PAGE for n in self.lengths)
         if self.evict is not None and pages != self.pool.looked:  # at most once a page
-            self.pool.evict(self.evict.log_eps, self.evict.bounds, self.evict.window)
+            self.evict.give_up(self.pool)
             self.pool.looked = pages
 
     def _settle(self) -> None:
@@ -125,6 +134,8 @@ class PagedCache:
         phase = self.phase if shared else cast(Tensor, self.phase)[index]
         valid = None if self.valid is None else self.valid[index]
         self.pool.select(index)
+        if self.evict is not None and self.evict.offload is not None:
+            self.evict.offload.select(index)
         return self._after(self.tokens, valid, phase)
 
     def crop(self, tokens: int) -> PagedCache:
@@ -147,7 +158,11 @@ class PagedCache:
             all_of_them = f"all {self.tokens} (the angles of single tokens are not kept)"
             raise ValueError(f"tokens: expected {all_of_them}, got {tokens}")
         lengths = self._lengths(tokens)
-        if not self._may_crop(lengths):
+        away = None if self.evict is None else self.evict.offload
+        if away is not None:  # a page that will be written to, and what lies behind it, which goes with the tokens
+            ends = self.pool.first.new_tensor([n // PAGE for n in lengths])[:, None]
+            away.bring_back(self.pool, self.pool.first.minimum(ends))
+        elif not self._may_crop(lengths):
             more = range(tokens + 1, self.tokens + 1)
             least = more[bisect_left(more, True, key=lambda n: self._may_crop(self._lengths(n)))]
             raise ValueError(
@@ -174,6 +189,12 @@ class PagedCache:
     def _after(self, tokens: int, valid: Tensor | None, phase: Tensor | None) -> PagedCache:
         self.pool.before = -1
         return PagedCache.of(self.pool, self.evict, tokens=tokens, valid=valid, phase=phase, angle=self.angle)
+
+    def look(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
+        """Bring back the keys that the rows of a call may need; see :meth:`Offload.look`."""
+        if self.evict is not None and self.evict.offload is not None:
+            k = heads_first(k.to(self.pool.k.dtype), q.shape[1], q.dtype)
+            self.evict.offload.look(self.pool, q, k, valid, self.evict.log_eps, self.evict.window)
 
     def detach(self) -> PagedCache:
         """Itself: pages have no history of gradients."""
@@ -208,6 +229,8 @@ def extend_pages(
         q, k, v = existing(valid, q, k, v)
     gate = forms.separated(gate, q, valid, None)
     q, k, phase, angle = forms.place(q, k, gate, state, valid)
+    scaled = heads_first(q, H, dtype) * (K**-0.5 if given.scale is None else given.scale)
+    state.look(scaled, k, valid)
     g = None if gate.log_decay is None else gate.log_decay.expand(B, T, H)
     rank = torch.arange(T, device=q.device).expand(B, T) if valid is None else valid.cumsum(1) - 1
     at = (pool.length.long()[:, None] + rank).clamp(min=0)
@@ -217,7 +240,6 @@ def extend_pages(
     new = PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there, phase=phase, angle=angle)
     if not state.tokens:
         return None, new
-    scaled = heads_first(q, H, dtype) * (K**-0.5 if given.scale is None else given.scale)
     found = []
     for start in range(0, T, ROWS):
         now = slice(start, start + ROWS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, cast
 
@@ -123,7 +123,7 @@ class KeyPool:
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pages", "refs")}
         return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
-    def _of_pages(self) -> dict[str, Tensor]:
+    def of_pages(self) -> dict[str, Tensor]:
         """The tensors that have a row per page."""
         return {name: x for name, x in self.tensors().items() if name in PAGED}
 
@@ -216,7 +216,7 @@ class KeyPool:
             if int(self.refs[old]) == 1:  # the other sequences have theirs by now
                 continue
             [new] = self._take(1)
-            for x in self._of_pages().values():
+            for x in self.of_pages().values():
                 x[new] = x[old]
             self.refs[old] -= 1
             self.pages[b, g, n] = new
@@ -242,7 +242,7 @@ class KeyPool:
         P, N = len(self.refs), self.pages.shape[2]
         if missing > 0:
             size = P + max(missing, P // 4)
-            paged = self._of_pages()
+            paged = self.of_pages()
             each = sum(x.shape[1:].numel() * x.element_size() for x in paged.values())
             old = max(size_of(x) for x in paged.values())  # stands beside its copy for a moment
             tokens = sum(self.lengths)
@@ -259,13 +259,17 @@ class KeyPool:
             self.pages = _resized(self.pages, 2, size, -1)
 
     @torch.no_grad()
-    def evict(self, log_eps: float, bounds: QueryBounds | None, window: int | None = None) -> int:
+    def evict(
+        self, log_eps: float, bounds: QueryBounds | None, window: int | None = None,
+        keep: Callable[[KeyPool, Tensor], None] | None = None,
+    ) -> int:  # fmt: skip
         """Give back the pages that no later row needs; see :func:`attnzoo.algebra.pruning.evictable`.
 
         Args:
             log_eps: of all keys that go, now and before, no later row loses more than this weight, as a logarithm.
             bounds: of the rows to come; None: only the window and closed gates say what goes.
             window: later rows see that many tokens, themselves among them; None for all.
+            keep: is shown the pages before they go, ``[n, 3]`` numbers of sequence, head and page.
 
         Returns:
             Pages that have become free.
@@ -275,12 +279,30 @@ class KeyPool:
         gone = (torch.arange(N) < wanted[..., None]) & (self.pages >= 0)
         before = len(self.free)
         if bool(gone.any()):
+            if keep is not None:
+                keep(self, gone.nonzero())
             self.first.copy_(first)
             ids = self.pages[gone]
             self.pages[gone] = -1
             self.table.copy_(self.pages)
             self._release(ids)
         return len(self.free) - before
+
+    @torch.no_grad()
+    def restore(self, b: int, g: int, found: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Put the last evicted pages of head g of sequence b back, by number and with all that :meth:`of_pages` names.
+
+        Raises:
+            MemoryError: as :meth:`reserve`.
+        """
+        self._make_room(len(found) - len(self.free), 0)
+        ids = self._take(len(found))
+        for id, page in zip(ids, found.values(), strict=True):
+            for name, x in self.of_pages().items():
+                x[id] = page[name].to(x.device)
+        self.pages[b, g, list(found)] = torch.tensor(ids, dtype=self.pages.dtype)
+        self.table[b, g].copy_(self.pages[b, g])
+        self.first[b, g] = min(found)
 
     def certified(
         self, log_eps: float, bounds: QueryBounds | None, window: int | None = None,
@@ -369,7 +391,7 @@ class KeyPool:
         place = torch.full_like(self.refs, -1)
         place[ids] = torch.arange(len(ids), dtype=place.dtype)
         self.pages = torch.where(self.pages >= 0, place[self.pages.long()], -1)
-        for name, x in self._of_pages().items():
+        for name, x in self.of_pages().items():
             setattr(self, name, x[ids.to(x.device)])
         self.refs, self.free = self.refs[ids], []
         self.table.copy_(self.pages)
@@ -435,7 +457,7 @@ class KeyPool:
         self._make_room(int(wanted.sum()) - len(self.free), n)
         self.pages[row, :, :n][wanted] = torch.tensor(self._take(int(wanted.sum())), dtype=torch.int32)
         to, source = self.pages[row, :, :end][live].long(), other.pages[0, :, :end][live].long()
-        for name, x in self._of_pages().items():
+        for name, x in self.of_pages().items():
             x[to] = getattr(other, name)[source]
         for name, x in self._of_rows().items():
             new = getattr(other, name)[0]

@@ -16,8 +16,10 @@ from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import unknown
 from attnzoo.forms.fixed import Rows
+from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
+from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
@@ -152,7 +154,8 @@ class Attention(PreciseModule):
 
         Args:
             evict: give up the keys of which no later row can get more than this weight in all (with None: none). The
-                weights of QK-norm must bound later queries. See :class:`attnzoo.Evict`.
+                weights of QK-norm must bound later queries; ``"offload"`` asks for no bound, moves keys to the host's
+                memory and brings them back for a row that needs them. See :class:`attnzoo.Evict`.
 
         Raises:
             ValueError: ``evict`` for a layer that needs all its keys, or of which nothing bounds later queries.
@@ -164,8 +167,9 @@ class Attention(PreciseModule):
             if self.variant.side == "linear":
                 why = f"{self.variant.name!r} is the linear side, whose state does not grow"
             raise ValueError(f"evict: {why}")
-        if settings is not None and self.config.qk_norm == "none" and self.config.window is None:
-            how = "expected None or a layer with qk_norm, whose weights bound later queries"
+        bounded = self.config.qk_norm != "none" or self.config.window is not None
+        if settings is not None and not bounded and not settings.offload:
+            how = "expected None or a layer with qk_norm, whose weights bound later queries, or 'offload'"
             raise ValueError(f"evict: {how}, got {evict!r} and qk_norm='none'")
         return LayerCache(owner=Owner(self), evict=settings)
 
@@ -362,7 +366,7 @@ class Attention(PreciseModule):
         if state is None and cache is not None and cache.evict is not None:
             forms: Any = self.variant.form_set
             pages = forms.new_pages(projected.q, projected.k, projected.v, projected.gate)
-            state = PagedCache.of(pages, self.eviction(cache.evict, projected.q.dtype))
+            state = PagedCache.of(pages, self.eviction(cache.evict, pages, projected.q.dtype))
         call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
         form = choose(self.variant, self.impl, call)
         _say(f"{self.variant.name}: impl={self.impl!r} runs {form} on {x.device.type}")
@@ -415,8 +419,12 @@ class Attention(PreciseModule):
         y: Tensor = self.o_proj(o)
         return y
 
-    def eviction(self, evict: Evict, dtype: torch.dtype) -> Eviction:
-        """What a cache of this layer gives up keys by, with q and k rounded to ``dtype``; see :meth:`new_cache`."""
+    def eviction(self, evict: Evict, pool: KeyPool, dtype: torch.dtype) -> Eviction:
+        """What a cache in ``pool`` gives up keys by, with q and k rounded to ``dtype``; see :meth:`new_cache`."""
+        if evict.offload:
+            (B, G, _), H = pool.table.shape, self.config.num_heads
+            away = Offload.empty(B, G, H, pool.length.device)
+            return Eviction(math.log(evict.eps), None, self.config.window, away)
         bounds, query, score = None, self.query_bound(dtype), self.logit_bound(dtype)
         if query is not None and score is not None:
             bounds = QueryBounds(query, own=score, score=score)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from attnzoo.errors import check_kinds
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.memory import check_room, size_of
 from attnzoo.layer.fixed import FixedCache
+from attnzoo.layer.stream import LayerCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.sampling import GREEDY, Samplers, Sampling
 
@@ -24,7 +26,9 @@ class Request:
 
     Args:
         id: what :meth:`Generator.add` gave.
-        prompt: its tokens, ``[T]``.
+        start: its tokens so far, ``[T]``, or the caches that have seen them and the token that follows;
+            None once it is in the batch.
+        length: how many tokens that is, the one that follows not among them.
         max_new_tokens: how many may follow.
         sampling: how they are drawn.
         stop: tokens that end it.
@@ -35,7 +39,8 @@ class Request:
     """
 
     id: int
-    prompt: Tensor
+    start: Tensor | tuple[list[LayerCache], int] | None
+    length: int
     max_new_tokens: int
     sampling: Sampling
     stop: frozenset[int]
@@ -153,22 +158,37 @@ class Generator:
             TypeError, ValueError: an empty prompt, tokens beyond the vocabulary, more than ``max_tokens`` in all, or a
                 number out of its range.
         """
-        check_kinds({"max_new_tokens": max_new_tokens}, {"max_new_tokens": "int"})
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
         tokens = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), dtype=torch.int64)
         if tokens.ndim != 1:
             raise ValueError(f"prompt: expected one sequence [T], got shape {list(tokens.shape)}")
         self.model.check_tokens("prompt", tokens[None])
-        if len(tokens) + max_new_tokens > self.max_tokens:
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        return self._wait(tokens.to(self.device, torch.int64), len(tokens), max_new_tokens, sampling, stop)
+
+    def resume(
+        self, cache: list[LayerCache], token: int, max_new_tokens: int, sampling: Sampling, stop: Collection[int] = ()
+    ) -> int:
+        """Continue a sequence that another loop has begun; see :meth:`add`.
+
+        Args:
+            cache: of :meth:`~attnzoo.models.decoder.LanguageModel.new_cache`, of one sequence. It is only read.
+            token: the one that follows, which ``cache`` has not seen.
+            sampling: of the tokens after it.
+        """
+        self.model.check_tokens("token", torch.tensor([[token]]))
+        return self._wait((cache, token), cache[0].tokens, max_new_tokens, sampling, stop)
+
+    def _wait(self, start: Any, length: int, max_new_tokens: int, sampling: Sampling, stop: Collection[int]) -> int:
+        """A request takes its place among those that wait; its number."""
+        check_kinds({"max_new_tokens": max_new_tokens}, {"max_new_tokens": "int"})
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+        if length + max_new_tokens > self.max_tokens:
             raise ValueError(
-                f"max_new_tokens: expected at most {self.max_tokens - len(tokens)} after {len(tokens)} tokens of the "
-                f"prompt (max_tokens = {self.max_tokens}), got {max_new_tokens}"
+                f"max_new_tokens: expected at most {self.max_tokens - length} after {length} tokens "
+                f"(max_tokens = {self.max_tokens}), got {max_new_tokens}"
             )
-        request = Request(
-            len(self.requests), tokens.to(self.device, torch.int64), max_new_tokens,
-            Sampling(temperature, top_k, top_p, seed), frozenset(stop),
-        )  # fmt: skip
+        request = Request(len(self.requests), start, length, max_new_tokens, sampling, frozenset(stop))
         self.requests[request.id] = request
         self.waiting.append(request)
         return request.id
@@ -181,7 +201,7 @@ class Generator:
             The tokens that have become known, by sequence. Without any left to draw, all that were still on their way.
         """
         known: dict[int, list[int]] = {}
-        self._admit()
+        self.admit()
         running = [(row, request) for row, request in enumerate(self.rows) if request is not None]
         if running:
             self._advance([row for row, _ in running], max(request.sampling.needs for _, request in running))
@@ -210,22 +230,28 @@ class Generator:
             if new:
                 yield new
 
-    def _admit(self) -> None:
-        """Prefill waiting sequences into free rows; the first token that follows is drawn here."""
+    @torch.no_grad()
+    def admit(self) -> None:
+        """Prefill waiting sequences into free rows, as each step begins; the first token that follows is drawn here."""
         for row, there in enumerate(self.rows):
             if there is not None or not self.waiting:
                 continue
             request = self.waiting.popleft()
-            cache = self.model.new_cache(self.evict)
-            last = self.model.hidden(request.prompt[None], cache=cache)[:, -1]
-            for fixed, filled in zip(self.caches, cache, strict=True):
-                fixed.admit(row, filled, len(request.prompt) + request.max_new_tokens)
             self.samplers.set(row, request.sampling, self.model.config.vocab_size)
-            token = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
-            self.tokens[row : row + 1] = token
-            self.batch.begin(row, len(request.prompt))
+            start, request.start = request.start, None
+            assert start is not None
+            if isinstance(start, Tensor):
+                cache = self.model.new_cache(self.evict)
+                last = self.model.hidden(start[None], cache=cache)[:, -1]
+                self.tokens[row : row + 1] = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
+            else:
+                cache, self.tokens[row] = start
+            for fixed, filled in zip(self.caches, cache, strict=True):
+                fixed.admit(row, filled, request.length + request.max_new_tokens)
+            self.batch.begin(row, request.length)
             self.rows[row], request.left = request, request.max_new_tokens
-            self._note([(row, request)])
+            if isinstance(start, Tensor):
+                self._note([(row, request)])
             self._check_places()
 
     def _note(self, running: list[tuple[int, Request]]) -> None:

@@ -127,11 +127,11 @@ class Continuation:
     def summary(self) -> list[str]:
         """Speed, memory and the keys that each head kept, in lines; after the text."""
         assert self.request is not None
-        new, length = len(self.request.tokens), len(self.request.prompt)
+        new, length = len(self.request.tokens), self.request.length
         speed = f", {(new - 1) / self.seconds:.1f} tokens/s" if new > 1 else ""
         lines = [
             f"{new} tokens after {length} of the prompt ({self.prefill_seconds:.2f} s){speed}",
-            f"caches: {self.bytes / 2**20:.1f} MiB on {self.request.prompt.device}",
+            f"caches: {self.bytes / 2**20:.1f} MiB on {self.source.model.embedding.weight.device}",
         ]
         kept = {layer: heads for layer, heads in enumerate(self.request.kept) if heads is not None}
         if kept and self.evict is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from attnzoo.errors import unknown
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.peers.weights import Settings, Weights
+
+logger = logging.getLogger(__name__)
 
 PEERS = {
     "llama": "rotary:llama",
@@ -65,6 +68,8 @@ class Peer:
 def from_peer(source: str | Path | nn.Module, *, dtype: torch.dtype | None = None) -> LanguageModel:
     """A peer's model as a :class:`~attnzoo.models.LanguageModel` in evaluation mode.
 
+    What an importer should know, such as an option that reproduces what the peer does on purpose, is a line of the log.
+
     Args:
         source: a folder in Hugging Face's layout (`config.json` and safetensors), or a model of transformers or of
             flash-linear-attention.
@@ -79,7 +84,10 @@ def from_peer(source: str | Path | nn.Module, *, dtype: torch.dtype | None = Non
         fields, weights = source.config.to_dict(), Weights.of_state(source.state_dict())  # type: ignore[union-attr, operator]
     else:
         fields, weights = read_settings(Path(source)), Weights.of_folder(Path(source))
-    return build(peer_of(fields), weights, dtype)
+    peer = peer_of(fields)
+    for note in peer.notes:
+        logger.warning(note)
+    return build(peer, weights, dtype)
 
 
 def peer_of(fields: dict[str, Any]) -> Peer:

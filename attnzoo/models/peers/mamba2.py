@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -72,7 +73,9 @@ def mamba2(settings: Settings) -> Peer:
         yield "o_proj.weight", take("out_proj.weight")
 
     def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
-        return decoder(theirs, MAMBA, L, attention, config.tie_embeddings)
+        older = "backbone.embedding.weight" in theirs
+        layout = replace(MAMBA, embedding="backbone.embedding") if older else MAMBA
+        return decoder(theirs, layout, L, attention, config.tie_embeddings)
 
     notes: tuple[str, ...] = ()
     if settings.get("residual_in_fp32", True):

@@ -1,0 +1,235 @@
+"""Generation with whole models on one GPU: milliseconds per token and memory over cached tokens and batch.
+
+    attnzoo bench generate [--out DIR] [--tokens 16384]... [--batch 4]... [--only PREFIX]... [--seconds 500]
+
+Models of random weights in bfloat16, 24 layers of 1536 channels and 24 heads by default. The gates of FoX are those of
+fox.py (three quarters of the heads decay within 8 to 256 tokens), and so are those of the other variants that decay by
+a scalar. Caches are filled with random keys, values and states, so that nothing waits for a prompt. A step draws the
+likeliest token of every row. Peers: the Llama of transformers with the same sizes, with its growing cache, and with its
+static cache, compiled. Writes results.json and results.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.benchmarks.measure import Result, chosen, load_peer, machine, not_measured, save
+from attnzoo.benchmarks.train import trained_biases
+from attnzoo.forms.cache import KVCache, RecurrentState
+from attnzoo.layer.stream import LayerCache
+from attnzoo.models.config import ModelConfig
+from attnzoo.models.decoder import LanguageModel
+from attnzoo.models.engine import Generator
+from attnzoo.models.sampling import Sampling
+
+SIZES: dict[str, Any] = {"hidden_size": 1536, "num_layers": 24, "num_heads": 24, "vocab_size": 50257}
+STEPS, WARM = 32, 8
+EVICT = math.exp(-10.0)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model to generate with.
+
+    Args:
+        name: in print.
+        attention: of every layer.
+        options: of its layers.
+        evict: see :class:`~attnzoo.models.engine.Generator`.
+        graph: whether a step is one CUDA graph.
+    """
+
+    name: str
+    attention: str
+    options: dict[str, Any] = field(default_factory=dict)
+    evict: float | None = None
+    graph: bool = True
+
+
+PRO = {"block": "pro", "acp": True}
+OURS = (
+    Contender("FoX (Pro) + ACP", "fox", PRO),
+    Contender("FoX (Pro) + ACP, evicting", "fox", PRO, EVICT),
+    Contender("FoX (Pro) + ACP, no graph", "fox", PRO, graph=False),
+    Contender("RoPE", "rope"),
+    Contender("PaTH-FoX", "path_fox"),
+    Contender("Mamba-2", "mamba2"),
+    Contender("Gated DeltaNet", "gated_deltanet"),
+)
+
+
+def build(contender: Contender, device: str = "cuda", **sizes: Any) -> LanguageModel:
+    """Random weights in bfloat16, and gates as in trained models."""
+    torch.manual_seed(0)
+    config = ModelConfig(attention=contender.attention, attention_options=contender.options, **{**SIZES, **sizes})
+    with torch.device(device):
+        model = LanguageModel(config).bfloat16().eval()
+    with torch.no_grad():
+        for projection, bias in trained_biases(model).values():
+            projection.weight.zero_()
+            projection.bias.copy_(bias)
+    return model
+
+
+@torch.no_grad()
+def filled(model: LanguageModel, tokens: int, seed: int) -> list[LayerCache]:
+    """Caches of one sequence that look as if it had ``tokens`` tokens."""
+    torch.manual_seed(seed)
+    device = model.embedding.weight.device
+    caches = model.new_cache()
+    model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=device), cache=caches)
+    for cache in caches:
+        state = cache.state
+        if isinstance(state, RecurrentState):
+            cache.state = RecurrentState(torch.randn_like(state.matrix), tokens)
+        else:
+            cache.state = _keys(state, tokens)
+        cache.windows = {name: torch.randn_like(window) for name, window in cache.windows.items()}
+        cache.seen = torch.full_like(cache.seen, tokens)
+    return caches
+
+
+def _keys(state: KVCache, tokens: int) -> KVCache:
+    """As many keys, of length sqrt(K), values and gates as ``tokens``."""
+
+    def draw(x: Tensor) -> Tensor:
+        return torch.randn(1, tokens, *x.shape[2:], dtype=x.dtype, device=x.device)
+
+    k, gates = F.rms_norm(draw(state.k), state.k.shape[-1:]), state.log_decay
+    if gates is not None:
+        gates = 2 * torch.rand(1, tokens, gates.shape[2], device=gates.device) * gates
+    return replace(KVCache(k, draw(state.v), gates, carried=state.carried), phase=state.phase, angle=state.angle)
+
+
+def generator_of(model: LanguageModel, contender: Contender, batch: int, tokens: int, steps: int) -> Generator:
+    """A generator whose rows all have ``tokens`` tokens behind them."""
+    generator = Generator(
+        model, batch, tokens + steps + 1, check_every=16, evict=contender.evict,
+        graph=contender.graph and model.embedding.weight.is_cuda,
+    )  # fmt: skip
+    for row in range(batch):
+        generator.resume(filled(model, tokens, row), 0, steps, Sampling(0.0))
+        generator.admit()  # so that one cache at a time is held twice
+    return generator
+
+
+def milliseconds_per_step(step: Callable[[], Any], device: torch.device, steps: int = STEPS) -> float:
+    """Wall time of a step, of as many one after the other; the first ``WARM`` are not counted."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for _ in range(WARM):
+        step()
+    wait()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait()
+    return (time.perf_counter() - start) / steps * 1e3
+
+
+def measure(contender: Contender, batch: int, tokens: int, device: str = "cuda", **sizes: Any) -> dict[str, Any]:
+    """Milliseconds per token (of all rows at once), memory of the cache, and the share of keys kept."""
+    model = build(contender, device, **sizes)
+    generator = generator_of(model, contender, batch, tokens, STEPS + WARM + 2)
+    kept = [cache.memory.kept(0) for cache in generator.caches]
+    heads = [n / generator.batch.lengths[0] for layer in kept if layer is not None for n in layer]
+    ms = milliseconds_per_step(generator.step, generator.device)
+    share = {"kept": sum(heads) / len(heads)} if heads else {}
+    return {"ms": ms, "cache_gb": generator.bytes() / 1e9, **share}
+
+
+def llama(static: bool, batch: int, tokens: int) -> dict[str, Any]:
+    """The Llama of transformers of these sizes."""
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+    wide = ModelConfig(**SIZES)
+    config = LlamaConfig(
+        hidden_size=wide.hidden_size, num_hidden_layers=wide.num_layers, num_attention_heads=wide.num_heads,
+        intermediate_size=wide.mlp_size, vocab_size=wide.vocab_size, max_position_embeddings=2 * tokens,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    with torch.device("cuda"):
+        model: Any = LlamaForCausalLM(config).bfloat16().eval()
+    new = STEPS + WARM + 2
+    size = -(-(tokens + new) // 128) * 128
+    cache = StaticCache(config=config, max_cache_len=size) if static else DynamicCache(config=config)
+    head = (wide.num_heads, tokens, wide.hidden_size // wide.num_heads)
+    with torch.no_grad():
+        for layer in range(wide.num_layers):
+            k, v = (torch.randn(batch, *head, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            cache.update(k, v, layer, {"cache_position": torch.arange(tokens, device="cuda")})
+    used = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    run = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True) if static else model.forward
+    token = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
+    place = torch.full((1,), tokens, device="cuda")
+
+    def step() -> None:
+        given = {"past_key_values": cache, "use_cache": True, "position_ids": place[None], "cache_position": place}
+        logits = run(input_ids=token, **given).logits
+        token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+        place.add_(1)
+
+    with torch.no_grad():
+        return {"ms": milliseconds_per_step(step, torch.device("cuda")), "cache_gb": used / 1e9}
+
+
+def table(result: Result) -> str:
+    m = result["machine"]
+    lines = [
+        f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, {m['date']}; bf16, {result['sizes']}.",
+        *not_measured(result["missing"]),
+        "",
+        "| batch | cached tokens | | ms per token | GB of cache | keys kept |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in result["rows"]:
+        ms = f"{r['ms']:.2f} | {r['cache_gb']:.2f}" if "ms" in r else f"{r['failed']} | -"
+        kept = f"{r['kept']:.0%}" if "kept" in r else "-"
+        lines.append(f"| {r['batch']} | {r['tokens']} | {r['name']} | {ms} | {kept} |")
+    return "\n".join(lines) + "\n"
+
+
+def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[str], seconds: float) -> None:
+    """Measure, print the table, and write results.json and results.md to ``out``."""
+    missing: list[str] = []
+    runs: dict[str, Callable[[int, int], dict[str, Any]]] = {
+        contender.name: lambda b, n, contender=contender: measure(contender, b, n)  # type: ignore[misc]
+        for contender in chosen(list(OURS), [x for x in only if not "Llama".startswith(x[:5])])
+    }
+    if load_peer("Llama", lambda: __import__("transformers"), missing) is not None:
+        runs |= {
+            "Llama, dynamic cache": lambda b, n: llama(False, b, n),
+            "Llama, static cache, compiled": lambda b, n: llama(True, b, n),
+        }
+    runs = {name: run for name, run in runs.items() if not only or name.startswith(tuple(only))}
+    result: Result = {"machine": machine(), "sizes": str(SIZES), "missing": missing, "rows": []}
+    end = time.perf_counter() + seconds
+    for B in batch or (4,):
+        for S in tokens or (16384,):
+            for name, step in runs.items():
+                row: dict[str, Any] = {"name": name, "batch": B, "tokens": S}
+                if time.perf_counter() > end:
+                    missing.append(f"{name} at batch {B} and {S} tokens: no time was left")
+                    continue
+                try:
+                    row |= step(B, S)
+                except Exception as error:
+                    row["failed"] = repr(error)[:200]
+                result["rows"].append(row)
+                print(json.dumps(row), flush=True)
+                torch.cuda.empty_cache()
+    save(out, result, table(result))
+    print(table(result))
