@@ -211,6 +211,29 @@ def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
         click.echo(f"run: {folder}")
 
 
+@app.command()
+@click.argument("run", type=PATH)
+@click.option("--steps", type=click.IntRange(min=1), required=True, help="Updates of the whole run.")
+@click.option(
+    "--schedule",
+    type=click.Choice(["constant", "cosine"]),
+    required=True,
+    help="Of the learning rate: level, or a new cosine to 0.",
+)
+@click.option("--lr", type=float, help="The rate to come to; needed where a cosine has ended.")
+@click.option("--warmup-steps", type=click.IntRange(min=0), help="Updates on a line to --lr; as at first if not given.")
+def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps: int | None) -> None:
+    """Train a run for longer than it was to be.
+
+    RUN is its folder. It goes on from its newest checkpoint, to the same numbers whenever it is interrupted: the same
+    command, or `attnzoo train RUN/config.yaml`, resumes it.
+    """
+    from attnzoo.training import extend as extended
+    from attnzoo.training import train as go_on
+
+    click.echo(f"run: {go_on(extended(run, steps, schedule, lr=lr, warmup_steps=warmup_steps))}")
+
+
 @app.command(epilog=f"Built in: {', '.join(built_in('compare'))}.")
 @config_argument
 @overrides_argument

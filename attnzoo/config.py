@@ -17,10 +17,11 @@ from typing import Any, TypeVar, cast, overload
 from attnzoo.data.config import DataConfig, WeightedSource
 from attnzoo.errors import unknown
 from attnzoo.models.config import LayerSpec, ModelConfig
-from attnzoo.training.config import OptimizerConfig, TrainConfig
+from attnzoo.training.config import Extension, OptimizerConfig, TrainConfig
 
 __all__ = [
     "DataConfig",
+    "Extension",
     "LayerSpec",
     "ModelConfig",
     "OptimizerConfig",

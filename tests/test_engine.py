@@ -1,10 +1,12 @@
 """The generator: every sequence goes on as it would alone, whatever the others are, and comes and goes."""
 
+import functools
 import math
 
 import pytest
 import torch
 from layers import assert_same, layer, rows
+from torch._dynamo.utils import counters
 
 from attnzoo.config import ModelConfig
 from attnzoo.forms.fixed import Rows
@@ -113,6 +115,17 @@ def test_a_sequence_that_another_loop_began_goes_on(prompts):
     ids = [generator.resume(cache, int(prompts[1][-1]), 8, Sampling(0.0)) for _ in range(2)]
     found = generator.run()
     assert found[ids[0]] == found[ids[1]] == alone(model, prompts[1], 8)
+
+
+def test_blocks_that_are_compiled_give_the_same_tokens_and_layers_share_the_code(prompts, monkeypatch):
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    model = build(num_layers=3, attention_options={"block": "pro"})
+    generator = Generator(model, 1, 32, compile=True)
+    number = generator.add(prompts[0], 5, temperature=0)
+    assert generator.run()[number] == alone(model, prompts[0], 5)
+    assert counters["stats"]["unique_graphs"] < 8  # four of a layer: around its attention, and around its pages
 
 
 def test_a_stop_token_ends_its_sequence_alone(prompts):

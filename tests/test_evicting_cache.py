@@ -174,9 +174,15 @@ def test_failed_calls_are_forgotten(name):
 def test_a_copy_and_a_loaded_cache_go_on_alone(tmp_path, name):
     attn, x = forgetful(name), rows(2, T)
     cache = attn.new_cache(evict=1e-3)
-    attn(x[:, :200], cache=cache)
+    for a, b in ((0, 199), (199, 200)):
+        attn(x[:, a:b], cache=cache)
     torch.save(cache, tmp_path / "cache.pt")
     copied = copy.deepcopy(cache)
+    pool, used = copied.state.pool, cache.state.pool.used()
+    assert len(pool.k) == pool.used() == used < len(cache.state.pool.k)
+    other = cache.state.to("cpu")
+    assert other.pool is not cache.state.pool
+    assert torch.equal(other.pool.table, pool.table)
     expected = [attn(x[:, a:b], cache=cache) for a, b in ((200, 201), (201, 300))]
     loaded = torch.load(tmp_path / "cache.pt", weights_only=False)
     for other in (copied, loaded, pickle.loads(pickle.dumps(loaded))):
@@ -231,6 +237,8 @@ def test_a_model_gives_up_what_some_layers_need_no_more():
     for a, b in ((0, 150), (150, 151), (151, 200)):
         assert_same(model(tokens[:, a:b], cache=paged).logits, model(tokens[:, a:b], cache=whole).logits)
     assert [hasattr(layer.state, "pool") for layer in paged] == [True, False, False, True]
+    greedy = [model.generate(tokens[:, :100], 60, temperature=0, evict=evict) for evict in (None, math.exp(-10))]
+    assert torch.equal(*greedy)
 
 
 @pytest.mark.parametrize(

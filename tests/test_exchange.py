@@ -59,6 +59,14 @@ def test_every_byte_has_a_token(folder):
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0)
 
 
+def test_a_pipeline_writes_several_texts_at_once(folder):
+    write = transformers.pipeline("text-generation", model=str(folder), device="cpu")
+    options = {"max_new_tokens": 4, "do_sample": False, "batch_size": 2}
+    together = write(["3 and", "a longer prompt"], **options)
+    assert together[0] == write("3 and", **options)
+    assert together[1][0]["generated_text"].startswith("a longer prompt")
+
+
 def test_a_run_keeps_the_tokenizer_of_its_tokens_and_export_carries_it(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"{n} and {n + 1} make {2 * n + 1}.\n" for n in range(500)))
     shards = tokenize([tmp_path / "text.txt"], tmp_path / "tokens", vocab_size=300).shards

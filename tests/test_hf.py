@@ -291,6 +291,27 @@ def test_packed_sequences_know_nothing_of_each_other(tokens):
     torch.testing.assert_close(packed.reshape(2, 9, -1), model(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("borders", [False, True])
+@pytest.mark.parametrize("attention", ["rope", HYBRID], ids=ids)
+def test_flattened_rows_are_separate_sequences(attention, borders):
+    model = build(attention)
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6, 7]}]
+    packed = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=borders)(rows)
+    alone = [model(torch.tensor([row["input_ids"]])).logits for row in rows]
+    torch.testing.assert_close(model(**packed).logits, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_positions_that_cannot_be_are_refused(tokens):
+    model = build("rope")
+    rising = torch.arange(9).expand(2, 9)
+    assert torch.equal(model(tokens, position_ids=rising + 3).logits, model(tokens).logits)
+    for wrong in (2 * rising, rising.flip(1), torch.cat([rising[:, :4], rising[:, :5]], 1)):
+        with pytest.raises(ValueError, match="position_ids: expected positions that rise by one"):
+            model(tokens, position_ids=wrong)
+    with pytest.raises(ValueError, match=r"from 0 each, got \[\[0, 1, 1, 2\]\]"):
+        model(tokens[:1, :4], position_ids=torch.tensor([[0, 1, 1, 2]]))
+
+
 def test_states_of_all_blocks_are_given(tokens):
     model = build()
     out = model(tokens, output_hidden_states=True)

@@ -60,9 +60,9 @@ FSDP = "sharding=fsdp"
 # Clipping shortens every gradient, so that its norm must be that of all parts together.
 TIED = (
     "model.tie_embeddings=true", "recompute=true", "optimizer.clip_norm=0.1", "optimizer.weight_decay=1.0",
-    "model.attention=[path_fox,mamba2]",
+    "model.attention=[{name: path_fox, options: {acp: true}},mamba2]",
 )  # fmt: skip
-BF16 = ("mixed_precision=bf16",)
+BF16 = ("mixed_precision=bf16", "model.attention=[{name: fox, options: {acp: true}},mamba2]")
 PARTS = ("parts", "parts-killed", "parts-killed")
 RUNS = (
     "two", "one-two", "stopped", "stopped", "|".join(["packed-two", *PACKED]),
@@ -178,6 +178,14 @@ def test_two_processes_train_packed_documents_as_one_does(runs):
     """Other numbers of targets count in the parts of a step, and in one part of the held-out text none."""
     assert numbers(runs / "packed-two") == pytest.approx(numbers(runs / "packed-one"), rel=1e-4)
     assert numbers(runs / "packed-two") != pytest.approx(numbers(runs / "two"), rel=1e-2)
+
+
+@pytest.mark.parametrize("run", ["parts-tied", "parts-bf16"])
+def test_processes_that_share_a_model_see_what_it_prunes(runs, run):
+    from attnzoo.training import read_metrics
+
+    shares = [row["blocks_kept"] for row in read_metrics(runs / run) if row["kind"] == "train"]
+    assert shares == [1.0] * 6  # a context of one block
 
 
 def test_two_processes_go_on_where_one_stopped(runs):

@@ -75,6 +75,8 @@ def tokenize(
         raise ValueError("vocab_size: expected it or tokenizer, not both and not none of them")
     if not 0 < heldout_fraction < 1:
         raise ValueError(f"heldout_fraction: expected a number between 0 and 1, got {heldout_fraction}")
+    if pattern != "*" and not any(path.is_dir() for path in paths):
+        raise ValueError(f"pattern: expected '*' without a folder whose files it could be of, got {pattern!r}")
     texts = _named(paths, pattern)
     held = held_out_names(texts, heldout_fraction) if len(texts) > 1 else set()
     sides = [[file for name, file in texts.items() if (name in held) == side] for side in (False, True)]
@@ -172,6 +174,7 @@ def _settings(end: str | None) -> bytes:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
         "pad_token": end,
+        "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }

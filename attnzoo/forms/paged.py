@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,6 +37,16 @@ class Eviction:
     bounds: QueryBounds | None
     window: int | None = None
     offload: Offload | None = None
+
+    def to(self, device: torch.device | str) -> Eviction:
+        """The same on another device."""
+        bounds, away = self.bounds, self.offload
+        if bounds is not None:
+            score = None if bounds.score is None else bounds.score.to(device)
+            bounds = QueryBounds(bounds.query.to(device), bounds.own.to(device), score)
+        if away is not None:
+            away = replace(away, query=away.query.to(device), own=away.own.to(device))
+        return replace(self, bounds=bounds, offload=away)
 
     def give_up(self, pool: KeyPool) -> int:
         """Let ``pool`` give up what no row to come needs; how many pages have become free."""
@@ -106,7 +117,8 @@ class PagedCache:
         self._settle()
         pages = sum(n // PAGE for n in self.lengths)
         if self.evict is not None and pages != self.pool.looked:  # at most once a page
-            self.evict.give_up(self.pool)
+            if self.evict.give_up(self.pool) and 2 * self.pool.used() < len(self.pool.refs):
+                self.pool.compact()
             self.pool.looked = pages
 
     def _settle(self) -> None:
@@ -195,6 +207,16 @@ class PagedCache:
         if self.evict is not None and self.evict.offload is not None:
             k = heads_first(k.to(self.pool.k.dtype), q.shape[1], q.dtype)
             self.evict.offload.look(self.pool, q, k, valid, self.evict.log_eps, self.evict.window)
+
+    def to(self, device: torch.device | str) -> PagedCache:
+        """A copy on another device; dtypes stay."""
+        other = copy.deepcopy(self)
+        for name, x in other.pool.tensors().items():
+            setattr(other.pool, name, x.to(device))
+        valid, phase, angle = (None if x is None else x.to(device) for x in (other.valid, other.phase, other.angle))
+        evict = None if other.evict is None else other.evict.to(device)
+        seen = {"tokens": self.tokens, "valid": valid, "phase": phase, "angle": angle}
+        return PagedCache.of(other.pool, evict, **seen)
 
     def detach(self) -> PagedCache:
         """Itself: pages have no history of gradients."""

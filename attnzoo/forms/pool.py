@@ -387,14 +387,22 @@ class KeyPool:
     @torch.no_grad()
     def compact(self) -> None:
         """Give the memory of all free pages back to the device."""
+        vars(self).update(self._compacted())
+        self.table.copy_(self.pages)
+
+    def _compacted(self) -> dict[str, Any]:
+        """What :meth:`compact` changes."""
         ids = (self.refs > 0).nonzero()[:, 0]
         place = torch.full_like(self.refs, -1)
         place[ids] = torch.arange(len(ids), dtype=place.dtype)
-        self.pages = torch.where(self.pages >= 0, place[self.pages.long()], -1)
-        for name, x in self.of_pages().items():
-            setattr(self, name, x[ids.to(x.device)])
-        self.refs, self.free = self.refs[ids], []
-        self.table.copy_(self.pages)
+        pages = torch.where(self.pages >= 0, place[self.pages.long()], -1)
+        kept = {name: x[ids.to(x.device)] for name, x in self.of_pages().items()}
+        return {**kept, "pages": pages, "refs": self.refs[ids], "free": []}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pool is copied and saved without its free pages."""
+        kept = self._compacted() if len(self.refs) else {}
+        return {**vars(self), **kept, "table": kept.get("pages", self.pages).to(self.table.device)}
 
     def _release(self, ids: Tensor) -> None:
         """One sequence fewer has each of the pages ``ids``; one that is named twice, two fewer."""

@@ -267,6 +267,7 @@ class LanguageModel(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        evict: float | str | Evict | None = None,
     ) -> Tensor:
         """Continue sequences, one cached step per token.
 
@@ -276,6 +277,7 @@ class LanguageModel(nn.Module):
             temperature: divides the logits; 0 takes the likeliest token.
             top_k: sample among the k likeliest; None for all.
             generator: of the random draws; None for torch's global one.
+            evict: as :meth:`new_cache` takes it.
 
         Returns:
             The prompts with their continuations, [B, T + max_new_tokens].
@@ -297,7 +299,7 @@ class LanguageModel(nn.Module):
         was_training = self.training
         self.eval()
         try:
-            cache, step, tokens = self.new_cache(), input_ids, [input_ids]
+            cache, step, tokens = self.new_cache(evict), input_ids, [input_ids]
             for _ in range(max_new_tokens):
                 logits = self.head(self.hidden(step, cache=cache)[:, -1]).float()  # [B, vocab]
                 step = sample_token(logits, temperature, top_k, generator)

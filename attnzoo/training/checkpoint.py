@@ -75,6 +75,11 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
     return next(reversed(_checkpoints(Path(run_dir) / "checkpoints")), None)
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step by which a checkpoint's folder is named."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def usable_checkpoint(run_dir: Path, names: Collection[str] = ()) -> Path | None:
     """The newest checkpoint whose files are as they were written, or None where there is no checkpoint at all.
 
@@ -126,7 +131,7 @@ def read_progress(checkpoint: Path) -> Progress:
             raise ValueError(f"expected texts, got {progress.data_fingerprint!r}, {progress.metrics!r}")
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{checkpoint} is not a checkpoint of this version: {path.name}: {error}") from error
-    if progress.step != int(checkpoint.name.removeprefix("step-")):
+    if progress.step != step_of(checkpoint):
         raise CheckpointError(f"{path} is of step {progress.step}, and its folder is {checkpoint.name}")
     return progress
 
@@ -219,9 +224,11 @@ def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | No
     """
     if newest_checkpoint(run_dir) is None:
         return None
-    _check_same(f"{run_dir} holds another run", read_config(run_dir), config)
+    before, what = read_config(run_dir), f"{run_dir} holds another run"
+    _check_same(what, before, config)
     checkpoint = usable_checkpoint(run_dir)
     assert checkpoint is not None
+    _check_same(what, before, config, step_of(checkpoint))
     config_of(run_dir, checkpoint)
     if read_digests(checkpoint) is None:
         logger.warning("%s is of a version that wrote no digests: its files are not checked", checkpoint)
@@ -230,11 +237,29 @@ def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | No
     return checkpoint
 
 
-def _check_same(what: str, before: TrainConfig, now: TrainConfig) -> None:
+def _check_same(what: str, before: TrainConfig, now: TrainConfig, step: int = 0) -> None:
+    """Refuse a configuration that does not train what another one trains up to a step, or only to another end."""
     differences = {key: pair for key, pair in config_differences(before, now).items() if key not in FREE}
+    if _extends(before, now, step):
+        longer = ("steps", "optimizer.extensions")
+        differences = {key: pair for key, pair in differences.items() if key not in longer}
     if differences:
         listed = "; ".join(f"{key} was {old!r} and is {new!r} now" for key, (old, new) in differences.items())
-        raise CheckpointError(f"{what}: {listed}. Give output_dir a new folder, or restore these.")
+        hint = ""
+        if now.steps > before.steps:
+            hint = (
+                f" To train longer, `attnzoo extend {now.output_dir} --steps {now.steps} --schedule constant` goes on "
+                "at a level learning rate, and `--schedule cosine` along a new cosine."
+            )
+        raise CheckpointError(f"{what}: {listed}. Give output_dir a new folder, or restore these.{hint}")
+
+
+def _extends(before: TrainConfig, now: TrainConfig, step: int) -> bool:
+    """Whether `now` is `before` made longer at `step` or later, so that up to there they train the same."""
+    known = len(before.optimizer.extensions)
+    added = now.optimizer.extensions[known:]
+    same = now.optimizer.extensions[:known] == before.optimizer.extensions
+    return same and bool(added) and added[0].planned == before.steps and added[0].after >= step
 
 
 def read_config(run_dir: Path) -> TrainConfig:
@@ -258,7 +283,7 @@ def config_of(run_dir: Path, checkpoint: Path) -> TrainConfig:
     config = read_config(run_dir)
     if (checkpoint / "config.yaml").is_file():  # earlier versions wrote none
         what = f"{run_dir / 'config.yaml'} is not what {checkpoint.name} was trained with"
-        _check_same(what, read_config(checkpoint), config)
+        _check_same(what, read_config(checkpoint), config, step_of(checkpoint))
     return config
 
 
@@ -351,7 +376,7 @@ def load_run(
 def _checkpoints(folder: Path) -> list[Path]:
     """Oldest first. Only what is named exactly as `write_checkpoint` does counts: a copy of a user's is left alone."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
 
 
 def _problem(checkpoint: Path, names: Collection[str]) -> str | None:

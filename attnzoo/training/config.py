@@ -18,6 +18,37 @@ def check_folder_name(output_dir: str) -> None:
 
 
 @dataclass
+class Extension:
+    """How the learning rate goes on where a run was made longer: from the rate that it had, along a line to `lr`, and
+    then level or along a cosine to 0.
+
+    Args:
+        after: updates before it, at its checkpoint.
+        planned: updates that the run was to have until then.
+        schedule: `constant` or `cosine`.
+        lr: the rate to come to.
+        warmup_steps: of the line.
+
+    Raises:
+        ValueError: a number out of range or an unknown word.
+    """
+
+    after: int
+    planned: int
+    schedule: str
+    lr: float
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "after")
+        at_least(self, self.after, "planned")
+        one_of(self, "schedule", ["constant", "cosine"])
+        above(self, 0.0, "lr")
+        finite(self, "lr")
+        at_least(self, 0, "warmup_steps")
+
+
+@dataclass
 class OptimizerConfig:
     """AdamW with a linear warm-up and a cosine to 0, as in the Forgetting Transformer (Lin et al. 2025,
     appendix B).
@@ -30,6 +61,7 @@ class OptimizerConfig:
         weight_decay: not on norms, biases and other one-dimensional parameters.
         clip_norm: longest gradient, over all parameters; infinity clips none.
         warmup_steps: of the linear rise; must be below the run's `steps`.
+        extensions: how the run was made longer, oldest first; `attnzoo extend` writes them.
 
     Raises:
         ValueError: a number out of range.
@@ -42,6 +74,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     warmup_steps: int = 100
+    extensions: list[Extension] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         above(self, 0.0, "lr", "eps", "clip_norm")
@@ -120,8 +153,16 @@ class TrainConfig:
             raise ValueError("mixed_precision=fp16 scales a loss, which sharding=fsdp does not: take bf16 or none")
         one_of(self, "device", ["auto", "cpu"])
         one_of(self, "progress", ["auto", "bar", "lines", "quiet"])
-        if self.optimizer.warmup_steps >= self.steps:
+        optimizer = self.optimizer
+        ends = [*(extension.planned for extension in optimizer.extensions), self.steps]
+        if optimizer.warmup_steps >= ends[0]:
             raise ValueError(
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be below steps={self.steps}: "
+                f"optimizer.warmup_steps={optimizer.warmup_steps} must be below steps={ends[0]}: "
                 "the learning rate would never reach its peak"
             )
+        for number, (extension, end) in enumerate(zip(optimizer.extensions, ends[1:], strict=True)):
+            if extension.after + extension.warmup_steps >= end:
+                raise ValueError(
+                    f"optimizer.extensions[{number}]: after={extension.after} and "
+                    f"warmup_steps={extension.warmup_steps} must leave updates before step {end}"
+                )

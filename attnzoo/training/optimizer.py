@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from attnzoo.layer.parts import HeadNorm, ShortConvolution
 from attnzoo.layer.precision import PreciseModule
-from attnzoo.training.config import OptimizerConfig
+from attnzoo.training.config import Extension, OptimizerConfig
 
 NORMS = (HeadNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 MATRICES = (ShortConvolution, nn.Linear, nn.Embedding)  # their weights, also where a sharding has flattened them
@@ -43,13 +44,26 @@ def spared(model: nn.Module) -> set[str]:
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The rate of update `step` (1 is the first, `steps` the last): a linear warm-up, then a cosine that ends
-    at 0.
+    """The rate of update `step` (1 is the first, `steps` the last): a linear warm-up, then a cosine that ends at 0.
 
-    It depends on the step alone, so that there is no schedule to save.
+    Where the run was made longer, the last :class:`~attnzoo.training.config.Extension` before the step says it. It
+    depends on the step alone, so that there is no schedule to save.
     """
-    done = step - 1
-    if done < config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    progress = (done - config.warmup_steps) / (steps - config.warmup_steps)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    return _rate(step, steps, config, config.extensions)
+
+
+def _rate(step: int, steps: int, config: OptimizerConfig, extensions: Sequence[Extension]) -> float:
+    while extensions and step <= extensions[-1].after:
+        extensions, steps = extensions[:-1], extensions[-1].planned
+    if not extensions:
+        start, peak, warmup, done = 0.0, config.lr, config.warmup_steps, step
+    else:
+        last = extensions[-1]
+        start = _rate(last.after, last.planned, config, extensions[:-1])
+        peak, warmup, done = last.lr, last.warmup_steps, step - last.after
+        steps -= last.after
+    if done <= warmup:
+        return start + (peak - start) * done / warmup
+    if extensions and extensions[-1].schedule == "constant":
+        return peak
+    return peak * 0.5 * (1 + math.cos(math.pi * (done - 1 - warmup) / (steps - warmup)))

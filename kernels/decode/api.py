@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation, traced
 from attnzoo.kernels.decode.plan import MOST_ROWS
@@ -31,6 +32,10 @@ def paged_attention(
     scale: float | None = None,
     window: int | None = None,
     sink: Tensor | None = None,
+    prune: Prune | None = None,
+    k_norm: Tensor | None = None,
+    n_log: Tensor | None = None,
+    logit_bound: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Causal softmax attention of the last T tokens of each sequence over keys that lie in pages of a pool.
@@ -56,6 +61,11 @@ def paged_attention(
         scale: of the logits; default K ** -0.5.
         window: each row sees itself and the window - 1 keys before it.
         sink: [H] logits that take part in the softmax without a value.
+        prune: skip the first pages of a key head whose total weight is certified to be at most ``prune.eps`` in each of
+            its rows (the bound ``"tail"``). Needs gates, and of what ``paged_append`` keeps (nothing else reads these):
+        k_norm: [B, G, N] float32, at least the length of each page's longest key; and with ``decay``
+        n_log: [B, H, N] float64, ``log sum_l exp(-c_l)`` over the tokens up to the end of each page.
+        logit_bound: [H] float32 known bound of |scale q . k|; the smaller of it and what the norms say counts.
         impl: "triton", "reference" (dense PyTorch), or "auto": Triton on CUDA tensors it supports.
 
     Returns:
@@ -70,6 +80,7 @@ def paged_attention(
     shares as in Osama et al., "Stream-K", 2023.
     """
     optional = {"decay": decay, "page_sum": page_sum, "since": since, "log_decay": log_decay, "sink": sink}
+    optional |= {"k_norm": k_norm, "n_log": n_log, "logit_bound": logit_bound}
     _check_pages(q, {"k": k, "v": v, "table": table, "length": length}, {"first": first, **optional}, "first")
     B, T, H, K = q.shape
     G, N = table.shape[1:]
@@ -85,21 +96,31 @@ def paged_attention(
     _check_shapes({
         "first": (first, (B, G), int32), "since": (since, (B, H, T), int32), "log_decay": (log_decay, (H,), float32),
         "decay": (decay, (*k.shape[:2], H // G), _of_gates(k)), "page_sum": (page_sum, (B, H, N), torch.float64),
-        "sink": (sink, (H,), None),
+        "sink": (sink, (H,), None), "k_norm": (k_norm, (B, G, N), float32), "n_log": (n_log, (B, H, N), torch.float64),
+        "logit_bound": (logit_bound, (H,), float32),
     })  # fmt: skip
+    if prune is None:
+        if logit_bound is not None:
+            raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
+        k_norm = n_log = None
+    else:
+        _check_prune(prune, decay, log_decay, k_norm, n_log)
     check_window(window)
     check_scale(scale)
-    check_values(q, log_decay=log_decay, sink=sink)
+    check_values(q, log_decay=log_decay, sink=sink, logit_bound=logit_bound)
     why = triton_unavailable(q, v) or refuse_gradients(q, k, v, decay, sink)
     if pick_implementation("decode_attention", impl, why) == "reference":
         return paged_reference(
             q, k, v, table, first, length, decay=decay, page_sum=page_sum, since=since, log_decay=log_decay,
-            scale=scale, window=window, sink=sink,
+            scale=scale, window=window, sink=sink, prune=prune, k_norm=k_norm, n_log=n_log, logit_bound=logit_bound,
         )  # fmt: skip
     infer = _op().paged_infer_op if traced(q) else _op().paged_infer
     q = q if q.stride(3) == 1 else q.contiguous()
     scale = K**-0.5 if scale is None else float(scale)
-    o: Tensor = infer(q, k, v, table, first, length, decay, page_sum, since, log_decay, sink, scale, window or 0)
+    o: Tensor = infer(
+        q, k, v, table, first, length, decay, page_sum, since, log_decay, sink, k_norm, n_log, logit_bound, scale,
+        window or 0, 0.0 if prune is None else prune.log_eps,
+    )  # fmt: skip
     return o
 
 
@@ -212,6 +233,22 @@ def _check_shapes(
             raise ValueError(f"{name}: expected {dtype or 'a floating dtype'} {tuple(shape)}, got {got}")
         if name not in strided and not x.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
+
+
+def _check_prune(
+    prune: Prune, decay: Tensor | None, log_decay: Tensor | None, k_norm: Tensor | None, n_log: Tensor | None
+) -> None:
+    """What pruning over pages needs is there."""
+    if not isinstance(prune, Prune):
+        raise ValueError(f"prune: expected attnzoo.Prune() or None, got {type(prune).__name__}")
+    if prune.bound != "tail":
+        raise ValueError(f"prune: expected bound='tail' over pages, got {prune.bound!r}")
+    if decay is None and log_decay is None:
+        raise ValueError("prune: expected decay or log_decay (nothing decays without one), got neither")
+    if k_norm is None:
+        raise ValueError("k_norm: expected the lengths of each page's longest key with prune, got None")
+    if decay is not None and n_log is None:
+        raise ValueError("n_log: expected the sums that prune needs beside decay, got None")
 
 
 def _of_gates(k: Tensor) -> torch.dtype:

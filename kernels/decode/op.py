@@ -14,18 +14,19 @@ from attnzoo.kernels.decode.portable.attention import paged_forward
 
 def paged_infer(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, length: Tensor, decay: Tensor | None,
-    page_sum: Tensor | None, since: Tensor | None, log_decay: Tensor | None, sink: Tensor | None, scale: float,
-    window: int,
+    page_sum: Tensor | None, since: Tensor | None, log_decay: Tensor | None, sink: Tensor | None,
+    k_norm: Tensor | None, n_log: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, log_eps: float,
 ) -> Tensor:  # fmt: skip
-    """What ``api.paged_attention`` returns; window: 0 for none."""
+    """What ``api.paged_attention`` returns; window: 0 for none; k_norm: None without pruning."""
     where = machine(q.device)
     call = Call(q.shape[1], q.shape[2] // table.shape[1], k.shape[1], q.shape[3], v.shape[2], q.dtype)
     chosen = plan(call, where, multiprocessors(q.device))
     announce("decode", chosen, where)
     with on_device_of(q):
         return paged_forward(
-            q, k, v, table, first, length, decay, page_sum, since, log_decay, sink, scale, window, chosen
-        )
+            q, k, v, table, first, length, decay, page_sum, since, log_decay, sink, k_norm, n_log, logit_bound, scale,
+            window, log_eps, chosen,
+        )  # fmt: skip
 
 
 paged_infer_op = torch.library.custom_op("attnzoo::paged_infer", paged_infer, mutates_args=())
@@ -34,8 +35,8 @@ paged_infer_op = torch.library.custom_op("attnzoo::paged_infer", paged_infer, mu
 @paged_infer_op.register_fake
 def _infer_fake(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, length: Tensor, decay: Tensor | None,
-    page_sum: Tensor | None, since: Tensor | None, log_decay: Tensor | None, sink: Tensor | None, scale: float,
-    window: int,
+    page_sum: Tensor | None, since: Tensor | None, log_decay: Tensor | None, sink: Tensor | None,
+    k_norm: Tensor | None, n_log: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, log_eps: float,
 ) -> Tensor:  # fmt: skip
     return q.new_empty((*q.shape[:3], v.shape[2]))
 

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.constants import CLOSED
 
 
 def paged_reference(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, length: Tensor, *, decay: Tensor | None = None,
     page_sum: Tensor | None = None, since: Tensor | None = None, log_decay: Tensor | None = None,
-    scale: float | None = None, window: int | None = None, sink: Tensor | None = None,
+    scale: float | None = None, window: int | None = None, sink: Tensor | None = None, prune: Prune | None = None,
+    k_norm: Tensor | None = None, n_log: Tensor | None = None, logit_bound: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """``paged_attention`` in PyTorch; memory O(B H T N PAGE).
@@ -42,20 +44,55 @@ def paged_reference(
     keys, values = (x[ids].flatten(2, 3).masked_fill(~there[..., None], 0.0).to(cd) for x in (k, v))  # [B, G, S, .]
     keys, values = (x.repeat_interleave(H // G, 1) for x in (keys, values))
     logits = (q.transpose(1, 2).to(cd) @ keys.mT).to(wide) * scale
-    at = pos.clamp(min=0)[:, None].expand(B, H, T)
+    at, c = pos.clamp(min=0)[:, None].expand(B, H, T), None
     if decay is not None and page_sum is not None:
         c = decay[ids].permute(0, 1, 4, 2, 3).flatten(1, 2).double() + page_sum[..., None]  # [B, H, N, PAGE]
         c = c.flatten(2)
         logits = logits + (c.gather(2, at)[..., None] - c[:, :, None]).masked_fill(~seen, 0.0).to(wide)
     elif log_decay is not None:
-        bias = (at[..., None] - j) * log_decay.double().clamp(min=CLOSED)[:, None, None]
-        logits = logits + bias.to(wide)
+        c = (j * log_decay.double().clamp(min=CLOSED)[:, None]).expand(B, H, N * PAGE)
+        logits = logits + (c.gather(2, at)[..., None] - c[:, :, None]).to(wide)
     logits = logits.masked_fill(~seen, -math.inf)
+    if prune is not None:
+        assert c is not None
+        assert k_norm is not None
+        tails = n_log if n_log is not None else (-c).logcumsumexp(-1)[..., PAGE - 1 :: PAGE]
+        q_norm = scale * q.transpose(1, 2).double().norm(dim=-1)
+        sums = c.gather(2, at)
+        begin = _first_pages(logits, sums, pos, q_norm, k_norm, tails, first, prune.log_eps, logit_bound, PAGE)
+        logits = logits.masked_fill(j < PAGE * begin.repeat_interleave(H // G, 1)[..., None, None], -math.inf)
     if sink is not None:
         logits = torch.cat([logits, sink.to(wide)[None, :, None, None].expand(B, H, T, 1)], -1)
     alone = (logits == -math.inf).all(-1, keepdim=True)  # rows without any key: no weights
     weights = torch.softmax(logits.masked_fill(alone, 0.0), -1).masked_fill(alone, 0.0)[..., : N * PAGE]
     return (weights.to(cd) @ values).transpose(1, 2).to(q.dtype)
+
+
+def _first_pages(
+    logits: Tensor, sums: Tensor, pos: Tensor, q_norm: Tensor, k_norm: Tensor, n_log: Tensor, first: Tensor,
+    log_eps: float, logit_bound: Tensor | None, PAGE: int,
+) -> Tensor:  # fmt: skip
+    """The first page [B, G] that the kernels' certificate (``portable/prune.py``) makes rows read, in float64.
+
+    Args:
+        logits: [B, H, T, S], -inf where a row does not see a key; sums: [B, H, T], gates up to each row; pos: [B, T].
+        q_norm: [B, H, T], lengths of the scaled queries.
+    """
+    (G, N), H, S = k_norm.shape[1:], logits.shape[1], logits.shape[3]
+    page, key = torch.arange(N, device=logits.device), torch.arange(S, device=logits.device)
+    own = pos[:, :1].clamp(min=0) // PAGE  # [B, 1]
+    near = torch.maximum(own - 1, first).repeat_interleave(H // G, 1)  # [B, H]
+    far = key // PAGE < near[..., None, None]
+    lower = logits.double().masked_fill(far, -math.inf).logsumexp(-1)[..., None]  # [B, H, T, 1]
+    live = (page >= first[..., None]) & (page < own[..., None])  # [B, G, N]
+    longest = k_norm.double().masked_fill(~live, 0.0).cummax(-1).values.repeat_interleave(H // G, 1)
+    upper = q_norm[..., None] * longest[:, :, None]  # [B, H, T, N]
+    if logit_bound is not None:
+        upper = upper.minimum(logit_bound.double()[:, None, None])
+    need = upper - lower + sums[..., None] + n_log[:, :, None]
+    drop = ((need <= log_eps) | (pos < 0)[:, None, :, None]).all(2).unflatten(1, (G, -1)).all(2)  # [B, G, N]
+    begin: Tensor = first + (drop & live).sum(-1)
+    return begin
 
 
 def append_reference(

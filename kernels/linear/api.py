@@ -12,6 +12,11 @@ from attnzoo.kernels.common.checks import kernels_unavailable, traced
 
 MOST_TOKENS = 64  # a chunked kernel is faster from about here on
 MOST_CHANNELS = 512  # the columns of a state that one program holds must fit its registers
+_AXES = {  # accepted shapes, by the names of their axes
+    "k": ("B, T, G, K",), "state": ("B, H, K, V",), "valid": ("B, T",), "write": ("B, T, G", "B, T, H"),
+    **{name: part.shapes for name, part in PARTS.items()}, "angle": ("B, T, H, K/2", "B, T, 1, K/2", "K/2"),
+}  # fmt: skip
+_SHAPES = {name: tuple(tuple(axes.split(", ")) for axes in shapes) for name, shapes in _AXES.items()}
 
 
 def linear_steps(
@@ -73,19 +78,14 @@ def _check(
     (B, T, H, K), (G, V) = q.shape, v.shape[2:]
     if G == 0 or H % G:
         raise ValueError(f"k, v: expected G heads, a divisor of H={H}, got {G}")
-    sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "K/2": K // 2}
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "k": [(B, T, G, K)], "v": [(B, T, G, V)], "state": [(B, H, K, V)], "valid": [(B, T)],
-        "write": [(B, T, G), (B, T, H)], "angle": [(B, T, 1, K // 2)],
-    }  # fmt: skip
-    for name in parts:
-        named = [shape.replace("H or 1", "H").split(", ") for shape in PARTS[name].shapes]
-        shapes[name] = [*shapes.get(name, []), *(tuple(sizes[axis] for axis in axes) for axes in named)]
-    for name, allowed in shapes.items():
+    sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "V": V, "K/2": K // 2, "1": 1}
+    for name, shapes in _SHAPES.items():
         x = given.get(name)
-        if x is not None and tuple(x.shape) not in allowed:
-            wanted = " or ".join(map(str, allowed))
+        if x is not None and not any(x.shape == tuple([sizes[axis] for axis in axes]) for axes in shapes):
+            wanted = " or ".join(str(tuple(sizes[axis] for axis in axes)) for axes in shapes)
             raise ValueError(f"{name}: expected {wanted} beside q {tuple(q.shape)}, got {tuple(x.shape)}")
+    if v.shape[:2] != (B, T):
+        raise ValueError(f"v: expected [B={B}, T={T}, G, V] as in q, got {tuple(v.shape)}")
     if (gate.w is None) != (gate.beta is None):
         raise ValueError(f"gate: expected w and beta together, got {gate.parts}")
     if gate.angle is not None and K % 2:

@@ -73,7 +73,9 @@ def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     decode.paged_append(new, new, log_decay=gates, **sums, **kept)
     attend = functools.partial(decode.paged_attention, q, pages, pages, table, first, length, impl="triton")
     attend(sink=gates[0, 0], window=100)
-    attend(log_decay=gates[0, 0])
+    pruned = {"prune": Prune(), "k_norm": norm}
+    attend(log_decay=gates[0, 0], logit_bound=gates[0, 0], **pruned)
+    attend(decay=decay, page_sum=page_sum, n_log=n_log, **pruned)
     return attend(decay=decay, page_sum=page_sum, since=seen)
 
 

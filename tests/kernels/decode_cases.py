@@ -97,6 +97,20 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
     return Inputs(*given, pool)  # type: ignore[arg-type]
 
 
+def for_pruning(case: Case, x: Inputs) -> dict[str, Tensor]:
+    """The lengths of each page's longest key, and sums of gates: what ``paged_append`` keeps of the same tokens."""
+    S, N = x.k.shape[1], x.pool["table"].shape[2]
+    there = torch.arange(S, device=DEVICE)[:, None] < x.pool["length"][:, None, None]  # [B, S, 1]
+    norms = x.k.double().norm(dim=-1).masked_fill(~there, 0.0)
+    norms = torch.nn.functional.pad(norms, (0, 0, 0, N * case.page - S)).unflatten(1, (N, case.page)).amax(2)
+    found = {"k_norm": norms.mT.float().contiguous() * 1.00001}
+    if x.log_decay is not None and x.log_decay.ndim == 3:
+        g = x.log_decay.double().masked_fill(is_closed(x.log_decay), 0.0)
+        tails = (-g.cumsum(1)).logcumsumexp(1).mT[..., case.page - 1 :: case.page]
+        found["n_log"] = torch.nn.functional.pad(tails, (0, N - tails.shape[2])).contiguous()
+    return found
+
+
 def oracle(case: Case, x: Inputs, **options: Any) -> Tensor:
     """Each sequence and key head alone, from its first live key on, by FoX's dense definition."""
     R, o = case.H // case.G, x.q.new_zeros((*x.q.shape[:3], case.V), dtype=options.pop("out", torch.float64))

@@ -15,20 +15,21 @@ pytest.importorskip("triton")
 from attnzoo.kernels.common.device import GLUON, triton_version
 
 HERE = Path(__file__).parent
-CASES = {
-    "9.0": "fox bf16 128 gate$|path bf16 64 gate$:hopper",
-    "8.6": "path bf16 128 heads$:carry_bwd",
-    "12.0": "fox bf16 64 gate$:fwd",
-}
+CASES = (
+    "8.0:decode bf16 64 step",
+    "9.0:decode bf16 64 rows",
+    "9.0:fox bf16 128 gate$|path bf16 64 gate$:hopper",
+    "8.6:path bf16 128 heads$:carry_bwd",
+    "12.0:fox bf16 64 gate$:fwd",
+)
 
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
     """As far as PTX: ptxas takes minutes, and no interface of Triton changes there."""
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TRITON_INTERPRET": "0"}
-    cases = [f"{capability}:{calls}" for capability, calls in CASES.items()]
     done = subprocess.run(
-        [sys.executable, HERE / "compiling.py", "--ptx", *cases], capture_output=True, text=True, env=env
+        [sys.executable, HERE / "compiling.py", "--ptx", *CASES], capture_output=True, text=True, env=env
     )
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert not [row for row in rows if "failed" in row]
@@ -38,13 +39,19 @@ def compiled() -> list[dict[str, Any]]:
 
 @pytest.mark.skipif(triton_version() not in GLUON, reason=f"the Gluon kernels are for Triton {GLUON}")
 def test_every_gluon_kernel_compiles_to_warpgroup_products(compiled: list[dict[str, Any]]) -> None:
-    products = {row["kernel"]: row["wgmma"] for row in compiled if row["capability"] == "9.0"}
+    products = {row["kernel"]: row["wgmma"] for row in compiled if row["kernel"].endswith("hopper_kernel")}
     assert products == {
         "fox_fwd_hopper_kernel": 96,
         "fox_bwd_hopper_kernel": 64,
         "path_fwd_hopper_kernel": 68,
         "path_bwd_hopper_kernel": 48,
     }
+
+
+@pytest.mark.parametrize("capability", ["8.0", "9.0"])
+def test_steps_over_pages_compile(compiled: list[dict[str, Any]], capability: str) -> None:
+    kernels = {row["kernel"] for row in compiled if row["capability"] == capability and "decode" in row["call"]}
+    assert kernels == {f"paged_{name}_kernel" for name in ("append", "shares", "split", "combine", "prune")}
 
 
 def test_portable_kernels_fit_small_gpus(compiled: list[dict[str, Any]]) -> None:

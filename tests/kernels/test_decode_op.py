@@ -29,7 +29,7 @@ def test_opcheck() -> None:
 
     x = inputs(CASE, torch.float32)
     pool = [x.pool[name] for name in ("k", "v", "table", "first", "length", "decay", "page_sum", "since")]
-    torch.library.opcheck(paged_infer_op, (x.q, *pool, None, x.sink, 0.3, 40))
+    torch.library.opcheck(paged_infer_op, (x.q, *pool, None, x.sink, None, None, None, 0.3, 40, 0.0))
     names = ("keys", "values", "table", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log")
     kept = state(CASE, x)
     new = (x.k[:, :2], x.v[:, :2], torch.zeros(2, 2, 2, device=DEVICE), None)

@@ -130,14 +130,16 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 nothing is asked.
             use_cache: give `past_key_values`; the configuration's `use_cache` by default, never while training.
             logits_to_keep: logits of that many last tokens only, or of these positions; 0 for all.
-            cu_seq_lens_q: borders [N + 1] of sequences packed into one row.
+            cu_seq_lens_q: borders [N + 1] of sequences packed into one row; without it, `position_ids` that begin
+                again say where they are.
             output_hidden_states: also what each block takes, and what the head reads.
             output_attentions: refused: no form of a layer makes the matrix.
             return_dict: False gives a tuple.
-            **kwargs: for the loss (`num_items_in_batch`); positions follow from the mask and are ignored.
+            **kwargs: for the loss (`num_items_in_batch`), and `position_ids` [B, T].
 
         Raises:
-            ValueError: inputs that the decoder refuses, or attention matrices asked for.
+            ValueError: inputs that the decoder refuses, attention matrices asked for, or positions that neither rise
+                by one nor begin again (with a mask they follow from it).
         """
         if output_attentions:
             raise ValueError("output_attentions: expected False (no form of a layer makes the matrix), got True")
@@ -152,6 +154,9 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             )
         if past_key_values is None and use_cache:
             past_key_values = ModelCache(self.model.new_cache())
+        positions = kwargs.pop("position_ids", None)
+        if positions is not None and attention_mask is None and cu_seq_lens_q is None:
+            cu_seq_lens_q = _borders(positions)
         states: list[Tensor] | None = [] if output_hidden_states else None
         memories = None if past_key_values is None else past_key_values.memories
         with AllOrNone(memories or ()):
@@ -176,6 +181,20 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             hidden_states=None if states is None else tuple(states),
         )
         return out.to_tuple() if return_dict is False else out
+
+
+def _borders(positions: Tensor) -> Tensor | None:
+    """Where sequences packed into one row start, and its length, by positions that begin again; None for one each."""
+    starts = positions.diff(dim=-1) != 1  # [B, T - 1]
+    if not bool(starts.any()):
+        return None
+    first = starts[0].nonzero()[:, 0] + 1
+    if len(positions) > 1 or bool((positions[0, first] != 0).any()):
+        raise ValueError(
+            "position_ids: expected positions that rise by one, or of several sequences in one row [1, T] from 0 each, "
+            f"got {positions.tolist() if positions.numel() <= 32 else list(positions.shape)}"
+        )
+    return torch.tensor([0, *first.tolist(), positions.shape[1]], dtype=torch.int32, device=positions.device)
 
 
 def _precise(model: nn.Module) -> list[str]:

@@ -97,7 +97,7 @@ def qwen3_next(settings: Settings) -> Peer:
                 theirs.skip(name)
         return decoder(theirs, LAYOUT, L, attention, config.tie_embeddings)
 
-    return Peer(config, weights)
+    return Peer(config, weights, ("Qwen3-Next: norms scale by 1 + w, rounded here to the dtype of the weights",))
 
 
 def _refuse_experts(settings: Settings, layers: int) -> None:

@@ -10,17 +10,20 @@ What there is to read is known to the device alone (lengths, first pages): a lau
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import GATE_FULL, LOG2E
-from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block, power_of_2
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.decode.plan import Plan
+from attnzoo.kernels.decode.portable.prune import first_pages
+from attnzoo.kernels.decode.portable.rows import page_logits, row_queries, row_since, row_sums
 
 FAR = 1 << 30  # a window over more keys than there can be
 
@@ -90,51 +93,25 @@ def paged_split_kernel(
         i_b, i_g = tl.zeros([], tl.int64) + i_bg // G, i_bg % G
         b_len = tl.load(p_length + i_b)
         b_pos = b_len - T + o_t  # [BT]
+        i_bg64 = i_b * G + i_g
+        p_t, p_sums = p_table + i_bg64 * N, p_sum + i_bg64 * R * N
         o_h = i_g * R + o_rep
-        p_t = p_table + (i_b * G + i_g) * N
-        p_qr = p_q + (i_b * stride_qb + o_t * stride_qt + o_h.to(tl.int64) * stride_qh)[:, None] + o_k[None, :]
-        b_q = tl.load(p_qr, mask=m_r[:, None] & (o_k[None, :] < K), other=0.0)  # [BT, BK]
-        m_row = m_r & (b_pos >= 0)
-        b_since = b_pos - window + 1
-        if HAS_SINCE:
-            b_since = tl.maximum(b_since, tl.load(p_since + (i_b * (G * R) + o_h) * T + o_t, mask=m_r, other=0))
-        p_s = p_sum
-        b_ref = tl.zeros([BT], tl.float64)
-        b_slope = tl.zeros([BT], tl.float32)
-        if GATE == 2:  # the running sum of each row: of the pages before its own, and within that
-            p_s += (i_b * (G * R) + o_h) * N  # [BT]
-            b_own = tl.load(p_t + b_pos // PAGE, mask=m_row, other=-1).to(tl.int64)
-            p_own = p_decay + (b_own * PAGE + b_pos % PAGE) * R + o_rep
-            b_ref = tl.load(p_s + b_pos // PAGE, mask=m_row, other=0.0)
-            b_ref += tl.load(p_own, mask=m_row & (b_own >= 0), other=0.0).to(tl.float64)
-        elif GATE == 1:
-            b_slope = const_gate(p_g, o_h)
+        b_q = row_queries(p_q, i_b, o_t, o_h, o_k, m_r, stride_qb, stride_qt, stride_qh, K)  # [BT, BK]
+        b_ref, b_slope = row_sums(p_t, p_decay, p_sums, p_g, b_pos, o_h, o_rep, m_r, N, R, PAGE, GATE)
+        b_since = row_since(p_since, i_bg64 * R, b_pos, o_rep, o_t, m_r, T, window, HAS_SINCE)
         b_m = tl.full([BT], float("-inf"), tl.float32)
         b_l = tl.zeros([BT], tl.float32)
         b_o = tl.zeros([BT, BV], tl.float32)
         i_page = tl.load(p_t + n_lo, mask=n_lo < n_hi, other=0)
         for i in range(n_lo * (PAGE // BS), n_hi * (PAGE // BS)):
-            n, s = i // (PAGE // BS), i * BS
+            s = i * BS
             n_next = (i + 1) // (PAGE // BS)
             i_next = tl.load(p_t + n_next, mask=n_next < n_hi, other=0)  # so that loads of keys need not wait for it
             rest = tl.where(i_page >= 0, b_len - s, 0)  # keys from here on
             at = tl.maximum(i_page, 0).to(tl.int64) * PAGE + s % PAGE
-            b_k = load_tile(p_k + at * K, o_s, o_k, K, rest, K, BK, True)
+            b_y = page_logits(b_q, p_k, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2,
+                              R, K, BK, BS, PAGE, GATE, PREC)  # fmt: skip
             b_v = load_tile(p_v + at * V, o_s, o_v, V, rest, V, BV, True)
-            b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BT, BS]
-            if GATE == 2:
-                p_d = p_decay + at * R
-                if R == 1:
-                    b_shift = (b_ref - tl.load(p_sum + (i_b * G + i_g) * N + n)).to(tl.float32)
-                    b_decay = tl.load(p_d + o_s, mask=o_s < rest, other=0.0)[None, :]
-                else:
-                    b_shift = (b_ref - tl.load(p_s + n)).to(tl.float32)
-                    b_decay = tl.load(p_d + o_s[None, :] * R + o_rep[:, None], mask=o_s[None, :] < rest, other=0.0)
-                b_y += (b_shift[:, None] - b_decay) * TL_LOG2E
-            elif GATE == 1:
-                b_y += (b_pos[:, None] - (s + o_s)[None, :]).to(tl.float32) * b_slope[:, None]
-            m_y = (o_s < rest)[None, :] & ((s + o_s)[None, :] <= b_pos[:, None])
-            b_y = tl.where(m_y & ((s + o_s)[None, :] >= b_since[:, None]), b_y, float("-inf"))
             b_mn = tl.maximum(b_m, tl.max(b_y, 1))
             b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)  # a row that has seen no key yet
             b_w = tl.exp2(b_y - b_ms[:, None])
@@ -143,7 +120,7 @@ def paged_split_kernel(
             b_o = tl.dot(b_w.to(b_v.dtype), b_v, b_o * b_a[:, None], input_precision=PREC)  # [BT, BV]
             b_m = b_mn
             i_page = i_next
-        o_part = (i_b * G + i_g + i_p) * (R * T) + o_r
+        o_part = (i_bg64 + i_p) * (R * T) + o_r
         tl.store(p_lse + o_part, tl.where(b_l > 0.0, b_m + tl.log2(b_l), float("-inf")), mask=m_r)
         b_o = b_o / tl.where(b_l > 0.0, b_l, 1.0)[:, None]
         tl.store(p_part + o_part[:, None] * V + o_v[None, :], b_o, mask=m_r[:, None] & (o_v[None, :] < V))
@@ -188,30 +165,37 @@ def paged_combine_kernel(
 
 def paged_forward(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, length: Tensor, decay: Tensor | None,
-    page_sum: Tensor | None, since: Tensor | None, log_decay: Tensor | None, sink: Tensor | None, scale: float,
-    window: int, plan: Plan,
+    page_sum: Tensor | None, since: Tensor | None, log_decay: Tensor | None, sink: Tensor | None,
+    k_norm: Tensor | None, n_log: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, log_eps: float,
+    plan: Plan,
 ) -> Tensor:  # fmt: skip
-    """Launch the three kernels; what ``api.paged_attention`` takes, checked. window: 0 for none."""
+    """Launch the kernels; what ``api.paged_attention`` takes, checked. window, log_eps: 0 for none."""
     B, T, H, K = q.shape
     G, N, V = table.shape[1], table.shape[2], v.shape[2]
-    BG, R, n = B * G, H // G, plan.programs
-    sizes = {"G": G, "R": R, "V": V, "BV": head_block(V)}
-    share = {"PAGE": k.shape[1], "EXTRA": plan.extra, "BN": min(1024, power_of_2(BG))}
+    BG, R, n, BV = B * G, H // G, plan.programs, head_block(V)
+    share = {"EXTRA": plan.extra, "BN": min(1024, power_of_2(BG))}
     window = min(window, FAR) if window else FAR
     begin, ends = first.new_empty((2, BG)).unbind()
     lses = first.new_empty((n + BG, R * T), dtype=torch.float32)
     part, o = lses.new_empty((n + BG, R * T, V)), q.new_empty((B, T, H, V))
-    gate = GATE_FULL if decay is not None else gate_kind(log_decay)
-    p_decay, p_sum = lses if decay is None else decay, lses if page_sum is None else page_sum
-    paged_shares_kernel[(1,)](first, length, begin, ends, T, BG, G, window, num_warps=4, **share)
+    pages: dict[str, Any] = {
+        "p_q": q, "p_k": k, "p_table": table, "p_length": length, "p_decay": lses if decay is None else decay,
+        "p_sum": lses if page_sum is None else page_sum, "p_g": lses if log_decay is None else log_decay,
+        "p_since": begin if since is None else since, "T": T, "N": N, "window": window, "scale2": scale * LOG2E,
+        "stride_qb": q.stride(0), "stride_qt": q.stride(1), "stride_qh": q.stride(2), "G": G, "R": R, "K": K,
+        "BK": head_block(K), "BT": plan.BT, "BS": plan.BS, "PAGE": k.shape[1],
+        "GATE": GATE_FULL if decay is not None else gate_kind(log_decay), "HAS_SINCE": since is not None,
+        "PREC": dot_precision(q.dtype),
+    }  # fmt: skip
+    if k_norm is not None:
+        first = first_pages(pages, first, k_norm, n_log, logit_bound, log_eps)
+    paged_shares_kernel[(1,)](first, length, begin, ends, T, BG, G, window, PAGE=k.shape[1], **share)
     paged_split_kernel[(n, cdiv(R * T, plan.BT))](
-        q, k, v, table, begin, ends, length, p_decay, p_sum, lses if log_decay is None else log_decay,
-        begin if since is None else since, part, lses, T, N, BG, window, scale * LOG2E, *q.stride()[:3], K=K,
-        BK=head_block(K), BT=plan.BT, BS=plan.BS, GATE=gate, HAS_SINCE=since is not None, PREC=dot_precision(q.dtype),
-        num_warps=plan.num_warps, num_stages=plan.num_stages, **sizes, **share,
+        p_v=v, p_begin=begin, p_ends=ends, p_part=part, p_lse=lses, BG=BG, V=V, BV=BV, num_warps=plan.num_warps,
+        num_stages=plan.num_stages, **pages, **share,
     )  # fmt: skip
     paged_combine_kernel[(B * H, T)](
-        part, lses, ends, o, lses if sink is None else sink, T, BG, n, BN=16, HAS_SINK=sink is not None, num_warps=4,
-        **sizes,
+        part, lses, ends, o, lses if sink is None else sink, T, BG, n, G=G, R=R, V=V, BV=BV, BN=16,
+        HAS_SINK=sink is not None, num_warps=4,
     )  # fmt: skip
     return o
