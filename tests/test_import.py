@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from attnzoo.cli import app
+from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.peers import Weights, build, from_peer, peer_of
 
 transformers = pytest.importorskip("transformers")
@@ -350,3 +351,27 @@ def test_logits_are_those_of_the_papers_models(case, tokens):
         del theirs.settings["fgate_type"], theirs.settings["qk_norm_share_param_across_head"]
     ours = from_peer(theirs)
     torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+WIDE = {"hidden_size": 1536, "num_hidden_layers": 24, "num_heads": 12, "vocab_size": 50257}
+SHIFTED = {name: PRO[name] for name in PRO if name.startswith(("use_", "qk_norm"))}
+PUBLISHED = {  # the paper's 760M models without the embedding, by the authors' classes
+    "fox-pro": ({**WIDE, **SHIFTED, "num_heads": 24, "hidden_ratio": 3.5}, 759_441_984),
+    "fox-llama": ({**WIDE, "num_heads": 24}, 757_632_576),
+    "transformer-pro": ({**WIDE, **SHIFTED, "fgate_type": "none", "use_rope": True, "hidden_ratio": 3.5}, 757_675_008),
+    "transformer-llama": ({**WIDE, "model_type": "transformer-project_fox"}, 756_747_264),
+    "delta_net": ({**WIDE, "model_type": "delta_net-project_fox"}, 757_635_072),
+    "hgrn2": ({**WIDE, "model_type": "hgrn2-project_fox"}, 756_820_992 - 24 * 1536),  # its bounds, which nobody uses
+    "mamba2": (
+        {**WIDE, "model_type": "mamba2-project_fox", "num_hidden_layers": 48, "num_heads": 48, "head_dim": 64,
+         "state_size": 128, "n_groups": 1, "conv_kernel": 4}, 780_113_664,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_sizes(name):
+    fields, expected = PUBLISHED[name]
+    with torch.device("meta"):
+        model = LanguageModel(peer_of({"model_type": "forgetting_transformer-project_fox", **fields}).config)
+    assert sum(parameter.numel() for parameter in model.parameters()) - model.embedding.weight.numel() == expected
