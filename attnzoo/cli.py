@@ -174,7 +174,11 @@ def doctor(head_dim: int, dtype: str, as_json: bool) -> None:
 @app.command(epilog=f"Built in: {', '.join(built_in('train'))}.")
 @config_argument
 @overrides_argument
-def train(config: str, overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--processes", type=click.IntRange(min=1), default=1, show_default=True,
+    help="On this machine: one for each GPU, or some on a CPU.",
+)  # fmt: skip
+def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
     """Train one model as CONFIG says, or go on training it.
 
     CONFIG is a YAML file with the fields of TrainConfig, or the name of a built-in one or of a preset, such as
@@ -185,9 +189,15 @@ def train(config: str, overrides: tuple[str, ...]) -> None:
     from attnzoo.config import load_config
 
     loaded = load_config(path, overrides)
+    if processes > 1:
+        from attnzoo.training.launch import launch
+
+        return launch([sys.executable, "-m", "attnzoo", "train", config, *overrides], processes)
     from attnzoo.training import train as run
 
-    click.echo(f"run: {run(loaded)}")
+    folder = run(loaded)
+    if os.environ.get("RANK", "0") == "0":
+        click.echo(f"run: {folder}")
 
 
 @app.command()
@@ -338,6 +348,11 @@ def main() -> NoReturn:
             _fail(f"this needs {missing}, which is not installed: pip install 'attnzoo[{EXTRAS[missing]}]'", 2)
         if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate" in str(error):
             _fail(f"out of memory: {error}", 2)
+        if "RANK" in os.environ:
+            from attnzoo.training.launch import GONE, lost_another
+
+            if lost_another(error):
+                _fail(f"{GONE}: {error}", 2)
         kinds = ValueError | TypeError | OSError | FloatingPointError
         if not isinstance(error, kinds) and not type(error).__module__.startswith("attnzoo."):
             raise
@@ -359,8 +374,15 @@ def _ready_streams() -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    line = " ".join(message.split())
     with suppress(OSError):  # whoever reads may have gone
-        click.echo(f"attnzoo: {' '.join(message.split())}", err=True)
+        if "RANK" in os.environ:
+            from attnzoo.training.launch import tell_launcher
+
+            if tell_launcher(line):
+                sys.exit(code)
+            line = f"process {os.environ['RANK']}: {line}"
+        click.echo(f"attnzoo: {line}", err=True)
     sys.exit(code)
 
 
