@@ -190,8 +190,9 @@ def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
 
     loaded = load_config(path, overrides)
     if processes > 1:
-        from attnzoo.training.launch import launch
+        from attnzoo.training.launch import check_processes, launch
 
+        check_processes(processes, loaded.device)
         return launch([sys.executable, "-m", "attnzoo", "train", config, *overrides], processes)
     from attnzoo.training import train as run
 

@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 from tiny_processes import environment
 
 from attnzoo import cli
-from attnzoo.training.launch import GONE, LaunchError, first_failure, launch
+from attnzoo.training.launch import GONE, LaunchError, check_processes, first_failure, launch
 
 # Python without torch, which starts at once. Process 1 fails in the way that it is told, the other waits for its end.
 PROGRAM = """
@@ -50,6 +51,36 @@ def test_processes_that_all_end_well_are_no_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     launch([sys.executable, "-c", work], 3)
     assert sorted(os.listdir(tmp_path)) == ["03", "13", "23"]
+
+
+def test_processes_that_cannot_be_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    check_processes(2, "auto")
+    check_processes(4, "cpu")
+    with pytest.raises(ValueError, match=r"processes=4: expected one for each GPU, and this machine has 2"):
+        check_processes(4, "auto")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ValueError, match="process of a launcher already"):
+        check_processes(2, "cpu")
+
+
+def test_a_launcher_that_is_stopped_stops_its_processes(tmp_path):
+    root = os.path.dirname(os.path.dirname(cli.__file__))
+    work = f"import os, time; open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w').write(str(os.getpid())); "
+    own = f"import sys; sys.path.insert(0, {root!r}); from attnzoo.training.launch import launch; "
+    own += f"launch([sys.executable, '-c', {work + 'time.sleep(60)'!r}], 2)"
+    with subprocess.Popen([sys.executable, "-c", own], env=environment(), stderr=subprocess.PIPE, text=True) as started:
+        deadline = time.monotonic() + 120
+        while len([path for path in tmp_path.iterdir() if path.stat().st_size]) < 2:
+            assert started.poll() is None, started.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        started.send_signal(signal.SIGTERM)
+        assert started.stderr.read().rstrip().endswith("KeyboardInterrupt: stopped by SIGTERM")
+    for path in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
 
 
 def failure(exitcode, message="", error_file="<N/A>"):

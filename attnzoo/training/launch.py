@@ -25,6 +25,27 @@ class LaunchError(RuntimeError):
     """A process has failed, and with it all of them."""
 
 
+def check_processes(processes: int, device: str) -> None:
+    """Refuse processes that this one could not start.
+
+    Args:
+        processes: how many.
+        device: `TrainConfig.device`.
+
+    Raises:
+        ValueError: more than there are GPUs, where there are some to be used; or this process was itself launched.
+    """
+    import torch
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError(
+            f"processes={processes}: this is a process of a launcher already, which says how many there are"
+        )
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if 0 < gpus < processes:
+        raise ValueError(f"processes={processes}: expected one for each GPU, and this machine has {gpus}")
+
+
 def launch(command: Sequence[str], processes: int) -> None:
     """Run a command in several processes of this host that find one another, and wait for all of them.
 
