@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import get, list_variants, oracle
+from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.triton import on_packed
 from attnzoo.kernels.fox import GateSums
@@ -182,3 +183,24 @@ def test_what_the_kernels_refuse_is_said_both_ways(name: str) -> None:
     leaf = step[0].clone().requires_grad_()
     recorded = Call(leaf, *step[1:], state, True, {})
     assert "has no gradient" in variant.refuses("triton", recorded)
+
+
+@pytest.mark.parametrize("name", ["fox", "rope"])
+@torch.no_grad()
+def test_the_kernels_step_over_keys_in_pages(name: str) -> None:
+    """After a prefill and beside a whole cache; a page begins, and keys have gone (those before a closed gate)."""
+    inputs, variant = inputs_of(name, B=2, T=135), get(name)
+    if name == "fox":
+        inputs[3].log_decay[:, 70] = -torch.inf
+    pool = variant.form_set.new_pages(*piece(inputs, 0, 1))
+    states = [None, PagedCache.of(pool, Eviction(-20.0, None))]
+    for start, stop in ((0, 120), (120, 127), (127, 128), (128, 135)):
+        now, form = piece(inputs, start, stop), "triton" if start else "reference"
+        options = {"sink": torch.tensor([0.5, -0.5])}
+        assert variant.refuses(form, Call(*now, states[1], True, options)) == ""
+        whole, states[0] = variant.extend(*now, states[0], **options)
+        paged, states[1] = variant.extend(*now, states[1], form=form, **options)
+        assert relative_error(paged, whole) <= CLOSE
+    assert pool.first.any() == (name == "fox")
+    refused = variant.refuses("triton", Call(*piece(inputs, 0, 30), states[1], True, {}))
+    assert refused == "the triton form reads keys in pages for 1 to 16 tokens at a time"

@@ -47,6 +47,7 @@ class Contender:
         options: of its layers.
         evict: see :class:`~attnzoo.models.engine.Generator`.
         graph: whether a step is one CUDA graph.
+        compile: whether its blocks are compiled.
     """
 
     name: str
@@ -54,13 +55,15 @@ class Contender:
     options: dict[str, Any] = field(default_factory=dict)
     evict: float | None = None
     graph: bool = True
+    compile: bool = True
 
 
 PRO = {"block": "pro", "acp": True}
 OURS = (
     Contender("FoX (Pro) + ACP", "fox", PRO),
     Contender("FoX (Pro) + ACP, evicting", "fox", PRO, EVICT),
-    Contender("FoX (Pro) + ACP, no graph", "fox", PRO, graph=False),
+    Contender("FoX (Pro) + ACP, not compiled", "fox", PRO, compile=False),
+    Contender("FoX (Pro) + ACP, no graph", "fox", PRO, graph=False, compile=False),
     Contender("RoPE", "rope"),
     Contender("PaTH-FoX", "path_fox"),
     Contender("Mamba-2", "mamba2"),
@@ -116,6 +119,7 @@ def generator_of(model: LanguageModel, contender: Contender, batch: int, tokens:
     generator = Generator(
         model, batch, tokens + steps + 1, check_every=16, evict=contender.evict,
         graph=contender.graph and model.embedding.weight.is_cuda,
+        compile=contender.compile and model.embedding.weight.is_cuda,
     )  # fmt: skip
     for row in range(batch):
         generator.resume(filled(model, tokens, row), 0, steps, Sampling(0.0))

@@ -94,7 +94,7 @@ class MatrixMemory:
 
     def step(self, call: Call, extend: Extend) -> Tensor:
         o, state = extend(replace(call, state=RecurrentState(self.matrix)))
-        if state.matrix.data_ptr() != self.matrix.data_ptr():
+        if state.matrix is not self.matrix:
             self.matrix.copy_(state.matrix)
         return o  # type: ignore[no-any-return]
 
@@ -247,13 +247,14 @@ class PagedMemory:
         B, evict = len(rows.lengths), state.evict if isinstance(state, PagedCache) else None
         pool = KeyPool.empty(
             B, G, R, K, one.v.shape[2], dtype=one.v.dtype, device=device, decays=one.decay is not None,
-            pages=B * G * -(-tokens // PAGE) if evict is None else 0, tokens=tokens,
+            pages=B * G * (-(-tokens // PAGE) if evict is None else 1), tokens=tokens,
         )  # fmt: skip
         pool.lengths = rows.lengths
         if phase is not None:
             phase = torch.zeros(B, *phase.shape[1:], dtype=phase.dtype, device=device)
         return PagedMemory(pool, rows, place, phase, evict)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels write to the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
         from attnzoo.kernels.decode import paged_append, paged_attention
 

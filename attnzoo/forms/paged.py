@@ -17,6 +17,7 @@ from attnzoo.forms.cache import append_valid, check_rows, whole
 from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.pool import PAGE, KeyPool
+from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import least_logit
 
 ROWS = 128  # at a time
@@ -269,6 +270,54 @@ def extend_pages(
         found.append(attend_rows(scaled[:, :, now], pool, at[:, now], seen, given.window))
     o, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
     return (o, lse), new
+
+
+def refuses_pages(call: Call) -> str:
+    """Why the kernels of ``attnzoo.kernels.decode`` cannot serve a call over a :class:`PagedCache`, or ""."""
+    from attnzoo.kernels.decode import triton_unavailable
+    from attnzoo.kernels.decode.plan import MOST_ROWS
+
+    for option in ("valid", "return_lse"):
+        if option in call.options:
+            return f"the triton form has no option {option} over keys in pages"
+    if call.q.shape[1] > MOST_ROWS:
+        return f"the triton form reads keys in pages for 1 to {MOST_ROWS} tokens at a time"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
+        return "keys in pages have no gradient (run it under torch.no_grad())"
+    return triton_unavailable(call.q, call.v)
+
+
+@torch.no_grad()
+def step_pages(
+    forms: Additive, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
+) -> tuple[Tensor, PagedCache]:
+    """As :func:`extend_pages`, for few tokens of which all exist, in two kernels; the output is ``[B, T, H, V]``."""
+    from attnzoo.kernels.decode import paged_append, paged_attention
+
+    (B, T, H, K), pool = q.shape, state.pool
+    state.begin()
+    q, k, phase, angle = forms.place(q, k, gate, state, None)
+    if state.evict is not None and state.evict.offload is not None:
+        state.look(heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale), k, None)
+    pool.reserve([T] * B)
+    sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum, "n_log": pool.n_log}
+    g = None if gate.log_decay is None else gate.log_decay.float().expand(B, T, H)
+    since = paged_append(
+        k.to(pool.k.dtype), v, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
+        log_decay=g, total=pool.total, since=pool.since, impl="triton", **sums,
+    )  # fmt: skip
+    pool.lengths = [n + T for n in pool.lengths]
+    if given.prune is not None:
+        sums |= {"prune": given.prune, "k_norm": pool.k_norm, "logit_bound": given.logit_bound}
+    else:
+        del sums["n_log"]
+    o = paged_attention(
+        q.to(pool.k.dtype), pool.k, pool.v, pool.table, pool.first, pool.length, since=since, scale=given.scale,
+        window=given.window, sink=given.sink, impl="triton", **sums,
+    )  # fmt: skip
+    there = append_valid(cast(Any, state), None, k)
+    seen = {"tokens": state.tokens + T, "valid": there, "phase": phase, "angle": angle}
+    return o.to(v.dtype), PagedCache.of(pool, state.evict, **seen)
 
 
 def _since(before: Tensor, g: Tensor, at: Tensor) -> Tensor:

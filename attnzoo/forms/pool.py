@@ -197,16 +197,14 @@ class KeyPool:
         Raises:
             MemoryError: they do not fit into the memory of the device. Nothing has changed then.
         """
+        G, now, more = self.table.shape[1], torch.tensor(self.lengths), torch.tensor(list(counts))
+        written = ((now % PAGE > 0) & (more > 0)).nonzero()[:, 0]  # sequences that write to a page that they have
+        common = self.refs[self.pages[written, :, now[written] // PAGE].long()] > 1
+        shared = [(b := int(written[i]), g, self.lengths[b] // PAGE) for i, g in common.nonzero().tolist()]
         spans = [
-            (self._reserved(b), -(-(n + more) // PAGE)) if more else (0, 0)
-            for b, (n, more) in enumerate(zip(self.lengths, counts, strict=True))
+            (self._reserved(b), -(-(n + extra) // PAGE)) if -n % PAGE < extra else (0, 0)
+            for b, (n, extra) in enumerate(zip(self.lengths, counts, strict=True))
         ]
-        G = self.table.shape[1]
-        shared = [
-            (b, g, n // PAGE)
-            for b, (n, more) in enumerate(zip(self.lengths, counts, strict=True)) if more and n % PAGE
-            for g in range(G) if int(self.refs[self.pages[b, g, n // PAGE]]) > 1
-        ]  # fmt: skip
         missing = G * sum(max(0, stop - start) for start, stop in spans) + len(shared)
         if not missing:
             return

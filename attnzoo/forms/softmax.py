@@ -21,7 +21,7 @@ from attnzoo.forms.carried import CarriedPool, extend_carried
 from attnzoo.forms.fixed import KeyMemory, Memory, PagedMemory, Rows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
-from attnzoo.forms.paged import PagedCache, extend_pages
+from attnzoo.forms.paged import PagedCache, extend_pages, refuses_pages, step_pages
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, near_lse, readout
@@ -82,12 +82,14 @@ class SoftmaxForms(Forms):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Any = None, *, form: str = REFERENCE, **options: Any
     ) -> tuple[Any, Any]:
-        """Continue from ``state`` by ``form``; see :meth:`Forms.extend`. One in pages is read by plain operations."""
+        """Continue from ``state`` by ``form``; see :meth:`Forms.extend`."""
         if not isinstance(state, PagedCache):
             return super().extend(q, k, v, gate, state, form=form, **options)
         given = SoftmaxOptions(**options)
         check_softmax(given, q, gate)
         state.check(q, k, v, gate)
+        if form != REFERENCE and state.tokens:
+            return self._step_pages(q, k, v, gate, state, given)
         rows, new = self._extend_pages(q, k, v, gate, state, given)
         if rows is None:
             return super().extend(q, k, v, gate, None, form=form, **options)[0], new
@@ -102,8 +104,16 @@ class SoftmaxForms(Forms):
 
     def refuses(self, form: str, call: Call) -> str:
         if form != REFERENCE and isinstance(call.state, PagedCache) and len(call.state):
-            return f"the {form} form does not read keys in pages"
+            return self._refuses_pages(form, call)
         return super().refuses(form, call)
+
+    def _refuses_pages(self, form: str, call: Call) -> str:
+        return f"the {form} form does not read keys in pages"
+
+    def _step_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
+    ) -> tuple[Tensor, PagedCache]:
+        raise ValueError("form: expected 'reference' over keys in pages that transitions carry")
 
     def _extend_pages(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
@@ -312,6 +322,14 @@ class AdditiveForms(SoftmaxForms):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
     ) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
         return extend_pages(self, q, k, v, gate, state, options)
+
+    def _refuses_pages(self, form: str, call: Call) -> str:
+        return refuses_pages(call) if form == "triton" else super()._refuses_pages(form, call)
+
+    def _step_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
+    ) -> tuple[Tensor, PagedCache]:
+        return step_pages(self, q, k, v, gate, state, options)
 
     def remember(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,

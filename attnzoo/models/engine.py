@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict
 from attnzoo.errors import check_kinds
@@ -74,6 +74,7 @@ class Generator:
         evict: give up keys for which no later token can lose more than this weight in all; None for none. Their memory
             is taken as it is needed, and a growing pool of keys captures the graph anew.
         graph: whether a step is captured as a CUDA graph; None for wherever there is a GPU.
+        compile: compile the blocks' steps (`torch.compile`): fewer kernels, after some seconds at the first step.
 
     Raises:
         TypeError, ValueError: a model or numbers of another kind, or a variant that offers no memory of fixed size.
@@ -89,6 +90,7 @@ class Generator:
         check_every: int = 8,
         evict: float | None = None,
         graph: bool | None = None,
+        compile: bool = False,
     ) -> None:
         if not isinstance(model, LanguageModel):
             raise TypeError(f"model: expected LanguageModel, got {type(model).__name__}")
@@ -103,6 +105,7 @@ class Generator:
         if evict is not None and Evict.of(evict).offload:
             raise ValueError("evict: expected a weight (no keys are brought back within a step), got 'offload'")
         self.model, self.max_tokens, self.check_every, self.evict = model.eval(), max_tokens, check_every, evict
+        self._block: Callable[..., Tensor] = torch.compile(_block, dynamic=False) if compile else _block
         self.graphed = self.device.type == "cuda" if graph is None else graph
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * max_sequences
@@ -294,7 +297,7 @@ class Generator:
         """One step of the whole model; changes only tensors that stay where they are."""
         x = self.model.embedding(self.tokens[:, None])  # [B, 1, D]
         for block, cache in zip(self.model.blocks, self.caches, strict=True):
-            x = block(x, cache=cache)
+            x = self._block(block, x, cache)
         logits = self.model.head(self.model.norm(x))[:, 0]  # [B, vocab]
         self.tokens.copy_(self.samplers.draw(logits, needs))
         self.batch.length += self.batch.active
@@ -342,6 +345,10 @@ class Generator:
                 request.done = token in request.stop or len(request.tokens) == request.max_new_tokens
                 if request.done and self.rows[row] is request:
                     self._release(row)
+
+
+def _block(block: nn.Module, x: Tensor, cache: FixedCache) -> Tensor:
+    return block(x, cache=cache)  # type: ignore[no-any-return]
 
 
 def _bytes(caches: Sequence[FixedCache]) -> int:

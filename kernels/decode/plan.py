@@ -65,6 +65,10 @@ def _plan(call: Call, machine: Machine, multiprocessors: int, forced: tuple[tupl
     stages = max(1, min(3, 65536 // (BS * width)))
     BT = min(64, max(16, power_of_2(call.T * call.rep)))
     chosen = Plan(BT, BS, 4, stages, 8 * multiprocessors, 4)
+    if BT == 16 and width <= 256:  # 16-bit heads of 64 (one warp needs no sums across warps), one H200
+        chosen = replace(chosen, num_warps=1, num_stages=2, extra=2)
+    elif BT == 16 and width <= 512:
+        chosen = replace(chosen, num_warps=2, num_stages=2, programs=4 * multiprocessors)
     return replace(chosen, **dict[str, Any](forced))
 
 
