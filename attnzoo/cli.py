@@ -14,6 +14,7 @@ import click
 
 from attnzoo.benchmarks.command import bench
 from attnzoo.experiments.builtin import built_in, find_config
+from attnzoo.training.commands import PATH, export, import_, tokenize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,19 +26,7 @@ EXTRAS = dict.fromkeys(
 ) | {"transformers": "hf", "tokenizers": "hf"}
 # Everything else is imported inside the commands: `attnzoo --help` must not wait for torch.
 
-
-class PathType(click.Path):
-    """A path; an empty text, as of a variable that is not set, is none, though it would stand for this folder."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "":
-            self.fail("expected a path, got ''", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-PATH = PathType(path_type=Path)
 config_argument = click.argument("config")
-to_option = click.option("--to", "folder", required=True, type=PATH, help="The folder to write.")
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
@@ -185,7 +174,11 @@ def doctor(head_dim: int, dtype: str, as_json: bool) -> None:
 @app.command(epilog=f"Built in: {', '.join(built_in('train'))}.")
 @config_argument
 @overrides_argument
-def train(config: str, overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--processes", type=click.IntRange(min=1), default=1, show_default=True,
+    help="On this machine: one for each GPU, or some on a CPU.",
+)  # fmt: skip
+def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
     """Train one model as CONFIG says, or go on training it.
 
     CONFIG is a YAML file with the fields of TrainConfig, or the name of a built-in one or of a preset, such as
@@ -196,9 +189,16 @@ def train(config: str, overrides: tuple[str, ...]) -> None:
     from attnzoo.config import load_config
 
     loaded = load_config(path, overrides)
+    if processes > 1:
+        from attnzoo.training.launch import check_processes, launch
+
+        check_processes(processes, loaded.device)
+        return launch([sys.executable, "-m", "attnzoo", "train", config, *overrides], processes)
     from attnzoo.training import train as run
 
-    click.echo(f"run: {run(loaded)}")
+    folder = run(loaded)
+    if os.environ.get("RANK", "0") == "0":
+        click.echo(f"run: {folder}")
 
 
 @app.command()
@@ -271,70 +271,6 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
 
 
 @app.command()
-@click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=PATH)
-@to_option
-@click.option("--vocab-size", type=click.IntRange(min=1), help="Train a byte-level BPE tokenizer of that many tokens.")
-@click.option("--tokenizer", type=PATH, help="Take this tokenizer.json, or that of this folder, instead.")
-@click.option("--end", help="The token that ends a document.  [default: the tokenizer's end of sequence]")
-@click.option("--pattern", default="*", show_default=True, help="Which files of folders, at any depth.")
-@click.option(
-    "--heldout-fraction", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.05, show_default=True,
-    help="Share of the files that training will not see.",
-)  # fmt: skip
-def tokenize(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
-    """Write text files as tokens for training.
-
-    PATH is a text file (UTF-8), a folder of them, or stdlib; each file is a document. The folder written is a
-    data.source: it holds the tokenizer, and the tokens of a training and a held-out split, by file.
-    """
-    from attnzoo.data.tokenizer import tokenize as run
-
-    done = run(paths, folder, **options)
-    shards = done.shards
-    counts = [sum(shard.count for shard in split) for split in (shards.train, shards.held_out)]
-    click.echo(f"{done.files:,} files of {done.bytes:,} bytes, {done.bytes / sum(counts):.2f} bytes per token")
-    click.echo(f"training: {counts[0]:,} tokens; held out: {counts[1]:,}")
-    if (options["vocab_size"] or 0) > shards.vocab_size:
-        click.echo(f"the texts give no more than {shards.vocab_size:,} tokens")
-    click.echo(f"tokens: {folder} (vocabulary {shards.vocab_size:,})")
-
-
-@app.command()
-@click.argument("run", type=PATH)
-@to_option
-def export(run: Path, folder: Path) -> None:
-    """Write a run as a model folder of Hugging Face.
-
-    `import attnzoo` and `AutoModelForCausalLM.from_pretrained(FOLDER)` load it. The newest whole checkpoint is taken.
-    """
-    from attnzoo.training.exchange import export_run
-
-    click.echo(f"model: {export_run(run, folder)}")
-
-
-@app.command("import")
-@click.argument("source", metavar="FOLDER", type=PATH)
-@to_option
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
-)
-def import_(source: Path, folder: Path, dtype: str | None) -> None:
-    """Write another library's model as one of attnzoo.
-
-    FOLDER holds a model of transformers (Llama, Mistral, Qwen2, Qwen3, Qwen3-Next, Mamba-2), of
-    flash-linear-attention, or of the Forgetting Transformer's authors, as `save_pretrained` writes it. The folder
-    written also holds train.yaml, which trains on from it.
-    """
-    import torch
-
-    from attnzoo.training.exchange import import_model
-
-    for note in import_model(source, folder, getattr(torch, dtype) if dtype else None):
-        click.echo(note)
-    click.echo(f"model: {folder}")
-
-
-@app.command()
 @click.argument("source", metavar="RUN_OR_FOLDER", type=PATH)
 @click.option("--prompt", required=True, help="What is continued.")
 @click.option(
@@ -375,7 +311,8 @@ def generate(
         click.echo(line, err=True)
 
 
-app.add_command(bench)
+for command in (tokenize, export, import_, bench):
+    app.add_command(command)
 
 
 def main() -> NoReturn:
@@ -412,6 +349,11 @@ def main() -> NoReturn:
             _fail(f"this needs {missing}, which is not installed: pip install 'attnzoo[{EXTRAS[missing]}]'", 2)
         if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate" in str(error):
             _fail(f"out of memory: {error}", 2)
+        if "RANK" in os.environ:
+            from attnzoo.training.launch import GONE, lost_another
+
+            if lost_another(error):
+                _fail(f"{GONE}: {error}", 2)
         kinds = ValueError | TypeError | OSError | FloatingPointError
         if not isinstance(error, kinds) and not type(error).__module__.startswith("attnzoo."):
             raise
@@ -433,8 +375,15 @@ def _ready_streams() -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    line = " ".join(message.split())
     with suppress(OSError):  # whoever reads may have gone
-        click.echo(f"attnzoo: {' '.join(message.split())}", err=True)
+        if "RANK" in os.environ:
+            from attnzoo.training.launch import tell_launcher
+
+            if tell_launcher(line):
+                sys.exit(code)
+            line = f"process {os.environ['RANK']}: {line}"
+        click.echo(f"attnzoo: {line}", err=True)
     sys.exit(code)
 
 

@@ -253,3 +253,35 @@ def test_a_cache_of_fixed_size_takes_one_token_of_each_sequence():
         layer(torch.randn(2, 2, 32), cache=cache)
     with pytest.raises(ValueError, match="attention_mask: expected None with a cache of fixed size"):
         layer(torch.randn(2, 1, 32), cache=cache, attention_mask=torch.ones(2, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_step_in_a_graph_stays_right_while_sequences_grow_come_and_go(name):
+    sizes = {"hidden_size": 128, "initializer_range": 0.1, "vocab_size": 500}
+    model = build(**{**LAYERS[name], **sizes}).cuda()
+    draws = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 500, (T,), generator=draws).cuda() for T in (3, 130, 1, 64)]
+    generator = Generator(model, 3, 256, check_every=3)
+    ids = [generator.add(prompt, 70, temperature=0) for prompt in prompts]
+    found = generator.run()
+    assert generator.graphed
+    for number, prompt in zip(ids, prompts, strict=True):
+        assert found[number] == alone(model, prompt, 70), (name, number)
+    sampled = [generator.add(prompts[1], 40, temperature=1.0, top_k=50, top_p=0.9, seed=5) for _ in range(2)]
+    found = generator.run()
+    assert found[sampled[0]] == found[sampled[1]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_a_graph_of_pages_that_are_given_up_is_captured_anew_when_they_move(compiled):
+    model = forgetful().cuda()
+    prompts = [torch.randint(0, 40, (T,), device="cuda") for T in (150, 250, 700)]
+    generator = Generator(model, 2, 1024, evict=math.exp(-10), compile=compiled)
+    ids = [generator.add(prompt, 200, temperature=0) for prompt in prompts]
+    found = generator.run()
+    for number, prompt in zip(ids, prompts, strict=True):
+        assert found[number] == alone(model, prompt, 200)
+        forgets, remembers = generator.requests[number].kept[0]
+        assert forgets <= min(3 * PAGE, remembers - PAGE)

@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from attnzoo.cli import app
+from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.peers import Weights, build, from_peer, peer_of
 
 transformers = pytest.importorskip("transformers")
@@ -295,7 +296,8 @@ class OfficialFoX(torch.nn.Module):
                     logit = w[f"model.layers.{i}.attn.fgate_bias"].expand(*tokens.shape, H)
                 c = torch.nn.functional.logsigmoid(logit).cumsum(1).mT  # [B, H, T]
                 scores = scores + c[..., :, None] - c[..., None, :]
-            scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf"))
+            ago = torch.arange(T)[:, None] - torch.arange(T)
+            scores = scores.masked_fill((ago < 0) | (ago >= (s.get("window_size") or T)), float("-inf"))
             o = torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v)
             if s["use_output_norm"]:
                 o = rms(o, at("attn.output_norm").view(H, -1), 1e-6)
@@ -337,6 +339,7 @@ OFFICIAL = {
         "qk_norm_share_param_across_head": True,
         "num_kv_heads": 2,
     },
+    "Transformer (LLaMA) with windows": {**LLAMA, "fgate_type": "none", "use_rope": True, "window_size": 5},
     "FoX (LLaMA), pruned": {**LLAMA, "log_pruning_tolerance": -40.0},
 }
 
@@ -350,3 +353,27 @@ def test_logits_are_those_of_the_papers_models(case, tokens):
         del theirs.settings["fgate_type"], theirs.settings["qk_norm_share_param_across_head"]
     ours = from_peer(theirs)
     torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+WIDE = {"hidden_size": 1536, "num_hidden_layers": 24, "num_heads": 12, "vocab_size": 50257}
+SHIFTED = {name: PRO[name] for name in PRO if name.startswith(("use_", "qk_norm"))}
+PUBLISHED = {  # the paper's 760M models without the embedding, by the authors' classes
+    "fox-pro": ({**WIDE, **SHIFTED, "num_heads": 24, "hidden_ratio": 3.5}, 759_441_984),
+    "fox-llama": ({**WIDE, "num_heads": 24}, 757_632_576),
+    "transformer-pro": ({**WIDE, **SHIFTED, "fgate_type": "none", "use_rope": True, "hidden_ratio": 3.5}, 757_675_008),
+    "transformer-llama": ({**WIDE, "model_type": "transformer-project_fox"}, 756_747_264),
+    "delta_net": ({**WIDE, "model_type": "delta_net-project_fox"}, 757_635_072),
+    "hgrn2": ({**WIDE, "model_type": "hgrn2-project_fox"}, 756_820_992 - 24 * 1536),  # its bounds, which nobody uses
+    "mamba2": (
+        {**WIDE, "model_type": "mamba2-project_fox", "num_hidden_layers": 48, "num_heads": 48, "head_dim": 64,
+         "state_size": 128, "n_groups": 1, "conv_kernel": 4}, 780_113_664,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_sizes(name):
+    fields, expected = PUBLISHED[name]
+    with torch.device("meta"):
+        model = LanguageModel(peer_of({"model_type": "forgetting_transformer-project_fox", **fields}).config)
+    assert sum(parameter.numel() for parameter in model.parameters()) - model.embedding.weight.numel() == expected

@@ -300,6 +300,20 @@ def test_a_damaged_part_is_named_and_the_checkpoint_before_it_taken(runs, caplog
     assert "__1_0.distcp is damaged" in caplog.text
 
 
+def test_a_part_that_cannot_be_written_is_an_error_that_names_the_process(config_file, monkeypatch):
+    from attnzoo.config import load_config
+    from attnzoo.training import CheckpointError, train
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", full)
+    run = config_file.parent / "full"
+    with pytest.raises(CheckpointError, match="could not write the checkpoint of step 4 .*process 0.*No space left"):
+        train(load_config(config_file, [f"output_dir={run}", FSDP]))
+    assert not list((run / "checkpoints").iterdir())
+
+
 def test_what_does_not_work_with_parts_is_refused(config_file):
     from attnzoo.config import load_config
 

@@ -19,7 +19,7 @@ CASES = (
     "8.0:decode bf16 64 step",
     "9.0:decode bf16 64 rows",
     "9.0:fox bf16 128 gate$|path bf16 64 gate$:hopper",
-    "8.6:path bf16 128 heads$:carry_bwd",
+    "8.6:path bf16 128 heads$|wall bf16 64 gate$:carry_bwd",
     "12.0:fox bf16 64 gate$:fwd",
 )
 
@@ -56,5 +56,8 @@ def test_steps_over_pages_compile(compiled: list[dict[str, Any]], capability: st
 
 def test_portable_kernels_fit_small_gpus(compiled: list[dict[str, Any]]) -> None:
     """``compiling`` holds each against the shared memory of its GPU; the carries' backward is the one with stages."""
-    assert {row["kernel"] for row in compiled if row["capability"] == "8.6"} == {"path_carry_bwd_kernel"}
+    assert {row["kernel"] for row in compiled if row["capability"] == "8.6"} == {
+        "path_carry_bwd_kernel",
+        "wall_carry_bwd_kernel",
+    }
     assert {row["kernel"] for row in compiled if row["capability"] == "12.0"} == {"fox_fwd_portable_kernel"}

@@ -1,0 +1,116 @@
+"""Several processes of one host, and the one line that says why they ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+QUIET = "ATTNZOO_LAUNCHED"  # set for processes whose launcher says what went wrong
+GONE = "another process has gone"
+# What gloo and NCCL say of a peer that has gone; neither has a kind of error of its own for it.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+
+
+class LaunchError(RuntimeError):
+    """A process has failed, and with it all of them."""
+
+
+def check_processes(processes: int, device: str) -> None:
+    """Refuse processes that this one could not start.
+
+    Args:
+        processes: how many.
+        device: `TrainConfig.device`.
+
+    Raises:
+        ValueError: more than there are GPUs, where there are some to be used; or this process was itself launched.
+    """
+    import torch
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError(
+            f"processes={processes}: this is a process of a launcher already, which says how many there are"
+        )
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if 0 < gpus < processes:
+        raise ValueError(f"processes={processes}: expected one for each GPU, and this machine has {gpus}")
+
+
+def launch(command: Sequence[str], processes: int) -> None:
+    """Run a command in several processes of this host that find one another, and wait for all of them.
+
+    When one fails the others are ended.
+
+    Args:
+        command: its words.
+        processes: how many.
+
+    Raises:
+        LaunchError: one failed, with what it said of it, or the signal that ended it.
+        KeyboardInterrupt: this process was told to stop.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # else tables and tracebacks
+    os.environ[QUIET] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    with tempfile.TemporaryDirectory(prefix="attnzoo-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=str(uuid.uuid4()),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError as error:
+            raise LaunchError(first_failure(error.failures, processes)) from None
+        except SignalException as error:
+            raise KeyboardInterrupt(f"stopped by {error.sigval.name}") from None
+
+
+def first_failure(failures: Mapping[int, ProcessFailure], processes: int) -> str:
+    """Which process failed, and why, in a line; where several did, one that did not fail because another had gone."""
+
+    def secondary(rank: int) -> tuple[bool, bool, int]:
+        failure = failures[rank]
+        return GONE in str(failure.message), failure.exitcode == -signal.SIGTERM, rank
+
+    rank = min(failures, key=secondary)
+    failure = failures[rank]
+    if failure.exitcode < 0:
+        why = f"ended by {signal.Signals(-failure.exitcode).name}; the same command goes on from the last checkpoint"
+    elif os.path.isfile(failure.error_file):
+        why = str(failure.message)
+    else:
+        why = f"ended with status {failure.exitcode}"
+    return f"process {rank} of {processes}: {why}"
+
+
+def tell_launcher(message: str) -> bool:
+    """Leave a message where torch's launchers look for it; whether the launcher is going to say it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with open(path, "w") as file:
+            json.dump({"message": message, "timestamp": int(time.time())}, file)
+    return bool(path) and QUIET in os.environ
+
+
+def lost_another(error: Exception) -> bool:
+    """Whether an error says that another process of the run has gone."""
+    return isinstance(error, RuntimeError) and "RANK" in os.environ and any(words in str(error) for words in LOST)

@@ -1,0 +1,121 @@
+"""Wall as an operator: schemas, compilers, autocast, what is refused, and which gradients are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fox_cases import DEVICE
+from transforms import assert_only_auto_is_transformed
+from wall_cases import Case, inputs, large_tiles
+
+from attnzoo.kernels.wall import wall_attention
+from attnzoo.kernels.wall.reference import wall_reference, wall_reference_lse
+
+__all__ = ["large_tiles"]
+ORDER = ("q", "k", "v", "log_diag", "sink")
+
+
+def test_opcheck() -> None:
+    from attnzoo.kernels.wall.op import wall_backward_op, wall_forward_op
+
+    x = inputs(Case(T=40, H=1, sink=True), torch.float32)
+    rows, borders = [x[n] for n in ORDER], torch.tensor([0, 30, 40], device=DEVICE)
+    leaves = [t.clone().requires_grad_() for t in rows]
+    torch.library.opcheck(wall_forward_op, (*leaves, borders, 0.3, 9, False, True))
+    o, row_lse, lse = wall_forward_op(*rows, None, 0.3, 0, False, True)
+    call = (x["do"], torch.ones_like(row_lse), *rows[:4], o, lse, rows[4], None, 0.3, 0, False)
+    for wanted in ([True] * 5, [True, False, False, True, False]):
+        torch.library.opcheck(wall_backward_op, (*call, wanted), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_log_sum_exp_and_its_gradients() -> None:
+    x = inputs(Case(T=140, H=1, sink=True), torch.float32)
+
+    def run(fn: Any, **more: Any) -> list[torch.Tensor]:
+        leaves = {n: x[n].detach().clone().requires_grad_() for n in ORDER}
+        o, lse = fn(**leaves, **more)
+        return [o, lse, *torch.autograd.grad((o * x["do"]).sum() + lse.sin().sum(), list(leaves.values()))]
+
+    for got, want in zip(run(wall_attention, impl="triton", return_lse=True), run(wall_reference_lse), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+
+
+def test_frozen_inputs_have_no_gradient() -> None:
+    x = inputs(Case(T=40, H=2, G=1, sink=True), torch.float32)
+    full = None
+    for names in (ORDER, ("v", "sink"), ("k",)):
+        leaves = {n: x[n].detach().requires_grad_(n in names) for n in ORDER}
+        wall_attention(**leaves, impl="triton").square().sum().backward()
+        grads = {n: t.grad for n, t in leaves.items() if t.grad is not None}
+        assert grads.keys() == set(names)
+        full = full or grads
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, full[name], rtol=1e-4, atol=1e-5)
+
+
+def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_diag: torch.Tensor) -> torch.Tensor:
+    return wall_attention(q * 2, k, v, log_diag=log_diag, impl="triton") + 1
+
+
+def test_compiles_as_one_graph_for_any_length() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    for T in (40, 131):
+        x = inputs(Case(T=T, H=1), torch.float32)
+        leaves = [x[n].requires_grad_() for n in ORDER[:4]]
+        got, want = (torch.autograd.grad(fn(*leaves).sum(), leaves) for fn in (compiled, layer))
+        assert all(map(torch.equal, got, want))
+    assert len(graphs) == 1
+
+
+def test_autocast_casts_the_operands_and_keeps_the_gates() -> None:
+    x = inputs(Case(T=66), torch.float32)
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        o = wall_attention(x["q"], x["k"], x["v"], log_diag=x["log_diag"].double(), impl="triton")
+    want = wall_attention(*(x[n].half() for n in "qkv"), log_diag=x["log_diag"], impl="triton")
+    assert o.dtype == torch.float16
+    assert torch.equal(o, want)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"log_diag": None}, r"log_diag: expected a tensor, got NoneType"),
+    ({"log_diag": torch.zeros(1, 4, 1, 16)}, r"log_diag: expected \[B=1, T=4, H=2, K=16\] as q"),
+    ({"log_diag": torch.zeros(1, 4, 2, 16).half()}, r"log_diag: expected float32"),
+    ({"log_diag": torch.full((1, 4, 2, 16), 0.5)}, r"log_diag: expected natural logs <= 0, got 0.5"),
+    ({"q": torch.zeros(1, 3, 2, 16), "log_diag": torch.zeros(1, 3, 2, 16)}, r"k: expected as many tokens as q"),
+    ({"v": torch.zeros(1, 4, 1, 16)}, r"v: expected \[B=1, S=4, G=2, V\]"),
+    ({"window": 0}, r"window: expected at least 1"),
+    ({"cu_seqlens": torch.tensor([1, 4])}, r"cu_seqlens: expected borders rising from 0 to T=4"),
+    ({"impl": "cuda"}, r"impl: expected one of"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[m[:22] for _, m in BAD])
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    args: dict[str, Any] = {n: torch.zeros(1, 4, 2, 16) for n in ("q", "k", "v", "log_diag")} | change
+    with pytest.raises((ValueError, TypeError), match=message):
+        wall_attention(**args)
+
+
+@pytest.mark.parametrize(("K", "V"), [(8, 16), (144, 16), (16, 8)])
+def test_head_dims_that_the_kernels_do_not_have(K: int, V: int) -> None:
+    x = {n: t for n, t in inputs(Case(T=20, K=K, V=V), torch.float32).items() if n != "do"}
+    with pytest.raises(ValueError, match="cannot run here: expected [KV] a multiple of 16 up to 128"):
+        wall_attention(**x, impl="triton")
+    assert torch.equal(wall_attention(**x), wall_reference(**x))
+
+
+def test_transforms_of_functions_take_the_reference() -> None:
+    x = inputs(Case(T=9, gate="open"), torch.float32)
+
+    def loss(q: torch.Tensor, impl: Any) -> torch.Tensor:
+        return wall_attention(q, x["k"], x["v"], log_diag=x["log_diag"], impl=impl).square().sum()
+
+    assert_only_auto_is_transformed(loss, x["q"])

@@ -1,0 +1,127 @@
+"""Processes that `attnzoo train --processes` starts: what one of them says, and nothing else, is what a user reads."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from tiny_processes import environment
+
+from attnzoo import cli
+from attnzoo.training.launch import GONE, LaunchError, check_processes, first_failure, launch
+
+# Python without torch, which starts at once. Process 1 fails in the way that it is told, the other waits for its end.
+PROGRAM = """
+import os, signal, sys, time
+sys.path.insert(0, "{root}")
+if os.environ["RANK"] == "0":
+    time.sleep(60)
+from attnzoo.cli import _fail
+{work}
+"""
+
+
+def program(work):
+    root = os.path.dirname(os.path.dirname(cli.__file__))
+    return [sys.executable, "-c", PROGRAM.format(root=root, work=work)]
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        ("_fail('no data at\\n nowhere', 2)", "process 1 of 2: no data at nowhere"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "process 1 of 2: ended by SIGKILL; the same command goes on from the"),
+        ("sys.exit(3)", "process 1 of 2: ended with status 3"),
+    ],
+)
+def test_what_ended_a_process_is_the_error_and_nothing_more_is_printed(work, said, capfd, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("ATTNZOO_LAUNCHED", raising=False)
+    with pytest.raises(LaunchError, match=f"^{said}"):
+        launch(program(work), 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_processes_that_all_end_well_are_no_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    work = "import os, pathlib; pathlib.Path(os.environ['RANK'] + os.environ['WORLD_SIZE']).touch()"
+    monkeypatch.chdir(tmp_path)
+    launch([sys.executable, "-c", work], 3)
+    assert sorted(os.listdir(tmp_path)) == ["03", "13", "23"]
+
+
+def test_processes_that_cannot_be_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    check_processes(2, "auto")
+    check_processes(4, "cpu")
+    with pytest.raises(ValueError, match=r"processes=4: expected one for each GPU, and this machine has 2"):
+        check_processes(4, "auto")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ValueError, match="process of a launcher already"):
+        check_processes(2, "cpu")
+
+
+def test_a_launcher_that_is_stopped_stops_its_processes(tmp_path):
+    root = os.path.dirname(os.path.dirname(cli.__file__))
+    work = f"import os, time; open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w').write(str(os.getpid())); "
+    own = f"import sys; sys.path.insert(0, {root!r}); from attnzoo.training.launch import launch; "
+    own += f"launch([sys.executable, '-c', {work + 'time.sleep(60)'!r}], 2)"
+    with subprocess.Popen([sys.executable, "-c", own], env=environment(), stderr=subprocess.PIPE, text=True) as started:
+        deadline = time.monotonic() + 120
+        while len([path for path in tmp_path.iterdir() if path.stat().st_size]) < 2:
+            assert started.poll() is None, started.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        started.send_signal(signal.SIGTERM)
+        assert started.stderr.read().rstrip().endswith("KeyboardInterrupt: stopped by SIGTERM")
+    for path in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
+
+
+def failure(exitcode, message="", error_file="<N/A>"):
+    return SimpleNamespace(exitcode=exitcode, message=message, error_file=error_file)
+
+
+def test_a_process_that_failed_for_itself_comes_before_those_that_missed_it():
+    gone, ended = failure(2, f"{GONE}: Connection closed by peer", __file__), failure(-signal.SIGTERM)
+    killed, wrong = failure(-signal.SIGKILL), failure(2, "batch_size=5 does not divide", __file__)
+    assert "2 of 3: ended by SIGKILL" in first_failure({0: gone, 1: ended, 2: killed}, 3)
+    assert "1 of 3: batch_size=5" in first_failure({0: gone, 1: wrong, 2: ended}, 3)
+    assert f"0 of 2: {GONE}" in first_failure({0: gone}, 2)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:5"), ValueError("x")]
+)
+def test_an_error_of_one_of_several_processes_is_one_line_with_its_number(error, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.delenv("ATTNZOO_LAUNCHED", raising=False)
+
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit):
+        cli.main()
+    expected = f"{GONE}: {error}" if isinstance(error, RuntimeError) else str(error)
+    assert capsys.readouterr().err == f"attnzoo: process 1: {expected}\n"
+    assert f'"message": "{expected}"' in (tmp_path / "error.json").read_text()
+
+
+@pytest.mark.long
+def test_processes_train_and_refuse_in_one_line(tmp_path):
+    small = ["train", "tiny", "device=cpu", f"output_dir={tmp_path / 'run'}", "steps=3", "optimizer.warmup_steps=1"]
+    words = [sys.executable, "-m", "attnzoo", *small, "--processes", "2"]
+    done = subprocess.run([*words, "batch_size=3"], env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("attnzoo: process 0 of 2: batch_size=3 does not divide evenly among 2 processes")
+    assert done.stderr.count("\n") == 1
+    done = subprocess.run([*words, "batch_size=4"], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("run: ") == 1

@@ -1,0 +1,79 @@
+"""Two GPUs of one host train what one trains, with a copy of the model each or a part of it."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tiny_runs
+import torch
+from tiny_processes import environment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+]
+SMALL = (
+    "data.context_length=512",
+    "model={hidden_size: 256, num_layers: 4, num_heads: 4, attention: [path_fox, fox, gla, mamba2]}",
+    "batch_size=8",
+    "gradient_accumulation=2",
+    "steps=8",
+    "checkpoint_every=4",
+    "eval_tokens=4096",
+    "device=auto",
+)
+
+
+def train(processes, folder, run, *overrides):
+    from attnzoo.config import to_yaml
+    from attnzoo.training import read_metrics
+
+    path = folder / f"{run}.yaml"
+    path.write_text(to_yaml(tiny_runs.config_of(folder, run, *SMALL, *overrides)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "attnzoo.cli", "train", str(path)],
+        # without multicast over NVLink, which not every machine that has NVLink offers
+        env={**environment(), "NCCL_NVLS_ENABLE": "0", "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes)))},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read_metrics(folder / run)
+    speed = max(row["tokens_per_second"] for row in rows if row["kind"] == "train")
+    print(f"{run} ({processes} GPUs): {speed:,.0f} tokens/s")
+    return [row["loss"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpus")
+    (folder / "text.txt").write_text("".join(f"{number} and one is {number + 1}.\n" for number in range(9000)))
+    return folder
+
+
+def test_two_gpus_train_what_one_trains(folder):
+    one = train(1, folder, "one", "mixed_precision=bf16")
+    assert one[-1] < 0.9 * one[0]
+    for run, *overrides in (("copies", "sharding=none"), ("parts", "sharding=fsdp")):
+        two = train(2, folder, run, "mixed_precision=bf16", *overrides)
+        assert two[0] == pytest.approx(one[0], rel=1e-5)  # before the weights differ by rounding
+        assert two == pytest.approx(one, rel=1e-2)
+
+
+def test_one_gpu_goes_on_where_two_shared_the_model_and_back(folder):
+    overrides = ["sharding=fsdp", "recompute=true", "model.tie_embeddings=true"]
+    two = train(2, folder, "shared", *overrides)
+    assert two == pytest.approx(train(1, folder, "alone", *overrides[1:]), rel=1e-3)
+    for processes, began in ((1, "shared"), (2, "shared-1")):
+        run = f"shared-{processes}"
+        shutil.copytree(folder / began, folder / run)
+        shutil.rmtree(folder / run / "checkpoints" / "step-00000008")
+        assert train(processes, folder, run, *overrides) == pytest.approx(two, rel=1e-3)
+
+
+def test_parts_of_a_compiled_model_train_the_same(folder):
+    one = train(1, folder, "plain")
+    assert train(2, folder, "compiled", "sharding=fsdp", "compile=true") == pytest.approx(one, rel=1e-3)
