@@ -177,7 +177,7 @@ class KeyMemory:
         if self.decay is not None and gate.log_decay is not None:
             g = gate.per_token(q).log_decay[:, 0, :, None].double()  # type: ignore[index]  # [B, H, 1]
             self.decay.add_(g.masked_fill(is_closed(g), -torch.inf))
-            self.decay[rows, :, now] = 0.0
+            self.decay[rows, :, now] = self.decay.new_zeros(())  # a number would be copied from the host
             logits = (logits + self.decay).clamp(min=least_logit(dtype)).to(dtype)
         keys = torch.arange(S, device=q.device)
         hidden = keys > now[:, None]  # [B, S]

@@ -71,7 +71,8 @@ def test_a_captured_step_stays_right_while_sequences_grow() -> None:
     kept = [state(case, x) for _ in range(2)]
     for one in kept:
         one["length"] -= 62
-        one["table"] = torch.arange(B * 3, dtype=torch.int32, device=DEVICE).view(B, 1, 3).clone()
+        one["table"] = torch.full_like(one["table"], -1)
+        one["table"][:, :, :3] = torch.arange(B * 3, device=DEVICE).view(B, 1, 3)
     static = [torch.zeros(B, 2, n, 64, dtype=torch.bfloat16, device=DEVICE) for n in (2, 1)]
     static.append(torch.zeros(B, 2, 2, device=DEVICE))
     spare = {name: y.clone() for name, y in kept[0].items()}
