@@ -10,7 +10,7 @@ from layers import assert_same, layer, rows
 
 from attnzoo import Evict, Prune, build_attention
 from attnzoo.config import ModelConfig
-from attnzoo.forms.pool import PAGE
+from attnzoo.forms.pool import CHUNK, PAGE
 from attnzoo.models import LanguageModel
 
 TINY = 1e-25  # certified below it, a weight is nothing beside the others
@@ -47,6 +47,15 @@ def test_outputs_equal_those_of_a_whole_cache(name, options):
     assert paged.state.pool.first.any() == forgets
     if "window" in options:
         assert live(paged) <= 2 * 2 * (70 // PAGE + 2)
+
+
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+@torch.no_grad()
+def test_a_table_that_is_full_grows(name):
+    attn, x = forgetful(name), rows(1, CHUNK * PAGE + 1)
+    whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
+    for now in (x[:, :-1], x[:, -1:]):
+        assert_same(attn(now, cache=paged), attn(now, cache=whole))
 
 
 @pytest.mark.parametrize("name", ["fox", "path_fox"])

@@ -253,7 +253,8 @@ def attend_carried(
     if gate.log_decay is not None:
         inside = block_decay(heads_first(gate.log_decay, H, dtype))
         total_sum, page_sum, since = (cast(Tensor, x) for x in (pool.total, pool.page_sum, pool.since))
-        starts = page_sum.unflatten(1, (G, R)).gather(3, pages.clamp(min=0)[:, :, None].expand(B, G, R, -1))
+        inside_table = pages.clamp(0, page_sum.shape[2] - 1)[:, :, None].expand(B, G, R, -1)  # the first one may be new
+        starts = page_sum.unflatten(1, (G, R)).gather(3, inside_table)
         within = cast(Tensor, pool.decay)[found.clamp(min=0)].permute(0, 1, 4, 2, 3).double()
         after = total_sum.unflatten(1, (G, R))[..., None] - (starts[..., None] + within).flatten(3)
         old = old + (after.clamp(max=0)[..., None, :] + inside.entry.unflatten(1, (G, R))[..., None]).to(dtype)
