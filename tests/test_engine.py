@@ -9,8 +9,11 @@ from layers import assert_same, layer, rows
 from torch._dynamo.utils import counters
 
 from attnzoo.config import ModelConfig
+from attnzoo.errors import UnavailableError
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.pool import PAGE
+from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.layer.fixed import FixedCache
 from attnzoo.models import Generator, LanguageModel
 from attnzoo.models.sampling import FILTERED, Samplers, Sampling, uniform
 from attnzoo.registry import get, list_variants
@@ -77,7 +80,7 @@ def test_a_step_in_place_is_the_layers_own_step(name, options, paged):
         like = attn.new_cache()
         attn(rows(1, 1), cache=like)
         batch = Rows.idle(len(lengths))
-        fixed = attn.fixed_cache(like, batch, 16, paged=paged)
+        fixed = FixedCache.of(attn, like, batch, 16, paged=paged)
         for row, (T, cache) in enumerate(zip(lengths, caches, strict=True)):
             attn(rows(1, T, seed=row), cache=cache)
             fixed.admit(row, cache, 16)
@@ -253,6 +256,20 @@ def test_a_cache_of_fixed_size_takes_one_token_of_each_sequence():
         layer(torch.randn(2, 2, 32), cache=cache)
     with pytest.raises(ValueError, match="attention_mask: expected None with a cache of fixed size"):
         layer(torch.randn(2, 1, 32), cache=cache, attention_mask=torch.ones(2, 1))
+
+
+def test_steps_in_place_are_refused_where_nothing_that_was_asked_for_takes_them(monkeypatch):
+    model = build(attention="path")
+    like = model.new_cache()
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.int64), cache=like)
+    layer = model.attentions()[0]
+    layer.impl = "triton"
+    with pytest.raises(UnavailableError, match="impl='triton': no kernel takes a step of 'path' in place"):
+        FixedCache.of(layer, like[0], Rows.idle(1), 8)
+    monkeypatch.delattr(SoftmaxForms, "fixed")
+    with pytest.raises(ValueError, match="variant: expected one whose FORMS offer a memory of fixed size, got 'path'"):
+        Generator(build(attention="path"), 1, 8)
 
 
 @pytest.mark.gpu

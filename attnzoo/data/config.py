@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Any
 
 from attnzoo.errors import above, at_least, finite, one_of
+
+TASK = "task:"  # how the name of a synthetic task begins
 
 
 @dataclass
@@ -36,8 +39,10 @@ class DataConfig:
 
     Args:
         source: `stdlib` (the Python standard library's own source), a text file, a folder of text files, a folder that
-            `attnzoo tokenize` wrote, or pre-tokenised `.npy` / `.bin` files (one, or a folder of them). Text is read
-            byte by byte: the vocabulary is 256, and a zero byte ends each document. Files of tokens are memory-mapped.
+            `attnzoo tokenize` wrote, pre-tokenised `.npy` / `.bin` files (one, or a folder of them), or a synthetic
+            task, such as `task:flip_flop`. Text is read byte by byte: the vocabulary is 256, and a zero byte ends each
+            document. Files of tokens are memory-mapped; a task is drawn as it is asked for.
+        task_options: of a task, such as `{p_ignore: 0.98}`.
         sources: several sources with their weights, instead of `source`.
         documents: `joined` (a row goes on from one document into the next) or `packed` (no token of a document sees, or
             is asked for, one of another; rows are as full). Not for `.npy` and `.bin` files, which hold no borders.
@@ -56,6 +61,7 @@ class DataConfig:
     """
 
     source: str = "stdlib"
+    task_options: dict[str, Any] = field(default_factory=dict)
     sources: list[WeightedSource] = field(default_factory=list)
     documents: str = "joined"
     context_length: int = 256
@@ -79,10 +85,29 @@ class DataConfig:
             raise ValueError(f"pattern must be a relative path without '..', such as *.md, got {self.pattern!r}")
         if self.sources and self.source != "stdlib":
             raise ValueError(f"sources: expected none beside source={self.source!r}, which is then another of them")
+        self._check_task()
         one_of(self, "documents", ["joined", "packed"])
         one_of(self, "dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
         if self.vocab_size is not None:
             at_least(self, 1, "vocab_size")
+
+    def _check_task(self) -> None:
+        """Refuse what a task does not read, and a task where only texts and tokens go."""
+        if self.task is None and self.task_options:
+            raise ValueError(f"task_options: expected a source that begins with {TASK!r}, got {self.title!r}")
+        others = [entry.source for entry in self.sources] + [self.heldout_source or ""]
+        if any(other.startswith(TASK) for other in others):
+            raise ValueError(f"{TASK} is for data.source alone, not for sources or heldout_source")
+        if self.task is not None:
+            alone = DataConfig()
+            for name in ("documents", "heldout_source", "pattern", "heldout_fraction", "dtype"):
+                if getattr(self, name) != getattr(alone, name):
+                    raise ValueError(f"{name}={getattr(self, name)!r}: a task such as {self.source!r} does not read it")
+
+    @property
+    def task(self) -> str | None:
+        """The name of the synthetic task that the source is, if it is one."""
+        return self.source.removeprefix(TASK) if self.source.startswith(TASK) else None
 
     @property
     def weighted(self) -> list[WeightedSource]:

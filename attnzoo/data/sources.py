@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from attnzoo.data.config import DataConfig
+from attnzoo.data.config import TASK, DataConfig
 from attnzoo.data.shards import is_shards, read_shards
+from attnzoo.data.tasks import TASKS, Examples, build_task
 from attnzoo.data.texts import held_out_names, stdlib_files, text_files
 from attnzoo.data.windows import Joined, Mixture, Starts, Tokens, TokenWindows, Windows
 from attnzoo.errors import nearest
@@ -29,16 +30,16 @@ class Data:
 
     Args:
         vocab_size: tokens are below it.
-        train: windows by index.
-        heldout: 1-D tokens that training never sees, an array or :class:`Joined` memory maps.
+        train: windows by index, or rows of a task.
+        heldout: 1-D tokens that training never sees, an array or :class:`Joined` memory maps; or rows of a task.
         fingerprint: changes when the tokens or their split do.
         earlier_fingerprint: the one that versions before gave, which read only the ends of long pieces.
         heldout_documents: where the documents of `heldout` start, rising; None where documents are joined.
     """
 
     vocab_size: int
-    train: Windows
-    heldout: Tokens | Joined
+    train: Windows | Examples
+    heldout: Tokens | Joined | Examples
     fingerprint: str
     earlier_fingerprint: str = ""
     heldout_documents: Starts | None = None
@@ -68,14 +69,16 @@ class _Source:
 
 
 def build_data(config: DataConfig) -> Data:
-    """The training windows and the held-out tokens of a source, or of several.
+    """The training windows and the held-out tokens of a source, or of several, or the rows of a task.
 
     Raises:
         FileNotFoundError: a source does not exist.
         PermissionError: a folder in it cannot be read.
         ValueError: it holds no data, too little for one context, tokens that are no valid shard, or held-out tokens
-            outside the vocabulary; or several sources are not of one kind.
+            outside the vocabulary; or several sources are not of one kind; or there is no such task.
     """
+    if config.task is not None:
+        return _task_data(config, config.task)
     sources = [_read(entry.source, config) for entry in config.weighted]
     elsewhere = None if config.heldout_source is None else _read(config.heldout_source, config)
     for source in sources:
@@ -117,6 +120,21 @@ def build_data(config: DataConfig) -> Data:
         _fingerprint(sides, sources[0].text, whole=False),
         _join_starts(held) if packed else None,
     )
+
+
+def _task_data(config: DataConfig, name: str) -> Data:
+    """Both sides of a task; their first rows stand for its definition in the fingerprint."""
+    task = build_task(name, config.task_options)
+    vocab_size = config.vocab_size or len(task.words)
+    if vocab_size < len(task.words):
+        raise ValueError(f"data.vocab_size={vocab_size}: the task {name!r} has {len(task.words)} tokens")
+    train, heldout = (Examples(task, config.context_length, config.seed, held_out=side) for side in (False, True))
+    try:
+        rows = [np.stack(side.batch(range(4))) for side in (train, heldout)]
+    except ValueError as error:
+        raise ValueError(f"data.context_length={config.context_length}: the task {name!r}: {error}") from error
+    digest = hashlib.blake2b(b"".join(side.tobytes() for side in rows), digest_size=16)
+    return Data(vocab_size, train, heldout, digest.hexdigest())
 
 
 def _windows(
@@ -173,7 +191,10 @@ def _read(source: str, config: DataConfig) -> _Source:
         return _Source(source, _documents(stdlib_files()), vocab_size=BYTES)
     path = Path(source)
     if not path.exists():
-        hint = "; did you mean 'stdlib'?" if nearest(source, ["stdlib"]) else ""
+        close = nearest(source, ["stdlib", *(f"{TASK}{name}" for name in TASKS)])
+        if source in TASKS:
+            close = f"{TASK}{source}"
+        hint = f"; did you mean {close!r}?" if close else ""
         raise FileNotFoundError(f"no data: there is no file or folder {source!r}{hint}")
     if path.is_dir() and is_shards(path):
         return _read_folder(source)

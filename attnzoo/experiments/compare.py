@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnzoo.config import ModelConfig, TrainConfig, to_yaml
 from attnzoo.data import Data, build_data, heldout_windows
+from attnzoo.data.tasks import Examples
 from attnzoo.errors import unknown
 from attnzoo.evaluation import gate_maps, token_losses
 from attnzoo.experiments.processes import apart
@@ -275,6 +276,11 @@ def _model_words(model: ModelConfig) -> str:
 def _windows(data: Data, config: TrainConfig, evaluate: EvaluateConfig) -> Tensor:
     """Held-out windows of ``length_factor`` training contexts, ``[N, length + 1]``."""
     length = config.data.context_length * evaluate.length_factor
+    if isinstance(data.heldout, Examples):
+        raise ValueError(
+            f"compare measures the loss over a text: expected a data.source with text or tokens, got "
+            f"{config.data.source!r}; `attnzoo evaluate` measures tasks"
+        )
     return torch.from_numpy(heldout_windows(data.heldout, length, evaluate.tokens))
 
 

@@ -99,7 +99,7 @@ def tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
 
 
 def _is_bytes(data: DataConfig) -> bool:
-    return data.vocab_size is None and not any(is_shards(entry.source) for entry in data.weighted)
+    return data.task is None and data.vocab_size is None and not any(is_shards(entry.source) for entry in data.weighted)
 
 
 def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -> tuple[str, ...]:

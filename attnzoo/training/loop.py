@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from attnzoo.data import Data, build_data, heldout_windows
+from attnzoo.data.tasks import Examples
 from attnzoo.data.windows import begins_within, heldout_starts
 from attnzoo.models import LanguageModel
 from attnzoo.training.checkpoint import (
@@ -38,7 +40,7 @@ from attnzoo.training.exchange import keep_tokenizer, start_from
 from attnzoo.training.metrics import Metrics, Row, rows_until
 from attnzoo.training.optimizer import learning_rate
 from attnzoo.training.progress import Quiet, build_display
-from attnzoo.training.rows import Rows, rows_of
+from attnzoo.training.rows import Rows, rows_of, rows_of_answers
 from attnzoo.training.sharding import TrainState, own, prepare, whole
 from attnzoo.training.throughput import Operations, blocks_kept, peak_here
 
@@ -171,7 +173,7 @@ class _Run:
     def _weights(self, parts: list[Rows]) -> list[Tensor | None]:
         """What the mean loss of each part is multiplied by to have the whole batch's mean as the mean over all parts
         of all processes; None where as many targets count in each of them."""
-        if parts[0].cu_seqlens is None:
+        if parts[0].cu_seqlens is None and not isinstance(self.data.train, Examples):
             return [None] * len(parts)
         accelerator = self.accelerator
         counted = torch.tensor([rows.counted for rows in parts], device=accelerator.device)
@@ -202,25 +204,25 @@ class _Run:
             part * accelerator.num_processes + accelerator.process_index
         ) * rows
         indices = range(first, first + rows)
+        if isinstance(windows, Examples):
+            return rows_of_answers(*windows.batch(indices)).to(accelerator.device)
         begins = None if self.data.heldout_documents is None else [windows.begins(index) for index in indices]
         return rows_of(windows.batch(indices), begins).to(accelerator.device)
 
     @torch.no_grad()
     def heldout_loss(self, step: int) -> float:
-        """Mean loss in nats per token over the held-out windows, however many processes share them."""
-        accelerator, config = self.accelerator, self.config
-        length, documents = config.data.context_length, self.data.heldout_documents
-        windows = heldout_windows(self.data.heldout, length, config.eval_tokens)
-        starts = heldout_starts(len(self.data.heldout), length, config.eval_tokens)
+        """Mean loss in nats per token over the held-out windows, however many processes share them; of a task, per
+        answer."""
+        accelerator = self.accelerator
+        count, held = self._heldout()
         # Every process runs equally many equal batches: the model synchronises them.
         together = self.rows_per_part * accelerator.num_processes
         total = torch.zeros(2, dtype=torch.float64)  # [sum of losses, tokens]
         self.model.eval()
-        for first in range(0, len(windows), together):
+        for first in range(0, count, together):
             mine = first + accelerator.process_index * self.rows_per_part + np.arange(self.rows_per_part)
-            which = np.where(mine < len(windows), mine, 0)  # some are there to fill a batch, and do not count
-            begins = None if documents is None else [begins_within(documents, int(starts[i]), length) for i in which]
-            rows = rows_of(windows[which], begins, given=int((mine < len(windows)).sum()))
+            which = np.where(mine < count, mine, 0)  # some are there to fill a batch, and do not count
+            rows = held(which, int((mine < count).sum()))
             loss = self._loss(step, rows.to(accelerator.device))
             if rows.counted:
                 total += torch.tensor([float(loss) * rows.counted, rows.counted], dtype=torch.float64)
@@ -230,6 +232,21 @@ class _Run:
         if not math.isfinite(mean):
             raise self._diverged(step, f"the held-out loss is {mean}")
         return mean
+
+    def _heldout(self) -> tuple[int, Callable[[npt.NDArray[np.int64], int], Rows]]:
+        """How many held-out rows an evaluation has, and those of some numbers, of which so many count."""
+        length, tokens = self.config.data.context_length, self.config.eval_tokens
+        heldout, documents = self.data.heldout, self.data.heldout_documents
+        if isinstance(heldout, Examples):
+            return max(1, tokens // length), lambda which, given: rows_of_answers(*heldout.batch(which.tolist()), given)
+        windows = heldout_windows(heldout, length, tokens)
+        starts = heldout_starts(len(heldout), length, tokens)
+
+        def held(which: npt.NDArray[np.int64], given: int) -> Rows:
+            begins = None if documents is None else [begins_within(documents, int(starts[i]), length) for i in which]
+            return rows_of(windows[which], begins, given)
+
+        return len(windows), held
 
     @functools.cached_property
     def peak(self) -> float | None:

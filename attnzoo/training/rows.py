@@ -68,6 +68,29 @@ def rows_of(windows: npt.NDArray[np.int64], begins: Sequence[Starts] | None, giv
         starts = np.concatenate([*borders, [B * T]])
         cu_seqlens, lengths = torch.from_numpy(starts).int(), np.diff(starts)
         inputs, targets, counts = inputs.reshape(1, -1), targets.reshape(1, -1), counts.reshape(1, -1)
+    return _rows(inputs, targets, counts, cu_seqlens, lengths)
+
+
+def rows_of_answers(tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], given: int | None = None) -> Rows:
+    """Rows of a task, each a sequence.
+
+    Args:
+        tokens: [B, T].
+        targets: what is asked at each token, [B, T], -100 for nothing.
+        given: how many of the first rows count; None for all.
+    """
+    B, T = tokens.shape
+    counts = (targets != IGNORED) & (np.arange(B)[:, None] < (B if given is None else given))
+    return _rows(tokens, targets, counts, None, np.full(B, T))
+
+
+def _rows(
+    inputs: npt.NDArray[np.int64],
+    targets: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.bool_],
+    cu_seqlens: Tensor | None,
+    lengths: Starts,
+) -> Rows:
     if counts.any():
         targets = np.where(counts, targets, IGNORED)
     return Rows(

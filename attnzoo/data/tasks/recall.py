@@ -1,0 +1,151 @@
+"""Tasks that recall what stood elsewhere in the row: values of keys, tokens among noise, what followed a token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from attnzoo.data.tasks.task import Array, Row, Task, asked, check_between, check_room
+
+LARGEST = 2**20  # vocabulary
+
+
+def mqar(vocab_size: int = 8192, pairs: int = 4, power: float = 0.01) -> Task:
+    """Multi-query associative recall (Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language
+    Models", 2023), as in the authors' code.
+
+    Different keys with different values come first; then each key comes once more, at every second token at most, and
+    its value is asked there. All other tokens are random. Keys are the tokens 1 to V / 2 - 1, values V / 2 to V - 1.
+    The authors train on rows of 64 tokens with 4 pairs, and longer ones, and test to 1024 tokens with 256 pairs.
+
+    Args:
+        vocab_size: V.
+        pairs: of a key and its value.
+        power: place n = 1, 2, ... behind the pairs is drawn in proportion to n^(power - 1); 1 makes all alike.
+    """
+    return forgetting_mqar(vocab_size, pairs, 0, power)
+
+
+def forgetting_mqar(vocab_size: int = 8192, pairs: int = 8, updates: int = 4, power: float = 0.01) -> Task:
+    """`mqar` where behind the pairs some of the keys get another value, and the last value is asked.
+
+    Args:
+        vocab_size: as of `mqar`.
+        pairs: as of `mqar`.
+        updates: keys that get another value.
+        power: as of `mqar`.
+    """
+    half = _halves(vocab_size, "pairs", pairs, power)
+    check_between("updates", updates, 0, pairs)
+    values = vocab_size - half
+
+    def draw(random: np.random.Generator, T: int) -> Row:
+        keys, given = 1 + random.choice(half - 1, pairs, replace=False), random.choice(values, pairs, replace=False)
+        again = random.choice(pairs, updates, replace=False)
+        last = given.copy()
+        last[again] = (given[again] + random.integers(1, values, size=updates)) % values
+        written = np.concatenate([keys, keys[again]]), half + np.concatenate([given, last[again]])
+        return _ask_keys(random, T, np.stack(written, 1).reshape(-1), keys, half + last, power, vocab_size)
+
+    return Task(_halved_words(vocab_size), draw, 64)
+
+
+def nth_last_value(vocab_size: int = 8192, keys: int = 4, values: int = 3, n: int = 2, power: float = 0.01) -> Task:
+    """Recall of the value that a key had n - 1 values ago.
+
+    Every key gets several values, which are random; the writings of all keys come in a random order. Then each key
+    comes once more, and its n-th last value is asked, in rows that are otherwise those of `mqar`.
+
+    Args:
+        vocab_size: as of `mqar`.
+        keys: different ones.
+        values: of each key.
+        n: 1 asks for the last value.
+        power: as of `mqar`.
+    """
+    half = _halves(vocab_size, "keys", keys, power)
+    check_between("values", values, 1, LARGEST)
+    check_between("n", n, 1, values)
+
+    def draw(random: np.random.Generator, T: int) -> Row:
+        names = 1 + random.choice(half - 1, keys, replace=False)
+        order = random.permutation(np.arange(keys).repeat(values))
+        given = half + random.integers(vocab_size - half, size=keys * values)
+        answers = np.array([given[order == key][-n] for key in range(keys)])
+        written = np.stack([names[order], given], 1).reshape(-1)
+        return _ask_keys(random, T, written, names, answers, power, vocab_size)
+
+    return Task(_halved_words(vocab_size), draw, 64)
+
+
+def selective_copying(vocab_size: int = 16, count: int = 16) -> Task:
+    """Tokens among noise, to be said in their order (Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective
+    State Spaces", 2023, section 4.1.1; Jing et al., "Gated Orthogonal Recurrent Units", 2019).
+
+    `count` random tokens stand at random places among noise; then as many blanks follow, at each of which the next
+    of them is asked. The paper has 16 tokens, a vocabulary of 16 and 4096 tokens before the blanks.
+
+    Args:
+        vocab_size: noise and blank are the first two.
+        count: tokens to copy.
+    """
+    check_between("vocab_size", vocab_size, 3, LARGEST)
+    check_between("count", count, 1, LARGEST)
+
+    def draw(random: np.random.Generator, T: int) -> Row:
+        check_room(T, 2 * count, f"{count} tokens and as many blanks")
+        copied = random.integers(2, vocab_size, size=count)
+        tokens = np.zeros(T, dtype=np.int64)
+        tokens[np.sort(random.choice(T - count, count, replace=False))] = copied
+        tokens[-count:] = 1
+        return asked(tokens, slice(-count, None), copied)
+
+    return Task([".", "?", *(str(token) for token in range(2, vocab_size))], draw, 256)
+
+
+def induction(vocab_size: int = 16) -> Task:
+    """What followed a special token (Fu et al., "Hungry Hungry Hippos: Towards Language Modeling with State Space
+    Models", 2023, section 3; sizes of Gu and Dao, "Mamba", 2023, section 4.1.2).
+
+    Random tokens, among them one special token at a random place; the row ends in the special token, and what followed
+    it before is asked. Usual: T = 256, a vocabulary of 16, tested on rows that are far longer.
+
+    Args:
+        vocab_size: the special token is the first.
+    """
+    check_between("vocab_size", vocab_size, 2, LARGEST)
+
+    def draw(random: np.random.Generator, T: int) -> Row:
+        check_room(T, 3, "the special token twice and what follows it")
+        tokens = random.integers(1, vocab_size, size=T)
+        place = int(random.integers(T - 2))
+        tokens[[place, -1]] = 0
+        return asked(tokens, slice(-1, None), tokens[place + 1 : place + 2])
+
+    return Task(["!", *(str(token) for token in range(1, vocab_size))], draw, 256)
+
+
+def _halves(vocab_size: int, name: str, keys: int, power: float) -> int:
+    """Where the values begin."""
+    check_between("vocab_size", vocab_size, 4, LARGEST)
+    half = vocab_size // 2
+    check_between(name, keys, 1, half - 1)
+    check_between("power", power, 0, 1)
+    return half
+
+
+def _halved_words(vocab_size: int) -> list[str]:
+    half = vocab_size // 2
+    return ["0", *(f"k{n}" for n in range(1, half)), *(f"v{n}" for n in range(vocab_size - half))]
+
+
+def _ask_keys(
+    random: np.random.Generator, T: int, written: Array, keys: Array, answers: Array, power: float, vocab_size: int
+) -> Row:
+    check_room(T, len(written) + 2 * len(keys), f"{len(written)} tokens of keys and values and {len(keys)} questions")
+    places = (T - len(written)) // 2
+    weights = np.arange(1, places + 1) ** (power - 1.0)
+    chosen = random.choice(places, len(keys), replace=False, p=weights / weights.sum())
+    tokens = random.integers(vocab_size, size=T)
+    tokens[: len(written)] = written
+    tokens[len(written) + 2 * chosen] = keys
+    return asked(tokens, len(written) + 2 * chosen, answers)

@@ -1,0 +1,79 @@
+"""What a task is: rows of tokens drawn from random numbers, and what is asked at some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+UNASKED = -100  # the target of a token at which nothing is asked
+Array = npt.NDArray[np.int64]
+Row = tuple[Array, Array]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task with its options.
+
+    Args:
+        words: what each token is called; there are as many tokens.
+        draw: a row of T tokens and their targets, int64 [T] each, -100 where nothing is asked; at least one is asked.
+            It raises ValueError where T does not suit the task.
+        length: a usual T.
+    """
+
+    words: Sequence[str]
+    draw: Callable[[np.random.Generator, int], Row]
+    length: int
+
+
+class Examples:
+    """Rows of a task by index: a row depends on the seed, its index, the side and the length alone.
+
+    Args:
+        task: what is drawn.
+        length: tokens in a row.
+        seed: at least 0.
+        held_out: the side that training never draws.
+    """
+
+    def __init__(self, task: Task, length: int, seed: int = 0, *, held_out: bool = False):
+        self.task, self.length, self.seed, self.held_out = task, length, seed, held_out
+
+    def __getitem__(self, index: int) -> Row:
+        """Tokens and targets of row `index >= 0`, int64 [T] each, -100 where nothing is asked."""
+        if index < 0:
+            raise IndexError(f"row index must be at least 0, got {index}")
+        return self.task.draw(np.random.default_rng([self.seed, int(self.held_out), index]), self.length)
+
+    def batch(self, indices: Sequence[int]) -> Row:
+        """Several rows: tokens and targets, int64 [len(indices), T] each."""
+        rows = [self[index] for index in indices]
+        return np.stack([tokens for tokens, _ in rows]), np.stack([targets for _, targets in rows])
+
+
+def asked(tokens: Array, places: Array | slice, answers: Array) -> Row:
+    """A row whose answers are asked for at these places and nowhere else."""
+    targets = np.full_like(tokens, UNASKED)
+    targets[places] = answers
+    return tokens, targets
+
+
+def asked_last(before: Array, answers: Array) -> Row:
+    """A row that ends in a question, which its answers follow: each is asked for at the token before it."""
+    tokens = np.concatenate([before, answers[:-1]])
+    return asked(tokens, slice(len(before) - 1, None), answers)
+
+
+def check_room(length: int, needed: int, why: str) -> None:
+    """Raise ValueError if a row is too short for a task."""
+    if length < needed:
+        raise ValueError(f"length: expected at least {needed} tokens for {why}, got {length}")
+
+
+def check_between(name: str, value: float, low: float, high: float) -> None:
+    """Raise ValueError unless an option is within bounds."""
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected {low} to {high}, got {value}")

@@ -1,0 +1,275 @@
+"""Synthetic tasks: every answer is the one that follows from the row, and a row follows from its index."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+import tiny_runs
+from tiny_runs import StoppedError, numbers, outcome, stop_at
+
+from attnzoo.config import DataConfig, WeightedSource, load_config
+from attnzoo.data import build_data
+from attnzoo.data.tasks import TASKS, Examples, build_task
+from attnzoo.training import CheckpointError, train
+
+NOTHING = None
+
+# Each answerer takes the words of a row and the options, and says what is asked at each word; it knows the task's
+# definition alone. The words are those that `attnzoo data show` prints.
+
+
+def flip_flop(row, p_ignore=0.8):
+    assert row[0] == "w"
+    assert row[-2] == "r"
+    bit, answers = "", []
+    for kind, said in zip(row[::2], row[1::2], strict=True):
+        bit = said if kind == "w" else bit
+        answers += [bit if kind == "r" else NOTHING, NOTHING]
+        assert kind != "r" or said == bit
+    return answers
+
+
+def parity(row, last_only=False):
+    ones = ["01"[row[: t + 1].count("1") % 2] for t in range(len(row))]
+    return [NOTHING] * (len(row) - 1) + ones[-1:] if last_only else ones
+
+
+def word_problem(row, group="S5"):
+    things = list(range(int(group[1])))
+    answers = []
+    for word in row:
+        things = [int(word[thing]) for thing in things]
+        answers.append("".join(map(str, things)))
+    return answers
+
+
+def mqar(row, pairs=4, power=0.01, vocab_size=8192):
+    return forgetting_mqar(row, pairs, 0)
+
+
+def forgetting_mqar(row, pairs=8, updates=4, power=0.01, vocab_size=8192):
+    known = {}
+    for t in range(0, 2 * (pairs + updates), 2):
+        known[row[t]] = row[t + 1]
+    assert len(known) == pairs
+    return questions(row, 2 * (pairs + updates), known)
+
+
+def nth_last_value(row, keys=4, values=3, n=2, power=0.01, vocab_size=8192):
+    known = {}
+    for t in range(0, 2 * keys * values, 2):
+        known.setdefault(row[t], []).append(row[t + 1])
+    return questions(row, 2 * keys * values, {key: given[-n] for key, given in known.items()})
+
+
+def questions(row, start, known):
+    """What stands at every second word may be noise that looks like a key: it is asked where the row asks."""
+    return [known.get(word, NOTHING) if t >= start and (t - start) % 2 == 0 else NOTHING for t, word in enumerate(row)]
+
+
+def selective_copying(row, vocab_size=16, count=16):
+    said = [word for word in row[:-count] if word != "."]
+    assert len(said) == count
+    assert set(row[-count:]) == {"?"}
+    return [NOTHING] * (len(row) - count) + said
+
+
+def induction(row, vocab_size=16):
+    assert row.count("!") == 2
+    assert row[-1] == "!"
+    return [NOTHING] * (len(row) - 1) + [row[row.index("!") + 1]]
+
+
+def needle(row, mode="standard", digits=4, depth=None):
+    start = row.index("fact" if mode == "standard" else "answer")
+    return at_end(row, row[start + 1 : start + 1 + digits])
+
+
+def several_keys(row, needles=4, digits=4, keys=1024):
+    facts = [t for t, word in enumerate(row) if word == "fact"]
+    assert len({row[t + 1] for t in facts}) == needles
+    key = row[row.index("question") + 1]
+    (found,) = [row[t + 2 : t + 2 + digits] for t in facts if row[t + 1] == key]
+    return at_end(row, found)
+
+
+def variable_tracking(row, chains=1, hops=4, names=256, values=256):
+    value_of, found, asked_for = {}, [], row[row.index("question") + 1]
+    for t, word in enumerate(row):
+        if word == "fact":
+            name, source = row[t + 1 : t + 3]
+            value_of[name] = value_of[source] if source.startswith("x") else source
+            found += [name] if value_of[name] == asked_for else []
+    assert len(value_of) == chains * (hops + 1)
+    assert len(set(value_of.values())) == chains
+    assert len(found) == hops + 1
+    return at_end(row, found)
+
+
+def common_words(row, words=2048, common=10, often=30, seldom=3):
+    hay = row[: row.index("question")]
+    found = [word for word in dict.fromkeys(hay) if hay.count(word) == often]
+    assert len(found) == common
+    assert all(hay.count(word) <= seldom for word in set(hay) - set(found))
+    return at_end(row, found)
+
+
+def frequent_words(row, words=2048, alpha=2.0, count=3):
+    hay = [word for word in row[: row.index("question")] if word != "w0"]
+    counts = sorted(((hay.count(word), word) for word in set(hay)), reverse=True)
+    assert len({number for number, _ in counts[: count + 1]}) == count + 1
+    return at_end(row, [word for _, word in counts[:count]])
+
+
+def at_end(row, answers):
+    assert row[len(row) - len(answers) + 1 :] == answers[:-1]
+    return [NOTHING] * (len(row) - len(answers)) + answers
+
+
+CASES = [
+    ("flip_flop", {}, 64), ("flip_flop", {"p_ignore": 0.98}, 512), ("flip_flop", {"p_ignore": 0.1}, 4),
+    ("parity", {}, 33), ("parity", {"last_only": True}, 40),
+    *(("word_problem", {"group": group}, 128) for group in ("S3", "S4", "S5", "A4", "A5")),
+    ("mqar", {}, 64), ("mqar", {"pairs": 16, "power": 1.0}, 64), ("mqar", {"vocab_size": 20, "pairs": 8}, 47),
+    ("forgetting_mqar", {}, 64), ("forgetting_mqar", {"updates": 8, "vocab_size": 20}, 50),
+    ("nth_last_value", {}, 64), ("nth_last_value", {"n": 3, "vocab_size": 12}, 33), ("nth_last_value", {"n": 1}, 40),
+    ("selective_copying", {}, 64), ("selective_copying", {"count": 3, "vocab_size": 4}, 6),
+    ("induction", {}, 30), ("induction", {"vocab_size": 2}, 3),
+    ("needle", {}, 40), ("needle", {"mode": "easy"}, 12), ("needle", {"depth": 0.0}, 40), ("needle", {"digits": 1}, 5),
+    ("several_keys", {}, 40), ("several_keys", {"needles": 8, "keys": 8, "digits": 1}, 64),
+    ("variable_tracking", {}, 64), ("variable_tracking", {"chains": 3, "hops": 2, "names": 9, "values": 3}, 40),
+    ("common_words", {}, 400), ("common_words", {"common": 3, "often": 4, "seldom": 2, "words": 20}, 37),
+    ("frequent_words", {}, 300), ("frequent_words", {"count": 2, "words": 30}, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "length"), CASES, ids=lambda x: str(x))
+def test_every_answer_follows_from_the_row(name, options, length):
+    task = build_task(name, options)
+    examples = Examples(task, length, seed=5)
+    for index in range(60):
+        tokens, targets = examples[index]
+        assert tokens.shape == targets.shape == (length,)
+        assert tokens.dtype == targets.dtype == np.int64
+        assert (targets != -100).any()
+        assert tokens.min() >= 0
+        assert tokens.max() < len(task.words)
+        expected = globals()[name]([task.words[token] for token in tokens], **options)
+        given = [NOTHING if target == -100 else task.words[target] for target in targets]
+        if name in ("mqar", "forgetting_mqar", "nth_last_value"):  # noise may look like a key that is asked
+            expected = [NOTHING if answer is NOTHING else right for answer, right in zip(given, expected, strict=True)]
+            keys = [token for token, answer in zip(tokens, given, strict=True) if answer is not NOTHING]
+            assert len(set(keys)) == len(keys) == options.get("pairs", options.get("keys", len(keys)))
+        assert given == expected
+
+
+def test_every_task_is_checked():
+    assert {name for name, _, _ in CASES} == set(TASKS)
+
+
+@pytest.mark.parametrize("p_ignore", [0.1, 0.8, 0.98])
+def test_flip_flop_ignores_as_often_as_it_is_told(p_ignore):
+    tokens = np.concatenate(
+        [Examples(build_task("flip_flop", {"p_ignore": p_ignore}), 512)[i][0][2:-2] for i in range(60)]
+    )
+    n = len(tokens) / 2
+    kinds = np.bincount(tokens[::2], minlength=3) / n
+    expected = np.array([(1 - p_ignore) / 2, p_ignore, (1 - p_ignore) / 2])
+    assert (np.abs(kinds - expected) < 4 * np.sqrt(expected * (1 - expected) / n)).all()
+    free = tokens[1::2][tokens[::2] != 2]
+    assert abs((free == 4).mean() - 0.5) < 2 / np.sqrt(len(free))
+
+
+def test_groups_are_closed_and_of_their_sizes():
+    for group, size in [("S3", 6), ("S4", 24), ("S5", 120), ("A4", 12), ("A5", 60)]:
+        words = build_task("word_problem", {"group": group}).words
+        assert len(set(words)) == size
+        assert {"".join(b[int(i)] for i in a) for a in words for b in words} == set(words)
+        assert set(words) <= {"".join(p) for p in permutations("01234"[: int(group[1])])}
+
+
+def test_needle_lies_at_its_depth():
+    for depth in (0.0, 0.25, 1.0):
+        task = build_task("needle", {"depth": depth})
+        row = [task.words[token] for token in Examples(task, 110)[3][0]]
+        assert row.index("fact") == depth * 100
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_row_depends_on_seed_index_and_side_alone(name):
+    task = build_task(name)
+    one, again = (Examples(build_task(name), task.length, seed=3) for _ in range(2))
+    for x, y in zip(one.batch([7, 2]), again.batch(range(8)), strict=True):
+        np.testing.assert_array_equal(x, y[[7, 2]])
+    others = [one[3], Examples(task, task.length, 4)[2], Examples(task, task.length, 3, held_out=True)[2]]
+    assert all((tokens != one[2][0]).any() for tokens, _ in others)
+
+
+def test_data_of_a_task():
+    config = DataConfig(source="task:flip_flop", task_options={"p_ignore": 0.5}, context_length=16, seed=2)
+    data = build_data(config)
+    assert data.vocab_size == 5
+    assert (data.train[0][0] != data.heldout[0][0]).any()
+    for changed in ({"seed": 3}, {"task_options": {}}, {"context_length": 18}):
+        assert build_data(DataConfig(**{**vars(config), **changed})).fingerprint != data.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"source": "task:flipflop"}, "unknown task 'flipflop'.*did you mean 'flip_flop'"),
+        ({"source": "flip_flop"}, "did you mean 'task:flip_flop'"),
+        ({"task_options": {"p_ignor": 0.5}}, "p_ignor.*did you mean 'p_ignore'"),
+        ({"task_options": {"p_ignore": "often"}}, "p_ignore: expected a number"),
+        ({"task_options": {"p_ignore": 1.5}}, "p_ignore: expected 0 to 1, got 1.5"),
+        ({"source": "task:word_problem", "task_options": {"group": "S6"}}, "unknown group 'S6'"),
+        ({"source": "task:needle", "task_options": {"mode": "hard"}}, "unknown mode 'hard'"),
+        ({"source": "task:frequent_words"}, "data.context_length=16.*length: expected more tokens"),
+        ({"source": "task:mqar", "task_options": {"pairs": 5}}, "context_length=16.*expected at least 20 tokens"),
+        ({"context_length": 15}, "expected an even number"),
+        ({"vocab_size": 4}, "data.vocab_size=4.*5 tokens"),
+        ({"source": "stdlib", "task_options": {"p_ignore": 0.5}}, "task_options: expected a source that begins"),
+        ({"documents": "packed"}, "documents='packed'"),
+        ({"heldout_source": "x"}, "heldout_source='x'"),
+        ({"source": "stdlib", "sources": [WeightedSource("task:parity")]}, "data.source alone"),
+    ],
+)  # fmt: skip
+def test_mistake_is_named(settings, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        build_data(DataConfig(**{"source": "task:flip_flop", "context_length": 16, **settings}))
+
+
+def config_of(folder, run, *overrides):
+    source = (f"output_dir={folder / run}", "data.source=task:flip_flop", "data.task_options.p_ignore=0.5")
+    return load_config(None, [*source, *tiny_runs.SMALL, "model.vocab_size=5", "batch_size=4", *overrides])
+
+
+def test_run_goes_on_exactly(tmp_path):
+    whole = config_of(tmp_path, "whole")
+    train(whole)
+    stopped = config_of(tmp_path, "stopped")
+    with pytest.raises(StoppedError):
+        train(stopped, on_row=stop_at(5))
+    train(stopped)
+    assert outcome(tmp_path / "whole") == outcome(tmp_path / "stopped")
+    with pytest.raises((CheckpointError, ValueError), match="p_ignore"):
+        train(config_of(tmp_path, "whole", "data.task_options.p_ignore=0.6"))
+
+
+def test_parts_of_a_step_train_what_the_whole_step_trains(tmp_path):
+    """Rows have different numbers of answers, and every answer counts the same."""
+    for run, parts in [("one", 1), ("four", 4)]:
+        train(config_of(tmp_path, run, f"gradient_accumulation={parts}"))
+    for one, four in zip(numbers(tmp_path / "one"), numbers(tmp_path / "four"), strict=True):
+        assert four["loss"] == pytest.approx(one["loss"], rel=1e-5)
+
+
+def test_answers_alone_are_learned(tmp_path):
+    """A tiny recurrence learns what the last bit was where little is ignored."""
+    train(
+        config_of(
+            tmp_path, "learned", "data.task_options.p_ignore=0.1", "steps=100", "batch_size=16", "eval_every=0",
+            "checkpoint_every=0", "model.attention=mamba2", "eval_tokens=1600", "log_every=50",
+        )
+    )  # fmt: skip
+    assert numbers(tmp_path / "learned")[-1]["loss"] < 0.3
