@@ -339,6 +339,8 @@ def load_run(
 ) -> tuple[LanguageModel, TrainConfig]:
     """The model of a run's newest checkpoint, in evaluation mode, and the run's configuration.
 
+    Its weights have the dtype in which they were trained.
+
     Where that one is damaged, a line of the log says so, and the model is that of the one before it.
 
     Args:
@@ -353,7 +355,7 @@ def load_run(
     """
     from safetensors.torch import load_model
 
-    from attnzoo.models import LanguageModel
+    from attnzoo.training.model import new_model
 
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
@@ -362,7 +364,7 @@ def load_run(
     if checkpoint is None:
         raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")
     config = config_of(run_dir, checkpoint)
-    model = LanguageModel(config.model)
+    model = new_model(config)
     try:
         if (checkpoint / PARTS).is_dir():
             model.load_state_dict(join_parts(checkpoint / PARTS))

@@ -97,7 +97,9 @@ class TrainConfig:
         steps: updates of the weights.
         batch_size: sequences per step, over all processes and accumulated parts.
         gradient_accumulation: parts into which each process cuts its share of a step.
-        mixed_precision: `none`, `bf16` or `fp16`.
+        mixed_precision: `none`, or with weights and optimizer state in float32 and products in 16 bits, `bf16` or
+            `fp16`; or `pure_bf16`: weights, gradients and optimizer state in bfloat16 too. What a layer keeps precise
+            (biases of gates, slopes, step sizes) is float32 in all of them.
         compile: compile each block with `torch.compile`.
         recompute: keep only what goes into each block, and compute its inside again for the gradient: slower, with
             less memory.
@@ -147,10 +149,15 @@ class TrainConfig:
         at_least(self, 0, "eval_every", "checkpoint_every")
         at_least(self, 0, "seed", below=2**32)
         check_folder_name(self.output_dir)
-        one_of(self, "mixed_precision", ["none", "bf16", "fp16"])
+        one_of(self, "mixed_precision", ["none", "bf16", "fp16", "pure_bf16"])
         one_of(self, "sharding", ["none", "fsdp"])
         if self.sharding == "fsdp" and self.mixed_precision == "fp16":
             raise ValueError("mixed_precision=fp16 scales a loss, which sharding=fsdp does not: take bf16 or none")
+        if self.sharding == "fsdp" and self.mixed_precision == "pure_bf16":
+            raise ValueError(
+                "mixed_precision=pure_bf16 leaves gates in float32, and sharding=fsdp gathers a block's weights in one "
+                "dtype: take bf16, whose float32 weights are shared out"
+            )
         one_of(self, "device", ["auto", "cpu"])
         one_of(self, "progress", ["auto", "bar", "lines", "quiet"])
         optimizer = self.optimizer

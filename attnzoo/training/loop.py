@@ -21,7 +21,6 @@ from torch import Tensor
 from attnzoo.data import Data, build_data, heldout_windows
 from attnzoo.data.tasks import Examples
 from attnzoo.data.windows import begins_within, heldout_starts
-from attnzoo.models import LanguageModel
 from attnzoo.training.checkpoint import (
     Progress,
     check_folder,
@@ -38,6 +37,7 @@ from attnzoo.training.checkpoint import (
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.exchange import keep_tokenizer, start_from
 from attnzoo.training.metrics import Metrics, Row, rows_until
+from attnzoo.training.model import new_model
 from attnzoo.training.optimizer import learning_rate
 from attnzoo.training.progress import Quiet, build_display
 from attnzoo.training.rows import Rows, rows_of, rows_of_answers
@@ -84,7 +84,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
             f"model.vocab_size={config.model.vocab_size} is below the {data.vocab_size} tokens of {config.data.title!r}"
         )
     set_seed(config.seed)
-    model: Any = LanguageModel(config.model)
+    model: Any = new_model(config)
     model.recompute = config.recompute
 
     make_folder(run_dir)
@@ -397,7 +397,7 @@ def _build_accelerator(config: TrainConfig) -> Accelerator:
     plugin = GradientAccumulationPlugin(num_steps=config.gradient_accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(
         cpu=config.device == "cpu",
-        mixed_precision="no" if config.mixed_precision == "none" else config.mixed_precision,
+        mixed_precision=config.mixed_precision if config.mixed_precision in ("bf16", "fp16") else "no",
         gradient_accumulation_plugin=plugin,
         log_with="tensorboard" if config.tensorboard else None,
         project_dir=config.output_dir,
