@@ -50,8 +50,9 @@ class KeyPool:
         pages: ``table``, on the host.
         refs: sequences that each page belongs to, ``[P]`` int32, on the host.
         free: pages that belong to none.
-        mark: counts its states, for :class:`~attnzoo.forms.paged.PagedCache`.
+        mark: names its state, for :class:`~attnzoo.forms.paged.PagedCache`.
         before: the state that the last call went on from; -1 where there is no way back.
+        marks: given so far.
         looked: whole pages of all sequences when :meth:`evict` was last asked.
     """
 
@@ -72,6 +73,7 @@ class KeyPool:
     free: list[int] = field(repr=False)
     mark: int = 0
     before: int = -1
+    marks: int = 0
     looked: int = 0
 
     @classmethod
@@ -105,6 +107,11 @@ class KeyPool:
             torch.full((B, G, N), -1, dtype=torch.int32), torch.zeros(pages, dtype=torch.int32),
             list(reversed(range(pages))), **more,
         )  # fmt: skip
+
+    def new_mark(self) -> int:
+        """A name that no state of the pool has had."""
+        self.marks += 1
+        return self.marks
 
     def live(self) -> Tensor:
         """Pages that each head of each sequence has, ``[B, G]`` int64, on the host."""
@@ -344,6 +351,16 @@ class KeyPool:
         """What :meth:`crop` needs to come back to this state exactly, by the names of the fields."""
         return {name: x.clone() for name in ("total", "since") if (x := getattr(self, name)) is not None}
 
+    def check_crop(self, lengths: Sequence[int]) -> None:
+        """Whether :meth:`crop` can keep ``lengths[b]`` tokens of each sequence b.
+
+        Raises:
+            ValueError: the last closed gate is among the later tokens (the one before it is not known any more).
+        """
+        if self.since is not None and bool((self.since > self.since.new_tensor(lengths)[:, None]).any()):
+            least = int(self.since.max())
+            raise ValueError(f"tokens: expected at least {least} (the last closed gate), got {min(lengths)}")
+
     @torch.no_grad()
     def crop(self, lengths: Sequence[int], notes: dict[str, Any] | None = None) -> None:
         """Keep the first ``lengths[b]`` tokens of each sequence b, as if the later ones had never been.
@@ -354,16 +371,14 @@ class KeyPool:
             notes: what :meth:`notes` gave when the sequences had these lengths, if that is known.
 
         Raises:
-            ValueError: the last closed gate is among the later tokens (the one before it is not known any more).
+            ValueError: without notes, as :meth:`check_crop`.
         """
+        if notes is None:
+            self.check_crop(lengths)
         if self.total is not None and self.since is not None:
-            if notes is None and bool((self.since > self.since.new_tensor(lengths)[:, None]).any()):
-                least = int(self.since.max())
-                raise ValueError(f"tokens: expected at least {least} (the last closed gate), got {min(lengths)}")
             self.total.copy_(cast(Tensor, self.totals(lengths)) if notes is None else notes["total"])
             self.since.copy_(self.since if notes is None else notes["since"])
         self.length.copy_(self.length.new_tensor(lengths))
-        self.lengths = list(lengths)
         for b, n in enumerate(lengths):
             whole, slot = divmod(n, PAGE)
             self.k_norm[b, :, whole:] = 0
@@ -381,6 +396,7 @@ class KeyPool:
         owned = self.pages[self.pages >= 0].long()
         self.refs.index_add_(0, owned, self.refs.new_ones(owned.shape))
         self.free[:] = (self.refs == 0).nonzero()[:, 0].tolist()
+        self.lengths = list(lengths)
 
     @torch.no_grad()
     def compact(self) -> None:
