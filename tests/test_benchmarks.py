@@ -42,7 +42,12 @@ def test_cpu_times_every_linear_variant_and_fox() -> None:
 
 
 def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(tmp_path: Path) -> None:
-    small = ["batch_size=1", "model.hidden_size=32", "data.context_length=16", "model.attention=[mamba2,fox]"]
+    small = [
+        "batch_size=1",
+        "model.hidden_size=32",
+        "data.context_length=16",
+        "model.attention=[mamba2,{name: fox, options: {acp: true}}]",
+    ]
     ran = run(
         "train",
         "tiny",
@@ -64,6 +69,8 @@ def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(t
     assert result["attention"] == ["mamba2", "fox"]
     assert result["ms_per_step"] == pytest.approx(16e3 / torch.tensor(result["tokens_per_second"]).quantile(0.5).item())
     assert result["peak_GiB"] is None
+    assert result["blocks_kept"] == 1.0  # a context of one block
+    assert "| - | 1.000 | - | - |" in ran.output
     assert "| 1 mamba2, 1 fox |" in (tmp_path / "speed/results.md").read_text()
     assert "| 1 mamba2, 1 fox |" in ran.output
 

@@ -8,9 +8,13 @@ import torch
 from layers import assert_same, layer, rows
 from torch._dynamo.utils import counters
 
+from attnzoo import build_attention
 from attnzoo.config import ModelConfig
-from attnzoo.forms.fixed import Rows
+from attnzoo.errors import UnavailableError
+from attnzoo.forms.fixed import CarriedMemory, Rows
 from attnzoo.forms.pool import PAGE
+from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.layer.fixed import FixedCache
 from attnzoo.models import Generator, LanguageModel
 from attnzoo.models.sampling import FILTERED, Samplers, Sampling, uniform
 from attnzoo.registry import get, list_variants
@@ -77,7 +81,7 @@ def test_a_step_in_place_is_the_layers_own_step(name, options, paged):
         like = attn.new_cache()
         attn(rows(1, 1), cache=like)
         batch = Rows.idle(len(lengths))
-        fixed = attn.fixed_cache(like, batch, 16, paged=paged)
+        fixed = FixedCache.of(attn, like, batch, 16, paged=paged)
         for row, (T, cache) in enumerate(zip(lengths, caches, strict=True)):
             attn(rows(1, T, seed=row), cache=cache)
             fixed.admit(row, cache, 16)
@@ -88,6 +92,32 @@ def test_a_step_in_place_is_the_layers_own_step(name, options, paged):
             expected = torch.cat([attn(x[n : n + 1], cache=cache) for n, cache in enumerate(caches)])
             assert_same(y, expected)
             batch.length += 1
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 6, "sinks": True}], ids=["", "window"])
+@pytest.mark.parametrize("name", ["path", "path_fox"])
+def test_the_kernel_of_path_steps_where_the_keys_stand(name, options):
+    torch.manual_seed(0)
+    attn = build_attention(name, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, **options)
+    lengths, batch = (1, 9, 4, 0), Rows.idle(4)
+    caches, like = [attn.new_cache() for _ in lengths[:3]], attn.new_cache()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        attn(torch.randn(1, 1, 32, generator=draw), cache=like)
+        memory = attn.variant.form_set.kernels["triton"].fixed(like.state, batch, 16, "cpu")
+        assert isinstance(memory, CarriedMemory)
+        windows = {name: x.new_zeros(4, *x.shape[1:]) for name, x in like.windows.items()}
+        fixed = FixedCache(memory, windows, batch)
+        for row, (T, cache) in enumerate(zip(lengths, caches, strict=False)):
+            attn(torch.randn(1, T, 32, generator=draw), cache=cache)
+            fixed.admit(row, cache, 16)
+            batch.begin(row, T)
+        for _ in range(7):
+            x = torch.randn(4, 1, 32, generator=draw)
+            y = attn(x, cache=fixed)
+            expected = torch.cat([attn(x[n : n + 1], cache=cache) for n, cache in enumerate(caches)])
+            torch.testing.assert_close(y[:3], expected, rtol=0, atol=2e-6 * float(expected.abs().max()) + 1e-8)
+            batch.length += batch.active
 
 
 def test_a_sequence_that_joins_late_changes_nothing_for_itself_and_others(prompts):
@@ -253,6 +283,20 @@ def test_a_cache_of_fixed_size_takes_one_token_of_each_sequence():
         layer(torch.randn(2, 2, 32), cache=cache)
     with pytest.raises(ValueError, match="attention_mask: expected None with a cache of fixed size"):
         layer(torch.randn(2, 1, 32), cache=cache, attention_mask=torch.ones(2, 1))
+
+
+def test_steps_in_place_are_refused_where_nothing_that_was_asked_for_takes_them(monkeypatch):
+    model = build(attention="path")
+    like = model.new_cache()
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.int64), cache=like)
+    layer = model.attentions()[0]
+    layer.impl = "triton"
+    with pytest.raises(UnavailableError, match="impl='triton': no kernel takes a step of 'path' in place"):
+        FixedCache.of(layer, like[0], Rows.idle(1), 8)
+    monkeypatch.delattr(SoftmaxForms, "fixed")
+    with pytest.raises(ValueError, match="variant: expected one whose FORMS offer a memory of fixed size, got 'path'"):
+        Generator(build(attention="path"), 1, 8)
 
 
 @pytest.mark.gpu

@@ -81,6 +81,37 @@ def test_padding_packing_and_cache(name):
         assert_within_budget(label, *values)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "evict"),
+    [("fox", {}, 1e-6), ("alibi", {}, 1e-6), ("path_fox", {}, 1e-6), ("rope", {"window": 70}, 1e-6),
+     ("fox", {"qk_norm": "none"}, "offload"), ("path_fox", {"qk_norm": "none"}, "offload")],
+)  # fmt: skip
+@torch.no_grad()
+def test_a_cache_gives_up_keys(name, options, evict):
+    """Beams and tokens that are taken back among the steps, against a whole cache in float64."""
+    models, x = layers(name, block="pro", **options), rows(2, 420)
+    for attn in models:
+        attn.k_shift = attn.v_shift = None
+        for gate in attn.gate.modules():
+            if hasattr(gate, "forget_proj"):
+                gate.forget_proj.bias.fill_(-1.0)
+
+    def run(attn):
+        given, outputs = x.to(attn.o_proj.weight.dtype), []
+        cache = attn.new_cache(None if attn is models[2] else evict)
+        for n, part in enumerate(given.split([300, 1, 8, 100, 1, 2, 8], 1)):
+            outputs.append(attn(part, cache=cache))
+            if n == 3:
+                cache.reorder(torch.tensor([1, 1], device="cuda"))
+        if attn is not models[2]:
+            assert cache.state.pool.first.any() == (name != "alibi")
+            assert torch.equal(cache.state.pool.table.cpu(), cache.state.pool.pages)
+            assert len(cache.state.crop(415)) == 415
+        return torch.cat(outputs, 1)
+
+    assert_within_budget("outputs", *map(run, models))
+
+
 def kernel_of(name):
     """The form that ``auto`` should take for many tokens; skips where that needs a package that is not installed."""
     if name in KERNELS:

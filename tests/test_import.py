@@ -155,6 +155,29 @@ def test_a_step_without_bounds_is_read_from_a_file(kind, tokens, tmp_path):
     assert torch.equal(from_peer(tmp_path)(tokens).logits, from_peer(theirs)(tokens).logits)
 
 
+@pytest.mark.parametrize("case", ["qwen3, windows", "qwen3_next, as published"])
+def test_kinds_of_layers_that_no_list_names(case, tokens):
+    """As in configurations of the hub, which give the rule instead."""
+    every = {
+        "full_attention_interval": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+    }
+    theirs = peer(*CASES.get(case, ("Qwen3Next", {**NEXT, **every})))
+    fields = {**theirs.config.to_dict(), "full_attention_interval": 2}
+    kinds = fields.pop("layer_types")
+    assert len(set(kinds)) == 2
+    ours = build(peer_of(fields), Weights.of_state(theirs.state_dict()))
+    assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
+
+
+def test_tables_of_angles_are_left_unread(tokens):
+    theirs = peer("Llama", {})
+    state = {**theirs.state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    ours = build(peer_of(theirs.config.to_dict()), Weights.of_state(state))
+    assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
+
+
 def test_the_older_name_of_mamba_2s_embedding_is_known(tokens):
     theirs = peer("Mamba2", MAMBA)
     state = theirs.state_dict()

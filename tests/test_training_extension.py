@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 
 import pytest
 import tiny_runs
@@ -17,10 +18,24 @@ from attnzoo.training import CheckpointError, extend, load_run, newest_checkpoin
 from attnzoo.training.optimizer import learning_rate
 
 
+@pytest.fixture(scope="module")
+def finished_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    tiny_runs.write_text(folder)
+    return train(tiny_runs.config_of(folder, "run"))
+
+
 @pytest.fixture
-def config_of(tmp_path):
-    tiny_runs.write_text(tmp_path)
-    return lambda *overrides, run="run": tiny_runs.config_of(tmp_path, run, *overrides)
+def finished(finished_once, tmp_path):
+    """`finished(*overrides, run=...)`: the configuration of a run of eight steps that is finished, of which that folder
+    holds a copy."""
+
+    def make(*overrides, run="run"):
+        if not (tmp_path / run).exists():
+            shutil.copytree(finished_once, tmp_path / run)
+        return tiny_runs.config_of(finished_once.parent, "", *overrides, f"output_dir={tmp_path / run}")
+
+    return make
 
 
 @settings(deadline=None, max_examples=60)
@@ -51,9 +66,9 @@ def test_the_rate_never_jumps_and_never_changes_what_was(data):
             assert tail == pytest.approx([lr * 0.5 * (1 + math.cos(math.pi * i / n)) for i in range(n)])
 
 
-def test_a_finished_run_goes_on_along_a_line_and_a_new_cosine(config_of):
-    config = config_of()
-    reference = numbers(train(config))
+def test_a_finished_run_goes_on_along_a_line_and_a_new_cosine(finished):
+    config = finished()
+    reference = numbers(config.output_dir)
     longer = extend(config.output_dir, 16, "cosine", lr=0.005, warmup_steps=3)
     train(longer)
     rows = numbers(config.output_dir)
@@ -66,11 +81,10 @@ def test_a_finished_run_goes_on_along_a_line_and_a_new_cosine(config_of):
 
 
 @pytest.mark.parametrize(("stop", "again"), [(9, "the same call"), (12, "its own file")])
-def test_an_extension_that_was_stopped_goes_on_to_the_same_bits(config_of, stop, again):
+def test_an_extension_that_was_stopped_goes_on_to_the_same_bits(finished, stop, again):
     outcomes = []
     for run in ("whole", "stopped"):
-        config = config_of(run=run)
-        train(config)
+        config = finished(run=run)
         longer = extend(config.output_dir, 14, "constant", lr=0.004)
         assert longer.optimizer.extensions == [Extension(8, 8, "constant", 0.004, 2)]
         if run == "stopped":
@@ -85,20 +99,18 @@ def test_an_extension_that_was_stopped_goes_on_to_the_same_bits(config_of, stop,
     assert extend(config.output_dir, 14, "constant") == longer  # it is so already
 
 
-def test_an_interrupted_run_goes_on_from_its_rate(config_of):
-    config = config_of()
-    with pytest.raises(StoppedError):
-        train(config, on_row=stop_at(5))
-    rate = learning_rate(4, 8, config.optimizer)
-    longer = extend(config.output_dir, 12, "constant")
-    assert longer.optimizer.extensions == [Extension(4, 8, "constant", rate, 0)]
+def test_an_interrupted_run_goes_on_from_its_rate(finished):
+    config = finished()
+    shutil.rmtree(newest_checkpoint(config.output_dir))  # as if it had been stopped after step 6
+    rate = learning_rate(6, 8, config.optimizer)
+    longer = extend(config.output_dir, 10, "constant")
+    assert longer.optimizer.extensions == [Extension(6, 8, "constant", rate, 0)]
     train(longer)
-    assert [row["lr"] for row in numbers(config.output_dir) if row["kind"] == "train"][4:] == [rate] * 8
+    assert [row["lr"] for row in numbers(config.output_dir) if row["kind"] == "train"][6:] == [rate] * 4
 
 
-def test_a_run_is_made_longer_twice(config_of):
-    config = config_of()
-    train(config)
+def test_a_run_is_made_longer_twice(finished):
+    config = finished()
     train(extend(config.output_dir, 12, "constant", lr=0.004))
     train(extend(config.output_dir, 20, "cosine"))  # from where the level part was
     rows = [row for row in numbers(config.output_dir) if row["kind"] == "train"]
@@ -106,13 +118,11 @@ def test_a_run_is_made_longer_twice(config_of):
     assert len(rows) == 20
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_the_extension(config_of, caplog):
-    config = config_of()
-    train(config)
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_the_extension(finished, caplog):
+    config = finished()
     longer = extend(config.output_dir, 14, "constant", lr=0.004)
     reference = outcome(train(longer))
-    config = config_of(run="damaged")
-    train(config)
+    config = finished(run="damaged")
     longer = extend(config.output_dir, 14, "constant", lr=0.004)
     with pytest.raises(StoppedError):
         train(longer, on_row=stop_at(9))
@@ -123,38 +133,35 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_the_extension(c
     assert any("step-00000006" in line for line in said(caplog))
 
 
-def test_more_steps_alone_are_refused_and_both_ways_named(config_of):
-    config = config_of()
-    train(config)
+def test_more_steps_alone_are_refused_and_both_ways_named(finished):
+    config = finished()
     before = outcome(config.output_dir)
     with pytest.raises(CheckpointError, match="steps was 8 and is 12 now") as refused:
-        train(config_of("steps=12"))
+        train(finished("steps=12"))
     assert "--schedule constant" in str(refused.value)
     assert "--schedule cosine" in str(refused.value)
     command = re.search(r"`attnzoo extend (\S+) --steps 12 --schedule constant`", str(refused.value))
     assert command[1] == config.output_dir
     with pytest.raises(CheckpointError, match="steps was 8 and is 6 now") as refused:
-        train(config_of("steps=6", "optimizer.warmup_steps=2"))
+        train(finished("steps=6", "optimizer.warmup_steps=2"))
     assert "extend" not in str(refused.value)
     assert outcome(config.output_dir) == before
 
 
-def test_an_extension_from_before_the_checkpoint_is_another_run(config_of):
-    config = config_of()
-    train(config)
+def test_an_extension_from_before_the_checkpoint_is_another_run(finished):
+    config = finished()
     for added in ("{after: 5, planned: 8, schedule: constant, lr: 0.01}",
                   "{after: 8, planned: 9, schedule: constant, lr: 0.01}"):  # fmt: skip
         with pytest.raises(CheckpointError, match="holds another run"):
-            train(config_of("steps=12", f"optimizer.extensions=[{added}]"))
-    longer = config_of("steps=12", "optimizer.extensions=[{after: 8, planned: 8, schedule: constant, lr: 0.01}]")
+            train(finished("steps=12", f"optimizer.extensions=[{added}]"))
+    longer = finished("steps=12", "optimizer.extensions=[{after: 8, planned: 8, schedule: constant, lr: 0.01}]")
     train(longer)
     with pytest.raises(CheckpointError, match="holds another run"):
         train(config)
 
 
-def test_extensions_that_cannot_be_are_refused(config_of):
-    config = config_of()
-    train(config)
+def test_extensions_that_cannot_be_are_refused(finished):
+    config = finished()
     for arguments, options, message in [
         ((12, "cosine"), {}, r"lr: expected the rate to come to, as the cosine has ended: it is .* at step 8"),
         ((8, "constant"), {"lr": 0.1}, "steps: expected more than the 8 of the run's newest checkpoint, got 8"),
@@ -172,13 +179,12 @@ def test_what_is_no_run_is_not_extended(tmp_path):
         extend(tmp_path / "nothing", 10, "constant")
 
 
-def test_the_command_extends_and_goes_on(config_of):
+def test_the_command_extends_and_goes_on(finished):
     from click.testing import CliRunner
 
     from attnzoo.cli import app
 
-    config = config_of()
-    train(config)
+    config = finished()
     done = CliRunner().invoke(
         app, ["extend", config.output_dir, "--steps", "12", "--schedule", "cosine", "--lr", "0.01"]
     )

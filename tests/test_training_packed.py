@@ -14,10 +14,10 @@ from attnzoo.data import build_data
 from attnzoo.data.shards import write_shards
 from attnzoo.models import LanguageModel
 from attnzoo.models.loss import IGNORED
-from attnzoo.training import CheckpointError, train
-from attnzoo.training.loop import _Run
+from attnzoo.training import CheckpointError, read_metrics, train
 from attnzoo.training.rows import rows_of
 from attnzoo.training.sharding import TrainState
+from attnzoo.training.steps import Run
 
 
 def documents(seed, count=60):
@@ -73,7 +73,7 @@ def test_packed_rows_have_the_losses_and_gradients_of_separate_documents(attenti
 def part_of(config, data, process, processes, step, part):
     place = SimpleNamespace(num_processes=processes, process_index=process, device=torch.device("cpu"))
     rows = config.batch_size // (processes * config.gradient_accumulation)
-    return _Run(config, TrainState(place, None, None, sharded=False), data, rows)._part(step, part)
+    return Run(config, TrainState(place, None, None, sharded=False), data, rows)._part(step, part)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -104,11 +104,10 @@ def test_parts_with_unequal_documents_count_by_their_targets(config_of):
         assert values[0] == pytest.approx(values[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("stop", [3, 5])
-def test_a_stopped_run_on_several_sources_goes_on_to_the_same_bits(config_of, stop):
+def test_a_stopped_run_on_several_sources_goes_on_to_the_same_bits(config_of):
     reference = train(config_of(run="reference"))
     with pytest.raises(StoppedError):
-        train(config_of(), on_row=stop_at(stop))
+        train(config_of(), on_row=stop_at(5))
     assert outcome(train(config_of())) == outcome(reference)
 
 
@@ -146,3 +145,17 @@ def test_other_weights_are_another_run(config_of, folders):
     )
     with pytest.raises(CheckpointError, match=r"data\.sources was .*'weight': 2.* and is .*'weight': 3"):
         train(changed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), ("compile=true", "mixed_precision=bf16")])
+def test_packed_documents_train_on_a_gpu(config_of, options):
+    from attnzoo.training.throughput import peak_of
+
+    own = ["device=auto", "steps=30", "batch_size=8", "eval_every=0", "model.hidden_size=64", "optimizer.lr=0.01"]
+    run = train(config_of(*own, "model.attention_options={acp: true}", *options))
+    rows = [row for row in read_metrics(run) if row["kind"] == "train"]
+    assert rows[-1]["loss"] < rows[0]["loss"] - 1
+    assert all(row["blocks_kept"] == 1.0 for row in rows)  # one block
+    if peak_of(torch.cuda.get_device_name()) is not None:
+        assert all(0 < row["mfu"] == row["mfu_dense"] < 1 for row in rows)

@@ -53,7 +53,7 @@ def numbers(run_dir: str | Path) -> list[dict[str, Any]]:
     """The metrics, without the timings."""
     from attnzoo.training import read_metrics
 
-    timings = ("seconds", "tokens_per_second")
+    timings = ("seconds", "tokens_per_second", "mfu", "mfu_dense")
     return [{key: value for key, value in row.items() if key not in timings} for row in read_metrics(run_dir)]
 
 

@@ -26,6 +26,8 @@ from attnzoo.training import train
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.metrics import Row
 
+USED = ("blocks_kept", "mfu", "mfu_dense")  # of the metrics, where they are known
+
 
 class _Measured(Exception):  # noqa: N818 - no error: it ends a run that is not to be evaluated or saved
     pass
@@ -66,8 +68,8 @@ def _names(config: TrainConfig) -> list[str]:
     return [layer.name for layer in config.model.layers()]
 
 
-def speeds(config: TrainConfig, steps: int, repeats: int, trained: bool = False) -> list[float]:
-    """Tokens per second of ``repeats`` measurements of ``steps`` training steps each, after as many to warm up.
+def rows(config: TrainConfig, steps: int, repeats: int, trained: bool = False) -> list[Row]:
+    """The metrics of ``repeats`` measurements of ``steps`` training steps each, after as many to warm up.
 
     Args:
         config: of the run.
@@ -75,10 +77,10 @@ def speeds(config: TrainConfig, steps: int, repeats: int, trained: bool = False)
         repeats: how many.
         trained: with the gates of :func:`trained_gates`, which the updates leave as they are.
     """
-    found: list[float] = []
+    found: list[Row] = []
 
     def note(row: Row) -> None:
-        found.append(row["tokens_per_second"])
+        found.append(row)
         if len(found) == repeats + 1:
             raise _Measured
 
@@ -109,7 +111,9 @@ def measure(config: TrainConfig, steps: int, repeats: int, trained: bool = False
     parameters = sum(p.numel() for p in LanguageModel(config.model).parameters())
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    found = speeds(config, steps, repeats, trained)
+    measured = rows(config, steps, repeats, trained)
+    found = [row["tokens_per_second"] for row in measured]
+    used = {name: statistics.median(row[name] for row in measured) for name in USED if name in measured[0]}
     tokens = config.batch_size * config.data.context_length
     speed = statistics.median(found)
     return {
@@ -126,6 +130,7 @@ def measure(config: TrainConfig, steps: int, repeats: int, trained: bool = False
         "steps": steps,
         "tokens_per_second": found,
         "ms_per_step": 1e3 * tokens / speed,
+        **used,
         "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
     }
 
@@ -137,6 +142,7 @@ def table(result: Result) -> str:
     shape = f"{result['batch']} x {result['context']}"
     counted: Counter[str] = Counter(result["attention"])
     layers = ", ".join(f"{n} {name}" for name, n in counted.items())
+    used = " | ".join(f"{result[name]:.3f}" if name in result else "-" for name in USED)
     compiled = "".join(f", {option}" for option in ("compile", "recompute") if result[option])
     return "\n".join(
         [
@@ -144,10 +150,10 @@ def table(result: Result) -> str:
             f"mixed precision {result['mixed_precision']}{compiled}, gates {result['gates']}; "
             f"median of {len(found)} x {result['steps']} steps.",
             "",
-            "| layers | parameters | B x T | ms per step | tokens/s (least, most) | peak GiB |",
-            "|---|---|---|---|---|---|",
+            "| layers | parameters | B x T | ms per step | tokens/s (least, most) | GiB | kept | MFU | dense MFU |",
+            "|---|---|---|---|---|---|---|---|---|",
             f"| {layers} | {result['parameters']:,} | {shape} | {result['ms_per_step']:.1f} | "
-            f"{statistics.median(found):,.0f} ({min(found):,.0f}, {max(found):,.0f}) | {peak} |",
+            f"{statistics.median(found):,.0f} ({min(found):,.0f}, {max(found):,.0f}) | {peak} | {used} |",
             "",
         ]
     )

@@ -15,7 +15,6 @@ from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import unknown
-from attnzoo.forms.fixed import Rows
 from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
@@ -172,40 +171,6 @@ class Attention(PreciseModule):
             how = "expected None or a layer with qk_norm, whose weights bound later queries, or 'offload'"
             raise ValueError(f"evict: {how}, got {evict!r} and qk_norm='none'")
         return LayerCache(owner=Owner(self), evict=settings)
-
-    def fixed_cache(
-        self,
-        like: LayerCache,
-        rows: Rows,
-        tokens: int,
-        device: torch.device | str | None = None,
-        paged: bool | None = None,
-    ) -> FixedCache:
-        """An empty cache for steps of one token of several sequences, which change it in place.
-
-        Args:
-            like: of one sequence that has seen a token, for shapes and dtypes.
-            rows: of the batch; every layer reads them.
-            tokens: of the longest sequence that there will be.
-            device: None for that of ``rows``; ``"meta"`` shows how much memory it needs.
-            paged: whether keys lie in pages; None for wherever that can be.
-
-        Raises:
-            ValueError: the variant is a third party's that offers none, or keys cannot lie in pages, or must.
-        """
-        device = device or rows.length.device
-        fixed = getattr(self.variant.form_set, "fixed", None)
-        if fixed is None:
-            name = self.variant.name
-            raise ValueError(f"variant: expected one whose FORMS offer a memory of fixed size, got {name!r}")
-        windows = {
-            name: torch.zeros(len(rows.lengths), *x.shape[1:], dtype=x.dtype, device=device)
-            for name, x in like.windows.items()
-        }
-        if self.impl == "reference" and rows.length.is_cuda:
-            paged = False  # plain operations read no pages without waiting for the GPU
-        bound = None if self.prune is None else self.logit_bound(like.dtype or torch.float32)
-        return FixedCache(fixed(like.state, rows, tokens, device, paged), windows, rows, bound)
 
     def forward(
         self,

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnzoo.forms.fixed import Memory, Rows
+from attnzoo.errors import UnavailableError
+from attnzoo.forms.fixed import KeyMemory, Memory, Rows
 from attnzoo.layer.stream import LayerCache, Stream
 
 
 @dataclass(eq=False)
 class FixedCache:
-    """What one attention layer remembers of B sequences, from :meth:`~attnzoo.layer.attention.Attention.fixed_cache`.
+    """What one attention layer remembers of B sequences; see :meth:`of`.
 
     Args:
         memory: of the core.
@@ -27,6 +29,41 @@ class FixedCache:
     windows: dict[str, Tensor]
     rows: Rows
     bound: Tensor | None = None
+
+    @staticmethod
+    def of(
+        layer: Any, like: LayerCache, rows: Rows, tokens: int, device: torch.device | str | None = None,
+        paged: bool | None = None,
+    ) -> FixedCache:  # fmt: skip
+        """An empty cache for steps of one token of several sequences.
+
+        Args:
+            layer: an :class:`~attnzoo.layer.attention.Attention`.
+            like: its cache of one sequence that has seen a token, for shapes and dtypes.
+            rows: of the batch; every layer reads them.
+            tokens: of the longest sequence that there will be.
+            device: None for that of ``rows``; ``"meta"`` shows how much memory it needs.
+            paged: whether keys lie in pages; None for wherever that can be.
+
+        Raises:
+            ValueError: the variant is a third party's that offers none, or keys cannot lie in pages, or must.
+            UnavailableError: ``impl="triton"`` where no kernel serves such steps.
+        """
+        device, name = device or rows.length.device, layer.variant.name
+        fixed = getattr(layer.variant.form_set, "fixed", None)
+        if fixed is None:
+            raise ValueError(f"variant: expected one whose FORMS offer a memory of fixed size, got {name!r}")
+        if layer.impl == "reference" and rows.length.is_cuda:
+            paged = False  # plain operations read no pages without waiting for the GPU
+        memory = fixed(like.state, rows, tokens, device, paged)
+        if layer.impl == "triton" and isinstance(memory, KeyMemory):
+            raise UnavailableError(f"impl='triton': no kernel takes a step of {name!r} in place here; use impl='auto'")
+        windows = {
+            name: torch.zeros(len(rows.lengths), *x.shape[1:], dtype=x.dtype, device=device)
+            for name, x in like.windows.items()
+        }
+        bound = None if layer.prune is None else layer.logit_bound(like.dtype or torch.float32)
+        return FixedCache(memory, windows, rows, bound)
 
     @torch.no_grad()
     def admit(self, row: int, cache: LayerCache, tokens: int) -> None:

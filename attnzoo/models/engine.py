@@ -126,10 +126,10 @@ class Generator:
         like = self.model.new_cache(self.evict)
         self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
         layers = list(zip(self.model.attentions(), like, strict=True))
-        meta = [layer.fixed_cache(one, self.batch, self.max_tokens, "meta") for layer, one in layers]
+        meta = [FixedCache.of(layer, one, self.batch, self.max_tokens, "meta") for layer, one in layers]
         what = f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens"
         check_room(_bytes(meta), self.device, what)
-        return [layer.fixed_cache(one, self.batch, self.max_tokens) for layer, one in layers]
+        return [FixedCache.of(layer, one, self.batch, self.max_tokens) for layer, one in layers]
 
     def bytes(self) -> int:
         """Memory of the caches."""

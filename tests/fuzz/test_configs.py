@@ -6,12 +6,13 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from damages import damage
+from damages import damage, damage_folder
 from rule import answer
 
 import attnzoo.experiments
 from attnzoo.config import DataConfig, TrainConfig, load_config, save_config
 from attnzoo.data import build_data
+from attnzoo.data.shards import write_shards
 from attnzoo.experiments.compare import CompareConfig, plan
 
 CONFIGS = sorted((Path(attnzoo.experiments.__file__).parent / "configs").glob("*/*.yaml"))
@@ -147,4 +148,33 @@ def test_token_files_with_random_damage_are_read_rightly_or_refused_by_name(fuzz
             windows, data = found
             assert all(window.min() >= 0 and window.max() < 251 for window in windows), story
             assert data.heldout.max() < 251, story
+        shutil.rmtree(folder)
+
+
+def test_folders_of_tokens_with_random_damage_are_read_rightly_or_refused_by_name(fuzz, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    numbers = np.random.default_rng(0)
+    documents = [np.append(250, numbers.integers(0, 250, int(numbers.integers(0, 30)))) for _ in range(60)]
+    whole = write_shards(tmp_path / "whole", 251, documents[:40], documents[40:], shard_tokens=200)
+    right = {int(token) for shard in (*whole.train, *whole.held_out) for token in shard.tokens}
+    for rng in fuzz(96):
+        folder = tmp_path / "data"
+        shutil.copytree(tmp_path / "whole", folder)
+        story = damage_folder(folder, rng)
+        documents_are = rng.choice(["joined", "packed"])
+        config = DataConfig(source=str(folder), context_length=8, documents=documents_are)
+
+        def read(config=config):
+            data = build_data(config)
+            windows = [(data.train[index], index) for index in range(len(data.train))]
+            if config.documents == "packed":
+                for window, index in windows:
+                    np.testing.assert_array_equal(data.train.begins(index), np.flatnonzero(window[1:] == 250) + 1)
+            return [window for window, _ in windows], data
+
+        found = answer(read, [str(folder)], story)
+        if found is not None:
+            windows, data = found
+            assert {int(token) for window in windows for token in window} <= right, story
+            assert data.heldout[:].max() < 251, story
         shutil.rmtree(folder)

@@ -29,7 +29,7 @@ def mamba2(settings: Settings) -> Peer:
         low, high = settings.get(name, (0.0, math.inf))
         if low != 0 or high not in UNBOUNDED:
             raise ValueError(f"config.json: {name} = [{low}, {high}] is not supported (only [0, inf])")
-    D, L, G = settings["hidden_size"], settings["num_hidden_layers"], settings.get("n_groups", 1)
+    D, L, G = settings["hidden_size"], settings["num_hidden_layers"], settings["n_groups"]
     K, V = settings["state_size"], settings["head_dim"]
     H = settings.get("num_heads", settings.get("expand", 2) * D // V)
     biased = settings.get("use_conv_bias", True)

@@ -28,7 +28,9 @@ def qwen3_next(settings: Settings) -> Peer:
     G, K, eps = settings.get("num_key_value_heads", H), settings.get("head_dim", D // H), settings["rms_norm_eps"]
     rotated = int(K * rope_settings(settings).get("partial_rotary_factor", settings.get("partial_rotary_factor", 0.25)))
     angle = pad(angles(settings, rotated), (0, (K - rotated) // 2))
-    names = settings["layer_types"]
+    every = settings.get("full_attention_interval", 4)
+    default = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(L)]
+    names = settings.get("layer_types", default)
     for name in names:
         if name not in KINDS:
             raise ValueError(f"config.json: layer_types has {name!r}, which is not supported (only {', '.join(KINDS)})")

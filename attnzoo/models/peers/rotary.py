@@ -75,6 +75,9 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
         yield "gate.angle", angle.clone()
 
     def weights(theirs: Weights) -> Iterator[tuple[str, Tensor]]:
+        for name in theirs.names:
+            if name.endswith("rotary_emb.inv_freq"):  # written by early releases, which did not read it either
+                theirs.skip(name)
         return decoder(theirs, TRANSFORMERS, L, attention, config.tie_embeddings)
 
     return Peer(config, weights)
@@ -83,7 +86,9 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
 def _windows(settings: Settings, layers: int) -> list[int | None]:
     """How far each layer looks back; None for all the way."""
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
-    kinds = settings.get("layer_types", ["sliding_attention" if window else "full_attention"] * layers)
+    first = settings.get("max_window_layers", 0)  # Qwen's, where `layer_types` is not written out
+    default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
+    kinds = settings.get("layer_types", default)
     for kind in kinds:
         if kind not in ("sliding_attention", "full_attention"):
             raise ValueError(f"config.json: layer_types has {kind!r}, which is not supported")
