@@ -211,6 +211,79 @@ class KeyMemory:
 
 
 @dataclass(eq=False)
+class CarriedMemory:
+    """PaTH's keys of B sequences of up to S tokens: one kernel multiplies them where they stand and attends to them.
+
+    The last place of each tensor is that of the token of a step, from which it goes to the end of its sequence.
+
+    Args:
+        rows: see :class:`Rows`.
+        k: keys ``[B, S + 1, G, K]`` float32.
+        v: values ``[B, S + 1, G, V]``.
+        gates: log decays ``[B, S + 1, H]`` float32, or None.
+        valid: the places that hold a token, ``[B, S + 1]`` bool.
+    """
+
+    rows: Rows
+    k: Tensor
+    v: Tensor
+    gates: Tensor | None
+    valid: Tensor
+
+    @staticmethod
+    def like(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory:
+        """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""
+
+        def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(len(rows.lengths), tokens + 1, *like.shape[2:], dtype=dtype, device=device)
+
+        gates = None if state.log_decay is None else zeros(state.log_decay, torch.float32)
+        valid = zeros(state.k[0, 0, 0, 0].view(1, 1), torch.bool)
+        valid[:, -1] = True
+        return CarriedMemory(rows, zeros(state.k, torch.float32), zeros(state.v, state.v.dtype), gates, valid)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernel writes to the keys where they stand
+    def step(self, call: Call, extend: Extend) -> Tensor:
+        from attnzoo.kernels.path import path_step
+
+        given, gate = SoftmaxOptions(**call.options), call.gate.per_token(call.q)
+        index, now = torch.arange(len(self.k), device=self.k.device), self.rows.length
+        new = {"k": call.k, "v": call.v, "gates": gate.log_decay}
+        self.v[:, -1:] = call.v
+        if self.gates is not None and gate.log_decay is not None:
+            self.gates[:, -1:] = gate.log_decay
+        o = path_step(
+            call.q, call.k, gate.w, gate.beta, self.k, self.v, self.gates, self.valid, given.scale,  # type: ignore[arg-type]
+            window=given.window, sink=given.sink,
+        )  # fmt: skip
+        for name, x in new.items():
+            if x is not None:
+                mine = getattr(self, name)
+                mine[index, now] = x[:, 0].to(mine.dtype)
+        self.valid.scatter_(1, now[:, None], True)
+        return o.to(call.v.dtype)
+
+    def ready(self, rows: Sequence[int]) -> bool:
+        return False
+
+    def admit(self, row: int, state: KVCache, tokens: int) -> None:
+        S = len(state)
+        self.k[row, :S], self.v[row, :S] = state.k[0], state.v[0]
+        if self.gates is not None and state.log_decay is not None:
+            self.gates[row, :S] = state.log_decay[0]
+        self.valid[row, :S], self.valid[row, S:-1] = True, False
+
+    def clear(self, row: int) -> None:
+        """Nothing to do: the next sequence overwrites it."""
+
+    def kept(self, row: int) -> list[int]:
+        return [self.rows.lengths[row]] * self.v.shape[2]
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (x for x in (self.k, self.v, self.gates, self.valid) if x is not None)
+
+
+@dataclass(eq=False)
 class PagedMemory:
     """The keys of B sequences in a :class:`~attnzoo.forms.pool.KeyPool`, for encodings that leave them as they are.
 

@@ -72,8 +72,9 @@ class PagedCache:
         phase: RoPE's total angle so far, as in :class:`attnzoo.KVCache`.
         angle: RoPE's angle where all tokens had the same, or None.
         lengths: tokens of each sequence that are stored.
-        notes: by which the pool comes back to it.
-        mark: which of the pool's states it is.
+        notes: by which the pool comes back to it; empty until tokens that are taken back have left the pool.
+        mark: its name.
+        base: the state of the pool that it is, or is the beginning of.
     """
 
     pool: KeyPool
@@ -85,12 +86,14 @@ class PagedCache:
     lengths: tuple[int, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict, repr=False)
     mark: int = 0
+    base: int = 0
 
     @staticmethod
     def of(pool: KeyPool, evict: Eviction | None = None, **seen: Any) -> PagedCache:
         """The cache that ``pool`` now is; ``seen`` are ``tokens``, ``valid``, ``phase`` and ``angle``."""
-        pool.mark += 1
-        return PagedCache(pool, evict, lengths=tuple(pool.lengths), notes=pool.notes(), mark=pool.mark, **seen)
+        pool.mark = mark = pool.new_mark()
+        lengths = tuple(pool.lengths)
+        return PagedCache(pool, evict, lengths=lengths, notes=pool.notes(), mark=mark, base=mark, **seen)
 
     def __len__(self) -> int:
         return self.tokens
@@ -123,18 +126,21 @@ class PagedCache:
             self.pool.looked = pages
 
     def _settle(self) -> None:
-        """Make the pool what it was when this cache was made, if a call has failed since.
+        """Make the pool what it was when this cache was made: without tokens that were taken back, or of a failed call.
 
         Raises:
             ValueError: another call has gone on from this cache, and from what it gave.
         """
         pool = self.pool
-        if pool.mark != self.mark:
-            if pool.before != self.mark:
-                raise ValueError("state: expected the last that this pool of keys has given, got an earlier one")
-            pool.crop(self.lengths, self.notes)
-        pool.before = self.mark
-        pool.mark += 1
+        if pool.mark == self.base:
+            if tuple(pool.lengths) != self.lengths:
+                pool.crop(self.lengths)
+                self.notes.update(pool.notes())
+        elif pool.before == self.mark:
+            pool.crop(self.lengths, self.notes or None)
+        else:
+            raise ValueError("state: expected the last that this pool of keys has given, got an earlier one")
+        pool.before, pool.mark = self.mark, pool.new_mark()
 
     def reorder(self, index: Tensor) -> PagedCache:
         """The rows ``index`` of the batch, in that order; see :func:`~attnzoo.forms.cache.check_rows`.
@@ -152,7 +158,7 @@ class PagedCache:
         return self._after(self.tokens, valid, phase)
 
     def crop(self, tokens: int) -> PagedCache:
-        """The cache as it was after the first ``tokens`` tokens. The pool is changed in place.
+        """The cache as it was after the first ``tokens`` tokens. This one can be gone on from in its place.
 
         Keys that have been given up since stay so where no row after those tokens needs them: they were certified for
         all rows to come when they went, and that holds from the first token on at which it is true.
@@ -166,7 +172,8 @@ class PagedCache:
             raise ValueError(f"tokens: expected 0 to {self.tokens}, got {tokens}")
         if tokens == self.tokens:
             return self
-        self._settle()
+        if self.pool.mark != self.base:
+            self._settle()
         if self.phase is not None and self.angle is None:
             all_of_them = f"all {self.tokens} (the angles of single tokens are not kept)"
             raise ValueError(f"tokens: expected {all_of_them}, got {tokens}")
@@ -181,10 +188,15 @@ class PagedCache:
             raise ValueError(
                 f"tokens: expected at least {least} (keys that earlier rows need are evicted), got {tokens}"
             )
-        self.pool.crop(lengths)
-        valid = None if self.valid is None else self.valid[:, :tokens]
-        phase = None if self.angle is None else self.pool.length.double()[:, None, None, None] * self.angle.double()
-        return self._after(tokens, valid, phase)
+        self.pool.check_crop(lengths)
+        valid, phase = None if self.valid is None else self.valid[:, :tokens], None
+        if self.angle is not None:
+            phase = self.pool.length.new_tensor(lengths).double()[:, None, None, None] * self.angle.double()
+        mark = self.pool.new_mark()
+        return replace(
+            self, tokens=tokens, valid=valid, phase=phase, lengths=tuple(lengths), notes={}, mark=mark,
+            base=self.pool.mark,
+        )  # fmt: skip
 
     def _lengths(self, tokens: int) -> list[int]:
         """Stored tokens of each sequence after the first ``tokens``."""
