@@ -45,6 +45,19 @@ def test_loaded_model_is_the_runs(run, folder):
     assert torch.equal(text, model.generate(tokens, 5, temperature=0))
 
 
+def test_a_run_with_weights_in_bfloat16_is_exported_so(run, tmp_path):
+    config = load_config(run / "config.yaml", [f"output_dir={tmp_path / 'run'}", "mixed_precision=pure_bf16"])
+    model, _ = load_run(train(config))
+    folder = exchange.export_run(tmp_path / "run", tmp_path / "model")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    for (name, x), theirs in zip(model.named_parameters(), loaded.model.parameters(), strict=True):
+        assert x.dtype == theirs.dtype, name
+        assert torch.equal(x, theirs), name
+    assert {x.dtype for x in loaded.parameters()} == {torch.bfloat16, torch.float32}
+    tokens = torch.tensor([encode("3 and 4 make")])
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
 @pytest.mark.parametrize("text", ["3 and 4 make 7.\n", "naïve Ġ Ā čafé 漢字 \t\r\n", "", "a  b"])
 def test_tokenizer_gives_the_bytes(folder, text):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

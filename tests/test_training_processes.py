@@ -63,11 +63,12 @@ TIED = (
     "model.attention=[{name: path_fox, options: {acp: true}},mamba2]",
 )  # fmt: skip
 BF16 = ("mixed_precision=bf16", "model.attention=[{name: fox, options: {acp: true}},mamba2]")
+PURE = ("mixed_precision=pure_bf16", "model.attention=[fox,mamba2]")
 PARTS = ("parts", "parts-killed", "parts-killed")
 RUNS = (
     "two", "one-two", "stopped", "stopped", "|".join(["packed-two", *PACKED]),
     *(f"{name}|{FSDP}" for name in PARTS), "|".join(["parts-tied", FSDP, *TIED]), "|".join(["parts-bf16", FSDP, *BF16]),
-    "parts-whole",
+    "parts-whole", "|".join(["pure-two", *PURE]),
 )  # fmt: skip
 
 
@@ -134,13 +135,20 @@ def runs(config_file):
 
     Two processes shared the model in `parts`, in `parts-killed`, of which one was killed and which went on, in
     `parts-tied`, which one process began with other settings, and in `parts-bf16`. They each had a copy in
-    `parts-whole`, which began with a sharded checkpoint of one process.
+    `parts-whole`, which began with a sharded checkpoint of one process, and in `pure-two`, with weights in bfloat16.
     """
     from attnzoo.config import load_config
     from attnzoo.training import train
 
     folder = config_file.parent
-    alone = {"one": (), "packed-one": PACKED, "one-tied": TIED, "one-bf16": BF16, "one-parts": (FSDP,)}
+    alone = {
+        "one": (),
+        "packed-one": PACKED,
+        "one-tied": TIED,
+        "one-bf16": BF16,
+        "pure-one": PURE,
+        "one-parts": (FSDP,),
+    }
     for name, overrides in alone.items():
         train(load_config(config_file, [f"output_dir={folder / name}", *overrides]))
     for name, began in {"one-two": "one", "parts-tied": "one-tied", "parts-whole": "one-parts"}.items():
@@ -178,6 +186,13 @@ def test_two_processes_train_packed_documents_as_one_does(runs):
     """Other numbers of targets count in the parts of a step, and in one part of the held-out text none."""
     assert numbers(runs / "packed-two") == pytest.approx(numbers(runs / "packed-one"), rel=1e-4)
     assert numbers(runs / "packed-two") != pytest.approx(numbers(runs / "two"), rel=1e-2)
+
+
+def test_two_processes_train_weights_in_bfloat16_as_one_does(runs):
+    """To the rounding of what they exchange."""
+    one, two = (numbers(runs / run) for run in ("pure-one", "pure-two"))
+    assert two[0] == pytest.approx(one[0], rel=1e-6)
+    assert two == pytest.approx(one, rel=1e-2)
 
 
 @pytest.mark.parametrize("run", ["parts-tied", "parts-bf16"])
