@@ -10,7 +10,7 @@ from layers import assert_same, layer, rows
 
 from attnzoo import Evict, Prune, build_attention
 from attnzoo.config import ModelConfig
-from attnzoo.forms.pool import CHUNK, PAGE
+from attnzoo.forms.pages import CHUNK, PAGE
 from attnzoo.models import LanguageModel
 
 TINY = 1e-25  # certified below it, a weight is nothing beside the others
