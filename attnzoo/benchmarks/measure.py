@@ -94,7 +94,7 @@ def compare(peer: Contender[D], x: D, exact: Callable[[D], Tensor]) -> dict[str,
     for y, call in ((wide, exact), (x, peer.call)):
         leaves = [leaf.requires_grad_() for leaf in peer.inputs(y)]
         o = call(y)
-        results.append([o, *torch.autograd.grad(o, leaves, y.do)])
+        results.append([o.detach(), *torch.autograd.grad(o, leaves, y.do)])
     names = ["o", *(f"d{name}" for name in peer.leaves.split())]
     return {n: relative(b, a) for n, a, b in zip(names, *results, strict=True)}
 
