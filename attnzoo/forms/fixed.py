@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -329,7 +329,7 @@ class PagedMemory:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels write to the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
-        pool, given = self.pool, replace(SoftmaxOptions(**call.options), prune=None)
+        pool, given = self.pool, SoftmaxOptions(**call.options)
         q, k, phase, _ = self.place(
             call.q, call.k, call.gate, KVCache(call.k[:, :0], call.v[:, :0], phase=self.phase), None
         )
@@ -337,7 +337,8 @@ class PagedMemory:
             self.phase.copy_(phase)
         k, v = (expand_heads(x, pool.table.shape[1]) for x in (k, call.v))
         gates = call.gate.per_token(q).log_decay
-        return append_and_attend(pool, q, k, v, gates, given, "triton" if q.is_cuda else "reference", self.rows.active)
+        impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
+        return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.active, prune=False)
 
     def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
         one = _pool_of(state)

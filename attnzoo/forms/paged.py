@@ -320,7 +320,7 @@ def step_pages(
 
 def append_and_attend(
     pool: KeyPool, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, given: SoftmaxOptions,
-    impl: Literal["triton", "reference"], count: Tensor | None = None,
+    impl: Literal["triton", "reference"], count: Tensor | None = None, prune: bool = True,
 ) -> Tensor:  # fmt: skip
     """Write few tokens into their pages and attend, ``[B, T, H, V]`` in v's dtype; the host counts them elsewhere.
 
@@ -331,25 +331,25 @@ def append_and_attend(
         given: what it asks for; ``valid`` and ``return_lse`` are not looked at.
         impl: of ``attnzoo.kernels.decode``.
         count: tokens that each sequence gets, ``[B]`` int32; None for all of them.
+        prune: whether the step leaves out what ``given.prune`` allows.
     """
     from attnzoo.kernels.decode import paged_append, paged_attention
 
     k, x = (x.to(pool.k.dtype) for x in (k, v))
     if log_decay is not None and pool.decay is not None:
         log_decay = log_decay.to(pool.decay.dtype)
-    sums = {"decay": pool.decay, "page_sum": pool.page_sum}
+    sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum}
     since = paged_append(
         k, x, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
         log_decay=log_decay, total=pool.total, since=pool.since, n_log=pool.n_log, count=count, impl=impl, **sums,
     )  # fmt: skip
-    prune: dict[str, Any] = {}
-    if given.prune is not None:
-        prune = {
+    if prune and given.prune is not None:
+        sums |= {
             "prune": given.prune, "k_norm": pool.k_norm, "n_log": pool.n_log, "logit_bound": given.logit_bound
         }  # fmt: skip
     o = paged_attention(
         q.to(pool.k.dtype), pool.k, pool.v, pool.table, pool.first, pool.length, since=since, scale=given.scale,
-        window=given.window, sink=given.sink, impl=impl, **sums, **prune,
+        window=given.window, sink=given.sink, impl=impl, **sums,
     )  # fmt: skip
     return o.to(v.dtype)
 
