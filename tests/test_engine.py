@@ -8,9 +8,10 @@ import torch
 from layers import assert_same, layer, rows
 from torch._dynamo.utils import counters
 
+from attnzoo import build_attention
 from attnzoo.config import ModelConfig
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.fixed import Rows
+from attnzoo.forms.fixed import CarriedMemory, Rows
 from attnzoo.forms.pool import PAGE
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.fixed import FixedCache
@@ -91,6 +92,32 @@ def test_a_step_in_place_is_the_layers_own_step(name, options, paged):
             expected = torch.cat([attn(x[n : n + 1], cache=cache) for n, cache in enumerate(caches)])
             assert_same(y, expected)
             batch.length += 1
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 6, "sinks": True}], ids=["", "window"])
+@pytest.mark.parametrize("name", ["path", "path_fox"])
+def test_the_kernel_of_path_steps_where_the_keys_stand(name, options):
+    torch.manual_seed(0)
+    attn = build_attention(name, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, **options)
+    lengths, batch = (1, 9, 4, 0), Rows.idle(4)
+    caches, like = [attn.new_cache() for _ in lengths[:3]], attn.new_cache()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        attn(torch.randn(1, 1, 32, generator=draw), cache=like)
+        memory = attn.variant.form_set.kernels["triton"].fixed(like.state, batch, 16, "cpu")
+        assert isinstance(memory, CarriedMemory)
+        windows = {name: x.new_zeros(4, *x.shape[1:]) for name, x in like.windows.items()}
+        fixed = FixedCache(memory, windows, batch)
+        for row, (T, cache) in enumerate(zip(lengths, caches, strict=False)):
+            attn(torch.randn(1, T, 32, generator=draw), cache=cache)
+            fixed.admit(row, cache, 16)
+            batch.begin(row, T)
+        for _ in range(7):
+            x = torch.randn(4, 1, 32, generator=draw)
+            y = attn(x, cache=fixed)
+            expected = torch.cat([attn(x[n : n + 1], cache=cache) for n, cache in enumerate(caches)])
+            torch.testing.assert_close(y[:3], expected, rtol=0, atol=2e-6 * float(expected.abs().max()) + 1e-8)
+            batch.length += batch.active
 
 
 def test_a_sequence_that_joins_late_changes_nothing_for_itself_and_others(prompts):

@@ -10,7 +10,7 @@ from layers import assert_same, layer, rows
 
 from attnzoo import Evict, Prune, build_attention
 from attnzoo.config import ModelConfig
-from attnzoo.forms.pool import CHUNK, PAGE
+from attnzoo.forms.pages import CHUNK, PAGE
 from attnzoo.models import LanguageModel
 
 TINY = 1e-25  # certified below it, a weight is nothing beside the others
@@ -139,6 +139,34 @@ def test_carried_keys_are_known_as_they_came_for_a_page_or_two():
     with pytest.raises(ValueError, match=r"tokens: expected at least 192 \(earlier keys have been carried\), got 191"):
         cache.state.crop(191)
     assert len(cache.state.crop(192)) == 192
+
+
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+@torch.no_grad()
+def test_tokens_leave_when_a_shorter_cache_goes_on(name):
+    """Until then either can; a call that fails is forgotten from there too."""
+    attn, x = forgetful(name, **({"w_conv_size": 0} if name == "path_fox" else {})), rows(2, 200)
+    attn.k_shift = attn.v_shift = None
+    whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
+    for cache in (whole, paged):
+        attn(x[:, :130], cache=cache)
+    longer = paged.state
+    short = longer.crop(129).crop(100)
+    assert paged.state.pool.lengths == [130, 130]
+    for cache in (whole, paged):
+        attn(x[:, 130:140], cache=cache)  # from the longer one
+    with pytest.raises(ValueError, match="state: expected the last that this pool"):
+        short.begin()
+    longer = paged.state
+    paged.state = short = longer.crop(135)
+    before = vars(paged).copy()
+    attn(x[:, :70], cache=paged)  # fails
+    vars(paged).update(before)
+    with pytest.raises(ValueError, match="state: expected the last that this pool"):
+        longer.begin()
+    again = attn.new_cache()
+    attn(torch.cat([x[:, :130], x[:, 130:135]], 1), cache=again)
+    assert_same(*(attn(x[:, 140:], cache=cache) for cache in (paged, again)))
 
 
 @torch.no_grad()

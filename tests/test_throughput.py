@@ -144,9 +144,9 @@ def test_an_unknown_gpu_is_said_and_a_cpu_is_not(monkeypatch, caplog):
 def test_rows_of_the_metrics_say_what_is_kept_and_used_at_log_steps_alone(tmp_path, monkeypatch):
     tiny_runs.write_text(tmp_path)
     measured = []
-    monkeypatch.setattr("attnzoo.training.loop.peak_here", lambda device, processes: 1e9)
+    monkeypatch.setattr("attnzoo.training.steps.peak_here", lambda device, processes: 1e9)
     monkeypatch.setattr(
-        "attnzoo.training.loop.blocks_kept",
+        "attnzoo.training.steps.blocks_kept",
         lambda model, rows: measured.append(rows) or throughput.blocks_kept(model, rows),
     )
     config = tiny_runs.config_of(tmp_path, "run", "log_every=4", "model.attention_options={acp: true}")

@@ -15,9 +15,9 @@ from attnzoo.data.shards import write_shards
 from attnzoo.models import LanguageModel
 from attnzoo.models.loss import IGNORED
 from attnzoo.training import CheckpointError, read_metrics, train
-from attnzoo.training.loop import _Run
 from attnzoo.training.rows import rows_of
 from attnzoo.training.sharding import TrainState
+from attnzoo.training.steps import Run
 
 
 def documents(seed, count=60):
@@ -73,7 +73,7 @@ def test_packed_rows_have_the_losses_and_gradients_of_separate_documents(attenti
 def part_of(config, data, process, processes, step, part):
     place = SimpleNamespace(num_processes=processes, process_index=process, device=torch.device("cpu"))
     rows = config.batch_size // (processes * config.gradient_accumulation)
-    return _Run(config, TrainState(place, None, None, sharded=False), data, rows)._part(step, part)
+    return Run(config, TrainState(place, None, None, sharded=False), data, rows)._part(step, part)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -13,7 +13,7 @@ from attnzoo.config import ModelConfig
 from attnzoo.models import LanguageModel
 from attnzoo.models.loss import chunk_loss, head_loss
 from attnzoo.training import load_run, train
-from attnzoo.training.loop import TooLargeError
+from attnzoo.training.steps import TooLargeError
 
 
 def build(**options):

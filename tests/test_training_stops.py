@@ -16,6 +16,7 @@ from attnzoo.experiments.compare import CompareConfig, plan, run_comparison
 from attnzoo.models import LanguageModel
 from attnzoo.training import loop, newest_checkpoint, train
 from attnzoo.training.checkpoint import make_folder
+from attnzoo.training.steps import Run
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_what_the_first_step_refuses_is_no_divergence(config_of, monkeypatch):
 
 
 def test_weights_that_are_not_finite_are_not_saved(config_of, monkeypatch):
-    plain = loop._Run.step
+    plain = Run.step
 
     def spoiled(self, step):
         result = plain(self, step)
@@ -109,7 +110,7 @@ def test_weights_that_are_not_finite_are_not_saved(config_of, monkeypatch):
                 next(self.model.parameters()).view(-1)[0] = math.inf
         return result
 
-    monkeypatch.setattr(loop._Run, "step", spoiled)
+    monkeypatch.setattr(Run, "step", spoiled)
     config = config_of("checkpoint_every=2")
     with pytest.raises(
         FloatingPointError, match=r"a weight is not finite .* at step 4 .*step-00000002, is from before"

@@ -111,18 +111,22 @@ class CarriedPool(KeyPool):
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), **{name: getattr(self, name) for name in NEAR}, "known": list(self.known)}
 
-    @torch.no_grad()
-    def crop(self, lengths: Sequence[int], notes: dict[str, Any] | None = None) -> None:
-        """As :meth:`KeyPool.crop`.
+    def check_crop(self, lengths: Sequence[int]) -> None:
+        """As :meth:`KeyPool.check_crop`.
 
         Raises:
             ValueError: also where a page that would not be whole any more lies so far back that its keys, as they came,
                 are not known.
         """
+        super().check_crop(lengths)
+        for known, n in zip(self.known, lengths, strict=True):
+            if n % PAGE and n // PAGE * PAGE < known:
+                raise ValueError(f"tokens: expected at least {known} (earlier keys have been carried), got {n}")
+
+    @torch.no_grad()
+    def crop(self, lengths: Sequence[int], notes: dict[str, Any] | None = None) -> None:
         if notes is None:
-            for known, n in zip(self.known, lengths, strict=True):
-                if n % PAGE and n // PAGE * PAGE < known:
-                    raise ValueError(f"tokens: expected at least {known} (earlier keys have been carried), got {n}")
+            self.check_crop(lengths)
             moves = [near_base(n) - near_base(now) for n, now in zip(lengths, self.lengths, strict=True)]
             index = torch.arange(2 * PAGE, device=self.k.device)
             ends = self.table.new_tensor([n - near_base(n) for n in lengths])

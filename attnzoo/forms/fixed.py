@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from attnzoo.algebra.gate import expand_heads, is_closed
 from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache, RecurrentState
 from attnzoo.forms.options import SoftmaxOptions
-from attnzoo.forms.paged import Eviction, PagedCache
+from attnzoo.forms.paged import Eviction, PagedCache, append_and_attend
 from attnzoo.forms.pool import PAGE, KeyPool
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink, decay_to, least_logit
@@ -211,6 +211,79 @@ class KeyMemory:
 
 
 @dataclass(eq=False)
+class CarriedMemory:
+    """PaTH's keys of B sequences of up to S tokens: one kernel multiplies them where they stand and attends to them.
+
+    The last place of each tensor is that of the token of a step, from which it goes to the end of its sequence.
+
+    Args:
+        rows: see :class:`Rows`.
+        k: keys ``[B, S + 1, G, K]`` float32.
+        v: values ``[B, S + 1, G, V]``.
+        gates: log decays ``[B, S + 1, H]`` float32, or None.
+        valid: the places that hold a token, ``[B, S + 1]`` bool.
+    """
+
+    rows: Rows
+    k: Tensor
+    v: Tensor
+    gates: Tensor | None
+    valid: Tensor
+
+    @staticmethod
+    def like(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory:
+        """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""
+
+        def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(len(rows.lengths), tokens + 1, *like.shape[2:], dtype=dtype, device=device)
+
+        gates = None if state.log_decay is None else zeros(state.log_decay, torch.float32)
+        valid = zeros(state.k[0, 0, 0, 0].view(1, 1), torch.bool)
+        valid[:, -1] = True
+        return CarriedMemory(rows, zeros(state.k, torch.float32), zeros(state.v, state.v.dtype), gates, valid)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernel writes to the keys where they stand
+    def step(self, call: Call, extend: Extend) -> Tensor:
+        from attnzoo.kernels.path import path_step
+
+        given, gate = SoftmaxOptions(**call.options), call.gate.per_token(call.q)
+        index, now = torch.arange(len(self.k), device=self.k.device), self.rows.length
+        new = {"k": call.k, "v": call.v, "gates": gate.log_decay}
+        self.v[:, -1:] = call.v
+        if self.gates is not None and gate.log_decay is not None:
+            self.gates[:, -1:] = gate.log_decay
+        o = path_step(
+            call.q, call.k, gate.w, gate.beta, self.k, self.v, self.gates, self.valid, given.scale,  # type: ignore[arg-type]
+            window=given.window, sink=given.sink,
+        )  # fmt: skip
+        for name, x in new.items():
+            if x is not None:
+                mine = getattr(self, name)
+                mine[index, now] = x[:, 0].to(mine.dtype)
+        self.valid.scatter_(1, now[:, None], True)
+        return o.to(call.v.dtype)
+
+    def ready(self, rows: Sequence[int]) -> bool:
+        return False
+
+    def admit(self, row: int, state: KVCache, tokens: int) -> None:
+        S = len(state)
+        self.k[row, :S], self.v[row, :S] = state.k[0], state.v[0]
+        if self.gates is not None and state.log_decay is not None:
+            self.gates[row, :S] = state.log_decay[0]
+        self.valid[row, :S], self.valid[row, S:-1] = True, False
+
+    def clear(self, row: int) -> None:
+        """Nothing to do: the next sequence overwrites it."""
+
+    def kept(self, row: int) -> list[int]:
+        return [self.rows.lengths[row]] * self.v.shape[2]
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (x for x in (self.k, self.v, self.gates, self.valid) if x is not None)
+
+
+@dataclass(eq=False)
 class PagedMemory:
     """The keys of B sequences in a :class:`~attnzoo.forms.pool.KeyPool`, for encodings that leave them as they are.
 
@@ -256,31 +329,16 @@ class PagedMemory:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels write to the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
-        from attnzoo.kernels.decode import paged_append, paged_attention
-
-        pool, given, dtype = self.pool, SoftmaxOptions(**call.options), call.v.dtype
+        pool, given = self.pool, SoftmaxOptions(**call.options)
         q, k, phase, _ = self.place(
             call.q, call.k, call.gate, KVCache(call.k[:, :0], call.v[:, :0], phase=self.phase), None
         )
         if self.phase is not None:
             self.phase.copy_(phase)
-        k, v = (expand_heads(x, pool.table.shape[1]).to(pool.k.dtype) for x in (k, call.v))
+        k, v = (expand_heads(x, pool.table.shape[1]) for x in (k, call.v))
         gates = call.gate.per_token(q).log_decay
-        if gates is not None and pool.decay is not None:
-            gates = gates.to(pool.decay.dtype)
-        sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum}
-        sums["impl"] = "triton" if q.is_cuda else "reference"
-        sums["impl"] = "triton" if q.is_cuda else "reference"
-        since = paged_append(
-            k, v, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
-            log_decay=gates, total=pool.total, since=pool.since, n_log=pool.n_log,
-            count=self.rows.active, **sums,
-        )  # fmt: skip
-        o = paged_attention(
-            q.to(pool.k.dtype), pool.k, pool.v, pool.table, pool.first, pool.length, since=since, scale=given.scale,
-            window=given.window, sink=given.sink, **sums,
-        )  # fmt: skip
-        return o.to(dtype)
+        impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
+        return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.active, prune=False)
 
     def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
         one = _pool_of(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -72,8 +72,9 @@ class PagedCache:
         phase: RoPE's total angle so far, as in :class:`attnzoo.KVCache`.
         angle: RoPE's angle where all tokens had the same, or None.
         lengths: tokens of each sequence that are stored.
-        notes: by which the pool comes back to it.
-        mark: which of the pool's states it is.
+        notes: by which the pool comes back to it; empty until tokens that are taken back have left the pool.
+        mark: its name.
+        base: the state of the pool that it is, or is the beginning of.
     """
 
     pool: KeyPool
@@ -85,12 +86,14 @@ class PagedCache:
     lengths: tuple[int, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict, repr=False)
     mark: int = 0
+    base: int = 0
 
     @staticmethod
     def of(pool: KeyPool, evict: Eviction | None = None, **seen: Any) -> PagedCache:
         """The cache that ``pool`` now is; ``seen`` are ``tokens``, ``valid``, ``phase`` and ``angle``."""
-        pool.mark += 1
-        return PagedCache(pool, evict, lengths=tuple(pool.lengths), notes=pool.notes(), mark=pool.mark, **seen)
+        pool.mark = mark = pool.new_mark()
+        lengths = tuple(pool.lengths)
+        return PagedCache(pool, evict, lengths=lengths, notes=pool.notes(), mark=mark, base=mark, **seen)
 
     def __len__(self) -> int:
         return self.tokens
@@ -123,18 +126,21 @@ class PagedCache:
             self.pool.looked = pages
 
     def _settle(self) -> None:
-        """Make the pool what it was when this cache was made, if a call has failed since.
+        """Make the pool what it was when this cache was made: without tokens that were taken back, or of a failed call.
 
         Raises:
             ValueError: another call has gone on from this cache, and from what it gave.
         """
         pool = self.pool
-        if pool.mark != self.mark:
-            if pool.before != self.mark:
-                raise ValueError("state: expected the last that this pool of keys has given, got an earlier one")
-            pool.crop(self.lengths, self.notes)
-        pool.before = self.mark
-        pool.mark += 1
+        if pool.mark == self.base:
+            if tuple(pool.lengths) != self.lengths:
+                pool.crop(self.lengths)
+                self.notes.update(pool.notes())
+        elif pool.before == self.mark:
+            pool.crop(self.lengths, self.notes or None)
+        else:
+            raise ValueError("state: expected the last that this pool of keys has given, got an earlier one")
+        pool.before, pool.mark = self.mark, pool.new_mark()
 
     def reorder(self, index: Tensor) -> PagedCache:
         """The rows ``index`` of the batch, in that order; see :func:`~attnzoo.forms.cache.check_rows`.
@@ -152,7 +158,7 @@ class PagedCache:
         return self._after(self.tokens, valid, phase)
 
     def crop(self, tokens: int) -> PagedCache:
-        """The cache as it was after the first ``tokens`` tokens. The pool is changed in place.
+        """The cache as it was after the first ``tokens`` tokens. This one can be gone on from in its place.
 
         Keys that have been given up since stay so where no row after those tokens needs them: they were certified for
         all rows to come when they went, and that holds from the first token on at which it is true.
@@ -166,7 +172,8 @@ class PagedCache:
             raise ValueError(f"tokens: expected 0 to {self.tokens}, got {tokens}")
         if tokens == self.tokens:
             return self
-        self._settle()
+        if self.pool.mark != self.base:
+            self._settle()
         if self.phase is not None and self.angle is None:
             all_of_them = f"all {self.tokens} (the angles of single tokens are not kept)"
             raise ValueError(f"tokens: expected {all_of_them}, got {tokens}")
@@ -181,10 +188,15 @@ class PagedCache:
             raise ValueError(
                 f"tokens: expected at least {least} (keys that earlier rows need are evicted), got {tokens}"
             )
-        self.pool.crop(lengths)
-        valid = None if self.valid is None else self.valid[:, :tokens]
-        phase = None if self.angle is None else self.pool.length.double()[:, None, None, None] * self.angle.double()
-        return self._after(tokens, valid, phase)
+        self.pool.check_crop(lengths)
+        valid, phase = None if self.valid is None else self.valid[:, :tokens], None
+        if self.angle is not None:
+            phase = self.pool.length.new_tensor(lengths).double()[:, None, None, None] * self.angle.double()
+        mark = self.pool.new_mark()
+        return replace(
+            self, tokens=tokens, valid=valid, phase=phase, lengths=tuple(lengths), notes={}, mark=mark,
+            base=self.pool.mark,
+        )  # fmt: skip
 
     def _lengths(self, tokens: int) -> list[int]:
         """Stored tokens of each sequence after the first ``tokens``."""
@@ -292,32 +304,54 @@ def step_pages(
     forms: Additive, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
 ) -> tuple[Tensor, PagedCache]:
     """As :func:`extend_pages`, for few tokens of which all exist, in two kernels; the output is ``[B, T, H, V]``."""
-    from attnzoo.kernels.decode import paged_append, paged_attention
-
     (B, T, H, K), pool = q.shape, state.pool
     state.begin()
     q, k, phase, angle = forms.place(q, k, gate, state, None)
     if state.evict is not None and state.evict.offload is not None:
         state.look(heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale), k, None)
     pool.reserve([T] * B)
-    sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum, "n_log": pool.n_log}
-    g = None if gate.log_decay is None else gate.log_decay.float().expand(B, T, H)
-    since = paged_append(
-        k.to(pool.k.dtype), v, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
-        log_decay=g, total=pool.total, since=pool.since, impl="triton", **sums,
-    )  # fmt: skip
+    g = None if gate.log_decay is None else gate.log_decay.expand(B, T, H)
+    o = append_and_attend(pool, q, k, v, g, given, "triton")
     pool.lengths = [n + T for n in pool.lengths]
-    if given.prune is not None:
-        sums |= {"prune": given.prune, "k_norm": pool.k_norm, "logit_bound": given.logit_bound}
-    else:
-        del sums["n_log"]
-    o = paged_attention(
-        q.to(pool.k.dtype), pool.k, pool.v, pool.table, pool.first, pool.length, since=since, scale=given.scale,
-        window=given.window, sink=given.sink, impl="triton", **sums,
-    )  # fmt: skip
     there = append_valid(cast(Any, state), None, k)
     seen = {"tokens": state.tokens + T, "valid": there, "phase": phase, "angle": angle}
-    return o.to(v.dtype), PagedCache.of(pool, state.evict, **seen)
+    return o, PagedCache.of(pool, state.evict, **seen)
+
+
+def append_and_attend(
+    pool: KeyPool, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, given: SoftmaxOptions,
+    impl: Literal["triton", "reference"], count: Tensor | None = None, prune: bool = True,
+) -> Tensor:  # fmt: skip
+    """Write few tokens into their pages and attend, ``[B, T, H, V]`` in v's dtype; the host counts them elsewhere.
+
+    Args:
+        pool: with pages for them.
+        q: in its place, as k is.
+        log_decay: ``[B, T, H]`` or None.
+        given: what it asks for; ``valid`` and ``return_lse`` are not looked at.
+        impl: of ``attnzoo.kernels.decode``.
+        count: tokens that each sequence gets, ``[B]`` int32; None for all of them.
+        prune: whether the step leaves out what ``given.prune`` allows.
+    """
+    from attnzoo.kernels.decode import paged_append, paged_attention
+
+    k, x = (x.to(pool.k.dtype) for x in (k, v))
+    if log_decay is not None and pool.decay is not None:
+        log_decay = log_decay.to(pool.decay.dtype)
+    sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum}
+    since = paged_append(
+        k, x, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
+        log_decay=log_decay, total=pool.total, since=pool.since, n_log=pool.n_log, count=count, impl=impl, **sums,
+    )  # fmt: skip
+    if prune and given.prune is not None:
+        sums |= {
+            "prune": given.prune, "k_norm": pool.k_norm, "n_log": pool.n_log, "logit_bound": given.logit_bound
+        }  # fmt: skip
+    o = paged_attention(
+        q.to(pool.k.dtype), pool.k, pool.v, pool.table, pool.first, pool.length, since=since, scale=given.scale,
+        window=given.window, sink=given.sink, impl=impl, **sums,
+    )  # fmt: skip
+    return o.to(v.dtype)
 
 
 def _since(before: Tensor, g: Tensor, at: Tensor) -> Tensor:

@@ -82,6 +82,8 @@ class Kernel:
         refuses: why a :class:`Call` cannot be served, or "". It need not look at the names of the options.
         explain: which kernels a :class:`Call` that is not refused runs on, and why no faster ones, or "".
         brief: whether it is for a few tokens at a time; then nothing is missed where it refuses more.
+        fixed: ``fixed(state, rows, tokens, device)`` gives a memory whose steps run on it (:mod:`attnzoo.forms.fixed`),
+            or None where it cannot serve them.
     """
 
     run: Callable[..., Any]
@@ -89,6 +91,7 @@ class Kernel:
     refuses: Callable[[Call], str] = _serves
     explain: Callable[[Call], tuple[str, str]] | None = None
     brief: bool = False
+    fixed: Callable[..., Any] | None = None
     options: tuple[str, ...] = field(init=False)  # of run
     extend_options: tuple[str, ...] = field(init=False)
 

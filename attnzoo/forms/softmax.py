@@ -137,7 +137,7 @@ class SoftmaxForms(Forms):
             rows: of the batch.
             tokens: of the longest sequence that there will be.
             device: of the memory; ``"meta"`` shows how much there will be of it.
-            paged: whether keys lie in pages; None for wherever that can be.
+            paged: whether keys lie in pages; None for wherever that can be, and for the kernel of the variant.
 
         Raises:
             ValueError: ``paged``, or a state in pages, for keys that transitions carry; False for a state in pages.
@@ -147,6 +147,11 @@ class SoftmaxForms(Forms):
         if isinstance(state, PagedCache):
             how = "give the model a cache of new_cache(evict=...) instead"
             raise ValueError(f"evict: expected None where transitions carry keys and a step has a fixed size ({how})")
+        kernel = self.kernels.get("triton")
+        if kernel is not None and kernel.fixed is not None and paged is None and rows.length.is_cuda:
+            memory = kernel.fixed(state, rows, tokens, device)
+            if memory is not None:
+                return cast(Memory, memory)
         return KeyMemory.like(state, rows, tokens, device, self.transition, None)
 
     def _ready(

@@ -17,6 +17,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
+from attnzoo.forms.fixed import CarriedMemory, Rows
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing
 from attnzoo.forms.protocol import Call, Kernel
 
@@ -214,7 +215,14 @@ def path_kernel() -> Kernel:
         chosen = plan.plan(asked, machine(call.q.device))
         return chosen.kernels(_records_any(call)), chosen.why
 
-    return Kernel(run, extend, refuses, explain)
+    def fixed(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory | None:
+        from attnzoo.kernels.path import triton_unavailable
+
+        if triton_unavailable(state.k.to(state.v.dtype), state.v):
+            return None
+        return CarriedMemory.like(state, rows, tokens, device)
+
+    return Kernel(run, extend, refuses, explain, fixed=fixed)
 
 
 WALL_STEPS = 16  # most tokens that continue a cache of Wall: they come one at a time

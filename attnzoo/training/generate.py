@@ -57,7 +57,7 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
                 f"{TOKENIZER} into the folder"
             )
     elif (source / "config.json").is_file():
-        model, files = _of_folder(source, device), read_tokenizer(source)
+        model, files = of_folder(source, device), read_tokenizer(source)
     else:
         raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}")
     tokenizer = parse_tokenizer(files[TOKENIZER])
@@ -70,7 +70,8 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
     )
 
 
-def _of_folder(folder: Path, device: str) -> LanguageModel:
+def of_folder(folder: Path, device: str) -> LanguageModel:
+    """The model of a folder that `attnzoo export` or `attnzoo import` wrote."""
     from attnzoo.models.peers import read_settings
 
     kind = read_settings(folder).get("model_type")

@@ -1,6 +1,14 @@
 """PaTH and PaTH-FoX: softmax attention through accumulated Householder-like products, with certified pruning."""
 
 from .api import kept_fraction, path_attention, triton_unavailable
-from .cache import carry_keys, path_extend, refuse_gradients
+from .cache import carry_keys, path_extend, path_step, refuse_gradients
 
-__all__ = ["carry_keys", "kept_fraction", "path_attention", "path_extend", "refuse_gradients", "triton_unavailable"]
+__all__ = [
+    "carry_keys",
+    "kept_fraction",
+    "path_attention",
+    "path_extend",
+    "path_step",
+    "refuse_gradients",
+    "triton_unavailable",
+]

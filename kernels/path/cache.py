@@ -148,6 +148,33 @@ def path_extend(
     return (o, keys, lse) if return_lse else (o, keys)
 
 
+def path_step(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
+    valid: Tensor | None = None, scale: float | None = None, *, window: int | None = None, sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``path_extend`` by one token, which changes ``keys`` where they stand; may be captured in a CUDA graph.
+
+    Args:
+        q, k, w, beta, values, gates, valid, scale, window, sink: as ``path_extend``, with N = 1.
+        keys: [B, S + 1, G, K] float32, contiguous: the cached keys and a place for the new one.
+
+    Returns:
+        o [B, 1, H, V] in the dtype of ``values``.
+
+    Raises:
+        ValueError: as ``path_extend``; or more than 64 query heads of a key head (32 with head dims above 64).
+    """
+    _check(q, k, w, beta, keys[:, :-1], values, gates, valid, scale, window, sink)
+    refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink) if x is not None))
+    from attnzoo.kernels.path.portable.decode import advance_into, in_place
+
+    if q.shape[1] != 1 or not keys.is_contiguous() or not in_place(q.shape[2], k.shape[2], q.shape[3], values.shape[3]):
+        got = f"{tuple(q.shape)} beside {k.shape[2]} key heads, keys with strides {keys.stride()}"
+        raise ValueError(f"q, keys: expected one token of few heads per key head, and contiguous keys, got {got}")
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    return advance_into(keys, q, k, w, beta, keys[:, :-1], values, gates, valid, sink, window or 0, scale)[0]
+
+
 def carry_keys(k: Tensor, w: Tensor, beta: Tensor, valid: Tensor | None = None) -> Tensor:
     """``(R_{j+1} ... R_T)^T k_j`` for every token j, in float32 or better: the cache after a prefill.
 

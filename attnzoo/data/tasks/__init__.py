@@ -12,7 +12,7 @@ from attnzoo.data.tasks.states import flip_flop, parity, word_problem
 from attnzoo.data.tasks.task import UNASKED, Examples, Task
 from attnzoo.errors import check_kinds, unknown
 
-__all__ = ["TASKS", "UNASKED", "Examples", "Task", "build_task"]
+__all__ = ["TASKS", "UNASKED", "Examples", "Task", "build_task", "options_of", "summary_of"]
 
 TASKS: dict[str, Callable[..., Task]] = {
     task.__name__: task
@@ -42,3 +42,14 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
             raise unknown(f"option of the task {name!r}:", option, known)
     check_kinds(options, {option: parameter.annotation for option, parameter in known.items()})
     return TASKS[name](**options)
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options of a task with their defaults."""
+    return {option: parameter.default for option, parameter in inspect.signature(TASKS[name]).parameters.items()}
+
+
+def summary_of(name: str) -> str:
+    """What a task is, in the first sentence of its description."""
+    first, _, _ = (inspect.getdoc(TASKS[name]) or "").partition("\n\n")
+    return " ".join(first.split())

@@ -23,11 +23,12 @@ MANY = 2**16
 
 
 def needle(mode: str = "standard", digits: int = 4, depth: float | None = None) -> Task:
-    """A needle in a haystack, in the two modes of Lin et al., "Forgetting Transformer" (2025), section 4.
+    """A needle in a haystack: a number that stands somewhere among random words.
 
-    Random words, among them a needle with a number; the row ends in a question for the number. In the standard mode
-    the needle is `fact`, the number, and the question `question answer`; in the easy mode the question stands in the
-    needle, `question answer`, the number, so that what follows the same words has to be copied.
+    It has the two modes of Lin et al., "Forgetting Transformer" (2025), section 4.3. Random words, among them a needle
+    with a number; the row ends in a question for the number. In the standard mode the needle is `fact`, the number, and
+    the question `question answer`; in the easy mode the question stands in the needle, `question answer`, the number,
+    so that what follows the same words has to be copied.
 
     Args:
         mode: easy or standard.
@@ -66,6 +67,7 @@ def several_keys(needles: int = 4, digits: int = 4, keys: int = 1024) -> Task:
     first = FIRST + WORDS
 
     def draw(random: np.random.Generator, T: int) -> Row:
+        check_room(T, (needles + 1) * (digits + 2) - 1, f"{needles} needles of {digits + 2} tokens and a question")
         chosen = first + random.choice(keys, needles, replace=False)
         numbers = DIGIT + random.integers(10, size=(needles, digits))
         inside = [np.concatenate([[FACT, key], number]) for key, number in zip(chosen, numbers, strict=True)]

@@ -10,10 +10,10 @@ LARGEST = 2**20  # vocabulary
 
 
 def mqar(vocab_size: int = 8192, pairs: int = 4, power: float = 0.01) -> Task:
-    """Multi-query associative recall (Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language
-    Models", 2023), as in the authors' code.
+    """Multi-query associative recall: the values of keys that came before.
 
-    Different keys with different values come first; then each key comes once more, at every second token at most, and
+    As in the code of Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language Models" (2023):
+    different keys with different values come first; then each key comes once more, at every second token at most, and
     its value is asked there. All other tokens are random. Keys are the tokens 1 to V / 2 - 1, values V / 2 to V - 1.
     The authors train on rows of 64 tokens with 4 pairs, and longer ones, and test to 1024 tokens with 256 pairs.
 
@@ -26,7 +26,9 @@ def mqar(vocab_size: int = 8192, pairs: int = 4, power: float = 0.01) -> Task:
 
 
 def forgetting_mqar(vocab_size: int = 8192, pairs: int = 8, updates: int = 4, power: float = 0.01) -> Task:
-    """`mqar` where behind the pairs some of the keys get another value, and the last value is asked.
+    """Multi-query associative recall where some keys get another value, and the last value is asked.
+
+    The other values come behind all pairs, each different from the key's first; the rest is as in `mqar`.
 
     Args:
         vocab_size: as of `mqar`.
@@ -67,6 +69,7 @@ def nth_last_value(vocab_size: int = 8192, keys: int = 4, values: int = 3, n: in
     check_between("n", n, 1, values)
 
     def draw(random: np.random.Generator, T: int) -> Row:
+        check_room(T, 2 * keys * (values + 1), f"{values} values of {keys} keys each and {keys} questions")
         names = 1 + random.choice(half - 1, keys, replace=False)
         order = random.permutation(np.arange(keys).repeat(values))
         given = half + random.integers(vocab_size - half, size=keys * values)
@@ -78,11 +81,11 @@ def nth_last_value(vocab_size: int = 8192, keys: int = 4, values: int = 3, n: in
 
 
 def selective_copying(vocab_size: int = 16, count: int = 16) -> Task:
-    """Tokens among noise, to be said in their order (Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective
-    State Spaces", 2023, section 4.1.1; Jing et al., "Gated Orthogonal Recurrent Units", 2019).
+    """Tokens among noise, to be said in their order.
 
-    `count` random tokens stand at random places among noise; then as many blanks follow, at each of which the next
-    of them is asked. The paper has 16 tokens, a vocabulary of 16 and 4096 tokens before the blanks.
+    After Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023), section 4.1.1. `count`
+    random tokens stand at random places among noise; then as many blanks follow, at each of which the next of them is
+    asked. The paper has 16 tokens, a vocabulary of 16 and 4096 tokens before the blanks.
 
     Args:
         vocab_size: noise and blank are the first two.
@@ -103,11 +106,12 @@ def selective_copying(vocab_size: int = 16, count: int = 16) -> Task:
 
 
 def induction(vocab_size: int = 16) -> Task:
-    """What followed a special token (Fu et al., "Hungry Hungry Hippos: Towards Language Modeling with State Space
-    Models", 2023, section 3; sizes of Gu and Dao, "Mamba", 2023, section 4.1.2).
+    """What followed a special token when it came before.
 
-    Random tokens, among them one special token at a random place; the row ends in the special token, and what followed
-    it before is asked. Usual: T = 256, a vocabulary of 16, tested on rows that are far longer.
+    After Fu et al., "Hungry Hungry Hippos: Towards Language Modeling with State Space Models" (2023), section 3. Random
+    tokens, among them one special token at a random place; the row ends in the special token, and what followed it
+    before is asked. Gu and Dao, "Mamba" (2023), section 4.1.2, train on T = 256 with a vocabulary of 16, and test on
+    rows that are far longer.
 
     Args:
         vocab_size: the special token is the first.

@@ -14,13 +14,13 @@ GROUPS = ("S3", "S4", "S5", "A4", "A5")
 
 
 def flip_flop(p_ignore: float = 0.8) -> Task:
-    """Flip-flop language modelling, FFL(p_ignore) of Liu et al., "Exposing Attention Glitches with Flip-Flop Language
-    Modeling" (2023), section 3.
+    """Flip-flop language modelling: the bit last written is asked at every read.
 
-    A row is T / 2 instructions, each followed by a bit. The first writes and the last reads; each between them is
-    ignored with probability `p_ignore`, and else writes or reads, equally likely. A bit that is written or ignored is
-    random; a read gives the bit last written. What follows each read is asked. The paper trains on p_ignore = 0.8 with
-    T = 512 and tests on 0.98 (sparse) and 0.1 (dense), too.
+    FFL(p_ignore) of Liu et al., "Exposing Attention Glitches with Flip-Flop Language Modeling" (2023), section 3. A row
+    is T / 2 instructions, each followed by a bit. The first writes and the last reads; each between them is ignored
+    with probability `p_ignore`, and else writes or reads, equally likely. A bit that is written or ignored is random; a
+    read gives the bit last written. What follows each read is asked. The paper trains on p_ignore = 0.8 with T = 512
+    and tests on 0.98 (sparse) and 0.1 (dense), too.
 
     Args:
         p_ignore: of each instruction between the first and the last.
@@ -44,8 +44,10 @@ def flip_flop(p_ignore: float = 0.8) -> Task:
 
 
 def parity(last_only: bool = False) -> Task:
-    """Whether the ones so far are odd in number, asked at every token: the word problem of the group of two elements
-    (Merrill, Petty and Sabharwal, "The Illusion of State in State-Space Models", 2024).
+    """Whether the ones so far are odd in number, asked at every token.
+
+    It is the word problem of the group of two elements (Merrill, Petty and Sabharwal, "The Illusion of State in
+    State-Space Models", 2024).
 
     Args:
         last_only: ask at the last token alone, as in Delétang et al., "Neural Networks and the Chomsky Hierarchy"
@@ -62,12 +64,13 @@ def parity(last_only: bool = False) -> Task:
 
 
 def word_problem(group: str = "S5") -> Task:
-    """Products of permutations (Merrill, Petty and Sabharwal, "The Illusion of State in State-Space Models", 2024).
+    """The word problem of a group of permutations: the product of all so far is asked at every token.
 
-    Each token is a random element of the group; at every token the product of all so far is asked, which takes i to
-    where the newest element takes what those before it made of i. S3 and S4 are solvable groups, A5 and S5 are not,
-    whose word problem is complete for NC1. Usual: train on T = 128, test to 512. An element is called by where it takes
-    0, 1, 2, ...: 021 leaves 0 and swaps 1 and 2.
+    After Merrill, Petty and Sabharwal, "The Illusion of State in State-Space Models" (2024). Each token is a random
+    element of the group; at every token the product of all so far is asked, which takes i to where the newest element
+    takes what those before it made of i. S3 and S4 are solvable groups, A5 and S5 are not, whose word problem is
+    complete for NC1. Usual: train on T = 128, test to 512. An element is called by where it takes 0, 1, 2, ...: 021
+    leaves 0 and swaps 1 and 2.
 
     Args:
         group: S3, S4, S5 (all permutations), A4 or A5 (the even ones).

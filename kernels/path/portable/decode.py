@@ -217,17 +217,28 @@ def advance(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
     valid: Tensor | None, sink: Tensor | None, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """N new tokens after S cached ones; see :func:`advance_into`, of which this gives the keys too."""
+    following = _new_keys(keys, values.shape[1])
+    o, lse = advance_into(following, q, k, w, beta, keys, values, gates, valid, sink, window, scale)
+    return o, lse, following
+
+
+def advance_into(
+    following: Tensor, q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor,
+    gates: Tensor | None, valid: Tensor | None, sink: Tensor | None, window: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """N new tokens (at most CHUNK) after S cached ones.
 
     Args:
+        following: [B, S + N, G, K] float32, gets the keys as the last new token leaves them. For one token it may begin
+            with ``keys`` themselves, if each of them is read by one program alone (:func:`in_place`).
         q: [B, N, H, K]; k, w: [B, N, G, K]; beta: [B, N, G].
         keys: [B, S, G, K] float32, as the last cached token left them.
         values: [B, S + N, G, V], gates: [B, S + N, H], valid: [B, S + N] bool, of the cached and the new tokens.
         window: visible keys per row, of those that exist; 0 for no window.
 
     Returns:
-        o [B, N, H, V] in v's dtype, the rows' log-sum-exp [B, N, H] float32, and the keys as the last new token leaves
-        them [B, S + N, G, K] float32.
+        o [B, N, H, V] in v's dtype and the rows' log-sum-exp [B, N, H] float32.
     """
     B, N, H, K = q.shape
     S, G, V = keys.shape[1], keys.shape[2], values.shape[3]
@@ -235,7 +246,6 @@ def advance(
         raise ValueError(f"q: expected at most {CHUNK} new tokens, got {N}")
     keys, values = _dense_heads(keys), _dense_heads(values)
     gates, valid = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (gates, valid))
-    following = _new_keys(keys, S + N)
     if N == 1:
         rows, k, w, beta = q.contiguous(), k.contiguous(), w.contiguous(), beta.contiguous()
         scores = total = following
@@ -244,8 +254,7 @@ def advance(
         following[:, S:] = own
     R = H // G * N
     wide = max(K, V) > 64
-    # within the registers and 99 KiB of shared memory (compiled for compute capability 9.0)
-    BR = 1 if R == 1 else min(32 if wide else 64, max(16, power_of_2(R)))
+    BR = 1 if R == 1 else min(_most_rows(K, V), max(16, power_of_2(R)))
     BS = 32 if R > 1 and values.dtype == torch.float32 else 64
     warps = 8 if wide else 4
     row_tiles = cdiv(R, BR)
@@ -277,7 +286,17 @@ def advance(
             window, scale, G, H, K, V, 1 if N == 1 else CHUNK, BP, BK, BV, **flags, HAS_SINK=sink is not None,
             num_warps=4,
         )  # fmt: skip
-    return o, lse, following
+    return o, lse
+
+
+def in_place(H: int, G: int, K: int, V: int) -> bool:
+    """Whether one program alone reads each key in a step of one token."""
+    return _most_rows(K, V) >= H // G
+
+
+def _most_rows(K: int, V: int) -> int:
+    """Of a program, within the registers and 99 KiB of shared memory (compiled for compute capability 9.0)."""
+    return 32 if max(K, V) > 64 else 64
 
 
 def _dense_heads(x: Tensor) -> Tensor:
