@@ -381,6 +381,11 @@ def test_text_too_short_to_measure_is_noticed_before_training(run: Any, tiny: Pa
     assert not (tmp_path / "runs").exists()
 
 
+def test_compare_refuses_a_task_before_training(run: Any, tiny: Path, tmp_path: Path) -> None:
+    assert_refused(run("compare", tiny, "train.data.source=task:parity"), "'task:parity'", "attnzoo evaluate")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_report_rebuilds_the_page_from_the_runs(run: Any, tiny: Path, tmp_path: Path) -> None:
     assert run("compare", tiny).code == 0
     first = (tmp_path / "runs" / "report.html").read_text()

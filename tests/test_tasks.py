@@ -226,6 +226,8 @@ def test_data_of_a_task():
         ({"source": "task:needle", "task_options": {"mode": "hard"}}, "unknown mode 'hard'"),
         ({"source": "task:frequent_words"}, "data.context_length=16.*length: expected more tokens"),
         ({"source": "task:mqar", "task_options": {"pairs": 5}}, "context_length=16.*expected at least 20 tokens"),
+        ({"source": "task:nth_last_value", "task_options": {"keys": 4000, "values": 2**20}}, "expected at least 8388"),
+        ({"source": "task:several_keys", "task_options": {"digits": 2**16}}, "expected at least 327689 tokens"),
         ({"context_length": 15}, "expected an even number"),
         ({"vocab_size": 4}, "data.vocab_size=4.*5 tokens"),
         ({"source": "stdlib", "task_options": {"p_ignore": 0.5}}, "task_options: expected a source that begins"),

@@ -56,6 +56,7 @@ for number, (output_dir, *overrides) in enumerate(argument.split("|") for argume
 
 
 PACKED = ("data.documents=packed", "batch_size=4")
+TASK = ("data.source=task:flip_flop", "data.task_options.p_ignore=0.5", "batch_size=4")
 FSDP = "sharding=fsdp"
 # Clipping shortens every gradient, so that its norm must be that of all parts together.
 TIED = (
@@ -66,7 +67,7 @@ BF16 = ("mixed_precision=bf16", "model.attention=[{name: fox, options: {acp: tru
 PURE = ("mixed_precision=pure_bf16", "model.attention=[fox,mamba2]")
 PARTS = ("parts", "parts-killed", "parts-killed")
 RUNS = (
-    "two", "one-two", "stopped", "stopped", "|".join(["packed-two", *PACKED]),
+    "two", "one-two", "stopped", "stopped", "|".join(["packed-two", *PACKED]), "|".join(["task-two", *TASK]),
     *(f"{name}|{FSDP}" for name in PARTS), "|".join(["parts-tied", FSDP, *TIED]), "|".join(["parts-bf16", FSDP, *BF16]),
     "parts-whole", "|".join(["pure-two", *PURE]),
 )  # fmt: skip
@@ -131,7 +132,7 @@ def config_file(tmp_path_factory):
 def runs(config_file):
     """A folder with the run of `one` process, that of `two`, one that two went on with after step 4, `one-two`, one
     whose two processes were `stopped` by SIGTERM after step 5 and started again, and those of one and two processes on
-    packed documents, in parts of one row.
+    packed documents and on a task, in parts of one row.
 
     Two processes shared the model in `parts`, in `parts-killed`, of which one was killed and which went on, in
     `parts-tied`, which one process began with other settings, and in `parts-bf16`. They each had a copy in
@@ -144,6 +145,7 @@ def runs(config_file):
     alone = {
         "one": (),
         "packed-one": PACKED,
+        "task-one": TASK,
         "one-tied": TIED,
         "one-bf16": BF16,
         "pure-one": PURE,
@@ -186,6 +188,11 @@ def test_two_processes_train_packed_documents_as_one_does(runs):
     """Other numbers of targets count in the parts of a step, and in one part of the held-out text none."""
     assert numbers(runs / "packed-two") == pytest.approx(numbers(runs / "packed-one"), rel=1e-4)
     assert numbers(runs / "packed-two") != pytest.approx(numbers(runs / "two"), rel=1e-2)
+
+
+def test_two_processes_train_a_task_as_one_does(runs):
+    """Rows have other numbers of answers, and the last held-out row has a process to itself."""
+    assert numbers(runs / "task-two") == pytest.approx(numbers(runs / "task-one"), rel=1e-4)
 
 
 def test_two_processes_train_weights_in_bfloat16_as_one_does(runs):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from attnzoo.algebra.gate import expand_heads, is_closed
 from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache, RecurrentState
 from attnzoo.forms.options import SoftmaxOptions
-from attnzoo.forms.paged import Eviction, PagedCache
+from attnzoo.forms.paged import Eviction, PagedCache, append_and_attend
 from attnzoo.forms.pool import PAGE, KeyPool
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink, decay_to, least_logit
@@ -329,31 +329,16 @@ class PagedMemory:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels write to the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
-        from attnzoo.kernels.decode import paged_append, paged_attention
-
-        pool, given, dtype = self.pool, SoftmaxOptions(**call.options), call.v.dtype
+        pool, given = self.pool, SoftmaxOptions(**call.options)
         q, k, phase, _ = self.place(
             call.q, call.k, call.gate, KVCache(call.k[:, :0], call.v[:, :0], phase=self.phase), None
         )
         if self.phase is not None:
             self.phase.copy_(phase)
-        k, v = (expand_heads(x, pool.table.shape[1]).to(pool.k.dtype) for x in (k, call.v))
+        k, v = (expand_heads(x, pool.table.shape[1]) for x in (k, call.v))
         gates = call.gate.per_token(q).log_decay
-        if gates is not None and pool.decay is not None:
-            gates = gates.to(pool.decay.dtype)
-        sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum}
-        sums["impl"] = "triton" if q.is_cuda else "reference"
-        sums["impl"] = "triton" if q.is_cuda else "reference"
-        since = paged_append(
-            k, v, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
-            log_decay=gates, total=pool.total, since=pool.since, n_log=pool.n_log,
-            count=self.rows.active, **sums,
-        )  # fmt: skip
-        o = paged_attention(
-            q.to(pool.k.dtype), pool.k, pool.v, pool.table, pool.first, pool.length, since=since, scale=given.scale,
-            window=given.window, sink=given.sink, **sums,
-        )  # fmt: skip
-        return o.to(dtype)
+        impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
+        return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.active, prune=False)
 
     def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
         one = _pool_of(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -304,32 +304,54 @@ def step_pages(
     forms: Additive, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
 ) -> tuple[Tensor, PagedCache]:
     """As :func:`extend_pages`, for few tokens of which all exist, in two kernels; the output is ``[B, T, H, V]``."""
-    from attnzoo.kernels.decode import paged_append, paged_attention
-
     (B, T, H, K), pool = q.shape, state.pool
     state.begin()
     q, k, phase, angle = forms.place(q, k, gate, state, None)
     if state.evict is not None and state.evict.offload is not None:
         state.look(heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale), k, None)
     pool.reserve([T] * B)
-    sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum, "n_log": pool.n_log}
-    g = None if gate.log_decay is None else gate.log_decay.float().expand(B, T, H)
-    since = paged_append(
-        k.to(pool.k.dtype), v, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
-        log_decay=g, total=pool.total, since=pool.since, impl="triton", **sums,
-    )  # fmt: skip
+    g = None if gate.log_decay is None else gate.log_decay.expand(B, T, H)
+    o = append_and_attend(pool, q, k, v, g, given, "triton")
     pool.lengths = [n + T for n in pool.lengths]
-    if given.prune is not None:
-        sums |= {"prune": given.prune, "k_norm": pool.k_norm, "logit_bound": given.logit_bound}
-    else:
-        del sums["n_log"]
-    o = paged_attention(
-        q.to(pool.k.dtype), pool.k, pool.v, pool.table, pool.first, pool.length, since=since, scale=given.scale,
-        window=given.window, sink=given.sink, impl="triton", **sums,
-    )  # fmt: skip
     there = append_valid(cast(Any, state), None, k)
     seen = {"tokens": state.tokens + T, "valid": there, "phase": phase, "angle": angle}
-    return o.to(v.dtype), PagedCache.of(pool, state.evict, **seen)
+    return o, PagedCache.of(pool, state.evict, **seen)
+
+
+def append_and_attend(
+    pool: KeyPool, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, given: SoftmaxOptions,
+    impl: Literal["triton", "reference"], count: Tensor | None = None, prune: bool = True,
+) -> Tensor:  # fmt: skip
+    """Write few tokens into their pages and attend, ``[B, T, H, V]`` in v's dtype; the host counts them elsewhere.
+
+    Args:
+        pool: with pages for them.
+        q: in its place, as k is.
+        log_decay: ``[B, T, H]`` or None.
+        given: what it asks for; ``valid`` and ``return_lse`` are not looked at.
+        impl: of ``attnzoo.kernels.decode``.
+        count: tokens that each sequence gets, ``[B]`` int32; None for all of them.
+        prune: whether the step leaves out what ``given.prune`` allows.
+    """
+    from attnzoo.kernels.decode import paged_append, paged_attention
+
+    k, x = (x.to(pool.k.dtype) for x in (k, v))
+    if log_decay is not None and pool.decay is not None:
+        log_decay = log_decay.to(pool.decay.dtype)
+    sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum}
+    since = paged_append(
+        k, x, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
+        log_decay=log_decay, total=pool.total, since=pool.since, n_log=pool.n_log, count=count, impl=impl, **sums,
+    )  # fmt: skip
+    if prune and given.prune is not None:
+        sums |= {
+            "prune": given.prune, "k_norm": pool.k_norm, "n_log": pool.n_log, "logit_bound": given.logit_bound
+        }  # fmt: skip
+    o = paged_attention(
+        q.to(pool.k.dtype), pool.k, pool.v, pool.table, pool.first, pool.length, since=since, scale=given.scale,
+        window=given.window, sink=given.sink, impl=impl, **sums,
+    )  # fmt: skip
+    return o.to(v.dtype)
 
 
 def _since(before: Tensor, g: Tensor, at: Tensor) -> Tensor:

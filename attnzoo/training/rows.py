@@ -39,13 +39,14 @@ class Rows:
         return int((seen * (seen + 1) // 2 + (self.lengths - seen) * seen).sum())
 
     def to(self, device: torch.device) -> Rows:
-        """The same there; a copy to a GPU is waited for by what reads it, not here."""
+        """The same there."""
+        borders = None if self.cu_seqlens is None else moved(self.cu_seqlens, device)
+        return Rows(moved(self.inputs, device), moved(self.targets, device), borders, self.counted, self.lengths)
 
-        def there(x: Tensor) -> Tensor:
-            return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
-        borders = None if self.cu_seqlens is None else there(self.cu_seqlens)
-        return Rows(there(self.inputs), there(self.targets), borders, self.counted, self.lengths)
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU there; a copy to a GPU is waited for by what reads it, not here."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def rows_of(windows: npt.NDArray[np.int64], begins: Sequence[Starts] | None, given: int | None = None) -> Rows:

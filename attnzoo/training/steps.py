@@ -18,7 +18,7 @@ from attnzoo.training.checkpoint import newest_checkpoint
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.metrics import Row
 from attnzoo.training.optimizer import learning_rate
-from attnzoo.training.rows import Rows, rows_of, rows_of_answers
+from attnzoo.training.rows import Rows, moved, rows_of, rows_of_answers
 from attnzoo.training.sharding import TrainState, own, whole
 from attnzoo.training.throughput import Operations, blocks_kept, peak_here
 
@@ -79,7 +79,7 @@ class Run:
         if parts[0].cu_seqlens is None and not isinstance(self.data.train, Examples):
             return [None] * len(parts)
         accelerator = self.accelerator
-        counted = torch.tensor([rows.counted for rows in parts], device=accelerator.device)
+        counted = moved(torch.tensor([rows.counted for rows in parts]), accelerator.device)
         total = accelerator.reduce(counted.sum(), "sum")
         return list(counted * (len(parts) * accelerator.num_processes) / total)
 

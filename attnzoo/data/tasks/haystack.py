@@ -67,6 +67,7 @@ def several_keys(needles: int = 4, digits: int = 4, keys: int = 1024) -> Task:
     first = FIRST + WORDS
 
     def draw(random: np.random.Generator, T: int) -> Row:
+        check_room(T, (needles + 1) * (digits + 2) - 1, f"{needles} needles of {digits + 2} tokens and a question")
         chosen = first + random.choice(keys, needles, replace=False)
         numbers = DIGIT + random.integers(10, size=(needles, digits))
         inside = [np.concatenate([[FACT, key], number]) for key, number in zip(chosen, numbers, strict=True)]

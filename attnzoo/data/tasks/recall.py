@@ -69,6 +69,7 @@ def nth_last_value(vocab_size: int = 8192, keys: int = 4, values: int = 3, n: in
     check_between("n", n, 1, values)
 
     def draw(random: np.random.Generator, T: int) -> Row:
+        check_room(T, 2 * keys * (values + 1), f"{values} values of {keys} keys each and {keys} questions")
         names = 1 + random.choice(half - 1, keys, replace=False)
         order = random.permutation(np.arange(keys).repeat(values))
         given = half + random.integers(vocab_size - half, size=keys * values)
