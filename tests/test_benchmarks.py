@@ -14,10 +14,12 @@ import torch
 from click.testing import CliRunner, Result
 
 from attnzoo import cli, list_variants
-from attnzoo.benchmarks import generate, measure
+from attnzoo.benchmarks import generate, measure, wall
 from attnzoo.benchmarks.train import trained_gates
 from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
+from attnzoo.forms import fla_tuning
+from attnzoo.kernels.wall.reference import wall_reference
 from attnzoo.models import LanguageModel
 from attnzoo.training.exchange import start_from
 
@@ -75,7 +77,9 @@ def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(t
     assert "| 1 mamba2, 1 fox |" in ran.output
 
 
-@pytest.mark.parametrize("arguments", [["fox", "--plot"], ["path"], ["decode"], ["generate"], ["train", "tiny"]])
+@pytest.mark.parametrize(
+    "arguments", [["fox", "--plot"], ["path"], ["wall"], ["decode"], ["generate"], ["train", "tiny"]]
+)
 def test_without_a_gpu_the_kernels_are_refused_in_a_line(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +95,7 @@ def test_without_a_gpu_the_kernels_are_refused_in_a_line(
     [
         (["fox", "--shapes", "2,24,16384"], "expected four whole numbers above 0, B,H,T,K, got '2,24,16384'"),
         (["path", "--shapes", "2,24,-4,64"], "'2,24,-4,64'"),
+        (["wall", "--rep", "0"], "--rep"),
         (["fox", "--seconds", "0"], "--seconds"),
         (["decode", "--official", "missing.py"], "missing.py"),
         (["cpu", "--length", "0"], "--length"),
@@ -132,6 +137,60 @@ def test_the_tables_of_the_documentation_are_what_their_numbers_give(name: str) 
     module: ModuleType = importlib.import_module(f"attnzoo.benchmarks.{name}")
     (folder,) = RESULTS.glob(f"*-{name}")
     assert module.table(json.loads((folder / "results.json").read_text())) == (folder / "results.md").read_text()
+
+
+def test_wall_is_checked_against_float64_with_and_without_its_decays() -> None:
+    def attend(name: str, leaves: str, power: float) -> measure.Contender[wall.Inputs]:
+        def call(x: wall.Inputs) -> torch.Tensor:
+            return wall_reference(x.q, x.k, x.v, log_diag=power * x.a)
+
+        return measure.Contender(name, call, leaves)
+
+    x = wall.draw(1, 2, 64, 16, device="cpu")
+    right = wall.errors(attend("right", "q k v a", 1), x)
+    assert list(right) == [*wall.ERRORS]
+    assert 0 < max(right.values()) < wall.LIMIT
+    assert max(wall.errors(attend("half", "q k v a", 0.5), x).values()) > wall.LIMIT
+    plain = wall.errors(attend("plain", "q k v", 0), x)
+    assert list(plain) == ["o", "dq", "dk", "dv"]
+    assert max(plain.values()) < wall.LIMIT
+    assert max(wall.errors(attend("decays", "q k v", 1), x).values()) > wall.LIMIT
+
+
+def test_wall_of_the_peer_runs_with_one_tile() -> None:
+    pytest.importorskip("fla.ops.wall_attn")
+    found, missing = wall.contenders()
+    assert [peer.name for peer in found] == ["Wall", "FoX without a gate", "FLA Wall"]
+    assert missing == []
+    tiles = {
+        name: len(tuner.configs)
+        for name, tuner in fla_tuning.tuners()
+        if tuner.base_fn.__module__.endswith("wall_attn.parallel")
+    }
+    assert tiles == {f"parallel_wall_attn_{part}": 1 for part in ("fwd_kernel", "bwd_kernel_dq", "bwd_kernel_dkv")}
+
+
+def test_the_table_of_wall_has_its_ratios() -> None:
+    shape = {"B": 2, "H": 24, "T": 16384, "K": 64, "forward_ms": 5.0, "extra_GiB": 1.5}
+    times = {"Wall": 20.0, "FoX without a gate": 10.0, "FLA Wall": 50.0}
+    result = {
+        "machine": dict.fromkeys(("gpu", "torch", "triton", "fla", "date"), "x"),
+        "missing": [],
+        "matmul_tflops": 700.0,
+        "copy_TBps": 4.0,
+        "all_tiles": False,
+        "errors": [{"name": "Wall", "K": 64, "o": "1e-3"}],
+        "rows": [{"name": name, **shape, "both_ms": ms} for name, ms in times.items()],
+    }
+    lines = wall.table(result).splitlines()
+    assert "FLA's kernels run with one of their tiles." in lines
+    assert "| Wall | 5.00 | 20.00 | 2.50 | 2.00 | 1.50 |" in lines
+    assert "| FoX without a gate | 5.00 | 10.00 | - | 1.00 | 1.50 |" in lines
+    assert "| Wall | 64 | 1e-3 | - | - | - | - |" in lines
+    alone = wall.table(result | {"missing": ["FLA: not installed"], "rows": result["rows"][:1], "all_tiles": True})  # type: ignore[index]
+    assert "| Wall | 5.00 | 20.00 | - | - | 1.50 |" in alone
+    assert "Not measured: FLA: not installed." in alone
+    assert "the fastest of their tiles" in alone
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,24 @@ def path(**options: Any) -> None:
 
 
 @bench.command()
+@out("wall")
+@shapes
+@only
+@rep
+@seconds(400)
+def wall(**options: Any) -> None:
+    """Wall's kernels on a GPU, forward and backward.
+
+    Wall beside FoX without a gate and flash-linear-attention. Each contender is checked against float64 before it
+    is timed.
+    """
+    _need_gpu("wall")
+    from attnzoo.benchmarks.wall import run
+
+    run(**options)
+
+
+@bench.command()
 @out("decode")
 @shapes
 @official

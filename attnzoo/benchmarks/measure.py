@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.metadata
 import json
 import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,6 +62,49 @@ def extra_memory(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor) -
     torch.cuda.synchronize()
     own = sum(x.numel() * x.element_size() for x in (o, *grads))
     return (torch.cuda.max_memory_allocated() - before - own) / 2**30
+
+
+class Drawn(Protocol):
+    """Tensors of one shape, an attribute each."""
+
+    do: Tensor
+
+
+D = TypeVar("D", bound=Drawn)
+
+
+@dataclass(frozen=True)
+class Contender(Generic[D]):
+    """``leaves``: the names of the inputs that it reads, with blanks between."""
+
+    name: str
+    call: Callable[[D], Tensor]
+    leaves: str
+
+    def inputs(self, x: D) -> list[Tensor]:
+        return [getattr(x, name) for name in self.leaves.split()]
+
+
+def compare(peer: Contender[D], x: D, exact: Callable[[D], Tensor]) -> dict[str, float]:
+    """Errors of output and gradients against those of ``exact`` on the same inputs in float64."""
+    wide = copy.copy(x)
+    for name, tensor in vars(x).items():
+        setattr(wide, name, tensor.double())
+    results = []
+    for y, call in ((wide, exact), (x, peer.call)):
+        leaves = [leaf.requires_grad_() for leaf in peer.inputs(y)]
+        o = call(y)
+        results.append([o.detach(), *torch.autograd.grad(o, leaves, y.do)])
+    names = ["o", *(f"d{name}" for name in peer.leaves.split())]
+    return {n: relative(b, a) for n, a, b in zip(names, *results, strict=True)}
+
+
+def time_and_memory(peer: Contender[D], x: D, rep: int) -> Result:
+    """Milliseconds as ``timing`` has them, memory as ``extra_memory``."""
+    call, leaves = functools.partial(peer.call, x), peer.inputs(x)
+    forward, both = timing(call, leaves, x.do, rep)
+    memory = extra_memory(call, leaves, x.do)
+    return {"forward_ms": round(forward, 3), "both_ms": round(both, 3), "extra_GiB": round(memory, 2)}
 
 
 def ceiling() -> float:

@@ -12,12 +12,11 @@ same function.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,14 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.benchmarks.measure import (
+    Contender,
     Result,
     ceiling,
     chosen,
+    compare,
     copy_bandwidth,
     decay_lengths,
     error_lines,
-    extra_memory,
     headline,
     load_peer,
     machine,
@@ -42,7 +42,7 @@ from attnzoo.benchmarks.measure import (
     race,
     relative,
     save,
-    timing,
+    time_and_memory,
 )
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.path import kept_fraction, path_attention, path_extend
@@ -74,16 +74,6 @@ class Inputs:
     g: Tensor
     do: Tensor
 
-    def leaves(self, names: str) -> list[Tensor]:
-        return [getattr(self, name) for name in names.split()]
-
-
-@dataclass(frozen=True)
-class Contender:
-    name: str
-    call: Callable[[Inputs], Tensor]
-    leaves: str
-
 
 def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
     tau = decay_lengths(H, torch.Generator().manual_seed(seed)).cuda()
@@ -95,7 +85,7 @@ def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
     return Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), w, beta, g, do.bfloat16())
 
 
-def contenders() -> tuple[list[Contender], list[str]]:
+def contenders() -> tuple[list[Contender[Inputs]], list[str]]:
     """Everything that can be called here, and why the rest cannot."""
 
     def path(gated: bool, prune: Prune | None = None) -> Callable[[Inputs], Tensor]:
@@ -128,24 +118,15 @@ def contenders() -> tuple[list[Contender], list[str]]:
     return found, missing
 
 
-def errors(peer: Contender, K: int, T: int = 2048) -> dict[str, float]:
+def errors(peer: Contender[Inputs], K: int, T: int = 2048) -> dict[str, float]:
     """Errors of output and gradients against float64 on the same bf16 inputs."""
-    x = draw(1, 4, T, K)
-    wide = Inputs(*(getattr(x, f.name).double() for f in fields(x)))
-    if "beta" not in peer.leaves.split():
-        wide.beta = torch.zeros_like(wide.beta)
-    names = peer.leaves.split()
-    results = []
-    for y in (wide, x):
-        leaves = [leaf.requires_grad_() for leaf in y.leaves(peer.leaves)]
-        if y is wide:
-            gate = y.g if "g" in names else None
-            o = path_reference(y.q, y.k, y.v, w=y.w, beta=y.beta, log_decay=gate)
-        else:
-            o = peer.call(y)
-        results.append([o, *torch.autograd.grad(o, leaves, y.do)])
-    exact, got = results
-    return {n: relative(a, b) for n, a, b in zip(["o", *(f"d{n}" for n in names)], got, exact, strict=True)}
+    leaves = peer.leaves.split()
+
+    def exact(x: Inputs) -> Tensor:
+        beta = x.beta if "beta" in leaves else torch.zeros_like(x.beta)
+        return path_reference(x.q, x.k, x.v, w=x.w, beta=beta, log_decay=x.g if "g" in leaves else None)
+
+    return compare(peer, draw(1, 4, T, K), exact)
 
 
 def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> dict[str, Any]:
@@ -183,11 +164,8 @@ def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, se
         share = kept_fraction(x.q, x.k, w=x.w, beta=x.beta, log_decay=x.g, prune=PRUNE)
         return {"kept": round(share.mean().item(), 4)}
 
-    def times(peer: Contender, x: Inputs) -> Result:
-        call, leaves = functools.partial(peer.call, x), x.leaves(peer.leaves)
-        forward, both = timing(call, leaves, x.do, rep)
-        memory = extra_memory(call, leaves, x.do)
-        return {"forward_ms": round(forward, 3), "both_ms": round(both, 3), "extra_GiB": round(memory, 2)}
+    def times(peer: Contender[Inputs], x: Inputs) -> Result:
+        return time_and_memory(peer, x, rep)
 
     limits = dict.fromkeys(ERRORS, LIMIT)
     peers = chosen(found, only)

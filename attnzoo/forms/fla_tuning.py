@@ -19,6 +19,7 @@ logger = logging.getLogger("attnzoo.fla")
 
 # What is measured, by kernel: the tiles that have these numbers, where any has. One entry: nothing is measured.
 USUAL: Mapping[str, tuple[int, ...]] = {"num_stages": (3,), "num_warps": (4, 2)}
+WALL = {"num_stages": (2,), "num_warps": (4,), "BT": (64,), "BS": (64,)}  # each of its 24 tiles compiles for long
 TILES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "chunk_local_cumsum_scalar_kernel": {"num_warps": (4,)},
     "chunk_local_cumsum_vector_kernel": {"num_warps": (4,), "BS": (32,)},
@@ -27,6 +28,9 @@ TILES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "chunk_fwd_kernel_o": {"num_warps": (4, 8)},
     "chunk_gla_fwd_kernel_o": {"num_stages": (3,), "num_warps": (4,)},
     "chunk_scaled_dot_kkt_fwd_kernel": {"num_stages": (3,), "num_warps": (4,)},
+    "parallel_wall_attn_fwd_kernel": WALL,
+    "parallel_wall_attn_bwd_kernel_dq": WALL,
+    "parallel_wall_attn_bwd_kernel_dkv": WALL,
 }
 WARMUP, REPEAT = 5, 20  # milliseconds of each measurement
 

@@ -1,0 +1,151 @@
+"""Wall on one GPU: ours, our FoX without a gate and flash-linear-attention's Wall, in one run.
+
+    attnzoo bench wall [--out DIR] [--shapes 2,24,16384,64]... [--only PREFIX]... [--seconds 400]
+
+Each contender is checked against float64 (output and all gradients) before it is timed; a wrong result gets no speed.
+Writes results.json and results.md.
+
+q and k are RMS-normed per head; the gates of channels are what fox.py has for heads, float32. FoX without a gate is
+plain softmax attention on our kernels: what Wall's decays cost. Tuning the peer over its 24 tiles takes many minutes,
+so it runs with one of them (``TILES`` of ``forms/fla_tuning.py``); ``ATTNZOO_FLA_TUNING=full`` measures all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.benchmarks.measure import (
+    Contender,
+    Result,
+    ceiling,
+    chosen,
+    compare,
+    copy_bandwidth,
+    decay_lengths,
+    error_lines,
+    headline,
+    load_peer,
+    machine,
+    not_measured,
+    race,
+    save,
+    time_and_memory,
+)
+from attnzoo.forms import fla_tuning
+from attnzoo.kernels.fox import fox_attention
+from attnzoo.kernels.wall import wall_attention
+from attnzoo.kernels.wall.reference import wall_reference
+
+SHAPES = ((2, 24, 16384, 64), (2, 16, 16384, 128), (8, 24, 4096, 64))
+ERRORS = ("o", "dq", "dk", "dv", "da")
+LIMIT = 2e-2  # relative error in bf16 above which a result is wrong
+
+
+@dataclass
+class Inputs:
+    """[B, T, H, K] each; ``a`` is the log decay of each channel."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    do: Tensor
+
+
+def draw(B: int, H: int, T: int, K: int, seed: int = 0, device: str = "cuda") -> Inputs:
+    tau = decay_lengths(H * K, torch.Generator().manual_seed(seed)).to(device).view(H, K)
+    torch.manual_seed(seed)
+    q, k, v, do = (torch.randn(B, T, H, K, device=device) for _ in range(4))
+    a = -2 * torch.rand(B, T, H, K, device=device) / tau
+    q, k = F.rms_norm(q, (K,)), F.rms_norm(k, (K,))
+    return Inputs(q.bfloat16(), k.bfloat16(), v.bfloat16(), a, do.bfloat16())
+
+
+def contenders() -> tuple[list[Contender[Inputs]], list[str]]:
+    """Everything that can be called here, and why the rest cannot."""
+    found = [
+        Contender[Inputs]("Wall", lambda x: wall_attention(x.q, x.k, x.v, log_diag=x.a, impl="triton"), "q k v a"),
+        Contender[Inputs](
+            "FoX without a gate", lambda x: fox_attention(x.q, x.k, x.v, log_decay=None, impl="triton"), "q k v"
+        ),
+    ]
+    missing: list[str] = []
+    peer = load_peer("FLA", _peer, missing)
+    if peer is not None:
+        found.append(Contender("FLA Wall", lambda x: peer(x.q, x.k, x.v, x.a), "q k v a"))
+    return found, missing
+
+
+def _peer() -> Callable[..., Tensor]:
+    call: Callable[..., Tensor] = importlib.import_module("fla.ops.wall_attn").parallel_wall_attn
+    fla_tuning.will_run("Wall, a benchmark")
+    fla_tuning.shorten()
+    return call
+
+
+def errors(peer: Contender[Inputs], x: Inputs) -> dict[str, float]:
+    """Errors of output and gradients against float64 on the same bf16 inputs."""
+
+    def exact(x: Inputs) -> Tensor:
+        return wall_reference(x.q, x.k, x.v, log_diag=x.a if "a" in peer.leaves.split() else torch.zeros_like(x.a))
+
+    return compare(peer, x, exact)
+
+
+def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float) -> Result:
+    found, missing = contenders()
+    result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
+    result |= {"copy_TBps": copy_bandwidth(), "all_tiles": os.environ.get("ATTNZOO_FLA_TUNING") == "full"}
+    print(result, flush=True)
+    race(
+        result, chosen(found, only), shapes, seconds, draw=draw, limits=dict.fromkeys(ERRORS, LIMIT),
+        errors=lambda peer, K: errors(peer, draw(1, 4, 2048, K)), common=lambda x: {},
+        times=lambda peer, x: time_and_memory(peer, x, rep),
+    )  # fmt: skip
+    return result
+
+
+def table(result: Result) -> str:
+    """The results as Markdown."""
+    lines = [
+        headline(result),
+        f"8192^3 matmul: {result['matmul_tflops']:.0f} TFLOP/s; copy: {result['copy_TBps']:.2f} TB/s.",
+        f"FLA's kernels run with {'the fastest of their tiles' if result['all_tiles'] else 'one of their tiles'}.",
+        *not_measured(result["missing"]),
+        "",
+    ]
+    shapes: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        shapes.setdefault(tuple(row[n] for n in "BHTK"), []).append(row)
+    for shape, rows in shapes.items():
+        both = {r["name"]: r["both_ms"] for r in rows}
+        lines += [
+            f"### (B, H, T, K) = {shape}",
+            "",
+            "| | forward ms | fwd+bwd ms | times faster than FLA | time / our FoX without a gate | extra memory GiB |",
+            "|---|---|---|---|---|---|",
+        ]
+        for r in rows:
+            peer = both.get("FLA Wall") if "Wall" in r["name"] else None  # FoX computes another function
+            fox = both.get("FoX without a gate")
+            ratios = (f"{peer / r['both_ms']:.2f}" if peer else "-", f"{r['both_ms'] / fox:.2f}" if fox else "-")
+            cells = (r["name"], f"{r['forward_ms']:.2f}", f"{r['both_ms']:.2f}", *ratios, f"{r['extra_GiB']:.2f}")
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join([*lines, *error_lines(result, ERRORS)]) + "\n"
+
+
+def run(out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float) -> None:
+    """Measure, print the table, and write results.json and results.md to ``out``."""
+    result = measure(shapes or SHAPES, only, rep, seconds)
+    save(out, result, table(result))
+    print(table(result))
