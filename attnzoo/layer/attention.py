@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
-from attnzoo.algebra.values import reads_values
 from attnzoo.errors import unknown
 from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call
+from attnzoo.layer.checks import check_hidden, valid_tokens
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
@@ -193,7 +193,7 @@ class Attention(PreciseModule):
         Raises:
             TypeError, ValueError: arguments of the wrong kind, shape or value, each named.
         """
-        self._check(x)
+        check_hidden(x, self.config.hidden_size, self.q_proj)
         if isinstance(cache, FixedCache):
             return self._step(x, cu_seqlens, attention_mask, cache)
         if cache is not None and not isinstance(cache, LayerCache):
@@ -212,14 +212,14 @@ class Attention(PreciseModule):
             y, state = self._attend(rows, stream)
             y = packing.pack(y, x.shape[1])
         else:
-            stream = self._stream(x, self._valid(attention_mask, x, cache), cache)
+            stream = self._stream(x, valid_tokens(attention_mask, x, 0 if cache is None else cache.tokens), cache)
             y, state = self._attend(x, stream)
         stream.commit(self, x, state)
         return y
 
     def project(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Projected:
         """q, k, v and gate of the rows ``x [B, T, D]``, as the core gets them; with borders ``[N + 1]``, of one row."""
-        self._check(x)
+        check_hidden(x, self.config.hidden_size, self.q_proj)
         check_borders(cu_seqlens, x)
         return self._project(x, Stream(None, None, (x.shape[0], x.shape[1]), x.device, cu_seqlens))
 
@@ -270,45 +270,6 @@ class Attention(PreciseModule):
         """Sizes of a norm's weights, ``[H, K]`` or ``[K]``."""
         weight = norm.weight.float().abs()
         return weight if self.config.qk_norm_shared else weight.repeat_interleave(self.config.num_heads // heads, 0)
-
-    def _check(self, x: Tensor) -> None:
-        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.config.hidden_size:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"x: expected [B, T, D = {self.config.hidden_size}], got {got}")
-        if x.shape[1] == 0:
-            raise ValueError(f"x: expected at least one token, got shape {tuple(x.shape)}")
-        projection = self.q_proj
-        if type(projection) is not nn.Linear:
-            return  # quantised or sharded: its own weight says nothing
-        weight = projection.weight
-        if (x.dtype == weight.dtype and x.device == weight.device) or hasattr(projection, "_hf_hook"):
-            return  # with accelerate's hook, weights are brought here when they are used
-        if x.device != weight.device:
-            raise ValueError(f"x: expected the device of the layer, {weight.device}, got {x.device}")
-        if x.is_meta or not x.is_floating_point() or not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(f"x: expected the dtype of the layer, {weight.dtype} (or autocast), got {x.dtype}")
-
-    def _valid(self, mask: Tensor | None, x: Tensor, cache: LayerCache | None) -> Tensor | None:
-        if mask is None:
-            return None
-        B, T = x.shape[:2]
-        if not isinstance(mask, Tensor):
-            raise TypeError(f"attention_mask: expected a tensor, got {type(mask).__name__}")
-        S = 0 if cache is None else cache.tokens
-        if tuple(mask.shape) not in ((B, T), (B, S + T)):
-            also = f" or [B, S + T] = {(B, S + T)}" if S else ""
-            raise ValueError(f"attention_mask: expected [B, T] = {(B, T)}{also}, got {tuple(mask.shape)}")
-        if mask.is_floating_point() or mask.is_complex():
-            raise TypeError(f"attention_mask: expected bool or integers (0 at padding), got {mask.dtype}")
-        if mask.device != x.device:
-            raise ValueError(f"attention_mask: expected the device of x, {x.device}, got {mask.device}")
-        valid = mask[:, mask.shape[1] - T :]
-        if not reads_values(mask):
-            return valid.bool()
-        if valid.dtype != torch.bool and bool(((valid != 0) & (valid != 1)).any()):
-            raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {valid.unique().tolist()}")
-        valid = valid.bool()
-        return None if bool(valid.all()) else valid
 
     def _stream(self, x: Tensor, valid: Tensor | None, cache: LayerCache | None) -> Stream:
         if cache is not None:
