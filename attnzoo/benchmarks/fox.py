@@ -174,7 +174,7 @@ def flash_sparse() -> Callable[[Inputs, float | None], Tensor]:
             sys.modules.setdefault(stub.__name__, stub)
     attend = importlib.import_module("flash_sparse_attn").flash_gated_attn_func
     # its tuning takes minutes, and adds up the gradients of all tiles that it measures in the call that tunes
-    tiles = importlib.import_module(f"{folder}.launch_template")
+    tiles: Any = importlib.import_module(f"{folder}.launch_template")
     tiles.load_launch_config = lambda **options: SPARSE_TILES[options["kernel_name"]]
 
     def call(x: Inputs, threshold: float | None) -> Tensor:
