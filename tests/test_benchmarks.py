@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import importlib.util
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,11 +17,12 @@ import torch
 from click.testing import CliRunner, Result
 
 from attnzoo import cli, list_variants
-from attnzoo.benchmarks import generate, measure, wall
+from attnzoo.benchmarks import fox, generate, measure, wall
 from attnzoo.benchmarks.train import trained_gates
 from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
 from attnzoo.forms import fla_tuning
+from attnzoo.kernels.fox.reference import fox_reference
 from attnzoo.kernels.wall.reference import wall_reference
 from attnzoo.models import LanguageModel
 from attnzoo.training.exchange import start_from
@@ -137,6 +141,50 @@ def test_the_tables_of_the_documentation_are_what_their_numbers_give(name: str) 
     module: ModuleType = importlib.import_module(f"attnzoo.benchmarks.{name}")
     (folder,) = RESULTS.glob(f"*-{name}")
     assert module.table(json.loads((folder / "results.json").read_text())) == (folder / "results.md").read_text()
+
+
+def test_fox_by_the_gates_of_flash_sparse_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the logits that it documents, scale (q k + alpha delta), and nothing skipped unless asked for."""
+    asked: list[dict[str, Any]] = []
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alpha: torch.Tensor, delta: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
+        asked.append(how)
+        alpha, delta = alpha.transpose(1, 2), delta.transpose(1, 2)
+        s = (torch.einsum("bihk,bjhk->bhij", q, k) + alpha[..., :, None] * delta[..., None, :]) * q.shape[-1] ** -0.5
+        seen = torch.ones(s.shape[-2:]).tril().bool()
+        return torch.einsum("bhij,bjhv->bihv", s.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+    name = "flash_sparse_attn"
+    modules = {
+        part: ModuleType(part)
+        for part in (name, f"{name}.ops", f"{name}.ops.triton", f"{name}.ops.triton.launch_template")
+    }
+    for part, module in modules.items():
+        module.__spec__ = importlib.machinery.ModuleSpec(part, None, is_package=True)
+        monkeypatch.setitem(sys.modules, part, module)
+    for part in ("fwd", "bwd"):
+        monkeypatch.setitem(sys.modules, f"{name}.ops.triton.flash_proj_{part}", ModuleType("unused"))
+    modules[name].flash_gated_attn_func = attend  # type: ignore[attr-defined]
+    call = fox.flash_sparse()
+
+    q, k, v = torch.randn(3, 1, 20, 2, 16).unbind()
+    x = fox.Inputs(q, k, v, -torch.rand(1, 20, 2), v)
+    torch.testing.assert_close(call(x, 0.0), fox_reference(q, k, v, log_decay=x.g))
+    call(x, None)
+    common = {"is_causal": True, "is_logsigmoid_gate": False}
+    assert asked == [{**common, "softmax_threshold": t, "gate_threshold": t} for t in (0.0, None)]
+    tiles = modules[f"{name}.ops.triton.launch_template"].load_launch_config
+    assert [len(tiles(kernel_name=kernel, seqlen_q=1)) for kernel in ("fwd_gated", "bwd_gated")] == [5, 5]
+
+
+def test_flash_sparse_attn_that_is_not_installed_is_named() -> None:
+    if importlib.util.find_spec("flash_sparse_attn") is not None:
+        pytest.skip("flash-sparse-attn is installed")
+    missing: list[str] = []
+    assert measure.load_peer("flash-sparse-attn", fox.flash_sparse, missing) is None
+    assert missing == ["flash-sparse-attn: not installed (No module named 'flash_sparse_attn')"]
 
 
 def test_wall_is_checked_against_float64_with_and_without_its_decays() -> None:

@@ -81,8 +81,8 @@ def bench() -> None:
 def fox(**options: Any) -> None:
     """FoX's kernels on a GPU, forward and backward.
 
-    Beside SDPA, flash-linear-attention, FlexAttention and the official kernel. Each contender is checked against
-    float64 before it is timed.
+    Beside SDPA, flash-linear-attention, FlexAttention, flash-sparse-attn and the official kernel. Each contender is
+    checked against float64 before it is timed.
     """
     _need_gpu("fox")
     from attnzoo.benchmarks.fox import run

@@ -3,9 +3,9 @@
     attnzoo bench fox [--out DIR] [--official FILE] [--shapes 2,24,16384,64]... [--plot] [--seconds 500]
 
 Peers: scaled_dot_product_attention (cuDNN and FlashAttention; no gate, the ceiling), flash-linear-attention,
-FlexAttention, and the official FoX kernel (``forgetting_transformer``, or its single file with --official). Each is
-checked against float64 before it is timed; a wrong result gets no speed. Writes results.json and results.md,
-and with --plot time against context length (1k to 128k) as plot.svg.
+FlexAttention, flash-sparse-attn (with one of its tiles) and the official FoX kernel (``forgetting_transformer``, or its
+single file with --official). Each is checked against float64 before it is timed; a wrong result gets no speed. Writes
+results.json and results.md, and with --plot time against context length (1k to 128k) as plot.svg.
 
 Gates: 75% of the heads decay with a 1/e length log-uniform in 8..256 tokens, the rest in 1e5..1e6; q and k are
 RMS-normed per head. TFLOP/s are nominal: 4 B H T^2 K / 2 forward and 3.5 times that forward + backward, pruned or not.
@@ -17,10 +17,12 @@ import importlib
 import importlib.util
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -142,8 +144,48 @@ def contenders(official: Path | None) -> tuple[list[Contender], list[str]]:
     )
     if parallel is not None:
         found.append(Contender("FLA", lambda x: parallel(x.q, x.k, x.v, x.g)))
+    gated = load_peer("flash-sparse-attn", flash_sparse, missing)
+    if gated is not None:
+        found += [
+            Contender("flash-sparse-attn", lambda x: gated(x, 0.0), lengths=(16384,)),
+            Contender("flash-sparse-attn, skipping", lambda x: gated(x, None), lengths=(16384,)),
+        ]
     found.append(Contender("FlexAttention", FlexFox(), True, lengths=(16384,)))
     return found, missing
+
+
+SPARSE_TILES = {  # of flash-sparse-attn's 54 for each: rows, keys, warps, stages and programs of a cluster
+    "fwd_gated": (128, 64, 8, 3, 1),
+    "bwd_gated": (64, 128, 8, 2, 1),
+}
+
+
+def flash_sparse() -> Callable[[Inputs, float | None], Tensor]:
+    """FoX by flash-sparse-attn's gated kernels, of inputs and a threshold for skipping blocks; None: its own.
+
+    Its logits are scale (q k + alpha delta): FoX with alpha = 1 and delta = -c / scale, c the running sum of the gate.
+    """
+    folder = "flash_sparse_attn.ops.triton"
+    if importlib.util.find_spec("flash_sparse_attn") is not None and importlib.util.find_spec("triton_kernels") is None:
+        # its projections, not used here, import what no package index has
+        for part, name in (("flash_proj_fwd", "_flash_proj_forward"), ("flash_proj_bwd", "_flash_proj_backward")):
+            stub = ModuleType(f"{folder}.{part}")
+            setattr(stub, name, None)
+            sys.modules.setdefault(stub.__name__, stub)
+    attend = importlib.import_module("flash_sparse_attn").flash_gated_attn_func
+    # its tuning takes minutes, and adds up the gradients of all tiles that it measures in the call that tunes
+    tiles: Any = importlib.import_module(f"{folder}.launch_template")
+    tiles.load_launch_config = lambda **options: SPARSE_TILES[options["kernel_name"]]
+
+    def call(x: Inputs, threshold: float | None) -> Tensor:
+        c = x.g.cumsum(1)
+        o: Tensor = attend(
+            x.q, x.k, x.v, torch.ones_like(c), -c * math.sqrt(x.q.shape[-1]), is_causal=True,
+            softmax_threshold=threshold, gate_threshold=threshold, is_logsigmoid_gate=False,
+        )  # fmt: skip
+        return o
+
+    return call
 
 
 class FlexFox:
