@@ -1,8 +1,9 @@
-"""What the dense references of both families share: gate sums and visible keys in PyTorch. No Triton here."""
+"""What the families' dense references share: gate sums, visible keys and the readout in PyTorch. No Triton here."""
 
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
@@ -45,3 +46,19 @@ def first_visible(closed: Tensor, window: int | None, cu_seqlens: Tensor | None,
     if cu_seqlens is not None:
         since = torch.maximum(since, segment_starts(cu_seqlens, S))
     return since
+
+
+def dense_readout(logits: Tensor, values: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax over the keys, and a sink, of logits [B, H, T, S] times values [B, H, S, V].
+
+    Returns:
+        [B, T, H, V] in the dtype of the values, 0 for rows without any key, and the log-sum-exp [B, T, H] in that of
+        the logits, -inf for them.
+    """
+    S = logits.shape[-1]
+    if sink is not None:
+        logits = torch.cat([logits, sink.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)], -1)
+    alone = (logits == -torch.inf).all(-1, keepdim=True)  # rows without any key: no weights
+    weights = torch.softmax(logits.masked_fill(alone, 0.0), -1).masked_fill(alone, 0.0)[..., :S]
+    lse = torch.logsumexp(logits.masked_fill(alone, 0.0), -1).masked_fill(alone[..., 0], -torch.inf)
+    return rearrange(weights.to(values.dtype) @ values, "b h t v -> b t h v"), rearrange(lse, "b h t -> b t h")

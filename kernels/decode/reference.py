@@ -10,6 +10,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.constants import CLOSED
+from attnzoo.kernels.common.dense import dense_readout
 
 
 def paged_reference(
@@ -61,11 +62,7 @@ def paged_reference(
         sums = c.gather(2, at)
         begin = _first_pages(logits, sums, pos, q_norm, k_norm, tails, first, prune.log_eps, logit_bound, PAGE)
         logits = logits.masked_fill(j < PAGE * begin.repeat_interleave(H // G, 1)[..., None, None], -math.inf)
-    if sink is not None:
-        logits = torch.cat([logits, sink.to(wide)[None, :, None, None].expand(B, H, T, 1)], -1)
-    alone = (logits == -math.inf).all(-1, keepdim=True)  # rows without any key: no weights
-    weights = torch.softmax(logits.masked_fill(alone, 0.0), -1).masked_fill(alone, 0.0)[..., : N * PAGE]
-    return (weights.to(cd) @ values).transpose(1, 2).to(q.dtype)
+    return dense_readout(logits, values, sink)[0].to(q.dtype)
 
 
 def _first_pages(

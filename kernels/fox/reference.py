@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune, certified_starts
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
-from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.dense import dense_readout, first_visible, running_sums
 from attnzoo.kernels.common.running_gates import GateSums
 
 
@@ -115,10 +115,5 @@ def fox_reference_with_lse(
     kh, vh = (repeat(x.to(cd), "b s g d -> b (g r) s d", r=H // G) for x in (k, v))
     decay = (c[..., off:, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
     logits = ((qh @ kh.mT).to(wide) * scale + decay).masked_fill(~visible, -math.inf)
-    if sink is not None:
-        logits = torch.cat([logits, sink.to(wide)[None, :, None, None].expand(B, H, T, 1)], -1)
-    alone = (logits == -math.inf).all(-1, keepdim=True)  # rows without any key: no weights
-    weights = torch.softmax(logits.masked_fill(alone, 0.0), -1).masked_fill(alone, 0.0)[..., :S]
-    lse = torch.logsumexp(logits.masked_fill(alone, 0.0), -1).masked_fill(alone[..., 0], -math.inf)
-    o = rearrange(weights.to(cd) @ vh, "b h t v -> b t h v").to(q.dtype)
-    return o, rearrange(lse, "b h t -> b t h")
+    o, lse = dense_readout(logits, vh, sink)
+    return o.to(q.dtype), lse

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune, certified_starts
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.dense import dense_readout, first_visible, running_sums
 
 
 def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
@@ -113,8 +113,5 @@ def path_reference_lse(
         visible &= pos >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
     decay = (c[..., :, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
     logits = (path_scores(q, k, w, beta, compute_dtype) * scale + decay).masked_fill(~visible, -math.inf)
-    if sink is not None:
-        logits = torch.cat([logits, sink.to(wide)[None, :, None, None].expand(B, H, T, 1)], -1)
-    vh = repeat(v.to(cd), "b t g v -> b (g r) t v", r=H // v.shape[2])
-    o = rearrange(torch.softmax(logits, -1)[..., :T].to(cd) @ vh, "b h t v -> b t h v").to(q.dtype)
-    return o, rearrange(torch.logsumexp(logits, -1), "b h t -> b t h")
+    o, lse = dense_readout(logits, repeat(v.to(cd), "b t g v -> b (g r) t v", r=H // v.shape[2]), sink)
+    return o.to(q.dtype), lse

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
-from attnzoo.kernels.common.dense import first_visible
+from attnzoo.kernels.common.dense import dense_readout, first_visible
 
 
 def wall_scores(q: Tensor, k: Tensor, log_diag: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
@@ -83,8 +83,5 @@ def wall_reference_lse(
     pos = torch.arange(T, device=q.device)
     visible = (pos <= pos[:, None]) & (pos >= since[..., None])  # [1, 1, T, T]
     logits = (wall_scores(q, k, log_diag, compute_dtype) * scale).masked_fill(~visible, -math.inf)
-    if sink is not None:
-        logits = torch.cat([logits, sink.to(wide)[None, :, None, None].expand(B, H, T, 1)], -1)
-    vh = repeat(v.to(cd), "b t g v -> b (g r) t v", r=H // v.shape[2])
-    o = rearrange(torch.softmax(logits, -1)[..., :T].to(cd) @ vh, "b h t v -> b t h v").to(q.dtype)
-    return o, rearrange(torch.logsumexp(logits, -1), "b h t -> b t h")
+    o, lse = dense_readout(logits, repeat(v.to(cd), "b t g v -> b (g r) t v", r=H // v.shape[2]), sink)
+    return o.to(q.dtype), lse

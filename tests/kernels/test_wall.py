@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from wall_cases import Case, inputs, large_tiles, triton, within_budget
+from path_cases import large_tiles
+from wall_cases import Case, inputs, triton, within_budget
 
 from attnzoo.algebra.oracle import softmax
 from attnzoo.kernels.wall.reference import wall_reference

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from fox_cases import DEVICE
+from path_cases import large_tiles
 from transforms import assert_only_auto_is_transformed
-from wall_cases import Case, inputs, large_tiles
+from wall_cases import Case, inputs
 
 from attnzoo.kernels.wall import wall_attention
 from attnzoo.kernels.wall.reference import wall_reference, wall_reference_lse

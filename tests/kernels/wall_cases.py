@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import fox_cases
-import pytest
 import torch
 from fox_cases import DEVICE, run
 from torch import Tensor
 
-from attnzoo.kernels.common.tiles import Kind, Tiles
-from attnzoo.kernels.path import plan
 from attnzoo.kernels.wall import wall_attention
 from attnzoo.kernels.wall.reference import wall_reference
 
@@ -40,16 +36,6 @@ class Case:
         extra = "".join(f"-{k}" for k in self.options) + ("-packed" if self.cu_seqlens else "")
         sink = "-sink" if self.sink else ""
         return f"{self.gate}-B{self.B}T{self.T}H{self.H}G{self.G}K{self.K}V{self.V}{extra}{sink}"
-
-
-@pytest.fixture(autouse=True)
-def large_tiles() -> Iterator[None]:
-    """Under the interpreter large tiles are the fastest; a GPU keeps its own."""
-    large: dict[Kind, Tiles] = {
-        "fwd": Tiles(128, 64, 4, 1), "dq": Tiles(128, 64, 4, 1), "dkdv": Tiles(64, 64, 4, 1),
-    }  # fmt: skip
-    with plan.override(large if DEVICE == "cpu" else {}):
-        yield
 
 
 def draw_gate(case: Case, generator: torch.Generator) -> Tensor:
