@@ -194,6 +194,7 @@ def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
         from attnzoo.training.launch import check_processes, launch
 
         check_processes(processes, loaded.device)
+        loaded.rows_per_part(processes)
         return launch([sys.executable, "-m", "attnzoo", "train", config, *overrides], processes)
     from attnzoo.training import train as run
 

@@ -120,7 +120,7 @@ def test_processes_train_and_refuse_in_one_line(tmp_path):
     words = [sys.executable, "-m", "attnzoo", *small, "--processes", "2"]
     done = subprocess.run([*words, "batch_size=3"], env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("attnzoo: process 0 of 2: batch_size=3 does not divide evenly among 2 processes")
+    assert done.stderr.startswith("attnzoo: batch_size=3 does not divide evenly among 2 processes")
     assert done.stderr.count("\n") == 1
     done = subprocess.run([*words, "batch_size=4"], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

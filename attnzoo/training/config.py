@@ -173,3 +173,17 @@ class TrainConfig:
                     f"optimizer.extensions[{number}]: after={extension.after} and "
                     f"warmup_steps={extension.warmup_steps} must leave updates before step {end}"
                 )
+
+    def rows_per_part(self, processes: int) -> int:
+        """Sequences that a process reads for one backward pass.
+
+        Raises:
+            ValueError: the batch does not divide evenly among processes and parts.
+        """
+        parts = processes * self.gradient_accumulation
+        if self.batch_size % parts:
+            raise ValueError(
+                f"batch_size={self.batch_size} does not divide evenly among {processes} processes "
+                f"times gradient_accumulation={self.gradient_accumulation}"
+            )
+        return self.batch_size // parts

@@ -69,7 +69,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     accelerator = _build_accelerator(config)
     from accelerate.utils import set_seed
 
-    rows_per_part = _rows_per_part(config, accelerator.num_processes)
+    rows_per_part = config.rows_per_part(accelerator.num_processes)
     data = build_data(config.data)
     if data.vocab_size > config.model.vocab_size:
         raise ValueError(
@@ -230,16 +230,6 @@ def _build_accelerator(config: TrainConfig) -> Accelerator:
     if config.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise ValueError("mixed_precision=fp16 needs a GPU, and this run is on a CPU: take bf16 or none")
     return accelerator
-
-
-def _rows_per_part(config: TrainConfig, processes: int) -> int:
-    parts = processes * config.gradient_accumulation
-    if config.batch_size % parts:
-        raise ValueError(
-            f"batch_size={config.batch_size} does not divide evenly among {processes} processes "
-            f"times gradient_accumulation={config.gradient_accumulation}"
-        )
-    return config.batch_size // parts
 
 
 @contextmanager
