@@ -15,6 +15,7 @@ import click
 from attnzoo.benchmarks.command import bench
 from attnzoo.data.command import data
 from attnzoo.experiments.builtin import built_in, find_config
+from attnzoo.experiments.command import experiment
 from attnzoo.training.commands import PATH, evaluate, export, import_, tokenize
 
 if TYPE_CHECKING:
@@ -313,7 +314,7 @@ def generate(
         click.echo(line, err=True)
 
 
-for command in (tokenize, export, import_, evaluate, bench, data):
+for command in (tokenize, export, import_, evaluate, bench, data, experiment):
     app.add_command(command)
 
 
