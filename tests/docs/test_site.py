@@ -189,7 +189,7 @@ def test_every_internal_link_and_anchor_leads_somewhere(site):
 
 @pytest.mark.parametrize("kind", ["to-src", "to-test"])
 def test_links_to_code_open_at_the_line(kind, reader, site):
-    """A link to a line of code, or of a test, followed by a click from each folder of pages; the others are not dead."""
+    """A link to a line of code, or of a test, followed by a click, from one page of each folder."""
     folders = {}
     for path in WRITTEN:
         if re.search(rf'href="[^"]*#L-[0-9]+" class="{kind}"', (site / path).read_text(encoding="utf-8")):
