@@ -238,7 +238,7 @@ def test_eviction_that_no_step_can_promise_is_refused():
         generator.run()
 
 
-@pytest.mark.parametrize(("name", "options"), [("path", {"window": 70, "sinks": True}), ("path_fox", {"window": 5})])
+@pytest.mark.parametrize(("name", "options"), [("path", {"window": 9, "sinks": True}), ("path_fox", {"window": 5})])
 def test_what_a_window_hides_is_given_up_and_changes_no_greedy_token(name, options, prompts):
     """Sequences of their own lengths, that wait for each other, over the borders of pages."""
     model = build(attention=name, attention_options={**options, "num_kv_heads": 1})
