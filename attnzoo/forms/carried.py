@@ -37,8 +37,8 @@ class CarriedPool(KeyPool):
     Args:
         factor: transposed product of the factors of a whole page, ``[P, K, K]``, in the dtype of the keys.
         near_k: keys as they came, from the page before the one that is not whole on, ``[B, G, 2 PAGE, K]``.
-        near_w: their w, ``[B, G, 2 PAGE, K]``; zero where no token is.
-        near_beta: their beta, ``[B, G, 2 PAGE]``; zero where no token is.
+        near_w: their w, n per token, ``[B, G, 2 PAGE, n, K]``; zero where no token is.
+        near_beta: their beta, ``[B, G, 2 PAGE, n]``; zero where no token is.
         known: the first token whose key is among them, on the host; sequences can be cropped to pages from there on.
     """
 
@@ -51,14 +51,15 @@ class CarriedPool(KeyPool):
     @classmethod
     def of(
         cls, B: int, G: int, R: int, K: int, V: int, *, dtype: torch.dtype, values: torch.dtype,
-        device: torch.device | str, decays: bool,
+        device: torch.device | str, decays: bool, factors: int,
     ) -> Self:  # fmt: skip
-        """A pool of B empty sequences with keys in ``dtype`` and values in ``values``."""
+        """A pool of B empty sequences with keys in ``dtype``, values in ``values`` and n ``factors`` per token."""
         near = torch.zeros(B, G, 2 * PAGE, K, dtype=dtype, device=device)
+        w = near.new_zeros(B, G, 2 * PAGE, factors, K)
         factor = torch.zeros(0, K, K, dtype=dtype, device=device)
         pool = cls.empty(
             B, G, R, K, V, dtype=dtype, device=device, decays=decays, factor=factor, near_k=near,
-            near_w=near.clone(), near_beta=near[..., 0].clone(), known=[0] * B,
+            near_w=w, near_beta=w[..., 0].clone(), known=[0] * B,
         )  # fmt: skip
         pool.v = pool.v.to(values)
         return pool
@@ -78,7 +79,8 @@ class CarriedPool(KeyPool):
         for name, new in zip(NEAR, (k, gate.w, gate.beta), strict=True):
             x = getattr(self, name)
             x = torch.cat([x, x.new_zeros(B, G, room - 2 * PAGE, *x.shape[3:])], 2)
-            x[row, :, place] = cast(Tensor, new)[row, order[row, token]].to(dtype)
+            now = cast(Tensor, new)[row, order[row, token]].to(dtype)
+            x[row, :, place] = now.view(len(row), G, *x.shape[3:])
             wide.append(x)
         self._close(transition, wide, before, bases)
         shifts = order.new_tensor([near_base(n) - base for n, base in zip(self.lengths, bases, strict=True)])
@@ -97,7 +99,7 @@ class CarriedPool(KeyPool):
         row, page = self.table.new_tensor(done).long().unbind(1)
         inside = page - self.table.new_tensor(bases).long()[row] // PAGE
         k, w, beta = (x.unflatten(2, (-1, PAGE))[row, :, inside] for x in wide)  # [M, G, PAGE, ...]
-        block = transition.block(k, k, HeadGate(w=w, beta=beta))
+        block = transition.block(k, k, HeadGate(w=w, beta=beta, factors=w.shape[-2]))
         ids = self.table[row, :, page].long()
         self.k[ids], self.factor[ids] = block.k, cast(Tensor, block.total)
         self.k_norm[row, :, page] = longest(block.k).amax(-1)
@@ -132,8 +134,8 @@ class CarriedPool(KeyPool):
             ends = self.table.new_tensor([n - near_base(n) for n in lengths])
             for name in NEAR:
                 x = shifted(getattr(self, name), self.table.new_tensor(moves).long())
-                past = (index >= ends[:, None])[:, None]
-                setattr(self, name, x.masked_fill(past if x.ndim == 3 else past[..., None], 0))
+                past = (index >= ends[:, None]).view(len(ends), 1, -1, *(1,) * (x.ndim - 3))
+                setattr(self, name, x.masked_fill(past, 0))
             self.known = [min(known, n) for known, n in zip(self.known, lengths, strict=True)]
         else:
             self.known = list(notes["known"])
@@ -234,7 +236,7 @@ def attend_carried(
     at = pool.length.long()[:, None] + rank  # [B, C]
     # the page that is not whole, then the whole ones backwards; each query is carried on to the start of the page
     near, w, beta = pool.open_page()
-    part = transition.block(near, near, HeadGate(w=w, beta=beta))
+    part = transition.block(near, near, HeadGate(w=w, beta=beta, factors=w.shape[-2]))
     whole = pool.length.long() // PAGE  # [B]
     carried, total = part.k, cast(Tensor, part.total)
     scores, ids = [], []

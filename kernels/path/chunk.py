@@ -15,7 +15,7 @@ CHUNK = 64  # most tokens that one pass over the cache takes
 
 def factors_block(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> ClosedForm:
     """The closed form of ``I - beta_t w_t w_t^T`` over a block; q, k, w ``[..., C, K]``, beta ``[..., C]``."""
-    return rank_one_block(Identity(), q, k, w, beta, HeadGate())
+    return rank_one_block(Identity(), q, k, w[..., None, :], beta[..., None], HeadGate())
 
 
 def close_chunk(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
