@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from attnzoo.benchmarks.command import bench
-from attnzoo.data.command import data
+from attnzoo.data.command import PATH, data, tokenize
 from attnzoo.experiments.builtin import built_in, find_config
-from attnzoo.training.commands import PATH, evaluate, export, import_, tokenize
+from attnzoo.training.commands import evaluate, export, import_
 
 if TYPE_CHECKING:
     from rich.console import Console

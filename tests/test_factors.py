@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnzoo import Gate, Prune, get, oracle
 from attnzoo.algebra.transitions import HeadGate, Product, Transition
+from attnzoo.forms.factors import outputs, sub_tokens
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences.complex_linear import Rotation
@@ -94,15 +95,33 @@ def test_factors_are_sub_tokens_that_write_nothing(name: str) -> None:
     n = 3
     q, k, v, gate = inputs_for(name, n)
 
-    def last(x: Tensor) -> Tensor:
-        return torch.stack([*[torch.zeros_like(x)] * (n - 1), x], 2).flatten(1, 2)
-
-    fine = Gate(w=cast(Tensor, gate.w).transpose(2, 3).flatten(1, 2), beta=cast(Tensor, gate.beta).mT.flatten(1, 2))
-    if gate.log_decay is not None:
-        g = gate.log_decay
-        fine = replace(fine, log_decay=torch.stack([g, *[torch.zeros_like(g)] * (n - 1)], 2).flatten(1, 2))
-    expected = oracle.linear(last(q), last(k), last(v), fine)[:, n - 1 :: n]
+    silent = [torch.stack([*[torch.zeros_like(x)] * (n - 1), x], 3) for x in (k, v)]
+    fine = sub_tokens(q, *silent, gate)
+    expected = outputs(oracle.linear(*fine), n)
     assert relative_error(get(name).forms["chunk"](q, k, v, gate), expected) <= LIMIT
+
+
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
+def test_the_delta_rule_writes_with_every_factor(name: str) -> None:
+    """DeltaProduct as the paper has it, token by token and factor by factor."""
+    n = 3
+    q, _, _, gate = inputs_for(name, n)
+    k, v, beta = cast(Tensor, gate.w), torch.randn(B, T, G, n, 5, dtype=q.dtype), cast(Tensor, gate.beta)
+    kh, vh, bh = (x.repeat_interleave(H // G, 2) for x in (k, v, beta))
+    S, expected = q.new_zeros(B, H, K, 5), []
+    for t in range(T):
+        if gate.log_decay is not None:
+            S = gate.log_decay[:, t, :, None, None].exp() * S
+        for f in range(n):
+            key, value = kh[:, t, :, f, :, None], vh[:, t, :, f, None, :]
+            S = S + bh[:, t, :, f, None, None] * key * (value - (S * key).sum(-2, keepdim=True))
+        expected.append(K**-0.5 * (q[:, t, :, None] @ S)[:, :, 0])
+    fine = sub_tokens(q, k, v, gate)
+    o, state = get(name).extend(*fine, delta_rule=True)
+    assert relative_error(outputs(o, n), torch.stack(expected, 1)) <= LIMIT
+    assert relative_error(state.matrix, S) <= LIMIT
+    with pytest.raises(ValueError, match="is as many tokens: attnzoo.forms.factors.sub_tokens"):
+        get(name).extend(q, k[:, :, :, 0], v[:, :, :, 0], gate, delta_rule=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

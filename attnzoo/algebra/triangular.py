@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
 
 BASE = 8  # rows of the smallest block that is inverted row by row
 
@@ -88,6 +88,19 @@ def rank_one_block(first: Transition, q: Tensor, k: Tensor, w: Tensor, beta: Ten
         k=forward_k - from_values.mT @ forward_w,
         total=first.carry(between.total, eye) - forward_w.mT @ from_state,
     )
+
+
+def householder_block(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> ClosedForm:
+    """The closed form of a block of ``I - beta_t w_t w_t^T``, or of n such factors per token.
+
+    Args:
+        q, k: ``[..., C, K]``.
+        w: ``[..., C, K]`` or ``[..., C, n, K]``.
+        beta: ``[..., C]`` or ``[..., C, n]``, as w.
+    """
+    if w.ndim == k.ndim:
+        w, beta = w[..., None, :], beta[..., None]
+    return rank_one_block(Identity(), q, k, w, beta, HeadGate())
 
 
 def _together(factors: Sequence[Tensor], dim: int) -> Tensor:
