@@ -19,6 +19,7 @@ from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
 from attnzoo.forms.carried import CarriedPool, extend_carried
 from attnzoo.forms.fixed import KeyMemory, Memory, PagedMemory, Rows
+from attnzoo.forms.fixed_carried import CarriedPages
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.paged import PagedCache, extend_pages, refuses_pages, step_pages
@@ -145,8 +146,10 @@ class SoftmaxForms(Forms):
         if paged:
             raise ValueError("paged: expected False or None (a step of fixed size reads carried keys whole), got True")
         if isinstance(state, PagedCache):
-            how = "give the model a cache of new_cache(evict=...) instead"
-            raise ValueError(f"evict: expected None where transitions carry keys and a step has a fixed size ({how})")
+            if rows.length.is_cuda or paged is False:
+                how = "give the model a cache of new_cache(evict=...) instead"
+                raise ValueError(f"evict: expected None where transitions carry keys on a GPU ({how})")
+            return CarriedPages.of(state, rows, tokens, device)
         kernel = self.kernels.get("triton")
         if kernel is not None and kernel.fixed is not None and paged is None and rows.length.is_cuda:
             memory = kernel.fixed(state, rows, tokens, device)
