@@ -25,7 +25,7 @@ from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.gates import GateProjection, Sizes, build_gate, gate_classes
-from attnzoo.layer.gates.matrix import by_factor, rotary_angles
+from attnzoo.layer.gates.matrix import by_factor, checked_factors, rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
 from attnzoo.layer.precision import PreciseModule, fill
 from attnzoo.layer.projected import Projected
@@ -116,11 +116,13 @@ class Attention(PreciseModule):
         self.reset_parameters()
 
     def _keys_per_token(self, classes: Sequence[type[GateProjection]], options: Mapping[str, Any]) -> int:
-        number: int = options.get("num_householder", 1) if any(cls.unit_keys for cls in classes) else 1
+        number = options.get("num_householder", 1) if any(cls.unit_keys for cls in classes) else 1
+        if not isinstance(number, int):  # the gate says so
+            return 1
         if number > 1 and (self.config.skip or sum(cls.writes for cls in classes) > 1):
             what = "skip" if self.config.skip else f"a second write strength in gate={self.config.gate!r}"
             raise ValueError(f"num_householder: expected 1 with {what} (a token has several values), got {number}")
-        return number
+        return checked_factors(number)
 
     def reset_parameters(self) -> None:
         """Linear weights N(0, 0.02^2); gates, norms and convolutions as their papers say."""

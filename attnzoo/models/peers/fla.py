@@ -154,7 +154,8 @@ def gated_deltaproduct(settings: Settings) -> Peer:
     gate = "gate.members.1" if forgets else "gate"
 
     def by_head(rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (n, H, -1)).transpose(0, 1).flatten(0, 2)
+        grouped: Tensor = rows.unflatten(0, (n, H, -1))
+        return grouped.transpose(0, 1).flatten(0, 2)
 
     def attention(take: Take, index: int) -> Named:
         for name, tensor in _convolved(take):
