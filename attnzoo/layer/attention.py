@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnzoo.algebra.forgetting import Forgetting
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
 from attnzoo.errors import unknown
@@ -24,6 +25,7 @@ from attnzoo.layer.checks import check_hidden, valid_tokens
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
+from attnzoo.layer.forgetting import Forget, check_forgetting
 from attnzoo.layer.gates import GateProjection, Sizes, build_gate, gate_classes
 from attnzoo.layer.gates.matrix import by_factor, checked_factors, rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
@@ -51,6 +53,7 @@ class Attention(PreciseModule):
         *,
         prune: Prune | None = None,
         impl: str = "auto",
+        forgetting: Forgetting | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(config, AttentionConfig):
@@ -63,6 +66,8 @@ class Attention(PreciseModule):
             if variant.side == "linear":
                 why = f"has no keys to prune: it is the linear side, and its dual is {variant.dual.name!r}"
             raise ValueError(f"acp: {variant.name!r} {why} (it serves {able})")
+        if forgetting is not None:
+            check_forgetting(variant, forgetting, impl, prune is not None)
         classes = gate_classes(config.gate)
         provided = {part for cls in classes for part in cls.provides}
         if provided != set(variant.requires):
@@ -112,6 +117,7 @@ class Attention(PreciseModule):
         self.register_buffer("angle", None)
         if config.rotary is not None:
             self.keep("angle", self._angles(), persistent=False, least=torch.float64)
+        self.forget = None if forgetting is None else Forget(forgetting, config)
         self._picked: str | None = None
         self.reset_parameters()
 
@@ -140,6 +146,8 @@ class Attention(PreciseModule):
         if self.angle is not None:
             fill(self.angle, self._angles())
         self.gate.reset_parameters()
+        if self.forget is not None:
+            self.forget.reset_parameters()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Also restore the angle, which no checkpoint holds, where the layer was made on the meta device."""
@@ -171,6 +179,8 @@ class Attention(PreciseModule):
         Raises:
             ValueError: ``evict`` for a layer that needs all its keys, or of which nothing bounds later queries.
         """
+        if self.forget is not None:
+            raise ValueError("cache: a layer with forgetting reads whole sequences, and has no cache yet")
         settings = None if evict is None else Evict.of(evict)
         if settings is not None and not self.evicts:
             able = [name for name in list_variants("softmax") if get(name).prunable]
@@ -314,7 +324,10 @@ class Attention(PreciseModule):
                 _say(f"{self.variant.name}: no kernel runs, and the reference is slower: {lost}", logging.WARNING)
         if not torch.compiler.is_compiling():
             self._picked = f"{form} on {x.device.type}"
-        o, state = run(self.variant, form, call)
+        if self.forget is None:
+            o, state = run(self.variant, form, call)
+        else:
+            o, state = self.forget.run(self.variant, form, call), None
         if self.keys_per_token > 1 and state is not None:  # it has counted sub-tokens
             state = replace(state, tokens=len(state) - x.shape[1] * (self.keys_per_token - 1))
         y = self._output(x, projected.v, o)
