@@ -189,6 +189,17 @@ def test_recorded_results_follow_from_their_numbers(name):
         render_experiment(experiment, outcome)
 
 
+def test_page_of_results_says_what_was_run():
+    page = (RESULTS / "index.md").read_text()
+    rows = re.findall(r"\| `attnzoo experiment run (\w+)` \|.*\| (.*) \|\n", page)
+    assert [name for name, _ in rows] == names()
+    for name, row in rows:
+        measured = find(name).measured
+        assert ("not yet run" in row) == (not measured)
+        for each in measured:
+            assert f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)" in row
+
+
 def test_outcome_that_was_changed_is_refused(done):
     path = Path("out/result.json")
     path.write_text(path.read_text().replace('"validation": ', '"validation": 1', 1))

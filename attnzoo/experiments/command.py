@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from attnzoo.data.command import PATH
+
 
 @click.group()
 def experiment() -> None:
@@ -59,16 +61,10 @@ def show(name: str) -> None:
 @experiment.command()
 @click.argument("name")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option(
-    "--size", default="cpu", show_default=True, help="cpu ends within 15 minutes on two cores, gpu on one H200."
-)
-@click.option(
-    "--seeds", type=click.IntRange(min=2), help="Runs per model.  [default: the experiment's own, at least 3]"
-)
-@click.option("--out", type=click.Path(path_type=Path), help="The folder.  [default: runs/experiments/NAME-SIZE]")
-@click.option(
-    "--jobs", type=click.IntRange(min=1), help="Models trained at a time.  [default: the CPU's cores, or 1 on a GPU]"
-)
+@click.option("--size", default="cpu", show_default=True, help="cpu: 15 minutes on two cores; gpu: on one H200.")
+@click.option("--seeds", type=click.IntRange(min=2), help="Runs per model.  [default: the experiment's own]")
+@click.option("--out", type=PATH, help="The folder.  [default: runs/experiments/NAME-SIZE]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Models at a time.  [default: a CPU's cores, or 1 on a GPU]")
 @click.option("--device", type=click.Choice(["auto", "cpu"]), help="[default: cpu for --size cpu, else auto]")
 def run(
     name: str, overrides: tuple[str, ...], size: str, seeds: int | None, out: Path | None, jobs: int | None,

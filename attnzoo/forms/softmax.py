@@ -17,8 +17,9 @@ from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
-from attnzoo.forms.carried import CarriedPool, extend_carried
+from attnzoo.forms.carried import CarriedPool, extend_carried, step_carried
 from attnzoo.forms.fixed import KeyMemory, Memory, PagedMemory, Rows
+from attnzoo.forms.fixed_carried import CarriedPages
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.paged import PagedCache, extend_pages, refuses_pages, step_pages
@@ -28,7 +29,7 @@ from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_ls
 from attnzoo.forms.rowblocks import causal_attention
 from attnzoo.forms.triton import fox_kernel
 from attnzoo.kernels.common.constants import KEY_UNIT
-from attnzoo.kernels.decode import triton_unavailable
+from attnzoo.kernels.decode import path_unavailable, triton_unavailable
 
 ROWS = 128
 
@@ -99,8 +100,9 @@ class SoftmaxForms(Forms):
         """Pages for sequences of which such tokens are the first."""
         (B, _, H, K), (G, V), decays = q.shape, v.shape[2:], gate.log_decay is not None
         return CarriedPool.of(
-            B, G, H // G, K, V, dtype=compute_dtype(q), values=v.dtype, device=v.device, decays=decays
-        )
+            B, G, H // G, K, V, dtype=compute_dtype(q), values=v.dtype, device=v.device, decays=decays,
+            factors=gate.factors,
+        )  # fmt: skip
 
     def refuses(self, form: str, call: Call) -> str:
         if form != REFERENCE and isinstance(call.state, PagedCache) and len(call.state):
@@ -108,12 +110,13 @@ class SoftmaxForms(Forms):
         return super().refuses(form, call)
 
     def _refuses_pages(self, form: str, call: Call) -> str:
-        return f"the {form} form does not read keys in pages"
+        return refuses_pages(call, path_unavailable) if form == "triton" else f"the {form} form reads no keys in pages"
 
     def _step_pages(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
     ) -> tuple[Tensor, PagedCache]:
-        raise ValueError("form: expected 'reference' over keys in pages that transitions carry")
+        o, new = step_carried(self, q, k, v, gate, state, options)
+        return o, new
 
     def _extend_pages(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
@@ -145,8 +148,11 @@ class SoftmaxForms(Forms):
         if paged:
             raise ValueError("paged: expected False or None (a step of fixed size reads carried keys whole), got True")
         if isinstance(state, PagedCache):
-            how = "give the model a cache of new_cache(evict=...) instead"
-            raise ValueError(f"evict: expected None where transitions carry keys and a step has a fixed size ({how})")
+            why = path_unavailable(state.pool.k, state.pool.v) if rows.length.is_cuda else ""
+            if why or paged is False:
+                why = why or "impl='reference' on a GPU"
+                raise ValueError(f"evict: expected None where a step over pages has no kernel ({why})")
+            return CarriedPages.of(state, rows, tokens, device)
         kernel = self.kernels.get("triton")
         if kernel is not None and kernel.fixed is not None and paged is None and rows.length.is_cuda:
             memory = kernel.fixed(state, rows, tokens, device)
@@ -160,6 +166,7 @@ class SoftmaxForms(Forms):
         """The inputs without what does not exist, and the options."""
         given = SoftmaxOptions(**options)
         check_softmax(given, q, gate)
+        self.transition.check(gate)
         gate = self.separated(gate, q, given.valid, given.cu_seqlens)
         if given.valid is not None:
             q, k, v = existing(given.valid, q, k, v)
@@ -329,7 +336,7 @@ class AdditiveForms(SoftmaxForms):
         return extend_pages(self, q, k, v, gate, state, options)
 
     def _refuses_pages(self, form: str, call: Call) -> str:
-        return refuses_pages(call) if form == "triton" else super()._refuses_pages(form, call)
+        return refuses_pages(call, triton_unavailable) if form == "triton" else super()._refuses_pages(form, call)
 
     def _step_pages(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
