@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from attnzoo.cli import app
 from attnzoo.config import load_config
 from attnzoo.data.tasks import TASKS, Examples, build_task
-from attnzoo.evaluation import answers as measuring
+from attnzoo.evaluation import answers, scores
 from attnzoo.evaluation.answers import measure_answers
 from attnzoo.training import train
 from attnzoo.training.answers import evaluate
@@ -32,9 +32,10 @@ class Forgetful(torch.nn.Module):
         return SimpleNamespace(logits=3.0 * torch.nn.functional.one_hot(said ^ wrong.long(), 2))
 
 
-@pytest.mark.parametrize("logits", [1, 100, 2**26])
-def test_wrong_answers_are_counted(monkeypatch, logits):
-    monkeypatch.setattr(measuring, "LOGITS", logits)
+@pytest.mark.parametrize(("held", "tokens"), [(1, 1), (6, 12), (2**26, 2**15)])
+def test_wrong_answers_are_counted(monkeypatch, held, tokens):
+    monkeypatch.setattr(scores, "LOGITS", held)
+    monkeypatch.setattr(answers, "TOKENS", tokens)
     examples = Examples(build_task("parity"), 5, held_out=True)
     found = measure_answers(Forgetful(), examples, 40)
     starts = np.array([examples[index][0][0] for index in range(40)])
@@ -133,8 +134,8 @@ def test_shown_row_is_the_row(name):
     tokens, targets = Examples(task, task.length, seed=3)[2]
     cells = [cell for line in lines for cell in line.split()[1:]]
     words = [task.words[token] for token in tokens]
-    answers = ["" if target < 0 else f">{task.words[target]}" for target in targets]
-    assert cells == [word + answer for word, answer in zip(words, answers, strict=True)]
+    asked = ["" if target < 0 else f">{task.words[target]}" for target in targets]
+    assert cells == [word + answer for word, answer in zip(words, asked, strict=True)]
     assert max(map(len, lines)) <= 100
     assert last.endswith(f"at {(targets >= 0).sum()} of {task.length}")
 

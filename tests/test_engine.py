@@ -192,18 +192,20 @@ def test_samples_depend_on_their_seed_alone(settings, prompts):
     assert greedy.run()[number] == alone(model, prompts[0], 20)  # beside one that samples
 
 
-def forgetful():
+def forgetful(name="fox"):
     """A model with one head per layer that forgets within some tokens, and one that never does."""
-    model = build(attention=["fox", "mamba2"], attention_options={"block": "pro"}, vocab_size=40)
+    model = build(attention=[name, "mamba2"], attention_options={"block": "pro"}, vocab_size=40)
     with torch.no_grad():
         attention = model.attentions()[0]
-        attention.gate.forget_proj.weight.mul_(0.1)
-        attention.gate.forget_proj.bias.copy_(torch.tensor([-1.0, 12.0]))
+        gate = attention.gate if name == "fox" else attention.gate.members[1]
+        gate.forget_proj.weight.mul_(0.1)
+        gate.forget_proj.bias.copy_(torch.tensor([-1.0, 12.0]))
     return model
 
 
-def test_keys_that_are_given_up_change_no_greedy_token_and_their_pages_are_free():
-    model, draws = forgetful(), torch.Generator().manual_seed(2)
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_keys_that_are_given_up_change_no_greedy_token_and_their_pages_are_free(name):
+    model, draws = forgetful(name), torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 40, (T,), generator=draws) for T in (150, 250, 70)]
     generator = Generator(model, 2, 400, evict=math.exp(-10))
     ids = [generator.add(prompt, 100, temperature=0) for prompt in prompts]
@@ -216,12 +218,38 @@ def test_keys_that_are_given_up_change_no_greedy_token_and_their_pages_are_free(
         assert generator.requests[number].kept[1] is None
     pool = generator.caches[0].memory.pool
     assert pool.used() == 0
-    whole = Generator(model, 2, 400)
-    assert generator.bytes() < whole.bytes()
+    if name == "fox":
+        whole = Generator(model, 2, 400)
+        assert generator.bytes() < whole.bytes()
+
+
+def test_eviction_that_no_step_can_promise_is_refused():
     with pytest.raises(ValueError, match="evict: expected a weight .*, got 'offload'"):
-        Generator(model, 1, 8, evict="offload")
+        Generator(forgetful(), 1, 8, evict="offload")
     with pytest.raises(ValueError, match="evict: expected None or a layer with qk_norm"):
         Generator(build(), 1, 8, evict=0.1)
+    model = build(attention="path", attention_options={"window": 70})
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(torch.zeros(1, 5, dtype=torch.int64), cache=cache)
+    generator = Generator(model, 1, 32, evict=0.1)
+    generator.resume(cache, 3, 4, Sampling(0.0))
+    with pytest.raises(ValueError, match=r"cache: expected that of new_cache\(evict=\.\.\.\) \(keys that have been"):
+        generator.run()
+
+
+@pytest.mark.parametrize(("name", "options"), [("path", {"window": 9, "sinks": True}), ("path_fox", {"window": 5})])
+def test_what_a_window_hides_is_given_up_and_changes_no_greedy_token(name, options, prompts):
+    """Sequences of their own lengths, that wait for each other, over the borders of pages."""
+    model = build(attention=name, attention_options={**options, "num_kv_heads": 1})
+    generator = Generator(model, 2, 200, evict=1e-6)
+    news = (60, 125, 9, 5)
+    ids = [generator.add(prompt, new, temperature=0) for prompt, new in zip(prompts, news, strict=True)]
+    found = generator.run()
+    for number, prompt, new in zip(ids, prompts, news, strict=True):
+        assert found[number] == alone(model, prompt, new)
+    assert generator.requests[1].kept[0][0] <= LENGTHS[1] + 124 - PAGE
+    assert generator.caches[0].memory.pool.used() == 0
 
 
 def test_draws_follow_the_probabilities_among_the_tokens_that_are_left():

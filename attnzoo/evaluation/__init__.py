@@ -1,17 +1,64 @@
-"""What a trained model is measured by: loss per token index, perplexity over lengths, forget-gate matrices."""
+"""What a model is measured by: loss by position, answers by length and depth, forget gates and what they prune."""
 
+from attnzoo.evaluation.answers import Answers, measure_answers
+from attnzoo.evaluation.context import EffectiveContext, measure_context
 from attnzoo.evaluation.gates import GateMap, PruneMap, decay_matrix, gate_maps, prune_maps
-from attnzoo.evaluation.losses import Array, mean_and_error, moving_mean, perplexity_over_lengths, token_losses
+from attnzoo.evaluation.lengths import LengthCurve, growing_lengths, measure_lengths
+from attnzoo.evaluation.losses import (
+    Array,
+    LossCurve,
+    mean_and_error,
+    measure_losses,
+    moving_mean,
+    perplexity_over_lengths,
+    token_losses,
+)
+from attnzoo.evaluation.maps import AttentionMaps, LayerMap, measure_maps
+from attnzoo.evaluation.needle import NeedlePicture, measure_needle, synthetic_needle, text_needle
+from attnzoo.evaluation.pruning import (
+    EpsRow,
+    EpsSweep,
+    PrunedShares,
+    default_epsilons,
+    heads_kept,
+    measure_pruning,
+    pruning,
+    sweep_eps,
+)
 
 __all__ = [
+    "Answers",
     "Array",
+    "AttentionMaps",
+    "EffectiveContext",
+    "EpsRow",
+    "EpsSweep",
     "GateMap",
+    "LayerMap",
+    "LengthCurve",
+    "LossCurve",
+    "NeedlePicture",
     "PruneMap",
+    "PrunedShares",
     "decay_matrix",
+    "default_epsilons",
     "gate_maps",
+    "growing_lengths",
+    "heads_kept",
     "mean_and_error",
+    "measure_answers",
+    "measure_context",
+    "measure_lengths",
+    "measure_losses",
+    "measure_maps",
+    "measure_needle",
+    "measure_pruning",
     "moving_mean",
     "perplexity_over_lengths",
     "prune_maps",
+    "pruning",
+    "sweep_eps",
+    "synthetic_needle",
+    "text_needle",
     "token_losses",
 ]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnzoo.data.tasks import UNASKED, Examples
+from attnzoo.evaluation.scores import score_targets
 
-LOGITS = 2**26  # held at a time
+TOKENS = 2**15  # in a forward pass, if a row is not longer
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,11 @@ class Answers:
     loss: float
 
 
-@torch.inference_mode()
 def measure_answers(model: nn.Module, examples: Examples, rows: int) -> Answers:
     """Take the likeliest token at every place where something is asked.
 
     Args:
-        model: called with token ids ``[B, T]``, its output has ``logits [B, T, vocabulary]``.
+        model: as :func:`attnzoo.evaluation.scores.score_targets` takes it.
         examples: rows of a task; those from 0 on are taken.
         rows: how many, at least 1.
 
@@ -52,30 +51,17 @@ def measure_answers(model: nn.Module, examples: Examples, rows: int) -> Answers:
     """
     if rows < 1:
         raise ValueError(f"rows: expected at least 1, got {rows}")
-    device = next(model.parameters()).device
     tables: list[Tensor] = []  # per row: asked, wrong, nats
-    batch, first = 1, 0
-    while first < rows:  # the first one says how large the logits are
-        indices = range(first, min(first + batch, rows))
-        tokens, targets = (torch.from_numpy(side).to(device) for side in examples.batch(indices))
-        logits = model(tokens).logits
-        places = targets != UNASKED
-        chosen, expected = logits[places].float(), targets[places]
-        per_row = torch.stack([torch.ones_like(places), _at(places, chosen.argmax(-1) != expected)]).double()
-        nats = _at(places, F.cross_entropy(chosen, expected, reduction="none").double())
-        tables.append(torch.stack([*(per_row * places).sum(-1), nats.sum(-1)], 1).cpu())
-        first += len(indices)
-        batch = max(1, LOGITS // logits[0].numel())
-    asked, wrong, nats_of = np.asarray(torch.cat(tables).numpy()).T
-    error = wrong.sum() / asked.sum()
+    batch = max(1, TOKENS // examples.length)
+    for first in range(0, rows, batch):
+        tokens, targets = map(torch.from_numpy, examples.batch(range(first, min(first + batch, rows))))
+        nats, wrong = score_targets(model, tokens, targets)
+        tables.append(torch.stack([(targets != UNASKED).sum(-1), wrong.sum(-1).cpu(), nats.sum(-1).cpu()], 1))
+    asked, wrong_of, nats_of = np.asarray(torch.cat(tables).numpy()).T
+    error = wrong_of.sum() / asked.sum()
     # The error is a ratio of two sums over rows, whose deviation is that of their difference.
-    spread = math.sqrt(((wrong - error * asked) ** 2).sum() * rows / (rows - 1)) if rows > 1 else math.nan
+    spread = math.sqrt(((wrong_of - error * asked) ** 2).sum() * rows / (rows - 1)) if rows > 1 else math.nan
     return Answers(
         examples.length, rows, int(asked.sum()), float(error), spread / float(asked.sum()),
-        float((wrong == 0).mean()), float(nats_of.sum() / asked.sum()),
+        float((wrong_of == 0).mean()), float(nats_of.sum() / asked.sum()),
     )  # fmt: skip
-
-
-def _at(places: Tensor, values: Tensor) -> Tensor:
-    """Values at places of a row, 0 elsewhere."""
-    return torch.zeros(places.shape, dtype=values.dtype, device=places.device).masked_scatter(places, values)

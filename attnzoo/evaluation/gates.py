@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.oracle import default_scale
 from attnzoo.algebra.pruning import Bound, Prune, first_kept_keys, kept_fraction
+from attnzoo.evaluation.layers import each_layer
 from attnzoo.evaluation.losses import Array
-from attnzoo.layer.attention import Attention
 
 FADED = math.exp(-10.0)  # below this nothing of a key is left to see; also the default eps of the pruning
 BOUNDS: tuple[Bound, ...] = ("tail", "paper")
@@ -68,20 +67,7 @@ def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int =
     Returns:
         One map per layer whose gate decays; layers without a decay are left out.
     """
-    inputs: list[tuple[Attention, Tensor]] = []
-
-    def keep_input(module: nn.Module, args: tuple[Any, ...]) -> None:
-        inputs.append((cast(Attention, module), args[0]))
-
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    hooks = [layer.register_forward_pre_hook(keep_input) for layer in layers]
-    try:
-        model(tokens[None])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    cores = [(index, layer, layer.project(x)) for index, (layer, x) in enumerate(inputs)]
-    cores = [(index, layer, replace(core, gate=core.gate.per_token(core.q))) for index, layer, core in cores]
+    cores = [(index, *found) for index, found in each_layer(model, tokens, lambda layer, core: (layer, core))]
     gated = [x for x in cores if x[2].gate.log_decay is not None or x[2].gate.log_diag is not None]
     T = tokens.numel()
     length = max((_shown_length(core.gate, T) for _, _, core in gated), default=T)

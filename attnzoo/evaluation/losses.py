@@ -1,40 +1,76 @@
 """Loss per token index and perplexity over lengths.
 
-Definitions (Lin et al., "Forgetting Transformer", 2025, section 4): over held-out windows of length L,
+Definitions (Lin et al., "Forgetting Transformer", 2025, section 4.2, "Metrics"): over held-out windows of length L,
 L(i) is the mean negative log-likelihood in nats of the token at index i, and P(l) = exp of the mean of
-L(1) ... L(l).
+L(1) ... L(l). A loss that falls up to index i uses i tokens of context; P(l) still falls where L(i) has stopped to.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from attnzoo.evaluation.scores import score_targets
 
 Array = npt.NDArray[np.float64]
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class LossCurve:
+    """Loss by position and perplexity by context length.
+
+    Args:
+        context: tokens per training sequence; None where nobody said.
+        windows: held-out windows that were measured.
+        loss: L(i) in nats, i = 1 ... L, ``[L]``.
+        error: its standard error over the windows, ``[L]``; nan for one window.
+        perplexity: P(l), l = 1 ... L, ``[L]``.
+    """
+
+    context: int | None
+    windows: int
+    loss: Array
+    error: Array
+    perplexity: Array
+
+    def around(self, index: int, width: int = 101) -> float:
+        """L(i) averaged over ``width`` indices around ``index >= 1`` (the paper's 101), or those that exist."""
+        first = max(0, index - 1 - width // 2)
+        return float(self.loss[first : index + width // 2].mean())
+
+
+def measure_losses(model: nn.Module, windows: Tensor, context: int | None = None, batch_size: int = 1) -> LossCurve:
+    """L(i) and P(l) over held-out windows of any length, in memory O(L).
+
+    Args:
+        model: as :func:`token_losses` takes it.
+        windows: token ids ``[N, L + 1]``, such as :func:`attnzoo.data.heldout_windows` gives.
+        context: tokens per training sequence.
+        batch_size: windows per forward pass.
+    """
+    losses = token_losses(model, windows, batch_size)
+    loss, N = losses.mean(0), len(losses)
+    error = losses.std(0, ddof=1) / math.sqrt(N) if N > 1 else np.full_like(loss, math.nan)
+    return LossCurve(context, N, loss, error, perplexity_over_lengths(loss))
+
+
 def token_losses(model: nn.Module, windows: Tensor, batch_size: int = 4) -> Array:
     """Negative log-likelihood of every token of every window.
 
     Args:
-        model: called with token ids ``[B, L]``, its output has ``logits [B, L, vocabulary]``.
-        windows: ``[N, L + 1]``; index i is predicted from everything before it.
+        model: as :func:`attnzoo.evaluation.scores.score_targets` takes it.
+        windows: token ids ``[N, L + 1]``; index i is predicted from everything before it.
         batch_size: windows per forward pass.
 
     Returns:
         Nats, float64, ``[N, L]``.
     """
-    rows = []
-    for batch in windows.split(batch_size):
-        logits = model(batch[:, :-1]).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
-        rows.append(loss.view(batch.shape[0], -1).double().cpu())
+    rows = [score_targets(model, batch[:, :-1], batch[:, 1:])[0].cpu() for batch in windows.split(batch_size)]
     return np.asarray(torch.cat(rows).numpy(), dtype=np.float64)
 
 

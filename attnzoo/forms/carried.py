@@ -1,12 +1,13 @@
 r"""Keys that transitions carry (PaTH, PaTH-FoX), in pages.
 
-A cached key need not be multiplied by every later factor: in a whole page it stands as the page's last token left it,
-and beside the page stands the product of its factors. A query is carried back instead, over the rows of its call, over
-the page that is not whole yet, and then from page to page,
+A cached key need not be multiplied by every later factor: in its page it stands as the page's last token left it, and
+beside the page stands the product of its factors. A query is carried back instead, over the rows of its call, and then
+from page to page,
 
 .. math:: s_{tj} = \lambda\, (R_{j+1} \cdots R_e k_j)^\top R_{e+1} \cdots R_t q_t
 
-with e the end of j's page. So a step reads each key once and rewrites none, and pages that are given up cost nothing.
+with e the end of j's page. So a step reads each key once, rewrites those of the page that is not whole alone, and pages
+that are given up cost nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import HeadGate, Transition, block_decay, compute_dtype, heads_first
+from attnzoo.algebra.transitions import block_decay, compute_dtype, heads_first
+from attnzoo.algebra.triangular import householder_block
 from attnzoo.forms.cache import append_valid
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.paged import PagedCache
+from attnzoo.forms.pages import Pages
 from attnzoo.forms.pool import PAGE, KeyPool, in_front, longest
 from attnzoo.forms.readout import least_logit
 
@@ -32,13 +35,13 @@ NEAR = ("near_k", "near_w", "near_beta")
 
 @dataclass(eq=False, kw_only=True)
 class CarriedPool(KeyPool):
-    """A pool whose whole pages hold keys as the page's last token leaves them.
+    """A pool whose pages hold keys as the page's last token so far leaves them.
 
     Args:
-        factor: transposed product of the factors of a whole page, ``[P, K, K]``, in the dtype of the keys.
-        near_k: keys as they came, from the page before the one that is not whole on, ``[B, G, 2 PAGE, K]``.
-        near_w: their w, ``[B, G, 2 PAGE, K]``; zero where no token is.
-        near_beta: their beta, ``[B, G, 2 PAGE]``; zero where no token is.
+        factor: transposed product of the factors of a page, ``[P, K, K]``, in the dtype of the keys.
+        near_k: the last keys as they came, that of token t at ``t % (2 PAGE)``, ``[B, G, 2 PAGE, K]``.
+        near_w: their w, ``[B, G, 2 PAGE, K]``, or ``[B, G, 2 PAGE, n, K]`` with n factors per token.
+        near_beta: their beta, ``[B, G, 2 PAGE]`` or ``[B, G, 2 PAGE, n]``.
         known: the first token whose key is among them, on the host; sequences can be cropped to pages from there on.
     """
 
@@ -51,23 +54,30 @@ class CarriedPool(KeyPool):
     @classmethod
     def of(
         cls, B: int, G: int, R: int, K: int, V: int, *, dtype: torch.dtype, values: torch.dtype,
-        device: torch.device | str, decays: bool,
+        device: torch.device | str, decays: bool, pages: int = 0, tokens: int = 0, factors: int | None = None,
     ) -> Self:  # fmt: skip
-        """A pool of B empty sequences with keys in ``dtype`` and values in ``values``."""
+        """A pool of B empty sequences with keys in ``dtype`` and values in ``values``; see :meth:`Pages.empty`."""
         near = torch.zeros(B, G, 2 * PAGE, K, dtype=dtype, device=device)
-        factor = torch.zeros(0, K, K, dtype=dtype, device=device)
+        w = near.new_zeros(B, G, 2 * PAGE, *(() if factors is None else (factors,)), K)
+        factor = torch.zeros(pages, K, K, dtype=dtype, device=device)
         pool = cls.empty(
-            B, G, R, K, V, dtype=dtype, device=device, decays=decays, factor=factor, near_k=near,
-            near_w=near.clone(), near_beta=near[..., 0].clone(), known=[0] * B,
+            B, G, R, K, V, dtype=dtype, device=device, decays=decays, pages=pages, tokens=tokens, factor=factor,
+            near_k=near, near_w=w, near_beta=w[..., 0].clone(), known=[0] * B,
         )  # fmt: skip
         pool.v = pool.v.to(values)
         return pool
 
+    @property
+    def factors(self) -> int | None:
+        """Factors per token; None where w has no axis of them."""
+        return self.near_w.shape[3] if self.near_w.ndim == 5 else None
+
     @torch.no_grad()
-    def add(self, transition: Transition, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None) -> None:
+    def add(self, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None) -> None:
         """Add T tokens to every sequence; arguments as :meth:`append`, with w and beta in the gate, per token."""
         before, bases = self.lengths, [near_base(n) for n in self.lengths]
         (B, T, G, _), dtype = k.shape, self.k.dtype
+        near = self._near()
         self.append(k, v, gate.log_decay, valid)
         order, counts = in_front(B, T, valid, k.device)
         room = max(n - base for n, base in zip(self.lengths, bases, strict=True)) // PAGE * PAGE + 2 * PAGE
@@ -75,38 +85,44 @@ class CarriedPool(KeyPool):
         row, token = there.nonzero(as_tuple=True)
         place = token + order.new_tensor([n - base for n, base in zip(before, bases, strict=True)])[row]
         wide = []
-        for name, new in zip(NEAR, (k, gate.w, gate.beta), strict=True):
-            x = getattr(self, name)
-            x = torch.cat([x, x.new_zeros(B, G, room - 2 * PAGE, *x.shape[3:])], 2)
+        for old, new in zip(near, (k, gate.w, gate.beta), strict=True):
+            x = torch.cat([old, old.new_zeros(B, G, room - 2 * PAGE, *old.shape[3:])], 2)
             x[row, :, place] = cast(Tensor, new)[row, order[row, token]].to(dtype)
             wide.append(x)
-        self._close(transition, wide, before, bases)
+        pages = [
+            (b, n) for b, (old, new) in enumerate(zip(before, self.lengths, strict=True)) if new > old
+            for n in range(old // PAGE, -(-new // PAGE))
+        ]  # fmt: skip
+        self._carry(wide, pages, bases)
         shifts = order.new_tensor([near_base(n) - base for n, base in zip(self.lengths, bases, strict=True)])
         for name, x in zip(NEAR, wide, strict=True):
-            setattr(self, name, shifted(x, shifts))
+            setattr(self, name, self._rolled(shifted(x, shifts)))
         self.known = [max(known, near_base(n)) for known, n in zip(self.known, self.lengths, strict=True)]
 
-    def _close(self, transition: Transition, wide: list[Tensor], before: list[int], bases: list[int]) -> None:
-        """Carry the keys of the pages that have become whole to their ends; ``wide`` as ``near``, from ``bases`` on."""
-        done = [
-            (b, n) for b, (old, new) in enumerate(zip(before, self.lengths, strict=True))
-            for n in range(old // PAGE, new // PAGE)
-        ]  # fmt: skip
-        if not done:
+    def _carry(self, near: Sequence[Tensor], pages: list[tuple[int, int]], bases: list[int]) -> None:
+        """Carry the keys of ``pages`` (row and number) to their last tokens; ``near`` as they came, from ``bases``."""
+        if not pages:
             return
-        row, page = self.table.new_tensor(done).long().unbind(1)
+        row, page = self.table.new_tensor(pages).long().unbind(1)
         inside = page - self.table.new_tensor(bases).long()[row] // PAGE
-        k, w, beta = (x.unflatten(2, (-1, PAGE))[row, :, inside] for x in wide)  # [M, G, PAGE, ...]
-        block = transition.block(k, k, HeadGate(w=w, beta=beta))
-        ids = self.table[row, :, page].long()
+        k, w, beta = (x.unflatten(2, (-1, PAGE))[row, :, inside] for x in near)  # [M, G, PAGE, ...]
+        block, ids = householder_block(k, k, w, beta), self.table[row, :, page].long()
         self.k[ids], self.factor[ids] = block.k, cast(Tensor, block.total)
-        self.k_norm[row, :, page] = longest(block.k).amax(-1)
+        whole = (page + 1) * PAGE <= self.length[row]
+        norms = longest(block.k).amax(-1)
+        self.k_norm[row, :, page] = torch.where(whole[:, None], norms, self.k_norm[row, :, page])
 
-    def open_page(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, w and beta of each sequence's page that is not whole, ``[B, G, PAGE, ...]``; zero where none is."""
-        starts = [n // PAGE * PAGE - near_base(n) for n in self.lengths]
-        k, w, beta = (shifted(getattr(self, name), self.table.new_tensor(starts).long())[:, :, :PAGE] for name in NEAR)
-        return k, w, beta
+    def _near(self) -> list[Tensor]:
+        """What is known of the last tokens, from the page before the one that is not whole; zero where none is."""
+        ends = self.table.new_tensor([n - near_base(n) for n in self.lengths])
+        past = (torch.arange(2 * PAGE, device=ends.device) >= ends[:, None])[:, None]  # [B, 1, 2 PAGE]
+        found = [self._rolled(getattr(self, name)) for name in NEAR]
+        return [x.masked_fill(past.view(*past.shape, *(1,) * (x.ndim - 3)), 0) for x in found]
+
+    def _rolled(self, x: Tensor) -> Tensor:
+        """Entries ``[B, G, 2 PAGE, ...]`` from the page before the open one on, as they are kept, and the other way."""
+        odd = self.table.new_tensor([near_base(n) // PAGE % 2 for n in self.lengths]).bool()
+        return torch.where(odd.view(-1, *(1,) * (x.ndim - 1)), x.roll(PAGE, 2), x)
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), **{name: getattr(self, name) for name in NEAR}, "known": list(self.known)}
@@ -127,23 +143,18 @@ class CarriedPool(KeyPool):
     def crop(self, lengths: Sequence[int], notes: dict[str, Any] | None = None) -> None:
         if notes is None:
             self.check_crop(lengths)
-            moves = [near_base(n) - near_base(now) for n, now in zip(lengths, self.lengths, strict=True)]
-            index = torch.arange(2 * PAGE, device=self.k.device)
-            ends = self.table.new_tensor([n - near_base(n) for n in lengths])
-            for name in NEAR:
-                x = shifted(getattr(self, name), self.table.new_tensor(moves).long())
-                past = (index >= ends[:, None])[:, None]
-                setattr(self, name, x.masked_fill(past if x.ndim == 3 else past[..., None], 0))
             self.known = [min(known, n) for known, n in zip(self.known, lengths, strict=True)]
         else:
             self.known = list(notes["known"])
             for name in NEAR:
                 setattr(self, name, notes[name])
-        for b, n in enumerate(lengths):
-            if n % PAGE:
-                ids, start = self.pages[b, :, n // PAGE].long(), n // PAGE * PAGE - near_base(n)
-                self.k[ids.to(self.k.device), : n % PAGE] = self.near_k[b, :, start : start + n % PAGE]
         super().crop(lengths, notes)
+        near, bases = self._near(), [near_base(n) for n in lengths]
+        pages = [(b, n // PAGE) for b, n in enumerate(lengths) if n % PAGE]
+        self._carry(near, pages, bases)
+        for b, n in pages:
+            start = n * PAGE - bases[b]
+            self.k_norm[b, :, n] = longest(near[0][b, :, start : start + PAGE]).amax(-1)
 
     @torch.no_grad()
     def select(self, index: Tensor) -> None:
@@ -154,6 +165,11 @@ class CarriedPool(KeyPool):
     def reset(self, row: int) -> None:
         super().reset(row)
         self.known[row] = 0
+
+    @torch.no_grad()
+    def adopt(self, row: int, other: Pages, tokens: int) -> None:
+        super().adopt(row, other, tokens)
+        self.known[row] = cast(CarriedPool, other).known[0]
 
 
 def near_base(tokens: int) -> int:
@@ -173,9 +189,6 @@ def shifted(x: Tensor, by: Tensor) -> Tensor:
 
 class Separating(Protocol):
     """What the rows of a call need of the variant's forms."""
-
-    @property
-    def transition(self) -> Transition: ...
 
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate: ...
 
@@ -199,9 +212,8 @@ def extend_carried(
         now = slice(start, start + ROWS if state.tokens else T)
         part, exists = gate.slice(now.start, now.stop), None if valid is None else valid[:, now]
         if state.tokens:
-            found.append(attend_carried(forms.transition, scaled[:, :, now], k[:, now], v[:, now], part, pool, exists,
-                                        given.window))  # fmt: skip
-        pool.add(forms.transition, k[:, now], v[:, now], part, exists)
+            found.append(attend_carried(scaled[:, :, now], k[:, now], v[:, now], part, pool, exists, given.window))
+        pool.add(k[:, now], v[:, now], part, exists)
     new = PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there)
     if not found:
         return None, new
@@ -210,9 +222,8 @@ def extend_carried(
 
 
 def attend_carried(
-    transition: Transition, q: Tensor, k: Tensor, v: Tensor, gate: Gate, pool: CarriedPool, valid: Tensor | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, pool: CarriedPool, valid: Tensor | None, window: int | None
+) -> tuple[Tensor, Tensor]:
     """Attention of C new tokens over the keys in the pool and their own, before they are added.
 
     Args:
@@ -228,26 +239,21 @@ def attend_carried(
     """
     (B, H, C, _), G, dtype, device = q.shape, k.shape[2], q.dtype, q.device
     R, least = H // G, least_logit(dtype)
-    block = transition.block(q, heads_first(k, H, dtype), HeadGate.of(gate, q.transpose(1, 2)))
+    w, beta = (heads_first(cast(Tensor, x), H, dtype) for x in (gate.w, gate.beta))
+    block = householder_block(q, heads_first(k, H, dtype), w, beta)
     back = block.q.unflatten(1, (G, R))  # [B, G, R, C, K], at the start of these tokens
     rank = torch.arange(C, device=device).expand(B, C) if valid is None else valid.cumsum(1) - 1
     at = pool.length.long()[:, None] + rank  # [B, C]
-    # the page that is not whole, then the whole ones backwards; each query is carried on to the start of the page
-    near, w, beta = pool.open_page()
-    part = transition.block(near, near, HeadGate(w=w, beta=beta))
-    whole = pool.length.long() // PAGE  # [B]
-    carried, total = part.k, cast(Tensor, part.total)
+    last = (pool.length.long() - 1).div(PAGE, rounding_mode="floor")  # [B]: the pages from there on backwards
     scores, ids = [], []
-    for n in range(int((pool.pages >= 0).sum(-1).max()) + 1):
-        page = (whole - n)[:, None].expand(B, G)
+    for n in range(int((pool.pages >= 0).sum(-1).max())):
+        page = (last - n)[:, None].expand(B, G)
         id = pool.table.gather(2, page.clamp(0, pool.table.shape[2] - 1)[..., None])[..., 0].long()
         ids.append(torch.where(page >= 0, id, -1))
-        if n:
-            carried, total = pool.k[id], pool.factor[id]
-        scores.append(back @ carried[:, :, None].mT.to(dtype))
-        back = back @ total[:, :, None].to(dtype)
+        scores.append(back @ pool.k[id][:, :, None].mT.to(dtype))
+        back = back @ pool.factor[id][:, :, None].to(dtype)
     found = torch.stack(ids, 2)  # [B, G, L]
-    pages = (whole[:, None] - torch.arange(found.shape[2], device=device))[:, None].expand_as(found)
+    pages = (last[:, None] - torch.arange(found.shape[2], device=device))[:, None].expand_as(found)
     index = (pages[..., None] * PAGE + torch.arange(PAGE, device=device)).flatten(2)  # [B, G, S]
     known = (found >= 0).repeat_interleave(PAGE, -1) & (index < pool.length[:, None, None])
     hidden = (~known[:, :, None, None]).expand(B, G, 1, C, -1)

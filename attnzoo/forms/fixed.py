@@ -293,7 +293,8 @@ class PagedMemory:
     Args:
         pool: whose ``lengths`` are those of ``rows``.
         rows: see :class:`~attnzoo.forms.fixed.Rows`.
-        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.AdditiveForms`.
+        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.AdditiveForms`; None where another
+            class says how a step is done.
         phase: RoPE's total angle so far, ``[B, 1, 1 or H, K/2]`` float64, or None.
         evict: what keys are given up by, once in as many steps as a page has tokens; None for none.
         steps: so far.
@@ -301,7 +302,7 @@ class PagedMemory:
 
     pool: KeyPool
     rows: Rows
-    place: Callable[..., Any]
+    place: Callable[..., Any] | None
     phase: Tensor | None
 
     evict: Eviction | None = None
@@ -330,6 +331,7 @@ class PagedMemory:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels write to the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
         pool, given = self.pool, SoftmaxOptions(**call.options)
+        assert self.place is not None
         q, k, phase, _ = self.place(
             call.q, call.k, call.gate, KVCache(call.k[:, :0], call.v[:, :0], phase=self.phase), None
         )

@@ -302,7 +302,7 @@ class Pages:
             x[to] = getattr(other, name)[source]
         for name, x in self._of_rows().items():
             new = getattr(other, name)[0]
-            if x.ndim < 3:
+            if name not in TABLES:
                 x[row] = new
             elif name != "table":
                 x[row, :, :end] = new[:, :end]

@@ -19,6 +19,7 @@ from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
 from attnzoo.forms.carried import CarriedPool, extend_carried
 from attnzoo.forms.fixed import KeyMemory, Memory, PagedMemory, Rows
+from attnzoo.forms.fixed_carried import CarriedPages
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
 from attnzoo.forms.paged import PagedCache, extend_pages, refuses_pages, step_pages
@@ -99,8 +100,9 @@ class SoftmaxForms(Forms):
         """Pages for sequences of which such tokens are the first."""
         (B, _, H, K), (G, V), decays = q.shape, v.shape[2:], gate.log_decay is not None
         return CarriedPool.of(
-            B, G, H // G, K, V, dtype=compute_dtype(q), values=v.dtype, device=v.device, decays=decays
-        )
+            B, G, H // G, K, V, dtype=compute_dtype(q), values=v.dtype, device=v.device, decays=decays,
+            factors=gate.factors,
+        )  # fmt: skip
 
     def refuses(self, form: str, call: Call) -> str:
         if form != REFERENCE and isinstance(call.state, PagedCache) and len(call.state):
@@ -145,8 +147,10 @@ class SoftmaxForms(Forms):
         if paged:
             raise ValueError("paged: expected False or None (a step of fixed size reads carried keys whole), got True")
         if isinstance(state, PagedCache):
-            how = "give the model a cache of new_cache(evict=...) instead"
-            raise ValueError(f"evict: expected None where transitions carry keys and a step has a fixed size ({how})")
+            if rows.length.is_cuda or paged is False:
+                how = "give the model a cache of new_cache(evict=...) instead"
+                raise ValueError(f"evict: expected None where transitions carry keys on a GPU ({how})")
+            return CarriedPages.of(state, rows, tokens, device)
         kernel = self.kernels.get("triton")
         if kernel is not None and kernel.fixed is not None and paged is None and rows.length.is_cuda:
             memory = kernel.fixed(state, rows, tokens, device)
@@ -160,6 +164,7 @@ class SoftmaxForms(Forms):
         """The inputs without what does not exist, and the options."""
         given = SoftmaxOptions(**options)
         check_softmax(given, q, gate)
+        self.transition.check(gate)
         gate = self.separated(gate, q, given.valid, given.cu_seqlens)
         if given.valid is not None:
             q, k, v = existing(given.valid, q, k, v)

@@ -103,7 +103,8 @@ class Generator:
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False on {self.device} (only a GPU has graphs), got True")
         if evict is not None and Evict.of(evict).offload:
-            raise ValueError("evict: expected a weight (no keys are brought back within a step), got 'offload'")
+            why = "which keys must come back is known only within a step; a call with new_cache(evict=...) looks"
+            raise ValueError(f"evict: expected a weight ({why}), got 'offload'")
         self.model, self.max_tokens, self.check_every, self.evict = model.eval(), max_tokens, check_every, evict
         self._block: Callable[..., Tensor] = torch.compile(_block, dynamic=False) if compile else _block
         self.graphed = self.device.type == "cuda" if graph is None else graph
@@ -174,7 +175,8 @@ class Generator:
         """Continue a sequence that another loop has begun; see :meth:`add`.
 
         Args:
-            cache: of :meth:`~attnzoo.models.decoder.LanguageModel.new_cache`, of one sequence. It is only read.
+            cache: of :meth:`~attnzoo.models.decoder.LanguageModel.new_cache`, of one sequence. It is only read. Where
+                PaTH's keys are given up here, they must lie in pages there too.
             token: the one that follows, which ``cache`` has not seen.
             sampling: of the tokens after it.
         """

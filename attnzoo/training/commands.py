@@ -1,54 +1,12 @@
-"""``attnzoo tokenize``, ``export``, ``import`` and ``evaluate``: what goes into training from elsewhere, and what is
-done with a model that was trained."""
+"""``attnzoo export``, ``import`` and ``evaluate``: what is done with a model that was trained, here or elsewhere."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
-
-class PathType(click.Path):
-    """A path; an empty text, as of a variable that is not set, is none, though it would stand for this folder."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "":
-            self.fail("expected a path, got ''", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-PATH = PathType(path_type=Path)
-to_option = click.option("--to", "folder", required=True, type=PATH, help="The folder to write.")
-
-
-@click.command()
-@click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=PATH)
-@to_option
-@click.option("--vocab-size", type=click.IntRange(min=1), help="Train a byte-level BPE tokenizer of that many tokens.")
-@click.option("--tokenizer", type=PATH, help="Take this tokenizer.json, or that of this folder, instead.")
-@click.option("--end", help="The token that ends a document.  [default: the tokenizer's end of sequence]")
-@click.option("--pattern", default="*", show_default=True, help="Which files of folders, at any depth.")
-@click.option(
-    "--heldout-fraction", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.05, show_default=True,
-    help="Share of the files that training will not see.",
-)  # fmt: skip
-def tokenize(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
-    """Write text files as tokens for training.
-
-    PATH is a text file (UTF-8), a folder of them, or stdlib; each file is a document. The folder written is a
-    data.source: it holds the tokenizer, and the tokens of a training and a held-out split, by file.
-    """
-    from attnzoo.data.tokenizer import tokenize as run
-
-    done = run(paths, folder, **options)
-    shards = done.shards
-    counts = [sum(shard.count for shard in split) for split in (shards.train, shards.held_out)]
-    click.echo(f"{done.files:,} files of {done.bytes:,} bytes, {done.bytes / sum(counts):.2f} bytes per token")
-    click.echo(f"training: {counts[0]:,} tokens; held out: {counts[1]:,}")
-    if (options["vocab_size"] or 0) > shards.vocab_size:
-        click.echo(f"the texts give no more than {shards.vocab_size:,} tokens")
-    click.echo(f"tokens: {folder} (vocabulary {shards.vocab_size:,})")
+from attnzoo.data.command import PATH, read_options, to_option
 
 
 @click.command()
@@ -114,7 +72,6 @@ def evaluate(
 
     import torch
 
-    from attnzoo.data.command import read_options
     from attnzoo.training.answers import evaluate as measured
 
     tasks = [

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from attnzoo.evaluation.pruning import heads_kept
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.training.rows import Rows
@@ -154,22 +155,6 @@ def _watched(layers: Mapping[int, Attention], shares: dict[int, Tensor]) -> Iter
 
 
 def _share(layer: Attention, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    from attnzoo.kernels.fox import kept_fraction as kept_by_fox
-    from attnzoo.kernels.path import kept_fraction as kept_by_path
-
     core = layer.project(x, cu_seqlens)
-    gate = core.gate.per_token(core.q)
-    options: dict[str, Any] = {
-        "log_decay": gate.log_decay,
-        "scale": layer.scale,
-        "window": layer.config.window,
-        "cu_seqlens": cu_seqlens,
-        "impl": "auto" if x.is_cuda else "reference",  # where attention itself runs so
-    }
-    kept: Any = kept_by_fox if gate.w is None else kept_by_path
-    if gate.w is not None:
-        options |= {"w": gate.w, "beta": gate.beta}
-    bound = layer.logit_bound(core.q.dtype)
-    pruned: Tensor = kept(core.q, core.k, **options, prune=layer.prune, logit_bound=bound)
-    whole: Tensor = kept(core.q, core.k, **options)
+    pruned, whole = (heads_kept(layer, core, prune, cu_seqlens) for prune in (layer.prune, None))
     return pruned.sum() / whole.sum()

@@ -88,11 +88,26 @@ class Reader:
         return self.page
 
 
-@pytest.fixture
-def reader(browser, site: Path, request: pytest.FixtureRequest) -> Iterator[Reader]:
-    """A tab; parametrise indirectly with options of the browser context."""
-    options = {"viewport": {"width": 1280, "height": 900}} | getattr(request, "param", {})
-    context = browser.new_context(**options)
+@pytest.fixture(scope="session")
+def tab(browser, site: Path) -> Iterator[Reader]:
+    """One tab for all tests: what pages share is read once."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(20_000)
+    # looked at when it has come to rest
+    context.add_init_script(
+        """document.addEventListener("DOMContentLoaded", () => {
+            const still = document.createElement("style");
+            still.textContent = "*, ::before, ::after { transition: none !important; animation: none !important }";
+            document.head.append(still);
+        })"""
+    )
     yield Reader(context, site)
     context.close()
+
+
+@pytest.fixture
+def reader(tab: Reader) -> Iterator[Reader]:
+    """The tab, empty and as wide as a laptop."""
+    tab.page.set_viewport_size({"width": 1280, "height": 900})
+    yield tab
+    tab.page.goto("about:blank")

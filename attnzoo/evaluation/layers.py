@@ -1,0 +1,58 @@
+"""The attention layers of a model while it reads a window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.layer.attention import Attention
+from attnzoo.layer.projected import Projected
+
+Found = TypeVar("Found")
+
+
+@torch.no_grad()
+def each_layer(
+    model: nn.Module,
+    tokens: Tensor,
+    measure: Callable[[Attention, Projected], Found | None],
+    numbers: Collection[int] | None = None,
+) -> list[tuple[int, Found]]:
+    """What a measure says of each attention layer, which is asked while the model reads: no layer's inputs are kept.
+
+    Args:
+        model: holds :class:`~attnzoo.layer.attention.Attention` modules, as :class:`attnzoo.models.LanguageModel` does.
+        tokens: one window of ids, ``[T]``, on any device.
+        measure: is given the layer and its q, k, v and gate of the window (B = 1), the gate per token.
+        numbers: of the layers that are asked; None for all.
+
+    Returns:
+        Number of the layer and what was measured, of those of which it is not None.
+
+    Raises:
+        ValueError: a number that no layer has.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    for number in numbers or ():
+        if not 0 <= number < len(layers):
+            raise ValueError(f"layers: expected numbers from 0 to {len(layers) - 1}, got {number}")
+    found: list[tuple[int, Found]] = []
+
+    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+        core = cast(Attention, module).project(args[0])
+        core = Projected(core.q, core.k, core.v, core.gate.per_token(core.q), core.write)
+        measured = measure(cast(Attention, module), core)
+        if measured is not None:
+            found.append((layers.index(cast(Attention, module)), measured))
+
+    asked = [layer for number, layer in enumerate(layers) if numbers is None or number in numbers]
+    hooks = [layer.register_forward_pre_hook(look) for layer in asked]
+    try:
+        getattr(model, "hidden", model)(tokens[None].to(next(model.parameters()).device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

@@ -1,0 +1,85 @@
+"""What each token attends to, as matrices: weights and forget gates of a short text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attnzoo.evaluation.gates import decay_matrix
+from attnzoo.evaluation.layers import each_layer
+from attnzoo.evaluation.losses import Array
+from attnzoo.layer.attention import Attention
+from attnzoo.layer.projected import Projected
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """One layer.
+
+    Args:
+        layer: its number.
+        variant: its name.
+        weights: what token t (row) takes of token j's value (column), ``[H, T, T]``, 0 above the diagonal. On the
+            softmax side rows add up to 1, but for what a sink takes, and pruning is left out; on the linear side
+            weights may have any sign.
+        decay: exp(d_tj), the product of the forget gates between, ``[H, T, T]``, mean over channels where a gate has
+            several; None for a layer without such a gate.
+    """
+
+    layer: int
+    variant: str
+    weights: Array
+    decay: Array | None
+
+
+@dataclass(frozen=True)
+class AttentionMaps:
+    """The layers' maps on one text.
+
+    Args:
+        tokens: what each token is, as a reader sees it, T of them.
+        layers: one map per layer.
+    """
+
+    tokens: tuple[str, ...]
+    layers: tuple[LayerMap, ...]
+
+
+def measure_maps(
+    model: nn.Module, tokens: Tensor, words: Sequence[str], layers: Collection[int] | None = None
+) -> AttentionMaps:
+    """Weights and forget gates of every layer on a short text; every matrix is held.
+
+    Args:
+        model: as :func:`attnzoo.evaluation.layers.each_layer` takes it.
+        tokens: one window of ids, ``[T]``.
+        words: what each is, as a reader sees it.
+        layers: numbers of the layers; None for all.
+
+    Raises:
+        ValueError: as many words as tokens are needed, or a layer that the model does not have.
+    """
+    if len(words) != tokens.numel():
+        raise ValueError(f"words: expected {tokens.numel()}, one per token, got {len(words)}")
+    found = each_layer(model, tokens, lambda layer, core: (layer.variant.name, *_map(layer, core)), layers)
+    return AttentionMaps(tuple(words), tuple(LayerMap(number, *matrices) for number, matrices in found))
+
+
+def _map(layer: Attention, core: Projected) -> tuple[Array, Array | None]:
+    T, G = core.q.shape[1], core.v.shape[2]
+    options: dict[str, Any] = {"scale": layer.scale}
+    if layer.variant.side == "softmax":
+        options |= {"window": layer.config.window, "sink": layer.sinks}
+    else:
+        delta_rule = isinstance(core.write, str)
+        options |= {"write": None if delta_rule else core.write, "delta_rule": delta_rule}
+    values = torch.eye(T, device=core.q.device)[None, :, None].expand(1, T, G, T)  # so that the output is the weights
+    weights = layer.variant.forms["parallel"](core.q.float(), core.k.float(), values, core.gate, **options)
+    gates = core.gate.log_decay is not None or core.gate.log_diag is not None
+    matrix = np.asarray(weights[0].transpose(0, 1).double().cpu().numpy(), dtype=np.float64)
+    return matrix, decay_matrix(core.gate, T) if gates else None

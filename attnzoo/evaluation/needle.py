@@ -1,0 +1,128 @@
+"""A needle in a haystack, by where it is and how much hay there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+
+from attnzoo.data.tasks import Examples, Task, build_task
+from attnzoo.data.tasks.haystack import MODES
+from attnzoo.data.tasks.task import Row, asked_last, check_between, check_room
+from attnzoo.data.windows import Tokens
+from attnzoo.errors import unknown
+from attnzoo.evaluation.answers import Answers, measure_answers
+from attnzoo.evaluation.losses import Array
+
+FOUND = "The secret number is"
+ASKED = "What is the secret number? Answer: The secret number is"
+
+
+@dataclass(frozen=True)
+class NeedlePicture:
+    """How often the number in the needle was said, by depth and length.
+
+    Args:
+        mode: easy (the question stands in the needle) or standard.
+        context: tokens per row in training; None where nobody said.
+        depths: of the needle, from 0 (the row's beginning) to 1 (right before the question), one per row.
+        lengths: tokens of the row with its question and all answers but the last, one per column.
+        answers: what was answered at each depth, per length. `whole` is the share of rows in which the likeliest tokens
+            were all those of the number.
+    """
+
+    mode: str
+    context: int | None
+    depths: tuple[float, ...]
+    lengths: tuple[int, ...]
+    answers: tuple[tuple[Answers, ...], ...]
+
+    @property
+    def whole(self) -> Array:
+        """Share of the rows in which the whole number was said, ``[depths, lengths]``, in [0, 1]."""
+        return np.array([[found.whole for found in row] for row in self.answers], dtype=np.float64)
+
+
+def measure_needle(
+    model: nn.Module, task: Callable[[float], Task], mode: str, lengths: Sequence[int], depths: Sequence[float],
+    rows: int, seed: int = 0, context: int | None = None,
+) -> NeedlePicture:  # fmt: skip
+    """Look for needles, as Lin et al., "Forgetting Transformer" (2025), section 4.3 and appendix B.3.
+
+    The paper's number is a grade that a language model gives to a sentence. Here the needle holds a random number, and
+    each token of it is asked at the one before, so that what is found is counted.
+
+    Args:
+        model: as :func:`attnzoo.evaluation.scores.score_targets` takes it.
+        task: gives the task with its needle at a depth: :func:`synthetic_needle` or :func:`text_needle`, with the other
+            arguments given.
+        mode: of these tasks.
+        lengths: tokens per row.
+        depths: from 0 to 1.
+        rows: per length and depth.
+        seed: of the rows.
+        context: tokens per row in training.
+
+    Raises:
+        ValueError: no rows, an unknown mode, a depth out of range, or a length without room.
+    """
+    if mode not in MODES:
+        raise unknown("mode", mode, MODES)
+    found = []
+    for depth in depths:
+        built = task(depth)
+        found.append(
+            tuple(measure_answers(model, Examples(built, length, seed, held_out=True), rows) for length in lengths)
+        )
+    return NeedlePicture(mode, context, tuple(depths), tuple(lengths), tuple(found))
+
+
+def synthetic_needle(mode: str, digits: int = 4) -> Callable[[float], Task]:
+    """The task `needle` by its depth, on tokens of its own; see :func:`attnzoo.data.tasks.haystack.needle`."""
+    return lambda depth: build_task("needle", {"mode": mode, "digits": digits, "depth": depth})
+
+
+def text_needle(
+    hay: Tokens, encode: Callable[[str], Sequence[int]], mode: str, digits: int = 4
+) -> Callable[[float], Task]:
+    """The same in a text, by its depth, for models of texts.
+
+    A random stretch of the text, and in it a sentence with a random number. In the standard mode it is `The secret
+    number is 1234.`, and the row ends in a question for it, `What is the secret number? Answer: The secret number is`;
+    in the easy mode the question stands before the sentence in the hay, too.
+
+    Args:
+        hay: tokens of a text, 1-D, longer than any row.
+        encode: a text's tokens.
+        mode: easy or standard.
+        digits: of the number, the first of which is not 0.
+
+    Raises:
+        ValueError: an unknown mode, or no digits.
+    """
+    if mode not in MODES:
+        raise unknown("mode", mode, MODES)
+    check_between("digits", digits, 1, 18)
+    before, question = (list(encode(f" {text}")) for text in (ASKED if mode == "easy" else FOUND, ASKED))
+
+    def at(depth: float) -> Task:
+        check_between("depth", depth, 0, 1)
+
+        def draw(random: np.random.Generator, T: int) -> Row:
+            number = list(encode(f" {random.integers(10 ** (digits - 1), 10**digits)}"))
+            inside = np.array([*before, *number, *encode(".")], dtype=np.int64)
+            behind = np.array(question, dtype=np.int64)
+            words = T - len(inside) - len(behind) - len(number) + 1
+            check_room(T, T - words, "the needle, the question and the number")
+            if len(hay) < words:
+                raise ValueError(f"hay: expected at least {words} tokens of text for rows of {T}, got {len(hay)}")
+            first = int(random.integers(len(hay) - words + 1))
+            text = np.asarray(hay[first : first + words], dtype=np.int64)
+            cut = round(depth * words)
+            return asked_last(np.concatenate([text[:cut], inside, text[cut:], behind]), np.array(number))
+
+        return Task((), draw, 512)
+
+    return at

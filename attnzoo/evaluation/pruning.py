@@ -1,0 +1,233 @@
+"""What pruning leaves out, per head and layer, and what it costs: shares, local and global heads, a sweep of eps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attnzoo.algebra.pruning import Prune
+from attnzoo.evaluation.layers import each_layer
+from attnzoo.evaluation.losses import Array, mean_and_error, token_losses
+from attnzoo.layer.attention import Attention
+from attnzoo.layer.projected import Projected
+
+LOCAL = 0.5  # a head that prunes more than this is called local
+
+
+@dataclass(frozen=True)
+class PrunedShares:
+    """What each head prunes on one window.
+
+    Args:
+        step: updates of the weights before it was measured; None where nobody said.
+        tokens: in the window.
+        eps: weight that a row may lose.
+        bound: tail or paper, as of :class:`attnzoo.Prune`.
+        layers: numbers of those that can prune.
+        heads: share of the blocks of 128 rows by 64 keys that causality and the window leave which pruning does not
+            compute, per layer and head, in [0, 1).
+    """
+
+    step: int | None
+    tokens: int
+    eps: float
+    bound: str
+    layers: tuple[int, ...]
+    heads: tuple[tuple[float, ...], ...]
+
+    @property
+    def share(self) -> float:
+        """Of all heads of all these layers."""
+        return float(np.mean([share for layer in self.heads for share in layer]))
+
+    @property
+    def local(self) -> float:
+        """Share of the heads that are local, which is to say that they prune more than half of their blocks.
+
+        Lin et al., "Adaptive Computation Pruning for the Forgetting Transformer" (2025), section 4.3, find most heads
+        to be local (most is pruned) or global (little or nothing is), without a number between them; half is ours.
+        """
+        return float(np.mean([share > LOCAL for layer in self.heads for share in layer]))
+
+
+def measure_pruning(
+    model: nn.Module, tokens: Tensor, prune: Prune | None = None, step: int | None = None
+) -> PrunedShares:
+    """What each head prunes on one window, whether or not the model's own layers prune.
+
+    Args:
+        model: as :func:`attnzoo.evaluation.layers.each_layer` takes it.
+        tokens: one window of ids, ``[T]``.
+        prune: eps and bound; None for the defaults.
+        step: updates of the weights before.
+
+    Raises:
+        ValueError: no layer can prune.
+    """
+    given = prune or Prune()
+
+    def measure(layer: Attention, core: Projected) -> tuple[float, ...] | None:
+        if not layer.variant.prunable:
+            return None
+        kept = heads_kept(layer, core, given) / heads_kept(layer, core, None)
+        return tuple((1 - kept.double()).clamp_min(0).tolist())
+
+    _check_prunable(model)
+    found = each_layer(model, tokens, measure)
+    layers, heads = zip(*found, strict=True)
+    return PrunedShares(step, tokens.numel(), given.eps, given.bound, layers, heads)
+
+
+def heads_kept(layer: Attention, core: Projected, prune: Prune | None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Share of the causal blocks of 128 rows by 64 keys that the kernels compute, per head, ``[H]``.
+
+    Args:
+        layer: one with a scalar decay.
+        core: what it is given of one row of tokens, B = 1.
+        prune: None leaves only what causality, the window and borders leave.
+        cu_seqlens: borders of packed sequences.
+    """
+    from attnzoo.kernels.fox import kept_fraction as kept_by_fox
+    from attnzoo.kernels.path import kept_fraction as kept_by_path
+
+    gate = core.gate.per_token(core.q)
+    options: dict[str, Any] = {
+        "log_decay": gate.log_decay,
+        "scale": layer.scale,
+        "window": layer.config.window,
+        "cu_seqlens": cu_seqlens,
+        "impl": "auto" if core.q.is_cuda else "reference",  # where attention itself runs so
+    }
+    kept: Any = kept_by_fox if gate.w is None else kept_by_path
+    if gate.w is not None:
+        options |= {"w": gate.w, "beta": gate.beta}
+    if prune is not None:
+        options |= {"prune": prune, "logit_bound": layer.logit_bound(core.q.dtype)}
+    share: Tensor = kept(core.q, core.k, **options)
+    return share[0]
+
+
+@dataclass(frozen=True)
+class EpsRow:
+    """A model measured with its layers pruning by one eps.
+
+    Args:
+        eps: weight that a row may lose; None for no pruning.
+        loss: mean nats per token over the windows.
+        change: of the loss by pruning, mean over the windows.
+        error: standard error of that; nan for one window.
+        kept: share of the blocks that is computed, mean over the heads of the layers that prune, on the first window.
+        seconds: of a forward pass over one window without the head, the fastest of a few.
+    """
+
+    eps: float | None
+    loss: float
+    change: float
+    error: float
+    kept: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EpsSweep:
+    """Loss, share and time by eps.
+
+    Args:
+        tokens: in a window.
+        windows: that the loss is over.
+        bound: tail or paper.
+        rows: without pruning first, then by eps as given.
+    """
+
+    tokens: int
+    windows: int
+    bound: str
+    rows: tuple[EpsRow, ...]
+
+
+def sweep_eps(
+    model: nn.Module, windows: Tensor, epsilons: Sequence[float], bound: Any = "tail", repeats: int = 3
+) -> EpsSweep:
+    """What pruning by each eps does to loss, share and time (as figure 7 of the paper on pruning, with the time).
+
+    Args:
+        model: as :func:`attnzoo.evaluation.layers.each_layer` takes it; it is left as it was.
+        windows: token ids ``[N, T + 1]``.
+        epsilons: in (0, 1).
+        bound: tail or paper.
+        repeats: forward passes that are timed, at least 1.
+
+    Raises:
+        ValueError: no layer can prune, no window, or a number out of range.
+    """
+    _check_prunable(model)
+    if repeats < 1 or not len(windows):
+        raise ValueError(f"repeats, windows: expected at least 1, got {repeats}, {len(windows)}")
+    plain: Array | None = None
+    rows = []
+    for prune in (None, *(Prune(eps, bound) for eps in epsilons)):
+        with pruning(model, prune):
+            losses = token_losses(model, windows, 1)
+            plain = losses if plain is None else plain
+            seconds = min(_seconds(model, windows[:1, :-1]) for _ in range(repeats))
+            kept = 1.0 if prune is None else 1 - measure_pruning(model, windows[0, :-1], prune).share
+        change, error = mean_and_error(losses - plain)
+        rows.append(EpsRow(None if prune is None else prune.eps, float(losses.mean()), change, error, kept, seconds))
+    return EpsSweep(windows.shape[1] - 1, len(windows), bound, tuple(rows))
+
+
+@contextmanager
+def pruning(model: nn.Module, prune: Prune | None) -> Iterator[None]:
+    """Within it every layer that can prunes by ``prune``, or none does; afterwards each is as it was."""
+    layers = _prunable(model)
+    before = [layer.prune for layer in layers]
+    try:
+        for layer in layers:
+            layer.prune = prune
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer.prune = was
+
+
+def _prunable(model: nn.Module) -> list[Attention]:
+    return [layer for layer in model.modules() if isinstance(layer, Attention) and layer.variant.prunable]
+
+
+def _check_prunable(model: nn.Module) -> None:
+    if not _prunable(model):
+        names = sorted({layer.variant.name for layer in model.modules() if isinstance(layer, Attention)})
+        raise ValueError(f"model: expected a layer with a scalar decay, which is what prunes, got {', '.join(names)}")
+
+
+@torch.inference_mode()
+def _seconds(model: nn.Module, tokens: Tensor) -> float:
+    device = next(model.parameters()).device
+    tokens, run = tokens.to(device), getattr(model, "hidden", model)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run(tokens)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def default_epsilons(least: float = 1e-8, most: float = 0.1, count: int = 8) -> tuple[float, ...]:
+    """Evenly spaced logarithms, and the default of :class:`attnzoo.Prune` among them, rising.
+
+    Raises:
+        ValueError: numbers that are not in order in (0, 1), or fewer than two.
+    """
+    if not 0 < least < most < 1 or count < 2:
+        raise ValueError(f"eps: expected 0 < least < most < 1 and a count of 2 or more, got {least}, {most}, {count}")
+    steps = np.linspace(math.log(least), math.log(most), count)
+    return tuple(sorted({*map(float, np.exp(steps)), Prune().eps}))

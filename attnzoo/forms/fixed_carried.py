@@ -1,0 +1,54 @@
+"""A memory of fixed size whose keys transitions carry, in pages that may be given up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.transitions import compute_dtype, heads_first
+from attnzoo.forms.carried import CarriedPool, attend_carried
+from attnzoo.forms.fixed import Extend, PagedMemory, Rows
+from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.paged import PagedCache
+from attnzoo.forms.protocol import Call
+from attnzoo.forms.readout import attend_with_sink
+
+
+@dataclass(eq=False)
+class CarriedPages(PagedMemory):
+    """The keys of PaTH and PaTH-FoX of B sequences in a :class:`~attnzoo.forms.carried.CarriedPool`.
+
+    Arguments as :class:`~attnzoo.forms.fixed.PagedMemory`, without a place and a phase. Pruning drops no mass here.
+    """
+
+    @staticmethod
+    def of(state: PagedCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedPages:
+        """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""
+        one, B = cast(CarriedPool, state.pool), len(rows.lengths)
+        (G, K), R = (one.table.shape[1], one.k.shape[2]), 1 if one.decay is None else one.decay.shape[2]
+        pool = CarriedPool.of(
+            B, G, R, K, one.v.shape[2], dtype=one.k.dtype, values=one.v.dtype, device=device,
+            decays=one.decay is not None, pages=B * G, tokens=tokens, factors=one.factors,
+        )  # fmt: skip
+        pool.lengths = rows.lengths
+        return CarriedPages(pool, rows, None, None, state.evict)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it changes the pool where it stands
+    def step(self, call: Call, extend: Extend) -> Tensor:
+        pool, given = cast(CarriedPool, self.pool), SoftmaxOptions(**call.options)
+        q, k, v, gate = call.q, call.k, call.v, call.gate.per_token(call.q)
+        (_, _, H, K), there = q.shape, self.rows.active[:, None] != 0
+        scaled = heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale)
+        o, lse = attend_carried(scaled, k, v, gate, pool, there, given.window)
+        pool.add(k, v, gate, there)
+        pool.lengths = self.rows.lengths  # the host counts them after the step
+        return attend_with_sink(o, lse, given.sink)[0].transpose(1, 2).to(v.dtype)
+
+    def admit(self, row: int, state: Any, tokens: int) -> None:
+        if not isinstance(state, PagedCache):
+            how = "keys that have been carried to the last token are in no pages"
+            raise ValueError(f"cache: expected that of new_cache(evict=...) ({how}), got {type(state).__name__}")
+        super().admit(row, state, tokens)
