@@ -86,6 +86,7 @@ PRODUCTS = (
     Pair("rope_gated_kda",      "rope_gated_path_wall", ("log_decay", "log_diag", "angle", "w", "beta")),
 )
 # fmt: on
+BUILT_IN = (*PAIRS, *PRODUCTS)
 
 _pairs: dict[str, Pair] = {}  # by either name
 _broken: list[str] | None = None  # what installed packages offer in vain, in words; None before they were asked
@@ -366,5 +367,5 @@ def broken_plugins() -> list[str]:
     return _broken
 
 
-for _pair in (*PAIRS, *PRODUCTS):
+for _pair in BUILT_IN:
     register(_pair)

@@ -14,7 +14,7 @@ import pytest
 import attnzoo
 from attnzoo import Pair, build_attention, describe, dual, get, list_variants, pair_for, pairs, register
 from attnzoo.equations import equations_of
-from attnzoo.registry import GATE_PARTS, PAIRS, PRODUCTS, _get, unregister
+from attnzoo.registry import BUILT_IN, GATE_PARTS, PAIRS, PRODUCTS, _get, unregister
 
 VARIANTS = list_variants()
 ROOT = Path(__file__).parents[1]
@@ -35,14 +35,14 @@ def test_table_of_the_pairs_that_others_are_products_of() -> None:
 
 def test_every_set_of_gate_parts_is_a_pair() -> None:
     """Four parts, with w and beta as one: sixteen sets, and only that of a scalar decay is two pairs."""
-    assert pairs()[: len(PAIRS) + len(PRODUCTS)] == (*PAIRS, *PRODUCTS)
+    assert pairs()[: len(BUILT_IN)] == BUILT_IN
     free = ("log_decay", "log_diag", "angle", "w")
     for chosen in itertools.product((False, True), repeat=4):
         parts = {part for part, taken in zip(free, chosen, strict=True) if taken}
         parts |= {"beta"} if "w" in parts else set()
         pair = pair_for(parts)
         assert set(pair.requires) == parts
-        same = [other for other in (*PAIRS, *PRODUCTS) if set(other.requires) == parts]
+        same = [other for other in BUILT_IN if set(other.requires) == parts]
         assert [p.linear for p in same] == (["retnet", "mamba2"] if parts == {"log_decay"} else [pair.linear])
 
 
@@ -196,7 +196,7 @@ def test_describe_of_a_third_partys_pair(registered: Pair, monkeypatch: pytest.M
     _get.cache_clear()
     text = describe("new_linear")
     _get.cache_clear()
-    assert text.startswith(f"new_linear, linear side of pair {len(PAIRS) + len(PRODUCTS) + 1}; dual: new_softmax\n")
+    assert text.startswith(f"new_linear, linear side of pair {len(BUILT_IN) + 1}; dual: new_softmax\n")
     assert "docs/" not in text
     assert "not given" in text
     assert "Rₜ  = I" in text  # the softmax side's general equations
