@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnzoo.algebra import oracle as oracle
+    from attnzoo.algebra.forgetting import Forgetting
     from attnzoo.algebra.gate import Gate
     from attnzoo.algebra.pruning import Evict, Prune
     from attnzoo.equations import describe
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attention",
     "Evict",
+    "Forgetting",
     "Gate",
     "KVCache",
     "Pair",
@@ -42,6 +44,7 @@ _HOMES = {
     "Attention": "layer.attention",
     "build_attention": "layer.build",
     "Evict": "algebra.pruning",
+    "Forgetting": "algebra.forgetting",
     "Gate": "algebra.gate",
     "KVCache": "forms.cache",
     "RecurrentState": "forms.cache",

@@ -346,9 +346,9 @@ def test_a_step_in_a_graph_stays_right_while_sequences_grow_come_and_go(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-def test_a_graph_of_pages_that_are_given_up_is_captured_anew_when_they_move(compiled):
-    model = forgetful().cuda()
+@pytest.mark.parametrize(("name", "compiled"), [("fox", False), ("fox", True), ("path_fox", False), ("path_fox", True)])
+def test_a_graph_of_pages_that_are_given_up_is_captured_anew_when_they_move(name, compiled):
+    model = forgetful(name).cuda()
     prompts = [torch.randint(0, 40, (T,), device="cuda") for T in (150, 250, 700)]
     generator = Generator(model, 2, 1024, evict=math.exp(-10), compile=compiled)
     ids = [generator.add(prompt, 200, temperature=0) for prompt in prompts]
