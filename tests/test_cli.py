@@ -159,7 +159,8 @@ def test_verify_checks_every_variant_by_default(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_verify_checks_every_form() -> None:
-    names = [name for pair in (*PAIRS, PRODUCTS[0]) for name in (pair.linear, pair.softmax)]
+    some = (*PAIRS[2:4], PAIRS[-1], PRODUCTS[0])  # without a matrix, and one of each kind
+    names = [name for pair in some for name in (pair.linear, pair.softmax)]
     checks = list(verification.verify(names))
     assert {check.variant for check in checks} == set(names)
     assert all(check.ok for check in checks)
