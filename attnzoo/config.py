@@ -17,11 +17,12 @@ from typing import Any, TypeVar, cast, overload
 from attnzoo.data.config import DataConfig, WeightedSource
 from attnzoo.errors import unknown
 from attnzoo.models.config import LayerSpec, ModelConfig
-from attnzoo.training.config import Extension, OptimizerConfig, TrainConfig
+from attnzoo.training.config import Extension, ForgettingConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
     "DataConfig",
     "Extension",
+    "ForgettingConfig",
     "LayerSpec",
     "ModelConfig",
     "OptimizerConfig",

@@ -51,11 +51,12 @@ def paged_path_step(
 
     Args:
         q: [B, T, H, K], 1 <= T <= 16; k, w: [B, T, G, K], v: [B, T, G, V], beta: [B, T, G], of the new tokens. Head
-            dims are multiples of 16 up to 128. A w has length 1 or less, and beta lies in [0, 2].
+            dims are multiples of 16 up to 128. A w has length 1 or less, and beta lies in [0, 2]. With n factors per
+            token, whose product in that order is R_t, w is [B, T, G, n, K] and beta [B, T, G, n].
         keys: [P, PAGE, K] float32, contiguous, as values: [P, PAGE, V]; changed.
         factor: [P, K, K] float32, transposed products; changed.
         near_k, near_w: [B, G, 2 PAGE, K] float32, near_beta: [B, G, 2 PAGE] float32, what came with the last tokens,
-            that of token t at t % (2 PAGE); changed.
+            that of token t at t % (2 PAGE), with an axis of n factors where w has one; changed.
         table, first, length, k_norm, log_decay, decay, page_sum, total, since, n_log, count: as ``paged_append``; the
             lengths are those before the step.
         scale, window, sink: as ``paged_attention``.
@@ -85,12 +86,14 @@ def paged_path_step(
         want = "a tensor with log_decay" if log_decay is not None else "None without log_decay"
         raise ValueError(f"{missing[0]}: expected {want}")
     int32, float32, float64, two = torch.int32, torch.float32, torch.float64, (B, G, 2 * PAGE)
+    each = tuple(w.shape[3:-1])[:1]  # the factors of a token
     check_shapes({
         "q": (q, (B, T, H, K), None), "v": (v, (B, T, G, V), None),
         "k": (k, (B, T, table.shape[1], keys.shape[2]), None),
-        "w": (w, (B, T, G, K), None), "beta": (beta, (B, T, G), None), "keys": (keys, (P, PAGE, K), float32),
-        "factor": (factor, (P, K, K), float32), "near_k": (near_k, (*two, K), float32),
-        "near_w": (near_w, (*two, K), float32), "near_beta": (near_beta, two, float32), "first": (first, (B, G), int32),
+        "w": (w, (B, T, G, *each, K), None), "beta": (beta, (B, T, G, *each), None), "first": (first, (B, G), int32),
+        "keys": (keys, (P, PAGE, K), float32), "factor": (factor, (P, K, K), float32),
+        "near_k": (near_k, (*two, K), float32), "near_w": (near_w, (*two, *each, K), float32),
+        "near_beta": (near_beta, (*two, *each), float32),
         "k_norm": (k_norm, (B, G, N), float32), "log_decay": (log_decay, (B, T, H), float32),
         "decay": (decay, (P, PAGE, H // G), float32), "page_sum": (page_sum, (B, H, N), float64),
         "total": (total, (B, H), float64), "since": (since, (B, H), int32), "n_log": (n_log, (B, H, N), float64),
@@ -104,7 +107,8 @@ def paged_path_step(
         raise ValueError(f"paged_path_step: {why}")
     from attnzoo.kernels.decode.op import path_step
 
-    q, k, v, w = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, w))
+    w, beta = w if each else w[:, :, :, None], beta if each else beta[..., None]
+    q, k, v, w = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w))
     return path_step(
         q, k, v, w, beta, log_decay, count, keys, values, factor, (near_k, near_w, near_beta), table, first, length,
         k_norm, decay, page_sum, total, since, n_log, sink, K**-0.5 if scale is None else float(scale), window or 0,

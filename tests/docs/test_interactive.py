@@ -11,9 +11,10 @@ import torch
 
 from attnzoo import Gate, Prune, oracle, pairs
 from attnzoo.algebra.pruning import dropped_mass, first_kept_keys
+from attnzoo.registry import PAIRS, PRODUCTS
 
 PARTS = {"log_decay": "g", "log_diag": "a", "angle": "theta", "w": "w", "beta": "beta"}
-SOFTMAX = [pair.softmax for pair in pairs() if not pair.softmax_module]
+SOFTMAX = [pair.softmax for pair in (*PAIRS, PRODUCTS[-1])]  # the last one has every part
 
 
 @pytest.fixture
@@ -98,6 +99,7 @@ MOVES = {
     "wall": [("channel0", "PageDown"), ("channel2", "Home")],
     "rope": [("angle0", "End"), ("angle1", "PageUp PageUp PageUp")],
     "path": [("beta5", "End"), ("spread", "Home"), ("beta-all", "PageUp PageUp")],
+    "rope_gated_path_wall": [("channel1", "Home"), ("angle0", "PageUp"), ("f-all", "PageDown"), ("beta2", "End")],
     "path_fox": [("beta7", "Home"), ("f4", "Home"), ("f-all", "PageDown PageDown"), ("spread", "PageDown")],
 }
 

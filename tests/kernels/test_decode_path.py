@@ -35,6 +35,7 @@ class Case:
     gate: str = "open"  # none, or mixed: with closed ones
     first: tuple[int, ...] = ()  # evicted pages of each sequence
     count: tuple[int, ...] = ()
+    factors: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -46,6 +47,7 @@ CASES = [
     Case(lengths=(150, 1, 129), H=4, G=2),
     Case(lengths=(196, 70, 20), T=16, H=2, gate="none", V=32, options={"sink": 0.5}),
     Case(lengths=(260,), H=2, G=2, first=(2,)),
+    Case(lengths=(129,), T=2, G=1, factors=2),
     Case(lengths=(140, 133), T=5, gate="mixed", count=(5, 3), options={"window": 66, "scale": 0.4}),
 ]
 
@@ -77,8 +79,9 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inp
         return torch.randn(shape, generator=generator)
 
     q, k, v = randn(B, S, case.H, case.K), randn(B, S, case.G, case.K), randn(B, S, case.G, case.V)
-    w = torch.nn.functional.normalize(randn(B, S, case.G, case.K), dim=-1)
-    beta = 2 * torch.rand(B, S, case.G, generator=generator)
+    each = () if case.factors is None else (case.factors,)
+    w = torch.nn.functional.normalize(randn(B, S, case.G, *each, case.K), dim=-1)
+    beta = 2 * torch.rand(B, S, case.G, *each, generator=generator)
     g = None if case.gate == "none" else torch.nn.functional.logsigmoid(randn(B, S, case.H) + 3)
     if g is not None and case.gate == "mixed":
         g = g.masked_fill(torch.rand(g.shape, generator=generator) < 0.02, -math.inf)
@@ -87,8 +90,9 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inp
     sink = None if "sink" not in case.options else torch.full((case.H,), case.options["sink"], device=DEVICE)
     x = Inputs(q.to(dtype), k.to(dtype), v.to(dtype), gate, None, SoftmaxOptions(**{**case.options, "sink": sink}))
     x.pool = CarriedPool.of(
-        B, case.G, R, case.K, case.V, dtype=torch.float32, values=dtype, device=DEVICE, decays=g is not None
-    )
+        B, case.G, R, case.K, case.V, dtype=torch.float32, values=dtype, device=DEVICE, decays=g is not None,
+        factors=case.factors,
+    )  # fmt: skip
     before = torch.tensor(case.lengths, device=DEVICE) - torch.tensor(case.count or (case.T,) * B, device=DEVICE)
     x.pool.add(x.k, x.v, x.gate, torch.arange(S, device=DEVICE) < before[:, None])
     for b, n in enumerate(case.first):

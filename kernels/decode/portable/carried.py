@@ -26,8 +26,9 @@ class Carried:
     """The new tokens of a step and the pages' products; see ``decode/carried.py``.
 
     Args:
-        k: [B, T, G, K]; so is w.
-        beta: [B, T, G].
+        k: [B, T, G, K].
+        w: [B, T, G, n, K], of n factors per token.
+        beta: [B, T, G, n].
         factor: [P, K, K].
         count: [B] or None.
     """
@@ -41,13 +42,11 @@ class Carried:
     def tokens(self) -> dict[str, Any]:
         """Arguments of the kernels that read the new tokens."""
         k, w, beta, count = self.k, self.w, self.beta, self.count
-        strides = {
-            f"stride_{name}{axis}": x.stride(i) for name, x in (("k", k), ("w", w), ("e", beta))
-            for i, axis in enumerate("bth")
-        }  # fmt: skip
+        named = {"kb": k, "kt": k, "kh": k, "wb": w, "wt": w, "wh": w, "wf": w, "eb": beta, "et": beta, "eh": beta}
+        strides = {f"stride_{name}": x.stride("bthf".index(name[1])) for name, x in (named | {"ef": beta}).items()}
         return {
             "p_k": k, "p_w": w, "p_beta": beta, "p_count": beta if count is None else count,
-            "HAS_COUNT": count is not None, **strides,
+            "HAS_COUNT": count is not None, "FACTORS": w.shape[3], **strides,
         }  # fmt: skip
 
 
@@ -66,11 +65,11 @@ def _vector(p, o_k, K: tl.constexpr):
 
 
 @triton.jit
-def _token(p_w, p_beta, o_k, i_b, i_g, t, stride_wb, stride_wt, stride_wh, stride_eb, stride_et, stride_eh,
-           K: tl.constexpr):  # fmt: skip
-    """w and beta of one new token."""
-    b_w = _vector(p_w + i_b * stride_wb + t * stride_wt + i_g * stride_wh, o_k, K)
-    return b_w, tl.load(p_beta + i_b * stride_eb + t * stride_et + i_g * stride_eh).to(tl.float32)
+def _factor(p_w, p_beta, o_k, i_b, i_g, t, f, stride_wb, stride_wt, stride_wh, stride_wf, stride_eb, stride_et,
+            stride_eh, stride_ef, K: tl.constexpr):  # fmt: skip
+    """w and beta of factor f of one new token."""
+    b_w = _vector(p_w + i_b * stride_wb + t * stride_wt + i_g * stride_wh + f * stride_wf, o_k, K)
+    return b_w, tl.load(p_beta + i_b * stride_eb + t * stride_et + i_g * stride_eh + f * stride_ef).to(tl.float32)
 
 
 @triton.jit
@@ -91,10 +90,10 @@ def with_own_scores(b_s, p_own, i_bg, o_r, m_r, o_behind, m_new, T, R: tl.conste
 @triton.jit(do_not_specialize=["T", "N"])
 def paged_walk_kernel(
     p_q, p_k, p_w, p_beta, p_count, p_factor, p_table, p_begin, p_length, p_walk, p_own, T, N,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
-    stride_eb, stride_et, stride_eh,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_wf,
+    stride_eb, stride_et, stride_eh, stride_ef,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
+    HAS_COUNT: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
     """Rows as each page's keys meet them [B * G, N, R * T, K], and their scores with the new keys [B * G, R * T, T]."""
     i_bg = tl.program_id(0).to(tl.int64)
@@ -109,12 +108,13 @@ def paged_walk_kernel(
     for i in range(n_new):
         t = T - 1 - i
         b_k = _vector(p_k + i_b * stride_kb + t * stride_kt + i_g * stride_kh, o_k, K)
-        b_w, b_beta = _token(p_w, p_beta, o_k, i_b, i_g, t, stride_wb, stride_wt, stride_wh, stride_eb, stride_et,
-                             stride_eh, K)  # fmt: skip
         m_t = o_t >= t
         tl.store(p_rows + t, tl.sum(b_q * b_k[None, :], 1), mask=m_r & m_t)
-        b_x = tl.where(m_t, b_beta * tl.sum(b_q * b_w[None, :], 1), 0.0)
-        b_q -= b_x[:, None] * b_w[None, :]
+        for f in range(FACTORS):
+            b_w, b_beta = _factor(p_w, p_beta, o_k, i_b, i_g, t, FACTORS - 1 - f, stride_wb, stride_wt, stride_wh,
+                                  stride_wf, stride_eb, stride_et, stride_eh, stride_ef, K)  # fmt: skip
+            b_x = tl.where(m_t, b_beta * tl.sum(b_q * b_w[None, :], 1), 0.0)
+            b_q -= b_x[:, None] * b_w[None, :]
     begin, L = tl.load(p_begin + i_bg), tl.load(p_length + i_b) - n_new
     n_pages = tl.cdiv(L, PAGE) - begin  # that hold keys of earlier tokens
     n = begin + tl.maximum(n_pages, 1) - 1
@@ -134,8 +134,10 @@ def paged_walk_kernel(
 @triton.jit(do_not_specialize=["T", "N"])
 def paged_carry_kernel(
     p_k, p_w, p_beta, p_count, p_keys, p_factor, p_table, p_length, p_norm, p_near_k, p_near_w, p_near_beta, T, N,
-    stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_eb, stride_et, stride_eh,
+    stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_wf, stride_eb, stride_et, stride_eh,
+    stride_ef,
     G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr, HAS_COUNT: tl.constexpr,
+    FACTORS: tl.constexpr,
 ):  # fmt: skip
     """The page that is not whole over the new tokens, one after the other.
 
@@ -156,14 +158,15 @@ def paged_carry_kernel(
             pos = L + t - (T - n_new)
             n, i_in = pos // PAGE, pos % PAGE
             b_k = _vector(p_k + i_b * stride_kb + t * stride_kt + i_g * stride_kh, o_k, K)
-            b_w, b_beta = _token(p_w, p_beta, o_k, i_b, i_g, t, stride_wb, stride_wt, stride_wh, stride_eb, stride_et,
-                                 stride_eh, K)  # fmt: skip
-            b_x -= (b_beta * tl.sum(b_x * b_w[None, :], 1))[:, None] * b_w[None, :]
-            b_x = tl.where((o_x == i_in)[:, None], b_k[None, :], tl.where((o_x < i_in)[:, None], b_x, 0.0))
             o_near = i_bg * (2 * PAGE) + pos % (2 * PAGE)
+            for f in range(FACTORS):
+                b_w, b_beta = _factor(p_w, p_beta, o_k, i_b, i_g, t, f, stride_wb, stride_wt, stride_wh, stride_wf,
+                                      stride_eb, stride_et, stride_eh, stride_ef, K)  # fmt: skip
+                b_x -= (b_beta * tl.sum(b_x * b_w[None, :], 1))[:, None] * b_w[None, :]
+                tl.store(p_near_w + (o_near * FACTORS + f) * K + o_k, b_w, mask=o_k < K)
+                tl.store(p_near_beta + o_near * FACTORS + f, b_beta)
+            b_x = tl.where((o_x == i_in)[:, None], b_k[None, :], tl.where((o_x < i_in)[:, None], b_x, 0.0))
             tl.store(p_near_k + o_near * K + o_k, b_k, mask=o_k < K)
-            tl.store(p_near_w + o_near * K + o_k, b_w, mask=o_k < K)
-            tl.store(p_near_beta + o_near, b_beta)
             if (i_in == PAGE - 1) | (t == T - 1):
                 i_page = tl.load(p_t + n).to(tl.int64)
                 m_now = m_in & (o_x <= i_in)[:, None] & (i_page >= 0)
@@ -177,10 +180,11 @@ def paged_carry_kernel(
         for t in range(T - n_new, T):
             pos = L + t - (T - n_new)
             n, i_in = pos // PAGE, pos % PAGE
-            b_w, b_beta = _token(p_w, p_beta, o_k, i_b, i_g, t, stride_wb, stride_wt, stride_wh, stride_eb, stride_et,
-                                 stride_eh, K)  # fmt: skip
             b_f = tl.where(i_in == 0, b_one, b_f)
-            b_f -= (b_beta * b_w)[:, None] * tl.sum(b_f * b_w[:, None], 0)[None, :]
+            for f in range(FACTORS):
+                b_w, b_beta = _factor(p_w, p_beta, o_k, i_b, i_g, t, f, stride_wb, stride_wt, stride_wh, stride_wf,
+                                      stride_eb, stride_et, stride_eh, stride_ef, K)  # fmt: skip
+                b_f -= (b_beta * b_w)[:, None] * tl.sum(b_f * b_w[:, None], 0)[None, :]
             if (i_in == PAGE - 1) | (t == T - 1):
                 i_page = tl.load(p_t + n).to(tl.int64)
                 tl.store(p_factor + i_page * (K * K) + o_f, b_f, mask=m_f & (i_page >= 0))
