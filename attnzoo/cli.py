@@ -35,7 +35,7 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="attnzoo")
 def app() -> None:
-    """Seven linear recurrences, each beside its dual softmax position encoding."""
+    """Linear recurrences, each beside its dual softmax position encoding."""
 
 
 @app.command("list")
