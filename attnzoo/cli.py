@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import textwrap
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -37,10 +38,16 @@ def app() -> None:
     """Linear recurrences, each beside its dual softmax position encoding."""
 
 
+LATTICE = (
+    "The transition is exp(g_t) Diag(exp(a_t)) Rot(theta_t) (I - beta_t w_t w_t^T), of the parts marked. "
+    "`attnzoo show NAME` prints the equations of a pair."
+)
+
+
 @app.command("list")
 @click.option("--presets", is_flag=True, help="The models of published sizes instead.")
 def list_pairs(presets: bool) -> None:
-    """The pairs of duals, as a table."""
+    """The pairs of duals, as a table: which parts the gate of each has."""
     if presets:
         return _list_presets()
     from attnzoo.registry import broken_plugins, pairs
@@ -48,12 +55,16 @@ def list_pairs(presets: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are said below
         broken = broken_plugins()
-    table = _table("pair", "linear side", "softmax side", "g_t", "R_t")
+    table = _table("pair", "linear side", "softmax side", "g_t", "a_t", "theta_t", "w_t")
     for number, pair in enumerate(pairs(), 1):
-        table.add_row(str(number), pair.linear, pair.softmax, pair.g, pair.R)
+        marks = ["x" if part in pair.requires else "" for part in ("log_diag", "angle", "w")]
+        decay = "fixed" if pair.g.startswith("-") else "x" if "log_decay" in pair.requires else ""
+        table.add_row(str(number), pair.linear, pair.softmax, decay, *marks)
     _console().print(table)
-    for note in [*(pair.note for pair in pairs() if pair.note), *broken]:
-        click.echo(note)
+    for note in [LATTICE, *(pair.note for pair in pairs() if pair.note)]:
+        click.echo(textwrap.fill(note, 80))
+    for problem in broken:
+        click.echo(problem)
 
 
 def _list_presets() -> None:
