@@ -105,8 +105,9 @@ def test_question_that_has_no_answer_is_refused(run, on, message):
 
 
 def test_model_of_texts_is_asked_no_task(run):
-    with pytest.raises(ValueError, match="not on a task"):
-        list(evaluate(run.parent / "text"))
+    for on in ((), [("flip_flop", {})]):
+        with pytest.raises(ValueError, match="not of a task"):
+            list(evaluate(run.parent / "text", on))
     with pytest.raises(FileNotFoundError, match="a run or a model folder"):
         list(evaluate(run.parent / "nothing"))
 
