@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from attnzoo.benchmarks.command import bench
-from attnzoo.data.command import PATH, data, tokenize
+from attnzoo.data.command import PATH, corpus, data, tokenize
 from attnzoo.experiments.builtin import built_in, find_config
 from attnzoo.training.commands import evaluate, export, import_
 
@@ -313,7 +313,7 @@ def generate(
         click.echo(line, err=True)
 
 
-for command in (tokenize, export, import_, evaluate, bench, data):
+for command in (tokenize, corpus, export, import_, evaluate, bench, data):
     app.add_command(command)
 
 

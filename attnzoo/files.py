@@ -37,8 +37,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         FileExistsError: there is something in `folder`.
         OSError: it cannot be made; nothing is left.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"expected a folder that is empty or does not exist, got {str(folder)!r}")
+    check_free(folder)
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -52,6 +51,16 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def check_free(folder: Path) -> None:
+    """Refuse a folder that holds something.
+
+    Raises:
+        FileExistsError: there is something in `folder`.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"expected a folder that is empty or does not exist, got {str(folder)!r}")
 
 
 def sync(path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import PARTS, Draws, Gate, Regime
+from attnzoo.algebra.gate import PARTS, Draws, Gate, GatePart, Regime
 from attnzoo.errors import unknown
 from attnzoo.registry import get
 
@@ -25,6 +25,7 @@ def random_gate(
     dtype: torch.dtype = torch.float64,
     regime: Regime = "mixed",
     generator: torch.Generator | None = None,
+    factors: int | None = None,
 ) -> Gate:
     """A gate with the parts that variant ``name`` needs.
 
@@ -33,20 +34,26 @@ def random_gate(
         generator: of the random draws; None for torch's global one.
         regime: ``open`` (log gates near 0), ``closing`` (about -5 per token), ``zero`` (log gates and beta exactly 0,
             angle 0), ``closed`` (a quarter of the log gates -inf, beta 0 or 2), ``mixed`` (all of these).
+        factors: Householder-like factors per token; None for one, and no axis of them.
     """
     if regime not in get_args(Regime):
         raise unknown("regime", regime, get_args(Regime))
 
     draws = Draws(regime, dtype, generator)
-    sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "K/2": K // 2, "H or 1": H}
+    sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "K/2": K // 2, "H or 1": H, "n": factors or 1}
+    several = factors is not None
     requires = get(name).requires
     return Gate(
         **{
-            part: declared.sample(draws, tuple(sizes[axis] for axis in declared.shapes[0].split(", ")))
+            part: declared.sample(draws, tuple(sizes[axis] for axis in _shape(declared, several).split(", ")))
             for part, declared in PARTS.items()
             if part in requires
         }
     )
+
+
+def _shape(part: GatePart, several: bool) -> str:
+    return part.shapes[several and part.factored]
 
 
 def random_inputs(
@@ -61,6 +68,7 @@ def random_inputs(
     dtype: torch.dtype = torch.float64,
     regime: Regime = "mixed",
     seed: int = 0,
+    factors: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Gate]:
     """Normal q, k, v and a gate for variant ``name``.
 
@@ -75,6 +83,7 @@ def random_inputs(
         dtype: of everything.
         regime: of the gate, see :func:`random_gate`.
         seed: the same seed gives the same inputs.
+        factors: of the gate, see :func:`random_gate`.
 
     Returns:
         q ``[B, T, H, K]``, k ``[B, T, G, K]``, v ``[B, T, G, V]`` and the gate.
@@ -83,4 +92,5 @@ def random_inputs(
     q = torch.randn(B, T, H, K, dtype=dtype, generator=generator)
     k = torch.randn(B, T, G, K, dtype=dtype, generator=generator)
     v = torch.randn(B, T, G, V, dtype=dtype, generator=generator)
-    return q, k, v, random_gate(name, B, T, H, G, K, dtype=dtype, regime=regime, generator=generator)
+    gate = random_gate(name, B, T, H, G, K, dtype=dtype, regime=regime, generator=generator, factors=factors)
+    return q, k, v, gate

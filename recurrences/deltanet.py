@@ -33,19 +33,30 @@ LAYER = {"gate": "delta", "qk_norm": "l2", "conv_size": 4, "output_norm": "rms"}
 
 
 class Householder(Transition):
-    """``R_t = I - beta_t w_t w_t^T``, alone or as the last factor of a :class:`~attnzoo.algebra.transitions.Product`;
-    ``total`` is the transposed product of the block, ``[..., K, K]``."""
+    """``R_t = I - beta_t w_t w_t^T``, or the product of n such factors, alone or as the last of a
+    :class:`~attnzoo.algebra.transitions.Product`; ``total`` is the transposed product of the block, ``[..., K, K]``."""
+
+    factored = True
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
-        w = cast(Tensor, gate.w)[..., None, :]
-        read = cast(Tensor, gate.beta)[..., None, None] * (w @ state)
-        return state.addcmul(w.mT, read, value=-1)
+        w, beta = _several(gate)
+        for f in range(w.shape[-2]):
+            now = slice(f, f + 1)
+            read = beta[..., now, None] * (w[..., now, :] @ state)
+            state = state.addcmul(w[..., now, :].mT, read, value=-1)
+        return state
 
     def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
         return self.block_after(Identity(), q, k, gate)
 
     def block_after(self, first: Transition, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
-        return rank_one_block(first, q, k, cast(Tensor, gate.w), cast(Tensor, gate.beta), gate)
+        return rank_one_block(first, q, k, *_several(gate), gate)
+
+
+def _several(gate: HeadGate) -> tuple[Tensor, Tensor]:
+    """w ``[..., n, K]`` and beta ``[..., n]``."""
+    w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)
+    return (w[..., None, :], beta[..., None]) if gate.factors is None else (w, beta)
 
 
 FORMS = LinearForms(Householder(), chunk_size=32, kernels={"triton": FEW_TOKENS, "fla": FLA_DELTA_RULE})

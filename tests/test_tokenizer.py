@@ -138,7 +138,7 @@ def test_a_given_tokenizer_is_taken_and_carried(given, bpe, folder, tmp_path):
     ("options", "message"),
     [
         ({}, "vocab_size: expected it or tokenizer"),
-        ({"vocab_size": 256}, "vocab_size: expected more than 256"),
+        ({"vocab_size": 255}, "vocab_size: expected at least 256"),
         ({"vocab_size": 280, "end": "</s>"}, "end: expected a token .* got '</s>'"),
         ({"vocab_size": 280, "pattern": "*.md"}, r"matches '\*\.md'"),
         ({"vocab_size": 280, "heldout_fraction": 1.0}, "heldout_fraction: .* got 1.0"),

@@ -56,14 +56,24 @@ class Gate(GateParts):
     of the parts that are given (a missing part is the identity). ``Rot`` turns the coordinate
     pairs (2i, 2i+1) by the angle ``theta[i]``, as RoPE does (Su et al., 2021, eq. 15).
 
+    w and beta may have one more axis, of n factors per token, :math:`(I - \beta_{t1} w_{t1} w_{t1}^\top) \cdots
+    (I - \beta_{tn} w_{tn} w_{tn}^\top)` in place of the one: a state passes the first of them first (DeltaProduct,
+    Siems et al., 2025). The axis stands behind the heads, so that time and heads keep their places in every part.
+
     Args:
         log_decay: g, natural log, <= 0, ``[B, T, H]``, or ``[H]`` (every token). At most -1e4 it is closed, as by -inf.
         log_diag: a, natural log per channel, <= 0, closed as above, ``[B, T, H, K]``.
         angle: theta in radians per token, ``[K/2]`` (every token, every head), ``[B, T, 1, K/2]`` (every head) or
             ``[B, T, H, K/2]``.
-        w: vectors of length 1 or less of the Householder-like factor, ``[B, T, G, K]``.
-        beta: its strength in [0, 2], ``[B, T, G]``.
+        w: vectors of length 1 or less of the Householder-like factor, ``[B, T, G, K]``, or of n: ``[B, T, G, n, K]``.
+        beta: its strength in [0, 2], ``[B, T, G]`` or ``[B, T, G, n]``, as w.
     """
+
+    @property
+    def factors(self) -> int | None:
+        """Householder-like factors per token; None where w and beta (if any) have no axis of them."""
+        x, axes = (self.beta, 3) if self.w is None else (self.w, 4)
+        return x.shape[3] if x is not None and x.ndim > axes else None
 
     def slice(self, start: int, stop: int) -> Gate:
         """The gate of tokens ``start`` to ``stop`` (a part that holds for every token stays as it is)."""
@@ -138,7 +148,8 @@ class GatePart:
     Args:
         symbol: in equations.
         shapes: accepted shapes by the names of their axes (``H or 1``: either), the whole part first; a part of one
-            axis holds for every token.
+            axis holds for every token. A part that may have several factors per token has two shapes, the second with
+            their axis n.
         values: what the entries are, in words.
         refuse: what is wrong with the values of a part, or ""; it is given the part and the gate that it is in.
         sample: a random part of a shape.
@@ -163,8 +174,15 @@ class GatePart:
         return self.shapes[0].count(",") + 1
 
     @property
+    def factored(self) -> bool:
+        """Whether it may have an axis of factors."""
+        return ", n" in self.shapes[-1]
+
+    @property
     def shown(self) -> str:
         """The accepted shapes in print."""
+        if self.factored:
+            return f"[{self.shapes[-1].replace(', n', '[, n]')}]"
         return " or ".join(f"[{shape}]" for shape in self.shapes)
 
 
@@ -238,7 +256,8 @@ def _householder_matrix(gate: Gate, heads: int) -> Tensor:
     eye = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
     if gate.beta is None:
         return eye
-    return eye - expand_heads(gate.beta, heads)[..., None, None] * w[..., :, None] * w[..., None, :]
+    factors = eye - expand_heads(gate.beta, heads)[..., None, None] * w[..., :, None] * w[..., None, :]
+    return factors if gate.factors is None else reduce(torch.matmul, factors.unbind(3))
 
 
 PARTS: Mapping[str, GatePart] = {
@@ -252,9 +271,10 @@ PARTS: Mapping[str, GatePart] = {
         "θₜ", ("B, T, H or 1, K/2", "K/2"), "radians per token", _refuse_angle, _sample_angle, _rotation_matrix,
     ),
     "w": GatePart(
-        "wₜ", ("B, T, G, K",), "unit vectors, or shorter", _refuse_w, _sample_w, _householder_matrix, rounded=True,
+        "wₜ", ("B, T, G, K", "B, T, G, n, K"), "unit vectors, or shorter", _refuse_w, _sample_w, _householder_matrix,
+        rounded=True,
     ),
-    "beta": GatePart("βₜ", ("B, T, G",), "in [0, 2]", _refuse_beta, _sample_beta, rounded=True),
+    "beta": GatePart("βₜ", ("B, T, G", "B, T, G, n"), "in [0, 2]", _refuse_beta, _sample_beta, rounded=True),
 }  # fmt: skip
 
 

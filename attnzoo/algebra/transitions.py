@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import cast
 
@@ -28,13 +28,19 @@ class HeadGate(GateParts):
 
     ``log_decay`` and ``beta`` are ``[B, H, T]``, ``log_diag`` and ``w`` ``[B, H, T, K]``, ``angle`` ``[B, H, T, K/2]``;
     cut into N blocks of C tokens, ``[B, H, N, C]`` and so on. Those of one token (:meth:`at`) have no axis of time.
+
+    Args:
+        factors: n where w is ``[B, H, T, n, K]`` and beta ``[B, H, T, n]``, else None.
     """
+
+    factors: int | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, gate: Gate, q: Tensor) -> HeadGate:
         """``gate`` in this layout and in the dtype of the computation, with q ``[B, T, H, K]``."""
         gate, heads, dtype = gate.per_token(q), q.shape[2], compute_dtype(q)
-        return cls(**{name: heads_first(getattr(gate, name), heads, dtype) for name in gate.parts})
+        parts = {name: heads_first(getattr(gate, name), heads, dtype) for name in gate.parts}
+        return cls(**parts, factors=gate.factors)
 
     def at(self, t: int) -> HeadGate:
         """The gate of one token."""
@@ -44,18 +50,27 @@ class HeadGate(GateParts):
         """The gate of tokens ``start`` to ``stop``."""
         return self._along_time(lambda part, axis: part.narrow(axis, start, stop - start))
 
+    def map(self, fn: Callable[[Tensor], Tensor]) -> HeadGate:
+        return HeadGate(**{name: fn(getattr(self, name)) for name in self.parts}, factors=self.factors)
+
     def cut(self, size: int) -> HeadGate:
         """The gate in blocks of ``size`` tokens, the last one filled up with identities."""
         return self.map(lambda part: cut(part, size))
 
     def tokens(self) -> tuple[int, ...]:
         """The axes of its tokens and those before, ``(B, H, T)`` or ``(B, H, N, C)``; () where no part is given."""
-        shapes = [getattr(self, name).shape[: 3 - PARTS[name].ndim or None] for name in self.parts]
+        shapes = [getattr(self, name).shape[: self._time(name) + 1 or None] for name in self.parts]
         return shapes[0] if shapes else ()
 
     def _along_time(self, fn: Callable[[Tensor, int], Tensor]) -> HeadGate:
         """Apply ``fn`` to every part and the axis on which its tokens are, counted from the end."""
-        return HeadGate(**{name: fn(getattr(self, name), 2 - PARTS[name].ndim) for name in self.parts})
+        parts = {name: fn(getattr(self, name), self._time(name)) for name in self.parts}
+        return HeadGate(**parts, factors=self.factors)
+
+    def _time(self, name: str) -> int:
+        """That axis of a part."""
+        part = PARTS[name]
+        return 2 - part.ndim - (part.factored and self.factors is not None)
 
 
 @dataclass(frozen=True)
@@ -100,9 +115,21 @@ class Transition:
     Args:
         width: neighbouring channels that are mixed with each other and with no others (R_t is block diagonal with
             blocks of that size); 0 where all are.
+        factored: whether w and beta may have an axis of factors.
     """
 
     width: int = 0
+    factored: bool = False
+
+    def check(self, gate: Gate) -> None:
+        """The gate's parts have axes that it knows.
+
+        Raises:
+            ValueError: several factors per token where it is not ``factored``.
+        """
+        if gate.factors is not None and not self.factored:
+            name = type(self).__name__
+            raise ValueError(f"gate.w: expected [B, T, G, K] ({name} has one factor per token), got {gate.factors}")
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
         """``R_t^T state`` for one token: the parts of ``gate`` lack the time axis, state is ``[..., K, X]``."""
@@ -178,6 +205,7 @@ class Product(Transition):
             raise ValueError(f"factors: expected at least two, got {len(factors)}")
         parts = [factor.factors if isinstance(factor, Product) else (factor,) for factor in factors]
         self.factors = tuple(chain.from_iterable(parts))
+        self.factored = any(factor.factored for factor in self.factors)
         widths = [factor.width for factor in self.factors]
         self.width = math.lcm(*widths) if all(widths) else 0
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
 
 BASE = 8  # rows of the smallest block that is inverted row by row
 
@@ -55,24 +56,29 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 def rank_one_block(first: Transition, q: Tensor, k: Tensor, w: Tensor, beta: Tensor, gate: HeadGate) -> ClosedForm:
-    """The closed form of a block of ``R_t = A_t (I - beta_t w_t w_t^T)``, by the UT transform (Yang et al., 2024).
+    """The closed form of a block of ``R_t = A_t H_t1 ... H_tn`` with ``H_tf = I - beta_tf w_tf w_tf^T``.
 
-    Every plain product between a later and an earlier vector is taken through the A between them.
+    By the UT transform (Yang et al., 2024) of all C n factors in their order. Every plain product between a later and
+    an earlier vector is taken through the A between their tokens.
 
     Args:
         first: A_t; the identity leaves the factors alone.
-        q: ``[..., C, K]``; so are k and w, of the same block.
-        beta: ``[..., C]``.
+        q: ``[..., C, K]``; so is k, of the same block.
+        w: ``[..., C, n, K]``.
+        beta: ``[..., C, n]``.
         gate: what ``first`` reads.
 
     Returns:
         A closed form whose ``total`` is the transposed product of the block, ``[..., K, K]``.
     """
-    beta = beta[..., None]
-    between = first.blocks((q, w), (k, w), gate)
-    (qk, qw), (wk, ww) = between.scores
-    (back_q, back_w), (forward_k, forward_w) = between.q, between.k
-    qw, wk = qw.tril(), wk.tril(-1)
+    beta, ws = beta.flatten(-2)[..., None], w.unbind(-2)
+    between = first.blocks((q, *ws), (k, *ws), gate)
+    (qk, *q_row), *rows = between.scores
+    (back_q, *back), (forward_k, *forward) = between.q, between.k
+    # where there are several, those of a token stand beside each other
+    qw, wk = _together([x.tril() for x in q_row], -1), _together([row[0].tril(-1) for row in rows], -2)
+    ww = _together([_together(row[1:], -1) for row in rows], -2)
+    back_w, forward_w = _together(back, -2), _together(forward, -2)
     inverse = unit_lower_inverse((beta * ww).tril_(-1)) * beta.mT  # X
     from_values, from_state = inverse @ wk, inverse @ back_w
     eye = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
@@ -82,3 +88,21 @@ def rank_one_block(first: Transition, q: Tensor, k: Tensor, w: Tensor, beta: Ten
         k=forward_k - from_values.mT @ forward_w,
         total=first.carry(between.total, eye) - forward_w.mT @ from_state,
     )
+
+
+def householder_block(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> ClosedForm:
+    """The closed form of a block of ``I - beta_t w_t w_t^T``, or of n such factors per token.
+
+    Args:
+        q, k: ``[..., C, K]``.
+        w: ``[..., C, K]`` or ``[..., C, n, K]``.
+        beta: ``[..., C]`` or ``[..., C, n]``, as w.
+    """
+    if w.ndim == k.ndim:
+        w, beta = w[..., None, :], beta[..., None]
+    return rank_one_block(Identity(), q, k, w, beta, HeadGate())
+
+
+def _together(factors: Sequence[Tensor], dim: int) -> Tensor:
+    """One tensor with the entries of n factors in turn along ``dim``."""
+    return factors[0] if len(factors) == 1 else torch.stack(list(factors), dim).flatten(dim - 1, dim)

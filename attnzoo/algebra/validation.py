@@ -118,13 +118,16 @@ def _parts(gate: Gate) -> str:
 
 def _check_gate(gate: Gate, q: Tensor, G: int) -> None:
     B, T, H, K = q.shape
-    sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "K/2": K // 2}
+    for name in gate.parts:
+        check_dense(f"gate.{name}", getattr(gate, name))
+    several = gate.factors is not None
+    sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "K/2": K // 2, "n": gate.factors or 1}
     for name in gate.parts:
         x, part = getattr(gate, name), PARTS[name]
-        check_dense(f"gate.{name}", x)
         if name == "angle" and K % 2:
             raise ValueError(f"gate.angle: expected an even number of key channels to turn in pairs, got K={K}")
-        accepted = {shape: _sizes(shape, sizes, x) for shape in part.shapes}
+        shapes = (part.shapes[several],) if part.factored else part.shapes
+        accepted = {shape: _sizes(shape, sizes, x) for shape in shapes}
         if tuple(x.shape) not in accepted.values():
             near = {shape: size for shape, size in accepted.items() if len(size) == x.ndim} or accepted
             expected = " or ".join(f"[{shape}] = {size}" for shape, size in near.items())

@@ -1,12 +1,19 @@
-"""``attnzoo tokenize`` and ``data``: what a model can be trained on."""
+"""``attnzoo tokenize``, ``corpus`` and ``data``: what a model can be trained on."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from attnzoo.data.shards import TokenShards
+    from attnzoo.data.tokenizer import Tokenized
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class PathType(click.Path):
@@ -22,17 +29,32 @@ PATH = PathType(path_type=Path)
 to_option = click.option("--to", "folder", required=True, type=PATH, help="The folder to write.")
 
 
+paths_argument = click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=PATH)
+
+
+def tokenizer_options(command: F) -> F:
+    """The options that say what a token is, and which texts are held out."""
+    for option in (
+        click.option(
+            "--heldout-fraction", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.05,
+            show_default=True, help="Share of the files that training will not see.",
+        ),
+        click.option("--end", help="The token that ends a document.  [default: the tokenizer's end of sequence]"),
+        click.option("--tokenizer", type=PATH, help="Take this tokenizer.json, or that of this folder, instead."),
+        click.option(
+            "--vocab-size", type=click.IntRange(min=1),
+            help="Train a byte-level BPE tokenizer of that many tokens; 256: each byte is one.",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 @click.command()
-@click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=PATH)
+@paths_argument
 @to_option
-@click.option("--vocab-size", type=click.IntRange(min=1), help="Train a byte-level BPE tokenizer of that many tokens.")
-@click.option("--tokenizer", type=PATH, help="Take this tokenizer.json, or that of this folder, instead.")
-@click.option("--end", help="The token that ends a document.  [default: the tokenizer's end of sequence]")
+@tokenizer_options
 @click.option("--pattern", default="*", show_default=True, help="Which files of folders, at any depth.")
-@click.option(
-    "--heldout-fraction", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.05, show_default=True,
-    help="Share of the files that training will not see.",
-)  # fmt: skip
 def tokenize(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
     """Write text files as tokens for training.
 
@@ -41,19 +63,61 @@ def tokenize(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
     """
     from attnzoo.data.tokenizer import tokenize as run
 
-    done = run(paths, folder, **options)
+    _tell(run(paths, folder, **options), options["vocab_size"])
+
+
+@click.command()
+@paths_argument
+@to_option
+@tokenizer_options
+@click.option(
+    "--pattern", "patterns", multiple=True, default=["*"], metavar="PATTERN",
+    help="Which files, such as '*.c'; may be given several times.  [default: all]",
+)  # fmt: skip
+@click.option("--json-field", help="Of .json files, take the texts under this name only, without HTML's tags.")
+@click.option("--min-bytes", type=click.IntRange(min=1), default=1, show_default=True, help="Of a document.")
+def corpus(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
+    """Write the texts of packages as tokens for training, and say how long they are.
+
+    PATH is a file, a folder, or an archive (tar, zip, wheel, jar); .gz, .xz and .bz2 are unpacked. Each file is a
+    document. What is no text, too short, or there already is left out and counted. The folder written is a
+    data.source, as of `attnzoo tokenize`.
+    """
+    from attnzoo.data.corpus import tokenize_corpus
+
+    found, done = tokenize_corpus(paths, folder, **options)
+    for reason, names in sorted(found.left_out.items()):
+        click.echo(f"left out, {reason}: {len(names):,} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})")
+    _tell(done, options["vocab_size"])
+    _tell_lengths(done.shards)
+
+
+def _tell(done: Tokenized, vocab_size: int | None) -> None:
     shards = done.shards
     counts = [sum(shard.count for shard in split) for split in (shards.train, shards.held_out)]
     click.echo(f"{done.files:,} files of {done.bytes:,} bytes, {done.bytes / sum(counts):.2f} bytes per token")
     click.echo(f"training: {counts[0]:,} tokens; held out: {counts[1]:,}")
-    if (options["vocab_size"] or 0) > shards.vocab_size:
+    if (vocab_size or 0) > shards.vocab_size:
         click.echo(f"the texts give no more than {shards.vocab_size:,} tokens")
-    click.echo(f"tokens: {folder} (vocabulary {shards.vocab_size:,})")
+    click.echo(f"tokens: {shards.folder} (vocabulary {shards.vocab_size:,})")
+
+
+def _tell_lengths(shards: TokenShards) -> None:
+    from attnzoo.data.lengths import MARKS, document_lengths
+
+    marks = "".join(f"{f'>= {mark // 1024}k':>8}" for mark in MARKS)
+    click.echo(f"\n{'documents':>19}{'median':>9}{'90%':>9}{'longest':>11}{marks}")
+    for name, split in (("training", shards.train), ("held out", shards.held_out)):
+        if split:
+            found = document_lengths(split)
+            shares = "".join(f"{share:>8.0%}" for share in found.in_longer)
+            click.echo(f"{name}{found.documents:>11,}{found.median:>9,}{found.upper:>9,}{found.longest:>11,}{shares}")
+    click.echo("lengths in tokens; at the right the share of all tokens that stand in documents so long (k: 1024)")
 
 
 @click.group()
 def data() -> None:
-    """The synthetic tasks, which data.source=task:NAME trains on."""
+    """What can be trained on: the synthetic tasks, data.source=task:NAME, and folders of tokens."""
 
 
 @data.command("list")
@@ -64,6 +128,15 @@ def list_tasks() -> None:
     for name in TASKS:
         options = ", ".join(f"{option}={value}" for option, value in options_of(name).items())
         click.echo(f"{name}: {summary_of(name)}\n  {options}")
+
+
+@data.command()
+@click.argument("folder", type=PATH)
+def lengths(folder: Path) -> None:
+    """How long the documents are in a folder that tokenize or corpus wrote."""
+    from attnzoo.data.shards import read_shards
+
+    _tell_lengths(read_shards(folder))
 
 
 @data.command()

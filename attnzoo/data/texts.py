@@ -50,7 +50,7 @@ def text_files(folder: Path, pattern: str = "*") -> dict[str, Path]:
         PermissionError: a folder in it cannot be read.
         ValueError: there is none.
     """
-    _check_readable(folder)
+    check_readable(folder)
     files = [file for file in folder.rglob(pattern) if file.is_file() and file.stat().st_size]
     names = {file.relative_to(folder).as_posix(): file for file in files}
     shown = {name: names[name] for name in sorted(names) if not any(part.startswith(".") for part in name.split("/"))}
@@ -68,7 +68,7 @@ def held_out_names(names: Collection[str], fraction: float) -> set[str]:
     return set(ranked[: min(max(count, 1), len(ranked) - 1)])
 
 
-def _check_readable(folder: Path) -> None:
+def check_readable(folder: Path) -> None:
     """A search for files passes over folders that it may not read, and would train on less without a word."""
 
     def refuse(error: OSError) -> None:

@@ -58,7 +58,8 @@ def tokenize(
     Args:
         paths: text files (UTF-8) and folders of them, or `stdlib`, the Python standard library's own source.
         folder: what to write; it must not exist, or be empty.
-        vocab_size: train a byte-level BPE tokenizer of that many tokens; of fewer where the texts give no more.
+        vocab_size: train a byte-level BPE tokenizer of that many tokens; of fewer where the texts give no more. With
+            256 each byte is a token, and the zero byte ends a document.
         tokenizer: take this one instead: a `tokenizer.json`, or a folder that holds one.
         end: the token that ends a document; None for the end of sequence of the given tokenizer's settings.
         pattern: which files of folders, at any depth.
@@ -71,10 +72,7 @@ def tokenize(
             different, or no token that ends a document.
         ModuleNotFoundError: tokenizers is not installed.
     """
-    if (vocab_size is None) == (tokenizer is None):
-        raise ValueError("vocab_size: expected it or tokenizer, not both and not none of them")
-    if not 0 < heldout_fraction < 1:
-        raise ValueError(f"heldout_fraction: expected a number between 0 and 1, got {heldout_fraction}")
+    check_options(vocab_size, tokenizer, heldout_fraction)
     if pattern != "*" and not any(path.is_dir() for path in paths):
         raise ValueError(f"pattern: expected '*' without a folder whose files it could be of, got {pattern!r}")
     texts = _named(paths, pattern)
@@ -82,18 +80,20 @@ def tokenize(
     sides = [[file for name, file in texts.items() if (name in held) == side] for side in (False, True)]
     cut = None if held else heldout_fraction  # of the only file
 
+    zero = vocab_size != BYTES  # else the zero byte has a meaning
+
     def read(side: int) -> Iterator[str]:
         if cut is None:
-            yield from map(_read, sides[side])
+            yield from (_read(file, zero) for file in sides[side])
         else:
-            text = _read(sides[0][0])
+            text = _read(sides[0][0], zero)
             most = int(len(text) * (1 - cut))
             at = text.rfind("\n", 0, most) + 1 or most
             yield text[at:] if side else text[:at]
 
     if tokenizer is None:
         assert vocab_size is not None
-        made, end = train_bpe(read(0), vocab_size), end or END
+        made, end = byte_tokenizer() if vocab_size == BYTES else train_bpe(read(0), vocab_size), end or END
         files = tokenizer_files(made)
     else:
         files = read_tokenizer(tokenizer)
@@ -112,6 +112,20 @@ def tokenize(
     )
     everything = [file for side in sides for file in side]
     return Tokenized(shards, len(everything), sum(file.stat().st_size for file in everything))
+
+
+def check_options(vocab_size: int | None, tokenizer: Path | None, heldout_fraction: float) -> None:
+    """Refuse what :func:`tokenize` would, before any text is read.
+
+    Raises:
+        ValueError: see there.
+    """
+    if (vocab_size is None) == (tokenizer is None):
+        raise ValueError("vocab_size: expected it or tokenizer, not both and not none of them")
+    if vocab_size is not None and vocab_size < BYTES:
+        raise ValueError(f"vocab_size: expected at least {BYTES}, for all bytes, got {vocab_size}")
+    if not 0 < heldout_fraction < 1:
+        raise ValueError(f"heldout_fraction: expected a number between 0 and 1, got {heldout_fraction}")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
@@ -246,9 +260,12 @@ def _named(paths: Sequence[Path], pattern: str) -> dict[str, Path]:
     return named
 
 
-def _read(file: Path) -> str:
+def _read(file: Path, zero: bool) -> str:
+    content = file.read_bytes()
+    if not zero and b"\0" in content:
+        raise ValueError(f"{str(file)!r} has a zero byte at {content.index(0)}, which would end a document")
     try:
-        return file.read_bytes().decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(file)!r} is not UTF-8 at byte {error.start}; a pattern can leave it out") from error
 

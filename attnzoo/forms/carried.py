@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, block_decay, compute_dtype, heads_first
-from attnzoo.algebra.triangular import rank_one_block
+from attnzoo.algebra.transitions import block_decay, compute_dtype, heads_first
+from attnzoo.algebra.triangular import householder_block
 from attnzoo.forms.cache import append_valid
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.paged import PagedCache
@@ -40,8 +40,8 @@ class CarriedPool(KeyPool):
     Args:
         factor: transposed product of the factors of a page, ``[P, K, K]``, in the dtype of the keys.
         near_k: the last keys as they came, that of token t at ``t % (2 PAGE)``, ``[B, G, 2 PAGE, K]``.
-        near_w: their w, ``[B, G, 2 PAGE, K]``.
-        near_beta: their beta, ``[B, G, 2 PAGE]``.
+        near_w: their w, ``[B, G, 2 PAGE, K]``, or ``[B, G, 2 PAGE, n, K]`` with n factors per token.
+        near_beta: their beta, ``[B, G, 2 PAGE]`` or ``[B, G, 2 PAGE, n]``.
         known: the first token whose key is among them, on the host; sequences can be cropped to pages from there on.
     """
 
@@ -54,17 +54,23 @@ class CarriedPool(KeyPool):
     @classmethod
     def of(
         cls, B: int, G: int, R: int, K: int, V: int, *, dtype: torch.dtype, values: torch.dtype,
-        device: torch.device | str, decays: bool, pages: int = 0, tokens: int = 0,
+        device: torch.device | str, decays: bool, pages: int = 0, tokens: int = 0, factors: int | None = None,
     ) -> Self:  # fmt: skip
         """A pool of B empty sequences with keys in ``dtype`` and values in ``values``; see :meth:`Pages.empty`."""
         near = torch.zeros(B, G, 2 * PAGE, K, dtype=dtype, device=device)
+        w = near.new_zeros(B, G, 2 * PAGE, *(() if factors is None else (factors,)), K)
         factor = torch.zeros(pages, K, K, dtype=dtype, device=device)
         pool = cls.empty(
             B, G, R, K, V, dtype=dtype, device=device, decays=decays, pages=pages, tokens=tokens, factor=factor,
-            near_k=near, near_w=near.clone(), near_beta=near[..., 0].clone(), known=[0] * B,
+            near_k=near, near_w=w, near_beta=w[..., 0].clone(), known=[0] * B,
         )  # fmt: skip
         pool.v = pool.v.to(values)
         return pool
+
+    @property
+    def factors(self) -> int | None:
+        """Factors per token; None where w has no axis of them."""
+        return self.near_w.shape[3] if self.near_w.ndim == 5 else None
 
     @torch.no_grad()
     def add(self, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None) -> None:
@@ -111,7 +117,7 @@ class CarriedPool(KeyPool):
         ends = self.table.new_tensor([n - near_base(n) for n in self.lengths])
         past = (torch.arange(2 * PAGE, device=ends.device) >= ends[:, None])[:, None]  # [B, 1, 2 PAGE]
         found = [self._rolled(getattr(self, name)) for name in NEAR]
-        return [x.masked_fill(past if x.ndim == 3 else past[..., None], 0) for x in found]
+        return [x.masked_fill(past.view(*past.shape, *(1,) * (x.ndim - 3)), 0) for x in found]
 
     def _rolled(self, x: Tensor) -> Tensor:
         """Entries ``[B, G, 2 PAGE, ...]`` from the page before the open one on, as they are kept, and the other way."""
@@ -164,11 +170,6 @@ class CarriedPool(KeyPool):
     def adopt(self, row: int, other: Pages, tokens: int) -> None:
         super().adopt(row, other, tokens)
         self.known[row] = cast(CarriedPool, other).known[0]
-
-
-def householder_block(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> ClosedForm:
-    """The closed form of the factors ``I - beta_t w_t w_t^T``; q, k, w ``[..., C, K]``, beta ``[..., C]``."""
-    return rank_one_block(Identity(), q, k, w, beta, HeadGate())
 
 
 def near_base(tokens: int) -> int:

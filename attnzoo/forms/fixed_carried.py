@@ -31,7 +31,7 @@ class CarriedPages(PagedMemory):
         (G, K), R = (one.table.shape[1], one.k.shape[2]), 1 if one.decay is None else one.decay.shape[2]
         pool = CarriedPool.of(
             B, G, R, K, one.v.shape[2], dtype=one.k.dtype, values=one.v.dtype, device=device,
-            decays=one.decay is not None, pages=B * G, tokens=tokens,
+            decays=one.decay is not None, pages=B * G, tokens=tokens, factors=one.factors,
         )  # fmt: skip
         pool.lengths = rows.lengths
         return CarriedPages(pool, rows, None, None, state.evict)

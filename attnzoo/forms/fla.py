@@ -40,6 +40,8 @@ def fla_unavailable(call: Call) -> str:
     delta-rule kernels take 16-bit inputs only.
     """
     q, gate = call.q, call.gate
+    if gate.factors is not None:
+        return f"its delta rule has one factor per token, got {gate.factors} (sub-tokens of one each it does serve)"
     if gate.w is not None and not call.options.get("delta_rule"):
         return "its delta rule erases along the key it writes, with the strength it writes with (delta_rule=True)"
     if q.device.type != DEVICE:

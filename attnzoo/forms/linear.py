@@ -78,6 +78,7 @@ class LinearForms(Forms):
         """The inputs with what the options ask for folded in, the dtype of the output and the scale."""
         options, dtype = LinearOptions(**given), v.dtype
         check_linear(options, q, k, gate)
+        self.transition.check(gate)
         write = gate.beta if options.delta_rule else options.write
         if options.valid is not None:
             q, k, v = existing(options.valid, q, k, v)

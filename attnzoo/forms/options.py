@@ -86,6 +86,9 @@ def check_linear(options: LinearOptions, q: Tensor, k: Tensor, gate: Gate) -> No
     if options.delta_rule:
         if gate.w is None or gate.beta is None:
             raise ValueError(f"delta_rule: expected False (it needs a gate with w and beta), got Gate{gate.parts}")
+        if gate.factors is not None:
+            how = "a token that writes with each of its factors is as many tokens: attnzoo.forms.factors.sub_tokens"
+            raise ValueError(f"gate.w: expected [B, T, G, K] with delta_rule ({how}), got {tuple(gate.w.shape)}")
         if reads_values(q):
             other = (gate.w.to(k.dtype) != k).any(-1).logical_and(gate.beta != 0)
             if options.valid is not None:

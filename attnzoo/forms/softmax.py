@@ -100,8 +100,9 @@ class SoftmaxForms(Forms):
         """Pages for sequences of which such tokens are the first."""
         (B, _, H, K), (G, V), decays = q.shape, v.shape[2:], gate.log_decay is not None
         return CarriedPool.of(
-            B, G, H // G, K, V, dtype=compute_dtype(q), values=v.dtype, device=v.device, decays=decays
-        )
+            B, G, H // G, K, V, dtype=compute_dtype(q), values=v.dtype, device=v.device, decays=decays,
+            factors=gate.factors,
+        )  # fmt: skip
 
     def refuses(self, form: str, call: Call) -> str:
         if form != REFERENCE and isinstance(call.state, PagedCache) and len(call.state):
@@ -163,6 +164,7 @@ class SoftmaxForms(Forms):
         """The inputs without what does not exist, and the options."""
         given = SoftmaxOptions(**options)
         check_softmax(given, q, gate)
+        self.transition.check(gate)
         gate = self.separated(gate, q, given.valid, given.cu_seqlens)
         if given.valid is not None:
             q, k, v = existing(given.valid, q, k, v)

@@ -198,6 +198,8 @@ def path_kernel() -> Kernel:
 
         if call.state is not None and _records_any(call):
             return "a cached step of the triton form has no gradient (run it under torch.no_grad())"
+        if call.gate.factors is not None and (call.state is None or not len(call.state)):
+            return f"its kernels of whole sequences take one factor per token, got {call.gate.factors}"
         return _refused(call) or triton_unavailable(call.q, call.v)
 
     def explain(call: Call) -> tuple[str, str]:

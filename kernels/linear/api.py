@@ -78,7 +78,7 @@ def _check(
     (B, T, H, K), (G, V) = q.shape, v.shape[2:]
     if G == 0 or H % G:
         raise ValueError(f"k, v: expected G heads, a divisor of H={H}, got {G}")
-    sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "V": V, "K/2": K // 2, "1": 1}
+    sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "V": V, "K/2": K // 2, "1": 1, "n": gate.factors or 1}
     for name, shapes in _SHAPES.items():
         x = given.get(name)
         if x is not None and not any(x.shape == tuple([sizes[axis] for axis in axes]) for axes in shapes):
@@ -88,6 +88,9 @@ def _check(
         raise ValueError(f"v: expected [B={B}, T={T}, G, V] as in q, got {tuple(v.shape)}")
     if (gate.w is None) != (gate.beta is None):
         raise ValueError(f"gate: expected w and beta together, got {gate.parts}")
+    if gate.w is not None and gate.beta is not None and gate.w.ndim != gate.beta.ndim + 1:
+        got = f"{tuple(gate.w.shape)} and {tuple(gate.beta.shape)}"
+        raise ValueError(f"gate: expected an axis of factors in both w and beta or in none, got {got}")
     if gate.angle is not None and K % 2:
         raise ValueError(f"gate.angle: expected an even K, got {K}")
     for name, dtype in (("state", torch.float32), ("valid", torch.bool)):

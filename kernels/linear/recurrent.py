@@ -18,10 +18,10 @@ def linear_recurrent_kernel(
     p_q, p_k, p_v, p_decay, p_diag, p_angle, p_w, p_beta, p_write, p_valid, p_past, p_o, p_state,
     stride_gb, stride_gt, stride_ab, stride_at, stride_ah, T, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    WRITERS: tl.constexpr, DECAY: tl.constexpr, DIAG: tl.constexpr, ANGLE: tl.constexpr, ERASE: tl.constexpr,
+    WRITERS: tl.constexpr, DECAY: tl.constexpr, DIAG: tl.constexpr, ANGLE: tl.constexpr, FACTORS: tl.constexpr,
     WRITE: tl.constexpr, MASKED: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
-    """Columns are independent. ``A_t^T`` acts on the state ``S^T`` [K, V]: decays, rotation, then the rank-one part.
+    """Columns are independent. ``A_t^T`` acts on the state ``S^T`` [K, V]: decays, rotation, then FACTORS of rank one.
 
     WRITERS is the number of heads that p_write has.
     """
@@ -59,9 +59,10 @@ def linear_recurrent_kernel(
             b_even, b_odd = tl.split(tl.permute(tl.reshape(b_s, [BK // 2, 2, BV]), (0, 2, 1)))  # [BK / 2, BV]
             b_s = tl.join(b_even * b_cos + b_odd * b_sin, b_odd * b_cos - b_even * b_sin)
             b_s = tl.reshape(tl.permute(b_s, (0, 2, 1)), [BK, BV])
-        if ERASE:
-            b_w = tl.load(p_w + o_group, mask=m_kt, other=0.0).to(tl.float32)
-            b_beta = tl.load(p_beta + i_bt * G + i_g, mask=m_here, other=0.0).to(tl.float32)
+        for i_n in tl.static_range(FACTORS):
+            i_f = (i_bt * G + i_g) * FACTORS + i_n
+            b_w = tl.load(p_w + i_f * K + o_k, mask=m_kt, other=0.0).to(tl.float32)
+            b_beta = tl.load(p_beta + i_f, mask=m_here, other=0.0).to(tl.float32)
             b_s -= b_w[:, None] * (b_beta * tl.sum(b_w[:, None] * b_s, 0))[None, :]
         if WRITE:
             b_v *= tl.load(p_write + i_bt * WRITERS + i_h // (H // WRITERS), mask=m_here, other=0.0).to(tl.float32)
@@ -86,13 +87,14 @@ def recurrent(
     if angle is not None and angle.ndim == 4:
         heads, pairs = angle.shape[2:]
         angle_strides = (T * heads * pairs, heads * pairs, pairs * (heads > 1))
+    factors = 0 if beta is None else beta[0, 0, 0].numel()
     BK = max(2, power_of_2(K))
     BV = min(power_of_2(V), max(8, TILE // BK))
     with on_device_of(q):
         linear_recurrent_kernel[(B * H, cdiv(V, BV))](
             *dense, o, after, *gate_strides, *angle_strides, T, scale, H, G, K, V, BK, BV,
             1 if write is None else write.shape[2], log_decay is not None, log_diag is not None, angle is not None,
-            w is not None, write is not None, valid is not None, state is not None, num_warps=4,
+            factors, write is not None, valid is not None, state is not None, num_warps=4,
         )  # fmt: skip
     return o, after
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.transitions import cut, heads_first
+from attnzoo.algebra.triangular import householder_block
 from attnzoo.algebra.values import reads_values
 from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import traced
-from attnzoo.kernels.path.chunk import CHUNK, factors_block
+from attnzoo.kernels.path.chunk import CHUNK
 
 SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill
 
@@ -45,6 +46,7 @@ def _check(
         raise ValueError(f"q, keys, values: expected 4 dimensions each, got {got}")
     B, N, H, K = q.shape
     S, G = keys.shape[1:3]
+    n = w.shape[3:4] if w.ndim == 5 else ()
     if N == 0:
         raise ValueError(f"q: expected at least one new token, got {tuple(q.shape)}")
     if S == 0 or G == 0 or H % G:
@@ -52,7 +54,7 @@ def _check(
     if keys.dtype != torch.float32:
         raise ValueError(f"keys: expected float32 (roundings of every step add up), got {keys.dtype}")
     shapes = {
-        "k": (B, N, G, K), "w": (B, N, G, K), "beta": (B, N, G), "keys": (B, S, G, K),
+        "k": (B, N, G, K), "w": (B, N, G, *n, K), "beta": (B, N, G, *n), "keys": (B, S, G, K),
         "values": (B, S + N, G, values.shape[3]), "gates": (B, S + N, H), "valid": (B, S + N), "sink": (H,),
     }  # fmt: skip
     for name, shape in shapes.items():
@@ -99,8 +101,8 @@ def path_extend(
     Args:
         q: [B, N, H, K], the new tokens.
         k: [B, N, G, K] their keys.
-        w: [B, N, G, K] vectors of length 1 or less.
-        beta: [B, N, G] in [0, 2].
+        w: [B, N, G, K] vectors of length 1 or less; [B, N, G, n, K] for n factors per token.
+        beta: [B, N, G] in [0, 2], or [B, N, G, n].
         keys: [B, S, G, K] float32, S >= 1 cached keys as the last cached token left them (``carry_keys``).
         values: [B, S + N, G, V], cached and new.
         gates: [B, S + N, H] log gates of the cached and the new tokens, or None.
@@ -180,8 +182,8 @@ def carry_keys(k: Tensor, w: Tensor, beta: Tensor, valid: Tensor | None = None) 
 
     Args:
         k: [B, T, G, K].
-        w: [B, T, G, K] vectors of length 1 or less.
-        beta: [B, T, G] in [0, 2].
+        w: [B, T, G, K] vectors of length 1 or less, or [B, T, G, n, K].
+        beta: [B, T, G] in [0, 2], or [B, T, G, n].
         valid: [B, T] bool, the tokens that exist, or None for all. The factors of the others count for nothing.
 
     Returns:
@@ -195,9 +197,10 @@ def carry_keys(k: Tensor, w: Tensor, beta: Tensor, valid: Tensor | None = None) 
     check_tensors(given, needed=("k", "w", "beta"))
     if k.ndim != 4 or 0 in k.shape[1:]:
         raise ValueError(f"k: expected [B, T, G, K] with at least one token, head and channel, got {tuple(k.shape)}")
-    for name, shape in (("w", k.shape), ("beta", k.shape[:3]), ("valid", k.shape[:2])):
+    n = w.shape[3:4] if w.ndim == 5 else ()
+    for name, shape in (("w", (*k.shape[:3], *n, k.shape[3])), ("beta", (*k.shape[:3], *n)), ("valid", k.shape[:2])):
         x = given[name]
-        if x is not None and x.shape != shape:
+        if x is not None and tuple(x.shape) != tuple(shape):
             raise ValueError(f"{name}: expected {tuple(shape)} beside k {tuple(k.shape)}, got {tuple(x.shape)}")
     if valid is not None and valid.dtype != torch.bool:
         raise ValueError(f"valid: expected bool, got {valid.dtype}")
@@ -216,7 +219,7 @@ def _carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
     for start in reversed(range(0, T, SLAB)):
         now = slice(start, start + SLAB)
         kh, wh, bh = (cut(heads_first(x[:, now], G, dtype), CHUNK) for x in (k, w, beta))  # [B, G, blocks, CHUNK, ...]
-        block = factors_block(kh[..., :1, :], kh, wh, bh)
+        block = householder_block(kh[..., :1, :], kh, wh, bh)
         products = cast(Tensor, block.total)  # of each block; then of all blocks of the slab from it on
         step = 1
         while step < products.shape[2]:

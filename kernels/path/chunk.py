@@ -7,15 +7,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, heads_first
-from attnzoo.algebra.triangular import rank_one_block
+from attnzoo.algebra.transitions import heads_first
+from attnzoo.algebra.triangular import householder_block
 
 CHUNK = 64  # most tokens that one pass over the cache takes
-
-
-def factors_block(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> ClosedForm:
-    """The closed form of ``I - beta_t w_t w_t^T`` over a block; q, k, w ``[..., C, K]``, beta ``[..., C]``."""
-    return rank_one_block(Identity(), q, k, w, beta, HeadGate())
 
 
 def close_chunk(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -29,6 +24,6 @@ def close_chunk(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, 
     rep = H // k.shape[2]
     qh, kh, wh, bh = (heads_first(x, H, torch.float32) for x in (q, k, w, beta))
     with torch.autocast(q.device.type, enabled=False):
-        block = factors_block(qh, kh, wh, bh)
+        block = householder_block(qh, kh, wh, bh)
     total = cast(Tensor, block.total)[:, ::rep].contiguous()
     return block.scores.contiguous(), block.q.transpose(1, 2).contiguous(), block.k[:, ::rep].transpose(1, 2), total

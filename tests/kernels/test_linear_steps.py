@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,19 @@ def test_all_parts_of_a_gate_at_once() -> None:
     gate = Gate(**{part: getattr(g, part) for g in gates for part in g.parts})
     o, _ = linear_steps(q, k, v, gate)
     assert relative_error(o, oracle.linear(*wide((q, k, v, gate)))) <= CLOSE
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@torch.no_grad()
+def test_several_factors_per_token(n: int) -> None:
+    """Beside all other parts, in two pieces."""
+    q, k, v, gate = random_inputs("gated_deltanet", 2, 5, 4, 2, 10, 6, factors=n, dtype=torch.float32)
+    other = [random_inputs(name, 2, 5, 4, 2, 10, dtype=torch.float32)[3] for name in ("gla", "complex_linear")]
+    gate = replace(gate, log_diag=other[0].log_diag, angle=other[1].angle)
+    q, k, v, gate = q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), gate.map(lambda part: part.to(DEVICE))
+    first, state = linear_steps(q[:, :3], k[:, :3], v[:, :3], gate.slice(0, 3))
+    then, _ = linear_steps(q[:, 3:], k[:, 3:], v[:, 3:], gate.slice(3, 5), state)
+    assert relative_error(torch.cat([first, then], 1), oracle.linear(*wide((q, k, v, gate)))) <= CLOSE
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -144,6 +158,8 @@ def test_what_it_does_not_serve_is_said() -> None:
         linear_steps(q, k, v, Gate(log_decay=torch.zeros(2, 9, 2, device=DEVICE)))
     with pytest.raises(ValueError, match="gate: expected w and beta together"):
         linear_steps(q, k, v, Gate(beta=torch.ones(2, 9, 2, device=DEVICE)))
+    with pytest.raises(ValueError, match="gate: expected an axis of factors in both w and beta or in none"):
+        linear_steps(q, k, v, Gate(w=q[:, :, :2], beta=q[:, :, :2, :1]))
     long = [x.repeat(1, 8, 1, 1) for x in (q, k, v)]
     assert f"1 to {MOST_TOKENS} tokens at a time, got 72" in mamba2.refuses("triton", Call(*long, Gate()))
     double = Call(*(x.double() for x in (q, k, v)), gate)

@@ -15,6 +15,7 @@ from attnzoo import Gate, get
 from attnzoo.kernels.path import cache, carry_keys, path_extend
 from attnzoo.kernels.path.portable import decode
 from attnzoo.kernels.path.reference import path_reference, path_reference_lse
+from attnzoo.samples import random_inputs
 
 CASES = [
     (Case(T=70), (60, 1, 1, 8)),
@@ -66,6 +67,19 @@ def test_carried_keys_are_those_of_the_reference() -> None:
     gate = Gate(log_decay=x["log_decay"], w=x["w"], beta=x["beta"])
     _, state = get("path_fox").extend(x["q"], x["k"], x["v"], gate)
     torch.testing.assert_close(carry_keys(x["k"], x["w"], x["beta"]), state.k, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("pieces", [(9, 1, 1, 5), (15, 1)], ids=str)
+def test_several_factors_per_token(pieces: tuple[int, ...]) -> None:
+    """In single steps and in a chunk, and the keys that they leave."""
+    q, k, v, gate = random_inputs("path_fox", 2, 16, 4, 2, 16, 16, factors=3, dtype=torch.float32)
+    x = {"q": q, "k": k, "v": v, "w": gate.w, "beta": gate.beta, "log_decay": gate.log_decay}
+    x = {name: t.to(DEVICE) for name, t in x.items()}  # type: ignore[union-attr]
+    inputs = (q.double(), k.double(), v.double(), gate.map(Tensor.double))
+    o, keys = extend_in_pieces(x, pieces)
+    expected, state = get("path_fox").extend(*inputs)
+    torch.testing.assert_close(o.double().cpu(), expected[:, pieces[0] :], rtol=1e-5, atol=5e-6)
+    torch.testing.assert_close(keys.double().cpu(), state.k, rtol=1e-5, atol=5e-6)
 
 
 def test_keys_are_carried_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:

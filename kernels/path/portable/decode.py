@@ -36,14 +36,15 @@ def path_advance_kernel(
     p_q, p_w, p_beta, p_total, p_keys, p_next, p_v, p_g, p_valid, p_since, p_o, p_m, p_l, p_sum,
     stride_kb, stride_kt, stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb,
     N, S, SPLIT, NS, window, scale,
-    ONE: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
-    BS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
+    ONE: tl.constexpr, FACTORS: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BR: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Keys lo..hi of one head: advance and store them, and attend to them from BR of the R = rep N rows of the group.
 
-    ONE (N = 1): p_q holds the query itself, attending to the advanced keys. Otherwise p_q holds queries carried back to
-    the start of the chunk, attending to the keys as they were; p_total is ``(R_1 ... R_N)^T``. Parts: [B, G, NS, R, .].
+    ONE (N = 1, with FACTORS of its own): p_q holds the query itself, attending to the advanced keys. Otherwise p_q
+    holds queries carried back to the start of the chunk, attending to the keys as they were; p_total is
+    ``(R_1 ... R_N)^T``. Parts: [B, G, NS, R, .].
     A window over tokens of which some do not exist (MASKED) comes as the first key of each row, p_since [B, N].
     """
     i_bg, i_s, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -61,7 +62,7 @@ def path_advance_kernel(
     hi = tl.minimum(lo + SPLIT, S)
     p_q += ((i_b * N + o_r % N) * H + o_h)[:, None] * K + o_k[None, :]
     b_q = tl.load(p_q, mask=m_r[:, None] & m_k[None, :], other=0.0).to(tl.float32)  # [BR, BK]
-    if ONE:
+    if ONE and FACTORS == 1:
         b_w = tl.load(p_w + i_bg * K + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_beta = tl.load(p_beta + i_bg).to(tl.float32)
     p_total += i_bg.to(tl.int64) * K * K
@@ -80,7 +81,11 @@ def path_advance_kernel(
         m_key = m_s[:, None] & m_k[None, :]
         b_k = tl.load(p_keys + o_s64[:, None] * stride_kt + o_k[None, :], mask=m_key, other=0.0)  # [BS, BK]
         if ONE:
-            b_k -= (b_beta * tl.sum(b_k * b_w[None, :], 1))[:, None] * b_w[None, :]
+            for i_n in tl.static_range(FACTORS):
+                if FACTORS > 1:
+                    b_w = tl.load(p_w + (i_bg * FACTORS + i_n) * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+                    b_beta = tl.load(p_beta + i_bg * FACTORS + i_n).to(tl.float32)
+                b_k -= (b_beta * tl.sum(b_k * b_w[None, :], 1))[:, None] * b_w[None, :]
             tl.store(p_next + o_s64[:, None] * (G * K) + o_k[None, :], b_k, mask=m_key)
         elif i_r == 0:
             for i_c in tl.static_range(0, BK, BC):  # in slices: all of the product would not fit the registers
@@ -232,7 +237,8 @@ def advance_into(
     Args:
         following: [B, S + N, G, K] float32, gets the keys as the last new token leaves them. For one token it may begin
             with ``keys`` themselves, if each of them is read by one program alone (:func:`in_place`).
-        q: [B, N, H, K]; k, w: [B, N, G, K]; beta: [B, N, G].
+        q: [B, N, H, K]; k, w: [B, N, G, K]; beta: [B, N, G]; w and beta may have n factors per token, as in
+            ``path_extend``.
         keys: [B, S, G, K] float32, as the last cached token left them.
         values: [B, S + N, G, V], gates: [B, S + N, H], valid: [B, S + N] bool, of the cached and the new tokens.
         window: visible keys per row, of those that exist; 0 for no window.
@@ -252,7 +258,7 @@ def advance_into(
     else:
         scores, rows, own, total = close_chunk(q, k, w, beta)
         following[:, S:] = own
-    R = H // G * N
+    R, factors = H // G * N, beta.shape[3] if N == 1 and beta.ndim == 4 else 1
     wide = max(K, V) > 64
     BR = 1 if R == 1 else min(_most_rows(K, V), max(16, power_of_2(R)))
     BS = 32 if R > 1 and values.dtype == torch.float32 else 64
@@ -276,8 +282,8 @@ def advance_into(
         path_advance_kernel[(B * G, splits, row_tiles)](
             rows, w, beta, total, keys, following, values, g, there, since, parts, top, mass, sums,
             keys.stride(0), keys.stride(1), following.stride(0), values.stride(0), values.stride(1), *gate_strides,
-            there.stride(0), N, S, size, splits, window, scale, N == 1, G, H, K, V, BR, BS, BK, BC, BV, **flags,
-            num_warps=warps, num_stages=1,
+            there.stride(0), N, S, size, splits, window, scale, N == 1, factors, G, H, K, V, BR, BS, BK, BC, BV,
+            **flags, num_warps=warps, num_stages=1,
         )  # fmt: skip
         path_combine_kernel[(B * H, N)](
             parts, top, mass, sums, scores, rows, k, following, values, g, there, since,

@@ -1,0 +1,182 @@
+"""What packages hold becomes documents: each text once, under its own name, and nothing is left out without a word."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import tarfile
+import zipfile
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnzoo.cli import app
+from attnzoo.data.corpus import collect
+from attnzoo.data.lengths import MARKS, document_lengths
+from attnzoo.data.shards import read_shards, write_shards
+from attnzoo.data.tokenizer import BYTES
+
+
+def text(name):
+    return f"the text of {name}\n".encode()
+
+
+def tar(members, mode="w:xz"):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+        link = tarfile.TarInfo("link.c")
+        link.type, link.linkname = tarfile.SYMTYPE, "nowhere"
+        archive.addfile(link)
+    return buffer.getvalue()
+
+
+def packed(members):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.mkdir("folder")
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A folder with a text in every kind of place, named after it."""
+    files = {
+        "plain.c": text("plain"),
+        "deep/er/plain.c": text("deep"),
+        "one.c.gz": gzip.compress(text("gz")),
+        "two.c.xz": lzma.compress(text("xz")),
+        "three.c.bz2": bz2.compress(text("bz2")),
+        "a.tar.xz": tar({"in/tar.c": text("tar"), "in/b.c.gz": gzip.compress(text("gz in tar"))}),
+        "b.tgz": tar({"c.c": text("tgz"), "/etc/../../up.c": text("up")}, "w:gz"),
+        "c.whl": packed({"d.c": text("wheel"), "../../e.c": text("out")}),
+        "again.c": text("plain"),
+        "empty.c": b"",
+        "picture.c": b"\x89PNG\0",
+        "old.c": "naïve".encode("latin-1"),
+        ".git/config.c": text("hidden"),
+        "other.h": text("header"),
+    }
+    for name, content in files.items():
+        path = tmp_path / "package" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return tmp_path / "package"
+
+
+def test_every_text_is_a_document_and_what_is_left_out_is_named(package, tmp_path):
+    into = tmp_path / "texts"
+    into.mkdir()
+    found = collect([package], into, patterns=["*.c"])
+    written = {path.relative_to(into).as_posix(): path.read_bytes() for path in into.rglob("*") if path.is_file()}
+    assert written == {
+        "again.c": text("plain"),
+        "deep/er/plain.c": text("deep"),
+        "one.c": text("gz"),
+        "two.c": text("xz"),
+        "three.c": text("bz2"),
+        "a.tar.xz/in/tar.c": text("tar"),
+        "a.tar.xz/in/b.c": text("gz in tar"),
+        "b.tgz/c.c": text("tgz"),
+        "b.tgz/etc/up.c": text("up"),
+        "c.whl/d.c": text("wheel"),
+        "c.whl/e.c": text("out"),
+    }
+    assert found.documents == len(written)
+    assert found.left_out == {
+        "the same as another": ["plain.c"],
+        "empty": ["empty.c"],
+        "with a zero byte": ["picture.c"],
+        "not UTF-8": ["old.c"],
+        "hidden": [".git/config.c"],
+    }
+
+
+def test_several_paths_patterns_and_a_least_length(package, tmp_path):
+    into = tmp_path / "texts"
+    into.mkdir()
+    found = collect([package / "deep", package / "c.whl"], into, patterns=["er/*.c", "e.c"], min_bytes=17)
+    assert [path.relative_to(into).as_posix() for path in into.rglob("*.c")] == ["deep/er/plain.c"]
+    assert found.left_out == {"shorter than 17 bytes": ["c.whl/e.c"]}
+
+
+def test_the_texts_under_a_name_of_json(tmp_path):
+    described = {
+        "documentation": "<p>The <b>first</b> &amp; best.</p><ul><li>one</li><li>two </li></ul>",
+        "name": "not this",
+        "shapes": [{"documentation": "second"}, {"documentation": {"documentation": "third"}}, {"documentation": 4}],
+    }
+    into = tmp_path / "texts"
+    into.mkdir()
+    (tmp_path / "service.json").write_text(json.dumps(described))
+    collect([tmp_path / "service.json"], into, json_field="documentation")
+    assert (into / "service.json").read_text() == "The first & best.\none\ntwo\nsecond\nthird"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.tar.gz", b"no archive", "x.tar.gz' cannot be read"),
+        ("x.tar.xz", tar({"a": text("a") * 9999})[:-60], "x.tar.xz' cannot be read"),
+        ("x.zip", packed({"a.c": text("a")})[:-9], "x.zip' cannot be read"),
+        ("x.c.gz", gzip.compress(text("a"))[:-9], "x.c.gz' cannot be read"),
+        ("x.c.gz", gzip.compress(text("a"))[:12] + b"\xff" * 9, "x.c.gz' cannot be read"),
+        ("x.json", b"{", "'x.json' is not readable as JSON"),
+        ("x.zip", packed({"a.c": text("a"), "./a.c": text("b")}), "'x.zip/a.c': two documents"),
+        ("x.zip", packed({"a": text("a"), "a/b": text("b")}), "'x.zip/a/b': two documents"),
+        ("x.c", b"", "no documents in .*: 1 empty"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, content, said):
+    into = tmp_path / "texts"
+    into.mkdir()
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        collect([tmp_path / name], into, json_field="documentation")
+
+
+def test_the_command_writes_tokens_and_says_what_it_found(package, tmp_path):
+    pytest.importorskip("tokenizers")
+    to = tmp_path / "tokens"
+    words = ["corpus", str(package), "--to", str(to), "--vocab-size", "256", "--pattern", "*.c", "--pattern", "*.h"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "left out, not UTF-8: 1 (old.c)" in done.output
+    shards = read_shards(to)
+    documents = [
+        bytes(shard.tokens[start:stop].tolist())
+        for shard in (*shards.train, *shards.held_out)
+        for start, stop in zip(shard.starts[:-1], shard.starts[1:], strict=True)
+    ]
+    assert len(documents) == 12
+    assert text("tgz") + b"\0" in documents
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["package", "tokens"]
+    again = CliRunner().invoke(app, ["data", "lengths", str(to)])
+    assert again.output
+    assert done.output.endswith(again.output)
+    assert isinstance(CliRunner().invoke(app, words).exception, FileExistsError)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.sampled_from([1, 2, 3, 50, *MARKS, MARKS[1] - 1]), min_size=1, max_size=12))
+def test_lengths_are_those_of_the_documents(tmp_path_factory, lengths):
+    folder = tmp_path_factory.mktemp("tokens")
+    shards = write_shards(folder, BYTES, (np.zeros(length, np.int64) for length in lengths), shard_tokens=5000)
+    found = document_lengths(shards.train)
+    ordered = sorted(lengths)
+    assert (found.documents, found.tokens, found.longest) == (len(lengths), sum(lengths), ordered[-1])
+    assert found.median == ordered[(len(lengths) - 1) // 2]
+    assert sum(length <= found.upper for length in lengths) >= 0.9 * len(lengths)
+    assert found.upper in lengths
+    assert found.in_longer == tuple(sum(x for x in lengths if x >= mark) / sum(lengths) for mark in MARKS)
