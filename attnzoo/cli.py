@@ -15,7 +15,8 @@ import click
 from attnzoo.benchmarks.command import bench
 from attnzoo.data.command import PATH, corpus, data, tokenize
 from attnzoo.experiments.builtin import built_in, find_config
-from attnzoo.training.commands import evaluate, export, import_
+from attnzoo.experiments.evaluate.command import evaluate
+from attnzoo.training.commands import export, import_
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 # Which extra installs a package, by the name under which it is imported.
 EXTRAS = dict.fromkeys(
     ["accelerate", "jinja2", "matplotlib", "omegaconf", "safetensors", "tensorboard", "yaml"], "train"
-) | {"transformers": "hf", "tokenizers": "hf"}
+) | {"transformers": "hf", "tokenizers": "hf", "lm_eval": "eval"}
 # Everything else is imported inside the commands: `attnzoo --help` must not wait for torch.
 
 config_argument = click.argument("config")

@@ -50,11 +50,11 @@ class HarnessScores:
 class HarnessModel(LM):  # type: ignore[misc]
     """A model as lm-eval asks it.
 
-    The window rule: a row is what `encode` puts before every text (a token of its own, as some tokenizers have), or else
-    the token `end` before an empty context; then the context and what is asked. Of a row that is longer than the window
-    the last tokens count. A text that is scored whole is cut into windows of which each predicts tokens that no other
-    does, the first with nothing before it and the last as full as the others. Rows are sorted by length, the longest
-    first, and padded behind, which no token sees.
+    The window rule: a row begins with what `encode` puts before every text, or else, where the context is empty, with
+    `end`; then come the context and what is asked. Of a row that is longer than the window the last tokens count.
+    A text that is scored whole is cut into windows of which each predicts tokens that no other does, the first with
+    nothing before it and the last as full as the others. Rows are sorted by length, the longest first, and padded
+    behind, which no token sees.
 
     Args:
         model: an :class:`attnzoo.models.LanguageModel`.
@@ -163,7 +163,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         return [*start, *tokens], len(tokens) - len(self._tokens(stripped))
 
     def _row(self, tokens: list[int], asked: int) -> tuple[list[int], int]:
-        """The last tokens, as many as the window has, and the one that is predicted last; the last of them are asked."""
+        """The last tokens, as many as the window has and the one behind it, and how many of them are asked."""
         return tokens if self.window is None else tokens[-self.window - 1 :], asked
 
     def _scores(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
@@ -248,7 +248,7 @@ def run_harness(
 
     Args:
         model: as :class:`HarnessModel` takes it, as `encode`, `decode`, `end` and `window`.
-        task: a name that lm-eval knows, or a YAML or JSON file in its format; relative `data_files` in it are beside it.
+        task: a name that lm-eval knows, or a YAML or JSON file in its format, with its `data_files` beside it.
         limit: questions that are asked; None for all.
         shots: examples before each; None for what the task says.
 

@@ -63,7 +63,5 @@ def task_for(subject: Subject, name: str, options: Mapping[str, Any]) -> tuple[s
         if list(task.words) != list(build_task(trained.task, trained.task_options).words):
             raise ValueError(f"the run was trained on {trained.task!r}, whose tokens are others than those of {name!r}")
     if len(task.words) > subject.model.config.vocab_size:
-        raise ValueError(
-            f"the task {name!r} has {len(task.words)} tokens, the model {subject.model.config.vocab_size}"
-        )
+        raise ValueError(f"the task {name!r} has {len(task.words)} tokens, the model {subject.model.config.vocab_size}")
     return ", ".join([name, *(f"{key}={value}" for key, value in options.items())]), task

@@ -164,7 +164,7 @@ def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
     return model
 
 
-def held_out_text(subject: Subject, text: str | None = None) -> Tokens | Joined:
+def held_out_text(subject: Subject, text: str | Path | None = None) -> Tokens | Joined:
     """Tokens of a text that the model was not trained on, 1-D.
 
     Args:
@@ -178,7 +178,7 @@ def held_out_text(subject: Subject, text: str | None = None) -> Tokens | Joined:
         ValueError: no text, or tokens that nobody has said the meaning of.
     """
     if text is not None:
-        return _tokens(subject, text)
+        return _tokens(subject, str(text))
     if subject.config is None:
         raise ValueError(f"text: expected a file, a folder or 'stdlib', for {subject.title} names no data of its own")
     if subject.task is not None:

@@ -60,13 +60,18 @@ def haystack(found: Any) -> list[str]:
     """Share of whole numbers found, a line per depth."""
     lines = []
     for picture in found.pictures:
-        cells = [[f"{depth:.2f}", *(percent(share, 0) for share in row)] for depth, row in zip(picture.depths, picture.whole, strict=True)]
+        cells = [
+            [f"{depth:.2f}", *(percent(share, 0) for share in row)]
+            for depth, row in zip(picture.depths, picture.whole, strict=True)
+        ]
         lengths = [f"{length:,}{'*' if length == picture.context else ''}" for length in picture.lengths]
         rows = picture.answers[0][0].rows
         lines += [
-            f"{picture.mode} needle: numbers found in %, by depth and length (* in training); {rows} rows each",
+            f"{picture.mode} needle: % of numbers found, by depth and length; {rows} rows each",
             *table(["depth", *lengths], cells),
         ]
+    if any(picture.context in picture.lengths for picture in found.pictures):
+        lines.append("*: training length")
     return lines
 
 

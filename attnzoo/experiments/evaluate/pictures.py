@@ -21,7 +21,7 @@ from attnzoo.evaluation import (
     moving_mean,
 )
 from attnzoo.evaluation.losses import Array
-from attnzoo.experiments.figures import DECAY_COLORS, GRID, INK, MUTED, PAIR_COLORS, quiet
+from attnzoo.experiments.figures import CUT, DECAY_COLORS, GRID, INK, MUTED, PAIR_COLORS, quiet
 
 COLOR = PAIR_COLORS[4]
 LABELS = 64  # tokens on an axis that are still written
@@ -31,9 +31,10 @@ def loss(found: LossCurve) -> Figure:
     """L(i) and P(l) side by side, with the training context."""
     figure, (left, right) = _panels([(400, 260)] * 2)
     x = np.arange(1, len(found.loss) + 1)
-    left.plot(x, moving_mean(found.loss, 101), color=COLOR, linewidth=1.6)
+    smooth = moving_mean(found.loss, 101)
+    left.plot(x, smooth, color=COLOR, linewidth=1.6)
     right.plot(x, found.perplexity, color=COLOR, linewidth=1.6)
-    for axes, values, name in ((left, found.loss, "L(i), nats"), (right, found.perplexity, "P(l)")):
+    for axes, values, name in ((left, smooth, "L(i), nats"), (right, found.perplexity, "P(l)")):
         settled = values[min(len(values) // 20, 100) :]  # the first few tokens are as hard for every model
         margin = 0.25 * (float(settled.max() - settled.min()) + 1e-3)
         axes.set_ylim(float(settled.min()) - margin, float(settled.max()) + margin)
@@ -69,7 +70,9 @@ def haystack(found: Any) -> Figure:
         whole = picture.whole
         axes.imshow(whole, vmin=0, vmax=1, cmap=DECAY_COLORS, aspect="auto", interpolation="nearest")
         for (i, j), share in np.ndenumerate(whole):
-            axes.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=9, color="w" if share > 0.5 else INK)
+            axes.text(
+                j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=9, color="w" if share > 0.5 else INK
+            )
         axes.set_xticks(range(columns), [f"{length:,}" for length in picture.lengths])
         axes.set_yticks(range(rows), [f"{100 * depth:.0f} %" for depth in picture.depths])
         axes.grid(False)
@@ -77,7 +80,7 @@ def haystack(found: Any) -> Figure:
         axes.set_xlabel("tokens in a row; depth downwards", loc="left")
         if picture.context in picture.lengths[:-1]:
             at = picture.lengths.index(picture.context) + 0.5
-            axes.axvline(at, color=INK, linewidth=1.0, dashes=(3, 2))  # in training, rows end here
+            axes.axvline(at, color=CUT, linewidth=1.4, dashes=(3, 2))  # in training, rows end here
     return figure
 
 
@@ -115,8 +118,8 @@ def pruning(found: Any) -> Figure:
 def eps(found: EpsSweep) -> Figure:
     """Change of the loss, share of blocks and time, by eps."""
     figure, panels = _panels([(260, 220)] * 3)
-    rows = [row for row in found.rows if row.eps is not None]
-    x = [row.eps for row in rows]
+    rows = found.rows[1:]
+    x = [row.eps or 0.0 for row in rows]
     whole = found.rows[0].seconds
     spread = [0.0 if np.isnan(row.error) else row.error for row in rows]
     panels[0].errorbar(x, [row.change for row in rows], yerr=spread, color=COLOR, marker="o", markersize=4)
@@ -133,7 +136,7 @@ def eps(found: EpsSweep) -> Figure:
 
 def context(found: EffectiveContext) -> Figure:
     """Every head a dot, by layer; hollow: what its gate promises."""
-    figure, (axes,) = _panels([(max(260, 60 + 30 * len(found.layers)), 260)])
+    figure, (axes,) = _panels([(max(400, 60 + 30 * len(found.layers)), 260)])
     for column, (heads, bounds) in enumerate(zip(found.heads, found.bounds, strict=True)):
         spread = column + np.linspace(-0.25, 0.25, len(heads))
         axes.plot(spread, heads, "o", color=COLOR, markersize=5)
@@ -169,10 +172,11 @@ def maps(found: AttentionMaps) -> Figure:
             hidden = np.ma.masked_where(np.triu(np.ones((T, T), dtype=bool), 1), matrix)
             options: dict[str, Any] = {"cmap": "RdBu", "vmin": -largest, "vmax": largest}
             axes.imshow(hidden, interpolation="nearest", **(options if signed else {"cmap": DECAY_COLORS, "vmin": 0}))
-            axes.set_title(f"layer {layer.layer} ({layer.variant}), head {head}: {name}", loc="left", fontsize=8)
+            title = f"layer {layer.layer} ({layer.variant}), head {head}: {name} up to {largest:.2f}"
+            axes.set_title(title, loc="left", fontsize=8)
             axes.xaxis.tick_top()
             step = range(0, T, 1 if T <= LABELS else -(-T // LABELS))
-            font = {"fontsize": 5.5, "parse_math": False}
+            font: dict[str, Any] = {"fontsize": 5.5, "parse_math": False}
             axes.set_xticks(step, [words[t] for t in step], rotation=90, **font)
             axes.set_yticks(step, [words[t] for t in step], **font)
     return figure

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from matplotlib.figure import Figure
@@ -36,11 +37,13 @@ from attnzoo.evaluation import (
     synthetic_needle,
     text_needle,
 )
-from attnzoo.evaluation.harness import HarnessScores, run_harness
 from attnzoo.experiments.evaluate import lines, pictures
 from attnzoo.training.answers import task_for
-from attnzoo.training.checkpoint import checkpoints_of, step_of
+from attnzoo.training.checkpoint import checkpoints_in, step_of
 from attnzoo.training.subject import Subject, held_out_text, load_subject
+
+if TYPE_CHECKING:
+    from attnzoo.evaluation.harness import HarnessScores
 
 ROWS, SEED = 256, 0
 
@@ -59,7 +62,7 @@ class Common:
     length: tuple[int, ...] = ()
     rows: int | None = None
     seed: int | None = None
-    text: str | None = None
+    text: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def _lengths(
     """
     if task is None and subject.task is None:
         raise ValueError(f"task: expected one of {', '.join(TASKS)}, for {subject.title} has none of its own")
-    _, built = task_for(subject, task or subject.task or "", options)
+    built = task_for(subject, task or subject.task or "", options)[1]
     lengths = common.length or growing_lengths(_context(subject, built.length), factor)
     return measure_lengths(
         subject.model, built, lengths, common.rows or ROWS, common.seed or SEED, subject.context
@@ -169,7 +172,7 @@ def _haystack(
     own = subject.task is not None
     hay = None if own and common.text is None else held_out_text(subject, common.text)
     base = _context(subject)
-    lengths = common.length or tuple(sorted({base // 4, base // 2, base, 2 * base}))
+    lengths = common.length or tuple(sorted({base // 2, base, 2 * base}))
     found = []
     for one in MODES if mode == "both" else (mode,):
         if hay is None:
@@ -196,10 +199,11 @@ def _pruning(
     prune = Prune(eps, bound)  # type: ignore[arg-type]
     device = str(next(subject.model.parameters()).device)
     steps = []
-    for checkpoint in checkpoints_of(subject.folder) if subject.folder and subject.checkpoint and history else ():
-        if checkpoint != subject.checkpoint:
-            earlier = load_subject(subject.folder, device, checkpoint=checkpoint)  # type: ignore[arg-type]
-            steps.append(measure_pruning(earlier.model, window, prune, step_of(checkpoint)))
+    if history and subject.folder is not None and subject.checkpoint is not None:
+        for checkpoint in checkpoints_in(subject.folder / "checkpoints"):
+            if step_of(checkpoint) < step_of(subject.checkpoint):
+                earlier = load_subject(subject.folder, device, checkpoint=checkpoint)
+                steps.append(measure_pruning(earlier.model, window, prune, step_of(checkpoint)))
     now = None if subject.checkpoint is None else step_of(subject.checkpoint)
     return PruningHistory((*steps, measure_pruning(subject.model, window, prune, now)))
 
@@ -230,7 +234,9 @@ def _reach(subject: Subject, common: Common, *, eps: float = 0.01) -> EffectiveC
     return measure_context(subject.model, _windows(subject, common, 1, 1)[0, :-1], eps)
 
 
-def _maps(subject: Subject, common: Common, *, tokens: int = 32, start: int = 0, layer: int | None = None) -> AttentionMaps:
+def _maps(
+    subject: Subject, common: Common, *, tokens: int = 32, start: int = 0, layer: int | None = None
+) -> AttentionMaps:
     """Attention weights and forget gates of a piece of text, with its tokens on the axes.
 
     Args:
@@ -258,6 +264,10 @@ def _harness(
         limit: questions that are asked; none for all.
         shots: examples before each; none for what the task says.
     """
+    from attnzoo.evaluation.harness import run_harness
+
+    if len(common.length) > 1:
+        raise ValueError(f"length: expected one, the window of the model, got {list(common.length)}")
     most = common.length[0] if common.length else subject.context
     return run_harness(subject.model, subject.encode, subject.decode, subject.end, task, limit, shots, most)
 
