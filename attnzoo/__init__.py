@@ -1,4 +1,4 @@
-"""attnzoo: seven linear recurrences, each beside its dual softmax position encoding.
+"""attnzoo: linear recurrences, each beside its dual softmax position encoding.
 
 ``build_attention("fox", acp=True)`` gives a module, ``get("fox").forms["parallel"](q, k, v, Gate(log_decay=g))`` the
 function, ``dual("fox")`` the other side of the pair.
@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnzoo.algebra import oracle as oracle
+    from attnzoo.algebra.forgetting import Forgetting
     from attnzoo.algebra.gate import Gate
     from attnzoo.algebra.pruning import Evict, Prune
     from attnzoo.equations import describe
     from attnzoo.forms.cache import KVCache, RecurrentState
     from attnzoo.layer.attention import Attention
     from attnzoo.layer.build import build_attention
-    from attnzoo.registry import Pair, Variant, dual, get, list_variants, pairs, register
+    from attnzoo.registry import Pair, Variant, dual, get, list_variants, pair_for, pairs, register
 
 __version__ = "0.1.0"
 __all__ = [
     "Attention",
     "Evict",
+    "Forgetting",
     "Gate",
     "KVCache",
     "Pair",
@@ -34,6 +36,7 @@ __all__ = [
     "dual",
     "get",
     "list_variants",
+    "pair_for",
     "pairs",
     "register",
 ]
@@ -41,6 +44,7 @@ _HOMES = {
     "Attention": "layer.attention",
     "build_attention": "layer.build",
     "Evict": "algebra.pruning",
+    "Forgetting": "algebra.forgetting",
     "Gate": "algebra.gate",
     "KVCache": "forms.cache",
     "RecurrentState": "forms.cache",

@@ -30,6 +30,11 @@ CASES = {
         "GatedDeltaNet",
         {"head_dim": 16, "num_heads": 2, "num_v_heads": 4, "expand_v": 1.0},
     ),
+    "gated_deltaproduct": (
+        "GatedDeltaProduct",
+        {"head_dim": 16, "num_householder": 2, "use_forget_gate": True, "allow_neg_eigval": True},
+    ),
+    "deltaproduct": ("GatedDeltaProduct", {"head_dim": 16, "num_householder": 3, "use_output_gate": False}),
     "gla": ("GLA", {"fuse_norm": True}),
     "gla, shared keys": ("GLA", {"fuse_norm": True, "num_kv_heads": 2, "use_short_conv": True}),
     "retnet": ("RetNet", {"fuse_norm": True}),
@@ -103,6 +108,10 @@ def plain(monkeypatch):
         q, k = (unit(x).repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
         return naive("gated_delta_rule").naive_recurrent_gated_delta_rule(q, k, v, beta, g)
 
+    def product(q, k, v, g, beta, **_):
+        g = torch.zeros_like(beta) if g is None else g
+        return naive("gated_delta_rule").naive_recurrent_gated_delta_rule(unit(q), unit(k), v, beta, g)
+
     def gla(q, k, v, g=None, gk=None, **_):
         return naive("gla").naive_recurrent_gla(q, k, v, g if gk is None else gk)
 
@@ -139,6 +148,7 @@ def plain(monkeypatch):
         causal_conv1d=lambda x, weight, **_: (F.silu(F.conv1d(
             F.pad(x.mT, (weight.shape[1] - 1, 0)), weight[:, None], groups=x.shape[-1]).mT), None),
     )  # fmt: skip
+    replace(layers + "gated_deltaproduct", fused_recurrent_gated_delta_rule=product)
     replace(layers + "gla", chunk_gla=gla, fused_recurrent_gla=gla)
     replace(layers + "multiscale_retention", chunk_retention=retention, fused_recurrent_retention=retention)
     replace(layers + "wall_attn", parallel_wall_attn=wall)

@@ -185,12 +185,12 @@ def test_what_the_kernels_refuse_is_said_both_ways(name: str) -> None:
     assert "has no gradient" in variant.refuses("triton", recorded)
 
 
-@pytest.mark.parametrize("name", ["fox", "rope"])
+@pytest.mark.parametrize("name", ["fox", "rope", "path_fox"])
 @torch.no_grad()
 def test_the_kernels_step_over_keys_in_pages(name: str) -> None:
     """After a prefill and beside a whole cache; a page begins, and keys have gone (those before a closed gate)."""
     inputs, variant = inputs_of(name, B=2, T=135), get(name)
-    if name == "fox":
+    if name != "rope":
         inputs[3].log_decay[:, 70] = -torch.inf
     pool = variant.form_set.new_pages(*piece(inputs, 0, 1))
     states = [None, PagedCache.of(pool, Eviction(-20.0, None))]
@@ -201,6 +201,23 @@ def test_the_kernels_step_over_keys_in_pages(name: str) -> None:
         whole, states[0] = variant.extend(*now, states[0], **options)
         paged, states[1] = variant.extend(*now, states[1], form=form, **options)
         assert relative_error(paged, whole) <= CLOSE
-    assert pool.first.any() == (name == "fox")
+    assert pool.first.any() == (name != "rope")
     refused = variant.refuses("triton", Call(*piece(inputs, 0, 30), states[1], True, {}))
     assert refused == "the triton form reads keys in pages for 1 to 16 tokens at a time"
+
+
+@torch.no_grad()
+def test_tokens_are_taken_back_from_pages_of_carried_keys_after_steps_of_the_kernels() -> None:
+    """Rejected ones, over the border of a page, and those of a call that failed."""
+    inputs, variant = inputs_of("path_fox", B=2, T=140), get("path_fox")
+    whole, paged = None, PagedCache.of(variant.form_set.new_pages(*piece(inputs, 0, 1)))
+    for start, stop, form in ((0, 60, "reference"), (60, 63, "triton"), (63, 66, "triton"), (66, 135, "reference"),
+                              (135, 140, "triton")):  # fmt: skip
+        rejected = variant.extend(*piece(inputs, 0, 9), paged, form=form)[1]
+        if start == 63:
+            paged = rejected.crop(start)  # else the call is forgotten
+        now = piece(inputs, start, stop)
+        expected, whole = variant.extend(*now, whole)
+        o, paged = variant.extend(*now, paged, form=form)
+        assert relative_error(o, expected) <= CLOSE
+        assert paged.pool.known == [min(128, stop // 64 * 64) - 64 * (stop >= 64)] * 2, stop

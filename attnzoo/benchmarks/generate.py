@@ -23,9 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.algebra.gate import Gate
 from attnzoo.benchmarks.measure import Result, chosen, load_peer, machine, not_measured, save
 from attnzoo.benchmarks.train import trained_biases
 from attnzoo.forms.cache import KVCache, RecurrentState
+from attnzoo.forms.carried import CarriedPool
+from attnzoo.forms.paged import PagedCache
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
@@ -48,6 +51,7 @@ class Contender:
         evict: see :class:`~attnzoo.models.engine.Generator`.
         graph: whether a step is one CUDA graph.
         compile: whether its blocks are compiled.
+        fuse: whether maps of one input are one product.
     """
 
     name: str
@@ -56,16 +60,20 @@ class Contender:
     evict: float | None = None
     graph: bool = True
     compile: bool = True
+    fuse: bool = False
 
 
 PRO = {"block": "pro", "acp": True}
 OURS = (
     Contender("FoX (Pro) + ACP", "fox", PRO),
     Contender("FoX (Pro) + ACP, evicting", "fox", PRO, EVICT),
+    Contender("FoX (Pro) + ACP, fused", "fox", PRO, fuse=True),
+    Contender("FoX (Pro) + ACP, evicting, fused", "fox", PRO, EVICT, fuse=True),
     Contender("FoX (Pro) + ACP, not compiled", "fox", PRO, compile=False),
     Contender("FoX (Pro) + ACP, no graph", "fox", PRO, graph=False, compile=False),
     Contender("RoPE", "rope"),
     Contender("PaTH-FoX", "path_fox"),
+    Contender("PaTH-FoX (Pro), evicting", "path_fox", PRO, EVICT),
     Contender("Mamba-2", "mamba2"),
     Contender("Gated DeltaNet", "gated_deltanet"),
 )
@@ -85,16 +93,18 @@ def build(contender: Contender, device: str = "cuda", **sizes: Any) -> LanguageM
 
 
 @torch.no_grad()
-def filled(model: LanguageModel, tokens: int, seed: int) -> list[LayerCache]:
-    """Caches of one sequence that look as if it had ``tokens`` tokens."""
+def filled(model: LanguageModel, tokens: int, seed: int, evict: float | None = None) -> list[LayerCache]:
+    """Caches of one sequence that look as if it had ``tokens`` tokens; see ``new_cache`` for ``evict``."""
     torch.manual_seed(seed)
     device = model.embedding.weight.device
-    caches = model.new_cache()
+    caches = model.new_cache(evict)
     model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=device), cache=caches)
     for cache in caches:
         state = cache.state
         if isinstance(state, RecurrentState):
             cache.state = RecurrentState(torch.randn_like(state.matrix), tokens)
+        elif isinstance(state, PagedCache):
+            cache.state = _pages(state, tokens)
         else:
             cache.state = _keys(state, tokens)
         cache.windows = {name: torch.randn_like(window) for name, window in cache.windows.items()}
@@ -114,15 +124,30 @@ def _keys(state: KVCache, tokens: int) -> KVCache:
     return replace(KVCache(k, draw(state.v), gates, carried=state.carried), phase=state.phase, angle=state.angle)
 
 
+def _pages(state: PagedCache, tokens: int) -> PagedCache:
+    """The same in pages: of a cache that has one token."""
+    pool, device = state.pool, state.pool.k.device
+    B, G, K, V, T = len(pool.lengths), pool.table.shape[1], pool.k.shape[2], pool.v.shape[2], tokens - 1
+    k, v = F.rms_norm(torch.randn(B, T, G, K, device=device), (K,)), torch.randn(B, T, G, V, device=device)
+    g = None if pool.total is None else 2 * torch.rand(B, T, pool.total.shape[1], device=device) * pool.total[:, None]
+    g = None if g is None else g.float()
+    if isinstance(pool, CarriedPool):
+        w = F.normalize(torch.randn(B, T, G, K, device=device), dim=-1)
+        pool.add(k, v, Gate(log_decay=g, w=w, beta=2 * torch.rand(B, T, G, device=device)), None)
+    else:
+        pool.append(k, v, g)
+    return PagedCache.of(pool, state.evict, tokens=tokens, phase=state.phase, angle=state.angle)
+
+
 def generator_of(model: LanguageModel, contender: Contender, batch: int, tokens: int, steps: int) -> Generator:
     """A generator whose rows all have ``tokens`` tokens behind them."""
     generator = Generator(
         model, batch, tokens + steps + 1, check_every=16, evict=contender.evict,
         graph=contender.graph and model.embedding.weight.is_cuda,
-        compile=contender.compile and model.embedding.weight.is_cuda,
+        compile=contender.compile and model.embedding.weight.is_cuda, fuse=contender.fuse,
     )  # fmt: skip
     for row in range(batch):
-        generator.resume(filled(model, tokens, row), 0, steps, Sampling(0.0))
+        generator.resume(filled(model, tokens, row, contender.evict), 0, steps, Sampling(0.0))
         generator.admit()  # so that one cache at a time is held twice
     return generator
 

@@ -124,6 +124,21 @@ class CarriedPool(KeyPool):
         odd = self.table.new_tensor([near_base(n) // PAGE % 2 for n in self.lengths]).bool()
         return torch.where(odd.view(-1, *(1,) * (x.ndim - 1)), x.roll(PAGE, 2), x)
 
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None = None
+    ) -> Tensor:
+        """Add few tokens and attend, in kernels: ``[B, T, H, V]``. There are pages; the host counts elsewhere."""
+        from attnzoo.kernels.decode import paged_path_step
+
+        names = (
+            "factor", *NEAR, "table", "first", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log"
+        )  # fmt: skip
+        return paged_path_step(
+            q, k, v.to(self.v.dtype), cast(Tensor, gate.w), cast(Tensor, gate.beta), keys=self.k, values=self.v,
+            log_decay=gate.log_decay, count=count, scale=given.scale, window=given.window, sink=given.sink,
+            **{name: getattr(self, name) for name in names},
+        ).to(v.dtype)  # fmt: skip
+
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), **{name: getattr(self, name) for name in NEAR}, "known": list(self.known)}
 
@@ -145,7 +160,9 @@ class CarriedPool(KeyPool):
             self.check_crop(lengths)
             self.known = [min(known, n) for known, n in zip(self.known, lengths, strict=True)]
         else:
-            self.known = list(notes["known"])
+            same = notes["near_k"] is self.near_k  # then steps have written over what they needed no more
+            kept = zip(notes["known"], self.known, strict=True)
+            self.known = [max(then, now) if same else then for then, now in kept]
             for name in NEAR:
                 setattr(self, name, notes[name])
         super().crop(lengths, notes)
@@ -219,6 +236,25 @@ def extend_carried(
         return None, new
     o, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
     return (o, lse), new
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels write to the pool where it stands
+@torch.no_grad()
+def step_carried(
+    forms: Separating, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
+) -> tuple[Tensor, PagedCache]:
+    """As :func:`extend_carried`, for few tokens of which all exist, in kernels; the output is ``[B, T, H, V]``."""
+    (B, T, H, K), pool = q.shape, cast(CarriedPool, state.pool)
+    state.begin()
+    gate = gate.per_token(q)
+    if state.evict is not None and state.evict.offload is not None:
+        state.look(heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale), k, None)
+    pool.reserve([T] * B)
+    o = pool.step(q, k, v, gate, given)
+    pool.lengths = [n + T for n in pool.lengths]
+    pool.known = [max(known, near_base(n)) for known, n in zip(pool.known, pool.lengths, strict=True)]
+    there = append_valid(cast(Any, state), None, k)
+    return o, PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there)
 
 
 def attend_carried(

@@ -21,7 +21,8 @@ from attnzoo.forms.readout import attend_with_sink
 class CarriedPages(PagedMemory):
     """The keys of PaTH and PaTH-FoX of B sequences in a :class:`~attnzoo.forms.carried.CarriedPool`.
 
-    Arguments as :class:`~attnzoo.forms.fixed.PagedMemory`, without a place and a phase. Pruning drops no mass here.
+    A step is six kernels on a GPU (``attnzoo.kernels.decode``), and plain operations elsewhere. Pruning drops no mass.
+    Arguments as :class:`~attnzoo.forms.fixed.PagedMemory`, without a place and a phase.
     """
 
     @staticmethod
@@ -40,6 +41,8 @@ class CarriedPages(PagedMemory):
     def step(self, call: Call, extend: Extend) -> Tensor:
         pool, given = cast(CarriedPool, self.pool), SoftmaxOptions(**call.options)
         q, k, v, gate = call.q, call.k, call.v, call.gate.per_token(call.q)
+        if q.is_cuda:
+            return pool.step(q, k, v, gate, given, self.rows.active)
         (_, _, H, K), there = q.shape, self.rows.active[:, None] != 0
         scaled = heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale)
         o, lse = attend_carried(scaled, k, v, gate, pool, there, given.window)

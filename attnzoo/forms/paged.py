@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
@@ -284,9 +285,13 @@ def extend_pages(
     return (o, lse), new
 
 
-def refuses_pages(call: Call) -> str:
-    """Why the kernels of ``attnzoo.kernels.decode`` cannot serve a call over a :class:`PagedCache`, or ""."""
-    from attnzoo.kernels.decode import triton_unavailable
+def refuses_pages(call: Call, unavailable: Callable[[Tensor, Tensor], str]) -> str:
+    """Why the kernels of ``attnzoo.kernels.decode`` cannot serve a call over a :class:`PagedCache`, or "".
+
+    Args:
+        call: over pages.
+        unavailable: why they cannot take q and v (any call), or "".
+    """
     from attnzoo.kernels.decode.plan import MOST_ROWS
 
     for option in ("valid", "return_lse"):
@@ -296,7 +301,7 @@ def refuses_pages(call: Call) -> str:
         return f"the triton form reads keys in pages for 1 to {MOST_ROWS} tokens at a time"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
         return "keys in pages have no gradient (run it under torch.no_grad())"
-    return triton_unavailable(call.q, call.v)
+    return unavailable(call.q, call.v)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, grown
-from attnzoo.forms.carried import CarriedPool, extend_carried
+from attnzoo.forms.carried import CarriedPool, extend_carried, step_carried
 from attnzoo.forms.fixed import KeyMemory, Memory, PagedMemory, Rows
 from attnzoo.forms.fixed_carried import CarriedPages
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
@@ -29,7 +29,7 @@ from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_ls
 from attnzoo.forms.rowblocks import causal_attention
 from attnzoo.forms.triton import fox_kernel
 from attnzoo.kernels.common.constants import KEY_UNIT
-from attnzoo.kernels.decode import triton_unavailable
+from attnzoo.kernels.decode import path_unavailable, triton_unavailable
 
 ROWS = 128
 
@@ -110,12 +110,13 @@ class SoftmaxForms(Forms):
         return super().refuses(form, call)
 
     def _refuses_pages(self, form: str, call: Call) -> str:
-        return f"the {form} form does not read keys in pages"
+        return refuses_pages(call, path_unavailable) if form == "triton" else f"the {form} form reads no keys in pages"
 
     def _step_pages(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
     ) -> tuple[Tensor, PagedCache]:
-        raise ValueError("form: expected 'reference' over keys in pages that transitions carry")
+        o, new = step_carried(self, q, k, v, gate, state, options)
+        return o, new
 
     def _extend_pages(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
@@ -147,9 +148,10 @@ class SoftmaxForms(Forms):
         if paged:
             raise ValueError("paged: expected False or None (a step of fixed size reads carried keys whole), got True")
         if isinstance(state, PagedCache):
-            if rows.length.is_cuda or paged is False:
-                how = "give the model a cache of new_cache(evict=...) instead"
-                raise ValueError(f"evict: expected None where transitions carry keys on a GPU ({how})")
+            why = path_unavailable(state.pool.k, state.pool.v) if rows.length.is_cuda else ""
+            if why or paged is False:
+                why = why or "impl='reference' on a GPU"
+                raise ValueError(f"evict: expected None where a step over pages has no kernel ({why})")
             return CarriedPages.of(state, rows, tokens, device)
         kernel = self.kernels.get("triton")
         if kernel is not None and kernel.fixed is not None and paged is None and rows.length.is_cuda:
@@ -334,7 +336,7 @@ class AdditiveForms(SoftmaxForms):
         return extend_pages(self, q, k, v, gate, state, options)
 
     def _refuses_pages(self, form: str, call: Call) -> str:
-        return refuses_pages(call) if form == "triton" else super()._refuses_pages(form, call)
+        return refuses_pages(call, triton_unavailable) if form == "triton" else super()._refuses_pages(form, call)
 
     def _step_pages(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attnzoo.algebra.forgetting import Forgetting
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
 from attnzoo.errors import unknown
+from attnzoo.forms.factors import outputs, sub_tokens
 from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
@@ -23,8 +25,9 @@ from attnzoo.layer.checks import check_hidden, valid_tokens
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
-from attnzoo.layer.gates import Sizes, build_gate, gate_classes
-from attnzoo.layer.gates.matrix import rotary_angles
+from attnzoo.layer.forgetting import Forget, check_forgetting
+from attnzoo.layer.gates import GateProjection, Sizes, build_gate, gate_classes
+from attnzoo.layer.gates.matrix import by_factor, checked_factors, rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
 from attnzoo.layer.precision import PreciseModule, fill
 from attnzoo.layer.projected import Projected
@@ -50,6 +53,7 @@ class Attention(PreciseModule):
         *,
         prune: Prune | None = None,
         impl: str = "auto",
+        forgetting: Forgetting | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(config, AttentionConfig):
@@ -62,6 +66,8 @@ class Attention(PreciseModule):
             if variant.side == "linear":
                 why = f"has no keys to prune: it is the linear side, and its dual is {variant.dual.name!r}"
             raise ValueError(f"acp: {variant.name!r} {why} (it serves {able})")
+        if forgetting is not None:
+            check_forgetting(variant, forgetting, impl, prune is not None)
         classes = gate_classes(config.gate)
         provided = {part for cls in classes for part in cls.provides}
         if provided != set(variant.requires):
@@ -80,18 +86,20 @@ class Attention(PreciseModule):
                 raise ValueError(f"{name}: {variant.name!r} sums past tokens in one state, without a softmax")
         self.variant, self.config, self.prune, self.impl = variant, config, prune, impl
         self.scale = config.scale
+        self.keys_per_token = self._keys_per_token(classes, gate_options or {})  # and values
         D, H, G, K, V = config.hidden_size, config.num_heads, config.kv_heads, config.key_dim, config.v_dim
         q_heads, k_heads = config.query_heads, config.key_heads
         self.q_proj = nn.Linear(D, q_heads * K, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(D, k_heads * K, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(D, G * V, bias=config.qkv_bias)
+        k_rows, v_rows = k_heads * self.keys_per_token, G * self.keys_per_token
+        self.k_proj = nn.Linear(D, k_rows * K, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(D, v_rows * V, bias=config.qkv_bias)
         self.o_proj = nn.Linear(H * V, D, bias=config.output_bias)
         conv = (config.conv_size, config.conv_bias, config.conv_activation)
         self.q_conv = ShortConvolution(q_heads * K, *conv) if config.conv_size else None
-        self.k_conv = ShortConvolution(k_heads * K, *conv) if config.conv_size else None
-        self.v_conv = ShortConvolution(G * V, *conv) if config.conv_size else None
-        self.k_shift = Shift(D, k_heads) if config.kv_shift else None
-        self.v_shift = Shift(D, G) if config.kv_shift else None
+        self.k_conv = ShortConvolution(k_rows * K, *conv) if config.conv_size else None
+        self.v_conv = ShortConvolution(v_rows * V, *conv) if config.conv_size else None
+        self.k_shift = Shift(D, k_rows) if config.kv_shift else None
+        self.v_shift = Shift(D, v_rows) if config.kv_shift else None
         rms = config.qk_norm.startswith("rms")
         norm = ("rms", config.qk_norm_eps, 1 if config.qk_norm == "rms_full" else None, config.qk_norm_shared)
         self.q_norm = HeadNorm(q_heads, K, *norm) if rms else None
@@ -109,8 +117,18 @@ class Attention(PreciseModule):
         self.register_buffer("angle", None)
         if config.rotary is not None:
             self.keep("angle", self._angles(), persistent=False, least=torch.float64)
-        self._picked: str | None = None
+        self.forget = None if forgetting is None else Forget(forgetting, config)
+        self.picked: str | None = None  # the form that served the last call, and the device
         self.reset_parameters()
+
+    def _keys_per_token(self, classes: Sequence[type[GateProjection]], options: Mapping[str, Any]) -> int:
+        number = options.get("num_householder", 1) if any(cls.unit_keys for cls in classes) else 1
+        if not isinstance(number, int):  # the gate says so
+            return 1
+        if number > 1 and (self.config.skip or sum(cls.writes for cls in classes) > 1):
+            what = "skip" if self.config.skip else f"a second write strength in gate={self.config.gate!r}"
+            raise ValueError(f"num_householder: expected 1 with {what} (a token has several values), got {number}")
+        return checked_factors(number)
 
     def reset_parameters(self) -> None:
         """Linear weights N(0, 0.02^2); gates, norms and convolutions as their papers say."""
@@ -128,6 +146,8 @@ class Attention(PreciseModule):
         if self.angle is not None:
             fill(self.angle, self._angles())
         self.gate.reset_parameters()
+        if self.forget is not None:
+            self.forget.reset_parameters()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Also restore the angle, which no checkpoint holds, where the layer was made on the meta device."""
@@ -159,6 +179,8 @@ class Attention(PreciseModule):
         Raises:
             ValueError: ``evict`` for a layer that needs all its keys, or of which nothing bounds later queries.
         """
+        if self.forget is not None:
+            raise ValueError("cache: a layer with forgetting reads whole sequences, and has no cache yet")
         settings = None if evict is None else Evict.of(evict)
         if settings is not None and not self.evicts:
             able = [name for name in list_variants("softmax") if get(name).prunable]
@@ -301,8 +323,13 @@ class Attention(PreciseModule):
             if lost:
                 _say(f"{self.variant.name}: no kernel runs, and the reference is slower: {lost}", logging.WARNING)
         if not torch.compiler.is_compiling():
-            self._picked = f"{form} on {x.device.type}"
-        o, state = run(self.variant, form, call)
+            self.picked = f"{form} on {x.device.type}"
+        if self.forget is None:
+            o, state = run(self.variant, form, call)
+        else:
+            o, state = self.forget.run(self.variant, form, call), None
+        if self.keys_per_token > 1 and state is not None:  # it has counted sub-tokens
+            state = replace(state, tokens=len(state) - x.shape[1] * (self.keys_per_token - 1))
         y = self._output(x, projected.v, o)
         return y if valid is None else y.masked_fill(~valid[..., None], 0.0), state
 
@@ -322,6 +349,9 @@ class Attention(PreciseModule):
     ) -> dict[str, Any]:
         """What the core is asked for by keyword."""
         delta_rule = isinstance(projected.write, str)
+        if self.keys_per_token > 1:
+            valid = None if valid is None else valid.repeat_interleave(self.keys_per_token, 1)
+            cu_seqlens = None if cu_seqlens is None else cu_seqlens * self.keys_per_token
         return given_options(
             {
                 "scale": self.scale, "valid": valid, "cu_seqlens": cu_seqlens, "prune": self.prune,
@@ -332,6 +362,8 @@ class Attention(PreciseModule):
 
     def _output(self, x: Tensor, v: Tensor, o: Tensor) -> Tensor:
         """From what the core gives, ``[B, T, H, V]``, to that of the layer, ``[B, T, D]``."""
+        if self.keys_per_token > 1:
+            o = outputs(o, self.keys_per_token)
         if self.skip is not None:
             o = o + (self.skip[:, None] * expand_heads(v, o.shape[2])).to(o.dtype)
         gated = None if self.output_gate is None else ACTIVATIONS[self.config.output_gate](self.output_gate(x))
@@ -364,8 +396,8 @@ class Attention(PreciseModule):
         if self.k_shift is not None and self.v_shift is not None:
             k, v = self.k_shift(k, x, stream, "k_shift"), self.v_shift(v, x, stream, "v_shift")
         q = q.unflatten(-1, (config.query_heads, config.key_dim))
-        k = k.unflatten(-1, (config.key_heads, config.key_dim))
-        v = v.unflatten(-1, (config.kv_heads, config.v_dim))
+        k = k.unflatten(-1, (-1, config.key_dim))
+        v = v.unflatten(-1, (-1, config.v_dim))
         q = FEATURE_MAPS[config.feature_map](q)
         k = FEATURE_MAPS[config.key_feature_map or config.feature_map](k)
         if config.qk_norm == "l2":
@@ -375,12 +407,15 @@ class Attention(PreciseModule):
         if self.angle is not None:
             phase = stream.positions()[..., None, None] * self.angle.double()
             q, k = rotate_all(phase, q, k)
+        k, v = by_factor(k, 2, self.keys_per_token), by_factor(v, 2, self.keys_per_token)
         if config.num_qk_heads is not None:
             q, k = expand_heads(q, config.num_heads), expand_heads(k, config.num_heads)
         gate, write = self.gate(x, k, stream)
         k = self.gate.keys(k, gate)
         if stream.valid is not None and gate.w is not None:  # padding has no unit vector to erase along
             gate = gate.neutral_where(~stream.valid)
+        if self.keys_per_token > 1:
+            q, k, v, gate = sub_tokens(q, k, v, gate)
         return Projected(q.to(v.dtype), k.to(v.dtype), v, gate, write)
 
     def extra_repr(self) -> str:
@@ -390,7 +425,7 @@ class Attention(PreciseModule):
             if getattr(self.config, f.name) != f.default or f.name in ("hidden_size", "num_heads")
         }
         shown = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if name != "gate")
-        picked = f" ({self._picked})" if self._picked else ""
+        picked = f" ({self.picked})" if self.picked else ""
         prune = f", prune={self.prune}" if self.prune else ""
         return f"{self.variant.name!r}, {shown}, impl={self.impl!r}{picked}{prune}"
 

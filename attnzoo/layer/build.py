@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from attnzoo.algebra.forgetting import Forgetting
 from attnzoo.algebra.pruning import Prune
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.attention import Attention
@@ -21,6 +22,7 @@ def build_attention(
     block: str | None = None,
     acp: bool | Prune = False,
     impl: str = "auto",
+    forgetting: Forgetting | None = None,
     **options: Any,
 ) -> Attention:
     """An attention layer of variant ``name``, with the defaults of its paper.
@@ -36,6 +38,8 @@ def build_attention(
             their L2 norm in all.
         acp: Adaptive Computation Pruning: True for ``Prune()``, or a :class:`~attnzoo.Prune`.
         impl: ``"auto"`` (by device), ``"triton"``, ``"fla"`` or ``"reference"``; an explicit choice never falls back.
+        forgetting: learn which keys can be forgotten (One-Pass Forgetting), by an :class:`~attnzoo.Forgetting`; for
+            the softmax side. None: no key is.
         options: fields of :class:`AttentionConfig` and options of the variant's gate projection.
 
     Raises:
@@ -65,10 +69,12 @@ def build_attention(
             settings.pop(option, None)
     gate_settings = {key: settings.pop(key) for key in list(settings) if key not in known}
     gate_settings = {key: value for key, value in gate_settings.items() if key in gate_options(classes)}
-    return Attention(variant, AttentionConfig(**settings), gate_settings, prune=_prune(acp), impl=impl)
+    return Attention(
+        variant, AttentionConfig(**settings), gate_settings, prune=_prune(acp), impl=impl, forgetting=forgetting
+    )
 
 
-BUILD_OPTIONS = {"block", "acp", "impl"}
+BUILD_OPTIONS = {"block", "acp", "impl", "forgetting"}
 
 
 def _prune(acp: bool | Prune) -> Prune | None:

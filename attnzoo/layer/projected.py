@@ -12,7 +12,7 @@ from attnzoo.layer.gates.base import Write
 
 @dataclass(frozen=True)
 class Projected:
-    """Queries, keys, values and gate of the rows of one call.
+    """Queries, keys, values and gate of the rows of one call, with T n sub-tokens where tokens write n times each.
 
     Args:
         q: ``[B, T, H, K]``.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from attnzoo.algebra.forgetting import Forgetting
 from attnzoo.algebra.pruning import Evict, Prune
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds, unknown
@@ -325,15 +326,17 @@ def _recompute(block: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
 
 
 def _from_file(options: dict[str, Any]) -> dict[str, Any]:
-    """Options with `acp: {eps: 1e-4}`, the way that a file spells it, as a `Prune`."""
-    prune = options.get("acp")
-    if not isinstance(prune, Mapping):
-        return options
-    known = [field.name for field in fields(Prune)]
-    for key in prune:
-        if key not in known:
-            raise unknown("option of acp", key, known)
-    return {**options, "acp": Prune(**prune)}
+    """Options with `acp: {eps: 1e-4}` and `forgetting: {window: 8}`, the way that a file spells them, as objects."""
+    made: dict[str, Any] = {}
+    for option, kind in (("acp", Prune), ("forgetting", Forgetting)):
+        given = options.get(option)
+        if isinstance(given, Mapping):
+            known = [field.name for field in fields(kind)]
+            for key in given:
+                if key not in known:
+                    raise unknown(f"option of {option}", key, known)
+            made[option] = kind(**given)
+    return {**options, **made}
 
 
 def _all_or_none(cache: list[LayerCache] | None, layers: int) -> AllOrNone:

@@ -239,6 +239,138 @@ def posterior(theme: Theme) -> Figure:
     return figure
 
 
+def readouts(theme: Theme) -> Figure:
+    """Six scores, and the softmax weights that they become."""
+    scores = np.array([0.6, -0.4, 1.4, -0.9, 0.3, -0.2])
+    weights = np.exp(scores) / np.exp(scores).sum()
+    figure = Figure(figsize=(WIDE, 1.9))
+    for number, (name, values) in enumerate((("scores $s$: linear", scores), ("weights: softmax", weights))):
+        axes = _panel(figure, (0.5 * number, 0, 0.5, 1), (-0.8, 5.8), (-1.5, 2.2))
+        axes.axhline(0, color=theme.grid, linewidth=1.5, zorder=0)
+        tall = 1.0 if number == 0 else 3.0
+        colors = [theme.pairs[4] if value > 0 else theme.pairs[2] for value in values]
+        axes.bar(range(6), tall * values, width=0.72, color=colors)
+        for key, value in enumerate(values):
+            above = 0.22 if value > 0 else -0.24
+            _words(
+                axes, f"{value:.1f}" if number == 0 else f"{value:.2f}", (key, tall * value + above), theme.ink, size=8
+            )
+        _words(axes, name, (2.5, 2.0), theme.ink, size=9)
+    return figure
+
+
+def slopes(theme: Theme) -> Figure:
+    """Three heads' straight lines, and their exponentials."""
+    away = np.arange(0, 33)
+    figure = Figure(figsize=(WIDE, 2.0))
+    panels = (
+        ("added to the logit (ALiBi)", lambda m: -m * away / 6),
+        ("what is left (RetNet)", lambda m: np.exp(-m * away)),
+    )
+    for number, (name, of) in enumerate(panels):
+        axes = _panel(figure, (0.5 * number, 0, 0.5, 1), (-3.5, 41), (-1.28, 0.4) if number == 0 else (-0.22, 1.24))
+        low, high = (-1.1, 0.0) if number == 0 else (0.0, 1.0)
+        axes.plot([0, 33], [high, high] if number == 0 else [low, low], color=theme.grid, linewidth=1.5, zorder=0)
+        for m, color in ((1 / 2, theme.pairs[2]), (1 / 8, theme.pairs[4]), (1 / 32, theme.muted)):
+            values = of(m)
+            seen = values >= low
+            axes.plot(away[seen], values[seen], color=color, linewidth=1.8)
+            end = int(np.nonzero(seen)[0][-1])
+            label = f"$m = 1/{round(1 / m)}$"
+            place = (float(away[end]) + 0.6, float(values[end]) + (0.0 if number == 0 else 0.05))
+            _words(axes, label, place if m < 1 / 2 or number == 0 else (5.4, 0.12), color, size=8.5, ha="left")
+        _words(axes, name, (16, 0.28 if number == 0 else 1.16), theme.ink, size=9)
+        _words(axes, "tokens between", (16, -1.22 if number == 0 else -0.14), theme.muted, size=8)
+    return figure
+
+
+def both_gates(theme: Theme) -> Figure:
+    """What one token does to a cached key: it takes the part along w, and puts every key a step further away."""
+    figure = Figure(figsize=(WIDE, 2.3))
+    axes = _panel(figure, (0, 0, 0.4, 1), (-0.45, 1.25), (-0.75, 1.2), equal=True)
+    axes.plot([-0.4, 0.92], [0.3, -0.69], color=theme.grid, linewidth=2, zorder=0)
+    _arrow(axes, (0, 0), (0.6, 0.8), theme.muted)
+    _words(axes, "$w_t$", (0.7, 0.88), theme.muted)
+    _arrow(axes, (0, 0), (1, 0), theme.muted, width=2)
+    _arrow(axes, (0, 0), (0.64, -0.48), theme.pairs[5], width=2)
+    _arrow(axes, (1, 0), (0.67, -0.44), theme.pairs[2], width=1)
+    _words(axes, "inside: $R_t$", (0.4, 1.12), theme.ink, size=9)
+    axes = _panel(figure, (0.4, 0, 0.6, 1), (-0.35, 3.6), (-0.75, 1.2))
+    places = np.array([0.0, 0.55, 0.8, 1.5])
+    for y, shift, words in ((0.55, 0.0, "before token $t$"), (-0.25, 1.1, "after it")):
+        axes.plot([0, 3.4], [y, y], color=theme.grid, linewidth=2, zorder=0)
+        axes.plot(3.2 - places[::-1] - shift, np.full(4, y), "o", color=theme.pairs[4], markersize=6)
+        if shift:
+            axes.plot([3.2], [y], "o", color=theme.ink, markersize=6)
+        _words(axes, words, (0.0, y - 0.24), theme.muted, size=8.5, ha="left")
+    _arrow(axes, (3.2, 0.1), (2.1, 0.1), theme.pairs[2], width=1)
+    _words(axes, "$-g_t$", (2.65, 0.22), theme.pairs[2], size=9)
+    _words(axes, "outside: $f_t = e^{g_t}$", (1.7, 1.12), theme.ink, size=9)
+    return figure
+
+
+def tiles(theme: Theme) -> Figure:
+    """Which program owns what: a row of tiles forward, a column of tiles for the gradients of keys and values."""
+    figure = Figure(figsize=(WIDE, 2.5))
+    for number, name in enumerate(("forward, and $dq$", "$dk$, $dv$ and the gate")):
+        axes = _panel(figure, (0.5 * number, 0, 0.5, 1), (-1.2, 8.4), (8.5, -1.5), equal=True)
+        for row in range(8):
+            for col in range(row + 1):
+                own = row == 5 if number == 0 else col == 2
+                color = theme.pairs[4] if own else theme.grid
+                axes.add_patch(Rectangle((col + 0.06, row + 0.06), 0.88, 0.88, color=color, alpha=0.85, linewidth=0))
+        start, end = ((5.5, 5.5), (0.4, 5.5)) if number == 0 else ((2.5, 2.5), (2.5, 7.7))
+        _arrow(axes, start, end, theme.ink, width=1.6)
+        _words(axes, name, (3.6, -1.1), theme.ink, size=9)
+        _words(axes, "keys", (6.3, 1.0), theme.muted, size=8)
+        axes.annotate("queries", (-0.6, 4.0), ha="center", va="center", rotation=90, fontsize=8, color=theme.muted)
+    return figure
+
+
+def degrees(theme: Theme) -> Figure:
+    """The features of the exponential by degree, and what a gate outside and a matrix inside do to each."""
+    figure = Figure(figsize=(WIDE, 1.9))
+    axes = _panel(figure, (0, 0, 1, 1), (-3.0, 13.4), (-2.1, 3.3))
+    x = 0.0
+    for degree, wide in enumerate((0.9, 1.6, 2.6, 4.0)):
+        axes.add_patch(Rectangle((x, 0), wide, 1.5, facecolor=theme.pairs[4], alpha=0.35 + 0.15 * degree, linewidth=0))
+        _words(axes, ("$1$", "$k$", "$k^{\\otimes 2}$", "$k^{\\otimes 3}$")[degree], (x + wide / 2, 0.75), theme.ink)
+        _words(axes, "$e^{g}$", (x + wide / 2, 2.0), theme.pairs[2])
+        inside = ("$1$", "$R$", "$R^{\\otimes 2}$", "$R^{\\otimes 3}$")[degree]
+        _words(axes, inside, (x + wide / 2, -0.55), theme.pairs[5])
+        if degree == 1:
+            frame = Rectangle((x - 0.16, -1.0), wide + 0.32, 3.5, facecolor="none", edgecolor=theme.ink, linewidth=1.3)
+            axes.add_patch(frame)
+            _words(axes, "the linear side", (x + wide / 2, 2.95), theme.ink, size=9)
+        x += wide + 0.5
+    _words(axes, "$\\cdots$", (x + 0.4, 0.75), theme.ink)
+    for y, words, color in (
+        (2.0, "outside", theme.pairs[2]),
+        (0.75, "features", theme.ink),
+        (-0.55, "inside", theme.pairs[5]),
+    ):
+        _words(axes, words, (-0.5, y), color, size=9, ha="right")
+    _words(axes, "degree 0: no matrix can close it", (-2.9, -1.7), theme.muted, size=8.5, ha="left")
+    return figure
+
+
+def disc(theme: Theme) -> Figure:
+    """Where the eigenvalues of each gate lie in the unit disc."""
+    figure = Figure(figsize=(WIDE * 0.66, 2.6))
+    axes = _panel(figure, (0, 0, 1, 1), (-1.45, 2.15), (-1.4, 1.4), equal=True)
+    axes.add_patch(Arc((0, 0), 2, 2, color=theme.pairs[4], linewidth=2.5))
+    axes.plot([-1.3, 1.3], [0, 0], color=theme.grid, linewidth=1, zorder=0)
+    axes.plot([0, 0], [-1.3, 1.3], color=theme.grid, linewidth=1, zorder=0)
+    axes.plot([-1, 1], [-0.05, -0.05], color=theme.pairs[5], linewidth=3)
+    axes.plot([0, 1], [0.05, 0.05], color=theme.pairs[2], linewidth=3)
+    for x in (-1, 0, 1):
+        _words(axes, f"${x}$", (x + (0.14 if x == 0 else 0.18 * x), -0.2), theme.muted, size=8.5)
+    _words(axes, "decays", (0.5, 0.22), theme.pairs[2], size=8.5)
+    _words(axes, "$1 - \\beta$", (-0.5, -0.25), theme.pairs[5], size=9)
+    _words(axes, "rotation", (0.98, 0.92), theme.pairs[4], size=8.5, ha="left")
+    return figure
+
+
 DRAWINGS: dict[str, Callable[[Theme], Figure]] = {
     "line": line,
     "inside-outside": inside_outside,
@@ -249,4 +381,10 @@ DRAWINGS: dict[str, Callable[[Theme], Figure]] = {
     "turn": turn,
     "clocks": clocks,
     "posterior": posterior,
+    "readouts": readouts,
+    "slopes": slopes,
+    "both-gates": both_gates,
+    "tiles": tiles,
+    "degrees": degrees,
+    "disc": disc,
 }

@@ -81,7 +81,7 @@ def paged_attention(
     """
     optional = {"decay": decay, "page_sum": page_sum, "since": since, "log_decay": log_decay, "sink": sink}
     optional |= {"k_norm": k_norm, "n_log": n_log, "logit_bound": logit_bound}
-    _check_pages(q, {"k": k, "v": v, "table": table, "length": length}, {"first": first, **optional}, "first")
+    check_pages(q, {"k": k, "v": v, "table": table, "length": length}, {"first": first, **optional}, "first")
     B, T, H, K = q.shape
     G, N = table.shape[1:]
     if not 1 <= T <= MOST_ROWS:
@@ -93,9 +93,9 @@ def paged_attention(
     if (decay is None) != (page_sum is None) or (decay is not None and log_decay is not None):
         raise ValueError("decay: expected decay and page_sum, or log_decay, or none of the three")
     int32, float32 = torch.int32, torch.float32
-    _check_shapes({
+    check_shapes({
         "first": (first, (B, G), int32), "since": (since, (B, H, T), int32), "log_decay": (log_decay, (H,), float32),
-        "decay": (decay, (*k.shape[:2], H // G), _of_gates(k)), "page_sum": (page_sum, (B, H, N), torch.float64),
+        "decay": (decay, (*k.shape[:2], H // G), of_gates(k)), "page_sum": (page_sum, (B, H, N), torch.float64),
         "sink": (sink, (H,), None), "k_norm": (k_norm, (B, G, N), float32), "n_log": (n_log, (B, H, N), torch.float64),
         "logit_bound": (logit_bound, (H,), float32),
     })  # fmt: skip
@@ -171,9 +171,7 @@ def paged_append(
     """
     sums = {"decay": decay, "page_sum": page_sum, "total": total, "since": since, "n_log": n_log}
     pool = {"k": keys, "v": values, "table": table, "length": length}
-    _check_pages(
-        k, pool, {"k_norm": k_norm, "log_decay": log_decay, "count": count, **sums}, "k_norm", "keys", "values"
-    )
+    check_pages(k, pool, {"k_norm": k_norm, "log_decay": log_decay, "count": count, **sums}, "k_norm", "keys", "values")
     (B, T, G), N, V = k.shape[:3], table.shape[2], values.shape[2]
     if not 1 <= T <= MOST_ROWS:
         raise ValueError(f"k: expected 1 to {MOST_ROWS} tokens, got T={T}")
@@ -183,10 +181,10 @@ def paged_append(
         raise ValueError(f"{missing[0]}: expected {want}")
     H = G if decay is None else G * decay.shape[2]
     int32, float32, float64 = torch.int32, torch.float32, torch.float64
-    _check_shapes({
+    check_shapes({
         "k": (k, (B, T, table.shape[1], keys.shape[2]), keys.dtype), "v": (v, (B, T, G, V), keys.dtype),
-        "k_norm": (k_norm, (B, G, N), float32), "log_decay": (log_decay, (B, T, H), _of_gates(keys)),
-        "decay": (decay, (*keys.shape[:2], H // G), _of_gates(keys)), "page_sum": (page_sum, (B, H, N), float64),
+        "k_norm": (k_norm, (B, G, N), float32), "log_decay": (log_decay, (B, T, H), of_gates(keys)),
+        "decay": (decay, (*keys.shape[:2], H // G), of_gates(keys)), "page_sum": (page_sum, (B, H, N), float64),
         "total": (total, (B, H), float64), "since": (since, (B, H), int32), "n_log": (n_log, (B, H, N), float64),
         "count": (count, (B,), int32),
     }, strided=("k", "v", "log_decay"))  # fmt: skip
@@ -201,10 +199,14 @@ def paged_append(
     return None if log_decay is None else seen
 
 
-def _check_pages(
-    x: Tensor, pool: Mapping[str, Tensor], others: Mapping[str, Tensor | None], needed: str, k: str = "k", v: str = "v"
-) -> None:
-    """The tensors that both functions have: new rows x [B, T, heads, K], and the pool under their names for it."""
+def check_pages(
+    x: Tensor, pool: Mapping[str, Tensor], others: Mapping[str, Tensor | None], needed: str, k: str = "k", v: str = "v",
+    mixed: bool = False,
+) -> None:  # fmt: skip
+    """The tensors that all functions have: new rows x [B, T, heads, K], and the pool under their names for it.
+
+    mixed: values may have another dtype than keys.
+    """
     named = {{"k": k, "v": v}.get(name, name): y for name, y in pool.items()}
     check_tensors({"q": x, **named, **others}, needed=("q", *named, needed))
     if x.ndim != 4:
@@ -215,13 +217,14 @@ def _check_pages(
         raise ValueError(f"{k}: expected [P, PAGE, K], PAGE a power of 2 from 16 on, got {tuple(keys.shape)}")
     if table.ndim != 3 or table.shape[0] != x.shape[0] or 0 in table.shape:
         raise ValueError(f"table: expected [B={x.shape[0]}, G, N], got {tuple(table.shape)}")
-    _check_shapes({
-        k: (keys, tuple(keys.shape), None), v: (values, (*keys.shape[:2], values.shape[-1]), keys.dtype),
+    check_shapes({
+        k: (keys, tuple(keys.shape), None),
+        v: (values, (*keys.shape[:2], values.shape[-1]), None if mixed else keys.dtype),
         "table": (table, tuple(table.shape), torch.int32), "length": (pool["length"], x.shape[:1], torch.int32),
     })  # fmt: skip
 
 
-def _check_shapes(
+def check_shapes(
     wanted: Mapping[str, tuple[Tensor | None, tuple[int, ...], torch.dtype | None]], strided: tuple[str, ...] = ()
 ) -> None:
     """Shapes and dtypes (None: any floating one); contiguous but for those that may be ``strided``."""
@@ -251,7 +254,7 @@ def _check_prune(
         raise ValueError("n_log: expected the sums that prune needs beside decay, got None")
 
 
-def _of_gates(k: Tensor) -> torch.dtype:
+def of_gates(k: Tensor) -> torch.dtype:
     """Dtype of log decays and of their sums within a page: float64 for float64 keys, which the reference takes."""
     return torch.float64 if k.dtype == torch.float64 else torch.float32
 

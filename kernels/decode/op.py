@@ -10,6 +10,7 @@ from attnzoo.kernels.common.plans import announce
 from attnzoo.kernels.decode.plan import Call, plan
 from attnzoo.kernels.decode.portable.append import append
 from attnzoo.kernels.decode.portable.attention import paged_forward
+from attnzoo.kernels.decode.portable.carried import Carried, carry
 
 
 def paged_infer(
@@ -63,3 +64,24 @@ def _write_fake(
 ) -> Tensor:  # fmt: skip
     B, T, H = k.shape[:3] if log_decay is None else log_decay.shape
     return length.new_empty((B, H, T) if log_decay is not None else (0,))
+
+
+def path_step(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, count: Tensor | None,
+    keys: Tensor, values: Tensor, factor: Tensor, near: tuple[Tensor, Tensor, Tensor], table: Tensor, first: Tensor,
+    length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
+    since: Tensor | None, n_log: Tensor | None, sink: Tensor | None, scale: float, window: int,
+) -> Tensor:  # fmt: skip
+    """What ``carried.paged_path_step`` does."""
+    where, carried = machine(q.device), Carried(k, w, beta, factor, count)
+    call = Call(q.shape[1], q.shape[2] // table.shape[1], keys.shape[1], q.shape[3], v.shape[3], keys.dtype, True)
+    chosen = plan(call, where, multiprocessors(q.device))
+    announce("decode", chosen, where)
+    with on_device_of(q):
+        seen = append(k, v, log_decay, count, keys, values, table, length, k_norm, decay, page_sum, total, since, n_log)
+        o = paged_forward(
+            q, keys, values, table, first, length, decay, page_sum, None if log_decay is None else seen, None, sink,
+            None, None, None, scale, window, 0.0, chosen, carried,
+        )  # fmt: skip
+        carry(carried, keys, table, length, k_norm, near)
+    return o

@@ -18,7 +18,10 @@ _forced: dict[str, int] = {}
 
 
 class Call(NamedTuple):
-    """What a plan depends on besides the machine: T rows, ``rep`` query heads per key head, keys a page, head dims."""
+    """What a plan depends on besides the machine: T rows, ``rep`` query heads per key head, keys a page, head dims.
+
+    carried: the rows of each page are read beside its keys (PaTH).
+    """
 
     T: int
     rep: int
@@ -26,6 +29,7 @@ class Call(NamedTuple):
     K: int
     V: int
     dtype: torch.dtype
+    carried: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,10 @@ def _plan(call: Call, machine: Machine, multiprocessors: int, forced: tuple[tupl
     stages = max(1, min(3, 65536 // (BS * width)))
     BT = min(64, max(16, power_of_2(call.T * call.rep)))
     chosen = Plan(BT, BS, 4, stages, 8 * multiprocessors, 4)
-    if BT == 16 and width <= 256:  # 16-bit heads of 64 (one warp needs no sums across warps), one H200
+    few = BT == 16 and not call.carried  # float32 keys would spill from fewer warps
+    if few and width <= 256:  # 16-bit heads of 64 (one warp needs no sums across warps), one H200
         chosen = replace(chosen, num_warps=1, num_stages=2, extra=2)
-    elif BT == 16 and width <= 512:
+    elif few and width <= 512:
         chosen = replace(chosen, num_warps=2, num_stages=2, programs=4 * multiprocessors)
     return replace(chosen, **dict[str, Any](forced))
 

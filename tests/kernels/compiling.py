@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import device
 from attnzoo.kernels.decode import api as decode
+from attnzoo.kernels.decode import carried
 from attnzoo.kernels.fox import api as fox
 from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path.cache import path_extend
@@ -79,6 +80,24 @@ def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     return attend(decay=decay, page_sum=page_sum, since=seen)
 
 
+def path_page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
+    """New tokens of PaTH into pages and the attention of their rows, with gates and without."""
+    int32, float64, (B, G, N, P) = torch.int32, torch.float64, (2, 2, 16, 64)
+    H, q, new = G * R, torch.zeros(B, T, G * R, K, dtype=dtype), torch.zeros(B, T, G, K, dtype=dtype)
+    near, gates, n_log = torch.zeros(B, G, 128, K), torch.zeros(B, T, H), torch.zeros(B, H, N, dtype=float64)
+    pool = {
+        "keys": torch.zeros(P, 64, K), "values": torch.zeros(P, 64, K, dtype=dtype), "factor": torch.zeros(P, K, K),
+        "near_k": near, "near_w": near, "near_beta": near[..., 0].contiguous(), "k_norm": torch.zeros(B, G, N),
+        "table": torch.zeros(B, G, N, dtype=int32), "first": torch.zeros(B, G, dtype=int32),
+        "length": torch.zeros(B, dtype=int32),
+    }  # fmt: skip
+    sums = {"decay": torch.zeros(P, 64, R), "page_sum": n_log, "total": n_log[..., 0].contiguous(), "n_log": n_log}
+    since, count = torch.zeros(B, H, dtype=int32), torch.zeros(B, dtype=int32)
+    step = functools.partial(carried.paged_path_step, q, new, new, new, new[..., 0].float(), **pool)
+    step(window=100, sink=gates[0, 0])
+    return step(log_decay=gates, since=since, count=count, **sums)
+
+
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Named calls that together launch every kernel in every form that a plan can choose."""
     for kind, dtype in DTYPES.items():
@@ -126,6 +145,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                 )
             for rows, R, T in (("step", 1, 1), ("rows", 2, 3)):
                 yield f"decode {kind} {K} {rows}", functools.partial(page_step, dtype, K, R, T)
+                if K <= 128:
+                    yield f"decode {kind} {K} path {rows}", functools.partial(path_page_step, dtype, K, R, T)
             yield (
                 f"fox {kind} {K} step",
                 functools.partial(fox.fox_attention, x(2, 1, 4, K), x(2, 1024, 2, K), x(2, 1024, 2, K),
@@ -186,7 +207,7 @@ def main() -> int:
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     device.capability = lambda of: here.capability
     device.triton_version = lambda: release
-    for api in (decode, fox, path, wall):
+    for api in (decode, carried, fox, path, wall):
         api.kernels_unavailable = lambda *given, **limits: ""
     for case in args.cases:
         which, names, kernels = [*case.split(":"), "", ""][:3]

@@ -58,7 +58,7 @@ class GateProjection(PreciseModule):
 
         Args:
             x: hidden states, ``[B, T, D]``.
-            k: keys as the core gets them, ``[B, T, G, K]``.
+            k: keys as the core gets them, ``[B, T, G, K]``; where tokens write n times each ``[B, T, G, n, K]``.
             stream: the rows' padding and cache, for projections that look back (a short convolution).
 
         Returns:

@@ -92,23 +92,28 @@ class DeltaRule(GateProjection):
 
     Args:
         allow_neg_eigval: double beta, so that eigenvalues of the transition reach -1 (Grazzi et al., 2025).
+        num_householder: n, times that a token erases and writes, each with a key, a value and a beta of its own
+            (DeltaProduct, Siems et al., 2025, section 3).
+
+    Raises:
+        ValueError: ``num_householder < 1``.
     """
 
     provides = ("w", "beta")
     unit_keys = True
     writes = True
 
-    def __init__(self, sizes: Sizes, *, allow_neg_eigval: bool = False) -> None:
+    def __init__(self, sizes: Sizes, *, allow_neg_eigval: bool = False, num_householder: int = 1) -> None:
         super().__init__(sizes)
-        self.allow_neg_eigval = allow_neg_eigval
-        self.beta_proj = nn.Linear(sizes.hidden_size, sizes.num_kv_heads, bias=False)
+        self.allow_neg_eigval, self.factors = allow_neg_eigval, checked_factors(num_householder)
+        self.beta_proj = nn.Linear(sizes.hidden_size, sizes.num_kv_heads * self.factors, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         reset_linear(self.beta_proj)
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
-        beta = wide(self.beta_proj(x)).sigmoid()
+        beta = by_factor(wide(self.beta_proj(x)).sigmoid(), -1, self.factors)
         return Gate(w=k, beta=2 * beta if self.allow_neg_eigval else beta), DELTA_RULE
 
 
@@ -119,14 +124,19 @@ class PathTransition(GateProjection):
         w: ``"low_rank"``: a low-rank projection and a short convolution, normalised; ``"key"``: the normalised key.
         w_rank: rank of that projection.
         w_conv_size: width of that convolution in tokens, 0 for none.
+        num_householder: n, factors per token, each with a w and a beta of its own: the dual of DeltaProduct's
+            transition (Siems et al., 2025).
 
     Raises:
-        ValueError: an unknown ``w``, ``w_rank < 1`` or ``w_conv_size < 0``.
+        ValueError: an unknown ``w``, ``w_rank < 1``, ``w_conv_size < 0`` or ``num_householder < 1``, or several factors
+            of one key.
     """
 
     provides = ("w", "beta")
 
-    def __init__(self, sizes: Sizes, *, w: str = "low_rank", w_rank: int = 32, w_conv_size: int = 3) -> None:
+    def __init__(
+        self, sizes: Sizes, *, w: str = "low_rank", w_rank: int = 32, w_conv_size: int = 3, num_householder: int = 1
+    ) -> None:
         super().__init__(sizes)
         if w not in ("low_rank", "key"):
             raise unknown("w", w, ("low_rank", "key"))
@@ -134,13 +144,16 @@ class PathTransition(GateProjection):
             raise ValueError(f"w_rank: expected at least 1, got {w_rank}")
         if w_conv_size < 0:
             raise ValueError(f"w_conv_size: expected a number of tokens >= 0, got {w_conv_size}")
-        width = sizes.num_kv_heads * sizes.head_dim
+        if w == "key" and num_householder > 1:
+            raise ValueError(f"num_householder: expected 1 with w='key' (a token has one key), got {num_householder}")
+        self.factors = checked_factors(num_householder)
+        width = sizes.num_kv_heads * self.factors * sizes.head_dim
         self.w_down = self.w_up = self.w_conv = None
         if w == "low_rank":
             self.w_down = nn.Linear(sizes.hidden_size, w_rank, bias=False)
             self.w_up = nn.Linear(w_rank, width, bias=False)
             self.w_conv = ShortConvolution(width, w_conv_size) if w_conv_size else None
-        self.beta_proj = GateLinear(sizes.hidden_size, sizes.num_kv_heads)
+        self.beta_proj = GateLinear(sizes.hidden_size, sizes.num_kv_heads * self.factors)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -156,9 +169,25 @@ class PathTransition(GateProjection):
             w = self.w_up(self.w_down(x))
             if self.w_conv is not None:
                 w = self.w_conv(w, stream, "w")
-            w = w.unflatten(-1, (self.sizes.num_kv_heads, self.sizes.head_dim))
-        beta = 2 * wide(self.beta_proj(x)).sigmoid()
+            w = by_factor(w.unflatten(-1, (-1, self.sizes.head_dim)), -2, self.factors)
+        beta = 2 * by_factor(wide(self.beta_proj(x)).sigmoid(), -1, self.factors)
         return Gate(w=l2_normalize(wide(w)), beta=beta), None  # a w that is rounded may be longer than 1
+
+
+def checked_factors(number: int) -> int:
+    """``num_householder`` itself.
+
+    Raises:
+        ValueError: less than one factor.
+    """
+    if number < 1:
+        raise ValueError(f"num_householder: expected at least 1 factor per token, got {number}")
+    return number
+
+
+def by_factor(x: Tensor, heads: int, factors: int) -> Tensor:
+    """The axis ``heads`` of G n entries as two, unless n is 1."""
+    return x if factors == 1 else x.unflatten(heads, (-1, factors))
 
 
 def rotary_angles(head_dim: int, theta: float, to_the_end: bool = False) -> Tensor:

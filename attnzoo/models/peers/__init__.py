@@ -40,6 +40,7 @@ PEERS = {
     "path_attn": "fla:path_attn",
     "delta_net": "fla:delta_net",
     "gated_deltanet": "fla:gated_deltanet",
+    "gated_deltaproduct": "fla:gated_deltaproduct",
     "gla": "fla:gla",
     "retnet": "fla:retnet",
     "wall_transformer": "fla:wall_transformer",

@@ -141,6 +141,37 @@ def gated_deltanet(settings: Settings) -> Peer:
     return _peer(settings, "gated_deltanet", options, attention, heads=heads)
 
 
+def gated_deltaproduct(settings: Settings) -> Peer:
+    """DeltaProduct, and Gated DeltaProduct where `use_forget_gate` is on; rows there are by factor, then by head."""
+    settings.only("use_short_conv", True)
+    gated, forgets = settings.get("use_output_gate", True), settings.get("use_forget_gate", False)
+    K, H, n = settings.get("head_dim", 256), settings["num_heads"], settings.get("num_householder", 1)
+    options: dict[str, Any] = {
+        "head_dim": K, "value_dim": int(K * settings.get("expand_v", 2.0)), "conv_size": settings.get("conv_size", 4),
+        "allow_neg_eigval": settings.get("allow_neg_eigval", False), "num_householder": n,
+        "output_gate": "swish" if gated else "none", **_output_norm(settings),
+    }  # fmt: skip
+    gate = "gate.members.1" if forgets else "gate"
+
+    def by_head(rows: Tensor) -> Tensor:
+        grouped: Tensor = rows.unflatten(0, (n, H, -1))
+        return grouped.transpose(0, 1).flatten(0, 2)
+
+    def attention(take: Take, index: int) -> Named:
+        for name, tensor in _convolved(take):
+            yield name, by_head(tensor) if name[0] in "kv" else tensor
+        if forgets:
+            yield "gate.members.0.dt_proj.weight", take("a_proj.weight")
+            yield "gate.members.0.dt_bias", take("dt_bias")
+            yield "gate.members.0.log_a", take("A_log")
+        yield f"{gate}.beta_proj.weight", by_head(take("b_proj.weight"))
+        yield "output_norm.weight", take("o_norm.weight")
+        if gated:
+            yield "output_gate.weight", take("g_proj.weight")
+
+    return _peer(settings, "gated_deltanet" if forgets else "deltanet", options, attention)
+
+
 def gla(settings: Settings) -> Peer:
     """GLA with gates per channel, an output norm and a swish output gate."""
     for name, value in (("use_gk", True), ("use_gv", False), ("clamp_min", None)):

@@ -17,7 +17,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import LOG2E, SLACK
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.pruning import tail_at
-from attnzoo.kernels.decode.portable.rows import page_logits, row_queries, row_since, row_sums
+from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, row_queries, row_since, row_sums
 
 
 @triton.jit
@@ -56,8 +56,9 @@ def paged_prune_kernel(
             s = i * BS
             i_page = tl.load(p_t + s // PAGE)
             rest, at = tl.where(i_page >= 0, b_len - s, 0), tl.maximum(i_page, 0).to(tl.int64) * PAGE + s % PAGE
-            b_y = page_logits(b_q, p_k, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2,
-                              R, K, BK, BS, PAGE, GATE, PREC)  # fmt: skip
+            b_s = page_scores(b_q, p_k, at, rest, K, BK, BS, PREC)
+            b_y = page_logits(b_s, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2, R,
+                              BS, PAGE, GATE)  # fmt: skip
             b_mn = tl.maximum(b_m, tl.max(b_y, 1))
             b_ms = tl.where(b_mn == float("-inf"), 0.0, b_mn)
             b_l = b_l * tl.exp2(b_m - b_ms) + tl.sum(tl.exp2(b_y - b_ms[:, None]), 1)

@@ -51,13 +51,18 @@ def row_since(p_since, i_bh, b_pos, o_rep, o_t, m_r, T, window, HAS_SINCE: tl.co
 
 
 @triton.jit
-def page_logits(b_q, p_k, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2,
-                R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr,
-                GATE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
-    """Log2 logits of the keys s .. s + BS, of which ``rest`` exist, from entry ``at`` of the pool on. # [BT, BS]"""
-    o_s, o_k = tl.arange(0, BS), tl.arange(0, BK)
-    b_k = load_tile(p_k + at * K, o_s, o_k, K, rest, K, BK, True)
-    b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2
+def page_scores(b_q, p_k, at, rest, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, PREC: tl.constexpr):
+    """Products of rows with the keys from entry ``at`` of the pool on, of which ``rest`` exist. # [BT, BS]"""
+    b_k = load_tile(p_k + at * K, tl.arange(0, BS), tl.arange(0, BK), K, rest, K, BK, True)
+    return tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+
+
+@triton.jit
+def page_logits(b_s, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2, R: tl.constexpr,
+                BS: tl.constexpr, PAGE: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
+    """Log2 logits from the scores of the keys s .. s + BS, of which ``rest`` exist, ``at`` in the pool. # [BT, BS]"""
+    o_s = tl.arange(0, BS)
+    b_y = b_s * scale2
     if GATE == 2:
         p_d, p_s = p_decay + at * R, p_sums + s // PAGE
         if R == 1:

@@ -1,0 +1,116 @@
+r"""Rotations before kernels that know none: an isometry in a product of transitions can be taken out of it.
+
+With :math:`P_t = \mathrm{Rot}(\theta_1) \cdots \mathrm{Rot}(\theta_t)`, which commute, and :math:`R_t =
+\mathrm{Rot}(\theta_t) H_t` for any factors :math:`H_t = I - \beta_t w_t w_t^\top` after it,
+
+.. math:: k_j^\top R_{j+1} \cdots R_t\, q_t = (P_j k_j)^\top H'_{j+1} \cdots H'_t\, (P_t q_t), \qquad
+          H'_t = P_t H_t P_t^\top = I - \beta_t (P_t w_t)(P_t w_t)^\top
+
+so q, k and w are turned by their own token's phase, and the kernels of the factors alone do the rest. Phases are summed
+in float64: those of a late token are as exact as an early one's. A carried key comes out in the frame of the first
+token; turned back by the last phase it is what the reference form keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.transitions import compute_dtype
+from attnzoo.forms.cache import KVCache
+from attnzoo.forms.fixed import CarriedMemory, Extend, Rows
+from attnzoo.forms.options import existing
+from attnzoo.forms.protocol import Call, Kernel
+from attnzoo.recurrences.complex_linear import phases, rotate, rotate_all
+
+Rest = tuple[Tensor, Tensor, Tensor, Gate]  # q, k, v and a gate without an angle
+
+
+def turned(kernel: Kernel) -> Kernel:
+    """A kernel of w and beta, with or without a scalar decay, as one of these parts and an angle.
+
+    Whole sequences, packed or padded, and cached steps; any form of the variant goes on from their caches.
+    """
+    inner, then = kernel.run, kernel.extend
+    if then is None:
+        raise ValueError("kernel: expected one that keeps a state, got one of whole sequences alone")
+
+    @functools.wraps(inner)
+    def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Any:
+        return inner(*fold(q, k, v, gate, options.get("valid"))[0], **options)
+
+    @functools.wraps(then)
+    def extend(
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, **options: Any
+    ) -> tuple[Any, KVCache]:
+        given = v.shape[2]
+        (q, k, v, gate), phase = fold(q, k, v, gate, options.get("valid"), 0 if state is None else state.k.shape[2])
+        heads = v.shape[2]
+        if state is not None and heads > given:
+            state = replace(state, k=expand_heads(state.k, heads), v=expand_heads(state.v, heads))
+        o, after = then(q, k, v, gate, state, **options)
+        values = after.v if heads == given else after.v[:, :, :: heads // given]
+        return o, replace(after, k=rotate(after.k, -phase[:, -1:]), v=values)
+
+    def fixed(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> TurnedMemory | None:
+        if state.k.shape[2] != state.v.shape[2] or kernel.fixed is None:
+            return None
+        memory: CarriedMemory | None = kernel.fixed(state, rows, tokens, device)
+        if memory is None:
+            return None
+        heads, K = state.k.shape[2:]
+        phase = torch.zeros(len(rows.lengths), 1, heads, K // 2, dtype=torch.float64, device=device)
+        return TurnedMemory(**vars(memory), phase=phase)
+
+    return replace(kernel, run=run, extend=extend, fixed=fixed)
+
+
+def fold(q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, heads: int = 0) -> tuple[Rest, Tensor]:
+    """The rotations of a gate in q, k and w, and the phase of each token, ``[B or 1, T, 1 or H, K/2]`` float64.
+
+    Args:
+        heads: that k, v and w must have at least; they also get a copy for each query head that has angles of its own.
+    """
+    if valid is not None:
+        q, k = existing(valid, q, k)
+        gate = gate.per_token(q).neutral_where(~valid)
+    angle = cast(Tensor, gate.angle)
+    if angle.ndim == 1:  # all rows turn alike
+        angle = angle.expand(1, q.shape[1], 1, -1)
+    phase = phases(angle, dim=1)
+    heads = max(heads, k.shape[2], angle.shape[2])
+    k, v, w, beta = (expand_heads(cast(Tensor, x), heads) for x in (k, v, gate.w, gate.beta))
+    dtype = compute_dtype(q)
+    q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
+    w = rotate(w.to(dtype), phase if gate.factors is None else phase[:, :, :, None])
+    return (q, k, v, replace(gate, angle=None, w=w, beta=beta)), phase
+
+
+@dataclass(eq=False)
+class TurnedMemory(CarriedMemory):
+    """Keys of B sequences that rotations turn as well, in the frame in which each sequence came.
+
+    Args:
+        phase: the total angle since then, ``[B, 1, G, K/2]`` float64.
+    """
+
+    phase: Tensor
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernel writes to the keys where they stand
+    def step(self, call: Call, extend: Extend) -> Tensor:
+        gate = call.gate.per_token(call.q)
+        angle = cast(Tensor, gate.angle)
+        self.phase.add_(angle)
+        gate = replace(gate, angle=self.phase[:, :, : angle.shape[2]])  # the same for all heads where that is 1
+        q, k, v, gate = fold(call.q, call.k, call.v, gate, None)[0]
+        o: Tensor = super().step(replace(call, q=q, k=k, v=v, gate=gate), extend)
+        return o
+
+    def admit(self, row: int, state: KVCache, tokens: int) -> None:
+        super().admit(row, state, tokens)
+        self.phase[row] = 0.0

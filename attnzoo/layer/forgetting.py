@@ -1,0 +1,212 @@
+"""The forget network of a layer, and the student that reads the keys by it (One-Pass Forgetting, section 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import reduce
+from torch import Tensor
+
+from attnzoo.algebra.forgetting import Forgetting, blended
+from attnzoo.forms.forgetting import Forgotten, Logits, Panel, Retention, forgetful_attention
+from attnzoo.forms.protocol import REFERENCE, Call
+from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.layer.config import AttentionConfig
+from attnzoo.layer.precision import PreciseModule, fill, wide
+from attnzoo.registry import Variant, as_given
+
+PAIR = 3  # features of a pair: its age, its logit, the mean attention to the key so far
+REMEMBERS = 2.0  # logit of retention at first: sigmoid(2) = 0.88
+FADES = -3.0  # softplus(-3) = 0.05: what retention's logit loses at first while the logarithm of the age grows by 1
+
+
+def check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, pruned: bool) -> None:
+    """Whether a layer can forget.
+
+    Raises:
+        TypeError: not a :class:`~attnzoo.algebra.forgetting.Forgetting`.
+        ValueError: the linear side, another library's forms, or an option that the student has no form of.
+    """
+    if not isinstance(forgetting, Forgetting):
+        raise TypeError(f"forgetting: expected attnzoo.Forgetting(...) or None, got {forgetting!r}")
+    if variant.side == "linear":
+        why = f"{variant.name!r} is the linear side: its state is a sum, from which no key can be dropped"
+        raise ValueError(f"forgetting: {why} (its dual {variant.dual.name!r} can forget)")
+    if not isinstance(variant.form_set, SoftmaxForms):
+        raise ValueError(f"forgetting: expected a variant whose FORMS are SoftmaxForms, got {variant.name!r}")
+    if pruned:
+        raise ValueError("acp: expected False with forgetting, whose student has no pruned form")
+    if impl not in ("auto", "reference"):
+        raise ValueError(f"impl: expected 'auto' or 'reference' with forgetting (the student has no kernel): {impl!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class ForgettingTerms:
+    """What a layer's call has to add to the training loss, and what it shows.
+
+    Args:
+        distillation: L_r, or None where it was not wanted.
+        budget: L_b.
+        kept: expected share of its tokens that a row still sees.
+    """
+
+    distillation: Tensor | None
+    budget: Tensor
+    kept: Tensor
+
+
+class Forget(PreciseModule):
+    """A layer's forget network, shared by its heads but for a bias per key head; in at least float32.
+
+    The features of a key are the directions of k and v and the logarithms of their lengths; those of a query the
+    direction of q; those of a pair its age, its logit and the running mean of the attention to the key (section 2.2).
+
+    Args:
+        options: see :class:`~attnzoo.algebra.forgetting.Forgetting`.
+        config: of the layer.
+
+    Attributes:
+        blend: lambda now; a training run's schedule sets it before a step.
+        temperature: tau now, likewise.
+        distils: whether a training step computes L_r, likewise.
+        terms: of the last call in training.
+    """
+
+    key: Tensor
+    offset: Tensor
+    out: Tensor
+    fade: Tensor
+    fade_bias: Tensor
+    query: Tensor
+    pair: Tensor
+    bias: Tensor
+    shares: Tensor
+
+    def __init__(self, options: Forgetting, config: AttentionConfig) -> None:
+        super().__init__()
+        G, K, V, W = config.kv_heads, config.key_dim, config.v_dim, options.width
+        self.options, self.heads = options, G
+        self.blend, self.temperature, self.distils = options.blend, options.temperature, True
+        self.terms: ForgettingTerms | None = None
+        shapes = {"key": (W, K + V + 2), "offset": (W,), "out": (W,), "bias": (G,)}
+        if options.network == "key":
+            shapes |= {"fade": (W,), "fade_bias": (G,)}
+        else:
+            shapes |= {"query": (W, K), "pair": (W, PAIR) if options.network == "pair" else (PAIR,)}
+        if options.learned_budget:
+            shapes["shares"] = (G,)
+        for name, shape in shapes.items():
+            self.keep(name, torch.zeros(shape), trainable=True)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Matrices uniform by their inputs, as ``nn.Linear``; at first everything is remembered, at every age."""
+        starts = {"bias": REMEMBERS, "fade_bias": FADES}
+        for name, parameter in self.named_parameters():
+            if name in ("key", "query", "out", "fade") or (name == "pair" and parameter.ndim > 1):
+                bound = parameter.shape[-1] ** -0.5
+                fill(parameter, torch.empty(parameter.shape).uniform_(-bound, bound))
+            else:
+                fill(parameter, torch.full(parameter.shape, starts.get(name, 0.0)))
+
+    def budget_shares(self) -> Tensor | None:
+        """How the key heads divide the layer's budget, ``[G]`` with mean 1; None where all get the same."""
+        return self.shares.softmax(0) * self.heads if self.options.learned_budget else None
+
+    def retention(self, q: Tensor, k: Tensor, v: Tensor) -> Retention:
+        """The network on these tokens: logits of retention for any panel of their pairs.
+
+        Args:
+            q: ``[B, T, H, K]``.
+            k: ``[B, T, G, K]``.
+            v: ``[B, T, G, V]``.
+        """
+        q = reduce(wide(q), "b t (g r) k -> b g t k", "mean", g=self.heads)
+        k, v = (wide(x).transpose(1, 2) for x in (k, v))
+        keys = torch.cat([_direction(k), _direction(v), _log_length(k), _log_length(v)], -1) @ self.key.mT + self.offset
+        if self.options.network == "key":
+            return _OfKeys.of(self, keys)
+        rows = _direction(q) @ self.query.mT
+        return _OfPairs(self, keys, rows)
+
+    def run(self, variant: Variant, form: str, call: Call) -> Tensor:
+        """What the layer's core gives, ``[B, T, H, V]``: teacher and student blended (section 2.3)."""
+        given = call.options
+        with torch.no_grad():
+            whole = variant.forms["parallel" if form == REFERENCE else form]
+            teacher, lse = whole(call.q, call.k, call.v, call.gate, **given, return_lse=True)
+        learns = self.training and torch.is_grad_enabled()
+        forms = variant.form_set
+        assert isinstance(forms, SoftmaxForms)
+        with as_given(call.q):
+            placed = {name: given.get(name) for name in ("scale", "valid", "cu_seqlens", "window")}
+            found: Forgotten = forgetful_attention(
+                Logits(forms, call.q, call.k, call.gate, **placed), call.v, lse,
+                self.retention(call.q, call.k, call.v), self.options, self.temperature,
+                teacher=teacher if learns and self.distils else None, sink=given.get("sink"),
+                shares=self.budget_shares(), losses=learns,
+            )  # fmt: skip
+        if learns and found.budget is not None and found.kept is not None:
+            self.terms = ForgettingTerms(found.distillation, found.budget, found.kept)
+        return blended(teacher, found.o, self.blend)
+
+    def extra_repr(self) -> str:
+        return f"{self.options}, blend={self.blend:g}, temperature={self.temperature:g}"
+
+
+@dataclass(frozen=True, eq=False)
+class _OfKeys:
+    """``base_j - fade_j log(1 + age)`` with fade > 0: falls with the age, whatever the key; both ``[B, G, 1, T]``."""
+
+    base: Tensor
+    fade: Tensor
+
+    @staticmethod
+    def of(network: Forget, keys: Tensor) -> _OfKeys:
+        hidden = F.silu(keys)
+        base = hidden @ network.out + network.bias[:, None]
+        fade = F.softplus(hidden @ network.fade + network.fade_bias[:, None])
+        return _OfKeys(base[:, :, None], fade[:, :, None])
+
+    def __call__(self, panel: Panel) -> Tensor:
+        now = slice(panel.start, panel.stop)
+        return self.base[..., now] - self.fade[..., now] * _log_age(panel, self.base)
+
+
+@dataclass(frozen=True, eq=False)
+class _OfPairs:
+    """An MLP on the sum of what keys, queries and pairs say, or a dot product of the first two beside the third."""
+
+    network: Forget
+    keys: Tensor  # [B, G, T, W]
+    rows: Tensor
+
+    def __call__(self, panel: Panel) -> Tensor:
+        network, attention, logits = self.network, panel.attention, panel.logits
+        assert attention is not None
+        assert logits is not None
+        age = (_log_age(panel, self.keys) / 8).expand(attention.shape)
+        pair = torch.stack([age, logits.to(age.dtype), attention.to(age.dtype)], -1)  # [B, G, R, n, PAIR]
+        keys, rows = self.keys[:, :, panel.start : panel.stop], self.rows[:, :, panel.start :]
+        bias = network.bias[:, None, None]
+        if network.options.network == "pair":
+            hidden = keys[:, :, None] + rows[:, :, :, None] + pair @ network.pair.mT
+            return F.silu(hidden) @ network.out + bias
+        alone = F.silu(keys) @ network.out
+        together = rows @ keys.mT * keys.shape[-1] ** -0.5
+        found: Tensor = together + pair @ network.pair + alone[:, :, None] + bias
+        return found
+
+
+def _log_age(panel: Panel, like: Tensor) -> Tensor:
+    return panel.age.clamp(min=0).to(like.dtype).log1p()
+
+
+def _direction(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+
+def _log_length(x: Tensor) -> Tensor:
+    return (x.square().sum(-1, keepdim=True) + 1e-6).log() / 2

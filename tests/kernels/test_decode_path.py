@@ -1,0 +1,209 @@
+"""PaTH's steps over pages against float64, at ragged lengths around the borders of pages, and what they leave."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from fox_cases import DEVICE
+from torch import Tensor
+
+from attnzoo.algebra import oracle
+from attnzoo.algebra.gate import Gate
+from attnzoo.forms.carried import CarriedPool, attend_carried
+from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.pages import PAGE
+from attnzoo.forms.readout import attend_with_sink
+from attnzoo.kernels.decode import paged_path_step
+from attnzoo.kernels.decode.plan import override
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of T tokens, of which sequence b gets the last ``count[b]``, to ``lengths[b]`` tokens."""
+
+    lengths: tuple[int, ...] = (150, 3)
+    T: int = 1
+    H: int = 2
+    G: int = 1
+    K: int = 16
+    V: int = 16
+    gate: str = "open"  # none, or mixed: with closed ones
+    first: tuple[int, ...] = ()  # evicted pages of each sequence
+    count: tuple[int, ...] = ()
+    factors: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lengths = "_".join(map(str, self.lengths))
+        return f"{self.gate}-{lengths}-T{self.T}H{self.H}G{self.G}K{self.K}V{self.V}"
+
+
+CASES = [
+    Case(lengths=(150, 1, 129), H=4, G=2),
+    Case(lengths=(196, 70, 20), T=16, H=2, gate="none", V=32, options={"sink": 0.5}),
+    Case(lengths=(260,), H=2, G=2, first=(2,)),
+    Case(lengths=(129,), T=2, G=1, factors=2),
+    Case(lengths=(140, 133), T=5, gate="mixed", count=(5, 3), options={"window": 66, "scale": 0.4}),
+]
+
+
+@dataclass
+class Inputs:
+    """Tokens, and a pool that has all but the last ones."""
+
+    q: Tensor  # [B, S, H, K]
+    k: Tensor  # [B, S, G, K]
+    v: Tensor
+    gate: Gate
+    pool: CarriedPool
+    options: SoftmaxOptions
+
+    def new(self, case: Case, b: int | None = None) -> tuple[Tensor, Tensor, Tensor, Gate]:
+        """The last T tokens of sequence b, or of all."""
+        rows = torch.tensor(case.lengths, device=self.q.device)[:, None] - case.T
+        at = (torch.arange(len(case.lengths), device=rows.device)[:, None], rows + torch.arange(case.T).to(rows))
+        part = {name: getattr(self.gate, name)[at] for name in self.gate.parts}
+        return self.q[at], self.k[at], self.v[at], Gate(**part)
+
+
+def inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    B, S, R = len(case.lengths), max(case.lengths), case.H // case.G
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    q, k, v = randn(B, S, case.H, case.K), randn(B, S, case.G, case.K), randn(B, S, case.G, case.V)
+    each = () if case.factors is None else (case.factors,)
+    w = torch.nn.functional.normalize(randn(B, S, case.G, *each, case.K), dim=-1)
+    beta = 2 * torch.rand(B, S, case.G, *each, generator=generator)
+    g = None if case.gate == "none" else torch.nn.functional.logsigmoid(randn(B, S, case.H) + 3)
+    if g is not None and case.gate == "mixed":
+        g = g.masked_fill(torch.rand(g.shape, generator=generator) < 0.02, -math.inf)
+    q, k, v, w, beta, g = (None if x is None else x.to(DEVICE) for x in (q, k, v, w, beta, g))
+    gate = Gate(log_decay=g, w=w.to(dtype), beta=beta)
+    sink = None if "sink" not in case.options else torch.full((case.H,), case.options["sink"], device=DEVICE)
+    x = Inputs(q.to(dtype), k.to(dtype), v.to(dtype), gate, None, SoftmaxOptions(**{**case.options, "sink": sink}))
+    x.pool = CarriedPool.of(
+        B, case.G, R, case.K, case.V, dtype=torch.float32, values=dtype, device=DEVICE, decays=g is not None,
+        factors=case.factors,
+    )  # fmt: skip
+    before = torch.tensor(case.lengths, device=DEVICE) - torch.tensor(case.count or (case.T,) * B, device=DEVICE)
+    x.pool.add(x.k, x.v, x.gate, torch.arange(S, device=DEVICE) < before[:, None])
+    for b, n in enumerate(case.first):
+        ids = x.pool.pages[b, :, :n].flatten()
+        x.pool.k[ids.long()], x.pool.v[ids.long()], x.pool.factor[ids.long()] = math.nan, math.nan, math.nan
+        x.pool.pages[b, :, :n], x.pool.first[b] = -1, n
+        x.pool.table.copy_(x.pool.pages)
+    x.pool.reserve(case.count or [case.T] * B)
+    return x
+
+
+def exact(case: Case, x: Inputs) -> Tensor:
+    """Each sequence alone in float64, without what has been evicted."""
+    rows, given = [], x.options
+    for b, n in enumerate(case.lengths):
+        one = Gate(**{name: getattr(x.gate, name)[b : b + 1, :n].double() for name in x.gate.parts})
+        s, d = oracle.scores(x.q[b : b + 1, :n], x.k[b : b + 1, :n], one, scale=given.scale)
+        logits = (s + d)[:, :, -case.T :]
+        j, t = torch.arange(n, device=s.device), torch.arange(n, device=s.device)[-case.T :, None]
+        hidden = j > t
+        hidden |= j < (case.first[b] if case.first else 0) * PAGE
+        hidden |= j <= t - (given.window or n)
+        logits = logits.masked_fill(hidden, -math.inf)
+        if given.sink is not None:
+            logits = torch.cat([logits, given.sink.double()[:, None, None].expand(1, -1, case.T, 1)], -1)
+        v = x.v[b : b + 1, :n].double().repeat_interleave(case.H // case.G, 2).transpose(1, 2)
+        rows.append((logits.softmax(-1)[..., :n] @ v).transpose(1, 2))
+    return torch.cat(rows)
+
+
+def plain(case: Case, x: Inputs, pool: CarriedPool) -> Tensor:
+    """The step in plain operations of PyTorch."""
+    q, k, v, gate = x.new(case)
+    scaled = q.float().transpose(1, 2) * (case.K**-0.5 if x.options.scale is None else x.options.scale)
+    there = None
+    if case.count:
+        there = torch.arange(case.T) >= case.T - torch.tensor(case.count)[:, None]
+        there = there.to(q.device)
+    o, lse = attend_carried(scaled, k, v, gate, pool, there, x.options.window)
+    pool.add(k, v, gate, there)
+    return attend_with_sink(o, lse, x.options.sink)[0].transpose(1, 2).to(v.dtype)
+
+
+def ours(case: Case, x: Inputs) -> Tensor:
+    count = None if not case.count else torch.tensor(case.count, dtype=torch.int32, device=DEVICE)
+    o = x.pool.step(*x.new(case), x.options, count)
+    x.pool.lengths = list(case.lengths)
+    return o
+
+
+def within_budget(case: Case, dtype: torch.dtype) -> None:
+    """Error against float64 at most twice that of plain operations, plus rounding; and the same pages are left."""
+    x = inputs(case, dtype)
+    other, want = copy.deepcopy(x.pool), exact(case, x)
+    there = torch.arange(case.T) >= case.T - torch.tensor(case.count or (case.T,) * len(case.lengths))[:, None]
+    got, near = ours(case, x), plain(case, x, other)
+    band = (16 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps / 8) * float(want.norm())
+    there = there.to(want.device)
+    error, budget = (float((o.double() - want)[there].norm()) for o in (got, near))
+    assert error <= 2 * budget + band, f"{case}: error {error:.2e}, budget {2 * budget + band:.2e}"
+    for b, n in enumerate(case.lengths):
+        for page in range(int(x.pool.first[b].max()), -(-n // PAGE)):
+            mine, theirs = (pool.table[b, :, page].long() for pool in (x.pool, other))
+            rows = min(PAGE, n - page * PAGE)
+            torch.testing.assert_close(x.pool.k[mine][:, :rows], other.k[theirs][:, :rows], rtol=0, atol=1e-5)
+            torch.testing.assert_close(x.pool.factor[mine], other.factor[theirs], rtol=0, atol=1e-5)
+            longest = x.pool.k[mine][:, :rows].double().norm(dim=-1).amax(-1)
+            assert (x.pool.k_norm[b, :, page] >= longest).all()
+            if rows == PAGE:
+                torch.testing.assert_close(x.pool.k_norm[b, :, page], other.k_norm[b, :, page], rtol=1e-4, atol=0)
+    for mine, theirs in zip(x.pool._near(), other._near(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_is_within_budget_and_leaves_the_pages_as_plain_operations_do(case: Case) -> None:
+    within_budget(case, torch.float32)
+
+
+def test_values_of_16_bits_and_any_number_of_programs() -> None:
+    with override(programs=5, extra=1, BS=16):
+        within_budget(Case(lengths=(66, 65), H=4, T=2, K=32, gate="mixed"), torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        Case(lengths=(9000, 70, 4097), T=2, H=8, G=2, K=128, V=128),
+        Case(lengths=(3000, 2500), T=1, H=12, G=12, K=64, V=64),
+        Case(lengths=(3000, 2500), T=16, H=12, G=3, K=64, V=64, gate="mixed"),
+    ],
+    ids=str,
+)
+def test_a_step_is_within_budget_on_a_gpu(case: Case) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        within_budget(case, dtype)
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    x = inputs(Case(lengths=(3,)))
+    q, k, v, gate = x.new(Case(lengths=(3,)))
+    pool = {
+        name: getattr(x.pool, name)
+        for name in ("factor", "near_k", "near_w", "near_beta", "table", "first", "length", "k_norm")
+    }
+    step, pages = (q, k, v, gate.w, gate.beta), {"keys": x.pool.k, "values": x.pool.v, **pool}
+    with pytest.raises(ValueError, match="decay: expected None without log_decay"):
+        paged_path_step(*step, **pages, decay=x.pool.decay)
+    with pytest.raises(ValueError, match=r"factor: expected torch.float32 \(1, 16, 16\), got torch.float64"):
+        paged_path_step(*step, **{**pages, "factor": pages["factor"].double()})
+    with pytest.raises(ValueError, match="k: expected 1 to 16 tokens, got T=17"):
+        paged_path_step(*(x.expand(-1, 17, *x.shape[2:]) for x in step), **pages)

@@ -1,0 +1,179 @@
+"""PaTH's kernels behind rotations of q, k and w: against the oracle of the product, with all that the kernels take."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from strategies import Inputs, relative_error, value_and_gradients
+from torch import Tensor
+
+from attnzoo import KVCache, Prune, oracle
+from attnzoo.algebra.transitions import Product
+from attnzoo.encodings.turned import TurnedMemory, turned
+from attnzoo.forms.fixed import Rows
+from attnzoo.forms.protocol import Call
+from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.forms.triton import path_kernel
+from attnzoo.recurrences.complex_linear import Rotation
+from attnzoo.recurrences.deltanet import Householder
+from attnzoo.samples import random_inputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLOSE = 2e-5  # float32
+FORMS = SoftmaxForms(Product(Rotation(), Householder()), kernels={"triton": turned(path_kernel())})
+TRITON = FORMS.forms["triton"]
+
+
+def inputs_of(
+    name: str = "path_fox", angles: str = "heads", B: int = 1, T: int = 70, H: int = 2, G: int = 1,
+    factors: int | None = None, regime: Any = "open",
+) -> Inputs:  # fmt: skip
+    """Of ``name`` and an angle for each ``heads``, ``tokens`` (all heads alike) or one for all (``shared``)."""
+    q, k, v, gate = random_inputs(name, B, T, H, G, 16, 16, regime=regime, dtype=torch.float32, factors=factors)
+    angle = cast(Tensor, random_inputs("rope", B, T, H, G, 16, dtype=torch.float32)[3].angle)
+    angle = {"heads": angle, "tokens": angle[:, :, :1], "shared": angle[0, 0, 0]}[angles]
+    gate = replace(gate, angle=angle)
+    return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), gate.map(lambda part: part.to(DEVICE))
+
+
+def doubled(inputs: Inputs) -> Inputs:
+    return inputs[0].double(), inputs[1].double(), inputs[2].double(), inputs[3].map(Tensor.double)
+
+
+@pytest.mark.parametrize(("name", "angles"), [("path_fox", "heads"), ("path", "tokens"), ("path_fox", "shared")])
+def test_values_and_gradients_equal_the_oracle(name: str, angles: str) -> None:
+    """Those of the angles among them, whatever heads share them."""
+    inputs = inputs_of(name, angles)
+    expected = value_and_gradients(oracle.softmax, doubled(inputs))
+    got = value_and_gradients(TRITON, inputs)
+    for part, x in got.items():
+        assert relative_error(x, expected[part]) <= CLOSE, part
+
+
+def test_windows_sinks_and_the_lse() -> None:
+    inputs, sink = inputs_of(T=20, H=4, G=2), torch.linspace(-1, 1, 4, device=DEVICE)
+    options: dict[str, Any] = {"window": 9, "sink": sink, "scale": 0.3, "return_lse": True}
+    with torch.no_grad():
+        expected = oracle.softmax(*doubled(inputs), **options)
+        assert max(map(relative_error, TRITON(*inputs, **options), expected)) <= CLOSE
+
+
+@torch.no_grad()
+def test_packed_and_padded_sequences() -> None:
+    q, k, v, gate = inputs = inputs_of(T=40, angles="tokens")
+    borders = torch.tensor([0, 20, 21, 40], device=DEVICE)
+    packed = TRITON(*inputs, cu_seqlens=borders)
+    for a, b in itertools.pairwise(borders.tolist()):
+        alone = oracle.softmax(*doubled((q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b))))
+        assert relative_error(packed[:, a:b], cast(Tensor, alone)) <= CLOSE
+    valid = torch.ones(1, 40, dtype=torch.bool, device=DEVICE)
+    valid[0, :5], valid[0, 30:34] = False, False
+    hole = valid[..., None, None]
+    nothing = [x.masked_fill(~hole, torch.nan) for x in (q, k, v)]
+    broken = gate.map(lambda x: x.masked_fill(~valid.view(1, 40, *(1,) * (x.ndim - 2)), torch.nan))
+    expected, _ = FORMS.extend(*doubled(inputs), valid=valid)
+    assert relative_error(TRITON(*nothing, broken, valid=valid)[valid], expected[valid]) <= CLOSE
+
+
+@torch.no_grad()
+def test_pruned_rows_lose_no_more_than_eps() -> None:
+    """A rotation changes no length: the certificate is that of PaTH-FoX."""
+    q, k, v, gate = inputs_of(T=150, H=1, angles="shared")
+    gate = replace(gate, log_decay=torch.full_like(cast(Tensor, gate.log_decay), -0.12))
+    eps = 1e-2
+    (_, lse), (_, whole) = (TRITON(0.1 * q, k, v, gate, prune=x, return_lse=True) for x in (Prune(eps=eps), None))
+    lost = 1 - (lse - whole).exp()
+    assert 1e-5 < float(lost.max()) <= eps
+
+
+@pytest.mark.parametrize(("angles", "factors"), [("heads", None), ("shared", 2)])
+@torch.no_grad()
+def test_steps_of_kernels_and_of_the_reference_go_on_from_one_another(angles: str, factors: int | None) -> None:
+    """Grouped heads: where each query head turns by its own angle, keys have a copy for each, and values have not."""
+    inputs = inputs_of(T=14, H=4, G=2, angles=angles, factors=factors)
+    q, k, v, gate = inputs
+    expected = cast(Tensor, oracle.softmax(*doubled(inputs)))
+    _, last = FORMS.extend(*doubled(inputs))
+    for forms in (("reference", "triton", "triton", "reference"), ("triton", "triton", "reference", "triton")):
+        state, outputs = None, []
+        for form, (a, b) in zip(forms, itertools.pairwise((0, 8, 9, 11, 14)), strict=True):
+            now = q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b)
+            if FORMS.refuses(form, Call(*now, state, True)):  # several factors over a whole sequence
+                form = "reference"
+            o, state = FORMS.extend(*now, state, form=form)
+            outputs.append(o)
+        assert relative_error(torch.cat(outputs, 1), expected) <= CLOSE
+        assert isinstance(state, KVCache)
+        assert state.v.shape == v.shape
+        step = 4 // state.k.shape[2]
+        assert relative_error(state.k, last.k[:, :, ::step]) <= CLOSE
+
+
+@torch.no_grad()
+def test_padding_in_steps() -> None:
+    inputs = inputs_of(B=2, T=14, angles="tokens")
+    q, k, v, gate = inputs
+    valid = torch.ones(2, 14, dtype=torch.bool, device=DEVICE)
+    valid[0, :3], valid[1, 11] = False, False
+    expected, _ = FORMS.extend(*doubled(inputs), valid=valid)
+    state, outputs = None, []
+    for a, b in ((0, 10), (10, 11), (11, 12), (12, 14)):
+        o, state = FORMS.extend(
+            q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), state, form="triton", valid=valid[:, a:b]
+        )
+        outputs.append(o)
+    assert relative_error(torch.cat(outputs, 1)[valid], expected[valid]) <= CLOSE
+
+
+@torch.no_grad()
+def test_steps_in_place() -> None:
+    """Rows that joined after different numbers of tokens, each in its own frame."""
+    inputs = inputs_of(B=2, T=16, H=4, G=2, angles="tokens")
+    q, k, v, gate = inputs
+    expected, starts, batch = cast(Tensor, oracle.softmax(*doubled(inputs))), (7, 12), Rows.idle(2, DEVICE)
+    memory, steps = None, list(starts)
+    for row, start in enumerate(starts):
+        one = slice(row, row + 1)
+        part = gate.map(lambda x, one=one: x if x.ndim == 1 else x[one])  # type: ignore[misc]
+        _, state = FORMS.extend(
+            q[one, :start], k[one, :start], v[one, :start], part.slice(0, start), None, form="triton"
+        )  # fmt: skip
+        if memory is None:
+            memory = cast(Any, FORMS.kernels["triton"].fixed)(state, batch, 24, DEVICE)
+            assert isinstance(memory, TurnedMemory)
+        memory.admit(row, state, 24)
+        batch.begin(row, start)
+    assert memory is not None
+    for _ in range(4):
+        at = [torch.tensor(steps, device=DEVICE)]
+        index = (torch.arange(2, device=DEVICE), *at)
+        now = gate.map(lambda x, index=index: x if x.ndim == 1 else x[index][:, None])  # type: ignore[misc]
+        call = Call(*(x[index][:, None] for x in (q, k, v)), now, None, True)
+        o = memory.step(call, cast(Any, None))
+        for row in range(2):
+            assert relative_error(o[row, 0], expected[row, steps[row]]) <= CLOSE
+        steps = [t + 1 for t in steps]
+        batch.length += 1
+        batch.lengths[:] = steps
+
+
+@torch.no_grad()
+def test_late_tokens_turn_as_exactly_as_early_ones() -> None:
+    """Phases are sums in float64: behind 40000 radians a short text reads as it does in front of them."""
+    q, k, v, gate = inputs_of("path", T=20, angles="tokens")
+    turn = torch.full((1, 20, 1, 8), 2000.0, device=DEVICE)
+    angle = cast(Tensor, gate.angle) + turn
+    o = TRITON(q, k, v, replace(gate, angle=angle))
+    assert relative_error(o, cast(Tensor, oracle.softmax(*doubled((q, k, v, replace(gate, angle=angle)))))) <= CLOSE
+
+
+def test_a_gradient_of_a_step_is_refused() -> None:
+    q, k, v, gate = inputs_of(T=10)
+    _, state = FORMS.extend(q[:, :9], k[:, :9], v[:, :9], gate.slice(0, 9), form="triton")
+    call = Call(q[:, 9:].requires_grad_(), k[:, 9:], v[:, 9:], gate.slice(9, 10), state, True)
+    assert "a cached step of the triton form has no gradient" in FORMS.refuses("triton", call)
+    assert FORMS.options("triton") == SoftmaxForms(Householder(), kernels={"triton": path_kernel()}).options("triton")

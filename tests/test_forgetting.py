@@ -1,0 +1,390 @@
+"""One-Pass Forgetting: its definitions, and the panels that compute the same with memory O(T)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layers import D, assert_same, layer, rows
+from strategies import assert_close
+
+import attnzoo.forms.forgetting as panels
+from attnzoo import Prune, build_attention, get, list_variants, oracle
+from attnzoo.algebra import forgetting as dense
+from attnzoo.algebra.forgetting import Forgetting
+from attnzoo.layer.forgetting import Forget
+from attnzoo.models import LanguageModel
+from attnzoo.models.config import ModelConfig
+from attnzoo.samples import random_inputs
+
+SOFTMAX = list_variants("softmax")
+TRIANGLE = torch.ones(7, 7, dtype=torch.bool).tril()
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+class Retention:
+    """A little network of every feature: what it gives for a panel is what it gives for all pairs at once."""
+
+    def __init__(self, G, T, of_pairs, seed=0):
+        self.keys, self.rows = drawn(G, T, seed=seed), drawn(G, T, seed=seed + 1)
+        self.weights = drawn(4, seed=seed + 2).requires_grad_()
+        self.of_pairs = of_pairs
+
+    def __call__(self, panel):
+        w, age = self.weights, panel.age.clamp(min=0).double().log1p()
+        x = w[0] + 2 * self.keys[:, None, panel.start : panel.stop] - (0.2 + w[1].square()) * age
+        if self.of_pairs:
+            x = x + self.rows[:, panel.start :, None] + 3 * w[2] * panel.logits + 3 * w[3] * panel.attention
+        return x
+
+
+def whole(retention, logits, options, G):
+    """The retention of all pairs, from features by their definitions."""
+    T = logits.shape[-1]
+    age = torch.arange(T)[:, None] - torch.arange(T)
+    features = ()
+    if options.of_pairs:
+        squashed = dense.squashed(logits).unflatten(1, (G, -1)).mean(2)
+        features = squashed, dense.running_mean(dense.shares(logits, G), options.memory)
+    return retention(panels.Panel(0, T, age[None, None], *features)), age
+
+
+def by_definition(name, inputs, retention, options, tau, *, window=None, sink=None, scale=None):
+    """The student's output and losses, each quantity of the paper from the one before; the oracle knows no names."""
+    q, k, v, gate = inputs
+    T, G = q.shape[1], k.shape[2]
+    s, d = oracle.scores(q, k, gate, scale=scale)
+    exists = torch.ones(T, T, dtype=torch.bool).tril()
+    if window is not None:
+        exists = exists.triu(1 - window)
+    logits = (s + d).masked_fill(~exists, -torch.inf)
+    with_sink = logits
+    if sink is not None:
+        with_sink = torch.cat([logits, sink[:, None, None].expand(*logits.shape[:-1], 1)], -1)
+    weights = with_sink.softmax(-1)[..., :T]
+    x, age = whole(retention, logits, options, G)
+    kept = dense.remembered(x.sigmoid().masked_fill(~exists, 1.0), age, options)
+    bias = dense.forgetful_bias(kept, options, tau)
+    o = dense.student(logits, bias, v, sink, dense.full_bias(options, tau))
+    target = dense.target_retention(
+        dense.future_utility(dense.contributions(weights, v), exists, options, tau), exists, options.normalize
+    )
+    return {
+        "o": o,
+        "distillation": dense.distillation_loss(target, x, exists, age, options),
+        "budget": dense.budget_loss(kept, exists, options, tau),
+    }
+
+
+def by_panels(name, inputs, retention, options, tau, *, columns=4, sink=None, **call):
+    q, k, v, gate = inputs
+    forms = get(name)
+    given = {**call, **({} if sink is None else {"sink": sink})}
+    teacher, lse = forms.forms["parallel"](q, k, v, gate, return_lse=True, **given)
+    with mock.patch.object(panels, "COLUMNS", columns):
+        logits = panels.Logits(forms.form_set, q, k, gate, **call)
+        found = panels.forgetful_attention(
+            logits, v, lse, retention, options, tau, teacher=teacher.detach(), sink=sink, losses=True
+        )
+    return {"o": found.o, "distillation": found.distillation, "budget": found.budget}
+
+
+def with_gradients(run, name, inputs, retention, *args, **call):
+    q, k, v, gate = inputs
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    gate = gate.map(lambda part: part.detach().requires_grad_())
+    found = run(name, (*leaves, gate), retention, *args, **call)
+    loss = found["o"].sin().sum() + 3 * found["distillation"] + 2 * found["budget"]
+    wanted = {**dict(zip("qkv", leaves, strict=True)), **{p: getattr(gate, p) for p in gate.parts}}
+    wanted["network"] = retention.weights
+    grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    named = {f"d{n}": torch.zeros_like(x) if g is None else g for (n, x), g in zip(wanted.items(), grads, strict=True)}
+    return {**{n: x.detach() for n, x in found.items()}, **named}
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+@given(data=st.data())
+def test_panels_equal_the_definitions(name, data):
+    """Values and gradients, for every variant, network, pool, normaliser and divergence."""
+    B, G, R, T = (data.draw(st.integers(1, most)) for most in (2, 2, 2, 11))
+    regime = data.draw(st.sampled_from(["mixed", "open", "closed"]))
+    inputs = random_inputs(name, B, T, G * R, G, 4, 3, regime=regime, seed=data.draw(st.integers(0, 99)))
+    options = Forgetting(
+        network=data.draw(st.sampled_from(["key", "pair"])), pool=data.draw(st.sampled_from(dense.POOLS)),
+        discount=data.draw(st.sampled_from([1.0, 0.9])), normalize=data.draw(st.sampled_from(dense.NORMALIZERS)),
+        divergence=data.draw(st.sampled_from(dense.DIVERGENCES)), window=data.draw(st.integers(1, 4)),
+        budget=data.draw(st.sampled_from([0.3, 5])), monotone=data.draw(st.booleans()),
+    )  # fmt: skip
+    tau = data.draw(st.sampled_from([2.0, 20.0]))
+    call = {"window": data.draw(st.sampled_from([None, 6])), "scale": data.draw(st.sampled_from([None, 0.7]))}
+    if data.draw(st.booleans()):
+        call["sink"] = torch.randn(G * R, dtype=torch.float64)
+    retention = Retention(G, T, options.of_pairs, seed=T)
+    expected = with_gradients(by_definition, name, inputs, retention, options, tau, **call)
+    got = with_gradients(by_panels, name, inputs, retention, options, tau, **call)
+    assert_close(got, expected, what=f"{options}, {call}")
+
+
+def test_contribution_is_the_ratio_of_squared_lengths():
+    """Section 2.1's s; of two query heads on one key, of their outputs beside each other."""
+    weights, v = drawn(1, 4, 7, 7).masked_fill(~TRIANGLE, -torch.inf).softmax(-1), drawn(1, 7, 2, 3, seed=1)
+    s = dense.contributions(weights, v)
+    t, j, g = 5, 2, 1
+    u = torch.cat([weights[0, h, t, j] * v[0, j, g] for h in (2, 3)])
+    y = torch.cat([weights[0, h, t] @ v[0, :, g] for h in (2, 3)])
+    assert torch.isclose(s[0, g, t, j], u.square().sum() / y.square().sum())
+    assert torch.equal(s, s.tril())
+
+
+@pytest.mark.parametrize("pool", dense.POOLS)
+def test_future_utility_is_a_soft_maximum_of_later_rows(pool):
+    """Section 2.1's S: between mean and maximum of the discounted contributions, and the latter where tau is large."""
+    s = drawn(1, 1, 7, 7).square().tril()
+    for discount in (1.0, 0.8):
+        options = Forgetting(pool=pool, discount=discount)
+        soft, sharp = (dense.future_utility(s, TRIANGLE, options, tau)[0, 0] for tau in (1.0, 1e5))
+        for t, j in ((2, 1), (4, 0), (6, 3)):
+            x = torch.stack([discount ** (i - t) * s[0, 0, i, j] for i in range(t, 7)])
+            assert x.mean() - 1e-12 <= soft[t, j] <= x.max() + 1e-12
+            assert torch.isclose(sharp[t, j], x.max(), rtol=1e-3)
+
+
+def test_power_pooling_does_not_depend_on_the_unit():
+    s, options = drawn(1, 1, 7, 7).square().tril(), Forgetting(pool="power", discount=0.9)
+    once, scaled = (dense.future_utility(c * s, TRIANGLE, options, 3.0) for c in (1.0, 1e-6))
+    assert torch.allclose(1e-6 * once, scaled, rtol=1e-12, atol=0)
+
+
+def test_target_retention_keeps_the_order_and_is_half_for_the_average_key():
+    """Section 2.4's normalised utilities."""
+    utility = drawn(1, 1, 7, 7).square().tril()
+    for normalize in dense.NORMALIZERS:
+        target = dense.target_retention(utility, TRIANGLE, normalize)
+        assert ((target >= 0) & (target <= 1)).all()
+        assert torch.allclose(target, dense.target_retention(1e-5 * utility, TRIANGLE, normalize), rtol=1e-12)
+        assert torch.equal(target[0, 0, 6].argsort(), utility[0, 0, 6].argsort())
+    flat = dense.target_retention(torch.ones(1, 1, 7, 7).tril(), TRIANGLE, "mean")
+    assert torch.allclose(flat, 0.5 * TRIANGLE)
+    assert dense.target_retention(utility, TRIANGLE, "max").amax(-1).eq(1).all()
+
+
+def test_forgetful_bias_is_a_clipped_log_sigmoid():
+    """Section 2.2's B."""
+    options = Forgetting(threshold=0.4, limit=5.0)
+    r = torch.tensor([0.0, 0.39, 0.4, 0.41, 1.0], dtype=torch.float64)
+    bias = dense.forgetful_bias(r, options, 100.0)
+    assert torch.allclose(bias[2], torch.tensor(0.5).double().log())
+    assert torch.allclose(bias[1], torch.tensor(1 / (1 + math.e)).double().log())
+    assert bias[0] == -5.0
+    assert (bias.diff() > 0).all()
+    assert (bias <= 0).all()
+    assert dense.full_bias(options, 100.0) == bias[-1]
+
+
+def test_nothing_is_remembered_again():
+    """Section 2.2: B is column-monotone; the remember window is spared, whatever the network says of it."""
+    r, age = drawn(2, 3, 9, 9).sigmoid(), torch.arange(9)[:, None] - torch.arange(9)
+    kept = dense.remembered(r, age, Forgetting(window=3))
+    bias = dense.forgetful_bias(kept, Forgetting(), 8.0)
+    assert (bias.diff(dim=-2) <= 0).all()
+    assert (kept[..., (age >= 0) & (age < 3)] == 1).all()
+    assert torch.equal(kept[..., 7, 2], r[..., 5:8, 2].amin(-1))
+    free = dense.remembered(r, age, Forgetting(window=3, monotone=False))
+    assert torch.equal(free[..., 7, 2], r[..., 7, 2])
+
+
+def test_running_mean_forgets_geometrically():
+    """Section 2.2's EMA: the weights of a key's rows are powers of ``memory`` and sum to 1."""
+    x = drawn(1, 1, 7, 7).sigmoid().tril()
+    weights = [0.25 * 0.75**n for n in range(3)] + [0.75**3]  # of rows 5, 4, 3 and 2, for key 2
+    expected = sum(w * x[0, 0, 5 - n, 2] for n, w in enumerate(weights))
+    assert abs(sum(weights) - 1) < 1e-12
+    for got in (dense.running_mean(x, 0.75), panels.running_mean(x, 0.75, 2)):
+        assert torch.isclose(got[0, 0, 5, 2], expected)
+
+
+def test_divergence_is_that_of_two_coins():
+    """Section 2.4's L_r."""
+    target, x = torch.tensor([0.0, 0.2, 0.7, 1.0]).double().requires_grad_(), drawn(4).requires_grad_()
+    coins = [torch.distributions.Bernoulli(probs=p) for p in (target.detach(), x.sigmoid().detach())]
+    found = dense.divergence(target, x, "bernoulli")
+    assert torch.allclose(found, torch.distributions.kl_divergence(*coins))
+    assert torch.allclose(dense.divergence(target, x, "mse"), (target - x.sigmoid()).square())
+    assert torch.autograd.grad(found.sum(), [target, x], allow_unused=True)[0] is None
+    same = torch.tensor([0.2, 0.7]).double()
+    for kind in dense.DIVERGENCES:
+        assert dense.divergence(same, same.logit(), kind).abs().max() < 1e-15
+
+
+def test_budget_loss_counts_expected_keys():
+    """Section 2.4's L_b, beside a budget in tokens and one as a share."""
+    kept = drawn(1, 2, 7, 7).sigmoid()
+    chance = (9.0 * (kept - 0.5)).sigmoid().masked_fill(~TRIANGLE, 0.0)
+    for budget, wanted in ((0.4, [0.4 * (t + 1) for t in range(7)]), (3, [min(3, t + 1) for t in range(7)])):
+        expected = sum(abs(chance[0, g, t].sum() - wanted[t]) / (t + 1) for g in range(2) for t in range(7)) / 14
+        found = dense.budget_loss(kept, TRIANGLE, Forgetting(budget=budget), 9.0)
+        assert torch.isclose(found, expected)
+    uneven = dense.budget_loss(kept, TRIANGLE, Forgetting(budget=0.4), 9.0, torch.tensor([0.5, 1.5]).double())
+    assert not torch.isclose(uneven, dense.budget_loss(kept, TRIANGLE, Forgetting(budget=0.4), 9.0))
+
+
+def test_gradients_pass_through_the_student_alone():
+    """Sections 2.3 and 2.4."""
+    teacher, student = drawn(3).requires_grad_(), drawn(3, seed=1).requires_grad_()
+    mixed = dense.blended(teacher, student, 0.3)
+    assert torch.allclose(mixed, 0.7 * teacher + 0.3 * student)
+    to_teacher, to_student = torch.autograd.grad(mixed.sum(), [teacher, student], allow_unused=True)
+    assert to_teacher is None
+    assert torch.allclose(to_student, torch.full_like(student, 0.3))
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_full_retention_is_the_teacher(name):
+    q, k, v, gate = random_inputs(name, 2, 21, 4, 2, 4, 3)
+    sink = drawn(4)
+    everything = lambda panel: torch.full_like(panel.age, torch.inf, dtype=torch.float64).expand(2, 2, -1, -1)  # noqa: E731
+    with mock.patch.object(panels, "COLUMNS", 8):
+        o, lse = get(name).forms["parallel"](q, k, v, gate, sink=sink, return_lse=True)
+        logits = panels.Logits(get(name).form_set, q, k, gate)
+        student = panels.forgetful_attention(logits, v, lse, everything, Forgetting(window=1), 3.0, sink=sink)
+    assert_same(student.o, o)
+
+
+def test_what_is_forgotten_is_masked_where_tau_is_sharp():
+    q, k, v, gate = random_inputs("fox", 1, 19, 2, 2, 4, 3, regime="open")
+    options, retention = Forgetting(window=3, limit=60.0), Retention(2, 19, False)
+    got = by_panels("fox", (q, k, v, gate), retention, options, 1e7)["o"]
+    s, d = oracle.scores(q, k, gate)
+    x, age = whole(retention, s, options, 2)
+    gone = (dense.remembered(x.sigmoid().masked_fill(age < 0, 1.0), age, options) < 0.5) & (age >= 0)
+    assert 0.1 < gone.double().mean() < 0.9
+    weights = (s + d).masked_fill(gone, -torch.inf).softmax(-1)
+    assert_same(got, torch.einsum("bhtj,bjhv->bthv", weights, v))
+
+
+@pytest.mark.parametrize("network", dense.NETWORKS)
+def test_layer_is_causal_while_its_teacher_looks_ahead(network):
+    attn = layer("rope", forgetting=Forgetting(network=network, window=2, temperature=3.0))
+    x = rows(2, 17)
+    later = torch.cat([x[:, :9], rows(2, 8, seed=5)], 1)
+    with mock.patch.object(panels, "COLUMNS", 4):
+        assert_same(attn(x)[:, :9], attn(later)[:, :9])
+        seen = []
+        for given in (x, later):
+            projected = attn.project(given)
+            q, k, v, gate = projected.q, projected.k, projected.v, projected.gate
+            o, lse = attn.variant.forms["parallel"](q, k, v, gate, return_lse=True)
+            logits, lse = panels.Logits(attn.variant.form_set, q, k, gate), lse.transpose(1, 2)
+            goal = panels._Goal.of(logits, v.transpose(1, 2), lse, o, attn.forget.options, 3.0)
+            there = logits.exists(0, 4)
+            seen.append(goal.panel(logits.panel(0, 4, there), there, 0, 4)[:, :, :9])
+    assert (seen[0] - seen[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("network", dense.NETWORKS)
+@pytest.mark.parametrize("name", ["rope", "path_fox"])
+def test_packed_sequences_and_padding_are_separate_sequences(name, network):
+    attn = layer(name, forgetting=Forgetting(network=network, window=2, temperature=3.0, blend=0.7))
+    x = rows(2, 9)
+    with mock.patch.object(panels, "COLUMNS", 4):
+        alone = [attn(x[:1, :6]), attn(x[1:])]
+        terms = [attn.forget.terms.distillation for _ in (attn(x[:1, :6]),)]
+        packed = attn(torch.cat([x[:1, :6], x[1:]], 1), cu_seqlens=torch.tensor([0, 6, 15]))
+        assert_same(packed, torch.cat(alone, 1))
+        mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
+        left = attn(torch.cat([torch.cat([rows(1, 3, seed=8), x[:1, :6]], 1), x[1:]]), attention_mask=mask)
+        assert_same(left[:1, 3:], alone[0])
+        right = attn(torch.cat([x[:1, :6], rows(1, 3, seed=8)], 1), attention_mask=mask[:1].flip(1))
+        assert_same(right[:, :6], alone[0])
+        assert torch.isclose(attn.forget.terms.distillation, terms[0])
+
+
+def test_retention_of_keys_falls_with_their_age():
+    """Whatever the weights are: the network of keys alone needs no running minimum."""
+    attn = layer("nope", forgetting=Forgetting(network="key"))
+    projected = attn.project(5 * rows(1, 30))
+    retention = attn.forget.retention(projected.q, projected.k, projected.v)
+    age = (torch.arange(30)[:, None] - torch.arange(30))[None, None]
+    x = retention(panels.Panel(0, 30, age))
+    assert (x.diff(dim=-2).masked_fill(age[..., 1:, :] <= 0, -1.0) < 0).all()
+
+
+def saved_bytes(attn, T):
+    """What a call in training keeps for its backward pass."""
+    found = {}
+
+    def note(x):
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        attn(torch.randn(1, T, D, dtype=torch.float64))
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("network", ["key", "pair"])
+@pytest.mark.parametrize("name", ["fox", "path"])
+def test_memory_grows_with_the_tokens_not_with_their_square(name, network):
+    attn = layer(name, forgetting=Forgetting(network=network, width=4))
+    few, many = saved_bytes(attn, 256), saved_bytes(attn, 512)
+    assert many < 2.2 * few
+
+
+def test_layers_that_cannot_forget_say_why():
+    forgetting = Forgetting()
+    with pytest.raises(ValueError, match="'gla' is the linear side.*its dual 'wall' can forget"):
+        build_attention("gla", hidden_size=D, num_heads=4, forgetting=forgetting)
+    with pytest.raises(ValueError, match="acp: expected False with forgetting"):
+        build_attention("fox", hidden_size=D, num_heads=4, forgetting=forgetting, acp=Prune())
+    with pytest.raises(ValueError, match="impl: expected 'auto' or 'reference' with forgetting"):
+        build_attention("fox", hidden_size=D, num_heads=4, forgetting=forgetting, impl="triton")
+    with pytest.raises(TypeError, match=r"forgetting: expected attnzoo.Forgetting\(...\) or None, got True"):
+        build_attention("fox", hidden_size=D, num_heads=4, forgetting=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"network": "keys"}, "did you mean 'key'"), ({"pool": "mean"}, "expected one of power, softmax, max"),
+        ({"threshold": 1.0}, r"threshold: expected a number in \(0, 1\)"), ({"window": 0}, "at least 1"),
+        ({"limit": 99.0}, r"limit: expected a number in \(0, 60\]"), ({"discount": 0.0}, "discount: expected"),
+        ({"budget": 0.0}, "budget: expected"), ({"width": 2.5}, "width: expected a whole number"),
+        ({"temperature": -1.0}, "temperature: expected a number above 0"), ({"memory": 1.0}, "memory: expected"),
+        ({"blend": 1.5}, "blend: expected"), ({"divergence": "kl"}, "bernoulli"), ({"normalize": "sum"}, "mean"),
+    ],
+)  # fmt: skip
+def test_options_out_of_range_are_named(options, said):
+    with pytest.raises(ValueError, match=said):
+        Forgetting(**options)
+
+
+def test_a_hybrid_model_forgets_where_its_config_says():
+    config = ModelConfig(
+        attention=["mamba2", {"name": "fox", "options": {"forgetting": {"window": 4, "learned_budget": True}}}],
+        hidden_size=32, num_layers=2, num_heads=2,
+    )  # fmt: skip
+    model = LanguageModel(config)
+    assert [layer.forget is not None for layer in model.attentions()] == [False, True]
+    bad = replace(config, attention={"name": "fox", "options": {"forgetting": {"windw": 4}}})
+    with pytest.raises(ValueError, match="unknown option of forgetting 'windw'.*did you mean 'window'"):
+        LanguageModel(bad)
+
+
+def test_the_network_is_precise_and_initialised_anew():
+    attn = build_attention("fox", hidden_size=D, num_heads=4, forgetting=Forgetting(network="pair"))
+    assert isinstance(attn.forget, Forget)
+    half = attn.to(torch.bfloat16)
+    assert {x.dtype for x in half.forget.parameters()} == {torch.float32}
+    before = {name: x.clone() for name, x in half.forget.named_parameters()}
+    half.reset_parameters()
+    assert not torch.equal(before["key"], half.forget.key)
+    assert torch.equal(before["bias"], half.forget.bias)
+    assert half(torch.randn(1, 9, D, dtype=torch.bfloat16)).dtype == torch.bfloat16
