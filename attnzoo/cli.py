@@ -16,7 +16,9 @@ import click
 from attnzoo.benchmarks.command import bench
 from attnzoo.data.command import PATH, corpus, data, tokenize
 from attnzoo.experiments.builtin import built_in, find_config
-from attnzoo.training.commands import evaluate, export, import_
+from attnzoo.experiments.command import experiment
+from attnzoo.experiments.evaluate.command import evaluate
+from attnzoo.training.commands import export, import_
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 # Which extra installs a package, by the name under which it is imported.
 EXTRAS = dict.fromkeys(
     ["accelerate", "jinja2", "matplotlib", "omegaconf", "safetensors", "tensorboard", "yaml"], "train"
-) | {"transformers": "hf", "tokenizers": "hf"}
+) | {"transformers": "hf", "tokenizers": "hf", "lm_eval": "eval"}
 # Everything else is imported inside the commands: `attnzoo --help` must not wait for torch.
 
 config_argument = click.argument("config")
@@ -324,7 +326,7 @@ def generate(
         click.echo(line, err=True)
 
 
-for command in (tokenize, corpus, export, import_, evaluate, bench, data):
+for command in (tokenize, corpus, export, import_, evaluate, bench, data, experiment):
     app.add_command(command)
 
 

@@ -201,6 +201,21 @@ def test_scenes_are_what_their_names_say(play):
     assert play.locator(".pruned path").count() > 3
 
 
+def middles(locator) -> list[float]:
+    return [box["x"] + box["width"] / 2 for box in (each.bounding_box() for each in locator.all())]
+
+
+def test_a_slider_stands_over_its_column_or_is_wide_enough_for_a_thumb(play):
+    sliders = play.locator("[data-tokens=f] input")
+    last_row = play.locator("[data-matrix=decay] rect").all()[-16:]
+    columns = [box["x"] + box["width"] / 2 for box in (cell.bounding_box() for cell in last_row)]
+    assert middles(sliders) == pytest.approx(columns, abs=1.5)
+    words = middles(play.locator("[data-tokens=f] code"))
+    assert words == pytest.approx(columns, abs=1.5)
+    play.set_viewport_size({"width": 360, "height": 800})
+    assert all(each.bounding_box()["width"] >= 38 for each in sliders.all())
+
+
 def test_every_control_has_a_name(play):
     names = play.evaluate(
         """() => [...document.querySelectorAll("#play input, #play select, #play button")].map((e) =>
