@@ -15,6 +15,7 @@ import click
 from attnzoo.benchmarks.command import bench
 from attnzoo.data.command import PATH, corpus, data, tokenize
 from attnzoo.experiments.builtin import built_in, find_config
+from attnzoo.experiments.command import experiment
 from attnzoo.training.commands import evaluate, export, import_
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="attnzoo")
 def app() -> None:
-    """Seven linear recurrences, each beside its dual softmax position encoding."""
+    """Linear recurrences, each beside its dual softmax position encoding."""
 
 
 @app.command("list")
@@ -313,7 +314,7 @@ def generate(
         click.echo(line, err=True)
 
 
-for command in (tokenize, corpus, export, import_, evaluate, bench, data):
+for command in (tokenize, corpus, export, import_, evaluate, bench, data, experiment):
     app.add_command(command)
 
 

@@ -118,7 +118,7 @@ class Attention(PreciseModule):
         if config.rotary is not None:
             self.keep("angle", self._angles(), persistent=False, least=torch.float64)
         self.forget = None if forgetting is None else Forget(forgetting, config)
-        self._picked: str | None = None
+        self.picked: str | None = None  # the form that served the last call, and the device
         self.reset_parameters()
 
     def _keys_per_token(self, classes: Sequence[type[GateProjection]], options: Mapping[str, Any]) -> int:
@@ -323,7 +323,7 @@ class Attention(PreciseModule):
             if lost:
                 _say(f"{self.variant.name}: no kernel runs, and the reference is slower: {lost}", logging.WARNING)
         if not torch.compiler.is_compiling():
-            self._picked = f"{form} on {x.device.type}"
+            self.picked = f"{form} on {x.device.type}"
         if self.forget is None:
             o, state = run(self.variant, form, call)
         else:
@@ -425,7 +425,7 @@ class Attention(PreciseModule):
             if getattr(self.config, f.name) != f.default or f.name in ("hidden_size", "num_heads")
         }
         shown = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if name != "gate")
-        picked = f" ({self._picked})" if self._picked else ""
+        picked = f" ({self.picked})" if self.picked else ""
         prune = f", prune={self.prune}" if self.prune else ""
         return f"{self.variant.name!r}, {shown}, impl={self.impl!r}{picked}{prune}"
 

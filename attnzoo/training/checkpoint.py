@@ -27,6 +27,7 @@ from attnzoo.config import config_differences, load_config, to_yaml
 from attnzoo.files import damaged_name, digest, sync, write_whole
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL, PARTS, WEIGHTS, damage, read_digests, weights_in, write_digests
+from attnzoo.training.forgetting import networks, set_phase
 from attnzoo.training.sharding import TrainState, join_parts
 
 if TYPE_CHECKING:
@@ -372,6 +373,7 @@ def load_run(
             load_model(model, checkpoint / WEIGHTS)
     except Exception as error:
         raise CheckpointError(f"{checkpoint} does not fit {run_dir / 'config.yaml'}: {error}") from error
+    set_phase(networks(model), config.forgetting, step_of(checkpoint))
     return model.to(device).eval(), config
 
 

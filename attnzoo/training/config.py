@@ -86,6 +86,45 @@ class OptimizerConfig:
 
 
 @dataclass
+class ForgettingConfig:
+    """How layers that forget are trained ("One-Pass Forgetting", sections 2.4 and 2.5); for a model with such layers.
+
+    In phase 1 the forget networks learn from the teacher. In phase 2 lambda and tau go to what the layers' own options
+    say, the teacher's weight to 0, and the loss of the task supervises.
+
+    Args:
+        distill_steps: updates of phase 1.
+        anneal_steps: updates in which phase 2 gets there; 0 for at once.
+        blend: lambda in phase 1, the student's share of the output.
+        temperature: tau in phase 1.
+        distillation: beta_r, the weight of the distillation in phase 1.
+        budget: beta_b, the weight of the budget, in both.
+        order: in which layers are annealed: `together`, `shallow_first` or `deep_first`.
+        alone: train the forget networks and freeze all other weights; with `start_from`.
+
+    Raises:
+        ValueError: a number out of range or an unknown word.
+    """
+
+    distill_steps: int = 300
+    anneal_steps: int = 300
+    blend: float = 0.1
+    temperature: float = 4.0
+    distillation: float = 1.0
+    budget: float = 1.0
+    order: str = "together"
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "distill_steps", "anneal_steps", "distillation", "budget")
+        above(self, 0.0, "temperature")
+        finite(self, "temperature", "distillation", "budget")
+        if not 0 <= self.blend <= 1:
+            raise ValueError(f"blend must be in [0, 1], got {self.blend}")
+        one_of(self, "order", ["together", "shallow_first", "deep_first"])
+
+
+@dataclass
 class TrainConfig:
     """One training run. Its result depends on this and the data alone, not on the number of processes.
 
@@ -116,6 +155,7 @@ class TrainConfig:
         model: see `ModelConfig`.
         data: see `DataConfig`.
         optimizer: see `OptimizerConfig`.
+        forgetting: see `ForgettingConfig`.
 
     Raises:
         ValueError: a number out of range, an unknown word, or a warm-up that never ends.
@@ -142,6 +182,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    forgetting: ForgettingConfig = field(default_factory=ForgettingConfig)
 
     def __post_init__(self) -> None:
         at_least(self, 1, "steps", "gradient_accumulation", "log_every", "eval_tokens", "keep_checkpoints")

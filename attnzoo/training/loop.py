@@ -29,6 +29,7 @@ from attnzoo.training.checkpoint import (
 )
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.exchange import keep_tokenizer, start_from
+from attnzoo.training.forgetting import check_forgetting
 from attnzoo.training.metrics import Metrics, Row, rows_until
 from attnzoo.training.model import new_model
 from attnzoo.training.optimizer import learning_rate
@@ -78,6 +79,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     set_seed(config.seed)
     model: Any = new_model(config)
     model.recompute = config.recompute
+    check_forgetting(model, config)
 
     make_folder(run_dir)
     main = accelerator.is_main_process
@@ -168,6 +170,7 @@ def _train_from(progress: Progress, run: Run, run_dir: Path, on_row: Callable[[R
                             "grad_norm": norm_value,
                             "tokens_per_second": speed,
                             "seconds": progress.seconds,
+                            **run.forgets(),
                             **run.usage(step, speed),
                         }
                     )

@@ -32,8 +32,9 @@ def read_metrics(run_dir: str | Path) -> list[Row]:
     Rows are {"kind": "train", "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
     and {"kind": "eval", "step", "loss"}. `loss` is in nats per token, of that step's batch or of the held-out
     tokens; `seconds` is the time spent in training, over all the times that the run was started. A train row also has
-    "blocks_kept" where a layer prunes, and "mfu" and "mfu_dense" on a GPU whose peak is known (`attnzoo.training.
-    throughput` says how they are counted).
+    "blocks_kept" where a layer prunes, "forgetting_kept" (the expected share of its tokens that a row still sees),
+    "forgetting_budget", "forgetting_distillation", "forgetting_blend" and "forgetting_temperature" where one forgets,
+    and "mfu" and "mfu_dense" on a GPU whose peak is known (`attnzoo.training.throughput` says how they are counted).
 
     Raises:
         FileNotFoundError: there is no run in that folder.

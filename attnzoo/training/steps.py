@@ -16,6 +16,7 @@ from attnzoo.data.tasks import Examples
 from attnzoo.data.windows import begins_within, heldout_starts
 from attnzoo.training.checkpoint import newest_checkpoint
 from attnzoo.training.config import TrainConfig
+from attnzoo.training.forgetting import Extra, extra_loss, networks, set_phase, shown
 from attnzoo.training.metrics import Row
 from attnzoo.training.optimizer import learning_rate
 from attnzoo.training.rows import Rows, moved, rows_of, rows_of_answers
@@ -35,6 +36,8 @@ class Run:
         self.accelerator, self.model, self.optimizer = state.accelerator, state.model, state.optimizer
         self.data, self.rows_per_part = data, rows_per_part
         self.parts: list[Rows] = []  # of the last step
+        self.networks = networks(self.model)
+        self.extra: Extra | None = None  # of its last part, where layers forget
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Update once; the mean loss over the whole batch, and the norm of the gradient before clipping.
@@ -57,15 +60,18 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, config.steps, config.optimizer)
         self.model.train()
+        set_phase(self.networks, config.forgetting, step)
         losses = []
         norm = torch.zeros(())
         parts = self.parts = [self._part(step, part) for part in range(config.gradient_accumulation)]
         for rows, weight in zip(parts, self._weights(parts), strict=True):
             with accelerator.accumulate(self.model):
                 loss = self._loss(step, rows)
+                self.extra = extra_loss(self.networks, config.forgetting, step)
+                total = loss if self.extra is None else loss + self.extra.loss
                 if weight is not None:
-                    loss = loss * weight
-                accelerator.backward(loss)
+                    loss, total = loss * weight, total * weight
+                accelerator.backward(total)
                 if accelerator.sync_gradients:
                     norm = whole(accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm))
                 self.optimizer.step()
@@ -174,6 +180,10 @@ class Run:
             row["mfu"] = operations.per_step(self.parts, kept) * share
             row["mfu_dense"] = operations.per_step(self.parts) * share
         return row
+
+    def forgets(self) -> Row:
+        """What the layers that forget say of the last step, its last part in this process; nothing where none does."""
+        return {} if self.extra is None else shown(self.extra.row)
 
     def check_finite(self, step: int, loss: Tensor, norm: Tensor) -> tuple[float, float]:
         """Loss and norm as numbers.

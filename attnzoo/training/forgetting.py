@@ -1,0 +1,162 @@
+"""One-Pass Forgetting in a training run: its two phases, what it adds to the loss, and networks alone (section 2.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.algebra.forgetting import Forgetting
+from attnzoo.layer.forgetting import Forget
+from attnzoo.models.config import ModelConfig
+from attnzoo.registry import get
+from attnzoo.training.config import ForgettingConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from attnzoo.training.metrics import Row
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Where a layer stands at a step.
+
+    Args:
+        blend: lambda.
+        temperature: tau.
+        distillation: beta_r.
+    """
+
+    blend: float
+    temperature: float
+    distillation: float
+
+
+def phase(step: int, config: ForgettingConfig, options: Forgetting, layer: int = 0, layers: int = 1) -> Phase:
+    """Where layer ``layer`` of ``layers`` stands at an update (1 is the first); it depends on these numbers alone.
+
+    In phase 1 lambda and tau are small and the network learns from the teacher. In phase 2 lambda goes on a line and
+    tau geometrically to those of the layer's options, and the teacher's weight on a line to 0: then the loss of the
+    task alone supervises.
+    """
+    done = min(1.0, max(0, step - config.distill_steps) / max(1, config.anneal_steps))
+    if config.order != "together" and layers > 1:  # each layer takes half of the time, one after the other
+        turn = layer if config.order == "shallow_first" else layers - 1 - layer
+        done = min(1.0, max(0.0, 2 * done - turn / (layers - 1)))
+    blend = config.blend + (options.blend - config.blend) * done
+    temperature = config.temperature * (options.temperature / config.temperature) ** done
+    return Phase(blend, temperature, config.distillation * (1 - done))
+
+
+def networks(model: nn.Module) -> list[Forget]:
+    """The forget networks of a model, from its first layer to its last."""
+    return [module for module in model.modules() if isinstance(module, Forget)]
+
+
+def set_phase(found: Sequence[Forget], config: ForgettingConfig, step: int) -> None:
+    """Put each layer of a model, by its network, where it stands at a step."""
+    for number, network in enumerate(found):
+        now = phase(step, config, network.options, number, len(found))
+        network.blend, network.temperature = now.blend, now.temperature
+        network.distils = now.distillation > 0
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What the layers of the last call add to the loss.
+
+    Args:
+        loss: ``beta_r L_r + beta_b L_b``, means over the layers.
+        row: for the metrics: ``distillation``, ``budget`` and ``kept`` as tensors, and lambda and tau.
+    """
+
+    loss: Tensor
+    row: dict[str, Any]
+
+
+def extra_loss(found: Sequence[Forget], config: ForgettingConfig, step: int) -> Extra | None:
+    """Section 2.4's total loss without the task's, of a model with these networks; None where no layer forgets.
+
+    Means over the layers, so that the weights mean the same for any number of them.
+    """
+    if not found:
+        return None
+    losses, budgets, kept, distilled = [], [], [], []
+    for number, network in enumerate(found):
+        terms, now = network.terms, phase(step, config, network.options, number, len(found))
+        assert terms is not None
+        losses.append(config.budget * terms.budget)
+        budgets.append(terms.budget.detach())
+        kept.append(terms.kept)
+        if terms.distillation is not None:
+            losses.append(now.distillation * terms.distillation)
+            distilled.append(terms.distillation.detach())
+        network.terms = None
+    row: dict[str, Any] = {"kept": torch.stack(kept).mean(), "budget": torch.stack(budgets).mean()}
+    row |= {"blend": sum(n.blend for n in found) / len(found)}
+    row |= {"temperature": sum(n.temperature for n in found) / len(found)}
+    if distilled:
+        row["distillation"] = torch.stack(distilled).mean()
+    return Extra(torch.stack(losses).sum() / len(found), row)
+
+
+def shown(row: Mapping[str, Any]) -> Row:
+    """A row of an :class:`Extra` in numbers, by the names that it has in the metrics."""
+    return {f"forgetting_{name}": float(value) for name, value in row.items()}
+
+
+def check_forgetting(model: nn.Module, config: TrainConfig) -> None:
+    """Whether a run's settings of forgetting fit its model; also freezes all weights but the networks', where asked.
+
+    Raises:
+        ValueError: settings without a layer that forgets, or with something that such a layer does not do.
+    """
+    found, settings = networks(model), config.forgetting
+    if not found:
+        if settings != ForgettingConfig():
+            how = "model.attention_options.forgetting={}, say"
+            raise ValueError(f"forgetting: expected its defaults, since no layer of the model forgets ({how})")
+        return
+    if config.compile:
+        raise ValueError("compile: expected false where layers forget (tau is another number at each step), got true")
+    if settings.alone:
+        if config.start_from is None:
+            raise ValueError("forgetting.alone: expected false without start_from (all other weights are random)")
+        model.requires_grad_(False)
+        for network in found:
+            network.requires_grad_(True)
+
+
+def with_forgetting(source: TrainConfig | ModelConfig, options: Mapping[str, Any] | Forgetting) -> Any:
+    """The configuration of a run or of a model whose softmax layers forget; its linear layers stay as they are.
+
+    Args:
+        source: a run's, or a model's. A run's weights are gone on from (``start_from``) in a folder beside its own; a
+            recipe that has not been run starts from where it did.
+        options: of :class:`~attnzoo.algebra.forgetting.Forgetting`.
+
+    Raises:
+        ValueError: no layer is of the softmax side.
+    """
+    if isinstance(source, TrainConfig):
+        folder = Path(source.output_dir)
+        name = str(folder.with_name(f"{folder.name}-forgetting"))
+        model = with_forgetting(source.model, options)
+        start = str(folder) if (folder / "config.yaml").is_file() else source.start_from
+        return replace(source, model=model, start_from=start, output_dir=name)
+    given = asdict(options) if isinstance(options, Forgetting) else dict(options)
+    layers = [
+        {"name": spec.name, "options": {**spec.options, **({"forgetting": given} if _can(spec.name) else {})}}
+        for spec in source.layers()
+    ]
+    if not any(_can(spec.name) for spec in source.layers()):
+        names = ", ".join(sorted({spec.name for spec in source.layers()}))
+        raise ValueError(f"forgetting: expected a model with a layer of the softmax side, got {names}")
+    return replace(source, attention=layers, attention_options={})
+
+
+def _can(name: str) -> bool:
+    return get(name).side == "softmax"
