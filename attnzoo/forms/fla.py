@@ -210,4 +210,3 @@ def _int64(borders: Tensor) -> Tensor:
 FLA_SCALAR_DECAY = fla_kernel(scalar_decay)
 FLA_DIAGONAL_DECAY = fla_kernel(diagonal_decay)
 FLA_DELTA_RULE = fla_kernel(delta_rule)
-FLA_CHANNEL_DELTA_RULE = fla_kernel(channel_delta_rule)
