@@ -78,7 +78,8 @@ def rotated(operation: Operation) -> Operation:
 
     def run(x: Prepared) -> tuple[Tensor, Tensor | None]:
         phase = phases(cast(Tensor, x.gate.per_token(x.q).angle), dim=1)
-        dtype = torch.float32 if x.gate.w is not None else x.q.dtype  # a key that is rounded twice may be too long
+        # beside closed gates little is left of an angle's gradient, and a key that is rounded twice may be too long
+        dtype = x.q.dtype if x.gate.parts == ("angle",) else torch.float32
         q, k = (y.to(x.q.dtype) for y in rotate_all(phase, x.q.to(dtype), x.k.to(dtype)))
         o, state = operation(replace(x, q=q, k=k, gate=replace(x.gate, angle=None)))
         return o, None if state is None else Rotation().carry(phase[:, -1], state)
