@@ -284,6 +284,12 @@ def panel(width: float, height: float, left: float = 42, bottom: float = 34) -> 
     """A figure of ``width`` x ``height`` points with one quiet axes."""
     figure = Figure(figsize=(width / 72, height / 72))
     axes = figure.add_axes((left / width, bottom / height, 1 - (left + 8) / width, 1 - (bottom + 10) / height))
+    quiet(axes)
+    return figure, axes
+
+
+def quiet(axes: Axes) -> None:
+    """Take from axes what a reader does not need."""
     axes.set_facecolor("none")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -292,7 +298,6 @@ def panel(width: float, height: float, left: float = 42, bottom: float = 34) -> 
     axes.grid(True, axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.xaxis.label.set(color=MUTED, fontsize=10)
-    return figure, axes
 
 
 def _name_line_ends(axes: Axes, lines: Sequence[Line], right: float, characters: int) -> None:
