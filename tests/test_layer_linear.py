@@ -20,7 +20,7 @@ from attnzoo.forms import fla
 from attnzoo.forms.protocol import Call
 
 LINEAR = [name for name in list_variants("linear") if "fla" in get(name).forms]
-DELTA = ("deltanet", "gated_deltanet")
+DELTA = [name for name in LINEAR if "w" in get(name).requires]
 D, T = 32, 70
 
 
