@@ -77,6 +77,16 @@ def test_the_reference_on_a_gpu_is_a_warning_with_the_remedy(
 
 
 @pytest.mark.usefixtures("gpu")
+def test_parts_that_no_kernel_takes_together_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("rope_gla", "path_wall"):
+        layer(name)(torch.randn(1, T, D, device=HERE))
+    assert warnings_of(caplog) == [
+        "rope_gla: no kernel runs, and the reference is slower: there is none for log_diag, angle together",
+        "path_wall: no kernel runs, and the reference is slower: there is none for log_diag, w, beta together",
+    ]
+
+
+@pytest.mark.usefixtures("gpu")
 def test_each_reason_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(fla, "DEVICE", HERE)
     monkeypatch.setattr(fla, "INSTALLED", True)
