@@ -79,7 +79,8 @@ PRODUCTS = (
     Pair("rope_deltanet",       "rope_path",            ("angle", "w", "beta")),
     Pair("rope_gated_deltanet", "rope_path_fox",        ("log_decay", "angle", "w", "beta")),
     Pair("rope_gla",            "rope_wall",            ("log_diag", "angle"),
-         note="rope_gla is GLA with selective RoPE (Movahedi et al., 2025, arXiv:2511.17388)."),
+         note="GLA behind selective RoPE (Movahedi et al., 2025, arXiv:2511.17388) decays the channels as turned, and "
+              "is rope_gla where both channels of each turned pair decay alike."),
     Pair("rope_gated_gla",      "rope_gated_wall",      ("log_decay", "log_diag", "angle")),
     Pair("gated_kda",           "gated_path_wall",      ("log_decay", "log_diag", "w", "beta")),
     Pair("rope_kda",            "rope_path_wall",       ("log_diag", "angle", "w", "beta")),

@@ -88,11 +88,15 @@ def assert_refused(ran: Ran, *parts: str) -> None:
         assert part in lines[0]
 
 
-def test_list_shows_every_pair(run: Any) -> None:
+def test_list_shows_every_pair_and_its_parts_in_80_columns(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     ran = run("list")
     assert ran.code == 0
+    rows = ran.out.splitlines()
+    assert max(map(len, rows)) <= 80
     for pair in pairs():
-        assert any(pair.linear in row.split() and pair.softmax in row.split() for row in ran.out.splitlines())
+        (row,) = [row.split() for row in rows if row.split()[1:3] == [pair.linear, pair.softmax]]
+        assert len(row) == 3 + len(set(pair.requires) - {"beta"})
 
 
 @pytest.mark.parametrize("name", list_variants())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.evaluation.layers import each_layer
-from attnzoo.evaluation.losses import Array, mean_and_error, token_losses
+from attnzoo.evaluation.losses import TOKENS, Array, mean_and_error, token_losses
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.projected import Projected
 
@@ -175,7 +175,7 @@ def sweep_eps(
     rows = []
     for prune in (None, *(Prune(eps, bound) for eps in epsilons)):
         with pruning(model, prune):
-            losses = token_losses(model, windows, 1)
+            losses = token_losses(model, windows, max(1, TOKENS // windows.shape[1]))
             plain = losses if plain is None else plain
             seconds = min(_seconds(model, windows[:1, :-1]) for _ in range(repeats))
             kept = 1.0 if prune is None else 1 - measure_pruning(model, windows[0, :-1], prune).share
