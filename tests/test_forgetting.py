@@ -88,11 +88,11 @@ def by_definition(name, inputs, retention, options, tau, *, window=None, sink=No
 
 def by_panels(name, inputs, retention, options, tau, *, columns=4, sink=None, **call):
     q, k, v, gate = inputs
-    forms = get(name)
+    variant = get(name)
     given = {**call, **({} if sink is None else {"sink": sink})}
-    teacher, lse = forms.forms["parallel"](q, k, v, gate, return_lse=True, **given)
+    teacher, lse = variant.forms["parallel"](q, k, v, gate, return_lse=True, **given)
     with mock.patch.object(panels, "COLUMNS", columns):
-        logits = panels.Logits(forms.form_set, q, k, gate, **call)
+        logits = panels.Logits(variant.form_set, q, k, gate, **call)
         found = forms.forgetful_attention(
             logits, v, lse, retention, options, tau, teacher=teacher.detach(), sink=sink, losses=True
         )

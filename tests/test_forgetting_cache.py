@@ -199,9 +199,10 @@ def test_caches_that_cannot_forget_say_why():
     attn.forget.blend = 0.5
     with pytest.raises(ValueError, match=r"cache: expected blend = 1 .*got 0\.5"):
         stepped(attn, x, [(0, 4)])
-    with pytest.raises(ValueError, match=r"expected torch.no_grad\\(\\)".replace("\\\\", "\\")):
-        fresh = forgetful("rope")
-        fresh(x, cache=fresh.new_cache())
+    fresh = forgetful("rope")
+    cache = fresh.new_cache()
+    with pytest.raises(ValueError, match=r"expected torch.no_grad\(\)"):
+        fresh(x, cache=cache)
     free = layer("rope", forgetting=Forgetting(monotone=False))
     with pytest.raises(ValueError, match="expected forgetting.monotone=True"):
         free.new_cache()
