@@ -1,4 +1,4 @@
-"""attnzoo: seven linear recurrences, each beside its dual softmax position encoding.
+"""attnzoo: linear recurrences, each beside its dual softmax position encoding.
 
 ``build_attention("fox", acp=True)`` gives a module, ``get("fox").forms["parallel"](q, k, v, Gate(log_decay=g))`` the
 function, ``dual("fox")`` the other side of the pair.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attnzoo.forms.cache import KVCache, RecurrentState
     from attnzoo.layer.attention import Attention
     from attnzoo.layer.build import build_attention
-    from attnzoo.registry import Pair, Variant, dual, get, list_variants, pairs, register
+    from attnzoo.registry import Pair, Variant, dual, get, list_variants, pair_for, pairs, register
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "dual",
     "get",
     "list_variants",
+    "pair_for",
     "pairs",
     "register",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import textwrap
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,9 @@ import click
 from attnzoo.benchmarks.command import bench
 from attnzoo.data.command import PATH, corpus, data, tokenize
 from attnzoo.experiments.builtin import built_in, find_config
-from attnzoo.training.commands import evaluate, export, import_
+from attnzoo.experiments.command import experiment
+from attnzoo.experiments.evaluate.command import evaluate
+from attnzoo.training.commands import export, import_
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 # Which extra installs a package, by the name under which it is imported.
 EXTRAS = dict.fromkeys(
     ["accelerate", "jinja2", "matplotlib", "omegaconf", "safetensors", "tensorboard", "yaml"], "train"
-) | {"transformers": "hf", "tokenizers": "hf"}
+) | {"transformers": "hf", "tokenizers": "hf", "lm_eval": "eval"}
 # Everything else is imported inside the commands: `attnzoo --help` must not wait for torch.
 
 config_argument = click.argument("config")
@@ -34,13 +37,19 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="attnzoo")
 def app() -> None:
-    """Seven linear recurrences, each beside its dual softmax position encoding."""
+    """Linear recurrences, each beside its dual softmax position encoding."""
+
+
+LATTICE = (
+    "The transition is exp(g_t) Diag(exp(a_t)) Rot(theta_t) (I - beta_t w_t w_t^T), of the parts marked. "
+    "`attnzoo show NAME` prints the equations of a pair."
+)
 
 
 @app.command("list")
 @click.option("--presets", is_flag=True, help="The models of published sizes instead.")
 def list_pairs(presets: bool) -> None:
-    """The pairs of duals, as a table."""
+    """The pairs of duals, as a table: which parts the gate of each has."""
     if presets:
         return _list_presets()
     from attnzoo.registry import broken_plugins, pairs
@@ -48,12 +57,16 @@ def list_pairs(presets: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are said below
         broken = broken_plugins()
-    table = _table("pair", "linear side", "softmax side", "g_t", "R_t")
+    table = _table("pair", "linear side", "softmax side", "g_t", "a_t", "theta_t", "w_t")
     for number, pair in enumerate(pairs(), 1):
-        table.add_row(str(number), pair.linear, pair.softmax, pair.g, pair.R)
+        marks = ["x" if part in pair.requires else "" for part in ("log_diag", "angle", "w")]
+        decay = "fixed" if pair.g.startswith("-") else "x" if "log_decay" in pair.requires else ""
+        table.add_row(str(number), pair.linear, pair.softmax, decay, *marks)
     _console().print(table)
-    for note in [*(pair.note for pair in pairs() if pair.note), *broken]:
-        click.echo(note)
+    for note in [LATTICE, *(pair.note for pair in pairs() if pair.note)]:
+        click.echo(textwrap.fill(note, 80))
+    for problem in broken:
+        click.echo(problem)
 
 
 def _list_presets() -> None:
@@ -313,7 +326,7 @@ def generate(
         click.echo(line, err=True)
 
 
-for command in (tokenize, corpus, export, import_, evaluate, bench, data):
+for command in (tokenize, corpus, export, import_, evaluate, bench, data, experiment):
     app.add_command(command)
 
 

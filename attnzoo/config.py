@@ -30,6 +30,7 @@ __all__ = [
     "WeightedSource",
     "config_differences",
     "load_config",
+    "read_settings",
     "save_config",
     "to_yaml",
 ]
@@ -98,6 +99,16 @@ def load_config(
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(_value_error(error)) from error
+
+
+def read_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """`key=value` settings as nested keys and values, later ones over earlier ones.
+
+    It is much faster than to give each of them to `load_config`, which can say of each what is wrong with it.
+    """
+    from omegaconf import OmegaConf
+
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(settings))))
 
 
 def _read_yaml(path: Path) -> Any:

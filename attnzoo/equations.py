@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from attnzoo.algebra.gate import PARTS
-from attnzoo.registry import PAIRS, Pair, Variant, get, pairs
+from attnzoo.registry import PAIRS, PRODUCTS, Pair, Variant, get, pairs
 
 WIDTH = 80
 LABEL = 12  # columns before the text
@@ -33,7 +33,7 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
     lines = [f"{_full(variant)}, {variant.side} side of pair {pairs().index(pair) + 1}; dual: {variant.dual.name}", ""]
     for side in (linear, softmax):
         lines += _row(side.side, [_full(side)])
-        lines += [f"{'':{LABEL}}  {line}" for line in _equations([write(line) for line in _given(side)])]
+        lines += [f"{'':{LABEL}}  {line}" for line in _equations([write(line) for line in equations_of(side)])]
         lines.append("")
     lines += _row("", ["sums over the keys j ≤ t; λ is the scale, 1/√K by default"])
     lines.append("")
@@ -47,8 +47,8 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
     lines += _row("sources", [f"{side.name}: {side.paper or 'not given'}" for side in sides])
     if variant.note:
         lines += _row("note", [variant.note])
-    if pair in PAIRS:
-        page = f"derivations/{pair.softmax}"
+    if pair in PAIRS or pair in PRODUCTS:
+        page = f"derivations/{pair.softmax if pair in PAIRS else 'algebra'}"
         lines += _row("derivation", [f"docs/{page}.md", f"(make docs, then open site/{page}.html)"])
     return write("\n".join(line.rstrip() for line in lines))
 
@@ -69,6 +69,13 @@ def _in_ascii(text: str) -> str:
     return "".join(SYMBOLS.get(c, c) for c in text).encode("ascii", "replace").decode()
 
 
+def _in_unicode(text: str) -> str:
+    """The symbols of a pair's R as the modules' equations write them."""
+    for plain, symbol in (("_t", "ₜ"), ("^T", "ᵀ"), ("beta", "β"), ("theta", "θ"), (" - ", " − ")):
+        text = text.replace(plain, symbol)
+    return text
+
+
 def _full(variant: Variant) -> str:
     return variant.name if variant.title == variant.name else f"{variant.title} ({variant.name})"
 
@@ -83,7 +90,8 @@ def _row(label: str, texts: Iterable[str]) -> list[str]:
     return [f"{label if number == 0 else '':{LABEL}}{line}" for number, line in enumerate(lines)]
 
 
-def _given(variant: Variant) -> Sequence[str]:
+def equations_of(variant: Variant) -> Sequence[str]:
+    """The lines of a module's ``EQUATIONS``, or those made of its pair's g and R."""
     given = getattr(variant.module, "EQUATIONS", None) or _general(variant)
     return given.splitlines() if isinstance(given, str) else given
 
@@ -96,11 +104,16 @@ def _equations(lines: Sequence[str]) -> list[str]:
 
 
 def _general(variant: Variant) -> Sequence[str]:
-    transition = [f"gₜ = {variant.pair.g}", f"Rₜ = {variant.pair.R}"]
+    """The equations of any pair; its g has a line where it is more than a symbol."""
+    pair, decays = variant.pair, "log_decay" in variant.requires
+    transition = [f"gₜ = {pair.g}"] if decays and pair.g != "g_t" else []
+    transition.append(f"Rₜ = {_in_unicode(pair.R)}")
     if variant.side == "linear":
-        unrolled = " = Σⱼ (λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ) exp(gⱼ₊₁ + ⋯ + gₜ) vⱼ"
-        return [*transition, "Sₜ = exp(gₜ) Sₜ₋₁ Rₜ + vₜ kₜᵀ", "oₜ = Sₜ (λ qₜ)", unrolled]
-    return [*transition, "ℓₜⱼ = λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ + gⱼ₊₁ + ⋯ + gₜ", "oₜ = Σⱼ softmaxⱼ(ℓₜⱼ) vⱼ"]
+        forget, forgotten = ("exp(gₜ) ", " exp(gⱼ₊₁ + ⋯ + gₜ)") if decays else ("", "")
+        unrolled = f" = Σⱼ (λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ){forgotten} vⱼ"
+        return [*transition, f"Sₜ = {forget}Sₜ₋₁ Rₜ + vₜ kₜᵀ", "oₜ = Sₜ (λ qₜ)", unrolled]
+    bias = " + gⱼ₊₁ + ⋯ + gₜ" if decays else ""
+    return [*transition, f"ℓₜⱼ = λ kⱼᵀ Rⱼ₊₁ ⋯ Rₜ qₜ{bias}", "oₜ = Σⱼ softmaxⱼ(ℓₜⱼ) vⱼ"]
 
 
 def _parts(pair: Pair, write: Callable[[str], str]) -> Iterator[str]:
@@ -108,6 +121,8 @@ def _parts(pair: Pair, write: Callable[[str], str]) -> Iterator[str]:
     parts = [(PARTS[name].symbol, name, PARTS[name].shown, PARTS[name].values) for name in pair.requires]
     rows = [tuple(map(write, row)) for row in parts]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if sum(widths) + 6 > WIDTH - LABEL - 2:  # values right after the shapes, where a column of them is too wide
+        widths[2:] = [0, 0]
     for row in rows:
         yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
 

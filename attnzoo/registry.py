@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from types import MappingProxyType, ModuleType
@@ -23,6 +24,7 @@ from attnzoo.forms.protocol import REFERENCE, Call, FormSet, check_options
 
 Side = Literal["linear", "softmax"]
 GATE_PARTS = tuple(PARTS)
+FACTORS = {"log_diag": "Diag(exp(a_t))", "angle": "Rot(theta_t)", "w": "I - beta_t w_t w_t^T"}  # of R_t, in this order
 
 
 @dataclass(frozen=True)
@@ -33,24 +35,32 @@ class Pair:
         linear: name of the linear recurrence.
         softmax: name of its softmax dual.
         requires: gate parts that both take.
-        g: the scalar log-decay, in words or symbols.
-        R: the matrix transition, in symbols.
+        g: the scalar log-decay, in words or symbols; made of ``requires`` when empty.
+        R: the matrix transition, in symbols; made of ``requires`` when empty.
         note: what a reader of the literature should know.
-        linear_module: where the linear forms live; ``attnzoo.recurrences.<linear>`` when empty.
-        softmax_module: where the softmax forms live; ``attnzoo.encodings.<softmax>`` when empty.
+        linear_module: where the linear forms live; when empty, ``attnzoo.recurrences.<linear>``, or no module where
+            there is no such file: then forms and layer are derived from ``requires``.
+        softmax_module: the same of the softmax forms; ``attnzoo.encodings.<softmax>``.
     """
 
     linear: str
     softmax: str
     requires: tuple[str, ...]
-    g: str
-    R: str
+    g: str = ""
+    R: str = ""
     note: str = ""
     linear_module: str = ""
     softmax_module: str = ""
 
+    def __post_init__(self) -> None:
+        factors = [factor for part, factor in FACTORS.items() if part in self.requires]
+        R = factors[0] if len(factors) == 1 else " ".join(f"({f})" if "-" in f else f for f in factors) or "I"
+        object.__setattr__(self, "g", self.g or ("g_t" if "log_decay" in self.requires else "0"))
+        object.__setattr__(self, "R", self.R or R)
+
 
 # fmt: off
+# the pairs that the others are products of
 PAIRS = (
     Pair("linear_attention", "nope",     (),                           "0",                  "I"),
     Pair("retnet",           "alibi",    ("log_decay",),               "-slope_h",           "I"),
@@ -61,7 +71,23 @@ PAIRS = (
     Pair("deltanet",         "path",     ("w", "beta"),                "0",                  "I - beta_t w_t w_t^T"),
     Pair("gated_deltanet",   "path_fox", ("log_decay", "w", "beta"),   "log sigmoid(w.x+b)", "I - beta_t w_t w_t^T"),
 )
+# the other sets of parts; the last five are made of their parts, without a file
+PRODUCTS = (
+    Pair("kda",                 "path_wall",            ("log_diag", "w", "beta")),
+    Pair("mamba3",              "fox_rope",             ("log_decay", "angle")),
+    Pair("gated_gla",           "gated_wall",           ("log_decay", "log_diag")),
+    Pair("rope_deltanet",       "rope_path",            ("angle", "w", "beta")),
+    Pair("rope_gated_deltanet", "rope_path_fox",        ("log_decay", "angle", "w", "beta")),
+    Pair("rope_gla",            "rope_wall",            ("log_diag", "angle"),
+         note="GLA behind selective RoPE (Movahedi et al., 2025, arXiv:2511.17388) decays the channels as turned, and "
+              "is rope_gla where both channels of each turned pair decay alike."),
+    Pair("rope_gated_gla",      "rope_gated_wall",      ("log_decay", "log_diag", "angle")),
+    Pair("gated_kda",           "gated_path_wall",      ("log_decay", "log_diag", "w", "beta")),
+    Pair("rope_kda",            "rope_path_wall",       ("log_diag", "angle", "w", "beta")),
+    Pair("rope_gated_kda",      "rope_gated_path_wall", ("log_decay", "log_diag", "angle", "w", "beta")),
+)
 # fmt: on
+BUILT_IN = (*PAIRS, *PRODUCTS)
 
 _pairs: dict[str, Pair] = {}  # by either name
 _broken: list[str] | None = None  # what installed packages offer in vain, in words; None before they were asked
@@ -205,14 +231,7 @@ def _get(name: str) -> Variant:
             raise ValueError(f"{unknown('variant', name, list_variants())}{broken}")
     pair = _pairs[name]
     side: Side = "linear" if name == pair.linear else "softmax"
-    given = pair.linear_module if side == "linear" else pair.softmax_module
-    folder = "recurrences" if side == "linear" else "encodings"
-    try:
-        module = importlib.import_module(given or f"attnzoo.{folder}.{name}")
-    except (Exception, SystemExit) as error:
-        if not given:
-            raise
-        raise UnavailableError(f"variant {name!r}: its module {given!r} cannot be imported: {error!r}") from error
+    module = _module(pair, side)
     forms = _form_set(module)
     return Variant(
         name=name,
@@ -225,6 +244,48 @@ def _get(name: str) -> Variant:
         extend=_checked_extend(pair, name, side, forms),
         module=module,
     )
+
+
+def _module(pair: Pair, side: Side) -> ModuleType:
+    """What holds one side of a pair: the module that is named, the file of that name, or one made of its parts."""
+    name, given = (pair.linear, pair.linear_module) if side == "linear" else (pair.softmax, pair.softmax_module)
+    home = f"attnzoo.{'recurrences' if side == 'linear' else 'encodings'}"
+    if not given and name.isidentifier() and importlib.util.find_spec(f"{home}.{name}") is not None:
+        return importlib.import_module(f"{home}.{name}")
+    if given:
+        try:
+            return importlib.import_module(given)
+        except (Exception, SystemExit) as error:
+            raise UnavailableError(f"variant {name!r}: its module {given!r} cannot be imported: {error!r}") from error
+    made = ModuleType(f"{home}.{name}", f"Made of its gate's parts: {', '.join(pair.requires) or 'none'}.")
+    products = importlib.import_module(f"{home}.products")
+    forms, layer = getattr(products, f"{side}_forms"), getattr(products, f"{side}_layer")
+    papers = dict.fromkeys(get(getattr(pair_for(set(part)), side)).paper for part in _alone(pair.requires))
+    made.__dict__.update(FORMS=forms(*pair.requires), LAYER=layer(*pair.requires), PAPER="; ".join(papers))
+    return made
+
+
+def _alone(parts: Collection[str]) -> list[tuple[str, ...]]:
+    """The smallest gates that these parts can be taken from: each part for itself, w with beta."""
+    return [("w", "beta") if part == "w" else (part,) for part in GATE_PARTS if part in parts and part != "beta"]
+
+
+def pair_for(parts: Collection[str]) -> Pair:
+    """The pair whose gate has these parts and no others; where two have, that whose decay comes from the input.
+
+    Args:
+        parts: any set of ``log_decay``, ``log_diag``, ``angle``, and ``w`` with ``beta``.
+
+    Raises:
+        ValueError: an unknown part, or w without beta or the other way round.
+    """
+    for part in parts:
+        if part not in GATE_PARTS:
+            raise unknown("gate part", part, GATE_PARTS)
+    if ("w" in parts) != ("beta" in parts):
+        raise ValueError(f"parts: expected w and beta together, got {', '.join(parts)}")
+    found = [pair for pair in pairs() if set(pair.requires) == set(parts)]
+    return next((pair for pair in found if not pair.g.startswith("-")), found[0])
 
 
 def dual(name: str) -> Variant:
@@ -307,5 +368,5 @@ def broken_plugins() -> list[str]:
     return _broken
 
 
-for _pair in PAIRS:
+for _pair in BUILT_IN:
     register(_pair)

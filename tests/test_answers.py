@@ -84,11 +84,15 @@ def test_tasks_and_lengths_are_all_asked(run):
     lengths = ["--length", "8", "--length", "32"]
     done = CliRunner().invoke(app, ["evaluate", str(run), *on, *lengths, "--rows", "3", "--json"])
     rows = [json.loads(line) for line in done.output.splitlines()]
-    assert [(row["task"], row["length"]) for row in rows] == [
-        (f"flip_flop, p_ignore={p}", length) for p in (0.9, 0.5) for length in (8, 32)
+    assert [(row["evaluation"], row["options"]) for row in rows] == [
+        ("flip_flop", {"p_ignore": 0.9}),
+        ("flip_flop", {}),
     ]
+    assert [[found["length"] for found in row["result"]["answers"]] for row in rows] == [[8, 32]] * 2
+    (same,) = evaluate(run, [("flip_flop", {})], [32], 3)
+    assert rows[1]["result"]["answers"][1]["loss"] == pytest.approx(same[1].loss, rel=1e-5)
     done = CliRunner().invoke(app, ["evaluate", str(run), "--rows", "3"])
-    assert [line.split()[0] for line in done.output.splitlines()] == ["length", "16"]
+    assert [line.split()[0] for line in done.output.splitlines()[:3]] == ["flip_flop", "length", "16"]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +109,9 @@ def test_question_that_has_no_answer_is_refused(run, on, message):
 
 
 def test_model_of_texts_is_asked_no_task(run):
-    with pytest.raises(ValueError, match="not on a task"):
-        list(evaluate(run.parent / "text"))
+    for on in ((), [("flip_flop", {})]):
+        with pytest.raises(ValueError, match="not of a task"):
+            list(evaluate(run.parent / "text", on))
     with pytest.raises(FileNotFoundError, match="a run or a model folder"):
         list(evaluate(run.parent / "nothing"))
 

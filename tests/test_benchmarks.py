@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from attnzoo import cli, list_variants
-from attnzoo.benchmarks import fox, generate, measure, wall
+from attnzoo.benchmarks import fox, generate, layers, measure, wall
 from attnzoo.benchmarks.train import trained_gates
 from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
@@ -25,6 +25,7 @@ from attnzoo.forms import fla_tuning
 from attnzoo.kernels.fox.reference import fox_reference
 from attnzoo.kernels.wall.reference import wall_reference
 from attnzoo.models import LanguageModel
+from attnzoo.registry import pairs
 from attnzoo.training.exchange import start_from
 
 RESULTS = Path(__file__).parents[1] / "docs/benchmarks/results"
@@ -82,7 +83,7 @@ def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(t
 
 
 @pytest.mark.parametrize(
-    "arguments", [["fox", "--plot"], ["path"], ["wall"], ["decode"], ["generate"], ["train", "tiny"]]
+    "arguments", [["fox", "--plot"], ["path"], ["wall"], ["layers"], ["decode"], ["generate"], ["train", "tiny"]]
 )
 def test_without_a_gpu_the_kernels_are_refused_in_a_line(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -239,6 +240,43 @@ def test_the_table_of_wall_has_its_ratios() -> None:
     assert "| Wall | 5.00 | 20.00 | - | - | 1.50 |" in alone
     assert "Not measured: FLA: not installed." in alone
     assert "the fastest of their tiles" in alone
+
+
+def test_layers_of_both_sides_are_checked_against_themselves_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = layers.contenders()
+    assert [x.variant for x in found if not x.acp] == [n for pair in pairs() for n in (pair.linear, pair.softmax)]
+    assert [x.name for x in found if x.acp and x.variant == "fox"] == ["fox + ACP"]
+    x = layers.draw(1, 2, 32, 16, device="cpu")
+    right = layers.errors(layers.Contender("fox + ACP", "fox", acp=True), x)
+    assert list(right) == [*layers.ERRORS]
+    assert 0 < max(right.values()) < 1
+    build = layers.build
+
+    def off(contender: layers.Contender, x: layers.Inputs, impl: str = "auto") -> Any:
+        layer = build(contender, x, impl)
+        with torch.no_grad():
+            layer.o_proj.weight.mul_(1.03 if impl == "auto" else 1)
+        return layer
+
+    monkeypatch.setattr(layers, "build", off)
+    assert min(layers.errors(layers.Contender("gla", "gla"), x).values()) > 1
+
+
+def test_the_table_of_layers_has_a_row_for_each_pair_that_was_measured() -> None:
+    shape = {"B": 4, "H": 24, "T": 4096, "K": 64, "forward_ms": 5.0, "extra_GiB": 1.5, "form": "triton"}
+    times = {"mamba2": 20.0, "fox": 10.0, "fox + ACP": 7.0, "gla": 4.0}
+    result = {
+        "machine": dict.fromkeys(("gpu", "torch", "triton", "fla", "date"), "x"),
+        "errors": [{"name": "wall", "K": 64, "y": "1.2e+00", "dx": "5.0e-01"}],
+        "rows": [{"name": name, **shape, "both_ms": ms} for name, ms in times.items()],
+    }
+    lines = layers.table(result).splitlines()
+    rows = [line for line in lines if line.startswith("| ") and "softmax side" not in line]
+    assert rows == [
+        "| mamba2 | triton | 5.00 | 20.00 | fox | triton | 5.00 | 10.00 | 7.00 | 0.50 |",
+        "| gla | triton | 5.00 | 4.00 | wall | - | - | - | - | - |",
+    ]
+    assert lines[-1] == "Not right, and not timed: wall (y 1.2e+00)."
 
 
 @dataclass(frozen=True)

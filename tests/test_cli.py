@@ -27,6 +27,7 @@ from attnzoo.experiments import processes
 from attnzoo.experiments.builtin import built_in
 from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.models import LanguageModel
+from attnzoo.registry import PAIRS, PRODUCTS
 from attnzoo.training.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
@@ -87,11 +88,15 @@ def assert_refused(ran: Ran, *parts: str) -> None:
         assert part in lines[0]
 
 
-def test_list_shows_every_pair(run: Any) -> None:
+def test_list_shows_every_pair_and_its_parts_in_80_columns(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     ran = run("list")
     assert ran.code == 0
+    rows = ran.out.splitlines()
+    assert max(map(len, rows)) <= 80
     for pair in pairs():
-        assert any(pair.linear in row.split() and pair.softmax in row.split() for row in ran.out.splitlines())
+        (row,) = [row.split() for row in rows if row.split()[1:3] == [pair.linear, pair.softmax]]
+        assert len(row) == 3 + len(set(pair.requires) - {"beta"})
 
 
 @pytest.mark.parametrize("name", list_variants())
@@ -152,11 +157,18 @@ def test_verify_draws_other_inputs_with_another_seed() -> None:
     assert errors[0] == errors[1] != errors[2]
 
 
-def test_verify_checks_every_variant_by_default() -> None:
-    checks = list(verification.verify())
-    assert {check.variant for check in checks} == set(list_variants())
+def test_verify_checks_every_variant_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_verify_variant", lambda variant, seed: iter([variant.name]))
+    assert list(verification.verify()) == list(list_variants())
+
+
+def test_verify_checks_every_form() -> None:
+    some = (*PAIRS[2:4], PAIRS[-1], PRODUCTS[0])  # without a matrix, and one of each kind
+    names = [name for pair in some for name in (pair.linear, pair.softmax)]
+    checks = list(verification.verify(names))
+    assert {check.variant for check in checks} == set(names)
     assert all(check.ok for check in checks)
-    for name in list_variants():
+    for name in names:
         forms = {check.form for check in checks if check.variant == name}
         assert forms == {*get(name).forms, "extend"}
 

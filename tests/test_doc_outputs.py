@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from attnzoo.registry import PAIRS, pairs, unregister
+from attnzoo.registry import BUILT_IN, pairs, unregister
 
 DOCS = Path(__file__).parents[1] / "docs"
 GENERATED = {"node_modules", "source"}  # below docs, once it is built
@@ -47,7 +47,7 @@ def test_shown_output_is_what_the_code_prints(page: Path, tmp_path: Path, monkey
             if text is not None:
                 assert printed.getvalue().strip() == text.strip(), code
     finally:
-        for pair in pairs()[len(PAIRS) :]:
+        for pair in pairs()[len(BUILT_IN) :]:
             unregister(pair)
 
 

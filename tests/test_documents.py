@@ -7,7 +7,7 @@ import pytest
 from mktestdocs import check_md_file
 from test_doc_outputs import GENERATED, blocks
 
-from attnzoo.registry import PAIRS, pairs, unregister
+from attnzoo.registry import BUILT_IN, pairs, unregister
 
 ROOT = Path(__file__).parents[1]
 PAGES = [path for path in (ROOT / "docs").rglob("*.md") if not GENERATED & set(path.parts)]
@@ -21,7 +21,7 @@ def test_examples_run(name, tmp_path, monkeypatch):
     try:
         check_md_file(ROOT / name, memory=True)
     finally:
-        for pair in pairs()[len(PAIRS) :]:
+        for pair in pairs()[len(BUILT_IN) :]:
             unregister(pair)
 
 

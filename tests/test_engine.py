@@ -147,15 +147,77 @@ def test_a_sequence_that_another_loop_began_goes_on(prompts):
     assert found[ids[0]] == found[ids[1]] == alone(model, prompts[1], 8)
 
 
-def test_blocks_that_are_compiled_give_the_same_tokens_and_layers_share_the_code(prompts, monkeypatch):
+@pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
+def test_blocks_that_are_compiled_give_the_same_tokens_and_layers_share_the_code(fuse, prompts, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     model = build(num_layers=3, attention_options={"block": "pro"})
-    generator = Generator(model, 1, 32, compile=True)
+    generator = Generator(model, 1, 32, compile=True, fuse=fuse)
     number = generator.add(prompts[0], 5, temperature=0)
     assert generator.run()[number] == alone(model, prompts[0], 5)
     assert counters["stats"]["unique_graphs"] < 8  # four of a layer: around its attention, and around its pages
+
+
+def maps_of(generator):
+    """Names of the maps that are one product in the first block."""
+    names = {one: name for name, one in generator.model.blocks[0].named_modules()}
+    found = [[names.get(one) for one in product.maps] for product in generator._products]
+    return [[str(name).rpartition("attention.")[2] for name in maps] for maps in found if None not in maps]
+
+
+@pytest.mark.parametrize("name", ["fox-pro-acp", "path_fox", "gated_deltanet", "gla"])
+def test_maps_of_one_input_are_one_product_and_the_same_to_rounding(name, prompts):
+    model = build(**LAYERS[name]).double()
+    whole, fused = Generator(model, 2, 32), Generator(model, 2, 32, fuse=True)
+    expected = {
+        "fox-pro-acp": ["k_shift.proj", "v_shift.proj", "gate.forget_proj", "output_gate"],
+        "path_fox": ["gate.members.0.w_down", "gate.members.0.beta_proj", "gate.members.1.forget_proj"],
+        "gated_deltanet": ["gate.members.0.dt_proj", "gate.members.1.beta_proj", "output_gate"],
+        "gla": ["gate.down", "output_gate"],
+    }
+    first, second = maps_of(fused)
+    assert first == ["q_proj", "k_proj", "v_proj", *expected[name]]
+    assert second == ["mlp.gate", "mlp.up"]
+    assert fused.weight_bytes() == sum(one.weight.nbytes for product in fused._products for one in product.maps) > 0
+    assert whole.weight_bytes() == 0
+    given = {id(generator): [] for generator in (whole, fused)}
+    for generator in (whole, fused):
+        keep = given[id(generator)]
+        hook = model.head.register_forward_hook(lambda *call, keep=keep: keep.append(call[2]))
+        ids = [generator.add(prompt, 6, temperature=0) for prompt in prompts[:2]]
+        generator.run()
+        assert [generator.requests[n].tokens for n in ids] == [alone(model, prompt, 6) for prompt in prompts[:2]]
+        hook.remove()
+    for a, b in zip(*given.values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_weights_that_change_in_place_count_from_the_next_sequence_on(prompts):
+    model = build(attention_options={"block": "pro"})
+    generator = Generator(model, 2, 32, fuse=True)
+    generator.add(prompts[0], 3, temperature=0)
+    generator.run()
+    with torch.no_grad():
+        model.blocks[1].attention.output_gate.weight.neg_()
+        model.blocks[0].mlp.up.weight.mul_(-3)
+    number = generator.add(prompts[1], 9, temperature=0)
+    assert generator.run()[number] == alone(model, prompts[1], 9)
+
+
+def test_maps_with_hooks_and_those_of_other_classes_are_left_as_they_are(prompts):
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = build()
+    attention, mlp = model.blocks[0].attention, model.blocks[0].mlp
+    attention.k_proj.__class__ = Doubled
+    mlp.up.register_forward_hook(lambda module, given, y: 2 * y)
+    generator = Generator(model, 1, 32, fuse=True)
+    assert maps_of(generator) == [["q_proj", "v_proj", "gate.forget_proj"]]
+    number = generator.add(prompts[1], 9, temperature=0)
+    assert generator.run()[number] == alone(model, prompts[1], 9)
 
 
 def test_a_stop_token_ends_its_sequence_alone(prompts):
@@ -241,7 +303,7 @@ def test_eviction_that_no_step_can_promise_is_refused():
 @pytest.mark.parametrize(("name", "options"), [("path", {"window": 9, "sinks": True}), ("path_fox", {"window": 5})])
 def test_what_a_window_hides_is_given_up_and_changes_no_greedy_token(name, options, prompts):
     """Sequences of their own lengths, that wait for each other, over the borders of pages."""
-    model = build(attention=name, attention_options={**options, "num_kv_heads": 1})
+    model = build(attention=name, attention_options={**options, "num_kv_heads": 1}, num_layers=1)
     generator = Generator(model, 2, 200, evict=1e-6)
     news = (60, 125, 9, 5)
     ids = [generator.add(prompt, new, temperature=0) for prompt, new in zip(prompts, news, strict=True)]
@@ -343,6 +405,18 @@ def test_a_step_in_a_graph_stays_right_while_sequences_grow_come_and_go(name):
     sampled = [generator.add(prompts[1], 40, temperature=1.0, top_k=50, top_p=0.9, seed=5) for _ in range(2)]
     found = generator.run()
     assert found[sampled[0]] == found[sampled[1]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("name", ["fox-pro-acp", "path_fox", "gated_deltanet"])
+def test_maps_that_are_one_product_give_the_same_tokens_in_a_graph(name, compiled, prompts):
+    model = build(**{**LAYERS[name], "hidden_size": 128, "initializer_range": 0.1}).cuda()
+    generator = Generator(model, 3, 64, compile=compiled, fuse=True)
+    ids = [generator.add(prompt.cuda(), 40, temperature=0) for prompt in prompts]
+    found = generator.run()
+    for number, prompt in zip(ids, prompts, strict=True):
+        assert found[number] == alone(model, prompt.cuda(), 40), (name, number)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo import get, list_variants, oracle
+from attnzoo.equations import equations_of
 from attnzoo.samples import random_inputs
 
 T = 6
@@ -119,7 +120,7 @@ def test_equations_equal_oracle(name: str) -> None:
     outputs = oracle.linear(q, k, v, gate, scale=0.5)[0, :, 0]
     s, d = (x[0, 0] for x in oracle.scores(q, k, gate, scale=0.5))
     checked = []
-    lines = list(variant.module.EQUATIONS)
+    lines = list(equations_of(variant))
     for number, line in enumerate(lines):
         left, _, right = (part.strip() for part in line.partition("="))
         left = left or lines[number - 1].partition("=")[0].strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from attnzoo.models.hf import AttnzooConfig, AttnzooForCausalLM, ModelCache  # noqa: E402
 from attnzoo.models.hf.config import THEIRS  # noqa: E402
+from attnzoo.models.hf.generate import _engines as generators  # noqa: E402
 
 HYBRID = ["mamba2", "fox"]
 SOME = ["fox", "path_fox", "complex_linear", "retnet", "gated_deltanet", HYBRID]
@@ -248,6 +250,99 @@ def test_assisted_generation_is_greedy_generation(tokens):
     row = tokens[:1]
     greedy = model.generate(row, max_new_tokens=8, do_sample=False)
     assert torch.equal(model.generate(row, max_new_tokens=8, do_sample=False, assistant_model=helper), greedy)
+
+
+ENGINE = ["fox", "path_fox", HYBRID]
+
+
+@pytest.mark.parametrize("attention", ENGINE, ids=ids)
+def test_the_engine_gives_the_same_greedy_tokens(attention, tokens, caplog):
+    model = build(attention).train()
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), tokens], 1)
+    padded[1, 3:6] = 0
+    given = {"input_ids": padded, "attention_mask": (padded != 0).long(), "max_new_tokens": 20, "do_sample": False}
+    with caplog.at_level("INFO", logger="attnzoo"):
+        expected = model.generate(**given)
+        found = model.generate(**given, engine=True)
+    assert torch.equal(found, expected)
+    assert model.training
+    assert [record.message for record in caplog.records if record.message.startswith("generate")] == [
+        "generate runs the loop of transformers: on cpu (engine=True runs it)",
+        "generate ran on the engine",
+    ]
+    stop = {"eos_token_id": [int(expected[0, 15]), int(expected[1, 20])], "pad_token_id": 0}
+    assert torch.equal(model.generate(**given, **stop, engine=True), model.generate(**given, **stop))
+    short = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(model.generate(tokens[:1], short, engine=True), model.generate(tokens[:1], short))
+
+
+def test_the_engine_is_kept_until_another_one_is_needed(tokens):
+    model = build()
+    for row in (tokens, tokens.flip(0)):
+        first = generators.get(model)
+        found = model.generate(row, max_new_tokens=4, do_sample=False, engine=True)
+        assert first in (None, generators[model])
+        assert torch.equal(found, model.generate(row, max_new_tokens=4, do_sample=False))
+    model.load_state_dict({name: x.neg() for name, x in model.state_dict().items()})
+    greedy = {"max_new_tokens": 300, "do_sample": False, "eos_token_id": list(range(64))}  # ends at once
+    assert torch.equal(model.generate(tokens, **greedy, engine=True), model.generate(tokens, **greedy))
+    assert generators[model][1].max_tokens == 512
+    model.release_engine()
+    assert model not in generators
+    assert isinstance(copy.deepcopy(model), AttnzooForCausalLM)
+
+
+def test_the_engine_samples_from_the_models_distribution(tokens):
+    model = build()
+    for settings in ({"top_k": 5}, {"top_p": 0.6, "top_k": 0}, {"temperature": 0.5, "top_k": 0}):
+        torch.manual_seed(3)
+        given = {"max_new_tokens": 8, "do_sample": True, "engine": True, **settings}
+        drawn = model.generate(tokens.repeat(4, 1), **given)
+        assert len(torch.unique(drawn[:, 9:], dim=0)) > 4
+        p = (model(drawn[:, :-1]).logits[:, 8:] / settings.get("temperature", 1.0)).softmax(-1)
+        mine = p.gather(-1, drawn[:, 9:, None])
+        if settings.get("top_k"):
+            assert ((p > mine).sum(-1) < 5).all()
+        if "top_p" in settings:
+            assert (p.masked_fill(p <= mine, 0).sum(-1) < 0.6).all()
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(tokens.repeat(4, 1), **given), drawn)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams: expected 1, got 2"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty: expected 1.0, got 1.5"),
+        ({"do_sample": True, "top_k": 5, "top_p": 0.5}, "top_k, top_p: expected one of the two"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences: expected 1, got 2"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate: expected False, got True"),
+        ({"use_cache": False}, "use_cache: expected True, got False"),
+        ({"max_new_tokens": None, "max_length": 30}, "max_new_tokens: expected a number, got None"),
+        ({"stopping_criteria": [lambda *_, **__: False]}, "stopping_criteria: expected none"),
+        ({"attention_mask": torch.tensor([[1] * 8 + [0]] * 2)}, "attention_mask: expected .* padding on the left"),
+        ({"position_ids": torch.arange(9)[None]}, "position_ids: expected none"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_the_engine_cannot_do_is_the_loops(options, message, tokens, caplog):
+    model = build()
+    with pytest.raises(ValueError, match=f"engine: expected None or False here .*{message}"):
+        model.generate(tokens, **{"max_new_tokens": 4, **options}, engine=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ENGINE, ids=ids)
+def test_generate_runs_on_the_engine_of_a_gpu(attention, tokens, caplog):
+    model = build(attention, hidden_size=64).cuda()
+    with caplog.at_level("INFO", logger="attnzoo"):
+        found = model.generate(tokens.cuda(), max_new_tokens=80, do_sample=False)
+        model.generate(tokens.cuda(), max_new_tokens=8, do_sample=False)
+    assert [record.message for record in caplog.records if record.message.startswith("generate")] == [
+        "generate ran on the engine",
+        "generate runs the loop of transformers: max_new_tokens: expected at least 64 to be worth it, got 8",
+    ]
+    assert torch.equal(found, model.generate(tokens.cuda(), max_new_tokens=80, do_sample=False, engine=False))
 
 
 def test_another_kind_of_cache_is_refused_by_name(tokens):

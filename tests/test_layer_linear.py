@@ -15,11 +15,11 @@ from peer_kernels import HERE, interpret
 
 import attnzoo.layer.attention
 import attnzoo.layer.dispatch
-from attnzoo import build_attention, list_variants
+from attnzoo import build_attention, get, list_variants
 from attnzoo.forms import fla
 from attnzoo.forms.protocol import Call
 
-LINEAR = list_variants("linear")
+LINEAR = [name for name in list_variants("linear") if "fla" in get(name).forms]
 DELTA = ("deltanet", "gated_deltanet")
 D, T = 32, 70
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from layers import D, G, H, assert_same, layer, rows
 
 from attnzoo import build_attention, get, list_variants
+from attnzoo.layer.gates import gate_classes
 from attnzoo.layer.parts import l2_normalize
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
@@ -170,6 +171,6 @@ def test_presets_choose_the_parts(name):
     assert pro.output_norm.kind == "rms"
     assert pro.config.output_gate == "sigmoid"
     assert pro.k_shift is not None
-    unit = "l2" if name in ("deltanet", "gated_deltanet") else None
+    unit = "l2" if any(cls.unit_keys for cls in gate_classes(get(name).module.LAYER.get("gate", "none"))) else None
     assert pro.config.qk_norm == (unit or "rms")
     assert bare.config.qk_norm == (unit or "none")

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from strategies import CPU_FORMS, LIMIT, Inputs, assert_close, block_sizes, relative_error, value_and_gradients
 from torch import Tensor
 
-from attnzoo import Gate, get, list_variants, pairs
+from attnzoo import Gate, get, list_variants
+from attnzoo.registry import PAIRS
 from attnzoo.samples import random_inputs
 
 B, T, H, G, K, V = 2, 37, 4, 2, 8, 6
@@ -89,12 +90,7 @@ def test_variant_reduces_to(name: str, to: str, gate_of: Change, regime: str, fo
 
 
 def test_every_variant_is_in_a_reduction() -> None:
-    builtin = {
-        name
-        for pair in pairs()
-        if not (pair.linear_module or pair.softmax_module)
-        for name in (pair.linear, pair.softmax)
-    }
+    builtin = {name for pair in PAIRS for name in (pair.linear, pair.softmax)}
     assert builtin <= {name for row in REDUCTIONS for name in row[:2]}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import re
 from collections.abc import Iterator
@@ -11,14 +12,15 @@ from pathlib import Path
 import pytest
 
 import attnzoo
-from attnzoo import Pair, describe, dual, get, list_variants, pairs, register
-from attnzoo.registry import GATE_PARTS, PAIRS, _get, unregister
+from attnzoo import Pair, build_attention, describe, dual, get, list_variants, pair_for, pairs, register
+from attnzoo.equations import equations_of
+from attnzoo.registry import BUILT_IN, GATE_PARTS, PAIRS, PRODUCTS, _get, unregister
 
 VARIANTS = list_variants()
 ROOT = Path(__file__).parents[1]
 
 
-def test_table_is_that_of_the_design() -> None:
+def test_table_of_the_pairs_that_others_are_products_of() -> None:
     rows = [(pair.linear, pair.softmax, pair.requires) for pair in PAIRS]
     assert rows == [
         ("linear_attention", "nope", ()),
@@ -29,6 +31,29 @@ def test_table_is_that_of_the_design() -> None:
         ("deltanet", "path", ("w", "beta")),
         ("gated_deltanet", "path_fox", ("log_decay", "w", "beta")),
     ]
+
+
+def test_every_set_of_gate_parts_is_a_pair() -> None:
+    """Four parts, with w and beta as one: sixteen sets, and only that of a scalar decay is two pairs."""
+    assert pairs()[: len(BUILT_IN)] == BUILT_IN
+    free = ("log_decay", "log_diag", "angle", "w")
+    for chosen in itertools.product((False, True), repeat=4):
+        parts = {part for part, taken in zip(free, chosen, strict=True) if taken}
+        parts |= {"beta"} if "w" in parts else set()
+        pair = pair_for(parts)
+        assert set(pair.requires) == parts
+        same = [other for other in BUILT_IN if set(other.requires) == parts]
+        assert [p.linear for p in same] == (["retnet", "mamba2"] if parts == {"log_decay"} else [pair.linear])
+
+
+def test_pair_for_takes_parts_in_any_order_and_names_what_is_wrong() -> None:
+    assert pair_for(["log_decay"]).softmax == "fox"
+    assert pair_for(("beta", "w", "log_diag")).linear == "kda"
+    assert build_attention(pair_for({"angle", "log_diag"}).softmax, hidden_size=16, num_heads=2) is not None
+    with pytest.raises(ValueError, match="unknown gate part 'log_decy': .*did you mean 'log_decay'"):
+        pair_for(["log_decy"])
+    with pytest.raises(ValueError, match="parts: expected w and beta together, got w"):
+        pair_for(["w"])
 
 
 def test_list_variants_by_side_in_the_order_of_the_table() -> None:
@@ -90,7 +115,7 @@ def test_describe_fits_a_narrow_terminal(name: str) -> None:
 def test_describe_shows_the_equations_of_both_sides_with_their_signs_aligned(name: str) -> None:
     lines = describe(name).splitlines()
     for side in (get(name), dual(name)):
-        equations = side.module.EQUATIONS
+        equations = equations_of(side)
         start = next(n for n, line in enumerate(lines) if line.startswith(side.side)) + 1
         shown = lines[start : start + len(equations)]
         assert [line.replace(" ", "") for line in shown] == [line.replace(" ", "") for line in equations]
@@ -108,7 +133,7 @@ def test_describe_in_ascii_is_ascii_and_says_the_same(name: str) -> None:
     assert len(text.splitlines()) == len(describe(name).splitlines())
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.softmax)
+@pytest.mark.parametrize("pair", [*PAIRS, PRODUCTS[0], PRODUCTS[-1]], ids=lambda pair: pair.softmax)
 def test_derivation_page_that_describe_names_is_there(pair: Pair) -> None:
     for name in (pair.linear, pair.softmax):
         page = re.search(r"docs/derivations/\w+\.md", describe(name))
@@ -171,7 +196,7 @@ def test_describe_of_a_third_partys_pair(registered: Pair, monkeypatch: pytest.M
     _get.cache_clear()
     text = describe("new_linear")
     _get.cache_clear()
-    assert text.startswith("new_linear, linear side of pair 8; dual: new_softmax\n")
+    assert text.startswith(f"new_linear, linear side of pair {len(BUILT_IN) + 1}; dual: new_softmax\n")
     assert "docs/" not in text
     assert "not given" in text
     assert "Rₜ  = I" in text  # the softmax side's general equations

@@ -128,6 +128,23 @@ def wall(**options: Any) -> None:
 
 
 @bench.command()
+@out("layers")
+@shapes
+@only
+@rep
+@seconds(500)
+def layers(**options: Any) -> None:
+    """Whole layers on a GPU, forward and backward: every recurrence beside its dual.
+
+    Each layer is checked against itself in float64 before it is timed, and the form that serves it is named.
+    """
+    _need_gpu("layers")
+    from attnzoo.benchmarks.layers import run
+
+    run(**options)
+
+
+@bench.command()
 @out("decode")
 @shapes
 @official

@@ -51,6 +51,7 @@ class Contender:
         evict: see :class:`~attnzoo.models.engine.Generator`.
         graph: whether a step is one CUDA graph.
         compile: whether its blocks are compiled.
+        fuse: whether maps of one input are one product.
     """
 
     name: str
@@ -59,12 +60,15 @@ class Contender:
     evict: float | None = None
     graph: bool = True
     compile: bool = True
+    fuse: bool = False
 
 
 PRO = {"block": "pro", "acp": True}
 OURS = (
     Contender("FoX (Pro) + ACP", "fox", PRO),
     Contender("FoX (Pro) + ACP, evicting", "fox", PRO, EVICT),
+    Contender("FoX (Pro) + ACP, fused", "fox", PRO, fuse=True),
+    Contender("FoX (Pro) + ACP, evicting, fused", "fox", PRO, EVICT, fuse=True),
     Contender("FoX (Pro) + ACP, not compiled", "fox", PRO, compile=False),
     Contender("FoX (Pro) + ACP, no graph", "fox", PRO, graph=False, compile=False),
     Contender("RoPE", "rope"),
@@ -140,7 +144,7 @@ def generator_of(model: LanguageModel, contender: Contender, batch: int, tokens:
     generator = Generator(
         model, batch, tokens + steps + 1, check_every=16, evict=contender.evict,
         graph=contender.graph and model.embedding.weight.is_cuda,
-        compile=contender.compile and model.embedding.weight.is_cuda,
+        compile=contender.compile and model.embedding.weight.is_cuda, fuse=contender.fuse,
     )  # fmt: skip
     for row in range(batch):
         generator.resume(filled(model, tokens, row, contender.evict), 0, steps, Sampling(0.0))

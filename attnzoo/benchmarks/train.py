@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnzoo.benchmarks.measure import Result, decay_lengths, machine, save
 from attnzoo.layer.gates.decay import ForgetGate
@@ -53,7 +53,7 @@ def trained_gates(config: TrainConfig, folder: Path) -> None:
     save_file(gates, folder / "model.safetensors")
 
 
-def trained_biases(model: LanguageModel) -> dict[str, tuple[GateLinear, Tensor]]:
+def trained_biases(model: nn.Module) -> dict[str, tuple[GateLinear, Tensor]]:
     """The projections to forget gates by name, each with the bias of a constant gate as trained ones are."""
     generator, found = torch.Generator().manual_seed(0), {}
     for name, module in model.named_modules():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from attnzoo.evaluation.scores import score_targets
 
+TOKENS = 2**14  # in a forward pass, if a window is not longer
 Array = npt.NDArray[np.float64]
 
 
@@ -44,16 +45,15 @@ class LossCurve:
         return float(self.loss[first : index + width // 2].mean())
 
 
-def measure_losses(model: nn.Module, windows: Tensor, context: int | None = None, batch_size: int = 1) -> LossCurve:
+def measure_losses(model: nn.Module, windows: Tensor, context: int | None = None) -> LossCurve:
     """L(i) and P(l) over held-out windows of any length, in memory O(L).
 
     Args:
         model: as :func:`token_losses` takes it.
         windows: token ids ``[N, L + 1]``, such as :func:`attnzoo.data.heldout_windows` gives.
         context: tokens per training sequence.
-        batch_size: windows per forward pass.
     """
-    losses = token_losses(model, windows, batch_size)
+    losses = token_losses(model, windows, max(1, TOKENS // windows.shape[1]))
     loss, N = losses.mean(0), len(losses)
     error = losses.std(0, ddof=1) / math.sqrt(N) if N > 1 else np.full_like(loss, math.nan)
     return LossCurve(context, N, loss, error, perplexity_over_lengths(loss))

@@ -11,7 +11,7 @@ from torch import nn
 from attnzoo.data.tasks import Examples, Task, build_task
 from attnzoo.data.tasks.haystack import MODES
 from attnzoo.data.tasks.task import Row, asked_last, check_between, check_room
-from attnzoo.data.windows import Tokens
+from attnzoo.data.windows import Joined, Tokens
 from attnzoo.errors import unknown
 from attnzoo.evaluation.answers import Answers, measure_answers
 from attnzoo.evaluation.losses import Array
@@ -85,7 +85,7 @@ def synthetic_needle(mode: str, digits: int = 4) -> Callable[[float], Task]:
 
 
 def text_needle(
-    hay: Tokens, encode: Callable[[str], Sequence[int]], mode: str, digits: int = 4
+    hay: Tokens | Joined, encode: Callable[[str], Sequence[int]], mode: str, digits: int = 4
 ) -> Callable[[float], Task]:
     """The same in a text, by its depth, for models of texts.
 

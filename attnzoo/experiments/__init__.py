@@ -1,1 +1,1 @@
-"""Comparisons of variants, the reports about them, and the built-in configurations."""
+"""Comparisons of variants, experiments about claims, the reports about both, and the built-in configurations."""

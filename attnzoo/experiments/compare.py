@@ -22,12 +22,13 @@ from attnzoo.data import Data, build_data, heldout_windows
 from attnzoo.data.tasks import Examples
 from attnzoo.errors import unknown
 from attnzoo.evaluation import gate_maps, token_losses
+from attnzoo.experiments import figures
 from attnzoo.experiments.processes import apart
 from attnzoo.experiments.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
 from attnzoo.experiments.report.results import JSON_NAME, describe_machine
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
-from attnzoo.registry import get, pairs
+from attnzoo.registry import get
 from attnzoo.training import load_run, newest_checkpoint, train
 from attnzoo.training.checkpoint import (
     check_data,
@@ -257,16 +258,6 @@ def _settings(config: TrainConfig, evaluate: EvaluateConfig) -> str:
     return to_yaml(config) + "evaluate:\n" + "".join(f"  {line}\n" for line in to_yaml(evaluate).splitlines())
 
 
-def _kind(variant: str) -> tuple[str, int, str]:
-    """Side, number of the pair and dual; a hybrid (``mamba2 + fox``) gets a number of its own and no dual."""
-    names = variant.split(" + ")
-    if len(names) > 1:
-        side = "softmax" if any(get(name).side == "softmax" for name in names) else "linear"
-        return side, len(pairs()) + 1, ""
-    found = get(variant)
-    return found.side, pairs().index(found.pair) + 1, found.dual.name
-
-
 def _model_words(model: ModelConfig) -> str:
     block = model.attention_options.get("block")
     layer = f"in the block {block!r}" if block else "each variant in the layer of its own paper"
@@ -331,7 +322,7 @@ def measure(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> Run
     rows = [row for row in rows_until(run_dir, progress.step, progress.metrics) if row["kind"] == "train"]
     curve = np.array([[row["tokens"], row["loss"]] for row in rows], dtype=np.float64).reshape(-1, 2).T
     speeds = [row["tokens_per_second"] for row in rows] or [progress.tokens / max(progress.seconds, 1e-9)]
-    side, pair, dual = _kind(run.variant)
+    side, pair, dual = figures.kind_of(run.variant.split(" + "))
     facts = Facts(
         key=run.key,
         label=run.label,

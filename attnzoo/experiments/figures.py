@@ -19,6 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
+from attnzoo import registry
+
 Array = npt.NDArray[np.float64]
 
 INK, MUTED, GRID, CUT = "#1d2530", "#5f6b7a", "#e3e7ec", "#e8463a"
@@ -57,13 +59,15 @@ class Look:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve: ``x`` and ``y`` are ``[points]``; ``key`` becomes the ``data-series`` of its SVG group."""
+    """One curve: ``x`` and ``y`` are ``[points]``; ``key`` becomes the ``data-series`` of its SVG group. ``error``,
+    ``[points]``, is shaded around it."""
 
     key: str
     label: str
     x: Array
     y: Array
     look: Look
+    error: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,15 @@ class Dot:
     error: float
     look: Look
     filled: bool
+
+
+def kind_of(variants: Sequence[str]) -> tuple[str, int, str]:
+    """Side, number of the pair and dual of a model; one of several variants has a number of its own and no dual."""
+    if len(variants) > 1:
+        side = "softmax" if any(registry.get(name).side == "softmax" for name in variants) else "linear"
+        return side, len(registry.pairs()) + 1, ""
+    found = registry.get(variants[0])
+    return found.side, registry.pairs().index(found.pair) + 1, found.dual.name
 
 
 def looks(series: Sequence[tuple[str, int, str]]) -> dict[str, Look]:
@@ -105,6 +118,7 @@ def curves(
     log_y: bool = False,
     mark: tuple[float, str] | None = None,
     names_width: int = 0,
+    percent: bool = False,
 ) -> Figure:
     """Curves in one panel, each named at its right end.
 
@@ -115,16 +129,24 @@ def curves(
         log_y: logarithmic y axis.
         mark: an x and a word for it, drawn as a vertical rule.
         names_width: characters to leave room for at the right; at least those of the longest label are.
+        percent: shares of 1, written as per cent.
     """
-    figure, axes = _panel(400, 290)
+    figure, axes = panel(400, 290)
     for line in lines:
         (drawn,) = axes.plot(line.x, line.y, color=line.look.color, linewidth=1.6, solid_capstyle="round")
         if line.look.dash:
             drawn.set_dashes(line.look.dash)
         drawn.set_gid(f"series:{line.key}")
+        if line.error is not None:
+            band = axes.fill_between(
+                line.x, line.y - line.error, line.y + line.error, color=line.look.color, alpha=0.16, linewidth=0
+            )
+            band.set_gid(f"series:{line.key}")
     if log_y:
         axes.set_yscale("log")
     axes.set_ylim(*ylim)
+    if percent:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     right = max((float(line.x[-1]) for line in lines), default=1.0)
     axes.set_xlim(0, right)
     axes.set_xlabel(xlabel, loc="left")
@@ -145,7 +167,7 @@ def pairs(rows: Sequence[Sequence[Dot]], *, xlabel: str) -> Figure:
         rows: the dots of each pair, none empty.
         xlabel: text under the axis.
     """
-    figure, axes = _panel(400, 44 + 40 * len(rows), left=8)
+    figure, axes = panel(400, 44 + 40 * len(rows), left=8)
     values = [dot.value for row in rows for dot in row]
     for y, row in enumerate(rows):
         ends = [min(dot.value for dot in row), max(dot.value for dot in row)]
@@ -209,7 +231,7 @@ def kept_blocks(heads: Sequence[str], kept: Mapping[str, Array], look: Look) -> 
         kept: per bound, the shares ``[heads]`` in [0, 1].
         look: colour of the variant.
     """
-    figure, axes = _panel(400, 150, left=40, bottom=20)
+    figure, axes = panel(400, 150, left=40, bottom=20)
     width = 0.8 / max(len(kept), 1)
     at = np.arange(len(heads))
     for number, (bound, shares) in enumerate(kept.items()):
@@ -258,10 +280,16 @@ def to_svg(figure: Figure, name: str, title: str) -> str:
     return text
 
 
-def _panel(width: float, height: float, left: float = 42, bottom: float = 34) -> tuple[Figure, Axes]:
+def panel(width: float, height: float, left: float = 42, bottom: float = 34) -> tuple[Figure, Axes]:
     """A figure of ``width`` x ``height`` points with one quiet axes."""
     figure = Figure(figsize=(width / 72, height / 72))
     axes = figure.add_axes((left / width, bottom / height, 1 - (left + 8) / width, 1 - (bottom + 10) / height))
+    quiet(axes)
+    return figure, axes
+
+
+def quiet(axes: Axes) -> None:
+    """Take from axes what a reader does not need."""
     axes.set_facecolor("none")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -270,7 +298,6 @@ def _panel(width: float, height: float, left: float = 42, bottom: float = 34) ->
     axes.grid(True, axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.xaxis.label.set(color=MUTED, fontsize=10)
-    return figure, axes
 
 
 def _name_line_ends(axes: Axes, lines: Sequence[Line], right: float, characters: int) -> None:

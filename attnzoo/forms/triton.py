@@ -76,6 +76,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         past = state
         q, state = forms.remember(q, k, v, gate, past, given.valid, v.dtype)
         q, k, g = q.to(v.dtype), state.k, state.log_decay
+        v, values = (expand_heads(x, k.shape[2]) for x in (v, state.v))  # a key of its own for each query head's angle
         options: dict[str, Any] = {
             "scale": given.scale, "prune": given.prune, "logit_bound": given.logit_bound, "window": given.window,
             "sink": given.sink, "return_lse": given.return_lse, "impl": "triton",
@@ -88,11 +89,11 @@ def fox_kernel(forms: Additive) -> Kernel:
             return on_packed(packed, given.valid, q, k, v, g), state
         if past is None:
             g = g if constant is None else constant
-            return kernel(q, k, state.v, log_decay=g, cu_seqlens=given.cu_seqlens, **options), state
-        if g is None or _records(q, k, state.v, g, given.sink):
-            return kernel(q, k, state.v, log_decay=g, valid=state.valid, **options), state
+            return kernel(q, k, values, log_decay=g, cu_seqlens=given.cu_seqlens, **options), state
+        if g is None or _records(q, k, values, g, given.sink):
+            return kernel(q, k, values, log_decay=g, valid=state.valid, **options), state
         state = replace(state, sums=_gate_sums(past, state, given.prune))
-        return kernel(q, k, state.v, log_decay=None, gate_sums=state.sums, valid=state.valid, **options), state
+        return kernel(q, k, values, log_decay=None, gate_sums=state.sums, valid=state.valid, **options), state
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.fox import triton_unavailable

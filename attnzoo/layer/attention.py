@@ -111,7 +111,11 @@ class Attention(PreciseModule):
             self.keep("skip", torch.ones(H), trainable=True)
         norm = (config.output_norm, config.output_norm_eps, config.output_norm_groups, config.output_norm_shared)
         self.output_norm = HeadNorm(H, V, *norm) if config.output_norm != "none" else None
-        self.output_gate = nn.Linear(D, H * V, bias=False) if config.output_gate != "none" else None
+        self.output_gate: nn.Module | None = None
+        if config.output_gate_low_rank:
+            self.output_gate = nn.Sequential(nn.Linear(D, V, bias=False), nn.Linear(V, H * V))
+        elif config.output_gate != "none":
+            self.output_gate = nn.Linear(D, H * V, bias=False)
         self.register_parameter("sinks", None)
         if config.sinks:
             self.keep("sinks", torch.zeros(H), trainable=True)
@@ -119,7 +123,7 @@ class Attention(PreciseModule):
         if config.rotary is not None:
             self.keep("angle", self._angles(), persistent=False, least=torch.float64)
         self.forget = None if forgetting is None else Forget(forgetting, config)
-        self._picked: str | None = None
+        self.picked: str | None = None  # the form that served the last call, and the device
         self.reset_parameters()
 
     def _keys_per_token(self, classes: Sequence[type[GateProjection]], options: Mapping[str, Any]) -> int:
@@ -334,7 +338,7 @@ class Attention(PreciseModule):
             if lost:
                 _say(f"{self.variant.name}: no kernel runs, and the reference is slower: {lost}", logging.WARNING)
         if not torch.compiler.is_compiling():
-            self._picked = f"{form} on {x.device.type}"
+            self.picked = f"{form} on {x.device.type}"
         if self.forget is None:
             o, state = run(self.variant, form, call)
         else:
@@ -448,7 +452,7 @@ class Attention(PreciseModule):
             if getattr(self.config, f.name) != f.default or f.name in ("hidden_size", "num_heads")
         }
         shown = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if name != "gate")
-        picked = f" ({self._picked})" if self._picked else ""
+        picked = f" ({self.picked})" if self.picked else ""
         prune = f", prune={self.prune}" if self.prune else ""
         return f"{self.variant.name!r}, {shown}, impl={self.impl!r}{picked}{prune}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from attnzoo.forms.memory import check_room, size_of
 from attnzoo.layer.fixed import FixedCache
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.decoder import LanguageModel
+from attnzoo.models.fused import Product
+from attnzoo.models.fused import fuse as fused
 from attnzoo.models.sampling import GREEDY, Samplers, Sampling
 
 
@@ -75,10 +78,12 @@ class Generator:
             is taken as it is needed, and a growing pool of keys captures the graph anew.
         graph: whether a step is captured as a CUDA graph; None for wherever there is a GPU.
         compile: compile the blocks' steps (`torch.compile`): fewer kernels, after some seconds at the first step.
+        fuse: multiply what reads one input (q, k, v and gates; the two halves of the MLP) in one product, by copies of
+            these weights (:meth:`weight_bytes`). What changes in place counts from the next sequence on that joins.
 
     Raises:
         TypeError, ValueError: a model or numbers of another kind, or a variant that offers no memory of fixed size.
-        MemoryError: the caches do not fit into the device's memory; the message says how much they need.
+        MemoryError: the caches or the copies do not fit into the device's memory; the message says how much they need.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Generator:
         evict: float | None = None,
         graph: bool | None = None,
         compile: bool = False,
+        fuse: bool = False,
     ) -> None:
         if not isinstance(model, LanguageModel):
             raise TypeError(f"model: expected LanguageModel, got {type(model).__name__}")
@@ -117,17 +123,22 @@ class Generator:
         B, device = max_sequences, self.device
         self.batch, self.tokens = Rows.idle(B, device), torch.zeros(B, dtype=torch.int64, device=device)
         self.samplers = Samplers.empty(B, device)
-        self.caches = self._caches()
+        self.blocks, self._products = list(model.blocks), list[Product]()
+        self.caches = self._caches(fuse)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._places: list[int] = []
         if self.graphed:
             self._warm_up()
 
     @torch.no_grad()
-    def _caches(self) -> list[FixedCache]:
+    def _caches(self, fuse: bool) -> list[FixedCache]:
         """One cache per layer, shaped as one token fills those of the model."""
         like = self.model.new_cache(self.evict)
-        self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
+        one = functools.partial(self.model.hidden, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
+        if fuse:
+            self.blocks, self._products = fused(self.blocks, one)
+        else:
+            one()
         layers = list(zip(self.model.attentions(), like, strict=True))
         meta = [FixedCache.of(layer, one, self.batch, self.max_tokens, "meta") for layer, one in layers]
         what = f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens"
@@ -137,6 +148,10 @@ class Generator:
     def bytes(self) -> int:
         """Memory of the caches."""
         return _bytes(self.caches)
+
+    def weight_bytes(self) -> int:
+        """Memory of the copies of weights that ``fuse`` makes."""
+        return sum(size_of(product.weight) for product in self._products)
 
     def add(
         self,
@@ -244,6 +259,8 @@ class Generator:
             if there is not None or not self.waiting:
                 continue
             request = self.waiting.popleft()
+            for product in self._products:
+                product.refresh()
             self.samplers.set(row, request.sampling, self.model.config.vocab_size)
             start, request.start = request.start, None
             assert start is not None
@@ -300,7 +317,7 @@ class Generator:
     def _forward(self, needs: int) -> None:
         """One step of the whole model; changes only tensors that stay where they are."""
         x = self.model.embedding(self.tokens[:, None])  # [B, 1, D]
-        for block, cache in zip(self.model.blocks, self.caches, strict=True):
+        for block, cache in zip(self.blocks, self.caches, strict=True):
             x = self._block(block, x, cache)
         logits = self.model.head(self.model.norm(x))[:, 0]  # [B, vocab]
         self.tokens.copy_(self.samplers.draw(logits, needs))

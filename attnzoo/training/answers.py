@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnzoo.data.tasks import Examples, build_task
+from attnzoo.data.tasks import Examples, Task, build_task
 from attnzoo.evaluation.answers import Answers, measure_answers
-from attnzoo.training.checkpoint import load_run
-from attnzoo.training.generate import of_folder
+from attnzoo.training.subject import Subject, load_subject
 
 
 def evaluate(
-    source: Path,
+    source: Path | Subject,
     on: Sequence[tuple[str, Mapping[str, Any]]] = (),
     lengths: Sequence[int] = (),
     rows: int = 256,
@@ -23,7 +22,8 @@ def evaluate(
     """Each task at each length, and what a model answered, as it is measured: on rows that no training draws.
 
     Args:
-        source: the folder of a run, or one that `attnzoo export` wrote.
+        source: the folder of a run, or of a model as :func:`~attnzoo.training.subject.load_subject` takes it; or what
+            that made of it.
         on: names of tasks and their options; a run's own task keeps the run's options but for those given. None: the
             run's own task.
         lengths: tokens per row; none: the run's context length, or for a folder a usual number.
@@ -35,29 +35,33 @@ def evaluate(
         FileNotFoundError: neither is there, or no checkpoint.
         ValueError: no such task or option, no task at all, or one whose tokens mean something else to the run.
     """
-    own, own_options, context = None, {}, None
-    if (source / "config.yaml").is_file():
-        model, config = load_run(source, device)
-        own, own_options, context = config.data.task, config.data.task_options, config.data.context_length
-        if own is None:
-            raise ValueError(f"{str(source)!r} was trained on {config.data.title!r}, not on a task")
-    elif (source / "config.json").is_file():
-        model = of_folder(source, device).eval()
-    else:
-        raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}")
-    if own is not None and not on:
-        on = [(own, {})]
-    if not on:
-        raise ValueError(f"expected a task to ask: {str(source)!r} does not say on which it was trained")
-    asked = []
-    for name, options in on:
-        options = {**(own_options if name == own else {}), **options}
-        task = build_task(name, options)
-        if own is not None and list(task.words) != list(build_task(own, own_options).words):
-            raise ValueError(f"the run was trained on {own!r}, whose tokens are others than those of {name!r}")
-        if len(task.words) > model.config.vocab_size:
-            raise ValueError(f"the task {name!r} has {len(task.words)} tokens, the model {model.config.vocab_size}")
-        asked.append((", ".join([name, *(f"{key}={value}" for key, value in options.items())]), task))
-    for title, task in asked:
-        for length in lengths or [context or task.length]:
-            yield title, measure_answers(model, Examples(task, length, seed, held_out=True), rows)
+    subject = source if isinstance(source, Subject) else load_subject(source, device)
+    if not on and subject.task is None:
+        said = "does not say on which it was trained"
+        if subject.config is not None:
+            said = f"is of {subject.config.data.title!r}, not of a task"
+        raise ValueError(f"expected a task to ask: {subject.title} {said}")
+    built = [task_for(subject, name, options) for name, options in on or [(subject.task or "", {})]]
+    for title, task in built:
+        for length in lengths or [subject.context or task.length]:
+            yield title, measure_answers(subject.model, Examples(task, length, seed, held_out=True), rows)
+
+
+def task_for(subject: Subject, name: str, options: Mapping[str, Any]) -> tuple[str, Task]:
+    """A task with options that are the model's own where nothing else is said, and its name with them in words.
+
+    Raises:
+        ValueError: no such task or option, or one whose tokens mean something else to the model.
+    """
+    own = {} if subject.config is None or name != subject.task else subject.config.data.task_options
+    options = {**own, **options}
+    task = build_task(name, options)
+    if subject.config is not None and subject.folder is not None:  # fresh weights know no tokens yet
+        trained = subject.config.data
+        if trained.task is None:
+            raise ValueError(f"{subject.title} is of {trained.title!r}, not of a task: it cannot be asked {name!r}")
+        if list(task.words) != list(build_task(trained.task, trained.task_options).words):
+            raise ValueError(f"the run was trained on {trained.task!r}, whose tokens are others than those of {name!r}")
+    if len(task.words) > subject.model.config.vocab_size:
+        raise ValueError(f"the task {name!r} has {len(task.words)} tokens, the model {subject.model.config.vocab_size}")
+    return ", ".join([name, *(f"{key}={value}" for key, value in options.items())]), task

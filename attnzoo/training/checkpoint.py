@@ -73,7 +73,7 @@ class Progress:
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
     """The last checkpoint of a run, whatever became of its files, or None."""
-    return next(reversed(_checkpoints(Path(run_dir) / "checkpoints")), None)
+    return next(reversed(checkpoints_in(Path(run_dir) / "checkpoints")), None)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -94,7 +94,7 @@ def usable_checkpoint(run_dir: Path, names: Collection[str] = ()) -> Path | None
         CheckpointError: there are checkpoints, and all are damaged.
     """
     problems: list[str] = []
-    for checkpoint in reversed(_checkpoints(run_dir / "checkpoints")):
+    for checkpoint in reversed(checkpoints_in(run_dir / "checkpoints")):
         problem = _problem(checkpoint, names)
         if problem is None:
             for earlier in problems:
@@ -192,7 +192,7 @@ def load_state(state: TrainState, checkpoint: Path) -> None:
 
 def remove_stale(folder: Path, keep: int) -> None:
     """Remove all but the newest checkpoints, and what a kill left half-written."""
-    for checkpoint in _checkpoints(folder)[:-keep]:
+    for checkpoint in checkpoints_in(folder)[:-keep]:
         os.replace(checkpoint, folder / f".{checkpoint.name}.old")
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
@@ -377,7 +377,7 @@ def load_run(
     return model.to(device).eval(), config
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def checkpoints_in(folder: Path) -> list[Path]:
     """Oldest first. Only what is named exactly as `write_checkpoint` does counts: a copy of a user's is left alone."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
     return sorted(found, key=step_of)
@@ -392,7 +392,7 @@ def _problem(checkpoint: Path, names: Collection[str]) -> str | None:
 
 
 def _set_aside_after(checkpoint: Path) -> None:
-    found = _checkpoints(checkpoint.parent)
+    found = checkpoints_in(checkpoint.parent)
     for damaged in found[found.index(checkpoint) + 1 :]:
         os.replace(damaged, damaged_name(damaged))
     sync(checkpoint.parent)

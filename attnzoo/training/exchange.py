@@ -95,10 +95,11 @@ def tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
     """The files of the tokenizer by which a run's data was made; none where nobody said."""
     if (run / KEPT).is_dir():
         return read_tokenizer(run / KEPT)
-    return tokenizer_files(byte_tokenizer()) if _is_bytes(data) else {}
+    return tokenizer_files(byte_tokenizer()) if is_bytes(data) else {}
 
 
-def _is_bytes(data: DataConfig) -> bool:
+def is_bytes(data: DataConfig) -> bool:
+    """Whether tokens are bytes of a text."""
     return data.task is None and data.vocab_size is None and not any(is_shards(entry.source) for entry in data.weighted)
 
 
@@ -199,13 +200,13 @@ def _check_tokenizer(folder: Path, data: DataConfig) -> None:
     known = next((path for path in (folder / KEPT / TOKENS, folder / TOKENS) if path.is_file()), None)
     if known is not None:
         expected = _vocabulary(known)
-    elif (folder / "config.yaml").is_file() and _is_bytes(load_config(folder / "config.yaml").data):
+    elif (folder / "config.yaml").is_file() and is_bytes(load_config(folder / "config.yaml").data):
         expected = BYTEWISE
     else:
         return
     for entry in data.weighted:
         tokenizer = read_shards(entry.source).tokenizer if is_shards(entry.source) else None
-        if tokenizer is None and not _is_bytes(data):
+        if tokenizer is None and not is_bytes(data):
             continue
         if (BYTEWISE if tokenizer is None else _vocabulary(tokenizer)) != expected:
             found = "is read byte by byte" if tokenizer is None else "has tokens of another one"

@@ -16,6 +16,7 @@ from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.engine import Generator, Request
 from attnzoo.training.checkpoint import load_run
 from attnzoo.training.exchange import tokenizer_of
+from attnzoo.training.subject import of_folder
 
 
 @dataclass(frozen=True)
@@ -68,19 +69,6 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
         lambda tokens: str(tokenizer.decode(list(tokens))),
         frozenset([] if ends is None else [ends]),
     )
-
-
-def of_folder(folder: Path, device: str) -> LanguageModel:
-    """The model of a folder that `attnzoo export` or `attnzoo import` wrote."""
-    from attnzoo.models.peers import read_settings
-
-    kind = read_settings(folder).get("model_type")
-    if kind != "attnzoo":
-        raise ValueError(f"{str(folder)!r} holds a model of {kind!r}: `attnzoo import` makes it one of ours")
-    from attnzoo.models.hf import AttnzooForCausalLM
-
-    model: LanguageModel = AttnzooForCausalLM.from_pretrained(folder, dtype="auto").to(device).model
-    return model
 
 
 @dataclass(eq=False)

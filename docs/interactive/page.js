@@ -61,16 +61,17 @@
     constructor(name) {
       this.figure = root.querySelector(`[data-matrix="${name}"]`);
       this.svg = document.createElementNS(SVG, "svg");
-      this.svg.setAttribute("viewBox", `0 0 ${T} ${T}`);
+      this.svg.setAttribute("viewBox", `0 0 ${T + 1} ${T}`); // one column more, for the last word
       this.svg.setAttribute("role", "img");
       this.figure.prepend(this.svg);
-      ["columns: keys →", "rows: queries ↓"].forEach((words, row) => this.write(words, T, 1.3 + 1.7 * row));
+      ["columns: keys →", "rows: queries ↓"].forEach((words, row) => this.write(words, T + 1, 1.3 + 1.5 * row, "end"));
+      WORDS.forEach((word, t) => this.write(word, t + 1.2, t + 0.75, "start")); // right of the diagonal: row and column
       this.cells = Array.from({ length: T }, (_, t) => Array.from({ length: t + 1 }, (_, j) => this.cell(t, j)));
     }
 
-    write(words, x, y) {
+    write(words, x, y, anchor) {
       const text = this.svg.appendChild(document.createElementNS(SVG, "text"));
-      for (const [key, value] of Object.entries({ x, y, "text-anchor": "end" })) text.setAttribute(key, value);
+      for (const [key, value] of Object.entries({ x, y, "text-anchor": anchor, class: anchor })) text.setAttribute(key, value);
       text.textContent = words;
     }
 
@@ -200,7 +201,7 @@
       input.defaultValue = value(t);
       input.setAttribute("aria-label", `${label} of token ${t + 1}, ${WORDS[t]}`);
       const column = Object.assign(document.createElement("span"), { className: "token" });
-      column.append(input, Object.assign(document.createElement("code"), { textContent: WORDS[t] }));
+      column.append(input, Object.assign(document.createElement("code"), { textContent: WORDS[t], className: WORDS[t].length > 1 ? "long" : "" }));
       row.append(column);
     }
     field(`${name}-all`).addEventListener("input", (event) => {

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from attnzoo import pairs
-from tools import maths, sources
+from tools import maths, pairs, sources
 
 DOCS = sources.ROOT / "docs"
 
@@ -27,6 +25,7 @@ def main() -> None:
         stub = DOCS / sources.page_of(path)
         stub.parent.mkdir(parents=True, exist_ok=True)
         stub.write_text(sources.stub(path), encoding="utf-8")
+    (DOCS / "source" / "index.md").write_text(sources.index(), encoding="utf-8")
     carried = DOCS / "assets" / "carried"
     shutil.rmtree(carried, ignore_errors=True)
     files = {"katex/katex.min.css": maths.KATEX / "katex.min.css", "katex/LICENSE": maths.KATEX.parent / "LICENSE"}
@@ -35,12 +34,7 @@ def main() -> None:
     for name, source in files.items():
         (carried / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, carried / name)
-    # a gate written with a minus sign is one number per head
-    table = [
-        {"linear": pair.linear, "softmax": pair.softmax, "requires": pair.requires, "constant": pair.g.startswith("-")}
-        for pair in pairs()
-    ]
-    (carried / "pairs.js").write_text(f"window.zooPairs = {json.dumps(table)};\n", encoding="utf-8")
+    (carried / "pairs.js").write_text(pairs.script(), encoding="utf-8")
 
 
 if __name__ == "__main__":

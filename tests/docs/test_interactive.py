@@ -11,9 +11,10 @@ import torch
 
 from attnzoo import Gate, Prune, oracle, pairs
 from attnzoo.algebra.pruning import dropped_mass, first_kept_keys
+from attnzoo.registry import PAIRS, PRODUCTS
 
 PARTS = {"log_decay": "g", "log_diag": "a", "angle": "theta", "w": "w", "beta": "beta"}
-SOFTMAX = [pair.softmax for pair in pairs() if not pair.softmax_module]
+SOFTMAX = [pair.softmax for pair in (*PAIRS, PRODUCTS[-1])]  # the last one has every part
 
 
 @pytest.fixture
@@ -98,6 +99,7 @@ MOVES = {
     "wall": [("channel0", "PageDown"), ("channel2", "Home")],
     "rope": [("angle0", "End"), ("angle1", "PageUp PageUp PageUp")],
     "path": [("beta5", "End"), ("spread", "Home"), ("beta-all", "PageUp PageUp")],
+    "rope_gated_path_wall": [("channel1", "Home"), ("angle0", "PageUp"), ("f-all", "PageDown"), ("beta2", "End")],
     "path_fox": [("beta7", "Home"), ("f4", "Home"), ("f-all", "PageDown PageDown"), ("spread", "PageDown")],
 }
 
@@ -197,6 +199,21 @@ def test_scenes_are_what_their_names_say(play):
     assert seen[2]["decay"][-1][0] < 0.05**2  # behind two line breaks
     assert all(abs(value) < 1e-12 for row in seen[3]["logits"] for value in row[:-1])
     assert play.locator(".pruned path").count() > 3
+
+
+def middles(locator) -> list[float]:
+    return [box["x"] + box["width"] / 2 for box in (each.bounding_box() for each in locator.all())]
+
+
+def test_a_slider_stands_over_its_column_or_is_wide_enough_for_a_thumb(play):
+    sliders = play.locator("[data-tokens=f] input")
+    last_row = play.locator("[data-matrix=decay] rect").all()[-16:]
+    columns = [box["x"] + box["width"] / 2 for box in (cell.bounding_box() for cell in last_row)]
+    assert middles(sliders) == pytest.approx(columns, abs=1.5)
+    words = middles(play.locator("[data-tokens=f] code"))
+    assert words == pytest.approx(columns, abs=1.5)
+    play.set_viewport_size({"width": 360, "height": 800})
+    assert all(each.bounding_box()["width"] >= 38 for each in sliders.all())
 
 
 def test_every_control_has_a_name(play):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -16,9 +15,9 @@ from attnzoo.evaluation import Array, moving_mean
 from attnzoo.experiments import figures
 from attnzoo.experiments.figures import Dot, Line, Look, to_svg
 from attnzoo.experiments.report.results import RunResult
+from attnzoo.experiments.report.shell import fill
 from attnzoo.files import write_whole
 
-HERE = Path(__file__).parent
 SIDES = ("softmax", "linear")
 MAPS_PER_LAYER = 4
 POINTS = 320  # per curve: more than a phone or a laptop can show in one panel
@@ -59,16 +58,10 @@ def render(results: Sequence[RunResult], *, title: str = "comparison", command: 
     results = sorted(results, key=lambda r: (r.facts.pair, SIDES.index(r.facts.side), r.facts.key))
     ordered = sorted(results, key=lambda result: result.final_loss[0])
     looks = figures.looks([(r.facts.key, r.facts.pair, r.facts.side) for r in results])
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    return environment.get_template("page.html.j2").render(
+    return fill(
+        "page.html.j2",
         title=title,
         command=command,
-        style=(HERE / "style.css").read_text(encoding="utf-8"),
-        script=(HERE / "script.js").read_text(encoding="utf-8"),
-        colors=figures.THEME,
         rows=[_row(result, ordered, looks[result.facts.key]) for result in ordered],
         summary=_summary(ordered),
         layers=_layers(results),

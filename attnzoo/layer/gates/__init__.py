@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.errors import check_kinds, unknown
+from attnzoo.layer.gates.angles import Mamba3Decay, SelectiveAngles
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write
+from attnzoo.layer.gates.channel import FullRankDiagonal, SoftplusDiagonal
 from attnzoo.layer.gates.decay import (
     ALiBiSlope,
     FixedForgetGate,
@@ -67,8 +69,12 @@ GATES: dict[str, type[GateProjection]] = {
     "softplus": SoftplusDecay,
     "mamba2": Mamba2Decay,
     "low_rank": LowRankDiagonal,
+    "full_rank": FullRankDiagonal,
+    "channel_softplus": SoftplusDiagonal,
     "hgrn2": BoundedForgetGate,
     "rotary": RotaryAngles,
+    "selective": SelectiveAngles,
+    "mamba3": Mamba3Decay,
     "delta": DeltaRule,
     "path": PathTransition,
 }
@@ -119,12 +125,16 @@ def build_gate(classes: Sequence[type[GateProjection]], sizes: Sizes, options: d
     """One projection, or several combined, with the options that each takes.
 
     Raises:
-        ValueError: an option that none of them takes, or a value of another kind than its annotation says.
+        ValueError: an option that none or several of them take, or a value of another kind than its annotation says.
     """
     owner = gate_options(classes)
     for name in options:
         if name not in owner:
             raise unknown("option of the gate", name, owner)
+        takers = [cls for cls in classes if name in gate_options((cls,))]
+        if len(takers) > 1:
+            both = " and ".join(cls.__name__ for cls in takers)
+            raise ValueError(f"{name}: expected an option of one gate projection, got one that {both} take")
     for cls in classes:
         kinds = cls.__init__.__annotations__
         check_kinds({name: x for name, x in options.items() if owner[name] is cls}, kinds)

@@ -124,7 +124,38 @@ class FixedForgetGate(IndependentForgetGate):
     trainable = False
 
 
-class SoftplusDecay(GateProjection):
+class StepSize(GateProjection):
+    """``dt_t = softplus(w x_t + b)`` per head, of which a subclass makes its gate.
+
+    Args:
+        dt_min: smallest step at the start; b is such that dt is log-uniform in ``[dt_min, dt_max]``.
+        dt_max: largest step at the start.
+
+    Raises:
+        ValueError: not ``0 < dt_min <= dt_max``.
+    """
+
+    dt_bias: Tensor
+
+    def __init__(self, sizes: Sizes, *, dt_min: float = 0.001, dt_max: float = 0.1) -> None:
+        super().__init__(sizes)
+        if not 0 < dt_min <= dt_max:
+            raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
+        self.dt_min, self.dt_max = dt_min, dt_max
+        self.dt_proj = nn.Linear(sizes.hidden_size, sizes.num_heads, bias=False)
+        self.keep("dt_bias", torch.empty(sizes.num_heads), trainable=True)
+
+    def reset_parameters(self) -> None:
+        reset_linear(self.dt_proj)
+        dt = torch.empty(self.sizes.num_heads).uniform_(math.log(self.dt_min), math.log(self.dt_max)).exp()
+        fill(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+    def step(self, x: Tensor) -> Tensor:
+        """dt ``[B, T, H]`` in float32."""
+        return F.softplus(self.dt_proj(x) + wide(self.dt_bias))
+
+
+class SoftplusDecay(StepSize):
     """``g_t = -a_h dt_t`` with ``dt_t = softplus(w x_t + b)`` and ``a_h > 0`` (Dao and Gu, 2024, section 7).
 
     Args:
@@ -137,31 +168,19 @@ class SoftplusDecay(GateProjection):
     """
 
     provides = ("log_decay",)
-    dt_bias: Tensor
     log_a: Tensor
 
     def __init__(self, sizes: Sizes, *, dt_min: float = 0.001, dt_max: float = 0.1, a_max: float = 16.0) -> None:
-        super().__init__(sizes)
-        if not 0 < dt_min <= dt_max:
-            raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
+        super().__init__(sizes, dt_min=dt_min, dt_max=dt_max)
         if a_max < 1:
             raise ValueError(f"a_max: expected at least 1, got {a_max}")
-        self.dt_min, self.dt_max, self.a_max = dt_min, dt_max, a_max
-        self.dt_proj = nn.Linear(sizes.hidden_size, sizes.num_heads, bias=False)
-        self.keep("dt_bias", torch.empty(sizes.num_heads), trainable=True)
+        self.a_max = a_max
         self.keep("log_a", torch.empty(sizes.num_heads), trainable=True)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        reset_linear(self.dt_proj)
-        H = self.sizes.num_heads
-        dt = torch.empty(H).uniform_(math.log(self.dt_min), math.log(self.dt_max)).exp()
-        fill(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
-        fill(self.log_a, torch.empty(H).uniform_(1, self.a_max).log())
-
-    def step(self, x: Tensor) -> Tensor:
-        """dt ``[B, T, H]`` in float32."""
-        return F.softplus(self.dt_proj(x) + wide(self.dt_bias))
+        super().reset_parameters()
+        fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, self.a_max).log())
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         return Gate(log_decay=-wide(self.log_a).exp() * self.step(x)), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -16,6 +17,9 @@ from attnzoo.layer.stream import AllOrNone
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.hf.cache import ModelCache
 from attnzoo.models.hf.config import AttnzooConfig
+from attnzoo.models.hf.generate import LEAST, NeedsLoopError, asked, release, run
+
+logger = logging.getLogger(__name__)
 
 
 class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -74,6 +78,48 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     def _recompute(self, block: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
         """As one argument, which is what the reentrant kind of checkpoints takes (transformers 4's default)."""
         return cast(Tensor, self._gradient_checkpointing_func(partial(block, **arguments), x))
+
+    @torch.no_grad()
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, engine: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """`GenerationMixin.generate`, on :class:`attnzoo.models.Generator` where that can take the call.
+
+        The engine takes greedy and sampled continuations of prompts, padded on the left or not, by temperature and one
+        of `top_k` and `top_p`, up to `max_new_tokens` and tokens that end a sequence. Greedy tokens are the same;
+        samples come from the same distribution, but not from the same draws. One line of the log says what runs. The
+        engine is kept for the next call with as many rows; :meth:`release_engine` frees it.
+
+        Args:
+            inputs, generation_config, args, kwargs: of `GenerationMixin.generate`.
+            engine: True for the engine alone, False for the loop of transformers alone; None for the engine on a GPU,
+                where 64 tokens or more may follow and it can take the call.
+
+        Raises:
+            ValueError: `engine=True` for a call that needs the loop; the message says why.
+        """
+        try:
+            if engine is False or (engine is None and self.device.type != "cuda"):
+                why = "engine=False" if engine is False else f"on {self.device.type} (engine=True runs it)"
+                raise NeedsLoopError(why)
+            if args:
+                raise NeedsLoopError("arguments by place: expected inputs and generation_config alone")
+            call = asked(self, inputs, generation_config, kwargs)
+            if engine is None and call.new < LEAST:
+                raise NeedsLoopError(f"max_new_tokens: expected at least {LEAST} to be worth it, got {call.new}")
+            tokens = run(self, call)
+        except NeedsLoopError as reason:
+            if engine:
+                raise ValueError(f"engine: expected None or False here ({reason}), got True") from reason
+            logger.info("generate runs the loop of transformers: %s", reason)
+            return super().generate(inputs, generation_config, *args, **kwargs)
+        logger.info("generate ran on the engine")
+        return tokens
+
+    def release_engine(self) -> None:
+        """Free the memory that :meth:`generate` has kept for its next call."""
+        release(self)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
         """Each layer remembers in its own way, so there is one kind of cache, made here."""

@@ -1,0 +1,171 @@
+"""Whole layers on one GPU: every pair of the zoo, its recurrence beside its dual, forward and backward.
+
+    attnzoo bench layers [--out DIR] [--shapes 4,24,4096,64]... [--only PREFIX]... [--seconds 500]
+
+Layers as ``build_attention`` makes them, of H heads of K channels, in bfloat16 and eager. What serves them is what
+``auto`` picks, and is named. Forget gates are those of fox.py (three quarters of the heads decay within 8 to 256
+tokens); a layer that can prune is measured with pruning too. Each is checked against itself in float64 on the reference
+form before it is timed: its output and the gradient of its input may have twice the error of the reference form in
+bfloat16. Writes results.json and results.md.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo import build_attention
+from attnzoo.benchmarks.measure import (
+    Result,
+    chosen,
+    extra_memory,
+    machine,
+    race,
+    relative,
+    save,
+    timing,
+)
+from attnzoo.benchmarks.train import trained_biases
+from attnzoo.layer.attention import Attention
+from attnzoo.registry import get, pairs
+
+SHAPES = ((4, 24, 4096, 64), (1, 24, 16384, 64))
+ERRORS = ("y", "dx")
+SLACK = 2**-7  # relative error that any layer in bfloat16 may have: two roundings
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A layer.
+
+    Args:
+        name: in print.
+        variant: of the zoo.
+        acp: whether it prunes.
+    """
+
+    name: str
+    variant: str
+    acp: bool = False
+
+
+@dataclass
+class Inputs:
+    """What a layer is given, ``[B, T, H K]``, and a gradient of its output."""
+
+    x: Tensor
+    do: Tensor
+    heads: int
+
+
+def contenders() -> list[Contender]:
+    """Both sides of each pair, in the order of the table."""
+    found = []
+    for pair in pairs():
+        for name in (pair.linear, pair.softmax):
+            found.append(Contender(name, name))
+            if get(name).prunable:
+                found.append(Contender(f"{name} + ACP", name, acp=True))
+    return found
+
+
+def draw(B: int, H: int, T: int, K: int, seed: int = 0, device: str = "cuda") -> Inputs:
+    torch.manual_seed(seed)
+    x, do = (torch.randn(B, T, H * K, device=device).bfloat16() for _ in range(2))
+    return Inputs(x, do, H)
+
+
+def build(contender: Contender, x: Inputs, impl: str = "auto") -> Attention:
+    """The layer in bfloat16, its forget gates as trained ones are."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"acp": True} if contender.acp else {}
+    with torch.device(x.x.device):
+        layer = build_attention(
+            contender.variant, hidden_size=x.x.shape[-1], num_heads=x.heads, impl=impl, **options
+        )  # fmt: skip
+    with torch.no_grad():
+        for projection, bias in trained_biases(layer).values():
+            projection.weight.zero_()
+            projection.bias.copy_(bias)
+    return layer.bfloat16()
+
+
+def errors(contender: Contender, x: Inputs) -> dict[str, float]:
+    """Errors of output and gradient of the input against float64, as shares of what is allowed."""
+
+    def outcome(layer: Attention, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        given = x.x.to(dtype).requires_grad_()
+        y = layer.to(dtype)(given)
+        return y.detach(), torch.autograd.grad(y, given, x.do.to(dtype))[0]
+
+    layer, plain = build(contender, x), build(contender, x, "reference")
+    exact = outcome(copy.deepcopy(plain), torch.float64)
+    found = {}
+    for name, want, got, other in zip(
+        ERRORS, exact, outcome(layer, torch.bfloat16), outcome(plain, torch.bfloat16), strict=True
+    ):
+        found[name] = relative(got, want) / (2 * relative(other, want) + SLACK)
+    return found
+
+
+def times(contender: Contender, x: Inputs, rep: int) -> Result:
+    """Milliseconds of forward, and with backward (to the input and all weights), extra memory, and the form."""
+    layer = build(contender, x)
+    leaves = [x.x, *layer.parameters()]
+    forward, both = timing(lambda: layer(x.x), leaves, x.do, rep)
+    memory = extra_memory(lambda: layer(x.x), leaves, x.do)
+    form = str(layer.picked).split()[0]
+    return {"forward_ms": round(forward, 3), "both_ms": round(both, 3), "extra_GiB": round(memory, 2), "form": form}
+
+
+def table(result: Result) -> str:
+    """The results as Markdown: a row per pair and shape."""
+    m = result["machine"]
+    head = (
+        f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; layers in bf16, eager, "
+        "medians."
+    )
+    lines = [head, ""]
+    shapes: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        shapes.setdefault(tuple(row[n] for n in "BHTK"), {})[row["name"]] = row
+
+    def cells(row: dict[str, Any] | None) -> list[str]:
+        return [row["form"], f"{row['forward_ms']:.2f}", f"{row['both_ms']:.2f}"] if row else ["-", "-", "-"]
+
+    for shape, rows in shapes.items():
+        lines += [
+            f"### (B, H, T, K) = {shape}",
+            "",
+            "| linear side | form | forward ms | both ms | softmax side | form | forward ms | both ms | with ACP "
+            "| both: softmax / linear |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for pair in pairs():
+            linear, softmax, pruned = (rows.get(n) for n in (pair.linear, pair.softmax, f"{pair.softmax} + ACP"))
+            if linear or softmax or pruned:
+                ratio = f"{softmax['both_ms'] / linear['both_ms']:.2f}" if linear and softmax else "-"
+                sides = [pair.linear, *cells(linear), pair.softmax, *cells(softmax), cells(pruned)[2], ratio]
+                lines.append(f"| {' | '.join(sides)} |")
+        lines.append("")
+    wrong = [f"{e['name']} ({n} {e[n]})" for e in result["errors"] for n in ERRORS if not float(e[n]) <= 1]
+    lines.append(f"Not right, and not timed: {', '.join(wrong)}." if wrong else "Every layer was within its error.")
+    return "\n".join(lines) + "\n"
+
+
+def run(out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float) -> None:
+    """Measure, print the table, and write results.json and results.md to ``out``."""
+    result: Result = {"machine": machine()}
+    race(
+        result, chosen(contenders(), only), shapes or SHAPES, seconds, draw=draw, limits=dict.fromkeys(ERRORS, 1.0),
+        errors=lambda layer, K: errors(layer, draw(1, 4, 512, K)), common=lambda x: {},
+        times=lambda layer, x: times(layer, x, rep),
+    )  # fmt: skip
+    save(out, result, table(result))
+    print(table(result))

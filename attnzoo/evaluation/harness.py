@@ -1,0 +1,299 @@
+"""Tasks of lm-eval's harness (EleutherAI's Language Model Evaluation Harness), by an adapter of our own.
+
+Needs lm-eval (`pip install 'attnzoo[eval]'`). Its stock tasks fetch their questions from a network; a task defined by a
+file of one's own, with questions in a file beside it, needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from torch import Tensor, nn
+
+from attnzoo.data.tasks import UNASKED
+from attnzoo.errors import unknown
+from attnzoo.evaluation.scores import score_targets
+
+TOKENS = 2**15  # in a forward pass, if a row is not longer
+MOST = 256  # tokens that are generated where a task does not say how many
+SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
+
+
+@dataclass(frozen=True)
+class HarnessScores:
+    """What lm-eval says of a model.
+
+    Args:
+        task: its name, or the file that defines it.
+        window: most tokens that the model is given; None for as many as there are.
+        limit: questions that were asked at most; None for all.
+        shots: examples before each; None for what the task says.
+        samples: questions that were asked, by the name of the task or of its parts.
+        scores: the metrics by name, by the name of the task or of its parts.
+    """
+
+    task: str
+    window: int | None
+    limit: int | None
+    shots: int | None
+    samples: dict[str, int]
+    scores: dict[str, dict[str, float]]
+
+
+class HarnessModel(LM):  # type: ignore[misc]
+    """A model as lm-eval asks it.
+
+    The window rule: a row begins with what `encode` puts before every text, or else, where the context is empty, with
+    `end`; then come the context and what is asked. Of a row that is longer than the window the last tokens count.
+    A text that is scored whole is cut into windows of which each predicts tokens that no other does, the first with
+    nothing before it and the last as full as the others. Rows are sorted by length, the longest first, and padded
+    behind, which no token sees.
+
+    Args:
+        model: an :class:`attnzoo.models.LanguageModel`.
+        encode: a text's tokens.
+        decode: the text of tokens.
+        end: the token that ends a document; None where there is none.
+        window: most tokens that the model is given; None for no limit.
+
+    Raises:
+        ValueError: a window below 1.
+    """
+
+    def __init__(
+        self, model: nn.Module, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str],
+        end: int | None, window: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if window is not None and window < 1:
+            raise ValueError(f"window: expected at least 1 token, got {window}")
+        self.model, self.encode, self.decode, self.end, self.window = model, encode, decode, end, window
+        self.before = encode("")
+        self._device = next(model.parameters()).device
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Log-likelihood in nats of a continuation after a context, and whether greedy decoding would give it.
+
+        Args:
+            requests: of lm-eval, with the arguments (context, continuation).
+
+        Raises:
+            ValueError: a continuation of no tokens, or that is longer than the window.
+        """
+        rows = []
+        for context, continuation in (request.args for request in requests):
+            tokens, asked = self._pair(context, continuation)
+            if not asked or (self.window is not None and asked > self.window):
+                raise ValueError(f"continuation: expected 1 to {self.window or 'any'} tokens, got {asked}")
+            rows.append(self._row(tokens, asked))
+        return [(-nats, greedy) for nats, greedy in self._scores(rows)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Log-likelihood in nats of a whole text, in windows.
+
+        Args:
+            requests: of lm-eval, with the arguments (text,).
+        """
+        rows, owner = [], []
+        for number, (text,) in enumerate(request.args for request in requests):
+            tokens = [*self._start(), *self._tokens(text)]
+            first = len(tokens) - len(self._tokens(text))
+            size = self.window or len(tokens)
+            for start in range(first, len(tokens), size):
+                stop = min(start + size, len(tokens))
+                rows.append(self._row(tokens[:stop], stop - start))
+                owner.append(number)
+        totals = [0.0] * len(requests)
+        for number, (nats, _) in zip(owner, self._scores(rows), strict=True):
+            totals[number] -= nats
+        return totals
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Continue contexts until a text comes up, which is left out.
+
+        Args:
+            requests: of lm-eval, with the arguments (context, settings). Settings are `until` (a text or several),
+                `max_gen_toks`, `do_sample` with `temperature` and `top_k`; `top_p` must be 1.
+
+        Raises:
+            ValueError: another setting.
+        """
+        order = sorted(range(len(requests)), key=lambda n: (str(requests[n].args[1]), -len(requests[n].args[0])))
+        texts, first = [""] * len(requests), 0
+        while first < len(order):
+            settings = requests[order[first]].args[1]
+            contexts: list[list[int]] = []
+            most = int(settings.get("max_gen_toks", MOST))
+            for number in order[first:]:
+                context, other = requests[number].args
+                tokens = [*self._start(context), *self._tokens(context)]
+                tokens = tokens[-max(1, self.window - most) :] if self.window is not None else tokens
+                longest = max(map(len, [*contexts, tokens])) + most
+                if other != settings or (contexts and longest * (len(contexts) + 1) > TOKENS):
+                    break
+                contexts.append(tokens)
+            for number, text in zip(order[first:], self._continued(contexts, settings, most), strict=False):
+                texts[number] = text
+            first += len(contexts)
+        return texts
+
+    def _tokens(self, text: str) -> list[int]:
+        """Without what the tokenizer puts before every text."""
+        return self.encode(text)[len(self.before) :]
+
+    def _start(self, context: str = "") -> list[int]:
+        if self.before or context:
+            return self.before
+        if self.end is None:
+            raise ValueError("end: expected a token that ends documents, which stands before a text without a context")
+        return [self.end]
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], int]:
+        """Tokens of both together, and how many are the continuation's; spaces at the context's end are its."""
+        stripped = context.rstrip()
+        start = self._start(stripped)
+        tokens = self._tokens(context + continuation)
+        return [*start, *tokens], len(tokens) - len(self._tokens(stripped))
+
+    def _row(self, tokens: list[int], asked: int) -> tuple[list[int], int]:
+        """The last tokens, as many as the window has and the one behind it, and how many of them are asked."""
+        return tokens if self.window is None else tokens[-self.window - 1 :], asked
+
+    def _scores(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """Nats of what is asked at the end of each row, and whether it was always the likeliest."""
+        found = [(0.0, True)] * len(rows)
+        for batch in _batches([len(tokens) - 1 for tokens, _ in rows]):
+            length = len(rows[batch[0]][0]) - 1
+            inputs = torch.zeros(len(batch), length, dtype=torch.long)
+            targets = torch.full_like(inputs, UNASKED)
+            for line, number in enumerate(batch):
+                tokens, asked = rows[number]
+                inputs[line, : len(tokens) - 1] = torch.tensor(tokens[:-1])
+                targets[line, len(tokens) - 1 - asked : len(tokens) - 1] = torch.tensor(tokens[-asked:])
+            nats, wrong = score_targets(self.model, inputs, targets)
+            for number, sum_of, any_of in zip(batch, nats.sum(1).tolist(), wrong.any(1).tolist(), strict=True):
+                found[number] = (sum_of, not any_of)
+        return found
+
+    @torch.inference_mode()
+    def _continued(self, contexts: Sequence[list[int]], settings: Mapping[str, Any], most: int) -> Iterator[str]:
+        """The text that follows each context."""
+        for name in settings:
+            if name not in SETTINGS:
+                raise unknown("setting of generate_until", name, SETTINGS)
+        if settings.get("top_p", 1) != 1:
+            raise ValueError(f"top_p: expected 1 in generate_until, got {settings['top_p']}")
+        until = settings.get("until") or []
+        until = [until] if isinstance(until, str) else list(until)
+        length, model = max(map(len, contexts)), self.model
+        tokens = torch.zeros(len(contexts), length, dtype=torch.long)
+        mask = torch.zeros_like(tokens)
+        for line, context in enumerate(contexts):
+            tokens[line, length - len(context) :] = torch.tensor(context)
+            mask[line, length - len(context) :] = 1
+        whole: Any = model
+        cache, random = whole.new_cache(), torch.Generator(self._device).manual_seed(0)
+        step, given = tokens.to(self._device), None if bool(mask.all()) else mask.to(self._device)
+        new: list[list[int]] = [[] for _ in contexts]
+        texts, open_rows = [""] * len(contexts), set(range(len(contexts)))
+        for _ in range(most):
+            hidden = whole.hidden(step, attention_mask=given, cache=cache)
+            step, given = _drawn(whole.head(hidden[:, -1]).float(), settings, random), None
+            for row in list(open_rows):
+                token = int(step[row])
+                new[row].append(token)
+                texts[row] = self.decode(new[row] if token != self.end else new[row][:-1])
+                if token == self.end or any(stop in texts[row] for stop in until if stop):
+                    open_rows.remove(row)
+            if not open_rows:
+                break
+        for text in texts:
+            ends = [text.index(stop) for stop in until if stop and stop in text]
+            yield text[: min(ends, default=len(text))]
+
+
+def _drawn(logits: Tensor, settings: Mapping[str, Any], random: torch.Generator) -> Tensor:
+    """[B, vocabulary] -> [B, 1]."""
+    temperature = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if settings.get("top_k"):
+        smallest = logits.topk(min(int(settings["top_k"]), logits.shape[-1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of the rows, the longest first, in batches that hold a bounded number of tokens with their padding."""
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    first = 0
+    while first < len(order):
+        size = max(1, TOKENS // max(lengths[order[first]], 1))
+        yield order[first : first + size]
+        first += size
+
+
+def run_harness(
+    model: nn.Module, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str], end: int | None,
+    task: str, limit: int | None = None, shots: int | None = None, window: int | None = None,
+) -> HarnessScores:  # fmt: skip
+    """Ask a model the questions of one of lm-eval's tasks, or of one that a file defines.
+
+    Args:
+        model: as :class:`HarnessModel` takes it, as `encode`, `decode`, `end` and `window`.
+        task: a name that lm-eval knows, or a YAML or JSON file in its format, with its `data_files` beside it.
+        limit: questions that are asked; None for all.
+        shots: examples before each; None for what the task says.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that is no task, or what lm-eval refuses.
+    """
+    adapter = HarnessModel(model, encode, decode, end, window)
+    own = task.endswith((".yaml", ".yml", ".json"))
+    asked: Any = _definition(Path(task)) if own else task
+    manager = TaskManager(include_defaults=not own)  # it takes a minute to read all of the stock tasks
+    found = simple_evaluate(
+        adapter, tasks=[asked], num_fewshot=shots, limit=limit, log_samples=False, bootstrap_iters=1000,
+        task_manager=manager,
+    )  # fmt: skip
+    scores = {
+        name: {key.removesuffix(",none"): float(value) for key, value in row.items() if isinstance(value, int | float)}
+        for name, row in found["results"].items()
+    }
+    samples = {name: int(count["effective"]) for name, count in found["n-samples"].items()}
+    return HarnessScores(task, window, limit, shots, samples, scores)
+
+
+def _definition(path: Path) -> dict[str, Any]:
+    """A task as its file defines it, with the paths of its data absolute."""
+    import yaml  # type: ignore[import-untyped]
+
+    if not path.is_file():
+        raise FileNotFoundError(f"task: there is no file {str(path)!r}")
+    try:
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"task: {path} is not readable: {error}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("task"), str):
+        raise ValueError(f"task: expected {path} to name a task (task: NAME), got {fields!r}")
+    options = fields.get("dataset_kwargs") or {}
+    files = options.get("data_files")
+    if files is not None:
+        options = {**options, "data_files": _beside(path.resolve().parent, files)}
+    return {**fields, "dataset_kwargs": options}
+
+
+def _beside(folder: Path, files: Any) -> Any:
+    if isinstance(files, str):
+        return str(folder / files)
+    if isinstance(files, list):
+        return [_beside(folder, file) for file in files]
+    return {split: _beside(folder, file) for split, file in files.items()}

@@ -1,0 +1,68 @@
+"""Recall of the last value where keys get new ones."""
+
+from attnzoo.experiments.claims import All, Below, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.probes import Wrong
+
+PAPER = "Arora et al., Zoology (2023), for recall; Lin et al., Forgetting Transformer (2025), section 3, for the gate"
+WRONG = "wrong answers"
+
+EXPERIMENT = Experiment(
+    title="Recall of the last value: gates matter",
+    question=(
+        "Keys with values come first, some keys get another value, then each key is asked for its last one. What has "
+        "no gate and no delta rule sees the old value and the new one alike; a forget gate prefers what is near, the "
+        "delta rule writes over."
+    ),
+    arms=(
+        Arm("nope", "nope"),
+        Arm("fox", "fox"),
+        Arm("path", "path"),
+        Arm("path_fox", "path_fox"),
+        Arm("linear_attention", "linear_attention"),
+        Arm("mamba2", "mamba2"),
+        Arm("deltanet", "deltanet"),
+        Arm("gated_deltanet", "gated_deltanet"),
+    ),
+    settings=("data.source=task:forgetting_mqar",),
+    options={"block": "pro"},
+    sizes={
+        "cpu": Size(
+            settings=(
+                "data.task_options={vocab_size: 64, pairs: 5, updates: 3}", "steps=600", "batch_size=32",
+                "data.context_length=32", "log_every=100", "eval_tokens=8192",
+                "model={hidden_size: 64, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=100",
+            ),
+            lrs=(0.002, 0.005),
+        ),
+        "gpu": Size(
+            settings=(
+                "data.task_options={vocab_size: 8192, pairs: 32, updates: 16}", "steps=6000", "batch_size=128",
+                "data.context_length=256", "log_every=200", "eval_tokens=65536",
+                "model={hidden_size: 128, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=300",
+            ),
+            lrs=(0.001, 0.003),
+            rows=1024,
+        ),
+    },
+    probes=(Wrong(WRONG), Wrong("wrong without updates", {"updates": 0})),
+    expectations=(
+        Expectation(
+            "On the softmax side a forget gate or PaTH's transition answers more than no position encoding.",
+            PAPER,
+            All((Below(Value("fox", WRONG), Value("nope", WRONG)), Below(Value("path", WRONG), Value("nope", WRONG)))),
+        ),
+        Expectation(
+            "On the linear side a gate or the delta rule answers more than neither.",
+            PAPER,
+            All((Below(Value("mamba2", WRONG), Value("linear_attention", WRONG)),
+                 Below(Value("deltanet", WRONG), Value("linear_attention", WRONG)))),
+        ),
+        Expectation(
+            "The softmax sides answer more than their duals, whose state is of fixed size.",
+            "Arora et al., Zoology (2023), Figure 2, for recall without updates",
+            All((Below(Value("fox", WRONG), Value("mamba2", WRONG)),
+                 Below(Value("path", WRONG), Value("deltanet", WRONG)))),
+        ),
+    ),
+)  # fmt: skip

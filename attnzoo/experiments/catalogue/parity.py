@@ -1,0 +1,70 @@
+"""Negative eigenvalues and parity."""
+
+from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.probes import Wrong
+
+PAPER = "Grazzi et al., Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues (2025), Table 1"
+
+EXPERIMENT = Experiment(
+    title="Parity needs negative eigenvalues",
+    question=(
+        "Is the number of ones so far odd? A recurrence whose transitions have no negative eigenvalue forgets or "
+        "keeps, but cannot flip; I - beta w w^T flips along w where beta exceeds 1. Asked at every token, on rows as "
+        "long as in training and longer ones."
+    ),
+    arms=(
+        Arm("deltanet, beta to 2", "deltanet", {"allow_neg_eigval": True}),
+        Arm("deltanet, beta to 1", "deltanet"),
+        Arm("gated_deltanet, beta to 2", "gated_deltanet", {"allow_neg_eigval": True}),
+        Arm("gated_deltanet, beta to 1", "gated_deltanet"),
+        Arm("mamba2", "mamba2"),
+        Arm("path", "path"),
+        Arm("rope", "rope"),
+        Arm("fox", "fox"),
+    ),
+    settings=("data.source=task:parity",),
+    sizes={
+        "cpu": Size(
+            settings=(
+                "steps=1000", "batch_size=32", "data.context_length=32", "log_every=100", "eval_tokens=8192",
+                "model={hidden_size: 32, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=100",
+                "optimizer.weight_decay=0.0",
+            ),
+            lrs=(0.003, 0.01),
+        ),
+        "gpu": Size(
+            settings=(
+                "steps=4000", "batch_size=256", "data.context_length=128", "log_every=200", "eval_tokens=65536",
+                "model={hidden_size: 128, num_layers: 2, num_heads: 4}", "optimizer.warmup_steps=200",
+                "optimizer.weight_decay=0.0",
+            ),
+            lrs=(0.001, 0.003),
+            rows=1024,
+        ),
+    },
+    probes=(Wrong("wrong answers", lengths=(1.0, 2.0, 4.0)),),
+    expectations=(
+        Expectation(
+            "With beta to 2 the delta rule keeps parity, on rows four times as long, too (under 1% wrong).",
+            PAPER,
+            All((AtMost(Value("deltanet, beta to 2", "wrong answers"), 0.01),
+                 AtMost(Value("gated_deltanet, beta to 2", "wrong answers"), 0.01))),
+        ),
+        Expectation(
+            "With beta to 1 it does not (over 10% wrong on longer rows).",
+            PAPER,
+            All((AtLeast(Value("deltanet, beta to 1", "wrong answers"), 0.1),
+                 AtLeast(Value("gated_deltanet, beta to 1", "wrong answers"), 0.1))),
+        ),
+        Expectation(
+            "Nor does Mamba-2, whose gates are positive.", PAPER, AtLeast(Value("mamba2", "wrong answers"), 0.1)
+        ),
+        Expectation(
+            "Nor does softmax attention with RoPE or a forget gate.",
+            "Hahn, Theoretical Limitations of Self-Attention in Neural Sequence Models (2020); Grazzi et al. (2025), "
+            "Table 1 for a Transformer",
+            All((AtLeast(Value("rope", "wrong answers"), 0.1), AtLeast(Value("fox", "wrong answers"), 0.1))),
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,238 @@
+"""What is expected of the runs of an experiment, and the tests that say whether it was seen.
+
+A claim is tested against its opposite, one-sidedly, over the seeds: Student's t for one set of runs against a number
+(or against other values of the same runs, in pairs), Welch's t for two sets of runs, an exact permutation test for a
+correlation. It is seen where the test says so at `LEVEL`, not seen where the test of the opposite does, and undecided
+otherwise. No correction is made for several claims: of twenty that do not hold, one may be taken for seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+LEVEL = 0.05
+Word = Literal["seen", "not seen", "undecided"]
+SEEN: Word = "seen"
+NOT_SEEN: Word = "not seen"
+UNDECIDED: Word = "undecided"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number of each run of an arm.
+
+    Args:
+        arm: whose runs.
+        probe: what is measured of them.
+        at: the place, among those of the probe; None for its last one.
+    """
+
+    arm: str
+    probe: str
+    at: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.arm}{'' if self.at is None else f' at {self.at:g}'}"
+
+
+Values = Callable[[Value], Array]  # the number of every run, in the order of the seeds, [seeds]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a claim, and the numbers behind it in words."""
+
+    word: Word
+    why: str
+
+
+class Claim(Protocol):
+    """Something that runs may show or not."""
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """What it is about."""
+
+    def judge(self, of: Values) -> Verdict:
+        """Whether the runs show it."""
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """A value's mean over the seeds is below a limit."""
+
+    value: Value
+    limit: float
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        return (self.value,)
+
+    def judge(self, of: Values) -> Verdict:
+        return _against(self.value, of(self.value), self.limit, -1)
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """A value's mean over the seeds is above a limit."""
+
+    value: Value
+    limit: float
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        return (self.value,)
+
+    def judge(self, of: Values) -> Verdict:
+        return _against(self.value, of(self.value), self.limit, 1)
+
+
+@dataclass(frozen=True)
+class Below:
+    """One value is below another in the mean over the seeds; two values of one arm are compared run by run.
+
+    Args:
+        lower: the one.
+        higher: the other.
+        by: the difference is larger than that.
+    """
+
+    lower: Value
+    higher: Value
+    by: float = 0.0
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        return (self.lower, self.higher)
+
+    def judge(self, of: Values) -> Verdict:
+        lower, higher = of(self.lower), of(self.higher)
+        what = f"{self.lower}: {spread(lower)}, {self.higher}: {spread(higher)}"
+        if self.lower.arm == self.higher.arm:
+            return _decide(what, *_mean_error(higher - lower - self.by))
+        (a, a_error, a_freedom), (b, b_error, b_freedom) = _mean_error(lower), _mean_error(higher)
+        error = math.hypot(a_error, b_error)
+        parts = [(a_error, a_freedom), (b_error, b_freedom)]
+        below = sum(part**4 / freedom for part, freedom in parts if freedom)
+        freedom = error**4 / below if below > 0 else float(min(a_freedom, b_freedom))
+        return _decide(what, b - a - self.by, error, freedom)
+
+
+@dataclass(frozen=True)
+class All:
+    """Several claims at once: seen if all of them are, not seen if one of them is not."""
+
+    claims: tuple[Claim, ...]
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        return tuple(value for claim in self.claims for value in claim.values)
+
+    def judge(self, of: Values) -> Verdict:
+        verdicts = [claim.judge(of) for claim in self.claims]
+        words = {verdict.word for verdict in verdicts}
+        word = NOT_SEEN if NOT_SEEN in words else UNDECIDED if UNDECIDED in words else SEEN
+        return Verdict(word, "; ".join(verdict.why for verdict in verdicts))
+
+
+@dataclass(frozen=True)
+class Correlated:
+    """Gains over a base on one side grow with those on the other: a positive correlation of the means over the seeds.
+
+    Args:
+        bases: on the one side and on the other; smaller values are better.
+        pairs: further arms on the one side, with theirs on the other.
+        probe: what is measured of them.
+    """
+
+    bases: tuple[str, str]
+    pairs: tuple[tuple[str, str], ...]
+    probe: str
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        return tuple(Value(arm, self.probe) for pair in (self.bases, *self.pairs) for arm in pair)
+
+    def gains(self, of: Values) -> tuple[Array, Array]:
+        """What each pair gains over the bases, by seed, ``[pairs, seeds]`` for either side."""
+        one, other = (
+            np.stack(
+                [of(Value(self.bases[side], self.probe)) - of(Value(pair[side], self.probe)) for pair in self.pairs]
+            )
+            for side in (0, 1)
+        )
+        return one, other
+
+    def judge(self, of: Values) -> Verdict:
+        one, other = (gains.mean(1) for gains in self.gains(of))
+        if not np.isfinite([one, other]).all() or one.std() == 0 or other.std() == 0:
+            return Verdict(UNDECIDED, "no correlation of values that are all alike, or not finite")
+        r, above = correlation(one, other)
+        below = correlation(one, -other)[1]
+        word = SEEN if above <= LEVEL else NOT_SEEN if below <= LEVEL else UNDECIDED
+        return Verdict(word, f"r = {r:.2f} over {len(one)} pairs of gains, p = {_p(above)}")
+
+
+def correlation(one: Array, other: Array) -> tuple[float, float]:
+    """Pearson's r of two sets of up to 8 numbers, and the exact share of all pairings whose r is as large or larger."""
+    a, b = ((x - x.mean()) / (x.std() * math.sqrt(x.size)) for x in (one, other))
+    every = b[np.array(list(permutations(range(b.size))))] @ a
+    r = float(a @ b)
+    return r, float((every >= r - 1e-12).mean())
+
+
+def tail(t: float, freedom: float) -> float:
+    """The probability that Student's t is above ``t``, by Simpson's rule on its angle atan(t / sqrt(freedom)).
+
+    Args:
+        t: any number, infinite ones too.
+        freedom: degrees of freedom, at least 1.
+    """
+    angles = np.linspace(0, math.atan(abs(t) / math.sqrt(freedom)), 2001)
+    heights = np.cos(angles) ** (freedom - 1)
+    weights = np.where(np.arange(2001) % 2, 4.0, 2.0)
+    weights[[0, -1]] = 1
+    area = float(heights @ weights) * angles[1] / 3
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    above = max(0.5 - scale * area, 0.0)
+    return float(above if t >= 0 else 1 - above)
+
+
+def spread(values: Array) -> str:
+    """Mean ± standard error over the seeds, in words."""
+    mean, error, _ = _mean_error(values)
+    return f"{mean:.4g}" + (f" ± {error:.2g}" if np.isfinite(error) else "")
+
+
+def _mean_error(values: Array) -> tuple[float, float, int]:
+    """Mean, its standard error (nan of one value), degrees of freedom."""
+    n = values.size
+    error = float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    return float(values.mean()), error, n - 1
+
+
+def _against(value: Value, values: Array, limit: float, sign: int) -> Verdict:
+    mean, error, freedom = _mean_error(values)
+    return _decide(f"{value}: {spread(values)}, limit {limit:g}", sign * (mean - limit), error, freedom)
+
+
+def _decide(what: str, difference: float, error: float, freedom: float) -> Verdict:
+    """Whether a difference is above 0."""
+    if not np.isfinite([difference, error]).all() or freedom < 1:
+        return Verdict(UNDECIDED, f"{what}; no test without two runs that ended well")
+    t = difference / error if error > 0 else math.copysign(math.inf, difference) if difference else 0.0
+    p = tail(t, freedom)
+    word = SEEN if p <= LEVEL else NOT_SEEN if 1 - p <= LEVEL else UNDECIDED
+    return Verdict(word, f"{what}; p = {_p(p)}")
+
+
+def _p(p: float) -> str:
+    return f"{p:.2g}" if p >= 0.001 else "below 0.001"

@@ -1,0 +1,90 @@
+"""``attnzoo experiment``: claims about the variants, each one command away."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import click
+
+from attnzoo.data.command import PATH
+
+
+@click.group()
+def experiment() -> None:
+    """What the papers say of the variants, tried here."""
+
+
+@experiment.command("list")
+def list_experiments() -> None:
+    """Every experiment, what it asks, and when it was last measured."""
+    from attnzoo.experiments.experiment import find, names
+
+    for name in names():
+        found = find(name)
+        last = max(found.measured, key=lambda each: each.date, default=None)
+        when = f"{last.size} on {last.date}" if last else "not yet run"
+        click.echo(f"{click.style(name, bold=True)}: {found.title} ({when})")
+
+
+@experiment.command()
+@click.argument("name")
+def show(name: str) -> None:
+    """What an experiment compares, what it costs, and what is expected of it.
+
+    NAME is one that `attnzoo experiment list` names, or a Python file that ends in EXPERIMENT.
+    """
+    from attnzoo.experiments.experiment import find
+
+    found = find(name)
+    click.echo(click.style(found.title, bold=True))
+    click.echo(textwrap.fill(found.question, 100))
+    for arm in found.arms:
+        options = {**found.options, **arm.options}
+        more = [*(f"{key}={value}" for key, value in options.items()), *arm.settings]
+        click.echo(f"  {arm.name}: {arm.variant}{', ' if more else ''}{', '.join(more)}")
+    click.echo(f"measured: {', '.join(probe.name for probe in found.probes)}; {found.seeds} seeds")
+    for size_name, size in found.sizes.items():
+        rates = ", ".join(f"{lr:g}" for lr in size.lrs)
+        settings = f"size {size_name}: {' '.join((*found.settings, *size.settings))}; learning rates {rates}"
+        click.echo(textwrap.fill(settings, 100, subsequent_indent="  "))
+    click.echo("expected:")
+    for each in found.expectations:
+        only = f" (size {' or '.join(each.sizes)})" if each.sizes else ""
+        click.echo(textwrap.fill(f"- {each.text}{only} [{each.source}]", 100, subsequent_indent="  "))
+    for result in found.measured:
+        click.echo(f"measured {result.date}, size {result.size}, {result.machine}: docs/results/{result.result}")
+    if not found.measured:
+        click.echo("not yet run")
+
+
+@experiment.command()
+@click.argument("name")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--size", default="cpu", show_default=True, help="cpu: 15 minutes on two cores; gpu: on one H200.")
+@click.option("--seeds", type=click.IntRange(min=2), help="Runs per model.  [default: the experiment's own]")
+@click.option("--out", type=PATH, help="The folder.  [default: runs/experiments/NAME-SIZE]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Models at a time.  [default: a CPU's cores, or 1 on a GPU]")
+@click.option("--device", type=click.Choice(["auto", "cpu"]), help="[default: cpu for --size cpu, else auto]")
+def run(
+    name: str, overrides: tuple[str, ...], size: str, seeds: int | None, out: Path | None, jobs: int | None,
+    device: str | None,
+) -> None:  # fmt: skip
+    """Train and measure what is not yet, judge every expectation, and write a page.
+
+    NAME is one that `attnzoo experiment list` names, or a Python file that ends in EXPERIMENT. KEY=VALUE overrides a
+    setting of all runs, as in steps=100. What was stopped goes on where it was.
+    """
+    from rich.console import Console
+
+    from attnzoo.experiments.experiment import find, find_size
+    from attnzoo.experiments.run import Plan, run_experiment
+
+    found = find(name)
+    find_size(found, size)
+    folder = out or Path("runs/experiments") / f"{Path(name).stem}-{size}"
+    asked = [f"--size {size}"] if size != "cpu" else []
+    asked += [f"--seeds {seeds}"] if seeds else []
+    command = " ".join(["attnzoo experiment run", name, *overrides, *asked])
+    plan = Plan(name, size, folder, seeds or found.seeds, overrides, device or ("cpu" if size == "cpu" else "auto"))
+    run_experiment(plan, Console(highlight=False), command, jobs)

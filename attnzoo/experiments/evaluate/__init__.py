@@ -1,0 +1,1 @@
+"""Evaluations by name, of a run, a preset or a model folder: what `attnzoo evaluate` does."""

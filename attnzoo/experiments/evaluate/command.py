@@ -1,0 +1,101 @@
+"""``attnzoo evaluate``: a trained model, or a fresh one, measured in any of the ways that have a name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from attnzoo.data.command import PATH, read_options
+
+
+@click.command()
+@click.argument("what", metavar="RUN_OR_MODEL", type=PATH)
+@click.option(
+    "--on", multiple=True, metavar="NAME[:KEY=VALUE,...]",
+    help="An evaluation or a task, with options; may be given several times.  [default: the run's own task]",
+)  # fmt: skip
+@click.option(
+    "--length", multiple=True, type=click.IntRange(min=1),
+    help="Tokens per row; may be given several times.  [default: as in training, or what the evaluation says]",
+)  # fmt: skip
+@click.option("--rows", type=click.IntRange(min=1), help="Of a task, per length.  [default: 256; haystack: 32]")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the rows.  [default: 0]")
+@click.option("--text", type=PATH, help="A text file, a folder of them, or stdlib.  [default: what the run held out]")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
+)
+@click.option("--out", type=PATH, help="Where results and pictures go.  [default: evaluations in the run's folder]")
+@click.option("--json", "as_lines", is_flag=True, help="A line of JSON per result.")
+@click.option("--list", "list_them", is_flag=True, is_eager=True, expose_value=False, callback=lambda *x: _list(*x),
+              help="Every evaluation with its options.")  # fmt: skip
+def evaluate(
+    what: Path, on: tuple[str, ...], device: str, dtype: str | None, out: Path | None, as_lines: bool, **common: Any
+) -> None:
+    """Measure a model.
+
+    RUN_OR_MODEL is a run, a model folder of Hugging Face's layout (one that export or import wrote, or of another
+    library that import takes), or the name of a built-in configuration or preset, whose weights are then fresh. NAME is
+    an evaluation (--list) or a task (`attnzoo data list`), whose questions are asked: at every place where something is
+    asked the likeliest token is taken. Rows and texts are ones that no training draws.
+    """
+    import json
+
+    import torch
+
+    from attnzoo.experiments.evaluate import saved, table
+
+    given = [field for field, value in common.items() if value not in (None, ())]
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    asked = [
+        (name, read_options(options.split(",") if options else []))
+        for name, _, options in (one.partition(":") for one in on)
+    ]
+    for name, _ in asked:
+        table.evaluation(name)
+    subject = saved.find_subject(str(what), device, getattr(torch, dtype) if dtype else None)
+    if not asked and subject.task is None:
+        raise ValueError(f"expected --on NAME: {subject.title} has no task of its own ({', '.join(table.EVALUATIONS)})")
+    asked = asked or [(str(subject.task), {})]
+    ignored = table.unread([name for name, _ in asked], given)
+    if ignored is not None:
+        raise ValueError(f"--{ignored}: {', '.join(name for name, _ in asked)} does not read it")
+    folder = out or (subject.folder / saved.FOLDER if subject.checkpoint is not None and subject.folder else None)
+    if subject.folder is None and not as_lines:
+        click.echo(subject.title)
+    for name, options in asked:
+        found = table.measure(subject, name, options, table.Common(**common))
+        content = saved.document(subject, name, options, found)
+        if as_lines:
+            click.echo(json.dumps(content, allow_nan=False))
+        else:
+            click.echo("\n".join([_heading(name, options), *table.evaluation(name).lines(found)]))
+        if folder is not None:
+            picture = table.evaluation(name).picture
+            figure = None if picture is None else picture(found)
+            files = saved.save(folder, saved.file_name(name, options), content, figure)
+            if not as_lines:
+                click.echo("\n".join(str(file) for file in files))
+
+
+def _heading(name: str, options: dict[str, Any]) -> str:
+    return ", ".join([name, *(f"{key}={value}" for key, value in options.items())])
+
+
+def _list(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if not wanted or context.resilient_parsing:
+        return
+    from inspect import Parameter
+
+    from attnzoo.experiments.evaluate.table import EVALUATIONS
+
+    for name, entry in EVALUATIONS.items():
+        click.echo(f"{name}: {entry.summary}")
+        for option, default in entry.options.items():
+            shown = "..." if default is Parameter.empty else f"{default:.3g}" if isinstance(default, float) else default
+            click.echo(f"  {option}={shown}: {entry.words[option]}")
+    click.echo("A task of `attnzoo data list` is an evaluation too: wrong answers to its questions.")
+    context.exit()

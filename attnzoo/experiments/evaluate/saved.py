@@ -1,0 +1,112 @@
+"""What is measured, and the files that a result becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from attnzoo.config import load_config
+from attnzoo.experiments.builtin import find_config
+from attnzoo.experiments.report.results import describe_machine
+from attnzoo.files import write_whole
+from attnzoo.training.subject import Subject, fresh_subject, load_subject
+
+FOLDER = "evaluations"  # in a run's folder
+
+
+def find_subject(what: str, device: str = "cpu", dtype: torch.dtype | None = None) -> Subject:
+    """A run, a model folder, or a model with fresh weights by the name of a configuration.
+
+    Args:
+        what: the folder of a run, a folder in Hugging Face's layout, a configuration file, or the name of a built-in
+            configuration or preset.
+        device: where the model goes.
+        dtype: of the weights; None keeps theirs.
+
+    Raises:
+        FileNotFoundError: nothing of that name; the nearest is named.
+        ValueError: a model of a kind that is not known.
+    """
+    if Path(what).is_dir():
+        return load_subject(Path(what), device, dtype)
+    try:
+        found = find_config(what, "train")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no folder {what!r}; {error}") from error
+    return fresh_subject(what, load_config(found), device, dtype)
+
+
+def document(subject: Subject, name: str, options: Mapping[str, Any], result: Any) -> dict[str, Any]:
+    """A result with what it is of, as JSON holds it.
+
+    Args:
+        subject: what was measured.
+        name: of the evaluation.
+        options: that were given.
+        result: a dataclass.
+    """
+    return {
+        "evaluation": name,
+        "options": dict(options),
+        "model": subject.title,
+        "checkpoint": subject.identity,
+        "context": subject.context,
+        "machine": describe_machine(),
+        "result": as_json(result),
+    }
+
+
+def as_json(value: Any) -> Any:
+    """Dataclasses, arrays and numbers as JSON holds them: what is not a number is null; six digits of the others."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray):
+        return as_json(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): as_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(entry) for entry in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def file_name(name: str, options: Mapping[str, Any]) -> str:
+    """A name for the files of an evaluation, another one for other options."""
+    parts = [name, *(f"{key}={value}" for key, value in options.items())]
+    return re.sub(r"[^\w.=-]+", "-", "-".join(parts)).strip("-")
+
+
+def save(folder: Path, name: str, found: Mapping[str, Any], figure: Figure | None) -> list[Path]:
+    """Write a result, and its picture where there is one; each file is whole or as it was.
+
+    Args:
+        folder: made if need be.
+        name: of the files, without an ending.
+        found: as :func:`document` gives it.
+        figure: the picture.
+
+    Returns:
+        The files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{name}.json"]
+    write_whole(files[0], json.dumps(found, indent=1, allow_nan=False) + "\n")
+    if figure is not None:
+        files.append(folder / f"{name}.svg")
+        buffer = io.BytesIO()
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+            figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        write_whole(files[1], buffer.getvalue())
+    return files

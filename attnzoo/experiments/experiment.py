@@ -1,0 +1,214 @@
+"""What an experiment is: models that differ in one thing, one budget for all, what is measured, what is expected.
+
+The built-in ones are the files of `attnzoo.experiments.catalogue`; each ends in ``EXPERIMENT``, and so does a file of
+your own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnzoo.errors import at_least, nearest, unknown
+from attnzoo.experiments.claims import Claim, Value
+from attnzoo.experiments.probes import Probe
+
+CATALOGUE = Path(__file__).parent / "catalogue"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the models that are compared.
+
+    Args:
+        name: what a reader sees; it also names the folders of its runs.
+        variant: of its layers: what `model.attention` may be.
+        options: of its layers, beside those of all arms.
+        settings: `key=value` of the training, after those of the size.
+        lrs: the learning rates it is tried at, where they are not the size's.
+    """
+
+    name: str
+    variant: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    lrs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Size:
+    """What an experiment costs, the same for every arm.
+
+    Args:
+        settings: `key=value` of the training: model, data, steps.
+        lrs: the learning rates that every arm is tried at, with the first seed.
+        rows: of a task, that each probe asks.
+        tokens: of held-out text, that each probe reads.
+    """
+
+    settings: tuple[str, ...]
+    lrs: tuple[float, ...]
+    rows: int = 256
+    tokens: int = 65536
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "rows", "tokens")
+        if not self.lrs:
+            raise ValueError("lrs: expected at least one learning rate, got none")
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What is expected, and by whom.
+
+    Args:
+        text: in a sentence.
+        source: paper, with the table, figure or section.
+        claim: what the runs must show.
+        sizes: at which it is judged; none for all.
+    """
+
+    text: str
+    source: str
+    claim: Claim
+    sizes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of arms on the page, coloured by one number of them.
+
+    Args:
+        title: above it.
+        rows: names at the left.
+        columns: names on top.
+        arms: in its fields, row by row; an empty name leaves a field empty.
+        probe: what is shown.
+        at: at which place; None for the last.
+    """
+
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    arms: tuple[tuple[str, ...], ...]
+    probe: str
+    at: float | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A result that is kept in the documentation.
+
+    Args:
+        size: of the experiment.
+        date: as 2026-01-31.
+        machine: what it ran on.
+        result: the file in docs/results.
+    """
+
+    size: str
+    date: str
+    machine: str
+    result: str
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Models, budgets, measurements, expectations.
+
+    Args:
+        title: the heading of its page.
+        question: what it asks, and how, in a few sentences.
+        arms: what is compared.
+        sizes: by name; `cpu` ends within 15 minutes on two cores, `gpu` within 15 on one H200.
+        probes: what is measured of every run.
+        expectations: what is judged.
+        settings: `key=value` of the training, for all arms and sizes.
+        options: of the layers of all arms.
+        seeds: runs per arm.
+        grids: tables of arms that the page shows.
+        maps: probes with the same places, which the page shows as a table of places and probes for each arm.
+        measured: results that are recorded.
+
+    Raises:
+        ValueError: names that are given twice, no arms, or a claim about an arm or a probe that is not there.
+    """
+
+    title: str
+    question: str
+    arms: tuple[Arm, ...]
+    sizes: Mapping[str, Size]
+    probes: tuple[Probe, ...]
+    expectations: tuple[Expectation, ...]
+    settings: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seeds: int = 3
+    grids: tuple[Grid, ...] = ()
+    maps: tuple[str, ...] = ()
+    measured: tuple[Measured, ...] = ()
+
+    def __post_init__(self) -> None:
+        at_least(self, 2, "seeds")
+        for kind in ("arms", "probes"):
+            names = [thing.name for thing in getattr(self, kind)]
+            if not names or len(set(names)) < len(names):
+                raise ValueError(f"{kind}: expected some, with distinct names, got {', '.join(names) or 'none'}")
+        claimed = [value for expectation in self.expectations for value in expectation.claim.values]
+        gridded = [Value(arm, grid.probe) for grid in self.grids for row in grid.arms for arm in row if arm]
+        for value in (*claimed, *gridded, *(Value(self.arms[0].name, probe) for probe in self.maps)):
+            if value.arm not in self.arm_names:
+                raise unknown("arm of a claim or a grid", value.arm, self.arm_names)
+            if value.probe not in (probe.name for probe in self.probes):
+                raise unknown("probe of a claim, a grid or a map", value.probe, [probe.name for probe in self.probes])
+
+    @property
+    def arm_names(self) -> list[str]:
+        return [arm.name for arm in self.arms]
+
+    def judged(self, size: str) -> list[Expectation]:
+        """The expectations that can be judged at a size."""
+        return [expectation for expectation in self.expectations if size in (expectation.sizes or [size])]
+
+
+def names() -> list[str]:
+    """The built-in experiments."""
+    return sorted(path.stem for path in CATALOGUE.glob("*.py") if path.stem != "__init__")
+
+
+def find(name: str) -> Experiment:
+    """An experiment by its name, or from a file that ends in ``EXPERIMENT``.
+
+    Raises:
+        ValueError: neither is there; the built-in names are listed, and the nearest one is named.
+        TypeError: a file without an Experiment of that name.
+    """
+    path = CATALOGUE / f"{name}.py" if name in names() else Path(name)
+    if path.suffix != ".py" or not path.is_file():
+        close = nearest(name, names())
+        raise ValueError(
+            f"unknown experiment {name!r}: expected one of {', '.join(names())}, or a Python file"
+            + (f"; did you mean {close!r}?" if close else "")
+        )
+    spec = importlib.util.spec_from_file_location(f"attnzoo_experiment_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    experiment = getattr(module, "EXPERIMENT", None)
+    if not isinstance(experiment, Experiment):
+        raise TypeError(f"{path}: expected an Experiment as EXPERIMENT, got {experiment!r}")
+    return experiment
+
+
+def find_size(experiment: Experiment, size: str) -> Size:
+    """A size by its name.
+
+    Raises:
+        ValueError: no such size.
+    """
+    if size not in experiment.sizes:
+        raise unknown("size", size, experiment.sizes)
+    return experiment.sizes[size]

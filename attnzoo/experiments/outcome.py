@@ -1,0 +1,147 @@
+"""What an experiment found: the numbers of every run, and the file that they are kept in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnzoo.experiments.claims import Array, Value, Verdict
+from attnzoo.experiments.experiment import Expectation, Experiment
+from attnzoo.files import write_whole
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One run.
+
+    Args:
+        arm: whose.
+        lr: its peak learning rate.
+        seed: of its weights and its data.
+        validation: held-out loss at the end of training, nats; infinite where it diverged.
+        values: what each probe measured: probe -> place -> number. Empty where only the learning rate was tried.
+        parameters: that were trained.
+        tokens: trained on.
+        seconds: of training.
+        note: why it has no numbers.
+    """
+
+    arm: str
+    lr: float
+    seed: int
+    validation: float
+    values: Mapping[str, Mapping[float, float]]
+    parameters: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All runs of an experiment.
+
+    Args:
+        experiment: its name.
+        size: its size.
+        runs: those that were measured, by arm and then by seed.
+        tried: those that chose the learning rates, one seed, by arm and then by rate.
+        date: of the last of them, as 2026-01-31.
+        command: that made them.
+        machine: that they ran on, by name.
+        settings: of the first run, as YAML.
+    """
+
+    experiment: str
+    size: str
+    runs: tuple[Trained, ...]
+    tried: tuple[Trained, ...]
+    date: str
+    command: str
+    machine: Mapping[str, str]
+    settings: str
+
+    def of(self, arm: str) -> list[Trained]:
+        """The measured runs of an arm."""
+        return [run for run in self.runs if run.arm == arm]
+
+    def places(self, arm: str, probe: str) -> list[float]:
+        """Where a probe measured the runs of an arm; nowhere if there was nothing to measure."""
+        return sorted({place for run in self.of(arm) for place in run.values.get(probe, {})})
+
+    def values(self, value: Value) -> Array:
+        """A number of every run of an arm, in the order of the seeds, ``[seeds]``; nan of a run without it.
+
+        Raises:
+            ValueError: a place where nothing was measured.
+        """
+        places = self.places(value.arm, value.probe)
+        at = value.at if value.at is not None or not places else places[-1]
+        if places and at not in places:
+            known = ", ".join(f"{place:g}" for place in places)
+            raise ValueError(f"at: expected a place of {value.probe!r}, {known}, got {at:g}")
+        found = [run.values.get(value.probe, {}).get(at, math.nan) for run in self.of(value.arm)]  # type: ignore[arg-type]
+        return np.array(found, dtype=np.float64)
+
+    def verdicts(self, experiment: Experiment) -> list[tuple[Expectation, Verdict]]:
+        """What became of each expectation that can be judged at this size."""
+        return [(each, each.claim.judge(self.values)) for each in experiment.judged(self.size)]
+
+
+def save_outcome(outcome: Outcome, path: Path) -> None:
+    """Write an outcome as JSON, whole or not at all."""
+    kept = asdict(replace(outcome, runs=(), tried=()))
+    for name in ("runs", "tried"):
+        kept[name] = [as_json(run) for run in getattr(outcome, name)]
+    write_whole(path, json.dumps({**kept, "digest": _digest(kept)}, indent=1) + "\n")
+
+
+def load_outcome(path: Path) -> Outcome:
+    """Read what `save_outcome` wrote.
+
+    Raises:
+        ValueError: the file is not what was written.
+    """
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept.pop("digest") != _digest(kept):
+            raise ValueError("its content is not what was written")
+        runs = {name: tuple(from_json(run) for run in kept[name]) for name in ("runs", "tried")}
+        return Outcome(**{**kept, **runs})
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is not readable: {error}") from error
+
+
+def as_json(run: Trained) -> dict[str, Any]:
+    """A run as what JSON can hold."""
+    values = {probe: [[place, _number(x)] for place, x in found.items()] for probe, found in run.values.items()}
+    return {**asdict(run), "validation": _number(run.validation), "values": values}
+
+
+def from_json(kept: Mapping[str, Any]) -> Trained:
+    """What `as_json` made."""
+    values = {
+        probe: {place: math.nan if x is None else x for place, x in found} for probe, found in kept["values"].items()
+    }
+    validation = math.inf if kept["validation"] is None else kept["validation"]
+    return Trained(**{**kept, "validation": validation, "values": values})
+
+
+def chosen(tried: Sequence[Trained]) -> float:
+    """The learning rate whose run had the lowest held-out loss at the end."""
+    return min(tried, key=lambda run: run.validation).lr
+
+
+def _number(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+def _digest(kept: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()

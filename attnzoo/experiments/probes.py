@@ -1,0 +1,241 @@
+"""What is measured of a trained model in an experiment: a number at each of several places."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.pruning import Prune
+from attnzoo.config import TrainConfig
+from attnzoo.data import Data, heldout_windows
+from attnzoo.data.tasks import Examples, build_task
+from attnzoo.evaluation import Array, gate_maps, token_losses
+from attnzoo.evaluation.answers import measure_answers
+from attnzoo.layer.attention import Attention
+from attnzoo.models import LanguageModel
+from attnzoo.training.metrics import Row
+
+ROWS_SEED = 1000  # of the rows that are asked: no run validates on them
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trained run.
+
+    Args:
+        model: in evaluation mode, where it is to be measured.
+        config: of the run.
+        data: what it was trained on.
+        metrics: of its training.
+        rows: of a task, that a probe asks.
+        tokens: of held-out text, that a probe reads.
+    """
+
+    model: LanguageModel
+    config: TrainConfig
+    data: Data
+    metrics: list[Row]
+    rows: int
+    tokens: int
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def windows(self, factor: float) -> Tensor:
+        """Held-out text in windows of `factor` training contexts, ``[N, length + 1]``.
+
+        Raises:
+            ValueError: the run was trained on a task, or the text is too short.
+        """
+        if isinstance(self.data.heldout, Examples):
+            raise ValueError(f"expected a run on a text, got one on {self.config.data.source!r}")
+        length = int(self.config.data.context_length * factor)
+        return torch.from_numpy(heldout_windows(self.data.heldout, length, self.tokens)).to(self.device)
+
+
+class Probe(Protocol):
+    """What is measured, under which name, and what its places are called (nothing if there is one)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def places(self) -> str: ...
+
+    @property
+    def percent(self) -> bool: ...
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        """A number for each place; none where the model has nothing to measure."""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """The share of a task's answers that are wrong, on held-out rows.
+
+    Args:
+        name: what a reader sees.
+        options: of the task, where they are not those of training.
+        lengths: of the rows, in training contexts.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lengths: tuple[float, ...] = (1.0,)
+    percent: bool = True
+
+    @property
+    def places(self) -> str:
+        return "length, in training contexts" if len(self.lengths) > 1 else ""
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        return {length: _wrong(subject, self.options, length) for length in self.lengths}
+
+
+@dataclass(frozen=True)
+class WrongOver:
+    """The share of a task's answers that are wrong, over the values of one of its options.
+
+    Args:
+        name: what a reader sees.
+        option: of the task.
+        at: its values.
+        length: of the rows, in training contexts.
+        options: other ones that are not those of training.
+    """
+
+    name: str
+    option: str
+    at: tuple[float, ...]
+    length: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    percent: bool = True
+
+    @property
+    def places(self) -> str:
+        return self.option
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        return {value: _wrong(subject, {**self.options, self.option: value}, self.length) for value in self.at}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Mean held-out loss over the training context, nats per token."""
+
+    name: str = "loss"
+    places: str = ""
+    percent: bool = False
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        return {1.0: float(_losses(subject, 1.0).mean())}
+
+
+@dataclass(frozen=True)
+class LossByPlace:
+    """L(i), the loss of the token at index i of a held-out window (Lin et al., 2025, section 4.2), in means over bands.
+
+    Args:
+        name: what a reader sees.
+        factor: length of the windows, in training contexts.
+        bands: of equal length, per training context.
+    """
+
+    name: str = "L(i)"
+    factor: int = 4
+    bands: int = 4
+    places: str = "token index i, in training contexts"
+    percent: bool = False
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        losses = _losses(subject, self.factor).mean(0)
+        ends = [(band + 1) / self.bands for band in range(self.factor * self.bands)]
+        context = subject.config.data.context_length
+        cuts = [round(end * context) for end in ends]
+        return {end: float(losses[a:b].mean()) for end, a, b in zip(ends, [0, *cuts], cuts, strict=False)}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The share of the causal blocks that pruning with the tail bound keeps, mean over heads and layers.
+
+    Args:
+        name: what a reader sees.
+        lengths: of the windows, in training contexts.
+        block: rows and keys per block.
+    """
+
+    name: str = "blocks kept"
+    lengths: tuple[float, ...] = (1.0, 4.0)
+    block: int = 16
+    percent: bool = True
+
+    @property
+    def places(self) -> str:
+        return "length, in training contexts"
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        found = {}
+        for length in self.lengths:
+            maps = gate_maps(subject.model, subject.windows(length)[0, :-1], block=self.block)
+            shares = [float(gate.prune["tail"].kept.mean()) for gate in maps if "tail" in gate.prune]
+            if shares:
+                found[length] = statistics.fmean(shares)
+        return found
+
+
+@dataclass(frozen=True)
+class PrunedLoss:
+    """What pruning (tail bound, eps = e^-10) adds to the loss of the same model on the same text, nats per token."""
+
+    name: str = "loss added by pruning"
+    length: float = 4.0
+    places: str = ""
+    percent: bool = False
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        layers = [module for module in subject.model.modules() if isinstance(module, Attention)]
+        if not all(layer.variant.prunable for layer in layers):
+            return {}
+        before = [layer.prune for layer in layers]
+        losses = []
+        for prune in (None, Prune()):
+            for layer in layers:
+                layer.prune = prune
+            losses.append(float(_losses(subject, self.length).mean()))
+        for layer, prune in zip(layers, before, strict=True):
+            layer.prune = prune
+        return {1.0: losses[1] - losses[0]}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Thousand tokens trained per second, median over the logged steps."""
+
+    name: str = "training speed"
+    places: str = ""
+    percent: bool = False
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        return {
+            1.0: statistics.median(row["tokens_per_second"] for row in subject.metrics if row["kind"] == "train") / 1e3
+        }
+
+
+def _wrong(subject: Subject, options: Mapping[str, Any], length: float) -> float:
+    data = subject.config.data
+    if data.task is None:
+        raise ValueError(f"expected a run on a task, got one on {data.title!r}")
+    task = build_task(data.task, {**data.task_options, **options})
+    examples = Examples(task, round(data.context_length * length), ROWS_SEED, held_out=True)
+    return measure_answers(subject.model, examples, subject.rows).error
+
+
+def _losses(subject: Subject, factor: float) -> Array:
+    return token_losses(subject.model, subject.windows(factor))

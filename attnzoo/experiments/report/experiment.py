@@ -1,0 +1,282 @@
+"""From the outcome of an experiment to its page, to a table for the terminal, and to a summary in Markdown."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from attnzoo.experiments import figures, run_figures
+from attnzoo.experiments.claims import LEVEL, Array, AtLeast, AtMost, Correlated, Value
+from attnzoo.experiments.experiment import Arm, Experiment, Grid
+from attnzoo.experiments.figures import Line, Look, to_svg
+from attnzoo.experiments.outcome import Outcome, Trained
+from attnzoo.experiments.probes import Probe
+from attnzoo.experiments.report.shell import fill
+from attnzoo.files import write_whole
+
+SIDES = ("softmax", "linear")
+TEST = (
+    f"A claim is tested against its opposite, one-sidedly, over the seeds, at the level {LEVEL:g}: Student's t of one "
+    "arm's runs against a number (or of two numbers of the same runs, in pairs), Welch's t of two arms, an exact "
+    "permutation test of a correlation. Seen: the test says so. Not seen: the test of the opposite says so. Undecided: "
+    "neither. No correction is made for several claims."
+)
+
+
+def write_page(experiment: Experiment, outcome: Outcome, path: Path) -> Path:
+    """Write the page about an outcome, whole in itself, in one move."""
+    write_whole(path, render_experiment(experiment, outcome))
+    return path
+
+
+def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
+    """The page as a string."""
+    kinds = {arm.name: figures.kind_of(_variants(arm)) for arm in experiment.arms}
+    looks = figures.looks([(name, pair, side) for name, (side, pair, _) in kinds.items()])
+    return fill(
+        "experiment.html.j2",
+        title=experiment.title,
+        experiment=experiment,
+        outcome=outcome,
+        verdicts=outcome.verdicts(experiment),
+        later=[each for each in experiment.expectations if each not in experiment.judged(outcome.size)],
+        arms=[_arm(arm, kinds[arm.name], looks[arm.name], outcome) for arm in experiment.arms],
+        columns=_columns(experiment, outcome),
+        sections=[_section(experiment, probe, outcome, kinds, looks) for probe in experiment.probes],
+        gains=_gains(experiment, outcome, kinds, looks),
+        grids=_grids(experiment, outcome),
+        maps=_maps(experiment, outcome),
+        rates=_rates(experiment, outcome),
+        failed=[run for run in outcome.runs if run.note],
+        budget=budget(outcome),
+        test=TEST,
+    )
+
+
+def verdict_table(experiment: Experiment, outcome: Outcome) -> Table:
+    """What was expected and what was seen, for the terminal."""
+    table = Table("expected", "verdict", "numbers", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    colors = {"seen": "green", "not seen": "red", "undecided": "yellow"}
+    for expectation, verdict in outcome.verdicts(experiment):
+        table.add_row(expectation.text, f"[{colors[verdict.word]}]{verdict.word}[/]", verdict.why)
+    return table
+
+
+def markdown(experiment: Experiment, outcome: Outcome) -> str:
+    """The outcome for the documentation: verdicts, numbers, machine, command."""
+    machine = ", ".join(f"{name} {value}" for name, value in outcome.machine.items())
+    lines = [
+        f"# {experiment.title}", "", experiment.question, "",
+        f"{outcome.date}, size `{outcome.size}`: {budget(outcome)}. {machine}.", "", f"    {outcome.command}", "",
+        "| expected | by | verdict | numbers |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for expectation, verdict in outcome.verdicts(experiment):
+        lines.append(f"| {expectation.text} | {expectation.source} | **{verdict.word}** | {verdict.why} |")
+    columns = _columns(experiment, outcome)
+    lines += ["", "Mean ± standard error over the seeds:", ""]
+    lines.append(f"| | lr | {' | '.join(column['title'] for column in columns)} |")
+    lines.append("|---|---|" + "---|" * len(columns))
+    for number, arm in enumerate(experiment.arms):
+        cells = [" ".join(column["cells"][number]) for column in columns]
+        lines.append(f"| {arm.name} | {outcome.of(arm.name)[0].lr:g} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", TEST, ""])
+
+
+def budget(outcome: Outcome) -> str:
+    """What was trained, in words."""
+    tokens = sorted({run.tokens for run in outcome.runs if run.tokens})
+    every = {(run.arm, run.lr, run.seed): run for run in (*outcome.tried, *outcome.runs)}.values()
+    seeds = len(outcome.runs) // max(len({run.arm for run in outcome.runs}), 1)
+    rates = max((len([x for x in outcome.tried if x.arm == run.arm]) for run in outcome.tried), default=1)
+    words = f"{len({run.arm for run in outcome.runs})} models, {seeds} seeds each"
+    words += f" at the best of {rates} learning rates" if rates > 1 else ""
+    words += f", {' or '.join(f'{count:,}' for count in tokens)} tokens a run"
+    return f"{words}; {len(every)} runs, {sum(run.seconds for run in every) / 60:.1f} minutes of training in all"
+
+
+def _variants(arm: Arm) -> list[str]:
+    entries = arm.variant if isinstance(arm.variant, list | tuple) else [arm.variant]
+    return list(dict.fromkeys(entry if isinstance(entry, str) else entry["name"] for entry in entries))
+
+
+def _arm(arm: Arm, kind: tuple[str, int, str], look: Look, outcome: Outcome) -> dict[str, Any]:
+    side, pair, dual = kind
+    runs = outcome.of(arm.name)
+    return {
+        "name": arm.name, "side": side, "pair": pair, "dual": dual, "color": figures.THEME[look.color],
+        "lr": f"{runs[0].lr:g}", "parameters": f"{runs[0].parameters:,}",
+        "minutes": f"{sum(run.seconds for run in runs) / 60:.1f}",
+    }  # fmt: skip
+
+
+def _places(probe: Probe, outcome: Outcome) -> list[float]:
+    """Where a probe measured anything of any arm."""
+    return sorted({place for run in outcome.runs for place in run.values.get(probe.name, {})})
+
+
+def _columns(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
+    """Columns of the table of numbers: each probe at its places, of many at the first, the middle and the last."""
+    columns = []
+    for probe in experiment.probes:
+        places = _places(probe, outcome)
+        if len(places) > 4:
+            places = [places[0], places[len(places) // 2], places[-1]]
+        for place in places:
+            values = [_at(outcome, arm.name, probe.name, place) for arm in experiment.arms]
+            title = probe.name if len(places) == 1 else f"{probe.name} at {place:g}"
+            columns.append({"title": title, "cells": [_cell(x, probe.percent) for x in values]})
+    return columns
+
+
+def _at(outcome: Outcome, arm: str, probe: str, place: float) -> Array:
+    """A number of an arm's runs, nan where a probe had nothing to measure."""
+    found = [run.values.get(probe, {}).get(place, math.nan) for run in outcome.of(arm)]
+    return np.array(found, dtype=np.float64)
+
+
+def _cell(values: Array, percent: bool) -> tuple[str, str]:
+    """Mean and standard error in words."""
+    if not np.isfinite(values).all():
+        return ("–", "")
+    scale, digits = (100, 2) if percent else (1, 3)
+    error = scale * values.std(ddof=1) / math.sqrt(values.size) if values.size > 1 else math.nan
+    return f"{scale * values.mean():.{digits}f}{' %' if percent else ''}", f"± {error:.{digits}f}"
+
+
+def _section(
+    experiment: Experiment, probe: Probe, outcome: Outcome, kinds: dict[str, Any], looks: dict[str, Look]
+) -> dict[str, Any]:
+    """A probe's figure: curves by side over its places, or the runs of every arm at its only one."""
+    places = _places(probe, outcome)
+    arms = [arm for arm in experiment.arms if outcome.places(arm.name, probe.name)]
+    if len(places) < 2:
+        rows = [
+            run_figures.Runs(arm.name, arm.name, outcome.values(Value(arm.name, probe.name)), looks[arm.name],
+                             kinds[arm.name][0] == "softmax")
+            for arm in arms
+        ]  # fmt: skip
+        figure = run_figures.runs(rows, xlabel=probe.name, percent=probe.percent, marks=_limits_of(experiment, probe))
+        panels = [("", to_svg(figure, f"runs-{probe.name}", f"{probe.name} of every run"))] if rows else []
+        return {"title": probe.name, "text": f"Small dots: the runs, by {probe.name}.", "panels": panels}
+    lines = {arm.name: _line(arm.name, probe, outcome, looks[arm.name]) for arm in arms}
+    every = np.concatenate([line.y[np.isfinite(line.y)] for line in lines.values()])
+    low, high = (float(every.min()), float(every.max())) if every.size else (0.0, 1.0)
+    margin = max((high - low) * 0.06, 1e-3)
+    panels = []
+    for side in SIDES:
+        of_side = [lines[arm.name] for arm in arms if kinds[arm.name][0] == side]
+        if of_side:
+            figure = figures.curves(
+                of_side, xlabel=probe.places, ylim=(low - margin, high + margin), percent=probe.percent,
+                mark=(1.0, "trained to here") if "training contexts" in probe.places and places[-1] > 1 else None,
+                names_width=max(len(name) for name in lines),
+            )  # fmt: skip
+            panels.append((f"{side} side", to_svg(figure, f"{probe.name}-{side}", f"{probe.name} of the {side} side")))
+    text = f"Over the {probe.places}: mean of the seeds, shaded ± one standard error."
+    return {"title": probe.name, "text": text, "panels": panels}
+
+
+def _line(arm: str, probe: Probe, outcome: Outcome, look: Look) -> Line:
+    places = outcome.places(arm, probe.name)
+    table = np.stack([_at(outcome, arm, probe.name, place) for place in places])
+    error = table.std(1, ddof=1) / math.sqrt(table.shape[1]) if table.shape[1] > 1 else np.zeros(len(places))
+    return Line(arm, arm, np.array(places), table.mean(1), look, error)
+
+
+def _limits_of(experiment: Experiment, probe: Probe) -> list[float]:
+    """The limits that claims set to a probe."""
+    flat = [part for each in experiment.expectations for part in getattr(each.claim, "claims", (each.claim,))]
+    return sorted({x.limit for x in flat if isinstance(x, AtMost | AtLeast) and x.value.probe == probe.name})
+
+
+def _gains(
+    experiment: Experiment, outcome: Outcome, kinds: dict[str, Any], looks: dict[str, Look]
+) -> list[dict[str, str]]:
+    """What each change gains on one side against what it gains on the other, with the correlation."""
+    found: list[dict[str, str]] = []
+    for each in experiment.judged(outcome.size):
+        if isinstance(each.claim, Correlated):
+            claim = each.claim
+            x, y = claim.gains(outcome.values)
+            points = [
+                run_figures.Gains(pair[1], f"{pair[0]} | {pair[1]}", x[number], y[number], looks[pair[1]])
+                for number, pair in enumerate(claim.pairs)
+                if np.isfinite([x[number], y[number]]).all()
+            ]
+            sides = [kinds[base][0] for base in claim.bases]
+            figure = run_figures.gains(
+                points, xlabel=f"gain in {claim.probe} over {claim.bases[0]}, {sides[0]} side",
+                ylabel=f"gain in {claim.probe} over {claim.bases[1]}, {sides[1]} side",
+            )  # fmt: skip
+            svg = to_svg(figure, f"gains-{len(found)}", each.text)
+            found.append({"text": each.text, "why": claim.judge(outcome.values).why, "svg": svg})
+    return found
+
+
+def _grids(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
+    """The tables of arms, in colours that are the same in all tables of one probe."""
+    percent = {probe.name: probe.percent for probe in experiment.probes}
+    numbers: dict[str, list[float]] = {}
+    for grid in experiment.grids:
+        means = [_mean(grid, arm, outcome) for row in grid.arms for arm in row if arm]
+        numbers.setdefault(grid.probe, []).extend(mean for mean in means if math.isfinite(mean))
+    tables = []
+    for grid in experiment.grids:
+        known = numbers[grid.probe]
+        limits = (min(known), max(known)) if known else (0.0, 1.0)
+        cells = [
+            [
+                _field(outcome.values(Value(arm, grid.probe, grid.at)), percent[grid.probe], limits) if arm else None
+                for arm in row
+            ]
+            for row in grid.arms
+        ]
+        tables.append({"title": grid.title, "columns": grid.columns, "rows": list(zip(grid.rows, cells, strict=True))})
+    return tables
+
+
+def _mean(grid: Grid, arm: str, outcome: Outcome) -> float:
+    return float(outcome.values(Value(arm, grid.probe, grid.at)).mean())
+
+
+def _maps(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
+    """For each arm a table of the places of some probes and of these probes."""
+    probes = [probe for probe in experiment.probes if probe.name in experiment.maps]
+    tables = []
+    for arm in experiment.arms if probes else ():
+        places = sorted({place for probe in probes for place in outcome.places(arm.name, probe.name)})
+        rows = [
+            (
+                f"{place:g}",
+                [_field(_at(outcome, arm.name, probe.name, place), probe.percent, (0, 1)) for probe in probes],
+            )
+            for place in places
+        ]
+        tables.append({"title": arm.name, "columns": [probe.name for probe in probes], "rows": rows})
+    return tables
+
+
+def _field(values: Array, percent: bool, limits: tuple[float, float]) -> dict[str, Any]:
+    mean, error = _cell(values, percent)
+    low, high = limits
+    share = (float(values.mean()) - low) / (high - low) if high > low and np.isfinite(values).all() else 0.0
+    return {"mean": mean, "error": error, "share": f"{100 * min(max(share, 0.0), 1.0):.0f}"}
+
+
+def _rates(experiment: Experiment, outcome: Outcome) -> list[tuple[str, list[tuple[str, str, bool]]]]:
+    """Held-out loss of every learning rate that an arm was tried at, and whether it was taken."""
+    rows = []
+    for arm in experiment.arms:
+        tried: list[Trained] = [run for run in outcome.tried if run.arm == arm.name]
+        taken = outcome.of(arm.name)[0].lr
+        cells = [
+            (f"{run.lr:g}", f"{run.validation:.4f}" if math.isfinite(run.validation) else "diverged", run.lr == taken)
+            for run in tried
+        ]
+        rows.append((arm.name, cells))
+    return rows

@@ -1,0 +1,25 @@
+"""What the pages share: a shell of HTML with style and script inside it, filled from a template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+HERE = Path(__file__).parent
+
+
+def fill(template: str, **context: Any) -> str:
+    """A page from a template of this folder that extends ``base.html.j2``.
+
+    Args:
+        template: file name.
+        context: what it needs; `title` is the heading.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
+    return environment.get_template(template).render(style=style, script=script, **context)

@@ -1,0 +1,214 @@
+"""Experiments, run: learning rates tried, seeds trained, numbers measured, expectations judged, one page written."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from attnzoo.config import TrainConfig, load_config, read_settings, to_yaml
+from attnzoo.data import build_data
+from attnzoo.data.tasks import build_task
+from attnzoo.errors import at_least
+from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size
+from attnzoo.experiments.outcome import Outcome, Trained, as_json, chosen, from_json, save_outcome
+from attnzoo.experiments.probes import Subject
+from attnzoo.experiments.processes import apart
+from attnzoo.experiments.report.experiment import markdown, verdict_table, write_page
+from attnzoo.experiments.report.results import describe_machine
+from attnzoo.files import write_whole
+from attnzoo.models import LanguageModel
+from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
+from attnzoo.training.checkpoint import read_progress
+
+ALWAYS = ("progress=quiet", "tensorboard=false", "eval_every=0", "checkpoint_every=0")
+OWN = ("output_dir", "seed", "data.seed", "optimizer.lr", "model.attention", "model.attention_options", "device")
+PAGE, RESULT, SUMMARY, MEASURED = "report.html", "result.json", "result.md", "measured.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Args:
+        name: of a built-in experiment, or the path of a file with one.
+        size: its name.
+        out: the folder of its runs and its page.
+        seeds: runs per arm.
+        overrides: `key=value` of the training, for all runs.
+        device: `auto` or `cpu`.
+    """
+
+    name: str
+    size: str
+    out: Path
+    seeds: int
+    overrides: tuple[str, ...] = ()
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        at_least(self, 2, "seeds")
+        for override in self.overrides:
+            key = override.partition("=")[0]
+            if key in OWN or key.startswith("model.attention_options."):
+                raise ValueError(f"{key}: the experiment sets it for each run; other settings can be given")
+
+    def config(self, experiment: Experiment, arm: Arm, lr: float, seed: int) -> TrainConfig:
+        """The training of one run."""
+        given = (*experiment.settings, *find_size(experiment, self.size).settings, *arm.settings)
+        own = (f"device={self.device}", f"optimizer.lr={lr}", f"seed={seed}", f"data.seed={seed}")
+        settings = read_settings([*ALWAYS, *given, *own])
+        model = {"attention": arm.variant, "attention_options": {**experiment.options, **arm.options}}
+        settings["model"] = {**settings.get("model", {}), **model}
+        settings["output_dir"] = str(self.out / folder_of(arm) / f"lr{lr:g}-seed{seed}")
+        config = load_config(settings, self.overrides)
+        if config.data.task is not None:
+            words = len(build_task(config.data.task, config.data.task_options).words)
+            config = replace(config, model=replace(config.model, vocab_size=words))
+        return config
+
+
+def folder_of(arm: Arm) -> str:
+    """The name of the folder of an arm's runs.
+
+    Raises:
+        ValueError: its name has neither a letter nor a digit.
+    """
+    key = re.sub(r"[^\w.=]+", "-", arm.name).strip("-.")
+    if not key:
+        raise ValueError(f"arm {arm.name!r}: expected a letter or digit in its name")
+    return key
+
+
+def run_experiment(plan: Plan, console: Console, command: str = "", jobs: int | None = None) -> Path:
+    """Train and measure what is not yet, print what was seen, and write a page about it.
+
+    A run that is finished is not trained again, one that was stopped goes on; what was measured is not measured again
+    unless the probes have changed.
+
+    Args:
+        plan: what to run.
+        console: where progress and the table go.
+        command: the command line, for the page.
+        jobs: arms at a time, each in a process of its own and on one CPU thread; None for as many as there are cores
+            on a CPU, one on a GPU.
+
+    Returns:
+        The page, `report.html` in the plan's folder.
+
+    Raises:
+        ChildProcessError: a run in a process of its own failed.
+        ValueError, OSError: the experiment, its settings, its data or its folder are not usable; found before any
+            training.
+    """
+    experiment = find(plan.name)
+    size = find_size(experiment, plan.size)
+    folders = [folder_of(arm) for arm in experiment.arms]
+    if len(set(folders)) < len(folders):
+        raise ValueError(f"arms: expected names that stay distinct as folders, got {', '.join(folders)}")
+    first: TrainConfig | None = None
+    for arm in experiment.arms:  # a wrong option of the last arm must not show after an hour
+        config = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
+        LanguageModel(config.model)
+        first = first or config
+    assert first is not None
+    build_data(first.data)
+    on_cpu = plan.device == "cpu" or not torch.cuda.is_available()
+    jobs = jobs or ((os.cpu_count() or 1) if on_cpu else 1)
+    if on_cpu:
+        torch.set_num_threads(1)  # models this small gain nothing from more, and a result may depend on their number
+    tasks = {arm.name: (plan, arm.name) for arm in experiment.arms}
+    if jobs > 1:
+        for number, label in enumerate(apart(run_arm, tasks, jobs), 1):
+            console.print(f"[{number}/{len(tasks)}] {label}: done", markup=False, highlight=False)
+    runs: list[Trained] = []
+    tried: list[Trained] = []
+    for number, arm in enumerate(experiment.arms, 1):
+        if jobs == 1:
+            console.print(f"[{number}/{len(tasks)}] {arm.name}", markup=False, highlight=False)
+        rates, seeds = run_arm(plan, arm.name)
+        tried += rates
+        runs += seeds
+    outcome = Outcome(
+        Path(plan.name).stem, plan.size, tuple(runs), tuple(tried), datetime.date.today().isoformat(), command,
+        describe_machine(), to_yaml(first),
+    )  # fmt: skip
+    save_outcome(outcome, plan.out / RESULT)
+    write_whole(plan.out / SUMMARY, markdown(experiment, outcome))
+    page = write_page(experiment, outcome, plan.out / PAGE)
+    console.print(verdict_table(experiment, outcome))
+    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    return page
+
+
+def run_arm(plan: Plan, name: str) -> tuple[list[Trained], list[Trained]]:
+    """All runs of an arm: those that choose its learning rate, one per rate with the first seed, and those of all seeds
+    at the rate chosen."""
+    torch.set_flush_denormal(True)  # for what needs no training any more, as in training
+    experiment = find(plan.name)
+    size = find_size(experiment, plan.size)
+    arm = next(arm for arm in experiment.arms if arm.name == name)
+    rates = arm.lrs or size.lrs
+    tried = [run_once(plan, experiment, arm, lr, 0, measure=len(rates) == 1) for lr in rates]
+    best = chosen(tried)
+    return tried, [run_once(plan, experiment, arm, best, seed, measure=True) for seed in range(plan.seeds)]
+
+
+def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool) -> Trained:
+    """A run, trained and measured unless it is already."""
+    config, size = plan.config(experiment, arm, lr, seed), find_size(experiment, plan.size)
+    folder = Path(config.output_dir)
+    key = _key(config, experiment, size)
+    known = _known(folder, key)
+    if known is not None and (known.note or known.values or not measure):
+        return known
+    try:
+        train(config)
+    except FloatingPointError as error:  # too large a learning rate is an answer, too
+        found = Trained(arm.name, lr, seed, float("inf"), {}, note=str(error))
+    else:
+        found = _measured(experiment, arm, config, size, measure)
+    write_whole(folder / MEASURED, json.dumps({"key": key, "run": as_json(found)}, indent=1) + "\n")
+    return found
+
+
+def _measured(experiment: Experiment, arm: Arm, config: TrainConfig, size: Size, measure: bool) -> Trained:
+    folder = Path(config.output_dir)
+    checkpoint = newest_checkpoint(folder)
+    assert checkpoint is not None
+    progress, metrics = read_progress(checkpoint), read_metrics(folder)
+    device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
+    model, _ = load_run(folder, device)
+    subject = Subject(model, config, build_data(config.data), metrics, size.rows, size.tokens)
+    return Trained(
+        arm.name,
+        config.optimizer.lr,
+        config.seed,
+        validation=next(row["loss"] for row in reversed(metrics) if row["kind"] == "eval"),
+        values={probe.name: probe.measure(subject) for probe in experiment.probes} if measure else {},
+        parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        tokens=progress.tokens,
+        seconds=progress.seconds,
+    )
+
+
+def _key(config: TrainConfig, experiment: Experiment, size: Size) -> str:
+    """Of all that decides what a run is and what is measured of it, but its place."""
+    text = f"{to_yaml(replace(config, output_dir='-'))}{experiment.probes}{size.rows} {size.tokens}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _known(folder: Path, key: str) -> Trained | None:
+    """What was measured of a run before; None if nothing was, or of another run or in another way."""
+    try:
+        kept = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
+        return from_json(kept["run"]) if kept["key"] == key else None
+    except (OSError, KeyError, TypeError, AttributeError, ValueError):
+        return None

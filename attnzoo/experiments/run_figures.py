@@ -1,0 +1,117 @@
+"""Figures of experiments, in which every run is a dot: runs by arm, gains of one side against those of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+
+from attnzoo.experiments.figures import GRID, INK, MUTED, Array, Look, panel
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of one arm: ``values`` is ``[seeds]``; filled on the softmax side, hollow on the linear."""
+
+    key: str
+    label: str
+    values: Array
+    look: Look
+    filled: bool
+
+
+@dataclass(frozen=True)
+class Gains:
+    """What one change gains on either side, by run: ``x`` and ``y`` are ``[seeds]``."""
+
+    key: str
+    label: str
+    x: Array
+    y: Array
+    look: Look
+
+
+def runs(rows: Sequence[Runs], *, xlabel: str, percent: bool = False, marks: Sequence[float] = ()) -> Figure:
+    """A row per arm: its runs as small dots, their mean with its standard error as a large one.
+
+    Args:
+        rows: what to draw, from top to bottom.
+        xlabel: text under the axis.
+        percent: shares of 1, written as per cent.
+        marks: limits that something is expected to stay below or above, as vertical rules.
+    """
+    left = 16 + 5.6 * max((len(row.label) for row in rows), default=0)
+    figure, axes = panel(400, 46 + 24 * len(rows), left=left)
+    shown = [row.values[np.isfinite(row.values)] for row in rows]
+    for y, (row, values) in enumerate(zip(rows, shown, strict=True)):
+        color = row.look.color
+        name = axes.annotate(
+            row.label, (0, y), (-8, 0), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
+            va="center", fontsize=9.5, color=color, parse_math=False, annotation_clip=False,
+        )  # fmt: skip
+        artists: list[Artist] = [name]
+        if values.size:
+            mean = values.mean()
+            error = values.std(ddof=1) / np.sqrt(values.size) if values.size > 1 else 0.0
+            artists += axes.plot(values, np.full(values.size, y), "o", ms=3.2, color=color, alpha=0.55, mew=0)
+            artists += axes.plot([mean - error, mean + error], [y, y], color=color, linewidth=1.4)
+            face = color if row.filled else "none"
+            artists += axes.plot(mean, y, "o", ms=8, mec=color, mfc=face, mew=1.6, alpha=0.9)
+        for artist in artists:
+            artist.set_gid(f"series:{row.key}")
+    for mark in marks:
+        axes.axvline(mark, color=MUTED, linewidth=0.8, dashes=(2, 2))
+    every = np.concatenate([*shown, np.asarray(marks, dtype=np.float64)]) if shown else np.zeros(0)
+    low, high = (float(every.min()), float(every.max())) if every.size else (0.0, 1.0)
+    margin = max((high - low) * 0.06, 1e-3)
+    axes.set_xlim(low - margin, high + margin)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks([])
+    axes.grid(True, axis="x", color=GRID, linewidth=0.8)
+    axes.set_xlabel(xlabel, loc="left")
+    if percent:
+        axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    return figure
+
+
+def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
+    """What a change gains on one side against what it gains on the other: a large dot for the mean, with standard
+    errors both ways, and a small one for each run; the rule is where both gain alike.
+
+    Args:
+        points: one for each change.
+        xlabel: of the one side.
+        ylabel: of the other.
+    """
+    figure, axes = panel(520, 430, left=50, bottom=38)
+    for point in points:
+        color, n = point.look.color, point.x.size
+        x, y = point.x.mean(), point.y.mean()
+        ex, ey = ((v.std(ddof=1) / np.sqrt(n) if n > 1 else 0.0) for v in (point.x, point.y))
+        artists = [
+            *axes.plot(point.x, point.y, "o", ms=3.2, color=color, alpha=0.5, mew=0),
+            *axes.plot([x - ex, x + ex], [y, y], color=color, linewidth=1.2),
+            *axes.plot([x, x], [y - ey, y + ey], color=color, linewidth=1.2),
+            *axes.plot(x, y, "o", ms=9, mec=color, mfc=color, alpha=0.9),
+            axes.annotate(
+                point.label, (x, y), (8, 7), textcoords="offset points", color=color, fontsize=10, parse_math=False
+            ),
+        ]
+        for artist in artists:
+            artist.set_gid(f"series:{point.key}")
+    every = np.concatenate([np.concatenate([point.x, point.y]) for point in points]) if points else np.zeros(1)
+    low, high = float(min(every.min(), 0)), float(max(every.max(), 0))
+    margin = max((high - low) * 0.1, 1e-3)
+    limits = (low - margin, high + margin)
+    axes.plot(limits, limits, color=MUTED, linewidth=0.8, dashes=(2, 2), zorder=0)
+    axes.axhline(0, color=INK, linewidth=0.7, alpha=0.5)
+    axes.axvline(0, color=INK, linewidth=0.7, alpha=0.5)
+    axes.set_xlim(*limits)
+    axes.set_ylim(*limits)
+    axes.grid(True, axis="x", color=GRID, linewidth=0.8)
+    axes.set_xlabel(xlabel, loc="left")
+    axes.set_ylabel(ylabel, loc="bottom", color=MUTED, fontsize=10)
+    return figure

@@ -1,0 +1,132 @@
+"""Projections to angles that come from the input; fixed ones are in ``matrix``.
+
+A gate gives the angle of each token alone; whoever needs a phase sums them in float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
+from attnzoo.layer.gates.decay import StepSize
+from attnzoo.layer.gates.matrix import rotary_angles
+from attnzoo.layer.parts import ShortConvolution, l2_normalize
+from attnzoo.layer.precision import GateLinear, fill, wide
+from attnzoo.layer.stream import Stream
+
+
+class SelectiveAngles(GateProjection):
+    """``theta_t = f_i phi_t`` with RoPE's frequencies ``f_i`` and ``phi`` a short convolution of ``W_2 W_1 x``.
+
+    Movahedi et al., "Selective Rotary Position Embedding", 2025; x has unit length in each of H equal parts.
+
+    Args:
+        theta: the base of the frequencies ``theta^(-2i/K)``; they are not trained.
+        angle_rank: rank of the projection.
+        angle_conv_size: width of the convolution in tokens, 0 for none.
+        phase_gate: times ``sigmoid(w x_t + b)`` per head.
+
+    Raises:
+        ValueError: ``theta < 1``, ``angle_rank < 1``, ``angle_conv_size < 0``, an odd K, or H that does not divide D.
+    """
+
+    provides = ("angle",)
+    frequency: Tensor
+
+    def __init__(
+        self, sizes: Sizes, *, theta: float = 500_000.0, angle_rank: int = 16, angle_conv_size: int = 4,
+        phase_gate: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(sizes)
+        if theta < 1:
+            raise ValueError(f"theta: expected a base of at least 1 (no frequency over 1), got {theta}")
+        if angle_rank < 1:
+            raise ValueError(f"angle_rank: expected at least 1, got {angle_rank}")
+        if angle_conv_size < 0:
+            raise ValueError(f"angle_conv_size: expected a number of tokens >= 0, got {angle_conv_size}")
+        if sizes.hidden_size % sizes.num_heads:
+            raise ValueError(
+                f"hidden_size: expected a multiple of num_heads = {sizes.num_heads} for angles from the input, "
+                f"got {sizes.hidden_size}"
+            )
+        self.theta = theta
+        angles = sizes.num_heads * (sizes.head_dim // 2)
+        self.keep("frequency", rotary_angles(sizes.head_dim, theta))
+        self.angle_down = nn.Linear(sizes.hidden_size, angle_rank, bias=False)
+        self.angle_up = nn.Linear(angle_rank, angles, bias=False)
+        self.angle_conv = ShortConvolution(angles, angle_conv_size, activation="identity") if angle_conv_size else None
+        self.phase_proj = GateLinear(sizes.hidden_size, sizes.num_heads) if phase_gate else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        fill(self.frequency, rotary_angles(self.sizes.head_dim, self.theta))
+        for linear in (self.angle_down, self.angle_up):
+            nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))
+        if self.angle_conv is not None:
+            self.angle_conv.reset_parameters()
+        if self.phase_proj is not None:
+            reset_linear(self.phase_proj)
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        H = self.sizes.num_heads
+        x = l2_normalize(x.unflatten(-1, (H, -1))).flatten(-2)
+        phi = self.angle_up(self.angle_down(x))
+        if self.angle_conv is not None:
+            phi = self.angle_conv(phi, stream, "angle")
+        phi = wide(phi).unflatten(-1, (H, -1))
+        if self.phase_proj is not None:
+            phi = phi * wide(self.phase_proj(x)).sigmoid()[..., None]
+        return Gate(angle=wide(self.frequency) * phi), None
+
+
+class Mamba3Decay(StepSize):
+    """``g_t = -a_t dt_t`` and ``theta_t = pi dt_t tanh(W x_t)``, with steps ``dt_t`` that also scale what is written.
+
+    ``dt_t = softplus(w x_t + b)`` and ``a_t = softplus(u x_t)`` are each head's own; all heads share ``W`` (Lahoti et
+    al., 2026; mamba_ssm's ``modules/mamba3.py``).
+
+    Args:
+        dt_min: smallest step at the start; b is such that dt is log-uniform in ``[dt_min, dt_max]``.
+        dt_max: largest step at the start.
+        a_min: a is never below.
+        rotated_share: of each head's channels, the first ones: those that turn, an even number.
+
+    Raises:
+        ValueError: not ``0 < dt_min <= dt_max``, ``a_min <= 0``, or a share that is over 1 or less than two channels.
+    """
+
+    provides = ("log_decay", "angle")
+    writes = True
+
+    def __init__(
+        self, sizes: Sizes, *, dt_min: float = 0.001, dt_max: float = 0.1, a_min: float = 1e-4,
+        rotated_share: float = 0.5,
+    ) -> None:  # fmt: skip
+        super().__init__(sizes, dt_min=dt_min, dt_max=dt_max)
+        if a_min <= 0:
+            raise ValueError(f"a_min: expected a positive number, got {a_min}")
+        pairs = int(sizes.head_dim * rotated_share) // 2
+        if sizes.head_dim % 2 or not 0 < pairs <= sizes.head_dim // 2:
+            raise ValueError(
+                f"rotated_share: expected two or more of an even number of channels, K = {sizes.head_dim}, "
+                f"got {rotated_share}"
+            )
+        self.a_min, self.still = a_min, sizes.head_dim // 2 - pairs
+        self.a_proj = nn.Linear(sizes.hidden_size, sizes.num_heads, bias=False)
+        self.angle_proj = nn.Linear(sizes.hidden_size, pairs, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        reset_linear(self.a_proj)
+        reset_linear(self.angle_proj)
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        dt = self.step(x)
+        a = F.softplus(wide(self.a_proj(x))).clamp(min=self.a_min)
+        angle = math.pi * dt[..., None] * wide(self.angle_proj(x)).tanh()[..., None, :]
+        return Gate(log_decay=-a * dt, angle=F.pad(angle, (0, self.still))), dt

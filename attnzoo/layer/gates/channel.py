@@ -1,0 +1,78 @@
+"""Projections to a decay per channel of full rank, and by a softplus; the low-rank one is in ``matrix``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.layer.gates.base import GateProjection, Sizes, Write, reset_linear
+from attnzoo.layer.precision import GateLinear, fill, wide
+from attnzoo.layer.stream import Stream
+
+
+class FullRankDiagonal(GateProjection):
+    """``a_t = log sigmoid(W x_t + b)`` per channel (Wall, in flash-linear-attention 0.6, ``layers/wall_attn.py``).
+
+    Args:
+        channel_bias: b at the start; the larger, the nearer the gates are to 1.
+    """
+
+    provides = ("log_diag",)
+
+    def __init__(self, sizes: Sizes, *, channel_bias: float = 8.0) -> None:
+        super().__init__(sizes)
+        self.channel_bias = channel_bias
+        self.channel_proj = GateLinear(sizes.hidden_size, sizes.num_heads * sizes.head_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_linear(self.channel_proj)
+        nn.init.constant_(self.channel_proj.bias, self.channel_bias)
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        a = F.logsigmoid(wide(self.channel_proj(x)))
+        return Gate(log_diag=a.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))), None
+
+
+class SoftplusDiagonal(GateProjection):
+    """``a_t = -a_h softplus(W_2 W_1 x_t + b)`` per channel, with ``a_h > 0`` per head (Kimi Team, 2025, Kimi Linear).
+
+    At the start ``a_h`` is uniform in [1, 16] and ``softplus(b)`` log-uniform in [0.001, 0.1], as in Mamba-2.
+
+    Args:
+        channel_rank: rank of the projection; None for K.
+
+    Raises:
+        ValueError: ``channel_rank < 1``.
+    """
+
+    provides = ("log_diag",)
+    channel_bias: Tensor
+    log_a: Tensor
+
+    def __init__(self, sizes: Sizes, *, channel_rank: int | None = None) -> None:
+        super().__init__(sizes)
+        if channel_rank is not None and channel_rank < 1:
+            raise ValueError(f"channel_rank: expected at least 1, got {channel_rank}")
+        channels, rank = sizes.num_heads * sizes.head_dim, channel_rank or sizes.head_dim
+        self.channel_down = nn.Linear(sizes.hidden_size, rank, bias=False)
+        self.channel_up = nn.Linear(rank, channels, bias=False)
+        self.keep("channel_bias", torch.empty(channels), trainable=True)
+        self.keep("log_a", torch.empty(sizes.num_heads), trainable=True)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_linear(self.channel_down)
+        reset_linear(self.channel_up)
+        step = torch.empty(self.channel_up.out_features).uniform_(math.log(0.001), math.log(0.1)).exp()
+        fill(self.channel_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+        fill(self.log_a, torch.empty(self.sizes.num_heads).uniform_(1, 16).log())
+
+    def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
+        step = F.softplus(wide(self.channel_up(self.channel_down(x))) + wide(self.channel_bias))
+        step = step.unflatten(-1, (self.sizes.num_heads, self.sizes.head_dim))
+        return Gate(log_diag=-wide(self.log_a).exp()[:, None] * step), None

@@ -1,0 +1,159 @@
+"""Hugging Face's `generate` on the engine: which calls it can take, and how they run."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin
+
+from attnzoo.models.engine import Generator
+
+LEAST = 64  # new tokens from which on it pays to record a graph, unless the engine is asked for
+TAKEN = {
+    "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
+    "bos_token_id", "use_cache", "transformers_version",
+}  # fmt: skip
+OTHERS = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "generation_config", "kwargs"}
+
+_engines: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Generator]] = weakref.WeakKeyDictionary()
+
+
+class NeedsLoopError(Exception):
+    """Why a call needs the loop of transformers."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call asks for.
+
+    Args:
+        rows: the prompts, `[B, T]`.
+        prompts: their tokens without padding.
+        new: tokens that may follow.
+        stop: tokens that end a sequence.
+        pad: what follows them.
+        sampling: by the names of `Generator.add`.
+    """
+
+    rows: Tensor
+    prompts: list[Tensor]
+    new: int
+    stop: list[int]
+    pad: int
+    sampling: dict[str, Any]
+
+
+def asked(model: Any, inputs: Tensor | None, config: GenerationConfig | None, given: Mapping[str, Any]) -> Asked:
+    """What `model.generate(inputs, config, **given)` asks for.
+
+    Raises:
+        NeedsLoopError: something that only the loop of transformers does.
+    """
+    given = {name: x for name, x in given.items() if x is not None}
+    for name in (name for name in OTHERS & given.keys() if given[name] is not False):
+        raise NeedsLoopError(f"{name}: expected none, as it belongs to the loop")
+    _check_model(model)
+    settings, rest = model._prepare_generation_config(config, **given)
+    rows = rest.pop("input_ids", inputs)
+    mask = rest.pop("attention_mask", None)
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or rest.get("inputs_embeds") is not None:
+        raise NeedsLoopError("input_ids: expected tokens [B, T]")
+    for name in (name for name, x in rest.items() if x is not None and x is not False):
+        raise NeedsLoopError(f"{name}: expected none, as the engine's steps do not read it")
+    neutral = GenerationConfig().to_dict()
+    if hasattr(settings, "_get_default_generation_params"):  # transformers 5
+        neutral |= settings._get_default_generation_params()
+    for name, x in settings.to_dict().items():
+        if name not in TAKEN and name[0] != "_" and x is not None and x is not False and x != neutral.get(name):
+            raise NeedsLoopError(f"{name}: expected {neutral.get(name)!r}, got {x!r}")
+    if settings.max_new_tokens is None:
+        raise NeedsLoopError("max_new_tokens: expected a number, got None")
+    if settings.use_cache is False:
+        raise NeedsLoopError("use_cache: expected True, got False")
+    stop = settings.eos_token_id
+    stop = [] if stop is None else [int(token) for token in torch.as_tensor(stop).flatten()]
+    pad = settings.pad_token_id if settings.pad_token_id is not None else (stop or [0])[0]
+    if mask is None and settings.pad_token_id is not None and bool((rows == pad).any()):
+        raise NeedsLoopError("attention_mask: expected one beside prompts with the padding token, got None")
+    if mask is not None and (mask.shape != rows.shape or not bool(mask[:, -1].all())):
+        raise NeedsLoopError("attention_mask: expected one of the prompts' shape, with padding on the left")
+    prompts = list(rows) if mask is None else [row[there.bool()] for row, there in zip(rows, mask, strict=True)]
+    return Asked(rows, prompts, settings.max_new_tokens, stop, pad, _sampling(settings, model.config.vocab_size))
+
+
+def _check_model(model: Any) -> None:
+    """The model can be run without its own `forward` and `generate`."""
+    if "prepare_inputs_for_generation" in vars(model):
+        raise NeedsLoopError("prepare_inputs_for_generation: expected the model's own (adapters replace it)")
+    if any(hasattr(part, "_hf_hook") for part in model.modules()) or model._forward_hooks or model._forward_pre_hooks:
+        raise NeedsLoopError("hooks: expected none (weights that move between devices, and functions around the model)")
+    if torch.is_autocast_enabled(model.device.type):
+        raise NeedsLoopError("autocast: expected none")
+
+
+def _sampling(settings: Any, vocab_size: int) -> dict[str, Any]:
+    if not settings.do_sample:
+        return {"temperature": 0.0}
+    top_k = settings.top_k if settings.top_k and settings.top_k < vocab_size else None
+    top_p = 1.0 if settings.top_p is None else float(settings.top_p)
+    if top_k is not None and top_p < 1:
+        raise NeedsLoopError("top_k, top_p: expected one of the two (the second cuts what the first has left there)")
+    return {"temperature": float(settings.temperature or 1.0), "top_k": top_k, "top_p": top_p}
+
+
+def run(model: Any, call: Asked) -> Tensor:
+    """The prompts with what follows, `[B, T + n]`, as `generate` gives them.
+
+    Samples come from seeds that torch's global generator draws.
+
+    Raises:
+        NeedsLoopError: no cache of fixed size for the model, or none that fits into the memory.
+    """
+    was_training = model.training
+    try:
+        generator = _engine(model, len(call.prompts), max(map(len, call.prompts)) + call.new)
+        seeds = [0] * len(call.prompts)
+        if call.sampling["temperature"]:
+            seeds = torch.randint(2**31, (len(call.prompts),)).tolist()
+        ids = [
+            generator.add(prompt, call.new, seed=seed, stop=call.stop, **call.sampling)
+            for prompt, seed in zip(call.prompts, seeds, strict=True)
+        ]
+        found = generator.run()
+        generator.requests.clear()
+    except BaseException:
+        _engines.pop(model, None)
+        raise
+    finally:
+        model.train(was_training)
+    longest = max(map(len, found.values()))
+    after = call.rows.new_full((len(ids), longest), call.pad)
+    for row, number in enumerate(ids):
+        after[row, : len(found[number])] = torch.tensor(found[number], dtype=after.dtype)
+    return torch.cat([call.rows, after], 1)
+
+
+def _engine(model: Any, rows: int, tokens: int) -> Generator:
+    """The engine of the last call if it serves this one too, or a new one in its place."""
+    places = [x.data_ptr() for x in model.parameters()]
+    key, generator = _engines.get(model, (None, None))
+    if generator is None or key != (rows, places) or generator.max_tokens < tokens:
+        _engines.pop(model, None)
+        generator = None  # its memory goes before the next one takes some
+        try:
+            generator = Generator(model.model, rows, -(-tokens // 256) * 256)
+        except (ValueError, MemoryError) as error:
+            raise NeedsLoopError(str(error)) from error
+        _engines[model] = (rows, places), generator
+    return generator
+
+
+def release(model: nn.Module) -> None:
+    """Free the memory of the engine that the last call has left."""
+    _engines.pop(model, None)

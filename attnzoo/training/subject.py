@@ -1,0 +1,219 @@
+"""A model that is measured: a run's, a folder's, or one with fresh weights; and the text that it is measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnzoo.data import DOCUMENT_END, build_data
+from attnzoo.data.shards import TOKENIZER, is_shards
+from attnzoo.data.sources import decode as decode_bytes
+from attnzoo.data.sources import encode as encode_bytes
+from attnzoo.data.tasks import Examples
+from attnzoo.data.texts import held_out_names, stdlib_files, text_files
+from attnzoo.data.tokenizer import parse_tokenizer, read_tokenizer, special_tokens
+from attnzoo.data.windows import Joined, Tokens
+from attnzoo.models.decoder import LanguageModel
+from attnzoo.training.checkpoint import check_data, identity, load_run, read_progress, usable_checkpoint
+from attnzoo.training.config import TrainConfig
+from attnzoo.training.digests import MODEL
+from attnzoo.training.exchange import is_bytes, start_from, tokenizer_of
+from attnzoo.training.model import new_model
+
+LONG = 2**24  # tokens that are read of a text
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and what is known of it.
+
+    Args:
+        title: what it is, in words.
+        model: in evaluation mode.
+        folder: of the run or of the model; None for fresh weights.
+        config: by which it was trained, or would be; None for a model folder, which does not say.
+        checkpoint: of a run, the one that was loaded.
+        files: of the tokenizer; empty where its tokens are bytes, or nobody has said what they are.
+    """
+
+    title: str
+    model: LanguageModel
+    folder: Path | None = None
+    config: TrainConfig | None = None
+    checkpoint: Path | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """A text that is another one for every other checkpoint of a run; empty where there is none."""
+        return "" if self.checkpoint is None else identity(self.checkpoint)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens per training sequence, where that is known."""
+        return None if self.config is None else self.config.data.context_length
+
+    @property
+    def task(self) -> str | None:
+        """The synthetic task that it was trained on, if it was one."""
+        return None if self.config is None else self.config.data.task
+
+    def encode(self, text: str) -> list[int]:
+        """A text's tokens.
+
+        Raises:
+            ValueError: nobody has said what its tokens are.
+        """
+        return encode_bytes(text) if self._bytes else list(self._tokenizer.encode(text).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; ValueError as :meth:`encode`."""
+        return decode_bytes(tokens) if self._bytes else str(self._tokenizer.decode(list(tokens)))
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a document, where there is one."""
+        return DOCUMENT_END if self._bytes else special_tokens(self.files).get("eos_token_id")
+
+    @property
+    def _bytes(self) -> bool:
+        return self.config is not None and not self.files and is_bytes(self.config.data)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        if not self.files:
+            raise ValueError(f"{self.title} has no tokenizer ({TOKENIZER}): its tokens stand for no text so far")
+        return parse_tokenizer(self.files[TOKENIZER])
+
+
+def load_subject(
+    source: Path, device: str = "cpu", dtype: torch.dtype | None = None, checkpoint: Path | None = None
+) -> Subject:
+    """The model of a run, or of a folder in Hugging Face's layout: of ours, or of another library.
+
+    Args:
+        source: the folder of a run, or one that holds `config.json` and weights, of any kind that `attnzoo import`
+            takes.
+        device: where the model goes.
+        dtype: of the weights; None keeps that of the files.
+        checkpoint: of a run, the one to load; None for the newest that is whole.
+
+    Raises:
+        FileNotFoundError: neither is there, or no checkpoint.
+        ValueError: a model of a kind that is not known.
+        ModuleNotFoundError: transformers, for a folder of ours, is not installed.
+    """
+    if (source / "config.yaml").is_file():
+        checkpoint = checkpoint or usable_checkpoint(source, MODEL)
+        model, config = load_run(source, device, checkpoint)
+        files = {} if is_bytes(config.data) else tokenizer_of(source, config.data)
+        return Subject(f"the run {source}", model.to(dtype), source, config, checkpoint, files)
+    if (source / "config.json").is_file():
+        model = of_folder(source, device, others=True).to(dtype).eval()
+        files = read_tokenizer(source) if (source / TOKENIZER).is_file() else {}
+        return Subject(f"the model in {source}", model, source, files=files)
+    raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}")
+
+
+def fresh_subject(name: str, config: TrainConfig, device: str = "cpu", dtype: torch.dtype | None = None) -> Subject:
+    """A model as its training would start: with random weights, or those that `start_from` names.
+
+    Args:
+        name: of the configuration.
+        config: of the training.
+        device: where the model goes.
+        dtype: of the weights; None keeps that of the training.
+    """
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(config.seed)
+        model = new_model(config)
+    weights = "fresh weights"
+    if config.start_from is not None:
+        start_from(model, config.start_from, config.data)
+        weights = f"the weights of {config.start_from}"
+    return Subject(f"{name} with {weights}", model.to(device=device, dtype=dtype).eval(), None, config)
+
+
+def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
+    """The model of a folder that `attnzoo export` or `attnzoo import` wrote.
+
+    Args:
+        folder: in Hugging Face's layout.
+        device: where the model goes.
+        others: take models of other libraries, too.
+
+    Raises:
+        ValueError: a model of another library, or of a kind that is not known.
+    """
+    from attnzoo.models.peers import from_peer, read_settings
+
+    kind = read_settings(folder).get("model_type")
+    if kind != "attnzoo" and others:
+        return from_peer(folder).to(device)
+    if kind != "attnzoo":
+        raise ValueError(f"{str(folder)!r} holds a model of {kind!r}: `attnzoo import` makes it one of ours")
+    from attnzoo.models.hf import AttnzooForCausalLM
+
+    model: LanguageModel = AttnzooForCausalLM.from_pretrained(folder, dtype="auto").to(device).model
+    return model
+
+
+def held_out_text(subject: Subject, text: str | Path | None = None) -> Tokens | Joined:
+    """Tokens of a text that the model was not trained on, 1-D.
+
+    Args:
+        subject: the model.
+        text: a text file, a folder of them, or `stdlib` (the files of the standard library that training on it holds
+            out); of a long one the first 2^24 tokens. None: the held-out split of the model's own data.
+
+    Raises:
+        FileNotFoundError: no such file.
+        CheckpointError: a run's data have changed since.
+        ValueError: no text, or tokens that nobody has said the meaning of.
+    """
+    if text is not None:
+        return _tokens(subject, str(text))
+    if subject.config is None:
+        raise ValueError(f"text: expected a file, a folder or 'stdlib', for {subject.title} names no data of its own")
+    if subject.task is not None:
+        raise ValueError(f"text: expected a file, a folder or 'stdlib', for {subject.title} is of {subject.task!r}")
+    data = build_data(subject.config.data)
+    if subject.folder is not None and subject.checkpoint is not None:
+        check_data(subject.folder, subject.config, read_progress(subject.checkpoint), data)
+    assert not isinstance(data.heldout, Examples)
+    return data.heldout
+
+
+def _tokens(subject: Subject, text: str) -> Tokens:
+    found: list[int] = []
+    end = [] if subject.end is None else [subject.end]
+    for file in _files(text):
+        try:
+            found += [*subject.encode(file.read_text(encoding="utf-8")), *end]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+        if len(found) >= LONG:
+            break
+    largest = max(found, default=0)
+    if largest >= subject.model.config.vocab_size:
+        raise ValueError(f"{subject.title}: expected tokens below {subject.model.config.vocab_size}, got {largest}")
+    return np.array(found[:LONG], dtype=np.int64)
+
+
+def _files(text: str) -> Iterable[Path]:
+    if text == "stdlib":
+        files = stdlib_files()
+        held = held_out_names(list(files), 0.05)
+        return [files[name] for name in files if name in held]
+    path = Path(text)
+    if is_shards(path):
+        raise ValueError(f"text: expected a text file, a folder of them or 'stdlib', got the tokens {text!r}")
+    if not path.exists():
+        raise FileNotFoundError(f"text: expected a text file, a folder of them or 'stdlib', got {text!r}")
+    return text_files(path, "*").values() if path.is_dir() else [path]

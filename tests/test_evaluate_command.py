@@ -1,0 +1,262 @@
+"""`attnzoo evaluate`: what may be measured, what becomes of a result, and mistakes by their names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_runs
+import torch
+from click.testing import CliRunner
+from test_doc_outputs import DOCS, FENCE
+
+from attnzoo.cli import app
+from attnzoo.config import load_config
+from attnzoo.data import build_data, heldout_windows
+from attnzoo.data.tasks import TASKS
+from attnzoo.evaluation import Answers, LengthCurve, measure_losses, measure_pruning
+from attnzoo.experiments.evaluate import lines
+from attnzoo.experiments.evaluate.saved import as_json, file_name, find_subject
+from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
+from attnzoo.training import load_run, train
+from attnzoo.training.checkpoint import checkpoints_in
+from attnzoo.training.subject import held_out_text, load_subject
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on text with two checkpoints."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    tiny_runs.write_text(folder)
+    sizes = ("model={hidden_size: 16, intermediate_size: 16, num_layers: 2, num_heads: 2}", "data.context_length=32")
+    train(tiny_runs.config_of(folder, "run", *sizes, "steps=4", "data.heldout_fraction=0.3"))
+    return folder / "run"
+
+
+def invoke(*arguments, code=0):
+    done = CliRunner().invoke(app, ["evaluate", *map(str, arguments)], catch_exceptions=code != 0)
+    assert bool(done.exit_code) == bool(code), done.output
+    return done
+
+
+SMALL = {
+    "loss": "loss:factor=4,tokens=512",
+    "haystack": "haystack:depths=2,digits=2",
+    "pruning": "pruning",
+    "eps": "eps:count=2,tokens=128",
+    "context": "context:eps=0.1",
+    "maps": "maps:tokens=8",
+}
+
+
+def test_every_evaluation_gives_a_table_a_file_and_a_picture(run, tmp_path):
+    on = [word for given in SMALL.values() for word in ("--on", given)]
+    done = invoke(run, *on, "--length", 160, "--rows", 2, "--out", tmp_path)
+    assert max(map(len, (line for line in done.output.splitlines() if str(tmp_path) not in line))) <= 80
+    for name, given in SMALL.items():
+        options = dict(one.split("=") for one in given.partition(":")[2].split(",") if one)
+        stem = file_name(name, options)
+        assert f"{tmp_path / stem}.json" in done.output
+        saved = json.loads((tmp_path / f"{stem}.json").read_text())
+        assert saved["evaluation"] == name
+        assert saved["model"] == f"the run {run}"
+        assert saved["checkpoint"].startswith("step-00000004")
+        assert saved["context"] == 32
+        root = ElementTree.parse(tmp_path / f"{stem}.svg").getroot()
+        assert root.tag.endswith("svg")
+    assert not (run / "evaluations").exists()
+    assert {*SMALL, "lengths", "harness"} == set(EVALUATIONS)
+
+
+def test_loss_is_of_the_text_that_the_run_held_out(run):
+    found = measure(load_subject(run), "loss", {"factor": 4, "tokens": 512}, Common())
+    model, config = load_run(run)
+    windows = torch.from_numpy(heldout_windows(build_data(config.data).heldout, 128, 512))
+    np.testing.assert_allclose(found.loss, measure_losses(model, windows).loss, rtol=1e-6)
+    assert (found.context, found.windows, len(found.loss)) == (32, 4, 128)
+
+
+def test_result_goes_beside_the_run_and_pruning_is_followed_over_its_checkpoints(run):
+    done = invoke(run, "--on", "pruning:eps=0.01")
+    saved = json.loads((run / "evaluations" / "pruning-eps=0.01.json").read_text())
+    steps = saved["result"]["steps"]
+    assert [step["step"] for step in steps] == [2, 4]
+    assert "local heads" in done.output
+    first = load_subject(run, checkpoint=checkpoints_in(run / "checkpoints")[0])
+    window = torch.from_numpy(heldout_windows(held_out_text(first), 32, 1))[0, :-1]
+    assert steps[0]["heads"][0] == pytest.approx(measure_pruning(first.model, window).heads[0], abs=1e-6)
+    alone = measure(load_subject(run), "pruning", {"history": False}, Common())
+    assert [step.step for step in alone.steps] == [4]
+
+
+def test_task_is_asked_at_growing_lengths(tmp_path):
+    task = ("data.source=task:parity", "model.vocab_size=2", "steps=3")
+    train(load_config(None, [f"output_dir={tmp_path / 'run'}", *tiny_runs.SMALL, *task]))
+    found = json.loads(invoke(tmp_path / "run", "--on", "lengths:last_only=true", "--rows", 3, "--json").output)
+    assert [row["length"] for row in found["result"]["answers"]] == [16, 32, 64, 128]
+    assert [row["asked"] for row in found["result"]["answers"]] == [3] * 4
+    own = json.loads(invoke(tmp_path / "run", "--rows", 3, "--length", 5, "--json").output)
+    assert own["evaluation"] == "parity"
+    assert own["result"]["answers"][0]["asked"] == 15
+    assert (tmp_path / "run" / "evaluations" / "parity.json").is_file()
+    with pytest.raises(ValueError, match="is of 'parity'"):
+        measure(load_subject(tmp_path / "run"), "loss", {}, Common())
+    with pytest.raises(ValueError, match="tokens are others than those of 'needle'"):
+        measure(load_subject(tmp_path / "run"), "haystack", {}, Common())
+
+
+def test_name_of_a_configuration_is_measured_with_fresh_weights(tmp_path):
+    path = tmp_path / "mine.yaml"
+    tiny_runs.write_text(tmp_path)
+    path.write_text(
+        f"data: {{source: {tmp_path / 'text.txt'}, context_length: 16, heldout_fraction: 0.3}}\n"
+        "model: {hidden_size: 16, num_layers: 1, num_heads: 2}\n"
+    )
+    done = invoke(path, "--on", "loss:factor=2,tokens=64")
+    assert done.output.startswith(f"{path} with fresh weights\n")
+    subject = find_subject(str(path))
+    assert not list(tmp_path.rglob("evaluations"))
+    losses = measure(subject, "loss", {"factor": 2, "tokens": 640}, Common()).loss
+    assert losses.mean() == pytest.approx(math.log(256), rel=0.05)
+    again = find_subject(str(path)).model.embedding.weight
+    assert torch.equal(again, subject.model.embedding.weight)
+
+
+def test_other_text_may_be_given(run, tmp_path):
+    (tmp_path / "b.txt").write_text("two" * 50)
+    (tmp_path / "a.txt").write_text("one" * 50)
+    subject = load_subject(run)
+    tokens = held_out_text(subject, str(tmp_path))
+    assert bytes(tokens.tolist()) == b"one" * 50 + b"\0" + b"two" * 50 + b"\0"
+    assert len(held_out_text(subject, "stdlib")) > 10**5
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    for text, message in ((tmp_path / "c.txt", "file, a folder of them or 'stdlib', got"), (tmp_path, "not UTF-8")):
+        with pytest.raises((FileNotFoundError, ValueError), match=message):
+            held_out_text(subject, str(text))
+
+
+def test_model_folders_are_measured_as_their_runs_are_others_too(run, tmp_path):
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from attnzoo.training.exchange import export_run
+
+    text = str(run.parent / "text.txt")
+    folder = export_run(run, tmp_path / "folder")
+    common = Common(length=(64,), text=text)
+    here, there = (measure(load_subject(path), "loss", {"tokens": 256}, common) for path in (run, folder))
+    np.testing.assert_allclose(here.loss, there.loss, rtol=1e-4)
+    assert there.context is None
+    with pytest.raises(ValueError, match="names no data of its own"):
+        measure(load_subject(folder), "loss", {}, Common(length=(64,)))
+    with pytest.raises(ValueError, match="does not say its training context"):
+        measure(load_subject(folder), "loss", {}, Common(text=text))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=300)).eval()
+    llama.save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match=r"has no tokenizer \(tokenizer.json\)"):
+        measure(load_subject(tmp_path / "llama"), "loss", {}, common)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "llama" / file).write_bytes((folder / file).read_bytes())
+    subject = load_subject(tmp_path / "llama")
+    found = measure(subject, "loss", {"tokens": 64}, common)
+    tokens = torch.from_numpy(heldout_windows(held_out_text(subject, text), 64, 64))
+    with torch.no_grad():
+        theirs = llama(tokens[:, :-1]).logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])
+    np.testing.assert_allclose(found.loss, -theirs[0, :, 0].numpy(), rtol=1e-4)
+
+
+def test_commands_of_the_how_to_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_runs.write_text(tmp_path)
+    page = (DOCS / "how-to" / "evaluate.md").read_text()
+    commands = [line.split() for match in FENCE.finditer(page) if match[1] == "bash" for line in match[2].splitlines()]
+    assert [words[:2] for words in commands[:2]] == [["attnzoo", "evaluate"], ["attnzoo", "train"]]
+    for _, name, *words in commands:
+        if name == "train":
+            sizes = ("steps=3", "data.source=text.txt", "data.heldout_fraction=0.5", "data.context_length=32")
+            words += [*tiny_runs.SMALL, *sizes]
+        elif words[0] == "tiny":
+            words += ["--text", "text.txt"]
+        words = [word.replace("1024", "192").replace("512", "160") for word in words]
+        ran = CliRunner().invoke(app, [name, *words], catch_exceptions=False)
+        assert ran.exit_code == 0, ran.output
+    assert {path.suffix for path in Path("runs/fox/evaluations").iterdir()} == {".json", ".svg"}
+    assert [path.name for path in sorted(Path("long").iterdir())] == [
+        "loss-tokens=65536.json",
+        "loss-tokens=65536.svg",
+    ]
+    listed = CliRunner().invoke(app, ["evaluate", "--list"]).output
+    assert all(f"| `{line.partition(':')[0]}` |" in page for line in listed.splitlines()[:-1] if line[0] != " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--on", "los"], "did you mean 'loss'"),
+        (["--on", "loss:fctor=2"], "did you mean 'factor'"),
+        (["--on", "loss:factor=two"], "factor: expected a whole number"),
+        (["--on", "loss:factor=0"], "expected at least 1, got 0"),
+        (["--on", "loss", "--rows", "3"], "--rows: loss does not read it"),
+        (["--on", "loss", "--length", "8", "--length", "9"], r"expected one, .* got \[8, 9\]"),
+        (["--on", "loss", "--length", "99999"], "a length of 99999 needs"),
+        (["--on", "haystack:mode=eay"], "did you mean 'easy'"),
+        (["--on", "maps:layer=7"], "numbers from 0 to 1, got 7"),
+        (["--on", "maps:start=999999"], "expected room for 32 tokens"),
+        (["--on", "harness"], "expected task=..., got none"),
+        (["--on", "parity"], "not of a task: it cannot be asked 'parity'"),
+        ([], "has no task of its own"),
+    ],
+)
+def test_mistake_is_named(run, arguments, message):
+    done = invoke(run, *arguments, code=1)
+    with pytest.raises((ValueError, SystemExit), match=message):
+        raise done.exception
+
+
+def test_what_is_not_there_is_named():
+    done = invoke("tinny", "--on", "loss", code=1)
+    assert "did you mean 'tiny'" in str(done.exception)
+
+
+def test_list_names_every_evaluation_with_its_options():
+    listed = invoke("--list").output
+    for name, evaluation in EVALUATIONS.items():
+        assert f"{name}: {evaluation.summary}" in listed
+        assert all(f"  {option}=" in listed for option in evaluation.options)
+        assert list(evaluation.words) == list(evaluation.options)  # each is said to be something
+    assert "  eps=4.54e-05: weight that a row may lose." in listed
+
+
+def test_json_holds_no_number_that_is_none():
+    @dataclasses.dataclass
+    class Found:
+        a: float
+        b: tuple[float, ...]
+        c: np.ndarray
+
+    found = as_json(Found(math.nan, (1 / 3, math.inf), np.array([[1.0, np.nan]])))
+    assert found == {"a": None, "b": [0.333333, None], "c": [[1.0, None]]}
+
+
+def test_name_of_a_file_is_one_in_any_folder():
+    assert file_name("loss", {}) == "loss"
+    assert file_name("harness", {"task": "../a b/c.yaml"}) == "harness-task=..-a-b-c.yaml"
+    assert Path(file_name("harness", {"task": "../a"})).name == file_name("harness", {"task": "../a"})
+
+
+def test_table_of_one_row_has_no_uncertainty():
+    found = LengthCurve(8, (Answers(8, 1, 8, 0.5, math.nan, 0.0, 0.7), Answers(16, 1, 16, 0.5, 0.01, 0.0, 0.7)))
+    first, second = lines.answers(found)[1:]
+    assert first.endswith("training length")
+    assert "-" in first.split()
+    assert second.split() == ["16", "16", "50.000", "1.000", "0.00", "0.7000"]
+
+
+def test_no_evaluation_has_the_name_of_a_task():
+    assert not set(EVALUATIONS) & set(TASKS)

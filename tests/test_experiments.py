@@ -1,0 +1,269 @@
+"""An experiment is one file: it trains, is judged, and writes a page; what is finished is not done again."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pickle
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+
+from attnzoo.cli import app
+from attnzoo.data.tasks import Examples, build_task
+from attnzoo.experiments import run as running
+from attnzoo.experiments.claims import AtMost, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, names
+from attnzoo.experiments.outcome import load_outcome, save_outcome
+from attnzoo.experiments.probes import Loss, Wrong
+from attnzoo.experiments.report.experiment import markdown, render_experiment
+from attnzoo.experiments.run import Plan, run_experiment, run_once
+from attnzoo.models import LanguageModel
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+TINY = (
+    "steps=2", "batch_size=2", "eval_tokens=64", "log_every=1", "optimizer.warmup_steps=1",
+    "model={hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 2}",
+)  # fmt: skip
+OWN = """
+from attnzoo.experiments.claims import AtLeast, AtMost, Below, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
+from attnzoo.experiments.probes import Wrong, WrongOver
+
+ERROR = "wrong answers"
+EXPERIMENT = Experiment(
+    title="Mine",
+    question="Is a <fox> better than none?",
+    arms=(Arm("fox", "fox"), Arm("none, one head", "nope", settings=("model.num_heads=1",), lrs=(0.1,))),
+    sizes={"cpu": Size(SETTINGS, lrs=(0.01, 0.02), rows=4)},
+    settings=("data.source=task:flip_flop", "data.context_length=8"),
+    probes=(
+        Wrong(ERROR, lengths=(1.0, 2.0)), Wrong("longer", lengths=(3.0,)), WrongOver("noise", "p_ignore", (0.0, 0.5))
+    ),
+    expectations=(
+        Expectation("It is.", "a paper, Table 1", Below(Value("fox", ERROR, 1.0), Value("none, one head", ERROR, 1.0))),
+        Expectation("It solves it.", "a paper, Table 2", AtMost(Value("fox", "longer"), 0.01)),
+        Expectation("On a GPU.", "a paper, Table 3", AtLeast(Value("fox", "longer"), 0.01), sizes=("gpu",)),
+    ),
+    grids=(Grid("both", ("row",), ("a", "b", "c"), (("fox", "none, one head", ""),), ERROR),),
+    maps=("noise", "longer"),
+)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The name of an experiment of one's own, in the folder that is current."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(OWN.replace("SETTINGS", repr(TINY)))
+    return "mine.py"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder in which it has run."""
+    folder = tmp_path_factory.mktemp("finished")
+    with contextlib.chdir(folder):
+        Path("mine.py").write_text(OWN.replace("SETTINGS", repr(TINY)))
+        start("mine.py")
+    return folder
+
+
+@pytest.fixture
+def done(own, finished):
+    """The name of an experiment of one's own, which has run, in the folder that is current."""
+    shutil.copytree(finished, ".", dirs_exist_ok=True)
+    return own
+
+
+def start(name, **options):
+    plan = Plan(**{"name": name, "size": "cpu", "out": Path("out"), "seeds": 2, "device": "cpu", **options})
+    return run_experiment(plan, Console(quiet=True), "the <command>", jobs=1)
+
+
+def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
+    page = Path("out/report.html").read_text()
+    outcome = load_outcome(Path("out/result.json"))
+    assert {(run.arm, run.seed) for run in outcome.runs} == {(a, s) for a in ("fox", "none, one head") for s in (0, 1)}
+    assert [run.lr for run in outcome.tried] == [0.01, 0.02, 0.1]
+    best = min((run for run in outcome.tried if run.arm == "fox"), key=lambda run: run.validation)
+    assert {run.lr for run in outcome.of("fox")} == {best.lr}
+    assert outcome.places("fox", "wrong answers") == [1.0, 2.0]
+    for expectation, verdict in outcome.verdicts(find(done)):
+        assert expectation.text in page
+        assert f">{verdict.word}</span>" in page
+    for text in ("Is a &lt;fox&gt; better", "the &lt;command&gt;", "On a GPU.", "a paper, Table 3", "none, one head"):
+        assert text in page
+    assert not re.search(r'(?:src|href)="(?!#)|@import|url\((?!#)', page)  # nothing is loaded
+    assert "**" in Path("out/result.md").read_text()
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("trained or measured again")
+
+    monkeypatch.setattr(running, "train", refuse)
+    monkeypatch.setattr(running, "load_run", refuse)
+    start(done)
+    assert load_outcome(Path("out/result.json")).runs == outcome.runs
+    with pytest.raises(AssertionError, match="again"):
+        start(done, seeds=3)
+
+
+def test_run_that_lost_its_numbers_is_measured_and_not_trained(done, monkeypatch):
+    before = load_outcome(Path("out/result.json"))
+    path = Path("out/none-one-head/lr0.1-seed1/measured.json")
+    path.write_text(path.read_text()[:-20])
+    steps = []
+    trained = running.train
+    monkeypatch.setattr(running, "train", lambda config: trained(config, on_row=steps.append))
+    start(done)
+    after = load_outcome(Path("out/result.json"))
+    assert [run.values for run in after.runs] == [run.values for run in before.runs]
+    assert steps == []
+
+
+def test_run_that_diverges_is_no_choice_and_decides_nothing(own, monkeypatch):
+    trained = running.train
+
+    def diverge(config):
+        if config.optimizer.lr in (0.01, 0.1):
+            Path(config.output_dir).mkdir(parents=True)
+            raise FloatingPointError("the loss is not finite")
+        return trained(config)
+
+    monkeypatch.setattr(running, "train", diverge)
+    page = start(own).read_text()
+    outcome = load_outcome(Path("out/result.json"))
+    assert {run.lr for run in outcome.of("fox")} == {0.02}
+    (first, verdict), *_ = outcome.verdicts(find(own))
+    assert (first.text, verdict.word) == ("It is.", "undecided")
+    assert page.count("the loss is not finite") == 2  # both seeds of the arm that has one rate
+
+
+def test_plan_goes_to_another_process(own):
+    assert pickle.loads(pickle.dumps(Plan(own, "cpu", Path("out"), 3))) == Plan(own, "cpu", Path("out"), 3)
+
+
+@pytest.mark.parametrize("name", names())
+def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
+    """Every arm is a model that can be built, every size a training; a tiny run of the first arm gives every number."""
+    monkeypatch.chdir(tmp_path)
+    experiment = find(name)
+    for size, arms in zip(experiment.sizes, (experiment.arms, *[experiment.arms[:1]] * 9), strict=False):
+        for arm in arms:
+            config = Plan(name, size, Path("out"), 3).config(experiment, arm, 0.001, 0)
+            with torch.device("meta"):
+                LanguageModel(config.model)
+            if config.data.task is not None:
+                task = build_task(config.data.task, config.data.task_options)
+                Examples(task, config.data.context_length)[0]
+    Path("text.txt").write_text("one and two and three and four. " * 80)
+    data = () if config.data.task else ("data.source=text.txt", "data.context_length=16")
+    small = replace(experiment.sizes["cpu"], rows=2, tokens=600)
+    experiment = replace(experiment, sizes={"cpu": small})
+    plan = Plan(name, "cpu", Path("out"), 3, (*TINY, *data), "cpu")
+    run = run_once(plan, experiment, experiment.arms[0], 0.01, 0, measure=True)
+    assert list(run.values) == [probe.name for probe in experiment.probes]
+    for found in run.values.values():
+        assert found
+        assert all(map(math.isfinite, found.values()))
+
+
+@pytest.mark.parametrize("name", names())
+def test_recorded_results_follow_from_their_numbers(name):
+    experiment = find(name)
+    for measured in experiment.measured:
+        outcome = load_outcome(RESULTS / measured.result)
+        assert (outcome.experiment, outcome.size, outcome.date) == (name, measured.size, measured.date)
+        assert (RESULTS / measured.result).with_suffix(".md").read_text() == markdown(experiment, outcome)
+        assert min(len(outcome.of(arm.name)) for arm in experiment.arms) >= 3
+        render_experiment(experiment, outcome)
+
+
+def test_page_of_results_says_what_was_run():
+    page = (RESULTS / "index.md").read_text()
+    rows = re.findall(r"\| `attnzoo experiment run (\w+)` \|.*\| (.*) \|\n", page)
+    assert [name for name, _ in rows] == names()
+    for name, row in rows:
+        measured = find(name).measured
+        assert ("not yet run" in row) == (not measured)
+        for each in measured:
+            assert f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)" in row
+
+
+def test_outcome_that_was_changed_is_refused(done):
+    path = Path("out/result.json")
+    path.write_text(path.read_text().replace('"validation": ', '"validation": 1', 1))
+    with pytest.raises(ValueError, match="not what was written"):
+        load_outcome(path)
+
+
+def test_place_that_was_not_measured_is_named(done):
+    outcome = load_outcome(Path("out/result.json"))
+    with pytest.raises(ValueError, match=r"expected a place of 'wrong answers', 1, 2, got 3"):
+        outcome.values(Value("fox", "wrong answers", 3.0))
+    save_outcome(outcome, Path("again.json"))
+    assert load_outcome(Path("again.json")) == outcome
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arms": ()}, "arms: expected some"),
+        ({"arms": (Arm("a", "fox"), Arm("a", "nope"))}, "distinct names, got a, a"),
+        ({"expectations": (Expectation("", "", AtMost(Value("b", "loss"), 1.0)),)}, "unknown arm of a claim .* 'b'"),
+        ({"expectations": (Expectation("", "", AtMost(Value("a", "los"), 1.0)),)}, "did you mean 'loss'"),
+        ({"maps": ("lost",)}, "did you mean 'loss'"),
+        ({"seeds": 1}, "seeds must be at least 2, got 1"),
+    ],
+)
+def test_experiment_that_contradicts_itself_is_refused(change, message):
+    fine = Experiment("", "", (Arm("a", "fox"),), {"cpu": Size((), (0.1,))}, (Loss(),), ())
+    with pytest.raises(ValueError, match=message):
+        replace(fine, **change)
+
+
+def test_probe_of_a_task_needs_a_task(own):
+    Path("mine.py").write_text(OWN.replace("SETTINGS", repr(TINY)).replace("task:flip_flop", "mine.py"))
+    with pytest.raises(ValueError, match="expected a run on a task, got one on 'mine.py'"):
+        start(own)
+    assert Wrong("x").places == ""
+
+
+def test_commands_list_and_show_every_experiment(own):
+    listed = CliRunner().invoke(app, ["experiment", "list"])
+    for name in names():
+        assert name in listed.output
+        shown = CliRunner().invoke(app, ["experiment", "show", name], catch_exceptions=False)
+        assert all(each.source.split()[0] in shown.output for each in find(name).expectations)
+        assert ("not yet run" in shown.output) == (not find(name).measured)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "party"], "unknown experiment 'party': expected one of .*; did you mean 'parity'"),
+        (["run", "parity", "--size", "gpus"], "unknown size 'gpus': expected one of cpu, gpu; did you mean 'gpu'"),
+        (["run", "parity", "optimizer.lr=1"], "optimizer.lr: the experiment sets it"),
+        (["run", "parity", "stepz=1"], "unknown configuration key 'stepz'.* did you mean 'steps'"),
+    ],
+)
+def test_mistake_names_what_exists(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = CliRunner().invoke(app, ["experiment", *arguments]).exception
+    assert isinstance(error, ValueError)
+    assert re.search(message, str(error))
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_runs(done):
+    arguments = ["experiment", "run", done, "--seeds", "2", "--jobs", "1", "--out", "out"]
+    ran = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert ran.exit_code == 0
+    assert "report: out/report.html" in ran.output
+    assert "attnzoo experiment run mine.py --seeds 2" in Path("out/report.html").read_text()

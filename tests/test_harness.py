@@ -1,0 +1,157 @@
+"""lm-eval's questions through our adapter, against sums over the model's own logits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from attnzoo.config import ModelConfig
+from attnzoo.models import LanguageModel
+
+pytest.importorskip("lm_eval")
+
+from attnzoo.evaluation import harness
+from attnzoo.evaluation.harness import HarnessModel, run_harness
+
+END = 0
+
+
+class Request:
+    def __init__(self, *args):
+        self.args = args
+
+
+def encode(text):
+    return list(text.encode())
+
+
+def decode(tokens):
+    return bytes(tokens).decode("latin-1")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "initializer_range": 0.5}
+    return LanguageModel(ModelConfig(attention="fox", **sizes)).eval()
+
+
+@torch.no_grad()
+def likelihood(model, tokens, asked):
+    """Of the last tokens after those before them, and whether each is the likeliest."""
+    logits = model(torch.tensor([tokens[:-1]])).logits[0, -asked:].log_softmax(-1)
+    expected = torch.tensor(tokens[-asked:])
+    return -float(F.nll_loss(logits, expected, reduction="sum")), bool((logits.argmax(-1) == expected).all())
+
+
+@pytest.mark.parametrize("held", [1, 2**15])
+def test_continuations_are_scored_after_their_contexts_in_any_batch(model, monkeypatch, held):
+    monkeypatch.setattr(harness, "TOKENS", held)
+    asked = [("ab", "cd"), ("", "xyz"), ("a much longer context", " end"), ("two ", "2"), ("ab", "c")]
+    found = HarnessModel(model, encode, decode, END).loglikelihood([Request(*pair) for pair in asked])
+    for (context, continuation), (value, greedy) in zip(asked, found, strict=True):
+        tokens = [*(encode(context) or [END]), *encode(continuation)]
+        count = len(continuation) + len(context) - len(context.rstrip())  # spaces at the end of the context count too
+        expected = likelihood(model, tokens, count)
+        assert value == pytest.approx(expected[0], rel=1e-4)
+        assert greedy == expected[1]
+
+
+def test_likeliest_continuation_is_greedy(model):
+    tokens = encode("hello")
+    best = int(model(torch.tensor([tokens])).logits[0, -1].argmax())
+    adapter = HarnessModel(model, lambda text: [ord(letter) for letter in text], decode, END)
+    ((_, greedy), (_, other)) = adapter.loglikelihood(
+        [Request("hello", chr(best)), Request("hello", chr((best + 1) % 256 or 1))]
+    )
+    assert greedy
+    assert not other
+
+
+def test_of_a_long_row_the_last_tokens_count(model):
+    adapter = HarnessModel(model, encode, decode, END, window=6)
+    ((value, _),) = adapter.loglikelihood([Request("abcdefghij", "klm")])
+    assert value == pytest.approx(likelihood(model, encode("ghijklm"), 3)[0], rel=1e-4)
+    with pytest.raises(ValueError, match="expected 1 to 6 tokens, got 7"):
+        adapter.loglikelihood([Request("a", "bcdefgh")])
+    with pytest.raises(ValueError, match="window: expected at least 1"):
+        HarnessModel(model, encode, decode, END, window=0)
+
+
+def test_every_token_of_a_text_is_scored_in_one_window(model):
+    text = "0123456789"
+    whole, cut = (
+        HarnessModel(model, encode, decode, END, window).loglikelihood_rolling([Request(text), Request("")])
+        for window in (None, 4)
+    )
+    tokens = [END, *encode(text)]
+    assert whole == [pytest.approx(likelihood(model, tokens, 10)[0], rel=1e-4), 0.0]
+    parts = [likelihood(model, tokens[:5], 4), likelihood(model, tokens[4:9], 4), likelihood(model, tokens[6:11], 2)]
+    assert cut[0] == pytest.approx(sum(value for value, _ in parts), rel=1e-4)
+
+
+def test_what_a_tokenizer_puts_first_stands_there_once(model):
+    def starting(text):
+        return [7, *text.encode()]
+
+    found = HarnessModel(model, starting, decode, None).loglikelihood([Request("ab", "cd"), Request("", "cd")])
+    for context, (value, _) in zip(("ab", ""), found, strict=True):
+        assert value == pytest.approx(likelihood(model, [7, *encode(context + "cd")], 2)[0], rel=1e-4)
+    with pytest.raises(ValueError, match="a token that ends documents"):
+        HarnessModel(model, encode, decode, None).loglikelihood([Request("", "cd")])
+
+
+def test_generation_goes_on_until_a_text_comes_up_alike_in_any_batch(model):
+    contexts = ["ab", "hello there", "x", ""]
+    alone = []
+    for context in contexts:
+        tokens = torch.tensor([encode(context) or [END]])
+        made = model.generate(tokens, 12, temperature=0)[0, tokens.shape[1] :].tolist()
+        alone.append(decode(made[: made.index(END)] if END in made else made))
+    adapter = HarnessModel(model, encode, decode, END)
+    settings = {"until": [], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
+    assert adapter.generate_until([Request(context, settings) for context in contexts]) == alone
+    stop = alone[1][5:7]
+    (text,) = adapter.generate_until([Request(contexts[1], {**settings, "until": stop})])
+    assert text == alone[1][: alone[1].index(stop)]
+    drawn = {"max_gen_toks": 6, "do_sample": True, "temperature": 2.0}
+    one, two = (adapter.generate_until([Request("ab", drawn)]) for _ in range(2))
+    assert one == two != [alone[0][:6]]
+    (greedy,) = adapter.generate_until([Request("ab", {**drawn, "top_k": 1})])
+    assert greedy == alone[0][: len(greedy)]
+    for name, message in (("top_p", "expected 1 in"), ("topk", "did you mean 'top_k'")):
+        with pytest.raises(ValueError, match=message):
+            adapter.generate_until([Request("ab", {name: 0.5})])
+
+
+def test_task_of_a_file_is_asked_without_a_network(model, tmp_path):
+    rows = [
+        {"q": "1 and one is", "choices": [" 2.", " 7."], "a": 0},
+        {"q": "2 and one is", "choices": [" 9.", " 3."], "a": 1},
+        {"q": "4 and one is", "choices": [" 5.", " 4."], "a": 0},
+    ]
+    (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    path = tmp_path / "sums.yaml"
+    path.write_text(
+        "task: sums\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: sums.jsonl}}, cache_dir: {tmp_path / 'cache'}}}\n"
+        'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: choices\n'
+        "doc_to_target: a\n"
+    )
+    found = run_harness(model, encode, decode, END, str(path), limit=2, window=64)
+    right = []
+    for row in rows[:2]:
+        values = [likelihood(model, encode(row["q"] + choice), len(choice))[0] for choice in row["choices"]]
+        right.append(values.index(max(values)) == row["a"])
+    assert found.scores["sums"]["acc"] == sum(right) / 2
+    assert (found.samples, found.limit, found.window) == ({"sums": 2}, 2, 64)
+    from attnzoo.experiments.evaluate import lines
+
+    assert lines.harness(found)[2].split()[:3] == ["sums", "2", "acc"]
+    (tmp_path / "other.yaml").write_text("1")
+    for name, message in (("other.yaml", "to name a task"), ("nothing.yaml", "there is no file")):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            run_harness(model, encode, decode, END, str(tmp_path / name))
