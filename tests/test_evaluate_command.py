@@ -192,7 +192,7 @@ def test_commands_of_the_how_to_run(tmp_path, monkeypatch):
         "loss-tokens=65536.svg",
     ]
     listed = CliRunner().invoke(app, ["evaluate", "--list"]).output
-    assert all(f"| `{line.partition(':')[0]}` |" in page for line in listed.splitlines()[:-1:2])
+    assert all(f"| `{line.partition(':')[0]}` |" in page for line in listed.splitlines()[:-1] if line[0] != " ")
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,9 @@ def test_list_names_every_evaluation_with_its_options():
     listed = invoke("--list").output
     for name, evaluation in EVALUATIONS.items():
         assert f"{name}: {evaluation.summary}" in listed
-        assert all(option in listed for option in evaluation.options)
+        assert all(f"  {option}=" in listed for option in evaluation.options)
+        assert list(evaluation.words) == list(evaluation.options)  # each is said to be something
+    assert "  eps=4.54e-05: weight that a row may lose." in listed
 
 
 def test_json_holds_no_number_that_is_none():

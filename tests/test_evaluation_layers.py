@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from attnzoo import Prune, get, list_variants, oracle
+from attnzoo.algebra.pruning import dropped_mass, kept_fraction
 from attnzoo.config import ModelConfig
 from attnzoo.evaluation import (
     default_epsilons,
     heads_kept,
     measure_context,
+    measure_losses,
     measure_maps,
     measure_pruning,
     pruning,
@@ -19,6 +21,7 @@ from attnzoo.evaluation import (
     token_losses,
 )
 from attnzoo.evaluation.layers import each_layer
+from attnzoo.evaluation.pruning import _first_certified
 from attnzoo.models import LanguageModel
 
 
@@ -169,3 +172,48 @@ def test_default_epsilons_rise_and_have_the_default_among_them():
     np.testing.assert_allclose(found, sorted([1e-6, 1e-4, 1e-2, Prune().eps]))
     with pytest.raises(ValueError, match="0 < least < most < 1"):
         default_epsilons(0.1, 0.01)
+
+
+@pytest.mark.parametrize(("window", "packed"), [(None, False), (100, False), (None, True)])
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_certificate_of_any_gate_leaves_what_the_kernels_leave_but_for_their_nearer_keys(name, window, packed):
+    model, tokens = sharpened(tiny(name, window=window), by=1.0, decay=0.7), ids(900)
+    ((_, found),) = each_layer(model, tokens, lambda layer, core: (layer, core))
+    borders = torch.tensor([0, 300, 900]) if packed else None
+    for prune in (None, Prune(1e-4)):
+        kernels = heads_kept(*found, prune, borders)
+        first = _first_certified(*found, prune, borders)
+        assert kernels.max() < 1 or not (prune or window or packed)
+        any_gate = kept_fraction(first, 900, rows=128, cols=64).float()
+        np.testing.assert_allclose(any_gate, kernels, atol=0.03 if prune else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("fox_rope", {}), ("gated_wall", {"window": 150}), ("path_fox", {"num_householder": 2})]
+)
+def test_what_is_pruned_of_any_gate_weighs_at_most_eps(name, options):
+    model, tokens, eps = sharpened(tiny(name, **options), by=3.0, decay=-3.0), ids(500), 0.3
+    ((_, found),) = each_layer(model, tokens, lambda layer, core: (layer, core))
+    first = _first_certified(*found, Prune(eps), None)
+    weights = torch.as_tensor(measure_maps(model, tokens, [""] * 500).layers[0].weights)
+    dropped = dropped_mass(weights[None], first)
+    assert 0.01 * eps < dropped.max() <= eps
+    assert 0 < measure_pruning(model, tokens, Prune(eps)).share < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fox", "path_fox", "gla"])
+def test_gpu_measures_what_a_cpu_does(name):
+    model, tokens = sharpened(tiny(name, head_dim=16), by=2.0, decay=0.5), ids(700)
+    windows = tokens[None]
+    here = [measure_losses(model, windows).loss, measure_maps(model, tokens[:40], [""] * 40).layers[0].weights]
+    softmax = get(name).side == "softmax"
+    heads = (measure_context(model, tokens).heads, measure_pruning(model, tokens).heads) if softmax else ()
+    model = model.cuda()
+    there = [measure_losses(model, windows).loss, measure_maps(model, tokens[:40], [""] * 40).layers[0].weights]
+    for cpu, gpu in zip(here, there, strict=True):
+        np.testing.assert_allclose(gpu, cpu, rtol=2e-2, atol=2e-2)
+    if softmax:
+        np.testing.assert_allclose(measure_context(model, tokens).heads, heads[0], atol=1)
+        np.testing.assert_allclose(measure_pruning(model, tokens).heads, heads[1], atol=0.03)
+        assert len(sweep_eps(model, windows, [1e-4], repeats=1).rows) == 2

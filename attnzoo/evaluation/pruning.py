@@ -7,15 +7,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.gate import expand_heads
+from attnzoo.algebra.oracle import default_scale
+from attnzoo.algebra.pruning import Prune, first_kept_keys, kept_fraction, keys_behind_closed
 from attnzoo.evaluation.layers import each_layer
 from attnzoo.evaluation.losses import TOKENS, Array, mean_and_error, token_losses
+from attnzoo.forms.options import separated
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.projected import Projected
 
@@ -87,7 +91,9 @@ def measure_pruning(
 
 
 def heads_kept(layer: Attention, core: Projected, prune: Prune | None, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Share of the causal blocks of 128 rows by 64 keys that the kernels compute, per head, ``[H]``.
+    """Share of the causal blocks of 128 rows by 64 keys that are computed, per head, ``[H]``.
+
+    It is what the kernels of FoX and PaTH compute; of other gates what the certificate leaves that they all go by.
 
     Args:
         layer: one with a scalar decay.
@@ -99,6 +105,10 @@ def heads_kept(layer: Attention, core: Projected, prune: Prune | None, cu_seqlen
     from attnzoo.kernels.path import kept_fraction as kept_by_path
 
     gate = core.gate.per_token(core.q)
+    single = gate.w is None or gate.w.ndim == core.k.ndim  # one factor per token
+    if not single or not {*gate.parts} <= {"log_decay", "w", "beta"}:
+        first = _first_certified(layer, core, prune, cu_seqlens)
+        return kept_fraction(first, core.q.shape[1], rows=ROW_UNIT, cols=KEY_UNIT)
     options: dict[str, Any] = {
         "log_decay": gate.log_decay,
         "scale": layer.scale,
@@ -113,6 +123,27 @@ def heads_kept(layer: Attention, core: Projected, prune: Prune | None, cu_seqlen
         options |= {"prune": prune, "logit_bound": layer.logit_bound(core.q.dtype)}
     share: Tensor = kept(core.q, core.k, **options)
     return share[0]
+
+
+def _first_certified(layer: Attention, core: Projected, prune: Prune | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The first key that each block of rows sees, ``[1, H, blocks]``."""
+    T, H, window = core.q.shape[1], core.q.shape[2], layer.config.window
+    gate = separated(core.gate.per_token(core.q), core.q, None, cu_seqlens)
+    decay = cast(Tensor, gate.log_decay).transpose(1, 2)
+    starts = torch.arange(0, T, ROW_UNIT, device=core.q.device)
+    first = keys_behind_closed(decay, starts)
+    if prune is not None:
+        near = min(window or KEY_UNIT, KEY_UNIT)  # the newest keys alone are a lower bound of a row
+        form, values = layer.variant.forms["parallel"], core.v[..., :1].to(core.q.dtype)
+        _, lse = form(core.q, core.k, values, gate, scale=layer.scale, window=near, return_lse=True)
+        scaled = core.q.transpose(1, 2) * (default_scale(core.q) if layer.scale is None else layer.scale)
+        keys, bound = expand_heads(core.k, H).transpose(1, 2), layer.logit_bound(core.q.dtype)
+        first = first_kept_keys(
+            scaled, keys, decay, prune, bound, lower=lse.transpose(1, 2), rows=ROW_UNIT, cols=KEY_UNIT
+        )  # fmt: skip
+    if window is not None:
+        first = first.maximum(starts - window + 1)
+    return first // KEY_UNIT * KEY_UNIT
 
 
 @dataclass(frozen=True)

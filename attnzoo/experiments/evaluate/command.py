@@ -93,10 +93,9 @@ def _list(context: click.Context, parameter: click.Parameter, wanted: bool) -> N
     from attnzoo.experiments.evaluate.table import EVALUATIONS
 
     for name, entry in EVALUATIONS.items():
-        options = (
-            f"{option}=..." if default is Parameter.empty else f"{option}={default}"
-            for option, default in entry.options.items()
-        )
-        click.echo(f"{name}: {entry.summary}\n  {', '.join(options)}")
+        click.echo(f"{name}: {entry.summary}")
+        for option, default in entry.options.items():
+            shown = "..." if default is Parameter.empty else f"{default:.3g}" if isinstance(default, float) else default
+            click.echo(f"  {option}={shown}: {entry.words[option]}")
     click.echo("A task of `attnzoo data list` is an evaluation too: wrong answers to its questions.")
     context.exit()

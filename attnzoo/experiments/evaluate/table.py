@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,14 @@ class Evaluation:
     def summary(self) -> str:
         """What it measures, in a sentence."""
         return " ".join((inspect.getdoc(self.measure) or "").partition("\n\n")[0].split())
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What each option is."""
+        text = (inspect.getdoc(self.measure) or "").partition("Args:\n")[2]
+        return {
+            name: " ".join(said.split()) for name, said in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, re.M)
+        }
 
     @property
     def options(self) -> dict[str, Any]:
