@@ -110,7 +110,11 @@ class Attention(PreciseModule):
             self.keep("skip", torch.ones(H), trainable=True)
         norm = (config.output_norm, config.output_norm_eps, config.output_norm_groups, config.output_norm_shared)
         self.output_norm = HeadNorm(H, V, *norm) if config.output_norm != "none" else None
-        self.output_gate = nn.Linear(D, H * V, bias=False) if config.output_gate != "none" else None
+        self.output_gate: nn.Module | None = None
+        if config.output_gate_low_rank:
+            self.output_gate = nn.Sequential(nn.Linear(D, V, bias=False), nn.Linear(V, H * V))
+        elif config.output_gate != "none":
+            self.output_gate = nn.Linear(D, H * V, bias=False)
         self.register_parameter("sinks", None)
         if config.sinks:
             self.keep("sinks", torch.zeros(H), trainable=True)
