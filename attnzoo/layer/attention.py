@@ -171,7 +171,7 @@ class Attention(PreciseModule):
     def evicts(self) -> bool:
         """Whether some keys of a sequence may be given up: those of a head that forgets, or that a window hides."""
         forgets = self.variant.prunable or self.config.window is not None
-        return forgets and getattr(self.variant.form_set, "pages", False)
+        return forgets and _has_pages(self.variant)
 
     def new_cache(self, evict: float | str | Evict | None = None, budget: int | str | None = None) -> LayerCache:
         """An empty cache for this layer, to be handed to every call of one generation.
@@ -198,8 +198,9 @@ class Attention(PreciseModule):
         if self.forget is not None and settings is not None and settings.offload:
             raise ValueError("evict: expected a weight where the layer forgets, got 'offload'")
         if settings is not None and not self.evicts:
-            able = [name for name in list_variants("softmax") if get(name).prunable]
-            why = f"{self.variant.name!r} needs all its keys: nothing decays (it serves {', '.join(able)} and windows)"
+            able = [name for name in list_variants("softmax") if get(name).prunable and _has_pages(get(name))]
+            lacks = "its keys lie in no pages" if not _has_pages(self.variant) else "nothing decays"
+            why = f"{self.variant.name!r} needs all its keys: {lacks} (it serves {', '.join(able)} and windows)"
             if self.variant.side == "linear":
                 why = f"{self.variant.name!r} is the linear side, whose state does not grow"
             raise ValueError(f"evict: {why}")
@@ -455,6 +456,11 @@ class Attention(PreciseModule):
         picked = f" ({self.picked})" if self.picked else ""
         prune = f", prune={self.prune}" if self.prune else ""
         return f"{self.variant.name!r}, {shown}, impl={self.impl!r}{picked}{prune}"
+
+
+def _has_pages(variant: Variant) -> bool:
+    """Whether a cache of the variant may lie in pages."""
+    return bool(getattr(variant.form_set, "pages", False))
 
 
 _said: set[str] = set()
