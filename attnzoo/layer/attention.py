@@ -180,7 +180,6 @@ class Attention(PreciseModule):
             evict: give up the keys of which no later row can get more than this weight in all (with None: none). The
                 weights of QK-norm must bound later queries; ``"offload"`` asks for no bound, moves keys to the host's
                 memory and brings them back for a row that needs them. See :class:`attnzoo.Evict`.
-
             budget: of a layer that forgets: how many tokens each of its key heads may hold, or, as a text such as
                 "96 KiB", the memory of the keys and values of all its heads for one sequence. Each call that ends above
                 it gives up what it values least. None: what it has not forgotten is held.
