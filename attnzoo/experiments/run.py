@@ -156,12 +156,12 @@ def run_arm(plan: Plan, name: str) -> tuple[list[Trained], list[Trained]]:
     size = find_size(experiment, plan.size)
     arm = next(arm for arm in experiment.arms if arm.name == name)
     rates = arm.lrs or size.lrs
-    tried = [_run(plan, experiment, arm, lr, 0, measure=len(rates) == 1) for lr in rates]
+    tried = [run_once(plan, experiment, arm, lr, 0, measure=len(rates) == 1) for lr in rates]
     best = chosen(tried)
-    return tried, [_run(plan, experiment, arm, best, seed, measure=True) for seed in range(plan.seeds)]
+    return tried, [run_once(plan, experiment, arm, best, seed, measure=True) for seed in range(plan.seeds)]
 
 
-def _run(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool) -> Trained:
+def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool) -> Trained:
     """A run, trained and measured unless it is already."""
     config, size = plan.config(experiment, arm, lr, seed), find_size(experiment, plan.size)
     folder = Path(config.output_dir)

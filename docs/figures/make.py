@@ -45,6 +45,12 @@ def draw_home() -> None:
     home.live()
 
 
+def draw_card() -> None:
+    from card import card
+
+    card()
+
+
 def draw_zoo() -> None:
     import zoo
 
@@ -65,6 +71,7 @@ DRAWINGS: dict[str, Callable[[], None]] = {
     "schematics": draw_schematics,
     "fox": draw_fox,
     "home": draw_home,
+    "card": draw_card,
     "zoo": draw_zoo,
     "path": draw_path,
 }

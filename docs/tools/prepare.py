@@ -25,6 +25,7 @@ def main() -> None:
         stub = DOCS / sources.page_of(path)
         stub.parent.mkdir(parents=True, exist_ok=True)
         stub.write_text(sources.stub(path), encoding="utf-8")
+    (DOCS / "source" / "index.md").write_text(sources.index(), encoding="utf-8")
     carried = DOCS / "assets" / "carried"
     shutil.rmtree(carried, ignore_errors=True)
     files = {"katex/katex.min.css": maths.KATEX / "katex.min.css", "katex/LICENSE": maths.KATEX.parent / "LICENSE"}

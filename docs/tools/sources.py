@@ -77,6 +77,19 @@ def stub(path: str) -> str:
     return f"{front}# {path}\n\n<!-- listing {path} -->\n"
 
 
+def index() -> str:
+    """Markdown of the page that leads to all of them, a section per folder."""
+    folders: dict[str, list[str]] = {}
+    for path in paths():
+        folders.setdefault(str(Path(path).parent), []).append(path)
+    lines = ["---", "search:", "  exclude: true", "---", "", "# The source", ""]
+    lines += ["Every file of the library and of its tests, as it was when these pages were built.", ""]
+    for folder, files in sorted(folders.items()):
+        links = ", ".join(f"[`{Path(path).name}`]({path}.md)" for path in files)
+        lines += [f"**{'At the top' if folder == '.' else folder}**: {links}", ""]
+    return "\n".join(lines)
+
+
 def listing(path: str) -> str:
     """The highlighted file, with an anchor ``L-n`` on every line."""
     formatter = HtmlFormatter(cssclass="highlight source-listing", linenos="inline", linespans="L", wrapcode=True)

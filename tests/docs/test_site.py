@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [path.relative_to(DOCS) for path in DOCS.rglob("*.md") if not {"node_modules", "source"} & set(path.parts)]
 LISTED = ("benchmarks/NOTES.md", "benchmarks/results/")  # shown as they are, like code
 WRITTEN = sorted(str(path.with_suffix(".html")) for path in PAGES if not path.as_posix().startswith(LISTED))
-SHOWN = [*WRITTEN, "source/attnzoo/algebra/gate.py.html"]
+SHOWN = [*WRITTEN, "source/index.html", "source/attnzoo/algebra/gate.py.html"]
 
 # what a reader would see: text nodes outside code, scripts and the formulas' own markup
 RAW_TEX = r"""() => {
@@ -205,6 +205,17 @@ def test_links_to_code_open_at_the_line(kind, reader, site):
         assert box is not None
         assert 0 <= box["y"] < 900
         assert reader.complaints == []
+
+
+@pytest.mark.parametrize("path", ["index.html", "derivations/fox.html"])
+def test_a_link_to_a_page_is_shown_with_its_card(path, site):
+    head = (site / path).read_text(encoding="utf-8").partition("</head>")[0]
+    card = re.search(r'<meta property="og:image" content="([^"]+)">', head)
+    icon = re.search(r'<link rel="icon" href="([^"]+)">', head)
+    assert card
+    assert icon
+    assert all((site / path).parent.joinpath(found[1]).resolve().is_file() for found in (card, icon))
+    assert re.search(r'<meta property="og:title" content="[^"]*attnzoo">', head)
 
 
 def test_every_figure_is_shown_in_both_schemes(site):

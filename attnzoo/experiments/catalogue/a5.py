@@ -1,0 +1,75 @@
+"""A group that is not solvable, over the number of layers."""
+
+from attnzoo.experiments.claims import All, AtLeast, Below, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
+from attnzoo.experiments.probes import Wrong
+
+MERRILL = "Merrill, Petty and Sabharwal, The Illusion of State in State-Space Models (2024), section 6"
+YANG = "Yang et al., PaTH Attention (2025), synthetic tasks, the word problem of A5 by layers"
+WRONG = "wrong answers"
+DEPTHS = (1, 2, 4)
+KINDS = {
+    "delta, 2 factors": ("deltanet", {"allow_neg_eigval": True, "num_householder": 2}),
+    "path": ("path", {}),
+    "rope": ("rope", {}),
+    "mamba2": ("mamba2", {}),
+}
+
+
+def name_of(kind: str, layers: int) -> str:
+    return f"{kind}, {layers} layer{'s' if layers > 1 else ''}"
+
+
+def at(kind: str, layers: int) -> Value:
+    """Wrong answers on rows as long as in training."""
+    return Value(name_of(kind, layers), WRONG, 1.0)
+
+
+EXPERIMENT = Experiment(
+    title="A5 by depth",
+    question=(
+        "Each token is an even permutation of five things; which one are all so far? The group is not solvable: no "
+        "number of layers of attention, or of gates alone, is enough for every length, and a longer row needs more of "
+        "them. Products of reflections keep it in one layer."
+    ),
+    arms=tuple(
+        Arm(name_of(kind, layers), variant, options, (f"model.num_layers={layers}",))
+        for kind, (variant, options) in KINDS.items()
+        for layers in DEPTHS
+    ),
+    settings=("data.source=task:word_problem", "data.task_options.group=A5", "optimizer.weight_decay=0.0"),
+    sizes={
+        "cpu": Size(
+            settings=(
+                "steps=500", "batch_size=32", "data.context_length=12", "log_every=100", "eval_tokens=4096",
+                "model={hidden_size: 64, num_heads: 2}", "optimizer.warmup_steps=50",
+            ),
+            lrs=(0.002, 0.006),
+        ),
+        "gpu": Size(
+            settings=(
+                "steps=3000", "batch_size=256", "data.context_length=64", "log_every=200", "eval_tokens=65536",
+                "model={hidden_size: 256, num_heads: 4}", "optimizer.warmup_steps=200",
+            ),
+            lrs=(0.001,),
+            rows=1024,
+        ),
+    },
+    probes=(Wrong(WRONG, lengths=(0.5, 1.0, 2.0)),),
+    expectations=(
+        Expectation(
+            "Two factors per token are wrong less often in one layer than RoPE or Mamba-2 in four.",
+            f"{MERRILL}; Siems et al., DeltaProduct (2025)",
+            All((Below(at("delta, 2 factors", 1), at("rope", 4)), Below(at("delta, 2 factors", 1), at("mamba2", 4)))),
+        ),
+        Expectation("PaTH needs fewer layers than RoPE: two are better than four.", YANG,
+                    Below(at("path", 2), at("rope", 4))),
+        Expectation("Layers help RoPE: four are better than one.", MERRILL, Below(at("rope", 4), at("rope", 1))),
+        Expectation("One layer of RoPE or of Mamba-2 does not solve it (over 10% wrong).", MERRILL,
+                    All((AtLeast(at("rope", 1), 0.1), AtLeast(at("mamba2", 1), 0.1)))),
+    ),
+    grids=(
+        Grid("wrong answers on rows as long as in training", tuple(KINDS), tuple(f"{n} layers" for n in DEPTHS),
+             tuple(tuple(name_of(kind, n) for n in DEPTHS) for kind in KINDS), WRONG, 1.0),
+    ),
+)  # fmt: skip

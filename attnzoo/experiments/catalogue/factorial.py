@@ -1,0 +1,98 @@
+"""Every gate with and without a delta rule, on both sides."""
+
+from attnzoo.experiments.claims import All, Below, Correlated, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
+from attnzoo.experiments.probes import Loss
+
+FORGETTING = "Lin et al., Forgetting Transformer (2025), Figure 7"
+DELTA = {"allow_neg_eigval": True}  # beta to 2 on both sides, and w the key
+KEY = {"w": "key"}
+GATES = ("none", "constant", "scalar", "per channel")
+# Linear side, then softmax side: without a delta rule and with one. Constants are not trained, and alike on both sides.
+LINEAR = {
+    "none": (Arm("linear_attention", "linear_attention"), Arm("deltanet", "deltanet", DELTA)),
+    "constant": (
+        Arm("retnet", "retnet", {"gate": "fixed", "rotary": None}),
+        Arm("constant + delta", "gated_deltanet", {"gate": ["fixed", "delta"], **DELTA}),
+    ),
+    "scalar": (
+        Arm("mamba2", "mamba2", {"gate": "forget"}),
+        Arm("gated_deltanet", "gated_deltanet", {"gate": ["forget", "delta"], **DELTA}),
+    ),
+    "per channel": (Arm("gla", "gla"), Arm("kda", "kda", {"gate": ["low_rank", "delta"], **DELTA})),
+}
+SOFTMAX = {
+    "none": (Arm("nope", "nope"), Arm("path", "path", KEY)),
+    "constant": (
+        Arm("alibi", "alibi", {"gate": "fixed"}),
+        Arm("constant + path", "path_fox", {"gate": ["fixed", "path"], **KEY}),
+    ),
+    "scalar": (Arm("fox", "fox"), Arm("path_fox", "path_fox", KEY)),
+    "per channel": (Arm("wall", "wall"), Arm("path_wall", "path_wall", {"gate": ["low_rank", "path"], **KEY})),
+}
+PAIRS = tuple(
+    (linear.name, softmax.name) for gate in GATES for linear, softmax in zip(LINEAR[gate], SOFTMAX[gate], strict=True)
+)
+
+
+def size(width: int, layers: int, steps: int, batch: int, context: int, *lrs: float, tokens: int = 65536) -> Size:
+    return Size(
+        settings=(
+            f"steps={steps}", f"batch_size={batch}", f"data.context_length={context}", "log_every=50",
+            f"model={{hidden_size: {width}, num_layers: {layers}, num_heads: {max(2, width // 64)}}}",
+            f"optimizer.warmup_steps={steps // 10}", f"eval_tokens={tokens // 2}",
+        ),
+        lrs=lrs,
+        tokens=tokens,
+    )  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    title="Does what helps a recurrence help its dual?",
+    question=(
+        "No gate, a constant one, a scalar one, one per channel; without a delta rule and with one; as a recurrence "
+        "and as its softmax dual: sixteen models in equal layers (QK-norm, shift of keys and values, output norm and "
+        "gate) on the source of Python's standard library, byte by byte. A gain is the loss that a part takes from the "
+        "model with neither gate nor delta rule on the same side."
+    ),
+    arms=tuple(arm for gate in GATES for side in (LINEAR, SOFTMAX) for arm in side[gate]),
+    options={"block": "pro"},
+    sizes={
+        "cpu": size(32, 2, 300, 8, 128, 0.003, 0.01, tokens=32768),
+        "cpu-medium": size(64, 2, 300, 8, 128, 0.003, 0.006, tokens=32768),
+        "cpu-large": size(128, 2, 300, 8, 128, 0.003, tokens=32768),
+        "gpu": size(128, 4, 1000, 32, 512, 0.002),
+        "gpu-medium": size(256, 6, 1000, 32, 512, 0.002),
+        "gpu-large": size(512, 8, 1000, 32, 512, 0.001),
+    },
+    probes=(Loss(),),
+    expectations=(
+        Expectation("What helps a recurrence helps its dual: the gains of the two sides are correlated.",
+                    "our own question; the pairs are Arshia Afzal's (2026)",
+                    Correlated(PAIRS[0], PAIRS[1:], "loss")),
+        Expectation("A scalar gate helps both sides.",
+                    f"{FORGETTING}; Yang et al., Gated DeltaNet (2025), Table 3",
+                    All((Below(Value("mamba2", "loss"), Value("linear_attention", "loss")),
+                         Below(Value("fox", "loss"), Value("nope", "loss"))))),
+        Expectation("A gate that depends on the data is better than a constant one on both sides.", FORGETTING,
+                    All((Below(Value("mamba2", "loss"), Value("retnet", "loss")),
+                         Below(Value("fox", "loss"), Value("alibi", "loss"))))),
+        Expectation("The delta rule helps where there is no gate, on both sides.",
+                    "Yang et al., Parallelizing Linear Transformers with the Delta Rule (2024), Table 2; Yang et al., "
+                    "PaTH Attention (2025)",
+                    All((Below(Value("deltanet", "loss"), Value("linear_attention", "loss")),
+                         Below(Value("path", "loss"), Value("nope", "loss"))))),
+        Expectation("Gate and delta rule together are better than either on the linear side.",
+                    "Yang et al., Gated DeltaNet (2025), Table 3",
+                    All((Below(Value("gated_deltanet", "loss"), Value("mamba2", "loss")),
+                         Below(Value("gated_deltanet", "loss"), Value("deltanet", "loss"))))),
+        Expectation("And on the softmax side.", "Yang et al., PaTH Attention (2025), PaTH-FoX",
+                    All((Below(Value("path_fox", "loss"), Value("fox", "loss")),
+                         Below(Value("path_fox", "loss"), Value("path", "loss"))))),
+    ),
+    grids=tuple(
+        Grid(f"loss, {name} side", tuple(f"gate: {gate}" for gate in GATES), ("no delta rule", "delta rule"),
+             tuple(tuple(arm.name for arm in side[gate]) for gate in GATES), "loss")
+        for name, side in (("linear", LINEAR), ("softmax", SOFTMAX))
+    ),
+)  # fmt: skip

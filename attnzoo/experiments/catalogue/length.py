@@ -1,0 +1,80 @@
+"""Loss beyond the training context, blocks and orderings."""
+
+from attnzoo.experiments.claims import All, AtMost, Below, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.probes import Kept, Loss, LossByPlace, PrunedLoss, Speed
+
+FOX = "Lin et al., Forgetting Transformer (2025)"
+ACP = "Lin et al., Adaptive Computation Pruning for the Forgetting Transformer (2025)"
+BANDS = LossByPlace()
+PRO, LLAMA = {"block": "pro"}, {"block": "llama"}
+
+
+def rises(arm: str) -> Below:
+    """The loss at the end of four training contexts is above that at the end of one."""
+    return Below(Value(arm, BANDS.name, 1.0), Value(arm, BANDS.name, 4.0), by=0.1)
+
+
+def stays(arm: str) -> Below:
+    """The loss at the end of four training contexts is not above that at the end of one by more than a twentieth."""
+    return Below(Value(arm, BANDS.name, 4.0), Value(arm, BANDS.name, 1.0), by=-0.05)
+
+
+EXPERIMENT = Experiment(
+    title="Beyond the training context",
+    question=(
+        "Text four times as long as in training: whose loss rises, whose stays? FoX and RoPE in a bare block (LLaMA) "
+        "and in one with QK-norm, shift of keys and values, output norm and gate (Pro), PaTH-FoX beside them; and what "
+        "pruning by certificate drops of FoX."
+    ),
+    arms=(
+        Arm("FoX (Pro)", "fox", PRO),
+        Arm("FoX (Pro), ACP", "fox", {**PRO, "acp": True}),
+        Arm("FoX (LLaMA)", "fox", LLAMA),
+        Arm("Transformer (Pro)", "rope", PRO),
+        Arm("Transformer (LLaMA)", "rope", LLAMA),
+        Arm("PaTH-FoX", "path_fox", PRO),
+        Arm("Mamba-2 (Pro)", "mamba2", {**PRO, "gate": "forget"}),
+    ),
+    sizes={
+        "cpu": Size(
+            settings=(
+                "steps=800", "batch_size=8", "data.context_length=128", "log_every=50", "eval_tokens=16384",
+                "model={hidden_size: 64, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=50",
+            ),
+            lrs=(0.003, 0.006),
+            tokens=32768,
+        ),
+        "gpu": Size(
+            settings=(
+                "steps=400", "batch_size=8", "data.context_length=4096", "log_every=20", "eval_tokens=262144",
+                "model={hidden_size: 512, num_layers: 8, num_heads: 8}", "optimizer.warmup_steps=50",
+                "mixed_precision=bf16", "compile=true",
+            ),
+            lrs=(0.001,),
+            tokens=524288,
+        ),
+    },
+    probes=(Loss(), BANDS, Kept(), PrunedLoss(), Speed()),
+    expectations=(
+        Expectation("RoPE's loss rises beyond its training context.", f"{FOX}, Figure 2",
+                    All((rises("Transformer (Pro)"), rises("Transformer (LLaMA)")))),
+        Expectation("FoX's loss does not.", f"{FOX}, Figure 2", All((stays("FoX (Pro)"), stays("FoX (LLaMA)")))),
+        Expectation("Nor does that of PaTH-FoX.", "Yang et al., PaTH Attention (2025), on length extrapolation",
+                    stays("PaTH-FoX")),
+        Expectation("In loss: FoX (Pro) < Transformer (Pro) < FoX (LLaMA) < Transformer (LLaMA).",
+                    f"{FOX}, Figure 2 and section 4.5",
+                    All((Below(Value("FoX (Pro)", "loss"), Value("Transformer (Pro)", "loss")),
+                         Below(Value("Transformer (Pro)", "loss"), Value("FoX (LLaMA)", "loss")),
+                         Below(Value("FoX (LLaMA)", "loss"), Value("Transformer (LLaMA)", "loss"))))),
+        Expectation("Pruning adds nothing to the loss (under 0.001 nats).", f"{ACP}, section 4",
+                    AtMost(Value("FoX (Pro)", "loss added by pruning"), 0.001)),
+        Expectation("A model trained with pruning is as good (within 0.02 nats).", f"{ACP}, section 4",
+                    Below(Value("FoX (Pro), ACP", "loss"), Value("FoX (Pro)", "loss"), by=-0.02)),
+        Expectation("At 4k tokens about 70% is pruned: at most 40% of the blocks are kept.", f"{ACP}, Figure 2",
+                    AtMost(Value("FoX (Pro)", "blocks kept", 1.0), 0.4), sizes=("gpu",)),
+        Expectation("Training is faster with pruning, by 10% to 40%.", f"{ACP}, Figure 2",
+                    Below(Value("FoX (Pro)", "training speed"), Value("FoX (Pro), ACP", "training speed")),
+                    sizes=("gpu",)),
+    ),
+)  # fmt: skip

@@ -1,0 +1,64 @@
+"""A number somewhere in a haystack."""
+
+from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.probes import WrongOver
+
+PAPER = "Lin et al., Forgetting Transformer (2025), section 4.3 and Figure 4"
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+INSIDE, TWICE, FOUR = "training context", "2 × training context", "4 × training context"
+
+EXPERIMENT = Experiment(
+    title="Needle in a haystack",
+    question=(
+        "A number stands somewhere among random words; the row ends in the question for it. Where does each model "
+        "still find it? Depth 0 is the beginning of the row, 1 its end. Equal layers, trained on the task itself at "
+        "random depths; the paper asks language models that were trained on text."
+    ),
+    arms=(
+        Arm("fox", "fox"),
+        Arm("path_fox", "path_fox"),
+        Arm("rope", "rope"),
+        Arm("nope", "nope"),
+        Arm("mamba2", "mamba2", {"gate": "forget"}),
+        Arm("gla", "gla"),
+        Arm("gated_deltanet", "gated_deltanet", {"gate": ["forget", "delta"]}),
+    ),
+    settings=("data.source=task:needle",),
+    options={"block": "pro"},
+    sizes={
+        "cpu": Size(
+            settings=(
+                "data.task_options.digits=2", "steps=700", "batch_size=16", "data.context_length=64", "log_every=100",
+                "eval_tokens=16384", "model={hidden_size: 64, num_layers: 2, num_heads: 2}",
+                "optimizer.warmup_steps=50",
+            ),
+            lrs=(0.003, 0.006),
+            rows=128,
+        ),
+        "gpu": Size(
+            settings=(
+                "data.task_options.digits=4", "steps=3000", "batch_size=64", "data.context_length=1024",
+                "log_every=200", "eval_tokens=262144", "model={hidden_size: 256, num_layers: 4, num_heads: 4}",
+                "optimizer.warmup_steps=200",
+            ),
+            lrs=(0.001,),
+            rows=512,
+        ),
+    },
+    probes=tuple(
+        WrongOver(name, "depth", DEPTHS, length)
+        for name, length in ((INSIDE, 1.0), (TWICE, 2.0), (FOUR, 4.0))
+    ),
+    expectations=(
+        Expectation("FoX finds it anywhere in the training context (under 1% wrong at every depth).", PAPER,
+                    All(tuple(AtMost(Value("fox", INSIDE, depth), 0.01) for depth in DEPTHS))),
+        Expectation("FoX finds it at the beginning of rows twice as long, too (under 10% wrong).", PAPER,
+                    AtMost(Value("fox", TWICE, 0.0), 0.1)),
+        Expectation("RoPE loses it beyond its training context (over 10% wrong at the beginning of rows of twice it).",
+                    f"{PAPER}: Transformer (LLaMA)", AtLeast(Value("rope", TWICE, 0.0), 0.1)),
+        Expectation("The recurrences lose it in the training context (over 10% wrong at its beginning).", PAPER,
+                    All(tuple(AtLeast(Value(arm, INSIDE, 0.0), 0.1) for arm in ("mamba2", "gla", "gated_deltanet")))),
+    ),
+    maps=(INSIDE, TWICE, FOUR),
+)  # fmt: skip

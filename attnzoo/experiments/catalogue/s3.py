@@ -1,0 +1,72 @@
+"""Products of permutations of three things."""
+
+from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.probes import Wrong
+
+GRAZZI = "Grazzi et al., Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues (2025), sections 4 and 5"
+SIEMS = "Siems et al., DeltaProduct (2025), on state tracking in permutation groups"
+WRONG = "wrong answers"
+
+EXPERIMENT = Experiment(
+    title="S3: products of reflections",
+    question=(
+        "Each token permutes three things; which permutation are all so far? Swaps are reflections, I - 2 w w^T, and "
+        "what turns the three round is two of them. Asked at every token, on rows as long as in training and longer."
+    ),
+    arms=(
+        Arm("delta, beta to 2", "deltanet", {"allow_neg_eigval": True}),
+        Arm("delta, beta to 1", "deltanet"),
+        Arm("2 factors, beta to 2", "deltanet", {"allow_neg_eigval": True, "num_householder": 2}),
+        Arm("2 factors, beta to 1", "deltanet", {"num_householder": 2}),
+        Arm("path", "path"),
+        Arm("path, 2 factors", "path", {"num_householder": 2}),
+        Arm("rope", "rope"),
+        Arm("fox", "fox"),
+    ),
+    settings=("data.source=task:word_problem", "data.task_options.group=S3", "optimizer.weight_decay=0.0"),
+    sizes={
+        "cpu": Size(
+            settings=(
+                "steps=1000", "batch_size=32", "data.context_length=32", "log_every=100", "eval_tokens=8192",
+                "model={hidden_size: 32, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=100",
+            ),
+            lrs=(0.003, 0.01),
+        ),
+        "gpu": Size(
+            settings=(
+                "steps=3000", "batch_size=256", "data.context_length=128", "log_every=200", "eval_tokens=65536",
+                "model={hidden_size: 128, num_layers: 1, num_heads: 4}", "optimizer.warmup_steps=200",
+            ),
+            lrs=(0.001, 0.003),
+            rows=1024,
+        ),
+    },
+    probes=(Wrong(WRONG, lengths=(1.0, 2.0, 4.0)),),
+    expectations=(
+        Expectation(
+            "Two factors with beta to 2 solve S3 in one layer on rows as long as in training (under 1% wrong).",
+            SIEMS,
+            AtMost(Value("2 factors, beta to 2", WRONG, 1.0), 0.01),
+        ),
+        Expectation(
+            "They solve it on rows four times as long, too.", SIEMS, AtMost(Value("2 factors, beta to 2", WRONG), 0.01)
+        ),
+        Expectation(
+            "Beta to 1 does not, with one factor or two (over 10% wrong on longer rows).",
+            GRAZZI,
+            All((AtLeast(Value("delta, beta to 1", WRONG), 0.1), AtLeast(Value("2 factors, beta to 1", WRONG), 0.1))),
+        ),
+        Expectation(
+            "One factor with beta to 2 does not in one layer: a turn is two reflections.",
+            SIEMS,
+            AtLeast(Value("delta, beta to 2", WRONG), 0.1),
+        ),
+        Expectation(
+            "Attention with RoPE or a forget gate does not.",
+            "Merrill and Sabharwal, The Parallelism Tradeoff (2023), of length that grows; Grazzi et al. (2025), "
+            "section 5, for a Transformer",
+            All((AtLeast(Value("rope", WRONG), 0.1), AtLeast(Value("fox", WRONG), 0.1))),
+        ),
+    ),
+)  # fmt: skip
