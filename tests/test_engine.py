@@ -152,7 +152,7 @@ def test_blocks_that_are_compiled_give_the_same_tokens_and_layers_share_the_code
     torch._dynamo.reset()
     counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    model = build(num_layers=3, attention_options={"block": "pro"})
+    model = build(num_layers=2, attention_options={"block": "pro"})
     generator = Generator(model, 1, 32, compile=True, fuse=fuse)
     number = generator.add(prompts[0], 5, temperature=0)
     assert generator.run()[number] == alone(model, prompts[0], 5)
@@ -270,12 +270,12 @@ def test_keys_that_are_given_up_change_no_greedy_token_and_their_pages_are_free(
     model, draws = forgetful(name), torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 40, (T,), generator=draws) for T in (150, 250, 70)]
     generator = Generator(model, 2, 400, evict=math.exp(-10))
-    ids = [generator.add(prompt, 100, temperature=0) for prompt in prompts]
+    ids = [generator.add(prompt, 66, temperature=0) for prompt in prompts]
     found = generator.run()
     for number, prompt in zip(ids, prompts, strict=True):
-        assert found[number] == alone(model, prompt, 100)
+        assert found[number] == alone(model, prompt, 66)
         forgets, remembers = generator.requests[number].kept[0]
-        assert remembers == len(prompt) + 99
+        assert remembers == len(prompt) + 65
         assert forgets <= min(3 * PAGE, remembers - PAGE)
         assert generator.requests[number].kept[1] is None
     pool = generator.caches[0].memory.pool

@@ -35,6 +35,8 @@ CASES = {
         {"head_dim": 16, "num_householder": 2, "use_forget_gate": True, "allow_neg_eigval": True},
     ),
     "deltaproduct": ("GatedDeltaProduct", {"head_dim": 16, "num_householder": 3, "use_output_gate": False}),
+    "kda": ("KDA", {"head_dim": 16, "allow_neg_eigval": True}),
+    "kda, more values": ("KDA", {"head_dim": 16, "num_heads": 2, "num_v_heads": 4, "expand_v": 0.5}),
     "gla": ("GLA", {"fuse_norm": True}),
     "gla, shared keys": ("GLA", {"fuse_norm": True, "num_kv_heads": 2, "use_short_conv": True}),
     "retnet": ("RetNet", {"fuse_norm": True}),
@@ -43,6 +45,7 @@ CASES = {
     "mamba2, without a norm": ("Mamba2", {**MAMBA, "rmsnorm": False}),
     "wall": ("WallTransformer", {"num_kv_heads": 2}),
     "wall, gated and normed": ("WallTransformer", {"qk_norm": True, "use_output_gate": True}),
+    "gated_wall": ("WallTransformer", {"num_kv_heads": 2, "use_scalar_gate": True, "gate_init_bias": 1.0}),
 }
 
 
@@ -108,6 +111,11 @@ def plain(monkeypatch):
         q, k = (unit(x).repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
         return naive("gated_delta_rule").naive_recurrent_gated_delta_rule(q, k, v, beta, g)
 
+    def kda(q, k, v, g, beta, A_log, dt_bias, allow_neg_eigval=False, **_):
+        g = -A_log.exp()[:, None] * F.softplus(g + dt_bias.unflatten(0, g.shape[2:]))
+        beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
+        return naive("kda").naive_recurrent_kda(unit(q), unit(k), v, g, beta)
+
     def product(q, k, v, g, beta, **_):
         g = torch.zeros_like(beta) if g is None else g
         return naive("gated_delta_rule").naive_recurrent_gated_delta_rule(unit(q), unit(k), v, beta, g)
@@ -119,10 +127,11 @@ def plain(monkeypatch):
         return by_heads(naive("retention").naive_retention(*map(by_heads, (q, k, v)))), None
 
     def wall(q, k, v, g, g_scalar=None, window_size=None, **_):
-        return naive("wall_attn").naive_wall_attn(q, k, v, g, scale=q.shape[-1] ** -0.5, window_size=window_size)
+        naive_wall, scale = naive("wall_attn").naive_wall_attn, q.shape[-1] ** -0.5
+        return naive_wall(q, k, v, g, scale=scale, window_size=window_size, g_scalar=g_scalar)
 
     def gated_norm(norm, x, g, **_):
-        return rms(x, norm.weight, norm.eps) * F.silu(g)
+        return rms(x, norm.weight, norm.eps) * (g.sigmoid() if norm.activation == "sigmoid" else F.silu(g))
 
     def group_norm(norm, x):
         return rms(x.unflatten(-1, (norm.num_groups, -1)), 1, norm.eps).flatten(-2) * norm.weight
@@ -149,6 +158,7 @@ def plain(monkeypatch):
             F.pad(x.mT, (weight.shape[1] - 1, 0)), weight[:, None], groups=x.shape[-1]).mT), None),
     )  # fmt: skip
     replace(layers + "gated_deltaproduct", fused_recurrent_gated_delta_rule=product)
+    replace(layers + "kda", chunk_kda=kda, fused_recurrent_kda=kda)
     replace(layers + "gla", chunk_gla=gla, fused_recurrent_gla=gla)
     replace(layers + "multiscale_retention", chunk_retention=retention, fused_recurrent_retention=retention)
     replace(layers + "wall_attn", parallel_wall_attn=wall)

@@ -129,6 +129,27 @@ def test_mamba2_is_the_published_block(groups):
     assert torch.allclose(attn(x), peer(x), atol=1e-5, rtol=1e-5)
 
 
+def test_mamba3_is_the_published_block_without_its_trapezoidal_rule():
+    """Lahoti et al., 2026: each query and key turned by its own phase, in a loop as mamba_ssm's steps have it."""
+    attn, x = layer("mamba3", num_heads=8, head_dim=16), tokens()
+    q, k = (rms(getattr(attn, f"{n}_proj")(x), getattr(attn, f"{n}_norm").weight, 1e-5)[:, :, None] for n in "qk")
+    v, gate = heads(attn.v_proj(x), 8), attn.gate
+    dt = F.softplus(gate.dt_proj(x) + gate.dt_bias)
+    decay = (-F.softplus(gate.a_proj(x)).clamp(min=1e-4) * dt).exp()
+    step = torch.pi * dt[..., None] * gate.angle_proj(x).tanh()[:, :, None]
+    S, phase, out = x.new_zeros(2, 8, 8, 16), x.new_zeros(2, 8, 4), []
+    for t in range(T):
+        phase = phase + step[:, t]
+        turn = torch.polar(torch.ones_like(phase), phase)
+        qt, kt = (x[:, t].expand(2, 8, 16).clone() for x in (q, k))
+        for y in (qt, kt):  # half of the channels turn, in pairs that stand side by side
+            y[..., :8] = torch.view_as_real(torch.view_as_complex(y[..., :8].unflatten(-1, (-1, 2))) * turn).flatten(-2)
+        S = decay[:, t, :, None, None] * S + dt[:, t, :, None, None] * v[:, t, :, :, None] * kt[:, :, None]
+        out.append((S * qt[:, :, None]).sum(-1))
+    o = (torch.stack(out, 1) + attn.skip[:, None] * v).flatten(2) * F.silu(attn.output_gate(x))
+    assert torch.allclose(attn(x), attn.o_proj(o), atol=1e-9, rtol=1e-9)
+
+
 def interleaved(weight: Tensor, count: int) -> Tensor:
     """Rows of half-split rotations as pairs that stand side by side."""
     return weight.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)

@@ -26,7 +26,7 @@ from attnzoo.forms.cache import append_valid
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.paged import PagedCache
 from attnzoo.forms.pages import Pages
-from attnzoo.forms.pool import PAGE, KeyPool, in_front, longest
+from attnzoo.forms.pool import PAGE, KeyPool, LastRows, in_front, longest
 from attnzoo.forms.readout import least_logit
 
 ROWS = 128  # at a time
@@ -243,17 +243,21 @@ def extend_carried(
 def step_carried(
     forms: Separating, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
 ) -> tuple[Tensor, PagedCache]:
-    """As :func:`extend_carried`, for few tokens of which all exist, in kernels; the output is ``[B, T, H, V]``."""
-    (B, T, H, K), pool = q.shape, cast(CarriedPool, state.pool)
+    """As :func:`extend_carried`, for few tokens, in kernels; the output is ``[B, T, H, V]``."""
+    (B, T, H, K), pool, valid = q.shape, cast(CarriedPool, state.pool), given.valid
     state.begin()
-    gate = gate.per_token(q)
+    if valid is not None:
+        q, k, v = existing(valid, q, k, v)
+    gate = forms.separated(gate, q, valid, None).per_token(q)
     if state.evict is not None and state.evict.offload is not None:
-        state.look(heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale), k, None)
-    pool.reserve([T] * B)
-    o = pool.step(q, k, v, gate, given)
-    pool.lengths = [n + T for n in pool.lengths]
+        state.look(heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale), k, valid)
+    there = append_valid(cast(Any, state), valid, k)
+    last = LastRows.of(valid, B, T)
+    q, k, v = (last.take(x) for x in (q, k, v))
+    pool.reserve(last.counts)
+    o = last.put(pool.step(q, k, v, gate.map(last.take), given, last.count))
+    pool.lengths = [n + more for n, more in zip(pool.lengths, last.counts, strict=True)]
     pool.known = [max(known, near_base(n)) for known, n in zip(pool.known, pool.lengths, strict=True)]
-    there = append_valid(cast(Any, state), None, k)
     return o, PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there)
 
 

@@ -17,7 +17,7 @@ from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import append_valid, check_rows, whole
 from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import SoftmaxOptions, existing
-from attnzoo.forms.pool import PAGE, KeyPool
+from attnzoo.forms.pool import PAGE, KeyPool, LastRows
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import least_logit
 
@@ -294,9 +294,8 @@ def refuses_pages(call: Call, unavailable: Callable[[Tensor, Tensor], str]) -> s
     """
     from attnzoo.kernels.decode.plan import MOST_ROWS
 
-    for option in ("valid", "return_lse"):
-        if option in call.options:
-            return f"the triton form has no option {option} over keys in pages"
+    if "return_lse" in call.options:
+        return "the triton form has no option return_lse over keys in pages"
     if call.q.shape[1] > MOST_ROWS:
         return f"the triton form reads keys in pages for 1 to {MOST_ROWS} tokens at a time"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
@@ -308,17 +307,23 @@ def refuses_pages(call: Call, unavailable: Callable[[Tensor, Tensor], str]) -> s
 def step_pages(
     forms: Additive, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
 ) -> tuple[Tensor, PagedCache]:
-    """As :func:`extend_pages`, for few tokens of which all exist, in two kernels; the output is ``[B, T, H, V]``."""
-    (B, T, H, K), pool = q.shape, state.pool
+    """As :func:`extend_pages`, for few tokens, in kernels; the output is ``[B, T, H, V]``."""
+    (B, T, H, K), pool, valid = q.shape, state.pool, given.valid
     state.begin()
-    q, k, phase, angle = forms.place(q, k, gate, state, None)
+    if valid is not None:
+        q, k, v = existing(valid, q, k, v)
+        gate = forms.separated(gate, q, valid, None)
+    q, k, phase, angle = forms.place(q, k, gate, state, valid)
     if state.evict is not None and state.evict.offload is not None:
-        state.look(heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale), k, None)
-    pool.reserve([T] * B)
-    g = None if gate.log_decay is None else gate.log_decay.expand(B, T, H)
-    o = append_and_attend(pool, q, k, v, g, given, "triton")
-    pool.lengths = [n + T for n in pool.lengths]
-    there = append_valid(cast(Any, state), None, k)
+        state.look(heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale), k, valid)
+    there, g = append_valid(cast(Any, state), valid, k), gate.log_decay
+    g = None if g is None else g.expand(B, T, H)
+    last = LastRows.of(valid, B, T)
+    q, k, v = (last.take(x) for x in (q, k, v))
+    g = None if g is None else last.take(g)
+    pool.reserve(last.counts)
+    o = last.put(append_and_attend(pool, q, k, v, g, given, "triton", last.count))
+    pool.lengths = [n + more for n, more in zip(pool.lengths, last.counts, strict=True)]
     seen = {"tokens": state.tokens + T, "valid": there, "phase": phase, "angle": angle}
     return o, PagedCache.of(pool, state.evict, **seen)
 

@@ -22,6 +22,7 @@ INSTEAD = {"value_dim": "expand", "num_kv_heads": "num_qk_heads"}  # the first, 
 NEEDS = {  # a detail -> the part of the layer that it is one of
     "qk_norm_shared": "qk_norm", "conv_bias": "conv_size", "conv_activation": "conv_size", "rotary_angles": "rotary",
     "output_norm_groups": "output_norm", "output_norm_shared": "output_norm", "gate_before_norm": "output_norm",
+    "output_gate_low_rank": "output_gate",
 }  # fmt: skip
 OFF = (None, 0, "none")
 
@@ -60,6 +61,7 @@ class AttentionConfig:
         output_norm_shared: one learned scale for all heads.
         output_norm_eps: added to the mean squares of the output.
         output_gate: ``none``, ``sigmoid`` or ``swish`` of a projection of x, times the output.
+        output_gate_low_rank: that projection has rank V, and a bias (Kimi Delta Attention).
         gate_before_norm: the output gate comes before the output norm (Mamba-2), not after it.
         gate: gate projection(s) by name (``attnzoo.layer.gates.GATES``) or class.
         window: each token sees itself and the ``window - 1`` tokens before it (softmax side); None for all.
@@ -94,6 +96,7 @@ class AttentionConfig:
     output_norm_shared: bool = False
     output_norm_eps: float = 1e-6
     output_gate: str = "none"
+    output_gate_low_rank: bool = False
     gate_before_norm: bool = False
     gate: GateName | Sequence[GateName] = "none"
     window: int | None = None

@@ -41,6 +41,7 @@ PEERS = {
     "delta_net": "fla:delta_net",
     "gated_deltanet": "fla:gated_deltanet",
     "gated_deltaproduct": "fla:gated_deltaproduct",
+    "kda": "fla:kda",
     "gla": "fla:gla",
     "retnet": "fla:retnet",
     "wall_transformer": "fla:wall_transformer",

@@ -21,20 +21,21 @@ Named = Iterator[tuple[str, Tensor]]
 def forgetting_transformer(settings: Settings) -> Peer:
     """FoX: the forget gate `f_proj`, QK-norm per head and a sigmoid output gate where they are on."""
     settings.only("window_size", None)
-    return _softmax(settings, "fox", {}, "g_proj", lambda part: (f"gate.forget_proj.{part}", f"f_proj.{part}"))
+    return _softmax(settings, "fox", {}, "g_proj", ("gate.forget_proj", "f_proj"))
 
 
 def wall_transformer(settings: Settings) -> Peer:
-    """Wall with its gates per channel; the scalar gate that may stand beside them has no place yet."""
-    settings.only("use_scalar_gate", False)
-    options = {"gate_rank": None, "temperature": 1.0, "window": settings.get("window_size")}
-    return _softmax(settings, "wall", options, "o_gate_proj", lambda part: (f"gate.up.{part}", f"g_proj.{part}"))
+    """Wall with its gates per channel, and with a scalar gate beside them where `use_scalar_gate` is on."""
+    window = {"window": settings.get("window_size")}
+    if settings.get("use_scalar_gate", False):
+        names = (("gate.members.0.channel_proj", "g_proj"), ("gate.members.1.forget_proj", "gs_proj"))
+        return _softmax(settings, "gated_wall", window, "o_gate_proj", *names)
+    options = {"gate_rank": None, "temperature": 1.0, **window}
+    return _softmax(settings, "wall", options, "o_gate_proj", ("gate.up", "g_proj"))
 
 
-def _softmax(
-    settings: Settings, variant: str, options: dict[str, Any], output: str, gate: Callable[[str], tuple[str, str]]
-) -> Peer:
-    """What the two share: `output` is the output gate there, `gate(part)` the gate's names here and there."""
+def _softmax(settings: Settings, variant: str, options: dict[str, Any], output: str, *gates: tuple[str, str]) -> Peer:
+    """What these share: `output` is the output gate there, `gates` the projections' names here and there."""
     H, G = _heads(settings)
     biases, normed, gated = (settings.get(name, False) for name in ("qkv_bias", "qk_norm", "use_output_gate"))
     options = options | {"num_kv_heads": G, "qkv_bias": biases, "output_gate": "sigmoid" if gated else "none"}
@@ -49,8 +50,9 @@ def _softmax(
         if normed:
             yield "q_norm.weight", take("q_norm.weight").unflatten(0, (H, -1))
             yield "k_norm.weight", take("k_norm.weight").unflatten(0, (G, -1))
-        for ours, theirs in map(gate, ("weight", "bias")):
-            yield ours, take(theirs)
+        for ours, theirs in gates:
+            yield f"{ours}.weight", take(f"{theirs}.weight")
+            yield f"{ours}.bias", take(f"{theirs}.bias")
         if gated:
             yield "output_gate.weight", take(f"{output}.weight")
         yield "o_proj.weight", take("o_proj.weight")
@@ -170,6 +172,32 @@ def gated_deltaproduct(settings: Settings) -> Peer:
             yield "output_gate.weight", take("g_proj.weight")
 
     return _peer(settings, "gated_deltanet" if forgets else "deltanet", options, attention)
+
+
+def kda(settings: Settings) -> Peer:
+    """Kimi Delta Attention, with more value heads than key heads where `num_v_heads` says so."""
+    for name, value in (("use_short_conv", True), ("safe_gate", False), ("lower_bound", None)):
+        settings.only(name, value)
+    K, H = settings.get("head_dim", 128), settings["num_heads"]
+    V, heads = int(K * settings.get("expand_v", 1.0)), settings.get("num_v_heads", H)
+    options: dict[str, Any] = {
+        "head_dim": K, "value_dim": V, "num_qk_heads": None if heads == H else H, "channel_rank": V,
+        "conv_size": settings.get("conv_size", 4), "allow_neg_eigval": settings.get("allow_neg_eigval", False),
+        **_output_norm(settings),
+    }  # fmt: skip
+
+    def attention(take: Take, index: int) -> Named:
+        yield from _convolved(take)
+        yield "gate.members.0.channel_down.weight", take("f_proj.0.weight")
+        yield "gate.members.0.channel_up.weight", take("f_proj.1.weight")
+        yield "gate.members.0.channel_bias", take("dt_bias")
+        yield "gate.members.0.log_a", take("A_log")
+        yield "gate.members.1.beta_proj.weight", take("b_proj.weight")
+        yield "output_norm.weight", take("o_norm.weight")
+        for ours in ("0.weight", "1.weight", "1.bias"):
+            yield f"output_gate.{ours}", take(f"g_proj.{ours}")
+
+    return _peer(settings, "kda", options, attention, heads=heads)
 
 
 def gla(settings: Settings) -> Peer:
