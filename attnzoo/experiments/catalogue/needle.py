@@ -38,7 +38,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "data.task_options.digits=4", "steps=3000", "batch_size=64", "data.context_length=1024",
+                "data.task_options.digits=4", "steps=1500", "batch_size=64", "data.context_length=1024",
                 "log_every=200", "eval_tokens=262144", "model={hidden_size: 256, num_layers: 4, num_heads: 4}",
                 "optimizer.warmup_steps=200",
             ),
