@@ -6,7 +6,7 @@ from attnzoo.experiments.probes import WrongOver
 
 PAPER = "Lin et al., Forgetting Transformer (2025), section 4.3 and Figure 4"
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-INSIDE, TWICE, FOUR = "training context", "2 × training context", "4 × training context"
+INSIDE, TWICE, FOUR = "wrong, 1 × context", "wrong, 2 × context", "wrong, 4 × context"
 
 EXPERIMENT = Experiment(
     title="Needle in a haystack",
