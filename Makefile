@@ -55,7 +55,7 @@ test-gpu: install
 test-long: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --hypothesis-profile=long \
 		tests/test_forms.py tests/test_laws.py tests/test_reductions.py tests/test_pruning.py tests/test_attention.py \
-		tests/test_options.py tests/test_products.py
+		tests/test_options.py tests/test_products.py tests/test_forgetting.py tests/test_forgetting_cache.py
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --fuzz-times=25 --fuzz-seed=$(FUZZ_SEED) tests/fuzz
 
 # the tests that use transformers, on the oldest release that is supported; `make test` has the newest

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from layers import D, assert_same, layer, rows
 from strategies import assert_close
 
-import attnzoo.forms.forgetting as panels
+import attnzoo.forms.forgetting as forms
+import attnzoo.forms.panels as panels
 from attnzoo import Prune, build_attention, get, list_variants, oracle
 from attnzoo.algebra import forgetting as dense
 from attnzoo.algebra.forgetting import Forgetting
+from attnzoo.forms.forgetting_goal import Goal
 from attnzoo.layer.forgetting import Forget
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
@@ -54,7 +56,7 @@ def whole(retention, logits, options, G):
     if options.of_pairs:
         squashed = dense.squashed(logits).unflatten(1, (G, -1)).mean(2)
         features = squashed, dense.running_mean(dense.shares(logits, G), options.memory)
-    return retention(panels.Panel(0, T, age[None, None], *features)), age
+    return retention(forms.Panel(0, T, age[None, None], *features)), age
 
 
 def by_definition(name, inputs, retention, options, tau, *, window=None, sink=None, scale=None):
@@ -86,12 +88,12 @@ def by_definition(name, inputs, retention, options, tau, *, window=None, sink=No
 
 def by_panels(name, inputs, retention, options, tau, *, columns=4, sink=None, **call):
     q, k, v, gate = inputs
-    forms = get(name)
+    variant = get(name)
     given = {**call, **({} if sink is None else {"sink": sink})}
-    teacher, lse = forms.forms["parallel"](q, k, v, gate, return_lse=True, **given)
+    teacher, lse = variant.forms["parallel"](q, k, v, gate, return_lse=True, **given)
     with mock.patch.object(panels, "COLUMNS", columns):
-        logits = panels.Logits(forms.form_set, q, k, gate, **call)
-        found = panels.forgetful_attention(
+        logits = panels.Logits(variant.form_set, q, k, gate, **call)
+        found = forms.forgetful_attention(
             logits, v, lse, retention, options, tau, teacher=teacher.detach(), sink=sink, losses=True
         )
     return {"o": found.o, "distillation": found.distillation, "budget": found.budget}
@@ -207,7 +209,7 @@ def test_running_mean_forgets_geometrically():
     weights = [0.25 * 0.75**n for n in range(3)] + [0.75**3]  # of rows 5, 4, 3 and 2, for key 2
     expected = sum(w * x[0, 0, 5 - n, 2] for n, w in enumerate(weights))
     assert abs(sum(weights) - 1) < 1e-12
-    for got in (dense.running_mean(x, 0.75), panels.running_mean(x, 0.75, 2)):
+    for got in (dense.running_mean(x, 0.75), forms.running_mean(x, 0.75, 2)):
         assert torch.isclose(got[0, 0, 5, 2], expected)
 
 
@@ -254,7 +256,7 @@ def test_full_retention_is_the_teacher(name):
     with mock.patch.object(panels, "COLUMNS", 8):
         o, lse = get(name).forms["parallel"](q, k, v, gate, sink=sink, return_lse=True)
         logits = panels.Logits(get(name).form_set, q, k, gate)
-        student = panels.forgetful_attention(logits, v, lse, everything, Forgetting(window=1), 3.0, sink=sink)
+        student = forms.forgetful_attention(logits, v, lse, everything, Forgetting(window=1), 3.0, sink=sink)
     assert_same(student.o, o)
 
 
@@ -283,7 +285,7 @@ def test_layer_is_causal_while_its_teacher_looks_ahead(network):
             q, k, v, gate = projected.q, projected.k, projected.v, projected.gate
             o, lse = attn.variant.forms["parallel"](q, k, v, gate, return_lse=True)
             logits, lse = panels.Logits(attn.variant.form_set, q, k, gate), lse.transpose(1, 2)
-            goal = panels._Goal.of(logits, v.transpose(1, 2), lse, o, attn.forget.options, 3.0)
+            goal = Goal.of(logits, v.transpose(1, 2), lse, o, attn.forget.options, 3.0)
             there = logits.exists(0, 4)
             seen.append(goal.panel(logits.panel(0, 4, there), there, 0, 4)[:, :, :9])
     assert (seen[0] - seen[1]).abs().max() > 1e-3
@@ -311,9 +313,10 @@ def test_retention_of_keys_falls_with_their_age():
     """Whatever the weights are: the network of keys alone needs no running minimum."""
     attn = layer("nope", forgetting=Forgetting(network="key"))
     projected = attn.project(5 * rows(1, 30))
-    retention = attn.forget.retention(projected.q, projected.k, projected.v)
+    forget = attn.forget
+    retention = forget.join(forget.of_keys(projected.k, projected.v), forget.of_rows(projected.q))
     age = (torch.arange(30)[:, None] - torch.arange(30))[None, None]
-    x = retention(panels.Panel(0, 30, age))
+    x = retention(forms.Panel(0, 30, age))
     assert (x.diff(dim=-2).masked_fill(age[..., 1:, :] <= 0, -1.0) < 0).all()
 
 

@@ -17,6 +17,7 @@ what a cache can drop. Shapes: a ``[B, H, T, T]``, s, S, r ``[B, G, T, T]``, bot
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +109,23 @@ class Forgetting:
     def capacity(self, tokens: Tensor) -> Tensor:
         """B_t of rows that have so many tokens to remember, the budget counted in tokens or as a share."""
         return tokens * self.budget if self.budget < 1 else tokens.clamp(max=self.budget)
+
+
+def room(budget: int | str | None) -> tuple[int | None, int | None]:
+    """What a cache may hold, from what a user writes: a number of tokens for each key head, or a text such as "96 KiB"
+    for the keys and values of all heads of a layer and sequence together. Gives the number of tokens and that of bytes.
+
+    Raises:
+        ValueError: neither.
+    """
+    if budget is None:
+        return None, None
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1:
+        return budget, None
+    found = re.fullmatch(r"\s*(\d+)\s*(B|KiB|MiB|GiB)\s*", budget) if isinstance(budget, str) else None
+    if found is None or not int(found[1]):
+        raise ValueError(f"budget: expected a number of tokens or a text such as '96 KiB', got {budget!r}")
+    return None, int(found[1]) << {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]]
 
 
 def contributions(weights: Tensor, v: Tensor) -> Tensor:

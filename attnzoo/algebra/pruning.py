@@ -200,11 +200,16 @@ def evictable(longest: Tensor, tails: Tensor, total: Tensor, log_eps: float, bou
     Returns:
         ``[B, H]`` int64, from 0 to N. Groups that are not complete are the caller's to leave out.
     """
+    return negligible(longest, tails, total, log_eps, bounds).cumprod(-1).sum(-1)
+
+
+def negligible(longest: Tensor, tails: Tensor, total: Tensor, log_eps: float, bounds: QueryBounds) -> Tensor:
+    """Whether no later row needs a key or any before it, ``[B, H, N]`` bool; arguments as :func:`evictable`'s, with a
+    key in the place of a group, in any order."""
     old = bounds.query.double()[..., None] * longest.double()
     if bounds.score is not None:
         old = old.minimum(bounds.score.double()[..., None])
-    enough = old + bounds.own.double()[..., None] + total[..., None] + tails <= log_eps
-    return enough.cumprod(-1).sum(-1)
+    return old + bounds.own.double()[..., None] + total[..., None] + tails <= log_eps
 
 
 def kept_fraction(

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.algebra.forgetting import Forgetting
+from attnzoo.algebra.forgetting import Forgetting, room
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
 from attnzoo.errors import unknown
 from attnzoo.forms.factors import outputs, sub_tokens
+from attnzoo.forms.forgetting_cache import Policy
 from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
@@ -172,20 +173,29 @@ class Attention(PreciseModule):
         forgets = self.variant.prunable or self.config.window is not None
         return forgets and _has_pages(self.variant)
 
-    def new_cache(self, evict: float | str | Evict | None = None) -> LayerCache:
+    def new_cache(self, evict: float | str | Evict | None = None, budget: int | str | None = None) -> LayerCache:
         """An empty cache for this layer, to be handed to every call of one generation.
 
         Args:
             evict: give up the keys of which no later row can get more than this weight in all (with None: none). The
                 weights of QK-norm must bound later queries; ``"offload"`` asks for no bound, moves keys to the host's
                 memory and brings them back for a row that needs them. See :class:`attnzoo.Evict`.
+            budget: of a layer that forgets: how many tokens each of its key heads may hold, or, as a text such as
+                "96 KiB", the memory of the keys and values of all its heads for one sequence. Each call that ends above
+                it gives up what it values least. None: what it has not forgotten is held.
 
         Raises:
-            ValueError: ``evict`` for a layer that needs all its keys, or of which nothing bounds later queries.
+            ValueError: ``evict`` for a layer that needs all its keys, or of which nothing bounds later queries; or a
+                ``budget`` for one that does not learn what to forget.
         """
-        if self.forget is not None:
-            raise ValueError("cache: a layer with forgetting reads whole sequences, and has no cache yet")
         settings = None if evict is None else Evict.of(evict)
+        if self.forget is None and budget is not None:
+            raise ValueError(f"budget: expected None (no forget network says what goes first), got {budget!r}")
+        room(budget)
+        if self.forget is not None and not self.forget.options.monotone:
+            raise ValueError("cache: expected forgetting.monotone=True (else what is gone may be asked for), got False")
+        if self.forget is not None and settings is not None and settings.offload:
+            raise ValueError("evict: expected a weight where the layer forgets, got 'offload'")
         if settings is not None and not self.evicts:
             able = [name for name in list_variants("softmax") if get(name).prunable and _has_pages(get(name))]
             lacks = "its keys lie in no pages" if not _has_pages(self.variant) else "nothing decays"
@@ -197,7 +207,7 @@ class Attention(PreciseModule):
         if settings is not None and not bounded and not settings.offload:
             how = "expected None or a layer with qk_norm, whose weights bound later queries, or 'offload'"
             raise ValueError(f"evict: {how}, got {evict!r} and qk_norm='none'")
-        return LayerCache(owner=Owner(self), evict=settings)
+        return LayerCache(owner=Owner(self), evict=settings, budget=budget)
 
     def forward(
         self,
@@ -316,7 +326,7 @@ class Attention(PreciseModule):
                 cache.bound = bound
         options = self._options(projected, valid, stream.cu_seqlens, bound)
         state = None if cache is None else cache.state
-        if state is None and cache is not None and cache.evict is not None:
+        if state is None and cache is not None and cache.evict is not None and self.forget is None:
             forms: Any = self.variant.form_set
             pages = forms.new_pages(projected.q, projected.k, projected.v, projected.gate)
             state = PagedCache.of(pages, self.eviction(cache.evict, pages, projected.q.dtype))
@@ -332,11 +342,21 @@ class Attention(PreciseModule):
         if self.forget is None:
             o, state = run(self.variant, form, call)
         else:
-            o, state = self.forget.run(self.variant, form, call), None
+            o, state = self.forget.run(self.variant, form, call, None if cache is None else self._policy(cache, call))
         if self.keys_per_token > 1 and state is not None:  # it has counted sub-tokens
             state = replace(state, tokens=len(state) - x.shape[1] * (self.keys_per_token - 1))
         y = self._output(x, projected.v, o)
         return y if valid is None else y.masked_fill(~valid[..., None], 0.0), state
+
+    def _policy(self, cache: LayerCache, call: Call) -> Policy:
+        """By what the cache of a layer that forgets gives up keys."""
+        assert self.forget is not None
+        if cache.state is not None:
+            policy: Policy = cache.state.policy
+            return policy
+        log_eps = None if cache.evict is None else math.log(cache.evict.eps)
+        bounds = None if log_eps is None else self._query_bounds(call.q.dtype)
+        return Policy(self.forget.options, *room(cache.budget), log_eps, bounds, self.config.window)
 
     def _step(self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: FixedCache) -> Tensor:
         """One token of each sequence, ``[B, 1, D]``, without anything that a CUDA graph could not hold."""
@@ -388,10 +408,12 @@ class Attention(PreciseModule):
             (B, G, _), H = pool.table.shape, self.config.num_heads
             away = Offload.empty(B, G, H, pool.length.device)
             return Eviction(math.log(evict.eps), None, self.config.window, away)
-        bounds, query, score = None, self.query_bound(dtype), self.logit_bound(dtype)
-        if query is not None and score is not None:
-            bounds = QueryBounds(query, own=score, score=score)
-        return Eviction(math.log(evict.eps), bounds, self.config.window)
+        return Eviction(math.log(evict.eps), self._query_bounds(dtype), self.config.window)
+
+    def _query_bounds(self, dtype: torch.dtype) -> QueryBounds | None:
+        """What QK-norm promises of the rows to come; None without it."""
+        query, score = self.query_bound(dtype), self.logit_bound(dtype)
+        return None if query is None or score is None else QueryBounds(query, own=score, score=score)
 
     def _project(self, x: Tensor, stream: Stream) -> Projected:
         config = self.config

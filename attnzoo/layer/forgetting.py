@@ -10,7 +10,10 @@ from einops import reduce
 from torch import Tensor
 
 from attnzoo.algebra.forgetting import Forgetting, blended
-from attnzoo.forms.forgetting import Forgotten, Logits, Panel, Retention, forgetful_attention
+from attnzoo.forms.forgetting import Forgotten, Panel, Retention, forgetful_attention, hard_attention
+from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy, extend_forgetting
+from attnzoo.forms.options import SoftmaxOptions, check_softmax
+from attnzoo.forms.panels import Logits
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.config import AttentionConfig
@@ -115,42 +118,79 @@ class Forget(PreciseModule):
         """How the key heads divide the layer's budget, ``[G]`` with mean 1; None where all get the same."""
         return self.shares.softmax(0) * self.heads if self.options.learned_budget else None
 
-    def retention(self, q: Tensor, k: Tensor, v: Tensor) -> Retention:
-        """The network on these tokens: logits of retention for any panel of their pairs.
+    def network(self) -> Network:
+        """The network in pieces, as a cache asks it."""
+        return Network(self.of_keys, self.of_rows, self.join)
 
-        Args:
-            q: ``[B, T, H, K]``.
-            k: ``[B, T, G, K]``.
-            v: ``[B, T, G, V]``.
-        """
-        q = reduce(wide(q), "b t (g r) k -> b g t k", "mean", g=self.heads)
+    def of_keys(self, k: Tensor, v: Tensor) -> Tensor:
+        """What the network remembers of keys ``[B, T, G, K]`` and values ``[B, T, G, V]``: ``[B, G, T, X]``."""
         k, v = (wide(x).transpose(1, 2) for x in (k, v))
         keys = torch.cat([_direction(k), _direction(v), _log_length(k), _log_length(v)], -1) @ self.key.mT + self.offset
+        if self.options.network != "key":
+            return keys
+        hidden = F.silu(keys)
+        base = hidden @ self.out + self.bias[:, None]
+        fade = F.softplus(hidden @ self.fade + self.fade_bias[:, None])
+        return torch.stack([base, fade], -1)
+
+    def of_rows(self, q: Tensor) -> Tensor:
+        """What the network sees of queries ``[B, T, H, K]``: ``[B, G, T, X]``, nothing where it looks at keys alone."""
+        q = reduce(wide(q), "b t (g r) k -> b g t k", "mean", g=self.heads)
+        return q[..., :0] if self.options.network == "key" else _direction(q) @ self.query.mT
+
+    def join(self, keys: Tensor, rows: Tensor) -> Retention:
+        """The logits of retention for any panel of these keys ``[B, G, n, X]`` and queries ``[B, G, R, X]``."""
         if self.options.network == "key":
-            return _OfKeys.of(self, keys)
-        rows = _direction(q) @ self.query.mT
+            base, fade = keys[:, :, None].unbind(-1)
+            return _OfKeys(base, fade)
         return _OfPairs(self, keys, rows)
 
-    def run(self, variant: Variant, form: str, call: Call) -> Tensor:
-        """What the layer's core gives, ``[B, T, H, V]``: teacher and student blended (section 2.3)."""
-        given = call.options
+    def run(
+        self, variant: Variant, form: str, call: Call, policy: Policy | None = None
+    ) -> tuple[Tensor, ForgettingCache | None]:
+        """What the layer's core gives, ``[B, T, H, V]``, and the state after it where one is kept.
+
+        In training that is teacher and student blended (section 2.3). In evaluation with lambda = 1, and with a cache,
+        keys are forgotten for good (section 3).
+
+        Args:
+            policy: by what a cache gives up keys.
+
+        Raises:
+            ValueError: a cache while a part of the teacher, which needs all keys, is in the output.
+        """
+        forms, given = variant.form_set, call.options
+        assert isinstance(forms, SoftmaxForms)
+        if policy is not None:
+            if self.blend != 1:
+                raise ValueError(f"cache: expected blend = 1 (the teacher needs all keys), got {self.blend:g}")
+            if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
+                raise ValueError("cache: expected torch.no_grad() where keys are forgotten, got inputs with a gradient")
+            with as_given(call.q):
+                options = SoftmaxOptions(**given)
+                inputs = forms, call.q, call.k, call.v, call.gate, self.network(), policy, call.state, options
+                return extend_forgetting(*inputs)
+        placed = {name: given.get(name) for name in ("scale", "valid", "cu_seqlens", "window")}
+        if not self.training and self.blend == 1:
+            check_softmax(SoftmaxOptions(**given), call.q, call.gate)
+            with as_given(call.q):
+                logits = Logits(forms, call.q, call.k, call.gate, **placed)
+                retention = self.join(self.of_keys(call.k, call.v), self.of_rows(call.q))
+                return hard_attention(logits, call.v, retention, self.options, given.get("sink"))[0], None
         with torch.no_grad():
             whole = variant.forms["parallel" if form == REFERENCE else form]
             teacher, lse = whole(call.q, call.k, call.v, call.gate, **given, return_lse=True)
         learns = self.training and torch.is_grad_enabled()
-        forms = variant.form_set
-        assert isinstance(forms, SoftmaxForms)
         with as_given(call.q):
-            placed = {name: given.get(name) for name in ("scale", "valid", "cu_seqlens", "window")}
             found: Forgotten = forgetful_attention(
                 Logits(forms, call.q, call.k, call.gate, **placed), call.v, lse,
-                self.retention(call.q, call.k, call.v), self.options, self.temperature,
+                self.join(self.of_keys(call.k, call.v), self.of_rows(call.q)), self.options, self.temperature,
                 teacher=teacher if learns and self.distils else None, sink=given.get("sink"),
                 shares=self.budget_shares(), losses=learns,
             )  # fmt: skip
         if learns and found.budget is not None and found.kept is not None:
             self.terms = ForgettingTerms(found.distillation, found.budget, found.kept)
-        return blended(teacher, found.o, self.blend)
+        return blended(teacher, found.o, self.blend), None
 
     def extra_repr(self) -> str:
         return f"{self.options}, blend={self.blend:g}, temperature={self.temperature:g}"
@@ -162,13 +202,6 @@ class _OfKeys:
 
     base: Tensor
     fade: Tensor
-
-    @staticmethod
-    def of(network: Forget, keys: Tensor) -> _OfKeys:
-        hidden = F.silu(keys)
-        base = hidden @ network.out + network.bias[:, None]
-        fade = F.softplus(hidden @ network.fade + network.fade_bias[:, None])
-        return _OfKeys(base[:, :, None], fade[:, :, None])
 
     def __call__(self, panel: Panel) -> Tensor:
         now = slice(panel.start, panel.stop)

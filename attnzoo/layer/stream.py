@@ -35,6 +35,7 @@ class LayerCache:
         dtype: of the hidden states in the calls before.
         owner: the layer whose calls it belongs to; None for the first that is given it.
         evict: the keys that it may give up; None for none.
+        budget: of a layer that forgets, as :func:`attnzoo.algebra.forgetting.room` takes it.
         bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it.
     """
 
@@ -45,6 +46,7 @@ class LayerCache:
     owner: Owner | None = None
     bound: Tensor | None = None
     evict: Evict | None = None
+    budget: int | str | None = None
 
     @property
     def tokens(self) -> int:

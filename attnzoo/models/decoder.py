@@ -236,21 +236,25 @@ class LanguageModel(nn.Module):
         if low < 0 or high >= size:
             raise ValueError(f"{name}: expected tokens from 0 to {size - 1}, got {low if low < 0 else high}")
 
-    def new_cache(self, evict: float | str | Evict | None = None) -> list[Any]:
+    def new_cache(self, evict: float | str | Evict | None = None, budget: int | str | None = None) -> list[Any]:
         """An empty cache for one batch of sequences, one entry per layer.
 
         Args:
             evict: give up keys of the layers whose heads forget, or that have a window; the others keep all they need.
                 See :meth:`attnzoo.layer.attention.Attention.new_cache`.
+            budget: what each layer that forgets may hold, likewise.
 
         Raises:
             ValueError: no layer can, or one has no QK-norm, whose weights bound later queries.
         """
         layers = self.attentions()
+        if budget is not None and not any(layer.forget is not None for layer in layers):
+            raise ValueError(f"budget: expected None (no layer forgets), got {budget!r}")
         if evict is not None and not any(layer.evicts for layer in layers):
             names = ", ".join(sorted({layer.variant.name for layer in layers}))
             raise ValueError(f"evict: expected None (all layers, {names}, need what they keep), got {evict!r}")
-        return [layer.new_cache(evict if layer.evicts else None) for layer in layers]
+        given = [(evict if layer.evicts else None, budget if layer.forget is not None else None) for layer in layers]
+        return [layer.new_cache(*each) for layer, each in zip(layers, given, strict=True)]
 
     def attentions(self) -> list[Attention]:
         """The attention of each layer."""
@@ -269,6 +273,7 @@ class LanguageModel(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
         evict: float | str | Evict | None = None,
+        budget: int | str | None = None,
     ) -> Tensor:
         """Continue sequences, one cached step per token.
 
@@ -278,7 +283,7 @@ class LanguageModel(nn.Module):
             temperature: divides the logits; 0 takes the likeliest token.
             top_k: sample among the k likeliest; None for all.
             generator: of the random draws; None for torch's global one.
-            evict: as :meth:`new_cache` takes it.
+            evict, budget: as :meth:`new_cache` takes them.
 
         Returns:
             The prompts with their continuations, [B, T + max_new_tokens].
@@ -300,7 +305,7 @@ class LanguageModel(nn.Module):
         was_training = self.training
         self.eval()
         try:
-            cache, step, tokens = self.new_cache(evict), input_ids, [input_ids]
+            cache, step, tokens = self.new_cache(evict, budget), input_ids, [input_ids]
             for _ in range(max_new_tokens):
                 logits = self.head(self.hidden(step, cache=cache)[:, -1]).float()  # [B, vocab]
                 step = sample_token(logits, temperature, top_k, generator)

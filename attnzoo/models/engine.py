@@ -108,6 +108,8 @@ class Generator:
         self.device = model.embedding.weight.device
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False on {self.device} (only a GPU has graphs), got True")
+        if any(layer.forget is not None for layer in model.attentions()):
+            raise ValueError("model: expected layers whose memory has a fixed size, got some that forget: generate()")
         if evict is not None and Evict.of(evict).offload:
             why = "which keys must come back is known only within a step; a call with new_cache(evict=...) looks"
             raise ValueError(f"evict: expected a weight ({why}), got 'offload'")

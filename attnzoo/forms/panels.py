@@ -1,0 +1,119 @@
+"""The logits of a softmax variant in panels: few keys at a time, each with all rows that may see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, compute_dtype, heads_first, open_sums
+from attnzoo.forms.options import existing
+from attnzoo.forms.readout import Band
+from attnzoo.forms.softmax import AdditiveForms, SoftmaxForms
+
+COLUMNS = 64  # keys of a panel
+
+
+class Logits:
+    """The teacher's logits in panels, and which of them exist.
+
+    Args:
+        forms: of the softmax variant.
+        q: ``[B, T, H, K]``.
+        k: ``[B, T, G, K]``.
+        gate: of the variant.
+        scale: of the scores; None for ``1 / sqrt(K)``.
+        valid: tokens that exist, ``[B, T]`` bool, or None for all. The others are first or last.
+        cu_seqlens: borders ``[N + 1]`` of packed sequences, or None.
+        window: rows see that many tokens; None for all.
+    """
+
+    def __init__(
+        self, forms: SoftmaxForms, q: Tensor, k: Tensor, gate: Gate, *, scale: float | None = None,
+        valid: Tensor | None = None, cu_seqlens: Tensor | None = None, window: int | None = None,
+    ) -> None:  # fmt: skip
+        (_, T, H, K), dtype, device = q.shape, compute_dtype(q), q.device
+        if valid is not None:
+            q, k = existing(valid, q, k)
+        self.heads, self.valid, self.columns = k.shape[2], valid, COLUMNS
+        gate = forms.separated(gate, q, valid, cu_seqlens)
+        local = None if isinstance(forms, AdditiveForms) else HeadGate.of(gate, q).cut(self.columns)
+        if isinstance(forms, AdditiveForms):
+            q, k, _, _ = forms.place(q, k, gate, None, valid)
+        q = heads_first(q, H, dtype) * (K**-0.5 if scale is None else scale)
+        k = heads_first(k, H, dtype)
+        self.q, self.k, self.carry = q, k, forms.transition.carry
+        self.own = (q * k).sum(-1)  # [B, H, T]: no transition lies between a row and itself
+        self.blocks: ClosedForm | None = None
+        if local is not None:
+            self.blocks = forms.transition.block(_cut(q, self.columns), _cut(k, self.columns), local)
+        decay = gate.per_token(q.transpose(1, 2)).log_decay
+        self.sums = None if decay is None else open_sums(heads_first(decay, H, dtype))
+        self.position = torch.arange(T, device=device)[None] if valid is None else valid.cumsum(1) - 1
+        self.segment = None
+        if cu_seqlens is not None:
+            self.segment = torch.searchsorted(cu_seqlens.long(), torch.arange(T, device=device), right=True)
+        self.band = Band.of(window, valid, T, device)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(B, H, T)``."""
+        B, H, T = self.own.shape
+        return B, H, T
+
+    def panels(self) -> Iterator[tuple[int, int]]:
+        """First and last + 1 key of each panel."""
+        T = self.own.shape[-1]
+        return ((start, min(start + self.columns, T)) for start in range(0, T, self.columns))
+
+    def age(self, start: int, stop: int) -> Tensor:
+        """Tokens from each key of a panel to each row, ``[B or 1, 1, R, n]``."""
+        return (self.position[:, start:, None] - self.position[:, None, start:stop])[:, None]
+
+    def exists(self, start: int, stop: int) -> Tensor:
+        """Which rows of a panel see which keys, ``[B or 1, 1, R, n]`` bool."""
+        T, device = self.own.shape[-1], self.own.device
+        rows, keys = torch.arange(start, T, device=device)[:, None], torch.arange(start, stop, device=device)
+        there = (keys <= rows)[None]
+        if self.valid is not None:
+            there = there & self.valid[:, start:, None] & self.valid[:, None, start:stop]
+        if self.segment is not None:
+            there = there & (self.segment[start:, None] == self.segment[start:stop])
+        if self.band is not None:
+            there = there & (keys >= self.band.starts[:, start:, None])
+        return there[:, None]
+
+    def panel(self, start: int, stop: int, there: Tensor) -> Tensor:
+        """``s_tj + d_tj`` of a panel, ``[B, H, R, n]``; -inf where nothing is seen (:meth:`exists`)."""
+        if self.blocks is None:
+            scores = self.q[:, :, start:] @ self.k[:, :, start:stop].mT
+        else:
+            scores = self.carried(start // self.columns, self.blocks)[0]
+            scores = scores[:, :, : self.shape[2] - start, : stop - start]
+        if self.sums is not None:
+            sums, closed = self.sums
+            decay = (sums[..., start:, None] - sums[..., None, start:stop]).to(scores.dtype)
+            if closed is not None:
+                decay = decay.masked_fill(closed[..., start:, None] != closed[..., None, start:stop], -torch.inf)
+            scores = scores + decay
+        return scores.masked_fill(~there, -torch.inf)
+
+    def carried(self, n: int, blocks: ClosedForm) -> tuple[Tensor, Tensor]:
+        """The scores of block n's keys with the rows of its own block and of all after it, and the keys in the end,
+        ``[B, H, K, C]``."""
+        rows = [blocks.scores[:, :, n]]
+        keys = blocks.k[:, :, n].mT  # [B, H, K, C]: laid out as a state, to be carried as one
+        for m in range(n + 1, blocks.q.shape[2]):
+            rows.append(blocks.q[:, :, m] @ keys)
+            keys = self.carry(cast(Tensor, blocks.total)[:, :, m], keys)
+        return torch.cat(rows, 2), keys
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    """``[B, H, T, K]`` in blocks ``[B, H, N, size, K]``, the last one filled up with zeros."""
+    return rearrange(F.pad(x, (0, 0, 0, -x.shape[2] % size)), "b h (n c) k -> b h n c k", c=size)

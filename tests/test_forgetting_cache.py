@@ -1,0 +1,224 @@
+"""A cache that forgets: stepping is the whole sequence, budgets hold, and what certainly matters to no row goes too."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layers import assert_same, layer, pieces, rows
+
+import attnzoo.forms.panels as panels
+from attnzoo import list_variants
+from attnzoo.algebra import forgetting as dense
+from attnzoo.algebra.forgetting import Forgetting, room
+from attnzoo.forms.forgetting_cache import swap_delete
+from attnzoo.models import Generator, LanguageModel
+from attnzoo.models.config import ModelConfig
+
+SOFTMAX = list_variants("softmax")
+
+
+def forgetful(name, network="key", *, remembers=2, **options):
+    """A layer in evaluation that forgets about half of what it may."""
+    attn = layer(name, forgetting=Forgetting(network=network, window=remembers, width=8), **options).eval()
+    with torch.no_grad():
+        attn.forget.bias.fill_(0.5)
+        attn.forget.out.sub_(attn.forget.out.mean()).mul_(3)
+        attn.forget.key.mul_(2)
+    return attn
+
+
+@torch.no_grad()
+def stepped(attn, x, cuts, cache=None, **options):
+    cache = attn.new_cache(**options) if cache is None else cache
+    return torch.cat([attn(x[:, a:b], cache=cache) for a, b in cuts], 1), cache
+
+
+def live(cache):
+    """Keys that each head holds once those that have been given up are gone."""
+    return cache.state.settled().live
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+@given(data=st.data())
+def test_pieces_through_a_cache_are_the_whole_sequence(name, data):
+    network = data.draw(st.sampled_from(dense.NETWORKS))
+    options = {"window": data.draw(st.sampled_from([None, 9])), "sinks": data.draw(st.booleans())}
+    attn = forgetful(name, network, seed=data.draw(st.integers(0, 3)), **options)
+    T = data.draw(st.integers(2, 14))
+    x = rows(2, T)
+    with mock.patch.object(panels, "COLUMNS", 4):
+        got, cache = stepped(attn, x, pieces(data.draw, T))
+        assert_same(got, attn(x))
+    assert len(cache.state) == T
+
+
+def test_some_keys_are_forgotten_and_their_memory_is_free():
+    x = rows(2, 300)
+    for network in dense.NETWORKS:
+        attn = forgetful("fox", network)
+        _, cache = stepped(attn, x, [(0, 290), *((t, t + 1) for t in range(290, 300))])
+        assert 2 < live(cache).double().mean() < 200
+        assert cache.state.slots["k"].shape[2] <= 64 * math.ceil(int(live(cache).max()) / 64) * 2
+
+
+def test_hard_rows_are_the_student_where_tau_is_sharp():
+    """Eviction at inference is the mask of training, but for keys that are all but at the threshold."""
+    for name in ("rope", "path_fox"):
+        attn = forgetful(name)
+        hard = attn(rows(2, 30))
+        attn.train()
+        attn.forget.temperature, attn.forget.blend = 1e9, 1.0
+        object.__setattr__(attn.forget.options, "limit", 60.0)
+        assert_same(attn(rows(2, 30)), hard)
+
+
+@pytest.mark.parametrize("network", ["key", "pair"])
+@pytest.mark.parametrize("name", ["fox", "rope", "path", "wall"])
+def test_padding_leaves_no_trace_in_a_cache(name, network):
+    attn = forgetful(name, network)
+    x = rows(1, 9)
+    pad = rows(1, 3, seed=8)
+    alone, _ = stepped(attn, x, [(0, 5), (5, 9)])
+    for left in (True, False):
+        first = torch.cat([pad, x[:, :5]] if left else [x[:, :5], pad], 1)
+        mask = torch.tensor([[0] * 3 + [1] * 5 if left else [1] * 5 + [0] * 3])
+        cache = attn.new_cache()
+        with torch.no_grad():
+            begun = attn(first, attention_mask=mask, cache=cache)[:, mask[0].bool()]
+            after = attn(
+                torch.cat([x[:, 5:7], pad[:, :1], x[:, 7:]], 1),
+                attention_mask=torch.tensor([[1, 1, 0, 1, 1]]),
+                cache=cache,
+            )
+        assert_same(torch.cat([begun, after[:, [0, 1, 3, 4]]], 1), alone)
+
+
+def test_a_budget_in_tokens_holds_for_each_head():
+    attn = forgetful("nope", remembers=3)
+    x = rows(2, 40)
+    _, cache = stepped(attn, x, [(0, 20), *((t, t + 1) for t in range(20, 40))], budget=6)
+    state = cache.state.settled()
+    assert int(state.live.max()) == 6
+    ages = state.age()[state.in_use()].view(2, -1)
+    assert all({0, 1, 2} <= set(row.tolist()) for row in ages)
+
+
+def test_a_budget_takes_the_least_retained_first():
+    attn = forgetful("nope", remembers=1)
+    x = rows(1, 12)
+    _, whole = stepped(attn, x, [(0, 12)])
+    _, tight = stepped(attn, x, [(0, 12)], budget=3)
+    for g in range(2):
+        full, left = (
+            s.slots["kept"][0, g, : int(s.live[0, g])] for s in (whole.state.settled(), tight.state.settled())
+        )
+        assert torch.equal(left.sort().values, full.sort().values[-3:])
+
+
+def test_heads_compete_for_a_budget_in_bytes():
+    attn = forgetful("nope", remembers=1)
+    each = 2 * 8 * 8  # a key and a value of 8 channels in float64
+    _, cache = stepped(attn, rows(2, 40), [(0, 30), (30, 31), (31, 40)], budget=f"{10 * each} B")
+    held = live(cache)
+    assert (held.sum(1) == 10).all()
+    assert bool((held[:, 0] != held[:, 1]).any())
+
+
+def test_what_no_row_needs_by_its_gates_goes_besides():
+    """The certificate of pruning.11 holds with a bias: of all keys that it gives up no row loses more than eps."""
+    attn = forgetful("fox", qk_norm="rms", remembers=40)
+    x = rows(1, 400)
+    with torch.no_grad():
+        attn.gate.forget_proj.bias.fill_(-1.0)
+    steps = [(0, 300), *((t, t + 1) for t in range(300, 400))]
+    exact, whole = stepped(attn, x, steps)
+    close, pruned = stepped(attn, x, steps, evict=1e-4)
+    assert live(pruned).sum() < 0.8 * live(whole).sum()
+    largest = attn.project(x).v.norm(dim=-1).max() * attn.o_proj.weight.norm()
+    assert (exact - close).abs().max() < 2e-4 * largest
+
+
+@given(data=st.data())
+def test_swap_delete_keeps_what_stays_and_fills_the_holes(data):
+    N = data.draw(st.sampled_from([3, 130]))
+    live = torch.tensor(data.draw(st.lists(st.integers(0, N), min_size=4, max_size=4))).view(2, 2)
+    gone = (torch.rand(2, 2, N) < data.draw(st.sampled_from([0.0, 0.3, 0.9, 1.0]))) & (
+        torch.arange(N) < live[..., None]
+    )
+    slots = {"a": torch.arange(4 * N).view(2, 2, N), "b": torch.rand(2, 2, N, 3)}
+    moved, left = swap_delete(slots, live, gone)
+    assert torch.equal(left, live - gone.sum(-1))
+    for b in range(2):
+        for g in range(2):
+            n, kept = int(left[b, g]), ~gone[b, g, : live[b, g]]
+            order = moved["a"][b, g, :n]
+            assert sorted(order.tolist()) == slots["a"][b, g, : live[b, g]][kept].tolist()
+            assert torch.equal(moved["b"][b, g, :n], slots["b"][b, g, order - slots["a"][b, g, 0]])
+            first = slots["a"][b, g, :n]
+            assert torch.equal(order[kept[:n]], first[kept[:n]])  # what may stay where it is does
+
+
+@pytest.mark.parametrize("name", ["rope", "path_fox"])
+def test_rows_of_a_cache_are_reordered_and_a_failed_call_leaves_it(name):
+    attn = forgetful(name, "pair")
+    x, index = rows(3, 20), torch.tensor([2, 0])
+    _, cache = stepped(attn, x[:, :15], [(0, 9), (9, 15)])
+    with pytest.raises(ValueError, match="cache: expected 3 rows"):
+        stepped(attn, x[:2, 15:], [(0, 5)], cache)
+    cache.reorder(index)
+    got, _ = stepped(attn, x[index, 15:], [(0, 2), (2, 5)], cache)
+    assert_same(got, attn(x)[index, 15:].detach())
+    with pytest.raises(ValueError, match="forgotten keys are gone"):
+        cache.state.crop(3)
+    assert cache.state.to("cpu").bytes() == cache.state.detach().bytes() > 0
+
+
+def test_a_model_generates_within_a_budget():
+    torch.manual_seed(0)
+    attention = ["mamba2", {"name": "fox", "options": {"forgetting": {"window": 4, "width": 4}}}]
+    model = LanguageModel(ModelConfig(attention=attention, hidden_size=16, num_layers=2, num_heads=2))
+    prompt = torch.randint(256, (2, 20))
+    assert model.generate(prompt, 8, temperature=0, budget=6).shape == (2, 28)
+    free = model.generate(prompt, 8, temperature=0)
+    assert torch.equal(free, model.generate(prompt, 8, temperature=0, budget=1000))
+    with pytest.raises(ValueError, match="got some that forget"):
+        Generator(model, 1, 64)
+    plain = LanguageModel(ModelConfig(attention="fox", hidden_size=16, num_layers=1, num_heads=2))
+    with pytest.raises(ValueError, match="budget: expected None"):
+        plain.generate(prompt, 2, budget=6)
+
+
+def test_caches_that_cannot_forget_say_why():
+    x = rows(1, 4)
+    attn = forgetful("rope")
+    attn.forget.blend = 0.5
+    with pytest.raises(ValueError, match=r"cache: expected blend = 1 .*got 0\.5"):
+        stepped(attn, x, [(0, 4)])
+    fresh = forgetful("rope")
+    cache = fresh.new_cache()
+    with pytest.raises(ValueError, match=r"expected torch.no_grad\(\)"):
+        fresh(x, cache=cache)
+    free = layer("rope", forgetting=Forgetting(monotone=False))
+    with pytest.raises(ValueError, match="expected forgetting.monotone=True"):
+        free.new_cache()
+    with pytest.raises(ValueError, match="budget: expected None"):
+        layer("rope").new_cache(budget=9)
+    with pytest.raises(ValueError, match="evict: expected a weight where the layer forgets"):
+        layer("fox", forgetting=Forgetting(), qk_norm="rms").new_cache(evict="offload")
+
+
+def test_budgets_are_tokens_or_bytes():
+    assert (room(None), room(7), room("96 KiB"), room("3MiB")) == (
+        (None, None),
+        (7, None),
+        (None, 96 << 10),
+        (None, 3 << 20),
+    )
+    for wrong in (0, True, "7", "7 KB", "0 B", 2.5):
+        with pytest.raises(ValueError, match="budget: expected a number of tokens or a text such as '96 KiB'"):
+            room(wrong)
