@@ -5,6 +5,7 @@ The gate is a decay per channel times a Householder factor, as in Kimi Delta Att
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import (
     CPU_FORMS,
+    LIMIT,
     Case,
     assert_close,
     cases,
@@ -27,7 +30,8 @@ from strategies import (
     value_and_gradients,
 )
 
-from attnzoo import Pair, describe, dual, get, list_variants, register
+from attnzoo import Pair, build_attention, describe, dual, get, list_variants, pair_for, register
+from attnzoo.cli import app
 from attnzoo.registry import unregister
 from attnzoo.verify import verify
 
@@ -151,6 +155,35 @@ def test_new_pair_passes_verify() -> None:
     checks = list(verify(NAMES))
     assert {check.variant for check in checks} == set(NAMES)
     assert all(check.ok and not check.skipped for check in checks), checks
+
+
+def test_one_line_makes_a_pair_of_known_parts() -> None:
+    """Forms, layers, listings and checks of both sides, without a module of its own."""
+    register(pair := Pair("turned_gla", "turned_wall", ("log_decay", "log_diag", "angle")))
+    try:
+        assert (pair.g, pair.R) == ("g_t", "Diag(exp(a_t)) Rot(theta_t)")
+        linear, softmax = get("turned_gla"), get("turned_wall")
+        assert {"recurrent", "parallel", "chunk", "triton"} <= set(linear.forms)
+        assert {"recurrent", "parallel"} <= set(softmax.forms)
+        assert softmax.prunable
+        assert linear.dual is softmax
+        assert pair_for(pair.requires).linear == "rope_gated_gla"  # the table's comes first
+        for variant in (linear, softmax):
+            inputs = Case(variant.name, B=1, T=20).inputs()
+            expected = oracle_of(variant)(*inputs)
+            for form in set(CPU_FORMS) & set(variant.forms):
+                assert relative_error(variant.forms[form](*inputs), expected) <= LIMIT
+            attn, x = build_attention(variant.name, hidden_size=16, num_heads=2), torch.randn(1, 7, 16)
+            cache = attn.new_cache()
+            steps = [attn(part, cache=cache) for part in x.split([5, 1, 1], 1)]
+            assert torch.allclose(torch.cat(steps, 1), attn(x), atol=1e-6)
+            assert copy.deepcopy(attn).variant is variant
+        assert all(check.ok for check in verify(["turned_wall"]))
+        listed = CliRunner().invoke(app, ["list"], catch_exceptions=False).output.split()
+        assert listed[listed.index("turned_gla") :][1:5] == ["turned_wall", "x", "x", "x"]
+        assert "Rₜ  = Diag(exp(aₜ)) Rot(θₜ)" in CliRunner().invoke(app, ["show", "turned_wall"]).output
+    finally:
+        unregister(pair)
 
 
 def plug_in(folder: Path, target: str) -> None:
