@@ -13,6 +13,12 @@ def draw_lattice() -> None:
     save("lattice", lattice)
 
 
+def draw_products() -> None:
+    from products import products
+
+    save("products", products)
+
+
 def draw_schematics() -> None:
     import schematics
 
@@ -68,6 +74,7 @@ def draw_path() -> None:
 
 DRAWINGS: dict[str, Callable[[], None]] = {
     "lattice": draw_lattice,
+    "products": draw_products,
     "schematics": draw_schematics,
     "fox": draw_fox,
     "home": draw_home,
