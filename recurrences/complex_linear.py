@@ -15,10 +15,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
 from attnzoo.forms.few_tokens import FEW_TOKENS
-from attnzoo.forms.fla import Prepared, fla_kernel, scalar_decay
+from attnzoo.forms.fla import Operation, Prepared, fla_kernel, scalar_decay
 from attnzoo.forms.linear import LinearForms
 
 TITLE = "Complex linear attention"
@@ -71,12 +70,21 @@ class Rotation(Transition):
         return rotate(state.mT, -cast(Tensor, total)[..., None, :]).mT
 
 
-def rotated(x: Prepared) -> tuple[Tensor, Tensor | None]:
-    """Rotated queries and keys through plain linear attention: ``Rot(a)^T Rot(b) = Rot(b - a)``."""
-    phase = phases(cast(Tensor, x.gate.per_token(x.q).angle), dim=1)
-    q, k = rotate_all(phase, x.q, x.k)
-    o, state = scalar_decay(replace(x, q=q, k=k, gate=Gate()))
-    return o, None if state is None else Rotation().carry(phase[:, -1], state)
+def rotated(operation: Operation) -> Operation:
+    """Rotated queries and keys through an operation without angles: ``Rot(a)^T Rot(b) = Rot(b - a)``.
+
+    Keys that are erased along turn as those that are written do; a decay per channel would not commute.
+    """
+
+    def run(x: Prepared) -> tuple[Tensor, Tensor | None]:
+        phase = phases(cast(Tensor, x.gate.per_token(x.q).angle), dim=1)
+        # beside closed gates little is left of an angle's gradient, and a key that is rounded twice may be too long
+        dtype = x.q.dtype if x.gate.parts == ("angle",) else torch.float32
+        q, k = (y.to(x.q.dtype) for y in rotate_all(phase, x.q.to(dtype), x.k.to(dtype)))
+        o, state = operation(replace(x, q=q, k=k, gate=replace(x.gate, angle=None)))
+        return o, None if state is None else Rotation().carry(phase[:, -1], state)
+
+    return run
 
 
-FORMS = LinearForms(Rotation(), kernels={"triton": FEW_TOKENS, "fla": fla_kernel(rotated)})
+FORMS = LinearForms(Rotation(), kernels={"triton": FEW_TOKENS, "fla": fla_kernel(rotated(scalar_decay))})

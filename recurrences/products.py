@@ -11,12 +11,25 @@ from typing import Any
 from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.transitions import Identity, Product, Transition
 from attnzoo.forms.few_tokens import FEW_TOKENS
+from attnzoo.forms.fla import (
+    Operation,
+    channel_delta_rule,
+    delta_rule,
+    diagonal_decay,
+    fla_kernel,
+    scalar_decay,
+)
 from attnzoo.forms.linear import LinearForms
-from attnzoo.recurrences.complex_linear import Rotation
+from attnzoo.recurrences.complex_linear import Rotation, rotated
 from attnzoo.recurrences.deltanet import Householder
 from attnzoo.recurrences.gla import Diagonal
 
 FACTORS: dict[str, Transition] = {"log_diag": Diagonal(), "angle": Rotation(), "w": Householder()}
+# those of flash-linear-attention, with or without a scalar decay beside these parts
+OPERATIONS: dict[tuple[str, ...], Operation] = {
+    (): scalar_decay, ("log_diag",): diagonal_decay, ("w",): delta_rule, ("log_diag", "w"): channel_delta_rule,
+    ("angle",): rotated(scalar_decay), ("angle", "w"): rotated(delta_rule),
+}  # fmt: skip
 GATES = {"log_decay": "softplus", "log_diag": "low_rank", "angle": "selective", "w": "delta"}
 
 
@@ -30,7 +43,11 @@ def transition_of(parts: Collection[str]) -> Transition:
 
 def linear_forms(*parts: str) -> LinearForms:
     """The forms of the recurrence with these gate parts."""
-    return LinearForms(transition_of(parts), chunk_size=32 if "w" in parts else 64, kernels={"triton": FEW_TOKENS})
+    kernels = {"triton": FEW_TOKENS}
+    operation = OPERATIONS.get(tuple(part for part in FACTORS if part in parts))
+    if operation is not None:
+        kernels["fla"] = fla_kernel(operation)
+    return LinearForms(transition_of(parts), chunk_size=32 if "w" in parts else 64, kernels=kernels)
 
 
 def linear_layer(*parts: str) -> dict[str, Any]:

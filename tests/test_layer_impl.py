@@ -37,7 +37,7 @@ def on_both(name, acp=False):
         "hidden_size": D,
         "num_heads": 2,
         "num_kv_heads": 1,
-        "head_dim": 16 if name in ("path", "path_fox", "wall") else 8,
+        "head_dim": 16 if {"w", "log_diag"} & {*get(name).requires} else 8,
     }
     reference, kernel = (build_attention(name, **sizes, acp=acp, impl=impl) for impl in ("reference", "triton"))
     kernel.load_state_dict(reference.state_dict())

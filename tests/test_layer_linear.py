@@ -20,7 +20,7 @@ from attnzoo.forms import fla
 from attnzoo.forms.protocol import Call
 
 LINEAR = [name for name in list_variants("linear") if "fla" in get(name).forms]
-DELTA = ("deltanet", "gated_deltanet")
+DELTA = [name for name in LINEAR if "w" in get(name).requires]
 D, T = 32, 70
 
 
@@ -74,6 +74,16 @@ def test_the_reference_on_a_gpu_is_a_warning_with_the_remedy(
             f"{name}: no kernel runs, and the reference is slower: fla: flash-linear-attention is not installed "
             "(pip install 'attnzoo[fla]')"
         ]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_parts_that_no_kernel_takes_together_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("rope_gla", "path_wall"):
+        layer(name)(torch.randn(1, T, D, device=HERE))
+    assert warnings_of(caplog) == [
+        "rope_gla: no kernel runs, and the reference is slower: there is none for log_diag, angle together",
+        "path_wall: no kernel runs, and the reference is slower: there is none for log_diag, w, beta together",
+    ]
 
 
 @pytest.mark.usefixtures("gpu")

@@ -73,6 +73,11 @@ def test_cached_steps_over_padding_stay_on_the_kernels(name: str) -> None:
     assert len(state) == 22
 
 
+def test_wall_with_a_scalar_gate_takes_padding_in_steps() -> None:
+    """Its steps are those of neither gate alone."""
+    test_cached_steps_over_padding_stay_on_the_kernels("gated_wall")
+
+
 class Waits(TorchDispatchMode):
     """Counts operations whose result's shape or value Python must wait for."""
 

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from attnzoo.algebra.gate import PARTS
 from attnzoo.encodings.rope import Rotated
+from attnzoo.encodings.turned import turned
+from attnzoo.forms.protocol import Kernel
 from attnzoo.forms.softmax import AdditiveForms, SoftmaxForms
+from attnzoo.forms.triton import path_kernel, wall_kernel
 from attnzoo.recurrences.products import transition_of
 
 GATES = {"log_decay": "forget", "log_diag": "full_rank", "angle": "selective", "w": "path"}
@@ -21,7 +25,14 @@ def softmax_forms(*parts: str) -> SoftmaxForms:
         return AdditiveForms()
     if matrix == {"angle"}:
         return Rotated()
-    return SoftmaxForms(transition_of(parts))
+    kernels = {("w", "beta"): path_kernel, ("angle", "w", "beta"): turned_path, ("log_diag",): wall_kernel}
+    kernel = kernels.get(tuple(part for part in PARTS if part in matrix))
+    return SoftmaxForms(transition_of(parts), kernels={} if kernel is None else {"triton": kernel()})
+
+
+def turned_path() -> Kernel:
+    """PaTH's kernels behind rotations of q, k and w."""
+    return turned(path_kernel())
 
 
 def softmax_layer(*parts: str) -> dict[str, Any]:

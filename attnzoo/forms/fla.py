@@ -158,8 +158,8 @@ def scalar_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
 
 
 def diagonal_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
-    """``chunk_gla``: a decay per channel."""
-    return _op("gla", "chunk_gla")(x.q, x.k, x.v, _finite(x.gate.log_diag), **x.options)
+    """``chunk_gla``: a decay per channel, and a scalar decay that all channels share."""
+    return _op("gla", "chunk_gla")(x.q, x.k, x.v, _channels(x), **x.options)
 
 
 def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
@@ -171,11 +171,23 @@ def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     return _op("gated_delta_rule", "chunk_gated_delta_rule")(x.q, x.k, x.v, _finite(g), beta, **x.options)
 
 
+def channel_delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
+    """``chunk_kda``: the delta rule behind a decay per channel, and a scalar decay that all channels share."""
+    beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2]).to(x.v.dtype)
+    return _op("kda", "chunk_kda")(x.q, x.k, x.v, _channels(x), beta, **x.options)
+
+
 @functools.cache
 def _op(family: str, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     operation: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(f"fla.ops.{family}"), name)
     shorten()
     return operation
+
+
+def _channels(x: Prepared) -> Tensor:
+    """The decay of each channel, the scalar one among it, ``[B, T, H, K]``."""
+    g, a = x.gate.per_token(x.q).log_decay, _finite(x.gate.log_diag)
+    return a if g is None else _finite(a + _finite(g)[..., None])
 
 
 def _finite(log: Tensor | None) -> Tensor:

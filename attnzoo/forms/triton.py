@@ -186,7 +186,7 @@ def path_kernel() -> Kernel:
             return o, KVCache(carry_keys(k, w, beta), v, gate.log_decay, valid, carried=True)
         refuse_gradients(q, k, v, w, beta, state.k, state.v)
         new = KVCache(k, v, gate.log_decay, valid)
-        parts, room = append_in_place(state, *growing(state, new, ("v",)))
+        parts, room = append_in_place(state, *growing(state, new, ("v",)), state.k)
         gates, there = parts.get("log_decay"), parts.get("valid")
         o, keys, lse = path_extend(
             q, k, w, beta, state.k.float(), parts["v"], gates, there, scale, window=window, sink=sink, return_lse=True
@@ -232,64 +232,73 @@ WALL_STEPS = 16  # most tokens that continue a cache of Wall: they come one at a
 
 
 def wall_kernel() -> Kernel:
-    """The kernels of Wall: whole sequences, and steps of a token over all cached keys.
+    """The kernels of Wall, with or without a scalar decay: whole sequences, and steps of a token over all cached keys.
 
     A step multiplies every cached key by the token's gates, as the reference does, and attends to them by the kernel of
-    FoX without a gate. It has no gradient. The state that is given stays as it was.
+    FoX: ``prune`` leaves out none of them there. It has no gradient. The state that is given stays as it was.
     """
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, window: int | None = None,
-        sink: Tensor | None = None, valid: Tensor | None = None, cu_seqlens: Tensor | None = None,
-        return_lse: bool = False,
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, prune: Prune | None = None,
+        logit_bound: Tensor | None = None, window: int | None = None, sink: Tensor | None = None,
+        valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
     ) -> Output:  # fmt: skip
         """The fused kernel (``attnzoo.kernels.wall``) on whole sequences; with ``valid`` they run packed."""
         from attnzoo.kernels.wall import wall_attention
 
-        given = SoftmaxOptions(scale, None, None, window, sink, valid, cu_seqlens, return_lse)
+        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
         check_softmax(given, q, gate)
         _refuse_both(given)
         kernel: Callable[..., Output] = functools.partial(
-            wall_attention, scale=scale, window=window, sink=sink, return_lse=return_lse, impl="triton"
-        )
+            wall_attention, scale=scale, prune=prune, logit_bound=logit_bound, window=window, sink=sink,
+            return_lse=return_lse, impl="triton",
+        )  # fmt: skip
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, a: Tensor, borders: Tensor | None) -> Output:
-            return kernel(q, k, v, log_diag=a, cu_seqlens=borders)
+        def attend(q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor | None, borders: Tensor | None) -> Output:
+            return kernel(q, k, v, log_diag=a, log_decay=g, cu_seqlens=borders)
 
-        rows = (q.to(v.dtype), k.to(v.dtype), v, cast(Tensor, gate.log_diag).float())
+        g = gate.per_token(q).log_decay
+        rows = (q.to(v.dtype), k.to(v.dtype), v, cast(Tensor, gate.log_diag).float(), None if g is None else g.float())
         return attend(*rows, cu_seqlens) if valid is None else on_packed(attend, valid, *rows)
 
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
-        window: int | None = None, sink: Tensor | None = None, valid: Tensor | None = None, return_lse: bool = False,
+        prune: Prune | None = None, logit_bound: Tensor | None = None, window: int | None = None,
+        sink: Tensor | None = None, valid: Tensor | None = None, return_lse: bool = False,
     ) -> tuple[Output, KVCache]:  # fmt: skip
         from attnzoo.kernels.fox import fox_attention
         from attnzoo.kernels.path import refuse_gradients
 
-        given = SoftmaxOptions(scale, None, None, window, sink, valid, None, return_lse)
+        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
         check_softmax(given, q, gate)
+        gate = gate.per_token(q)
         if valid is not None:
             gate = gate.neutral_where(~valid)
             q, k, v = existing(valid, q, k, v)
         a, H = cast(Tensor, gate.log_diag).float(), q.shape[2]
         if state is None or not len(state):
-            o = run(q, k, v, gate, scale=scale, window=window, sink=sink, valid=valid, return_lse=return_lse)
+            o = run(
+                q, k, v, gate, scale=scale, prune=prune, logit_bound=logit_bound, window=window, sink=sink,
+                valid=valid, return_lse=return_lse,
+            )  # fmt: skip
             after = F.pad(a[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
-            return o, KVCache(expand_heads(k, H).float() * after.exp(), v, None, valid, carried=True)
+            return o, KVCache(expand_heads(k, H).float() * after.exp(), v, gate.log_decay, valid, carried=True)
         refuse_gradients(q, k, v, a, state.k, state.v)
         S, rows = len(state), []
-        parts, room = append_in_place(state, *growing(state, KVCache(k, v, None, valid), ("v",)))
+        parts, room = append_in_place(state, *growing(state, KVCache(k, v, gate.log_decay, valid), ("v",)), state.k)
         keys, values, there = state.k.float(), expand_heads(parts["v"], H), parts.get("valid")
+        gates = parts.get("log_decay")
         for t in range(q.shape[1]):
             now, seen = slice(t, t + 1), slice(0, S + t + 1)
             keys = torch.cat([keys * a[:, now].exp(), expand_heads(k[:, now], H).float()], 1)
             o, lse = fox_attention(
-                q[:, now].to(v.dtype), keys.to(v.dtype), values[:, seen], log_decay=None, scale=scale, window=window,
-                sink=sink, valid=None if there is None else there[:, seen], return_lse=True, impl="triton",
+                q[:, now].to(v.dtype), keys.to(v.dtype), values[:, seen],
+                log_decay=None if gates is None else gates[:, seen].float(), scale=scale, window=window, sink=sink,
+                valid=None if there is None else there[:, seen], return_lse=True, impl="triton",
             )  # fmt: skip
             rows.append((o, lse))
         o, lse = (torch.cat(x, 1) for x in zip(*rows, strict=True))
-        return (o, lse) if return_lse else o, GrowingCache(keys, parts["v"], None, there, carried=True, room=room)
+        return (o, lse) if return_lse else o, GrowingCache(keys, parts["v"], gates, there, carried=True, room=room)
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.wall import triton_unavailable
@@ -308,7 +317,9 @@ def wall_kernel() -> Kernel:
             return "a step per token over all keys", ""
         (T, _, K), V = call.q.shape[1:], call.v.shape[3]
         deterministic = torch.are_deterministic_algorithms_enabled()
-        chosen = plan(T, K, V, call.v.dtype, deterministic, True, machine(call.q.device))
+        learns = call.gate.log_decay is not None and _records(call.gate.log_decay)
+        shortened = "prune" in call.options
+        chosen = plan(T, K, V, call.v.dtype, deterministic, True, machine(call.q.device), learns, shortened)
         return chosen.kernels(_records_any(call)), chosen.why
 
     return Kernel(run, extend, refuses, explain)

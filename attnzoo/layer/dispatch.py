@@ -50,8 +50,12 @@ def expected(variant: Variant, call: Call) -> list[str]:
 
 
 def missed(variant: Variant, call: Call) -> str:
-    """Why ``auto`` runs no kernel on a GPU though the variant has some, with the remedies; or ""."""
-    forms = expected(variant, call) if on_gpu(call.q) else ()
+    """Why ``auto`` runs no kernel on a GPU, with the remedies; or ""."""
+    if not on_gpu(call.q):
+        return ""
+    forms = expected(variant, call)
+    if not forms:
+        return f"there is none for {', '.join(variant.requires) or 'no part'} together"
     return "; ".join(f"{form}: {variant.refuses(form, call)}" for form in forms)
 
 

@@ -6,17 +6,13 @@ import sys
 from collections.abc import Callable
 
 from lattice import lattice
+from parts import parts
 from style import save
 
 
 def draw_lattice() -> None:
     save("lattice", lattice)
-
-
-def draw_products() -> None:
-    from products import products
-
-    save("products", products)
+    save("parts", parts)
 
 
 def draw_schematics() -> None:
@@ -74,7 +70,6 @@ def draw_path() -> None:
 
 DRAWINGS: dict[str, Callable[[], None]] = {
     "lattice": draw_lattice,
-    "products": draw_products,
     "schematics": draw_schematics,
     "fox": draw_fox,
     "home": draw_home,

@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.kernels.common.arguments import check_tensors, check_values
 from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, pick_implementation
@@ -31,19 +32,24 @@ def wall_attention(  # type: ignore[misc]  # the options above are these
     v: Tensor,
     *,
     log_diag: Tensor,
+    log_decay: Tensor | None = None,
     scale: float | None = None,
+    prune: Prune | None = None,
     window: int | None = None,
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    logit_bound: Tensor | None = None,
     return_lse: bool = False,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal softmax attention with a decay per channel inside the logits (Wall).
+    """Causal softmax attention with a decay per channel inside the logits (Wall), and a forget gate beside them.
 
-        o_i = sum_{j <= i} softmax_j(scale sum_c q_ic k_jc exp(log_diag_{j+1,c} + ... + log_diag_ic)) v_j
+        o_i = sum_{j <= i} softmax_j(scale sum_c q_ic k_jc exp(log_diag_{j+1,c} + ... + log_diag_ic)
+                                     + log_decay_{j+1} + ... + log_decay_i) v_j
 
     A log gate of -inf (anything <= -1e4) closes its channel exactly. It takes the channel's share of the score to 0,
-    not the weight: every earlier key keeps its place in the softmax, so no key may be skipped, however small its decay.
+    not the weight: every earlier key keeps its place in the softmax, so without log_decay no key may be skipped,
+    however small its decay.
 
     Args:
         q: [B, T, H, K]. bfloat16, float16 or float32; the Triton implementation takes K and V that are multiples of 16
@@ -51,10 +57,14 @@ def wall_attention(  # type: ignore[misc]  # the options above are these
         k: [B, T, G, K], v: [B, T, G, V]; G divides H and head h reads key head h // (H / G).
         log_diag: [B, T, H, K] natural log of each channel's gate, float32, <= 0. All of these, and sink, are
             differentiable.
+        log_decay: [B, T, H] natural log of the forget gate, float32, <= 0, or None; closed at -inf (anything <= -1e4),
+            which cuts off the past exactly.
         scale: of the scores; default K ** -0.5.
+        prune: skip blocks whose total weight is certified below ``prune.eps`` per row. Needs log_decay.
         window: each row sees itself and the window - 1 keys before it.
         sink: [H] logits that take part in the softmax without a value.
         cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. T; B is 1. Changing lengths does not recompile.
+        logit_bound: [H] float32 known bound of |scale q . k|, used by ``prune`` besides measured norms.
         return_lse: also return the log-sum-exp of each row's logits, the sink's included; differentiable.
         impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports.
 
@@ -74,24 +84,29 @@ def wall_attention(  # type: ignore[misc]  # the options above are these
     Source: Averbuch and Pai (Tilde Research), Wall attention, in flash-linear-attention 0.6.
     """
     if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        check_tensors({"q": q, "k": k, "v": v, "log_diag": log_diag}, needed=("q", "k", "v", "log_diag"))
+        given = {"q": q, "k": k, "v": v, "log_diag": log_diag, "log_decay": log_decay}
+        check_tensors(given, needed=("q", "k", "v", "log_diag"))
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v, log_diag = q.to(dtype), k.to(dtype), v.to(dtype), log_diag.float()
-    _check(q, k, v, log_diag, scale, window, sink, cu_seqlens)
+        log_decay = None if log_decay is None else log_decay.float()
+    _check(q, k, v, log_diag, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
     check_flag("return_lse", return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     with torch.autocast(q.device.type, enabled=False):
         if pick_implementation("wall_attention", impl, triton_unavailable(q, v)) == "reference":
             o, lse = wall_reference_lse(
-                q, k, v, log_diag=log_diag, scale=scale, window=window, sink=sink, cu_seqlens=cu_seqlens
-            )
+                q, k, v, log_diag=log_diag, log_decay=log_decay, scale=scale, prune=prune, window=window, sink=sink,
+                cu_seqlens=cu_seqlens, logit_bound=logit_bound,
+            )  # fmt: skip
             return (o, lse) if return_lse else o
         from .op import wall_forward_op
 
         q, k, v, log_diag = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, log_diag))
+        bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
+        learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
         o, lse, *_ = wall_forward_op(
-            q, k, v, log_diag, sink, cu_seqlens, scale, window or 0, torch.are_deterministic_algorithms_enabled(),
-            return_lse,
+            q, k, v, log_diag, log_decay, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps,
+            learns_decay, torch.are_deterministic_algorithms_enabled(), return_lse,
         )  # fmt: skip
         return (o, lse) if return_lse else o
 
@@ -102,12 +117,15 @@ def triton_unavailable(q: Tensor, v: Tensor) -> str:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, log_diag: Tensor, scale: float | None, window: int | None, sink: Tensor | None,
-    cu_seqlens: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, log_diag: Tensor, log_decay: Tensor | None, scale: float | None,
+    prune: Prune | None, window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None,
+    logit_bound: Tensor | None,
 ) -> None:  # fmt: skip
     """Types, shapes, dtypes, devices and options; values where they may be read."""
-    check_tensors({"q": q, "log_diag": log_diag}, needed=("q", "log_diag"))
-    check_inputs(q, k, v, None, scale, None, window, sink, cu_seqlens, None)
+    check_tensors({"q": q, "log_diag": log_diag, "log_decay": log_decay}, needed=("q", "log_diag"))
+    if log_decay is not None and log_decay.ndim != 3:
+        raise ValueError(f"log_decay: expected [B, T, H], got shape {tuple(log_decay.shape)}")
+    check_inputs(q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
     if k.shape[1] != q.shape[1]:
         raise ValueError(f"k: expected as many tokens as q (T={q.shape[1]}), got {tuple(k.shape)}")
     if log_diag.shape != q.shape:

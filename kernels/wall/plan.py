@@ -1,6 +1,6 @@
 """Which kernels and tiles one call of ``wall_attention`` runs on: those that PaTH's plan gives a call of its size.
 
-Past the carries, which are Wall's own, a call is one of PaTH without a gate: the same kernels read the same levels.
+Past the carries, which are Wall's own, a call is one of PaTH: the same kernels read the same levels.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ _CARRY: dict[str, dict[str, int]] = {
 }
 
 
-def plan(T: int, K: int, V: int, dtype: torch.dtype, deterministic: bool, described: bool, machine: Machine) -> Plan:
+def plan(
+    T: int, K: int, V: int, dtype: torch.dtype, deterministic: bool, described: bool, machine: Machine,
+    decay_gradient: bool = False, shortened: bool = False,
+) -> Plan:  # fmt: skip
     """The plan of a call on a machine.
 
     Args:
         described: whether descriptors can address v.
+        decay_gradient: whether that of a scalar decay will be asked for.
+        shortened: whether pruning leaves short rows.
     """
-    return path_plan(Call(T, K, V, dtype, deterministic=deterministic, described=described), machine)
+    return path_plan(Call(T, K, V, dtype, decay_gradient, deterministic, shortened, described), machine)
 
 
 def launch(part: str) -> dict[str, int]:

@@ -1,12 +1,14 @@
 """Wall attention written out densely: the definition the kernels are held to. No Triton here.
 
-    o_i = sum_j softmax_j(scale sum_c q_ic k_jc exp(a_{j+1,c} + ... + a_ic)) v_j,     j <= i
+    o_i = sum_j softmax_j(scale sum_c q_ic k_jc exp(a_{j+1,c} + ... + a_ic) + c_i - c_j) v_j,     j <= i
 
+with c the running sum of log_decay (all 0 without one).
 Averbuch and Pai (Tilde Research), Wall attention, in flash-linear-attention 0.6.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -15,7 +17,10 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
-from attnzoo.kernels.common.dense import dense_readout, first_visible
+from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.constants import ROW_UNIT
+from attnzoo.kernels.common.dense import dense_readout, first_visible, running_sums
+from attnzoo.kernels.path.reference import starts_by_scores
 
 
 def wall_scores(q: Tensor, k: Tensor, log_diag: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
@@ -60,10 +65,13 @@ def wall_reference_lse(
     v: Tensor,
     *,
     log_diag: Tensor,
+    log_decay: Tensor | None = None,
     scale: float | None = None,
+    prune: Prune | None = None,
     window: int | None = None,
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    logit_bound: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense Wall attention; arguments as ``wall_attention``. Memory O(T^2).
@@ -79,9 +87,15 @@ def wall_reference_lse(
     scale = K**-0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    since = first_visible(torch.zeros(1, 1, T, dtype=torch.bool, device=q.device), window, cu_seqlens)
+    c, closed = running_sums(log_decay, B, T, H, q.device)
+    since = first_visible(closed, window, cu_seqlens)
     pos = torch.arange(T, device=q.device)
-    visible = (pos <= pos[:, None]) & (pos >= since[..., None])  # [1, 1, T, T]
-    logits = (wall_scores(q, k, log_diag, compute_dtype) * scale).masked_fill(~visible, -math.inf)
+    visible = (pos <= pos[:, None]) & (pos >= since[..., None])  # [B, H, T, T]
+    if prune is not None:
+        exact = functools.partial(wall_scores, log_diag=log_diag.detach().double())
+        start = starts_by_scores(exact, q, k, c, since, scale, prune, logit_bound)
+        visible &= pos >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
+    decay = (c[..., :, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
+    logits = (wall_scores(q, k, log_diag, compute_dtype) * scale + decay).masked_fill(~visible, -math.inf)
     o, lse = dense_readout(logits, repeat(v.to(cd), "b t g v -> b (g r) t v", r=H // v.shape[2]), sink)
     return o.to(q.dtype), lse

@@ -134,6 +134,11 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                     functools.partial(wall.wall_attention, *qkv, log_diag=wide(1, 512, 4, K), impl="triton"),
                 )
                 yield (
+                    f"wall {kind} {K} two gates",
+                    functools.partial(wall.wall_attention, *qkv, log_diag=wide(1, 512, 4, K),
+                                      log_decay=wide(1, 512, 4), impl="triton", prune=Prune()),
+                )  # fmt: skip
+                yield (
                     f"path {kind} {K} heads",
                     functools.partial(path.path_attention, qkv[1], qkv[1], qkv[2], w=wide(1, 512, 2, K), beta=beta,
                                       log_decay=wide(1, 512, 2), impl="triton"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from path_cases import large_tiles
 from wall_cases import Case, inputs, triton, within_budget
 
+from attnzoo import Prune
 from attnzoo.algebra.oracle import softmax
+from attnzoo.kernels.wall import wall_attention
 from attnzoo.kernels.wall.reference import wall_reference
 from attnzoo.samples import random_inputs
 
@@ -26,12 +29,16 @@ CASES = [
     Case(T=220, H=1, cu_seqlens=(0, 1, 71, 71, 190, 220), options={"scale": 0.7}),
     Case(T=600, H=1),  # three levels of carries
     Case(gate="open", T=140, sink=True, options={"window": 70}),
+    Case(T=200, G=1, H=2, decay="mixed", sink=True),
+    Case(T=150, H=1, decay="open", cu_seqlens=(0, 1, 71, 150), options={"scale": 0.7, "window": 40}),
 ]
 GPU = [  # what the Gluon kernels take
     Case(gate="open", B=2, T=1100, H=4, G=2, K=64, V=64),
     Case(gate="strong", T=700, K=128, V=64),
     Case(T=1000, K=128, V=128, cu_seqlens=(0, 1, 130, 130, 700, 1000), sink=True),
     Case(T=2000, K=64, V=64, options={"window": 300}),
+    Case(T=1500, H=4, G=2, K=64, V=64, decay="mixed", sink=True),
+    Case(T=1500, K=128, V=128, decay="open", options={"prune": Prune(eps=1e-30)}),
 ]
 
 
@@ -55,6 +62,22 @@ def test_the_definition_is_the_product_written_out(regime: str) -> None:
 def test_kernel_within_budget(case: Case, dtype: torch.dtype) -> None:
     x = inputs(case, dtype)
     within_budget(case, x, triton(case, x))
+
+
+@torch.no_grad()
+def test_pruned_rows_lose_no_more_than_eps() -> None:
+    """And as many blocks go as in the reference."""
+    x = inputs(Case(gate="open", T=200, H=2, G=1), torch.float32)
+    qkv, eps = (0.1 * x["q"], x["k"], x["v"]), 1e-2
+    gates = {"log_diag": x["log_diag"], "log_decay": torch.full((1, 200, 2), -0.12, device=x["q"].device)}
+    run = functools.partial(wall_attention, *qkv, **gates, return_lse=True)
+    (_, lse), (_, whole), (_, want) = (
+        run(impl=impl, prune=prune)
+        for impl, prune in (("triton", Prune(eps)), ("triton", None), ("reference", Prune(eps)))
+    )
+    lost = 1 - (lse - whole).exp()
+    assert 1e-6 < float(lost.max()) <= eps
+    torch.testing.assert_close(lse, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -15,24 +15,28 @@ from attnzoo.kernels.wall import wall_attention
 from attnzoo.kernels.wall.reference import wall_reference, wall_reference_lse
 
 __all__ = ["large_tiles"]
-ORDER = ("q", "k", "v", "log_diag", "sink")
+ORDER = ("q", "k", "v", "log_diag", "log_decay", "sink")
 
 
 def test_opcheck() -> None:
     from attnzoo.kernels.wall.op import wall_backward_op, wall_forward_op
 
-    x = inputs(Case(T=40, H=1, sink=True), torch.float32)
+    x = inputs(Case(T=40, H=1, sink=True, decay="open"), torch.float32)
     rows, borders = [x[n] for n in ORDER], torch.tensor([0, 30, 40], device=DEVICE)
     leaves = [t.clone().requires_grad_() for t in rows]
-    torch.library.opcheck(wall_forward_op, (*leaves, borders, 0.3, 9, False, True))
-    o, row_lse, lse = wall_forward_op(*rows, None, 0.3, 0, False, True)
-    call = (x["do"], torch.ones_like(row_lse), *rows[:4], o, lse, rows[4], None, 0.3, 0, False)
-    for wanted in ([True] * 5, [True, False, False, True, False]):
-        torch.library.opcheck(wall_backward_op, (*call, wanted), test_utils=("test_schema", "test_faketensor"))
+    plain = [*leaves[:4], None, leaves[5]]
+    torch.library.opcheck(wall_forward_op, (*plain, borders, None, 0.3, 9, "", 0.0, False, False, True))
+    pruned = ("tail", -3.0, True, False, True)
+    fakes = ("test_schema", "test_faketensor")
+    torch.library.opcheck(wall_forward_op, (*rows, None, None, 0.3, 0, *pruned), test_utils=fakes)
+    o, row_lse, *kept = wall_forward_op(*rows, None, None, 0.3, 0, *pruned)
+    call = (x["do"], torch.ones_like(row_lse), *rows[:4], o, kept[0], *rows[4:], None, *kept[1:], 0.3, False)
+    for wanted in ([True] * 6, [True, False, False, True, False, False]):
+        torch.library.opcheck(wall_backward_op, (*call, wanted), test_utils=fakes)
 
 
 def test_the_log_sum_exp_and_its_gradients() -> None:
-    x = inputs(Case(T=140, H=1, sink=True), torch.float32)
+    x = inputs(Case(T=140, H=1, sink=True, decay="open"), torch.float32)
 
     def run(fn: Any, **more: Any) -> list[torch.Tensor]:
         leaves = {n: x[n].detach().clone().requires_grad_() for n in ORDER}
@@ -44,7 +48,7 @@ def test_the_log_sum_exp_and_its_gradients() -> None:
 
 
 def test_frozen_inputs_have_no_gradient() -> None:
-    x = inputs(Case(T=40, H=2, G=1, sink=True), torch.float32)
+    x = inputs(Case(T=40, H=2, G=1, sink=True, decay="open"), torch.float32)
     full = None
     for names in (ORDER, ("v", "sink"), ("k",)):
         leaves = {n: x[n].detach().requires_grad_(n in names) for n in ORDER}

@@ -26,6 +26,7 @@ class Case:
     K: int = 16
     V: int = 16
     gate: str = "mixed"  # open, mixed, strong (to -50 a token), shut, ones (log gate exactly 0)
+    decay: str = ""  # of the scalar gate beside it: open, mixed, or none
     sink: bool = False
     cu_seqlens: tuple[int, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Case:
     def __str__(self) -> str:
         extra = "".join(f"-{k}" for k in self.options) + ("-packed" if self.cu_seqlens else "")
         sink = "-sink" if self.sink else ""
+        sink += f"-{self.decay}" if self.decay else ""
         return f"{self.gate}-B{self.B}T{self.T}H{self.H}G{self.G}K{self.K}V{self.V}{extra}{sink}"
 
 
@@ -56,7 +58,7 @@ def draw_gate(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """q, k, v, do, log_diag and, where the case has one, sink; q and k of unit scale."""
+    """q, k, v, do, log_diag and, where the case has them, log_decay and sink; q and k of unit scale."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -69,24 +71,18 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
         "do": randn(case.B, case.T, case.H, case.V).to(dtype),
         "log_diag": draw_gate(case, generator),
     }
+    if case.decay:
+        g = 0.3 * torch.nn.functional.logsigmoid(randn(case.B, case.T, case.H) + 1)
+        x["log_decay"] = g.masked_fill(g < -0.9, -math.inf) if case.decay == "mixed" else g
     if case.sink:
         x["sink"] = randn(case.H)
     return {name: t.to(DEVICE) for name, t in x.items()}
 
 
-def _wall(q: Tensor, k: Tensor, v: Tensor, *, log_decay: None = None, **named: Any) -> Any:
-    """``run`` names a log_decay in every call."""
-    return wall_attention(q, k, v, **named)
-
-
-def _reference(q: Tensor, k: Tensor, v: Tensor, *, log_decay: None = None, **named: Any) -> Any:
-    return wall_reference(q, k, v, **named)
-
-
 def triton(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    return run(_wall, case, x, impl="triton")
+    return run(wall_attention, case, x, impl="triton")
 
 
 def within_budget(case: Case, x: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
     """The budget of the fox kernels; gradients of gates and sinks are sums over the tokens."""
-    fox_cases.within_budget(case, x, ours, _reference, ("dlog_diag", "dsink"))
+    fox_cases.within_budget(case, x, ours, wall_reference, ("dlog_diag", "dlog_decay", "dsink"))
