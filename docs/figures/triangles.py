@@ -104,9 +104,27 @@ def tiles(theme: Theme) -> Figure:
     return figure
 
 
+def forgotten(theme: Theme) -> Figure:
+    """Each column, a key, fades at a row of its own and never comes back; the last tokens are kept."""
+    T, window, left = 14, 3, (14, 5, 7, 14, 8, 11, 9, 12, 13, 14, 14, 14, 14, 14)  # the row at which a key goes
+    figure = Figure(figsize=(WIDE * 0.72, 3.3))
+    axes = panel(figure, (0, 0, 1, 1), (-1.0, T + 0.6), (T + 0.3, -1.0), equal=True)
+    for t in range(T):
+        for j in range(t + 1):
+            kept = 1.0 if t - j < window else 1 / (1 + math.exp(2.5 * (t - left[j])))
+            axes.add_patch(Rectangle((j + 0.05, t + 0.05), 0.9, 0.9, color=theme.heat(kept), linewidth=0))
+    axes.plot([0, T - window], [window, T], color=theme.cut, linewidth=1.4, dashes=(4, 3))
+    arrow(axes, (0.4, -0.45), (4.2, -0.45), theme.muted, width=1)
+    write(axes, "keys", (5.4, -0.45), theme.muted)
+    arrow(axes, (-0.45, 0.4), (-0.45, 4.2), theme.muted, width=1)
+    axes.annotate("queries", (-0.45, 5.8), ha="center", va="center", rotation=90, fontsize=9.5, color=theme.muted)
+    return figure
+
+
 DRAWINGS: dict[str, Callable[[Theme], Figure]] = {
     "staircase": staircase,
     "rectangle": rectangle,
     "triangular": triangular,
     "tiles": tiles,
+    "forgotten": forgotten,
 }
