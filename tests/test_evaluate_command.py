@@ -133,8 +133,10 @@ def test_other_text_may_be_given(run, tmp_path):
     subject = load_subject(run)
     tokens = held_out_text(subject, str(tmp_path))
     assert bytes(tokens.tolist()) == b"one" * 50 + b"\0" + b"two" * 50 + b"\0"
+    assert held_out_text(subject, tmp_path) is tokens  # read once
     assert len(held_out_text(subject, "stdlib")) > 10**5
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    subject = load_subject(run)
     for text, message in ((tmp_path / "c.txt", "file, a folder of them or 'stdlib', got"), (tmp_path, "not UTF-8")):
         with pytest.raises((FileNotFoundError, ValueError), match=message):
             held_out_text(subject, str(text))

@@ -116,7 +116,7 @@ def test_number_in_a_text_is_asked_after_a_question_that_only_the_easy_hay_has(m
     hay = np.frombuffer(b"abcdefgh" * 100, dtype=np.uint8)
     question = b" What is the secret number? Answer: The secret number is"
     for depth in (0.0, 0.25, 1.0):
-        task = text_needle(hay, lambda text: list(text.encode()), mode, digits=3)(depth)
+        task = text_needle(hay, lambda text: [1, *text.encode()], mode, digits=3)(depth)  # 1: as some tokenizers begin
         tokens, targets = task.draw(np.random.default_rng(0), 300)
         assert len(tokens) == 300
         text = bytes(tokens.tolist())

@@ -309,15 +309,19 @@ def test_packed_sequences_and_padding_are_separate_sequences(name, network):
         assert torch.isclose(attn.forget.terms.distillation, terms[0])
 
 
-def test_retention_of_keys_falls_with_their_age():
-    """Whatever the weights are: the network of keys alone needs no running minimum."""
-    attn = layer("nope", forgetting=Forgetting(network="key"))
+@pytest.mark.parametrize("network", ["key", "decay"])
+def test_retention_of_keys_falls_with_their_age(network):
+    """Whatever the weights are: a network of keys alone needs no running minimum."""
+    attn = layer("nope", forgetting=Forgetting(network=network))
     projected = attn.project(5 * rows(1, 30))
     forget = attn.forget
     retention = forget.join(forget.of_keys(projected.k, projected.v), forget.of_rows(projected.q))
     age = (torch.arange(30)[:, None] - torch.arange(30))[None, None]
     x = retention(forms.Panel(0, 30, age))
-    assert (x.diff(dim=-2).masked_fill(age[..., 1:, :] <= 0, -1.0) < 0).all()
+    assert (x.diff(dim=-2).masked_fill(age[..., 1:, :] <= 1, -1.0) < 0).all()
+    if network == "decay":
+        log_r = x.sigmoid()[0, 0, 6:, 5].log()
+        assert torch.allclose(log_r / log_r[0], torch.arange(1.0, 25.0).double())
 
 
 def saved_bytes(attn, T):

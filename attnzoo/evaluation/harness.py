@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor, nn
 
 from attnzoo.data.tasks import UNASKED
-from attnzoo.errors import unknown
+from attnzoo.errors import nearest, unknown
 from attnzoo.evaluation.scores import score_targets
 
 TOKENS = 2**15  # in a forward pass, if a row is not longer
@@ -254,12 +254,17 @@ def run_harness(
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file that is no task, or what lm-eval refuses.
+        ValueError: a file that is no task, a name that lm-eval does not know, or what it refuses.
     """
     adapter = HarnessModel(model, encode, decode, end, window)
     own = task.endswith((".yaml", ".yml", ".json"))
     asked: Any = _definition(Path(task)) if own else task
     manager = TaskManager(include_defaults=not own)  # it takes a minute to read all of the stock tasks
+    if not own and task not in manager.all_tasks:
+        close = nearest(task, manager.all_tasks)
+        raise ValueError(
+            f"task: lm-eval has none of the name {task!r}" + (f"; did you mean {close!r}?" if close else "")
+        )
     found = simple_evaluate(
         adapter, tasks=[asked], num_fewshot=shots, limit=limit, log_samples=False, bootstrap_iters=1000,
         task_manager=manager,

@@ -105,14 +105,19 @@ def text_needle(
     if mode not in MODES:
         raise unknown("mode", mode, MODES)
     check_between("digits", digits, 1, 18)
-    before, question = (list(encode(f" {text}")) for text in (ASKED if mode == "easy" else FOUND, ASKED))
+    begin = len(encode(""))  # what the tokenizer puts before every text
+
+    def inner(text: str) -> list[int]:
+        return list(encode(text))[begin:]
+
+    before, question = inner(f" {ASKED if mode == 'easy' else FOUND}"), inner(f" {ASKED}")
 
     def at(depth: float) -> Task:
         check_between("depth", depth, 0, 1)
 
         def draw(random: np.random.Generator, T: int) -> Row:
-            number = list(encode(f" {random.integers(10 ** (digits - 1), 10**digits)}"))
-            inside = np.array([*before, *number, *encode(".")], dtype=np.int64)
+            number = inner(f" {random.integers(10 ** (digits - 1), 10**digits)}")
+            inside = np.array([*before, *number, *inner(".")], dtype=np.int64)
             behind = np.array(question, dtype=np.int64)
             words = T - len(inside) - len(behind) - len(number) + 1
             check_room(T, T - words, "the needle, the question and the number")

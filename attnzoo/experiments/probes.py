@@ -16,6 +16,7 @@ from attnzoo.data import Data, heldout_windows
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.evaluation import Array, gate_maps, token_losses
 from attnzoo.evaluation.answers import measure_answers
+from attnzoo.evaluation.pruning import pruning
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.training.metrics import Row
@@ -200,17 +201,12 @@ class PrunedLoss:
     percent: bool = False
 
     def measure(self, subject: Subject) -> dict[float, float]:
-        layers = [module for module in subject.model.modules() if isinstance(module, Attention)]
-        if not all(layer.variant.prunable for layer in layers):
+        if not any(isinstance(x, Attention) and x.variant.prunable for x in subject.model.modules()):
             return {}
-        before = [layer.prune for layer in layers]
         losses = []
         for prune in (None, Prune()):
-            for layer in layers:
-                layer.prune = prune
-            losses.append(float(_losses(subject, self.length).mean()))
-        for layer, prune in zip(layers, before, strict=True):
-            layer.prune = prune
+            with pruning(subject.model, prune):
+                losses.append(float(_losses(subject, self.length).mean()))
         return {1.0: losses[1] - losses[0]}
 
 

@@ -40,6 +40,7 @@ class Subject:
         config: by which it was trained, or would be; None for a model folder, which does not say.
         checkpoint: of a run, the one that was loaded.
         files: of the tokenizer; empty where its tokens are bytes, or nobody has said what they are.
+        texts: what :func:`held_out_text` has read, by the text's name.
     """
 
     title: str
@@ -48,6 +49,7 @@ class Subject:
     config: TrainConfig | None = None
     checkpoint: Path | None = None
     files: dict[str, bytes] = field(default_factory=dict)
+    texts: dict[str | None, Tokens | Joined] = field(default_factory=dict)
 
     @property
     def identity(self) -> str:
@@ -89,7 +91,10 @@ class Subject:
     def _tokenizer(self) -> Any:
         if not self.files:
             raise ValueError(f"{self.title} has no tokenizer ({TOKENIZER}): its tokens stand for no text so far")
-        return parse_tokenizer(self.files[TOKENIZER])
+        tokenizer = parse_tokenizer(self.files[TOKENIZER])
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
 
 def load_subject(
@@ -177,8 +182,13 @@ def held_out_text(subject: Subject, text: str | Path | None = None) -> Tokens | 
         CheckpointError: a run's data have changed since.
         ValueError: no text, or tokens that nobody has said the meaning of.
     """
-    if text is not None:
-        return _tokens(subject, str(text))
+    name = None if text is None else str(text)
+    if name not in subject.texts:
+        subject.texts[name] = _own_text(subject) if name is None else _tokens(subject, name)
+    return subject.texts[name]
+
+
+def _own_text(subject: Subject) -> Tokens | Joined:
     if subject.config is None:
         raise ValueError(f"text: expected a file, a folder or 'stdlib', for {subject.title} names no data of its own")
     if subject.task is not None:

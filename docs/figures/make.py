@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable
 
 from lattice import lattice
+from parts import parts
 from style import save
 
 
 def draw_lattice() -> None:
     save("lattice", lattice)
+    save("parts", parts)
 
 
 def draw_schematics() -> None:

@@ -79,9 +79,17 @@ def check(page) -> dict:
     return now
 
 
-def test_every_pair_of_the_registry_can_be_chosen(play):
+def test_every_pair_of_the_registry_can_be_chosen_on_either_side(play):
     offered = play.locator("#pair option").evaluate_all("options => options.map((o) => o.textContent)")
-    assert offered == [f"{pair.linear} · {pair.softmax}" for pair in pairs() if not pair.softmax_module]
+    chosen = [pair for pair in pairs() if not pair.softmax_module]
+    assert offered == [f"{pair.linear} · {pair.softmax}" for pair in chosen]
+    for pair in chosen:
+        play.locator("#pair").select_option(pair.softmax)
+        play.get_by_label("softmax side").check()
+        check(play)
+        assert play.locator(".equation > div:visible .katex").count() == 1
+        play.get_by_label("linear side").check()
+        assert check(play)["pair"] == pair.softmax
 
 
 def slide(page, name: str, keys: str) -> None:
