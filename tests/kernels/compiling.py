@@ -97,7 +97,7 @@ def path_page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     since, count = torch.zeros(B, H, dtype=int32), torch.zeros(B, dtype=int32)
     step = functools.partial(carried.paged_path_step, q, new, new, new, new[..., 0].float(), **pool)
     step(window=100, sink=gates[0, 0])
-    return step(log_decay=gates, since=since, count=count, **sums)
+    return step(log_decay=gates, since=since, count=count, group=16, **sums)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
