@@ -48,7 +48,7 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
     if variant.note:
         lines += _row("note", [variant.note])
     if pair in PAIRS or pair in PRODUCTS:
-        page = f"derivations/{pair.softmax if pair in PAIRS else 'algebra'}"
+        page = f"derivations/{pair.softmax if pair in PAIRS else 'products'}"
         lines += _row("derivation", [f"docs/{page}.md", f"(make docs, then open site/{page}.html)"])
     return write("\n".join(line.rstrip() for line in lines))
 

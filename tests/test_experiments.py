@@ -18,7 +18,7 @@ from rich.console import Console
 from attnzoo.cli import app
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments import run as running
-from attnzoo.experiments.claims import AtMost, Value
+from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, names
 from attnzoo.experiments.outcome import load_outcome, save_outcome
 from attnzoo.experiments.probes import Loss, Wrong
@@ -267,3 +267,13 @@ def test_command_runs(done):
     assert ran.exit_code == 0
     assert "report: out/report.html" in ran.output
     assert "attnzoo experiment run mine.py --seeds 2" in Path("out/report.html").read_text()
+
+
+def test_gains_of_both_sides_are_drawn_with_every_run(done):
+    outcome = load_outcome(Path("out/result.json"))
+    claim = Correlated(("fox", "none, one head"), (("none, one head", "fox"), ("fox", "fox")), "wrong answers")
+    experiment = replace(find(done), expectations=(Expectation("They agree.", "nobody", claim),))
+    page = render_experiment(experiment, outcome)
+    assert "What a part gains on either side" in page
+    assert page.count("none, one head | fox") == 1
+    assert page.count('class="heat"') == 1 + len(experiment.arms)  # the grid and a map for each arm

@@ -26,9 +26,10 @@ def forgetful(name, network="key", *, remembers=2, **options):
     """A layer in evaluation that forgets about half of what it may."""
     attn = layer(name, forgetting=Forgetting(network=network, window=remembers, width=8), **options).eval()
     with torch.no_grad():
-        attn.forget.bias.fill_(0.5)
-        attn.forget.out.sub_(attn.forget.out.mean()).mul_(3)
         attn.forget.key.mul_(2)
+        if network != "decay":
+            attn.forget.bias.fill_(0.5)
+            attn.forget.out.sub_(attn.forget.out.mean()).mul_(3)
     return attn
 
 

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from attnzoo.forms import memory
 from attnzoo.models.config import ModelConfig
 from attnzoo.registry import list_variants
 
@@ -329,6 +330,18 @@ def test_what_the_engine_cannot_do_is_the_loops(options, message, tokens, caplog
     model = build()
     with pytest.raises(ValueError, match=f"engine: expected None or False here .*{message}"):
         model.generate(tokens, **{"max_new_tokens": 4, **options}, engine=True)
+
+
+def test_what_would_fill_the_memory_is_refused_with_the_number(tokens, monkeypatch):
+    model, prompt = build(), tokens.repeat(1, 28)
+    monkeypatch.setattr(memory, "available", lambda device: 1000)
+    given = {"max_new_tokens": 300, "do_sample": False}
+    with pytest.raises(
+        MemoryError, match=r"cache of 253 tokens.*: expected room for \d+\.\d\d GiB on cpu, got 0\.00 GiB"
+    ):
+        model.generate(prompt, **given)
+    with pytest.raises(ValueError, match="expected None or False here .caches of 2 sequences of 768 tokens: "):
+        model.generate(prompt, **given, engine=True)
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.errors import check_kinds, unknown
 
-NETWORKS = ("key", "pair", "attention")
+NETWORKS = ("key", "pair", "attention", "decay")
 POOLS = ("power", "softmax", "max")
 NORMALIZERS = ("mean", "max")
 DIVERGENCES = ("bernoulli", "mse")
@@ -43,7 +43,8 @@ class Forgetting:
         network: what retention is a function of. ``"key"``: the key and value themselves and their age, falling with
             it; no features of T x T pairs, so that it scales. ``"pair"``: an MLP on every (query, key), as the paper
             writes it (section 2.2). ``"attention"``: the same features, with a small dot product of the query and
-            the key in place of the hidden layer (its "attention-lite module").
+            the key in place of the hidden layer (its "attention-lite module"). ``"decay"``: a rate of decay per key,
+            ``r = exp(-rate age)``, as TRIM-KV has it (Bui et al., "Cache What Lasts", 2025), for comparison.
         width: hidden channels of the network.
         window: the last tokens, the row itself among them, that are always remembered (section 3's remember window; in
             training too, since a cache that protects them must be trained as one).
@@ -104,7 +105,7 @@ class Forgetting:
     @property
     def of_pairs(self) -> bool:
         """Whether the network looks at (query, key) pairs."""
-        return self.network != "key"
+        return self.network in ("pair", "attention")
 
     def capacity(self, tokens: Tensor) -> Tensor:
         """B_t of rows that have so many tokens to remember, the budget counted in tokens or as a share."""

@@ -314,14 +314,14 @@ def _name_line_ends(axes: Axes, lines: Sequence[Line], right: float, characters:
     for line in lines:
         end = float(np.clip(line.y[-1], low, high)) if np.isfinite(line.y[-1]) else high
         wanted.append(float(inside.transform(axes.transData.transform((right, end)))[1]) * height)
-    for line, y in zip(lines, _spread(wanted, 12.0, height), strict=True):
+    for line, y in zip(lines, spread(wanted, 12.0, height), strict=True):
         axes.annotate(
             line.label, (1, y / height), (6, 0), xycoords="axes fraction", textcoords="offset points",
             color=line.look.color, fontsize=9.5, va="center", annotation_clip=False, parse_math=False,
         ).set_gid(f"series:{line.key}")  # fmt: skip
 
 
-def _spread(wanted: Sequence[float], gap: float, height: float) -> list[float]:
+def spread(wanted: Sequence[float], gap: float, height: float) -> list[float]:
     """Positions near ``wanted``, in its order, at least ``gap`` apart, inside [0, height] when they fit."""
     order = np.argsort(wanted, kind="stable")
     placed = np.array([wanted[i] for i in order], dtype=float)

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
-from attnzoo.experiments.figures import GRID, INK, MUTED, Array, Look, panel
+from attnzoo.experiments.figures import GRID, INK, MUTED, Array, Look, panel, spread
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,6 @@ def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
             *axes.plot([x - ex, x + ex], [y, y], color=color, linewidth=1.2),
             *axes.plot([x, x], [y - ey, y + ey], color=color, linewidth=1.2),
             *axes.plot(x, y, "o", ms=9, mec=color, mfc=color, alpha=0.9),
-            axes.annotate(
-                point.label, (x, y), (8, 7), textcoords="offset points", color=color, fontsize=10, parse_math=False
-            ),
         ]
         for artist in artists:
             artist.set_gid(f"series:{point.key}")
@@ -106,6 +103,13 @@ def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
     low, high = float(min(every.min(), 0)), float(max(every.max(), 0))
     margin = max((high - low) * 0.1, 1e-3)
     limits = (low - margin, high + margin)
+    height = 372.0  # of the axes, in points
+    wanted = [float((point.y.mean() - limits[0]) / (limits[1] - limits[0]) * height + 8) for point in points]
+    for point, place in zip(points, spread(wanted, 13.0, height), strict=True):
+        axes.annotate(
+            point.label, (point.x.mean(), place / height), (8, 0), xycoords=("data", "axes fraction"),
+            textcoords="offset points", color=point.look.color, fontsize=10, va="center", parse_math=False,
+        ).set_gid(f"series:{point.key}")  # fmt: skip
     axes.plot(limits, limits, color=MUTED, linewidth=0.8, dashes=(2, 2), zorder=0)
     axes.axhline(0, color=INK, linewidth=0.7, alpha=0.5)
     axes.axvline(0, color=INK, linewidth=0.7, alpha=0.5)

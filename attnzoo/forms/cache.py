@@ -174,19 +174,42 @@ class GrowingCache(KVCache):
     room: Room | None = None
 
 
+def check_copy(state: KVCache | None, tokens: int) -> None:
+    """Refuse a copy of the cache with ``tokens`` more that would fill the memory; it looks once in ROOM tokens.
+
+    Raises:
+        MemoryError: there is less.
+    """
+    S = 0 if state is None else len(state)
+    if state is None or not S or (S + tokens) // ROOM == S // ROOM:
+        return
+    needed = (size_of(state.k) + size_of(state.v)) // S * (S + tokens)
+    check_room(needed, state.v.device, f"cache of {S + tokens} tokens, carried on as a copy")
+
+
 def append_in_place(
-    state: KVCache, past: Mapping[str, Tensor], new: Mapping[str, Tensor]
+    state: KVCache, past: Mapping[str, Tensor], new: Mapping[str, Tensor], carried: Tensor | None = None
 ) -> tuple[dict[str, Tensor], Room]:
     """``past``, which are tensors of ``state``, followed by ``new`` along time (dim 1), and the buffers they are in.
 
     Written behind ``past`` where it stands, if nothing has been written there, else into larger copies. ``state``
     stays as it was. Not differentiable.
+
+    Args:
+        state: that they are of.
+        past: by name, ``[B, S, ...]``.
+        new: by the same names, ``[B, T, ...]``.
+        carried: keys ``[B, S, ...]`` that the caller copies with as much room; they count among what must fit.
+
+    Raises:
+        MemoryError: the copies would fill the memory.
     """
     S, T = len(state), next(iter(new.values())).shape[1]
     room = state.room if isinstance(state, GrowingCache) else None
     if room is None or not room.fits(past, new, S):
         size = -(-(S + T + S // 4) // ROOM) * ROOM
-        needed = sum(size_of(x) // max(1, S) * size for x in past.values())
+        kept = [*past.values(), *(() if carried is None else (carried,))]
+        needed = sum(size_of(x) // max(1, S) * size for x in kept)
         check_room(needed, state.v.device, f"cache of {S + T} tokens, with room for {size}")
         room = Room({}, S)
         for name, x in past.items():

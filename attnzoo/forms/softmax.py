@@ -16,7 +16,7 @@ from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform
-from attnzoo.forms.cache import KVCache, append, append_valid, grown
+from attnzoo.forms.cache import KVCache, append, append_valid, check_copy, grown
 from attnzoo.forms.carried import CarriedPool, extend_carried, step_carried
 from attnzoo.forms.fixed import KeyMemory, Memory, PagedMemory, Rows
 from attnzoo.forms.fixed_carried import CarriedPages
@@ -191,6 +191,7 @@ class SoftmaxForms(Forms):
         gate = gate.per_token(q)
         past = KVCache(k[:, :0], v[:, :0]) if state is None else state
         P = len(past)
+        check_copy(state, T)
         log_decay = append(past.log_decay, gate.log_decay)
         new = KVCache(
             k, cast(Tensor, append(past.v, v)), log_decay, append_valid(state, options.valid, k), carried=True

@@ -186,7 +186,7 @@ def path_kernel() -> Kernel:
             return o, KVCache(carry_keys(k, w, beta), v, gate.log_decay, valid, carried=True)
         refuse_gradients(q, k, v, w, beta, state.k, state.v)
         new = KVCache(k, v, gate.log_decay, valid)
-        parts, room = append_in_place(state, *growing(state, new, ("v",)))
+        parts, room = append_in_place(state, *growing(state, new, ("v",)), state.k)
         gates, there = parts.get("log_decay"), parts.get("valid")
         o, keys, lse = path_extend(
             q, k, w, beta, state.k.float(), parts["v"], gates, there, scale, window=window, sink=sink, return_lse=True
@@ -285,7 +285,7 @@ def wall_kernel() -> Kernel:
             return o, KVCache(expand_heads(k, H).float() * after.exp(), v, gate.log_decay, valid, carried=True)
         refuse_gradients(q, k, v, a, state.k, state.v)
         S, rows = len(state), []
-        parts, room = append_in_place(state, *growing(state, KVCache(k, v, gate.log_decay, valid), ("v",)))
+        parts, room = append_in_place(state, *growing(state, KVCache(k, v, gate.log_decay, valid), ("v",)), state.k)
         keys, values, there = state.k.float(), expand_heads(parts["v"], H), parts.get("valid")
         gates = parts.get("log_decay")
         for t in range(q.shape[1]):

@@ -355,7 +355,7 @@ class Attention(PreciseModule):
             policy: Policy = cache.state.policy
             return policy
         log_eps = None if cache.evict is None else math.log(cache.evict.eps)
-        bounds = None if log_eps is None else self._query_bounds(call.q.dtype)
+        bounds = None if log_eps is None else self.query_bounds(call.q.dtype)
         return Policy(self.forget.options, *room(cache.budget), log_eps, bounds, self.config.window)
 
     def _step(self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: FixedCache) -> Tensor:
@@ -408,9 +408,9 @@ class Attention(PreciseModule):
             (B, G, _), H = pool.table.shape, self.config.num_heads
             away = Offload.empty(B, G, H, pool.length.device)
             return Eviction(math.log(evict.eps), None, self.config.window, away)
-        return Eviction(math.log(evict.eps), self._query_bounds(dtype), self.config.window)
+        return Eviction(math.log(evict.eps), self.query_bounds(dtype), self.config.window)
 
-    def _query_bounds(self, dtype: torch.dtype) -> QueryBounds | None:
+    def query_bounds(self, dtype: torch.dtype) -> QueryBounds | None:
         """What QK-norm promises of the rows to come; None without it."""
         query, score = self.query_bound(dtype), self.logit_bound(dtype)
         return None if query is None or score is None else QueryBounds(query, own=score, score=score)

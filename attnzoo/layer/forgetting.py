@@ -22,6 +22,7 @@ from attnzoo.registry import Variant, as_given
 
 PAIR = 3  # features of a pair: its age, its logit, the mean attention to the key so far
 REMEMBERS = 2.0  # logit of retention at first: sigmoid(2) = 0.88
+DECAYS = -5.0  # softplus(-5) = 0.007: half forgotten after 100 tokens
 FADES = -3.0  # softplus(-3) = 0.05: what retention's logit loses at first while the logarithm of the age grows by 1
 
 
@@ -93,8 +94,10 @@ class Forget(PreciseModule):
         self.options, self.heads = options, G
         self.blend, self.temperature, self.distils = options.blend, options.temperature, True
         self.terms: ForgettingTerms | None = None
-        shapes = {"key": (W, K + V + 2), "offset": (W,), "out": (W,), "bias": (G,)}
-        if options.network == "key":
+        shapes = {"key": (W, K + V + 2), "offset": (W,)}
+        if options.network != "decay":
+            shapes |= {"out": (W,), "bias": (G,)}
+        if not options.of_pairs:
             shapes |= {"fade": (W,), "fade_bias": (G,)}
         else:
             shapes |= {"query": (W, K), "pair": (W, PAIR) if options.network == "pair" else (PAIR,)}
@@ -106,7 +109,7 @@ class Forget(PreciseModule):
 
     def reset_parameters(self) -> None:
         """Matrices uniform by their inputs, as ``nn.Linear``; at first everything is remembered, at every age."""
-        starts = {"bias": REMEMBERS, "fade_bias": FADES}
+        starts = {"bias": REMEMBERS, "fade_bias": DECAYS if self.options.network == "decay" else FADES}
         for name, parameter in self.named_parameters():
             if name in ("key", "query", "out", "fade") or (name == "pair" and parameter.ndim > 1):
                 bound = parameter.shape[-1] ** -0.5
@@ -126,23 +129,24 @@ class Forget(PreciseModule):
         """What the network remembers of keys ``[B, T, G, K]`` and values ``[B, T, G, V]``: ``[B, G, T, X]``."""
         k, v = (wide(x).transpose(1, 2) for x in (k, v))
         keys = torch.cat([_direction(k), _direction(v), _log_length(k), _log_length(v)], -1) @ self.key.mT + self.offset
-        if self.options.network != "key":
+        if self.options.of_pairs:
             return keys
         hidden = F.silu(keys)
-        base = hidden @ self.out + self.bias[:, None]
         fade = F.softplus(hidden @ self.fade + self.fade_bias[:, None])
-        return torch.stack([base, fade], -1)
+        if self.options.network == "decay":
+            return fade[..., None]
+        return torch.stack([hidden @ self.out + self.bias[:, None], fade], -1)
 
     def of_rows(self, q: Tensor) -> Tensor:
         """What the network sees of queries ``[B, T, H, K]``: ``[B, G, T, X]``, nothing where it looks at keys alone."""
         q = reduce(wide(q), "b t (g r) k -> b g t k", "mean", g=self.heads)
-        return q[..., :0] if self.options.network == "key" else _direction(q) @ self.query.mT
+        return _direction(q) @ self.query.mT if self.options.of_pairs else q[..., :0]
 
     def join(self, keys: Tensor, rows: Tensor) -> Retention:
         """The logits of retention for any panel of these keys ``[B, G, n, X]`` and queries ``[B, G, R, X]``."""
-        if self.options.network == "key":
-            base, fade = keys[:, :, None].unbind(-1)
-            return _OfKeys(base, fade)
+        if not self.options.of_pairs:
+            parts = keys[:, :, None].unbind(-1)
+            return _OfDecay(*parts) if len(parts) == 1 else _OfKeys(*parts)
         return _OfPairs(self, keys, rows)
 
     def run(
@@ -206,6 +210,17 @@ class _OfKeys:
     def __call__(self, panel: Panel) -> Tensor:
         now = slice(panel.start, panel.stop)
         return self.base[..., now] - self.fade[..., now] * _log_age(panel, self.base)
+
+
+@dataclass(frozen=True, eq=False)
+class _OfDecay:
+    """The logit of ``exp(-fade_j age)``, from age 1 on: a rate per key, ``[B, G, 1, T]``."""
+
+    fade: Tensor
+
+    def __call__(self, panel: Panel) -> Tensor:
+        lost = self.fade[..., panel.start : panel.stop] * panel.age.clamp(min=1)
+        return -lost - (-torch.expm1(-lost)).log()
 
 
 @dataclass(frozen=True, eq=False)

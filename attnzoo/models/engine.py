@@ -263,20 +263,31 @@ class Generator:
                 product.refresh()
             self.samplers.set(row, request.sampling, self.model.config.vocab_size)
             start, request.start = request.start, None
-            assert start is not None
-            if isinstance(start, Tensor):
-                cache = self.model.new_cache(self.evict)
-                last = self.model.hidden(start[None], cache=cache)[:, -1]
-                self.tokens[row : row + 1] = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
-            else:
-                cache, self.tokens[row] = start
-            for fixed, filled in zip(self.caches, cache, strict=True):
-                fixed.admit(row, filled, request.length + request.max_new_tokens)
+            try:
+                self._begin(row, request, start)
+            except BaseException:  # it may have found no room: it waits, as if nothing had been
+                for fixed in self.caches:
+                    fixed.clear(row)
+                request.start = start
+                self.waiting.appendleft(request)
+                raise
             self.batch.begin(row, request.length)
             self.rows[row], request.left = request, request.max_new_tokens
             if isinstance(start, Tensor):
                 self._note([(row, request)])
             self._check_places()
+
+    def _begin(self, row: int, request: Request, start: Any) -> None:
+        """The idle row gets what the request begins with, and the token that follows it."""
+        assert start is not None
+        if isinstance(start, Tensor):
+            cache = self.model.new_cache(self.evict)
+            last = self.model.hidden(start[None], cache=cache)[:, -1]
+            self.tokens[row : row + 1] = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
+        else:
+            cache, self.tokens[row] = start
+        for fixed, filled in zip(self.caches, cache, strict=True):
+            fixed.admit(row, filled, request.length + request.max_new_tokens)
 
     def _note(self, running: list[tuple[int, Request]]) -> None:
         """These rows of ``tokens`` are new; those that may draw no more leave."""

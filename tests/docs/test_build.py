@@ -140,6 +140,12 @@ def test_any_converter_of_markdown_makes_the_pages(tools, directories, link):
     assert "to-eq" not in docstring
 
 
+def test_every_derivation_ends_with_whose_is_what():
+    for path in (ROOT / "docs/derivations").glob("*.md"):
+        headings = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("## ")]
+        assert headings[-1] == "## Whose is what", path.name
+
+
 def test_folders_behind_links_are_listed_once(tools):
     assert "kernels/fox/api.py" in tools["sources"].paths()
     assert not any(path.startswith(("attnzoo/kernels", "attnzoo/recurrences")) for path in tools["sources"].paths())

@@ -4,7 +4,10 @@ from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
 from attnzoo.experiments.probes import Wrong
 
-PAPER = "Grazzi et al., Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues (2025), Table 1"
+PAPER = (
+    "Grazzi et al., Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues (2025), Theorem 1 and the "
+    "experiments on parity"
+)
 
 EXPERIMENT = Experiment(
     title="Parity needs negative eigenvalues",
@@ -63,7 +66,7 @@ EXPERIMENT = Experiment(
         Expectation(
             "Nor does softmax attention with RoPE or a forget gate.",
             "Hahn, Theoretical Limitations of Self-Attention in Neural Sequence Models (2020); Grazzi et al. (2025), "
-            "Table 1 for a Transformer",
+            "the experiments on parity, for a Transformer",
             All((AtLeast(Value("rope", "wrong answers"), 0.1), AtLeast(Value("fox", "wrong answers"), 0.1))),
         ),
     ),

@@ -1,0 +1,274 @@
+"""What a trained model loses when its layers may hold only so many keys, by rules that say which key goes first.
+
+Every rule works on the same rows: a head holds at most M keys, the row's own among them; at each row it adds that one
+and, above M, gives up the one of the least score for good. So all are compared at equal memory. Rows are computed
+densely, one after the other: for windows of some hundred tokens.
+
+Rules, each in its simplest faithful form: ``window`` and ``sinks`` (the first 4 tokens and the last M - 4; Xiao et al.,
+"Efficient Streaming Language Models with Attention Sinks", 2024) go by position; ``h2o`` by the sum of the attention to
+a key so far, half of M being the last tokens (Zhang et al., "H2O", 2023); ``snapkv`` by that of the last 16 rows, which
+are kept themselves (Li et al., "SnapKV", 2024, without its pooling over neighbours, and at every row in place of once);
+``retention`` by what the layer's own forget network says; ``utility`` by what later rows will need (a bound on what any
+network can learn: it looks ahead).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.algebra.forgetting import Forgetting, contributions, future_utility, running_mean, shares, squashed
+from attnzoo.algebra.gate import expand_heads
+from attnzoo.algebra.pruning import negligible
+from attnzoo.errors import unknown
+from attnzoo.evaluation.losses import Array, token_losses
+from attnzoo.forms.forgetting import Panel
+from attnzoo.forms.panels import Logits
+from attnzoo.forms.protocol import Call
+from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.layer.attention import Attention
+from attnzoo.layer.forgetting import Forget
+from attnzoo.registry import Variant
+
+RULES = ("window", "sinks", "h2o", "snapkv", "retention", "utility")
+UNLIMITED = ("certified", "forgets")  # rules without a budget
+SINKS, OBSERVED = 4, 16
+FOR_EVER = 1e9  # the score of what a rule never gives up
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """What a rule may look at when it scores the keys at row t."""
+
+    t: int
+    budget: int
+    age: Tensor  # of each key, [T]
+    total: Tensor  # of the weights that rows so far gave to each key, mean over a group's heads, [B, G, T]
+    observed: Tensor  # that of the last rows, [B, G, T]
+    given: Tensor | None  # scores that were known beforehand, [B, G, T, T]
+    window: int  # that the forget network never gives up
+
+
+def _window(seen: _Seen) -> Tensor:
+    return -seen.age.to(seen.total.dtype).expand(seen.total.shape)
+
+
+def _sinks(seen: _Seen) -> Tensor:
+    return _window(seen).index_fill(-1, torch.arange(SINKS, device=seen.age.device), FOR_EVER)
+
+
+def _h2o(seen: _Seen) -> Tensor:
+    return seen.total.masked_fill(seen.age < seen.budget // 2, FOR_EVER)
+
+
+def _snapkv(seen: _Seen) -> Tensor:
+    return seen.observed.masked_fill(seen.age < min(OBSERVED, seen.budget // 2), FOR_EVER)
+
+
+def _given(seen: _Seen) -> Tensor:
+    assert seen.given is not None
+    recent = seen.age < min(seen.window, seen.budget // 2)
+    return seen.given[:, :, seen.t].masked_fill(recent, FOR_EVER)
+
+
+_SCORES: dict[str, Callable[[_Seen], Tensor]] = {
+    "window": _window, "sinks": _sinks, "h2o": _h2o, "snapkv": _snapkv, "retention": _given, "utility": _given
+}  # fmt: skip
+
+
+def held_keys(
+    logits: Tensor, rule: str, budget: int, given: Tensor | None = None, *, heads: int, window: int = 1
+) -> Tensor:
+    """Which keys each row sees, ``[B, G, T, T]`` bool: at most ``budget``, its own among them.
+
+    Args:
+        logits: the teacher's, ``[B, H, T, T]``.
+        rule: one of :data:`RULES`.
+        budget: M.
+        given: scores of ``retention`` and ``utility`` ``[B, G, T, T]``; the other rules find theirs.
+        heads: G.
+        window: the last tokens, which these two do not give up while they are less than half of M.
+
+    Raises:
+        ValueError: an unknown rule, or a budget below 1.
+    """
+    if rule not in _SCORES:
+        raise unknown("rule", rule, RULES)
+    if budget < 1:
+        raise ValueError(f"budget: expected at least 1 (the row's own key), got {budget}")
+    B, H, T, _ = logits.shape
+    held = torch.zeros(B, heads, T, dtype=torch.bool, device=logits.device)
+    total, last = logits.new_zeros(B, heads, T), deque[Tensor](maxlen=OBSERVED)
+    rows, index = [], torch.arange(T, device=logits.device)
+    for t in range(T):
+        held = held | (index == t)
+        if t >= budget:
+            observed = torch.stack(tuple(last)).sum(0)
+            score = _SCORES[rule](_Seen(t, budget, t - index, total, observed, given, window))
+            score = score.masked_fill(~held, torch.inf).masked_fill(index == t, torch.inf)
+            held = held & (index != score.argmin(-1, keepdim=True))
+        mask = held.repeat_interleave(H // heads, 1)
+        now = logits[:, :, t].masked_fill(~mask, -torch.inf).softmax(-1)
+        last.append(now.unflatten(1, (heads, -1)).mean(2))
+        total = total + last[-1]
+        rows.append(held)
+    return torch.stack(rows, 2)
+
+
+class Limited(nn.Module):
+    """Stands in the place of a layer's forget network while what it may hold is limited.
+
+    Args:
+        layer: whose place it is.
+        rule: one of :data:`RULES`, ``certified`` (what :func:`attnzoo.algebra.pruning.evictable` leaves, with ``eps``)
+            or ``forgets`` (what the forget network has not forgotten, without a limit).
+        budget: M.
+        eps: of ``certified``.
+
+    Attributes:
+        held: by call, the mean number of keys that a row sees.
+        last: which keys the rows of the last call saw, ``[B, G, T, T]``.
+    """
+
+    def __init__(self, layer: Attention, rule: str, budget: int = 0, eps: float = 1e-4) -> None:
+        super().__init__()
+        self.layer = (layer,)  # in a tuple: no part of this module
+        self.network = layer.forget
+        self.rule, self.budget, self.eps = rule, budget, eps
+        self.held: list[float] = []
+        self.last: Tensor | None = None
+
+    def run(self, variant: Variant, form: str, call: Call, policy: Any = None) -> tuple[Tensor, None]:
+        """The layer's core, as :meth:`attnzoo.layer.forgetting.Forget.run`."""
+        given, forms = call.options, variant.form_set
+        assert isinstance(forms, SoftmaxForms)
+        placed = {name: given.get(name) for name in ("scale", "valid", "cu_seqlens", "window")}
+        panels = Logits(forms, call.q, call.k, call.gate, **placed)
+        (_, H, T), G = panels.shape, panels.heads
+        a = torch.cat([
+            F.pad(panels.panel(start, stop, panels.exists(start, stop)), (0, 0, start, 0), value=-torch.inf)
+            for start, stop in panels.panels()
+        ], -1)  # fmt: skip
+        held = self._held(call, a, G)
+        self.held.append(float(held.sum(-1).double().mean()))
+        self.last = held
+        a = a.masked_fill(~held.repeat_interleave(H // G, 1), -torch.inf)
+        if (sink := given.get("sink")) is not None:
+            a = torch.cat([a, sink.to(a.dtype)[:, None, None].expand(*a.shape[:-1], 1)], -1)
+        values = expand_heads(call.v, H).to(a.dtype).transpose(1, 2)
+        return (a.softmax(-1)[..., :T] @ values).transpose(1, 2).to(call.v.dtype), None
+
+    def _held(self, call: Call, a: Tensor, G: int) -> Tensor:
+        T, causal = a.shape[-1], torch.ones(a.shape[-2:], dtype=torch.bool, device=a.device).tril()
+        if self.rule == "certified":
+            return ~self._certified(call) & causal
+        scores, window = None, 1
+        if self.rule in ("retention", "forgets"):
+            scores, window = self._retention(call, a, G)
+            if self.rule == "forgets":
+                assert isinstance(self.network, Forget)
+                return (scores >= self.network.options.threshold) & causal
+        if self.rule == "utility":
+            s = contributions(a.softmax(-1), call.v)
+            later = F.pad(s[..., 1:, :], (0, 0, 0, 1))  # of the rows after this one
+            scores = future_utility(later, F.pad(causal[1:], (0, 0, 0, 1)), Forgetting(pool="power"), 1.0)
+        return held_keys(a, self.rule, min(self.budget, T), scores, heads=G, window=window)
+
+    def _retention(self, call: Call, a: Tensor, G: int) -> tuple[Tensor, int]:
+        network = self.network
+        if not isinstance(network, Forget):
+            raise ValueError(f"rule: expected a layer that forgets for {self.rule!r}, got one without forgetting")
+        options = network.options
+        join = network.join(network.of_keys(call.k, call.v), network.of_rows(call.q))
+        index = torch.arange(a.shape[-1], device=a.device)
+        age = index[:, None] - index
+        features: tuple[Tensor, ...] = ()
+        if options.of_pairs:
+            features = squashed(a).unflatten(1, (G, -1)).mean(2), running_mean(shares(a, G), options.memory)
+        r = join(Panel(0, len(index), age[None, None], *features)).sigmoid()
+        return r.masked_fill(age < options.window, 1.0).cummin(-2).values, options.window
+
+    def _certified(self, call: Call) -> Tensor:
+        """Which keys no row needs from row t on, ``[B, G, T, T]``."""
+        [layer] = self.layer
+        bounds, g = layer.query_bounds(call.q.dtype), call.gate.per_token(call.q).log_decay
+        if bounds is None or g is None:
+            raise ValueError("rule: expected a decay and QK-norm for 'certified', got a layer without one of them")
+        c = g.double().transpose(1, 2).cumsum(-1)
+        longest = call.k.double().norm(dim=-1).cummax(1).values.transpose(1, 2)
+        longest = longest.repeat_interleave(c.shape[1] // longest.shape[1], 1)
+        tails = torch.logcumsumexp(-c, -1)
+        log_eps = torch.tensor(self.eps).log().item()
+        rows = [negligible(longest, tails, c[..., t], log_eps, bounds) for t in range(c.shape[-1])]
+        gone: Tensor = torch.stack(rows, 2).unflatten(1, (call.k.shape[2], -1)).all(2)
+        return gone
+
+
+@contextmanager
+def limited(model: nn.Module, rule: str, budget: int = 0, eps: float = 1e-4) -> Iterator[list[Limited]]:
+    """All softmax layers of a model hold what a rule leaves them, inside the ``with``; gives them, first to last."""
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, Attention) and m.variant.side == "softmax"]
+    before = [layer.forget for layer in layers]
+    now = [Limited(layer, rule, budget, eps) for layer in layers]
+    try:
+        for layer, one in zip(layers, now, strict=True):
+            layer.forget = one
+        yield now
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer.forget = was
+
+
+def knows(model: nn.Module, rule: str) -> bool:
+    """Whether every softmax layer of a model has what a rule goes by, and there is one."""
+    layers = [m for m in model.modules() if isinstance(m, Attention) and m.variant.side == "softmax"]
+    if rule in ("retention", "forgets"):
+        return bool(layers) and all(layer.forget is not None for layer in layers)
+    if rule == "certified":
+        return bool(layers) and all(layer.variant.prunable and layer.config.qk_norm != "none" for layer in layers)
+    return bool(layers)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the picture of loss against memory.
+
+    Args:
+        rule: by which keys went.
+        budget: keys that each head could hold; 0 for no limit.
+        held: keys that a row saw, mean over rows, heads and layers.
+        loss: nats per token.
+    """
+
+    rule: str
+    budget: int
+    held: float
+    loss: float
+
+
+def loss_within(
+    model: nn.Module, windows: Tensor, rules: Sequence[str], budgets: Sequence[int], *, eps: float = 1e-4,
+    skip: int = 0, batch_size: int = 4,
+) -> list[Point]:  # fmt: skip
+    """The loss on held-out windows for each rule and budget; ``certified`` and ``forgets`` have one point each.
+
+    Args:
+        model: in evaluation mode.
+        windows: ``[N, L + 1]``.
+        skip: leave the first tokens of each window out of the mean, which no rule touches.
+    """
+    points = []
+    for rule in rules:
+        for budget in [0] if rule in UNLIMITED else budgets:
+            with limited(model, rule, budget, eps) as layers:
+                losses: Array = token_losses(model, windows, batch_size)
+            held = [x for layer in layers for x in layer.held]
+            points.append(Point(rule, budget, sum(held) / len(held), float(losses[:, skip:].mean())))
+    return points

@@ -1,0 +1,103 @@
+"""Losses within a memory: what every rule keeps, and that no limit is no change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnzoo.evaluation.losses import token_losses
+from attnzoo.evaluation.memory import RULES, held_keys, limited, loss_within
+from attnzoo.models import LanguageModel
+from attnzoo.models.config import ModelConfig
+
+
+def model_of(name="fox", **options):
+    torch.manual_seed(0)
+    attention = [{"name": name, "options": {"forgetting": {"window": 3, "width": 8}, "qk_norm": "rms", **options}}]
+    config = ModelConfig(attention=attention, hidden_size=16, num_layers=2, num_heads=2, initializer_range=0.3)
+    return LanguageModel(config).eval()
+
+
+WINDOWS = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_hold_no_more_than_the_budget_and_nothing_comes_back(rule):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(1, 4, 20, 20, generator=generator).masked_fill(~torch.ones(20, 20).tril().bool(), -torch.inf)
+    given = torch.rand(1, 2, 20, 20, generator=generator)
+    held = held_keys(a, rule, 7, given, heads=2)
+    assert (held.sum(-1) == torch.arange(1, 21).clamp(max=7)).all()
+    assert held.diagonal(dim1=-2, dim2=-1).all()
+    again = held[:, :, 1:] & ~held[:, :, :-1]
+    assert (again == torch.eye(20, dtype=torch.bool)[1:]).all()
+
+
+def test_rules_by_position_are_what_their_papers_say():
+    a = torch.zeros(1, 1, 20, 20)
+    assert held_keys(a, "window", 6, heads=1)[0, 0, 15].nonzero()[:, 0].tolist() == [10, 11, 12, 13, 14, 15]
+    assert held_keys(a, "sinks", 6, heads=1)[0, 0, 15].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 14, 15]
+
+
+@pytest.mark.parametrize("rule", ["h2o", "snapkv"])
+def test_rules_by_attention_keep_what_was_attended_to(rule):
+    a = torch.zeros(1, 1, 20, 20)
+    a[..., 2] = 5.0
+    held = held_keys(a, rule, 6, heads=1)[0, 0]
+    assert held[2:, 2].all()
+    assert held[19, 17:].all()
+
+
+def test_given_scores_keep_their_largest():
+    score = torch.rand(1, 1, 1, 20, generator=torch.Generator().manual_seed(0)).expand(1, 1, 20, 20)
+    held = held_keys(torch.zeros(1, 1, 20, 20), "retention", 6, score, heads=1)[0, 0, 18]
+    best = score[0, 0, 0, :18].topk(5).indices
+    assert set(held.nonzero()[:, 0].tolist()) == {18, *best.tolist()}
+
+
+def test_a_budget_for_all_tokens_changes_nothing():
+    model = model_of("nope")
+    with limited(model, "window", 32):
+        whole = token_losses(model, WINDOWS).mean()
+    for point in loss_within(model, WINDOWS, ["h2o", "retention"], [32, 99]):
+        assert point.loss == pytest.approx(whole, abs=1e-6)
+        assert point.held == pytest.approx(16.5)
+    [small] = loss_within(model, WINDOWS, ["window"], [4])
+    assert abs(small.loss - whole) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["fox", "path"])
+def test_forgets_is_what_the_layers_do_by_themselves(name):
+    model = model_of(name)
+    with torch.no_grad():
+        for layer in model.attentions():
+            layer.forget.bias.fill_(0.0)
+    by_itself = token_losses(model, WINDOWS)
+    [point] = loss_within(model, WINDOWS, ["forgets"], [])
+    assert point.loss == pytest.approx(by_itself.mean(), abs=1e-6)
+    assert 3 < point.held < 16
+    assert (token_losses(model, WINDOWS) == by_itself).all()  # the networks are back
+
+
+def test_certified_keys_matter_to_no_row():
+    model = model_of("fox")
+    with torch.no_grad():
+        for layer in model.attentions():
+            layer.gate.forget_proj.bias.fill_(-3.0)
+    with limited(model, "window", 32):
+        whole = token_losses(model, WINDOWS).mean()
+    [point] = loss_within(model, WINDOWS, ["certified"], [], eps=1e-4)
+    assert point.held < 12
+    assert point.loss == pytest.approx(whole, abs=1e-3)
+
+
+def test_what_a_rule_lacks_is_said():
+    with pytest.raises(ValueError, match="unknown rule 'windo'.*did you mean 'window'"):
+        held_keys(torch.zeros(1, 1, 4, 4), "windo", 2, heads=1)
+    with pytest.raises(ValueError, match="budget: expected at least 1"):
+        held_keys(torch.zeros(1, 1, 4, 4), "window", 0, heads=1)
+    plain = LanguageModel(ModelConfig(attention="nope", hidden_size=16, num_layers=1, num_heads=2)).eval()
+    with pytest.raises(ValueError, match="a layer that forgets for 'retention'"):
+        loss_within(plain, WINDOWS, ["retention"], [4])
+    with pytest.raises(ValueError, match="a decay and QK-norm for 'certified'"):
+        loss_within(plain, WINDOWS, ["certified"], [])
