@@ -423,8 +423,8 @@ def test_maps_that_are_one_product_give_the_same_tokens_in_a_graph(name, compile
 @pytest.mark.parametrize(("name", "compiled"), [("fox", False), ("fox", True), ("path_fox", False), ("path_fox", True)])
 def test_a_graph_of_pages_that_are_given_up_is_captured_anew_when_they_move(name, compiled):
     model = forgetful(name).cuda()
-    prompts = [torch.randint(0, 40, (T,), device="cuda") for T in (150, 250, 700)]
-    generator = Generator(model, 2, 1024, evict=math.exp(-10), compile=compiled)
+    prompts = [torch.randint(0, 40, (T,), device="cuda") for T in (150, 250, 900)]
+    generator = Generator(model, 2, 1280, evict=math.exp(-10), compile=compiled)
     ids = [generator.add(prompt, 200, temperature=0) for prompt in prompts]
     found = generator.run()
     for number, prompt in zip(ids, prompts, strict=True):

@@ -61,9 +61,9 @@ EXPERIMENT = Experiment(
         "cpu": size(32, 2, 300, 8, 128, 0.003, 0.01, tokens=32768),
         "cpu-medium": size(64, 2, 300, 8, 128, 0.003, 0.006, tokens=32768),
         "cpu-large": size(128, 2, 300, 8, 128, 0.003, tokens=32768),
-        "gpu": size(128, 4, 1000, 32, 512, 0.002),
-        "gpu-medium": size(256, 6, 1000, 32, 512, 0.002),
-        "gpu-large": size(512, 8, 1000, 32, 512, 0.001),
+        "gpu": size(128, 4, 600, 32, 512, 0.002),
+        "gpu-medium": size(256, 6, 500, 32, 512, 0.002),
+        "gpu-large": size(512, 8, 300, 32, 512, 0.001),
     },
     probes=(Loss(),),
     expectations=(
