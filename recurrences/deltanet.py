@@ -16,7 +16,7 @@ from typing import cast
 from torch import Tensor
 
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, Identity, Transition
-from attnzoo.algebra.triangular import rank_one_block
+from attnzoo.algebra.triangular import in_order, rank_one_block
 from attnzoo.forms.few_tokens import FEW_TOKENS
 from attnzoo.forms.fla import FLA_DELTA_RULE
 from attnzoo.forms.linear import LinearForms
@@ -39,24 +39,18 @@ class Householder(Transition):
     factored = True
 
     def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
-        w, beta = _several(gate)
-        for f in range(w.shape[-2]):
-            now = slice(f, f + 1)
-            read = beta[..., now, None] * (w[..., now, :] @ state)
-            state = state.addcmul(w[..., now, :].mT, read, value=-1)
+        w, beta = cast(Tensor, gate.w)[..., None, :], cast(Tensor, gate.beta)[..., None, None]
+        several = gate.factors is not None
+        for one, strength in zip(w.unbind(-3), beta.unbind(-3), strict=True) if several else [(w, beta)]:
+            state = state.addcmul(one.mT, strength * (one @ state), value=-1)
         return state
 
     def block(self, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
         return self.block_after(Identity(), q, k, gate)
 
     def block_after(self, first: Transition, q: Tensor, k: Tensor, gate: HeadGate) -> ClosedForm:
-        return rank_one_block(first, q, k, *_several(gate), gate)
-
-
-def _several(gate: HeadGate) -> tuple[Tensor, Tensor]:
-    """w ``[..., n, K]`` and beta ``[..., n]``."""
-    w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)
-    return (w[..., None, :], beta[..., None]) if gate.factors is None else (w, beta)
+        factors = in_order(cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.factors is not None)
+        return rank_one_block(first, q, k, *factors, gate)
 
 
 FORMS = LinearForms(Householder(), chunk_size=32, kernels={"triton": FEW_TOKENS, "fla": FLA_DELTA_RULE})

@@ -9,6 +9,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from attnzoo.cli import app
+from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, names
 from attnzoo.experiments.outcome import load_outcome, save_outcome
-from attnzoo.experiments.probes import Loss, Wrong
+from attnzoo.experiments.probes import Loss, Subject, Wrong
 from attnzoo.experiments.report.experiment import markdown, render_experiment
 from attnzoo.experiments.run import Plan, run_experiment, run_once
 from attnzoo.models import LanguageModel
@@ -127,20 +129,21 @@ def test_run_that_lost_its_numbers_is_measured_and_not_trained(done, monkeypatch
     assert steps == []
 
 
-def test_run_that_diverges_is_no_choice_and_decides_nothing(own, monkeypatch):
+def test_run_that_diverges_is_no_choice_and_decides_nothing(done, monkeypatch):
     trained = running.train
 
     def diverge(config):
         if config.optimizer.lr in (0.01, 0.1):
-            Path(config.output_dir).mkdir(parents=True)
             raise FloatingPointError("the loss is not finite")
         return trained(config)
 
+    for path in [*Path("out").glob("none*/*/measured.json"), *Path("out/fox").glob("lr0.01-*/measured.json")]:
+        path.unlink()
     monkeypatch.setattr(running, "train", diverge)
-    page = start(own).read_text()
+    page = start(done).read_text()
     outcome = load_outcome(Path("out/result.json"))
     assert {run.lr for run in outcome.of("fox")} == {0.02}
-    (first, verdict), *_ = outcome.verdicts(find(own))
+    (first, verdict), *_ = outcome.verdicts(find(done))
     assert (first.text, verdict.word) == ("It is.", "undecided")
     assert page.count("the loss is not finite") == 2  # both seeds of the arm that has one rate
 
@@ -172,6 +175,20 @@ def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
     for found in run.values.values():
         assert found
         assert all(map(math.isfinite, found.values()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", names())
+def test_built_in_experiment_runs_on_a_gpu(name, tmp_path, monkeypatch):
+    """A few steps of every arm at the size that is for it."""
+    monkeypatch.chdir(tmp_path)
+    experiment = find(name)
+    few = ("steps=3", "optimizer.warmup_steps=1", "eval_tokens=4096", "log_every=1")
+    experiment = replace(experiment, sizes={"gpu": replace(experiment.sizes["gpu"], rows=8, tokens=40_000)})
+    for arm in experiment.arms:
+        run = run_once(Plan(name, "gpu", Path("out"), 3, few), experiment, arm, 0.001, 0, measure=True)
+        assert math.isfinite(run.validation)
+        assert any(run.values.values())
 
 
 @pytest.mark.parametrize("name", names())
@@ -228,11 +245,15 @@ def test_experiment_that_contradicts_itself_is_refused(change, message):
         replace(fine, **change)
 
 
-def test_probe_of_a_task_needs_a_task(own):
-    Path("mine.py").write_text(OWN.replace("SETTINGS", repr(TINY)).replace("task:flip_flop", "mine.py"))
-    with pytest.raises(ValueError, match="expected a run on a task, got one on 'mine.py'"):
-        start(own)
-    assert Wrong("x").places == ""
+def test_probes_say_what_they_need():
+    config = load_config(None, ["data.source=text.txt"])
+    subject = Subject(LanguageModel(config.model), config, None, [], 2, 100)
+    with pytest.raises(ValueError, match=r"expected a run on a task, got one on 'text.txt'"):
+        Wrong("wrong").measure(subject)
+    config = load_config(None, ["data.source=task:parity"])
+    data = SimpleNamespace(heldout=Examples(build_task("parity"), 8))
+    with pytest.raises(ValueError, match=r"expected a run on a text, got one on 'task:parity'"):
+        Loss().measure(replace(subject, config=config, data=data))
 
 
 def test_commands_list_and_show_every_experiment(own):

@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import get, list_variants, oracle
+from attnzoo.forms.fixed import Rows
+from attnzoo.forms.fixed_carried import CarriedPages
+from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.triton import on_packed
@@ -230,6 +233,29 @@ def test_the_kernels_step_over_pages_leaves_out_what_does_not_exist(name: str) -
         assert paged.isfinite().all()
         assert relative_error(paged[there], whole[there]) <= CLOSE
     assert states[1].pool.lengths == valid.sum(1).tolist()
+
+
+@torch.no_grad()
+def test_groups_of_pages_are_closed_as_sequences_fill_them() -> None:
+    """The memory of fixed size on a GPU: sequences join with some groups, and fill one more, beside idle rows."""
+    inputs, variant = inputs_of("path_fox", T=260), get("path_fox")
+    whole = variant.extend(*piece(inputs, 0, 255))[1]
+    empty = PagedCache.of(variant.form_set.new_pages(*piece(inputs, 0, 1)))
+    paged = variant.extend(*piece(inputs, 0, 255), empty)[1]
+    rows = Rows.idle(2)
+    memory = CarriedPages.of(paged, rows, 300, "cpu")
+    memory.pool.group = 2
+    memory.admit(1, paged, 300)
+    rows.begin(1, 255)
+    for t in range(255, 258):
+        memory.ready([1])
+        assert memory.closed == [0, 1 + (t >= 256)]
+        q, k, v, gate = piece(inputs, t, t + 1)
+        twice = gate.map(lambda x: x.expand(2, *x.shape[1:]))
+        o = memory.pool.step(*(x.expand(2, *x.shape[1:]) for x in (q, k, v)), twice, SoftmaxOptions(), rows.active)
+        expected, whole = variant.extend(q, k, v, gate, whole)
+        assert relative_error(o[1:], expected) <= CLOSE
+        rows.lengths[1] += 1
 
 
 @torch.no_grad()

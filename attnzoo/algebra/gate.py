@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Literal, Self, cast
 
 import torch
@@ -168,12 +168,12 @@ class GatePart:
     neutral: float = 0.0
     rounded: bool = False
 
-    @property
+    @cached_property
     def ndim(self) -> int:
         """Axes of the whole part."""
         return self.shapes[0].count(",") + 1
 
-    @property
+    @cached_property
     def factored(self) -> bool:
         """Whether it may have an axis of factors."""
         return ", n" in self.shapes[-1]

@@ -55,7 +55,9 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     return cast(Tensor, _UnitLowerInverse.apply(lower))  # type: ignore[no-untyped-call]
 
 
-def rank_one_block(first: Transition, q: Tensor, k: Tensor, w: Tensor, beta: Tensor, gate: HeadGate) -> ClosedForm:
+def rank_one_block(
+    first: Transition, q: Tensor, k: Tensor, ws: Sequence[Tensor], beta: Tensor, gate: HeadGate
+) -> ClosedForm:
     """The closed form of a block of ``R_t = A_t H_t1 ... H_tn`` with ``H_tf = I - beta_tf w_tf w_tf^T``.
 
     By the UT transform (Yang et al., 2024) of all C n factors in their order. Every plain product between a later and
@@ -64,14 +66,13 @@ def rank_one_block(first: Transition, q: Tensor, k: Tensor, w: Tensor, beta: Ten
     Args:
         first: A_t; the identity leaves the factors alone.
         q: ``[..., C, K]``; so is k, of the same block.
-        w: ``[..., C, n, K]``.
-        beta: ``[..., C, n]``.
+        ws: the first factor of every token, ``[..., C, K]``, the second, and so on.
+        beta: of all factors in their order, ``[..., C n, 1]``.
         gate: what ``first`` reads.
 
     Returns:
         A closed form whose ``total`` is the transposed product of the block, ``[..., K, K]``.
     """
-    beta, ws = beta.flatten(-2)[..., None], w.unbind(-2)
     between = first.blocks((q, *ws), (k, *ws), gate)
     (qk, *q_row), *rows = between.scores
     (back_q, *back), (forward_k, *forward) = between.q, between.k
@@ -81,7 +82,7 @@ def rank_one_block(first: Transition, q: Tensor, k: Tensor, w: Tensor, beta: Ten
     back_w, forward_w = _together(back, -2), _together(forward, -2)
     inverse = unit_lower_inverse((beta * ww).tril_(-1)) * beta.mT  # X
     from_values, from_state = inverse @ wk, inverse @ back_w
-    eye = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
+    eye = torch.eye(q.shape[-1], dtype=back_w.dtype, device=q.device)
     return ClosedForm(
         scores=qk - qw @ from_values,
         q=back_q - qw @ from_state,
@@ -98,9 +99,12 @@ def householder_block(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> ClosedFo
         w: ``[..., C, K]`` or ``[..., C, n, K]``.
         beta: ``[..., C]`` or ``[..., C, n]``, as w.
     """
-    if w.ndim == k.ndim:
-        w, beta = w[..., None, :], beta[..., None]
-    return rank_one_block(Identity(), q, k, w, beta, HeadGate())
+    return rank_one_block(Identity(), q, k, *in_order(w, beta, w.ndim > k.ndim), HeadGate())
+
+
+def in_order(w: Tensor, beta: Tensor, several: bool) -> tuple[Sequence[Tensor], Tensor]:
+    """What :func:`rank_one_block` takes of w ``[..., C, K]`` and beta ``[..., C]``, or of ``several`` per token."""
+    return (w.unbind(-2), beta.flatten(-2)[..., None]) if several else ([w], beta[..., None])
 
 
 def _together(factors: Sequence[Tensor], dim: int) -> Tensor:

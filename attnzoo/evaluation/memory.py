@@ -14,6 +14,7 @@ network can learn: it looks ahead).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from attnzoo.layer.forgetting import Forget
 from attnzoo.registry import Variant
 
 RULES = ("window", "sinks", "h2o", "snapkv", "retention", "utility")
+UNLIMITED = ("certified", "forgets")  # rules without a budget
 SINKS, OBSERVED = 4, 16
 FOR_EVER = 1e9  # the score of what a rule never gives up
 
@@ -48,26 +50,26 @@ class _Seen:
     t: int
     budget: int
     age: Tensor  # of each key, [T]
-    weights: Tensor  # of the rows so far over the keys that were held, mean over a group's heads, [B, G, T, T]
+    total: Tensor  # of the weights that rows so far gave to each key, mean over a group's heads, [B, G, T]
+    observed: Tensor  # that of the last rows, [B, G, T]
     given: Tensor | None  # scores that were known beforehand, [B, G, T, T]
     window: int  # that the forget network never gives up
 
 
 def _window(seen: _Seen) -> Tensor:
-    return -seen.age.to(seen.weights.dtype).expand(seen.weights.shape[:2] + seen.age.shape)
+    return -seen.age.to(seen.total.dtype).expand(seen.total.shape)
 
 
 def _sinks(seen: _Seen) -> Tensor:
-    return _window(seen).index_fill(-1, torch.arange(SINKS), FOR_EVER)
+    return _window(seen).index_fill(-1, torch.arange(SINKS, device=seen.age.device), FOR_EVER)
 
 
 def _h2o(seen: _Seen) -> Tensor:
-    return seen.weights.sum(2).masked_fill(seen.age < seen.budget // 2, FOR_EVER)
+    return seen.total.masked_fill(seen.age < seen.budget // 2, FOR_EVER)
 
 
 def _snapkv(seen: _Seen) -> Tensor:
-    observed = seen.weights[:, :, max(0, seen.t + 1 - OBSERVED) : seen.t + 1].sum(2)
-    return observed.masked_fill(seen.age < min(OBSERVED, seen.budget // 2), FOR_EVER)
+    return seen.observed.masked_fill(seen.age < min(OBSERVED, seen.budget // 2), FOR_EVER)
 
 
 def _given(seen: _Seen) -> Tensor:
@@ -103,16 +105,19 @@ def held_keys(
         raise ValueError(f"budget: expected at least 1 (the row's own key), got {budget}")
     B, H, T, _ = logits.shape
     held = torch.zeros(B, heads, T, dtype=torch.bool, device=logits.device)
-    weights, rows, index = logits.new_zeros(B, heads, T, T), [], torch.arange(T, device=logits.device)
+    total, last = logits.new_zeros(B, heads, T), deque[Tensor](maxlen=OBSERVED)
+    rows, index = [], torch.arange(T, device=logits.device)
     for t in range(T):
         held = held | (index == t)
         if t >= budget:
-            score = _SCORES[rule](_Seen(t, budget, t - index, weights, given, window))
+            observed = torch.stack(tuple(last)).sum(0)
+            score = _SCORES[rule](_Seen(t, budget, t - index, total, observed, given, window))
             score = score.masked_fill(~held, torch.inf).masked_fill(index == t, torch.inf)
             held = held & (index != score.argmin(-1, keepdim=True))
         mask = held.repeat_interleave(H // heads, 1)
         now = logits[:, :, t].masked_fill(~mask, -torch.inf).softmax(-1)
-        weights[:, :, t] = now.unflatten(1, (heads, -1)).mean(2)
+        last.append(now.unflatten(1, (heads, -1)).mean(2))
+        total = total + last[-1]
         rows.append(held)
     return torch.stack(rows, 2)
 
@@ -221,6 +226,16 @@ def limited(model: nn.Module, rule: str, budget: int = 0, eps: float = 1e-4) -> 
             layer.forget = was
 
 
+def knows(model: nn.Module, rule: str) -> bool:
+    """Whether every softmax layer of a model has what a rule goes by, and there is one."""
+    layers = [m for m in model.modules() if isinstance(m, Attention) and m.variant.side == "softmax"]
+    if rule in ("retention", "forgets"):
+        return bool(layers) and all(layer.forget is not None for layer in layers)
+    if rule == "certified":
+        return bool(layers) and all(layer.variant.prunable and layer.config.qk_norm != "none" for layer in layers)
+    return bool(layers)
+
+
 @dataclass(frozen=True)
 class Point:
     """One point of the picture of loss against memory.
@@ -251,7 +266,7 @@ def loss_within(
     """
     points = []
     for rule in rules:
-        for budget in [0] if rule in ("certified", "forgets") else budgets:
+        for budget in [0] if rule in UNLIMITED else budgets:
             with limited(model, rule, budget, eps) as layers:
                 losses: Array = token_losses(model, windows, batch_size)
             held = [x for layer in layers for x in layer.held]

@@ -16,6 +16,7 @@ from attnzoo.data import Data, heldout_windows
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.evaluation import Array, gate_maps, token_losses
 from attnzoo.evaluation.answers import measure_answers
+from attnzoo.evaluation.memory import UNLIMITED, knows, limited, loss_within
 from attnzoo.evaluation.pruning import pruning
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
@@ -208,6 +209,77 @@ class PrunedLoss:
             with pruning(subject.model, prune):
                 losses.append(float(_losses(subject, self.length).mean()))
         return {1.0: losses[1] - losses[0]}
+
+
+@dataclass(frozen=True)
+class AddedLoss:
+    """What a limit on the keys that a head may hold adds to the loss of the same model, nats per token.
+
+    Args:
+        name: what a reader sees.
+        rule: which keys go (:mod:`attnzoo.evaluation.memory`); nothing is measured where the layers do not know it.
+        shares: of the training context, that a head may hold; for ``certified`` and ``forgets`` the limit is their own.
+    """
+
+    name: str
+    rule: str
+    shares: tuple[float, ...] = (0.125, 0.25, 0.5)
+    percent: bool = False
+
+    @property
+    def places(self) -> str:
+        return "" if self.rule in UNLIMITED else "keys held, of the training context"
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        if not knows(subject.model, self.rule):
+            return {}
+        windows, T = subject.windows(1.0), subject.config.data.context_length
+        [whole] = loss_within(subject.model, windows, ["window"], [T])
+        budgets = [max(1, round(share * T)) for share in self.shares]
+        found = loss_within(subject.model, windows, [self.rule], budgets)
+        return {at: point.loss - whole.loss for at, point in zip(self._at(), found, strict=True)}
+
+    def _at(self) -> tuple[float, ...]:
+        return (1.0,) if self.rule in UNLIMITED else self.shares
+
+
+@dataclass(frozen=True)
+class KeysHeld:
+    """The share of its tokens that a row sees, mean over rows, heads and layers, with ``certified`` or ``forgets``."""
+
+    name: str
+    rule: str
+    places: str = ""
+    percent: bool = True
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        if not knows(subject.model, self.rule):
+            return {}
+        [point] = loss_within(subject.model, subject.windows(1.0), [self.rule], [])
+        return {1.0: point.held / ((subject.config.data.context_length + 1) / 2)}
+
+
+@dataclass(frozen=True)
+class WrongWithin:
+    """The share of a task's answers that are wrong while a head may hold so many keys; as :class:`AddedLoss`."""
+
+    name: str
+    rule: str
+    shares: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0)
+    percent: bool = True
+
+    @property
+    def places(self) -> str:
+        return "keys held, of the training context"
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        if not knows(subject.model, self.rule):
+            return {}
+        found = {}
+        for share in self.shares:
+            with limited(subject.model, self.rule, max(1, round(share * subject.config.data.context_length))):
+                found[share] = _wrong(subject, {}, 1.0)
+        return found
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ class CarriedPool(KeyPool):
         near_w: their w, ``[B, G, 2 PAGE, K]``, or ``[B, G, 2 PAGE, n, K]`` with n factors per token.
         near_beta: their beta, ``[B, G, 2 PAGE]`` or ``[B, G, 2 PAGE, n]``.
         known: the first token whose key is among them, on the host; sequences can be cropped to pages from there on.
+        group: pages whose products are made to go to the end of their group (:meth:`close`); 0 for none. Such a pool is
+            for :meth:`step` alone, without sequences that share pages or are cropped.
     """
 
     factor: Tensor
@@ -50,6 +52,7 @@ class CarriedPool(KeyPool):
     near_w: Tensor
     near_beta: Tensor
     known: list[int]
+    group: int = 0
 
     @classmethod
     def of(
@@ -136,8 +139,20 @@ class CarriedPool(KeyPool):
         return paged_path_step(
             q, k, v.to(self.v.dtype), cast(Tensor, gate.w), cast(Tensor, gate.beta), keys=self.k, values=self.v,
             log_decay=gate.log_decay, count=count, scale=given.scale, window=given.window, sink=given.sink,
+            group=self.group,
             **{name: getattr(self, name) for name in names},
         ).to(v.dtype)  # fmt: skip
+
+    @torch.no_grad()
+    def close(self, row: int, start: int, stop: int) -> None:
+        """The groups ``start`` to ``stop`` of a sequence are whole: products from each page to the end of its group."""
+        ids = self.pages[row, :, start * self.group : stop * self.group].unflatten(1, (-1, self.group))
+        live, ids = ids >= 0, ids.clamp(min=0).long().to(self.factor.device)  # [G, groups, pages]
+        product = self.factor[ids[..., -1]]
+        for n in reversed(range(self.group - 1)):
+            product = product @ self.factor[ids[..., n]]
+            there = live[..., n].flatten().nonzero()[:, 0].to(ids.device)
+            self.factor[ids[..., n].flatten()[there]] = product.flatten(0, 1)[there]
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), **{name: getattr(self, name) for name in NEAR}, "known": list(self.known)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -13,17 +14,25 @@ from attnzoo.forms.carried import CarriedPool, attend_carried
 from attnzoo.forms.fixed import Extend, PagedMemory, Rows
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.paged import PagedCache
+from attnzoo.forms.pages import PAGE
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink
+
+GROUP = 16  # pages whose products go to the end of their group
 
 
 @dataclass(eq=False)
 class CarriedPages(PagedMemory):
     """The keys of PaTH and PaTH-FoX of B sequences in a :class:`~attnzoo.forms.carried.CarriedPool`.
 
-    A step is six kernels on a GPU (``attnzoo.kernels.decode``), and plain operations elsewhere. Pruning drops no mass.
-    Arguments as :class:`~attnzoo.forms.fixed.PagedMemory`, without a place and a phase.
+    A step is seven kernels on a GPU (``attnzoo.kernels.decode``), and plain operations elsewhere. Pruning drops no
+    mass. Arguments as :class:`~attnzoo.forms.fixed.PagedMemory`, without a place and a phase, and
+
+    Args:
+        closed: groups of pages of each sequence that are closed (:meth:`~attnzoo.forms.carried.CarriedPool.close`).
     """
+
+    closed: list[int] = field(default_factory=list)
 
     @staticmethod
     def of(state: PagedCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedPages:
@@ -34,8 +43,8 @@ class CarriedPages(PagedMemory):
             B, G, R, K, one.v.shape[2], dtype=one.k.dtype, values=one.v.dtype, device=device,
             decays=one.decay is not None, pages=B * G, tokens=tokens, factors=one.factors,
         )  # fmt: skip
-        pool.lengths = rows.lengths
-        return CarriedPages(pool, rows, None, None, state.evict)
+        pool.lengths, pool.group = rows.lengths, GROUP if pool.k.is_cuda else 0
+        return CarriedPages(pool, rows, None, None, state.evict, closed=[0] * B)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it changes the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
@@ -55,3 +64,18 @@ class CarriedPages(PagedMemory):
             how = "keys that have been carried to the last token are in no pages"
             raise ValueError(f"cache: expected that of new_cache(evict=...) ({how}), got {type(state).__name__}")
         super().admit(row, state, tokens)
+        self.closed[row] = 0
+        self._close(row, state.pool.lengths[0])
+
+    def ready(self, rows: Sequence[int]) -> bool:
+        for row in rows:
+            self._close(row, self.rows.lengths[row])
+        return super().ready(rows)
+
+    def _close(self, row: int, tokens: int) -> None:
+        """Close the groups that ``tokens`` tokens fill and that are not closed yet."""
+        pool = cast(CarriedPool, self.pool)
+        groups = tokens // (PAGE * pool.group) if pool.group else 0
+        if groups > self.closed[row]:
+            pool.close(row, self.closed[row], groups)
+            self.closed[row] = groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 from attnzoo.algebra.forgetting import Forgetting, least
 from attnzoo.forms.panels import Logits
 
+KEPT = 2**22  # utilities of a call up to which they are kept, and not found again where they are asked for
 NOTHING = math.log(torch.finfo(torch.float64).tiny)  # logarithm of a contribution of 0
 
 
@@ -39,6 +40,7 @@ class Goal:
         options: how utilities are pooled.
         temperature: tau.
         unit: what the utilities of each row are measured by, ``[B, G, T]``.
+        found: utilities by panel, where all of them are few.
     """
 
     logits: Logits
@@ -48,6 +50,7 @@ class Goal:
     options: Forgetting
     temperature: float
     unit: Tensor
+    found: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
     @torch.no_grad()
@@ -62,6 +65,8 @@ class Goal:
         for start, stop in logits.panels():
             there = logits.exists(start, stop)
             utility = goal.utility(logits.panel(start, stop, there), there, start, stop)
+            if B * G * T * T <= KEPT:
+                goal.found[start] = utility
             if options.normalize == "max":
                 unit[..., start:] = unit[..., start:].maximum(utility.amax(-1))
             else:
@@ -73,7 +78,9 @@ class Goal:
     @torch.no_grad()
     def panel(self, a: Tensor, there: Tensor, start: int, stop: int) -> Tensor:
         """The target of a panel, ``[B, G, R, n]`` float64 in [0, 1]."""
-        utility, unit = self.utility(a, there, start, stop), self.unit[..., start:, None]
+        unit, utility = self.unit[..., start:, None], self.found.get(start)
+        if utility is None:
+            utility = self.utility(a, there, start, stop)
         if self.options.normalize == "max":
             return utility / least(unit)
         return utility / least(utility + unit)
@@ -82,7 +89,9 @@ class Goal:
         """S of a panel: the contributions of all rows, pooled from the last to the first."""
         G = self.logits.heads
         weights = 2 * (a.double() - self.lse.double()[..., start:, None])
-        log_s = rearrange(weights, "b (g r) t j -> b g r t j", g=G).logsumexp(2)
+        log_s = weights
+        if weights.shape[1] != G:
+            log_s = rearrange(weights, "b (g r) t j -> b g r t j", g=G).logsumexp(2)
         log_s = log_s + self.value[:, :, None, start:stop] - self.output[..., start:, None]
         found = pooled(log_s.clamp(min=NOTHING), there, self.options, self.temperature)
         return found.masked_fill(~there | (found < math.exp(NOTHING + 1)), 0.0)

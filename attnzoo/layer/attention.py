@@ -22,7 +22,7 @@ from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call
-from attnzoo.layer.checks import check_hidden, valid_tokens
+from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, valid_tokens
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
@@ -34,7 +34,7 @@ from attnzoo.layer.precision import PreciseModule, fill
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.stream import LayerCache, Owner, Packing, Stream
 from attnzoo.recurrences.complex_linear import rotate_all
-from attnzoo.registry import Variant, get, list_variants
+from attnzoo.registry import Variant
 
 logger = logging.getLogger(__name__)
 
@@ -61,30 +61,10 @@ class Attention(PreciseModule):
             raise TypeError(f"config: expected AttentionConfig, got {type(config).__name__}")
         if impl not in IMPLS:
             raise unknown("impl", impl, IMPLS)
-        if prune is not None and not variant.prunable:
-            able = ", ".join(name for name in list_variants("softmax") if get(name).prunable)
-            why = "has no scalar decay to certify pruning by"
-            if variant.side == "linear":
-                why = f"has no keys to prune: it is the linear side, and its dual is {variant.dual.name!r}"
-            raise ValueError(f"acp: {variant.name!r} {why} (it serves {able})")
+        classes = gate_classes(config.gate)
+        check_layer(variant, config, classes, prune)
         if forgetting is not None:
             check_forgetting(variant, forgetting, impl, prune is not None)
-        classes = gate_classes(config.gate)
-        provided = {part for cls in classes for part in cls.provides}
-        if provided != set(variant.requires):
-            raise ValueError(
-                f"gate: {variant.name!r} needs the parts {set(variant.requires) or '{}'}, "
-                f"{config.gate!r} provides {provided or '{}'}"
-            )
-        if any(cls.unit_keys for cls in classes) and config.qk_norm != "l2":
-            raise ValueError(f"qk_norm: expected 'l2' (the gate erases along unit keys), got {config.qk_norm!r}")
-        if any(cls.writes for cls in classes) and variant.side == "softmax":
-            raise ValueError(
-                f"gate: {config.gate!r} says how strongly tokens write, and a softmax ({variant.name!r}) has no state"
-            )
-        for name, given in (("window", config.window is not None), ("sinks", config.sinks)):
-            if given and variant.side == "linear":
-                raise ValueError(f"{name}: {variant.name!r} sums past tokens in one state, without a softmax")
         self.variant, self.config, self.prune, self.impl = variant, config, prune, impl
         self.scale = config.scale
         self.keys_per_token = self._keys_per_token(classes, gate_options or {})  # and values
@@ -170,8 +150,7 @@ class Attention(PreciseModule):
     @property
     def evicts(self) -> bool:
         """Whether some keys of a sequence may be given up: those of a head that forgets, or that a window hides."""
-        forgets = self.variant.prunable or self.config.window is not None
-        return forgets and _has_pages(self.variant)
+        return evicts(self.variant, self.config)
 
     def new_cache(self, evict: float | str | Evict | None = None, budget: int | str | None = None) -> LayerCache:
         """An empty cache for this layer, to be handed to every call of one generation.
@@ -188,26 +167,8 @@ class Attention(PreciseModule):
             ValueError: ``evict`` for a layer that needs all its keys, or of which nothing bounds later queries; or a
                 ``budget`` for one that does not learn what to forget.
         """
-        settings = None if evict is None else Evict.of(evict)
-        if self.forget is None and budget is not None:
-            raise ValueError(f"budget: expected None (no forget network says what goes first), got {budget!r}")
-        room(budget)
-        if self.forget is not None and not self.forget.options.monotone:
-            raise ValueError("cache: expected forgetting.monotone=True (else what is gone may be asked for), got False")
-        if self.forget is not None and settings is not None and settings.offload:
-            raise ValueError("evict: expected a weight where the layer forgets, got 'offload'")
-        if settings is not None and not self.evicts:
-            able = [name for name in list_variants("softmax") if get(name).prunable and _has_pages(get(name))]
-            lacks = "its keys lie in no pages" if not _has_pages(self.variant) else "nothing decays"
-            why = f"{self.variant.name!r} needs all its keys: {lacks} (it serves {', '.join(able)} and windows)"
-            if self.variant.side == "linear":
-                why = f"{self.variant.name!r} is the linear side, whose state does not grow"
-            raise ValueError(f"evict: {why}")
-        bounded = self.config.qk_norm != "none" or self.config.window is not None
-        if settings is not None and not bounded and not settings.offload:
-            how = "expected None or a layer with qk_norm, whose weights bound later queries, or 'offload'"
-            raise ValueError(f"evict: {how}, got {evict!r} and qk_norm='none'")
-        return LayerCache(owner=Owner(self), evict=settings, budget=budget)
+        check_cache(self.variant, self.config, None if self.forget is None else self.forget.options, evict, budget)
+        return LayerCache(owner=Owner(self), evict=None if evict is None else Evict.of(evict), budget=budget)
 
     def forward(
         self,
@@ -455,11 +416,6 @@ class Attention(PreciseModule):
         picked = f" ({self.picked})" if self.picked else ""
         prune = f", prune={self.prune}" if self.prune else ""
         return f"{self.variant.name!r}, {shown}, impl={self.impl!r}{picked}{prune}"
-
-
-def _has_pages(variant: Variant) -> bool:
-    """Whether a cache of the variant may lie in pages."""
-    return bool(getattr(variant.form_set, "pages", False))
 
 
 _said: set[str] = set()

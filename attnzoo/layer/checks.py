@@ -1,11 +1,92 @@
-"""What an attention layer is given, checked: hidden states and masks."""
+"""What an attention layer and its cache are made of and given, checked."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from attnzoo.algebra.forgetting import Forgetting, room
+from attnzoo.algebra.pruning import Evict, Prune
 from attnzoo.algebra.values import reads_values
+from attnzoo.layer.config import AttentionConfig
+from attnzoo.layer.gates import GateProjection
+from attnzoo.registry import Variant, get, list_variants
+
+
+def check_layer(
+    variant: Variant, config: AttentionConfig, classes: Sequence[type[GateProjection]], prune: Prune | None
+) -> None:
+    """A variant can have such a layer, whose gate has these ``classes``.
+
+    Raises:
+        ValueError: parts of the gate that are missing or too many, or options of the other side.
+    """
+    if prune is not None and not variant.prunable:
+        able = ", ".join(name for name in list_variants("softmax") if get(name).prunable)
+        why = "has no scalar decay to certify pruning by"
+        if variant.side == "linear":
+            why = f"has no keys to prune: it is the linear side, and its dual is {variant.dual.name!r}"
+        raise ValueError(f"acp: {variant.name!r} {why} (it serves {able})")
+    provided = {part for cls in classes for part in cls.provides}
+    if provided != set(variant.requires):
+        raise ValueError(
+            f"gate: {variant.name!r} needs the parts {set(variant.requires) or '{}'}, "
+            f"{config.gate!r} provides {provided or '{}'}"
+        )
+    if any(cls.unit_keys for cls in classes) and config.qk_norm != "l2":
+        raise ValueError(f"qk_norm: expected 'l2' (the gate erases along unit keys), got {config.qk_norm!r}")
+    if any(cls.writes for cls in classes) and variant.side == "softmax":
+        raise ValueError(
+            f"gate: {config.gate!r} says how strongly tokens write, and a softmax ({variant.name!r}) has no state"
+        )
+    for name, given in (("window", config.window is not None), ("sinks", config.sinks)):
+        if given and variant.side == "linear":
+            raise ValueError(f"{name}: {variant.name!r} sums past tokens in one state, without a softmax")
+
+
+def check_cache(
+    variant: Variant,
+    config: AttentionConfig,
+    forgetting: Forgetting | None,
+    evict: float | str | Evict | None,
+    budget: int | str | None,
+) -> None:
+    """A layer can have such a cache; see :meth:`attnzoo.layer.attention.Attention.new_cache`.
+
+    Raises:
+        ValueError: see there.
+    """
+    settings = None if evict is None else Evict.of(evict)
+    if forgetting is None and budget is not None:
+        raise ValueError(f"budget: expected None (no forget network says what goes first), got {budget!r}")
+    room(budget)
+    if forgetting is not None and not forgetting.monotone:
+        raise ValueError("cache: expected forgetting.monotone=True (else what is gone may be asked for), got False")
+    if forgetting is not None and settings is not None and settings.offload:
+        raise ValueError("evict: expected a weight where the layer forgets, got 'offload'")
+    if settings is not None and not evicts(variant, config):
+        able = [name for name in list_variants("softmax") if get(name).prunable and _has_pages(get(name))]
+        lacks = "its keys lie in no pages" if not _has_pages(variant) else "nothing decays"
+        why = f"{variant.name!r} needs all its keys: {lacks} (it serves {', '.join(able)} and windows)"
+        if variant.side == "linear":
+            why = f"{variant.name!r} is the linear side, whose state does not grow"
+        raise ValueError(f"evict: {why}")
+    bounded = config.qk_norm != "none" or config.window is not None
+    if settings is not None and not bounded and not settings.offload:
+        how = "expected None or a layer with qk_norm, whose weights bound later queries, or 'offload'"
+        raise ValueError(f"evict: {how}, got {evict!r} and qk_norm='none'")
+
+
+def evicts(variant: Variant, config: AttentionConfig) -> bool:
+    """Whether some keys of a sequence may be given up: those of a head that forgets, or that a window hides."""
+    return (variant.prunable or config.window is not None) and _has_pages(variant)
+
+
+def _has_pages(variant: Variant) -> bool:
+    """Whether a cache of the variant may lie in pages."""
+    return bool(getattr(variant.form_set, "pages", False))
 
 
 def check_hidden(x: Tensor, hidden_size: int, projection: nn.Module) -> None:

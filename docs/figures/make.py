@@ -17,8 +17,9 @@ def draw_lattice() -> None:
 
 def draw_schematics() -> None:
     import schematics
+    import triangles
 
-    for name, draw in schematics.DRAWINGS.items():
+    for name, draw in (schematics.DRAWINGS | triangles.DRAWINGS).items():
         save(name, draw)
 
 

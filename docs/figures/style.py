@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,13 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch
 
 from attnzoo.experiments.figures import DECAY_COLORS, PAIR_COLORS
 
 OUT = Path(__file__).parent / "out"
+Point = tuple[float, float]
+WIDE = 4.7  # inches of a schematic: shown in a column of text, and small enough that words stay legible on a phone
 
 
 @dataclass(frozen=True)
@@ -111,3 +114,28 @@ def framed(axes: Axes, theme: Theme) -> None:
     axes.set_yticks([])
     for spine in axes.spines.values():
         spine.set(color=theme.grid, linewidth=0.8)
+
+
+def panel(figure: Figure, place: Sequence[float], x: Point, y: Point, *, equal: bool = False) -> Axes:
+    """Axes without a frame, in which a drawing's own units count."""
+    axes = figure.add_axes(tuple(place))  # type: ignore[call-overload]
+    axes.set_xlim(*x)
+    axes.set_ylim(*y)
+    axes.axis("off")
+    if equal:
+        axes.set_aspect("equal")
+    return axes  # type: ignore[no-any-return]
+
+
+def arrow(axes: Axes, start: Point, end: Point, color: str, *, width: float = 1.4, bend: float = 0.0) -> None:
+    style = "arc3" if not bend else f"arc3,rad={bend}"
+    axes.add_patch(
+        FancyArrowPatch(
+            start, end, arrowstyle="-|>", mutation_scale=10, linewidth=width, color=color, connectionstyle=style,
+            shrinkA=0, shrinkB=0,
+        )
+    )  # fmt: skip
+
+
+def write(axes: Axes, text: str, at: Point, color: str, *, size: float = 9.5, ha: str = "center") -> None:
+    axes.annotate(text, at, ha=ha, va="center", fontsize=size, color=color)

@@ -227,7 +227,10 @@
     event.preventDefault();
     restore(field("pair").value);
   });
-  root.querySelectorAll("[data-scene]").forEach((button) => button.addEventListener("click", () => restore(button.dataset.scene)));
+  root.querySelectorAll("[data-scene]").forEach((button) => button.addEventListener("click", () => {
+    restore(button.dataset.scene);
+    root.querySelector("p[data-says]").textContent = button.dataset.says;
+  }));
   addEventListener("hashchange", fromAddress);
   root.dataset.ready = "";
   window.attnzoo = { read };

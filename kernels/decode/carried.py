@@ -39,6 +39,7 @@ def paged_path_step(
     scale: float | None = None,
     window: int | None = None,
     sink: Tensor | None = None,
+    group: int = 0,
 ) -> Tensor:
     """Write T new tokens of PaTH or PaTH-FoX into the pages of each sequence, in place, and attend.
 
@@ -46,8 +47,8 @@ def paged_path_step(
 
     A page holds its keys as its last token left them, and beside it stands the transposed product of its factors. So
     each live key is read once, those of the page that is not whole alone are written again, and pages that have been
-    given up cost nothing. Six launches, no host synchronisation, no gradient; runs on Triton. The walk of a row over
-    the products of its pages is one after the other: its time grows with the live pages of a head.
+    given up cost nothing. Six or seven launches, no host synchronisation, no gradient; runs on Triton. The walk of a
+    row over the products of its pages is one after the other; groups of pages make it as much shorter.
 
     Args:
         q: [B, T, H, K], 1 <= T <= 16; k, w: [B, T, G, K], v: [B, T, G, V], beta: [B, T, G], of the new tokens. Head
@@ -60,6 +61,8 @@ def paged_path_step(
         table, first, length, k_norm, log_decay, decay, page_sum, total, since, n_log, count: as ``paged_append``; the
             lengths are those before the step.
         scale, window, sink: as ``paged_attention``.
+        group: where that many pages (from a multiple of it on) were whole before the step, their products are those
+            from the start of the page to the end of the last of them, and not of the page alone. 0: no such groups.
 
     Returns:
         [B, T, H, V] in v's dtype; rows of tokens that a sequence does not get (``count``) mean nothing.
@@ -99,6 +102,8 @@ def paged_path_step(
         "total": (total, (B, H), float64), "since": (since, (B, H), int32), "n_log": (n_log, (B, H, N), float64),
         "count": (count, (B,), int32), "sink": (sink, (H,), None),
     }, strided=("q", "k", "v", "w", "beta", "log_decay"))  # fmt: skip
+    if isinstance(group, bool) or not isinstance(group, int) or group < 0 or group == 1:
+        raise ValueError(f"group: expected a number of pages from 2 on, or 0, got {group!r}")
     check_window(window)
     check_scale(scale)
     check_values(q, w=w, beta=beta, log_decay=log_decay, sink=sink)
@@ -112,6 +117,7 @@ def paged_path_step(
     return path_step(
         q, k, v, w, beta, log_decay, count, keys, values, factor, (near_k, near_w, near_beta), table, first, length,
         k_norm, decay, page_sum, total, since, n_log, sink, K**-0.5 if scale is None else float(scale), window or 0,
+        group,
     )  # fmt: skip
 
 

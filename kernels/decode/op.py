@@ -70,10 +70,10 @@ def path_step(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, count: Tensor | None,
     keys: Tensor, values: Tensor, factor: Tensor, near: tuple[Tensor, Tensor, Tensor], table: Tensor, first: Tensor,
     length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
-    since: Tensor | None, n_log: Tensor | None, sink: Tensor | None, scale: float, window: int,
+    since: Tensor | None, n_log: Tensor | None, sink: Tensor | None, scale: float, window: int, group: int,
 ) -> Tensor:  # fmt: skip
     """What ``carried.paged_path_step`` does."""
-    where, carried = machine(q.device), Carried(k, w, beta, factor, count)
+    where, carried = machine(q.device), Carried(k, w, beta, factor, count, group)
     call = Call(q.shape[1], q.shape[2] // table.shape[1], keys.shape[1], q.shape[3], v.shape[3], keys.dtype, True)
     chosen = plan(call, where, multiprocessors(q.device))
     announce("decode", chosen, where)

@@ -20,7 +20,7 @@ FIGURES = ROOT / "docs" / "figures"
 def code(monkeypatch, tmp_path):
     """The drawing code, which writes to a temporary folder here."""
     monkeypatch.syspath_prepend(str(FIGURES))
-    for name in ("lattice", "make", "parts", "schematics", "style", "trained", "zoo"):
+    for name in ("lattice", "make", "parts", "schematics", "style", "trained", "triangles", "zoo"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import lattice
     import make

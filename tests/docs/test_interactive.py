@@ -198,10 +198,12 @@ def test_the_address_keeps_what_was_moved(play, reader):
 def test_scenes_are_what_their_names_say(play):
     scenes = play.locator("[data-scene]")
     assert scenes.count() == 5
-    seen = []
+    seen, said = [], set()
     for n in range(5):
         scenes.nth(n).click()
         seen.append(check(play))
+        said.add(play.locator("p[data-says]").inner_text())
+    assert len(said) == 5
     assert all(value == 1 for row in seen[0]["decay"] for value in row)
     assert seen[1]["pair"] == "alibi"
     assert seen[2]["decay"][-1][0] < 0.05**2  # behind two line breaks

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ ODD = [
     *("\n", "\t", "é", "€" * 300, "\udcff", "'", '"', "${x}", "{", "[1]", "None", "nan", "0", "$x$", "<b>", "a=b=c"),
 ]
 OPTIONS = [f"model.attention_options.{field.name}" for field in dataclasses.fields(AttentionConfig)]
+EVALUATIONS = ("loss", "lengths", "haystack", "pruning", "eps", "context", "maps", "harness", "flip_flop", "", "los:")
 HUGE = (
     "steps",
     "batch_size",
@@ -133,7 +135,7 @@ def assert_told(code, out, err, words):
     if code == 2:
         (line,) = err.splitlines()
         assert line.startswith("attnzoo: "), line
-        split = [word.replace("=", " ").replace(".", " ").split() for word in words]
+        split = [re.findall(r"[^=.:\s]+", word) for word in words]
         pieces = [piece for word, parts in zip(words, split, strict=True) for piece in [word, word[:2], *parts]]
         named = [piece for piece in pieces if repr(piece) in line or (piece and piece in line)]
         blank = not all(word.strip() for word in words)  # which no message can show
@@ -173,6 +175,23 @@ def test_random_commands_are_done_or_refused_in_one_line(fuzz, world, tmp_path, 
         monkeypatch.chdir(tmp_path)
         shutil.rmtree(folder)
     assert done > fuzz.done // 8 or fuzz.done == 1
+
+
+def test_random_evaluations_are_done_or_refused_in_one_line(fuzz, world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = [str(path) for path in [*world.iterdir(), *(world / "runs").iterdir()]]
+    for rng in fuzz(8):
+        option = rng.choice(["eps", "tokens", "bound", "mode", "depths", "task", "layer"])
+        odd = rng.choice([value for value in VALUES if value != "9" * 30])
+        on = rng.choice(EVALUATIONS)
+        on = rng.choice(["loss", "maps:tokens=4", on, f"{on}:{option}={odd}"])
+        what = rng.choice([*[str(world / "runs" / "one")] * 9, *files])
+        words = ["evaluate", what, "--on", on, "--length", rng.choice(["8", "16"]), "--out", "out"]
+        code, out, err = run(monkeypatch, words)
+        assert_told(code, out, err, words)
+        assert_whole(tmp_path)
+        assert (tmp_path / "out").exists() == (code == 0), words
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
 def test_reports_of_damaged_runs_are_whole_or_refused_in_one_line(fuzz, world, tmp_path, monkeypatch):

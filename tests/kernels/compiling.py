@@ -27,11 +27,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import device
 from attnzoo.kernels.decode import api as decode
 from attnzoo.kernels.decode import carried
 from attnzoo.kernels.fox import api as fox
+from attnzoo.kernels.linear import api as linear
 from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path.cache import path_extend
 from attnzoo.kernels.path.plan import too_small
@@ -95,7 +97,7 @@ def path_page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     since, count = torch.zeros(B, H, dtype=int32), torch.zeros(B, dtype=int32)
     step = functools.partial(carried.paged_path_step, q, new, new, new, new[..., 0].float(), **pool)
     step(window=100, sink=gates[0, 0])
-    return step(log_decay=gates, since=since, count=count, **sums)
+    return step(log_decay=gates, since=since, count=count, group=16, **sums)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -148,6 +150,16 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                     f"path {kind} {K} step",
                     functools.partial(path_extend, *one, x(2, 1, 2, K), wide(2, 1, 2), *keys, wide(2, 301, 4)),
                 )
+                yield (
+                    f"path {kind} {K} factors step",
+                    functools.partial(path_extend, *one, x(2, 1, 2, 3, K), wide(2, 1, 2, 3), *keys, wide(2, 301, 4)),
+                )
+            gate = {"log_decay": wide(2, 1, 4), "log_diag": wide(2, 1, 4, K), "angle": wide(K // 2)}
+            several = Gate(w=x(2, 1, 2, 3, K), beta=wide(2, 1, 2, 3), **gate)
+            yield (
+                f"linear {kind} {K} factors step",
+                functools.partial(linear.linear_steps, x(2, 1, 4, K), x(2, 1, 2, K), x(2, 1, 2, K), several),
+            )
             for rows, R, T in (("step", 1, 1), ("rows", 2, 3)):
                 yield f"decode {kind} {K} {rows}", functools.partial(page_step, dtype, K, R, T)
                 if K <= 128:
@@ -212,7 +224,7 @@ def main() -> int:
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     device.capability = lambda of: here.capability
     device.triton_version = lambda: release
-    for api in (decode, carried, fox, path, wall):
+    for api in (decode, carried, fox, linear, path, wall):
         api.kernels_unavailable = lambda *given, **limits: ""
     for case in args.cases:
         which, names, kernels = [*case.split(":"), "", ""][:3]

@@ -48,7 +48,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "steps=3000", "batch_size=256", "data.context_length=64", "log_every=200", "eval_tokens=65536",
+                "steps=1500", "batch_size=256", "data.context_length=64", "log_every=200", "eval_tokens=65536",
                 "model={hidden_size: 256, num_heads: 4}", "optimizer.warmup_steps=200",
             ),
             lrs=(0.001,),

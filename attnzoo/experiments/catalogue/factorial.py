@@ -61,9 +61,9 @@ EXPERIMENT = Experiment(
         "cpu": size(32, 2, 300, 8, 128, 0.003, 0.01, tokens=32768),
         "cpu-medium": size(64, 2, 300, 8, 128, 0.003, 0.006, tokens=32768),
         "cpu-large": size(128, 2, 300, 8, 128, 0.003, tokens=32768),
-        "gpu": size(128, 4, 1000, 32, 512, 0.002),
-        "gpu-medium": size(256, 6, 1000, 32, 512, 0.002),
-        "gpu-large": size(512, 8, 1000, 32, 512, 0.001),
+        "gpu": size(128, 4, 600, 32, 512, 0.002),
+        "gpu-medium": size(256, 6, 500, 32, 512, 0.002),
+        "gpu-large": size(512, 8, 300, 32, 512, 0.001),
     },
     probes=(Loss(),),
     expectations=(
@@ -78,8 +78,8 @@ EXPERIMENT = Experiment(
                     All((Below(Value("mamba2", "loss"), Value("retnet", "loss")),
                          Below(Value("fox", "loss"), Value("alibi", "loss"))))),
         Expectation("The delta rule helps where there is no gate, on both sides.",
-                    "Yang et al., Parallelizing Linear Transformers with the Delta Rule (2024), Table 2; Yang et al., "
-                    "PaTH Attention (2025)",
+                    "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021), section 6.3; Yang "
+                    "et al., PaTH Attention (2025)",
                     All((Below(Value("deltanet", "loss"), Value("linear_attention", "loss")),
                          Below(Value("path", "loss"), Value("nope", "loss"))))),
         Expectation("Gate and delta rule together are better than either on the linear side.",

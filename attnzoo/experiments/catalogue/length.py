@@ -47,9 +47,9 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "steps=400", "batch_size=8", "data.context_length=4096", "log_every=20", "eval_tokens=262144",
+                "steps=300", "batch_size=8", "data.context_length=4096", "log_every=20", "eval_tokens=262144",
                 "model={hidden_size: 512, num_layers: 8, num_heads: 8}", "optimizer.warmup_steps=50",
-                "mixed_precision=bf16", "compile=true",
+                "mixed_precision=bf16",
             ),
             lrs=(0.001,),
             tokens=524288,

@@ -6,7 +6,7 @@ from attnzoo.experiments.probes import WrongOver
 
 PAPER = "Lin et al., Forgetting Transformer (2025), section 4.3 and Figure 4"
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-INSIDE, TWICE, FOUR = "training context", "2 × training context", "4 × training context"
+INSIDE, TWICE, FOUR = "wrong, 1 × context", "wrong, 2 × context", "wrong, 4 × context"
 
 EXPERIMENT = Experiment(
     title="Needle in a haystack",
@@ -38,7 +38,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "data.task_options.digits=4", "steps=3000", "batch_size=64", "data.context_length=1024",
+                "data.task_options.digits=4", "steps=1500", "batch_size=64", "data.context_length=1024",
                 "log_every=200", "eval_tokens=262144", "model={hidden_size: 256, num_layers: 4, num_heads: 4}",
                 "optimizer.warmup_steps=200",
             ),

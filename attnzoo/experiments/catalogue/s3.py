@@ -35,7 +35,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "steps=3000", "batch_size=256", "data.context_length=128", "log_every=200", "eval_tokens=65536",
+                "steps=2000", "batch_size=256", "data.context_length=128", "log_every=200", "eval_tokens=65536",
                 "model={hidden_size: 128, num_layers: 1, num_heads: 4}", "optimizer.warmup_steps=200",
             ),
             lrs=(0.001, 0.003),

@@ -51,6 +51,7 @@ def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
         gains=_gains(experiment, outcome, kinds, looks),
         grids=_grids(experiment, outcome),
         maps=_maps(experiment, outcome),
+        map_rows=max((probe.places for probe in experiment.probes if probe.name in experiment.maps), default=""),
         rates=_rates(experiment, outcome),
         failed=[run for run in outcome.runs if run.note],
         budget=budget(outcome),
@@ -164,7 +165,9 @@ def _section(
         panels = [("", to_svg(figure, f"runs-{probe.name}", f"{probe.name} of every run"))] if rows else []
         return {"title": probe.name, "text": f"Small dots: the runs, by {probe.name}.", "panels": panels}
     lines = {arm.name: _line(arm.name, probe, outcome, looks[arm.name]) for arm in arms}
-    every = np.concatenate([line.y[np.isfinite(line.y)] for line in lines.values()])
+    bands = [x.y + sign * x.error for x in lines.values() if x.error is not None for sign in (-1, 1)]
+    every = np.concatenate(bands)
+    every = every[np.isfinite(every)]
     low, high = (float(every.min()), float(every.max())) if every.size else (0.0, 1.0)
     margin = max((high - low) * 0.06, 1e-3)
     panels = []

@@ -2,8 +2,10 @@
 
 A page holds its keys as its last token left them, and the transposed product of its factors. A row goes back over the
 new tokens one by one, which gives its scores with their keys, and meets the keys of the newest page. Times the product
-of that page it meets those of the page before, and so on. ``attention.py`` then reads each page against its own
-queries. In the end the keys of the page that is not whole, and its product, are carried over the new tokens in place.
+of that page it meets those of the page before, and so on; or, where pages have products to the end of their group, it
+goes on from group to group, and all pages of a group have their rows at once. ``attention.py`` then reads each page
+against its own rows. In the end the keys of the page that is not whole, and its product, are carried over the new
+tokens in place.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class Carried:
         beta: [B, T, G, n].
         factor: [P, K, K].
         count: [B] or None.
+        group: pages whose products go to the end of their group, where that is whole; 0: each page's own.
     """
 
     k: Tensor
@@ -38,6 +41,7 @@ class Carried:
     beta: Tensor
     factor: Tensor
     count: Tensor | None
+    group: int
 
     def tokens(self) -> dict[str, Any]:
         """Arguments of the kernels that read the new tokens."""
@@ -73,6 +77,19 @@ def _factor(p_w, p_beta, o_k, i_b, i_g, t, f, stride_wb, stride_wt, stride_wh, s
 
 
 @triton.jit
+def _product(p_factor, i_page, o_k, K: tl.constexpr, BK: tl.constexpr):
+    """The product that stands beside a page. # [BK, BK]"""
+    p_f = p_factor + tl.maximum(i_page, 0).to(tl.int64) * (K * K)
+    return load_tile(p_f, tl.arange(0, BK), o_k, K, K, K, BK, K < BK)
+
+
+@triton.jit
+def whole_groups(L, PAGE: tl.constexpr, GROUP: tl.constexpr):
+    """Pages of all groups that L tokens fill."""
+    return L // (PAGE * GROUP) * GROUP
+
+
+@triton.jit
 def walked_queries(p_walk, i_bg, n, o_r, o_k, m_r, T, N, R: tl.constexpr, K: tl.constexpr):
     """Rows as the keys of page n of one key head meet them. # [BT, BK]"""
     p_rows = p_walk + ((i_bg * N + n) * (R * T) + o_r)[:, None] * K + o_k[None, :]
@@ -93,9 +110,12 @@ def paged_walk_kernel(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_wf,
     stride_eb, stride_et, stride_eh, stride_ef,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr,
-    HAS_COUNT: tl.constexpr, FACTORS: tl.constexpr,
+    HAS_COUNT: tl.constexpr, FACTORS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Rows as each page's keys meet them [B * G, N, R * T, K], and their scores with the new keys [B * G, R * T, T]."""
+    """Rows as each page's keys meet them [B * G, N, R * T, K], and their scores with the new keys [B * G, R * T, T].
+
+    With groups of pages, of those that are whole only as the last page's keys meet them.
+    """
     i_bg = tl.program_id(0).to(tl.int64)
     i_b, i_g = i_bg // G, i_bg % G
     o_r, o_k = tl.program_id(1) * BT + tl.arange(0, BT), tl.arange(0, BK)
@@ -116,18 +136,47 @@ def paged_walk_kernel(
             b_x = tl.where(m_t, b_beta * tl.sum(b_q * b_w[None, :], 1), 0.0)
             b_q -= b_x[:, None] * b_w[None, :]
     begin, L = tl.load(p_begin + i_bg), tl.load(p_length + i_b) - n_new
-    n_pages = tl.cdiv(L, PAGE) - begin  # that hold keys of earlier tokens
-    n = begin + tl.maximum(n_pages, 1) - 1
+    n = tl.cdiv(L, PAGE) - 1  # the last page that holds keys of earlier tokens
     p_t, p_to = p_table + i_bg * N, p_walk + (i_bg * N * (R * T) + o_r)[:, None] * K + o_k[None, :]
     m_q = m_r[:, None] & (o_k[None, :] < K)
-    tl.store(p_to + n.to(tl.int64) * (R * T * K), b_q, mask=m_q & (n_pages > 0))
-    i_page = tl.load(p_t + n, mask=n_pages > 1, other=0)
-    for i in range(1, n_pages):
-        i_next = tl.load(p_t + n - i, mask=i + 1 < n_pages, other=0)  # so that loads of products need not wait for it
-        p_f = p_factor + tl.maximum(i_page, 0).to(tl.int64) * (K * K)
-        b_f = load_tile(p_f, tl.arange(0, BK), o_k, K, K, K, BK, K < BK)  # [BK, BK]
-        b_q = tl.dot(b_q, b_f, input_precision="tf32x3")
+    tl.store(p_to + n.to(tl.int64) * (R * T * K), b_q, mask=m_q & (n >= begin))
+    n_stop, n_groups = begin, 0  # the page that is reached page by page, and the groups from there on
+    if GROUP > 0:
+        n_stop = tl.maximum(whole_groups(L, PAGE, GROUP) - 1, begin)
+        n_groups = tl.where(whole_groups(L, PAGE, GROUP) > 0, tl.maximum(n_stop - begin, 0) // GROUP, 0)
+    i_page = tl.load(p_t + n, mask=n > n_stop, other=0)
+    for i in range(1, n - n_stop + 1):
+        i_next = tl.load(p_t + n - i, mask=n - i > n_stop, other=0)  # so that loads of products need not wait for it
+        b_q = tl.dot(b_q, _product(p_factor, i_page, o_k, K, BK), input_precision="tf32x3")
         tl.store(p_to + (n - i).to(tl.int64) * (R * T * K), b_q, mask=m_q)
+        i_page = i_next
+    if GROUP > 0:
+        for i in range(1, n_groups + 1):
+            i_page = tl.load(p_t + n_stop - i * GROUP + 1)
+            b_q = tl.dot(b_q, _product(p_factor, i_page, o_k, K, BK), input_precision="tf32x3")
+            tl.store(p_to + (n_stop - i * GROUP).to(tl.int64) * (R * T * K), b_q, mask=m_q)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def paged_spread_kernel(
+    p_factor, p_table, p_begin, p_length, p_count, p_walk, T, N,
+    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr,
+    HAS_COUNT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Rows as the keys of all pages of a whole group meet them, from those of its last page."""
+    i_bg, last = tl.program_id(0).to(tl.int64), (tl.program_id(1) + 1) * GROUP - 1
+    o_r, o_k = tl.program_id(2) * BT + tl.arange(0, BT), tl.arange(0, BK)
+    L = tl.load(p_length + i_bg // G) - new_tokens(p_count, i_bg // G, T, HAS_COUNT)
+    first = tl.maximum(tl.load(p_begin + i_bg), last - GROUP + 1)
+    first = tl.where(last < whole_groups(L, PAGE, GROUP), first, last)
+    p_to = p_walk + (i_bg * N * (R * T) + o_r)[:, None] * K + o_k[None, :]
+    m_q = (o_r < R * T)[:, None] & (o_k[None, :] < K)
+    b_q = tl.load(p_to + last.to(tl.int64) * (R * T * K), mask=m_q & (first < last), other=0.0)  # [BT, BK]
+    i_page = tl.load(p_table + i_bg * N + first + 1, mask=first < last, other=0)
+    for n in range(first, last):
+        i_next = tl.load(p_table + i_bg * N + n + 2, mask=n + 2 <= last, other=0)
+        b_n = tl.dot(b_q, _product(p_factor, i_page, o_k, K, BK), input_precision="tf32x3")
+        tl.store(p_to + tl.cast(n, tl.int64) * (R * T * K), b_n, mask=m_q)
         i_page = i_next
 
 
@@ -195,13 +244,15 @@ def walk(pages: dict[str, Any], begin: Tensor, carried: Carried) -> tuple[Tensor
     BG, (N, T, R, K) = begin.numel(), (pages[name] for name in ("N", "T", "R", "K"))
     walked = torch.empty((BG, N, R * T, K), dtype=torch.float32, device=begin.device)
     own = walked.new_empty((BG, R * T, T))
-    names = ("p_q", "p_table", "p_length", "T", "N", "G", "R", "K", "BK", "BT", "PAGE")
-    strides = ("stride_qb", "stride_qt", "stride_qh")
-    paged_walk_kernel[(BG, cdiv(R * T, pages["BT"]))](
-        p_factor=carried.factor, p_begin=begin, p_walk=walked, p_own=own, num_warps=4 if pages["BK"] <= 64 else 8,
-        num_stages=3 if pages["BK"] <= 64 else 1, **{name: pages[name] for name in (*names, *strides)},
-        **carried.tokens(),
-    )  # fmt: skip
+    both = {name: pages[name] for name in ("p_table", "p_length", "T", "N", "G", "R", "K", "BK", "BT", "PAGE")}
+    both |= {"p_factor": carried.factor, "p_begin": begin, "p_walk": walked, "GROUP": carried.group}
+    both |= {"num_warps": 4, "num_stages": 3} if pages["BK"] <= 64 else {"num_warps": 8, "num_stages": 1}
+    new, tiles = carried.tokens(), cdiv(R * T, pages["BT"])
+    queries = {name: pages[name] for name in ("p_q", "stride_qb", "stride_qt", "stride_qh")}
+    paged_walk_kernel[(BG, tiles)](p_own=own, **queries, **new, **both)
+    if carried.group:
+        count = {name: new[name] for name in ("p_count", "HAS_COUNT")}
+        paged_spread_kernel[(BG, N // carried.group, tiles)](**count, **both)
     return walked, own, carried.count
 
 
