@@ -177,6 +177,20 @@ def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
         assert all(map(math.isfinite, found.values()))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", names())
+def test_built_in_experiment_runs_on_a_gpu(name, tmp_path, monkeypatch):
+    """A few steps of every arm at the size that is for it."""
+    monkeypatch.chdir(tmp_path)
+    experiment = find(name)
+    few = ("steps=3", "optimizer.warmup_steps=1", "eval_tokens=4096", "log_every=1")
+    experiment = replace(experiment, sizes={"gpu": replace(experiment.sizes["gpu"], rows=8, tokens=40_000)})
+    for arm in experiment.arms:
+        run = run_once(Plan(name, "gpu", Path("out"), 3, few), experiment, arm, 0.001, 0, measure=True)
+        assert math.isfinite(run.validation)
+        assert any(run.values.values())
+
+
 @pytest.mark.parametrize("name", names())
 def test_recorded_results_follow_from_their_numbers(name):
     experiment = find(name)

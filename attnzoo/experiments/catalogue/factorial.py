@@ -78,8 +78,8 @@ EXPERIMENT = Experiment(
                     All((Below(Value("mamba2", "loss"), Value("retnet", "loss")),
                          Below(Value("fox", "loss"), Value("alibi", "loss"))))),
         Expectation("The delta rule helps where there is no gate, on both sides.",
-                    "Yang et al., Parallelizing Linear Transformers with the Delta Rule (2024), Table 2; Yang et al., "
-                    "PaTH Attention (2025)",
+                    "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021), section 6.3; Yang "
+                    "et al., PaTH Attention (2025)",
                     All((Below(Value("deltanet", "loss"), Value("linear_attention", "loss")),
                          Below(Value("path", "loss"), Value("nope", "loss"))))),
         Expectation("Gate and delta rule together are better than either on the linear side.",
