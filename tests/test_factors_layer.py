@@ -15,10 +15,9 @@ PRODUCTS = ("kda", "rope_gated_deltanet", "rope_gated_path_wall")
 T = 23
 
 
-@pytest.mark.parametrize("place", range(len(NAMES + PRODUCTS)))
+@pytest.mark.parametrize("name", NAMES + PRODUCTS)
 @torch.no_grad()
-def test_pieces_padding_and_packing_equal_whole_sequences(place):
-    name = (NAMES + PRODUCTS)[place]
+def test_pieces_padding_and_packing_equal_whole_sequences(name):
     attn, x = layer(name, num_householder=3), rows(2, T)
     whole, cache = attn(x), attn.new_cache()
     for a, b in ((0, 9), (9, 10), (10, 11), (11, T)):
