@@ -40,7 +40,7 @@ test: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --ignore=tests/docs
 
 QUICK = tests/test_architecture.py tests/test_config.py tests/test_registry.py tests/test_gate.py tests/test_data.py \
-	tests/test_forms.py tests/test_reductions.py tests/test_pruning.py tests/test_model.py tests/test_evaluation.py \
+	tests/test_forms.py tests/test_reductions.py tests/test_pruning.py tests/test_model.py tests/test_evaluation.py tests/test_claims.py \
 	tests/test_attention.py::test_reordered_cache_follows_its_rows \
 	tests/kernels/test_fox.py::test_every_tiling_computes_the_same tests/kernels/test_path.py::test_two_runs_give_the_same_bits \
 	tests/test_training.py::test_a_model_learns tests/test_training.py::test_a_stopped_run_goes_on_to_the_same_bits \

@@ -19,7 +19,7 @@ from attnzoo.cli import app
 from attnzoo.config import load_config
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.data.tasks import TASKS
-from attnzoo.evaluation import Answers, LengthCurve, measure_losses, measure_pruning
+from attnzoo.evaluation import Answers, EffectiveContext, LengthCurve, LossCurve, measure_losses, measure_pruning
 from attnzoo.experiments.evaluate import lines
 from attnzoo.experiments.evaluate.saved import as_json, file_name, find_subject
 from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
@@ -258,6 +258,14 @@ def test_table_of_one_row_has_no_uncertainty():
     assert first.endswith("training length")
     assert "-" in first.split()
     assert second.split() == ["16", "16", "50.000", "1.000", "0.00", "0.7000"]
+
+
+def test_tables_of_large_numbers_fit_eighty_columns():
+    large = Answers(2**20, 256, 2**28, 1.0, 1.0, 1.0, 12.3456)
+    curve = LossCurve(2**20, 3, *(np.full(2**20, number) for number in (12.3, 1.2345, 123456.789)))
+    context = EffectiveContext(2**20, 1e-5, tuple(range(100)), ((2**20,) * 32,) * 100, ((2**20,) * 32,) * 100)
+    for found in (lines.answers(LengthCurve(2**20, (large,))), lines.loss(curve), lines.context(context)):
+        assert max(map(len, found)) <= 80
 
 
 def test_no_evaluation_has_the_name_of_a_task():

@@ -11,10 +11,11 @@ from attnzoo.forms.fixed import Rows
 from attnzoo.layer.fixed import FixedCache
 
 NAMES = ("deltanet", "gated_deltanet", "path", "path_fox")
+PRODUCTS = ("kda", "rope_gated_deltanet", "rope_gated_path_wall")
 T = 23
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + PRODUCTS)
 @torch.no_grad()
 def test_pieces_padding_and_packing_equal_whole_sequences(name):
     attn, x = layer(name, num_householder=3), rows(2, T)

@@ -239,17 +239,17 @@ def test_the_kernels_step_over_pages_leaves_out_what_does_not_exist(name: str) -
 def test_groups_of_pages_are_closed_as_sequences_fill_them() -> None:
     """The memory of fixed size on a GPU: sequences join with some groups, and fill one more, beside idle rows."""
     inputs, variant = inputs_of("path_fox", T=260), get("path_fox")
-    whole = variant.extend(*piece(inputs, 0, 254))[1]
+    whole = variant.extend(*piece(inputs, 0, 255))[1]
     empty = PagedCache.of(variant.form_set.new_pages(*piece(inputs, 0, 1)))
-    paged = variant.extend(*piece(inputs, 0, 254), empty)[1]
+    paged = variant.extend(*piece(inputs, 0, 255), empty)[1]
     rows = Rows.idle(2)
     memory = CarriedPages.of(paged, rows, 300, "cpu")
     memory.pool.group = 2
     memory.admit(1, paged, 300)
-    rows.begin(1, 254)
-    for t in range(254, 260):
-        assert memory.closed == [0, 1 + (t > 256)]
+    rows.begin(1, 255)
+    for t in range(255, 258):
         memory.ready([1])
+        assert memory.closed == [0, 1 + (t >= 256)]
         q, k, v, gate = piece(inputs, t, t + 1)
         twice = gate.map(lambda x: x.expand(2, *x.shape[1:]))
         o = memory.pool.step(*(x.expand(2, *x.shape[1:]) for x in (q, k, v)), twice, SoftmaxOptions(), rows.active)

@@ -107,9 +107,7 @@ def _bound(layer: Attention, core: Projected, lse: Tensor, prune: Prune) -> tupl
     keys = _some_heads(core, torch.arange(core.q.shape[2])).k.transpose(1, 2)
     decay = core.gate.log_decay
     assert decay is not None  # of a variant that prunes
-    bound = layer.logit_bound(torch.float64)
-    first = first_kept_keys(
-        scaled, keys, decay.transpose(1, 2), prune, bound, lower=lse.T[None], rows=1, cols=1
-    )[0]  # [H, T]  # fmt: skip
+    decay, bound = decay.transpose(1, 2), layer.logit_bound(torch.float64)
+    first = first_kept_keys(scaled, keys, decay, prune, bound, lower=lse.T[None], rows=1, cols=1)[0]  # [H, T]
     rows = torch.arange(first.shape[1], device=first.device)
     return tuple((rows - first + 1).median(-1).values.tolist())

@@ -11,7 +11,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("attnzoo", "recurrences", "kernels", "docs/benchmarks/results", "tests")
+FOLDERS = ("attnzoo", "recurrences", "kernels", "docs/benchmarks/results", "docs/results", "tests")
 ALONE = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "docs/benchmarks/NOTES.md", "pyproject.toml")
 SUFFIXES = (".md", ".py", ".yaml")
 

@@ -52,7 +52,7 @@ def answers(found: LengthCurve) -> list[str]:
         mark = "training length" if row.length == found.context else ""
         numbers = [percent(row.error, 3), percent(row.uncertainty, 3), percent(row.whole), f"{row.loss:.4f}"]
         rows.append([f"{row.length:,}", f"{row.asked:,}", *numbers, mark])
-    header = ["length", "answers", "wrong %", "+-", "rows all right %", "loss", ""]
+    header = ["length", "answers", "wrong %", "+-", "all right %", "loss", ""]
     return [line.rstrip() for line in table(header, rows)]
 
 

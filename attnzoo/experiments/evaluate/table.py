@@ -149,18 +149,16 @@ def _lengths(
         raise ValueError(f"task: expected one of {', '.join(TASKS)}, for {subject.title} has none of its own")
     built = task_for(subject, task or subject.task or "", options)[1]
     lengths = common.length or growing_lengths(_context(subject, built.length), factor)
-    return measure_lengths(
-        subject.model, built, lengths, common.rows or ROWS, common.seed or SEED, subject.context
-    )  # fmt: skip
+    rows, seed = common.rows or ROWS, common.seed or SEED
+    return measure_lengths(subject.model, built, lengths, rows, seed, subject.context)
 
 
 def ask_task(subject: Subject, common: Common, name: str, options: Mapping[str, Any]) -> LengthCurve:
     """Answers to a task at each length."""
     _, built = task_for(subject, name, options)
     lengths = common.length or (subject.context or built.length,)
-    return measure_lengths(
-        subject.model, built, lengths, common.rows or ROWS, common.seed or SEED, subject.context
-    )  # fmt: skip
+    rows, seed = common.rows or ROWS, common.seed or SEED
+    return measure_lengths(subject.model, built, lengths, rows, seed, subject.context)
 
 
 def _haystack(
