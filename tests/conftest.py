@@ -44,7 +44,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # products run what is held against the oracle, with few examples, and two stand for all of them elsewhere.
 OF_PRODUCTS = {name for pair in PRODUCTS for name in (pair.linear, pair.softmax)}
 EVERYWHERE = {"kda", "fox_rope"}
-FOR_ALL = {"test_forms_equal_oracle", "test_segmented_equals_full", "test_equations_equal_oracle"}
+FOR_ALL = {
+    "test_forms_equal_oracle", "test_segmented_equals_full", "test_equations_equal_oracle",
+    "test_pieces_padding_and_packing_equal_whole_sequences",
+}  # fmt: skip
 FEW = 3
 
 

@@ -15,10 +15,9 @@ PRODUCTS = ("kda", "rope_gated_deltanet", "rope_gated_path_wall")
 T = 23
 
 
-@pytest.mark.parametrize("place", range(len(NAMES + PRODUCTS)))
+@pytest.mark.parametrize("name", NAMES + PRODUCTS)
 @torch.no_grad()
-def test_pieces_padding_and_packing_equal_whole_sequences(place):
-    name = (NAMES + PRODUCTS)[place]
+def test_pieces_padding_and_packing_equal_whole_sequences(name):
     attn, x = layer(name, num_householder=3), rows(2, T)
     whole, cache = attn(x), attn.new_cache()
     for a, b in ((0, 9), (9, 10), (10, 11), (11, T)):
@@ -102,3 +101,9 @@ def test_a_kernel_that_takes_one_factor_says_so():
     attn = build_attention("path", hidden_size=32, num_heads=2, num_householder=2, impl="triton")
     with pytest.raises(RuntimeError, match="its kernels of whole sequences take one factor per token, got 2"):
         attn(torch.randn(1, 4, 32))
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "path_fox"])
+def test_a_layer_compiles_as_one_graph(name):
+    attn, x = layer(name, num_householder=2), rows(1, 5)
+    assert_same(torch.compile(attn, fullgraph=True, backend="eager")(x), attn(x))

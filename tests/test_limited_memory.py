@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
 import torch
 
 from attnzoo.evaluation.losses import token_losses
-from attnzoo.evaluation.memory import RULES, held_keys, limited, loss_within
+from attnzoo.evaluation.memory import RULES, ages_of_forgetting, held_keys, limited, loss_within
+from attnzoo.experiments.figures import forgotten_text
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
 
@@ -101,3 +105,29 @@ def test_what_a_rule_lacks_is_said():
         loss_within(plain, WINDOWS, ["retention"], [4])
     with pytest.raises(ValueError, match="a decay and QK-norm for 'certified'"):
         loss_within(plain, WINDOWS, ["certified"], [])
+
+
+def test_ages_of_forgetting_count_the_rows_that_saw_a_token():
+    model = model_of("fox")
+    with torch.no_grad():
+        for layer in model.attentions():
+            layer.forget.bias.fill_(0.0)
+    tokens = WINDOWS[0]
+    ages = ages_of_forgetting(model, tokens)
+    assert [x.shape for x in ages] == [(2, 33)] * 2
+    assert all(3 <= int(age) <= 33 - j for x in ages for row in x for j, age in enumerate(row) if age >= 0)
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(tokens[None], cache=cache)
+    for layer, found in zip(cache, ages, strict=True):
+        held = (layer.state.slots["kept"] >= 0.5).sum(-1)[0]
+        assert torch.equal(held, (found < 0).sum(-1))
+
+
+def test_a_text_shows_when_its_tokens_were_forgotten():
+    page = forgotten_text(["a", "<b", "c"], np.array([2.0, 40.0, -1.0]), "What was forgotten")
+    assert "forgotten after 2 tokens" in page
+    assert "&lt;b" in page
+    shades = [float(x) for x in re.findall(r"138, (\d\.\d+)\)", page)]
+    assert shades == sorted(shades, reverse=True)
+    assert shades[-1] == 0

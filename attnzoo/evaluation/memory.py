@@ -236,6 +236,30 @@ def knows(model: nn.Module, rule: str) -> bool:
     return bool(layers)
 
 
+@torch.inference_mode()
+def ages_of_forgetting(model: nn.Module, tokens: Tensor) -> list[Tensor]:
+    """How many rows saw each token before a layer that forgets had done with it.
+
+    Args:
+        model: in evaluation mode, all of whose softmax layers forget.
+        tokens: of one text, integers ``[T]``.
+
+    Returns:
+        By layer, first to last, ``[G, T]`` int64; of a token that was never forgotten, -1.
+
+    Raises:
+        ValueError: a softmax layer does not forget.
+    """
+    with limited(model, "forgets") as layers:
+        model(tokens[None])
+    found = []
+    for layer in layers:
+        assert layer.last is not None
+        seen = layer.last[0].sum(-2)
+        found.append(seen.masked_fill(layer.last[0, :, -1], -1))
+    return found
+
+
 @dataclass(frozen=True)
 class Point:
     """One point of the picture of loss against memory.

@@ -136,9 +136,10 @@ class CarriedPool(KeyPool):
         names = (
             "factor", *NEAR, "table", "first", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log"
         )  # fmt: skip
+        g = None if gate.log_decay is None else gate.log_decay.float()
         return paged_path_step(
             q, k, v.to(self.v.dtype), cast(Tensor, gate.w), cast(Tensor, gate.beta), keys=self.k, values=self.v,
-            log_decay=gate.log_decay, count=count, scale=given.scale, window=given.window, sink=given.sink,
+            log_decay=g, count=count, scale=given.scale, window=given.window, sink=given.sink,
             group=self.group,
             **{name: getattr(self, name) for name in names},
         ).to(v.dtype)  # fmt: skip

@@ -69,12 +69,19 @@ def draw_path() -> None:
     save("path-products", lambda theme: zoo.path_products(layers, zoo.extremes(layers), theme))
 
 
+def draw_memory() -> None:
+    from memory import equal_memory
+
+    save("equal-memory", equal_memory)
+
+
 DRAWINGS: dict[str, Callable[[], None]] = {
     "lattice": draw_lattice,
     "schematics": draw_schematics,
     "fox": draw_fox,
     "home": draw_home,
     "card": draw_card,
+    "memory": draw_memory,
     "zoo": draw_zoo,
     "path": draw_path,
 }

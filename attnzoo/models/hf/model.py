@@ -87,9 +87,10 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         """`GenerationMixin.generate`, on :class:`attnzoo.models.Generator` where that can take the call.
 
         The engine takes greedy and sampled continuations of prompts, padded on the left or not, by temperature and one
-        of `top_k` and `top_p`, up to `max_new_tokens` and tokens that end a sequence. Greedy tokens are the same;
-        samples come from the same distribution, but not from the same draws. One line of the log says what runs. The
-        engine is kept for the next call with as many rows; :meth:`release_engine` frees it.
+        of `top_k` and `top_p`, up to `max_new_tokens` and tokens that end a sequence. Greedy tokens are the same
+        but for logits that are equal to rounding; samples come from the same distribution, but not from the same draws.
+        One line of the log says what runs. The engine is kept for the next call with as many rows;
+        :meth:`release_engine` frees it.
 
         Args:
             inputs, generation_config, args, kwargs: of `GenerationMixin.generate`.
