@@ -101,3 +101,9 @@ def test_a_kernel_that_takes_one_factor_says_so():
     attn = build_attention("path", hidden_size=32, num_heads=2, num_householder=2, impl="triton")
     with pytest.raises(RuntimeError, match="its kernels of whole sequences take one factor per token, got 2"):
         attn(torch.randn(1, 4, 32))
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "path_fox"])
+def test_a_layer_compiles_as_one_graph(name):
+    attn, x = layer(name, num_householder=2), rows(1, 5)
+    assert_same(torch.compile(attn, fullgraph=True, backend="eager")(x), attn(x))

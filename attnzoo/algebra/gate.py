@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Literal, Self, cast
 
 import torch
@@ -167,16 +167,12 @@ class GatePart:
     matrix: Callable[[Gate, int], Tensor] | None = None
     neutral: float = 0.0
     rounded: bool = False
+    ndim: int = field(init=False)  # axes of the whole part
+    factored: bool = field(init=False)  # whether it may have an axis of factors
 
-    @cached_property
-    def ndim(self) -> int:
-        """Axes of the whole part."""
-        return self.shapes[0].count(",") + 1
-
-    @cached_property
-    def factored(self) -> bool:
-        """Whether it may have an axis of factors."""
-        return ", n" in self.shapes[-1]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ndim", self.shapes[0].count(",") + 1)
+        object.__setattr__(self, "factored", ", n" in self.shapes[-1])
 
     @property
     def shown(self) -> str:

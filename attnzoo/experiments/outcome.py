@@ -31,6 +31,7 @@ class Trained:
         tokens: trained on.
         seconds: of training.
         note: why it has no numbers.
+        date: when it was measured, as 2026-01-31.
     """
 
     arm: str
@@ -42,6 +43,7 @@ class Trained:
     tokens: int = 0
     seconds: float = 0.0
     note: str = ""
+    date: str = ""
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,8 @@ def run_experiment(plan: Plan, console: Console, command: str = "", jobs: int | 
     first: TrainConfig | None = None
     for arm in experiment.arms:  # a wrong option of the last arm must not show after an hour
         config = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
-        LanguageModel(config.model)
+        with torch.device("meta"):
+            LanguageModel(config.model)
         first = first or config
     assert first is not None
     build_data(first.data)
@@ -137,7 +138,7 @@ def run_experiment(plan: Plan, console: Console, command: str = "", jobs: int | 
         tried += rates
         runs += seeds
     outcome = Outcome(
-        Path(plan.name).stem, plan.size, tuple(runs), tuple(tried), datetime.date.today().isoformat(), command,
+        Path(plan.name).stem, plan.size, tuple(runs), tuple(tried), max(run.date for run in runs), command,
         describe_machine(), to_yaml(first),
     )  # fmt: skip
     save_outcome(outcome, plan.out / RESULT)
@@ -158,7 +159,9 @@ def run_arm(plan: Plan, name: str) -> tuple[list[Trained], list[Trained]]:
     rates = arm.lrs or size.lrs
     tried = [run_once(plan, experiment, arm, lr, 0, measure=len(rates) == 1) for lr in rates]
     best = chosen(tried)
-    return tried, [run_once(plan, experiment, arm, best, seed, measure=True) for seed in range(plan.seeds)]
+    return [replace(run, values={}) for run in tried], [
+        run_once(plan, experiment, arm, best, seed, measure=True) for seed in range(plan.seeds)
+    ]
 
 
 def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool) -> Trained:
@@ -175,6 +178,7 @@ def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int,
         found = Trained(arm.name, lr, seed, float("inf"), {}, note=str(error))
     else:
         found = _measured(experiment, arm, config, size, measure)
+    found = replace(found, date=datetime.date.today().isoformat())
     write_whole(folder / MEASURED, json.dumps({"key": key, "run": as_json(found)}, indent=1) + "\n")
     return found
 

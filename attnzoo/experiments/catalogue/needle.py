@@ -43,7 +43,7 @@ EXPERIMENT = Experiment(
                 "optimizer.warmup_steps=200",
             ),
             lrs=(0.001,),
-            rows=512,
+            rows=128,
         ),
     },
     probes=tuple(
