@@ -30,7 +30,9 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
     pair = variant.pair
     linear, softmax = get(pair.linear), get(pair.softmax)
     write = _in_ascii if ascii_only else str
-    lines = [f"{_full(variant)}, {variant.side} side of pair {pairs().index(pair) + 1}; dual: {variant.dual.name}", ""]
+    place = f"{variant.side} side of pair {pairs().index(pair) + 1}; dual: {variant.dual.name}"
+    heads = (f"{called}, {place}" for called in (_full(variant), name))
+    lines = [next((head for head in heads if len(head) <= WIDTH), f"{name}, {place}"), ""]
     for side in (linear, softmax):
         lines += _row(side.side, [_full(side)])
         lines += [f"{'':{LABEL}}  {line}" for line in _equations([write(line) for line in equations_of(side)])]
