@@ -396,3 +396,25 @@ def test_the_network_is_precise_and_initialised_anew():
     assert not torch.equal(before["key"], half.forget.key)
     assert torch.equal(before["bias"], half.forget.bias)
     assert half(torch.randn(1, 9, D, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("network", dense.NETWORKS)
+@pytest.mark.parametrize("name", ["rope", "fox", "path_fox"])
+def test_a_gpu_forgets_as_a_cpu(name, network):
+    """In float64: training with its terms, evaluation, and steps through a cache within a budget."""
+    options = {"forgetting": Forgetting(network=network, window=3, width=8, temperature=8.0)}
+    attn, other = layer(name, **options), layer(name, **options).cuda()
+    x = rows(2, 150)
+    found = []
+    for one, inputs in ((attn, x), (other, x.cuda())):
+        y, forget = one(inputs), one.forget
+        (y.sin().sum() + forget.terms.distillation + forget.terms.budget).backward()
+        grads = torch.cat([p.grad.flatten() for p in one.parameters()]).cpu()
+        with torch.no_grad():
+            whole = one.eval()(given)
+            cache = one.new_cache(budget=40)
+            steps = torch.cat([one(inputs[:, :100], cache=cache), one(inputs[:, 100:103], cache=cache)], 1)
+        found.append([part.detach().cpu() for part in (y, grads, whole, steps)])
+    for got, expected in zip(found[1], found[0], strict=True):
+        assert_same(got, expected)

@@ -131,3 +131,20 @@ def test_settings_that_do_not_fit_are_refused(folder, overrides, said):
 def test_only_the_softmax_side_can_be_made_to_forget():
     with pytest.raises(ValueError, match="a layer of the softmax side, got gla, mamba2"):
         with_forgetting(ModelConfig(attention=["mamba2", "gla"]), Forgetting())
+
+
+def test_blocks_that_are_computed_again_give_the_same_gradients_and_leave_no_terms():
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        options = {"forgetting": {"window": 2, "width": 4}}
+        config = ModelConfig(attention="fox", attention_options=options, hidden_size=16, num_layers=2, num_heads=2)
+        model, schedule = LanguageModel(config).double(), ForgettingConfig(10, 10)
+        model.recompute, found = recompute, networks(model)
+        set_phase(found, schedule, 12)
+        tokens = torch.arange(160).view(2, 80)
+        loss = model(tokens, targets=tokens).loss + extra_loss(found, schedule, 12).loss
+        loss.backward()
+        assert [network.terms for network in found] == [None, None]
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,8 @@ class Forget(PreciseModule):
         blend: lambda now; a training run's schedule sets it before a step.
         temperature: tau now, likewise.
         distils: whether a training step computes L_r, likewise.
+        collects: whether a call in training leaves its terms; a run's step switches it off once it has them, so that
+            a block that is computed again in the backward pass leaves none.
         terms: of the last call in training.
     """
 
@@ -93,7 +96,7 @@ class Forget(PreciseModule):
         G, K, V, W = config.kv_heads, config.key_dim, config.v_dim, options.width
         self.options, self.heads = options, G
         self.blend, self.temperature, self.distils = options.blend, options.temperature, True
-        self.terms: ForgettingTerms | None = None
+        self.collects, self.terms = True, cast(ForgettingTerms | None, None)
         shapes = {"key": (W, K + V + 2), "offset": (W,)}
         if options.network != "decay":
             shapes |= {"out": (W,), "bias": (G,)}
@@ -192,7 +195,7 @@ class Forget(PreciseModule):
                 teacher=teacher if learns and self.distils else None, sink=given.get("sink"),
                 shares=self.budget_shares(), losses=learns,
             )  # fmt: skip
-        if learns and found.budget is not None and found.kept is not None:
+        if self.collects and found.budget is not None and found.kept is not None:
             self.terms = ForgettingTerms(found.distillation, found.budget, found.kept)
         return blended(teacher, found.o, self.blend), None
 

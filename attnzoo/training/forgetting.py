@@ -57,11 +57,11 @@ def networks(model: nn.Module) -> list[Forget]:
 
 
 def set_phase(found: Sequence[Forget], config: ForgettingConfig, step: int) -> None:
-    """Put each layer of a model, by its network, where it stands at a step."""
+    """Put each layer of a model, by its network, where it stands at a step; for one forward pass."""
     for number, network in enumerate(found):
         now = phase(step, config, network.options, number, len(found))
         network.blend, network.temperature = now.blend, now.temperature
-        network.distils = now.distillation > 0
+        network.distils, network.collects = now.distillation > 0, True
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def extra_loss(found: Sequence[Forget], config: ForgettingConfig, step: int) -> 
         if terms.distillation is not None:
             losses.append(now.distillation * terms.distillation)
             distilled.append(terms.distillation.detach())
-        network.terms = None
+        network.terms, network.collects = None, False
     row: dict[str, Any] = {"kept": torch.stack(kept).mean(), "budget": torch.stack(budgets).mean()}
     row |= {"blend": sum(n.blend for n in found) / len(found)}
     row |= {"temperature": sum(n.temperature for n in found) / len(found)}

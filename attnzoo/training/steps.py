@@ -60,12 +60,12 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, config.steps, config.optimizer)
         self.model.train()
-        set_phase(self.networks, config.forgetting, step)
         losses = []
         norm = torch.zeros(())
         parts = self.parts = [self._part(step, part) for part in range(config.gradient_accumulation)]
         for rows, weight in zip(parts, self._weights(parts), strict=True):
             with accelerator.accumulate(self.model):
+                set_phase(self.networks, config.forgetting, step)
                 loss = self._loss(step, rows)
                 self.extra = extra_loss(self.networks, config.forgetting, step)
                 total = loss if self.extra is None else loss + self.extra.loss
