@@ -193,7 +193,8 @@ class Limited(nn.Module):
         if options.of_pairs:
             features = squashed(a).unflatten(1, (G, -1)).mean(2), running_mean(shares(a, G), options.memory)
         r = join(Panel(0, len(index), age[None, None], *features)).sigmoid()
-        return r.masked_fill(age < options.window, 1.0).cummin(-2).values, options.window
+        r = r.masked_fill(age < options.window, 1.0)
+        return r.cummin(-2).values if options.monotone else r, options.window
 
     def _certified(self, call: Call) -> Tensor:
         """Which keys no row needs from row t on, ``[B, G, T, T]``."""

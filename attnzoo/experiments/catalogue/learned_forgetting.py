@@ -6,13 +6,13 @@ from attnzoo.experiments.probes import AddedLoss, KeysHeld, Loss
 
 PAPER = "One-Pass Forgetting, section 4"
 NETWORK, LATER, FREELY, HELD = "network", "later use", "forgotten by itself", "keys held by itself"
+PLAIN = ("forgetting={distill_steps: 300, anneal_steps: 300}",)  # the defaults, of what does not forget
 RULES = {"window": "window", "sinks": "sinks + window", "h2o": "H2O", "snapkv": "SnapKV"}
 
 
 def arm(name: str, *settings: str, variant: str = "rope", **options: object) -> Arm:
-    """A model that forgets, in two phases of a third of the steps each."""
-    phases = ("forgetting={distill_steps: 100, anneal_steps: 100}", *settings)
-    return Arm(name, variant, {"forgetting": {"window": 8, "width": 16, **options}}, phases)
+    """A model that forgets, in two phases of a third of the steps each, as the size says."""
+    return Arm(name, variant, {"forgetting": {"window": 8, "width": 16, **options}}, settings)
 
 
 EXPERIMENT = Experiment(
@@ -26,8 +26,8 @@ EXPERIMENT = Experiment(
     ),
     arms=(
         arm("fox, key", variant="fox"),
-        Arm("fox", "fox"),
-        Arm("rope", "rope"),
+        Arm("fox", "fox", settings=PLAIN),
+        Arm("rope", "rope", settings=PLAIN),
         arm("key"),
         arm("pair", network="pair"),
         arm("attention", network="attention"),
@@ -46,8 +46,9 @@ EXPERIMENT = Experiment(
     sizes={
         "cpu": Size(
             settings=(
-                "steps=300", "batch_size=8", "data.context_length=128", "log_every=100", "eval_tokens=4096",
+                "steps=200", "batch_size=8", "data.context_length=128", "log_every=100", "eval_tokens=4096",
                 "model={hidden_size: 64, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=30",
+                "forgetting={distill_steps: 70, anneal_steps: 70}",
             ),
             lrs=(0.004,),
             tokens=4096,
@@ -56,7 +57,7 @@ EXPERIMENT = Experiment(
             settings=(
                 "steps=4000", "batch_size=16", "data.context_length=4096", "log_every=200", "eval_tokens=65536",
                 "model={hidden_size: 256, num_layers: 4, num_heads: 4}", "optimizer.warmup_steps=200",
-                "mixed_precision=bf16",
+                "mixed_precision=bf16", "forgetting={distill_steps: 1300, anneal_steps: 1300}",
             ),
             lrs=(0.002,),
             tokens=32768,

@@ -21,13 +21,13 @@ EXPERIMENT = Experiment(
         Arm("nope, pair", "nope", {"forgetting": {**FORGETTING["forgetting"], "network": "pair"}}),
     ),
     options={"block": "pro"},
-    settings=("data.source=task:needle", "forgetting={distill_steps: 400, anneal_steps: 150, blend: 0.3}"),
+    settings=("data.source=task:needle", "forgetting.blend=0.3"),
     sizes={
         "cpu": Size(
             settings=(
                 "data.task_options.digits=2", "steps=700", "batch_size=16", "data.context_length=64", "log_every=100",
                 "eval_tokens=16384", "model={hidden_size: 64, num_layers: 2, num_heads: 2}",
-                "optimizer.warmup_steps=50",
+                "optimizer.warmup_steps=50", "forgetting={distill_steps: 400, anneal_steps: 150}",
             ),
             lrs=(0.003,),
             rows=64,
@@ -36,7 +36,7 @@ EXPERIMENT = Experiment(
             settings=(
                 "data.task_options.digits=4", "steps=3000", "batch_size=64", "data.context_length=1024",
                 "log_every=200", "eval_tokens=262144", "model={hidden_size: 256, num_layers: 4, num_heads: 4}",
-                "optimizer.warmup_steps=200",
+                "optimizer.warmup_steps=200", "forgetting={distill_steps: 1000, anneal_steps: 1000}",
             ),
             lrs=(0.001,),
             rows=256,
