@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy's products too, and the processes that tests start
@@ -49,6 +50,7 @@ FOR_ALL = {
     "test_pieces_padding_and_packing_equal_whole_sequences",
 }  # fmt: skip
 FEW = 3
+NAMED = 2  # products that a test may name itself; more come from the registry
 
 
 def product(item: pytest.Item) -> str:
@@ -58,10 +60,19 @@ def product(item: pytest.Item) -> str:
     return next((name for name in names if isinstance(name, str) and name in OF_PRODUCTS), "")
 
 
-def runs(item: pytest.Item) -> bool:
-    """Whether a test is not of a product that others stand for."""
-    name = product(item)
-    return not name or name in EVERYWHERE or item.originalname in FOR_ALL or item.path.name == "test_registry.py"
+def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests of products that others stand for: of those that take their variants from the registry, not by name."""
+    products = defaultdict(set)
+    for item in items:
+        products[item.path, item.originalname].add(product(item))
+    return [
+        item
+        for item in items
+        if product(item) not in {"", *EVERYWHERE}
+        and len(products[item.path, item.originalname] - {""}) > NAMED
+        and item.originalname not in FOR_ALL
+        and item.path.name != "test_registry.py"
+    ]
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -78,8 +89,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if settings.get_current_profile_name() != "long":
-        config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
-        items[:] = [item for item in items if runs(item)]
+        out = set(left_out(items))
+        config.hook.pytest_deselected(items=list(out))
+        items[:] = [item for item in items if item not in out]
     here = torch.cuda.is_available()
     missing = importlib.util.find_spec("fla") is None
     for item in items:

@@ -45,7 +45,10 @@ CASES = {
     "mamba2, without a norm": ("Mamba2", {**MAMBA, "rmsnorm": False}),
     "wall": ("WallTransformer", {"num_kv_heads": 2}),
     "wall, gated and normed": ("WallTransformer", {"qk_norm": True, "use_output_gate": True}),
-    "gated_wall": ("WallTransformer", {"num_kv_heads": 2, "use_scalar_gate": True, "gate_init_bias": 1.0}),
+    "wall, with a scalar gate": (
+        "WallTransformer",
+        {"num_kv_heads": 2, "use_scalar_gate": True},
+    ),
 }
 
 
