@@ -11,7 +11,7 @@ INSIDE, TWICE, FOUR = "wrong, 1 × context", "wrong, 2 × context", "wrong, 4 ×
 EXPERIMENT = Experiment(
     title="Needle in a haystack",
     question=(
-        "A number stands somewhere among random words; the row ends in the question for it. Where does each model "
+        "A number stands somewhere among random words, behind the question that the row ends in. Where does each model "
         "still find it? Depth 0 is the beginning of the row, 1 its end. Equal layers, trained on the task itself at "
         "random depths; the paper asks language models that were trained on text."
     ),
@@ -24,12 +24,12 @@ EXPERIMENT = Experiment(
         Arm("gla", "gla"),
         Arm("gated_deltanet", "gated_deltanet", {"gate": ["forget", "delta"]}),
     ),
-    settings=("data.source=task:needle",),
+    settings=("data.source=task:needle", "data.task_options.mode=easy"),
     options={"block": "pro"},
     sizes={
         "cpu": Size(
             settings=(
-                "data.task_options.digits=2", "steps=700", "batch_size=16", "data.context_length=64", "log_every=100",
+                "data.task_options.digits=2", "steps=1000", "batch_size=32", "data.context_length=32", "log_every=100",
                 "eval_tokens=16384", "model={hidden_size: 64, num_layers: 2, num_heads: 2}",
                 "optimizer.warmup_steps=50",
             ),

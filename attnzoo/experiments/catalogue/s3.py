@@ -28,7 +28,7 @@ EXPERIMENT = Experiment(
     sizes={
         "cpu": Size(
             settings=(
-                "steps=1000", "batch_size=32", "data.context_length=32", "log_every=100", "eval_tokens=8192",
+                "steps=2000", "batch_size=32", "data.context_length=16", "log_every=100", "eval_tokens=8192",
                 "model={hidden_size: 32, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=100",
             ),
             lrs=(0.003, 0.01),
