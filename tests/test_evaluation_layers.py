@@ -189,7 +189,8 @@ def test_certificate_of_any_gate_leaves_what_the_kernels_leave_but_for_their_nea
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("fox_rope", {}), ("gated_wall", {"window": 150}), ("path_fox", {"num_householder": 2})]
+    ("name", "options"),
+    [("fox_rope", {}), ("gated_wall", {"window": 150, "gate_bias": 0.0}), ("path_fox", {"num_householder": 2})],
 )
 def test_what_is_pruned_of_any_gate_weighs_at_most_eps(name, options):
     model, tokens, eps = sharpened(tiny(name, **options), by=3.0, decay=-3.0), ids(500), 0.3

@@ -23,7 +23,7 @@ LAYERS = {
     "rotary": ("rope", {}), "delta": ("deltanet", {}), "path": ("path", {}), "none": ("nope", {}),
     "hgrn2": ("gla", {"block": "hgrn2"}), "combined": ("path_fox", {}),
     "full_rank": ("wall", {"gate": "full_rank"}), "channel_softplus": ("gla", {"gate": "channel_softplus"}),
-    "selective": ("rope", {"gate": "selective", "phase_gate": True}), "mamba3": ("mamba3", {}),
+    "selective": ("rope", {"gate": "selective", "phase_gate": True}), "mamba3": ("mamba3", {"qk_norm_shared": False}),
 }  # fmt: skip
 every_gate = pytest.mark.parametrize("gate", LAYERS)
 
