@@ -45,8 +45,8 @@ def test_tensorboard_is_not_left_out_without_a_word(monkeypatch: Any, capsys: An
 def test_the_extras_install_what_the_command_line_says_they_do() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     given = {
-        line.partition(">")[0].replace("pyyaml", "yaml"): extra
-        for extra in ("hf", "train")
+        line.partition(">")[0].replace("pyyaml", "yaml").replace("-", "_"): extra
+        for extra in ("hf", "train", "eval")
         for line in extras[extra]
         if not line.startswith("attnzoo")
     }

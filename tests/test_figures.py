@@ -106,6 +106,6 @@ def test_bar_is_as_high_as_the_share_kept(share: float) -> None:
 
 
 def test_crowded_names_stay_inside_the_panel() -> None:
-    placed = figures._spread([0.0, 0.0, 0.0, 1.0], 12.0, 200.0)
+    placed = figures.spread([0.0, 0.0, 0.0, 1.0], 12.0, 200.0)
     assert min(placed) >= 0
     assert max(placed) <= 200

@@ -7,6 +7,7 @@ import pytest
 import tiny_runs
 import torch
 from tiny_runs import StoppedError, numbers, outcome, stop_at
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from attnzoo.config import DataConfig, ModelConfig, WeightedSource
@@ -73,7 +74,7 @@ def test_packed_rows_have_the_losses_and_gradients_of_separate_documents(attenti
 def part_of(config, data, process, processes, step, part):
     place = SimpleNamespace(num_processes=processes, process_index=process, device=torch.device("cpu"))
     rows = config.batch_size // (processes * config.gradient_accumulation)
-    return Run(config, TrainState(place, None, None, sharded=False), data, rows)._part(step, part)
+    return Run(config, TrainState(place, nn.Identity(), None, sharded=False), data, rows)._part(step, part)
 
 
 @pytest.mark.parametrize("packed", [False, True])
