@@ -92,6 +92,7 @@ def start(name, **options):
 def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
     page = Path("out/report.html").read_text()
     outcome = load_outcome(Path("out/result.json"))
+    assert "output_dir: fox" in outcome.settings  # beside the result, wherever that is
     assert {(run.arm, run.seed) for run in outcome.runs} == {(a, s) for a in ("fox", "none, one head") for s in (0, 1)}
     assert [run.lr for run in outcome.tried] == [0.01, 0.02, 0.1]
     best = min((run for run in outcome.tried if run.arm == "fox"), key=lambda run: run.validation)

@@ -139,7 +139,7 @@ def run_experiment(plan: Plan, console: Console, command: str = "", jobs: int | 
         runs += seeds
     outcome = Outcome(
         Path(plan.name).stem, plan.size, tuple(runs), tuple(tried), max(run.date for run in runs), command,
-        describe_machine(), to_yaml(first),
+        describe_machine(), to_yaml(replace(first, output_dir=os.path.relpath(first.output_dir, plan.out))),
     )  # fmt: skip
     save_outcome(outcome, plan.out / RESULT)
     write_whole(plan.out / SUMMARY, markdown(experiment, outcome))

@@ -1,7 +1,7 @@
 """Negative eigenvalues and parity."""
 
 from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.probes import Wrong
 
 PAPER = (
@@ -70,4 +70,5 @@ EXPERIMENT = Experiment(
             All((AtLeast(Value("rope", "wrong answers"), 0.1), AtLeast(Value("fox", "wrong answers"), 0.1))),
         ),
     ),
+    measured=(Measured("cpu", "2026-11-22", "two cores of an Intel Xeon", "2026-11-22-parity-cpu.json"),),
 )  # fmt: skip
