@@ -137,7 +137,11 @@ def test_the_texts_under_a_name_of_json(tmp_path):
         ("x.zip", packed({"a": text("a"), "a/b": text("b")}), "'x.zip/a/b': two documents"),
         ("x.c", b"", "no documents in .*: 1 empty"),
     ],
-)
+    ids=[
+        "no tar", "a cut tar", "a cut zip", "a cut gzip", "a wrong gzip", "no JSON", "one name twice",
+        "a file and a folder of one name", "nothing",
+    ],  # an archive holds the time: its bytes are no names of tests
+)  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path, name, content, said):
     into = tmp_path / "texts"
     into.mkdir()
