@@ -24,12 +24,11 @@ from attnzoo import build_attention
 from attnzoo.benchmarks.measure import (
     Result,
     chosen,
-    extra_memory,
     machine,
+    measured,
     race,
     relative,
     save,
-    timing,
 )
 from attnzoo.benchmarks.train import trained_biases
 from attnzoo.layer.attention import Attention
@@ -117,11 +116,8 @@ def errors(contender: Contender, x: Inputs) -> dict[str, float]:
 def times(contender: Contender, x: Inputs, rep: int) -> Result:
     """Milliseconds of forward, and with backward (to the input and all weights), extra memory, and the form."""
     layer = build(contender, x)
-    leaves = [x.x, *layer.parameters()]
-    forward, both = timing(lambda: layer(x.x), leaves, x.do, rep)
-    memory = extra_memory(lambda: layer(x.x), leaves, x.do)
-    form = str(layer.picked).split()[0]
-    return {"forward_ms": round(forward, 3), "both_ms": round(both, 3), "extra_GiB": round(memory, 2), "form": form}
+    found = measured(lambda: layer(x.x), [x.x, *layer.parameters()], x.do, rep)
+    return {**found, "form": str(layer.picked).split()[0]}
 
 
 def table(result: Result) -> str:

@@ -100,10 +100,14 @@ def compare(peer: Contender[D], x: D, exact: Callable[[D], Tensor]) -> dict[str,
 
 
 def time_and_memory(peer: Contender[D], x: D, rep: int) -> Result:
+    """:func:`measured`, of a contender's inputs."""
+    return measured(functools.partial(peer.call, x), peer.inputs(x), x.do, rep)
+
+
+def measured(call: Callable[[], Tensor], leaves: list[Tensor], do: Tensor, rep: int) -> Result:
     """Milliseconds as ``timing`` has them, memory as ``extra_memory``."""
-    call, leaves = functools.partial(peer.call, x), peer.inputs(x)
-    forward, both = timing(call, leaves, x.do, rep)
-    memory = extra_memory(call, leaves, x.do)
+    forward, both = timing(call, leaves, do, rep)
+    memory = extra_memory(call, leaves, do)
     return {"forward_ms": round(forward, 3), "both_ms": round(both, 3), "extra_GiB": round(memory, 2)}
 
 

@@ -19,7 +19,7 @@ from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from attnzoo.data.texts import check_readable
+from attnzoo.data.texts import check_readable, is_hidden
 from attnzoo.data.tokenizer import Tokenized, check_options, tokenize
 from attnzoo.files import check_free
 
@@ -221,8 +221,7 @@ def _files(paths: Sequence[Path], patterns: Sequence[str]) -> Iterator[tuple[str
                     name = name.removesuffix(packed) if packed in DECOMPRESS else name
                     if not any(PurePosixPath(name).match(pattern) for pattern in patterns):
                         continue
-                    hidden = any(part.startswith(".") for part in name.split("/"))
-                    content = None if hidden else DECOMPRESS.get(packed, bytes)(read())
+                    content = None if is_hidden(name) else DECOMPRESS.get(packed, bytes)(read())
                     yield name.encode("utf-8", "backslashreplace").decode(), content
 
 

@@ -53,12 +53,17 @@ def text_files(folder: Path, pattern: str = "*") -> dict[str, Path]:
     check_readable(folder)
     files = [file for file in folder.rglob(pattern) if file.is_file() and file.stat().st_size]
     names = {file.relative_to(folder).as_posix(): file for file in files}
-    shown = {name: names[name] for name in sorted(names) if not any(part.startswith(".") for part in name.split("/"))}
+    shown = {name: names[name] for name in sorted(names) if not is_hidden(name)}
     if not shown:
         raise ValueError(
             f"no data in {str(folder)!r}: the folder has no file that is not empty and matches {pattern!r}"
         )
     return shown
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or a folder of a relative path begins with a dot."""
+    return any(part.startswith(".") for part in name.split("/"))
 
 
 def held_out_names(names: Collection[str], fraction: float) -> set[str]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -66,33 +66,35 @@ class Claim(Protocol):
 
 
 @dataclass(frozen=True)
-class AtMost:
-    """A value's mean over the seeds is below a limit."""
+class _Limited:
+    """A value's mean over the seeds beside a limit."""
 
     value: Value
     limit: float
+    sign: ClassVar[int]  # of the differences from the limit that are claimed
 
     @property
     def values(self) -> tuple[Value, ...]:
         return (self.value,)
 
     def judge(self, of: Values) -> Verdict:
-        return _against(self.value, of(self.value), self.limit, -1)
+        mean, error, freedom = _mean_error(of(self.value))
+        what = f"{self.value}: {spread(of(self.value))}, limit {self.limit:g}"
+        return _decide(what, self.sign * (mean - self.limit), error, freedom)
 
 
 @dataclass(frozen=True)
-class AtLeast:
+class AtMost(_Limited):
+    """A value's mean over the seeds is below a limit."""
+
+    sign = -1
+
+
+@dataclass(frozen=True)
+class AtLeast(_Limited):
     """A value's mean over the seeds is above a limit."""
 
-    value: Value
-    limit: float
-
-    @property
-    def values(self) -> tuple[Value, ...]:
-        return (self.value,)
-
-    def judge(self, of: Values) -> Verdict:
-        return _against(self.value, of(self.value), self.limit, 1)
+    sign = 1
 
 
 @dataclass(frozen=True)
@@ -217,11 +219,6 @@ def _mean_error(values: Array) -> tuple[float, float, int]:
     n = values.size
     error = float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
     return float(values.mean()), error, n - 1
-
-
-def _against(value: Value, values: Array, limit: float, sign: int) -> Verdict:
-    mean, error, freedom = _mean_error(values)
-    return _decide(f"{value}: {spread(values)}, limit {limit:g}", sign * (mean - limit), error, freedom)
 
 
 def _decide(what: str, difference: float, error: float, freedom: float) -> Verdict:

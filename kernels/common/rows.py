@@ -1,4 +1,4 @@
-"""What both ops say of their rows: the first key that each may see without gates, and its log-sum-exp with them."""
+"""What the ops say of their rows: the first key that each may see without gates, its log-sum-exp, what is kept."""
 
 from __future__ import annotations
 
@@ -36,3 +36,23 @@ def row_lse(lse: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tenso
     elif log_decay is not None:
         x = x + (at - ref) * log_decay.clamp(min=CLOSED).double()[:, None] * LOG2E
     return (x / LOG2E).float().transpose(1, 2).contiguous()
+
+
+def kept_of_forward(
+    lse: Tensor, c: Tensor | None, base: Tensor | None, since: Tensor | None, start: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a forward operator keeps of gates and rows, empty where it does not apply: an operator returns no None.
+
+    Args:
+        lse: float32, on the device of them all.
+        c: float32.
+        base: float64.
+        since: int32.
+        start: int32.
+    """
+    return (
+        lse.new_empty(0) if c is None else c,
+        lse.new_empty(0, dtype=torch.float64) if base is None else base,
+        lse.new_empty(0, dtype=torch.int32) if since is None else since,
+        lse.new_empty(0, dtype=torch.int32) if start is None else start,
+    )

@@ -18,7 +18,7 @@ from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe, gate_kind
 from attnzoo.kernels.common.plans import Plan, announce
-from attnzoo.kernels.common.rows import row_lse, since_without_gate
+from attnzoo.kernels.common.rows import kept_of_forward, row_lse, since_without_gate
 from attnzoo.kernels.fox.plan import Call, few_rows, plan
 from attnzoo.kernels.fox.portable.backward import fox_backward
 from attnzoo.kernels.fox.portable.decode import fox_split_forward
@@ -106,11 +106,7 @@ def fox_forward_op(
         o_rest = q.new_zeros((*q.shape[:3], v.shape[3])) if chosen.keeps_rest else None
         o, lse = _launch(chosen, q, k, v, log_decay, sink, c, base, since, start, scale, o_rest=o_rest)
         rows = row_lse(lse, log_decay, c, base, k.shape[1]) if return_lse else lse.new_empty(0)
-    c = lse.new_empty(0) if c is None else c
-    base = lse.new_empty(0, dtype=torch.float64) if base is None else base
-    since = lse.new_empty(0, dtype=torch.int32) if since is None else since
-    start = lse.new_empty(0, dtype=torch.int32) if start is None else start
-    return o, rows, lse, c, base, since, start, q.new_empty(0) if o_rest is None else o_rest
+    return o, rows, lse, *kept_of_forward(lse, c, base, since, start), q.new_empty(0) if o_rest is None else o_rest
 
 
 @fox_forward_op.register_fake

@@ -17,7 +17,7 @@ from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.plans import Plan, announce
-from attnzoo.kernels.common.rows import row_lse, since_without_gate
+from attnzoo.kernels.common.rows import kept_of_forward, row_lse, since_without_gate
 from attnzoo.kernels.path.levels import Wanted
 from attnzoo.kernels.path.portable.backward import path_backward
 from attnzoo.kernels.path.portable.forward import path_forward
@@ -85,11 +85,7 @@ def path_forward_op(
             logit_bound=logit_bound, sink=sink, o_rest=o_rest,
         )  # fmt: skip
         rows = row_lse(lse, log_decay, c, base, q.shape[1]) if return_lse else lse.new_empty(0)
-    c = lse.new_empty(0) if c is None else c
-    base = lse.new_empty(0, dtype=torch.float64) if base is None else base
-    since = lse.new_empty(0, dtype=torch.int32) if since is None else since
-    start = lse.new_empty(0, dtype=torch.int32) if start is None else start
-    return o, rows, lse, c, base, since, start, q.new_empty(0) if o_rest is None else o_rest
+    return o, rows, lse, *kept_of_forward(lse, c, base, since, start), q.new_empty(0) if o_rest is None else o_rest
 
 
 @path_forward_op.register_fake

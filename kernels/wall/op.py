@@ -17,7 +17,7 @@ from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient
 from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.plans import Plan, announce
-from attnzoo.kernels.common.rows import row_lse
+from attnzoo.kernels.common.rows import kept_of_forward, row_lse
 from attnzoo.kernels.path.head_groups import head_groups
 from attnzoo.kernels.path.levels import Wanted
 from attnzoo.kernels.path.op import gates
@@ -81,11 +81,7 @@ def wall_forward_op(
                 None if o_rest is None else group.queries(o_rest),
             )  # fmt: skip
         rows = row_lse(lse, log_decay, c, base, T) if return_lse else lse.new_empty(0)
-    c = lse.new_empty(0) if c is None else c
-    base = lse.new_empty(0, dtype=torch.float64) if base is None else base
-    since = lse.new_empty(0, dtype=torch.int32) if since is None else since
-    start = lse.new_empty(0, dtype=torch.int32) if start is None else start
-    return o, rows, lse, c, base, since, start, q.new_empty(0) if o_rest is None else o_rest
+    return o, rows, lse, *kept_of_forward(lse, c, base, since, start), q.new_empty(0) if o_rest is None else o_rest
 
 
 @wall_forward_op.register_fake

@@ -132,9 +132,7 @@ def gated_deltanet(settings: Settings) -> Peer:
 
     def attention(take: Take, index: int) -> Named:
         yield from _convolved(take)
-        yield "gate.members.0.dt_proj.weight", take("a_proj.weight")
-        yield "gate.members.0.dt_bias", take("dt_bias")
-        yield "gate.members.0.log_a", take("A_log")
+        yield from _decay(take)
         yield "gate.members.1.beta_proj.weight", take("b_proj.weight")
         yield "output_norm.weight", take("o_norm.weight")
         if gated:
@@ -163,9 +161,7 @@ def gated_deltaproduct(settings: Settings) -> Peer:
         for name, tensor in _convolved(take):
             yield name, by_head(tensor) if name[0] in "kv" else tensor
         if forgets:
-            yield "gate.members.0.dt_proj.weight", take("a_proj.weight")
-            yield "gate.members.0.dt_bias", take("dt_bias")
-            yield "gate.members.0.log_a", take("A_log")
+            yield from _decay(take)
         yield f"{gate}.beta_proj.weight", by_head(take("b_proj.weight"))
         yield "output_norm.weight", take("o_norm.weight")
         if gated:
@@ -314,6 +310,13 @@ def _convolved(take: Take) -> Named:
     yield from _plain(take)
     for name in "qkv":
         yield f"{name}_conv.weight", take(f"{name}_conv1d.weight").squeeze(1)
+
+
+def _decay(take: Take) -> Named:
+    """Mamba-2's decay, the first of a gate's members."""
+    yield "gate.members.0.dt_proj.weight", take("a_proj.weight")
+    yield "gate.members.0.dt_bias", take("dt_bias")
+    yield "gate.members.0.log_a", take("A_log")
 
 
 def _swish_gate(take: Take) -> Named:
