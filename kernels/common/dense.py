@@ -1,12 +1,17 @@
-"""What the families' dense references share: gate sums, visible keys and the readout in PyTorch. No Triton here."""
+"""What the families' dense references share: gate sums, visible keys, pruned blocks, the readout. No Triton here."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
+from attnzoo.algebra.pruning import Prune, certified_starts
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 
 
 def segment_starts(cu_seqlens: Tensor, S: int) -> Tensor:
@@ -62,3 +67,29 @@ def dense_readout(logits: Tensor, values: Tensor, sink: Tensor | None) -> tuple[
     weights = torch.softmax(logits.masked_fill(alone, 0.0), -1).masked_fill(alone, 0.0)[..., :S]
     lse = torch.logsumexp(logits.masked_fill(alone, 0.0), -1).masked_fill(alone[..., 0], -torch.inf)
     return rearrange(weights.to(values.dtype) @ values, "b h t v -> b t h v"), rearrange(lse, "b h t -> b t h")
+
+
+def starts_by_scores(
+    scores: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, c: Tensor, since: Tensor, scale: float,
+    prune: Prune, logit_bound: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)], in float64.
+
+    The bounds of FoX's pruning: every transition has norm at most 1, so |q_i| |k_j| still bounds each score. The
+    tail bound takes a row's log-sum-exp over its own block of KEY_UNIT keys and the one before it.
+
+    Args:
+        scores: of float64 q and k, [B, H, T, T].
+        q: [B, T, H, K]; k: [B, T, G, K]; c, since: [B, H, T] running gate sums, first visible keys.
+    """
+    T, rep = q.shape[1], q.shape[2] // k.shape[2]
+    q64, k64, c, lower = scale * q.detach().double(), k.detach().double(), c.detach(), None
+    if prune.bound == "tail":
+        pos = torch.arange(T, device=q.device)
+        near = (pos // KEY_UNIT - 1) * KEY_UNIT
+        seen = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= since[..., None])
+        logits = scores(q64, k64) + c[..., :, None] - c[..., None, :]
+        lower = torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
+    longest = repeat(k64.norm(dim=-1).amax(1), "b g -> b (g r)", r=rep)
+    norms = rearrange(q64.norm(dim=-1), "b t h -> b h t"), longest
+    return certified_starts(*norms, c, prune, logit_bound, lower, rows=ROW_UNIT, cols=KEY_UNIT)

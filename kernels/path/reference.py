@@ -9,16 +9,15 @@ Accumulating Householder Transformations", 2025, sections 2.2 and 3, here with t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from attnzoo.algebra.pruning import Prune, certified_starts
-from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.dense import dense_readout, first_visible, running_sums
+from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.constants import ROW_UNIT
+from attnzoo.kernels.common.dense import dense_readout, first_visible, running_sums, starts_by_scores
 
 
 def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
@@ -56,32 +55,6 @@ def prune_starts_reference(
         return path_scores(q, k, w.detach().double(), beta.detach().double())
 
     return starts_by_scores(scores, q, k, c, since, scale, prune, logit_bound)
-
-
-def starts_by_scores(
-    scores: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, c: Tensor, since: Tensor, scale: float,
-    prune: Prune, logit_bound: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)], in float64.
-
-    The bounds of FoX's pruning: every transition has norm at most 1, so |q_i| |k_j| still bounds each score. The
-    tail bound takes a row's log-sum-exp over its own block of KEY_UNIT keys and the one before it.
-
-    Args:
-        scores: of float64 q and k, [B, H, T, T].
-        q: [B, T, H, K]; k: [B, T, G, K]; c, since: [B, H, T] running gate sums, first visible keys.
-    """
-    T, rep = q.shape[1], q.shape[2] // k.shape[2]
-    q64, k64, c, lower = scale * q.detach().double(), k.detach().double(), c.detach(), None
-    if prune.bound == "tail":
-        pos = torch.arange(T, device=q.device)
-        near = (pos // KEY_UNIT - 1) * KEY_UNIT
-        seen = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= since[..., None])
-        logits = scores(q64, k64) + c[..., :, None] - c[..., None, :]
-        lower = torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
-    longest = repeat(k64.norm(dim=-1).amax(1), "b g -> b (g r)", r=rep)
-    norms = rearrange(q64.norm(dim=-1), "b t h -> b h t"), longest
-    return certified_starts(*norms, c, prune, logit_bound, lower, rows=ROW_UNIT, cols=KEY_UNIT)
 
 
 def path_reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

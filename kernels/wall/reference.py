@@ -19,8 +19,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.constants import ROW_UNIT
-from attnzoo.kernels.common.dense import dense_readout, first_visible, running_sums
-from attnzoo.kernels.path.reference import starts_by_scores
+from attnzoo.kernels.common.dense import dense_readout, first_visible, running_sums, starts_by_scores
 
 
 def wall_scores(q: Tensor, k: Tensor, log_diag: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
