@@ -8,7 +8,6 @@ Accumulating Householder Transformations", 2025, sections 2.2 and 3, here with t
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.common.constants import ROW_UNIT
-from attnzoo.kernels.common.dense import dense_readout, first_visible, running_sums, starts_by_scores
+from attnzoo.kernels.common.dense import attention_by_scores, starts_by_scores
 
 
 def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
@@ -63,42 +61,7 @@ def path_reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def path_reference_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    w: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None = None,
-    scale: float | None = None,
-    prune: Prune | None = None,
-    window: int | None = None,
-    sink: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    logit_bound: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, w: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Dense PaTH attention; arguments as ``path_attention``. Memory O(T^2).
-
-    Args:
-        compute_dtype: dtype of the operands of the matrix products (softmax and the triangular solve are float32 or
-            better). Default: float64 for float64 inputs, else float32.
-
-    Returns:
-        [B, T, H, V] in q's dtype, and the log-sum-exp of each row [B, T, H], float32 or better.
-    """
-    B, T, H, K = q.shape
-    scale = K**-0.5 if scale is None else scale
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    cd = wide if compute_dtype is None else compute_dtype
-    c, closed = running_sums(log_decay, B, T, H, q.device)
-    since = first_visible(closed, window, cu_seqlens)
-    pos = torch.arange(T, device=q.device)
-    visible = (pos <= pos[:, None]) & (pos >= since[..., None])  # [B, H, T, T]
-    if prune is not None:
-        start = prune_starts_reference(q, k, w, beta, c, since, scale, prune, logit_bound)
-        visible &= pos >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
-    decay = (c[..., :, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
-    logits = (path_scores(q, k, w, beta, compute_dtype) * scale + decay).masked_fill(~visible, -math.inf)
-    o, lse = dense_readout(logits, repeat(v.to(cd), "b t g v -> b (g r) t v", r=H // v.shape[2]), sink)
-    return o.to(q.dtype), lse
+    """Dense PaTH attention; arguments as ``path_attention``, the rest as ``attention_by_scores``."""
+    return attention_by_scores(path_scores, (w, beta), q, k, v, **options)
