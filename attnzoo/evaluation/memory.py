@@ -8,8 +8,8 @@ Rules, each in its simplest faithful form: ``window`` and ``sinks`` (the first 4
 "Efficient Streaming Language Models with Attention Sinks", 2024) go by position; ``h2o`` by the sum of the attention to
 a key so far, half of M being the last tokens (Zhang et al., "H2O", 2023); ``snapkv`` by that of the last 16 rows, which
 are kept themselves (Li et al., "SnapKV", 2024, without its pooling over neighbours, and at every row in place of once);
-``retention`` by what the layer's own forget network says; ``utility`` by what this row and later ones will need, which is
-what networks learn to say (it looks ahead).
+``retention`` by what the layer's own forget network says; ``utility`` by what this row and later ones will need, which
+networks learn to say (it looks ahead).
 """
 
 from __future__ import annotations
