@@ -351,7 +351,8 @@ def append_and_attend(
     sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum}
     since = paged_append(
         k, x, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
-        log_decay=log_decay, total=pool.total, since=pool.since, n_log=pool.n_log, count=count, impl=impl, **sums,
+        log_decay=log_decay, total=pool.total, since=pool.since, n_log=pool.n_log, closed=pool.closed, count=count,
+        impl=impl, **sums,
     )  # fmt: skip
     if prune and given.prune is not None:
         sums |= {

@@ -21,6 +21,7 @@ def state(case: Case, x: Any) -> dict[str, torch.Tensor]:
     pool |= {name: x.pool[name].nan_to_num() for name in ("decay", "page_sum")}
     pool |= {"k_norm": torch.zeros(B, G, N), "total": torch.zeros(B, case.H, dtype=torch.float64)}
     pool |= {"since": torch.zeros(B, case.H, dtype=torch.int32), "n_log": pool["page_sum"] * 0}
+    pool["closed"] = pool["n_log"].long()
     return {name: y.to(DEVICE) for name, y in pool.items()}
 
 
@@ -30,7 +31,7 @@ def test_opcheck() -> None:
     x = inputs(CASE, torch.float32)
     pool = [x.pool[name] for name in ("k", "v", "table", "first", "length", "decay", "page_sum", "since")]
     torch.library.opcheck(paged_infer_op, (x.q, *pool, None, x.sink, None, None, None, 0.3, 40, 0.0))
-    names = ("keys", "values", "table", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log")
+    names = ("keys", "values", "table", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log", "closed")
     kept = state(CASE, x)
     new = (x.k[:, :2], x.v[:, :2], torch.zeros(2, 2, 2, device=DEVICE), None)
     torch.library.opcheck(paged_write_op, (*new, *(kept[name] for name in names)))
