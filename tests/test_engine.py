@@ -11,7 +11,9 @@ from torch._dynamo.utils import counters
 from attnzoo import build_attention
 from attnzoo.config import ModelConfig
 from attnzoo.errors import UnavailableError
+from attnzoo.forms import memory
 from attnzoo.forms.fixed import CarriedMemory, Rows
+from attnzoo.forms.memory import GIB
 from attnzoo.forms.pool import PAGE
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.fixed import FixedCache
@@ -387,6 +389,21 @@ def test_steps_in_place_are_refused_where_nothing_that_was_asked_for_takes_them(
     monkeypatch.delattr(SoftmaxForms, "fixed")
     with pytest.raises(ValueError, match="variant: expected one whose FORMS offer a memory of fixed size, got 'path'"):
         Generator(build(attention="path"), 1, 8)
+
+
+@pytest.mark.parametrize("evict", [None, 1e-4], ids=["whole", "evicting"])
+def test_caches_and_what_a_step_computes_in_are_refused_before_they_fill_the_memory(evict, monkeypatch):
+    model = forgetful("path_fox" if evict else "fox")
+    generator = Generator(model, 2, 300, evict=evict)
+    beside = max(cache.workspace for cache in generator.caches)
+    need = generator.bytes() + beside
+    assert beside > 0
+    monkeypatch.setattr(memory, "available", lambda device: need)
+    Generator(model, 2, 300, evict=evict)
+    monkeypatch.setattr(memory, "available", lambda device: need - 1)
+    numbers = rf"\(with {beside / GIB:.2f} GiB for a step\): expected room for {need / GIB:.2f} GiB on cpu, got"
+    with pytest.raises(MemoryError, match=rf"caches of 2 sequences of 300 tokens {numbers}"):
+        Generator(model, 2, 300, evict=evict)
 
 
 @pytest.mark.gpu

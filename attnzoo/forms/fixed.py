@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +75,9 @@ class Memory(Protocol):
     def tensors(self) -> Iterator[Tensor]:
         """All that it holds on the device."""
 
+    def workspace(self, heads: int) -> int:
+        """Bytes that a step of ``heads`` query heads takes besides, where they are many."""
+
 
 @dataclass(eq=False)
 class MatrixMemory:
@@ -112,6 +115,9 @@ class MatrixMemory:
 
     def tensors(self) -> Iterator[Tensor]:
         yield self.matrix
+
+    def workspace(self, heads: int) -> int:
+        return 0
 
 
 @dataclass(eq=False)
@@ -209,6 +215,9 @@ class KeyMemory:
     def tensors(self) -> Iterator[Tensor]:
         yield from (x for x in (self.k, self.v, self.decay, self.phase) if x is not None)
 
+    def workspace(self, heads: int) -> int:
+        return 0
+
 
 @dataclass(eq=False)
 class CarriedMemory:
@@ -282,6 +291,9 @@ class CarriedMemory:
     def tensors(self) -> Iterator[Tensor]:
         yield from (x for x in (self.k, self.v, self.gates, self.valid) if x is not None)
 
+    def workspace(self, heads: int) -> int:
+        return 0
+
 
 @dataclass(eq=False)
 class PagedMemory:
@@ -307,6 +319,7 @@ class PagedMemory:
 
     evict: Eviction | None = None
     steps: int = 0
+    carried: ClassVar[bool] = False
 
     @staticmethod
     def like(
@@ -377,6 +390,12 @@ class PagedMemory:
         yield from self.pool.tensors().values()
         if self.phase is not None:
             yield self.phase
+
+    def workspace(self, heads: int) -> int:
+        from attnzoo.kernels.decode import paged_workspace
+
+        pool, device = self.pool, self.rows.length.device
+        return paged_workspace(pool.k, pool.v, pool.table, heads, device, carried=self.carried)
 
 
 def _pool_of(state: KVCache | PagedCache) -> KeyPool:

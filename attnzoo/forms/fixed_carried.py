@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class CarriedPages(PagedMemory):
     """
 
     closed: list[int] = field(default_factory=list)
+    carried: ClassVar[bool] = True
 
     @staticmethod
     def of(state: PagedCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedPages:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attnzoo.algebra.pruning import Evict
 from attnzoo.errors import check_kinds
 from attnzoo.forms.fixed import Rows
-from attnzoo.forms.memory import check_room, size_of
+from attnzoo.forms.memory import GIB, check_room, size_of
 from attnzoo.layer.fixed import FixedCache
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.decoder import LanguageModel
@@ -141,8 +141,11 @@ class Generator:
             one()
         layers = list(zip(self.model.attentions(), like, strict=True))
         meta = [FixedCache.of(layer, one, self.batch, self.max_tokens, "meta") for layer, one in layers]
-        what = f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens"
-        check_room(_bytes(meta), self.device, what)
+        beside = max(cache.workspace for cache in meta)  # one layer after the other
+        what = (
+            f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens (with {beside / GIB:.2f} GiB for a step)"
+        )
+        check_room(_bytes(meta) + beside, self.device, what)
         return [FixedCache.of(layer, one, self.batch, self.max_tokens) for layer, one in layers]
 
     def bytes(self) -> int:

@@ -12,7 +12,8 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation, traced
-from attnzoo.kernels.decode.plan import MOST_ROWS
+from attnzoo.kernels.common.device import machine, multiprocessors
+from attnzoo.kernels.decode.plan import MOST_ROWS, Call, plan, workspace
 
 from .reference import append_reference, paged_reference
 
@@ -199,6 +200,26 @@ def paged_append(
         write = _op().paged_write_op if traced(k) else _op().paged_write
         seen = write(k, v, *given[2:])
     return None if log_decay is None else seen
+
+
+def paged_workspace(
+    keys: Tensor, values: Tensor, table: Tensor, heads: int, device: torch.device, T: int = 1, carried: bool = False
+) -> int:
+    """Bytes that a step takes besides its output, at the most.
+
+    Args:
+        keys, values, table: as ``paged_append`` takes them, on any device.
+        heads: H.
+        device: where the step runs; a GPU's kernels split the keys, and the reference elsewhere copies them.
+        T: tokens of the step.
+        carried: the step is ``paged_path_step``.
+    """
+    (B, G, N), (_, page, K), V = table.shape, keys.shape, values.shape[2]
+    if device.type != "cuda":
+        wide = max(4, keys.dtype.itemsize)
+        return B * heads * N * page * (K + V + T) * wide
+    call = Call(T, heads // G, page, K, V, keys.dtype, carried)
+    return workspace(call, plan(call, machine(device), multiprocessors(device)), B * G, N)
 
 
 def check_pages(

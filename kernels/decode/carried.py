@@ -59,8 +59,8 @@ def paged_path_step(
         factor: [P, K, K] float32, transposed products; changed.
         near_k, near_w: [B, G, 2 PAGE, K] float32, near_beta: [B, G, 2 PAGE] float32, what came with the last tokens,
             that of token t at t % (2 PAGE), with an axis of n factors where w has one; changed.
-        table, first, length, k_norm, log_decay, decay, page_sum, total, since, n_log, closed, count: as ``paged_append``; the
-            lengths are those before the step.
+        table, first, length, k_norm, log_decay, decay, page_sum, total, since, n_log, closed, count: as
+            ``paged_append``; the lengths are those before the step.
         scale, window, sink: as ``paged_attention``.
         group: where that many pages (from a multiple of it on) were whole before the step, their products are those
             from the start of the page to the end of the last of them, and not of the page alone. 0: no such groups.
@@ -117,8 +117,8 @@ def paged_path_step(
     q, k, v, w = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w))
     return path_step(
         q, k, v, w, beta, log_decay, count, keys, values, factor, (near_k, near_w, near_beta), table, first, length,
-        k_norm, decay, page_sum, total, since, n_log, closed, sink, K**-0.5 if scale is None else float(scale), window or 0,
-        group,
+        k_norm, decay, page_sum, total, since, n_log, closed, sink, K**-0.5 if scale is None else float(scale),
+        window or 0, group,
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ def _logaddexp(a, b):
 @triton.jit(do_not_specialize=["T", "N", "stride_gb"])
 def paged_append_kernel(
     p_k, p_v, p_g, p_count, p_keys, p_values, p_table, p_length, p_norm, p_decay, p_sum, p_total, p_since, p_tails,
-    p_closed, p_seen, T, N, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh,
+    p_closed, p_seen, T, N, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt,
+    stride_gh,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PAGE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_COUNT: tl.constexpr,
 ):  # fmt: skip
