@@ -406,6 +406,77 @@ def test_caches_and_what_a_step_computes_in_are_refused_before_they_fill_the_mem
         Generator(model, 2, 300, evict=evict)
 
 
+FORGETTING = {
+    "fox": {"attention": ["mamba2", "fox"]},
+    "path_fox": {"attention": "path_fox"},
+    "rope-pairs": {"attention": "rope", "forgetting": {"network": "pair"}, "num_kv_heads": 1, "window": 40},
+    "wall-decay": {"attention": "wall", "forgetting": {"network": "decay"}, "sinks": True},
+}
+
+
+def that_forgets(attention, forgetting=None, **options):
+    """A model whose softmax layers forget about half of what they may."""
+    names = [attention] if isinstance(attention, str) else attention
+    given = {**options, "block": "pro", "forgetting": {"window": 3, "width": 8, **(forgetting or {})}}
+    layers = [{"name": n, "options": given if get(n).side == "softmax" else {}} for n in names]
+    model = build(attention=layers)
+    with torch.no_grad():
+        for layer in model.attentions():
+            if layer.forget is not None and layer.forget.options.network == "decay":
+                layer.forget.fade_bias.fill_(-2.0)
+            elif layer.forget is not None:
+                layer.forget.bias.fill_(0.3)
+                layer.forget.out.sub_(layer.forget.out.mean()).mul_(8)
+    return model
+
+
+@torch.no_grad()
+def alone_within(model, prompt, new, limits):
+    """A greedy continuation, and the keys that each head of the last layer holds in the end."""
+    cache, tokens, step = model.new_cache(**limits), [], prompt[None]
+    for _ in range(new):
+        step = model(step, cache=cache).logits[:, -1].argmax(-1, keepdim=True)
+        tokens.append(int(step))
+    return tokens, cache[-1].state.settled().live[0].tolist()
+
+
+@pytest.mark.parametrize(("name", "limits"), [
+    *((name, limits) for name in FORGETTING for limits in ({}, {"budget": 7})),
+    ("rope-pairs", {"budget": "3 KiB"}), ("fox", {"budget": 30, "evict": 1e-30}),
+], ids=str)  # fmt: skip
+def test_layers_that_forget_go_on_as_each_sequence_does_alone(name, limits, prompts):
+    model = that_forgets(**FORGETTING[name])
+    generator = Generator(model, 2, 80, check_every=3, **limits)
+    news = (5, 32, 12)
+    ids = [generator.add(prompt, new, temperature=0) for prompt, new in zip(prompts, news, strict=False)]
+    found = generator.run()
+    for number, prompt, new in zip(ids, prompts, news, strict=False):
+        tokens, heads = alone_within(model, prompt, new, limits)
+        assert found[number] == tokens, (name, number)
+        assert generator.requests[number].kept[-1] == heads
+    longest = generator.requests[ids[1]].kept[-1]
+    assert max(longest) < len(prompts[1]) + 31  # something has gone
+    if limits == {"budget": 7}:
+        assert max(longest) <= 7
+        assert generator.caches[-1].memory.cache.slots["k"].shape[2] == 8
+
+
+def test_slots_are_made_and_given_back_while_sequences_that_forget_come_and_go(prompts, monkeypatch):
+    model = that_forgets("fox", {"threshold": 1e-6})  # everything is kept
+    generator = Generator(model, 2, 400)
+    slots = []
+    for T, new in ((300, 3), (3, 80)):
+        prompt = torch.arange(T) % 40
+        number = generator.add(prompt, new, temperature=0)
+        assert generator.run()[number] == alone(model, prompt, new)
+        slots.append(generator.caches[0].memory.cache.slots["k"].shape[2])
+    assert slots == [320, 128]
+    monkeypatch.setattr(memory, "available", lambda device: 1 << 10)
+    generator.add(torch.arange(200) % 40, 3, temperature=0)
+    with pytest.raises(MemoryError, match="slots for 256 keys of each head that forgets: expected room for 0.00 GiB"):
+        generator.run()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_step_in_a_graph_stays_right_while_sequences_grow_come_and_go(name):

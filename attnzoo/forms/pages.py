@@ -194,15 +194,15 @@ class Pages:
             tokens = sum(self.lengths)
             check_room((size - P) * each + old, self.k.device, f"cache of {tokens} tokens, {size - P} pages more")
             for name, x in paged.items():
-                setattr(self, name, _resized(x, 0, size))
-            self.refs = _resized(self.refs, 0, size)
+                setattr(self, name, resized(x, 0, size))
+            self.refs = resized(self.refs, 0, size)
             self.free[:0] = reversed(range(P, size))
         if width > N:
             size = -(-max(width, N + N // 4) // CHUNK) * CHUNK
             for name, x in self._of_rows().items():
                 if name in TABLES:
-                    setattr(self, name, _resized(x, 2, size, -1 if name == "table" else 0))
-            self.pages = _resized(self.pages, 2, size, -1)
+                    setattr(self, name, resized(x, 2, size, -1 if name == "table" else 0))
+            self.pages = resized(self.pages, 2, size, -1)
 
     @torch.no_grad()
     def restore(self, b: int, g: int, found: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -313,7 +313,7 @@ class Pages:
         self.lengths[row] = other.lengths[0]
 
 
-def _resized(x: Tensor, dim: int, size: int, value: int = 0) -> Tensor:
+def resized(x: Tensor, dim: int, size: int, value: int = 0) -> Tensor:
     """``x`` cut or filled up with ``value`` to ``size`` along ``dim``."""
     new = x.new_full((*x.shape[:dim], size, *x.shape[dim + 1 :]), value)
     both = min(size, x.shape[dim])

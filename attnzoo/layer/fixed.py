@@ -57,7 +57,10 @@ class FixedCache:
             raise ValueError(f"variant: expected one whose FORMS offer a memory of fixed size, got {name!r}")
         if layer.impl == "reference" and rows.length.is_cuda:
             paged = False  # plain operations read no pages without waiting for the GPU
-        memory = fixed(like.state, rows, tokens, device, paged)
+        if layer.forget is None:
+            memory = fixed(like.state, rows, tokens, device, paged)
+        else:
+            memory = layer.forget.fixed(layer.variant, like.state, rows, tokens, device)
         if layer.impl == "triton" and isinstance(memory, KeyMemory):
             raise UnavailableError(f"impl='triton': no kernel takes a step of {name!r} in place here; use impl='auto'")
         windows = {

@@ -76,6 +76,8 @@ class Generator:
             that late, and on a GPU one look later, so that it never waits.
         evict: give up keys for which no later token can lose more than this weight in all; None for none. Their memory
             is taken as it is needed, and a growing pool of keys captures the graph anew.
+        budget: what each layer that forgets may hold of a sequence: tokens of each head, or, as a text such as
+            "96 KiB", the memory of its keys and values.
         graph: whether a step is captured as a CUDA graph; None for wherever there is a GPU.
         compile: compile the blocks' steps (`torch.compile`): fewer kernels, after some seconds at the first step.
         fuse: multiply what reads one input (q, k, v and gates; the two halves of the MLP) in one product, by copies of
@@ -94,6 +96,7 @@ class Generator:
         *,
         check_every: int = 8,
         evict: float | None = None,
+        budget: int | str | None = None,
         graph: bool | None = None,
         compile: bool = False,
         fuse: bool = False,
@@ -108,12 +111,11 @@ class Generator:
         self.device = model.embedding.weight.device
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False on {self.device} (only a GPU has graphs), got True")
-        if any(layer.forget is not None for layer in model.attentions()):
-            raise ValueError("model: expected layers whose memory has a fixed size, got some that forget: generate()")
         if evict is not None and Evict.of(evict).offload:
             why = "which keys must come back is known only within a step; a call with new_cache(evict=...) looks"
             raise ValueError(f"evict: expected a weight ({why}), got 'offload'")
-        self.model, self.max_tokens, self.check_every, self.evict = model.eval(), max_tokens, check_every, evict
+        self.model, self.max_tokens, self.check_every = model.eval(), max_tokens, check_every
+        self.evict, self.budget = evict, budget
         self._block: Callable[..., Tensor] = torch.compile(_block, dynamic=False) if compile else _block
         self.graphed = self.device.type == "cuda" if graph is None else graph
         self.waiting: deque[Request] = deque()
@@ -133,7 +135,7 @@ class Generator:
     @torch.no_grad()
     def _caches(self, fuse: bool) -> list[FixedCache]:
         """One cache per layer, shaped as one token fills those of the model."""
-        like = self.model.new_cache(self.evict)
+        like = self.model.new_cache(self.evict, self.budget)
         one = functools.partial(self.model.hidden, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
         if fuse:
             self.blocks, self._products = fused(self.blocks, one)
@@ -284,7 +286,7 @@ class Generator:
         """The idle row gets what the request begins with, and the token that follows it."""
         assert start is not None
         if isinstance(start, Tensor):
-            cache = self.model.new_cache(self.evict)
+            cache = self.model.new_cache(self.evict, self.budget)
             last = self.model.hidden(start[None], cache=cache)[:, -1]
             self.tokens[row : row + 1] = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
         else:
