@@ -256,9 +256,10 @@ def test_samples_depend_on_their_seed_alone(settings, prompts):
     assert greedy.run()[number] == alone(model, prompts[0], 20)  # beside one that samples
 
 
-def forgetful(name="fox"):
+def forgetful(name="fox", **options):
     """A model with one head per layer that forgets within some tokens, and one that never does."""
-    model = build(attention=[name, "mamba2"], attention_options={"block": "pro"}, vocab_size=40)
+    layers = [{"name": n, "options": {"block": "pro", **(options if n == name else {})}} for n in (name, "mamba2")]
+    model = build(attention=layers)
     with torch.no_grad():
         attention = model.attentions()[0]
         gate = attention.gate if name == "fox" else attention.gate.members[1]
@@ -287,9 +288,36 @@ def test_keys_that_are_given_up_change_no_greedy_token_and_their_pages_are_free(
         assert generator.bytes() < whole.bytes()
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_keys_on_the_host_come_back_for_tokens_that_need_them(name):
+    """Without QK-norm; the query of one token is long, so that keys which had gone count again."""
+    model, draws, kept = forgetful(name, qk_norm="none"), torch.Generator().manual_seed(2), []
+    with torch.no_grad():
+        model.embedding.weight[:, -1], model.attentions()[0].q_proj.weight[:, -1] = 0, 40
+        model.embedding.weight[7], model.head.weight[7] = torch.eye(32)[-1], 0  # it is hardly drawn
+    first, second = (torch.randint(8, 40, (T,), generator=draws) for T in (100, 150))
+    cache = model.new_cache("offload")
+    with torch.no_grad():
+        for start, stop in ((0, 149), (149, 150)):
+            known = int(model(second[None, start:stop], cache=cache).logits[0, -1].argmax())
+    assert cache[0].state.pool.first.any()
+    generator = Generator(model, 2, 400, evict="offload", check_every=4)
+    away = generator.caches[0].memory.evict.offload
+    keep, away.keep = away.keep, lambda pool, gone: kept.append(len(gone)) or keep(pool, gone)
+    ids = [generator.add(first, 66, temperature=0), generator.resume(cache, known, 9, Sampling(0.0))]
+    found = generator.run()
+    assert [found[number] for number in ids] == [alone(model, first, 66), alone(model, second, 10)[1:]]
+    assert sum(kept) > 0
+    assert away.returned == 0
+    number = generator.resume(cache, 7, 9, Sampling(0.0))
+    assert generator.run()[number] == alone(model, torch.cat([second, torch.tensor([7])]), 9)
+    assert away.returned > 0
+    assert not any(head for row in away.pages for head in row)
+
+
 def test_eviction_that_no_step_can_promise_is_refused():
-    with pytest.raises(ValueError, match="evict: expected a weight .*, got 'offload'"):
-        Generator(forgetful(), 1, 8, evict="offload")
+    with pytest.raises(ValueError, match="graph: expected None or False .*, got True"):
+        Generator(forgetful(), 1, 8, graph=True, evict="offload")
     with pytest.raises(ValueError, match="evict: expected None or a layer with qk_norm"):
         Generator(build(), 1, 8, evict=0.1)
     model = build(attention="path", attention_options={"window": 70})

@@ -54,8 +54,8 @@ def test_keys_given_up_are_said_by_layer_and_head(run):
     options = ("--prompt", PROMPT, "--max-tokens", 9, "--temperature", 0, "--device", "cpu")
     text, said = ran(run, *options, "--evict", 1e-4)
     assert text == ran(run, *options)[0]
-    assert "keys kept per head, layer 1: 20 20\n" in said
-    assert "for keys that are gone, no token lost more than 0.0001 of its weight\n" in said
+    assert "keys kept per head, layer 1, of 20: 20 20\n" in said
+    assert "for keys that were given up, no token lost more than 0.0001 of its weight\n" in said
     with pytest.raises(ValueError, match="evict: expected a weight in"):
         ran(run, *options, "--evict", 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.fused import Product
 from attnzoo.models.fused import fuse as fused
 from attnzoo.models.sampling import GREEDY, Samplers, Sampling
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -75,7 +78,8 @@ class Generator:
         check_every: steps between two looks at what was drawn, for tokens that end a sequence. The tokens are known
             that late, and on a GPU one look later, so that it never waits.
         evict: give up keys for which no later token can lose more than this weight in all; None for none. Their memory
-            is taken as it is needed, and a growing pool of keys captures the graph anew.
+            is taken as it is needed, and a growing pool of keys captures the graph anew. With "offload" they go to the
+            host's memory, and come back for a token that needs them; a step is no graph then.
         budget: what each layer that forgets may hold of a sequence: tokens of each head, or, as a text such as
             "96 KiB", the memory of its keys and values.
         graph: whether a step is captured as a CUDA graph; None for wherever there is a GPU.
@@ -95,7 +99,7 @@ class Generator:
         max_tokens: int,
         *,
         check_every: int = 8,
-        evict: float | None = None,
+        evict: float | str | Evict | None = None,
         budget: int | str | None = None,
         graph: bool | None = None,
         compile: bool = False,
@@ -112,8 +116,12 @@ class Generator:
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False on {self.device} (only a GPU has graphs), got True")
         if evict is not None and Evict.of(evict).offload:
-            why = "which keys must come back is known only within a step; a call with new_cache(evict=...) looks"
-            raise ValueError(f"evict: expected a weight ({why}), got 'offload'")
+            why = "which keys must come back from the host is known only within a step"
+            if graph:
+                raise ValueError(f"graph: expected None or False with evict='offload' ({why}), got True")
+            if self.device.type == "cuda":
+                logger.info("a step is no CUDA graph with evict='offload': %s", why)
+            graph = False
         self.model, self.max_tokens, self.check_every = model.eval(), max_tokens, check_every
         self.evict, self.budget = evict, budget
         self._block: Callable[..., Tensor] = torch.compile(_block, dynamic=False) if compile else _block

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attnzoo.algebra.pruning import Evict
 from attnzoo.data.shards import TOKENIZER
 from attnzoo.data.tokenizer import parse_tokenizer, read_tokenizer, special_tokens
 from attnzoo.models.decoder import LanguageModel
@@ -79,7 +80,8 @@ class Continuation:
         source: the model.
         prompt: what it continues.
         max_tokens: at most so many follow.
-        evict: weight that rows may lose for keys that are given up, or None for none.
+        evict: weight that rows may lose for keys that are given up, or "offload", or None for none.
+        budget: what each layer that forgets may hold, or None for what it has not forgotten.
         sampling: see :meth:`~attnzoo.models.engine.Generator.add`.
         request: the sequence as the generator knows it.
         bytes: memory of the caches.
@@ -90,7 +92,8 @@ class Continuation:
     source: TextModel
     prompt: str
     max_tokens: int
-    evict: float | None = None
+    evict: float | str | None = None
+    budget: int | str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     request: Request | None = None
     bytes: int = 0
@@ -99,7 +102,9 @@ class Continuation:
 
     def __iter__(self) -> Iterator[str]:
         tokens, stop = self.source.encode(self.prompt), self.source.stop
-        generator = Generator(self.source.model, 1, len(tokens) + self.max_tokens, check_every=4, evict=self.evict)
+        generator = Generator(
+            self.source.model, 1, len(tokens) + self.max_tokens, check_every=4, evict=self.evict, budget=self.budget
+        )
         start = time.perf_counter()
         self.request = generator.requests[generator.add(tokens, self.max_tokens, stop=stop, **self.sampling)]
         shown, begun = "", 0.0
@@ -123,12 +128,18 @@ class Continuation:
             f"caches: {self.bytes / 2**20:.1f} MiB on {self.source.model.embedding.weight.device}",
         ]
         kept = {layer: heads for layer, heads in enumerate(self.request.kept) if heads is not None}
-        if kept and self.evict is None:
-            lines.append(f"keys kept per head: all {next(iter(kept.values()))[0]}")
+        forgets = [layer for layer, each in enumerate(self.source.model.attentions()) if each.forget is not None]
+        read = length + new - 1  # the last token is not read again
+        if kept and self.evict is None and not forgets:
+            lines.append(f"keys kept per head: all {read}")
         elif kept:
             lines += [
-                f"keys kept per head, layer {layer}: {' '.join(map(str, heads))}" for layer, heads in kept.items()
+                f"keys kept per head, layer {layer}, of {read}: {' '.join(map(str, heads))}"
+                for layer, heads in kept.items()
             ]
         if self.evict is not None:
-            lines.append(f"for keys that are gone, no token lost more than {self.evict:.3g} of its weight")
+            lost = Evict.of(self.evict).eps
+            lines.append(f"for keys that were given up, no token lost more than {lost:.3g} of its weight")
+        if forgets:
+            lines.append("layers that forget gave up keys as they were trained to; nothing bounds what that changes")
         return lines
