@@ -342,10 +342,9 @@ def generate(
     import torch
 
     from attnzoo.training.generate import Continuation, load_text_model
+    from attnzoo.training.subject import picked_device
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load_text_model(source, device, getattr(torch, dtype) if dtype else None)
+    loaded = load_text_model(source, picked_device(device), getattr(torch, dtype) if dtype else None)
     continuation = Continuation(loaded, prompt, max_tokens, evict, budget, sampling)
     click.echo(prompt, nl=False)
     for text in continuation:

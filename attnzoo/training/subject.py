@@ -29,6 +29,18 @@ from attnzoo.training.model import new_model
 LONG = 2**24  # tokens that are read of a text
 
 
+def picked_device(asked: str) -> str:
+    """``cpu`` or ``cuda``, of what a user asks for: one of them, or ``auto``.
+
+    Raises:
+        ValueError: ``cuda`` where torch has no GPU.
+    """
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise ValueError("device: expected 'auto' or 'cpu' (torch finds no GPU here; `attnzoo doctor`), got 'cuda'")
+    return asked if asked != "auto" else "cuda" if there else "cpu"
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model and what is known of it.
