@@ -4,7 +4,8 @@ from attnzoo.experiments.claims import All, Below, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
 from attnzoo.experiments.probes import Loss
 
-FORGETTING = "Lin et al., Forgetting Transformer (2025), Figure 7"
+FORGETTING = "Lin et al., Forgetting Transformer (2025)"
+GATED_DELTA = "Yang et al., Gated Delta Networks (2025)"
 DELTA = {"allow_neg_eigval": True}  # beta to 2 on both sides, and w the key
 KEY = {"w": "key"}
 GATES = ("none", "constant", "scalar", "per channel")
@@ -71,19 +72,20 @@ EXPERIMENT = Experiment(
                     "our own question; the pairs are Arshia Afzal's (2026)",
                     Correlated(PAIRS[0], PAIRS[1:], "loss")),
         Expectation("A scalar gate helps both sides.",
-                    f"{FORGETTING}; Yang et al., Gated DeltaNet (2025), Table 3",
+                    f"{FORGETTING}, Table 3, for the softmax side; {GATED_DELTA}, for the linear side",
                     All((Below(Value("mamba2", "loss"), Value("linear_attention", "loss")),
                          Below(Value("fox", "loss"), Value("nope", "loss"))))),
-        Expectation("A gate that depends on the data is better than a constant one on both sides.", FORGETTING,
+        Expectation("A gate that depends on the data is better than a constant one on both sides.",
+                    f"{FORGETTING}, Figure 7, for the softmax side",
                     All((Below(Value("mamba2", "loss"), Value("retnet", "loss")),
                          Below(Value("fox", "loss"), Value("alibi", "loss"))))),
         Expectation("The delta rule helps where there is no gate, on both sides.",
-                    "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021), section 6.3; Yang "
+                    "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021); Yang "
                     "et al., PaTH Attention (2025)",
                     All((Below(Value("deltanet", "loss"), Value("linear_attention", "loss")),
                          Below(Value("path", "loss"), Value("nope", "loss"))))),
         Expectation("Gate and delta rule together are better than either on the linear side.",
-                    "Yang et al., Gated DeltaNet (2025), Table 3",
+                    GATED_DELTA,
                     All((Below(Value("gated_deltanet", "loss"), Value("mamba2", "loss")),
                          Below(Value("gated_deltanet", "loss"), Value("deltanet", "loss"))))),
         Expectation("And on the softmax side.", "Yang et al., PaTH Attention (2025), PaTH-FoX",
