@@ -547,3 +547,41 @@ def test_a_graph_of_pages_that_are_given_up_is_captured_anew_when_they_move(name
         assert found[number] == alone(model, prompt, 200)
         forgets, remembers = generator.requests[number].kept[0]
         assert forgets <= min(3 * PAGE, remembers - PAGE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("limits", [{}, {"budget": 40}, {"budget": "16 KiB"}], ids=str)
+@pytest.mark.parametrize("name", FORGETTING)
+def test_slots_of_layers_that_forget_change_in_a_graph(name, limits):
+    """In float64, where ties of retention are none."""
+    model = that_forgets(**FORGETTING[name]).double().cuda()
+    prompts = [torch.randint(0, 40, (T,), device="cuda") for T in (150, 30, 90)]
+    generator = Generator(model, 2, 256, **limits)
+    assert generator.graphed
+    ids = [generator.add(prompt, 80, temperature=0) for prompt in prompts]
+    found = generator.run()
+    for number, prompt in zip(ids, prompts, strict=True):
+        tokens, heads = alone_within(model, prompt, 80, limits)
+        assert found[number] == tokens, (name, number)
+        assert generator.requests[number].kept[-1] == heads
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_keys_come_back_from_the_host_of_a_gpu(name, caplog):
+    model = forgetful(name, qk_norm="none").cuda()
+    with torch.no_grad():
+        model.embedding.weight[:, -1], model.attentions()[0].q_proj.weight[:, -1] = 0, 40
+        model.embedding.weight[7], model.head.weight[7] = torch.eye(32)[-1], 0
+    prompt = torch.randint(8, 40, (150,), generator=torch.Generator().manual_seed(0)).cuda()
+    cache = model.new_cache("offload")
+    with torch.no_grad():
+        for start, stop in ((0, 149), (149, 150)):
+            model(prompt[None, start:stop], cache=cache)
+    caplog.set_level("INFO", "attnzoo.models.engine")
+    generator = Generator(model, 2, 1280, evict="offload")
+    assert "a step is no CUDA graph with evict='offload'" in caplog.text
+    number = generator.resume(cache, 7, 90, Sampling(0.0))
+    found = generator.run()[number]
+    assert generator.caches[0].memory.evict.offload.returned > 0
+    assert found == alone(model, torch.cat([prompt, prompt.new_tensor([7])]), 90)

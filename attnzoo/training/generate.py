@@ -64,10 +64,9 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
         raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}{_what_is_there(source)}")
     for layer in model.attentions():
         if layer.forget is not None and layer.forget.blend != 1:
-            raise ValueError(
-                f"{str(source)!r}: its layers still learn what to forget (blend = {layer.forget.blend:g}): it generates "
-                "once the second phase is over (forgetting.anneal_steps)"
-            )
+            now = f"blend = {layer.forget.blend:g}, 1 from the end of forgetting.anneal_steps on"
+            kind = "expected a model whose layers forget alone, got one that learns it"
+            raise ValueError(f"{str(source)!r}: {kind} ({now})")
     tokenizer = parse_tokenizer(files[TOKENIZER])
     ends = special_tokens(files).get("eos_token_id")
     return TextModel(
