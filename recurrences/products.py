@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.algebra.gate import PARTS
 from attnzoo.algebra.transitions import Identity, Product, Transition
 from attnzoo.forms.few_tokens import FEW_TOKENS
@@ -22,7 +23,6 @@ from attnzoo.forms.fla import (
 from attnzoo.forms.linear import LinearForms
 from attnzoo.recurrences.complex_linear import Rotation, rotated
 from attnzoo.recurrences.deltanet import Householder
-from attnzoo.recurrences.gla import Diagonal
 
 FACTORS: dict[str, Transition] = {"log_diag": Diagonal(), "angle": Rotation(), "w": Householder()}
 # those of flash-linear-attention, with or without a scalar decay beside these parts

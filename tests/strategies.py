@@ -13,10 +13,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+import attnzoo.algebra.diagonal
 import attnzoo.forms.linear
 import attnzoo.forms.rowblocks
 import attnzoo.forms.softmax
-import attnzoo.recurrences.gla
 from attnzoo import Gate, Variant, get, oracle
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.samples import Regime, random_inputs
@@ -71,7 +71,7 @@ def block_sizes(size: int | None) -> Iterator[None]:
         mock.patch.object(attnzoo.forms.softmax, "ROWS", size),
         mock.patch.object(attnzoo.forms.rowblocks, "SIZES", (2 * size, size)),
         mock.patch.object(attnzoo.forms.rowblocks, "PLAIN", 1 if size % 2 else size // 2),  # divides the others
-        mock.patch.object(attnzoo.recurrences.gla, "LEAF", min(2, size)),
+        mock.patch.object(attnzoo.algebra.diagonal, "LEAF", min(2, size)),
     ):
         yield
 

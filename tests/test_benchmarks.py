@@ -344,7 +344,7 @@ def test_gates_as_trained_need_forget_gates() -> None:
 @pytest.mark.parametrize("contender", generate.OURS, ids=lambda contender: contender.name)
 def test_generation_is_measured_from_full_caches(contender: generate.Contender) -> None:
     sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 50, "device": "cpu"}
-    row = generate.measure(contender, 2, 1500, **sizes)
+    row = generate.measure(generate.build(contender, **sizes), contender, 2, 1500)
     assert row["ms"] > 0
     assert row["cache_gb"] > 0
     if contender.evict is not None:

@@ -375,6 +375,7 @@ def test_a_run_that_fails_in_a_process_of_its_own_is_named() -> None:
     with pytest.raises(ChildProcessError, match=r"third: .*str"):  # the second one is stopped, not waited for
         done.extend(processes.apart(time.sleep, {"first": (0,), "second": (600,), "third": ("x",)}, 2))
     assert done == ["first"]
+    assert list(processes.apart(time.sleep, {"first": (600,)}, 1, until=time.monotonic() + 0.1)) == []
 
 
 def test_compare_measures_again_when_the_measuring_changes(run: Any, tiny: Path, tmp_path: Path) -> None:

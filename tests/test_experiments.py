@@ -84,9 +84,9 @@ def done(own, finished):
     return own
 
 
-def start(name, **options):
+def start(name, minutes=None, **options):
     plan = Plan(**{"name": name, "size": "cpu", "out": Path("out"), "seeds": 2, "device": "cpu", **options})
-    return run_experiment(plan, Console(quiet=True), "the <command>", jobs=1)
+    return run_experiment(plan, Console(quiet=True), "the <command>", 1, minutes)
 
 
 def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
@@ -129,6 +129,39 @@ def test_run_that_lost_its_numbers_is_measured_and_not_trained(done, monkeypatch
     after = load_outcome(Path("out/result.json"))
     assert [run.values for run in after.runs] == [run.values for run in before.runs]
     assert steps == []
+
+
+def test_experiment_that_is_not_finished_says_what_is_missing(done):
+    whole = load_outcome(Path("out/result.json"))
+    for path in Path("out").glob("none*/lr0.1-seed1/measured.json"):
+        path.unlink()
+    page = start(done, minutes=1e-9).read_text()
+    part = load_outcome(Path("out/result.json"))
+    assert [run for run in whole.runs if run not in part.runs] == [
+        run for run in whole.runs if (run.arm, run.seed) == ("none, one head", 1)
+    ]
+    assert part.verdicts(find(done))[0][1].word == "undecided"
+    assert "none, one head: 1 of 2 seeds" in page
+    assert "3 of 4 models trained and measured" in page
+    shutil.rmtree(next(Path("out").glob("none*")))
+    assert "none, one head: 0 of 2 seeds" in start(done, minutes=1e-9).read_text()
+    shutil.rmtree("out")
+    with pytest.raises(TimeoutError, match="the same command goes on"):
+        start(done, minutes=1e-9)
+
+
+def test_stages_are_arms_or_single_runs(own):
+    experiment = find(own)
+    plan = Plan(own, "cpu", Path("out"), 2)
+    [(work, tasks)] = running._stages(plan, experiment, 2)
+    assert (work, list(tasks)) == (running.run_arm, experiment.arm_names)
+    (rate, rates), (seed, seeds) = running._stages(plan, experiment, 3)
+    assert (rate, [arguments[1:] for arguments in rates.values()]) == (
+        running.run_rate, [("fox", 0.01), ("fox", 0.02), ("none, one head", 0.1)],
+    )  # fmt: skip
+    assert (seed, {arguments[1:] for arguments in seeds.values()}) == (
+        running.run_seed, {(name, seed) for name in experiment.arm_names for seed in (0, 1)},
+    )  # fmt: skip
 
 
 def test_run_that_diverges_is_no_choice_and_decides_nothing(done, monkeypatch):

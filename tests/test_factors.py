@@ -12,13 +12,13 @@ from strategies import LIMIT, Inputs, assert_close, block_sizes, oracle_of, rela
 from torch import Tensor
 
 from attnzoo import Gate, Prune, get, oracle
+from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.algebra.transitions import HeadGate, Product, Transition
 from attnzoo.forms.factors import outputs, sub_tokens
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences.complex_linear import Rotation
 from attnzoo.recurrences.deltanet import Householder
-from attnzoo.recurrences.gla import Diagonal
 from attnzoo.samples import Regime, random_inputs
 
 B, T, H, G, K = 2, 13, 4, 2, 6

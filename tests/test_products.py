@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import Gate, oracle
+from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.algebra.gate import PARTS, Draws
 from attnzoo.algebra.transitions import HeadGate, Identity, Product, Transition, heads_first
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences.complex_linear import Rotation
 from attnzoo.recurrences.deltanet import Householder
-from attnzoo.recurrences.gla import Diagonal
 from attnzoo.samples import Regime
 
 FACTORS: dict[str, tuple[Transition, tuple[str, ...]]] = {

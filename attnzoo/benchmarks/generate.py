@@ -11,11 +11,13 @@ static cache, compiled. Writes results.json and results.md.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +171,8 @@ def milliseconds_per_step(step: Callable[[], Any], device: torch.device, steps: 
     return (time.perf_counter() - start) / steps * 1e3
 
 
-def measure(contender: Contender, batch: int, tokens: int, device: str = "cuda", **sizes: Any) -> dict[str, Any]:
+def measure(model: LanguageModel, contender: Contender, batch: int, tokens: int) -> dict[str, Any]:
     """Milliseconds per token (of all rows at once), memory of the cache, and the share of keys kept."""
-    model = build(contender, device, **sizes)
     generator = generator_of(model, contender, batch, tokens, STEPS + WARM + 2)
     kept = [cache.memory.kept(0) for cache in generator.caches]
     heads = [n / generator.batch.lengths[0] for layer in kept if layer is not None for n in layer]
@@ -180,26 +181,33 @@ def measure(contender: Contender, batch: int, tokens: int, device: str = "cuda",
     return {"ms": ms, "cache_gb": generator.bytes() / 1e9, **share}
 
 
-def llama(static: bool, batch: int, tokens: int) -> dict[str, Any]:
+def llama() -> Any:
     """The Llama of transformers of these sizes."""
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     wide = ModelConfig(**SIZES)
     config = LlamaConfig(
         hidden_size=wide.hidden_size, num_hidden_layers=wide.num_layers, num_attention_heads=wide.num_heads,
-        intermediate_size=wide.mlp_size, vocab_size=wide.vocab_size, max_position_embeddings=2 * tokens,
+        intermediate_size=wide.mlp_size, vocab_size=wide.vocab_size, max_position_embeddings=2**18,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
     with torch.device("cuda"):
-        model: Any = LlamaForCausalLM(config).bfloat16().eval()
+        return LlamaForCausalLM(config).bfloat16().eval()
+
+
+@torch.no_grad()
+def measure_llama(model: Any, static: bool, batch: int, tokens: int) -> dict[str, Any]:
+    """As ``measure``; with the static cache, a compiled step."""
+    from transformers import DynamicCache, StaticCache
+
+    config = model.config
     new = STEPS + WARM + 2
     size = -(-(tokens + new) // 128) * 128
     cache = StaticCache(config=config, max_cache_len=size) if static else DynamicCache(config=config)
-    head = (wide.num_heads, tokens, wide.hidden_size // wide.num_heads)
-    with torch.no_grad():
-        for layer in range(wide.num_layers):
-            k, v = (torch.randn(batch, *head, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-            cache.update(k, v, layer, {"cache_position": torch.arange(tokens, device="cuda")})
+    head = (config.num_attention_heads, tokens, config.hidden_size // config.num_attention_heads)
+    for layer in range(config.num_hidden_layers):
+        k, v = (torch.randn(batch, *head, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        cache.update(k, v, layer, {"cache_position": torch.arange(tokens, device="cuda")})
     used = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     run = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True) if static else model.forward
     token = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
@@ -211,8 +219,7 @@ def llama(static: bool, batch: int, tokens: int) -> dict[str, Any]:
         token.copy_(logits[:, -1].argmax(-1, keepdim=True))
         place.add_(1)
 
-    with torch.no_grad():
-        return {"ms": milliseconds_per_step(step, torch.device("cuda")), "cache_gb": used / 1e9}
+    return {"ms": milliseconds_per_step(step, torch.device("cuda")), "cache_gb": used / 1e9}
 
 
 def table(result: Result) -> str:
@@ -234,31 +241,38 @@ def table(result: Result) -> str:
 def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[str], seconds: float) -> None:
     """Measure, print the table, and write results.json and results.md to ``out``."""
     missing: list[str] = []
-    runs: dict[str, Callable[[int, int], dict[str, Any]]] = {
-        contender.name: lambda b, n, contender=contender: measure(contender, b, n)  # type: ignore[misc]
+    Measure = Callable[[Any, int, int], dict[str, Any]]
+    runs: dict[str, tuple[Callable[[], Any], Measure]] = {
+        contender.name: (partial(build, contender), lambda model, B, S, by=contender: measure(model, by, B, S))  # type: ignore[misc]
         for contender in chosen(list(OURS), [x for x in only if not "Llama".startswith(x[:5])])
     }
     if load_peer("Llama", lambda: __import__("transformers"), missing) is not None:
         runs |= {
-            "Llama, dynamic cache": lambda b, n: llama(False, b, n),
-            "Llama, static cache, compiled": lambda b, n: llama(True, b, n),
+            "Llama, dynamic cache": (llama, lambda model, B, S: measure_llama(model, False, B, S)),
+            "Llama, static cache, compiled": (llama, lambda model, B, S: measure_llama(model, True, B, S)),
         }
     runs = {name: run for name, run in runs.items() if not only or name.startswith(tuple(only))}
     result: Result = {"machine": machine(), "sizes": str(SIZES), "missing": missing, "rows": []}
     end = time.perf_counter() + seconds
-    for B in batch or (4,):
-        for S in tokens or (16384,):
-            for name, step in runs.items():
-                row: dict[str, Any] = {"name": name, "batch": B, "tokens": S}
-                if time.perf_counter() > end:
-                    missing.append(f"{name} at batch {B} and {S} tokens: no time was left")
-                    continue
-                try:
-                    row |= step(B, S)
-                except Exception as error:
-                    row["failed"] = repr(error)[:200]
-                result["rows"].append(row)
-                print(json.dumps(row), flush=True)
-                torch.cuda.empty_cache()
+    cells = [(B, S) for B in batch or (4,) for S in tokens or (16384,)]
+    for name, (make, step) in runs.items():
+        model = None
+        for B, S in cells:
+            row: dict[str, Any] = {"name": name, "batch": B, "tokens": S}
+            if time.perf_counter() > end:
+                missing.append(f"{name} at batch {B} and {S} tokens: no time was left")
+                continue
+            try:
+                model = make() if model is None else model
+                row |= step(model, B, S)
+            except Exception as error:
+                row["failed"] = repr(error)[:200]
+            result["rows"].append(row)
+            print(json.dumps(row), flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.compiler.reset()  # the guards of a cell are not asked in the next
+    order = {cell: n for n, cell in enumerate(cells)}
+    result["rows"].sort(key=lambda row: order[row["batch"], row["tokens"]])
     save(out, result, table(result))
     print(table(result))

@@ -7,9 +7,9 @@ logit (it does not add to the logit, as a scalar gate does). Linear dual: GLA. S
 Research), Wall attention, in flash-linear-attention 0.6 (``fla/ops/wall_attn/naive.py`` states the logits).
 """
 
+from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.forms.triton import wall_kernel
-from attnzoo.recurrences.gla import Diagonal
 
 TITLE = "Wall"
 PAPER = "Tilde Research, in flash-linear-attention 0.6.0 (2026), ops/wall_attn"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from attnzoo.experiments.claims import Array, Value, Verdict
+from attnzoo.experiments.claims import UNDECIDED, Array, Claim, Value, Verdict
 from attnzoo.experiments.experiment import Expectation, Experiment
 from attnzoo.files import write_whole
 
@@ -59,6 +59,7 @@ class Outcome:
         command: that made them.
         machine: that they ran on, by name.
         settings: of the first run, as YAML.
+        planned: runs of each arm that there should be; 0 where nothing says so.
     """
 
     experiment: str
@@ -69,6 +70,7 @@ class Outcome:
     command: str
     machine: Mapping[str, str]
     settings: str
+    planned: int = 0
 
     def of(self, arm: str) -> list[Trained]:
         """The measured runs of an arm."""
@@ -94,7 +96,17 @@ class Outcome:
 
     def verdicts(self, experiment: Experiment) -> list[tuple[Expectation, Verdict]]:
         """What became of each expectation that can be judged at this size."""
-        return [(each, each.claim.judge(self.values)) for each in experiment.judged(self.size)]
+        return [(each, self.verdict(each.claim)) for each in experiment.judged(self.size)]
+
+    def verdict(self, claim: Claim) -> Verdict:
+        """What became of a claim; undecided while runs that it is about are missing."""
+        missing = self.missing(claim)
+        return Verdict(UNDECIDED, "; ".join(missing)) if missing else claim.judge(self.values)
+
+    def missing(self, claim: Claim) -> list[str]:
+        """Which of the arms that a claim is about have fewer runs than planned, in words."""
+        counts = {value.arm: len(self.of(value.arm)) for value in claim.values}
+        return [f"{arm}: {n} of {self.planned} seeds" for arm, n in counts.items() if n < max(self.planned, 1)]
 
 
 def save_outcome(outcome: Outcome, path: Path) -> None:

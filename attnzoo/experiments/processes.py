@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import connection, get_context
@@ -16,7 +18,9 @@ from typing import Any
 import torch
 
 
-def apart(work: Callable[..., object], tasks: Mapping[str, tuple[Any, ...]], jobs: int) -> Iterator[str]:
+def apart(
+    work: Callable[..., object], tasks: Mapping[str, tuple[Any, ...]], jobs: int, until: float = math.inf
+) -> Iterator[str]:
     """Call ``work(*arguments)`` for every task, ``jobs`` at a time, and yield the label of each that is done.
 
     Each process has as many threads as this one has, since a result may depend on their number. They wait for each
@@ -26,6 +30,7 @@ def apart(work: Callable[..., object], tasks: Mapping[str, tuple[Any, ...]], job
         work: a function of a module; what it prints is dropped, and progress comes in lines, not as a bar.
         tasks: label -> arguments.
         jobs: processes at a time.
+        until: by `time.monotonic`, when the tasks that are left are given up, and those that run told to stop.
 
     Raises:
         ChildProcessError: a task failed, with its label and its message; the others are told to stop, as by SIGTERM.
@@ -36,13 +41,14 @@ def apart(work: Callable[..., object], tasks: Mapping[str, tuple[Any, ...]], job
     running: dict[Any, tuple[str, BaseProcess]] = {}  # by what says that the process has ended
     with _environment("OMP_WAIT_POLICY", "passive"), _interrupted_by(signal.SIGTERM, signal.SIGHUP):
         try:
-            while waiting or running:
+            while (waiting or running) and time.monotonic() < until:
                 while waiting and len(running) < jobs:
                     label = waiting.pop(0)
                     started = context.Process(target=_call, args=(errors, torch.get_num_threads(), work, tasks[label]))
                     started.start()
                     running[started.sentinel] = (label, started)
-                for sentinel in connection.wait(list(running)):
+                left = None if until == math.inf else max(until - time.monotonic(), 0.0)
+                for sentinel in connection.wait(list(running), left):
                     label, process = running.pop(sentinel)
                     process.join()
                     if process.exitcode:
@@ -50,10 +56,10 @@ def apart(work: Callable[..., object], tasks: Mapping[str, tuple[Any, ...]], job
                         raise ChildProcessError(f"{label}: {reason}")
                     yield label
         finally:
-            for _, left in running.values():
-                left.terminate()
-            for _, left in running.values():
-                left.join()
+            for _, process in running.values():
+                process.terminate()
+            for _, process in running.values():
+                process.join()
 
 
 class _Lines(io.TextIOWrapper):

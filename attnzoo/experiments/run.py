@@ -5,10 +5,14 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import os
 import re
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -87,7 +91,9 @@ def folder_of(arm: Arm) -> str:
     return key
 
 
-def run_experiment(plan: Plan, console: Console, command: str = "", jobs: int | None = None) -> Path:
+def run_experiment(
+    plan: Plan, console: Console, command: str = "", jobs: int | None = None, minutes: float | None = None
+) -> Path:
     """Train and measure what is not yet, print what was seen, and write a page about it.
 
     A run that is finished is not trained again, one that was stopped goes on; what was measured is not measured again
@@ -97,14 +103,16 @@ def run_experiment(plan: Plan, console: Console, command: str = "", jobs: int | 
         plan: what to run.
         console: where progress and the table go.
         command: the command line, for the page.
-        jobs: arms at a time, each in a process of its own and on one CPU thread; None for as many as there are cores
+        jobs: models at a time, each in a process of its own and on one CPU thread; None for as many as there are cores
             on a CPU, one on a GPU.
+        minutes: after which the runs under way are stopped; the page is then about those that are finished.
 
     Returns:
         The page, `report.html` in the plan's folder.
 
     Raises:
         ChildProcessError: a run in a process of its own failed.
+        TimeoutError: nothing was finished in so many minutes.
         ValueError, OSError: the experiment, its settings, its data or its folder are not usable; found before any
             training.
     """
@@ -125,21 +133,23 @@ def run_experiment(plan: Plan, console: Console, command: str = "", jobs: int | 
     jobs = jobs or ((os.cpu_count() or 1) if on_cpu else 1)
     if on_cpu:
         torch.set_num_threads(1)  # models this small gain nothing from more, and a result may depend on their number
-    tasks = {arm.name: (plan, arm.name) for arm in experiment.arms}
-    if jobs > 1:
-        for number, label in enumerate(apart(run_arm, tasks, jobs), 1):
-            console.print(f"[{number}/{len(tasks)}] {label}: done", markup=False, highlight=False)
-    runs: list[Trained] = []
-    tried: list[Trained] = []
-    for number, arm in enumerate(experiment.arms, 1):
-        if jobs == 1:
-            console.print(f"[{number}/{len(tasks)}] {arm.name}", markup=False, highlight=False)
-        rates, seeds = run_arm(plan, arm.name)
-        tried += rates
-        runs += seeds
+    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    if jobs > 1 or minutes is not None:
+        for work, tasks in _stages(plan, experiment, jobs):
+            for number, label in enumerate(apart(work, tasks, jobs, until), 1):
+                console.print(f"[{number}/{len(tasks)}] {label}: done", markup=False, highlight=False)
+    else:
+        for number, arm in enumerate(experiment.arms, 1):
+            console.print(f"[{number}/{len(experiment.arms)}] {arm.name}", markup=False, highlight=False)
+            run_arm(plan, arm.name)
+    found = [_finished(plan, experiment, arm) for arm in experiment.arms]
+    tried, runs = ([run for arm in found for run in arm[kind]] for kind in (0, 1))
+    if not runs:
+        raise TimeoutError(f"no model was trained and measured in {minutes:g} minutes; the same command goes on")
     outcome = Outcome(
         Path(plan.name).stem, plan.size, tuple(runs), tuple(tried), max(run.date for run in runs), command,
-        describe_machine(), to_yaml(replace(first, output_dir=os.path.relpath(first.output_dir, plan.out))),
+        describe_machine(accelerator=not on_cpu),
+        to_yaml(replace(first, output_dir=os.path.relpath(first.output_dir, plan.out))), plan.seeds,
     )  # fmt: skip
     save_outcome(outcome, plan.out / RESULT)
     write_whole(plan.out / SUMMARY, markdown(experiment, outcome))
@@ -149,26 +159,73 @@ def run_experiment(plan: Plan, console: Console, command: str = "", jobs: int | 
     return page
 
 
-def run_arm(plan: Plan, name: str) -> tuple[list[Trained], list[Trained]]:
-    """All runs of an arm: those that choose its learning rate, one per rate with the first seed, and those of all seeds
-    at the rate chosen."""
-    torch.set_flush_denormal(True)  # for what needs no training any more, as in training
+def run_arm(plan: Plan, name: str) -> None:
+    """Make all runs of an arm: one at each learning rate, then one with every seed at the rate chosen."""
+    experiment, arm = _find(plan, name)
+    for lr in _rates(plan, experiment, arm):
+        run_rate(plan, name, lr)
+    for seed in range(plan.seeds):
+        run_seed(plan, name, seed)
+
+
+def run_rate(plan: Plan, name: str, lr: float) -> Trained:
+    """The run of an arm with the first seed that tries a learning rate."""
+    experiment, arm = _find(plan, name)
+    return run_once(plan, experiment, arm, lr, 0, measure=len(_rates(plan, experiment, arm)) == 1)
+
+
+def run_seed(plan: Plan, name: str, seed: int) -> Trained:
+    """The run of an arm with a seed, at the learning rate that is the best of those tried."""
+    experiment, arm = _find(plan, name)
+    best = chosen([run_rate(plan, name, lr) for lr in _rates(plan, experiment, arm)])
+    return run_once(plan, experiment, arm, best, seed, measure=True)
+
+
+def _stages(
+    plan: Plan, experiment: Experiment, jobs: int
+) -> Iterator[tuple[Callable[..., object], dict[str, tuple[Any, ...]]]]:
+    """Work for processes, label -> arguments, a stage after the other: arms, or single runs where there are more
+    processes than arms."""
+    if jobs <= len(experiment.arms):
+        yield run_arm, {arm.name: (plan, arm.name) for arm in experiment.arms}
+        return
+    rates = [(arm.name, lr) for arm in experiment.arms for lr in _rates(plan, experiment, arm)]
+    yield run_rate, {f"{name}, learning rate {lr:g}": (plan, name, lr) for name, lr in rates}
+    seeds = [(arm.name, seed) for seed in range(plan.seeds) for arm in experiment.arms]
+    yield run_seed, {f"{name}, seed {seed}": (plan, name, seed) for name, seed in seeds}
+
+
+def _find(plan: Plan, name: str) -> tuple[Experiment, Arm]:
     experiment = find(plan.name)
-    size = find_size(experiment, plan.size)
-    arm = next(arm for arm in experiment.arms if arm.name == name)
-    rates = arm.lrs or size.lrs
-    tried = [run_once(plan, experiment, arm, lr, 0, measure=len(rates) == 1) for lr in rates]
-    best = chosen(tried)
-    return [replace(run, values={}) for run in tried], [
-        run_once(plan, experiment, arm, best, seed, measure=True) for seed in range(plan.seeds)
-    ]
+    return experiment, next(arm for arm in experiment.arms if arm.name == name)
+
+
+def _rates(plan: Plan, experiment: Experiment, arm: Arm) -> tuple[float, ...]:
+    return arm.lrs or find_size(experiment, plan.size).lrs
+
+
+def _finished(plan: Plan, experiment: Experiment, arm: Arm) -> tuple[list[Trained], list[Trained]]:
+    """What the folder holds of an arm: the runs that tried a learning rate, and if those are all there, the measured
+    ones."""
+    rates = _rates(plan, experiment, arm)
+    tried = [run for lr in rates if (run := _known(*_place(plan, experiment, arm, lr, 0)))]
+    seeds = range(plan.seeds) if len(tried) == len(rates) else ()
+    best = chosen(tried) if seeds else 0.0
+    runs = [run for seed in seeds if (run := _known(*_place(plan, experiment, arm, best, seed)))]
+    return [replace(run, values={}) for run in tried], [run for run in runs if run.note or run.values]
+
+
+def _place(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int) -> tuple[Path, str]:
+    """The folder of a run, and the key of what is to be measured of it."""
+    config = plan.config(experiment, arm, lr, seed)
+    return Path(config.output_dir), _key(config, experiment, find_size(experiment, plan.size))
 
 
 def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool) -> Trained:
     """A run, trained and measured unless it is already."""
+    torch.set_flush_denormal(True)  # for what needs no training any more, as in training
     config, size = plan.config(experiment, arm, lr, seed), find_size(experiment, plan.size)
-    folder = Path(config.output_dir)
-    key = _key(config, experiment, size)
+    folder, key = _place(plan, experiment, arm, lr, seed)
     known = _known(folder, key)
     if known is not None and (known.note or known.values or not measure):
         return known

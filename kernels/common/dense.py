@@ -1,12 +1,18 @@
-"""What the families' dense references share: gate sums, visible keys and the readout in PyTorch. No Triton here."""
+"""What the families' dense references share: gate sums, visible keys, pruned blocks, the readout. No Triton here."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
-from einops import rearrange
+import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
+from attnzoo.algebra.pruning import Prune, certified_starts
+from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 
 
 def segment_starts(cu_seqlens: Tensor, S: int) -> Tensor:
@@ -62,3 +68,95 @@ def dense_readout(logits: Tensor, values: Tensor, sink: Tensor | None) -> tuple[
     weights = torch.softmax(logits.masked_fill(alone, 0.0), -1).masked_fill(alone, 0.0)[..., :S]
     lse = torch.logsumexp(logits.masked_fill(alone, 0.0), -1).masked_fill(alone[..., 0], -torch.inf)
     return rearrange(weights.to(values.dtype) @ values, "b h t v -> b t h v"), rearrange(lse, "b h t -> b t h")
+
+
+def starts_by_scores(
+    scores: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, c: Tensor, since: Tensor, scale: float,
+    prune: Prune, logit_bound: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)], in float64.
+
+    The bounds of FoX's pruning: every transition has norm at most 1, so |q_i| |k_j| still bounds each score. The
+    tail bound takes a row's log-sum-exp over its own block of KEY_UNIT keys and the one before it.
+
+    Args:
+        scores: of float64 q and k, [B, H, T, T].
+        q: [B, T, H, K]; k: [B, T, G, K]; c, since: [B, H, T] running gate sums, first visible keys.
+    """
+    T, rep = q.shape[1], q.shape[2] // k.shape[2]
+    q64, k64, c, lower = scale * q.detach().double(), k.detach().double(), c.detach(), None
+    if prune.bound == "tail":
+        pos = torch.arange(T, device=q.device)
+        near = (pos // KEY_UNIT - 1) * KEY_UNIT
+        seen = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= since[..., None])
+        logits = scores(q64, k64) + c[..., :, None] - c[..., None, :]
+        lower = torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
+    longest = repeat(k64.norm(dim=-1).amax(1), "b g -> b (g r)", r=rep)
+    norms = rearrange(q64.norm(dim=-1), "b t h -> b h t"), longest
+    return certified_starts(*norms, c, prune, logit_bound, lower, rows=ROW_UNIT, cols=KEY_UNIT)
+
+
+def attention_by_scores(
+    scores: Callable[..., Tensor], gates: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *,
+    log_decay: Tensor | None = None, scale: float | None = None, prune: Prune | None = None,
+    window: int | None = None, sink: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    logit_bound: Tensor | None = None, compute_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Dense attention on whole sequences whose transitions act inside the scores. Memory O(T^2).
+
+    Args:
+        scores: of q, k, the gates and the dtype of the operands of matrix products, [B, H, T, T], unscaled.
+        gates: what the scores need besides q and k.
+        compute_dtype: dtype of the operands of the matrix products (the softmax is float32 or better). Default: float64
+            for float64 inputs, else float32.
+
+    Returns:
+        [B, T, H, V] in q's dtype, and the log-sum-exp of each row [B, T, H], float32 or better.
+    """
+    B, T, H, K = q.shape
+    scale = K**-0.5 if scale is None else scale
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    cd = wide if compute_dtype is None else compute_dtype
+    c, closed = running_sums(log_decay, B, T, H, q.device)
+    since = first_visible(closed, window, cu_seqlens)
+    pos = torch.arange(T, device=q.device)
+    visible = (pos <= pos[:, None]) & (pos >= since[..., None])  # [B, H, T, T]
+    if prune is not None:
+        exact = [x.detach().double() for x in gates]
+        start = starts_by_scores(lambda q, k: scores(q, k, *exact), q, k, c, since, scale, prune, logit_bound)
+        visible &= pos >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
+    decay = (c[..., :, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
+    logits = (scores(q, k, *gates, compute_dtype) * scale + decay).masked_fill(~visible, -math.inf)
+    o, lse = dense_readout(logits, repeat(v.to(cd), "b t g v -> b (g r) t v", r=H // v.shape[2]), sink)
+    return o.to(q.dtype), lse
+
+
+def decayed_scores(q: Tensor, k: Tensor, log_diag: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
+    """``sum_c q_ic k_jc exp(a_{j+1,c} + ... + a_ic)`` for j <= i, 0 above: [B, H, T, T], unscaled, float32 or better.
+
+    Rows and keys meet in groups of 1, 2, 4, ... tokens, as factors that are decayed to the border between two groups.
+
+    Args:
+        compute_dtype: dtype of the operands of matrix products.
+    """
+    (_, T, H, _), G = q.shape, k.shape[2]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    cd, size = wide if compute_dtype is None else compute_dtype, 1 << max(1, (T - 1).bit_length())
+    k = repeat(k, "b t g k -> b t (g r) k", r=H // G)
+    qh, kh, a = (F.pad(rearrange(x.to(wide), "b t h k -> b h t k"), (0, 0, 0, size - T)) for x in (q, k, log_diag))
+    out, m = (qh * kh).sum(-1)[..., None, None], 1  # [B, H, groups, m, m]
+    while m < size:
+        (_, late_q), (early_k, _) = _halves(qh, m), _halves(kh, m)
+        before, after = _halves(a, m)
+        to_border = F.pad(before[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+        cross = (late_q * after.cumsum(-2).exp()).to(cd) @ (early_k * to_border.exp()).to(cd).mT
+        first, second = out.unflatten(-3, (-1, 2)).unbind(-3)
+        rows = torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross.to(wide), second], -1)
+        out, m = torch.cat(rows, -2), 2 * m
+    return out[..., 0, :T, :T]
+
+
+def _halves(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """The first and the second m tokens of every group of 2m: [B, H, groups, m, K] each."""
+    first, second = x.unflatten(-2, (-1, 2, m)).unbind(-3)
+    return first, second

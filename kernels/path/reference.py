@@ -8,17 +8,14 @@ Accumulating Householder Transformations", 2025, sections 2.2 and 3, here with t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from attnzoo.algebra.pruning import Prune, certified_starts
-from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.dense import dense_readout, first_visible, running_sums
+from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.common.dense import attention_by_scores, starts_by_scores
 
 
 def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
@@ -58,74 +55,13 @@ def prune_starts_reference(
     return starts_by_scores(scores, q, k, c, since, scale, prune, logit_bound)
 
 
-def starts_by_scores(
-    scores: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, c: Tensor, since: Tensor, scale: float,
-    prune: Prune, logit_bound: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """First key of each unit of ROW_UNIT rows, [B, H, ceil(T / ROW_UNIT)], in float64.
-
-    The bounds of FoX's pruning: every transition has norm at most 1, so |q_i| |k_j| still bounds each score. The
-    tail bound takes a row's log-sum-exp over its own block of KEY_UNIT keys and the one before it.
-
-    Args:
-        scores: of float64 q and k, [B, H, T, T].
-        q: [B, T, H, K]; k: [B, T, G, K]; c, since: [B, H, T] running gate sums, first visible keys.
-    """
-    T, rep = q.shape[1], q.shape[2] // k.shape[2]
-    q64, k64, c, lower = scale * q.detach().double(), k.detach().double(), c.detach(), None
-    if prune.bound == "tail":
-        pos = torch.arange(T, device=q.device)
-        near = (pos // KEY_UNIT - 1) * KEY_UNIT
-        seen = (pos <= pos[:, None]) & (pos >= near[:, None]) & (pos >= since[..., None])
-        logits = scores(q64, k64) + c[..., :, None] - c[..., None, :]
-        lower = torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
-    longest = repeat(k64.norm(dim=-1).amax(1), "b g -> b (g r)", r=rep)
-    norms = rearrange(q64.norm(dim=-1), "b t h -> b h t"), longest
-    return certified_starts(*norms, c, prune, logit_bound, lower, rows=ROW_UNIT, cols=KEY_UNIT)
-
-
 def path_reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """The output of ``path_reference_lse``, with its arguments."""
     return path_reference_lse(q, k, v, **options)[0]
 
 
 def path_reference_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    w: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None = None,
-    scale: float | None = None,
-    prune: Prune | None = None,
-    window: int | None = None,
-    sink: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    logit_bound: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, w: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Dense PaTH attention; arguments as ``path_attention``. Memory O(T^2).
-
-    Args:
-        compute_dtype: dtype of the operands of the matrix products (softmax and the triangular solve are float32 or
-            better). Default: float64 for float64 inputs, else float32.
-
-    Returns:
-        [B, T, H, V] in q's dtype, and the log-sum-exp of each row [B, T, H], float32 or better.
-    """
-    B, T, H, K = q.shape
-    scale = K**-0.5 if scale is None else scale
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    cd = wide if compute_dtype is None else compute_dtype
-    c, closed = running_sums(log_decay, B, T, H, q.device)
-    since = first_visible(closed, window, cu_seqlens)
-    pos = torch.arange(T, device=q.device)
-    visible = (pos <= pos[:, None]) & (pos >= since[..., None])  # [B, H, T, T]
-    if prune is not None:
-        start = prune_starts_reference(q, k, w, beta, c, since, scale, prune, logit_bound)
-        visible &= pos >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
-    decay = (c[..., :, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
-    logits = (path_scores(q, k, w, beta, compute_dtype) * scale + decay).masked_fill(~visible, -math.inf)
-    o, lse = dense_readout(logits, repeat(v.to(cd), "b t g v -> b (g r) t v", r=H // v.shape[2]), sink)
-    return o.to(q.dtype), lse
+    """Dense PaTH attention; arguments as ``path_attention``, the rest as ``attention_by_scores``."""
+    return attention_by_scores(path_scores, (w, beta), q, k, v, **options)

@@ -4,7 +4,7 @@ from attnzoo.experiments.claims import All, AtLeast, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
 from attnzoo.experiments.probes import Wrong
 
-MERRILL = "Merrill, Petty and Sabharwal, The Illusion of State in State-Space Models (2024), section 6"
+MERRILL = "Merrill, Petty and Sabharwal, The Illusion of State in State-Space Models (2024), the word problem of A5"
 YANG = "Yang et al., PaTH Attention (2025), synthetic tasks, the word problem of A5 by layers"
 WRONG = "wrong answers"
 DEPTHS = (1, 2, 4)

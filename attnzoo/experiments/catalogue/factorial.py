@@ -4,9 +4,11 @@ from attnzoo.experiments.claims import All, Below, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
 from attnzoo.experiments.probes import Loss
 
-FORGETTING = "Lin et al., Forgetting Transformer (2025), Figure 7"
+FORGETTING = "Lin et al., Forgetting Transformer (2025)"
+GATED_DELTA = "Yang et al., Gated Delta Networks (2025)"
 DELTA = {"allow_neg_eigval": True}  # beta to 2 on both sides, and w the key
 KEY = {"w": "key"}
+CHANNELS = {"gate_rank": 16, "temperature": 16.0, "gate_bias": 0.0}  # of the gate per channel, as in GLA
 GATES = ("none", "constant", "scalar", "per channel")
 # Linear side, then softmax side: without a delta rule and with one. Constants are not trained, and alike on both sides.
 LINEAR = {
@@ -19,7 +21,10 @@ LINEAR = {
         Arm("mamba2", "mamba2", {"gate": "forget"}),
         Arm("gated_deltanet", "gated_deltanet", {"gate": ["forget", "delta"], **DELTA}),
     ),
-    "per channel": (Arm("gla", "gla"), Arm("kda", "kda", {"gate": ["low_rank", "delta"], **DELTA})),
+    "per channel": (
+        Arm("gla", "gla", CHANNELS),
+        Arm("kda", "kda", {"gate": ["low_rank", "delta"], **CHANNELS, **DELTA}),
+    ),
 }
 SOFTMAX = {
     "none": (Arm("nope", "nope"), Arm("path", "path", KEY)),
@@ -28,7 +33,10 @@ SOFTMAX = {
         Arm("constant + path", "path_fox", {"gate": ["fixed", "path"], **KEY}),
     ),
     "scalar": (Arm("fox", "fox"), Arm("path_fox", "path_fox", KEY)),
-    "per channel": (Arm("wall", "wall"), Arm("path_wall", "path_wall", {"gate": ["low_rank", "path"], **KEY})),
+    "per channel": (
+        Arm("wall", "wall", {"gate": "low_rank", **CHANNELS}),
+        Arm("path_wall", "path_wall", {"gate": ["low_rank", "path"], **CHANNELS, **KEY}),
+    ),
 }
 PAIRS = tuple(
     (linear.name, softmax.name) for gate in GATES for linear, softmax in zip(LINEAR[gate], SOFTMAX[gate], strict=True)
@@ -71,19 +79,20 @@ EXPERIMENT = Experiment(
                     "our own question; the pairs are Arshia Afzal's (2026)",
                     Correlated(PAIRS[0], PAIRS[1:], "loss")),
         Expectation("A scalar gate helps both sides.",
-                    f"{FORGETTING}; Yang et al., Gated DeltaNet (2025), Table 3",
+                    f"{FORGETTING}, Table 3, for the softmax side; {GATED_DELTA}, for the linear side",
                     All((Below(Value("mamba2", "loss"), Value("linear_attention", "loss")),
                          Below(Value("fox", "loss"), Value("nope", "loss"))))),
-        Expectation("A gate that depends on the data is better than a constant one on both sides.", FORGETTING,
+        Expectation("A gate that depends on the data is better than a constant one on both sides.",
+                    f"{FORGETTING}, Figure 7, for the softmax side",
                     All((Below(Value("mamba2", "loss"), Value("retnet", "loss")),
                          Below(Value("fox", "loss"), Value("alibi", "loss"))))),
         Expectation("The delta rule helps where there is no gate, on both sides.",
-                    "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021), section 6.3; Yang "
+                    "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021); Yang "
                     "et al., PaTH Attention (2025)",
                     All((Below(Value("deltanet", "loss"), Value("linear_attention", "loss")),
                          Below(Value("path", "loss"), Value("nope", "loss"))))),
         Expectation("Gate and delta rule together are better than either on the linear side.",
-                    "Yang et al., Gated DeltaNet (2025), Table 3",
+                    GATED_DELTA,
                     All((Below(Value("gated_deltanet", "loss"), Value("mamba2", "loss")),
                          Below(Value("gated_deltanet", "loss"), Value("deltanet", "loss"))))),
         Expectation("And on the softmax side.", "Yang et al., PaTH Attention (2025), PaTH-FoX",

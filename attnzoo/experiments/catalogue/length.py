@@ -63,7 +63,7 @@ EXPERIMENT = Experiment(
         Expectation("Nor does that of PaTH-FoX.", "Yang et al., PaTH Attention (2025), on length extrapolation",
                     stays("PaTH-FoX")),
         Expectation("In loss: FoX (Pro) < Transformer (Pro) < FoX (LLaMA) < Transformer (LLaMA).",
-                    f"{FOX}, Figure 2 and section 4.5",
+                    f"{FOX}, Table 3",
                     All((Below(Value("FoX (Pro)", "loss"), Value("Transformer (Pro)", "loss")),
                          Below(Value("Transformer (Pro)", "loss"), Value("FoX (LLaMA)", "loss")),
                          Below(Value("FoX (LLaMA)", "loss"), Value("Transformer (LLaMA)", "loss"))))),

@@ -60,7 +60,7 @@ EXPERIMENT = Experiment(
         Expectation("A larger state recalls more: K = 16 against K = 4 of every recurrence.", PAPER,
                     All(tuple(Below(wrong(variant, 16), wrong(variant, 4)) for variant in LINEAR))),
         Expectation("With the same small state the delta rule recalls more than a sum of all values.",
-                    "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021), section 6.1",
+                    "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021)",
                     Below(wrong("deltanet", 8), wrong("linear_attention", 8))),
         Expectation("At equal heads FoX recalls more than Mamba-2.", ZOOLOGY,
                     Below(wrong("fox", 8), wrong("mamba2", 8))),

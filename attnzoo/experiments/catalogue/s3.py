@@ -4,7 +4,7 @@ from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
 from attnzoo.experiments.probes import Wrong
 
-GRAZZI = "Grazzi et al., Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues (2025), sections 4 and 5"
+GRAZZI = "Grazzi et al., Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues (2025)"
 SIEMS = "Siems et al., DeltaProduct (2025), on state tracking in permutation groups"
 WRONG = "wrong answers"
 
@@ -65,7 +65,7 @@ EXPERIMENT = Experiment(
         Expectation(
             "Attention with RoPE or a forget gate does not.",
             "Merrill and Sabharwal, The Parallelism Tradeoff (2023), of length that grows; Grazzi et al. (2025), "
-            "section 5, for a Transformer",
+            "for a Transformer",
             All((AtLeast(Value("rope", WRONG), 0.1), AtLeast(Value("fox", WRONG), 0.1))),
         ),
     ),

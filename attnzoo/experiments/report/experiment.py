@@ -54,7 +54,7 @@ def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
         map_rows=max((probe.places for probe in experiment.probes if probe.name in experiment.maps), default=""),
         rates=_rates(experiment, outcome),
         failed=[run for run in outcome.runs if run.note],
-        budget=budget(outcome),
+        budget=budget(experiment, outcome),
         test=TEST,
     )
 
@@ -73,7 +73,8 @@ def markdown(experiment: Experiment, outcome: Outcome) -> str:
     machine = ", ".join(f"{name} {value}" for name, value in outcome.machine.items())
     lines = [
         f"# {experiment.title}", "", experiment.question, "",
-        f"{outcome.date}, size `{outcome.size}`: {budget(outcome)}. {machine}.", "", f"    {outcome.command}", "",
+        f"{outcome.date}, size `{outcome.size}`: {budget(experiment, outcome)}. {machine}.", "",
+        f"    {outcome.command}", "",
         "| expected | by | verdict | numbers |", "|---|---|---|---|",
     ]  # fmt: skip
     for expectation, verdict in outcome.verdicts(experiment):
@@ -84,19 +85,22 @@ def markdown(experiment: Experiment, outcome: Outcome) -> str:
     lines.append("|---|---|" + "---|" * len(columns))
     for number, arm in enumerate(experiment.arms):
         cells = [" ".join(column["cells"][number]) for column in columns]
-        lines.append(f"| {arm.name} | {outcome.of(arm.name)[0].lr:g} | {' | '.join(cells)} |")
+        lines.append(f"| {arm.name} | {_rate(outcome, arm)} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", TEST, ""])
 
 
-def budget(outcome: Outcome) -> str:
+def budget(experiment: Experiment, outcome: Outcome) -> str:
     """What was trained, in words."""
     tokens = sorted({run.tokens for run in outcome.runs if run.tokens})
     every = {(run.arm, run.lr, run.seed): run for run in (*outcome.tried, *outcome.runs)}.values()
-    seeds = len(outcome.runs) // max(len({run.arm for run in outcome.runs}), 1)
+    arms = len(experiment.arms)
+    seeds = outcome.planned or len(outcome.runs) // arms
     rates = max((len([x for x in outcome.tried if x.arm == run.arm]) for run in outcome.tried), default=1)
-    words = f"{len({run.arm for run in outcome.runs})} models, {seeds} seeds each"
+    words = f"{arms} models, {seeds} seeds each"
     words += f" at the best of {rates} learning rates" if rates > 1 else ""
     words += f", {' or '.join(f'{count:,}' for count in tokens)} tokens a run"
+    if len(outcome.runs) < arms * seeds:
+        words += f"; not finished: {len(outcome.runs)} of {arms * seeds} models trained and measured"
     return f"{words}; {len(every)} runs, {sum(run.seconds for run in every) / 60:.1f} minutes of training in all"
 
 
@@ -110,9 +114,15 @@ def _arm(arm: Arm, kind: tuple[str, int, str], look: Look, outcome: Outcome) -> 
     runs = outcome.of(arm.name)
     return {
         "name": arm.name, "side": side, "pair": pair, "dual": dual, "color": figures.THEME[look.color],
-        "lr": f"{runs[0].lr:g}", "parameters": f"{runs[0].parameters:,}",
+        "lr": _rate(outcome, arm), "parameters": f"{runs[0].parameters:,}" if runs else "–",
         "minutes": f"{sum(run.seconds for run in runs) / 60:.1f}",
     }  # fmt: skip
+
+
+def _rate(outcome: Outcome, arm: Arm) -> str:
+    """The learning rate that an arm's runs have, in words."""
+    runs = outcome.of(arm.name)
+    return f"{runs[0].lr:g}" if runs else "–"
 
 
 def _places(probe: Probe, outcome: Outcome) -> list[float]:
@@ -142,7 +152,7 @@ def _at(outcome: Outcome, arm: str, probe: str, place: float) -> Array:
 
 def _cell(values: Array, percent: bool) -> tuple[str, str]:
     """Mean and standard error in words."""
-    if not np.isfinite(values).all():
+    if not (values.size and np.isfinite(values).all()):
         return ("–", "")
     scale, digits = (100, 2) if percent else (1, 3)
     error = scale * values.std(ddof=1) / math.sqrt(values.size) if values.size > 1 else math.nan
@@ -203,7 +213,7 @@ def _gains(
     """What each change gains on one side against what it gains on the other, with the correlation."""
     found: list[dict[str, str]] = []
     for each in experiment.judged(outcome.size):
-        if isinstance(each.claim, Correlated):
+        if isinstance(each.claim, Correlated) and not outcome.missing(each.claim):
             claim = each.claim
             x, y = claim.gains(outcome.values)
             points = [
@@ -244,7 +254,8 @@ def _grids(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _mean(grid: Grid, arm: str, outcome: Outcome) -> float:
-    return float(outcome.values(Value(arm, grid.probe, grid.at)).mean())
+    values = outcome.values(Value(arm, grid.probe, grid.at))
+    return float(values.mean()) if values.size else math.nan
 
 
 def _maps(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
@@ -267,7 +278,7 @@ def _maps(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
 def _field(values: Array, percent: bool, limits: tuple[float, float]) -> dict[str, Any]:
     mean, error = _cell(values, percent)
     low, high = limits
-    share = (float(values.mean()) - low) / (high - low) if high > low and np.isfinite(values).all() else 0.0
+    share = (float(values.mean()) - low) / (high - low) if high > low and mean != "–" else 0.0
     return {"mean": mean, "error": error, "share": f"{100 * min(max(share, 0.0), 1.0):.0f}"}
 
 
@@ -276,10 +287,9 @@ def _rates(experiment: Experiment, outcome: Outcome) -> list[tuple[str, list[tup
     rows = []
     for arm in experiment.arms:
         tried: list[Trained] = [run for run in outcome.tried if run.arm == arm.name]
-        taken = outcome.of(arm.name)[0].lr
+        taken = _rate(outcome, arm)
         cells = [
-            (f"{run.lr:g}", f"{run.validation:.4f}" if math.isfinite(run.validation) else "diverged", run.lr == taken)
-            for run in tried
+            (f"{run.lr:g}", f"{run.validation:.4f}" if math.isfinite(run.validation) else "diverged") for run in tried
         ]
-        rows.append((arm.name, cells))
+        rows.append((arm.name, [(lr, loss, lr == taken) for lr, loss in cells]))
     return rows

@@ -49,6 +49,7 @@ class Facts:
         machine: what it ran on, by name.
         checkpoint: which one was measured, as `attnzoo.training.checkpoint.identity` names it.
         heldout: a digest of the held-out windows that it was measured on.
+        group: of the runs that it is shown beside; empty where all are shown together.
     """
 
     key: str
@@ -72,6 +73,7 @@ class Facts:
     machine: dict[str, str]
     checkpoint: str = ""
     heldout: str = ""
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,9 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return runs
 
 
-def describe_machine() -> dict[str, str]:
-    """Processor, cores, accelerator and versions of what runs now, without anything that names its owner."""
+def describe_machine(accelerator: bool = True) -> dict[str, str]:
+    """Processor, cores, accelerator (if it is used) and versions of what runs now, without anything that names its
+    owner."""
     import torch
 
     machine = {
@@ -207,7 +210,7 @@ def describe_machine() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    if torch.cuda.is_available():
+    if accelerator and torch.cuda.is_available():
         machine["accelerator"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return machine | {"python": platform.python_version()} | dict(_versions(("torch", "attnzoo", "accelerate")))
 

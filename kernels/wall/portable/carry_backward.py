@@ -19,13 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves, Levels, level_count
 from attnzoo.kernels.path.portable.inverse import tree_block
 from attnzoo.kernels.wall.plan import launch
 
 from .carry import precision
-from .sums import add_gates, key_row, load_gates, meet, query_row, sibling_sum, spans, sum_blocks
+from .sums import key_row, query_row, sibling_sum, sum_blocks
 
 
 @triton.jit
