@@ -100,7 +100,10 @@ def show(name: str, preset: bool) -> None:
     if preset:
         return _show_preset(name)
     from attnzoo.equations import describe
+    from attnzoo.models.presets import names
 
+    if name in names():
+        raise ValueError(f"{name!r} is no variant but a model: `attnzoo show --preset {name}`")
     text = describe(name)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -342,9 +345,9 @@ def generate(
     import torch
 
     from attnzoo.training.generate import Continuation, load_text_model
-    from attnzoo.training.subject import picked_device
+    from attnzoo.training.subject import device_named
 
-    loaded = load_text_model(source, picked_device(device), getattr(torch, dtype) if dtype else None)
+    loaded = load_text_model(source, device_named(device), getattr(torch, dtype) if dtype else None)
     continuation = Continuation(loaded, prompt, max_tokens, evict, budget, sampling)
     click.echo(prompt, nl=False)
     for text in continuation:

@@ -46,16 +46,17 @@ def evaluate(
     import torch
 
     from attnzoo.experiments.evaluate import saved, table
-    from attnzoo.training.subject import picked_device
+    from attnzoo.training.subject import device_named
 
     given = [field for field, value in common.items() if value not in (None, ())]
+    device = device_named(device)
     asked = [
         (name, read_options(options.split(",") if options else []))
         for name, _, options in (one.partition(":") for one in on)
     ]
     for name, _ in asked:
         table.evaluation(name)
-    subject = saved.find_subject(str(what), picked_device(device), getattr(torch, dtype) if dtype else None)
+    subject = saved.find_subject(str(what), device, getattr(torch, dtype) if dtype else None)
     if not asked and subject.task is None:
         raise ValueError(f"expected --on NAME: {subject.title} has no task of its own ({', '.join(table.EVALUATIONS)})")
     asked = asked or [(str(subject.task), {})]
