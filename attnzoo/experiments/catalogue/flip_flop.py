@@ -1,7 +1,7 @@
 """Keeping a bit through much that is to be ignored."""
 
 from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.probes import Wrong
 
 PATH_PAPER = "Yang et al., PaTH Attention (2025), synthetic tasks, flip-flop language modeling"
@@ -64,4 +64,5 @@ EXPERIMENT = Experiment(
             All(tuple(AtMost(Value(arm, "dense: 10% ignored"), 0.01) for arm in ("path", "rope", "fox"))),
         ),
     ),
+    measured=(Measured("cpu", "2026-11-22", "64 shared cores of an Intel Xeon", "2026-11-22-flip_flop-cpu.json"),),
 )  # fmt: skip
