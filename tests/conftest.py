@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -51,3 +52,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(
                 pytest.mark.skip(reason="flash-linear-attention is not installed (pip install 'attnzoo[fla]')")
             )
+
+
+def pytest_collection_finish() -> None:
+    forget_garbage()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        forget_garbage()
+
+
+def forget_garbage() -> None:
+    """What trains and compiles collects garbage each time: in what one file made, not in all before it."""
+    gc.collect()
+    gc.freeze()
