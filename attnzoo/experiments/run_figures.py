@@ -1,15 +1,15 @@
-"""Figures of experiments, in which every run is a dot: runs by arm, gains of one side against those of the other."""
+"""Figures of experiments: runs by arm, gains of one side against those of the other, curves of several arms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
-from attnzoo.experiments.figures import GRID, INK, MUTED, Array, Look, panel, spread
+from attnzoo.experiments.figures import GRID, INK, MUTED, Array, Line, Look, name_line_ends, panel, spread
 
 
 @dataclass(frozen=True)
@@ -123,3 +123,53 @@ def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
     axes.set_xlabel(xlabel, loc="left")
     axes.set_ylabel(ylabel, loc="bottom", color=MUTED, fontsize=10)
     return figure
+
+
+def overlay(
+    lines: Sequence[Line], points: Sequence[Gains], *, xlabel: str, ylabel: str, percent: bool = False
+) -> Figure:
+    """Curves with error bars over shares that halve to the right, where each is named, and single points with theirs.
+
+    Args:
+        lines: what to draw; ``x`` are shares of 1.
+        points: likewise; where and how much, by run.
+        xlabel: text under the axis.
+        ylabel: text beside it.
+        percent: shares of 1, written as per cent.
+    """
+    lines = [replace(line, x=line.x[::-1], y=line.y[::-1], error=_reversed(line.error)) for line in lines]
+    figure, axes = panel(680, 400, left=56)
+    for line in lines:
+        drawn = axes.errorbar(
+            line.x, line.y, yerr=line.error, color=line.look.color, linewidth=1.7, elinewidth=1.1, capsize=2.5,
+            marker="o", markersize=3.6, dashes=line.look.dash or (1, 0),
+        )  # fmt: skip
+        for artist in drawn.get_children():
+            artist.set_gid(f"series:{line.key}")
+    for point in points:
+        root, color = np.sqrt(max(point.x.size, 1)), point.look.color
+        x, y = point.x.mean(), point.y.mean()
+        ex, ey = ((v.std(ddof=1) / root if v.size > 1 else 0.0) for v in (point.x, point.y))
+        drawn = axes.errorbar(x, y, xerr=ex, yerr=ey, color=color, marker="D", markersize=6, linestyle="none")
+        name = axes.annotate(
+            point.label, (x, y), (8, 6), textcoords="offset points", color=color, fontsize=9.5, parse_math=False
+        )
+        for artist in (*drawn.get_children(), name):
+            artist.set_gid(f"series:{point.key}")
+    places = sorted({float(x) for line in lines for x in line.x})
+    every = [*places, *(float(point.x.mean()) for point in points)] or [1.0]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [f"{100 * x:.3g} %" for x in places])
+    axes.minorticks_off()
+    axes.set_xlim(max(every) * 1.06, min(every) / 1.03)
+    axes.set_xlabel(xlabel, loc="left")
+    axes.set_ylabel(ylabel, loc="bottom", color=MUTED, fontsize=10)
+    axes.axhline(0, color=INK, linewidth=0.7, alpha=0.5)
+    if percent:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    name_line_ends(axes, lines, min(every) / 1.03, 0)
+    return figure
+
+
+def _reversed(x: Array | None) -> Array | None:
+    return None if x is None else x[::-1]

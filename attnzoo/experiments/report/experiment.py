@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
         sections=[_section(experiment, probe, outcome, kinds, looks) for probe in experiment.probes],
         gains=_gains(experiment, outcome, kinds, looks),
         grids=_grids(experiment, outcome),
+        overlays=_overlays(experiment, outcome),
         maps=_maps(experiment, outcome),
         map_rows=max((probe.places for probe in experiment.probes if probe.name in experiment.maps), default=""),
         rates=_rates(experiment, outcome),
@@ -230,6 +232,31 @@ def _line(arm: str, probe: Probe, outcome: Outcome, look: Look) -> Line:
     table = np.stack([_at(outcome, arm, probe.name, place) for place in places])
     error = table.std(1, ddof=1) / math.sqrt(table.shape[1]) if table.shape[1] > 1 else np.zeros(len(places))
     return Line(arm, arm, np.array(places), table.mean(1), look, error)
+
+
+def _overlays(experiment: Experiment, outcome: Outcome) -> list[dict[str, str]]:
+    """Pictures of several arms and probes; what has no number yet is left out."""
+    found: list[dict[str, str]] = []
+    probes = {probe.name: probe for probe in experiment.probes}
+    for overlay in experiment.overlays:
+        names = [label for label, *_ in (*overlay.curves, *overlay.points)]
+        looks = {name: Look(figures.PAIR_COLORS[n % len(figures.PAIR_COLORS)], ()) for n, name in enumerate(names)}
+        lines = [
+            replace(_line(arm, probes[name], outcome, looks[label]), label=label, key=label)
+            for label, arm, name in overlay.curves
+            if outcome.places(arm, name)
+        ]
+        points = [
+            run_figures.Gains(label, label, outcome.values(Value(arm, x)), outcome.values(Value(arm, y)), looks[label])
+            for label, arm, x, y in overlay.points
+            if outcome.places(arm, x) and outcome.places(arm, y)
+        ]
+        first = probes[overlay.curves[0][2]]
+        figure = run_figures.overlay(lines, points, xlabel=first.places, ylabel=overlay.axis, percent=first.percent)
+        svg = to_svg(figure, f"overlay-{len(found)}", overlay.title)
+        text = f"Over the {first.places}; means of the seeds with their standard errors."
+        found.append({"title": overlay.title, "svg": svg, "text": text})
+    return found
 
 
 def _limits_of(experiment: Experiment, probe: Probe) -> list[float]:
