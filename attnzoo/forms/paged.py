@@ -56,6 +56,25 @@ class Eviction:
             return pool.evict(self.log_eps, self.bounds, self.window)
         return pool.evict(self.log_eps, self.offload.bounds, self.window, self.offload.keep)
 
+    def look(self, pool: KeyPool, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
+        """Bring back the keys that the rows of a call may need, before its tokens are added.
+
+        Args:
+            q: scaled queries ``[B, H, T, K]``, in the dtype of the computation.
+            k: their keys ``[B, T, G, K]``.
+            valid: those that exist, ``[B, T]``, or None for all.
+        """
+        if self.offload is not None:
+            k = heads_first(k.to(pool.k.dtype), q.shape[1], q.dtype)
+            self.offload.look(pool, q, k, valid, self.log_eps, self.window)
+
+    def of_rows(self, rows: int) -> Eviction:
+        """The same for ``rows`` sequences of which nothing has been seen."""
+        if self.offload is None:
+            return self
+        (_, H), G = self.offload.query.shape, len(self.offload.pages[0])
+        return replace(self, offload=Offload.empty(rows, G, H, self.offload.query.device))
+
 
 @dataclass(frozen=True, eq=False)
 class PagedCache:
@@ -217,10 +236,9 @@ class PagedCache:
         return PagedCache.of(self.pool, self.evict, tokens=tokens, valid=valid, phase=phase, angle=self.angle)
 
     def look(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
-        """Bring back the keys that the rows of a call may need; see :meth:`Offload.look`."""
-        if self.evict is not None and self.evict.offload is not None:
-            k = heads_first(k.to(self.pool.k.dtype), q.shape[1], q.dtype)
-            self.evict.offload.look(self.pool, q, k, valid, self.evict.log_eps, self.evict.window)
+        """As :meth:`Eviction.look`, where there is one."""
+        if self.evict is not None:
+            self.evict.look(self.pool, q, k, valid)
 
     def to(self, device: torch.device | str) -> PagedCache:
         """A copy on another device; dtypes stay."""
@@ -357,7 +375,8 @@ def append_and_attend(
     sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum}
     since = paged_append(
         k, x, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
-        log_decay=log_decay, total=pool.total, since=pool.since, n_log=pool.n_log, count=count, impl=impl, **sums,
+        log_decay=log_decay, total=pool.total, since=pool.since, n_log=pool.n_log, closed=pool.closed, count=count,
+        impl=impl, **sums,
     )  # fmt: skip
     if prune and given.prune is not None:
         sums |= {
