@@ -276,7 +276,8 @@ def test_page_of_results_says_what_was_run():
         measured = find(name).measured
         assert ("not yet run" in row) == (not measured)
         for each in measured:
-            assert f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)" in row
+            assert page.count(f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)") == 2
+            assert f"(../figures/out/result-{name.replace('_', '-')}-{each.size}.svg)" in page
 
 
 def test_outcome_that_was_changed_is_refused(done):
