@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -38,6 +39,17 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 @click.version_option(package_name="attnzoo")
 def app() -> None:
     """Linear recurrences, each beside its dual softmax position encoding."""
+
+
+def number_or_text(kind: type) -> Callable[[str], Any]:
+    """An option that is a number or a text; what reads it says which of them there are."""
+
+    def read(given: str) -> Any:
+        with suppress(ValueError):
+            return kind(given)
+        return given
+
+    return read
 
 
 LATTICE = (
@@ -88,7 +100,10 @@ def show(name: str, preset: bool) -> None:
     if preset:
         return _show_preset(name)
     from attnzoo.equations import describe
+    from attnzoo.models.presets import names
 
+    if name in names():
+        raise ValueError(f"{name!r} is no variant but a model: `attnzoo show --preset {name}`")
     text = describe(name)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -296,14 +311,31 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample among the likeliest of this weight.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the samples.")
 @click.option(
-    "--evict", type=float, metavar="EPS", help="Give up keys for which no later token can lose more weight than this."
+    "--evict",
+    type=number_or_text(float),
+    metavar="EPS",
+    help="Give up keys for which no later token can lose more weight than this; `offload`: they go to the host's "
+    "memory, and come back for a token that needs them.",
+)
+@click.option(
+    "--budget",
+    type=number_or_text(int),
+    metavar="TOKENS|SIZE",
+    help="What each layer that forgets may hold: tokens of each head, or memory such as `96 KiB`.",
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
 )
 def generate(
-    source: Path, prompt: str, max_tokens: int, evict: float | None, device: str, dtype: str | None, **sampling: Any
+    source: Path,
+    prompt: str,
+    max_tokens: int,
+    evict: float | str | None,
+    budget: int | str | None,
+    device: str,
+    dtype: str | None,
+    **sampling: Any,
 ) -> None:
     """Continue a text.
 
@@ -313,11 +345,10 @@ def generate(
     import torch
 
     from attnzoo.training.generate import Continuation, load_text_model
+    from attnzoo.training.subject import device_named
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load_text_model(source, device, getattr(torch, dtype) if dtype else None)
-    continuation = Continuation(loaded, prompt, max_tokens, evict, sampling)
+    loaded = load_text_model(source, device_named(device), getattr(torch, dtype) if dtype else None)
+    continuation = Continuation(loaded, prompt, max_tokens, evict, budget, sampling)
     click.echo(prompt, nl=False)
     for text in continuation:
         click.echo(text, nl=False)

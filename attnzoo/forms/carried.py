@@ -28,6 +28,7 @@ from attnzoo.forms.paged import PagedCache
 from attnzoo.forms.pages import Pages
 from attnzoo.forms.pool import PAGE, KeyPool, LastRows, in_front, longest
 from attnzoo.forms.readout import least_logit
+from attnzoo.forms.untraced import untraced
 
 ROWS = 128  # at a time
 NEAR = ("near_k", "near_w", "near_beta")
@@ -134,7 +135,8 @@ class CarriedPool(KeyPool):
         from attnzoo.kernels.decode import paged_path_step
 
         names = (
-            "factor", *NEAR, "table", "first", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log"
+            "factor", *NEAR, "table", "first", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log",
+            "closed",
         )  # fmt: skip
         g = None if gate.log_decay is None else gate.log_decay.float()
         return paged_path_step(
@@ -254,7 +256,7 @@ def extend_carried(
     return (o, lse), new
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels write to the pool where it stands
+@untraced  # its kernels write to the pool where it stands
 @torch.no_grad()
 def step_carried(
     forms: Separating, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
