@@ -6,7 +6,6 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,48 +20,10 @@ from attnzoo.layer.stream import LayerCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.fused import Product
 from attnzoo.models.fused import fuse as fused
+from attnzoo.models.request import Drawn, Request
 from attnzoo.models.sampling import GREEDY, Samplers, Sampling
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Request:
-    """One sequence of a :class:`Generator`.
-
-    Args:
-        id: what :meth:`Generator.add` gave.
-        start: its tokens so far, ``[T]``, or the caches that have seen them and the token that follows;
-            None once it is in the batch.
-        length: how many tokens that is, the one that follows not among them.
-        max_new_tokens: how many may follow.
-        sampling: how they are drawn.
-        stop: tokens that end it.
-        tokens: those that followed and are known, the one that ended it among them.
-        left: steps before the last of them is drawn.
-        done: whether all that there will be are known.
-        kept: by layer, how many keys each of its key heads had in the end; None for a layer without keys.
-    """
-
-    id: int
-    start: Tensor | tuple[list[LayerCache], int] | None
-    length: int
-    max_new_tokens: int
-    sampling: Sampling
-    stop: frozenset[int]
-    tokens: list[int] = field(default_factory=list)
-    left: int = 0
-    done: bool = False
-    kept: list[list[int] | None] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Drawn:
-    """Tokens on their way to the host: which request each row of each step belongs to."""
-
-    values: Tensor  # [steps, B]
-    rows: list[list[tuple[int, Request]]]
-    arrived: torch.cuda.Event | None
 
 
 class Generator:
@@ -129,7 +90,7 @@ class Generator:
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * max_sequences
         self.requests: dict[int, Request] = {}
-        self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[_Drawn]()
+        self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[Drawn]()
         B, device = max_sequences, self.device
         self.batch, self.tokens = Rows.idle(B, device), torch.zeros(B, dtype=torch.int64, device=device)
         self.samplers = Samplers.empty(B, device)
@@ -374,9 +335,9 @@ class Generator:
             values = there.copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._sent.append(_Drawn(values, list(rows), arrived))
+        self._sent.append(Drawn(values, list(rows), arrived))
 
-    def _receive(self, drawn: _Drawn, known: dict[int, list[int]]) -> None:
+    def _receive(self, drawn: Drawn, known: dict[int, list[int]]) -> None:
         """Hand out tokens that have arrived; what was drawn after one that ends a sequence is none of it."""
         if drawn.arrived is not None:
             drawn.arrived.synchronize()
