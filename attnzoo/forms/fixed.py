@@ -34,11 +34,18 @@ class Rows:
         length: tokens so far, ``[B]`` int64.
         active: 1 for rows that get a token at the next step, 0 for idle ones, ``[B]`` int32.
         lengths: ``length``, on the host.
+        tokens: how many of each sequence a step takes. With more than one they are given tokens, of which each sequence
+            keeps its first ones: a step ends when :meth:`Memory.keep` has said how many.
     """
 
     length: Tensor
     active: Tensor
     lengths: list[int]
+    tokens: int = 1
+
+    def count(self) -> Tensor:
+        """Tokens that a step takes of each sequence, ``[B]`` int32."""
+        return self.active if self.tokens == 1 else self.active * self.tokens
 
     @staticmethod
     def idle(rows: int, device: torch.device | str = "cpu") -> Rows:
@@ -56,16 +63,27 @@ class Rows:
 
 
 class Memory(Protocol):
-    """What a layer remembers of B sequences of their own lengths."""
+    """What a layer remembers of B sequences of their own lengths.
+
+    Attributes:
+        final: why tokens cannot be taken back, or "": then a step may take several.
+        on_host: whether :meth:`keep` waits for the device.
+    """
+
+    final: ClassVar[str]
+    on_host: ClassVar[bool]
 
     def step(self, call: Call, extend: Extend) -> Tensor:
-        """One token of each sequence: output ``[B, 1, H, V]`` of a call without a state of its own."""
+        """The tokens of a step, ``rows.tokens`` of each sequence: output ``[B, T, H, V]`` of a call without a state."""
+
+    def keep(self, kept: Tensor) -> None:
+        """Of the several tokens of the last step, sequence b keeps its first ``kept[b]``, ``[B]`` int64."""
 
     def admit(self, row: int, state: Any, tokens: int) -> None:
         """The idle row ``row`` goes on from ``state``, of one sequence, to ``tokens`` tokens at most."""
 
     def ready(self, rows: Sequence[int]) -> bool:
-        """Make room for one more token of each of ``rows``; whether tensors may have changed their places for it."""
+        """Make room for the tokens of a step of ``rows``; whether tensors may have changed their places for it."""
 
     def clear(self, row: int) -> None:
         """Sequence ``row`` has ended."""
@@ -86,21 +104,41 @@ class MatrixMemory:
 
     Args:
         matrix: ``S^T``, ``[B, H, K, V]``.
+        rows: see :class:`Rows`.
+        last: the step of several tokens that :meth:`keep` ends.
     """
 
     matrix: Tensor
+    rows: Rows
+    last: tuple[Call, Extend] | None = None
+    on_host: ClassVar[bool] = False
+    final: ClassVar[str] = ""
 
     @staticmethod
-    def like(state: RecurrentState, rows: int, device: torch.device | str) -> MatrixMemory:
-        """Zeros for ``rows`` sequences with states such as this one."""
+    def like(state: RecurrentState, rows: Rows, device: torch.device | str) -> MatrixMemory:
+        """Zeros for sequences with states such as this one."""
         matrix = state.matrix
-        return MatrixMemory(torch.zeros(rows, *matrix.shape[1:], dtype=matrix.dtype, device=device))
+        return MatrixMemory(torch.zeros(len(rows.lengths), *matrix.shape[1:], dtype=matrix.dtype, device=device), rows)
 
     def step(self, call: Call, extend: Extend) -> Tensor:
-        o, state = extend(replace(call, state=RecurrentState(self.matrix)))
-        if state.matrix is not self.matrix:
+        once = self.rows.tokens == 1
+        matrix = self.matrix if once else self.matrix.clone()  # a kernel may write to the state that it is given
+        o, state = extend(replace(call, state=RecurrentState(matrix)))
+        if not once:
+            self.last = call, extend
+        elif state.matrix is not self.matrix:
             self.matrix.copy_(state.matrix)
         return o  # type: ignore[no-any-return]
+
+    def keep(self, kept: Tensor) -> None:
+        """The step again, in which the other tokens write nothing and change nothing."""
+        assert self.last is not None
+        (call, extend), self.last = self.last, None
+        T = call.q.shape[1]
+        others = torch.arange(T, device=kept.device) >= kept[:, None] * (T // self.rows.tokens)
+        gate, v = call.gate.per_token(call.q).neutral_where(others), call.v.masked_fill(others[..., None, None], 0.0)
+        state = extend(replace(call, gate=gate, v=v, state=RecurrentState(self.matrix.clone())))[1]
+        self.matrix.copy_(state.matrix)
 
     def admit(self, row: int, state: RecurrentState, tokens: int) -> None:
         self.matrix[row] = state.matrix[0]
@@ -144,6 +182,8 @@ class KeyMemory:
     v: Tensor
     decay: Tensor | None
     phase: Tensor | None
+    on_host: ClassVar[bool] = False
+    final: ClassVar[str] = "its keys lie in no pages, and later tokens change them or their decays where they stand"
 
     @staticmethod
     def like(
@@ -195,6 +235,9 @@ class KeyMemory:
         o, _ = attend_with_sink(o, None if given.sink is None else logits.logsumexp(-1)[..., None], given.sink)
         return o.transpose(1, 2).to(v.dtype)
 
+    def keep(self, kept: Tensor) -> None:
+        raise NotImplementedError(self.final)
+
     def ready(self, rows: Sequence[int]) -> bool:
         return False
 
@@ -239,6 +282,8 @@ class CarriedMemory:
     v: Tensor
     gates: Tensor | None
     valid: Tensor
+    on_host: ClassVar[bool] = False
+    final: ClassVar[str] = "later tokens are multiplied into its keys where they stand"
 
     @staticmethod
     def like(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory:
@@ -272,6 +317,9 @@ class CarriedMemory:
                 mine[index, now] = x[:, 0].to(mine.dtype)
         self.valid.scatter_(1, now[:, None], True)
         return o.to(call.v.dtype)
+
+    def keep(self, kept: Tensor) -> None:
+        raise NotImplementedError(self.final)
 
     def ready(self, rows: Sequence[int]) -> bool:
         return False
@@ -310,7 +358,8 @@ class PagedMemory:
             class says how a step is done.
         phase: RoPE's total angle so far, ``[B, 1, 1 or H, K/2]`` float64, or None.
         evict: what keys are given up by, once in as many steps as a page has tokens; None for none.
-        steps: so far.
+        steps: tokens of each sequence so far, at the most.
+        last: the step of several tokens that :meth:`keep` ends.
     """
 
     pool: KeyPool
@@ -320,7 +369,10 @@ class PagedMemory:
 
     evict: Eviction | None = None
     steps: int = 0
+    last: Call | None = None
     carried: ClassVar[bool] = False
+    on_host: ClassVar[bool] = False
+    final: ClassVar[str] = ""
 
     @staticmethod
     def like(
@@ -345,24 +397,38 @@ class PagedMemory:
     @untraced  # its kernels write to the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
         pool, given = self.pool, SoftmaxOptions(**call.options)
-        assert self.place is not None
-        q, k, phase, _ = self.place(
-            call.q, call.k, call.gate, KVCache(call.k[:, :0], call.v[:, :0], phase=self.phase), None
-        )
-        if self.phase is not None:
+        q, k, phase = self._placed(call)
+        if self.rows.tokens > 1:
+            self.last = call
+        elif self.phase is not None:
             self.phase.copy_(phase)
         self._look(q, k, given.scale)
         k, v = (expand_heads(x, pool.table.shape[1]) for x in (k, call.v))
         gates = call.gate.per_token(q).log_decay
         impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
-        return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.active, prune=False)
+        return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.count(), prune=False)
+
+    def _placed(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.place is not None
+        past = KVCache(call.k[:, :0], call.v[:, :0], phase=self.phase)
+        q, k, phase, _ = self.place(call.q, call.k, call.gate, past, None)
+        return q, k, phase
+
+    def keep(self, kept: Tensor) -> None:
+        assert self.last is not None
+        call, self.last = self.last, None
+        if self.phase is not None:
+            others = torch.arange(self.rows.tokens, device=kept.device) >= kept[:, None]
+            gate = call.gate.per_token(call.q).neutral_where(others)
+            self.phase.copy_(self._placed(replace(call, gate=gate))[2])
+        self.pool.crop_sums((self.rows.length + kept).int())
 
     def _look(self, q: Tensor, k: Tensor, scale: float | None) -> None:
         """Keys that the queries of a step may need come back from the host, before its tokens are added."""
         if self.evict is not None and self.evict.offload is not None:
             _, _, H, K = q.shape
             scaled = heads_first(q, H, compute_dtype(q)) * (K**-0.5 if scale is None else scale)
-            self.evict.look(self.pool, scaled, k, self.rows.active[:, None] != 0)
+            self.evict.look(self.pool, scaled, k, (self.rows.active[:, None] != 0).expand(q.shape[:2]))
 
     def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
         one, theirs = _pool_of(state), state.evict if isinstance(state, PagedCache) else None
@@ -381,12 +447,13 @@ class PagedMemory:
             self.phase[row] = state.phase[0]
 
     def ready(self, rows: Sequence[int]) -> bool:
-        self.steps += 1
-        if self.evict is not None and self.steps % PAGE == 0:
+        tokens = self.rows.tokens
+        self.steps += tokens
+        if self.evict is not None and self.steps % PAGE < tokens:
             self.evict.give_up(self.pool)
-        full = [b for b in rows if self.rows.lengths[b] % PAGE == 0]
+        full = [b for b in rows if -self.rows.lengths[b] % PAGE < tokens]
         if full:
-            self.pool.reserve([int(b in full) for b in range(len(self.rows.lengths))])
+            self.pool.reserve([tokens * (b in full) for b in range(len(self.rows.lengths))])
         return bool(full)
 
     def clear(self, row: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class ForgettingMemory:
     cache: ForgettingCache
     most: int
     used: int = 0
+    on_host: ClassVar[bool] = False
+    final: ClassVar[str] = "what it has forgotten is gone"
 
     @staticmethod
     def like(
@@ -94,6 +97,9 @@ class ForgettingMemory:
             self.cache.sums[name][row] = x[0]
         if self.cache.phase is not None and state.phase is not None:
             self.cache.phase[row] = state.phase[0]
+
+    def keep(self, kept: Tensor) -> None:
+        raise NotImplementedError(self.final)
 
     def ready(self, rows: Sequence[int]) -> bool:
         N = self.cache.slots["held"].shape[2]

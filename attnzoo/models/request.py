@@ -20,6 +20,7 @@ class Request:
         start: its tokens so far, ``[T]``, or the caches that have seen them and the token that follows;
             None once it is in the batch.
         length: how many tokens that is, the one that follows not among them.
+        prompt: its tokens, or the one that follows the caches.
         max_new_tokens: how many may follow.
         sampling: how they are drawn.
         stop: tokens that end it.
@@ -32,6 +33,7 @@ class Request:
     id: int
     start: Tensor | tuple[list[LayerCache], int] | None
     length: int
+    prompt: list[int]
     max_new_tokens: int
     sampling: Sampling
     stop: frozenset[int]
