@@ -11,7 +11,8 @@ from torch import Tensor
 
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.carried import CarriedPool, attend_carried
-from attnzoo.forms.fixed import Extend, PagedMemory, Rows
+from attnzoo.forms.fixed import Extend, Rows
+from attnzoo.forms.fixed_pages import PagedMemory
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.paged import PagedCache
 from attnzoo.forms.pages import PAGE
