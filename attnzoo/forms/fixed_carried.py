@@ -28,7 +28,7 @@ class CarriedPages(PagedMemory):
     """The keys of PaTH and PaTH-FoX of B sequences in a :class:`~attnzoo.forms.carried.CarriedPool`.
 
     A step is seven kernels on a GPU (``attnzoo.kernels.decode``), and plain operations elsewhere. Pruning drops no
-    mass. Arguments as :class:`~attnzoo.forms.fixed.PagedMemory`, without a place and a phase, and
+    mass. Arguments as :class:`~attnzoo.forms.fixed_pages.PagedMemory`, without a place and a phase, and
 
     Args:
         closed: groups of pages of each sequence that are closed (:meth:`~attnzoo.forms.carried.CarriedPool.close`).

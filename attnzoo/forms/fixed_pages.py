@@ -17,6 +17,7 @@ from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.paged import Eviction, PagedCache, append_and_attend
 from attnzoo.forms.pool import PAGE, KeyPool
 from attnzoo.forms.protocol import Call
+from attnzoo.forms.untraced import untraced
 
 
 @dataclass(eq=False)

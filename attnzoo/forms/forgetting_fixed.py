@@ -16,6 +16,7 @@ from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.pages import PAGE, resized
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.forms.untraced import untraced
 
 AHEAD = 16  # steps at least between two looks at how many slots are in use
 
@@ -66,7 +67,7 @@ class ForgettingMemory:
         cache = ForgettingCache(slots, zeros(state.live, G), rows.length, policy, 0, sums, phase)
         return ForgettingMemory(forms, network, rows, cache, most)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it changes the slots where they stand
+    @untraced  # it changes the slots where they stand
     def step(self, call: Call, extend: Extend) -> Tensor:
         cache, slots = self.cache, self.cache.slots
         given = replace(SoftmaxOptions(**call.options), valid=self.rows.active[:, None] != 0)
