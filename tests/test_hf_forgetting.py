@@ -29,7 +29,8 @@ def test_a_model_that_forgets_is_written_and_generates_alike(tmp_path):
     model = model_of(**OPTIONS)
     with torch.no_grad():
         for network in networks(model):
-            network.bias.fill_(0.0)
+            for parameter in network.parameters():
+                parameter.normal_()
     AttnzooForCausalLM.of(model).save_pretrained(tmp_path)
     theirs = AttnzooForCausalLM.from_pretrained(tmp_path)
     prompt = torch.randint(256, (2, 12))

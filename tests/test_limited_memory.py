@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from attnzoo.algebra.forgetting import Forgetting, contributions, future_utility
 from attnzoo.evaluation.losses import token_losses
-from attnzoo.evaluation.memory import RULES, ages_of_forgetting, held_keys, limited, loss_within
+from attnzoo.evaluation.memory import RULES, ages_of_forgetting, held_keys, limited, loss_within, needed
 from attnzoo.experiments.figures import forgotten_text
 from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
@@ -19,7 +20,12 @@ def model_of(name="fox", **options):
     torch.manual_seed(0)
     attention = [{"name": name, "options": {"forgetting": {"window": 3, "width": 8}, "qk_norm": "rms", **options}}]
     config = ModelConfig(attention=attention, hidden_size=16, num_layers=2, num_heads=2, initializer_range=0.3)
-    return LanguageModel(config).eval()
+    model = LanguageModel(config).eval()
+    with torch.no_grad():  # nothing is left at zero
+        for layer in model.attentions():
+            for parameter in layer.forget.parameters():
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
 
 
 WINDOWS = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(1))
@@ -43,6 +49,19 @@ def test_rules_by_position_are_what_their_papers_say():
     assert held_keys(a, "sinks", 6, heads=1)[0, 0, 15].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 14, 15]
 
 
+@pytest.mark.parametrize("network", ["key", "decay"])
+def test_a_network_that_has_learnt_nothing_keeps_a_window(network):
+    options = {"forgetting": {"window": 2, "width": 4, "network": network}}
+    config = ModelConfig(attention="rope", attention_options=options, hidden_size=16, num_layers=1, num_heads=2)
+    model = LanguageModel(config).eval()
+    held = []
+    for rule in ("retention", "window"):
+        with limited(model, rule, 7) as [layer]:
+            token_losses(model, WINDOWS)
+            held.append(layer.last)
+    assert torch.equal(*held)
+
+
 @pytest.mark.parametrize("rule", ["h2o", "snapkv"])
 def test_rules_by_attention_keep_what_was_attended_to(rule):
     a = torch.zeros(1, 1, 20, 20)
@@ -57,6 +76,20 @@ def test_given_scores_keep_their_largest():
     held = held_keys(torch.zeros(1, 1, 20, 20), "retention", 6, score, heads=1)[0, 0, 18]
     best = score[0, 0, 0, :18].topk(5).indices
     assert set(held.nonzero()[:, 0].tolist()) == {18, *best.tolist()}
+
+
+def test_what_a_row_itself_needs_is_not_given_up_before_it_is_read():
+    a = torch.zeros(1, 1, 12, 12).masked_fill(~torch.ones(12, 12).tril().bool(), -torch.inf)
+    for row, key in ((7, 2), (9, 4), (11, 0)):  # each once, and by no other row
+        a[..., row, key] = 8.0
+    need = needed(a, torch.ones(1, 12, 1, 2))
+    exists = torch.ones(12, 12, dtype=torch.bool).tril()
+    of_rows = future_utility(contributions(a.softmax(-1), torch.ones(1, 12, 1, 2)), exists, Forgetting(), 1.0)
+    assert torch.allclose(need, of_rows, atol=1e-6)
+    held = held_keys(a, "utility", 4, need, heads=1)[0, 0]
+    assert held[7, 2]
+    assert held[9, 4]
+    assert held[11, 0]
 
 
 def test_a_budget_for_all_tokens_changes_nothing():

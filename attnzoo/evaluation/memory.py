@@ -8,8 +8,8 @@ Rules, each in its simplest faithful form: ``window`` and ``sinks`` (the first 4
 "Efficient Streaming Language Models with Attention Sinks", 2024) go by position; ``h2o`` by the sum of the attention to
 a key so far, half of M being the last tokens (Zhang et al., "H2O", 2023); ``snapkv`` by that of the last 16 rows, which
 are kept themselves (Li et al., "SnapKV", 2024, without its pooling over neighbours, and at every row in place of once);
-``retention`` by what the layer's own forget network says; ``utility`` by what later rows will need (a bound on what any
-network can learn: it looks ahead).
+``retention`` by what the layer's own forget network says; ``utility`` by what this row and later ones will need, which
+networks learn to say (it looks ahead).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.algebra.forgetting import Forgetting, contributions, future_utility, running_mean, shares, squashed
+from attnzoo.algebra.forgetting import Forgetting, contributions, least, running_mean, shares, squashed
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import negligible
 from attnzoo.errors import unknown
 from attnzoo.evaluation.losses import Array, token_losses
 from attnzoo.forms.forgetting import Panel
+from attnzoo.forms.forgetting_goal import pooled
 from attnzoo.forms.panels import Logits
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.softmax import SoftmaxForms
@@ -39,7 +40,9 @@ from attnzoo.registry import Variant
 
 RULES = ("window", "sinks", "h2o", "snapkv", "retention", "utility")
 UNLIMITED = ("certified", "forgets")  # rules without a budget
-SINKS, OBSERVED = 4, 16
+_BY_PLACE = {"window": 0, "sinks": 4}  # and the first tokens that are kept beside the last ones
+OBSERVED = 16
+PAIRS = {"cpu": 2**21, "cuda": 2**24}  # of a row and a key, in a pass, if a window has no more
 FOR_EVER = 1e9  # the score of what a rule never gives up
 
 
@@ -54,14 +57,6 @@ class _Seen:
     observed: Tensor  # that of the last rows, [B, G, T]
     given: Tensor | None  # scores that were known beforehand, [B, G, T, T]
     window: int  # that the forget network never gives up
-
-
-def _window(seen: _Seen) -> Tensor:
-    return -seen.age.to(seen.total.dtype).expand(seen.total.shape)
-
-
-def _sinks(seen: _Seen) -> Tensor:
-    return _window(seen).index_fill(-1, torch.arange(SINKS, device=seen.age.device), FOR_EVER)
 
 
 def _h2o(seen: _Seen) -> Tensor:
@@ -79,8 +74,21 @@ def _given(seen: _Seen) -> Tensor:
 
 
 _SCORES: dict[str, Callable[[_Seen], Tensor]] = {
-    "window": _window, "sinks": _sinks, "h2o": _h2o, "snapkv": _snapkv, "retention": _given, "utility": _given
+    "h2o": _h2o, "snapkv": _snapkv, "retention": _given, "utility": _given
 }  # fmt: skip
+
+
+def needed(logits: Tensor, v: Tensor) -> Tensor:
+    """What each row and later ones need of each key, ``[B, G, T, T]``: its contributions, softly their maximum.
+
+    Args:
+        logits: ``[B, H, T, T]``, -inf where a row sees nothing.
+        v: ``[B, T, G, V]``.
+    """
+    causal = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+    s = contributions(logits.softmax(-1), v)
+    found = pooled(least(s.double()).log(), causal, Forgetting(pool="power"), 1.0)
+    return found.masked_fill(~causal, 0.0).to(s.dtype)
 
 
 def held_keys(
@@ -99,11 +107,15 @@ def held_keys(
     Raises:
         ValueError: an unknown rule, or a budget below 1.
     """
-    if rule not in _SCORES:
+    if rule not in (*_BY_PLACE, *_SCORES):
         raise unknown("rule", rule, RULES)
     if budget < 1:
         raise ValueError(f"budget: expected at least 1 (the row's own key), got {budget}")
     B, H, T, _ = logits.shape
+    if rule in _BY_PLACE:
+        first, index = min(_BY_PLACE[rule], budget - 1), torch.arange(T, device=logits.device)
+        age = index[:, None] - index
+        return (((age < budget - first) | (index < first)) & (age >= 0)).expand(B, heads, T, T)
     held = torch.zeros(B, heads, T, dtype=torch.bool, device=logits.device)
     total, last = logits.new_zeros(B, heads, T), deque[Tensor](maxlen=OBSERVED)
     rows, index = [], torch.arange(T, device=logits.device)
@@ -176,9 +188,7 @@ class Limited(nn.Module):
                 assert isinstance(self.network, Forget)
                 return (scores >= self.network.options.threshold) & causal
         if self.rule == "utility":
-            s = contributions(a.softmax(-1), call.v)
-            later = F.pad(s[..., 1:, :], (0, 0, 0, 1))  # of the rows after this one
-            scores = future_utility(later, F.pad(causal[1:], (0, 0, 0, 1)), Forgetting(pool="power"), 1.0)
+            scores = needed(a, call.v)
         return held_keys(a, self.rule, min(self.budget, T), scores, heads=G, window=window)
 
     def _retention(self, call: Call, a: Tensor, G: int) -> tuple[Tensor, int]:
@@ -280,7 +290,7 @@ class Point:
 
 def loss_within(
     model: nn.Module, windows: Tensor, rules: Sequence[str], budgets: Sequence[int], *, eps: float = 1e-4,
-    skip: int = 0, batch_size: int = 4,
+    skip: int = 0, batch_size: int | None = None,
 ) -> list[Point]:  # fmt: skip
     """The loss on held-out windows for each rule and budget; ``certified`` and ``forgets`` have one point each.
 
@@ -288,8 +298,10 @@ def loss_within(
         model: in evaluation mode.
         windows: ``[N, L + 1]``.
         skip: leave the first tokens of each window out of the mean, which no rule touches.
+        batch_size: windows per forward pass; None for as many as :data:`PAIRS` says.
     """
     points = []
+    batch_size = batch_size or max(1, PAIRS["cpu" if windows.device.type == "cpu" else "cuda"] // windows.shape[1] ** 2)
     for rule in rules:
         for budget in [0] if rule in UNLIMITED else budgets:
             with limited(model, rule, budget, eps) as layers:

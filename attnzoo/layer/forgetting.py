@@ -111,10 +111,15 @@ class Forget(PreciseModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Matrices uniform by their inputs, as ``nn.Linear``; at first everything is remembered, at every age."""
+        """Matrices uniform by their inputs, as ``nn.Linear``; those behind them are 0, so that at first everything is
+        remembered, at every age, and what goes first within a budget is what is oldest."""
         starts = {"bias": REMEMBERS, "fade_bias": DECAYS if self.options.network == "decay" else FADES}
         for name, parameter in self.named_parameters():
-            if name in ("key", "query", "out", "fade") or (name == "pair" and parameter.ndim > 1):
+            if (
+                name == "key"
+                or (name == "pair" and parameter.ndim > 1)
+                or (name == "query" and self.options.network == "pair")
+            ):
                 bound = parameter.shape[-1] ** -0.5
                 fill(parameter, torch.empty(parameter.shape).uniform_(-bound, bound))
             else:

@@ -249,6 +249,47 @@ def disc(theme: Theme) -> Figure:
     return figure
 
 
+def row_of_weights(theme: Theme) -> Figure:
+    """One row of attention weights at equal scores; the gates of tokens 2 to 7 are 1, 1/2, 1, 1/4, 1/2 and 1."""
+    weights = np.array([1, 1, 2, 2, 8, 16, 16])
+    figure = Figure(figsize=(WIDE, 1.9))
+    axes = panel(figure, (0, 0, 1, 1), (-0.5, 6.5), (-3.6, 18.6))
+    axes.bar(range(7), weights, width=0.7, color=theme.pairs[2])
+    for key, weight in enumerate(weights):
+        write(axes, f"{weight}/{weights.sum()}", (key, weight + 1.3), theme.ink, size=9)
+        write(axes, f"token {key + 1}", (key, -1.3), theme.muted, size=8.5)
+    write(axes, "the query", (6, -2.8), theme.muted, size=8)
+    return figure
+
+
+def expands(theme: Theme) -> Figure:
+    """The unit circle after I - 0.7 w w^T, which nowhere leaves it, and after I - u w^T, which does."""
+    angle = np.linspace(0, 2 * math.pi, 181)
+    circle = np.stack([np.cos(angle), np.sin(angle)])
+    u, w = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+    figure = Figure(figsize=(WIDE, 2.6))
+    for number, (name, matrix, color) in enumerate(
+        (
+            ("one vector: nothing gets longer", np.eye(2) - 0.7 * np.outer(w, w), theme.pairs[4]),
+            ("two: some get longer", np.eye(2) - np.outer(u, w), theme.pairs[2]),
+        )
+    ):
+        axes = panel(figure, (0.5 * number, 0, 0.5, 1), (-1.9, 1.7), (-1.15, 1.55), equal=True)
+        axes.plot(*circle, color=theme.grid, linewidth=2)
+        axes.plot(*(matrix @ circle), color=color, linewidth=2)
+        write(axes, name, (0, 1.4), theme.ink, size=9)
+        arrow(axes, (0, 0), (0, 1), theme.muted)
+        write(axes, "$w$", (0.17, 0.8), theme.muted)
+        if number:
+            arrow(axes, (0, 0), (1, 0), theme.muted)
+            write(axes, "$u$", (0.66, -0.18), theme.muted)
+            directions, sizes, _ = np.linalg.svd(matrix)
+            x, y = sizes[0] * directions[:, 0] * np.sign(directions[1, 0])
+            arrow(axes, (0, 0), (float(x), float(y)), color, width=2)
+            write(axes, "1.618", (float(x) - 0.1, float(y) + 0.14), color, size=8.5, ha="right")
+    return figure
+
+
 DRAWINGS: dict[str, Callable[[Theme], Figure]] = {
     "line": line,
     "inside-outside": inside_outside,
@@ -261,4 +302,6 @@ DRAWINGS: dict[str, Callable[[Theme], Figure]] = {
     "both-gates": both_gates,
     "degrees": degrees,
     "disc": disc,
+    "row-of-weights": row_of_weights,
+    "expands": expands,
 }
