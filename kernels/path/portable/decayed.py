@@ -28,7 +28,7 @@ from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, sp
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves
 
-from .inverse import _pieces, _unit_lower_inverse, tree_block
+from .inverse import _mm, _pieces, _unit_lower_inverse, tree_block
 from .tree import new_tree
 
 
@@ -61,49 +61,49 @@ def carried(p, b_e, o_c, o_n, stride, R, K: tl.constexpr, BK: tl.constexpr):
     return load_tile(p, o_c, o_n, stride, R, K, BK, True).to(tl.float32) * tl.exp2(b_e)
 
 
-@triton.jit(do_not_specialize=["T", "B"])
+@triton.jit(do_not_specialize=["T"])
 def path_decayed_pairs_kernel(
-    p_q, p_k, p_w, p_a, p_pairs, T, B, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    p_x, p_k, p_w, p_a, p_xk, p_xw, T, stride_xb, stride_xt, stride_xh, stride_kb, stride_kt, stride_kh,
     stride_wb, stride_wt, stride_wh, stride_ab, stride_at, stride_ah,
     H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, C: tl.constexpr, NP: tl.constexpr,
-    PREC: tl.constexpr,
+    PREC: tl.constexpr, OWN: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """QK, QW, WK and WW, [4, B, nC, H, C, C] float32; the last two are strictly lower triangular."""
+    """XK and XW of x, which is q or w, [B, nC, H, C, C] float32.
+
+    With OWN also those of a token and itself; with FINE, for x of length 1 or less, XW to 22 bits.
+    """
     i_b, i_h, r, R, i_n = block_of(T, H, C)
     o_c = tl.arange(0, C)
-    m_own = o_c[:, None] == o_c[None, :]
-    p_q += i_b * stride_qb + i_h * stride_qh + r * stride_qt
+    p_x += i_b * stride_xb + i_h * stride_xh + r * stride_xt
     p_k += i_b * stride_kb + i_h * stride_kh + r * stride_kt
     p_w += i_b * stride_wb + i_h * stride_wh + r * stride_wt
     p_a += i_b * stride_ab + i_h * stride_ah + r * stride_at
-    b_qk, b_qw = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    b_wk, b_ww = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    b_xk, b_xw = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for c in range(0, BK, BC):
         o_n = c + tl.arange(0, BC)
         b_a = load_gates(p_a, o_c, o_n, stride_at, R, K)
-        b_x = load_tile(p_q, o_c, o_n, stride_qt, R, K, BK, True).to(tl.float32)
-        b_y = b_x * load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
-        b_qk += tl.where(m_own, tl.sum(b_y, 1)[:, None], 0.0)
-        b_y = b_x * load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
-        b_qw += tl.where(m_own, tl.sum(b_y, 1)[:, None], 0.0)
+        b_x = load_tile(p_x, o_c, o_n, stride_xt, R, K, BK, True).to(tl.float32)
+        b_k = load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
+        b_w = load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
+        if OWN:
+            m_own = o_c[:, None] == o_c[None, :]
+            b_xk += tl.where(m_own, tl.sum(b_x * b_k, 1)[:, None], 0.0)
+            b_xw += tl.where(m_own, tl.sum(b_x * b_w, 1)[:, None], 0.0)
         for i in tl.range(6, num_stages=1):  # groups of 1, 2, ..., 32 tokens
             m_to, m_after = spans(o_c, i)
             m_i = meet(o_c, i)
-            b_e, b_f = add_gates(m_to, b_a, NP), add_gates(m_after, b_a, NP)
-            b_k = tl.trans(carried(p_k, b_f, o_c, o_n, stride_kt, R, K, BK))  # [BC, C]
-            b_w = tl.trans(carried(p_w, b_f, o_c, o_n, stride_wt, R, K, BK))
-            b_x = carried(p_q, b_e, o_c, o_n, stride_qt, R, K, BK)  # [C, BC]
-            b_qk += tl.where(m_i, tl.dot(b_x, b_k, input_precision=PREC), 0.0)
-            b_qw += tl.where(m_i, tl.dot(b_x, b_w, input_precision=PREC), 0.0)
-            b_x = carried(p_w, b_e, o_c, o_n, stride_wt, R, K, BK)
-            b_wk += tl.where(m_i, tl.dot(b_x, b_k, input_precision=PREC), 0.0)
-            b_ww += tl.where(m_i, tl.dot(b_x, b_w, input_precision="tf32x3"), 0.0)  # errors of X would add up
-    plane = B * tl.cdiv(T, C).to(tl.int64) * (H * C * C)
-    p_pairs += i_n * (C * C) + o_c[:, None] * C + o_c[None, :]
-    tl.store(p_pairs, b_qk)
-    tl.store(p_pairs + plane, b_qw)
-    tl.store(p_pairs + 2 * plane, b_wk)
-    tl.store(p_pairs + 3 * plane, b_ww)
+            b_y = b_x * tl.exp2(add_gates(m_to, b_a, NP))
+            b_e = tl.exp2(add_gates(m_after, b_a, NP))
+            b_xk += tl.where(m_i, tl.dot(b_y, tl.trans(b_k * b_e), input_precision=PREC), 0.0)
+            b_e = tl.trans(b_w * b_e)
+            if FINE:
+                b_e = _mm(b_y, b_e, tl.zeros([C, C], tl.float32), 2, 2, tl.float16)
+            else:
+                b_e = tl.dot(b_y, b_e, input_precision=PREC)
+            b_xw += tl.where(m_i, b_e, 0.0)
+    o_cc = i_n * (C * C) + o_c[:, None] * C + o_c[None, :]
+    tl.store(p_xk + o_cc, b_xk)
+    tl.store(p_xw + o_cc, b_xw)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -216,7 +216,10 @@ def decayed_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_diag: Tenso
     grid, gates, plain = (n * B * H,), (*w.stride()[:3], *log_diag.stride()[:3]), dict(given)
     strides = (*q.stride()[:3], *k.stride()[:3], *gates)
     del plain["PREC"]
-    path_decayed_pairs_kernel[grid](q, k, w, log_diag, pairs, T, B, *strides, **given)
+    path_decayed_pairs_kernel[grid](q, k, w, log_diag, pairs[0], pairs[1], T, *strides, **given, OWN=True, FINE=False)
+    path_decayed_pairs_kernel[grid](  # errors of X would add up along the sequence
+        w, k, w, log_diag, pairs[2], pairs[3], T, *w.stride()[:3], *strides[3:], **given, OWN=False, FINE=True
+    )
     path_decayed_inverse_kernel[grid](
         pairs[3], beta, kept.v, kept.x, T, *beta.stride(), H=H, C=BLOCK, num_warps=4, num_stages=1
     )
