@@ -88,7 +88,10 @@ def show(name: str, preset: bool) -> None:
     if preset:
         return _show_preset(name)
     from attnzoo.equations import describe
+    from attnzoo.models.presets import names
 
+    if name in names():
+        raise ValueError(f"{name!r} is no variant but a model: `attnzoo show --preset {name}`")
     text = describe(name)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -313,13 +316,13 @@ def generate(
     import torch
 
     from attnzoo.training.generate import Continuation, load_text_model
+    from attnzoo.training.subject import device_named
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load_text_model(source, device, getattr(torch, dtype) if dtype else None)
+    loaded = load_text_model(source, device_named(device), getattr(torch, dtype) if dtype else None)
     continuation = Continuation(loaded, prompt, max_tokens, evict, sampling)
-    click.echo(prompt, nl=False)
-    for text in continuation:
+    texts = iter(continuation)
+    click.echo(prompt + next(texts), nl=False)  # what is wrong with the call is said before
+    for text in texts:
         click.echo(text, nl=False)
     click.echo()
     for line in continuation.summary():

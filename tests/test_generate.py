@@ -5,11 +5,14 @@ import re
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from tiny_runs import config_of, write_text
 
 from attnzoo import cli
 from attnzoo.data import decode, encode
+from attnzoo.errors import UnavailableError
 from attnzoo.training import exchange, load_run, train
+from attnzoo.training.generate import load_text_model
 
 PROMPT = "7 and one is"
 
@@ -67,6 +70,38 @@ def test_what_cannot_be_continued_is_refused_by_name(run, tmp_path):
         ran(run, "--prompt", "a", "--top-p", 2, "--device", "cpu")
     with pytest.raises(ValueError, match="prompt: expected shape .* with at least one token"):
         ran(run, "--prompt", "", "--device", "cpu")
+    wrong = ["generate", str(run), "--prompt", "a", "--temperature", "-1"]
+    refused = CliRunner().invoke(cli.app, wrong)
+    assert isinstance(refused.exception, ValueError)
+    assert refused.stdout == ""  # the prompt is shown with what follows it
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match=r"holds a model of 'llama': `attnzoo import` makes it one of ours"):
         ran(tmp_path, "--prompt", "a", "--device", "cpu")
+
+
+def test_a_model_folder_is_read_whole_or_refused(run, tmp_path):
+    pytest.importorskip("transformers")
+    folder = exchange.export_run(run, tmp_path / "model")
+    whole = load_file(folder / "model.safetensors")
+    name = "model.blocks.1.attention.q_proj.weight"
+    for weights, message in (
+        ({key: x for key, x in whole.items() if key != name}, f"nothing was found for: {name.removeprefix('model.')}"),
+        (whole | {"model.other": torch.zeros(1)}, "other: the model has no such weight"),
+        (whole | {name: torch.zeros(3, 32)}, r"q_proj.weight: expected shape \[32, 32\], got \[3, 32\]"),
+    ):
+        save_file(weights, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_text_model(folder, "cpu")
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="its weights cannot be read"):
+        load_text_model(folder, "cpu")
+    (folder / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ValueError, match=r"config.json is not readable as JSON: .* line 1"):
+        load_text_model(folder, "cpu")
+
+
+def test_a_device_that_is_not_there_is_named(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in (["generate", run, "--prompt", "a"], ["evaluate", run, "--on", "loss"]):
+        with pytest.raises(UnavailableError, match="--device: expected a CUDA GPU, found none"):
+            CliRunner().invoke(cli.app, [*map(str, command), "--device", "cuda"], catch_exceptions=False)

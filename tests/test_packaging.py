@@ -202,3 +202,15 @@ def test_import_is_quick_and_light(tmp_path: Path) -> None:
     runs = [json.loads(python(code, tmp_path, ROOT)) for _ in range(3)]
     assert statistics.median(spent for spent, _ in runs) < 0.5
     assert not set(HEAVY) & set(runs[0][1])
+
+
+def test_a_layer_runs_without_the_compiler(tmp_path: Path) -> None:
+    """Importing it takes as long as importing torch."""
+    code = (
+        "import sys, torch\n"
+        "from attnzoo import build_attention\n"
+        "with torch.no_grad():\n"
+        "    build_attention('fox', hidden_size=16, num_heads=2)(torch.randn(1, 4, 16))\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    assert python(code, tmp_path, ROOT) == "False"

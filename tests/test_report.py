@@ -134,6 +134,31 @@ def test_every_run_is_in_the_table_and_in_every_curve_figure(results: list[RunRe
         assert f"{result.final_loss[0]:.4f}" in page
 
 
+def test_groups_stand_side_by_side_each_with_the_looks_of_its_own(results: list[RunResult]) -> None:
+    plain = render(results)
+    assert "<th>group</th>" not in plain
+    facts = [replace(result.facts, key=f"{result.facts.key}-2", group="bare <layers>") for result in results]
+    again = [replace(result, facts=other) for result, other in zip(results, facts, strict=True)]
+    both = [replace(result, facts=replace(result.facts, group="own layers")) for result in results] + again
+    page = render(both)
+    parsed = parse(page)
+    assert parsed.open == []
+    assert len(parsed.ids) == len(set(parsed.ids))
+    assert page.count("<svg") == 2 * plain.count("<svg")
+    for caption in (
+        "Own layers: softmax side",
+        "Bare &lt;layers&gt;: linear side",
+        "Own layers: loss: left is",
+    ):
+        assert caption in page
+    colors = dict(re.findall(r'<tr data-series="([\w-]+)" style="--c: var\(--([\w-]+)\)"', page))
+    for result in results:
+        assert colors[result.facts.key] == colors[f"{result.facts.key}-2"]
+    console = Console(file=StringIO(), width=120)
+    console.print(terminal_table(both))
+    assert console.file.getvalue().count("bare <layers>") == len(results)
+
+
 def test_rows_stand_from_the_lowest_loss_to_the_highest(page: str) -> None:
     losses = [float(x) for x in re.findall(r'<td class="n"><b>([\d.]+)<', page)]
     assert len(losses) == len(NAMES)

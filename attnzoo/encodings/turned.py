@@ -26,6 +26,7 @@ from attnzoo.forms.cache import KVCache
 from attnzoo.forms.fixed import CarriedMemory, Extend, Rows
 from attnzoo.forms.options import existing
 from attnzoo.forms.protocol import Call, Kernel
+from attnzoo.forms.untraced import untraced
 from attnzoo.recurrences.complex_linear import phases, rotate, rotate_all
 
 Rest = tuple[Tensor, Tensor, Tensor, Gate]  # q, k, v and a gate without an angle
@@ -101,7 +102,7 @@ class TurnedMemory(CarriedMemory):
 
     phase: Tensor
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernel writes to the keys where they stand
+    @untraced  # its kernel writes to the keys where they stand
     def step(self, call: Call, extend: Extend) -> Tensor:
         gate = call.gate.per_token(call.q)
         angle = cast(Tensor, gate.angle)

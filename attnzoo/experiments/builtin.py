@@ -39,6 +39,10 @@ def find_config(config: str | Path, command: str) -> Path | Mapping[str, Any]:
         names = presets.names()
         if str(config) in names:
             return presets.preset(str(config)).train_settings()
+    if Path(config).is_dir() and command == "train":
+        run = Path(config) / "config.yaml"
+        how = f"`attnzoo train {run}` goes on with this run" if run.is_file() else f"data.source={config} trains on it"
+        raise FileNotFoundError(f"{str(config)!r} is a folder: expected a configuration; {how}")
     close = nearest(Path(config).stem, [*known, *names])
     also = ", or a preset (`attnzoo list --presets`)" if names else ""
     raise FileNotFoundError(

@@ -42,7 +42,7 @@ from attnzoo.training.config import check_folder_name
 from attnzoo.training.digests import MODEL
 from attnzoo.training.metrics import rows_until
 
-ENTRY_KEYS = ("name", "label", "options")
+ENTRY_KEYS = ("name", "label", "options", "group")
 PAGE = "report.html"
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ class CompareConfig:
     """Variants that share one training configuration.
 
     An entry of `variants` is a name, or `{name: fox, options: {acp: true}, label: fox (acp)}`: `options` are added to
-    `train.model.attention_options`, and `label` is what the report shows. `train.model.attention` and
+    `train.model.attention_options`, and `label` is what the report shows; entries with one `group`, a few words such as
+    `equal layers`, are shown side by side, apart from those of other groups. `train.model.attention` and
     `train.output_dir` are set per variant: a run goes to `output_dir` under its label.
 
     Args:
@@ -97,12 +98,13 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """One run to make: ``key`` names its folder, ``label`` is what a reader sees."""
+    """One run to make: ``key`` names its folder, ``label`` is what a reader sees, beside the others of ``group``."""
 
     key: str
     label: str
     variant: str
     config: TrainConfig
+    group: str = ""
 
 
 def plan(config: CompareConfig) -> list[Run]:
@@ -149,7 +151,8 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
         attention=variant,
         attention_options={**config.train.model.attention_options, **options},
     )
-    return Run(key, label, variant, replace(config.train, output_dir=f"{config.output_dir}/{key}", model=model))
+    train_config = replace(config.train, output_dir=f"{config.output_dir}/{key}", model=model)
+    return Run(key, label, variant, train_config, str(entry.get("group") or ""))
 
 
 def run_comparison(config: CompareConfig, console: Console, command: str = "", jobs: int = 1) -> Path:
@@ -206,9 +209,9 @@ def _measured(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> R
     run_dir = Path(run.config.output_dir)
     saved, newest = _saved_result(run_dir), newest_checkpoint(run_dir)
     if saved is not None and newest is not None:
-        facts = (saved.facts.settings, saved.facts.label, saved.facts.heldout, saved.facts.checkpoint)
-        heldout = _digest(_windows(data, run.config, evaluate))
-        if facts == (_settings(run.config, evaluate), run.label, heldout, identity(newest)):
+        known = (saved.facts.settings, saved.facts.label, saved.facts.group, saved.facts.heldout)
+        wanted = (_settings(run.config, evaluate), run.label, run.group, _digest(_windows(data, run.config, evaluate)))
+        if known == wanted and saved.facts.checkpoint == identity(newest):
             return saved
     save_result(measure(run, evaluate, data, command), run_dir)
     return load_result(run_dir)  # what is shown now is what a later report will show
@@ -236,7 +239,8 @@ def result_of(run_dir: Path) -> RunResult:
     names = dict.fromkeys(layer.name for layer in config.model.layers())
     run, evaluate, command = Run(key, key, " + ".join(names), config), EvaluateConfig(), ""
     if saved is not None:
-        run, command = replace(run, label=saved.facts.label), saved.facts.command
+        run = replace(run, label=saved.facts.label, group=saved.facts.group)
+        command = saved.facts.command
         evaluate = EvaluateConfig(**(yaml.safe_load(saved.facts.settings).get("evaluate") or {}))
     save_result(measure(run, evaluate, build_data(config.data), command), run_dir)
     return load_result(run_dir)
@@ -345,6 +349,7 @@ def measure(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> Run
         machine=describe_machine(),
         checkpoint=identity(checkpoint),
         heldout=heldout,
+        group=run.group,
     )
     gates = gate_maps(model, windows[0, :-1], block=evaluate.block)
     return RunResult(facts, losses, curve, tuple(gates))

@@ -28,6 +28,7 @@ from attnzoo.forms.paged import PagedCache
 from attnzoo.forms.pages import Pages
 from attnzoo.forms.pool import PAGE, KeyPool, LastRows, in_front, longest
 from attnzoo.forms.readout import least_logit
+from attnzoo.forms.untraced import untraced
 
 ROWS = 128  # at a time
 NEAR = ("near_k", "near_w", "near_beta")
@@ -254,7 +255,7 @@ def extend_carried(
     return (o, lse), new
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels write to the pool where it stands
+@untraced  # its kernels write to the pool where it stands
 @torch.no_grad()
 def step_carried(
     forms: Separating, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions

@@ -21,6 +21,7 @@ from attnzoo.forms.paged import Eviction, PagedCache, append_and_attend
 from attnzoo.forms.pool import PAGE, KeyPool
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink, decay_to, least_logit
+from attnzoo.forms.untraced import untraced
 
 Extend = Callable[[Call], tuple[Any, Any]]  # how a layer runs a call: its output and the state after it
 
@@ -242,7 +243,7 @@ class CarriedMemory:
         valid[:, -1] = True
         return CarriedMemory(rows, zeros(state.k, torch.float32), zeros(state.v, state.v.dtype), gates, valid)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernel writes to the keys where they stand
+    @untraced  # its kernel writes to the keys where they stand
     def step(self, call: Call, extend: Extend) -> Tensor:
         from attnzoo.kernels.path import path_step
 
@@ -328,7 +329,7 @@ class PagedMemory:
             phase = torch.zeros(B, *phase.shape[1:], dtype=phase.dtype, device=device)
         return PagedMemory(pool, rows, place, phase, evict)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its kernels write to the pool where it stands
+    @untraced  # its kernels write to the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
         pool, given = self.pool, SoftmaxOptions(**call.options)
         assert self.place is not None

@@ -17,6 +17,7 @@ from attnzoo.forms.paged import PagedCache
 from attnzoo.forms.pages import PAGE
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink
+from attnzoo.forms.untraced import untraced
 
 GROUP = 16  # pages whose products go to the end of their group
 
@@ -46,7 +47,7 @@ class CarriedPages(PagedMemory):
         pool.lengths, pool.group = rows.lengths, GROUP if pool.k.is_cuda else 0
         return CarriedPages(pool, rows, None, None, state.evict, closed=[0] * B)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it changes the pool where it stands
+    @untraced  # it changes the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
         pool, given = cast(CarriedPool, self.pool), SoftmaxOptions(**call.options)
         q, k, v, gate = call.q, call.k, call.v, call.gate.per_token(call.q)

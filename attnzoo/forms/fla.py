@@ -26,6 +26,7 @@ from attnzoo.forms.cache import RecurrentState
 from attnzoo.forms.fla_tuning import shorten, will_run
 from attnzoo.forms.options import LinearOptions, check_linear, existing
 from attnzoo.forms.protocol import Call, Kernel
+from attnzoo.forms.untraced import untraced
 
 INSTALLED = importlib.util.find_spec("fla") is not None
 DEVICE = "cuda"  # its kernels run there
@@ -122,7 +123,7 @@ def fla_kernel(operation: Operation) -> Kernel:
     return Kernel(run, extend, fla_unavailable)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # as the peer's functions are: one break, and not in the midst of its kernels
+@untraced  # as the peer's functions are: one break, and not in the midst of its kernels
 def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor, Tensor | None]:
     q, k, v, gate = call.q, call.k, call.v, call.gate
     check_linear(given, q, k, gate)

@@ -22,6 +22,7 @@ from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call
+from attnzoo.forms.untraced import constant_in_traces
 from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, valid_tokens
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
@@ -421,7 +422,7 @@ class Attention(PreciseModule):
 _said: set[str] = set()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled layer says it while it is compiled
+@constant_in_traces  # a compiled layer says it while it is compiled
 def _say(picked: str, level: int = logging.INFO) -> None:
     """Log what runs, once per process."""
     if picked not in _said:

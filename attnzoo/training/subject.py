@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attnzoo.data import DOCUMENT_END, build_data
 from attnzoo.data.shards import TOKENIZER, is_shards
@@ -19,6 +20,7 @@ from attnzoo.data.tasks import Examples
 from attnzoo.data.texts import held_out_names, stdlib_files, text_files
 from attnzoo.data.tokenizer import parse_tokenizer, read_tokenizer, special_tokens
 from attnzoo.data.windows import Joined, Tokens
+from attnzoo.errors import UnavailableError
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.training.checkpoint import check_data, identity, load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
@@ -145,8 +147,20 @@ def fresh_subject(name: str, config: TrainConfig, device: str = "cpu", dtype: to
     return Subject(f"{name} with {weights}", model.to(device=device, dtype=dtype).eval(), None, config)
 
 
+def device_named(name: str) -> str:
+    """What `--device` means: cpu, cuda, or auto for a GPU where there is one.
+
+    Raises:
+        UnavailableError: cuda, and there is no GPU.
+    """
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" != found:
+        raise UnavailableError("--device: expected a CUDA GPU, found none; `--device cpu` needs none")
+    return found if name == "auto" else name
+
+
 def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
-    """The model of a folder that `attnzoo export` or `attnzoo import` wrote.
+    """The model of a folder that `attnzoo export` or `attnzoo import` wrote, in evaluation mode.
 
     Args:
         folder: in Hugging Face's layout.
@@ -154,19 +168,28 @@ def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
         others: take models of other libraries, too.
 
     Raises:
-        ValueError: a model of another library, or of a kind that is not known.
+        ValueError: a model of another library, or of a kind that is not known; or weights that cannot be read, are
+            missing, left over or of another shape.
     """
-    from attnzoo.models.peers import from_peer, read_settings
+    from attnzoo.models.peers import Peer, Weights, build, from_peer, read_settings
 
-    kind = read_settings(folder).get("model_type")
+    fields = read_settings(folder)
+    kind = fields.get("model_type")
     if kind != "attnzoo" and others:
         return from_peer(folder).to(device)
     if kind != "attnzoo":
         raise ValueError(f"{str(folder)!r} holds a model of {kind!r}: `attnzoo import` makes it one of ours")
-    from attnzoo.models.hf import AttnzooForCausalLM
+    from attnzoo.models.hf import AttnzooConfig
 
-    model: LanguageModel = AttnzooForCausalLM.from_pretrained(folder, dtype="auto").to(device).model
-    return model
+    return build(Peer(AttnzooConfig.from_dict(fields).native(), _own_names), Weights.of_folder(folder)).to(device)
+
+
+def _own_names(weights: Any) -> Iterator[tuple[str, Tensor]]:
+    """The decoder's weights, which Hugging Face's class holds as `model`; of tied ones a folder has one."""
+    for name in sorted(weights.names):
+        yield name.removeprefix("model."), weights(name)
+    if "model.head.weight" not in weights:
+        yield "head.weight", weights("model.embedding.weight")
 
 
 def held_out_text(subject: Subject, text: str | Path | None = None) -> Tokens | Joined:

@@ -8,6 +8,7 @@ FORGETTING = "Lin et al., Forgetting Transformer (2025)"
 GATED_DELTA = "Yang et al., Gated Delta Networks (2025)"
 DELTA = {"allow_neg_eigval": True}  # beta to 2 on both sides, and w the key
 KEY = {"w": "key"}
+CHANNELS = {"gate_rank": 16, "temperature": 16.0, "gate_bias": 0.0}  # of the gate per channel, as in GLA
 GATES = ("none", "constant", "scalar", "per channel")
 # Linear side, then softmax side: without a delta rule and with one. Constants are not trained, and alike on both sides.
 LINEAR = {
@@ -20,7 +21,10 @@ LINEAR = {
         Arm("mamba2", "mamba2", {"gate": "forget"}),
         Arm("gated_deltanet", "gated_deltanet", {"gate": ["forget", "delta"], **DELTA}),
     ),
-    "per channel": (Arm("gla", "gla"), Arm("kda", "kda", {"gate": ["low_rank", "delta"], **DELTA})),
+    "per channel": (
+        Arm("gla", "gla", CHANNELS),
+        Arm("kda", "kda", {"gate": ["low_rank", "delta"], **CHANNELS, **DELTA}),
+    ),
 }
 SOFTMAX = {
     "none": (Arm("nope", "nope"), Arm("path", "path", KEY)),
@@ -29,7 +33,10 @@ SOFTMAX = {
         Arm("constant + path", "path_fox", {"gate": ["fixed", "path"], **KEY}),
     ),
     "scalar": (Arm("fox", "fox"), Arm("path_fox", "path_fox", KEY)),
-    "per channel": (Arm("wall", "wall"), Arm("path_wall", "path_wall", {"gate": ["low_rank", "path"], **KEY})),
+    "per channel": (
+        Arm("wall", "wall", {"gate": "low_rank", **CHANNELS}),
+        Arm("path_wall", "path_wall", {"gate": ["low_rank", "path"], **CHANNELS, **KEY}),
+    ),
 }
 PAIRS = tuple(
     (linear.name, softmax.name) for gate in GATES for linear, softmax in zip(LINEAR[gate], SOFTMAX[gate], strict=True)

@@ -46,10 +46,10 @@ def evaluate(
     import torch
 
     from attnzoo.experiments.evaluate import saved, table
+    from attnzoo.training.subject import device_named
 
     given = [field for field, value in common.items() if value not in (None, ())]
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_named(device)
     asked = [
         (name, read_options(options.split(",") if options else []))
         for name, _, options in (one.partition(":") for one in on)

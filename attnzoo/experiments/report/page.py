@@ -25,7 +25,7 @@ POINTS = 320  # per curve: more than a phone or a laptop can show in one panel
 
 @dataclass(frozen=True)
 class Panels:
-    """A titled figure of one panel per side: (side, svg)."""
+    """A titled figure of one panel per side of each group: (caption, svg)."""
 
     title: str
     text: str
@@ -56,19 +56,25 @@ def render(results: Sequence[RunResult], *, title: str = "comparison", command: 
     """The page as a string; see :func:`write_report`."""
     _check(results)
     results = sorted(results, key=lambda r: (r.facts.pair, SIDES.index(r.facts.side), r.facts.key))
-    ordered = sorted(results, key=lambda result: result.final_loss[0])
-    looks = figures.looks([(r.facts.key, r.facts.pair, r.facts.side) for r in results])
+    ordered = _ordered(results)
+    groups = _groups(results)
+    looks = {
+        key: look
+        for of_group in groups.values()
+        for key, look in figures.looks([(r.facts.key, r.facts.pair, r.facts.side) for r in of_group]).items()
+    }
     return fill(
         "page.html.j2",
         title=title,
         command=command,
         rows=[_row(result, ordered, looks[result.facts.key]) for result in ordered],
-        summary=_summary(ordered),
-        layers=_layers(results),
-        duals=_duals(results, looks, "loss"),
-        speeds=_duals(results, looks, "speed"),
+        groups=len(groups),
+        summary=[sentence for of_group in groups.values() for sentence in _summary(_ordered(of_group))],
+        layers=[_in_group(group, words) for group, of_group in groups.items() if (words := _layers(of_group))],
+        duals=_duals(groups, looks, "loss") + _duals(groups, looks, "speed"),
         sections=[_training(results, looks), _token_loss(results, looks), _perplexity(results, looks)],
         gated=[_gates(result, looks[result.facts.key]) for result in results if result.gates],
+        models=list(dict.fromkeys(result.facts.model for result in results)),
         machines=_distinct([result.facts.machine for result in results]),
         first=results[0],
         budget=_budget(results),
@@ -76,19 +82,38 @@ def render(results: Sequence[RunResult], *, title: str = "comparison", command: 
     )
 
 
+def _groups(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+    """The results by their groups; the one with the lowest loss first."""
+    names = dict.fromkeys(result.facts.group for result in _ordered(results))
+    return {name: [result for result in results if result.facts.group == name] for name in names}
+
+
+def _ordered(results: Sequence[RunResult]) -> list[RunResult]:
+    return sorted(results, key=lambda result: result.final_loss[0])
+
+
+def _in_group(group: str, words: str) -> str:
+    """Words about a group, under its name if it has one."""
+    return f"{group[0].upper()}{group[1:]}: {words}" if group else words
+
+
 def terminal_table(results: Sequence[RunResult]) -> Table:
     """The final numbers, best first, for the terminal."""
     context, length = results[0].facts.context, results[0].length
     table = Table("variant", "side", box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    groups = len(_groups(results)) > 1
+    if groups:
+        table.add_column("group")
     table.title = f"held-out loss over {context} {results[0].facts.unit}s in nats; P(l): perplexity over l of them"
     for name in ("loss", "± s.e.", f"P({context})", f"P({length})", "kept", "tokens/s"):
         table.add_column(name, justify="right")
-    for result in sorted(results, key=lambda result: result.final_loss[0]):
+    for result in _ordered(results):
         loss, error = result.final_loss
         kept = result.kept("tail")
         table.add_row(
             result.facts.label,
             result.facts.side,
+            *([result.facts.group] if groups else []),
             f"{loss:.4f}",
             f"{error:.4f}",
             number(result.perplexity[context - 1]),
@@ -193,7 +218,7 @@ def _summary(ordered: Sequence[RunResult]) -> list[str]:
     ]
     if shares:
         sentences.append(f"Blocks kept by pruning, tail bound / the paper's bound: {', '.join(shares)}.")
-    return sentences
+    return [_in_group(best.facts.group, sentence) for sentence in sentences]
 
 
 def _layers(results: Sequence[RunResult]) -> str:
@@ -216,14 +241,19 @@ def _budget(results: Sequence[RunResult]) -> str:
     return f"{text}; {sum(fact.seconds for fact in facts) / 60:.1f} minutes of training in all"
 
 
-def _duals(results: Sequence[RunResult], looks: dict[str, Look], what: str) -> str:
-    """A row per pair in the order of their losses, by ``what``: ``loss`` or ``speed``."""
-    by_pair: dict[int, list[RunResult]] = {}
-    for result in sorted(results, key=lambda result: result.final_loss[0]):
-        by_pair.setdefault(result.facts.pair, []).append(result)
-    rows = [[_dot(result, looks[result.facts.key], what) for result in row] for row in by_pair.values()]
+def _duals(groups: dict[str, list[RunResult]], looks: dict[str, Look], what: str) -> list[tuple[str, str]]:
+    """For each group a row per pair in the order of their losses, by ``loss`` or ``speed``; (caption, svg)."""
     xlabel = "held-out loss, nats" if what == "loss" else "thousand tokens trained per second"
-    return to_svg(figures.pairs(rows, xlabel=xlabel), f"duals-{what}", f"{xlabel}, of each pair of duals")
+    better = "loss: left is better" if what == "loss" else "speed: right is better"
+    panels = []
+    for number, (group, of_group) in enumerate(groups.items()):
+        by_pair: dict[int, list[Dot]] = {}
+        for result in _ordered(of_group):
+            by_pair.setdefault(result.facts.pair, []).append(_dot(result, looks[result.facts.key], what))
+        figure = figures.pairs(list(by_pair.values()), xlabel=xlabel)
+        svg = to_svg(figure, f"duals-{what}-{number}", _in_group(group, f"{xlabel}, of each pair of duals"))
+        panels.append((_in_group(group, better), svg))
+    return panels
 
 
 def _dot(result: RunResult, look: Look, what: str) -> Dot:
@@ -308,11 +338,13 @@ def _side_panels(
 ) -> tuple[tuple[str, str], ...]:  # fmt: skip
     names_width = max(len(line.label) for line in lines.values())
     panels = []
-    for side in SIDES:
-        of_side = [lines[result.facts.key] for result in results if result.facts.side == side]
-        if of_side:
-            figure = figures.curves(of_side, xlabel=xlabel, ylim=ylim, mark=mark, names_width=names_width)
-            panels.append((side, to_svg(figure, f"{name}-{side}", f"{name} of the {side} side, {xlabel}")))
+    for number, (group, of_group) in enumerate(_groups(results).items()):
+        for side in SIDES:
+            of_side = [lines[result.facts.key] for result in of_group if result.facts.side == side]
+            if of_side:
+                figure = figures.curves(of_side, xlabel=xlabel, ylim=ylim, mark=mark, names_width=names_width)
+                title = _in_group(group, f"{name} of the {side} side, {xlabel}")
+                panels.append((_in_group(group, f"{side} side"), to_svg(figure, f"{name}-{side}-{number}", title)))
     return tuple(panels)
 
 

@@ -49,6 +49,7 @@ class Facts:
         machine: what it ran on, by name.
         checkpoint: which one was measured, as `attnzoo.training.checkpoint.identity` names it.
         heldout: a digest of the held-out windows that it was measured on.
+        group: of the runs that it is shown beside; empty where all are shown together.
     """
 
     key: str
@@ -72,6 +73,7 @@ class Facts:
     machine: dict[str, str]
     checkpoint: str = ""
     heldout: str = ""
+    group: str = ""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ PEERS = {
 WITHOUT = {  # kinds of models that stand beside these
     "samba-project_fox": "its Mamba layers, of the first kind, have a decay per channel and state that no variant has",
     "mamba": "its decay per channel and state is one that no variant has",
+    "attnzoo": "it is a model of this library already",
 }
 
 
@@ -151,12 +152,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is no JSON object.
+        ValueError: it cannot be read, or is no JSON object.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"no model in {str(folder)!r}: there is no config.json")
-    fields = json.loads(path.read_text())
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable as JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(fields).__name__}")
     return fields

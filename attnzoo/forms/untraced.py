@@ -1,0 +1,25 @@
+"""What ``torch.compile`` leaves as it is, said without importing the compiler, which takes as long as importing torch.
+
+``torch.compiler`` has both as decorators, which import it where they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """``torch.compiler.disable(function)``, once the function is called: torch's own way to wait."""
+    disable = getattr(torch._compile, "_disable_dynamo", torch.compiler.disable)
+    return cast(F, disable(function))
+
+
+def constant_in_traces(function: F) -> F:
+    """``torch.compiler.assume_constant_result(function)``, which sets this mark and no more."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
