@@ -61,6 +61,14 @@ def carried(p, b_e, o_c, o_n, stride, R, K: tl.constexpr, BK: tl.constexpr):
     return load_tile(p, o_c, o_n, stride, R, K, BK, True).to(tl.float32) * tl.exp2(b_e)
 
 
+@triton.jit
+def apart(a, b, acc, PREC: tl.constexpr):
+    """acc + a b in a region of its own, after which the factors leave shared memory."""
+    if tl.program_id(0) >= 0:  # always
+        acc = tl.dot(a + 0.0, b + 0.0, acc, input_precision=PREC)
+    return acc
+
+
 @triton.jit(do_not_specialize=["T"])
 def path_decayed_pairs_kernel(
     p_x, p_k, p_w, p_a, p_xk, p_xw, T, stride_xb, stride_xt, stride_xh, stride_kb, stride_kt, stride_kh,

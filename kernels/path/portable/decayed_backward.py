@@ -21,7 +21,7 @@ from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves
 
 from .blocks import Gradients
-from .decayed import DecayedKept, block_of, carried, options
+from .decayed import DecayedKept, apart, block_of, carried, options
 
 
 @triton.jit(do_not_specialize=["T", "B"])
@@ -47,34 +47,36 @@ def path_decayed_block_bwd_kernel(
     o_cc = i_n * (C * C) + o_c[:, None] * C + o_c[None, :]
     m_le = o_c[:, None] >= o_c[None, :]
     m_to, m_after = spans(o_c, 6)
-    b_x, b_qw = tl.load(p_x + o_cc), tl.load(p_pairs + plane + o_cc)
-    b_wk = tl.load(p_pairs + 2 * plane + o_cc)
-    d_a = tl.load(p_da + o_cc, mask=m_le & (o_c < R)[:, None], other=0.0)
-    d_e, d_z = tl.zeros([C, C], tl.float32), -tl.dot(tl.trans(b_qw), d_a, input_precision=PREC)
+    p_x, p_da, p_qw, p_wk = p_x + o_cc, p_da + o_cc, p_pairs + plane + o_cc, p_pairs + 2 * plane + o_cc
+    m_a = m_le & (o_c < R)[:, None]
+    zeros = tl.zeros([C, C], tl.float32)  # matrices are read where they are used, to spare registers
+    d_e, d_z = zeros, apart(tl.trans(tl.load(p_qw)), tl.load(p_da, mask=m_a, other=0.0), zeros, PREC)  # -dZ
     for c in range(0, BK, BC):
         o_n = c + tl.arange(0, BC)
         b_a = load_gates(p_a, o_c, o_n, stride_at, R, K)
         b_w = carried(p_w, add_gates(m_to, b_a, NP), o_c, o_n, stride_wt, R, K, BK)
         d_y = load_tile(p_dqb + row, o_c, o_n, H * K, R, K, BK, True).to(tl.float32)
-        d_e = tl.dot(d_y, tl.trans(b_w), d_e, input_precision=PREC)
+        d_e = apart(d_y, tl.trans(b_w), d_e, PREC)
         b_w = carried(p_w, add_gates(m_after, b_a, NP), o_c, o_n, stride_wt, R, K, BK)
         d_y = load_tile(p_dkb + row, o_c, o_n, H * K, R, K, BK, True).to(tl.float32)
-        d_z -= tl.dot(b_w, tl.trans(d_y), input_precision=PREC)
-    b_z = tl.dot(b_x, b_wk, input_precision=PREC)
-    d_qw = tl.dot(d_a, tl.trans(b_z), tl.dot(d_e, tl.trans(b_x), input_precision=PREC), input_precision=PREC)
-    tl.store(p_dpairs + o_cc, tl.where(m_le, -d_qw, 0.0))
-    d_wk = tl.dot(tl.trans(b_x), d_z, input_precision=PREC)
-    tl.store(p_dpairs + plane + o_cc, tl.where(o_c[:, None] > o_c[None, :], d_wk, 0.0))
-    d_x = tl.dot(d_z, tl.trans(b_wk), input_precision=PREC) - tl.dot(tl.trans(b_qw), d_e, input_precision=PREC)
-    tl.store(p_dpairs + 2 * plane + o_cc, d_x)
-    b_p = tl.trans(tl.dot(b_qw, b_x, input_precision=PREC))
+        d_z = apart(b_w, tl.trans(d_y), d_z, PREC)
+    p_dpairs += o_cc
+    d_x = apart(d_z, tl.trans(tl.load(p_wk)), apart(tl.trans(tl.load(p_qw)), d_e, zeros, PREC), PREC)
+    tl.store(p_dpairs + 2 * plane, -d_x)
+    d_z = apart(tl.trans(tl.load(p_x)), d_z, zeros, PREC)
+    tl.store(p_dpairs + plane, tl.where(o_c[:, None] > o_c[None, :], -d_z, 0.0))
+    b_z = apart(tl.load(p_x), tl.load(p_wk), zeros, PREC)
+    d_e = apart(d_e, tl.trans(tl.load(p_x)), zeros, PREC)
+    d_e = apart(tl.load(p_da, mask=m_a, other=0.0), tl.trans(b_z), d_e, PREC)
+    tl.store(p_dpairs, tl.where(m_le, -d_e, 0.0))
+    b_p = tl.trans(apart(tl.load(p_qw), tl.load(p_x), zeros, PREC))
     for c in range(0, BK, BC):
         o_n = c + tl.arange(0, BC)
         o_x, m_x = row + o_c[:, None] * (H * K) + o_n[None, :], (o_c < R)[:, None] & (o_n < K)[None, :]
         d_y = tl.load(p_dqb + o_x, mask=m_x, other=0.0).to(tl.float32)
-        tl.store(p_back + o_x, -tl.dot(b_p, d_y, input_precision=PREC), mask=m_x)
+        tl.store(p_back + o_x, -apart(b_p, d_y, tl.zeros([C, BC], tl.float32), PREC), mask=m_x)
         d_y = tl.load(p_dkb + o_x, mask=m_x, other=0.0).to(tl.float32)
-        tl.store(p_forward + o_x, -tl.dot(b_z, d_y, input_precision=PREC), mask=m_x)
+        tl.store(p_forward + o_x, -apart(b_z, d_y, tl.zeros([C, BC], tl.float32), PREC), mask=m_x)
 
 
 @triton.jit(do_not_specialize=["T", "B", "N"])
@@ -136,113 +138,79 @@ def path_decayed_product_bwd_kernel(
     tl.store(p_dbeta, d_beta.to(p_dbeta.dtype.element_ty), mask=o_c < R)
 
 
-@triton.jit(do_not_specialize=["T", "B", "N"])
+@triton.jit(do_not_specialize=["T", "N"])
 def path_decayed_pairs_bwd_kernel(
-    p_q, p_k, p_w, p_a, p_da, p_dpairs, p_dqb, p_dkb, p_back, p_forward, p_dm, p_dq, p_dk, p_dw, p_dg, T, B, N,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
-    stride_ab, stride_at, stride_ah, stride_dqb, stride_dqt, stride_dqh, stride_dkb, stride_dkt, stride_dkh,
-    stride_dwb, stride_dwt, stride_dwh, stride_dgb, stride_dgt, stride_dgh,
+    p_x, p_y, p_z, p_a, p_dy, p_dz, p_dc, p_part, p_dx, p_dg, p_dm, T, N, stride_xb, stride_xt, stride_xh,
+    stride_yb, stride_yt, stride_yh, stride_zb, stride_zt, stride_zh, stride_ab, stride_at, stride_ah,
+    stride_dxb, stride_dxt, stride_dxh, stride_dgb, stride_dgt, stride_dgh,
     H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, C: tl.constexpr, NP: tl.constexpr,
-    PREC: tl.constexpr, ALL: tl.constexpr,
+    PREC: tl.constexpr, EARLY: tl.constexpr, OWN: tl.constexpr, GATE: tl.constexpr, PART: tl.constexpr,
+    LAST: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and, with ALL, dw and the gates' gradient, from those of the four products and of the carried q, k, w.
+    """dx from its products with y and z, which are later if x is EARLY, and with the vectors outside of the block.
 
-    First what later vectors give, then what earlier ones do; all is read where it is used, to spare registers.
+    p_dy, p_dz: gradients of these products, [B, nC, H, C, C], of the later vector by rows; of OWN of them the diagonal
+    counts, too. p_dc [B, T, H, K]: that of x as it is carried out of the block. With PART dx is added to p_part.
+    With GATE what x adds to the gates' gradient: for the first vector (of OWN = 2) it is stored, for the others added,
+    for the LAST one with what the whole block's decay gives.
     """
     i_b, i_h, r, R, i_n = block_of(T, H, C)
     o_c = tl.arange(0, C)
-    p_q += i_b * stride_qb + i_h * stride_qh + r * stride_qt
-    p_k += i_b * stride_kb + i_h * stride_kh + r * stride_kt
-    p_w += i_b * stride_wb + i_h * stride_wh + r * stride_wt
+    p_x += i_b * stride_xb + i_h * stride_xh + r * stride_xt
+    p_y += i_b * stride_yb + i_h * stride_yh + r * stride_yt
+    p_z += i_b * stride_zb + i_h * stride_zh + r * stride_zt
     p_a += i_b * stride_ab + i_h * stride_ah + r * stride_at
-    p_dq += i_b * stride_dqb + i_h * stride_dqh + r * stride_dqt
-    p_dk += i_b * stride_dkb + i_h * stride_dkh + r * stride_dkt
-    p_dw += i_b * stride_dwb + i_h * stride_dwh + r * stride_dwt
+    p_dx += i_b * stride_dxb + i_h * stride_dxh + r * stride_dxt
     p_dg += i_b * stride_dgb + i_h * stride_dgh + r * stride_dgt
     p_dm += ((i_b * N + r // C) * H + i_h) * (K * K)
     row = ((i_b * T + r) * H + i_h) * K
-    plane = B * tl.cdiv(T, C).to(tl.int64) * (H * C * C)
-    o_n0 = i_n * (C * C) + o_c * (C + 1)
-    p_qk, p_qw = p_da + i_n * (C * C) + o_c[:, None] * C + o_c[None, :], p_dpairs + i_n * (C * C)
-    p_qw += o_c[:, None] * C + o_c[None, :]
-    p_wk, p_ww = p_qw + plane, p_qw + 2 * plane
-    d_qk = tl.load(p_da + o_n0, mask=o_c < R, other=0.0)[:, None]
-    d_qw = tl.load(p_dpairs + o_n0)[:, None]
-    m_all, m_past = spans(o_c, 6)
+    p_dy += i_n * (C * C)
+    p_dz += i_n * (C * C)
+    o_cc = o_c[:, None] * C + o_c[None, :]
+    m_to, m_after = spans(o_c, 6)
     for c in range(0, BK, BC):
         o_n = c + tl.arange(0, BC)
         m_x = (o_c < R)[:, None] & (o_n < K)[None, :]
         o_x = row + o_c[:, None] * (H * K) + o_n[None, :]
         b_a = load_gates(p_a, o_c, o_n, stride_at, R, K)
+        b_x = load_tile(p_x, o_c, o_n, stride_xt, R, K, BK, True).to(tl.float32)
+        b_e = tl.exp2(add_gates(m_after if EARLY else m_to, b_a, NP))
+        d_y = tl.load(p_dc + o_x, mask=m_x, other=0.0).to(tl.float32) * b_e
         d_g = tl.zeros([C, BC], tl.float32)
-        b_x = load_tile(p_q, o_c, o_n, stride_qt, R, K, BK, True).to(tl.float32)
-        b_w = load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True).to(tl.float32)
-        d_q = d_qk * load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True) + d_qw * b_w
-        d_k, d_w = d_qk * b_x, d_qw * b_x
+        if GATE:
+            d_g = add_gates_of(d_g, m_after if EARLY else m_to, d_y * b_x, PREC)
+        d_x = d_y
+        if OWN > 0:
+            d_own = tl.load(p_dy + o_c * (C + 1), mask=o_c < R, other=0.0)[:, None]
+            d_x += d_own * load_tile(p_y, o_c, o_n, stride_yt, R, K, BK, True)
+        if OWN > 1:
+            d_own = tl.load(p_dz + o_c * (C + 1), mask=o_c < R, other=0.0)[:, None]
+            d_x += d_own * load_tile(p_z, o_c, o_n, stride_zt, R, K, BK, True)
         for i in tl.range(6, num_stages=1):
-            m_to, m_after = spans(o_c, i)
-            m_i = meet(o_c, i)
-            b_e, b_f = tl.exp2(add_gates(m_to, b_a, NP)), add_gates(m_after, b_a, NP)
-            b_x = carried(p_k, b_f, o_c, o_n, stride_kt, R, K, BK)
-            b_w = carried(p_w, b_f, o_c, o_n, stride_wt, R, K, BK)
-            b_d = tl.load(p_qk, mask=m_i & (o_c < R)[:, None], other=0.0)
-            b_y = tl.dot(b_d, b_x, input_precision=PREC)
-            b_y = tl.dot(tl.load(p_qw, mask=m_i, other=0.0), b_w, b_y, input_precision=PREC) * b_e
-            d_q += b_y
-            if ALL:
-                b_y *= load_tile(p_q, o_c, o_n, stride_qt, R, K, BK, True)
-                b_z = tl.dot(tl.load(p_wk, mask=m_i, other=0.0), b_x, input_precision=PREC)
-                b_z = tl.dot(tl.load(p_ww, mask=m_i, other=0.0), b_w, b_z, input_precision=PREC) * b_e
-                d_w += b_z
-                b_y += b_z * load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
-                d_g = add_gates_of(d_g, m_to, b_y, PREC)
-        b_e = tl.exp2(add_gates(m_all, b_a, NP))
-        b_y = tl.load(p_dqb + o_x, mask=m_x, other=0.0).to(tl.float32) * b_e
-        d_q += b_y
-        p_t = p_dq + o_c[:, None] * stride_dqt + o_n[None, :]
-        tl.store(p_t, d_q.to(p_dq.dtype.element_ty), mask=m_x)
-        if ALL:
-            b_y *= load_tile(p_q, o_c, o_n, stride_qt, R, K, BK, True)
-            b_z = tl.load(p_back + o_x, mask=m_x, other=0.0) * b_e
-            d_w += b_z
-            b_y += b_z * load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
-            d_g = add_gates_of(d_g, m_all, b_y, PREC)
-        for i in tl.range(6, num_stages=1):
-            m_to, m_after = spans(o_c, i)
-            m_i = meet(o_c, i)
-            b_e, b_f = add_gates(m_to, b_a, NP), tl.exp2(add_gates(m_after, b_a, NP))
-            b_x = carried(p_q, b_e, o_c, o_n, stride_qt, R, K, BK)
-            b_w = carried(p_w, b_e, o_c, o_n, stride_wt, R, K, BK)
-            b_d = tl.load(p_qk, mask=m_i & (o_c < R)[:, None], other=0.0)
-            b_y = tl.dot(tl.trans(b_d), b_x, input_precision=PREC)
-            b_d = tl.load(p_wk, mask=m_i, other=0.0)
-            b_y = tl.dot(tl.trans(b_d), b_w, b_y, input_precision=PREC) * b_f
-            d_k += b_y
-            if ALL:
-                b_y *= load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
-                b_d = tl.load(p_qw, mask=m_i, other=0.0)
-                b_z = tl.dot(tl.trans(b_d), b_x, input_precision=PREC)
-                b_d = tl.load(p_ww, mask=m_i, other=0.0)
-                b_z = tl.dot(tl.trans(b_d), b_w, b_z, input_precision=PREC) * b_f
-                d_w += b_z
-                b_y += b_z * load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
-                d_g = add_gates_of(d_g, m_after, b_y, PREC)
-        b_f = tl.exp2(add_gates(m_past, b_a, NP))
-        b_y = tl.load(p_dkb + o_x, mask=m_x, other=0.0).to(tl.float32) * b_f
-        d_k += b_y
-        p_t = p_dk + o_c[:, None] * stride_dkt + o_n[None, :]
-        tl.store(p_t, d_k.to(p_dk.dtype.element_ty), mask=m_x)
-        if ALL:
-            b_y *= load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
-            b_z = tl.load(p_forward + o_x, mask=m_x, other=0.0) * b_f
-            d_w += b_z
-            p_t = p_dw + o_c[:, None] * stride_dwt + o_n[None, :]
-            tl.store(p_t, d_w.to(p_dw.dtype.element_ty), mask=m_x)
-            b_y += b_z * load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
-            d_g = add_gates_of(d_g, m_past, b_y, PREC)
-            b_m = tl.load(p_dm + o_n * (K + 1), mask=o_n < K, other=0.0).to(tl.float32)
-            d_g += (b_m * tl.exp2(tl.sum(b_a, 0)))[None, :]
-            tl.store(p_dg + o_c[:, None] * stride_dgt + o_n[None, :], d_g, mask=m_x)
+            m_upto, m_past = spans(o_c, i)
+            m_i = meet(o_c, i) & (o_c < R)[:, None]
+            b_e = add_gates(m_upto if EARLY else m_past, b_a, NP)
+            b_d = tl.load(p_dy + o_cc, mask=m_i, other=0.0)
+            b_y = carried(p_y, b_e, o_c, o_n, stride_yt, R, K, BK)
+            d_y = tl.dot(tl.trans(b_d) if EARLY else b_d, b_y, input_precision=PREC)
+            b_d = tl.load(p_dz + o_cc, mask=m_i, other=0.0)
+            b_y = carried(p_z, b_e, o_c, o_n, stride_zt, R, K, BK)
+            d_y = tl.dot(tl.trans(b_d) if EARLY else b_d, b_y, d_y, input_precision=PREC)
+            d_y *= tl.exp2(add_gates(m_past if EARLY else m_upto, b_a, NP))
+            d_x += d_y
+            if GATE:
+                d_g = add_gates_of(d_g, m_past if EARLY else m_upto, d_y * b_x, PREC)
+        if PART:
+            d_x += tl.load(p_part + o_x, mask=m_x, other=0.0)
+        tl.store(p_dx + o_c[:, None] * stride_dxt + o_n[None, :], d_x.to(p_dx.dtype.element_ty), mask=m_x)
+        if GATE:
+            p_t = p_dg + o_c[:, None] * stride_dgt + o_n[None, :]
+            if OWN < 2:
+                d_g += tl.load(p_t, mask=m_x, other=0.0)
+            if LAST:
+                b_m = tl.load(p_dm + o_n * (K + 1), mask=o_n < K, other=0.0).to(tl.float32)
+                d_g += (b_m * tl.exp2(tl.sum(b_a, 0)))[None, :]
+            tl.store(p_t, d_g, mask=m_x)
 
 
 def decayed_backward(
@@ -266,15 +234,26 @@ def decayed_backward(
     path_decayed_block_bwd_kernel[grid](
         w, log_diag, kept.pairs, kept.x, d.diag, d.q, d.k, dpairs, back, forward, T, B, *gates, **given
     )
-    N, z, g = 0, dq, dq
+    N, g = 0, dq
     if dw is not None and dbeta is not None and dgates is not None:
-        N, z, g = d.m.shape[1], dw, dgates
+        N, g = d.m.shape[1], dgates
         path_decayed_product_bwd_kernel[grid](
             w, log_diag, beta, kept.pairs[3], kept.v, kept.x, d.m, dpairs[2], back, forward, dbeta, T, B, N, *gates,
             *beta.stride(), *dbeta.stride(), **given,
         )  # fmt: skip
-    path_decayed_pairs_bwd_kernel[grid](
-        q, k, w, log_diag, d.diag, dpairs, d.q, d.k, back, forward, d.m, dq, dk, z, g, T, B, N, *q.stride()[:3],
-        *k.stride()[:3], *gates, *dq.stride()[:3], *dk.stride()[:3], *z.stride()[:3], *g.stride()[:3], **given,
-        ALL=dw is not None,
-    )  # fmt: skip
+
+    def vector(
+        x: Tensor, y: Tensor, dy: Tensor, dz: Tensor, carried: Tensor, dx: Tensor, early: bool, own: int,
+        part: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        path_decayed_pairs_bwd_kernel[grid](
+            x, y, w, log_diag, dy, dz, carried, dx if part is None else part, dx, g, d.m, T, N, *x.stride()[:3],
+            *y.stride()[:3], *gates, *dx.stride()[:3], *g.stride()[:3], **given, EARLY=early, OWN=own,
+            GATE=dw is not None, PART=part is not None, LAST=part is not None,
+        )  # fmt: skip
+
+    vector(q, k, d.diag, dpairs[0], d.q, dq, False, 2)
+    vector(k, q, d.diag, dpairs[1], d.k, dk, True, 1)
+    if dw is not None:
+        vector(w, k, dpairs[1], dpairs[2], back, back, False, 0)
+        vector(w, q, dpairs[0], dpairs[2], forward, dw, True, 1, part=back)
