@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -38,6 +39,17 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 @click.version_option(package_name="attnzoo")
 def app() -> None:
     """Linear recurrences, each beside its dual softmax position encoding."""
+
+
+def number_or_text(kind: type) -> Callable[[str], Any]:
+    """An option that is a number or a text; what reads it says which of them there are."""
+
+    def read(given: str) -> Any:
+        with suppress(ValueError):
+            return kind(given)
+        return given
+
+    return read
 
 
 LATTICE = (
@@ -299,14 +311,31 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample among the likeliest of this weight.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the samples.")
 @click.option(
-    "--evict", type=float, metavar="EPS", help="Give up keys for which no later token can lose more weight than this."
+    "--evict",
+    type=number_or_text(float),
+    metavar="EPS",
+    help="Give up keys for which no later token can lose more weight than this; `offload`: they go to the host's "
+    "memory, and come back for a token that needs them.",
+)
+@click.option(
+    "--budget",
+    type=number_or_text(int),
+    metavar="TOKENS|SIZE",
+    help="What each layer that forgets may hold: tokens of each head, or memory such as `96 KiB`.",
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
 )
 def generate(
-    source: Path, prompt: str, max_tokens: int, evict: float | None, device: str, dtype: str | None, **sampling: Any
+    source: Path,
+    prompt: str,
+    max_tokens: int,
+    evict: float | str | None,
+    budget: int | str | None,
+    device: str,
+    dtype: str | None,
+    **sampling: Any,
 ) -> None:
     """Continue a text.
 
@@ -319,10 +348,9 @@ def generate(
     from attnzoo.training.subject import device_named
 
     loaded = load_text_model(source, device_named(device), getattr(torch, dtype) if dtype else None)
-    continuation = Continuation(loaded, prompt, max_tokens, evict, sampling)
-    texts = iter(continuation)
-    click.echo(prompt + next(texts), nl=False)  # what is wrong with the call is said before
-    for text in texts:
+    continuation = Continuation(loaded, prompt, max_tokens, evict, budget, sampling)
+    click.echo(prompt, nl=False)
+    for text in continuation:
         click.echo(text, nl=False)
     click.echo()
     for line in continuation.summary():

@@ -35,7 +35,7 @@ TINY = (
 )  # fmt: skip
 OWN = """
 from attnzoo.experiments.claims import AtLeast, AtMost, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Overlay, Size
 from attnzoo.experiments.probes import Wrong, WrongOver
 
 ERROR = "wrong answers"
@@ -55,6 +55,10 @@ EXPERIMENT = Experiment(
     ),
     grids=(Grid("both", ("row",), ("a", "b", "c"), (("fox", "none, one head", ""),), ERROR),),
     maps=("noise", "longer"),
+    overlays=(
+        Overlay("Both at once", "share", (("a fox", "fox", ERROR), ("no fox", "none, one head", ERROR)),
+                (("one point", "fox", "longer", "longer"),)),
+    ),
 )
 """
 
@@ -101,7 +105,8 @@ def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
     for expectation, verdict in outcome.verdicts(find(done)):
         assert expectation.text in page
         assert f">{verdict.word}</span>" in page
-    for text in ("Is a &lt;fox&gt; better", "the &lt;command&gt;", "On a GPU.", "a paper, Table 3", "none, one head"):
+    for text in ("Is a &lt;fox&gt; better", "the &lt;command&gt;", "On a GPU.", "a paper, Table 3", "none, one head",
+                 "Both at once", "a fox", "one point"):  # fmt: skip
         assert text in page
     assert not re.search(r'(?:src|href)="(?!#)|@import|url\((?!#)', page)  # nothing is loaded
     assert "**" in Path("out/result.md").read_text()
@@ -164,6 +169,27 @@ def test_stages_are_arms_or_single_runs(own):
     )  # fmt: skip
 
 
+def test_arm_after_another_starts_from_the_weights_of_the_same_seed(own):
+    arm = 'Arm("on", "nope", settings=("model.num_heads=1",), lrs=(1e-12,), after="none, one head"),'
+    Path(own).write_text(Path(own).read_text().replace("lrs=(0.1,))),", f"lrs=(0.1,)), {arm}),"))
+    experiment, plan = find(own), Plan(own, "cpu", Path("out"), 2, device="cpu")
+    before, after = (
+        [running.run_seed(plan, name, seed).validation for seed in (0, 1)] for name in ("none, one head", "on")
+    )
+    assert after == pytest.approx(before, rel=1e-6)
+    assert before[0] != before[1]
+    stages = [list(tasks) for _, tasks in running._stages(plan, experiment, 1)]
+    assert stages == [["fox", "none, one head"], ["on"]]
+    longer = replace(plan, overrides=("steps=3",))
+    assert not running._finished(longer, experiment, experiment.arm("on"))[1]
+    elsewhere = Path("out").rename("other")
+    assert len(running._finished(replace(plan, out=elsewhere), experiment, experiment.arm("on"))[1]) == 2
+    with pytest.raises(ValueError, match="unknown after, of the arm 'fox', 'on'"):
+        replace(experiment, arms=(replace(experiment.arm("fox"), after="on"), *experiment.arms[1:]))
+    with pytest.raises(ValueError, match="expected an arm with one learning rate, got 'fox' with 2"):
+        plan.config(experiment, replace(experiment.arm("on"), after="fox"), 0.1, 0)
+
+
 def test_run_that_diverges_is_no_choice_and_decides_nothing(done, monkeypatch):
     trained = running.train
 
@@ -189,7 +215,7 @@ def test_plan_goes_to_another_process(own):
 
 @pytest.mark.parametrize("name", names())
 def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
-    """Every arm is a model that can be built, every size a training; a tiny run of the first arm gives every number."""
+    """Every arm is a model that can be built, every size a training; tiny runs of its arms give every number."""
     monkeypatch.chdir(tmp_path)
     experiment = find(name)
     for size, arms in zip(experiment.sizes, (experiment.arms, *[experiment.arms[:1]] * 9), strict=False):
@@ -205,11 +231,16 @@ def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
     small = replace(experiment.sizes["cpu"], rows=2, tokens=600)
     experiment = replace(experiment, sizes={"cpu": small})
     plan = Plan(name, "cpu", Path("out"), 3, (*TINY, *data), "cpu")
-    run = run_once(plan, experiment, experiment.arms[0], 0.01, 0, measure=True)
-    assert list(run.values) == [probe.name for probe in experiment.probes]
-    for found in run.values.values():
-        assert found
-        assert all(map(math.isfinite, found.values()))
+    missing = {probe.name for probe in experiment.probes}
+    for arm in experiment.arms:
+        lr = (arm.lrs or small.lrs)[0]
+        run = run_once(plan, experiment, arm, lr, 0, measure=True)
+        assert list(run.values) == [probe.name for probe in experiment.probes]
+        assert all(math.isfinite(x) for found in run.values.values() for x in found.values())
+        missing -= {probe for probe, found in run.values.items() if found}
+        if not missing:
+            break
+    assert not missing
 
 
 @pytest.mark.gpu
@@ -245,7 +276,8 @@ def test_page_of_results_says_what_was_run():
         measured = find(name).measured
         assert ("not yet run" in row) == (not measured)
         for each in measured:
-            assert f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)" in row
+            assert page.count(f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)") == 2
+            assert f"(../figures/out/result-{name.replace('_', '-')}-{each.size}.svg)" in page
 
 
 def test_outcome_that_was_changed_is_refused(done):

@@ -16,7 +16,7 @@ from attnzoo import list_variants
 from attnzoo.algebra import forgetting as dense
 from attnzoo.algebra.forgetting import Forgetting, room
 from attnzoo.forms.forgetting_cache import swap_delete
-from attnzoo.models import Generator, LanguageModel
+from attnzoo.models import LanguageModel
 from attnzoo.models.config import ModelConfig
 
 SOFTMAX = list_variants("softmax")
@@ -187,8 +187,6 @@ def test_a_model_generates_within_a_budget():
     assert model.generate(prompt, 8, temperature=0, budget=6).shape == (2, 28)
     free = model.generate(prompt, 8, temperature=0)
     assert torch.equal(free, model.generate(prompt, 8, temperature=0, budget=1000))
-    with pytest.raises(ValueError, match="got some that forget"):
-        Generator(model, 1, 64)
     plain = LanguageModel(ModelConfig(attention="fox", hidden_size=16, num_layers=1, num_heads=2))
     with pytest.raises(ValueError, match="budget: expected None"):
         plain.generate(prompt, 2, budget=6)

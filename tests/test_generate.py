@@ -1,6 +1,7 @@
 """`attnzoo generate` continues a text as the model does, from a run and from a model folder, and says how."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -57,18 +58,44 @@ def test_keys_given_up_are_said_by_layer_and_head(run):
     options = ("--prompt", PROMPT, "--max-tokens", 9, "--temperature", 0, "--device", "cpu")
     text, said = ran(run, *options, "--evict", 1e-4)
     assert text == ran(run, *options)[0]
-    assert "keys kept per head, layer 1: 20 20\n" in said
-    assert "for keys that are gone, no token lost more than 0.0001 of its weight\n" in said
+    assert "keys kept per head, layer 1, of 20: 20 20\n" in said
+    assert "for keys that were given up, no token lost more than 0.0001 of its weight\n" in said
     with pytest.raises(ValueError, match="evict: expected a weight in"):
         ran(run, *options, "--evict", 2)
 
 
+def test_a_run_whose_layers_forget_goes_on_within_a_budget(run):
+    layers = "model.attention=[mamba2,{name: fox, options: {forgetting: {window: 2, width: 4}}}]"
+    sizes = "model={hidden_size: 32, intermediate_size: 32, num_layers: 2, num_heads: 2}"
+    done = train(config_of(run.parent, "forgets", layers, sizes, "forgetting={distill_steps: 2, anneal_steps: 6}"))
+    half = shutil.copytree(done, run.parent / "half")
+    shutil.rmtree(half / "checkpoints" / "step-00000008")
+    options = ("--prompt", PROMPT, "--max-tokens", 20, "--temperature", 0, "--device", "cpu")
+    model, _ = load_run(done)
+    with torch.no_grad():
+        tokens = model.generate(torch.tensor([encode(PROMPT)]), 20, temperature=0, budget=5)[0].tolist()
+    text, said = ran(done, *options, "--budget", 5)
+    assert text == decode(tokens[: tokens.index(0, len(PROMPT)) if 0 in tokens[len(PROMPT) :] else None]) + "\n"
+    found = re.search(r"keys kept per head, layer 1, of 31: (\d+) (\d+)\n", said)
+    assert found
+    assert 2 <= max(map(int, found.groups())) <= 5
+    assert "layers that forget gave up keys as they were trained to" in said
+    with pytest.raises(ValueError, match=r"got one that learns it \(blend = 0\.\d+, 1 from"):
+        ran(half, *options)
+    with pytest.raises(ValueError, match="budget: expected None .no layer forgets., got 5"):
+        ran(run, *options, "--budget", 5)
+
+
 def test_what_cannot_be_continued_is_refused_by_name(run, tmp_path):
-    with pytest.raises(FileNotFoundError, match="expected a run or a model folder, got"):
-        ran(tmp_path, "--prompt", "a")
+    with pytest.raises(FileNotFoundError, match="expected a run or a model folder, got .*, which does not exist"):
+        ran(tmp_path / "nothing", "--prompt", "a")
+    with pytest.raises(FileNotFoundError, match=r"neither config.yaml nor config.json \(perhaps '.*run'\?\)"):
+        ran(run.parent, "--prompt", "a")
+    with pytest.raises(FileNotFoundError, match="which is a file"):
+        ran(run / "config.yaml", "--prompt", "a")
     with pytest.raises(ValueError, match="top_p: expected above 0 and at most 1, got 2.0"):
         ran(run, "--prompt", "a", "--top-p", 2, "--device", "cpu")
-    with pytest.raises(ValueError, match="prompt: expected shape .* with at least one token"):
+    with pytest.raises(ValueError, match="prompt: expected a text of at least one token, got ''"):
         ran(run, "--prompt", "", "--device", "cpu")
     wrong = ["generate", str(run), "--prompt", "a", "--temperature", "-1"]
     refused = CliRunner().invoke(cli.app, wrong)

@@ -1,5 +1,7 @@
 """Properties of the pages that keys are kept in."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -114,6 +116,30 @@ def test_the_memory_of_free_pages_is_given_back() -> None:
     assert pool.bytes() < size
     pool.append(*tokens(1))
     check(pool, *(torch.cat([x[2], y[2]]) for x, y in zip(parts, tokens(1), strict=True)), row=2)
+
+
+@pytest.mark.parametrize("number", [5, PAGE - 1, PAGE, PAGE + 40, 170])
+def test_tokens_are_taken_back_across_closed_gates(number: int) -> None:
+    """What the pool says is as if they had never been, and so is what follows them."""
+    k, v, g = tokens(200)
+    g[:, [3, 63, 64, 101, 140, 160]] = -math.inf
+    g[1, :, 2] = -math.inf
+    lengths, more = [number, 90, 200], tuple(x[:, 100:150] for x in (k, v, g))
+    pool, shorter = (KeyPool.empty(B, G, R, K, V, dtype=torch.float32) for _ in range(2))
+    pool.append(k, v, g)
+    pool.crop(lengths)
+    shorter.append(k, v, g, torch.arange(200) < torch.tensor(lengths)[:, None])
+    for _ in range(2):
+        assert pool.since is not None
+        assert shorter.since is not None
+        assert torch.equal(pool.since, shorter.since)
+        assert torch.equal(pool.first, shorter.first)
+        assert torch.equal(pool.certified(-9.0, None), shorter.certified(-9.0, None))
+        for b in range(B):
+            for a, c in zip(pool.gather(b, 1), shorter.gather(b, 1), strict=True):
+                assert a == c if isinstance(a, int) else torch.allclose(a, c, rtol=0, atol=1e-5)
+        for one in (pool, shorter):
+            one.append(*more)
 
 
 def test_a_sequence_of_another_pool_goes_on_here() -> None:

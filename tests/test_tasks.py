@@ -34,7 +34,8 @@ def parity(row, last_only=False):
     return [NOTHING] * (len(row) - 1) + ones[-1:] if last_only else ones
 
 
-def word_problem(row, group="S5"):
+def word_problem(row, group="S5", tokens=None):
+    assert tokens is None or len(set(row)) == tokens
     things = list(range(int(group[1])))
     answers = []
     for word in row:
@@ -130,6 +131,7 @@ CASES = [
     ("flip_flop", {}, 64), ("flip_flop", {"p_ignore": 0.98}, 512), ("flip_flop", {"p_ignore": 0.1}, 4),
     ("parity", {}, 33), ("parity", {"last_only": True}, 40),
     *(("word_problem", {"group": group}, 128) for group in ("S3", "S4", "S5", "A4", "A5")),
+    ("word_problem", {"group": "A5", "tokens": 3}, 64),
     ("mqar", {}, 64), ("mqar", {"pairs": 16, "power": 1.0}, 64), ("mqar", {"vocab_size": 20, "pairs": 8}, 47),
     ("forgetting_mqar", {}, 64), ("forgetting_mqar", {"updates": 8, "vocab_size": 20}, 50),
     ("nth_last_value", {}, 64), ("nth_last_value", {"n": 3, "vocab_size": 12}, 33), ("nth_last_value", {"n": 1}, 40),
@@ -188,6 +190,15 @@ def test_groups_are_closed_and_of_their_sizes():
         assert set(words) <= {"".join(p) for p in permutations("01234"[: int(group[1])])}
 
 
+@pytest.mark.parametrize("tokens", [2, 3, 4])
+def test_few_elements_make_the_whole_group(tokens):
+    task = build_task("word_problem", {"group": "A5", "tokens": tokens})
+    rows = [Examples(task, 400)[i] for i in range(5)]
+    used = set(np.concatenate([row for row, _ in rows]).tolist())
+    assert len(used) == tokens
+    assert set(np.concatenate([answers for _, answers in rows]).tolist()) == set(range(60))
+
+
 def test_needle_lies_at_its_depth():
     for depth in (0.0, 0.25, 1.0):
         task = build_task("needle", {"depth": depth})
@@ -223,6 +234,7 @@ def test_data_of_a_task():
         ({"task_options": {"p_ignore": "often"}}, "p_ignore: expected a number"),
         ({"task_options": {"p_ignore": 1.5}}, "p_ignore: expected 0 to 1, got 1.5"),
         ({"source": "task:word_problem", "task_options": {"group": "S6"}}, "unknown group 'S6'"),
+        ({"source": "task:word_problem", "task_options": {"tokens": 1}}, "tokens: expected 2 to 120, got 1"),
         ({"source": "task:needle", "task_options": {"mode": "hard"}}, "unknown mode 'hard'"),
         ({"source": "task:frequent_words"}, "data.context_length=16.*length: expected more tokens"),
         ({"source": "task:mqar", "task_options": {"pairs": 5}}, "context_length=16.*expected at least 20 tokens"),

@@ -18,18 +18,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.algebra.forgetting import Forgetting, contributions, least, running_mean, shares, squashed
+from attnzoo.algebra.forgetting import Forgetting, least
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import negligible
 from attnzoo.errors import unknown
 from attnzoo.evaluation.losses import Array, token_losses
-from attnzoo.forms.forgetting import Panel
+from attnzoo.forms.forgetting import remembered_of, retention_of
 from attnzoo.forms.forgetting_goal import pooled
 from attnzoo.forms.panels import Logits
 from attnzoo.forms.protocol import Call
@@ -39,10 +40,12 @@ from attnzoo.layer.forgetting import Forget
 from attnzoo.registry import Variant
 
 RULES = ("window", "sinks", "h2o", "snapkv", "retention", "utility")
+BY_ATTENTION = ("h2o", "snapkv")
 UNLIMITED = ("certified", "forgets")  # rules without a budget
+OF_NETWORKS = ("retention", "forgets")  # rules that ask the layers' forget networks
 _BY_PLACE = {"window": 0, "sinks": 4}  # and the first tokens that are kept beside the last ones
 OBSERVED = 16
-PAIRS = {"cpu": 2**21, "cuda": 2**24}  # of a row and a key, in a pass, if a window has no more
+PAIRS = {"cpu": 2**21, "cuda": 2**25}  # of a row and a key, in a pass, if a window has no more
 FOR_EVER = 1e9  # the score of what a rule never gives up
 
 
@@ -54,7 +57,7 @@ class _Seen:
     budget: int
     age: Tensor  # of each key, [T]
     total: Tensor  # of the weights that rows so far gave to each key, mean over a group's heads, [B, G, T]
-    observed: Tensor  # that of the last rows, [B, G, T]
+    last: Sequence[Tensor]  # that of each of the last rows, [B, G, T]
     given: Tensor | None  # scores that were known beforehand, [B, G, T, T]
     window: int  # that the forget network never gives up
 
@@ -64,7 +67,7 @@ def _h2o(seen: _Seen) -> Tensor:
 
 
 def _snapkv(seen: _Seen) -> Tensor:
-    return seen.observed.masked_fill(seen.age < min(OBSERVED, seen.budget // 2), FOR_EVER)
+    return torch.stack(tuple(seen.last)).sum(0).masked_fill(seen.age < min(OBSERVED, seen.budget // 2), FOR_EVER)
 
 
 def _given(seen: _Seen) -> Tensor:
@@ -85,10 +88,14 @@ def needed(logits: Tensor, v: Tensor) -> Tensor:
         logits: ``[B, H, T, T]``, -inf where a row sees nothing.
         v: ``[B, T, G, V]``.
     """
-    causal = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
-    s = contributions(logits.softmax(-1), v)
-    found = pooled(least(s.double()).log(), causal, Forgetting(pool="power"), 1.0)
-    return found.masked_fill(~causal, 0.0).to(s.dtype)
+    causal, found = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(), []
+    for a, values in zip(logits, v.to(logits.dtype).transpose(1, 2), strict=True):  # few of them fit into memory
+        weights = a.softmax(-1).unflatten(0, (values.shape[0], -1))  # [G, R, T, T]
+        output = (weights @ values[:, None]).square().sum((1, 3))
+        log_s = least(weights.double().square().sum(1)).log() + least(values.double().square().sum(-1)).log()[:, None]
+        log_s = log_s - least(output.double()).log()[..., None]
+        found.append(pooled(log_s[None], causal, Forgetting(), 1.0).to(a.dtype).masked_fill(~causal, 0.0))
+    return torch.cat(found)
 
 
 def held_keys(
@@ -118,18 +125,18 @@ def held_keys(
         return (((age < budget - first) | (index < first)) & (age >= 0)).expand(B, heads, T, T)
     held = torch.zeros(B, heads, T, dtype=torch.bool, device=logits.device)
     total, last = logits.new_zeros(B, heads, T), deque[Tensor](maxlen=OBSERVED)
-    rows, index = [], torch.arange(T, device=logits.device)
+    rows, index, attended = [], torch.arange(T, device=logits.device), rule in BY_ATTENTION
     for t in range(T):
         held = held | (index == t)
         if t >= budget:
-            observed = torch.stack(tuple(last)).sum(0)
-            score = _SCORES[rule](_Seen(t, budget, t - index, total, observed, given, window))
-            score = score.masked_fill(~held, torch.inf).masked_fill(index == t, torch.inf)
+            score = _SCORES[rule](_Seen(t, budget, t - index, total, last, given, window))
+            score = score.masked_fill(~held | (index == t), torch.inf)
             held = held & (index != score.argmin(-1, keepdim=True))
-        mask = held.repeat_interleave(H // heads, 1)
-        now = logits[:, :, t].masked_fill(~mask, -torch.inf).softmax(-1)
-        last.append(now.unflatten(1, (heads, -1)).mean(2))
-        total = total + last[-1]
+        if attended:
+            mask = held.repeat_interleave(H // heads, 1)
+            now = logits[:, :, t].masked_fill(~mask, -torch.inf).softmax(-1)
+            last.append(now.unflatten(1, (heads, -1)).mean(2))
+            total = total + last[-1]
         rows.append(held)
     return torch.stack(rows, 2)
 
@@ -146,6 +153,7 @@ class Limited(nn.Module):
 
     Attributes:
         held: by call, the mean number of keys that a row sees.
+        late: likewise, of the last quarter of the rows.
         last: which keys the rows of the last call saw, ``[B, G, T, T]``.
     """
 
@@ -155,6 +163,7 @@ class Limited(nn.Module):
         self.network = layer.forget
         self.rule, self.budget, self.eps = rule, budget, eps
         self.held: list[float] = []
+        self.late: list[float] = []
         self.last: Tensor | None = None
 
     def run(self, variant: Variant, form: str, call: Call, policy: Any = None) -> tuple[Tensor, None]:
@@ -168,8 +177,10 @@ class Limited(nn.Module):
             F.pad(panels.panel(start, stop, panels.exists(start, stop)), (0, 0, start, 0), value=-torch.inf)
             for start, stop in panels.panels()
         ], -1)  # fmt: skip
-        held = self._held(call, a, G)
-        self.held.append(float(held.sum(-1).double().mean()))
+        held = self._held(call, panels, a)
+        seen = held.sum(-1).double()
+        self.held.append(float(seen.mean()))
+        self.late.append(float(seen[..., T * 3 // 4 :].mean()))
         self.last = held
         a = a.masked_fill(~held.repeat_interleave(H // G, 1), -torch.inf)
         if (sink := given.get("sink")) is not None:
@@ -177,13 +188,13 @@ class Limited(nn.Module):
         values = expand_heads(call.v, H).to(a.dtype).transpose(1, 2)
         return (a.softmax(-1)[..., :T] @ values).transpose(1, 2).to(call.v.dtype), None
 
-    def _held(self, call: Call, a: Tensor, G: int) -> Tensor:
-        T, causal = a.shape[-1], torch.ones(a.shape[-2:], dtype=torch.bool, device=a.device).tril()
+    def _held(self, call: Call, panels: Logits, a: Tensor) -> Tensor:
+        G, T, causal = panels.heads, a.shape[-1], torch.ones(a.shape[-2:], dtype=torch.bool, device=a.device).tril()
         if self.rule == "certified":
             return ~self._certified(call) & causal
         scores, window = None, 1
-        if self.rule in ("retention", "forgets"):
-            scores, window = self._retention(call, a, G)
+        if self.rule in OF_NETWORKS:
+            scores, window = self._retention(call, panels)
             if self.rule == "forgets":
                 assert isinstance(self.network, Forget)
                 return (scores >= self.network.options.threshold) & causal
@@ -191,20 +202,16 @@ class Limited(nn.Module):
             scores = needed(a, call.v)
         return held_keys(a, self.rule, min(self.budget, T), scores, heads=G, window=window)
 
-    def _retention(self, call: Call, a: Tensor, G: int) -> tuple[Tensor, int]:
+    def _retention(self, call: Call, panels: Logits) -> tuple[Tensor, int]:
         network = self.network
         if not isinstance(network, Forget):
             raise ValueError(f"rule: expected a layer that forgets for {self.rule!r}, got one without forgetting")
-        options = network.options
-        join = network.join(network.of_keys(call.k, call.v), network.of_rows(call.q))
-        index = torch.arange(a.shape[-1], device=a.device)
-        age = index[:, None] - index
-        features: tuple[Tensor, ...] = ()
-        if options.of_pairs:
-            features = squashed(a).unflatten(1, (G, -1)).mean(2), running_mean(shares(a, G), options.memory)
-        r = join(Panel(0, len(index), age[None, None], *features)).sigmoid()
-        r = r.masked_fill(age < options.window, 1.0)
-        return r.cummin(-2).values if options.monotone else r, options.window
+        join, found = network.join(network.of_keys(call.k, call.v), network.of_rows(call.q)), []
+        for start, stop in panels.panels():
+            there = panels.exists(start, stop)
+            x, age, _ = retention_of(panels, panels.panel(start, stop, there), start, stop, join, network.options)
+            found.append(F.pad(remembered_of(x, age, there, network.options), (0, 0, start, 0)))
+        return torch.cat(found, -1), network.options.window
 
     def _certified(self, call: Call) -> Tensor:
         """Which keys no row needs from row t on, ``[B, G, T, T]``."""
@@ -240,7 +247,7 @@ def limited(model: nn.Module, rule: str, budget: int = 0, eps: float = 1e-4) -> 
 def knows(model: nn.Module, rule: str) -> bool:
     """Whether every softmax layer of a model has what a rule goes by, and there is one."""
     layers = [m for m in model.modules() if isinstance(m, Attention) and m.variant.side == "softmax"]
-    if rule in ("retention", "forgets"):
+    if rule in OF_NETWORKS:
         return bool(layers) and all(layer.forget is not None for layer in layers)
     if rule == "certified":
         return bool(layers) and all(layer.variant.prunable and layer.config.qk_norm != "none" for layer in layers)
@@ -280,12 +287,14 @@ class Point:
         budget: keys that each head could hold; 0 for no limit.
         held: keys that a row saw, mean over rows, heads and layers.
         loss: nats per token.
+        late: keys that a row of the last quarter saw, likewise.
     """
 
     rule: str
     budget: int
     held: float
     loss: float
+    late: float
 
 
 def loss_within(
@@ -301,11 +310,13 @@ def loss_within(
         batch_size: windows per forward pass; None for as many as :data:`PAIRS` says.
     """
     points = []
-    batch_size = batch_size or max(1, PAIRS["cpu" if windows.device.type == "cpu" else "cuda"] // windows.shape[1] ** 2)
+    batch_size = batch_size or max(
+        1, PAIRS["cpu" if windows.device.type == "cpu" else "cuda"] // (windows.shape[1] - 1) ** 2
+    )
     for rule in rules:
         for budget in [0] if rule in UNLIMITED else budgets:
             with limited(model, rule, budget, eps) as layers:
                 losses: Array = token_losses(model, windows, batch_size)
-            held = [x for layer in layers for x in layer.held]
-            points.append(Point(rule, budget, sum(held) / len(held), float(losses[:, skip:].mean())))
+            held, late = (fmean(x for layer in layers for x in getattr(layer, name)) for name in ("held", "late"))
+            points.append(Point(rule, budget, held, float(losses[:, skip:].mean()), late))
     return points

@@ -29,6 +29,7 @@ class Arm:
         options: of its layers, beside those of all arms.
         settings: `key=value` of the training, after those of the size.
         lrs: the learning rates it is tried at, where they are not the size's.
+        after: an arm before this one, with one learning rate: from the weights of its run with the same seed.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Arm:
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
     lrs: tuple[float, ...] = ()
+    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,14 @@ class Size:
         lrs: the learning rates that every arm is tried at, with the first seed.
         rows: of a task, that each probe asks.
         tokens: of held-out text, that each probe reads.
+        after: `key=value` of the training of arms that start from others, behind `settings`.
     """
 
     settings: tuple[str, ...]
     lrs: tuple[float, ...]
     rows: int = 256
     tokens: int = 65536
+    after: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         at_least(self, 1, "rows", "tokens")
@@ -99,6 +103,28 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Overlay:
+    """Numbers of several arms in one picture, with their standard errors over the seeds.
+
+    Args:
+        title: above it.
+        axis: what the numbers are.
+        curves: label, arm and probe of each, over the places of the probes, which are the same.
+        points: label, arm, probe of the place and probe of the number of each, at their only places.
+    """
+
+    title: str
+    axis: str
+    curves: tuple[tuple[str, str, str], ...]
+    points: tuple[tuple[str, str, str, str], ...] = ()
+
+    @property
+    def values(self) -> list[Value]:
+        """What it shows."""
+        return [Value(arm, probe) for _, arm, *probes in (*self.curves, *self.points) for probe in probes]
+
+
+@dataclass(frozen=True)
 class Measured:
     """A result that is kept in the documentation.
 
@@ -130,6 +156,7 @@ class Experiment:
         options: of the layers of all arms.
         seeds: runs per arm.
         grids: tables of arms that the page shows.
+        overlays: pictures of several arms and probes, at the top of the page.
         maps: probes with the same places, which the page shows as a table of places and probes for each arm.
         measured: results that are recorded.
 
@@ -147,6 +174,7 @@ class Experiment:
     options: Mapping[str, Any] = field(default_factory=dict)
     seeds: int = 3
     grids: tuple[Grid, ...] = ()
+    overlays: tuple[Overlay, ...] = ()
     maps: tuple[str, ...] = ()
     measured: tuple[Measured, ...] = ()
 
@@ -158,15 +186,23 @@ class Experiment:
                 raise ValueError(f"{kind}: expected some, with distinct names, got {', '.join(names) or 'none'}")
         claimed = [value for expectation in self.expectations for value in expectation.claim.values]
         gridded = [Value(arm, grid.probe) for grid in self.grids for row in grid.arms for arm in row if arm]
-        for value in (*claimed, *gridded, *(Value(self.arms[0].name, probe) for probe in self.maps)):
+        shown = [value for overlay in self.overlays for value in overlay.values]
+        for value in (*claimed, *gridded, *shown, *(Value(self.arms[0].name, probe) for probe in self.maps)):
             if value.arm not in self.arm_names:
-                raise unknown("arm of a claim or a grid", value.arm, self.arm_names)
+                raise unknown("arm of a claim or a picture", value.arm, self.arm_names)
             if value.probe not in (probe.name for probe in self.probes):
-                raise unknown("probe of a claim, a grid or a map", value.probe, [probe.name for probe in self.probes])
+                raise unknown("probe of a claim or a picture", value.probe, [probe.name for probe in self.probes])
+        for number, arm in enumerate(self.arms):
+            if arm.after and arm.after not in self.arm_names[:number]:
+                raise unknown(f"after, of the arm {arm.name!r},", arm.after, self.arm_names[:number])
 
     @property
     def arm_names(self) -> list[str]:
         return [arm.name for arm in self.arms]
+
+    def arm(self, name: str) -> Arm:
+        """The arm of that name."""
+        return self.arms[self.arm_names.index(name)]
 
     def judged(self, size: str) -> list[Expectation]:
         """The expectations that can be judged at a size."""

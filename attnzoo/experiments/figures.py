@@ -157,7 +157,7 @@ def curves(
             mark[1], (mark[0], 1), (3, -9), xycoords=("data", "axes fraction"), textcoords="offset points",
             color=MUTED, fontsize=9,
         )  # fmt: skip
-    _name_line_ends(axes, lines, right, names_width)
+    name_line_ends(axes, lines, right, names_width)
     return figure
 
 
@@ -322,7 +322,7 @@ def quiet(axes: Axes) -> None:
     axes.xaxis.label.set(color=MUTED, fontsize=10)
 
 
-def _name_line_ends(axes: Axes, lines: Sequence[Line], right: float, characters: int) -> None:
+def name_line_ends(axes: Axes, lines: Sequence[Line], right: float, characters: int) -> None:
     """Write each label right of its curve's end, pushed apart where they would collide."""
     box = axes.get_position()
     longest = max([characters, *(len(line.label) for line in lines)])

@@ -16,7 +16,7 @@ from attnzoo.data import Data, heldout_windows
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.evaluation import Array, gate_maps, token_losses
 from attnzoo.evaluation.answers import measure_answers
-from attnzoo.evaluation.memory import UNLIMITED, knows, limited, loss_within
+from attnzoo.evaluation.memory import OF_NETWORKS, UNLIMITED, knows, limited, loss_within
 from attnzoo.evaluation.pruning import pruning
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
@@ -217,7 +217,8 @@ class AddedLoss:
 
     Args:
         name: what a reader sees.
-        rule: which keys go (:mod:`attnzoo.evaluation.memory`); nothing is measured where the layers do not know it.
+        rule: which keys go (:mod:`attnzoo.evaluation.memory`); nothing is measured where the layers do not know it,
+            nor what is that of another run: a rule that asks no network, where a network alone was trained.
         shares: of the training context, that a head may hold; for ``certified`` and ``forgets`` the limit is their own.
     """
 
@@ -231,7 +232,7 @@ class AddedLoss:
         return "" if self.rule in UNLIMITED else "keys held, of the training context"
 
     def measure(self, subject: Subject) -> dict[float, float]:
-        if not knows(subject.model, self.rule):
+        if not _measures(subject, self.rule):
             return {}
         windows, T = subject.windows(1.0), subject.config.data.context_length
         [whole] = loss_within(subject.model, windows, ["window"], [T])
@@ -245,7 +246,8 @@ class AddedLoss:
 
 @dataclass(frozen=True)
 class KeysHeld:
-    """The share of its tokens that a row sees, mean over rows, heads and layers, with ``certified`` or ``forgets``."""
+    """What a head holds with ``certified`` or ``forgets``, as a share of the training context: the mean over heads,
+    layers and the last quarter of the rows."""
 
     name: str
     rule: str
@@ -253,10 +255,15 @@ class KeysHeld:
     percent: bool = True
 
     def measure(self, subject: Subject) -> dict[float, float]:
-        if not knows(subject.model, self.rule):
+        if not _measures(subject, self.rule):
             return {}
-        [point] = loss_within(subject.model, subject.windows(1.0), [self.rule], [])
-        return {1.0: point.held / ((subject.config.data.context_length + 1) / 2)}
+        T = subject.config.data.context_length
+        if subject.config.data.task is None:
+            [point] = loss_within(subject.model, subject.windows(1.0), [self.rule], [])
+            return {1.0: point.late / T}
+        with limited(subject.model, self.rule) as layers:
+            _wrong(subject, {}, 1.0)
+        return {1.0: statistics.fmean(x for layer in layers for x in layer.late) / T}
 
 
 @dataclass(frozen=True)
@@ -270,13 +277,13 @@ class WrongWithin:
 
     @property
     def places(self) -> str:
-        return "keys held, of the training context"
+        return "" if self.rule in UNLIMITED else "keys held, of the training context"
 
     def measure(self, subject: Subject) -> dict[float, float]:
-        if not knows(subject.model, self.rule):
+        if not _measures(subject, self.rule):
             return {}
         found = {}
-        for share in self.shares:
+        for share in (1.0,) if self.rule in UNLIMITED else self.shares:
             with limited(subject.model, self.rule, max(1, round(share * subject.config.data.context_length))):
                 found[share] = _wrong(subject, {}, 1.0)
         return found
@@ -294,6 +301,10 @@ class Speed:
         return {
             1.0: statistics.median(row["tokens_per_second"] for row in subject.metrics if row["kind"] == "train") / 1e3
         }
+
+
+def _measures(subject: Subject, rule: str) -> bool:
+    return knows(subject.model, rule) and (rule in OF_NETWORKS or not subject.config.forgetting.alone)
 
 
 def _wrong(subject: Subject, options: Mapping[str, Any], length: float) -> float:

@@ -66,17 +66,29 @@ class Plan:
 
     def config(self, experiment: Experiment, arm: Arm, lr: float, seed: int) -> TrainConfig:
         """The training of one run."""
-        given = (*experiment.settings, *find_size(experiment, self.size).settings, *arm.settings)
+        size = find_size(experiment, self.size)
+        given = (*experiment.settings, *size.settings, *(size.after if arm.after else ()), *arm.settings)
         own = (f"device={self.device}", f"optimizer.lr={lr}", f"seed={seed}", f"data.seed={seed}")
         settings = read_settings([*ALWAYS, *given, *own])
         model = {"attention": arm.variant, "attention_options": {**experiment.options, **arm.options}}
         settings["model"] = {**settings.get("model", {}), **model}
-        settings["output_dir"] = str(self.out / folder_of(arm) / f"lr{lr:g}-seed{seed}")
+        settings["output_dir"] = self._folder(arm, lr, seed)
+        if arm.after:
+            before = experiment.arm(arm.after)
+            rates = before.lrs or size.lrs
+            if len(rates) > 1:
+                raise ValueError(
+                    f"after: expected an arm with one learning rate, got {before.name!r} with {len(rates)}"
+                )
+            settings["start_from"] = self._folder(before, rates[0], seed)
         config = load_config(settings, self.overrides)
         if config.data.task is not None:
             words = len(build_task(config.data.task, config.data.task_options).words)
             config = replace(config, model=replace(config.model, vocab_size=words))
         return config
+
+    def _folder(self, arm: Arm, lr: float, seed: int) -> str:
+        return str(self.out / folder_of(arm) / f"lr{lr:g}-seed{seed}")
 
 
 def folder_of(arm: Arm) -> str:
@@ -185,19 +197,24 @@ def _stages(
     plan: Plan, experiment: Experiment, jobs: int
 ) -> Iterator[tuple[Callable[..., object], dict[str, tuple[Any, ...]]]]:
     """Work for processes, label -> arguments, a stage after the other: arms, or single runs where there are more
-    processes than arms."""
-    if jobs <= len(experiment.arms):
-        yield run_arm, {arm.name: (plan, arm.name) for arm in experiment.arms}
-        return
-    rates = [(arm.name, lr) for arm in experiment.arms for lr in _rates(plan, experiment, arm)]
-    yield run_rate, {f"{name}, learning rate {lr:g}": (plan, name, lr) for name, lr in rates}
-    seeds = [(arm.name, seed) for seed in range(plan.seeds) for arm in experiment.arms]
-    yield run_seed, {f"{name}, seed {seed}": (plan, name, seed) for name, seed in seeds}
+    processes than arms; those that start from other arms are later than these."""
+    depth: dict[str, int] = {}
+    for arm in experiment.arms:
+        depth[arm.name] = depth[arm.after] + 1 if arm.after else 0
+    for late in range(max(depth.values()) + 1):
+        arms = [arm for arm in experiment.arms if depth[arm.name] == late]
+        if jobs <= len(arms):
+            yield run_arm, {arm.name: (plan, arm.name) for arm in arms}
+            continue
+        rates = [(arm.name, lr) for arm in arms for lr in _rates(plan, experiment, arm)]
+        yield run_rate, {f"{name}, learning rate {lr:g}": (plan, name, lr) for name, lr in rates}
+        seeds = [(arm.name, seed) for seed in range(plan.seeds) for arm in arms]
+        yield run_seed, {f"{name}, seed {seed}": (plan, name, seed) for name, seed in seeds}
 
 
 def _find(plan: Plan, name: str) -> tuple[Experiment, Arm]:
     experiment = find(plan.name)
-    return experiment, next(arm for arm in experiment.arms if arm.name == name)
+    return experiment, experiment.arm(name)
 
 
 def _rates(plan: Plan, experiment: Experiment, arm: Arm) -> tuple[float, ...]:
@@ -218,7 +235,11 @@ def _finished(plan: Plan, experiment: Experiment, arm: Arm) -> tuple[list[Traine
 def _place(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int) -> tuple[Path, str]:
     """The folder of a run, and the key of what is to be measured of it."""
     config = plan.config(experiment, arm, lr, seed)
-    return Path(config.output_dir), _key(config, experiment, find_size(experiment, plan.size))
+    key = _key(config, experiment, find_size(experiment, plan.size), arm.after)
+    if arm.after:
+        before = experiment.arm(arm.after)
+        key += _place(plan, experiment, before, _rates(plan, experiment, before)[0], seed)[1]
+    return Path(config.output_dir), key
 
 
 def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool) -> Trained:
@@ -260,9 +281,10 @@ def _measured(experiment: Experiment, arm: Arm, config: TrainConfig, size: Size,
     )
 
 
-def _key(config: TrainConfig, experiment: Experiment, size: Size) -> str:
-    """Of all that decides what a run is and what is measured of it, but its place."""
-    text = f"{to_yaml(replace(config, output_dir='-'))}{experiment.probes}{size.rows} {size.tokens}"
+def _key(config: TrainConfig, experiment: Experiment, size: Size, after: str) -> str:
+    """Of all that decides what a run is and what is measured of it, but its place and that of the run before it."""
+    config = replace(config, output_dir="-", start_from=after or config.start_from)
+    text = f"{to_yaml(config)}{experiment.probes}{size.rows} {size.tokens}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

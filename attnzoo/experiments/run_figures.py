@@ -1,15 +1,15 @@
-"""Figures of experiments, in which every run is a dot: runs by arm, gains of one side against those of the other."""
+"""Figures of experiments: runs by arm, gains of one side against those of the other, curves of several arms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
-from attnzoo.experiments.figures import GRID, INK, MUTED, Array, Look, panel, spread
+from attnzoo.experiments.figures import GRID, INK, MUTED, Array, Line, Look, name_line_ends, panel, spread
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,11 @@ def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
         xlabel: of the one side.
         ylabel: of the other.
     """
-    figure, axes = panel(520, 430, left=50, bottom=38)
+    side, height = 330.0, 330.0  # of the axes, in points; the names stand at their right
+    names = max((len(point.label) for point in points), default=0) * 5.4 + 14
+    figure, axes = panel(58 + side + names, 48 + height, left=50, bottom=38)
+    box = axes.get_position()
+    axes.set_position((box.x0, box.y0, side / (58 + side + names), box.height))
     for point in points:
         color, n = point.look.color, point.x.size
         x, y = point.x.mean(), point.y.mean()
@@ -103,12 +107,12 @@ def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
     low, high = float(min(every.min(), 0)), float(max(every.max(), 0))
     margin = max((high - low) * 0.1, 1e-3)
     limits = (low - margin, high + margin)
-    height = 372.0  # of the axes, in points
-    wanted = [float((point.y.mean() - limits[0]) / (limits[1] - limits[0]) * height + 8) for point in points]
-    for point, place in zip(points, spread(wanted, 13.0, height), strict=True):
+    wanted = [float((point.y.mean() - limits[0]) / (limits[1] - limits[0]) * height) for point in points]
+    for point, place in zip(points, spread(wanted, 14.0, height), strict=True):
         axes.annotate(
-            point.label, (point.x.mean(), place / height), (8, 0), xycoords=("data", "axes fraction"),
-            textcoords="offset points", color=point.look.color, fontsize=10, va="center", parse_math=False,
+            point.label, (point.x.mean(), point.y.mean()), (1.03, place / height), textcoords="axes fraction",
+            color=point.look.color, fontsize=9.5, va="center", annotation_clip=False, parse_math=False,
+            arrowprops={"arrowstyle": "-", "color": point.look.color, "alpha": 0.35, "linewidth": 0.7, "shrinkA": 1},
         ).set_gid(f"series:{point.key}")  # fmt: skip
     axes.plot(limits, limits, color=MUTED, linewidth=0.8, dashes=(2, 2), zorder=0)
     axes.axhline(0, color=INK, linewidth=0.7, alpha=0.5)
@@ -119,3 +123,53 @@ def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
     axes.set_xlabel(xlabel, loc="left")
     axes.set_ylabel(ylabel, loc="bottom", color=MUTED, fontsize=10)
     return figure
+
+
+def overlay(
+    lines: Sequence[Line], points: Sequence[Gains], *, xlabel: str, ylabel: str, percent: bool = False
+) -> Figure:
+    """Curves with error bars over shares that halve to the right, where each is named, and single points with theirs.
+
+    Args:
+        lines: what to draw; ``x`` are shares of 1.
+        points: likewise; where and how much, by run.
+        xlabel: text under the axis.
+        ylabel: text beside it.
+        percent: shares of 1, written as per cent.
+    """
+    lines = [replace(line, x=line.x[::-1], y=line.y[::-1], error=_reversed(line.error)) for line in lines]
+    figure, axes = panel(680, 400, left=56)
+    for line in lines:
+        drawn = axes.errorbar(
+            line.x, line.y, yerr=line.error, color=line.look.color, linewidth=1.7, elinewidth=1.1, capsize=2.5,
+            marker="o", markersize=3.6, dashes=line.look.dash or (1, 0),
+        )  # fmt: skip
+        for artist in drawn.get_children():
+            artist.set_gid(f"series:{line.key}")
+    for point in points:
+        root, color = np.sqrt(max(point.x.size, 1)), point.look.color
+        x, y = point.x.mean(), point.y.mean()
+        ex, ey = ((v.std(ddof=1) / root if v.size > 1 else 0.0) for v in (point.x, point.y))
+        drawn = axes.errorbar(x, y, xerr=ex, yerr=ey, color=color, marker="D", markersize=6, linestyle="none")
+        name = axes.annotate(
+            point.label, (x, y), (8, 6), textcoords="offset points", color=color, fontsize=9.5, parse_math=False
+        )
+        for artist in (*drawn.get_children(), name):
+            artist.set_gid(f"series:{point.key}")
+    places = sorted({float(x) for line in lines for x in line.x})
+    every = [*places, *(float(point.x.mean()) for point in points)] or [1.0]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [f"{100 * x:.3g} %" for x in places])
+    axes.minorticks_off()
+    axes.set_xlim(max(every) * 1.06, min(every) / 1.03)
+    axes.set_xlabel(xlabel, loc="left")
+    axes.set_ylabel(ylabel, loc="bottom", color=MUTED, fontsize=10)
+    axes.axhline(0, color=INK, linewidth=0.7, alpha=0.5)
+    if percent:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    name_line_ends(axes, lines, min(every) / 1.03, 0)
+    return figure
+
+
+def _reversed(x: Array | None) -> Array | None:
+    return None if x is None else x[::-1]

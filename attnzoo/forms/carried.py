@@ -135,7 +135,8 @@ class CarriedPool(KeyPool):
         from attnzoo.kernels.decode import paged_path_step
 
         names = (
-            "factor", *NEAR, "table", "first", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log"
+            "factor", *NEAR, "table", "first", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log",
+            "closed",
         )  # fmt: skip
         g = None if gate.log_decay is None else gate.log_decay.float()
         return paged_path_step(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -76,6 +76,9 @@ class Memory(Protocol):
     def tensors(self) -> Iterator[Tensor]:
         """All that it holds on the device."""
 
+    def workspace(self, heads: int) -> int:
+        """Bytes that a step of ``heads`` query heads takes besides, where they are many."""
+
 
 @dataclass(eq=False)
 class MatrixMemory:
@@ -113,6 +116,9 @@ class MatrixMemory:
 
     def tensors(self) -> Iterator[Tensor]:
         yield self.matrix
+
+    def workspace(self, heads: int) -> int:
+        return 0
 
 
 @dataclass(eq=False)
@@ -210,6 +216,9 @@ class KeyMemory:
     def tensors(self) -> Iterator[Tensor]:
         yield from (x for x in (self.k, self.v, self.decay, self.phase) if x is not None)
 
+    def workspace(self, heads: int) -> int:
+        return 0
+
 
 @dataclass(eq=False)
 class CarriedMemory:
@@ -283,6 +292,9 @@ class CarriedMemory:
     def tensors(self) -> Iterator[Tensor]:
         yield from (x for x in (self.k, self.v, self.gates, self.valid) if x is not None)
 
+    def workspace(self, heads: int) -> int:
+        return 0
+
 
 @dataclass(eq=False)
 class PagedMemory:
@@ -308,6 +320,7 @@ class PagedMemory:
 
     evict: Eviction | None = None
     steps: int = 0
+    carried: ClassVar[bool] = False
 
     @staticmethod
     def like(
@@ -327,7 +340,7 @@ class PagedMemory:
         pool.lengths = rows.lengths
         if phase is not None:
             phase = torch.zeros(B, *phase.shape[1:], dtype=phase.dtype, device=device)
-        return PagedMemory(pool, rows, place, phase, evict)
+        return PagedMemory(pool, rows, place, phase, None if evict is None else evict.of_rows(B))
 
     @untraced  # its kernels write to the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
@@ -338,15 +351,30 @@ class PagedMemory:
         )
         if self.phase is not None:
             self.phase.copy_(phase)
+        self._look(q, k, given.scale)
         k, v = (expand_heads(x, pool.table.shape[1]) for x in (k, call.v))
         gates = call.gate.per_token(q).log_decay
         impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
         return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.active, prune=False)
 
+    def _look(self, q: Tensor, k: Tensor, scale: float | None) -> None:
+        """Keys that the queries of a step may need come back from the host, before its tokens are added."""
+        if self.evict is not None and self.evict.offload is not None:
+            _, _, H, K = q.shape
+            scaled = heads_first(q, H, compute_dtype(q)) * (K**-0.5 if scale is None else scale)
+            self.evict.look(self.pool, scaled, k, self.rows.active[:, None] != 0)
+
     def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
-        one = _pool_of(state)
+        one, theirs = _pool_of(state), state.evict if isinstance(state, PagedCache) else None
         if self.evict is not None:
-            self._give_up(one)
+            away = self.evict.offload
+            if away is None:
+                self.evict.give_up(one)
+            elif theirs is not None and theirs.offload is not None:
+                theirs.give_up(one)
+                away.adopt(row, theirs.offload)
+            elif bool(one.first.any()):
+                raise ValueError("cache: expected that of new_cache(evict='offload'), got one whose keys are gone")
             tokens = min(tokens, one.lengths[0] + PAGE)
         self.pool.adopt(row, one, tokens)
         if self.phase is not None and state.phase is not None:
@@ -355,19 +383,16 @@ class PagedMemory:
     def ready(self, rows: Sequence[int]) -> bool:
         self.steps += 1
         if self.evict is not None and self.steps % PAGE == 0:
-            self._give_up(self.pool)
+            self.evict.give_up(self.pool)
         full = [b for b in rows if self.rows.lengths[b] % PAGE == 0]
         if full:
             self.pool.reserve([int(b in full) for b in range(len(self.rows.lengths))])
         return bool(full)
 
-    def _give_up(self, pool: KeyPool) -> None:
-        """Give back the pages that no row to come needs."""
-        assert self.evict is not None
-        pool.evict(self.evict.log_eps, self.evict.bounds, self.evict.window)
-
     def clear(self, row: int) -> None:
         self.pool.reset(row)
+        if self.evict is not None and self.evict.offload is not None:
+            self.evict.offload.clear(row)
 
     def kept(self, row: int) -> list[int]:
         n = self.rows.lengths[row]
@@ -378,6 +403,12 @@ class PagedMemory:
         yield from self.pool.tensors().values()
         if self.phase is not None:
             yield self.phase
+
+    def workspace(self, heads: int) -> int:
+        from attnzoo.kernels.decode import paged_workspace
+
+        pool, device = self.pool, self.rows.length.device
+        return paged_workspace(pool.k, pool.v, pool.table, heads, device, carried=self.carried)
 
 
 def _pool_of(state: KVCache | PagedCache) -> KeyPool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class CarriedPages(PagedMemory):
     """
 
     closed: list[int] = field(default_factory=list)
+    carried: ClassVar[bool] = True
 
     @staticmethod
     def of(state: PagedCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedPages:
@@ -44,13 +45,16 @@ class CarriedPages(PagedMemory):
             B, G, R, K, one.v.shape[2], dtype=one.k.dtype, values=one.v.dtype, device=device,
             decays=one.decay is not None, pages=B * G, tokens=tokens, factors=one.factors,
         )  # fmt: skip
-        pool.lengths, pool.group = rows.lengths, GROUP if pool.k.is_cuda else 0
-        return CarriedPages(pool, rows, None, None, state.evict, closed=[0] * B)
+        evict = None if state.evict is None else state.evict.of_rows(B)
+        away = evict is not None and evict.offload is not None  # a page that is away goes to no end of a group
+        pool.lengths, pool.group = rows.lengths, GROUP if pool.k.is_cuda and not away else 0
+        return CarriedPages(pool, rows, None, None, evict, closed=[0] * B)
 
     @untraced  # it changes the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
         pool, given = cast(CarriedPool, self.pool), SoftmaxOptions(**call.options)
         q, k, v, gate = call.q, call.k, call.v, call.gate.per_token(call.q)
+        self._look(q, k, given.scale)
         if q.is_cuda:
             return pool.step(q, k, v, gate, given, self.rows.active)
         (_, _, H, K), there = q.shape, self.rows.active[:, None] != 0

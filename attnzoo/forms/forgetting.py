@@ -109,8 +109,8 @@ def forgetful_attention(
     def panel(start: int, stop: int) -> tuple[Tensor, ...]:
         there = logits.exists(start, stop)
         a = logits.panel(start, stop, there)
-        x, age, _ = _retention(logits, a, start, stop, retention, options)
-        r = _remembered(x, age, there, options)
+        x, age, _ = retention_of(logits, a, start, stop, retention, options)
+        r = remembered_of(x, age, there, options)
         bias = forgetful_bias(r, options, temperature).repeat_interleave(H // G, 1)
         weights = (a + bias - lse[..., start:, None]).exp()
         N = weights @ values[:, :, start:stop].repeat_interleave(H // G, 1)
@@ -189,8 +189,8 @@ def hard_attention(
     for start, stop in logits.panels():
         there = logits.exists(start, stop)
         a = logits.panel(start, stop, there)
-        x, age, mean = _retention(logits, a, start, stop, retention, options)
-        r = _remembered(x, age, there, options)
+        x, age, mean = retention_of(logits, a, start, stop, retention, options)
+        r = remembered_of(x, age, there, options)
         gone = (r < options.threshold).repeat_interleave(H // G, 1)
         a = a.clamp(min=nothing).masked_fill(gone, nothing)
         part, own = a.softmax(-1) @ values[:, :, start:stop].repeat_interleave(H // G, 1), a.logsumexp(-1)
@@ -210,13 +210,13 @@ def hard_attention(
     return rearrange(o, "b h t v -> b t h v").to(v.dtype), found
 
 
-def _remembered(x: Tensor, age: Tensor, there: Tensor, options: Forgetting) -> Tensor:
+def remembered_of(x: Tensor, age: Tensor, there: Tensor, options: Forgetting) -> Tensor:
     """:func:`attnzoo.algebra.forgetting.remembered` of a panel, from the logits of retention."""
     r = x.sigmoid().masked_fill((age < options.window) | ~there, 1.0)
     return r.cummin(-2).values if options.monotone else r
 
 
-def _retention(
+def retention_of(
     logits: Logits, a: Tensor, start: int, stop: int, retention: Retention, options: Forgetting
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Logits of r ``[B, G, R, n]``, the ages of a panel, and the running mean of attention where it was asked for."""

@@ -78,7 +78,8 @@ class ForgettingCache:
             ``attention``, the running mean of the attention to it. Where the variant decays, for the R = H / G query
             heads: ``c`` and ``closed``, the running sum of the open gates and count of the closed ones up to the key,
             ``tail``, ``log n_b - c_b`` there (:mod:`attnzoo.algebra.pruning`), and ``longest``, the length of the
-            longest key until then.
+            longest key until then. Where slots are not in order (:mod:`attnzoo.forms.forgetting_fixed`), ``held`` says
+            which are in use, and ``live`` nothing.
         live: slots in use, ``[B, G]`` int64.
         seen: tokens of each sequence so far, ``[B]`` int64.
         policy: by what keys go.
@@ -135,6 +136,8 @@ class ForgettingCache:
 
     def in_use(self) -> Tensor:
         """Which slots hold a key, ``[B, G, N]`` bool."""
+        if "held" in self.slots:
+            return self.slots["held"]
         N = self.slots["kept"].shape[2]
         return torch.arange(N, device=self.live.device) < self.live[..., None]
 
@@ -149,12 +152,20 @@ class ForgettingCache:
         safe = held & (self.age() < policy.options.window)
         score = torch.where(held, kept, GONE).masked_fill(safe, 2.0)
         gone = torch.zeros_like(held)
+        position = self.slots["position"]
         if policy.tokens is not None:
-            gone = gone | (_rank(score) >= policy.tokens)
+            gone = gone | (_rank(score, position) >= policy.tokens)
         if policy.bytes is not None:
             each = sum(self.slots[name][0, 0, 0].numel() * self.slots[name].element_size() for name in ("k", "v"))
-            gone = gone | (_rank(score.flatten(1)).view_as(score) >= policy.bytes // each)
+            gone = gone | (_rank(score.flatten(1), position.flatten(1)).view_as(score) >= policy.bytes // each)
         return gone & held & ~safe
+
+    def within_budget(self) -> ForgettingCache:
+        """The same with those keys marked that must go by the budget."""
+        if self.policy.tokens is None and self.policy.bytes is None:
+            return self
+        kept = self.slots["kept"].masked_fill(self.over_budget(), GONE)
+        return replace(self, slots={**self.slots, "kept": kept})
 
     def done_with(self) -> Tensor:
         """Which keys no row to come sees, or may need, ``[B, G, N]`` bool."""
@@ -180,9 +191,12 @@ class ForgettingCache:
         return replace(self, slots=slots, live=live)
 
 
-def _rank(score: Tensor) -> Tensor:
-    """How many entries of the last axis come before each when the largest is first."""
-    return torch.argsort(score, dim=-1, descending=True, stable=True).argsort(-1)
+def _rank(score: Tensor, position: Tensor) -> Tensor:
+    """How many entries of the last axis come before each when the largest is first, and of equal ones the latest."""
+    late = position.argsort(dim=-1, descending=True, stable=True)
+    order = late.gather(-1, score.gather(-1, late).argsort(dim=-1, descending=True, stable=True))
+    number = torch.arange(score.shape[-1], device=score.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, number)
 
 
 def swap_delete(slots: dict[str, Tensor], live: Tensor, gone: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -242,10 +256,7 @@ def extend_forgetting(
             one, new = _step(forms, q[:, now], k[:, now], v[:, now], gate.slice(t, t + 1), network, new, step)
             rows.append(one)
         o = torch.cat(rows, 1)
-    if policy.tokens is not None or policy.bytes is not None:
-        kept = new.slots["kept"].masked_fill(new.over_budget(), GONE)
-        new = replace(new, slots={**new.slots, "kept": kept})
-    return o, new
+    return o, new.within_budget()
 
 
 def _prefill(
@@ -299,13 +310,25 @@ def _step(
 ) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
     """One token of each sequence."""
     state = state.settled()
+    state = replace(state, slots=_with_room(state.slots, int(state.live.max()) + 1))
+    return take_token(forms, q, k, v, gate, network, state, given, state.live)
+
+
+def take_token(
+    forms: SoftmaxForms, q: Tensor, k: Tensor, v: Tensor, gate: Gate, network: Network, state: ForgettingCache,
+    given: SoftmaxOptions, at: Tensor,
+) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
+    """One token of each sequence into the free slots ``at [B, G]``, and its output; nothing waits for the device.
+
+    The slots are written to where they stand. The other arguments are those of :func:`extend_forgetting`.
+    """
     (B, _, H, K), G, dtype, options = q.shape, v.shape[2], compute_dtype(q), state.policy.options
     there = torch.ones(B, dtype=torch.bool, device=q.device) if given.valid is None else given.valid[:, 0]
     if given.valid is not None:
         q, k, v = (x.masked_fill(~there[:, None, None, None], 0.0) for x in (q, k, v))
     rows, memory = network.rows(q), network.keys(k, v)
     gate = forms.separated(gate, q, given.valid, None)
-    slots, phase, angle = _with_room(state.slots, int(state.live.max()) + 1), None, None
+    slots, phase, angle = dict(state.slots), None, None
     if isinstance(forms, AdditiveForms):
         q, k, phase, angle = forms.place(q, k, gate, cast(Any, state), given.valid)
         if given.valid is not None and phase is not None and state.phase is not None:
@@ -317,12 +340,14 @@ def _step(
         "k": expand_heads(k, G * r).reshape(B, G, r, K), "v": v[:, 0],
         "network": memory[:, :, 0], "position": state.seen[:, None].expand(B, G),
         "kept": torch.ones(B, G, device=q.device), "attention": torch.full((B, G), 0.5, device=q.device),
+        "held": there[:, None].expand(B, G),
     }  # fmt: skip
     sums = _next_sums(state, gate.per_token(q).log_decay, k, there)
     new |= sums
-    at = (there[:, None].expand(B, G)).nonzero(as_tuple=True)
+    place = torch.arange(B, device=q.device)[:, None], torch.arange(G, device=q.device), at
     for name, x in slots.items():
-        x[(*at, state.live[at])] = new[name][at].to(x.dtype)
+        before = x[place]
+        x[place] = torch.where(there.view(B, *(1,) * (before.ndim - 1)), new[name].to(x.dtype), before)
     live = state.live + there[:, None]
     after = replace(
         state, slots=slots, live=live, seen=state.seen + there, sums=sums, tokens=state.tokens + 1,

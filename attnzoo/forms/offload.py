@@ -77,6 +77,15 @@ class Offload:
                 del self.pages[b][g][n]
             self.returned += stop - start
 
+    def adopt(self, row: int, other: Offload) -> None:
+        """Row ``row`` goes on as the only one of ``other``, whose pages are shared: nobody writes to them."""
+        self.pages[row] = [dict(head) for head in other.pages[0]]
+        self.query[row], self.own[row] = other.query[0], other.own[0]
+
+    def clear(self, row: int) -> None:
+        """Of row ``row`` nothing has been given up or seen."""
+        self.adopt(row, Offload.empty(1, len(self.pages[row]), self.query.shape[1], self.query.device))
+
     def select(self, index: Tensor) -> None:
         """Go on with the sequences ``index``, in that order."""
         self.pages = [[dict(head) for head in self.pages[b]] for b in index.tolist()]

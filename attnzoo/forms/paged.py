@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate, is_closed
+from attnzoo.algebra.gate import Gate, expand_heads, is_closed
 from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import append_valid, check_rows, whole
@@ -55,6 +55,25 @@ class Eviction:
         if self.offload is None:
             return pool.evict(self.log_eps, self.bounds, self.window)
         return pool.evict(self.log_eps, self.offload.bounds, self.window, self.offload.keep)
+
+    def look(self, pool: KeyPool, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
+        """Bring back the keys that the rows of a call may need, before its tokens are added.
+
+        Args:
+            q: scaled queries ``[B, H, T, K]``, in the dtype of the computation.
+            k: their keys ``[B, T, G, K]``.
+            valid: those that exist, ``[B, T]``, or None for all.
+        """
+        if self.offload is not None:
+            k = heads_first(k.to(pool.k.dtype), q.shape[1], q.dtype)
+            self.offload.look(pool, q, k, valid, self.log_eps, self.window)
+
+    def of_rows(self, rows: int) -> Eviction:
+        """The same for ``rows`` sequences of which nothing has been seen."""
+        if self.offload is None:
+            return self
+        (_, H), G = self.offload.query.shape, len(self.offload.pages[0])
+        return replace(self, offload=Offload.empty(rows, G, H, self.offload.query.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +124,7 @@ class PagedCache:
         Raises:
             ValueError: another batch, other heads or channels, a gate with other parts, or a gradient is expected.
         """
-        pool, (B, _, H, K), (G, V) = self.pool, q.shape, v.shape[2:]
+        pool, (B, _, H, K), G, V = self.pool, q.shape, key_heads(q, v, gate), v.shape[3]
         R = H // G if pool.decay is None else pool.decay.shape[2]
         got, expected = (B, H, G, K, V), (len(pool.lengths), R * pool.table.shape[1], *pool.table.shape[1:2])
         expected = (*expected, pool.k.shape[2], pool.v.shape[2])
@@ -217,10 +236,9 @@ class PagedCache:
         return PagedCache.of(self.pool, self.evict, tokens=tokens, valid=valid, phase=phase, angle=self.angle)
 
     def look(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
-        """Bring back the keys that the rows of a call may need; see :meth:`Offload.look`."""
-        if self.evict is not None and self.evict.offload is not None:
-            k = heads_first(k.to(self.pool.k.dtype), q.shape[1], q.dtype)
-            self.evict.offload.look(self.pool, q, k, valid, self.evict.log_eps, self.evict.window)
+        """As :meth:`Eviction.look`, where there is one."""
+        if self.evict is not None:
+            self.evict.look(self.pool, q, k, valid)
 
     def to(self, device: torch.device | str) -> PagedCache:
         """A copy on another device; dtypes stay."""
@@ -247,6 +265,12 @@ class Additive(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
 
 
+def key_heads(q: Tensor, v: Tensor, gate: Gate) -> int:
+    """G, or H where each query head turns the keys by angles of its own."""
+    turned = gate.angle is not None and gate.angle.ndim > 1 and gate.angle.shape[2] > 1
+    return q.shape[2] if turned else v.shape[2]
+
+
 @torch.no_grad()
 def extend_pages(
     forms: Additive, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
@@ -271,7 +295,7 @@ def extend_pages(
     rank = torch.arange(T, device=q.device).expand(B, T) if valid is None else valid.cumsum(1) - 1
     at = (pool.length.long()[:, None] + rank).clamp(min=0)
     since = None if g is None else _since(cast(Tensor, pool.since), g, at)
-    pool.append(k, v, g, valid)
+    pool.append(k, expand_heads(v, k.shape[2]), g, valid)
     there = append_valid(cast(Any, state) if state.tokens else None, valid, k)
     new = PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there, phase=phase, angle=angle)
     if not state.tokens:
@@ -319,7 +343,7 @@ def step_pages(
     there, g = append_valid(cast(Any, state), valid, k), gate.log_decay
     g = None if g is None else g.expand(B, T, H)
     last = LastRows.of(valid, B, T)
-    q, k, v = (last.take(x) for x in (q, k, v))
+    q, k, v = (last.take(x) for x in (q, k, expand_heads(v, k.shape[2])))
     g = None if g is None else last.take(g)
     pool.reserve(last.counts)
     o = last.put(append_and_attend(pool, q, k, v, g, given, "triton", last.count))
@@ -351,7 +375,8 @@ def append_and_attend(
     sums: dict[str, Any] = {"decay": pool.decay, "page_sum": pool.page_sum}
     since = paged_append(
         k, x, keys=pool.k, values=pool.v, table=pool.table, length=pool.length, k_norm=pool.k_norm,
-        log_decay=log_decay, total=pool.total, since=pool.since, n_log=pool.n_log, count=count, impl=impl, **sums,
+        log_decay=log_decay, total=pool.total, since=pool.since, n_log=pool.n_log, closed=pool.closed, count=count,
+        impl=impl, **sums,
     )  # fmt: skip
     if prune and given.prune is not None:
         sums |= {

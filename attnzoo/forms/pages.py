@@ -13,7 +13,7 @@ from attnzoo.forms.memory import check_room, size_of
 
 PAGE = 64  # tokens of a page
 PAGED = ("k", "v", "decay", "factor")  # what has a row per page
-TABLES = ("table", "page_sum", "n_log", "k_norm")  # what has an entry per page of a sequence
+TABLES = ("table", "page_sum", "n_log", "closed", "k_norm")  # what has an entry per page of a sequence
 CHUNK = 16  # a table grows by multiples of this many pages
 
 
@@ -22,7 +22,7 @@ class Pages:
     """Pages of 64 keys of one key/value head of one sequence, and where those of each sequence are.
 
     Everything is changed in place, except that growth puts larger tensors in the place of ``k``, ``v``, ``decay`` (more
-    pages) or of ``table``, ``page_sum``, ``k_norm``, ``n_log`` (longer sequences). Sequences have their own lengths:
+    pages) or of what TABLES names (longer sequences). Sequences have their own lengths:
     padding is not stored. A page may belong to several sequences (beams, a common prefix); it is copied when one of
     them writes to it.
 
@@ -43,6 +43,7 @@ class Pages:
         since: the last token with a closed gate, 0 if there is none, ``[B, H]`` int32, or None.
         n_log: ``log sum_l exp(-c_l)`` over the tokens up to the end of the page, c their running sums, ``[B, H, N]``
             float64, or None.
+        closed: in bit i whether the page's token i has a closed gate, ``[B, H, N]`` int64, or None.
         k_norm: at least the length of the page's longest key, ``[B, G, N]`` float32.
         lengths: ``length``, on the host.
         pages: ``table``, on the host.
@@ -64,6 +65,7 @@ class Pages:
     total: Tensor | None
     since: Tensor | None
     n_log: Tensor | None
+    closed: Tensor | None
     k_norm: Tensor
     lengths: list[int]
     pages: Tensor
@@ -101,7 +103,8 @@ class Pages:
             zeros(pages, PAGE, K, of=dtype), zeros(pages, PAGE, V, of=dtype),
             sums(pages, PAGE, R, of=wide), zeros(B, G, N, of=torch.int32).fill_(-1),
             zeros(B, G, of=torch.int32), zeros(B, of=torch.int32), sums(B, H, N), sums(B, H),
-            sums(B, H, of=torch.int32), sums(B, H, N), zeros(B, G, N, of=torch.float32), [0] * B,
+            sums(B, H, of=torch.int32), sums(B, H, N), sums(B, H, N, of=torch.int64),
+            zeros(B, G, N, of=torch.float32), [0] * B,
             torch.full((B, G, N), -1, dtype=torch.int32), torch.zeros(pages, dtype=torch.int32),
             list(reversed(range(pages))), **more,
         )  # fmt: skip
@@ -191,15 +194,15 @@ class Pages:
             tokens = sum(self.lengths)
             check_room((size - P) * each + old, self.k.device, f"cache of {tokens} tokens, {size - P} pages more")
             for name, x in paged.items():
-                setattr(self, name, _resized(x, 0, size))
-            self.refs = _resized(self.refs, 0, size)
+                setattr(self, name, resized(x, 0, size))
+            self.refs = resized(self.refs, 0, size)
             self.free[:0] = reversed(range(P, size))
         if width > N:
             size = -(-max(width, N + N // 4) // CHUNK) * CHUNK
             for name, x in self._of_rows().items():
                 if name in TABLES:
-                    setattr(self, name, _resized(x, 2, size, -1 if name == "table" else 0))
-            self.pages = _resized(self.pages, 2, size, -1)
+                    setattr(self, name, resized(x, 2, size, -1 if name == "table" else 0))
+            self.pages = resized(self.pages, 2, size, -1)
 
     @torch.no_grad()
     def restore(self, b: int, g: int, found: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -310,7 +313,7 @@ class Pages:
         self.lengths[row] = other.lengths[0]
 
 
-def _resized(x: Tensor, dim: int, size: int, value: int = 0) -> Tensor:
+def resized(x: Tensor, dim: int, size: int, value: int = 0) -> Tensor:
     """``x`` cut or filled up with ``value`` to ``size`` along ``dim``."""
     new = x.new_full((*x.shape[:dim], size, *x.shape[dim + 1 :]), value)
     both = min(size, x.shape[dim])

@@ -17,6 +17,7 @@ from attnzoo.forms.readout import Band
 from attnzoo.forms.softmax import AdditiveForms, SoftmaxForms
 
 COLUMNS = 64  # keys of a panel
+WIDE = 256  # on a GPU, where what is small costs as much as what is large; transitions are cut into blocks of COLUMNS
 
 
 class Logits:
@@ -40,7 +41,8 @@ class Logits:
         (_, T, H, K), dtype, device = q.shape, compute_dtype(q), q.device
         if valid is not None:
             q, k = existing(valid, q, k)
-        self.heads, self.valid, self.columns = k.shape[2], valid, COLUMNS
+        wide = q.device.type != "cpu" and isinstance(forms, AdditiveForms)
+        self.heads, self.valid, self.columns = k.shape[2], valid, WIDE if wide else COLUMNS
         gate = forms.separated(gate, q, valid, cu_seqlens)
         local = None if isinstance(forms, AdditiveForms) else HeadGate.of(gate, q).cut(self.columns)
         if isinstance(forms, AdditiveForms):

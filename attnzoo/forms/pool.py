@@ -54,12 +54,15 @@ class KeyPool(Pages):
 
     def _add_gates(self, g: Tensor, at: Tensor, count: Tensor, new: tuple[Any, ...]) -> None:
         """The sums of the gates ``g [B, H, T]`` of the tokens ``at [B, T]``, of which ``count [B]`` exist."""
-        total, page_sum, since, n_log, decay = (
-            cast(Tensor, x) for x in (self.total, self.page_sum, self.since, self.n_log, self.decay)
+        total, page_sum, since, n_log, bits, decay = (
+            cast(Tensor, x) for x in (self.total, self.page_sum, self.since, self.n_log, self.closed, self.decay)
         )
         B, H, T = g.shape
         closed = is_closed(g)
         since.copy_(torch.where(closed, at[:, None], 0).amax(-1).maximum(since))
+        bits &= self._below(self.length)  # tokens that were taken back may have left theirs
+        page = (at // PAGE).clamp(max=bits.shape[2] - 1)[:, None].expand(B, H, T)
+        bits.scatter_add_(2, page, torch.where(closed, 1 << at[:, None] % PAGE, 0))
         opened = torch.nn.functional.pad(g.masked_fill(closed, 0.0), (1, 0))
         before = total[..., None] + opened.cumsum(-1)  # [B, H, T + 1]
         N = page_sum.shape[2]
@@ -124,7 +127,8 @@ class KeyPool(Pages):
         count = full.new_zeros(B, G)
         if self.n_log is not None:
             total = cast(Tensor, self.total) if lengths is None else cast(Tensor, self.totals(lengths))
-            heads = (cast(Tensor, self.since) // PAGE).long()
+            closed = cast(Tensor, self.since if lengths is None else self.closed_before(lengths))
+            heads = (closed // PAGE).long()
             if bounds is not None:
                 norms = self.k_norm.cummax(-1).values.repeat_interleave(total.shape[1] // G, 1)
                 heads = heads.maximum(evictable(norms, self.n_log, total, log_eps, bounds))
@@ -147,19 +151,28 @@ class KeyPool(Pages):
                 found[b] += self.decay[self.pages[b, :, page].long(), slot - 1].flatten().double()
         return found
 
+    def closed_before(self, lengths: Sequence[int]) -> Tensor | None:
+        """``since`` as it was after ``lengths[b]`` tokens of each sequence b."""
+        if self.closed is None:
+            return None
+        bits = self.closed & self._below(self.length.new_tensor(lengths))  # [B, H, N]
+        number = torch.arange(PAGE, device=bits.device)
+        page = torch.where(bits != 0, torch.arange(bits.shape[2], device=bits.device), 0).amax(-1)
+        last = bits.gather(2, page[..., None]) >> number & 1
+        return (page * PAGE + torch.where(last != 0, number, 0).amax(-1)).int()
+
+    def _below(self, length: Tensor) -> Tensor:
+        """The bits of the first ``length [B]`` tokens in the words of their pages, ``[B, 1, N]`` int64."""
+        starts = torch.arange(self.table.shape[2], device=length.device) * PAGE
+        there = (length.long()[:, None, None] - starts).clamp(0, PAGE)
+        return torch.where(there < PAGE, (1 << there.clamp(max=PAGE - 1)) - 1, -1)
+
     def notes(self) -> dict[str, Any]:
         """What :meth:`crop` needs to come back to this state exactly, by the names of the fields."""
-        return {name: x.clone() for name in ("total", "since") if (x := getattr(self, name)) is not None}
+        return {} if self.total is None else {"total": self.total.clone()}
 
     def check_crop(self, lengths: Sequence[int]) -> None:
-        """Whether :meth:`crop` can keep ``lengths[b]`` tokens of each sequence b.
-
-        Raises:
-            ValueError: the last closed gate is among the later tokens (the one before it is not known any more).
-        """
-        if self.since is not None and bool((self.since > self.since.new_tensor(lengths)[:, None]).any()):
-            least = int(self.since.max())
-            raise ValueError(f"tokens: expected at least {least} (the last closed gate), got {min(lengths)}")
+        """Whether :meth:`crop` can keep ``lengths[b]`` tokens of each sequence b; a pool of this class always can."""
 
     @torch.no_grad()
     def crop(self, lengths: Sequence[int], notes: dict[str, Any] | None = None) -> None:
@@ -177,7 +190,7 @@ class KeyPool(Pages):
             self.check_crop(lengths)
         if self.total is not None and self.since is not None:
             self.total.copy_(cast(Tensor, self.totals(lengths)) if notes is None else notes["total"])
-            self.since.copy_(self.since if notes is None else notes["since"])
+            self.since.copy_(cast(Tensor, self.closed_before(lengths)))
         self.length.copy_(self.length.new_tensor(lengths))
         for b, n in enumerate(lengths):
             whole, slot = divmod(n, PAGE)

@@ -22,6 +22,7 @@ class FixedCache:
         memory: of the core.
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
         rows: of the batch; all layers have the same.
+        workspace: bytes that a step takes besides.
         bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it.
     """
 
@@ -29,6 +30,7 @@ class FixedCache:
     windows: dict[str, Tensor]
     rows: Rows
     bound: Tensor | None = None
+    workspace: int = 0
 
     @staticmethod
     def of(
@@ -55,7 +57,10 @@ class FixedCache:
             raise ValueError(f"variant: expected one whose FORMS offer a memory of fixed size, got {name!r}")
         if layer.impl == "reference" and rows.length.is_cuda:
             paged = False  # plain operations read no pages without waiting for the GPU
-        memory = fixed(like.state, rows, tokens, device, paged)
+        if layer.forget is None:
+            memory = fixed(like.state, rows, tokens, device, paged)
+        else:
+            memory = layer.forget.fixed(layer.variant, like.state, rows, tokens, device)
         if layer.impl == "triton" and isinstance(memory, KeyMemory):
             raise UnavailableError(f"impl='triton': no kernel takes a step of {name!r} in place here; use impl='auto'")
         windows = {
@@ -63,7 +68,7 @@ class FixedCache:
             for name, x in like.windows.items()
         }
         bound = None if layer.prune is None else layer.logit_bound(like.dtype or torch.float32)
-        return FixedCache(memory, windows, rows, bound)
+        return FixedCache(memory, windows, rows, bound, memory.workspace(layer.config.num_heads))
 
     @torch.no_grad()
     def admit(self, row: int, cache: LayerCache, tokens: int) -> None:

@@ -11,8 +11,10 @@ from einops import reduce
 from torch import Tensor
 
 from attnzoo.algebra.forgetting import Forgetting, blended
+from attnzoo.forms.fixed import Rows
 from attnzoo.forms.forgetting import Forgotten, Panel, Retention, forgetful_attention, hard_attention
 from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy, extend_forgetting
+from attnzoo.forms.forgetting_fixed import ForgettingMemory
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.panels import Logits
 from attnzoo.forms.protocol import REFERENCE, Call
@@ -203,6 +205,13 @@ class Forget(PreciseModule):
         if self.collects and found.budget is not None and found.kept is not None:
             self.terms = ForgettingTerms(found.distillation, found.budget, found.kept)
         return blended(teacher, found.o, self.blend), None
+
+    def fixed(
+        self, variant: Variant, state: ForgettingCache, rows: Rows, tokens: int, device: torch.device | str
+    ) -> ForgettingMemory:
+        """The memory of steps that change it in place; see :meth:`attnzoo.forms.softmax.SoftmaxForms.fixed`."""
+        assert isinstance(variant.form_set, SoftmaxForms)
+        return ForgettingMemory.like(state, rows, tokens, device, variant.form_set, self.network())
 
     def extra_repr(self) -> str:
         return f"{self.options}, blend={self.blend:g}, temperature={self.temperature:g}"

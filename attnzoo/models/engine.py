@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 from attnzoo.algebra.pruning import Evict
 from attnzoo.errors import check_kinds
 from attnzoo.forms.fixed import Rows
-from attnzoo.forms.memory import check_room, size_of
+from attnzoo.forms.memory import GIB, check_room, size_of
 from attnzoo.layer.fixed import FixedCache
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.fused import Product
 from attnzoo.models.fused import fuse as fused
 from attnzoo.models.sampling import GREEDY, Samplers, Sampling
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -75,7 +78,10 @@ class Generator:
         check_every: steps between two looks at what was drawn, for tokens that end a sequence. The tokens are known
             that late, and on a GPU one look later, so that it never waits.
         evict: give up keys for which no later token can lose more than this weight in all; None for none. Their memory
-            is taken as it is needed, and a growing pool of keys captures the graph anew.
+            is taken as it is needed, and a growing pool of keys captures the graph anew. With "offload" they go to the
+            host's memory, and come back for a token that needs them; a step is no graph then.
+        budget: what each layer that forgets may hold of a sequence: tokens of each head, or, as a text such as
+            "96 KiB", the memory of its keys and values.
         graph: whether a step is captured as a CUDA graph; None for wherever there is a GPU.
         compile: compile the blocks' steps (`torch.compile`): fewer kernels, after some seconds at the first step.
         fuse: multiply what reads one input (q, k, v and gates; the two halves of the MLP) in one product, by copies of
@@ -93,7 +99,8 @@ class Generator:
         max_tokens: int,
         *,
         check_every: int = 8,
-        evict: float | None = None,
+        evict: float | str | Evict | None = None,
+        budget: int | str | None = None,
         graph: bool | None = None,
         compile: bool = False,
         fuse: bool = False,
@@ -108,12 +115,15 @@ class Generator:
         self.device = model.embedding.weight.device
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False on {self.device} (only a GPU has graphs), got True")
-        if any(layer.forget is not None for layer in model.attentions()):
-            raise ValueError("model: expected layers whose memory has a fixed size, got some that forget: generate()")
         if evict is not None and Evict.of(evict).offload:
-            why = "which keys must come back is known only within a step; a call with new_cache(evict=...) looks"
-            raise ValueError(f"evict: expected a weight ({why}), got 'offload'")
-        self.model, self.max_tokens, self.check_every, self.evict = model.eval(), max_tokens, check_every, evict
+            why = "which keys must come back from the host is known only within a step"
+            if graph:
+                raise ValueError(f"graph: expected None or False with evict='offload' ({why}), got True")
+            if self.device.type == "cuda":
+                logger.info("a step is no CUDA graph with evict='offload': %s", why)
+            graph = False
+        self.model, self.max_tokens, self.check_every = model.eval(), max_tokens, check_every
+        self.evict, self.budget = evict, budget
         self._block: Callable[..., Tensor] = torch.compile(_block, dynamic=False) if compile else _block
         self.graphed = self.device.type == "cuda" if graph is None else graph
         self.waiting: deque[Request] = deque()
@@ -133,7 +143,7 @@ class Generator:
     @torch.no_grad()
     def _caches(self, fuse: bool) -> list[FixedCache]:
         """One cache per layer, shaped as one token fills those of the model."""
-        like = self.model.new_cache(self.evict)
+        like = self.model.new_cache(self.evict, self.budget)
         one = functools.partial(self.model.hidden, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
         if fuse:
             self.blocks, self._products = fused(self.blocks, one)
@@ -141,8 +151,11 @@ class Generator:
             one()
         layers = list(zip(self.model.attentions(), like, strict=True))
         meta = [FixedCache.of(layer, one, self.batch, self.max_tokens, "meta") for layer, one in layers]
-        what = f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens"
-        check_room(_bytes(meta), self.device, what)
+        beside = max(cache.workspace for cache in meta)  # one layer after the other
+        what = (
+            f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens (with {beside / GIB:.2f} GiB for a step)"
+        )
+        check_room(_bytes(meta) + beside, self.device, what)
         return [FixedCache.of(layer, one, self.batch, self.max_tokens) for layer, one in layers]
 
     def bytes(self) -> int:
@@ -281,7 +294,7 @@ class Generator:
         """The idle row gets what the request begins with, and the token that follows it."""
         assert start is not None
         if isinstance(start, Tensor):
-            cache = self.model.new_cache(self.evict)
+            cache = self.model.new_cache(self.evict, self.budget)
             last = self.model.hidden(start[None], cache=cache)[:, -1]
             self.tokens[row : row + 1] = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
         else:

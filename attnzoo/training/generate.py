@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attnzoo.algebra.pruning import Evict
 from attnzoo.data.shards import TOKENIZER
 from attnzoo.data.tokenizer import parse_tokenizer, read_tokenizer, special_tokens
 from attnzoo.models.decoder import LanguageModel
@@ -60,7 +61,12 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
     elif (source / "config.json").is_file():
         model, files = of_folder(source, device), read_tokenizer(source)
     else:
-        raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}")
+        raise FileNotFoundError(f"expected a run or a model folder, got {str(source)!r}{_what_is_there(source)}")
+    for layer in model.attentions():
+        if layer.forget is not None and layer.forget.blend != 1:
+            now = f"blend = {layer.forget.blend:g}, 1 from the end of forgetting.anneal_steps on"
+            kind = "expected a model whose layers forget alone, got one that learns it"
+            raise ValueError(f"{str(source)!r}: {kind} ({now})")
     tokenizer = parse_tokenizer(files[TOKENIZER])
     ends = special_tokens(files).get("eos_token_id")
     return TextModel(
@@ -71,40 +77,67 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
     )
 
 
+def _what_is_there(source: Path) -> str:
+    """What a user may have meant by a path that is neither a run nor a model folder."""
+    if not source.exists():
+        return ", which does not exist"
+    if not source.is_dir():
+        return ", which is a file"
+    inside = {file.parent for name in ("config.yaml", "config.json") for file in source.glob(f"*/{name}")}
+    perhaps = " or ".join(repr(str(folder)) for folder in sorted(inside)[:3])
+    return ", which has neither config.yaml nor config.json" + (f" (perhaps {perhaps}?)" if inside else "")
+
+
 @dataclass(eq=False)
 class Continuation:
-    """The text that follows a prompt; iterating draws it, and then the rest is known.
+    """The text that follows a prompt; making it takes the memory, iterating draws it, and then the rest is known.
 
     Args:
         source: the model.
         prompt: what it continues.
         max_tokens: at most so many follow.
-        evict: weight that rows may lose for keys that are given up, or None for none.
+        evict: weight that rows may lose for keys that are given up, or "offload", or None for none.
+        budget: what each layer that forgets may hold, or None for what it has not forgotten.
         sampling: see :meth:`~attnzoo.models.engine.Generator.add`.
+
+    Attributes:
         request: the sequence as the generator knows it.
         bytes: memory of the caches.
         prefill_seconds: until the first token was drawn.
         seconds: from then to the last.
+
+    Raises:
+        TypeError, ValueError, MemoryError: as :class:`~attnzoo.models.engine.Generator` and its ``add``.
     """
 
     source: TextModel
     prompt: str
     max_tokens: int
-    evict: float | None = None
+    evict: float | str | None = None
+    budget: int | str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
-    request: Request | None = None
+    request: Request = field(init=False)
     bytes: int = 0
     prefill_seconds: float = 0.0
     seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        tokens = self.source.encode(self.prompt)
+        if not tokens:
+            raise ValueError(f"prompt: expected a text of at least one token, got {self.prompt!r}")
+        self._generator = Generator(
+            self.source.model, 1, len(tokens) + self.max_tokens, check_every=4, evict=self.evict, budget=self.budget
+        )
+        number = self._generator.add(tokens, self.max_tokens, stop=self.source.stop, **self.sampling)
+        self.request = self._generator.requests[number]
+
     def __iter__(self) -> Iterator[str]:
-        tokens, stop = self.source.encode(self.prompt), self.source.stop
-        generator = Generator(self.source.model, 1, len(tokens) + self.max_tokens, check_every=4, evict=self.evict)
+        generator, stop, shown = self._generator, self.source.stop, ""
         start = time.perf_counter()
-        self.request = generator.requests[generator.add(tokens, self.max_tokens, stop=stop, **self.sampling)]
-        shown, begun = "", 0.0
+        generator.admit()
+        int(generator.tokens[0])  # waits for the device
+        begun = time.perf_counter()
         for _ in generator.stream():
-            begun = begun or time.perf_counter()
             known = self.request.tokens
             text = self.source.decode(known[:-1] if known[-1] in stop else known)
             whole = text if self.request.done else text.rstrip("\ufffd")  # a character may lack its last bytes yet
@@ -115,20 +148,31 @@ class Continuation:
 
     def summary(self) -> list[str]:
         """Speed, memory and the keys that each head kept, in lines; after the text."""
-        assert self.request is not None
         new, length = len(self.request.tokens), self.request.length
         speed = f", {(new - 1) / self.seconds:.1f} tokens/s" if new > 1 else ""
         lines = [
             f"{new} tokens after {length} of the prompt ({self.prefill_seconds:.2f} s){speed}",
-            f"caches: {self.bytes / 2**20:.1f} MiB on {self.source.model.embedding.weight.device}",
+            f"caches: {_memory(self.bytes)} on {self.source.model.embedding.weight.device}",
         ]
         kept = {layer: heads for layer, heads in enumerate(self.request.kept) if heads is not None}
-        if kept and self.evict is None:
-            lines.append(f"keys kept per head: all {next(iter(kept.values()))[0]}")
+        forgets = [layer for layer, each in enumerate(self.source.model.attentions()) if each.forget is not None]
+        read = length + new - 1  # the last token is not read again
+        if kept and self.evict is None and not forgets:
+            lines.append(f"keys kept per head: all {read}")
         elif kept:
             lines += [
-                f"keys kept per head, layer {layer}: {' '.join(map(str, heads))}" for layer, heads in kept.items()
+                f"keys kept per head, layer {layer}, of {read}: {' '.join(map(str, heads))}"
+                for layer, heads in kept.items()
             ]
         if self.evict is not None:
-            lines.append(f"for keys that are gone, no token lost more than {self.evict:.3g} of its weight")
+            lost = Evict.of(self.evict).eps
+            lines.append(f"for keys that were given up, no token lost more than {lost:.3g} of its weight")
+        if forgets:
+            lines.append("layers that forget gave up keys as they were trained to; nothing bounds what that changes")
         return lines
+
+
+def _memory(number: int) -> str:
+    """Bytes, to one digit after the point in the largest unit that they reach."""
+    unit = min(3, max(1, (number.bit_length() - 1) // 10))
+    return f"{number / 1024**unit:.1f} {('KiB', 'MiB', 'GiB')[unit - 1]}"

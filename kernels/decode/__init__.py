@@ -1,6 +1,8 @@
 """Steps of softmax attention over keys that lie in pages: a table of pages per sequence and key head."""
 
-from .api import paged_append, paged_attention, triton_unavailable
+from .api import paged_append, paged_attention, paged_workspace, triton_unavailable
 from .carried import paged_path_step, path_unavailable
 
-__all__ = ["paged_append", "paged_attention", "paged_path_step", "path_unavailable", "triton_unavailable"]
+__all__ = [
+    "paged_append", "paged_attention", "paged_path_step", "paged_workspace", "path_unavailable", "triton_unavailable",
+]  # fmt: skip

@@ -12,7 +12,8 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation, traced
-from attnzoo.kernels.decode.plan import MOST_ROWS
+from attnzoo.kernels.common.device import machine, multiprocessors
+from attnzoo.kernels.decode.plan import MOST_ROWS, Call, plan, workspace
 
 from .reference import append_reference, paged_reference
 
@@ -140,6 +141,7 @@ def paged_append(
     total: Tensor | None = None,
     since: Tensor | None = None,
     n_log: Tensor | None = None,
+    closed: Tensor | None = None,
     count: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor | None:
@@ -159,6 +161,7 @@ def paged_append(
         total: [B, H] float64, the sum of all log decays.
         since: [B, H] int32, the last token with a closed gate, 0 if there is none.
         n_log: [B, H, N] float64, ``log sum_l exp(-c_l)`` over the tokens up to the end of each page.
+        closed: [B, H, N] int64, in bit i whether the page's token i has a closed gate; pages have at most 64 tokens.
         count: [B] int32, how many of the T tokens each sequence gets: its last ones. None: all.
         impl: as in ``paged_attention``.
 
@@ -169,7 +172,7 @@ def paged_append(
     Raises:
         ValueError, TypeError, ImportError: as ``paged_attention``.
     """
-    sums = {"decay": decay, "page_sum": page_sum, "total": total, "since": since, "n_log": n_log}
+    sums = {"decay": decay, "page_sum": page_sum, "total": total, "since": since, "n_log": n_log, "closed": closed}
     pool = {"k": keys, "v": values, "table": table, "length": length}
     check_pages(k, pool, {"k_norm": k_norm, "log_decay": log_decay, "count": count, **sums}, "k_norm", "keys", "values")
     (B, T, G), N, V = k.shape[:3], table.shape[2], values.shape[2]
@@ -186,10 +189,10 @@ def paged_append(
         "k_norm": (k_norm, (B, G, N), float32), "log_decay": (log_decay, (B, T, H), of_gates(keys)),
         "decay": (decay, (*keys.shape[:2], H // G), of_gates(keys)), "page_sum": (page_sum, (B, H, N), float64),
         "total": (total, (B, H), float64), "since": (since, (B, H), int32), "n_log": (n_log, (B, H, N), float64),
-        "count": (count, (B,), int32),
+        "closed": (closed, (B, H, N), torch.int64), "count": (count, (B,), int32),
     }, strided=("k", "v", "log_decay"))  # fmt: skip
     check_values(k, log_decay=log_decay)
-    given = (k, v, log_decay, count, keys, values, table, length, k_norm, decay, page_sum, total, since, n_log)
+    given = (k, v, log_decay, count, keys, values, table, length, k_norm, decay, page_sum, total, since, n_log, closed)
     if pick_implementation("decode_append", impl, triton_unavailable(k, v)) == "reference":
         seen = append_reference(*given)
     else:
@@ -197,6 +200,26 @@ def paged_append(
         write = _op().paged_write_op if traced(k) else _op().paged_write
         seen = write(k, v, *given[2:])
     return None if log_decay is None else seen
+
+
+def paged_workspace(
+    keys: Tensor, values: Tensor, table: Tensor, heads: int, device: torch.device, T: int = 1, carried: bool = False
+) -> int:
+    """Bytes that a step takes besides its output, at the most.
+
+    Args:
+        keys, values, table: as ``paged_append`` takes them, on any device.
+        heads: H.
+        device: where the step runs; a GPU's kernels split the keys, and the reference elsewhere copies them.
+        T: tokens of the step.
+        carried: the step is ``paged_path_step``.
+    """
+    (B, G, N), (_, page, K), V = table.shape, keys.shape, values.shape[2]
+    if device.type != "cuda":
+        wide = max(4, keys.dtype.itemsize)
+        return B * heads * N * page * (K + V + T) * wide
+    call = Call(T, heads // G, page, K, V, keys.dtype, carried)
+    return workspace(call, plan(call, machine(device), multiprocessors(device)), B * G, N)
 
 
 def check_pages(

@@ -35,6 +35,7 @@ def paged_path_step(
     total: Tensor | None = None,
     since: Tensor | None = None,
     n_log: Tensor | None = None,
+    closed: Tensor | None = None,
     count: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -58,8 +59,8 @@ def paged_path_step(
         factor: [P, K, K] float32, transposed products; changed.
         near_k, near_w: [B, G, 2 PAGE, K] float32, near_beta: [B, G, 2 PAGE] float32, what came with the last tokens,
             that of token t at t % (2 PAGE), with an axis of n factors where w has one; changed.
-        table, first, length, k_norm, log_decay, decay, page_sum, total, since, n_log, count: as ``paged_append``; the
-            lengths are those before the step.
+        table, first, length, k_norm, log_decay, decay, page_sum, total, since, n_log, closed, count: as
+            ``paged_append``; the lengths are those before the step.
         scale, window, sink: as ``paged_attention``.
         group: where that many pages (from a multiple of it on) were whole before the step, their products are those
             from the start of the page to the end of the last of them, and not of the page alone. 0: no such groups.
@@ -73,7 +74,7 @@ def paged_path_step(
 
     Source: Yang et al., "PaTH Attention", 2025, section 3, whose tree is cut off at pages here.
     """
-    sums = {"decay": decay, "page_sum": page_sum, "total": total, "since": since, "n_log": n_log}
+    sums = {"decay": decay, "page_sum": page_sum, "total": total, "since": since, "n_log": n_log, "closed": closed}
     pool = {"k": keys, "v": values, "table": table, "length": length}
     near = {"near_k": near_k, "near_w": near_w, "near_beta": near_beta}
     others = {"w": w, "beta": beta, "factor": factor, **near, "first": first, "k_norm": k_norm, "log_decay": log_decay}
@@ -100,7 +101,7 @@ def paged_path_step(
         "k_norm": (k_norm, (B, G, N), float32), "log_decay": (log_decay, (B, T, H), float32),
         "decay": (decay, (P, PAGE, H // G), float32), "page_sum": (page_sum, (B, H, N), float64),
         "total": (total, (B, H), float64), "since": (since, (B, H), int32), "n_log": (n_log, (B, H, N), float64),
-        "count": (count, (B,), int32), "sink": (sink, (H,), None),
+        "closed": (closed, (B, H, N), torch.int64), "count": (count, (B,), int32), "sink": (sink, (H,), None),
     }, strided=("q", "k", "v", "w", "beta", "log_decay"))  # fmt: skip
     if isinstance(group, bool) or not isinstance(group, int) or group < 0 or group == 1:
         raise ValueError(f"group: expected a number of pages from 2 on, or 0, got {group!r}")
@@ -116,8 +117,8 @@ def paged_path_step(
     q, k, v, w = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w))
     return path_step(
         q, k, v, w, beta, log_decay, count, keys, values, factor, (near_k, near_w, near_beta), table, first, length,
-        k_norm, decay, page_sum, total, since, n_log, sink, K**-0.5 if scale is None else float(scale), window or 0,
-        group,
+        k_norm, decay, page_sum, total, since, n_log, closed, sink, K**-0.5 if scale is None else float(scale),
+        window or 0, group,
     )  # fmt: skip
 
 

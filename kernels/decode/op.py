@@ -45,14 +45,15 @@ def _infer_fake(
 def paged_write(
     k: Tensor, v: Tensor, log_decay: Tensor | None, count: Tensor | None, keys: Tensor, values: Tensor, table: Tensor,
     length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
-    since: Tensor | None, n_log: Tensor | None,
+    since: Tensor | None, n_log: Tensor | None, closed: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """What ``api.paged_append`` does; seen is empty without gates."""
     with on_device_of(k):
-        return append(k, v, log_decay, count, keys, values, table, length, k_norm, decay, page_sum, total, since, n_log)
+        sums = decay, page_sum, total, since, n_log, closed
+        return append(k, v, log_decay, count, keys, values, table, length, k_norm, *sums)
 
 
-CHANGED = ("keys", "values", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log")
+CHANGED = ("keys", "values", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log", "closed")
 paged_write_op = torch.library.custom_op("attnzoo::paged_write", paged_write, mutates_args=CHANGED)
 
 
@@ -60,7 +61,7 @@ paged_write_op = torch.library.custom_op("attnzoo::paged_write", paged_write, mu
 def _write_fake(
     k: Tensor, v: Tensor, log_decay: Tensor | None, count: Tensor | None, keys: Tensor, values: Tensor, table: Tensor,
     length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
-    since: Tensor | None, n_log: Tensor | None,
+    since: Tensor | None, n_log: Tensor | None, closed: Tensor | None,
 ) -> Tensor:  # fmt: skip
     B, T, H = k.shape[:3] if log_decay is None else log_decay.shape
     return length.new_empty((B, H, T) if log_decay is not None else (0,))
@@ -70,7 +71,8 @@ def path_step(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, count: Tensor | None,
     keys: Tensor, values: Tensor, factor: Tensor, near: tuple[Tensor, Tensor, Tensor], table: Tensor, first: Tensor,
     length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
-    since: Tensor | None, n_log: Tensor | None, sink: Tensor | None, scale: float, window: int, group: int,
+    since: Tensor | None, n_log: Tensor | None, closed: Tensor | None, sink: Tensor | None, scale: float, window: int,
+    group: int,
 ) -> Tensor:  # fmt: skip
     """What ``carried.paged_path_step`` does."""
     where, carried = machine(q.device), Carried(k, w, beta, factor, count, group)
@@ -78,7 +80,8 @@ def path_step(
     chosen = plan(call, where, multiprocessors(q.device))
     announce("decode", chosen, where)
     with on_device_of(q):
-        seen = append(k, v, log_decay, count, keys, values, table, length, k_norm, decay, page_sum, total, since, n_log)
+        sums = decay, page_sum, total, since, n_log, closed
+        seen = append(k, v, log_decay, count, keys, values, table, length, k_norm, *sums)
         o = paged_forward(
             q, keys, values, table, first, length, decay, page_sum, None if log_decay is None else seen, None, sink,
             None, None, None, scale, window, 0.0, chosen, carried,

@@ -53,6 +53,19 @@ class Plan:
     why: str = ""
 
 
+def workspace(call: Call, plan: Plan, heads: int, pages: int) -> int:
+    """Bytes that a call takes until its output is there, at the most.
+
+    Args:
+        heads: B G, the key heads of all sequences.
+        pages: columns of the table.
+    """
+    rows = call.T * call.rep
+    parts = (plan.programs + heads) * rows * (call.V + 1)
+    walked = heads * rows * (pages * call.K + call.T) if call.carried else 0
+    return 4 * (parts + walked + 2 * heads)
+
+
 def plan(call: Call, machine: Machine, multiprocessors: int) -> Plan:
     """The plan of a call on a machine; equal arguments give equal plans.
 

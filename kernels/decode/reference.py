@@ -95,11 +95,11 @@ def _first_pages(
 def append_reference(
     k: Tensor, v: Tensor, log_decay: Tensor | None, count: Tensor | None, keys: Tensor, values: Tensor, table: Tensor,
     length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
-    since: Tensor | None, n_log: Tensor | None,
+    since: Tensor | None, n_log: Tensor | None, closed: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """``paged_append`` token by token, in place; returns seen [B, H, T], empty without gates."""
     (B, T, G, _), PAGE = k.shape, keys.shape[1]
-    gates = None not in (log_decay, decay, page_sum, total, since, n_log)
+    gates = None not in (log_decay, decay, page_sum, total, since, n_log, closed)
     seen = length.new_zeros((B, decay.shape[2] * G, T) if gates and decay is not None else (0,))
     for b in range(B):
         for t in range(0 if count is None else T - min(int(count[b]), T), T):
@@ -114,14 +114,15 @@ def append_reference(
                 k_norm[b, g, n] = torch.maximum(long, k_norm[b, g, n] * (i > 0))
             if (
                 log_decay is None or decay is None or page_sum is None or total is None or since is None
-                or n_log is None
+                or n_log is None or closed is None
             ):  # fmt: skip
                 continue
             if i == 0:
                 page_sum[b, :, n] = total[b]
-            closed = is_closed(log_decay[b, t])
-            since[b] = torch.where(closed, n * PAGE + i, since[b])
-            total[b] += log_decay[b, t].double().masked_fill(closed, 0.0)
+            now = is_closed(log_decay[b, t])
+            since[b] = torch.where(now, n * PAGE + i, since[b])
+            closed[b, :, n] = closed[b, :, n] & ((1 << i) - 1) | now.long() << i
+            total[b] += log_decay[b, t].double().masked_fill(now, 0.0)
             before = n_log[b, :, (n * PAGE + i - 1) // PAGE] if n * PAGE + i else torch.full_like(total[b], -math.inf)
             n_log[b, :, n] = torch.logaddexp(before, -total[b])
             seen[b, :, t] = since[b]

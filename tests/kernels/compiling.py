@@ -71,7 +71,14 @@ def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     page_sum, total, n_log = (torch.zeros(shape, dtype=float64) for shape in ((B, H, N), (B, H), (B, H, N)))
     since, seen = torch.zeros(B, H, dtype=int32), torch.zeros(B, H, T, dtype=int32)
     kept = {"keys": pages, "values": pages, "table": table, "length": length, "k_norm": norm, "impl": "triton"}
-    sums = {"decay": decay, "page_sum": page_sum, "total": total, "since": since, "n_log": n_log}
+    sums = {
+        "decay": decay,
+        "page_sum": page_sum,
+        "total": total,
+        "since": since,
+        "n_log": n_log,
+        "closed": n_log.long(),
+    }
     decode.paged_append(new, new, **kept)
     decode.paged_append(new, new, log_decay=gates, **sums, **kept)
     attend = functools.partial(decode.paged_attention, q, pages, pages, table, first, length, impl="triton")
@@ -97,7 +104,7 @@ def path_page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     since, count = torch.zeros(B, H, dtype=int32), torch.zeros(B, dtype=int32)
     step = functools.partial(carried.paged_path_step, q, new, new, new, new[..., 0].float(), **pool)
     step(window=100, sink=gates[0, 0])
-    return step(log_decay=gates, since=since, count=count, group=16, **sums)
+    return step(log_decay=gates, since=since, closed=n_log.long(), count=count, group=16, **sums)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:

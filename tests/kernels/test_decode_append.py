@@ -31,6 +31,7 @@ def emptied(case: Case, x: Any, before: list[int]) -> dict[str, Tensor]:
             pool[name] = torch.full((B, case.H, N), math.nan, dtype=torch.float64, device=DEVICE)
         pool["total"] = torch.zeros(B, case.H, dtype=torch.float64, device=DEVICE)
         pool["since"] = torch.zeros(B, case.H, dtype=torch.int32, device=DEVICE)
+        pool["closed"] = torch.full((B, case.H, N), -1, device=DEVICE)  # what tokens that were taken back have left
     for t in range(0, max(before), 16):
         count = [min(16, max(0, n - t)) for n in before]
         write(pool, x, [t + n for n in count], count, 16, "reference")

@@ -8,8 +8,13 @@ import pytest
 import torch
 from decode_cases import Case, inputs, ours, within_budget
 from fox_cases import DEVICE
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.decode import paged_append, paged_attention
+from attnzoo.kernels.decode.plan import Call, plan, workspace
+from attnzoo.kernels.decode.portable import attention
+from attnzoo.kernels.decode.portable import carried as walks
 
 CASE = Case(lengths=(70, 5), T=2, H=2, G=1, K=8, V=8, sink=True)
 
@@ -21,6 +26,7 @@ def state(case: Case, x: Any) -> dict[str, torch.Tensor]:
     pool |= {name: x.pool[name].nan_to_num() for name in ("decay", "page_sum")}
     pool |= {"k_norm": torch.zeros(B, G, N), "total": torch.zeros(B, case.H, dtype=torch.float64)}
     pool |= {"since": torch.zeros(B, case.H, dtype=torch.int32), "n_log": pool["page_sum"] * 0}
+    pool["closed"] = pool["n_log"].long()
     return {name: y.to(DEVICE) for name, y in pool.items()}
 
 
@@ -30,7 +36,7 @@ def test_opcheck() -> None:
     x = inputs(CASE, torch.float32)
     pool = [x.pool[name] for name in ("k", "v", "table", "first", "length", "decay", "page_sum", "since")]
     torch.library.opcheck(paged_infer_op, (x.q, *pool, None, x.sink, None, None, None, 0.3, 40, 0.0))
-    names = ("keys", "values", "table", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log")
+    names = ("keys", "values", "table", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log", "closed")
     kept = state(CASE, x)
     new = (x.k[:, :2], x.v[:, :2], torch.zeros(2, 2, 2, device=DEVICE), None)
     torch.library.opcheck(paged_write_op, (*new, *(kept[name] for name in names)))
@@ -153,3 +159,45 @@ def test_gradients_are_refused_or_taken_from_the_reference() -> None:
     o = ours(CASE, x, "auto")
     within_budget(CASE, x, o.detach())
     assert torch.autograd.grad(o.sum(), x.q)[0].isfinite().all()
+
+
+class Allocated(TorchDispatchMode):
+    """Adds up the bytes of new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "empty" in str(func) or "zeros" in str(func):
+            self.bytes += out.numel() * out.itemsize
+        return out
+
+
+@pytest.mark.parametrize("carried", [False, True], ids=["", "carried"])
+def test_the_workspace_of_a_step_is_known_beforehand(carried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    B, T, H, G, K, N = 2, 3, 4, 2, 16, 5
+    table = torch.zeros(B, G, N, dtype=torch.int32)
+    call = Call(T, H // G, 64, K, K, torch.float32, carried)
+    expected = workspace(call, plan(call, machine(torch.device("cpu")), 1), B * G, N)
+    monkeypatch.setattr(attention, "paged_shares_kernel", Nothing())
+    for name in ("paged_split_kernel", "paged_combine_kernel"):
+        monkeypatch.setattr(attention, name, Nothing())
+    monkeypatch.setattr(walks, "paged_walk_kernel", Nothing())
+    q, x, pages = torch.zeros(B, T, H, K), torch.zeros(B, T, G, K), torch.zeros(1, 64, K)
+    first, length = torch.zeros(B, G, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
+    given = walks.Carried(x, x[..., None, :], x[..., :1], torch.zeros(1, K, K), None, 0) if carried else None
+    with Allocated() as allocated:
+        o = attention.paged_forward(
+            q, pages, pages, table, first, length, None, None, None, None, None, None, None, None, 1.0, 0, 0.0,
+            plan(call, machine(q.device), 1), given,
+        )  # fmt: skip
+    assert allocated.bytes - o.nbytes == expected
+
+
+class Nothing:
+    """A kernel that is not launched."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: None

@@ -63,7 +63,7 @@ def parity(last_only: bool = False) -> Task:
     return Task(("0", "1"), draw, 128)
 
 
-def word_problem(group: str = "S5") -> Task:
+def word_problem(group: str = "S5", tokens: int | None = None) -> Task:
     """The word problem of a group of permutations: the product of all so far is asked at every token.
 
     After Merrill, Petty and Sabharwal, "The Illusion of State in State-Space Models" (2024). Each token is a random
@@ -74,24 +74,42 @@ def word_problem(group: str = "S5") -> Task:
 
     Args:
         group: S3, S4, S5 (all permutations), A4 or A5 (the even ones).
+        tokens: of so many elements, drawn once for all rows, the rows are made, as some of those of Grazzi et al.,
+            "Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues" (2025); their products are all
+            elements. None for all.
     """
     if group not in GROUPS:
         raise unknown("group", group, GROUPS)
     elements = [p for p in permutations(range(int(group[1]))) if group[0] == "S" or _even(p)]
     number = {element: index for index, element in enumerate(elements)}
     after = [[number[tuple(new[i] for i in old)] for new in elements] for old in elements]
+    used = np.arange(len(elements)) if tokens is None else _generators(after, tokens)
 
     def draw(random: np.random.Generator, T: int) -> Row:
         check_room(T, 1, "an element")
-        tokens = random.integers(len(elements), size=T)
+        row = used[random.integers(len(used), size=T)]
         product, products = 0, []  # 0: what changes nothing comes first
-        for token in tokens.tolist():
+        for token in row.tolist():
             product = after[product][token]
             products.append(product)
         answers: Array = np.array(products, dtype=np.int64)
-        return asked(tokens, slice(None), answers)
+        return asked(row, slice(None), answers)
 
     return Task(["".join(map(str, element)) for element in elements], draw, 128)
+
+
+def _generators(after: list[list[int]], count: int) -> Array:
+    """So many elements of a group, with products that are all of it; `after[a][b]` is b after a."""
+    check_between("tokens", count, 2, len(after))
+    random = np.random.default_rng(count)
+    while True:
+        chosen = random.choice(len(after), count, replace=False)
+        reached = new = {0}
+        while new:
+            new = {after[element][token] for element in new for token in chosen} - reached
+            reached = reached | new
+        if len(reached) == len(after):
+            return chosen.astype(np.int64)
 
 
 def _even(permutation: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ WRONG = "wrong answers"
 DEPTHS = (1, 2, 4)
 KINDS = {
     "delta, 2 factors": ("deltanet", {"allow_neg_eigval": True, "num_householder": 2}),
-    "path": ("path", {}),
+    "path": ("path", {"w_conv_size": 0}),
     "rope": ("rope", {}),
     "mamba2": ("mamba2", {}),
 }
@@ -30,28 +30,32 @@ EXPERIMENT = Experiment(
     question=(
         "Each token is an even permutation of five things; which one are all so far? The group is not solvable: no "
         "number of layers of attention, or of gates alone, is enough for every length, and a longer row needs more of "
-        "them. Products of reflections keep it in one layer."
+        "them. Products of reflections keep it in one layer. "
+        "The rows are made of three elements, whose products are all sixty; no model has a short convolution."
     ),
     arms=tuple(
         Arm(name_of(kind, layers), variant, options, (f"model.num_layers={layers}",))
         for kind, (variant, options) in KINDS.items()
         for layers in DEPTHS
     ),
-    settings=("data.source=task:word_problem", "data.task_options.group=A5", "optimizer.weight_decay=0.0"),
+    settings=(
+        "data.source=task:word_problem", "data.task_options={group: A5, tokens: 3}", "optimizer.weight_decay=0.0",
+    ),
+    options={"conv_size": 0},
     sizes={
         "cpu": Size(
             settings=(
-                "steps=500", "batch_size=32", "data.context_length=12", "log_every=100", "eval_tokens=4096",
+                "steps=600", "batch_size=32", "data.context_length=16", "log_every=100", "eval_tokens=4096",
                 "model={hidden_size: 64, num_heads: 2}", "optimizer.warmup_steps=50",
             ),
             lrs=(0.002, 0.006),
         ),
         "gpu": Size(
             settings=(
-                "steps=1500", "batch_size=256", "data.context_length=64", "log_every=200", "eval_tokens=65536",
-                "model={hidden_size: 256, num_heads: 4}", "optimizer.warmup_steps=200",
+                "steps=700", "batch_size=256", "data.context_length=64", "log_every=200", "eval_tokens=65536",
+                "model={hidden_size: 128, num_heads: 4}", "optimizer.warmup_steps=100",
             ),
-            lrs=(0.001,),
+            lrs=(0.002,),
             rows=1024,
         ),
     },

@@ -1,7 +1,7 @@
 """Keeping a bit through much that is to be ignored."""
 
 from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.probes import Wrong
 
 PATH_PAPER = "Yang et al., PaTH Attention (2025), synthetic tasks, flip-flop language modeling"
@@ -35,7 +35,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "steps=2000", "batch_size=64", "data.context_length=512", "log_every=200", "eval_tokens=65536",
+                "steps=1200", "batch_size=64", "data.context_length=512", "log_every=200", "eval_tokens=65536",
                 "model={hidden_size: 128, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=200",
             ),
             lrs=(0.001, 0.003),
@@ -64,4 +64,5 @@ EXPERIMENT = Experiment(
             All(tuple(AtMost(Value(arm, "dense: 10% ignored"), 0.01) for arm in ("path", "rope", "fox"))),
         ),
     ),
+    measured=(Measured("cpu", "2026-11-22", "64 shared cores of an Intel Xeon", "2026-11-22-flip_flop-cpu.json"),),
 )  # fmt: skip

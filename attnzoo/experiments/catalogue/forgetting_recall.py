@@ -1,7 +1,7 @@
 """Recall of the last value where keys get new ones."""
 
 from attnzoo.experiments.claims import All, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.probes import Wrong
 
 PAPER = "Arora et al., Zoology (2023), for recall; Lin et al., Forgetting Transformer (2025), section 3, for the gate"
@@ -64,5 +64,8 @@ EXPERIMENT = Experiment(
             All((Below(Value("fox", WRONG), Value("mamba2", WRONG)),
                  Below(Value("path", WRONG), Value("deltanet", WRONG)))),
         ),
+    ),
+    measured=(
+        Measured("cpu", "2026-11-22", "64 shared cores of an Intel Xeon", "2026-11-22-forgetting_recall-cpu.json"),
     ),
 )  # fmt: skip

@@ -47,12 +47,12 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "steps=300", "batch_size=8", "data.context_length=4096", "log_every=20", "eval_tokens=262144",
-                "model={hidden_size: 512, num_layers: 8, num_heads: 8}", "optimizer.warmup_steps=50",
+                "steps=250", "batch_size=8", "data.context_length=4096", "log_every=10", "eval_tokens=131072",
+                "model={hidden_size: 512, num_layers: 6, num_heads: 8}", "optimizer.warmup_steps=40",
                 "mixed_precision=bf16",
             ),
             lrs=(0.001,),
-            tokens=524288,
+            tokens=262144,
         ),
     },
     probes=(Loss(), BANDS, Kept(), PrunedLoss(), Speed()),

@@ -12,33 +12,35 @@ EXPERIMENT = Experiment(
     title="S3: products of reflections",
     question=(
         "Each token permutes three things; which permutation are all so far? Swaps are reflections, I - 2 w w^T, and "
-        "what turns the three round is two of them. Asked at every token, on rows as long as in training and longer."
+        "what turns the three round is two of them. Asked at every token, on rows as long as in training and longer. "
+        "Without short convolutions, which mix what one token does with what its neighbours do and are slow to unlearn."
     ),
     arms=(
         Arm("delta, beta to 2", "deltanet", {"allow_neg_eigval": True}),
         Arm("delta, beta to 1", "deltanet"),
         Arm("2 factors, beta to 2", "deltanet", {"allow_neg_eigval": True, "num_householder": 2}),
         Arm("2 factors, beta to 1", "deltanet", {"num_householder": 2}),
-        Arm("path", "path"),
-        Arm("path, 2 factors", "path", {"num_householder": 2}),
+        Arm("path", "path", {"w_conv_size": 0}),
+        Arm("path, 2 factors", "path", {"w_conv_size": 0, "num_householder": 2}),
         Arm("rope", "rope"),
         Arm("fox", "fox"),
     ),
     settings=("data.source=task:word_problem", "data.task_options.group=S3", "optimizer.weight_decay=0.0"),
+    options={"conv_size": 0},
     sizes={
         "cpu": Size(
             settings=(
-                "steps=2000", "batch_size=32", "data.context_length=16", "log_every=100", "eval_tokens=8192",
+                "steps=1000", "batch_size=32", "data.context_length=16", "log_every=100", "eval_tokens=8192",
                 "model={hidden_size: 32, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=100",
             ),
             lrs=(0.003, 0.01),
         ),
         "gpu": Size(
             settings=(
-                "steps=2000", "batch_size=256", "data.context_length=128", "log_every=200", "eval_tokens=65536",
-                "model={hidden_size: 128, num_layers: 1, num_heads: 4}", "optimizer.warmup_steps=200",
+                "steps=800", "batch_size=256", "data.context_length=128", "log_every=200", "eval_tokens=65536",
+                "model={hidden_size: 128, num_layers: 1, num_heads: 4}", "optimizer.warmup_steps=100",
             ),
-            lrs=(0.001, 0.003),
+            lrs=(0.002, 0.005),
             rows=1024,
         ),
     },

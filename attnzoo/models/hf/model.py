@@ -255,4 +255,4 @@ def _gives_tokens_back(block: Any) -> bool:
     attention = block.attention
     carried = set(attention.variant.requires) - {"log_decay", "angle"}
     windows = attention.config.conv_size or attention.config.kv_shift
-    return attention.variant.side == "softmax" and not carried and not windows
+    return attention.variant.side == "softmax" and not carried and not windows and attention.forget is None

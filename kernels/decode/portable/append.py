@@ -20,7 +20,8 @@ def _logaddexp(a, b):
 @triton.jit(do_not_specialize=["T", "N", "stride_gb"])
 def paged_append_kernel(
     p_k, p_v, p_g, p_count, p_keys, p_values, p_table, p_length, p_norm, p_decay, p_sum, p_total, p_since, p_tails,
-    p_seen, T, N, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh,
+    p_closed, p_seen, T, N, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt,
+    stride_gh,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PAGE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -38,6 +39,9 @@ def paged_append_kernel(
         b_start = tl.load(p_sum + o_sums + L // PAGE, mask=m_h & (L % PAGE > 0), other=0.0)
         b_tail = tl.load(p_tails + o_sums + (L - 1) // PAGE, mask=m_h & (L > 0), other=float("-inf"))
         b_since = tl.load(p_since + i_b * (G * R) + o_h, mask=m_h, other=0)
+        one = tl.full([], 1, tl.int64)
+        b_bits = tl.load(p_closed + o_sums + L // PAGE, mask=m_h & (L % PAGE > 0), other=0)  # [BH]
+        b_bits &= (one << (L % PAGE)) - 1  # tokens that were taken back may have left theirs
     b_norm = tl.load(p_norm + o_table + L // PAGE, mask=m_g & (L % PAGE > 0), other=0.0)  # [BG]
     for t in range(T - n_new, T):
         pos = L + t - (T - n_new)
@@ -58,6 +62,7 @@ def paged_append_kernel(
             b_g = tl.load(p_g + i_b * stride_gb + t * stride_gt + o_h * stride_gh, mask=m_h, other=0.0).to(tl.float32)
             m_closed = b_g <= TL_CLOSED
             b_since = tl.where(m_closed, pos, b_since)
+            b_bits = tl.where(i_in == 0, 0, b_bits) | tl.where(m_closed, one << i_in, 0)
             b_start = tl.where(i_in == 0, b_total, b_start)
             b_total += tl.where(m_closed, 0.0, b_g).to(tl.float64)
             b_tail = _logaddexp(b_tail, -b_total)
@@ -66,6 +71,7 @@ def paged_append_kernel(
             tl.store(p_decay + o_to, (b_total - b_start).to(tl.float32), mask=b_page >= 0)
             tl.store(p_sum + o_sums + n, b_start, mask=m_h)
             tl.store(p_tails + o_sums + n, b_tail, mask=m_h)
+            tl.store(p_closed + o_sums + n, b_bits, mask=m_h)
             tl.store(p_seen + (i_b * (G * R) + o_h) * T + t, b_since, mask=m_h)
     tl.debug_barrier()  # every thread has read the old length and sums
     tl.store(p_length + i_b, L + n_new)
@@ -77,13 +83,13 @@ def paged_append_kernel(
 def append(
     k: Tensor, v: Tensor, log_decay: Tensor | None, count: Tensor | None, keys: Tensor, values: Tensor, table: Tensor,
     length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
-    since: Tensor | None, n_log: Tensor | None,
+    since: Tensor | None, n_log: Tensor | None, closed: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Launch the kernel; what ``api.paged_append`` takes, checked. Returns seen [B, H, T], empty without gates."""
     (B, T, G, K), V, gates = k.shape, v.shape[3], log_decay is not None
     R = decay.shape[2] if decay is not None else 1
     seen = length.new_zeros((B, G * R, T) if gates else (0,))
-    given = [k_norm if x is None else x for x in (decay, page_sum, total, since, n_log)]
+    given = [k_norm if x is None else x for x in (decay, page_sum, total, since, n_log, closed)]
     paged_append_kernel[(B,)](
         k, v, k if log_decay is None else log_decay, length if count is None else count, keys, values, table, length,
         k_norm, *given, seen, T, table.shape[2], *k.stride()[:3], *v.stride()[:3],

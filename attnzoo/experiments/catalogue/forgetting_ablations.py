@@ -1,0 +1,101 @@
+"""What of a forget network matters: the seven ablations of One-Pass Forgetting, beside one trained model."""
+
+from attnzoo.experiments.claims import All, AtMost, Below, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Overlay, Size
+from attnzoo.experiments.probes import KeysHeld, WrongWithin
+
+PAPER = "One-Pass Forgetting, section 4, ablation {}"
+NETWORK, WINDOW, FREELY, HELD = "network", "window", "wrong, forgotten by itself", "keys held by itself"
+SHARES = (0.03125, 0.0625, 0.09375, 0.125, 0.25)
+TIGHT = 0.0625
+
+
+def arm(name: str, *settings: str, **options: object) -> Arm:
+    """Forget networks in two phases, trained alone beside the weights of the arm `rope`."""
+    forgetting = {"window": 2, "width": 16, "budget": 0.15, **options}
+    return Arm(name, "rope", {"forgetting": forgetting}, ("forgetting.alone=true", *settings), (0.01,), "rope")
+
+
+ABLATIONS = (
+    arm("key"),
+    arm("pair", network="pair"),
+    arm("attention", network="attention"),
+    arm("decay", network="decay"),
+    arm("plain maximum", pool="max"),
+    arm("plain soft maximum", pool="softmax"),
+    arm("discount", discount=0.95),
+    arm("sharp from the start", "forgetting.temperature=64"),
+    arm("shallow layers first", "forgetting.order=shallow_first"),
+    arm("deep layers first", "forgetting.order=deep_first"),
+    arm("pair, free", network="pair", monotone=False),
+    arm("learned budget", learned_budget=True),
+    arm("no second phase", "forgetting.distill_steps=1000000"),
+    arm("all weights", "forgetting.alone=false", "optimizer.lr=0.001"),
+)
+
+EXPERIMENT = Experiment(
+    title="Learned forgetting, part by part",
+    question=(
+        "One RoPE model per seed has learnt to find a number among random words. Forget networks are then trained "
+        "beside its frozen weights in two phases, each with one thing changed: what the network looks at (1), how "
+        "utilities are pooled (2), annealing (3), its order over the layers (4), the running minimum (5), the budget "
+        "(6), the second phase (7). What is still found when a head may hold only so many keys, and when the "
+        "networks decide by themselves how many that are?"
+    ),
+    arms=(Arm("rope", "rope"), *ABLATIONS),
+    options={"block": "pro"},
+    settings=("data.source=task:needle",),
+    sizes={
+        "cpu": Size(
+            settings=(
+                "data.task_options.digits=2", "batch_size=16", "data.context_length=64", "log_every=100",
+                "eval_tokens=4096", "model={hidden_size: 64, num_layers: 2, num_heads: 2}", "steps=700",
+                "optimizer.warmup_steps=50",
+            ),
+            lrs=(0.003,),
+            rows=128,
+            after=("steps=200", "optimizer.warmup_steps=10", "forgetting={distill_steps: 80, anneal_steps: 60}"),
+        ),
+        "gpu": Size(
+            settings=(
+                "data.task_options.digits=4", "batch_size=32", "data.context_length=512", "log_every=200",
+                "eval_tokens=65536", "model={hidden_size: 256, num_layers: 4, num_heads: 4}", "steps=1500",
+                "optimizer.warmup_steps=200",
+            ),
+            lrs=(0.001,),
+            rows=128,
+            after=(
+                "steps=150", "batch_size=8", "optimizer.warmup_steps=10",
+                "forgetting={distill_steps: 60, anneal_steps: 50}",
+            ),
+        ),
+    },
+    probes=(
+        WrongWithin(NETWORK, "retention", SHARES),
+        WrongWithin(WINDOW, "window", SHARES),
+        WrongWithin("later use", "utility", SHARES),
+        WrongWithin(FREELY, "forgets"),
+        KeysHeld(HELD, "forgets"),
+    ),
+    expectations=(
+        Expectation("The network finds more than a window at every limit.", PAPER.format(1).partition(", ablation")[0],
+                    All(tuple(Below(Value("key", NETWORK, at), Value("rope", WINDOW, at)) for at in SHARES[2:]))),
+        Expectation("A network of keys alone is not worse than one of pairs (by 2% of the answers).", PAPER.format(1),
+                    Below(Value("key", NETWORK, TIGHT), Value("pair", NETWORK, TIGHT), -0.02)),
+        Expectation("Forgotten by itself, it is found with a quarter of the keys (under 5% wrong).", PAPER.format(6),
+                    All((AtMost(Value("key", FREELY), 0.05), AtMost(Value("key", HELD), 0.25)))),
+        Expectation("Without annealing, sharp from the start, more is missed.", PAPER.format(3),
+                    Below(Value("key", NETWORK, TIGHT), Value("sharp from the start", NETWORK, TIGHT))),
+        Expectation("What may be remembered again is missed more often where it is gone.", PAPER.format(5),
+                    Below(Value("pair", NETWORK, TIGHT), Value("pair, free", NETWORK, TIGHT))),
+        Expectation("Without a second phase more is missed.", PAPER.format(7),
+                    Below(Value("key", NETWORK, TIGHT), Value("no second phase", NETWORK, TIGHT))),
+    ),
+    overlays=(
+        Overlay(
+            "One thing changed", "wrong answers",
+            (*((each.name, each.name, NETWORK) for each in ABLATIONS), ("later use", "rope", "later use"),
+             ("window", "rope", WINDOW)),
+        ),
+    ),
+)  # fmt: skip

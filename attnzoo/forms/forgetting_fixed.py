@@ -1,0 +1,147 @@
+"""The keys of several sequences in layers that forget, changed in place by steps of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnzoo.forms.fixed import Extend, Rows
+from attnzoo.forms.forgetting_cache import ForgettingCache, Network, take_token
+from attnzoo.forms.memory import check_room, size_of
+from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.pages import PAGE, resized
+from attnzoo.forms.protocol import Call
+from attnzoo.forms.softmax import SoftmaxForms
+
+AHEAD = 16  # steps at least between two looks at how many slots are in use
+
+
+@dataclass(eq=False)
+class ForgettingMemory:
+    """The keys that B sequences hold, in slots of each head; a new key takes the place of one that has gone.
+
+    A step reads all slots, and never waits for the device. With a budget in tokens there are as many as it allows;
+    else the host looks now and then how many are in use, and makes more, or fewer.
+
+    Args:
+        forms: of the variant.
+        network: of the layer.
+        rows: see :class:`~attnzoo.forms.fixed.Rows`.
+        cache: whose tensors are changed; its slots have no order.
+        most: slots that any head can need.
+        used: at least the slots that any head has in use.
+    """
+
+    forms: SoftmaxForms
+    network: Network
+    rows: Rows
+    cache: ForgettingCache
+    most: int
+    used: int = 0
+
+    @staticmethod
+    def like(
+        state: ForgettingCache, rows: Rows, tokens: int, device: torch.device | str, forms: SoftmaxForms,
+        network: Network,
+    ) -> ForgettingMemory:  # fmt: skip
+        """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""
+        B, policy = len(rows.lengths), state.policy
+        most = tokens if policy.tokens is None else min(tokens, max(policy.tokens, policy.options.window) + 1)
+        N = min(most, PAGE) if policy.tokens is None else most
+
+        def zeros(x: Tensor, *shape: int) -> Tensor:
+            return torch.zeros(B, *shape, dtype=x.dtype, device=device)
+
+        G = state.live.shape[1]
+        slots = {name: zeros(x, G, N, *x.shape[3:]) for name, x in state.slots.items()}
+        slots["held"] = torch.zeros(B, G, N, dtype=torch.bool, device=device)
+        sums = {name: zeros(x, *x.shape[1:]) for name, x in state.sums.items()}
+        phase = None if state.phase is None else zeros(state.phase, *state.phase.shape[1:])
+        cache = ForgettingCache(slots, zeros(state.live, G), rows.length, policy, 0, sums, phase)
+        return ForgettingMemory(forms, network, rows, cache, most)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it changes the slots where they stand
+    def step(self, call: Call, extend: Extend) -> Tensor:
+        cache, slots = self.cache, self.cache.slots
+        given = replace(SoftmaxOptions(**call.options), valid=self.rows.active[:, None] != 0)
+        slots["held"] &= ~cache.done_with()
+        free = slots["held"].int().argmin(-1)  # [B, G]
+        o, after = take_token(self.forms, call.q, call.k, call.v, call.gate, self.network, cache, given, free)
+        after = after.within_budget()
+        for mine, new in ((slots, after.slots), (cache.sums, after.sums)):
+            for name, x in mine.items():
+                if new[name] is not x:
+                    x.copy_(new[name])
+        if cache.phase is not None and after.phase is not None:
+            cache.phase.copy_(after.phase)
+        return o
+
+    def admit(self, row: int, state: ForgettingCache, tokens: int) -> None:
+        state, slots = replace(state, policy=self.cache.policy).within_budget().settled(), self.cache.slots
+        n = int(state.live.max())
+        self.used = max(self.used, n)
+        if n >= slots["held"].shape[2]:
+            self._resize(n)
+        self.clear(row)
+        held = state.in_use()[0, :, :n]
+        slots["held"][row, :, :n] = held
+        for name, x in state.slots.items():
+            slots[name][row, :, :n] = x[0, :, :n]
+        for name, x in state.sums.items():
+            self.cache.sums[name][row] = x[0]
+        if self.cache.phase is not None and state.phase is not None:
+            self.cache.phase[row] = state.phase[0]
+
+    def ready(self, rows: Sequence[int]) -> bool:
+        N = self.cache.slots["held"].shape[2]
+        self.used += 1
+        if self.most <= N or self.used <= N:
+            return False
+        used = int(self._held().sum(-1).max())
+        size = self._room_for(used)
+        self.used = used + 1
+        if used + AHEAD <= N < 2 * size:
+            return False
+        self._resize(used)
+        return True
+
+    def _room_for(self, used: int) -> int:
+        return min(self.most, -(-(used + AHEAD) // PAGE) * PAGE)
+
+    def _resize(self, used: int) -> None:
+        """Room for some more keys than the ``used`` ones of any head, which come first.
+
+        Raises:
+            MemoryError: it would fill the memory. Nothing has changed then.
+        """
+        slots, size = self.cache.slots, self._room_for(used)
+        needed = sum(size_of(x) // x.shape[2] * size for x in slots.values())
+        check_room(needed, self.rows.length.device, f"slots for {size} keys of each head that forgets")
+        slots["held"].copy_(self._held())
+        order = slots["held"].int().argsort(dim=-1, descending=True, stable=True)[..., :size]
+        for name, x in slots.items():
+            index = order.view(*order.shape, *(1,) * (x.ndim - 3)).expand(*order.shape, *x.shape[3:])
+            slots[name] = resized(x.gather(2, index), 2, size)
+
+    def _held(self) -> Tensor:
+        """Which slots hold a key that a row to come may see, ``[B, G, N]``."""
+        return self.cache.slots["held"] & ~self.cache.done_with()
+
+    def clear(self, row: int) -> None:
+        self.cache.slots["held"][row] = False
+
+    def kept(self, row: int) -> list[int]:
+        return self._held()[row].sum(-1).tolist()
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.cache.slots.values()
+        yield from self.cache.sums.values()
+        if self.cache.phase is not None:
+            yield self.cache.phase
+
+    def workspace(self, heads: int) -> int:
+        slots = self.cache.slots
+        return (slots["k"].numel() + slots["v"].numel()) * max(4, slots["v"].itemsize)  # copies to compute with
