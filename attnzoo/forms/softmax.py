@@ -22,7 +22,7 @@ from attnzoo.forms.fixed import KeyMemory, Memory, PagedMemory, Rows
 from attnzoo.forms.fixed_carried import CarriedPages
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
-from attnzoo.forms.paged import PagedCache, extend_pages, refuses_pages, step_pages
+from attnzoo.forms.paged import PagedCache, extend_pages, key_heads, refuses_pages, step_pages
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, near_lse, readout
@@ -328,7 +328,7 @@ class AdditiveForms(SoftmaxForms):
         return KeyMemory.like(state, rows, tokens, device, None, self.place)
 
     def new_pages(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> KeyPool:
-        (B, _, H, K), (G, V), decays = q.shape, v.shape[2:], gate.log_decay is not None
+        (B, _, H, K), G, V, decays = q.shape, key_heads(q, v, gate), v.shape[3], gate.log_decay is not None
         return KeyPool.empty(B, G, H // G, K, V, dtype=v.dtype, device=v.device, decays=decays)
 
     def _extend_pages(
