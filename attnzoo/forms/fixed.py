@@ -307,7 +307,7 @@ class CarriedMemory:
             self.gates[:, -1:] = gate.log_decay
         o = path_step(
             call.q, call.k, gate.w, gate.beta, self.k, self.v, self.gates, self.valid, given.scale,  # type: ignore[arg-type]
-            window=given.window, sink=given.sink,
+            log_diag=gate.log_diag, window=given.window, sink=given.sink,
         )  # fmt: skip
         for name, x in new.items():
             if x is not None:
