@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans
+from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, meet, spans
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves, Levels, level_count
 from attnzoo.kernels.path.portable.inverse import tree_block
@@ -33,12 +33,6 @@ from .sums import key_row, query_row, sibling_sum, sum_blocks
 def _load_level(p, i_lb, R, row, i_h, o_c, o_n, n, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """Rows of a level [n_levels, B, R, H, K]; i_lb: level * B + batch. # [C, BC] float32"""
     return load_tile(p + ((i_lb * R + row) * H + i_h) * K, o_c, o_n, H * K, n, K, BK, True).to(tl.float32)
-
-
-@triton.jit
-def _add_gates_of(b_da, m, b_x, PREC: tl.constexpr):
-    """b_da plus, for each gate, b_x of the tokens whose spans m hold it. # [C, BC]"""
-    return tl.dot(tl.trans(m.to(tl.float32)), b_x, b_da, input_precision=PREC)
 
 
 @triton.jit(do_not_specialize=["T", "B", "Tq", "Tk", "n_levels"])
@@ -85,7 +79,7 @@ def wall_carry_bwd_kernel(
                 b_dq += b_y
                 if GATE:
                     b_y *= load_tile(p_qh, o_c, o_n, stride_qt, R, K, BK, True)
-                    b_da = _add_gates_of(b_da, m_to, b_y, PREC)
+                    b_da = add_gates_of(b_da, m_to, b_y, PREC)
             m_to, m_after = spans(o_c, 6)
             b_e = add_gates(m_to, b_a, NP)
             b_sum = tl.zeros([C, BC], tl.float32)
@@ -109,7 +103,7 @@ def wall_carry_bwd_kernel(
             p_x += o_c[:, None] * stride_xt + o_n[None, :]
             tl.store(p_x, b_dq.to(p_dq.dtype.element_ty), mask=m_t)
             if GATE:
-                b_da = _add_gates_of(b_da, m_to, b_sum, PREC)
+                b_da = add_gates_of(b_da, m_to, b_sum, PREC)
             b_dk += b_own[:, None] * load_tile(p_qh, o_c, o_n, stride_qt, R, K, BK, True)
             for i in tl.range(6, num_stages=1):
                 m_to, m_after = spans(o_c, i)
@@ -119,7 +113,7 @@ def wall_carry_bwd_kernel(
                 b_dk += b_z
                 if GATE:
                     b_z *= load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
-                    b_da = _add_gates_of(b_da, m_after, b_z, PREC)
+                    b_da = add_gates_of(b_da, m_after, b_z, PREC)
             m_to, m_after = spans(o_c, 6)
             b_e = add_gates(m_after, b_a, NP)
             b_sum = tl.zeros([C, BC], tl.float32)
@@ -140,7 +134,7 @@ def wall_carry_bwd_kernel(
                         o_p = ((((s - 1) * B + i_b) * n_c + i_c) * H + i_h) * K + o_n
                         tl.store(p_part + o_p, tl.sum(b_z, 0), mask=(o_n < K) & (s > 0))
             if GATE:
-                b_da = _add_gates_of(b_da, m_after, b_sum, PREC)
+                b_da = add_gates_of(b_da, m_after, b_sum, PREC)
                 p_z = p_da + i_b * stride_zb + i_h * stride_zh + r * stride_zt
                 tl.store(p_z + o_c[:, None] * stride_zt + o_n[None, :], b_da, mask=m_t)
         p_y = p_dk + i_b * stride_yb + i_g * stride_yh + r * stride_yt
