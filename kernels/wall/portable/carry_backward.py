@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans
+from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, meet, spans
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves, Levels, level_count
 from attnzoo.kernels.path.portable.inverse import tree_block
@@ -35,6 +35,7 @@ def _load_level(p, i_lb, R, row, i_h, o_c, o_n, n, H: tl.constexpr, K: tl.conste
     return load_tile(p + ((i_lb * R + row) * H + i_h) * K, o_c, o_n, H * K, n, K, BK, True).to(tl.float32)
 
 
+<<<<<<< HEAD
 @triton.jit
 def _read(p_start, i_c, s, QUERY: tl.constexpr, C: tl.constexpr, HAS_START: tl.constexpr):
     """Whether pruning leaves block i_c's part of scale s: where it does not, nobody wrote a gradient.
@@ -57,6 +58,8 @@ def _add_gates_of(b_da, m, b_x, PREC: tl.constexpr):
     return tl.dot(tl.trans(m.to(tl.float32)), b_x, b_da, input_precision=PREC)
 
 
+=======
+>>>>>>> main
 @triton.jit(do_not_specialize=["T", "B", "Tq", "Tk", "n_levels"])
 def wall_carry_bwd_kernel(
     p_q, p_k, p_a, p_sum, p_ddiag, p_dqb, p_dkb, p_dlq, p_dlk, p_dq, p_dk, p_da, p_part, p_start, T, B, Tq, Tk,
@@ -101,7 +104,7 @@ def wall_carry_bwd_kernel(
                 b_dq += b_y
                 if GATE:
                     b_y *= load_tile(p_qh, o_c, o_n, stride_qt, R, K, BK, True)
-                    b_da = _add_gates_of(b_da, m_to, b_y, PREC)
+                    b_da = add_gates_of(b_da, m_to, b_y, PREC)
             m_to, m_after = spans(o_c, 6)
             b_e = add_gates(m_to, b_a, NP)
             b_sum = tl.zeros([C, BC], tl.float32)
@@ -126,7 +129,7 @@ def wall_carry_bwd_kernel(
             p_x += o_c[:, None] * stride_xt + o_n[None, :]
             tl.store(p_x, b_dq.to(p_dq.dtype.element_ty), mask=m_t)
             if GATE:
-                b_da = _add_gates_of(b_da, m_to, b_sum, PREC)
+                b_da = add_gates_of(b_da, m_to, b_sum, PREC)
             b_dk += b_own[:, None] * load_tile(p_qh, o_c, o_n, stride_qt, R, K, BK, True)
             for i in tl.range(6, num_stages=1):
                 m_to, m_after = spans(o_c, i)
@@ -136,7 +139,7 @@ def wall_carry_bwd_kernel(
                 b_dk += b_z
                 if GATE:
                     b_z *= load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
-                    b_da = _add_gates_of(b_da, m_after, b_z, PREC)
+                    b_da = add_gates_of(b_da, m_after, b_z, PREC)
             m_to, m_after = spans(o_c, 6)
             b_e = add_gates(m_after, b_a, NP)
             b_sum = tl.zeros([C, BC], tl.float32)
@@ -158,7 +161,7 @@ def wall_carry_bwd_kernel(
                         o_p = ((((s - 1) * B + i_b) * n_c + i_c) * H + i_h) * K + o_n
                         tl.store(p_part + o_p, tl.sum(b_z, 0), mask=(o_n < K) & (s > 0))
             if GATE:
-                b_da = _add_gates_of(b_da, m_after, b_sum, PREC)
+                b_da = add_gates_of(b_da, m_after, b_sum, PREC)
                 p_z = p_da + i_b * stride_zb + i_h * stride_zh + r * stride_zt
                 tl.store(p_z + o_c[:, None] * stride_zt + o_n[None, :], b_da, mask=m_t)
         p_y = p_dk + i_b * stride_yb + i_g * stride_yh + r * stride_yt
