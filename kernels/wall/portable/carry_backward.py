@@ -35,7 +35,6 @@ def _load_level(p, i_lb, R, row, i_h, o_c, o_n, n, H: tl.constexpr, K: tl.conste
     return load_tile(p + ((i_lb * R + row) * H + i_h) * K, o_c, o_n, H * K, n, K, BK, True).to(tl.float32)
 
 
-<<<<<<< HEAD
 @triton.jit
 def _read(p_start, i_c, s, QUERY: tl.constexpr, C: tl.constexpr, HAS_START: tl.constexpr):
     """Whether pruning leaves block i_c's part of scale s: where it does not, nobody wrote a gradient.
@@ -52,14 +51,6 @@ def _read(p_start, i_c, s, QUERY: tl.constexpr, C: tl.constexpr, HAS_START: tl.c
     return read
 
 
-@triton.jit
-def _add_gates_of(b_da, m, b_x, PREC: tl.constexpr):
-    """b_da plus, for each gate, b_x of the tokens whose spans m hold it. # [C, BC]"""
-    return tl.dot(tl.trans(m.to(tl.float32)), b_x, b_da, input_precision=PREC)
-
-
-=======
->>>>>>> main
 @triton.jit(do_not_specialize=["T", "B", "Tq", "Tk", "n_levels"])
 def wall_carry_bwd_kernel(
     p_q, p_k, p_a, p_sum, p_ddiag, p_dqb, p_dkb, p_dlq, p_dlk, p_dq, p_dk, p_da, p_part, p_start, T, B, Tq, Tk,
