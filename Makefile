@@ -6,6 +6,8 @@ PYTHON ?= python3
 BIN = $(VENV)/bin
 JOBS ?= 2
 FUZZ_SEED ?= $(shell date +%s)
+# a worker keeps to its files, so that what a file prepares once is prepared once
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --quiet
 # flash-linear-attention's kernels need a GPU, and are of use only there
 EXTRAS := dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 
@@ -37,7 +39,7 @@ demo: install
 	$(BIN)/attnzoo compare demo --jobs $(JOBS)
 
 test: install
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --ignore=tests/docs
+	$(PYTEST) --ignore=tests/docs
 
 QUICK = tests/test_architecture.py tests/test_config.py tests/test_registry.py tests/test_gate.py tests/test_data.py \
 	tests/test_forms.py tests/test_reductions.py tests/test_pruning.py tests/test_model.py tests/test_evaluation.py tests/test_claims.py \
@@ -47,23 +49,23 @@ QUICK = tests/test_architecture.py tests/test_config.py tests/test_registry.py t
 	tests/test_cli.py::test_train_trains tests/test_cli.py::test_mistake_is_one_line_that_names_the_nearest
 
 test-quick: install
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --hypothesis-profile=quick $(QUICK)
+	$(PYTEST) --hypothesis-profile=quick $(QUICK)
 
 test-gpu: install
 	$(BIN)/python -m pytest --quiet -m gpu --ignore=tests/docs
 
 test-long: install
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --hypothesis-profile=long \
+	$(PYTEST) --hypothesis-profile=long \
 		tests/test_forms.py tests/test_laws.py tests/test_reductions.py tests/test_pruning.py tests/test_attention.py \
 		tests/test_options.py tests/test_products.py tests/test_forgetting.py tests/test_forgetting_cache.py
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --fuzz-times=25 --fuzz-seed=$(FUZZ_SEED) tests/fuzz
+	$(PYTEST) --fuzz-times=25 --fuzz-seed=$(FUZZ_SEED) tests/fuzz
 
 # the tests that use transformers, on the oldest release that is supported; `make test` has the newest
 OLDEST = $(VENV)/transformers-4.57
 test-transformers: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) 'transformers==4.57.*' 'huggingface-hub<1' \
 		'tokenizers<0.23' requests charset-normalizer idna urllib3 certifi
-	PYTHONPATH="$(abspath $(OLDEST))" $(BIN)/python -m pytest --numprocesses $(JOBS) --quiet tests/test_hf.py tests/test_import.py \
+	PYTHONPATH="$(abspath $(OLDEST))" $(PYTEST) tests/test_hf.py tests/test_import.py \
 		tests/test_exchange.py tests/test_tokenizer.py tests/test_tutorial_commands.py
 
 # takes hours on two cores; TRITONS names some of the releases
@@ -95,7 +97,7 @@ docs: docs-install
 	$(MAKE) docs-site
 
 docs-test: docs-site
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --quiet --require-browser tests/docs
+	$(PYTEST) --require-browser tests/docs
 
 bench: install
 	$(BIN)/attnzoo bench cpu

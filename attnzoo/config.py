@@ -90,7 +90,7 @@ def load_config(
             raise ValueError(f"{', '.join(missing)}: ??? stands for a value that is missing; give one or leave it out")
         _check_keys(OmegaConf.to_container(layer), schema)
         try:
-            merged = OmegaConf.merge(merged, layer)
+            merged = OmegaConf.unsafe_merge(merged, layer)  # both are ours: nothing is copied
         except OmegaConfBaseException as error:
             raise ValueError(_value_error(error)) from error
         except TypeError as error:  # a list for a mapping, which OmegaConf says without a key
@@ -143,7 +143,7 @@ def to_yaml(config: Any) -> str:
     """A config dataclass as YAML text."""
     from omegaconf import OmegaConf
 
-    return str(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    return str(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
 
 
 def config_differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
-from collections import defaultdict
-from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy's products too, and the processes that tests start
 
@@ -18,8 +17,7 @@ if not torch.cuda.is_available():
 import pytest
 from hypothesis import HealthCheck, settings
 from quick_interpreter import quicken
-
-from attnzoo.registry import PRODUCTS
+from thinning import left_out
 
 torch.set_num_threads(1)
 for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -41,57 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     fuzz.addoption("--fuzz-seed", type=int, default=0, help="seed of the first case of each fuzzer")
 
 
-# The code of a product is that of its factors, which the pairs of factors run in full. Outside the long profile all
-# products run what is held against the oracle, with few examples, and two stand for all of them elsewhere.
-OF_PRODUCTS = {name for pair in PRODUCTS for name in (pair.linear, pair.softmax)}
-EVERYWHERE = {"kda", "fox_rope"}
-FOR_ALL = {
-    "test_forms_equal_oracle", "test_segmented_equals_full", "test_equations_equal_oracle",
-    "test_pieces_padding_and_packing_equal_whole_sequences",
-}  # fmt: skip
-FEW = 3
-NAMED = 2  # products that a test may name itself; more come from the registry
-
-
-def product(item: pytest.Item) -> str:
-    """The product that a test is about, or ""."""
-    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    names = [name for value in given for name in (value if isinstance(value, tuple) else (value,))]
-    return next((name for name in names if isinstance(name, str) and name in OF_PRODUCTS), "")
-
-
-def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests of products that others stand for: of those that take their variants from the registry, not by name."""
-    products = defaultdict(set)
-    for item in items:
-        products[item.path, item.originalname].add(product(item))
-    return [
-        item
-        for item in items
-        if product(item) not in {"", *EVERYWHERE}
-        and len(products[item.path, item.originalname] - {""}) > NAMED
-        and item.originalname not in FOR_ALL
-        and item.path.name != "test_registry.py"
-    ]
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Few examples of a product, by the place where Hypothesis looks for the settings of a test that it runs."""
-    usual = getattr(item.obj, "_hypothesis_internal_use_settings", None)
-    if usual is None or not product(item) or settings.get_current_profile_name() == "long":
-        yield
-        return
-    item.obj._hypothesis_internal_use_settings = settings(usual, max_examples=min(FEW, usual.max_examples))
-    yield
-    item.obj._hypothesis_internal_use_settings = usual
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if settings.get_current_profile_name() != "long":
-        out = set(left_out(items))
-        config.hook.pytest_deselected(items=list(out))
-        items[:] = [item for item in items if item not in out]
+    out = set(left_out(items))
+    config.hook.pytest_deselected(items=list(out))
+    items[:] = [item for item in items if item not in out]
     here = torch.cuda.is_available()
     missing = importlib.util.find_spec("fla") is None
     for item in items:
@@ -101,3 +52,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(
                 pytest.mark.skip(reason="flash-linear-attention is not installed (pip install 'attnzoo[fla]')")
             )
+
+
+def pytest_collection_finish() -> None:
+    forget_garbage()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        forget_garbage()
+
+
+def forget_garbage() -> None:
+    """What trains and compiles collects garbage each time: in what one file made, not in all before it."""
+    gc.collect()
+    gc.freeze()

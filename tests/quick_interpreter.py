@@ -2,7 +2,7 @@
 
 Per launch and per call of a device function it reads the members of the whole language anew, to replace what is
 replaced already; it computes every integer operation a second time in 64 bits for a check that `debug` switches off;
-and it makes a table of all types to look up one.
+it makes a table of all types to look up one; and for every value it makes the type and the shape anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def quicken() -> None:
     """Replace these parts in `triton.runtime.interpreter`, where they are as expected; else leave it as it is."""
     from triton.runtime import interpreter
 
-    needed = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder", "tl")
+    needed = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder", "tl", "TritonSemantic")
     if not all(hasattr(interpreter, name) for name in needed):
         return
     tl, builder = interpreter.tl, interpreter.interpreter_builder
@@ -28,6 +28,8 @@ def quicken() -> None:
     known_dtype = functools.cache(plain_dtype)
     interpreter._get_np_dtype = lambda dtype: (known_dtype if type(dtype) is tl.dtype else plain_dtype)(dtype)
 
+    keep_types(tl.core)
+    skip_what_agrees(tl.core, interpreter.TritonSemantic)
     patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
     places = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
     first = {place: next(name for name, x in getmembers(place) if tl.core.is_builtin(x)) for place in places}
@@ -49,3 +51,55 @@ def quicken() -> None:
         return nothing
 
     interpreter._patch_lang = patch_once
+
+
+def keep_types(core: Any) -> None:
+    """One object per type of blocks, which has the shape of its tensors, in ``triton.language.core``."""
+    block_type, tensor, constexpr = core.block_type, core.tensor, core.constexpr
+    plain_block, plain_tensor = block_type.__init__, tensor.__init__
+    known: dict[Any, Any] = {}
+
+    def make_block(cls: type, element_ty: Any = None, shape: Any = ()) -> Any:
+        if type(element_ty) is not core.dtype:  # pointers have no hash
+            return object.__new__(cls)
+        key = (element_ty.name, *(x.value if type(x) is constexpr else x for x in shape))
+        if key not in known:
+            block = object.__new__(cls)
+            plain_block(block, element_ty, shape)
+            known[key] = block
+        return known[key]
+
+    def start_block(self: Any, element_ty: Any, shape: Any) -> None:
+        if not vars(self):
+            plain_block(self, element_ty, shape)
+
+    def start_tensor(self: Any, handle: Any, type: Any) -> None:
+        kept = vars(type).get("of_tensors")
+        if kept is None:
+            plain_tensor(self, handle, type)
+            type.of_tensors = {name: vars(self)[name] for name in ("shape", "numel", "type", "dtype")}
+            return
+        self.handle = handle
+        vars(self).update(kept)
+
+    block_type.__new__, block_type.__init__ = make_block, start_block
+    tensor.__init__ = start_tensor
+
+
+def skip_what_agrees(core: Any, semantic: type) -> None:
+    """Two values of one shape are not broadcast, and a type is itself."""
+    plain_equal, plain_shapes, plain_broadcast = core.dtype.__eq__, core.tuple.__eq__, semantic.broadcast_impl_value
+
+    def same_shape(self: Any, other: Any) -> Any:
+        if type(other) is list and all(type(x) is int for x in other):
+            return core.constexpr(self.values == other)
+        return plain_shapes(self, other)
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        a, b = lhs.type, rhs.type
+        if a is b or (type(a) is type(b) is core.block_type and a.shape.values == b.shape.values):
+            return lhs, rhs
+        return plain_broadcast(self, lhs, rhs)
+
+    core.dtype.__eq__ = lambda self, other: self is other or plain_equal(self, other)
+    core.tuple.__eq__, semantic.broadcast_impl_value = same_shape, broadcast

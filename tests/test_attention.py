@@ -6,9 +6,9 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
 from hypothesis import strategies as st
 from layers import D, G, H, assert_same, layer, pieces, rows
+from thinning import given_variant
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo import Prune, build_attention, get, list_variants, oracle
@@ -19,7 +19,7 @@ every_layer = pytest.mark.parametrize(("name", "block"), [(n, b) for n in list_v
 
 
 @every_layer
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_calls_in_pieces_equal_one_call(name, block, data):
     T = data.draw(st.integers(2, 21))
     attn, x = layer(name, block), rows(2, T)
@@ -30,7 +30,7 @@ def test_calls_in_pieces_equal_one_call(name, block, data):
 
 
 @every_layer
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_padding_changes_nothing(name, block, data):
     """Left, right and inner padding, in one call and across cached calls, against rows without any."""
     T = data.draw(st.integers(2, 17))
@@ -54,7 +54,7 @@ def test_padding_changes_nothing(name, block, data):
 
 
 @every_layer
-@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any))
+@given_variant(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any))
 def test_packed_equals_separate(name, block, lengths):
     attn, x = layer(name, block), rows(1, sum(lengths))
     cu = torch.tensor([0, *lengths]).cumsum(0)
@@ -280,7 +280,7 @@ every_softmax_layer = pytest.mark.parametrize(("name", "block"), [(n, b) for n i
 
 
 @every_softmax_layer
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_what_lies_before_the_window_moves_nothing(name, block, data):
     T, window = data.draw(st.integers(6, 13)), data.draw(st.integers(1, 15))
     attn, x = layer(name, block, window=window), rows(2, T)
@@ -306,7 +306,7 @@ def test_a_window_as_long_as_the_text_hides_nothing(name, block):
 
 
 @every_softmax_layer
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_sinks_take_their_share_of_the_softmax(name, block, data):
     """In one call, in pieces, padded and packed; a sink of -inf takes nothing."""
     T = data.draw(st.integers(2, 13))

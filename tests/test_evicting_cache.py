@@ -15,12 +15,13 @@ from attnzoo.models import LanguageModel
 
 TINY = 1e-25  # certified below it, a weight is nothing beside the others
 T = 300
+FORGETS = ("fox", "path_fox", "fox_rope")
 
 
 def forgetful(name="fox", bias=0.0, **options):
     """A float64 layer with QK-norm of which some heads forget within few tokens, and some do not."""
     attn = layer(name, "pro", window=options.pop("window", None), **options)
-    if name in ("fox", "path_fox"):
+    if name in FORGETS:
         with torch.no_grad():
             gate = attn.gate if name == "fox" else attn.gate.members[1]
             gate.forget_proj.bias.copy_(torch.tensor([-2.0, 3.0, -1.0, -3.0]) + bias)
@@ -34,7 +35,8 @@ def live(cache):
 @pytest.mark.parametrize(("name", "options"), [
     ("fox", {}), ("fox", {"window": 70}), ("fox", {"acp": Prune(eps=1e-30)}), ("fox", {"sinks": True}), ("alibi", {}),
     ("rope", {"window": 70}), ("nope", {"window": 70}), ("alibi", {"rotary": 1e4}),
-    ("path_fox", {}), ("path_fox", {"window": 70}), ("path", {"window": 70, "sinks": True}),
+    ("path_fox", {}), ("path_fox", {"window": 70}), ("path", {"window": 70, "sinks": True}), ("fox_rope", {}),
+    ("rope", {"window": 70, "gate": "selective"}),
 ])  # fmt: skip
 @torch.no_grad()
 def test_outputs_equal_those_of_a_whole_cache(name, options):
@@ -43,10 +45,10 @@ def test_outputs_equal_those_of_a_whole_cache(name, options):
     whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
     for a, b in ((0, 100), (100, 101), (101, 260), (260, 270), *((t, t + 1) for t in range(270, T))):
         assert_same(attn(x[:, a:b], cache=paged), attn(x[:, a:b], cache=whole))
-    forgets = name in ("fox", "path_fox") or "window" in options
-    assert paged.state.pool.first.any() == forgets
+    assert paged.state.pool.first.any() == (name in FORGETS or "window" in options)
     if "window" in options:
-        assert live(paged) <= 2 * 2 * (70 // PAGE + 2)
+        heads = 4 if "gate" in options else 2  # angles of its own give each query head its own keys
+        assert live(paged) <= 2 * heads * (70 // PAGE + 2)
 
 
 @pytest.mark.parametrize("name", ["fox", "path_fox"])

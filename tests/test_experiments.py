@@ -243,6 +243,20 @@ def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
     assert not missing
 
 
+def test_two_sides_of_the_factorial_have_the_same_layers():
+    """All but what the delta rule cannot have or does not need: keys that are longer than 1, and a bias of beta."""
+    experiment, apart = find("factorial"), ("q_norm.weight", "k_norm.weight", "beta_proj.bias")
+    sizes = {}
+    for arm in experiment.arms:
+        config = Plan("factorial", "cpu", Path("out"), 3).config(experiment, arm, 0.001, 0)
+        with torch.device("meta"):
+            layer = LanguageModel(config.model).blocks[0].attention
+        sizes[arm.name] = sum(p.numel() for name, p in layer.named_parameters() if not name.endswith(apart))
+    claim = next(each.claim for each in experiment.expectations if isinstance(each.claim, Correlated))
+    for linear, softmax in (claim.bases, *claim.pairs):
+        assert sizes[linear] == sizes[softmax]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", names())
 def test_built_in_experiment_runs_on_a_gpu(name, tmp_path, monkeypatch):
@@ -276,7 +290,8 @@ def test_page_of_results_says_what_was_run():
         measured = find(name).measured
         assert ("not yet run" in row) == (not measured)
         for each in measured:
-            assert f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)" in row
+            assert page.count(f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)") == 2
+            assert f"(../figures/out/result-{name.replace('_', '-')}-{each.size}.svg)" in page
 
 
 def test_outcome_that_was_changed_is_refused(done):

@@ -7,7 +7,6 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from strategies import (
     CPU_FORMS,
@@ -20,6 +19,7 @@ from strategies import (
     straightforward,
     value_and_gradients,
 )
+from thinning import given_variant
 
 from attnzoo import RecurrentState, get, list_variants, oracle
 from attnzoo.samples import Regime, random_inputs
@@ -45,7 +45,7 @@ def assert_forms_equal_oracle(case: Case, forms: tuple[str, ...] = CPU_FORMS) ->
 
 
 @pytest.mark.parametrize("name", list_variants())
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_forms_equal_oracle(name: str, data: st.DataObject) -> None:
     assert_forms_equal_oracle(data.draw(cases(name)))
 
@@ -94,7 +94,7 @@ def test_chunk_equals_parallel_over_many_chunks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list_variants("linear"))
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_oracle_scores_equal_oracle_recurrence(name: str, data: st.DataObject) -> None:
     case = data.draw(cases(name))
     q, k, v, gate = case.inputs()
@@ -103,7 +103,7 @@ def test_oracle_scores_equal_oracle_recurrence(name: str, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("name", list_variants("linear"))
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_state_equals_oracle_recurrence(name: str, data: st.DataObject) -> None:
     case = data.draw(cases(name))
     q, k, v, gate = case.inputs()

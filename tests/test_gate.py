@@ -8,9 +8,9 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
 from hypothesis import strategies as st
 from strategies import CPU_FORMS, cases
+from thinning import given_variant
 
 from attnzoo import Gate, get, list_variants
 from attnzoo.algebra.gate import PARTS
@@ -123,7 +123,7 @@ def test_beta_two_reflects_and_one_projects() -> None:
 
 
 @pytest.mark.parametrize("name", list_variants())
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_transitions_never_expand(name: str, data: st.DataObject) -> None:
     """Spectral norm at most 1: what pruning and stability rest on."""
     q, _, _, gate = data.draw(cases(name, max_t=8)).inputs()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from strategies import (
     CPU_FORMS,
@@ -23,6 +22,7 @@ from strategies import (
     relative_error,
     value_and_gradients,
 )
+from thinning import given_variant
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,7 +57,7 @@ def take(inputs: Inputs, rows: slice = slice(None), tokens: slice = slice(None))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_segmented_equals_full(name: str, data: st.DataObject) -> None:
     """Any cut points, empty segments left out; gradients flow through the state."""
     case = data.draw(cases(name))
@@ -79,7 +79,7 @@ def test_token_by_token_equals_full(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_state_does_not_depend_on_the_cuts(name: str, data: st.DataObject) -> None:
     case = data.draw(cases(name, min_t=2))
     with case.blocks():
@@ -116,7 +116,7 @@ def test_state_given_is_left_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_future_changes_nothing(name: str, form: str, data: st.DataObject) -> None:
     """Other tokens after t, of any finite size, leave the outputs up to t as they are, bit for bit.
 
@@ -143,7 +143,7 @@ def test_future_has_no_gradient(name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_batch_rows_do_not_meet(name: str, form: str, data: st.DataObject) -> None:
     case = replace(data.draw(cases(name, max_t=24)), B=3)
     run, inputs = case.variant.forms[form], case.inputs()
@@ -166,7 +166,7 @@ def test_grouped_heads_equal_repeated_heads(name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_padding_changes_nothing(name: str, data: st.DataObject) -> None:
     """Absent tokens anywhere, with any finite content and in any segments, as if they were not there."""
     case = replace(data.draw(cases(name, min_t=2, max_t=28)), B=1)

@@ -78,11 +78,12 @@ def test_the_reference_on_a_gpu_is_a_warning_with_the_remedy(
 
 @pytest.mark.usefixtures("gpu")
 def test_parts_that_no_kernel_takes_together_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("rope_gla", "path_wall"):
+    for name in ("rope_gla", "rope_path_wall"):
         layer(name)(torch.randn(1, T, D, device=HERE))
     assert warnings_of(caplog) == [
         "rope_gla: no kernel runs, and the reference is slower: there is none for log_diag, angle together",
-        "path_wall: no kernel runs, and the reference is slower: there is none for log_diag, w, beta together",
+        "rope_path_wall: no kernel runs, and the reference is slower: there is none for log_diag, angle, w, beta "
+        "together",
     ]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from strategies import (
     CPU_FORMS,
@@ -24,6 +23,7 @@ from strategies import (
     relative_error,
     value_and_gradients,
 )
+from thinning import given_variant
 from torch import Tensor
 
 import attnzoo.forms.rowblocks
@@ -56,7 +56,7 @@ def with_lse(run: Callable[..., Any], **options: Any) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_window_sink_and_lse_equal_oracle(name: str, data: st.DataObject) -> None:
     """In all forms, values and gradients, those of the log-sum-exp and of the sink among them."""
     case = data.draw(cases(name, max_t=30))
@@ -82,7 +82,7 @@ def test_window_sink_and_lse_equal_oracle(name: str, data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_segmented_equals_full_with_window_and_sink(name: str, data: st.DataObject) -> None:
     case = data.draw(cases(name, max_t=24))
     cuts, window = data.draw(cut_points(case.T)), data.draw(st.integers(1, case.T))
@@ -194,7 +194,7 @@ def test_pruning_holds_with_window_and_sink(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_padding_changes_nothing_with_window_and_sink(name: str, data: st.DataObject) -> None:
     """A window counts the tokens that exist: absent ones anywhere, in any segment."""
     case = replace(data.draw(cases(name, min_t=2, max_t=24)), B=1)
@@ -234,7 +234,7 @@ def test_every_form_takes_padding(name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_packed_equals_separate(name: str, form: str, data: st.DataObject) -> None:
     """Sequences of any lengths, none among them, laid end to end are the sequences on their own, with gradients."""
     case = replace(data.draw(cases(name, min_t=2, max_t=28)), B=1)

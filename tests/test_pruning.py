@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import Inputs, assert_close, block_sizes, relative_error, value_and_gradients
+from thinning import given_variant
 from torch import Tensor
 
 from attnzoo import Gate, Prune, get, list_variants, oracle
@@ -96,7 +97,7 @@ def test_dropped_mass_is_at_most_eps(bound: Bound, problem: tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("name", PRUNABLE)
-@given(seed=st.integers(0, 2**16), regime=st.sampled_from(("mixed", "open", "closing", "zero", "closed")))
+@given_variant(seed=st.integers(0, 2**16), regime=st.sampled_from(("mixed", "open", "closing", "zero", "closed")))
 def test_dropped_mass_of_variant_is_at_most_eps(name: str, bound: Bound, seed: int, regime: str) -> None:
     """With the variant's own logits, matrix transitions included."""
     eps = 1e-3
@@ -310,7 +311,7 @@ def test_pruning_nothing_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("name", PRUNABLE)
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_pruned_with_a_cache_is_within_eps(name: str, bound: Bound, data: st.DataObject) -> None:
     """Prefill and steps, each pruned over cached keys, with the real block sizes."""
     T, eps = 300, 1e-4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_runs import StoppedError, config_of, outcome, stop_at, write_text
+from torch._dynamo.utils import counters
 
 from attnzoo.algebra.forgetting import Forgetting
 from attnzoo.config import ForgettingConfig, ModelConfig
@@ -72,6 +73,31 @@ def test_total_loss_adds_the_weighted_terms_of_all_layers():
     assert extra_loss(found, config, 20).row.keys() == {"kept", "budget", "blend", "temperature"}
 
 
+def test_a_compiled_block_gives_the_same_losses_and_is_not_compiled_anew_when_lambda_and_tau_move():
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"forgetting": {"window": 2, "width": 4}}
+    config, tokens = ForgettingConfig(1, 3), torch.arange(2 * 16).view(2, 16)
+    found, graphs = [], []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = LanguageModel(
+            ModelConfig(attention="fox", attention_options=options, hidden_size=16, num_layers=1, num_heads=2)
+        ).train()
+        if compiled:
+            model.blocks[0].compile(backend="eager")
+        for step in range(5):
+            set_phase(networks(model), config, step)
+            loss = model(tokens, targets=tokens).loss
+            (loss + extra_loss(networks(model), config, step).loss).backward()
+            found.append([loss, *(parameter.grad.clone() for parameter in model.parameters())])
+            graphs.append(counters["stats"]["unique_graphs"])
+    for plain, other in zip(found[:5], found[5:], strict=True):
+        for one, two in zip(plain, other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
+    assert 0 < graphs[5] == graphs[-1]
+
+
 def test_metrics_say_what_is_forgotten(folder):
     rows = [row for row in read_metrics(folder / "run") if row["kind"] == "train"]
     assert [row["forgetting_blend"] for row in rows] == pytest.approx([0.1] * 2 + [0.325, 0.55, 0.775] + [1.0] * 3)
@@ -117,7 +143,6 @@ def test_a_network_alone_learns_beside_frozen_weights(folder):
     ("overrides", "said"),
     [
         (["forgetting.budget=2"], "forgetting: expected its defaults, since no layer of the model forgets"),
-        ([*FORGETS, "compile=true"], "compile: expected false where layers forget"),
         ([*FORGETS, "forgetting.alone=true"], "alone: expected false without start_from"),
         (["forgetting.order=deepfirst"], "did you mean 'deep_first'"),
         (["forgetting.blend=2"], r"blend must be in \[0, 1\]"),

@@ -19,6 +19,7 @@ from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.triton import on_packed
 from attnzoo.kernels.fox import GateSums
+from attnzoo.samples import random_inputs
 
 TRITON = [name for name in list_variants("softmax") if "triton" in get(name).forms]
 CLOSE = 2e-5  # float32
@@ -79,6 +80,46 @@ def test_cached_steps_over_padding_stay_on_the_kernels(name: str) -> None:
 def test_wall_with_a_scalar_gate_takes_padding_in_steps() -> None:
     """Its steps are those of neither gate alone."""
     test_cached_steps_over_padding_stay_on_the_kernels("gated_wall")
+
+
+@torch.no_grad()
+def test_path_with_decays_goes_on_where_another_form_ended() -> None:
+    """Over padding, in a chunk and in single tokens; grouped heads, whose keys each query head carries by itself."""
+    name = "gated_path_wall"
+    inputs, variant, state = inputs_of(name, B=2, T=24), get(name), None
+    valid = torch.ones(2, 24, dtype=torch.bool)
+    valid[0, :3], valid[1, 19] = False, False
+    expected, last = variant.extend(*doubled(inputs), valid=valid)
+    pieces = ((0, 12, "triton"), (12, 13, "reference"), (13, 14, "triton"), (14, 23, "triton"), (23, 24, "triton"))
+    for start, stop, form in pieces:
+        now, there = piece(inputs, start, stop), valid[:, start:stop]
+        assert variant.refuses(form, Call(*now, state, True, {"valid": there})) == ""
+        o, state = variant.extend(*now, state, form=form, valid=there)
+        assert relative_error(o[there], expected[:, start:stop][there]) <= CLOSE
+    assert state is not None
+    assert relative_error(state.k, last.k) <= CLOSE
+    assert state.v.shape == inputs[2].shape
+
+
+@torch.no_grad()
+def test_path_with_decays_steps_in_place() -> None:
+    """Rows that joined after different numbers of tokens."""
+    q, k, v, gate = random_inputs("path_wall", 2, 14, 2, 2, 16, 16, regime="mixed", dtype=torch.float32)
+    variant, rows, memory, steps = get("path_wall"), Rows.idle(2), None, [7, 11]
+    expected = oracle.softmax(*doubled((q, k, v, gate)))
+    for row, t in enumerate(steps):
+        one = slice(row, row + 1)
+        part = gate.map(lambda x, one=one: x[one]).slice(0, t)  # type: ignore[misc]
+        _, state = variant.extend(q[one, :t], k[one, :t], v[one, :t], part, form="triton")
+        memory = memory or variant.form_set.kernels["triton"].fixed(state, rows, 20, "cpu")
+        memory.admit(row, state, 20)
+        rows.begin(row, t)
+    for n in range(2):
+        at = torch.arange(2), torch.tensor(steps) + n
+        now = gate.map(lambda x, at=at: x[at][:, None])  # type: ignore[misc]
+        o = memory.step(Call(*(x[at][:, None] for x in (q, k, v)), now, None, True), None)
+        assert relative_error(o[:, 0], expected[at]) <= CLOSE
+        rows.length += 1
 
 
 class Waits(TorchDispatchMode):

@@ -25,7 +25,10 @@ def softmax_forms(*parts: str) -> SoftmaxForms:
         return AdditiveForms()
     if matrix == {"angle"}:
         return Rotated()
-    kernels = {("w", "beta"): path_kernel, ("angle", "w", "beta"): turned_path, ("log_diag",): wall_kernel}
+    kernels = {
+        ("w", "beta"): path_kernel, ("log_diag", "w", "beta"): path_kernel, ("angle", "w", "beta"): turned_path,
+        ("log_diag",): wall_kernel,
+    }  # fmt: skip
     kernel = kernels.get(tuple(part for part in PARTS if part in matrix))
     return SoftmaxForms(transition_of(parts), kernels={} if kernel is None else {"triton": kernel()})
 

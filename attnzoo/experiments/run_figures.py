@@ -86,7 +86,11 @@ def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
         xlabel: of the one side.
         ylabel: of the other.
     """
-    figure, axes = panel(520, 430, left=50, bottom=38)
+    side, height = 330.0, 330.0  # of the axes, in points; the names stand at their right
+    names = max((len(point.label) for point in points), default=0) * 5.4 + 14
+    figure, axes = panel(58 + side + names, 48 + height, left=50, bottom=38)
+    box = axes.get_position()
+    axes.set_position((box.x0, box.y0, side / (58 + side + names), box.height))
     for point in points:
         color, n = point.look.color, point.x.size
         x, y = point.x.mean(), point.y.mean()
@@ -103,12 +107,12 @@ def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
     low, high = float(min(every.min(), 0)), float(max(every.max(), 0))
     margin = max((high - low) * 0.1, 1e-3)
     limits = (low - margin, high + margin)
-    height = 372.0  # of the axes, in points
-    wanted = [float((point.y.mean() - limits[0]) / (limits[1] - limits[0]) * height + 8) for point in points]
-    for point, place in zip(points, spread(wanted, 13.0, height), strict=True):
+    wanted = [float((point.y.mean() - limits[0]) / (limits[1] - limits[0]) * height) for point in points]
+    for point, place in zip(points, spread(wanted, 14.0, height), strict=True):
         axes.annotate(
-            point.label, (point.x.mean(), place / height), (8, 0), xycoords=("data", "axes fraction"),
-            textcoords="offset points", color=point.look.color, fontsize=10, va="center", parse_math=False,
+            point.label, (point.x.mean(), point.y.mean()), (1.03, place / height), textcoords="axes fraction",
+            color=point.look.color, fontsize=9.5, va="center", annotation_clip=False, parse_math=False,
+            arrowprops={"arrowstyle": "-", "color": point.look.color, "alpha": 0.35, "linewidth": 0.7, "shrinkA": 1},
         ).set_gid(f"series:{point.key}")  # fmt: skip
     axes.plot(limits, limits, color=MUTED, linewidth=0.8, dashes=(2, 2), zorder=0)
     axes.axhline(0, color=INK, linewidth=0.7, alpha=0.5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from attnzoo.algebra.gate import expand_heads, is_closed
 from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache, RecurrentState
 from attnzoo.forms.options import SoftmaxOptions
-from attnzoo.forms.paged import Eviction, PagedCache, append_and_attend
-from attnzoo.forms.pool import PAGE, KeyPool
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink, decay_to, least_logit
 from attnzoo.forms.untraced import untraced
@@ -34,11 +32,18 @@ class Rows:
         length: tokens so far, ``[B]`` int64.
         active: 1 for rows that get a token at the next step, 0 for idle ones, ``[B]`` int32.
         lengths: ``length``, on the host.
+        tokens: how many of each sequence a step takes. With more than one they are given tokens, of which each sequence
+            keeps its first ones: a step ends when :meth:`Memory.keep` has said how many.
     """
 
     length: Tensor
     active: Tensor
     lengths: list[int]
+    tokens: int = 1
+
+    def count(self) -> Tensor:
+        """Tokens that a step takes of each sequence, ``[B]`` int32."""
+        return self.active if self.tokens == 1 else self.active * self.tokens
 
     @staticmethod
     def idle(rows: int, device: torch.device | str = "cpu") -> Rows:
@@ -56,16 +61,27 @@ class Rows:
 
 
 class Memory(Protocol):
-    """What a layer remembers of B sequences of their own lengths."""
+    """What a layer remembers of B sequences of their own lengths.
+
+    Attributes:
+        final: why tokens cannot be taken back, or "": then a step may take several.
+        on_host: whether :meth:`keep` waits for the device.
+    """
+
+    final: ClassVar[str]
+    on_host: ClassVar[bool]
 
     def step(self, call: Call, extend: Extend) -> Tensor:
-        """One token of each sequence: output ``[B, 1, H, V]`` of a call without a state of its own."""
+        """The tokens of a step, ``rows.tokens`` of each sequence: output ``[B, T, H, V]`` of a call without a state."""
+
+    def keep(self, kept: Tensor) -> None:
+        """Of the several tokens of the last step, sequence b keeps its first ``kept[b]``, ``[B]`` int64."""
 
     def admit(self, row: int, state: Any, tokens: int) -> None:
         """The idle row ``row`` goes on from ``state``, of one sequence, to ``tokens`` tokens at most."""
 
     def ready(self, rows: Sequence[int]) -> bool:
-        """Make room for one more token of each of ``rows``; whether tensors may have changed their places for it."""
+        """Make room for the tokens of a step of ``rows``; whether tensors may have changed their places for it."""
 
     def clear(self, row: int) -> None:
         """Sequence ``row`` has ended."""
@@ -86,21 +102,41 @@ class MatrixMemory:
 
     Args:
         matrix: ``S^T``, ``[B, H, K, V]``.
+        rows: see :class:`Rows`.
+        last: the step of several tokens that :meth:`keep` ends.
     """
 
     matrix: Tensor
+    rows: Rows
+    last: tuple[Call, Extend] | None = None
+    on_host: ClassVar[bool] = False
+    final: ClassVar[str] = ""
 
     @staticmethod
-    def like(state: RecurrentState, rows: int, device: torch.device | str) -> MatrixMemory:
-        """Zeros for ``rows`` sequences with states such as this one."""
+    def like(state: RecurrentState, rows: Rows, device: torch.device | str) -> MatrixMemory:
+        """Zeros for sequences with states such as this one."""
         matrix = state.matrix
-        return MatrixMemory(torch.zeros(rows, *matrix.shape[1:], dtype=matrix.dtype, device=device))
+        return MatrixMemory(torch.zeros(len(rows.lengths), *matrix.shape[1:], dtype=matrix.dtype, device=device), rows)
 
     def step(self, call: Call, extend: Extend) -> Tensor:
-        o, state = extend(replace(call, state=RecurrentState(self.matrix)))
-        if state.matrix is not self.matrix:
+        once = self.rows.tokens == 1
+        matrix = self.matrix if once else self.matrix.clone()  # a kernel may write to the state that it is given
+        o, state = extend(replace(call, state=RecurrentState(matrix)))
+        if not once:
+            self.last = call, extend
+        elif state.matrix is not self.matrix:
             self.matrix.copy_(state.matrix)
         return o  # type: ignore[no-any-return]
+
+    def keep(self, kept: Tensor) -> None:
+        """The step again, in which the other tokens write nothing and change nothing."""
+        assert self.last is not None
+        (call, extend), self.last = self.last, None
+        T = call.q.shape[1]
+        others = torch.arange(T, device=kept.device) >= kept[:, None] * (T // self.rows.tokens)
+        gate, v = call.gate.per_token(call.q).neutral_where(others), call.v.masked_fill(others[..., None, None], 0.0)
+        state = extend(replace(call, gate=gate, v=v, state=RecurrentState(self.matrix.clone())))[1]
+        self.matrix.copy_(state.matrix)
 
     def admit(self, row: int, state: RecurrentState, tokens: int) -> None:
         self.matrix[row] = state.matrix[0]
@@ -144,6 +180,8 @@ class KeyMemory:
     v: Tensor
     decay: Tensor | None
     phase: Tensor | None
+    on_host: ClassVar[bool] = False
+    final: ClassVar[str] = "its keys lie in no pages, and later tokens change them or their decays where they stand"
 
     @staticmethod
     def like(
@@ -195,6 +233,9 @@ class KeyMemory:
         o, _ = attend_with_sink(o, None if given.sink is None else logits.logsumexp(-1)[..., None], given.sink)
         return o.transpose(1, 2).to(v.dtype)
 
+    def keep(self, kept: Tensor) -> None:
+        raise NotImplementedError(self.final)
+
     def ready(self, rows: Sequence[int]) -> bool:
         return False
 
@@ -239,6 +280,8 @@ class CarriedMemory:
     v: Tensor
     gates: Tensor | None
     valid: Tensor
+    on_host: ClassVar[bool] = False
+    final: ClassVar[str] = "later tokens are multiplied into its keys where they stand"
 
     @staticmethod
     def like(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory:
@@ -264,7 +307,7 @@ class CarriedMemory:
             self.gates[:, -1:] = gate.log_decay
         o = path_step(
             call.q, call.k, gate.w, gate.beta, self.k, self.v, self.gates, self.valid, given.scale,  # type: ignore[arg-type]
-            window=given.window, sink=given.sink,
+            log_diag=gate.log_diag, window=given.window, sink=given.sink,
         )  # fmt: skip
         for name, x in new.items():
             if x is not None:
@@ -272,6 +315,9 @@ class CarriedMemory:
                 mine[index, now] = x[:, 0].to(mine.dtype)
         self.valid.scatter_(1, now[:, None], True)
         return o.to(call.v.dtype)
+
+    def keep(self, kept: Tensor) -> None:
+        raise NotImplementedError(self.final)
 
     def ready(self, rows: Sequence[int]) -> bool:
         return False
@@ -294,131 +340,3 @@ class CarriedMemory:
 
     def workspace(self, heads: int) -> int:
         return 0
-
-
-@dataclass(eq=False)
-class PagedMemory:
-    """The keys of B sequences in a :class:`~attnzoo.forms.pool.KeyPool`, for encodings that leave them as they are.
-
-    A step is two kernels (``attnzoo.kernels.decode``), which read on the device how many keys there are. It leaves out
-    none of them, so that pruning drops no mass there.
-
-    Args:
-        pool: whose ``lengths`` are those of ``rows``.
-        rows: see :class:`~attnzoo.forms.fixed.Rows`.
-        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.AdditiveForms`; None where another
-            class says how a step is done.
-        phase: RoPE's total angle so far, ``[B, 1, 1 or H, K/2]`` float64, or None.
-        evict: what keys are given up by, once in as many steps as a page has tokens; None for none.
-        steps: so far.
-    """
-
-    pool: KeyPool
-    rows: Rows
-    place: Callable[..., Any] | None
-    phase: Tensor | None
-
-    evict: Eviction | None = None
-    steps: int = 0
-    carried: ClassVar[bool] = False
-
-    @staticmethod
-    def like(
-        state: KVCache | PagedCache, rows: Rows, tokens: int, device: torch.device | str, place: Callable[..., Any]
-    ) -> PagedMemory:
-        """Empty, for sequences of up to ``tokens`` tokens with states such as this one.
-
-        It has pages for all of these tokens from the start, or where keys are given up takes them as they are needed.
-        """
-        one, phase = _pool_of(state), state.phase
-        (G, _), (_, K), R = one.table.shape[1:], one.k.shape[1:], 1 if one.decay is None else one.decay.shape[2]
-        B, evict = len(rows.lengths), state.evict if isinstance(state, PagedCache) else None
-        pool = KeyPool.empty(
-            B, G, R, K, one.v.shape[2], dtype=one.v.dtype, device=device, decays=one.decay is not None,
-            pages=B * G * (-(-tokens // PAGE) if evict is None else 1), tokens=tokens,
-        )  # fmt: skip
-        pool.lengths = rows.lengths
-        if phase is not None:
-            phase = torch.zeros(B, *phase.shape[1:], dtype=phase.dtype, device=device)
-        return PagedMemory(pool, rows, place, phase, None if evict is None else evict.of_rows(B))
-
-    @untraced  # its kernels write to the pool where it stands
-    def step(self, call: Call, extend: Extend) -> Tensor:
-        pool, given = self.pool, SoftmaxOptions(**call.options)
-        assert self.place is not None
-        q, k, phase, _ = self.place(
-            call.q, call.k, call.gate, KVCache(call.k[:, :0], call.v[:, :0], phase=self.phase), None
-        )
-        if self.phase is not None:
-            self.phase.copy_(phase)
-        self._look(q, k, given.scale)
-        k, v = (expand_heads(x, pool.table.shape[1]) for x in (k, call.v))
-        gates = call.gate.per_token(q).log_decay
-        impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
-        return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.active, prune=False)
-
-    def _look(self, q: Tensor, k: Tensor, scale: float | None) -> None:
-        """Keys that the queries of a step may need come back from the host, before its tokens are added."""
-        if self.evict is not None and self.evict.offload is not None:
-            _, _, H, K = q.shape
-            scaled = heads_first(q, H, compute_dtype(q)) * (K**-0.5 if scale is None else scale)
-            self.evict.look(self.pool, scaled, k, self.rows.active[:, None] != 0)
-
-    def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
-        one, theirs = _pool_of(state), state.evict if isinstance(state, PagedCache) else None
-        if self.evict is not None:
-            away = self.evict.offload
-            if away is None:
-                self.evict.give_up(one)
-            elif theirs is not None and theirs.offload is not None:
-                theirs.give_up(one)
-                away.adopt(row, theirs.offload)
-            elif bool(one.first.any()):
-                raise ValueError("cache: expected that of new_cache(evict='offload'), got one whose keys are gone")
-            tokens = min(tokens, one.lengths[0] + PAGE)
-        self.pool.adopt(row, one, tokens)
-        if self.phase is not None and state.phase is not None:
-            self.phase[row] = state.phase[0]
-
-    def ready(self, rows: Sequence[int]) -> bool:
-        self.steps += 1
-        if self.evict is not None and self.steps % PAGE == 0:
-            self.evict.give_up(self.pool)
-        full = [b for b in rows if self.rows.lengths[b] % PAGE == 0]
-        if full:
-            self.pool.reserve([int(b in full) for b in range(len(self.rows.lengths))])
-        return bool(full)
-
-    def clear(self, row: int) -> None:
-        self.pool.reset(row)
-        if self.evict is not None and self.evict.offload is not None:
-            self.evict.offload.clear(row)
-
-    def kept(self, row: int) -> list[int]:
-        n = self.rows.lengths[row]
-        gone = (self.pool.pages[row, :, : -(-n // PAGE)] < 0).sum(-1)
-        return [n - PAGE * pages for pages in gone.tolist()]
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield from self.pool.tensors().values()
-        if self.phase is not None:
-            yield self.phase
-
-    def workspace(self, heads: int) -> int:
-        from attnzoo.kernels.decode import paged_workspace
-
-        pool, device = self.pool, self.rows.length.device
-        return paged_workspace(pool.k, pool.v, pool.table, heads, device, carried=self.carried)
-
-
-def _pool_of(state: KVCache | PagedCache) -> KeyPool:
-    """The keys of a state of one sequence, in pages."""
-    if isinstance(state, PagedCache):
-        return state.pool
-    (S, G, K), gates = state.k.shape[1:], state.log_decay
-    pool = KeyPool.empty(
-        1, G, 1 if gates is None else gates.shape[2] // G, K, state.v.shape[3], dtype=state.v.dtype,
-        device=state.v.device, decays=gates is not None, pages=G * -(-S // PAGE), tokens=S,
-    )  # fmt: skip
-    pool.append(state.k, expand_heads(state.v, G), gates)
-    return pool

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.carried import CarriedPool, attend_carried
-from attnzoo.forms.fixed import Extend, PagedMemory, Rows
+from attnzoo.forms.fixed import Extend, Rows
+from attnzoo.forms.fixed_pages import PagedMemory
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.paged import PagedCache
 from attnzoo.forms.pages import PAGE
@@ -27,7 +28,7 @@ class CarriedPages(PagedMemory):
     """The keys of PaTH and PaTH-FoX of B sequences in a :class:`~attnzoo.forms.carried.CarriedPool`.
 
     A step is seven kernels on a GPU (``attnzoo.kernels.decode``), and plain operations elsewhere. Pruning drops no
-    mass. Arguments as :class:`~attnzoo.forms.fixed.PagedMemory`, without a place and a phase, and
+    mass. Arguments as :class:`~attnzoo.forms.fixed_pages.PagedMemory`, without a place and a phase, and
 
     Args:
         closed: groups of pages of each sequence that are closed (:meth:`~attnzoo.forms.carried.CarriedPool.close`).
@@ -35,6 +36,7 @@ class CarriedPages(PagedMemory):
 
     closed: list[int] = field(default_factory=list)
     carried: ClassVar[bool] = True
+    on_host: ClassVar[bool] = True
 
     @staticmethod
     def of(state: PagedCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedPages:
@@ -56,13 +58,25 @@ class CarriedPages(PagedMemory):
         q, k, v, gate = call.q, call.k, call.v, call.gate.per_token(call.q)
         self._look(q, k, given.scale)
         if q.is_cuda:
-            return pool.step(q, k, v, gate, given, self.rows.active)
-        (_, _, H, K), there = q.shape, self.rows.active[:, None] != 0
+            return pool.step(q, k, v, gate, given, self.rows.count())
+        (B, T, H, K), there = q.shape, self.rows.active[:, None] != 0
+        there = there.expand(B, T)
         scaled = heads_first(q, H, compute_dtype(q)) * (K**-0.5 if given.scale is None else given.scale)
         o, lse = attend_carried(scaled, k, v, gate, pool, there, given.window)
         pool.add(k, v, gate, there)
         pool.lengths = self.rows.lengths  # the host counts them after the step
         return attend_with_sink(o, lse, given.sink)[0].transpose(1, 2).to(v.dtype)
+
+    def keep(self, kept: Tensor) -> None:
+        """It waits for the device: which pages hold these tokens is known to the host."""
+        pool, rows = self.pool, self.rows
+        left = [n + more for n, more in zip(rows.lengths, kept.tolist(), strict=True)]
+        if left != (
+            there := [n + rows.tokens * (more > 0) for n, more in zip(rows.lengths, kept.tolist(), strict=True)]
+        ):
+            pool.lengths = there
+            pool.crop(left)
+        pool.lengths = rows.lengths  # the host counts them after the step
 
     def admit(self, row: int, state: Any, tokens: int) -> None:
         if not isinstance(state, PagedCache):

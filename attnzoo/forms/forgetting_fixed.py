@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.pages import PAGE, resized
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.forms.untraced import untraced
 
 AHEAD = 16  # steps at least between two looks at how many slots are in use
 
@@ -41,6 +43,8 @@ class ForgettingMemory:
     cache: ForgettingCache
     most: int
     used: int = 0
+    on_host: ClassVar[bool] = False
+    final: ClassVar[str] = "what it has forgotten is gone"
 
     @staticmethod
     def like(
@@ -63,7 +67,7 @@ class ForgettingMemory:
         cache = ForgettingCache(slots, zeros(state.live, G), rows.length, policy, 0, sums, phase)
         return ForgettingMemory(forms, network, rows, cache, most)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it changes the slots where they stand
+    @untraced  # it changes the slots where they stand
     def step(self, call: Call, extend: Extend) -> Tensor:
         cache, slots = self.cache, self.cache.slots
         given = replace(SoftmaxOptions(**call.options), valid=self.rows.active[:, None] != 0)
@@ -94,6 +98,9 @@ class ForgettingMemory:
             self.cache.sums[name][row] = x[0]
         if self.cache.phase is not None and state.phase is not None:
             self.cache.phase[row] = state.phase[0]
+
+    def keep(self, kept: Tensor) -> None:
+        raise NotImplementedError(self.final)
 
     def ready(self, rows: Sequence[int]) -> bool:
         N = self.cache.slots["held"].shape[2]

@@ -70,7 +70,7 @@ class LinearForms(Forms):
         self, state: RecurrentState, rows: Rows, tokens: int, device: torch.device | str, paged: bool | None = None
     ) -> MatrixMemory:
         """The memory of steps that change it in place, for states such as this one; see ``SoftmaxForms.fixed``."""
-        return MatrixMemory.like(state, len(rows.length), device)
+        return MatrixMemory.like(state, rows, device)
 
     def _ready(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: Mapping[str, Any]

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.gate import Gate, is_closed
+from attnzoo.algebra.gate import Gate, expand_heads, is_closed
 from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import append_valid, check_rows, whole
@@ -124,7 +124,7 @@ class PagedCache:
         Raises:
             ValueError: another batch, other heads or channels, a gate with other parts, or a gradient is expected.
         """
-        pool, (B, _, H, K), (G, V) = self.pool, q.shape, v.shape[2:]
+        pool, (B, _, H, K), G, V = self.pool, q.shape, key_heads(q, v, gate), v.shape[3]
         R = H // G if pool.decay is None else pool.decay.shape[2]
         got, expected = (B, H, G, K, V), (len(pool.lengths), R * pool.table.shape[1], *pool.table.shape[1:2])
         expected = (*expected, pool.k.shape[2], pool.v.shape[2])
@@ -265,6 +265,12 @@ class Additive(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
 
 
+def key_heads(q: Tensor, v: Tensor, gate: Gate) -> int:
+    """G, or H where each query head turns the keys by angles of its own."""
+    turned = gate.angle is not None and gate.angle.ndim > 1 and gate.angle.shape[2] > 1
+    return q.shape[2] if turned else v.shape[2]
+
+
 @torch.no_grad()
 def extend_pages(
     forms: Additive, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
@@ -289,7 +295,7 @@ def extend_pages(
     rank = torch.arange(T, device=q.device).expand(B, T) if valid is None else valid.cumsum(1) - 1
     at = (pool.length.long()[:, None] + rank).clamp(min=0)
     since = None if g is None else _since(cast(Tensor, pool.since), g, at)
-    pool.append(k, v, g, valid)
+    pool.append(k, expand_heads(v, k.shape[2]), g, valid)
     there = append_valid(cast(Any, state) if state.tokens else None, valid, k)
     new = PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there, phase=phase, angle=angle)
     if not state.tokens:
@@ -337,7 +343,7 @@ def step_pages(
     there, g = append_valid(cast(Any, state), valid, k), gate.log_decay
     g = None if g is None else g.expand(B, T, H)
     last = LastRows.of(valid, B, T)
-    q, k, v = (last.take(x) for x in (q, k, v))
+    q, k, v = (last.take(x) for x in (q, k, expand_heads(v, k.shape[2])))
     g = None if g is None else last.take(g)
     pool.reserve(last.counts)
     o = last.put(append_and_attend(pool, q, k, v, g, given, "triton", last.count))

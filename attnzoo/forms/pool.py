@@ -126,8 +126,8 @@ class KeyPool(Pages):
         full = length // PAGE  # only whole pages go
         count = full.new_zeros(B, G)
         if self.n_log is not None:
-            total = cast(Tensor, self.total) if lengths is None else cast(Tensor, self.totals(lengths))
-            closed = cast(Tensor, self.since if lengths is None else self.closed_before(lengths))
+            total = cast(Tensor, self.total if lengths is None else self.totals(length))
+            closed = cast(Tensor, self.since if lengths is None else self.closed_before(length))
             heads = (closed // PAGE).long()
             if bounds is not None:
                 norms = self.k_norm.cummax(-1).values.repeat_interleave(total.shape[1] // G, 1)
@@ -137,25 +137,31 @@ class KeyPool(Pages):
             count = count.maximum(((length - window + 1) // PAGE).clamp(min=0)[:, None])
         return count.minimum(full[:, None]).int()
 
-    def totals(self, lengths: Sequence[int]) -> Tensor | None:
-        """``total`` as it was after ``lengths[b]`` tokens of each sequence b."""
-        if self.total is None or self.page_sum is None or self.decay is None:
+    def totals(self, length: Tensor) -> Tensor | None:
+        """``total`` as it was after ``length [B]`` tokens of each sequence."""
+        if self.total is None or self.page_sum is None:
             return None
-        found = self.total.clone()
-        for b, n in enumerate(lengths):
-            if n == self.lengths[b]:
-                continue
-            page, slot = divmod(n, PAGE)
-            found[b] = self.page_sum[b, :, page]
-            if slot:
-                found[b] += self.decay[self.pages[b, :, page].long(), slot - 1].flatten().double()
-        return found
+        page, slot = self._place(length, self.total)
+        sums = self._open_page(length)
+        found = torch.where(slot > 0, sums.gather(2, (slot - 1).clamp(min=0)), self.page_sum.gather(2, page))[..., 0]
+        return torch.where((length < self.length)[:, None], found, self.total)
 
-    def closed_before(self, lengths: Sequence[int]) -> Tensor | None:
-        """``since`` as it was after ``lengths[b]`` tokens of each sequence b."""
+    def _place(self, length: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Page and place in it of the token ``length [B]``, for each head of ``like``: ``[B, heads, 1]``."""
+        at = length.long()[:, None, None].expand(*like.shape[:2], 1)
+        return (at // PAGE).clamp(max=self.table.shape[2] - 1), at % PAGE
+
+    def _open_page(self, length: Tensor) -> Tensor:
+        """The sums of gates up to each token of the page of the token ``length [B]``, ``[B, H, PAGE]`` float64."""
+        page_sum, decay = cast(Tensor, self.page_sum), cast(Tensor, self.decay)
+        ids = self.table.gather(2, self._place(length, self.table)[0])[..., 0].clamp(min=0).long()
+        return page_sum.gather(2, self._place(length, page_sum)[0]) + decay[ids].mT.flatten(1, 2).double()
+
+    def closed_before(self, length: Tensor) -> Tensor | None:
+        """``since`` as it was after ``length [B]`` tokens of each sequence."""
         if self.closed is None:
             return None
-        bits = self.closed & self._below(self.length.new_tensor(lengths))  # [B, H, N]
+        bits = self.closed & self._below(length)  # [B, H, N]
         number = torch.arange(PAGE, device=bits.device)
         page = torch.where(bits != 0, torch.arange(bits.shape[2], device=bits.device), 0).amax(-1)
         last = bits.gather(2, page[..., None]) >> number & 1
@@ -166,6 +172,31 @@ class KeyPool(Pages):
         starts = torch.arange(self.table.shape[2], device=length.device) * PAGE
         there = (length.long()[:, None, None] - starts).clamp(0, PAGE)
         return torch.where(there < PAGE, (1 << there.clamp(max=PAGE - 1)) - 1, -1)
+
+    @torch.no_grad()
+    def crop_sums(self, length: Tensor) -> None:
+        """What is kept of keys and gates becomes as it was after ``length [B]`` int32 tokens of each sequence.
+
+        Pages stay where they are, for tokens to come. Nothing here waits for the device, or knows ``lengths``.
+        """
+        page, slot = self._place(length, self.k_norm)
+        ids = self.table.gather(2, page)[..., 0]
+        inside = torch.arange(PAGE, device=length.device) < slot  # [B, G, PAGE]
+        norms = longest(self.k[ids.clamp(min=0).long()]).masked_fill(~inside | (ids < 0)[..., None], 0.0).amax(-1)
+        number = torch.arange(self.table.shape[2], device=length.device)
+        self.k_norm.masked_fill_(number >= -(-length.long() // PAGE)[:, None, None], 0.0)
+        self.k_norm.scatter_(
+            2, page, torch.where(slot[..., 0] > 0, norms, self.k_norm.gather(2, page)[..., 0])[..., None]
+        )
+        if self.total is not None and self.since is not None and self.n_log is not None:
+            page, slot = self._place(length, self.n_log)
+            past = torch.arange(PAGE, device=length.device) >= slot
+            start = torch.where(page > 0, self.n_log.gather(2, (page - 1).clamp(min=0)), -torch.inf)
+            tails = torch.cat([start, (-self._open_page(length)).masked_fill(past, -torch.inf)], -1).logsumexp(-1)
+            self.n_log.scatter_(2, page, torch.where(slot > 0, tails[..., None], self.n_log.gather(2, page)))
+            self.since.copy_(cast(Tensor, self.closed_before(length)))
+            self.total.copy_(cast(Tensor, self.totals(length)))
+        self.length.copy_(length)
 
     def notes(self) -> dict[str, Any]:
         """What :meth:`crop` needs to come back to this state exactly, by the names of the fields."""
@@ -188,22 +219,11 @@ class KeyPool(Pages):
         """
         if notes is None:
             self.check_crop(lengths)
-        if self.total is not None and self.since is not None:
-            self.total.copy_(cast(Tensor, self.totals(lengths)) if notes is None else notes["total"])
-            self.since.copy_(cast(Tensor, self.closed_before(lengths)))
-        self.length.copy_(self.length.new_tensor(lengths))
+        self.crop_sums(self.length.new_tensor(lengths))
+        if self.total is not None and notes is not None:
+            self.total.copy_(notes["total"])
         for b, n in enumerate(lengths):
-            whole, slot = divmod(n, PAGE)
-            self.k_norm[b, :, whole:] = 0
-            self.pages[b, :, whole + bool(slot) :] = -1
-            if slot:  # as it was when the page held these tokens alone
-                ids = self.pages[b, :, whole].long()
-                self.k_norm[b, :, whole] = longest(self.k[ids, :slot]).amax(-1)
-                if self.n_log is not None:
-                    c = cast(Tensor, self.decay)[ids, :slot].double().mT.flatten(0, 1)  # [H, slot]
-                    c = c + cast(Tensor, self.page_sum)[b, :, whole, None]
-                    before = [self.n_log[b, :, whole - 1, None]] if whole else []
-                    self.n_log[b, :, whole] = torch.cat([*before, -c], -1).logsumexp(-1)
+            self.pages[b, :, -(-n // PAGE) :] = -1
         self.table.copy_(self.pages)
         self.refs.zero_()
         owned = self.pages[self.pages >= 0].long()

@@ -18,11 +18,12 @@ from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_
 from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, check_copy, grown
 from attnzoo.forms.carried import CarriedPool, extend_carried, step_carried
-from attnzoo.forms.fixed import KeyMemory, Memory, PagedMemory, Rows
+from attnzoo.forms.fixed import KeyMemory, Memory, Rows
 from attnzoo.forms.fixed_carried import CarriedPages
+from attnzoo.forms.fixed_pages import PagedMemory
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
-from attnzoo.forms.paged import PagedCache, extend_pages, refuses_pages, step_pages
+from attnzoo.forms.paged import PagedCache, extend_pages, key_heads, refuses_pages, step_pages
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, near_lse, readout
@@ -328,7 +329,7 @@ class AdditiveForms(SoftmaxForms):
         return KeyMemory.like(state, rows, tokens, device, None, self.place)
 
     def new_pages(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> KeyPool:
-        (B, _, H, K), (G, V), decays = q.shape, v.shape[2:], gate.log_decay is not None
+        (B, _, H, K), G, V, decays = q.shape, key_heads(q, v, gate), v.shape[3], gate.log_decay is not None
         return KeyPool.empty(B, G, H // G, K, V, dtype=v.dtype, device=v.device, decays=decays)
 
     def _extend_pages(
@@ -369,6 +370,10 @@ class AdditiveForms(SoftmaxForms):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """q and k with their matrix transitions folded in, the cache's new phase, and the angle of all new tokens."""
         return q, k, None, None
+
+    def rounded(self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype) -> tuple[Tensor, Tensor, Gate]:
+        """q, k and the gate of whole sequences, the matrix parts folded in where a kernel's rounding asks for care."""
+        return q, k, gate
 
 
 def joined(blocks: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

@@ -34,6 +34,8 @@ class Additive(Protocol):
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
 
+    def rounded(self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype) -> tuple[Tensor, Tensor, Gate]: ...
+
 
 def fox_kernel(forms: Additive) -> Kernel:
     """The kernel of FoX, ALiBi and NoPE, and of RoPE, whose q and k are rotated before it.
@@ -49,6 +51,8 @@ def fox_kernel(forms: Additive) -> Kernel:
     ) -> Output:  # fmt: skip
         """The fused kernel (``attnzoo.kernels.fox``), in the inputs' own precision."""
         given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
+        if valid is None:
+            q, k, gate = forms.rounded(q, k, gate, v.dtype)
         return attend(q, k, v, gate, None, given)[0]
 
     def extend(
@@ -133,7 +137,7 @@ def _gate_sums(past: KVCache, state: KVCache, prune: Prune | None) -> Any:
 
 
 def path_kernel() -> Kernel:
-    """The kernels of PaTH and PaTH-FoX: whole sequences, and a step over all cached keys.
+    """The kernels of PaTH and PaTH-FoX, with decays of the channels or not: whole sequences, and steps over all keys.
 
     A step reads every cached key, as each must be advanced: ``prune`` leaves out none of them there, and so drops
     no mass at all. It has no gradient. The state that is given stays as it was.
@@ -156,12 +160,14 @@ def path_kernel() -> Kernel:
         )  # fmt: skip
 
         def attend(
-            q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, g: Tensor | None, borders: Tensor | None
-        ) -> Output:
-            return kernel(q, k, v, w=w, beta=beta, log_decay=g, cu_seqlens=borders)
+            q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, a: Tensor | None, g: Tensor | None,
+            borders: Tensor | None,
+        ) -> Output:  # fmt: skip
+            return kernel(q, k, v, w=w, beta=beta, log_diag=a, log_decay=g, cu_seqlens=borders)
 
         gate = gate.per_token(q)
-        rows = (q.to(v.dtype), k.to(v.dtype), v, cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_decay)
+        w, beta, a = cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_diag
+        rows = (q.to(v.dtype), k.to(v.dtype), v, w, beta, None if a is None else a.float(), gate.log_decay)
         return attend(*rows, cu_seqlens) if valid is None else on_packed(attend, valid, *rows)
 
     def extend(
@@ -177,20 +183,27 @@ def path_kernel() -> Kernel:
         if valid is not None:
             gate = gate.neutral_where(~valid)
             q, k, v = existing(valid, q, k, v)
-        w, beta = cast(Tensor, gate.w), cast(Tensor, gate.beta)
+        w, beta, a = cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_diag
+        heads = 0 if a is None else q.shape[2]  # channels decay for each query head, and keys have a copy for each
+
+        def each(*xs: Tensor) -> list[Tensor]:
+            return [expand_heads(x, heads) for x in xs]
+
         if state is None or not len(state):
             o = run(
                 q, k, v, gate, scale=scale, prune=prune, logit_bound=logit_bound, window=window, sink=sink,
                 valid=valid, return_lse=return_lse,
             )  # fmt: skip
-            return o, KVCache(carry_keys(k, w, beta), v, gate.log_decay, valid, carried=True)
-        refuse_gradients(q, k, v, w, beta, state.k, state.v)
+            return o, KVCache(carry_keys(*each(k, w, beta), log_diag=a), v, gate.log_decay, valid, carried=True)
+        refuse_gradients(q, k, v, w, beta, state.k, state.v, *(() if a is None else (a,)))
         new = KVCache(k, v, gate.log_decay, valid)
         parts, room = append_in_place(state, *growing(state, new, ("v",)), state.k)
         gates, there = parts.get("log_decay"), parts.get("valid")
+        k, w, beta, values = each(k, w, beta, parts["v"])
         o, keys, lse = path_extend(
-            q, k, w, beta, state.k.float(), parts["v"], gates, there, scale, window=window, sink=sink, return_lse=True
-        )
+            q, k, w, beta, state.k.float(), values, gates, there, scale, log_diag=a, window=window, sink=sink,
+            return_lse=True,
+        )  # fmt: skip
         after = GrowingCache(keys, parts["v"], gates, there, carried=True, room=room)
         return (o, lse) if return_lse else o, after
 
@@ -221,7 +234,7 @@ def path_kernel() -> Kernel:
     def fixed(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory | None:
         from attnzoo.kernels.path import triton_unavailable
 
-        if triton_unavailable(state.k.to(state.v.dtype), state.v):
+        if state.k.shape[2] != state.v.shape[2] or triton_unavailable(state.k.to(state.v.dtype), state.v):
             return None
         return CarriedMemory.like(state, rows, tokens, device)
 

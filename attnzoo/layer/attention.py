@@ -321,11 +321,11 @@ class Attention(PreciseModule):
         return Policy(self.forget.options, *room(cache.budget), log_eps, bounds, self.config.window)
 
     def _step(self, x: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, cache: FixedCache) -> Tensor:
-        """One token of each sequence, ``[B, 1, D]``, without anything that a CUDA graph could not hold."""
+        """The tokens of a step, ``[B, T, D]``, without anything that a CUDA graph could not hold."""
         if cu_seqlens is not None or attention_mask is not None:
             raise ValueError("cu_seqlens, attention_mask: expected None with a cache of fixed size, got a tensor")
         cache.check(x)
-        projected = self._project(x, FixedStream(None, None, (x.shape[0], 1), x.device, fixed=cache))
+        projected = self._project(x, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache))
         options = self._options(projected, None, None, cache.bound)
         call = Call(projected.q, projected.k, projected.v, projected.gate, None, True, options)
         o = cache.memory.step(call, lambda call: run(self.variant, choose(self.variant, self.impl, call), call))

@@ -23,6 +23,7 @@ class FixedCache:
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
         rows: of the batch; all layers have the same.
         workspace: bytes that a step takes besides.
+        ends: by name, the windows and the tokens of a step of several, until :meth:`keep`.
         bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it.
     """
 
@@ -31,6 +32,7 @@ class FixedCache:
     rows: Rows
     bound: Tensor | None = None
     workspace: int = 0
+    ends: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -78,8 +80,23 @@ class FixedCache:
             window[row] = cache.windows[name][0]
 
     def ready(self, rows: Sequence[int]) -> bool:
-        """Make room for one more token of each of ``rows``; whether tensors may have changed their places for it."""
+        """Make room for the tokens of a step of ``rows``; whether tensors may have changed their places for it."""
         return self.memory.ready(rows)
+
+    def keep(self, kept: Tensor) -> None:
+        """Of the several tokens of the last step, sequence b keeps its first ``kept[b]``, ``[B]`` int64."""
+        if not self.memory.on_host:
+            self.memory.keep(kept)
+        for name, full in self.ends.items():
+            window = self.windows[name]
+            index = kept[:, None] + torch.arange(window.shape[1], device=kept.device)
+            window.copy_(full.gather(1, index[..., None].expand(window.shape)))
+        self.ends = {}
+
+    def keep_on_host(self, kept: Tensor) -> None:
+        """What :meth:`keep` cannot do without waiting for the device."""
+        if self.memory.on_host:
+            self.memory.keep(kept)
 
     def clear(self, row: int) -> None:
         """Sequence ``row`` has ended."""
@@ -91,13 +108,15 @@ class FixedCache:
         yield from self.windows.values()
 
     def check(self, x: Tensor) -> None:
-        """``x`` is one token of each sequence.
+        """``x`` holds the tokens of a step of each sequence, one if nothing else was said.
 
         Raises:
-            ValueError: it is not.
+            ValueError: it does not.
         """
-        if x.shape[:2] != (len(self.rows.length), 1):
-            raise ValueError(f"x: expected one token of each of {len(self.rows.length)} rows, got {tuple(x.shape)}")
+        T = self.rows.tokens
+        if x.shape[:2] != (len(self.rows.length), T):
+            number = "one token" if T == 1 else f"{T} tokens"
+            raise ValueError(f"x: expected {number} of each of {len(self.rows.length)} rows, got {tuple(x.shape)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,16 +126,28 @@ class FixedStream(Stream):
     fixed: FixedCache = field(kw_only=True)
 
     def positions(self) -> Tensor:
-        return self.fixed.rows.length[:, None]
+        now = self.fixed.rows.length[:, None]
+        return now if self.shape[1] == 1 else now + torch.arange(self.shape[1], device=self.device)
 
     def windowed(self, name: str, x: Tensor, size: int, fn: Callable[[Tensor], Tensor]) -> Tensor:
         window = self.fixed.windows[name]
         full = torch.cat([window.to(x.dtype), x], 1)
-        window.copy_(full[:, 1:])
+        self._moved(name, full)
         return fn(full)
+
+    def _moved(self, name: str, full: Tensor) -> None:
+        """The window goes to the end of ``full``, or waits there until it is known how many tokens stay."""
+        if self.shape[1] > 1:
+            self.fixed.ends[name] = full
+        else:
+            self.fixed.windows[name].copy_(full[:, 1:])
 
     def before(self, name: str, x: Tensor) -> Tensor:
         window = self.fixed.windows[name]
+        if self.shape[1] > 1:
+            full = torch.cat([window.to(x.dtype), x], 1)
+            self._moved(name, full)
+            return full[:, :-1]
         past = window.to(x.dtype, copy=True)
         window.copy_(x)
         return past

@@ -19,6 +19,7 @@ from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.panels import Logits
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.forms.untraced import untraced
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.precision import PreciseModule, fill, wide
 from attnzoo.registry import Variant, as_given
@@ -160,6 +161,7 @@ class Forget(PreciseModule):
             return _OfDecay(*parts) if len(parts) == 1 else _OfKeys(*parts)
         return _OfPairs(self, keys, rows)
 
+    @untraced  # lambda and tau are other numbers at every step, and the terms of the loss are left in the layer
     def run(
         self, variant: Variant, form: str, call: Call, policy: Policy | None = None
     ) -> tuple[Tensor, ForgettingCache | None]:

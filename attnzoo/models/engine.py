@@ -6,7 +6,6 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,53 +15,17 @@ from attnzoo.algebra.pruning import Evict
 from attnzoo.errors import check_kinds
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.memory import GIB, check_room, size_of
+from attnzoo.kernels.decode.plan import MOST_ROWS
 from attnzoo.layer.fixed import FixedCache
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.fused import Product
 from attnzoo.models.fused import fuse as fused
+from attnzoo.models.proposals import Draft, Proposals
+from attnzoo.models.request import Drawn, Request
 from attnzoo.models.sampling import GREEDY, Samplers, Sampling
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Request:
-    """One sequence of a :class:`Generator`.
-
-    Args:
-        id: what :meth:`Generator.add` gave.
-        start: its tokens so far, ``[T]``, or the caches that have seen them and the token that follows;
-            None once it is in the batch.
-        length: how many tokens that is, the one that follows not among them.
-        max_new_tokens: how many may follow.
-        sampling: how they are drawn.
-        stop: tokens that end it.
-        tokens: those that followed and are known, the one that ended it among them.
-        left: steps before the last of them is drawn.
-        done: whether all that there will be are known.
-        kept: by layer, how many keys each of its key heads had in the end; None for a layer without keys.
-    """
-
-    id: int
-    start: Tensor | tuple[list[LayerCache], int] | None
-    length: int
-    max_new_tokens: int
-    sampling: Sampling
-    stop: frozenset[int]
-    tokens: list[int] = field(default_factory=list)
-    left: int = 0
-    done: bool = False
-    kept: list[list[int] | None] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Drawn:
-    """Tokens on their way to the host: which request each row of each step belongs to."""
-
-    values: Tensor  # [steps, B]
-    rows: list[list[tuple[int, Request]]]
-    arrived: torch.cuda.Event | None
 
 
 class Generator:
@@ -129,16 +92,16 @@ class Generator:
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * max_sequences
         self.requests: dict[int, Request] = {}
-        self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[_Drawn]()
+        self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[Drawn]()
         B, device = max_sequences, self.device
         self.batch, self.tokens = Rows.idle(B, device), torch.zeros(B, dtype=torch.int64, device=device)
-        self.samplers = Samplers.empty(B, device)
+        self.samplers, self.proposals = Samplers.empty(B, device), Proposals.empty(B, device)
         self.blocks, self._products = list(model.blocks), list[Product]()
         self.caches = self._caches(fuse)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by what rows need and tokens of a step
         self._places: list[int] = []
         if self.graphed:
-            self._warm_up()
+            self._warm_up(GREEDY, 1, 2)
 
     @torch.no_grad()
     def _caches(self, fuse: bool) -> list[FixedCache]:
@@ -197,7 +160,8 @@ class Generator:
             raise ValueError(f"prompt: expected one sequence [T], got shape {list(tokens.shape)}")
         self.model.check_tokens("prompt", tokens[None])
         sampling = Sampling(temperature, top_k, top_p, seed)
-        return self._wait(tokens.to(self.device, torch.int64), len(tokens), max_new_tokens, sampling, stop)
+        start = tokens.to(self.device, torch.int64)
+        return self._wait(start, len(tokens), tokens.tolist(), max_new_tokens, sampling, stop)
 
     def resume(
         self, cache: list[LayerCache], token: int, max_new_tokens: int, sampling: Sampling, stop: Collection[int] = ()
@@ -211,9 +175,11 @@ class Generator:
             sampling: of the tokens after it.
         """
         self.model.check_tokens("token", torch.tensor([[token]]))
-        return self._wait((cache, token), cache[0].tokens, max_new_tokens, sampling, stop)
+        return self._wait((cache, token), cache[0].tokens, [token], max_new_tokens, sampling, stop)
 
-    def _wait(self, start: Any, length: int, max_new_tokens: int, sampling: Sampling, stop: Collection[int]) -> int:
+    def _wait(
+        self, start: Any, length: int, prompt: list[int], max_new_tokens: int, sampling: Sampling, stop: Collection[int]
+    ) -> int:
         """A request takes its place among those that wait; its number."""
         check_kinds({"max_new_tokens": max_new_tokens}, {"max_new_tokens": "int"})
         if max_new_tokens < 1:
@@ -223,45 +189,55 @@ class Generator:
                 f"max_new_tokens: expected at most {self.max_tokens - length} after {length} tokens "
                 f"(max_tokens = {self.max_tokens}), got {max_new_tokens}"
             )
-        request = Request(len(self.requests), start, length, max_new_tokens, sampling, frozenset(stop))
+        request = Request(len(self.requests), start, length, prompt, max_new_tokens, sampling, frozenset(stop))
         self.requests[request.id] = request
         self.waiting.append(request)
         return request.id
 
     @torch.no_grad()
-    def step(self) -> dict[int, list[int]]:
-        """Draw one token of every sequence in the batch.
+    def step(self, draft: Draft | None = None) -> dict[int, list[int]]:
+        """Draw one token of every sequence in the batch, or with a draft the proposed ones that it draws too, and one.
+
+        Args:
+            draft: called with each :class:`~attnzoo.models.request.Request`, of which all tokens are known by then,
+                gives up to 15 tokens that may follow. One step checks them all. The tokens are those that would be
+                drawn without it, whatever it proposes.
 
         Returns:
             The tokens that have become known, by sequence. Without any left to draw, all that were still on their way.
+
+        Raises:
+            ValueError: a draft beside layers whose tokens cannot be taken back, or tokens beyond the vocabulary.
         """
         known: dict[int, list[int]] = {}
+        if draft is not None and (why := self.refuses_draft()):
+            raise ValueError(why)
         self.admit()
+        if draft is not None and self._speculate(draft, known):
+            return known
         running = [(row, request) for row, request in enumerate(self.rows) if request is not None]
         if running:
-            self._advance([row for row, _ in running], max(request.sampling.needs for _, request in running))
+            self._advance(running)
+            for row, _ in running:
+                self.batch.lengths[row] += 1
             self._note(running)
         self._since += 1
         if self._since >= self.check_every or not any(self.rows):
-            self._since = 0
-            self._send()
-            waits = self.device.type == "cuda" and any(self.rows)
-            while len(self._sent) > waits:
-                self._receive(self._sent.popleft(), known)
+            self._fetch(known, behind=self.device.type == "cuda" and any(self.rows))
         return known
 
-    def run(self) -> dict[int, list[int]]:
+    def run(self, draft: Draft | None = None) -> dict[int, list[int]]:
         """Draw until every sequence has ended; the tokens that followed each prompt since the last call."""
         known: dict[int, list[int]] = {}
-        for new in self.stream():
+        for new in self.stream(draft):
             for number, tokens in new.items():
                 known.setdefault(number, []).extend(tokens)
         return known
 
-    def stream(self) -> Iterator[dict[int, list[int]]]:
+    def stream(self, draft: Draft | None = None) -> Iterator[dict[int, list[int]]]:
         """What the steps give, until every sequence has ended."""
         while self.waiting or any(self.rows) or self._drawn or self._sent:
-            new = self.step()
+            new = self.step(draft)
             if new:
                 yield new
 
@@ -318,19 +294,52 @@ class Generator:
             cache.clear(row)
         self.batch.end(row)
 
-    def _advance(self, rows: list[int], needs: int) -> None:
-        """One step, in which these rows get a token."""
+    def _advance(self, running: list[tuple[int, Request]]) -> None:
+        """One step, in which these rows get their tokens."""
+        rows, needs = [row for row, _ in running], max(request.sampling.needs for _, request in running)
         changed = [cache.ready(rows) for cache in self.caches]
         if any(changed):
             self._check_places()
         if not self.graphed:
             self._forward(needs)
-        else:
-            if needs not in self._graphs:
-                self._graphs[needs] = self._captured(needs)
-            self._graphs[needs].replay()
-        for row in rows:
-            self.batch.lengths[row] += 1
+            return
+        key = needs, self.batch.tokens
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(needs)
+        self._graphs[key].replay()
+
+    def refuses_draft(self) -> str:
+        """Why :meth:`step` can take no draft, or ""."""
+        for number, (layer, cache) in enumerate(zip(self.model.attentions(), self.caches, strict=True)):
+            if cache.memory.final:
+                why = f"no token is taken back in layer {number}, {layer.variant.name!r}: {cache.memory.final}"
+                return f"draft: expected None ({why}), got one"
+        return ""
+
+    def _speculate(self, draft: Draft, known: dict[int, list[int]]) -> bool:
+        """A step that checks what ``draft`` proposes; False, and none, where that is nothing."""
+        self._since = 0
+        self._fetch(known)
+        running = [(row, request) for row, request in enumerate(self.rows) if request is not None]
+        most = min([MOST_ROWS, *(request.left for _, request in running)]) - 1
+        offered = {row: list(draft(request))[:most] for row, request in running} if most else {}
+        tokens = self.proposals.offer(offered, self.model.config.vocab_size)
+        if tokens == 1:
+            return False
+        self.batch.tokens = tokens
+        try:
+            self._advance(running)
+            kept, drawn = self.proposals.kept.tolist(), self.proposals.drawn.tolist()
+            for cache in self.caches:
+                cache.keep_on_host(self.proposals.kept)
+        finally:
+            self.batch.tokens = 1
+        for row, request in running:
+            self.batch.lengths[row] += kept[row]
+            request.left -= kept[row]
+            for token in drawn[row][: kept[row]]:
+                self._hand_out(row, request, token, known)
+        return True
 
     def _check_places(self) -> None:
         """Forget the graphs if tensors have been replaced since they were captured."""
@@ -340,28 +349,46 @@ class Generator:
 
     def _forward(self, needs: int) -> None:
         """One step of the whole model; changes only tensors that stay where they are."""
-        x = self.model.embedding(self.tokens[:, None])  # [B, 1, D]
+        T, tokens = self.batch.tokens, self.tokens[:, None]
+        x = self.model.embedding(tokens if T == 1 else torch.cat([tokens, self.proposals.given[:, : T - 1]], 1))
         for block, cache in zip(self.blocks, self.caches, strict=True):
             x = self._block(block, x, cache)
-        logits = self.model.head(self.model.norm(x))[:, 0]  # [B, vocab]
-        self.tokens.copy_(self.samplers.draw(logits, needs))
-        self.batch.length += self.batch.active
+        logits = self.model.head(self.model.norm(x))  # [B, T, vocab]
+        if T == 1:
+            self.tokens.copy_(self.samplers.draw(logits[:, 0], needs))
+            self.batch.length += self.batch.active
+            return
+        self.tokens.copy_(self.proposals.judge(logits, self.samplers, self.batch.active, needs))
+        for cache in self.caches:
+            cache.keep(self.proposals.kept)
+        self.batch.length += self.proposals.kept
 
-    def _warm_up(self) -> None:
-        """Compile what is compiled on its first call; the rows are idle, so nothing is lost."""
-        side = torch.cuda.Stream(self.device)
+    def _warm_up(self, *needs: int) -> None:
+        """Compile what is compiled on its first call; the rows are idle for it, so nothing is lost."""
+        side, active, tokens = torch.cuda.Stream(self.device), self.batch.active.clone(), self.tokens.clone()
+        self.batch.active.zero_()
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad(), torch.cuda.stream(side):
-            for needs in (GREEDY, 1, 2):
-                self._forward(needs)
+            for each in needs:
+                self._forward(each)
         torch.cuda.current_stream(self.device).wait_stream(side)
+        self.batch.active.copy_(active)
+        self.tokens.copy_(tokens)
 
     def _captured(self, needs: int) -> torch.cuda.CUDAGraph:
+        if self.batch.tokens > 1:
+            self._warm_up(needs)
         graph = torch.cuda.CUDAGraph()
         pool = next((other.pool() for other in self._graphs.values()), None)
         with torch.cuda.graph(graph, pool=pool):
             self._forward(needs)
         return graph
+
+    def _fetch(self, known: dict[int, list[int]], behind: bool = False) -> None:
+        """Hand out what was drawn; with ``behind``, but for the last piece that is on its way."""
+        self._send()
+        while len(self._sent) > behind:
+            self._receive(self._sent.popleft(), known)
 
     def _send(self) -> None:
         """Start to copy the tokens drawn to the host."""
@@ -374,22 +401,24 @@ class Generator:
             values = there.copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._sent.append(_Drawn(values, list(rows), arrived))
+        self._sent.append(Drawn(values, list(rows), arrived))
 
-    def _receive(self, drawn: _Drawn, known: dict[int, list[int]]) -> None:
+    def _receive(self, drawn: Drawn, known: dict[int, list[int]]) -> None:
         """Hand out tokens that have arrived; what was drawn after one that ends a sequence is none of it."""
         if drawn.arrived is not None:
             drawn.arrived.synchronize()
         for values, rows in zip(drawn.values.tolist(), drawn.rows, strict=True):
             for row, request in rows:
-                if request.done:
-                    continue
-                token = values[row]
-                request.tokens.append(token)
-                known.setdefault(request.id, []).append(token)
-                request.done = token in request.stop or len(request.tokens) == request.max_new_tokens
-                if request.done and self.rows[row] is request:
-                    self._release(row)
+                self._hand_out(row, request, values[row], known)
+
+    def _hand_out(self, row: int, request: Request, token: int, known: dict[int, list[int]]) -> None:
+        if request.done:
+            return
+        request.tokens.append(token)
+        known.setdefault(request.id, []).append(token)
+        request.done = token in request.stop or len(request.tokens) == request.max_new_tokens
+        if request.done and self.rows[row] is request:
+            self._release(row)
 
 
 def _block(block: nn.Module, x: Tensor, cache: FixedCache) -> Tensor:

@@ -120,8 +120,6 @@ def check_forgetting(model: nn.Module, config: TrainConfig) -> None:
             how = "model.attention_options.forgetting={}, say"
             raise ValueError(f"forgetting: expected its defaults, since no layer of the model forgets ({how})")
         return
-    if config.compile:
-        raise ValueError("compile: expected false where layers forget (tau is another number at each step), got true")
     if settings.alone:
         if config.start_from is None:
             raise ValueError("forgetting.alone: expected false without start_from (all other weights are random)")

@@ -14,7 +14,8 @@ from attnzoo.algebra.pruning import Evict
 from attnzoo.data.shards import TOKENIZER
 from attnzoo.data.tokenizer import parse_tokenizer, read_tokenizer, special_tokens
 from attnzoo.models.decoder import LanguageModel
-from attnzoo.models.engine import Generator, Request
+from attnzoo.models.engine import Generator
+from attnzoo.models.request import Request
 from attnzoo.training.checkpoint import load_run
 from attnzoo.training.exchange import tokenizer_of
 from attnzoo.training.subject import of_folder

@@ -75,6 +75,12 @@ def draw_memory() -> None:
     save("equal-memory", equal_memory)
 
 
+def draw_results() -> None:
+    from results import results
+
+    results()
+
+
 DRAWINGS: dict[str, Callable[[], None]] = {
     "lattice": draw_lattice,
     "schematics": draw_schematics,
@@ -82,6 +88,7 @@ DRAWINGS: dict[str, Callable[[], None]] = {
     "home": draw_home,
     "card": draw_card,
     "memory": draw_memory,
+    "results": draw_results,
     "zoo": draw_zoo,
     "path": draw_path,
 }

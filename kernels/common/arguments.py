@@ -48,6 +48,15 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"scale: expected a positive number below infinity, got {scale}")
 
 
+def check_log_diag(q: Tensor, log_diag: Tensor) -> None:
+    """A log gate for each channel of q [B, T, H, K]: shape and dtype."""
+    if log_diag.shape != q.shape:
+        B, T, H, K = q.shape
+        raise ValueError(f"log_diag: expected [B={B}, T={T}, H={H}, K={K}] as q, got {tuple(log_diag.shape)}")
+    if log_diag.dtype not in ((torch.float32,) if q.dtype != torch.float64 else (torch.float32, torch.float64)):
+        raise ValueError(f"log_diag: expected float32 (sums of 16-bit log gates are useless), got {log_diag.dtype}")
+
+
 def check_values(
     q: Tensor, *, log_decay: Tensor | None = None, log_diag: Tensor | None = None, w: Tensor | None = None,
     beta: Tensor | None = None, sink: Tensor | None = None, logit_bound: Tensor | None = None,

@@ -49,3 +49,9 @@ def add_gates(m, b_a, NP: tl.constexpr):
         b_hi = b_rest.to(tl.float16)
         b = tl.dot(b_m, b_hi, b)
     return b * (1.0 / UNIT)
+
+
+@triton.jit
+def add_gates_of(b_da, m, b_x, PREC: tl.constexpr):
+    """b_da plus, for each gate, b_x of the tokens whose spans m hold it. # [C, BC]"""
+    return tl.dot(tl.trans(m.to(tl.float32)), b_x, b_da, input_precision=PREC)

@@ -11,9 +11,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
-from attnzoo.kernels.common.arguments import check_tensors, check_values
+from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
 from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, pick_implementation, share_kept
 from attnzoo.kernels.common.dense import first_visible, running_sums
 from attnzoo.kernels.common.device import machine, on_device_of
@@ -37,6 +38,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
     *,
     w: Tensor,
     beta: Tensor,
+    log_diag: Tensor | None = None,
     log_decay: Tensor | None = None,
     scale: float | None = None,
     prune: Prune | None = None,
@@ -50,7 +52,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
     """Causal softmax attention with keys carried by Householder-like transitions (PaTH), and a forget gate (PaTH-FoX).
 
         o_i = sum_{j <= i} softmax_j(scale k_j^T R_{j+1} ... R_i q_i + log_decay_{j+1} + ... + log_decay_i) v_j
-        R_t = I - beta_t w_t w_t^T
+        R_t = I - beta_t w_t w_t^T, with log_diag Diag(exp(log_diag_t)) (I - beta_t w_t w_t^T)
 
     The log gate is added unscaled: beta = 0 is FoX exactly. A log gate of -inf (anything <= -1e4) cuts off the past
     exactly. To neutralise padding on the left, close the gate of the first real token (or pack); padding
@@ -62,6 +64,8 @@ def path_attention(  # type: ignore[misc]  # the options above are these
         k: [B, T, G, K], v: [B, T, G, V]; G divides H and head h reads key head h // (H / G).
         w: [B, T, G, K] vectors of length 1 or less, beta: [B, T, G] in [0, 2], both in q's dtype or float32. A w
             rounded to 16 bits may be longer by 2^-9, which pruning's certificate does not count.
+        log_diag: [B, T, H, K] natural log of each channel's gate, float32, <= 0, or None; closed at -inf (anything
+            <= -1e4). It makes old keys neutral, not light: only log_decay forgets them. Where G < H, keys are repeated.
         log_decay: [B, T, H] natural log of the forget gate, float32, <= 0, or None. All of these, and sink, are
             differentiable.
         scale: of the scores; default K ** -0.5.
@@ -95,35 +99,39 @@ def path_attention(  # type: ignore[misc]  # the options above are these
     Source: Yang et al., "PaTH Attention", 2025, sections 2.2 and 3; pruning: ``kernels/common/pruning.py``.
     """
     if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        given = {"q": q, "k": k, "v": v, "w": w, "beta": beta, "log_decay": log_decay}
+        gates = {"log_diag": log_diag, "log_decay": log_decay}
+        given = {"q": q, "k": k, "v": v, "w": w, "beta": beta, **gates}
         check_tensors(given, needed=("q", "k", "v", "w", "beta"))
         dtype = torch.get_autocast_dtype(q.device.type)
         with torch.autocast(q.device.type, enabled=False):
             again: Any = path_attention
             result: Tensor | tuple[Tensor, Tensor] = again(
                 q.to(dtype), k.to(dtype), v.to(dtype), w=w.float(), beta=beta.float(),
-                log_decay=None if log_decay is None else log_decay.float(), scale=scale, prune=prune,
+                **{name: None if x is None else x.float() for name, x in gates.items()}, scale=scale, prune=prune,
                 window=window, sink=sink, cu_seqlens=cu_seqlens, logit_bound=logit_bound, return_lse=return_lse,
                 impl=impl,
             )  # fmt: skip
             return result
-    _check(q, k, v, w, beta, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
+    _check(q, k, v, w, beta, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound, log_diag)
     check_flag("return_lse", return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if pick_implementation("path_attention", impl, triton_unavailable(q, v)) == "reference":
         o, lse = path_reference_lse(
-            q, k, v, w=w, beta=beta, log_decay=log_decay, scale=scale, prune=prune, window=window, sink=sink,
-            cu_seqlens=cu_seqlens, logit_bound=logit_bound,
+            q, k, v, w=w, beta=beta, log_diag=log_diag, log_decay=log_decay, scale=scale, prune=prune, window=window,
+            sink=sink, cu_seqlens=cu_seqlens, logit_bound=logit_bound,
         )  # fmt: skip
         return (o, lse) if return_lse else o
     from .op import path_forward_op
 
+    if log_diag is not None:  # transitions of its own for each query head
+        k, v, w, beta = (expand_heads(x, q.shape[2]) for x in (k, v, w, beta))
+        log_diag = log_diag if log_diag.stride(-1) == 1 else log_diag.contiguous()
     q, k, v, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w, beta.float()))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
     learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
     o, lse, *_ = path_forward_op(
-        q, k, v, w, beta, log_decay, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps, learns_decay,
-        torch.are_deterministic_algorithms_enabled(), return_lse,
+        q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps,
+        learns_decay, torch.are_deterministic_algorithms_enabled(), return_lse,
     )  # fmt: skip
     return (o, lse) if return_lse else o
 
@@ -179,10 +187,11 @@ def triton_unavailable(q: Tensor, v: Tensor) -> str:
 def _check(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, scale: float | None,
     prune: Prune | None, window: int | None, sink: Tensor | None, cu_seqlens: Tensor | None,
-    logit_bound: Tensor | None,
+    logit_bound: Tensor | None, log_diag: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Types, shapes, dtypes, devices and options; values where they may be read."""
-    check_tensors({"q": q, "w": w, "beta": beta, "log_decay": log_decay}, needed=("q", "w", "beta"))
+    gates = {"log_decay": log_decay, "log_diag": log_diag}
+    check_tensors({"q": q, "w": w, "beta": beta, **gates}, needed=("q", "w", "beta"))
     if log_decay is not None and log_decay.ndim != 3:
         raise ValueError(f"log_decay: expected [B, T, H], got shape {tuple(log_decay.shape)}")
     check_inputs(q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
@@ -195,4 +204,6 @@ def _check(
             raise ValueError(f"{name}: expected {axes} = {shape}, got {tuple(x.shape)}")
         if x.dtype not in (q.dtype, torch.float32):
             raise ValueError(f"{name}: expected q's dtype ({q.dtype}) or float32, got {x.dtype}")
-    check_values(q, w=w, beta=beta)
+    if log_diag is not None:
+        check_log_diag(q, log_diag)
+    check_values(q, w=w, beta=beta, log_diag=log_diag)

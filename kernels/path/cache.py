@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.transitions import cut, heads_first
-from attnzoo.algebra.triangular import householder_block
 from attnzoo.algebra.values import reads_values
 from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import traced
-from attnzoo.kernels.path.chunk import CHUNK
+from attnzoo.kernels.path.chunk import CHUNK, chunk_of
 
 SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill
 
@@ -34,11 +33,11 @@ def _existing(x: Tensor, valid: Tensor) -> Tensor:
 
 def _check(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
-    valid: Tensor | None, scale: float | None, window: int | None, sink: Tensor | None,
+    valid: Tensor | None, scale: float | None, window: int | None, sink: Tensor | None, log_diag: Tensor | None,
 ) -> None:  # fmt: skip
     given = {
         "q": q, "k": k, "w": w, "beta": beta, "keys": keys, "values": values, "gates": gates, "valid": valid,
-        "sink": sink,
+        "sink": sink, "log_diag": log_diag,
     }  # fmt: skip
     check_tensors(given, needed=("q", "k", "w", "beta", "keys", "values"))
     if q.ndim != 4 or keys.ndim != 4 or values.ndim != 4:
@@ -56,6 +55,7 @@ def _check(
     shapes = {
         "k": (B, N, G, K), "w": (B, N, G, *n, K), "beta": (B, N, G, *n), "keys": (B, S, G, K),
         "values": (B, S + N, G, values.shape[3]), "gates": (B, S + N, H), "valid": (B, S + N), "sink": (H,),
+        "log_diag": (B, N, G, K),
     }  # fmt: skip
     for name, shape in shapes.items():
         x = given[name]
@@ -71,7 +71,8 @@ def _check(
         if valid is not None:
             w, beta = _existing(w, valid[:, S:]), _existing(beta, valid[:, S:])
             gates = None if gates is None else _existing(gates, valid)
-        check_values(q, w=w, beta=beta, sink=sink)
+            log_diag = None if log_diag is None else _existing(log_diag, valid[:, S:])
+        check_values(q, w=w, beta=beta, sink=sink, log_diag=log_diag)
         if gates is not None and not bool((gates <= 0).all()):
             raise ValueError("gates: expected natural logs <= 0, got a positive entry or nan")
 
@@ -79,19 +80,19 @@ def _check(
 @overload
 def path_extend(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
-    valid: Tensor | None = None, scale: float | None = None, *, window: int | None = None, sink: Tensor | None = None,
-    return_lse: Literal[False] = False,
+    valid: Tensor | None = None, scale: float | None = None, *, log_diag: Tensor | None = None,
+    window: int | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def path_extend(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
-    valid: Tensor | None = None, scale: float | None = None, *, window: int | None = None, sink: Tensor | None = None,
-    return_lse: Literal[True],
+    valid: Tensor | None = None, scale: float | None = None, *, log_diag: Tensor | None = None,
+    window: int | None = None, sink: Tensor | None = None, return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 def path_extend(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
-    valid: Tensor | None = None, scale: float | None = None, *, window: int | None = None, sink: Tensor | None = None,
-    return_lse: bool = False,
+    valid: Tensor | None = None, scale: float | None = None, *, log_diag: Tensor | None = None,
+    window: int | None = None, sink: Tensor | None = None, return_lse: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Continue PaTH or PaTH-FoX from cached keys, with one new token or many: one pass over the cache per CHUNK tokens.
 
@@ -106,6 +107,7 @@ def path_extend(
         keys: [B, S, G, K] float32, S >= 1 cached keys as the last cached token left them (``carry_keys``).
         values: [B, S + N, G, V], cached and new.
         gates: [B, S + N, H] log gates of the cached and the new tokens, or None.
+        log_diag: [B, N, G, K] log gates of the channels, or None; then there is a key head for each query head.
         valid: [B, S + N] bool, the tokens that exist, or None for all. The others are seen by no row, and their
             factors and gates count for nothing. A row that sees no key is 0 (its log-sum-exp that of the sink).
         scale: of the scores; default K ** -0.5.
@@ -124,7 +126,7 @@ def path_extend(
 
     Source: Yang et al., "PaTH Attention", 2025, section 3.4.
     """
-    _check(q, k, w, beta, keys, values, gates, valid, scale, window, sink)
+    _check(q, k, w, beta, keys, values, gates, valid, scale, window, sink, log_diag)
     refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink) if x is not None))
     from attnzoo.kernels.path.portable.decode import advance, path_advance
 
@@ -133,8 +135,9 @@ def path_extend(
     step = path_advance if traced(q) else advance
     if valid is not None:
         w, beta = _existing(w, valid[:, S:]), _existing(beta, valid[:, S:])
+        log_diag = None if log_diag is None else _existing(log_diag, valid[:, S:])
     if q.shape[1] <= CHUNK:
-        o, lse, keys = step(q, k, w, beta, keys, values, gates, valid, sink, window or 0, scale)
+        o, lse, keys = step(q, k, w, beta, keys, values, gates, valid, sink, log_diag, window or 0, scale)
         return (o, keys, lse) if return_lse else (o, keys)
     for start in range(0, q.shape[1], CHUNK):
         stop = min(start + CHUNK, q.shape[1])
@@ -142,7 +145,7 @@ def path_extend(
         o, lse, keys = step(
             q[:, now], k[:, now], w[:, now], beta[:, now], keys, values[:, seen],
             None if gates is None else gates[:, seen], None if valid is None else valid[:, seen], sink,
-            window or 0, scale,
+            None if log_diag is None else log_diag[:, now], window or 0, scale,
         )  # fmt: skip
         outputs.append(o)
         sums.append(lse)
@@ -152,12 +155,13 @@ def path_extend(
 
 def path_step(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None = None,
-    valid: Tensor | None = None, scale: float | None = None, *, window: int | None = None, sink: Tensor | None = None,
+    valid: Tensor | None = None, scale: float | None = None, *, log_diag: Tensor | None = None,
+    window: int | None = None, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``path_extend`` by one token, which changes ``keys`` where they stand; may be captured in a CUDA graph.
 
     Args:
-        q, k, w, beta, values, gates, valid, scale, window, sink: as ``path_extend``, with N = 1.
+        q, k, w, beta, values, gates, valid, scale, log_diag, window, sink: as ``path_extend``, with N = 1.
         keys: [B, S + 1, G, K] float32, contiguous: the cached keys and a place for the new one.
 
     Returns:
@@ -166,7 +170,7 @@ def path_step(
     Raises:
         ValueError: as ``path_extend``; or more than 64 query heads of a key head (32 with head dims above 64).
     """
-    _check(q, k, w, beta, keys[:, :-1], values, gates, valid, scale, window, sink)
+    _check(q, k, w, beta, keys[:, :-1], values, gates, valid, scale, window, sink, log_diag)
     refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink) if x is not None))
     from attnzoo.kernels.path.portable.decode import advance_into, in_place
 
@@ -174,10 +178,12 @@ def path_step(
         got = f"{tuple(q.shape)} beside {k.shape[2]} key heads, keys with strides {keys.stride()}"
         raise ValueError(f"q, keys: expected one token of few heads per key head, and contiguous keys, got {got}")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    return advance_into(keys, q, k, w, beta, keys[:, :-1], values, gates, valid, sink, window or 0, scale)[0]
+    return advance_into(keys, q, k, w, beta, keys[:, :-1], values, gates, valid, sink, log_diag, window or 0, scale)[0]
 
 
-def carry_keys(k: Tensor, w: Tensor, beta: Tensor, valid: Tensor | None = None) -> Tensor:
+def carry_keys(
+    k: Tensor, w: Tensor, beta: Tensor, valid: Tensor | None = None, *, log_diag: Tensor | None = None
+) -> Tensor:
     """``(R_{j+1} ... R_T)^T k_j`` for every token j, in float32 or better: the cache after a prefill.
 
     Args:
@@ -185,6 +191,7 @@ def carry_keys(k: Tensor, w: Tensor, beta: Tensor, valid: Tensor | None = None) 
         w: [B, T, G, K] vectors of length 1 or less, or [B, T, G, n, K].
         beta: [B, T, G] in [0, 2], or [B, T, G, n].
         valid: [B, T] bool, the tokens that exist, or None for all. The factors of the others count for nothing.
+        log_diag: [B, T, G, K] log gates of the channels, or None.
 
     Returns:
         [B, T, G, K]. Differentiable.
@@ -193,12 +200,18 @@ def carry_keys(k: Tensor, w: Tensor, beta: Tensor, valid: Tensor | None = None) 
         ValueError: a shape, dtype or device is wrong, or a value is (read on a CPU, on a GPU only with
             ATTNZOO_VALIDATE=1).
     """
-    given: dict[str, Tensor | None] = {"q": k, "k": k, "w": w, "beta": beta, "valid": valid}
+    given: dict[str, Tensor | None] = {"q": k, "k": k, "w": w, "beta": beta, "valid": valid, "log_diag": log_diag}
     check_tensors(given, needed=("k", "w", "beta"))
     if k.ndim != 4 or 0 in k.shape[1:]:
         raise ValueError(f"k: expected [B, T, G, K] with at least one token, head and channel, got {tuple(k.shape)}")
     n = w.shape[3:4] if w.ndim == 5 else ()
-    for name, shape in (("w", (*k.shape[:3], *n, k.shape[3])), ("beta", (*k.shape[:3], *n)), ("valid", k.shape[:2])):
+    shapes = {
+        "w": (*k.shape[:3], *n, k.shape[3]),
+        "beta": (*k.shape[:3], *n),
+        "valid": k.shape[:2],
+        "log_diag": k.shape,
+    }
+    for name, shape in shapes.items():
         x = given[name]
         if x is not None and tuple(x.shape) != tuple(shape):
             raise ValueError(f"{name}: expected {tuple(shape)} beside k {tuple(k.shape)}, got {tuple(x.shape)}")
@@ -206,12 +219,13 @@ def carry_keys(k: Tensor, w: Tensor, beta: Tensor, valid: Tensor | None = None) 
         raise ValueError(f"valid: expected bool, got {valid.dtype}")
     if valid is not None:
         w, beta = _existing(w, valid), _existing(beta, valid)
-    check_values(k, w=w, beta=beta)
+        log_diag = None if log_diag is None else _existing(log_diag, valid)
+    check_values(k, w=w, beta=beta, log_diag=log_diag)
     with torch.autocast(k.device.type, enabled=False):
-        return _carry_keys(k, w, beta)
+        return _carry_keys(k, w, beta, log_diag)
 
 
-def _carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
+def _carry_keys(k: Tensor, w: Tensor, beta: Tensor, log_diag: Tensor | None) -> Tensor:
     T, G, K = k.shape[1:]
     dtype = torch.promote_types(k.dtype, torch.float32)
     after = torch.eye(K, dtype=dtype, device=k.device).expand(k.shape[0], G, 1, K, K)  # transposed product to the right
@@ -219,7 +233,8 @@ def _carry_keys(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
     for start in reversed(range(0, T, SLAB)):
         now = slice(start, start + SLAB)
         kh, wh, bh = (cut(heads_first(x[:, now], G, dtype), CHUNK) for x in (k, w, beta))  # [B, G, blocks, CHUNK, ...]
-        block = householder_block(kh[..., :1, :], kh, wh, bh)
+        decay = None if log_diag is None else cut(heads_first(log_diag[:, now], G, dtype), CHUNK)
+        block = chunk_of(kh[..., :1, :] if decay is None else kh, kh, wh, bh, decay)
         products = cast(Tensor, block.total)  # of each block; then of all blocks of the slab from it on
         step = 1
         while step < products.shape[2]:

@@ -7,13 +7,24 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.transitions import heads_first
-from attnzoo.algebra.triangular import householder_block
+from attnzoo.algebra.diagonal import Diagonal
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, heads_first
+from attnzoo.algebra.triangular import householder_block, in_order, rank_one_block
 
 CHUNK = 64  # most tokens that one pass over the cache takes
 
 
-def close_chunk(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def chunk_of(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_diag: Tensor | None) -> ClosedForm:
+    """``householder_block``, where channels decay, too, with their log gates [..., C, K]."""
+    if log_diag is None:
+        return householder_block(q, k, w, beta)
+    factors = in_order(w, beta, w.ndim > k.ndim)
+    return rank_one_block(Diagonal(), q, k, *factors, HeadGate(log_diag=log_diag))
+
+
+def close_chunk(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_diag: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A chunk of N tokens in closed form, float32.
 
     Returns:
@@ -23,7 +34,8 @@ def close_chunk(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, 
     H = q.shape[2]
     rep = H // k.shape[2]
     qh, kh, wh, bh = (heads_first(x, H, torch.float32) for x in (q, k, w, beta))
+    decay = None if log_diag is None else heads_first(log_diag, H, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        block = householder_block(qh, kh, wh, bh)
+        block = chunk_of(qh, kh, wh, bh, decay)
     total = cast(Tensor, block.total)[:, ::rep].contiguous()
     return block.scores.contiguous(), block.q.transpose(1, 2).contiguous(), block.k[:, ::rep].transpose(1, 2), total

@@ -42,12 +42,16 @@ class HeadGroup:
         return x if x is None else x[self.h]
 
 
-def head_groups(q: Tensor, k: Tensor, backward: bool, one_pass: bool = False) -> list[HeadGroup]:
-    """Parts whose workspaces stay below BUDGET, as even as possible: (batches or key heads) of q [B, T, H, K]."""
+def head_groups(q: Tensor, k: Tensor, backward: bool, one_pass: bool = False, decayed: bool = False) -> list[HeadGroup]:
+    """Parts whose workspaces stay below BUDGET, as even as possible: (batches or key heads) of q [B, T, H, K].
+
+    Args:
+        decayed: whether channels decay, too: then a block keeps the products of its pairs.
+    """
     (B, T, H, K), G = q.shape, k.shape[2]
     rep, n = H // G, level_count(T)
     rows = T * (rep + 1) * K * q.element_size() * (n / 2 + 2)
-    squares = T * rep * BLOCK * 4 + T * K * K * 4 * 2 / BLOCK
+    squares = T * rep * BLOCK * 4 * (6 if decayed else 1) + T * K * K * 4 * 2 / BLOCK
     sums = T * (rep * n / 2 + 1) * K * 4 if one_pass else 0  # dq of the levels and dv in float32
     heads = max(1, int(BUDGET / ((rows + squares) * (2 if backward else 1) + sums)))
     if heads >= G:

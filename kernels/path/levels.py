@@ -69,10 +69,11 @@ class Wanted(NamedTuple):
     beta: bool
     log_decay: bool
     sink: bool
+    log_diag: bool = False
 
     @property
     def transitions(self) -> bool:
-        return self.w or self.beta
+        return self.w or self.beta or self.log_diag
 
     @property
     def queries(self) -> bool:

@@ -65,8 +65,8 @@ def _plan(q: Tensor, v: Tensor, decay_gradient: bool, deterministic: bool, short
 @torch.library.custom_op("attnzoo::path_forward", mutates_args=())
 def path_forward_op(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, sink: Tensor | None,
-    cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
-    learns_decay: bool, deterministic: bool, return_lse: bool,
+    log_diag: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int,
+    bound: str, log_eps: float, learns_decay: bool, deterministic: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o, row_lse, and lse, c, base, since, start, o_rest for the backward pass (empty where they do not apply).
 
@@ -82,7 +82,7 @@ def path_forward_op(
         o_rest = q.new_empty((*q.shape[:3], v.shape[3])) if chosen.keeps_rest else None
         o, lse, start = path_forward(
             q, k, v, w, beta, c, base, tails, since, scale, chosen, window=window, bound=bound, log_eps=log_eps,
-            logit_bound=logit_bound, sink=sink, o_rest=o_rest,
+            logit_bound=logit_bound, sink=sink, o_rest=o_rest, log_diag=log_diag,
         )  # fmt: skip
         rows = row_lse(lse, log_decay, c, base, q.shape[1]) if return_lse else lse.new_empty(0)
     return o, rows, lse, *kept_of_forward(lse, c, base, since, start), q.new_empty(0) if o_rest is None else o_rest
@@ -91,8 +91,8 @@ def path_forward_op(
 @path_forward_op.register_fake
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, sink: Tensor | None,
-    cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
-    learns_decay: bool, deterministic: bool, return_lse: bool,
+    log_diag: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int,
+    bound: str, log_eps: float, learns_decay: bool, deterministic: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, H, _ = q.shape
     gated, i32 = log_decay is not None, torch.int32
@@ -112,10 +112,10 @@ def _forward_fake(
 @torch.library.custom_op("attnzoo::path_backward", mutates_args=())
 def path_backward_op(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
-    log_decay: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor,
-    start: Tensor, o_rest: Tensor, scale: float, deterministic: bool, wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, w, beta, log_decay and sink, contiguous; empty where not ``wanted`` (in this order).
+    log_decay: Tensor | None, sink: Tensor | None, log_diag: Tensor | None, cu_seqlens: Tensor | None, c: Tensor,
+    base: Tensor, since: Tensor, start: Tensor, o_rest: Tensor, scale: float, deterministic: bool, wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, w, beta, log_decay, sink, log_diag, contiguous; empty where not ``wanted`` (in this order).
 
     Args:
         dlse: [B, T, H] gradient of row_lse, or None.
@@ -125,10 +125,10 @@ def path_backward_op(
     chosen = _plan(q, v, of_decay, deterministic, start.numel() > 0)
     row_dlse = None if dlse is None else dlse.float().transpose(1, 2).contiguous()
     with on_device_of(q):
-        *grads, dkey, drow = path_backward(
+        *grads, dkey, drow, da = path_backward(
             do, q, k, v, w, beta, o, lse, c if c.numel() else None, base if base.numel() else None,
             since if since.numel() else None, start if start.numel() else None, scale, chosen, Wanted(*wanted),
-            o_rest=o_rest if o_rest.numel() else None, sink=sink, dlse=row_dlse,
+            o_rest=o_rest if o_rest.numel() else None, sink=sink, dlse=row_dlse, log_diag=log_diag,
         )  # fmt: skip
     dq, dk, dv, dw, dbeta = (
         x.new_empty(0) if g is None or not asked else g
@@ -141,43 +141,43 @@ def path_backward_op(
             dgate = gate_gradient(dkey, drow, log_decay, doc, q.shape[1])
     if sink is not None and drow is not None and wanted[6]:  # the sink's part of dS, with which a row adds up to dlse
         dsink = (-drow if row_dlse is None else row_dlse - drow).sum((0, 2)).to(sink.dtype)
-    return dq, dk, dv, dw, dbeta, dgate, dsink
+    return dq, dk, dv, dw, dbeta, dgate, dsink, da if da is not None and wanted[7] else lse.new_empty(0)
 
 
 @path_backward_op.register_fake
 def _backward_fake(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
-    log_decay: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor,
-    start: Tensor, o_rest: Tensor, scale: float, deterministic: bool, wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    like = (q, k, v, w, beta, lse if log_decay is None else log_decay, lse if sink is None else sink)
-    dq, dk, dv, dw, dbeta, dgate, dsink = (
+    log_decay: Tensor | None, sink: Tensor | None, log_diag: Tensor | None, cu_seqlens: Tensor | None, c: Tensor,
+    base: Tensor, since: Tensor, start: Tensor, o_rest: Tensor, scale: float, deterministic: bool, wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    like = (q, k, v, w, beta, *(lse if x is None else x for x in (log_decay, sink, log_diag)))
+    dq, dk, dv, dw, dbeta, dgate, dsink, da = (
         x.new_empty(x.shape if asked else (0,)) for x, asked in zip(like, wanted, strict=True)
     )
-    return dq, dk, dv, dw, dbeta, dgate, dsink
+    return dq, dk, dv, dw, dbeta, dgate, dsink, da
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, w, beta, log_decay, sink, cu_seqlens, _, scale, *_, deterministic, return_lse = inputs
+    q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, _, scale, *_, deterministic, return_lse = inputs
     o, _, *kept = output
-    ctx.save_for_backward(q, k, v, w, beta, log_decay, sink, cu_seqlens, o, *kept)
+    ctx.save_for_backward(q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, o, *kept)
     ctx.scale, ctx.deterministic, ctx.return_lse = scale, deterministic, return_lse
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, w, beta, log_decay, sink, cu_seqlens, o, lse, c, base, since, start, o_rest = ctx.saved_tensors
-    wanted, none = list(ctx.needs_input_grad[:7]), (None,) * 16
+    q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, o, *kept = ctx.saved_tensors
+    wanted, none = list(ctx.needs_input_grad[:8]), (None,) * 17
     dlse = dlse if ctx.return_lse else None
     if (do is None and dlse is None) or not any(wanted):
         return none
     # asked for before the forward or before the backward
     deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
     grads = path_backward_op(
-        torch.zeros_like(o) if do is None else do, dlse, q, k, v, w, beta, o, lse, log_decay, sink, cu_seqlens, c, base,
-        since, start, o_rest, ctx.scale, deterministic, wanted,
+        torch.zeros_like(o) if do is None else do, dlse, q, k, v, w, beta, o, kept[0], log_decay, sink, log_diag,
+        cu_seqlens, *kept[1:], ctx.scale, deterministic, wanted,
     )  # fmt: skip
-    return (*(g if asked else None for g, asked in zip(grads, wanted, strict=True)), *none[7:])
+    return (*(g if asked else None for g, asked in zip(grads, wanted, strict=True)), *none[8:])
 
 
 path_forward_op.register_autograd(_backward, setup_context=_setup)

@@ -2,8 +2,9 @@
 
     o_i = sum_j softmax_j(scale k_j^T R_{j+1} ... R_i q_i + c_i - c_j) v_j,     R_t = I - beta_t w_t w_t^T,     j <= i
 
-with c the running sum of log_decay (all 0 without one). Yang et al., "PaTH Attention: Position Encoding via
-Accumulating Householder Transformations", 2025, sections 2.2 and 3, here with the log gate unscaled.
+with c the running sum of log_decay (all 0 without one), and R_t = Diag(exp(log_diag_t)) (I - beta_t w_t w_t^T) where
+channels decay. Yang et al., "PaTH Attention: Position Encoding via Accumulating Householder Transformations", 2025,
+sections 2.2 and 3, here with the log gate unscaled.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.common.dense import attention_by_scores, starts_by_scores
+from attnzoo.kernels.common.dense import attention_by_scores, decayed_scores, starts_by_scores
 
 
 def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
@@ -43,6 +45,27 @@ def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, compute_dtype: to
     return (direct - turned).tril()
 
 
+def decayed_path_scores(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_diag: Tensor, compute_dtype: torch.dtype | None = None
+) -> Tensor:
+    """As ``path_scores``, each product of that system taken through the decays between its tokens.
+
+    Args:
+        log_diag: [B, T, H, K].
+    """
+    T, H = q.shape[1:3]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    cd = wide if compute_dtype is None else compute_dtype
+    k, w, beta = (expand_heads(x, H) for x in (k, w, beta))
+    strength = rearrange(beta.to(wide), "b t h -> b h t 1")
+    qk, qw, wk, ww = (decayed_scores(x, y, log_diag, cd) for x in (q, w) for y in (k, w))
+    system = torch.eye(T, dtype=wide, device=q.device) + (strength * ww).tril(-1)
+    erased = torch.linalg.solve_triangular(system, strength * wk.tril(-1), upper=False, unitriangular=True)
+    turned = (qw.to(cd) @ erased.to(cd)).to(wide)
+    scores: Tensor = qk - turned
+    return scores
+
+
 def prune_starts_reference(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, c: Tensor, since: Tensor, scale: float, prune: Prune,
     logit_bound: Tensor | None = None,
@@ -61,7 +84,9 @@ def path_reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def path_reference_lse(
-    q: Tensor, k: Tensor, v: Tensor, *, w: Tensor, beta: Tensor, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, w: Tensor, beta: Tensor, log_diag: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Dense PaTH attention; arguments as ``path_attention``, the rest as ``attention_by_scores``."""
-    return attention_by_scores(path_scores, (w, beta), q, k, v, **options)
+    if log_diag is None:
+        return attention_by_scores(path_scores, (w, beta), q, k, v, **options)
+    return attention_by_scores(decayed_path_scores, (w, beta, log_diag), q, k, v, **options)

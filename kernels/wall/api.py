@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
-from attnzoo.kernels.common.arguments import check_tensors, check_values
+from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
 from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, pick_implementation
 
 from .reference import wall_reference_lse
@@ -128,9 +128,5 @@ def _check(
     check_inputs(q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
     if k.shape[1] != q.shape[1]:
         raise ValueError(f"k: expected as many tokens as q (T={q.shape[1]}), got {tuple(k.shape)}")
-    if log_diag.shape != q.shape:
-        B, T, H, K = q.shape
-        raise ValueError(f"log_diag: expected [B={B}, T={T}, H={H}, K={K}] as q, got {tuple(log_diag.shape)}")
-    if log_diag.dtype not in ((torch.float32,) if q.dtype != torch.float64 else (torch.float32, torch.float64)):
-        raise ValueError(f"log_diag: expected float32 (sums of 16-bit log gates are useless), got {log_diag.dtype}")
+    check_log_diag(q, log_diag)
     check_values(q, log_diag=log_diag)

@@ -152,6 +152,11 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                     functools.partial(path.path_attention, qkv[1], qkv[1], qkv[2], w=wide(1, 512, 2, K), beta=beta,
                                       log_decay=wide(1, 512, 2), impl="triton"),
                 )  # fmt: skip
+                yield (
+                    f"path {kind} {K} decays",
+                    functools.partial(path.path_attention, qkv[1], qkv[1], qkv[2], w=wide(1, 512, 2, K), beta=beta,
+                                      log_diag=wide(1, 512, 2, K), impl="triton"),
+                )  # fmt: skip
                 one, keys = (x(2, 1, 4, K), x(2, 1, 2, K)), (wide(2, 300, 2, K), x(2, 301, 2, K))
                 yield (
                     f"path {kind} {K} step",

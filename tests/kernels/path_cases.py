@@ -9,6 +9,7 @@ from typing import Any
 import fox_cases
 import pytest
 import torch
+import wall_cases
 from fox_cases import DEVICE, draw_gate, run
 from torch import Tensor
 
@@ -29,6 +30,7 @@ class Case:
     V: int = 16
     gate: str = "mixed"  # open, mixed, strong, shut, ones (log gate exactly 0), none
     beta: str = "any"  # any (uniform in 0..2, some exactly 0 or 2), zero, two
+    diag: str = ""  # of the channels' gates (wall_cases): open, mixed, strong; or none
     sink: bool = False
     cu_seqlens: tuple[int, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -40,6 +42,7 @@ class Case:
             "".join(f"-{k}" for k in self.options)
             + ("-packed" if self.cu_seqlens else "")
             + ("-sink" if self.sink else "")
+            + (f"-{self.diag}" if self.diag else "")
         )
         return f"{self.gate}-{self.beta}-B{self.B}T{self.T}H{self.H}G{self.G}K{self.K}V{self.V}{extra}"
 
@@ -82,6 +85,8 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
         x["log_decay"] = gate
     if case.sink:
         x["sink"] = randn(case.H)
+    if case.diag:
+        x["log_diag"] = wall_cases.draw_gate(case, case.diag, generator)
     return {name: t.to(DEVICE) for name, t in x.items()}
 
 
@@ -95,7 +100,7 @@ def triton(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def within_budget(case: Case, x: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
     """The budget of the fox kernels; w and beta, too, have gradients that are sums over the factors."""
-    fox_cases.within_budget(case, x, ours, path_reference, ("dlog_decay", "dw", "dbeta", "dsink"))
+    fox_cases.within_budget(case, x, ours, path_reference, ("dlog_decay", "dw", "dbeta", "dsink", "dlog_diag"))
 
 
 def _lse_and_gradients(fn: Any, case: Case, x: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:

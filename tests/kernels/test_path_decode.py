@@ -243,7 +243,7 @@ def test_the_op_passes_its_checks() -> None:
     x = inputs(Case(T=20), torch.float32)
     keys = carry_keys(*parts(x, 0, 18)[1:])
     sink = torch.zeros(2, device=DEVICE)
-    torch.library.opcheck(path_advance, (*parts(x, 18, 20), keys, x["v"], x["log_decay"], None, sink, 9, 0.25))
+    torch.library.opcheck(path_advance, (*parts(x, 18, 20), keys, x["v"], x["log_decay"], None, sink, None, 9, 0.25))
 
 
 def test_a_step_compiles_as_one_graph_for_any_length() -> None:

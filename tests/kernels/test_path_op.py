@@ -19,6 +19,9 @@ from attnzoo.kernels.common.device import Machine, machine
 from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 
+ORDER = ("q", "k", "v", "w", "beta", "log_decay", "sink", "log_diag")
+FORWARD = (0.3, 0, "", 0.0, True, False, True)  # scale, no window, no pruning; gradient of the gate, log-sum-exp
+
 
 @pytest.mark.parametrize("kind", ["pruned", "packed", "window", "none"])
 def test_opcheck(kind: str) -> None:
@@ -29,12 +32,9 @@ def test_opcheck(kind: str) -> None:
     prune = ("tail", -10.0) if kind == "pruned" else ("", 0.0)
     borders = torch.tensor([0, 30, 40], device=DEVICE) if kind == "packed" else None
     window = 9 if kind == "window" else 0
-    rows = (x["q"], x["k"], x["v"], x["w"], x["beta"], x.get("log_decay"), x.get("sink"))
+    rows = [x.get(n) for n in ORDER]
     args = (*rows, borders, None, 0.3, window, *prune, True, False, kind == "window")
     torch.library.opcheck(path_forward_op, args)
-
-
-ORDER = ("q", "k", "v", "w", "beta", "log_decay", "sink")
 
 
 def turned(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -46,17 +46,22 @@ def backward_call(x: dict[str, torch.Tensor], wanted: list[bool]) -> Any:
     """Arguments of the backward op after a forward at x, for a gradient of both its results."""
     from attnzoo.kernels.path.op import path_forward_op
 
-    rows = [x[n] for n in ORDER]
-    o, row_lse, lse, *saved = path_forward_op(*rows, None, None, 0.3, 0, "", 0.0, True, False, True)
+    rows = [x.get(n) for n in ORDER]
+    o, row_lse, lse, *saved = path_forward_op(*rows, None, None, *FORWARD)
     return (x["do"], torch.ones_like(row_lse), *rows[:5], o, lse, *rows[5:], None, *saved, 0.3, False, wanted)
 
 
 def test_opcheck_of_the_backward_on_transposed_inputs() -> None:
-    from attnzoo.kernels.path.op import path_backward_op
+    from attnzoo.kernels.path.op import path_backward_op, path_forward_op
 
-    x = turned(inputs(Case(T=40, H=2, G=2, sink=True), torch.float32))
-    for wanted in ([True] * 7, [True, False, False, False, True, False, True]):
-        torch.library.opcheck(path_backward_op, backward_call(x, wanted), test_utils=("test_schema", "test_faketensor"))
+    x = turned(inputs(Case(T=40, H=2, G=2, sink=True, diag="mixed"), torch.float32))  # its forward is checked, too
+    fakes = ("test_schema", "test_faketensor")
+    torch.library.opcheck(path_forward_op, (*(x[n] for n in ORDER), None, None, *FORWARD), test_utils=fakes)
+    plain = {n: t for n, t in x.items() if n != "log_diag"}
+    some = [True, False, False, False, True, False, True, False]
+    for given, wanted in ((x, [True] * 8), (plain, [True] * 7 + [False]), (plain, some)):
+        call = backward_call(given, wanted)
+        torch.library.opcheck(path_backward_op, call, test_utils=fakes)
 
 
 FROZEN = {  # wanted alone: kernels of the backward that it has no use for
@@ -74,7 +79,9 @@ def all_gradients() -> tuple[Any, tuple[torch.Tensor, ...]]:
     """A call of the backward op for all gradients, and what it gave."""
     from attnzoo.kernels.path.op import path_backward_op
 
-    call = backward_call(turned(inputs(Case(T=150, H=2, G=1, gate="open", sink=True), torch.float32)), [True] * 7)
+    call = backward_call(
+        turned(inputs(Case(T=150, H=2, G=1, gate="open", sink=True), torch.float32)), [True] * 7 + [False]
+    )
     return call, path_backward_op(*call)
 
 
@@ -105,7 +112,7 @@ def test_no_kernel_runs_for_gradients_that_nobody_wants(
 def test_frozen_inputs_have_no_gradient() -> None:
     x = inputs(Case(T=40, gate="open", sink=True), torch.float32)
     for names in (("v", "beta"), ("q", "log_decay"), ("sink",)):
-        leaves = {n: x[n].detach().requires_grad_(n in names) for n in ORDER}
+        leaves = {n: t.detach().requires_grad_(n in names) for n, t in x.items() if n != "do"}
         path_attention(**leaves, impl="triton").square().sum().backward()
         assert {n for n, t in leaves.items() if t.grad is not None} == set(names)
 

@@ -40,16 +40,17 @@ class Case:
         return f"{self.gate}-B{self.B}T{self.T}H{self.H}G{self.G}K{self.K}V{self.V}{extra}{sink}"
 
 
-def draw_gate(case: Case, generator: torch.Generator) -> Tensor:
+def draw_gate(case: Any, regime: str, generator: torch.Generator) -> Tensor:
+    """Log gates of the channels [B, T, H, K] in a regime."""
     shape = (case.B, case.T, case.H, case.K)
     u, g = torch.rand(shape, generator=generator), -0.2 * torch.rand(shape, generator=generator)
-    if case.gate == "ones":
+    if regime == "ones":
         return torch.zeros(shape)
-    if case.gate == "shut":
+    if regime == "shut":
         return torch.full(shape, -math.inf)
-    if case.gate == "strong":
+    if regime == "strong":
         return 250.0 * g * u**4
-    if case.gate == "mixed":
+    if regime == "mixed":
         g[u < 0.3] = 0.0
         g[u < 0.04] = -30.0
         g[u < 0.02] = -2.0e4
@@ -69,7 +70,7 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
         "k": randn(case.B, case.T, case.G, case.K).to(dtype),
         "v": randn(case.B, case.T, case.G, case.V).to(dtype),
         "do": randn(case.B, case.T, case.H, case.V).to(dtype),
-        "log_diag": draw_gate(case, generator),
+        "log_diag": draw_gate(case, case.gate, generator),
     }
     if case.decay:
         g = 0.3 * torch.nn.functional.logsigmoid(randn(case.B, case.T, case.H) + 1)

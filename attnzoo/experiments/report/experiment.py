@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -37,8 +38,7 @@ def write_page(experiment: Experiment, outcome: Outcome, path: Path) -> Path:
 
 def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
     """The page as a string."""
-    kinds = {arm.name: figures.kind_of(_variants(arm)) for arm in experiment.arms}
-    looks = figures.looks([(name, pair, side) for name, (side, pair, _) in kinds.items()])
+    kinds, looks = _kinds_and_looks(experiment)
     return fill(
         "experiment.html.j2",
         title=experiment.title,
@@ -59,6 +59,22 @@ def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
         budget=budget(experiment, outcome),
         test=TEST,
     )
+
+
+def picture(experiment: Experiment, outcome: Outcome) -> tuple[Figure, str]:
+    """The outcome in one figure, and what it shows in words: what a part gains on either side, if that is asked, else
+    every run, at the last place that the first expectation is about."""
+    kinds, looks = _kinds_and_looks(experiment)
+    judged = experiment.judged(outcome.size)
+    for each in judged:
+        if isinstance(each.claim, Correlated) and not outcome.missing(each.claim):
+            return _gains_figure(each.claim, outcome, kinds, looks), "what a part gains on either side"
+    about = judged[0].claim.values[-1]
+    probe = next(probe for probe in experiment.probes if probe.name == about.probe)
+    places = _places(probe, outcome)
+    at = about.at if about.at is not None or not places else places[-1]
+    words = f"{probe.name} ({probe.places}: {at:g})" if len(places) > 1 else probe.name
+    return _runs_figure(experiment, probe, at, outcome, kinds, looks), words
 
 
 def verdict_table(experiment: Experiment, outcome: Outcome) -> Table:
@@ -109,6 +125,12 @@ def budget(experiment: Experiment, outcome: Outcome) -> str:
 def _variants(arm: Arm) -> list[str]:
     entries = arm.variant if isinstance(arm.variant, list | tuple) else [arm.variant]
     return list(dict.fromkeys(entry if isinstance(entry, str) else entry["name"] for entry in entries))
+
+
+def _kinds_and_looks(experiment: Experiment) -> tuple[dict[str, tuple[str, int, str]], dict[str, Look]]:
+    """Side, pair and dual of each arm, and how it is drawn."""
+    kinds = {arm.name: figures.kind_of(_variants(arm)) for arm in experiment.arms}
+    return kinds, figures.looks([(name, pair, side) for name, (side, pair, _) in kinds.items()])
 
 
 def _arm(arm: Arm, kind: tuple[str, int, str], look: Look, outcome: Outcome) -> dict[str, Any]:
@@ -168,13 +190,8 @@ def _section(
     places = _places(probe, outcome)
     arms = [arm for arm in experiment.arms if outcome.places(arm.name, probe.name)]
     if len(places) < 2:
-        rows = [
-            run_figures.Runs(arm.name, arm.name, outcome.values(Value(arm.name, probe.name)), looks[arm.name],
-                             kinds[arm.name][0] == "softmax")
-            for arm in arms
-        ]  # fmt: skip
-        figure = run_figures.runs(rows, xlabel=probe.name, percent=probe.percent, marks=_limits_of(experiment, probe))
-        panels = [("", to_svg(figure, f"runs-{probe.name}", f"{probe.name} of every run"))] if rows else []
+        figure = _runs_figure(experiment, probe, None, outcome, kinds, looks)
+        panels = [("", to_svg(figure, f"runs-{probe.name}", f"{probe.name} of every run"))] if arms else []
         return {"title": probe.name, "text": f"Small dots: the runs, by {probe.name}.", "panels": panels}
     lines = {arm.name: _line(arm.name, probe, outcome, looks[arm.name]) for arm in arms}
     bands = [x.y + sign * x.error for x in lines.values() if x.error is not None for sign in (-1, 1)]
@@ -194,6 +211,20 @@ def _section(
             panels.append((f"{side} side", to_svg(figure, f"{probe.name}-{side}", f"{probe.name} of the {side} side")))
     text = f"Over the {probe.places}: mean of the seeds, shaded ± one standard error."
     return {"title": probe.name, "text": text, "panels": panels}
+
+
+def _runs_figure(
+    experiment: Experiment, probe: Probe, at: float | None, outcome: Outcome, kinds: dict[str, Any],
+    looks: dict[str, Look],
+) -> Figure:  # fmt: skip
+    """Every run of the arms that a probe measured, at one place of it."""
+    rows = [
+        run_figures.Runs(arm.name, arm.name, outcome.values(Value(arm.name, probe.name, at)), looks[arm.name],
+                         kinds[arm.name][0] == "softmax")
+        for arm in experiment.arms
+        if outcome.places(arm.name, probe.name)
+    ]  # fmt: skip
+    return run_figures.runs(rows, xlabel=probe.name, percent=probe.percent, marks=_limits_of(experiment, probe))
 
 
 def _line(arm: str, probe: Probe, outcome: Outcome, look: Look) -> Line:
@@ -241,21 +272,23 @@ def _gains(
     found: list[dict[str, str]] = []
     for each in experiment.judged(outcome.size):
         if isinstance(each.claim, Correlated) and not outcome.missing(each.claim):
-            claim = each.claim
-            x, y = claim.gains(outcome.values)
-            points = [
-                run_figures.Gains(pair[1], f"{pair[0]} | {pair[1]}", x[number], y[number], looks[pair[1]])
-                for number, pair in enumerate(claim.pairs)
-                if np.isfinite([x[number], y[number]]).all()
-            ]
-            sides = [kinds[base][0] for base in claim.bases]
-            figure = run_figures.gains(
-                points, xlabel=f"gain in {claim.probe} over {claim.bases[0]}, {sides[0]} side",
-                ylabel=f"gain in {claim.probe} over {claim.bases[1]}, {sides[1]} side",
-            )  # fmt: skip
-            svg = to_svg(figure, f"gains-{len(found)}", each.text)
-            found.append({"text": each.text, "why": claim.judge(outcome.values).why, "svg": svg})
+            svg = to_svg(_gains_figure(each.claim, outcome, kinds, looks), f"gains-{len(found)}", each.text)
+            found.append({"text": each.text, "why": each.claim.judge(outcome.values).why, "svg": svg})
     return found
+
+
+def _gains_figure(claim: Correlated, outcome: Outcome, kinds: dict[str, Any], looks: dict[str, Look]) -> Figure:
+    x, y = claim.gains(outcome.values)
+    points = [
+        run_figures.Gains(pair[1], f"{pair[0]} | {pair[1]}", x[number], y[number], looks[pair[1]])
+        for number, pair in enumerate(claim.pairs)
+        if np.isfinite([x[number], y[number]]).all()
+    ]
+    sides = [kinds[base][0] for base in claim.bases]
+    return run_figures.gains(
+        points, xlabel=f"gain in {claim.probe} over {claim.bases[0]}, {sides[0]} side",
+        ylabel=f"gain in {claim.probe} over {claim.bases[1]}, {sides[1]} side",
+    )  # fmt: skip
 
 
 def _grids(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ from attnzoo.kernels.path.plan import pair_width
 
 from .blocks import block_level, block_level_backward
 from .carry import carry, carry_backward
+from .decayed import decayed_level
+from .decayed_backward import decayed_backward
 from .dkdv import path_dkdv_portable_kernel
 from .dq import path_dq_portable_kernel
 from .forward import levels_descriptor
@@ -34,30 +36,37 @@ Some = Tensor | None
 def path_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor, c: Tensor | None,
     base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, *,
-    o_rest: Tensor | None = None, sink: Tensor | None = None, dlse: Tensor | None = None,
-) -> tuple[Some, Some, Tensor, Some, Some, Some, Some]:  # fmt: skip
+    o_rest: Some = None, sink: Some = None, dlse: Some = None, log_diag: Some = None,
+) -> tuple[Some, Some, Tensor, Some, Some, Some, Some, Some]:  # fmt: skip
     """Launch the backward kernels on what the forward pass saved, some heads at a time; the carries are made again.
 
     Args:
         wanted: kernels that serve no gradient of these are not launched.
         o_rest: [B, T, H, V], what the rounding of o dropped: one pass needs it for the gradient of a gate.
         dlse: [B, H, T] float32, contiguous: gradient of the rows' log-sum-exp.
+        log_diag: as in ``path_forward``.
 
     Returns:
         dq, dk, dv, dw [B, T, G, K] and dbeta [B, T, G] in the inputs' dtypes, contiguous; for a gate, column sums
-        [B, H, T] of dS; with a sink, or a gate and dlse, row sums [B, H, T] of dS (otherwise they are 0). None, or
-        undefined, where not wanted.
+        [B, H, T] of dS; with a sink, or a gate and dlse, row sums [B, H, T] of dS (otherwise they are 0); that of
+        log_diag. None, or undefined, where not wanted.
     """
     dv = v.new_empty(v.shape)
     dq, dk = (x.new_empty(x.shape) if wanted.queries or wanted.keys else None for x in (q, k))
     dw, dbeta = (x.new_empty(x.shape) if wanted.transitions else None for x in (w, beta))
+    da = None if log_diag is None or dw is None else lse.new_empty(log_diag.shape)
     dkey = torch.empty_like(lse) if wanted.log_decay else None
     drow = torch.empty_like(lse) if sink is not None or (c is not None and dlse is not None) else None
-    for group in head_groups(q, k, backward=True, one_pass=plan.backward == "hopper"):
+    decayed = log_diag is not None
+    for group in head_groups(q, k, backward=True, one_pass=plan.backward == "hopper", decayed=decayed):
         x = group.queries(q), group.keys(k), group.keys(w), group.keys(beta)
         p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
-        kept = None if dq is None else new_kept(x[0], x[2])
-        block = block_level(*x, kept)
+        if log_diag is None:
+            kept = None if dq is None else new_kept(x[0], x[2])
+            block = block_level(*x, kept)
+        else:
+            p_a = group.queries(log_diag)
+            block, made = decayed_level(*x, p_a)
         carried = carry(block, p_start)
         saved = group.queries(do), group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start
         extra = group.heads(sink), group.rows(dlse), group.rows(drow)
@@ -71,8 +80,12 @@ def path_backward(
             continue
         total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted, plan.staged)
         d_w, d_beta = (None if y is None else group.keys(y) for y in (dw, dbeta))
-        block_level_backward(*x, Leaves(d_block.diag, *total), (group.queries(dq), group.keys(dk), d_w, d_beta), kept)
-    return dq, dk, dv, dw, dbeta, dkey, drow
+        d_leaves, out = Leaves(d_block.diag, *total), (group.queries(dq), group.keys(dk), d_w, d_beta)
+        if log_diag is None:
+            block_level_backward(*x, d_leaves, out, kept)
+        else:
+            decayed_backward(*x, p_a, d_leaves, made, out, None if da is None else group.queries(da))
+    return dq, dk, dv, dw, dbeta, dkey, drow, da
 
 
 def levels_backward(

@@ -33,18 +33,18 @@ def _there(p_valid, o_s, m, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "S", "SPLIT", "NS", "window", "stride_gb", "stride_mb"])
 def path_advance_kernel(
-    p_q, p_w, p_beta, p_total, p_keys, p_next, p_v, p_g, p_valid, p_since, p_o, p_m, p_l, p_sum,
+    p_q, p_w, p_beta, p_a, p_total, p_keys, p_next, p_v, p_g, p_valid, p_since, p_o, p_m, p_l, p_sum,
     stride_kb, stride_kt, stride_nb, stride_vb, stride_vt, stride_gb, stride_gt, stride_mb,
     N, S, SPLIT, NS, window, scale,
     ONE: tl.constexpr, FACTORS: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BR: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
     """Keys lo..hi of one head: advance and store them, and attend to them from BR of the R = rep N rows of the group.
 
-    ONE (N = 1, with FACTORS of its own): p_q holds the query itself, attending to the advanced keys. Otherwise p_q
-    holds queries carried back to the start of the chunk, attending to the keys as they were; p_total is
-    ``(R_1 ... R_N)^T``. Parts: [B, G, NS, R, .].
+    ONE (N = 1, with FACTORS of its own and, DECAYED, log gates p_a [B, 1, G, K]): p_q holds the query itself, attending
+    to the advanced keys. Otherwise p_q holds queries carried back to the start of the chunk, attending to the keys as
+    they were; p_total is ``(R_1 ... R_N)^T``. Parts: [B, G, NS, R, .].
     A window over tokens of which some do not exist (MASKED) comes as the first key of each row, p_since [B, N].
     """
     i_bg, i_s, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -65,6 +65,8 @@ def path_advance_kernel(
     if ONE and FACTORS == 1:
         b_w = tl.load(p_w + i_bg * K + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_beta = tl.load(p_beta + i_bg).to(tl.float32)
+    if ONE and DECAYED:
+        b_decay = tl.exp(tl.load(p_a + i_bg * K + o_k, mask=m_k, other=0.0).to(tl.float32))
     p_total += i_bg.to(tl.int64) * K * K
     p_keys += i_b * stride_kb + i_g * K
     p_next += i_b * stride_nb + i_g * K
@@ -81,6 +83,8 @@ def path_advance_kernel(
         m_key = m_s[:, None] & m_k[None, :]
         b_k = tl.load(p_keys + o_s64[:, None] * stride_kt + o_k[None, :], mask=m_key, other=0.0)  # [BS, BK]
         if ONE:
+            if DECAYED:
+                b_k *= b_decay[None, :]
             for i_n in tl.static_range(FACTORS):
                 if FACTORS > 1:
                     b_w = tl.load(p_w + (i_bg * FACTORS + i_n) * K + o_k, mask=m_k, other=0.0).to(tl.float32)
@@ -220,17 +224,18 @@ def _splits(S: int, programs: int, BS: int, device: torch.device) -> tuple[int, 
 
 def advance(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
-    valid: Tensor | None, sink: Tensor | None, window: int, scale: float,
+    valid: Tensor | None, sink: Tensor | None, log_diag: Tensor | None, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """N new tokens after S cached ones; see :func:`advance_into`, of which this gives the keys too."""
     following = _new_keys(keys, values.shape[1])
-    o, lse = advance_into(following, q, k, w, beta, keys, values, gates, valid, sink, window, scale)
+    o, lse = advance_into(following, q, k, w, beta, keys, values, gates, valid, sink, log_diag, window, scale)
     return o, lse, following
 
 
 def advance_into(
     following: Tensor, q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor,
-    gates: Tensor | None, valid: Tensor | None, sink: Tensor | None, window: int, scale: float,
+    gates: Tensor | None, valid: Tensor | None, sink: Tensor | None, log_diag: Tensor | None, window: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """N new tokens (at most CHUNK) after S cached ones.
 
@@ -241,6 +246,7 @@ def advance_into(
             ``path_extend``.
         keys: [B, S, G, K] float32, as the last cached token left them.
         values: [B, S + N, G, V], gates: [B, S + N, H], valid: [B, S + N] bool, of the cached and the new tokens.
+        log_diag: [B, N, H, K] with as many key heads, or None.
         window: visible keys per row, of those that exist; 0 for no window.
 
     Returns:
@@ -256,7 +262,7 @@ def advance_into(
         rows, k, w, beta = q.contiguous(), k.contiguous(), w.contiguous(), beta.contiguous()
         scores = total = following
     else:
-        scores, rows, own, total = close_chunk(q, k, w, beta)
+        scores, rows, own, total = close_chunk(q, k, w, beta, log_diag)
         following[:, S:] = own
     R, factors = H // G * N, beta.shape[3] if N == 1 and beta.ndim == 4 else 1
     wide = max(K, V) > 64
@@ -275,15 +281,16 @@ def advance_into(
     gate_strides = (g.stride(0), g.stride(1))
     lse = q.new_empty(B, N, H, dtype=torch.float32)
     flags = {"GATED": gates is not None, "MASKED": valid is not None, "WINDOW": window > 0}
+    decay = parts if log_diag is None else log_diag.contiguous()
     since = there
     if valid is not None and window > 0:
         since = window_starts(valid, window)[:, S:].int().contiguous()
     with on_device_of(q):
         path_advance_kernel[(B * G, splits, row_tiles)](
-            rows, w, beta, total, keys, following, values, g, there, since, parts, top, mass, sums,
+            rows, w, beta, decay, total, keys, following, values, g, there, since, parts, top, mass, sums,
             keys.stride(0), keys.stride(1), following.stride(0), values.stride(0), values.stride(1), *gate_strides,
             there.stride(0), N, S, size, splits, window, scale, N == 1, factors, G, H, K, V, BR, BS, BK, BC, BV,
-            **flags, num_warps=warps, num_stages=1,
+            **flags, DECAYED=log_diag is not None, num_warps=warps, num_stages=1,
         )  # fmt: skip
         path_combine_kernel[(B * H, N)](
             parts, top, mass, sums, scores, rows, k, following, values, g, there, since,
@@ -321,7 +328,7 @@ path_advance = torch.library.custom_op("attnzoo::path_advance", advance, mutates
 @path_advance.register_fake
 def _advance_fake(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keys: Tensor, values: Tensor, gates: Tensor | None,
-    valid: Tensor | None, sink: Tensor | None, window: int, scale: float,
+    valid: Tensor | None, sink: Tensor | None, log_diag: Tensor | None, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     o = q.new_empty(*q.shape[:3], values.shape[3], dtype=values.dtype)
     return o, q.new_empty(q.shape[:3], dtype=torch.float32), _new_keys(keys, values.shape[1])

@@ -28,6 +28,7 @@ from attnzoo.kernels.path.plan import pair_width
 
 from .blocks import block_level
 from .carry import carry
+from .decayed import decayed_level
 from .prune import block_starts
 
 
@@ -188,6 +189,7 @@ def path_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, c: Tensor | None, base: Tensor | None,
     tails: Tensor | None, since: Tensor | None, scale: float, plan: Plan, *, window: int = 0, bound: str = "",
     log_eps: float = 0.0, logit_bound: Tensor | None = None, sink: Tensor | None = None, o_rest: Tensor | None = None,
+    log_diag: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch the forward kernels, some heads at a time. Shapes as in ``path_attention``; last dims contiguous.
 
@@ -197,6 +199,7 @@ def path_forward(
         window: visible keys per row, as in since; 0 for no window.
         bound: "" for no pruning, else "paper" or "tail" (they need a gate).
         o_rest: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
+        log_diag: [B, T, H, K], or None; with it there is a key head for each query head.
 
     Returns:
         o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit; start
@@ -209,10 +212,13 @@ def path_forward(
         start = (since[..., ::ROW_UNIT] // KEY_UNIT * KEY_UNIT).repeat(B // since.shape[0], H // since.shape[1], 1)
     elif bound:
         start = torch.zeros((B, H, triton.cdiv(T, ROW_UNIT)), dtype=torch.int32, device=q.device)
-    for group in head_groups(q, k, backward=False):
+    for group in head_groups(q, k, backward=False, decayed=log_diag is not None):
         p_q, p_k = group.queries(q), group.keys(k)
         p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
-        block = block_level(p_q, p_k, group.keys(w), group.keys(beta))
+        if log_diag is None:
+            block = block_level(p_q, p_k, group.keys(w), group.keys(beta))
+        else:
+            block, _ = decayed_level(p_q, p_k, group.keys(w), group.keys(beta), group.queries(log_diag))
         if bound:
             assert p_c is not None
             assert p_base is not None

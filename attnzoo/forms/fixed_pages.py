@@ -1,0 +1,167 @@
+"""A memory of fixed size whose keys lie in pages that stand as they were written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from attnzoo.algebra.gate import expand_heads
+from attnzoo.algebra.transitions import compute_dtype, heads_first
+from attnzoo.forms.cache import KVCache
+from attnzoo.forms.fixed import Extend, Rows
+from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.paged import Eviction, PagedCache, append_and_attend
+from attnzoo.forms.pool import PAGE, KeyPool
+from attnzoo.forms.protocol import Call
+from attnzoo.forms.untraced import untraced
+
+
+@dataclass(eq=False)
+class PagedMemory:
+    """The keys of B sequences in a :class:`~attnzoo.forms.pool.KeyPool`, for encodings that leave them as they are.
+
+    A step is two kernels (``attnzoo.kernels.decode``), which read on the device how many keys there are. It leaves out
+    none of them, so that pruning drops no mass there.
+
+    Args:
+        pool: whose ``lengths`` are those of ``rows``.
+        rows: see :class:`~attnzoo.forms.fixed.Rows`.
+        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.AdditiveForms`; None where another
+            class says how a step is done.
+        phase: RoPE's total angle so far, ``[B, 1, 1 or H, K/2]`` float64, or None.
+        evict: what keys are given up by, once in as many steps as a page has tokens; None for none.
+        steps: tokens of each sequence so far, at the most.
+        last: the step of several tokens that :meth:`keep` ends.
+    """
+
+    pool: KeyPool
+    rows: Rows
+    place: Callable[..., Any] | None
+    phase: Tensor | None
+
+    evict: Eviction | None = None
+    steps: int = 0
+    last: Call | None = None
+    carried: ClassVar[bool] = False
+    on_host: ClassVar[bool] = False
+    final: ClassVar[str] = ""
+
+    @staticmethod
+    def like(
+        state: KVCache | PagedCache, rows: Rows, tokens: int, device: torch.device | str, place: Callable[..., Any]
+    ) -> PagedMemory:
+        """Empty, for sequences of up to ``tokens`` tokens with states such as this one.
+
+        It has pages for all of these tokens from the start, or where keys are given up takes them as they are needed.
+        """
+        one, phase = _pool_of(state), state.phase
+        (G, _), (_, K), R = one.table.shape[1:], one.k.shape[1:], 1 if one.decay is None else one.decay.shape[2]
+        B, evict = len(rows.lengths), state.evict if isinstance(state, PagedCache) else None
+        pool = KeyPool.empty(
+            B, G, R, K, one.v.shape[2], dtype=one.v.dtype, device=device, decays=one.decay is not None,
+            pages=B * G * (-(-tokens // PAGE) if evict is None else 1), tokens=tokens,
+        )  # fmt: skip
+        pool.lengths = rows.lengths
+        if phase is not None:
+            phase = torch.zeros(B, *phase.shape[1:], dtype=phase.dtype, device=device)
+        return PagedMemory(pool, rows, place, phase, None if evict is None else evict.of_rows(B))
+
+    @untraced  # its kernels write to the pool where it stands
+    def step(self, call: Call, extend: Extend) -> Tensor:
+        pool, given = self.pool, SoftmaxOptions(**call.options)
+        q, k, phase = self._placed(call)
+        if self.rows.tokens > 1:
+            self.last = call
+        elif self.phase is not None:
+            self.phase.copy_(phase)
+        self._look(q, k, given.scale)
+        k, v = (expand_heads(x, pool.table.shape[1]) for x in (k, call.v))
+        gates = call.gate.per_token(q).log_decay
+        impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
+        return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.count(), prune=False)
+
+    def _placed(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.place is not None
+        past = KVCache(call.k[:, :0], call.v[:, :0], phase=self.phase)
+        q, k, phase, _ = self.place(call.q, call.k, call.gate, past, None)
+        return q, k, phase
+
+    def keep(self, kept: Tensor) -> None:
+        assert self.last is not None
+        call, self.last = self.last, None
+        if self.phase is not None:
+            others = torch.arange(self.rows.tokens, device=kept.device) >= kept[:, None]
+            gate = call.gate.per_token(call.q).neutral_where(others)
+            self.phase.copy_(self._placed(replace(call, gate=gate))[2])
+        self.pool.crop_sums((self.rows.length + kept).int())
+
+    def _look(self, q: Tensor, k: Tensor, scale: float | None) -> None:
+        """Keys that the queries of a step may need come back from the host, before its tokens are added."""
+        if self.evict is not None and self.evict.offload is not None:
+            _, _, H, K = q.shape
+            scaled = heads_first(q, H, compute_dtype(q)) * (K**-0.5 if scale is None else scale)
+            self.evict.look(self.pool, scaled, k, (self.rows.active[:, None] != 0).expand(q.shape[:2]))
+
+    def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
+        one, theirs = _pool_of(state), state.evict if isinstance(state, PagedCache) else None
+        if self.evict is not None:
+            away = self.evict.offload
+            if away is None:
+                self.evict.give_up(one)
+            elif theirs is not None and theirs.offload is not None:
+                theirs.give_up(one)
+                away.adopt(row, theirs.offload)
+            elif bool(one.first.any()):
+                raise ValueError("cache: expected that of new_cache(evict='offload'), got one whose keys are gone")
+            tokens = min(tokens, one.lengths[0] + PAGE)
+        self.pool.adopt(row, one, tokens)
+        if self.phase is not None and state.phase is not None:
+            self.phase[row] = state.phase[0]
+
+    def ready(self, rows: Sequence[int]) -> bool:
+        tokens = self.rows.tokens
+        self.steps += tokens
+        if self.evict is not None and self.steps % PAGE < tokens:
+            self.evict.give_up(self.pool)
+        full = [b for b in rows if -self.rows.lengths[b] % PAGE < tokens]
+        if full:
+            self.pool.reserve([tokens * (b in full) for b in range(len(self.rows.lengths))])
+        return bool(full)
+
+    def clear(self, row: int) -> None:
+        self.pool.reset(row)
+        if self.evict is not None and self.evict.offload is not None:
+            self.evict.offload.clear(row)
+
+    def kept(self, row: int) -> list[int]:
+        n = self.rows.lengths[row]
+        gone = (self.pool.pages[row, :, : -(-n // PAGE)] < 0).sum(-1)
+        return [n - PAGE * pages for pages in gone.tolist()]
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.pool.tensors().values()
+        if self.phase is not None:
+            yield self.phase
+
+    def workspace(self, heads: int) -> int:
+        from attnzoo.kernels.decode import paged_workspace
+
+        pool, device = self.pool, self.rows.length.device
+        return paged_workspace(pool.k, pool.v, pool.table, heads, device, carried=self.carried)
+
+
+def _pool_of(state: KVCache | PagedCache) -> KeyPool:
+    """The keys of a state of one sequence, in pages."""
+    if isinstance(state, PagedCache):
+        return state.pool
+    (S, G, K), gates = state.k.shape[1:], state.log_decay
+    pool = KeyPool.empty(
+        1, G, 1 if gates is None else gates.shape[2] // G, K, state.v.shape[3], dtype=state.v.dtype,
+        device=state.v.device, decays=gates is not None, pages=G * -(-S // PAGE), tokens=S,
+    )  # fmt: skip
+    pool.append(state.k, expand_heads(state.v, G), gates)
+    return pool

@@ -1,0 +1,146 @@
+"""Steps that check proposed tokens: whatever is proposed, a sequence goes on as without, and in fewer steps."""
+
+import pytest
+import torch
+from test_engine import LAYERS, alone, build, forgetful, that_forgets
+
+from attnzoo.forms.pool import PAGE
+from attnzoo.models import Generator
+from attnzoo.models.proposals import from_model, look_up
+from attnzoo.models.request import Request
+from attnzoo.models.sampling import Sampling
+
+NEW = 20
+CASES = {
+    name: (LAYERS[name], {}) for name in ("alibi", "gla", "deltanet", "mamba2-groups", "rope-grouped", "fox-pro-acp")
+}
+CASES |= {
+    "selective": ({"attention": ["mamba3", "fox_rope"]}, {}),
+    "householders": ({"attention": "gated_deltanet", "attention_options": {"num_householder": 2}}, {}),
+    "path-fox-pages": ({"attention": ["path_fox", "retnet"], "attention_options": {"block": "pro"}}, {"evict": 1e-30}),
+    "path-window": ({"attention": "path", "attention_options": {"window": 70, "num_kv_heads": 1}}, {"evict": 1e-30}),
+}
+
+
+def proposals(answers, seed=0):
+    """Right for some tokens, then wrong; sometimes none at all."""
+    draws = torch.Generator().manual_seed(seed)
+
+    def draft(request):
+        right, wrong = (int(torch.randint(6, (), generator=draws)) for _ in range(2))
+        start = len(request.tokens)
+        return [*answers[request.id][start : start + right], *[39] * wrong][: 15 if right else 0]
+
+    return draft
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_sequences_go_on_as_without_proposals(name):
+    options, limits = CASES[name]
+    model, draws = build(**options), torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 40, (T,), generator=draws) for T in (55, 3, 120)]
+    expected = [alone(model, prompt, NEW) for prompt in prompts]
+    generator, steps = Generator(model, 2, 160, **limits), 0
+    ids = [generator.add(prompt, NEW, temperature=0) for prompt in prompts]
+    for _ in generator.stream(proposals(expected)):
+        steps += 1
+    assert [generator.requests[n].tokens for n in ids] == expected
+    assert steps < NEW * len(prompts) * 0.6
+    assert generator.batch.lengths == [0, 0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5, "top_p": 0.9}], ids=["", "filtered"])
+def test_samples_are_those_without_proposals(settings):
+    model = build(attention=["mamba2", "fox"])
+    found = []
+    for known in (None, found):
+        generator = Generator(model, 2, 80, check_every=1)
+        ids = [generator.add([3, 1, 4], NEW, temperature=0.7, seed=seed, **settings) for seed in (5, 6)]
+        draft = None if known is None else proposals(dict(zip(ids, known[0], strict=True)))
+        generator.run(draft)
+        found.append([generator.requests[n].tokens for n in ids])
+    assert found[0] == found[1]
+
+
+def test_keys_that_went_are_not_needed_by_tokens_that_are_taken_back():
+    """One head forgets; proposals are always wrong, so that each step takes tokens back, over borders of pages."""
+    model, draws = forgetful("fox"), torch.Generator().manual_seed(2)
+    prompt = torch.randint(0, 40, (150,), generator=draws)
+    generator = Generator(model, 1, 400, evict=1e-30)
+    number = generator.add(prompt, 66, temperature=0)
+    assert generator.run(lambda request: [39] * 15)[number] == alone(model, prompt, 66)
+    forgets, remembers = generator.requests[number].kept[0]
+    assert forgets <= remembers - 2 * PAGE
+
+
+def test_stop_tokens_and_lengths_end_a_sequence_within_a_step():
+    model = build()
+    answer = alone(model, torch.tensor([1, 2, 3]), 30)
+    stop = answer[20]
+    for more in ({}, {"stop": [stop]}):
+        generator = Generator(model, 1, 33)
+        number = generator.add([1, 2, 3], 30, temperature=0, **more)
+        found = generator.run(lambda request: answer[len(request.tokens) :][:15])[number]
+        assert found == (answer[: answer.index(stop) + 1] if more else answer)
+
+
+def test_text_that_repeats_is_looked_up():
+    request = Request(0, None, 0, [5, 6, 7, 8, 5, 6, 9, 1, 5], 9, Sampling(0.0), frozenset(), tokens=[6])
+    assert look_up(3, ngram=2)(request) == [9, 1, 5]
+    assert look_up(2, ngram=1)(request) == [9, 1]
+    request.tokens.append(11)
+    assert look_up()(request) == []
+    with pytest.raises(ValueError, match="ngram: expected at least 1, got 0"):
+        look_up(ngram=0)
+    model = build(attention=["gla", "fox"])
+    generator = Generator(model, 1, 40)
+    number = generator.add([1, 2, 1, 2, 1], 20, temperature=0)
+    assert generator.run(look_up())[number] == alone(model, torch.tensor([1, 2, 1, 2, 1]), 20)
+
+
+@pytest.mark.parametrize("attention", ["mamba2", "fox", ["path", "gla"]], ids=str)
+def test_a_smaller_model_proposes_what_it_would_draw_alone(attention):
+    model, small = build(attention=["gla", "fox"]), build(attention=attention)
+    request = Request(0, None, 0, [5, 6, 7], 9, Sampling(0.0), frozenset())
+    draft = from_model(small, 4)
+    for tokens in ([], [1], [1, 2, 3]):
+        request.tokens[:] = tokens
+        assert draft(request) == alone(small, torch.tensor([5, 6, 7, *tokens]), 4)
+    generator = Generator(model, 2, 40)
+    prompts = [torch.tensor([1, 2, 3]), torch.tensor([4])]
+    ids = [generator.add(prompt, 12, temperature=0) for prompt in prompts]
+    found = generator.run(from_model(model, 3))  # always right
+    assert [found[n] for n in ids] == [alone(model, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("model", "message"), [
+    (lambda: build(attention=["fox", "path"]), "layer 1, 'path': its keys lie in no pages"),
+    (lambda: that_forgets("rope"), "layer 0, 'rope': what it has forgotten is gone"),
+], ids=["path", "forgets"])  # fmt: skip
+def test_layers_that_take_no_token_back_are_named(model, message):
+    generator = Generator(model(), 1, 20)
+    generator.add([1, 2], 3)
+    with pytest.raises(ValueError, match=f"draft: expected None .no token is taken back in {message}.*, got one"):
+        generator.run(look_up())
+
+
+def test_a_draft_proposes_tokens_of_the_vocabulary():
+    generator = Generator(build(), 1, 20)
+    generator.add([1, 2], 3)
+    with pytest.raises(ValueError, match="draft: expected tokens from 0 to 39, got 40"):
+        generator.run(lambda request: [40])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_a_graph_that_checks_proposals_gives_the_same_tokens(name):
+    options, limits = CASES[name]
+    model = build(**{**options, "hidden_size": 128, "initializer_range": 0.1}).cuda()
+    prompts = [torch.randint(0, 39, (T,), device="cuda") for T in (50, 3, 100)]
+    expected = [alone(model, prompt, NEW) for prompt in prompts]
+    generator, steps = Generator(model, 2, 160, **limits), 0
+    ids = [generator.add(prompt, NEW, temperature=0) for prompt in prompts]
+    for _ in generator.stream(proposals(expected)):
+        steps += 1
+    assert [generator.requests[n].tokens for n in ids] == expected
+    assert steps < NEW * len(prompts) * 0.6

@@ -1,0 +1,68 @@
+"""Which products of transitions run which tests, and with how many examples.
+
+The code of a product is that of its factors, which the pairs of factors run in full. Outside the long profile all
+products run what is held against the oracle, with few examples, and two stand for all of them elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from attnzoo.registry import PRODUCTS
+
+OF_PRODUCTS = {name for pair in PRODUCTS for name in (pair.linear, pair.softmax)}
+EVERYWHERE = {"kda", "fox_rope"}
+FOR_ALL = {
+    "test_forms_equal_oracle", "test_segmented_equals_full", "test_equations_equal_oracle",
+    "test_pieces_padding_and_packing_equal_whole_sequences",
+}  # fmt: skip
+FEW = 3
+NAMED = 2  # products that a test may name itself; more come from the registry
+
+
+def given_variant(**drawn: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """``hypothesis.given`` for a test of the variant ``name``: few examples where that is a product."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        usual = given(**drawn)(test)
+        if settings.get_current_profile_name() == "long":
+            return usual
+        few = settings(max_examples=min(FEW, settings.default.max_examples))(given(**drawn)(test))
+
+        @functools.wraps(usual, updated=())
+        def run(**arguments: Any) -> None:
+            (few if arguments["name"] in OF_PRODUCTS else usual)(**arguments)
+
+        return run
+
+    return decorate
+
+
+def product(item: pytest.Item) -> str:
+    """The product that a test is about, or ""."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    names = [name for value in values for name in (value if isinstance(value, tuple) else (value,))]
+    return next((name for name in names if isinstance(name, str) and name in OF_PRODUCTS), "")
+
+
+def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests of products that others stand for: of those that take their variants from the registry, not by name."""
+    if settings.get_current_profile_name() == "long":
+        return []
+    products = defaultdict(set)
+    for item in items:
+        products[item.path, item.originalname].add(product(item))
+    return [
+        item
+        for item in items
+        if product(item) not in {"", *EVERYWHERE}
+        and len(products[item.path, item.originalname] - {""}) > NAMED
+        and item.originalname not in FOR_ALL
+        and item.path.name != "test_registry.py"
+    ]
