@@ -250,7 +250,27 @@ def test_assisted_generation_is_greedy_generation(tokens):
     model, helper = build("fox"), build("fox", seed=1)
     row = tokens[:1]
     greedy = model.generate(row, max_new_tokens=8, do_sample=False)
-    assert torch.equal(model.generate(row, max_new_tokens=8, do_sample=False, assistant_model=helper), greedy)
+    assisted = {"max_new_tokens": 8, "do_sample": False, "assistant_model": helper}
+    assert torch.equal(model.generate(row, **assisted), greedy)
+    assert torch.equal(model.generate(row, **assisted, engine=True), greedy)
+    lookup = {"max_new_tokens": 8, "do_sample": False, "prompt_lookup_num_tokens": 3, "engine": True}
+    assert torch.equal(model.generate(row, **lookup), greedy)
+    with pytest.raises(ValueError, match="engine: expected None .*draft: expected None .no token is taken back"):
+        build("path").generate(row, **lookup)
+
+
+def test_a_budget_holds_in_the_loop_and_on_the_engine(tokens):
+    model = build("rope", attention_options={"forgetting": {"window": 2, "width": 4}})
+    given = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.model.generate(tokens, 6, temperature=0, budget=3)
+    for engine in (False, True):
+        assert torch.equal(model.generate(tokens, **given, budget=3, engine=engine), expected)
+    assert not torch.equal(model.generate(tokens, **given), expected)
+    with pytest.raises(ValueError, match="budget: expected None .no layer forgets., got 3"):
+        build("rope").generate(tokens, **given, budget=3)
+    cache = ModelCache(model.model.new_cache())
+    with pytest.raises(ValueError, match="budget: expected None beside past_key_values"):
+        model.generate(tokens, **given, budget=3, past_key_values=cache)
 
 
 ENGINE = ["fox", "path_fox", HYBRID]
@@ -340,7 +360,7 @@ def test_what_would_fill_the_memory_is_refused_with_the_number(tokens, monkeypat
         MemoryError, match=r"cache of 253 tokens.*: expected room for \d+\.\d\d GiB on cpu, got 0\.00 GiB"
     ):
         model.generate(prompt, **given)
-    with pytest.raises(ValueError, match="expected None or False here .caches of 2 sequences of 768 tokens: "):
+    with pytest.raises(ValueError, match="here .caches of 2 sequences of 768 tokens .with .* for a step.: "):
         model.generate(prompt, **given, engine=True)
 
 

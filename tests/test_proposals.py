@@ -6,7 +6,7 @@ from test_engine import LAYERS, alone, build, forgetful, that_forgets
 
 from attnzoo.forms.pool import PAGE
 from attnzoo.models import Generator
-from attnzoo.models.proposals import look_up
+from attnzoo.models.proposals import from_model, look_up
 from attnzoo.models.request import Request
 from attnzoo.models.sampling import Sampling
 
@@ -96,6 +96,21 @@ def test_text_that_repeats_is_looked_up():
     generator = Generator(model, 1, 40)
     number = generator.add([1, 2, 1, 2, 1], 20, temperature=0)
     assert generator.run(look_up())[number] == alone(model, torch.tensor([1, 2, 1, 2, 1]), 20)
+
+
+@pytest.mark.parametrize("attention", ["mamba2", "fox", ["path", "gla"]], ids=str)
+def test_a_smaller_model_proposes_what_it_would_draw_alone(attention):
+    model, small = build(attention=["gla", "fox"]), build(attention=attention)
+    request = Request(0, None, 0, [5, 6, 7], 9, Sampling(0.0), frozenset())
+    draft = from_model(small, 4)
+    for tokens in ([], [1], [1, 2, 3]):
+        request.tokens[:] = tokens
+        assert draft(request) == alone(small, torch.tensor([5, 6, 7, *tokens]), 4)
+    generator = Generator(model, 2, 40)
+    prompts = [torch.tensor([1, 2, 3]), torch.tensor([4])]
+    ids = [generator.add(prompt, 12, temperature=0) for prompt in prompts]
+    found = generator.run(from_model(model, 3))  # always right
+    assert [found[n] for n in ids] == [alone(model, prompt, 12) for prompt in prompts]
 
 
 @pytest.mark.parametrize(("model", "message"), [

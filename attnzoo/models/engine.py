@@ -210,8 +210,8 @@ class Generator:
             ValueError: a draft beside layers whose tokens cannot be taken back, or tokens beyond the vocabulary.
         """
         known: dict[int, list[int]] = {}
-        if draft is not None:
-            self._check_draft()
+        if draft is not None and (why := self.refuses_draft()):
+            raise ValueError(why)
         self.admit()
         if draft is not None and self._speculate(draft, known):
             return known
@@ -308,12 +308,13 @@ class Generator:
             self._graphs[key] = self._captured(needs)
         self._graphs[key].replay()
 
-    def _check_draft(self) -> None:
-        """All layers can take tokens back."""
+    def refuses_draft(self) -> str:
+        """Why :meth:`step` can take no draft, or ""."""
         for number, (layer, cache) in enumerate(zip(self.model.attentions(), self.caches, strict=True)):
             if cache.memory.final:
                 why = f"no token is taken back in layer {number}, {layer.variant.name!r}: {cache.memory.final}"
-                raise ValueError(f"draft: expected None ({why}), got one")
+                return f"draft: expected None ({why}), got one"
+        return ""
 
     def _speculate(self, draft: Draft, known: dict[int, list[int]]) -> bool:
         """A step that checks what ``draft`` proposes; False, and none, where that is nothing."""

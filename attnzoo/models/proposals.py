@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from attnzoo.kernels.decode.plan import MOST_ROWS
+from attnzoo.layer.stream import LayerCache
+from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.request import Request
 from attnzoo.models.sampling import Samplers
 
@@ -102,5 +106,30 @@ def look_up(tokens: int = 8, ngram: int = 3) -> Draft:
                 if known[start : start + n] == known[-n:]:
                     return known[start + n : start + n + tokens]
         return []
+
+    return draft
+
+
+def from_model(model: LanguageModel, tokens: int = 5) -> Draft:
+    """Proposes what a smaller model holds for the likeliest, with a cache of its own for each sequence.
+
+    Args:
+        model: with the tokens of the larger one, in evaluation mode.
+        tokens: so many are proposed.
+    """
+    caches: WeakKeyDictionary[Request, tuple[list[LayerCache], int]] = WeakKeyDictionary()
+
+    @torch.no_grad()
+    def draft(request: Request) -> list[int]:
+        known = [*request.prompt, *request.tokens]
+        cache, seen = caches.get(request) or (model.new_cache(), 0)
+        step = torch.tensor([known[seen:]], device=model.embedding.weight.device)
+        likeliest = model.head(model.hidden(step, cache=cache)[:, -1:]).argmax(-1)  # [1, 1]
+        caches[request] = cache, len(known)
+        ahead, found = [copy(layer) for layer in cache], [likeliest]
+        for _ in range(tokens - 1):
+            found.append(model.head(model.hidden(found[-1], cache=ahead)).argmax(-1))
+        proposed: list[int] = torch.cat(found, 1)[0].tolist()
+        return proposed
 
     return draft

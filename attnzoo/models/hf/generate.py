@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 
+from attnzoo.kernels.decode.plan import MOST_ROWS
 from attnzoo.models.engine import Generator
+from attnzoo.models.proposals import Draft, from_model, look_up
 
 LEAST = 64  # new tokens from which on it pays to record a graph, unless the engine is asked for
 TAKEN = {
     "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
-    "bos_token_id", "use_cache", "transformers_version",
+    "bos_token_id", "use_cache", "transformers_version", "prompt_lookup_num_tokens", "max_matching_ngram_size",
+    "num_assistant_tokens",
 }  # fmt: skip
 OTHERS = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "generation_config", "kwargs"}
 
@@ -39,6 +42,8 @@ class Asked:
         stop: tokens that end a sequence.
         pad: what follows them.
         sampling: by the names of `Generator.add`.
+        limits: of the caches, by the names of `Generator`.
+        draft: what proposes tokens, or None.
     """
 
     rows: Tensor
@@ -47,15 +52,20 @@ class Asked:
     stop: list[int]
     pad: int
     sampling: dict[str, Any]
+    limits: dict[str, Any]
+    draft: Draft | None = None
 
 
-def asked(model: Any, inputs: Tensor | None, config: GenerationConfig | None, given: Mapping[str, Any]) -> Asked:
-    """What `model.generate(inputs, config, **given)` asks for.
+def asked(
+    model: Any, inputs: Tensor | None, config: GenerationConfig | None, given: Mapping[str, Any], limits: dict[str, Any]
+) -> Asked:
+    """What `model.generate(inputs, config, **given, **limits)` asks for.
 
     Raises:
         NeedsLoopError: something that only the loop of transformers does.
     """
     given = {name: x for name, x in given.items() if x is not None}
+    helper = given.pop("assistant_model", None)
     for name in (name for name in OTHERS & given.keys() if given[name] is not False):
         raise NeedsLoopError(f"{name}: expected none, as it belongs to the loop")
     _check_model(model)
@@ -84,7 +94,20 @@ def asked(model: Any, inputs: Tensor | None, config: GenerationConfig | None, gi
     if mask is not None and (mask.shape != rows.shape or not bool(mask[:, -1].all())):
         raise NeedsLoopError("attention_mask: expected one of the prompts' shape, with padding on the left")
     prompts = list(rows) if mask is None else [row[there.bool()] for row, there in zip(rows, mask, strict=True)]
-    return Asked(rows, prompts, settings.max_new_tokens, stop, pad, _sampling(settings, model.config.vocab_size))
+    sampling, draft = _sampling(settings, model.config.vocab_size), _draft(settings, helper, type(model))
+    return Asked(rows, prompts, settings.max_new_tokens, stop, pad, sampling, limits, draft)
+
+
+def _draft(settings: Any, helper: Any, ours: type) -> Draft | None:
+    """What proposes tokens, by the settings of assisted generation, at most as many as a step checks."""
+    if helper is not None and not issubclass(type(helper), ours):
+        raise NeedsLoopError(f"assistant_model: expected {ours.__name__}, got {type(helper).__name__}")
+    if helper is not None:
+        wanted = helper.generation_config.num_assistant_tokens or 5
+        return from_model(helper.model.eval(), min(int(wanted), MOST_ROWS - 1))
+    if settings.prompt_lookup_num_tokens is None:
+        return None
+    return look_up(min(int(settings.prompt_lookup_num_tokens), MOST_ROWS - 1), settings.max_matching_ngram_size or 2)
 
 
 def _check_model(model: Any) -> None:
@@ -117,7 +140,9 @@ def run(model: Any, call: Asked) -> Tensor:
     """
     was_training = model.training
     try:
-        generator = _engine(model, len(call.prompts), max(map(len, call.prompts)) + call.new)
+        generator = _engine(model, len(call.prompts), max(map(len, call.prompts)) + call.new, call.limits)
+        if call.draft is not None and (why := generator.refuses_draft()):
+            raise NeedsLoopError(why)
         seeds = [0] * len(call.prompts)
         if call.sampling["temperature"]:
             seeds = torch.randint(2**31, (len(call.prompts),)).tolist()
@@ -125,7 +150,7 @@ def run(model: Any, call: Asked) -> Tensor:
             generator.add(prompt, call.new, seed=seed, stop=call.stop, **call.sampling)
             for prompt, seed in zip(call.prompts, seeds, strict=True)
         ]
-        found = generator.run()
+        found = generator.run(call.draft)
         generator.requests.clear()
     except BaseException:
         _engines.pop(model, None)
@@ -139,18 +164,18 @@ def run(model: Any, call: Asked) -> Tensor:
     return torch.cat([call.rows, after], 1)
 
 
-def _engine(model: Any, rows: int, tokens: int) -> Generator:
+def _engine(model: Any, rows: int, tokens: int, limits: dict[str, Any]) -> Generator:
     """The engine of the last call if it serves this one too, or a new one in its place."""
     places = [x.data_ptr() for x in model.parameters()]
     key, generator = _engines.get(model, (None, None))
-    if generator is None or key != (rows, places) or generator.max_tokens < tokens:
+    if generator is None or key != (rows, places, limits) or generator.max_tokens < tokens:
         _engines.pop(model, None)
         generator = None  # its memory goes before the next one takes some
         try:
-            generator = Generator(model.model, rows, -(-tokens // 256) * 256)
+            generator = Generator(model.model, rows, -(-tokens // 256) * 256, **limits)
         except (ValueError, MemoryError) as error:
             raise NeedsLoopError(str(error)) from error
-        _engines[model] = (rows, places), generator
+        _engines[model] = (rows, places, limits), generator
     return generator
 
 

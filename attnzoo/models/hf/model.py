@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from attnzoo.algebra.pruning import Evict
 from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone
 from attnzoo.models.decoder import LanguageModel
@@ -82,14 +83,15 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     @torch.no_grad()
     def generate(
         self, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, engine: bool | None = None,
-        **kwargs: Any,
+        evict: float | str | Evict | None = None, budget: int | str | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """`GenerationMixin.generate`, on :class:`attnzoo.models.Generator` where that can take the call.
 
         The engine takes greedy and sampled continuations of prompts, padded on the left or not, by temperature and one
-        of `top_k` and `top_p`, up to `max_new_tokens` and tokens that end a sequence. Greedy tokens are the same
-        but for logits that are equal to rounding; samples come from the same distribution, but not from the same draws.
-        One line of the log says what runs. The engine is kept for the next call with as many rows;
+        of `top_k` and `top_p`, up to `max_new_tokens` and tokens that end a sequence; and the proposals of an
+        `assistant_model` of this class, or of `prompt_lookup_num_tokens`, up to 15 at a time. Greedy tokens are
+        the same but for logits that are equal to rounding; samples come from the same distribution, but not from the
+        same draws. One line of the log says what runs. The engine is kept for the next call with as many rows;
         :meth:`release_engine` frees it.
 
         Args:
@@ -97,16 +99,24 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             engine: True for the engine alone, False for the loop of transformers alone; None for the engine on a GPU,
                 where 64 tokens or more may follow and it can take the call.
 
+            evict, budget: what the caches give up, as `LanguageModel.new_cache` takes it.
+
         Raises:
-            ValueError: `engine=True` for a call that needs the loop; the message says why.
+            ValueError: `engine=True` for a call that needs the loop; the message says why. Or `evict` or `budget` for
+                layers that give up nothing, or beside a cache that was made before.
         """
+        limits = {name: x for name, x in (("evict", evict), ("budget", budget)) if x is not None}
+        if limits:
+            cache = ModelCache(self.model.new_cache(evict, budget))  # also says what is wrong with them
+            if kwargs.get("past_key_values") is not None:
+                raise ValueError(f"{next(iter(limits))}: expected None beside past_key_values, which has its own")
         try:
             if engine is False or (engine is None and self.device.type != "cuda"):
                 why = "engine=False" if engine is False else f"on {self.device.type} (engine=True runs it)"
                 raise NeedsLoopError(why)
             if args:
                 raise NeedsLoopError("arguments by place: expected inputs and generation_config alone")
-            call = asked(self, inputs, generation_config, kwargs)
+            call = asked(self, inputs, generation_config, kwargs, limits)
             if engine is None and call.new < LEAST:
                 raise NeedsLoopError(f"max_new_tokens: expected at least {LEAST} to be worth it, got {call.new}")
             tokens = run(self, call)
@@ -114,6 +124,8 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             if engine:
                 raise ValueError(f"engine: expected None or False here ({reason}), got True") from reason
             logger.info("generate runs the loop of transformers: %s", reason)
+            if limits:
+                kwargs["past_key_values"] = cache
             return super().generate(inputs, generation_config, *args, **kwargs)
         logger.info("generate ran on the engine")
         return tokens
