@@ -402,17 +402,18 @@ def test_the_network_is_precise_and_initialised_anew():
 @pytest.mark.parametrize("network", dense.NETWORKS)
 @pytest.mark.parametrize("name", ["rope", "fox", "path_fox"])
 def test_a_gpu_forgets_as_a_cpu(name, network):
-    """In float64: training with its terms, evaluation, and steps through a cache within a budget."""
+    """In float64: training with its terms, evaluation, and steps through a cache within a budget; in several panels,
+    which are wider on a GPU."""
     options = {"forgetting": Forgetting(network=network, window=3, width=8, temperature=8.0)}
     attn, other = layer(name, **options), layer(name, **options).cuda()
-    x = rows(2, 150)
+    x = rows(2, 300)
     found = []
     for one, inputs in ((attn, x), (other, x.cuda())):
         y, forget = one(inputs), one.forget
         (y.sin().sum() + forget.terms.distillation + forget.terms.budget).backward()
         grads = torch.cat([p.grad.flatten() for p in one.parameters()]).cpu()
         with torch.no_grad():
-            whole = one.eval()(given)
+            whole = one.eval()(inputs)
             cache = one.new_cache(budget=40)
             steps = torch.cat([one(inputs[:, :100], cache=cache), one(inputs[:, 100:103], cache=cache)], 1)
         found.append([part.detach().cpu() for part in (y, grads, whole, steps)])
