@@ -49,8 +49,8 @@ class Retention:
 
 
 def whole(retention, logits, options, G):
-    """The retention of all pairs, from features by their definitions."""
-    T = logits.shape[-1]
+    """The retention of all pairs, from features by their definitions, which are constants for the gradient."""
+    T, logits = logits.shape[-1], logits.detach()
     age = torch.arange(T)[:, None] - torch.arange(T)
     features = ()
     if options.of_pairs:
@@ -308,6 +308,18 @@ def test_packed_sequences_and_padding_are_separate_sequences(name, network):
         right = attn(torch.cat([x[:1, :6], rows(1, 3, seed=8)], 1), attention_mask=mask[:1].flip(1))
         assert_same(right[:, :6], alone[0])
         assert torch.isclose(attn.forget.terms.distillation, terms[0])
+
+
+@pytest.mark.parametrize("network", dense.NETWORKS)
+def test_the_losses_of_a_network_train_it_alone(network):
+    attn = layer("fox", forgetting=Forgetting(network=network, window=2, temperature=3.0, learned_budget=True))
+    y = attn(rows(1, 9))
+    terms = attn.forget.terms
+    (terms.distillation + terms.budget).backward(retain_graph=True)
+    trained = {name for name, parameter in attn.named_parameters() if parameter.grad is not None}
+    assert trained == {f"forget.{name}" for name, _ in attn.forget.named_parameters()}
+    y.sum().backward()  # the loss of the task trains all
+    assert all(parameter.grad is not None for parameter in attn.parameters())
 
 
 @pytest.mark.parametrize("network", ["key", "decay"])
