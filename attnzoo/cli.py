@@ -7,10 +7,9 @@ import signal
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 import click
 
@@ -19,11 +18,8 @@ from attnzoo.data.command import PATH, corpus, data, tokenize
 from attnzoo.experiments.builtin import built_in, find_config
 from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
-from attnzoo.training.commands import export, import_
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from attnzoo.terminal import console, new_table
+from attnzoo.training.commands import export, extend, generate, import_
 
 # Which extra installs a package, by the name under which it is imported.
 EXTRAS = dict.fromkeys(
@@ -39,17 +35,6 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 @click.version_option(package_name="attnzoo")
 def app() -> None:
     """Linear recurrences, each beside its dual softmax position encoding."""
-
-
-def number_or_text(kind: type) -> Callable[[str], Any]:
-    """An option that is a number or a text; what reads it says which of them there are."""
-
-    def read(given: str) -> Any:
-        with suppress(ValueError):
-            return kind(given)
-        return given
-
-    return read
 
 
 LATTICE = (
@@ -69,12 +54,12 @@ def list_pairs(presets: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are said below
         broken = broken_plugins()
-    table = _table("pair", "linear side", "softmax side", "g_t", "a_t", "theta_t", "w_t")
+    table = new_table("pair", "linear side", "softmax side", "g_t", "a_t", "theta_t", "w_t")
     for number, pair in enumerate(pairs(), 1):
         marks = ["x" if part in pair.requires else "" for part in ("log_diag", "angle", "w")]
         decay = "fixed" if pair.g.startswith("-") else "x" if "log_decay" in pair.requires else ""
         table.add_row(str(number), pair.linear, pair.softmax, decay, *marks)
-    _console().print(table)
+    console().print(table)
     for note in [LATTICE, *(pair.note for pair in pairs() if pair.note)]:
         click.echo(textwrap.fill(note, 80))
     for problem in broken:
@@ -84,12 +69,12 @@ def list_pairs(presets: bool) -> None:
 def _list_presets() -> None:
     from attnzoo.models.presets import names, preset
 
-    table = _table("preset", "width", "layers", "heads", "MLP", "tokens", "peak lr")
+    table = new_table("preset", "width", "layers", "heads", "MLP", "tokens", "peak lr")
     for name in names():
         model, recipe = preset(name).model, preset(name).recipe
         sizes = (model.hidden_size, model.num_layers, model.num_heads, model.mlp_size)
         table.add_row(name, *map(str, sizes), f"{recipe.tokens / 2**30:g} Gi", f"{recipe.lr:g}")
-    _console().print(table)
+    console().print(table)
 
 
 @app.command()
@@ -137,10 +122,10 @@ def _show_preset(name: str) -> None:
         "AdamW": f"betas {recipe.beta1}, {recipe.beta2}; weight decay {recipe.weight_decay}; clip {recipe.clip_norm}",
         "source": recipe.source,
     }
-    table = _table(name, "")
+    table = new_table(name, "")
     for row in rows.items():
         table.add_row(*row)
-    _console().print(table)
+    console().print(table)
 
 
 @app.command()
@@ -155,7 +140,7 @@ def verify(names: tuple[str, ...], seed: int) -> None:
     from attnzoo.verify import LIMIT
     from attnzoo.verify import verify as checks
 
-    table = _table("variant", "form", "values", "gradients", "allowed", "")
+    table = new_table("variant", "form", "values", "gradients", "allowed", "")
     passed = failed = skipped = 0
     previous = ""
     for check in checks(names, seed):
@@ -169,7 +154,7 @@ def verify(names: tuple[str, ...], seed: int) -> None:
         table.add_row(
             name, check.form, *numbers, "ok" if check.ok else "FAILED", style=None if check.ok else "bold red"
         )
-    _console().print(table)
+    console().print(table)
     click.echo(
         f"largest relative errors against the oracle, seed {seed}, limit {LIMIT:.0e} in float64: "
         f"{passed} ok, {failed} failed, {skipped} not run"
@@ -231,29 +216,6 @@ def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
         click.echo(f"run: {folder}")
 
 
-@app.command()
-@click.argument("run", type=PATH)
-@click.option("--steps", type=click.IntRange(min=1), required=True, help="Updates of the whole run.")
-@click.option(
-    "--schedule",
-    type=click.Choice(["constant", "cosine"]),
-    required=True,
-    help="Of the learning rate: level, or a new cosine to 0.",
-)
-@click.option("--lr", type=float, help="The rate to come to; needed where a cosine has ended.")
-@click.option("--warmup-steps", type=click.IntRange(min=0), help="Updates on a line to --lr; as at first if not given.")
-def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps: int | None) -> None:
-    """Train a run for longer than it was to be.
-
-    RUN is its folder. It goes on from its newest checkpoint, to the same numbers whenever it is interrupted: the same
-    command, or `attnzoo train RUN/config.yaml`, resumes it.
-    """
-    from attnzoo.training import extend as extended
-    from attnzoo.training import train as go_on
-
-    click.echo(f"run: {go_on(extended(run, steps, schedule, lr=lr, warmup_steps=warmup_steps))}")
-
-
 @app.command(epilog=f"Built in: {', '.join(built_in('compare'))}.")
 @config_argument
 @overrides_argument
@@ -271,7 +233,7 @@ def compare(config: str, overrides: tuple[str, ...], jobs: int) -> None:
     loaded = load_config(path, overrides, schema=CompareConfig)
     at_a_time = [f"--jobs {jobs}"] if jobs > 1 else []  # no loss depends on it, but the speeds do
     command = " ".join(["attnzoo compare", config, *overrides, *at_a_time])
-    run_comparison(loaded, _console(), command=command, jobs=jobs)
+    run_comparison(loaded, console(), command=command, jobs=jobs)
 
 
 @app.command()
@@ -296,68 +258,11 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
 
     results = [result_of(run) for run in find_runs(runs)]
     page = write_report(results, output, title=title, command=results[0].facts.command)
-    _console().print(terminal_table(results))
+    console().print(terminal_table(results))
     click.echo(f"report: {page}")
 
 
-@app.command()
-@click.argument("source", metavar="RUN_OR_FOLDER", type=PATH)
-@click.option("--prompt", required=True, help="What is continued.")
-@click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=200, show_default=True, help="At most so many follow."
-)
-@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 takes the likeliest token.")
-@click.option("--top-k", type=click.IntRange(min=1), help="Sample among the k likeliest.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample among the likeliest of this weight.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the samples.")
-@click.option(
-    "--evict",
-    type=number_or_text(float),
-    metavar="EPS",
-    help="Give up keys for which no later token can lose more weight than this; `offload`: they go to the host's "
-    "memory, and come back for a token that needs them.",
-)
-@click.option(
-    "--budget",
-    type=number_or_text(int),
-    metavar="TOKENS|SIZE",
-    help="What each layer that forgets may hold: tokens of each head, or memory such as `96 KiB`.",
-)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
-)
-def generate(
-    source: Path,
-    prompt: str,
-    max_tokens: int,
-    evict: float | str | None,
-    budget: int | str | None,
-    device: str,
-    dtype: str | None,
-    **sampling: Any,
-) -> None:
-    """Continue a text.
-
-    RUN_OR_FOLDER is a run, or a model folder that export or import wrote. The text goes to standard output as it is
-    drawn; speed, memory and the keys that each head kept to standard error.
-    """
-    import torch
-
-    from attnzoo.training.generate import Continuation, load_text_model
-    from attnzoo.training.subject import device_named
-
-    loaded = load_text_model(source, device_named(device), getattr(torch, dtype) if dtype else None)
-    continuation = Continuation(loaded, prompt, max_tokens, evict, budget, sampling)
-    click.echo(prompt, nl=False)
-    for text in continuation:
-        click.echo(text, nl=False)
-    click.echo()
-    for line in continuation.summary():
-        click.echo(line, err=True)
-
-
-for command in (tokenize, corpus, export, import_, evaluate, bench, data, experiment):
+for command in (tokenize, corpus, export, import_, extend, generate, evaluate, bench, data, experiment):
     app.add_command(command)
 
 
@@ -431,23 +336,6 @@ def _fail(message: str, code: int) -> NoReturn:
             line = f"process {os.environ['RANK']}: {line}"
         click.echo(f"attnzoo: {line}", err=True)
     sys.exit(code)
-
-
-def _table(*columns: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    return Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    class Plain(Console):
-        def on_broken_pipe(self) -> None:
-            raise  # for click to see
-
-    return Plain(highlight=False)
 
 
 if __name__ == "__main__":

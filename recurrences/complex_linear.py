@@ -10,7 +10,7 @@ section 2, for the reading of RoPE as a product of transitions.
 """
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +48,55 @@ def phases(angle: Tensor, dim: int) -> Tensor:
     return angle.double().cumsum(dim)
 
 
+class _Rounded(torch.autograd.Function):
+    """:func:`rotate_rounded`; the gradient is that of the rounded vectors, whose rotation together changes nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, angle: Tensor, phase: Tensor, dtypes: tuple[torch.dtype, ...], whole: bool, *xs: Tensor
+    ) -> Any:
+        ys = [y.to(dtype) for y, dtype in zip(rotate_all(phase, *xs), dtypes, strict=True)]
+        ctx.save_for_backward(angle, phase, *ys)
+        ctx.whole = whole
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        angle, phase, *ys = ctx.saved_tensors
+        wide, turn, noise = phase.dtype, torch.zeros_like(phase), torch.zeros_like(phase)
+        back = []
+        for y, dy in zip(ys, grads, strict=True):
+            dtype = torch.promote_types(y.dtype, torch.float32)
+            y, dy = y.to(dtype), dy.to(dtype)
+            back.append(rotate(dy, -phase))
+            (a, b), (da, db) = y.unflatten(-1, (-1, 2)).unbind(-1), dy.unflatten(-1, (-1, 2)).unbind(-1)
+            turn += (db * a - da * b).to(wide).sum_to_size(phase.shape)
+            noise += ((da * da + db * db) * (a * a + b * b)).to(wide).sum_to_size(phase.shape)
+        if ctx.whole:
+            turn -= noise * (turn.sum(1, True) / noise.sum(1, True).clamp(min=torch.finfo(wide).tiny))
+        return turn.flip(1).cumsum(1).flip(1).to(angle.dtype), None, None, None, *back
+
+
+def rotate_rounded(angle: Tensor, *xs: Tensor, dtypes: tuple[torch.dtype, ...], whole: bool) -> tuple[Tensor, ...]:
+    """What the scores read, turned by each token's phase and rounded to ``dtypes``, for kernels.
+
+    The gradient of an angle is a sum over all later tokens in which what is right cancels and rounding does not. So it
+    is taken of the rounded vectors, whose scores see differences of phases alone. Where nothing else depends on them
+    (``whole``) it is 0 for all tokens together: what rounding made of the 0 goes from each token's part by its share of
+    the variance.
+
+    Args:
+        angle: [B or 1, T, 1 or H, K/2]; xs: [B, T, H, K], of heads as many as have angles, in float32 or wider.
+    """
+    phase = phases(angle.detach(), dim=1)
+    return cast("tuple[Tensor, ...]", _Rounded.apply(angle, phase, dtypes, whole, *xs))  # type: ignore[no-untyped-call]
+
+
+def keeps_digits(angle: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a kernel of ``dtype`` is to read what :func:`rotate_rounded` gives."""
+    return dtype.itemsize == 2 and torch.is_grad_enabled() and angle.requires_grad and angle.ndim > 1
+
+
 class Rotation(Transition):
     """``R_t = Rot(angle_t)``; ``total`` is the phase turned over the block, ``[..., K/2]``."""
 
@@ -80,7 +129,11 @@ def rotated(operation: Operation) -> Operation:
         phase = phases(cast(Tensor, x.gate.per_token(x.q).angle), dim=1)
         # beside closed gates little is left of an angle's gradient, and a key that is rounded twice may be too long
         dtype = x.q.dtype if x.gate.parts == ("angle",) else torch.float32
-        q, k = (y.to(x.q.dtype) for y in rotate_all(phase, x.q.to(dtype), x.k.to(dtype)))
+        q, k, angle = x.q.to(dtype), x.k.to(dtype), cast(Tensor, x.gate.angle)
+        if dtype == torch.float32 and keeps_digits(angle, x.q.dtype):
+            q, k = rotate_rounded(angle, q, k, dtypes=(x.q.dtype,) * 2, whole=False)
+        else:
+            q, k = (y.to(x.q.dtype) for y in rotate_all(phase, q, k))
         o, state = operation(replace(x, q=q, k=k, gate=replace(x.gate, angle=None)))
         return o, None if state is None else Rotation().carry(phase[:, -1], state)
 

@@ -15,7 +15,7 @@ ROOT = Path(attnzoo.__file__).resolve().parent
 
 # From the ground up. A module may use its own package and every floor below it, not the other rooms of its floor.
 FLOORS = (
-    ("errors", "files", "lazy"),
+    ("errors", "files", "lazy", "terminal"),
     ("models.config", "data.config"),
     ("training.config",),
     ("config", "data"),

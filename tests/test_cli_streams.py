@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from attnzoo import cli
+from attnzoo.terminal import console
 
 ROOT = Path(__file__).parents[1]
 
@@ -106,6 +107,6 @@ def test_a_table_is_shown_by_a_stream_that_cannot_encode_it(monkeypatch: Any) ->
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", narrow)
         cli._ready_streams()
-        cli._console().print("loss ± s.e.")
+        console().print("loss ± s.e.")
         narrow.flush()
     assert narrow.buffer.getvalue() == b"loss ? s.e.\n"

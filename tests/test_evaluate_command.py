@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from attnzoo.config import load_config
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.data.tasks import TASKS
 from attnzoo.evaluation import Answers, EffectiveContext, LengthCurve, LossCurve, measure_losses, measure_pruning
-from attnzoo.experiments.evaluate import lines
+from attnzoo.experiments.evaluate import lines, memory
 from attnzoo.experiments.evaluate.saved import as_json, file_name, find_subject
 from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
 from attnzoo.training import load_run, train
@@ -51,6 +52,7 @@ SMALL = {
     "eps": "eps:count=2,tokens=128",
     "context": "context:eps=0.1",
     "maps": "maps:tokens=8",
+    "memory": "memory:halvings=2,piece=20",
 }
 
 
@@ -69,6 +71,7 @@ def test_every_evaluation_gives_a_table_a_file_and_a_picture(run, tmp_path):
         assert saved["context"] == 32
         root = ElementTree.parse(tmp_path / f"{stem}.svg").getroot()
         assert root.tag.endswith("svg")
+    assert "given up" in (tmp_path / f"{file_name('memory', {'halvings': '2', 'piece': '20'})}.html").read_text()
     assert not (run / "evaluations").exists()
     assert {*SMALL, "lengths", "harness"} == set(EVALUATIONS)
 
@@ -270,3 +273,15 @@ def test_tables_of_large_numbers_fit_eighty_columns():
 
 def test_no_evaluation_has_the_name_of_a_task():
     assert not set(EVALUATIONS) & set(TASKS)
+
+
+def test_text_is_the_more_coloured_the_sooner_a_token_was_given_up():
+    ages = (np.array([[2.0, 2.0, -1.0, -1.0]]), np.array([[1.0, -1.0, 1.0, -1.0]]))
+    text = memory.ForgottenText("h2o", 2, ("a", "<b", "c", "d"), ages)
+    page = memory.page(memory.MemoryCurves(4, 1, 1.0, (), text), "a model")
+    assert "&lt;b" in page
+    found = re.findall(r'<span style="--s: (\d+)%" title="(never given up|given up after \d tokens)">', page)
+    expected = [100 * (1 - math.log1p(age) / math.log1p(most)) for age, most in ((2, 4), (2, 3), (1, 4), (1, 2))]
+    a, b, c, d = (f"{share:.0f}" for share in expected)
+    assert [share for share, _ in found] == [a, b, "0", "0", c, "0", d, "0"]
+    assert [said for _, said in found[:3]] == ["given up after 2 tokens"] * 2 + ["never given up"]

@@ -28,7 +28,7 @@ def forgetful(name, network="key", *, remembers=2, **options):
     with torch.no_grad():
         attn.forget.key.mul_(2)
         if network != "decay":
-            attn.forget.bias.fill_(0.5)
+            attn.forget.bias.fill_(1.5)
             attn.forget.out.sub_(attn.forget.out.mean()).mul_(3)
     return attn
 

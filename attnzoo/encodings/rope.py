@@ -17,7 +17,7 @@ from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.cache import KVCache
 from attnzoo.forms.softmax import AdditiveForms
-from attnzoo.recurrences.complex_linear import phases, rotate_all
+from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate_all, rotate_rounded
 
 TITLE = "RoPE"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
@@ -32,16 +32,18 @@ class Rotated(AdditiveForms):
     """Keys and queries stand in the frame of the first token; an angle ``[K/2]`` is counted, not expanded."""
 
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:
-        if valid is None and cu_seqlens is None:
-            return gate
-        if cast(Tensor, gate.angle).ndim > 1:
+        if gate.angle is None or (valid is None and cu_seqlens is None):
+            return super().separated(gate, q, valid, cu_seqlens) if gate.angle is None else gate
+        if gate.angle.ndim > 1:
             return super().separated(gate, q, valid, cu_seqlens)
         return replace(super().separated(replace(gate, angle=None), q, valid, cu_seqlens), angle=gate.angle)
 
     def place(
         self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        angle = cast(Tensor, gate.angle)
+        angle = gate.angle
+        if angle is None:
+            return super().place(q, k, gate, state, valid)
         shared = angle if angle.ndim == 1 else None
         if shared is None:
             phase = phases(angle, dim=1)  # [B, T, 1 or H, K/2]
@@ -57,6 +59,14 @@ class Rotated(AdditiveForms):
         dtype = compute_dtype(q)
         q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
         return q, k, phase[:, -1:], shared
+
+    def rounded(self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype) -> tuple[Tensor, Tensor, Gate]:
+        angle = cast(Tensor, gate.angle)
+        if not keeps_digits(angle, dtype):
+            return q, k, gate
+        wide, k = compute_dtype(q), expand_heads(k, max(k.shape[2], angle.shape[2]))
+        q, k = rotate_rounded(angle, q.to(wide), k.to(wide), dtypes=(dtype, dtype), whole=True)
+        return q, k, replace(gate, angle=None)
 
 
 FORMS = Rotated()

@@ -27,7 +27,7 @@ from attnzoo.forms.fixed import CarriedMemory, Extend, Rows
 from attnzoo.forms.options import existing
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.untraced import untraced
-from attnzoo.recurrences.complex_linear import phases, rotate, rotate_all
+from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate, rotate_all, rotate_rounded
 
 Rest = tuple[Tensor, Tensor, Tensor, Gate]  # q, k, v and a gate without an angle
 
@@ -43,7 +43,7 @@ def turned(kernel: Kernel) -> Kernel:
 
     @functools.wraps(inner)
     def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Any:
-        return inner(*fold(q, k, v, gate, options.get("valid"))[0], **options)
+        return inner(*fold(q, k, v, gate, options.get("valid"), whole=True)[0], **options)
 
     @functools.wraps(then)
     def extend(
@@ -71,10 +71,13 @@ def turned(kernel: Kernel) -> Kernel:
     return replace(kernel, run=run, extend=extend, fixed=fixed)
 
 
-def fold(q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, heads: int = 0) -> tuple[Rest, Tensor]:
+def fold(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, heads: int = 0, whole: bool = False
+) -> tuple[Rest, Tensor]:
     """The rotations of a gate in q, k and w, and the phase of each token, ``[B or 1, T, 1 or H, K/2]`` float64.
 
     Args:
+        whole: whether nothing but these tokens' scores depends on the phases.
         heads: that k, v and w must have at least; they also get a copy for each query head that has angles of its own.
     """
     if valid is not None:
@@ -87,8 +90,13 @@ def fold(q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, head
     heads = max(heads, k.shape[2], angle.shape[2])
     k, v, w, beta = (expand_heads(cast(Tensor, x), heads) for x in (k, v, gate.w, gate.beta))
     dtype = compute_dtype(q)
-    q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
-    w = rotate(w.to(dtype), phase if gate.factors is None else phase[:, :, :, None])
+    if whole and gate.factors is None and valid is None and keeps_digits(angle, v.dtype):
+        q, k, w = rotate_rounded(
+            angle, q.to(dtype), k.to(dtype), w.to(dtype), dtypes=(v.dtype, v.dtype, dtype), whole=True
+        )  # fmt: skip
+    else:
+        q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
+        w = rotate(w.to(dtype), phase if gate.factors is None else phase[:, :, :, None])
     return (q, k, v, replace(gate, angle=None, w=w, beta=beta)), phase
 
 

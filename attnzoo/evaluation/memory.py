@@ -255,21 +255,23 @@ def knows(model: nn.Module, rule: str) -> bool:
 
 
 @torch.inference_mode()
-def ages_of_forgetting(model: nn.Module, tokens: Tensor) -> list[Tensor]:
-    """How many rows saw each token before a layer that forgets had done with it.
+def ages_of_forgetting(model: nn.Module, tokens: Tensor, rule: str = "forgets", budget: int = 0) -> list[Tensor]:
+    """How many rows saw each token before a layer had done with it.
 
     Args:
-        model: in evaluation mode, all of whose softmax layers forget.
+        model: in evaluation mode.
         tokens: of one text, integers ``[T]``.
+        rule: by which keys go; the default needs softmax layers that forget.
+        budget: keys that a head may hold, where the rule has a limit.
 
     Returns:
         By layer, first to last, ``[G, T]`` int64; of a token that was never forgotten, -1.
 
     Raises:
-        ValueError: a softmax layer does not forget.
+        ValueError: a layer does not know the rule.
     """
-    with limited(model, "forgets") as layers:
-        model(tokens[None])
+    with limited(model, rule, budget) as layers:
+        model(tokens[None].to(next(model.parameters()).device))
     found = []
     for layer in layers:
         assert layer.last is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 import io
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -252,27 +251,6 @@ def kept_blocks(heads: Sequence[str], kept: Mapping[str, Array], look: Look) -> 
     axes.set_xticks(at, list(heads))
     axes.set_xlim(-0.6, len(heads) - 0.4)
     return figure
-
-
-def forgotten_text(tokens: Sequence[str], ages: Array, title: str) -> str:
-    """A page of HTML: a text whose tokens are the darker the sooner they were forgotten, with the ages as tooltips.
-
-    Args:
-        tokens: in words.
-        ages: at which each was forgotten, ``[T]``; below 0 for never.
-        title: of the page.
-    """
-    remembered = np.where(ages < 0, 1.0, np.log1p(np.maximum(ages, 0)) / math.log1p(max(2, len(tokens))))
-    spans = []
-    for token, age, share in zip(tokens, ages, remembered, strict=True):
-        said = "never forgotten" if age < 0 else f"forgotten after {int(age)} tokens"
-        color = f"rgba(31, 90, 138, {0.75 * (1 - min(1.0, share)):.2f})"
-        spans.append(f'<span style="background: {color}" title="{said}">{html.escape(token)}</span>')
-    style = "font: 14px/1.8 monospace; white-space: pre-wrap; max-width: 72ch; margin: 2em auto"
-    key = "the darker, the sooner forgotten; without colour: never"
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-    body = f"<h1>{html.escape(title)}</h1><p>{key}</p><p>{''.join(spans)}</p>"
-    return f'{head}<body style="{style}">{body}</body></html>\n'
 
 
 def to_svg(figure: Figure, name: str, title: str) -> str:

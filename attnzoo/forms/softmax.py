@@ -371,6 +371,10 @@ class AdditiveForms(SoftmaxForms):
         """q and k with their matrix transitions folded in, the cache's new phase, and the angle of all new tokens."""
         return q, k, None, None
 
+    def rounded(self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype) -> tuple[Tensor, Tensor, Gate]:
+        """q, k and the gate of whole sequences, the matrix parts folded in where a kernel's rounding asks for care."""
+        return q, k, gate
+
 
 def joined(blocks: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
     """Outputs and log-sum-exps of blocks of rows, one after the other."""

@@ -34,6 +34,8 @@ class Additive(Protocol):
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
 
+    def rounded(self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype) -> tuple[Tensor, Tensor, Gate]: ...
+
 
 def fox_kernel(forms: Additive) -> Kernel:
     """The kernel of FoX, ALiBi and NoPE, and of RoPE, whose q and k are rotated before it.
@@ -49,6 +51,8 @@ def fox_kernel(forms: Additive) -> Kernel:
     ) -> Output:  # fmt: skip
         """The fused kernel (``attnzoo.kernels.fox``), in the inputs' own precision."""
         given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
+        if valid is None:
+            q, k, gate = forms.rounded(q, k, gate, v.dtype)
         return attend(q, k, v, gate, None, given)[0]
 
     def extend(

@@ -25,9 +25,10 @@ from attnzoo.layer.precision import PreciseModule, fill, wide
 from attnzoo.registry import Variant, as_given
 
 PAIR = 3  # features of a pair: its age, its logit, the mean attention to the key so far
-REMEMBERS = 2.0  # logit of retention at first: sigmoid(2) = 0.88
+REMEMBERS = 3.0  # logit of retention at first, at age 0
 DECAYS = -5.0  # softplus(-5) = 0.007: half forgotten after 100 tokens
-FADES = -3.0  # softplus(-3) = 0.05: what retention's logit loses at first while the logarithm of the age grows by 1
+FADES = 0.54  # softplus(0.54) = 1, what retention's logit loses at first while the logarithm of the age grows by 1; a
+# slow fade would leave the order of the keys to what the network makes of them before it has learnt what age means
 
 
 def check_forgetting(variant: Variant, forgetting: Forgetting, impl: str, pruned: bool) -> None:
@@ -114,8 +115,8 @@ class Forget(PreciseModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Matrices uniform by their inputs, as ``nn.Linear``; those behind them are 0, so that at first everything is
-        remembered, at every age, and what goes first within a budget is what is oldest."""
+        """Matrices uniform by their inputs, as ``nn.Linear``; those behind them are 0, so that at first all keys are
+        alike and what goes first is what is oldest."""
         starts = {"bias": REMEMBERS, "fade_bias": DECAYS if self.options.network == "decay" else FADES}
         for name, parameter in self.named_parameters():
             if (

@@ -1,12 +1,106 @@
-"""``attnzoo export``, ``import`` and ``evaluate``: what is done with a model that was trained, here or elsewhere."""
+"""``attnzoo extend``, ``generate``, ``export`` and ``import``: what is done with a model that was trained."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
 from attnzoo.data.command import PATH, to_option
+
+
+def number_or_text(kind: type) -> Callable[[str], Any]:
+    """An option that is a number or a text; what reads it says which of them there are."""
+
+    def read(given: str) -> Any:
+        with suppress(ValueError):
+            return kind(given)
+        return given
+
+    return read
+
+
+@click.command()
+@click.argument("run", type=PATH)
+@click.option("--steps", type=click.IntRange(min=1), required=True, help="Updates of the whole run.")
+@click.option(
+    "--schedule",
+    type=click.Choice(["constant", "cosine"]),
+    required=True,
+    help="Of the learning rate: level, or a new cosine to 0.",
+)
+@click.option("--lr", type=float, help="The rate to come to; needed where a cosine has ended.")
+@click.option("--warmup-steps", type=click.IntRange(min=0), help="Updates on a line to --lr; as at first if not given.")
+def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps: int | None) -> None:
+    """Train a run for longer than it was to be.
+
+    RUN is its folder. It goes on from its newest checkpoint, to the same numbers whenever it is interrupted: the same
+    command, or `attnzoo train RUN/config.yaml`, resumes it.
+    """
+    from attnzoo.training import extend as extended
+    from attnzoo.training import train as go_on
+
+    click.echo(f"run: {go_on(extended(run, steps, schedule, lr=lr, warmup_steps=warmup_steps))}")
+
+
+@click.command()
+@click.argument("source", metavar="RUN_OR_FOLDER", type=PATH)
+@click.option("--prompt", required=True, help="What is continued.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=200, show_default=True, help="At most so many follow."
+)
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", type=click.IntRange(min=1), help="Sample among the k likeliest.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample among the likeliest of this weight.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the samples.")
+@click.option(
+    "--evict",
+    type=number_or_text(float),
+    metavar="EPS",
+    help="Give up keys for which no later token can lose more weight than this; `offload`: they go to the host's "
+    "memory, and come back for a token that needs them.",
+)
+@click.option(
+    "--budget",
+    type=number_or_text(int),
+    metavar="TOKENS|SIZE",
+    help="What each layer that forgets may hold: tokens of each head, or memory such as `96 KiB`.",
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
+)
+def generate(
+    source: Path,
+    prompt: str,
+    max_tokens: int,
+    evict: float | str | None,
+    budget: int | str | None,
+    device: str,
+    dtype: str | None,
+    **sampling: Any,
+) -> None:
+    """Continue a text.
+
+    RUN_OR_FOLDER is a run, or a model folder that export or import wrote. The text goes to standard output as it is
+    drawn; speed, memory and the keys that each head kept to standard error.
+    """
+    import torch
+
+    from attnzoo.training.generate import Continuation, load_text_model
+    from attnzoo.training.subject import device_named
+
+    loaded = load_text_model(source, device_named(device), getattr(torch, dtype) if dtype else None)
+    continuation = Continuation(loaded, prompt, max_tokens, evict, budget, sampling)
+    click.echo(prompt, nl=False)
+    for text in continuation:
+        click.echo(text, nl=False)
+    click.echo()
+    for line in continuation.summary():
+        click.echo(line, err=True)
 
 
 @click.command()

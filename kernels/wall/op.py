@@ -146,7 +146,7 @@ def wall_backward_op(
                 group.keys(dv).copy_(p_dv.unflatten(2, (-1, H // v.shape[2])).sum(3))
             if carried:
                 p_da = group.queries(dgates) if of_gates else None
-                carry_backward(*x, block.m, d_block, d_levels, group.queries(dq), group.keys(dk), p_da)
+                carry_backward(*x, block.m, d_block, d_levels, group.queries(dq), group.keys(dk), p_da, p_start)
         ddecay, dsink = lse.new_empty(0), lse.new_empty(0)
         if log_decay is not None and dkey is not None:
             doc = None if cu_seqlens is None else segment_starts(cu_seqlens, q.shape[1])

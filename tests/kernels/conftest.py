@@ -3,6 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+
+import pytest
 
 NAMES = ("decode", "fox", "linear", "path", "wall")
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else [f"test_{name}*.py" for name in NAMES]
+
+
+@pytest.fixture(autouse=True)
+def memory_is_not_zero_by_chance() -> Iterator[None]:
+    """New memory holds NaN, so that what no program has written is seen: on a CPU all of it, on a GPU much of it."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.full((2**26,), torch.nan, device="cuda")  # freed, and handed out again
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

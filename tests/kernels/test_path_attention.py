@@ -42,7 +42,7 @@ def test_tilings_stay_within_budget(case: Case, tiles: dict[Kind, Tiles]) -> Non
 
 
 def test_workspaces_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(B=2, T=150, H=2, G=2, options={"prune": Prune(1e-4)})
+    case = Case(B=2, T=80, H=2, G=2, options={"prune": Prune(1e-4)})
     x = inputs(case, torch.float32)
     with plan.override(TALL):
         whole = triton(case, x)

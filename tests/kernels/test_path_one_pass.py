@@ -105,17 +105,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "plan", merged)
 
 
+SURROUNDED = [
+    Case(T=300, gate="none", V=32),
+    Case(T=201, B=2, H=4, G=2, K=48, gate="open"),
+    Case(T=390, H=1, gate="strong", options={"prune": Prune(), "scale": 0.1}),
+    Case(T=260, cu_seqlens=(0, 100, 260)),
+    Case(T=201, gate="open", sink=True, options={"window": 90}),
+]
+
+
 @gluon
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case(T=300, gate="none", V=32),
-        Case(T=201, B=2, H=4, G=2, K=48, gate="open"),
-        Case(T=390, H=1, gate="strong", options={"prune": Prune(), "scale": 0.1}),
-        Case(T=260, cu_seqlens=(0, 100, 260)),
-        Case(T=201, gate="open", sink=True, options={"window": 90}),
-    ],
+    ("case", "dtype"),
+    [(case, torch.float32) for case in SURROUNDED] + [(SURROUNDED[n], torch.float16) for n in (0, 2, 4)],
     ids=str,
 )
 def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from attnzoo.forms.protocol import Call
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.forms.triton import path_kernel
 from attnzoo.kernels.path.reference import path_reference_lse
-from attnzoo.recurrences.complex_linear import Rotation
+from attnzoo.recurrences.complex_linear import Rotation, phases, rotate_all, rotate_rounded
 from attnzoo.recurrences.deltanet import Householder
 from attnzoo.samples import random_inputs
 
@@ -206,3 +206,47 @@ def test_long_sequences_within_budget_on_a_gpu(dtype: torch.dtype, K: int) -> No
         summed = math.sqrt(1000) if name in ("log_decay", "angle") else 1.0  # and so are their roundings
         allowed = 2 * plain + torch.finfo(dtype).eps + 16 * summed * torch.finfo(torch.float32).eps
         assert error <= allowed, f"{name} off by {error:.2e}, allowed {allowed:.2e}"
+
+
+class Attention16(torch.autograd.Function):
+    """Attention as kernels compute it: what they are given, and the gradients they return, are in bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensor:
+        q, k = (x.detach().double().requires_grad_() for x in (q, k))
+        with torch.enable_grad():
+            gate = Gate(log_decay=torch.full(q.shape[:3], -0.2, dtype=torch.float64))
+            total = (cast(Tensor, oracle.softmax(q, k, v, gate)) * do).sum()
+        ctx.grads = torch.autograd.grad(total, (q, k))
+        return total.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return (*(x.bfloat16() for x in ctx.grads), None, None)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rounding_spoils_no_sum_of_the_angles(shared: bool) -> None:
+    """The gradient of an angle, a sum over later tokens: exact without rounding, and with it better than plain."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 400, 2, 16, generator=generator, dtype=torch.float64) for _ in range(4))
+    angle = 0.1 * torch.randn(1, 400, 1 if shared else 2, 8, generator=generator, dtype=torch.float64)
+    angle.requires_grad_()
+    gate = Gate(angle=angle, log_decay=torch.full((1, 400, 2), -0.2, dtype=torch.float64))
+    (exact,) = torch.autograd.grad((cast(Tensor, oracle.softmax(q, k, v, gate)) * do).sum(), angle)
+
+    def error(q: Tensor, k: Tensor, rounds: bool) -> float:
+        if rounds:
+            total = Attention16.apply(q, k, v, do)  # type: ignore[no-untyped-call]
+        else:
+            total = (cast(Tensor, oracle.softmax(q, k, v, replace(gate, angle=None))) * do).sum()
+        return relative_error(torch.autograd.grad(total, angle)[0], exact)
+
+    for whole in (False, True):
+        assert error(*rotate_rounded(angle, q, k, dtypes=(q.dtype,) * 2, whole=whole), False) <= 1e-12
+    plain = error(*(x.bfloat16() for x in rotate_all(phases(angle, 1), q, k)), True)
+    half, best = (
+        error(*rotate_rounded(angle, q, k, dtypes=(torch.bfloat16,) * 2, whole=x), True) for x in (False, True)
+    )
+    assert half < 0.9 * plain
+    assert best < 0.8 * half

@@ -31,6 +31,7 @@ CASES = [
     Case(gate="open", T=140, sink=True, options={"window": 70}),
     Case(T=200, G=1, H=2, decay="mixed", sink=True),
     Case(T=150, H=1, decay="open", cu_seqlens=(0, 1, 71, 150), options={"scale": 0.7, "window": 40}),
+    Case(T=700, H=2, G=1, decay="open", options={"prune": Prune(eps=1e-8)}),  # two levels' keys go
 ]
 GPU = [  # what the Gluon kernels take
     Case(gate="open", B=2, T=1100, H=4, G=2, K=64, V=64),

@@ -33,7 +33,7 @@ EXPERIMENT = Experiment(
         network("rope, pair", "rope", network="pair"),
         network("rope, attention", "rope", network="attention"),
         network("rope, decay", "rope", network="decay"),
-        network("rope, discount", "rope", discount=0.97),
+        network("rope, discount", "rope", discount=0.9),
     ),
     options={"qk_norm": "rms"},
     settings=("data.source=stdlib",),

@@ -74,9 +74,10 @@ def evaluate(
         else:
             click.echo("\n".join([_heading(name, options), *table.evaluation(name).lines(found)]))
         if folder is not None:
-            picture = table.evaluation(name).picture
-            figure = None if picture is None else picture(found)
-            files = saved.save(folder, saved.file_name(name, options), content, figure)
+            entry = table.evaluation(name)
+            figure = None if entry.picture is None else entry.picture(found)
+            page = None if entry.page is None else entry.page(found, subject.title)
+            files = saved.save(folder, saved.file_name(name, options), content, figure, page)
             if not as_lines:
                 click.echo("\n".join(str(file) for file in files))
 

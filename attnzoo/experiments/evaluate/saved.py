@@ -88,14 +88,17 @@ def file_name(name: str, options: Mapping[str, Any]) -> str:
     return re.sub(r"[^\w.=-]+", "-", "-".join(parts)).strip("-")
 
 
-def save(folder: Path, name: str, found: Mapping[str, Any], figure: Figure | None) -> list[Path]:
-    """Write a result, and its picture where there is one; each file is whole or as it was.
+def save(
+    folder: Path, name: str, found: Mapping[str, Any], figure: Figure | None, page: str | None = None
+) -> list[Path]:
+    """Write a result, and its picture and page where there are any; each file is whole or as it was.
 
     Args:
         folder: made if need be.
         name: of the files, without an ending.
         found: as :func:`document` gives it.
         figure: the picture.
+        page: of HTML.
 
     Returns:
         The files.
@@ -109,4 +112,7 @@ def save(folder: Path, name: str, found: Mapping[str, Any], figure: Figure | Non
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
             figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
         write_whole(files[1], buffer.getvalue())
+    if page is not None:
+        files.append(folder / f"{name}.html")
+        write_whole(files[-1], page)
     return files

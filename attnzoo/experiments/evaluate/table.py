@@ -38,7 +38,7 @@ from attnzoo.evaluation import (
     synthetic_needle,
     text_needle,
 )
-from attnzoo.experiments.evaluate import lines, pictures
+from attnzoo.experiments.evaluate import lines, memory, pictures
 from attnzoo.training.answers import task_for
 from attnzoo.training.checkpoint import checkpoints_in, step_of
 from attnzoo.training.subject import Subject, held_out_text, load_subject
@@ -98,12 +98,14 @@ class Evaluation:
         reads: the fields of :class:`Common` that it reads.
         lines: the result as lines of at most 80 characters.
         picture: the result as a figure; None where there is none.
+        page: the result and the model's title as a page of HTML, likewise.
     """
 
     measure: Callable[..., Any]
     reads: tuple[str, ...]
     lines: Callable[[Any], list[str]]
     picture: Callable[[Any], Figure] | None
+    page: Callable[[Any, str], str] | None = None
 
     @property
     def summary(self) -> str:
@@ -261,6 +263,32 @@ def _maps(
     return measure_maps(subject.model, piece, words, None if layer is None else [layer])
 
 
+def _memory(
+    subject: Subject,
+    common: Common,
+    *,
+    rule: str | None = None,
+    halvings: int = 5,
+    tokens: int = 8192,
+    piece: int = 512,
+) -> memory.MemoryCurves:
+    """Loss when a head may hold only so many keys, by what says which go, and a text by when its tokens went.
+
+    Args:
+        rule: by which tokens of the text go; none for the layers' forget networks, or h2o where there are none.
+        halvings: limits, from half of a window on.
+        tokens: held-out, in all windows.
+        piece: tokens of the text at most; a head may hold a quarter of them.
+    """
+    windows = _windows(subject, common, 1, tokens)
+    if halvings < 1 or piece < 1:
+        raise ValueError(f"halvings, piece: expected at least 1, got {halvings}, {piece}")
+    text = windows[0, : min(piece, windows.shape[1] - 1)]
+    words = [subject.decode([token]) for token in text.tolist()]
+    windows = windows.to(next(subject.model.parameters()).device)
+    return memory.measure_memory(subject.model, windows, text, words, halvings, rule)
+
+
 def _harness(
     subject: Subject, common: Common, *, task: str, limit: int | None = None, shots: int | None = None
 ) -> HarnessScores:
@@ -287,6 +315,7 @@ EVALUATIONS: dict[str, Evaluation] = {
     "eps": Evaluation(_eps, ("length", "text"), lines.eps, pictures.eps),
     "context": Evaluation(_reach, ("length", "text"), lines.context, pictures.context),
     "maps": Evaluation(_maps, ("text",), lines.maps, pictures.maps),
+    "memory": Evaluation(_memory, ("length", "text"), memory.lines, memory.picture, memory.page),
     "harness": Evaluation(_harness, ("length",), lines.harness, None),
 }
 

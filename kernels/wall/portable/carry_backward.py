@@ -35,14 +35,29 @@ def _load_level(p, i_lb, R, row, i_h, o_c, o_n, n, H: tl.constexpr, K: tl.conste
     return load_tile(p + ((i_lb * R + row) * H + i_h) * K, o_c, o_n, H * K, n, K, BK, True).to(tl.float32)
 
 
+@triton.jit
+def _read(p_start, i_c, s, QUERY: tl.constexpr, C: tl.constexpr, HAS_START: tl.constexpr):
+    """Whether pruning leaves block i_c's part of scale s: where it does not, nobody wrote a gradient.
+
+    First keys, of units of 128 rows, never move left: the first row of a node decides for its keys.
+    """
+    read = s >= 0
+    if HAS_START and s > 0:
+        j = i_c >> s
+        if QUERY:
+            read = tl.load(p_start + i_c * C // 128) < (j << s) * C
+        else:
+            read = tl.load(p_start + ((j + 1) << s) * C // 128) < (i_c + 1) * C
+    return read
+
+
 @triton.jit(do_not_specialize=["T", "B", "Tq", "Tk", "n_levels"])
 def wall_carry_bwd_kernel(
-    p_q, p_k, p_a, p_sum, p_ddiag, p_dqb, p_dkb, p_dlq, p_dlk, p_dq, p_dk, p_da, p_part, T, B, Tq, Tk, n_levels,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ab, stride_at, stride_ah,
+    p_q, p_k, p_a, p_sum, p_ddiag, p_dqb, p_dkb, p_dlq, p_dlk, p_dq, p_dk, p_da, p_part, p_start, T, B, Tq, Tk,
+    n_levels, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ab, stride_at, stride_ah,
     stride_xb, stride_xt, stride_xh, stride_yb, stride_yt, stride_yh, stride_zb, stride_zt, stride_zh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
-    C: tl.constexpr, GATE: tl.constexpr, NP: tl.constexpr,
-    PREC: tl.constexpr,
+    C: tl.constexpr, GATE: tl.constexpr, HAS_START: tl.constexpr, NP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq and dk, and with GATE the gates' gradient as far as it comes from their own block; a program per block.
 
@@ -66,6 +81,7 @@ def wall_carry_bwd_kernel(
             b_a = load_gates(p_ah, o_c, o_n, stride_at, R, K)
             p_d = p_ddiag + ((i_b * n_c + i_c) * H + i_h) * (C * C)
             p_sumh = p_sum + (i_b * n_c * H + i_h) * K
+            p_starth = p_start + (i_b * H + i_h) * tl.cdiv(T, 128)
             b_own = tl.load(p_d + o_c * (C + 1), mask=o_c < R, other=0.0)
             p_d += o_c[:, None] * C + o_c[None, :]
             # First the queries, then the keys; and q, k and d(diag) are read where they are used: to spare registers.
@@ -88,10 +104,11 @@ def wall_carry_bwd_kernel(
                 if s > 0:
                     b_e += sibling_sum(p_sumh, i_c, s - 1, n_c, H * K, o_n, K, BC, BN, 1)[None, :]
                 if here:
+                    n = tl.where(_read(p_starth, i_c, s, True, C, HAS_START), R, 0)
                     if s == 0:
-                        b_y = _load_level(p_dqb, i_b, T, r, i_h, o_c, o_n, R, H, K, BK)
+                        b_y = _load_level(p_dqb, i_b, T, r, i_h, o_c, o_n, n, H, K, BK)
                     else:
-                        b_y = _load_level(p_dlq, (s - 1) * B + i_b, Tq, row, i_h, o_c, o_n, R, H, K, BK)
+                        b_y = _load_level(p_dlq, (s - 1) * B + i_b, Tq, row, i_h, o_c, o_n, n, H, K, BK)
                     b_y *= tl.exp2(b_e)
                     b_dq += b_y
                     if GATE:
@@ -122,10 +139,11 @@ def wall_carry_bwd_kernel(
                 if s > 0:
                     b_e += sibling_sum(p_sumh, i_c, s - 1, n_c, H * K, o_n, K, BC, BN, 0)[None, :]
                 if here:
+                    n = tl.where(_read(p_starth, i_c, s, False, C, HAS_START), R, 0)
                     if s == 0:
-                        b_z = _load_level(p_dkb, i_b, T, r, i_h, o_c, o_n, R, H, K, BK)
+                        b_z = _load_level(p_dkb, i_b, T, r, i_h, o_c, o_n, n, H, K, BK)
                     else:
-                        b_z = _load_level(p_dlk, (s - 1) * B + i_b, Tk, row, i_h, o_c, o_n, R, H, K, BK)
+                        b_z = _load_level(p_dlk, (s - 1) * B + i_b, Tk, row, i_h, o_c, o_n, n, H, K, BK)
                     b_z *= tl.exp2(b_e)
                     b_dk += b_z
                     if GATE:
@@ -168,7 +186,7 @@ def wall_gates_bwd_kernel(p_part, p_da, T, B, n_levels, stride_zb, stride_zt, st
 
 def carry_backward(
     q: Tensor, k: Tensor, log_diag: Tensor, sums: Tensor, d_block: Leaves, d_levels: Levels, dq: Tensor, dk: Tensor,
-    da: Tensor | None,
+    da: Tensor | None, start: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill dq, dk and da, views with contiguous last dims, from the gradients of what ``carry`` made.
 
@@ -176,16 +194,19 @@ def carry_backward(
         sums: m of the block, as ``carry`` left it.
         d_block: its diag is not read above the diagonal; of its q and k the rows of odd and of even blocks are read.
         da: [B, T, H, K] float32, or None where the gates' gradient is not wanted.
+        start: [B, H, units] int32, first key of each 128 rows, where there is pruning: what it leaves out of
+            ``d_levels`` is not read.
     """
     (B, T, H, K), G = q.shape, k.shape[2]
     n_c, n, BK = triton.cdiv(T, BLOCK), level_count(T), tree_block(K)
     part = sums if da is None else sums.new_empty((n, B, n_c, H, K))
     z = sums if da is None else da
     wall_carry_bwd_kernel[(n_c * B * G,)](
-        q, k, log_diag, sums, d_block.diag, d_block.q, d_block.k, *d_levels, dq, dk, z, part, T, B,
-        d_levels.q.shape[2], d_levels.k.shape[2], n, *q.stride()[:3], *k.stride()[:3], *log_diag.stride()[:3],
-        *dq.stride()[:3], *dk.stride()[:3], *z.stride()[:3], H=H, REP=H // G, K=K, BK=BK, C=BLOCK,
-        GATE=da is not None, **precision(q.dtype), **launch("carry_bwd"),
+        q, k, log_diag, sums, d_block.diag, d_block.q, d_block.k, *d_levels, dq, dk, z, part,
+        sums if start is None else start, T, B, d_levels.q.shape[2], d_levels.k.shape[2], n, *q.stride()[:3],
+        *k.stride()[:3], *log_diag.stride()[:3], *dq.stride()[:3], *dk.stride()[:3], *z.stride()[:3], H=H, REP=H // G,
+        K=K, BK=BK, C=BLOCK, GATE=da is not None, HAS_START=start is not None, **precision(q.dtype),
+        **launch("carry_bwd"),
     )  # fmt: skip
     if da is not None and n:
         wall_gates_bwd_kernel[(n_c * B * H,)](part, da, T, B, n, *da.stride()[:3], H=H, K=K, BK=BK, BN=16, C=BLOCK)
