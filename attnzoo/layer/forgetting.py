@@ -245,7 +245,8 @@ class _OfDecay:
 
 @dataclass(frozen=True, eq=False)
 class _OfPairs:
-    """An MLP on the sum of what keys, queries and pairs say, or a dot product of the first two beside the third."""
+    """An MLP on the sum of what keys, queries and pairs say, or a dot product of the first two beside the third; what
+    they say is beside ``-log(1 + age)``, with which retention falls at first."""
 
     network: Forget
     keys: Tensor  # [B, G, T, W]
@@ -255,10 +256,10 @@ class _OfPairs:
         network, attention, logits = self.network, panel.attention, panel.logits
         assert attention is not None
         assert logits is not None
-        age = (_log_age(panel, self.keys) / 8).expand(attention.shape)
-        pair = torch.stack([age, logits.to(age.dtype), attention.to(age.dtype)], -1)  # [B, G, R, n, PAIR]
+        age = _log_age(panel, self.keys).expand(attention.shape)
+        pair = torch.stack([age / 8, logits.to(age.dtype), attention.to(age.dtype)], -1)  # [B, G, R, n, PAIR]
         keys, rows = self.keys[:, :, panel.start : panel.stop], self.rows[:, :, panel.start :]
-        bias = network.bias[:, None, None]
+        bias = network.bias[:, None, None] - age
         if network.options.network == "pair":
             hidden = keys[:, :, None] + rows[:, :, :, None] + pair @ network.pair.mT
             return F.silu(hidden) @ network.out + bias

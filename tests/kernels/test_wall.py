@@ -27,9 +27,9 @@ CASES = [
     Case(gate="ones", T=100, K=48),
     Case(gate="strong", T=200, H=1, K=32),
     Case(T=220, H=1, cu_seqlens=(0, 1, 71, 71, 190, 220), options={"scale": 0.7}),
-    Case(T=600, H=1),  # three levels of carries
+    Case(T=520, H=1),  # three levels of carries
     Case(gate="open", T=140, sink=True, options={"window": 70}),
-    Case(T=200, G=1, H=2, decay="mixed", sink=True),
+    Case(T=140, G=1, H=2, decay="mixed", sink=True),
     Case(T=150, H=1, decay="open", cu_seqlens=(0, 1, 71, 150), options={"scale": 0.7, "window": 40}),
     Case(T=700, H=2, G=1, decay="open", options={"prune": Prune(eps=1e-8)}),  # two levels' keys go
 ]
@@ -117,7 +117,7 @@ def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    for case in (Case(T=201, H=1, sink=True), Case(T=66, H=2, G=1)):
+    for case in (Case(T=140, H=1, sink=True), Case(T=66, H=2, G=1)):
         for name, t in triton(case, inputs(case, torch.float32)).items():
             assert bool(t.isfinite().all()), f"{case}: {name}"
 

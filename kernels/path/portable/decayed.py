@@ -182,12 +182,12 @@ def path_decayed_product_kernel(
     p_m += ((i_b * N + r // C) * H + i_h) * (K * K)
     plane = B * N.to(tl.int64) * (H * K * K)
     m_to, m_after = spans(o_c, 6)
-    b_x = tl.load(p_x + i_n * (C * C) + o_c[:, None] * C + o_c[None, :])
+    p_x += i_n * (C * C) + o_c[:, None] * C + o_c[None, :]
     for i in range(0, BK, BC):
         o_r = i + tl.arange(0, BC)
         b_a = load_gates(p_a, o_c, o_r, stride_at, R, K)
         b_w = carried(p_w, add_gates(m_to, b_a, NP), o_c, o_r, stride_wt, R, K, BK)
-        b_y = tl.trans(tl.dot(b_x, b_w, input_precision="tf32x3"))  # [BC, C]
+        b_y = tl.trans(tl.dot(tl.load(p_x), b_w, input_precision="tf32x3"))  # [BC, C]
         b_d = tl.exp2(tl.sum(b_a, 0))
         for c in range(0, BK, BC):
             o_n = c + tl.arange(0, BC)
