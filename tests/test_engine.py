@@ -315,6 +315,19 @@ def test_keys_on_the_host_come_back_for_tokens_that_need_them(name):
     assert not any(head for row in away.pages for head in row)
 
 
+def test_a_step_that_fails_between_its_layers_is_not_gone_on_from(monkeypatch):
+    model = build()
+    generator = Generator(model, 1, 32, check_every=1)
+    generator.add([1, 2, 3], 9)
+    generator.step()
+    monkeypatch.setattr(type(generator.caches[1].memory), "step", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+    with pytest.raises(MemoryError, match="full"):
+        generator.step()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="step: expected a generator whose last step ended"):
+        generator.step()
+
+
 def test_eviction_that_no_step_can_promise_is_refused():
     with pytest.raises(ValueError, match="graph: expected None or False .*, got True"):
         Generator(forgetful(), 1, 8, graph=True, evict="offload")

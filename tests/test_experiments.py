@@ -363,6 +363,18 @@ def test_mistake_names_what_exists(arguments, message, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_size_for_a_gpu_is_run_on_a_cpu_only_when_that_is_said(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("attnzoo.experiments.run.run_experiment", lambda plan, *rest: ran.append(plan.device))
+    command = ["experiment", "run", "parity", "--size", "gpu"]
+    error = CliRunner().invoke(app, command).exception
+    assert "--size gpu: expected a CUDA GPU, found none; `--device cpu` runs it all the same" in str(error)
+    CliRunner().invoke(app, [*command, "--device", "cpu"], catch_exceptions=False)
+    assert ran == ["cpu"]
+
+
 def test_command_runs(done):
     arguments = ["experiment", "run", done, "--seeds", "2", "--jobs", "1", "--out", "out"]
     ran = CliRunner().invoke(app, arguments, catch_exceptions=False)

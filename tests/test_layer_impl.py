@@ -7,11 +7,11 @@ import torch
 from layers import D, H, rows
 
 from attnzoo import Prune, build_attention, get, list_variants
-from attnzoo.layer import attention
+from attnzoo.layer import dispatch
 
 
 def test_auto_says_once_what_it_picked(caplog, monkeypatch):
-    monkeypatch.setattr(attention, "_said", set())
+    monkeypatch.setattr(dispatch, "_said", set())
     attn = build_attention("fox", hidden_size=D, num_heads=H)
     with caplog.at_level(logging.INFO, "attnzoo"):
         attn(torch.randn(1, 3, D))

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from packaging.version import Version
 from peer_kernels import HERE, interpret
 
-import attnzoo.layer.attention
 import attnzoo.layer.dispatch
 from attnzoo import build_attention, get, list_variants
 from attnzoo.forms import fla
@@ -28,7 +27,7 @@ D, T = 32, 70
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """``auto`` looks for kernels as it does on a GPU, in a process that has said nothing yet."""
     monkeypatch.setattr(attnzoo.layer.dispatch, "on_gpu", lambda x: True)
-    monkeypatch.setattr(attnzoo.layer.attention, "_said", set())
+    monkeypatch.setattr(attnzoo.layer.dispatch, "_said", set())
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def test_each_reason_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, ca
 
 def test_nothing_is_said_on_a_cpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attnzoo.layer.dispatch, "on_gpu", lambda x: False)
-    monkeypatch.setattr(attnzoo.layer.attention, "_said", set())
+    monkeypatch.setattr(attnzoo.layer.dispatch, "_said", set())
     layer("mamba2")(torch.randn(1, T, D, device=HERE))
     assert not warnings_of(caplog)
 

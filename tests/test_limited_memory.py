@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnzoo.algebra.forgetting import Forgetting, contributions, future_utility
+from attnzoo.algebra.forgetting import NETWORKS, Forgetting, contributions, future_utility
 from attnzoo.evaluation.losses import token_losses
 from attnzoo.evaluation.memory import RULES, ages_of_forgetting, held_keys, limited, loss_within, needed
 from attnzoo.models import LanguageModel
@@ -45,7 +45,7 @@ def test_rules_by_position_are_what_their_papers_say():
     assert held_keys(a, "sinks", 6, heads=1)[0, 0, 15].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 14, 15]
 
 
-@pytest.mark.parametrize("network", ["key", "decay"])
+@pytest.mark.parametrize("network", NETWORKS)
 def test_a_network_that_has_learnt_nothing_keeps_a_window(network):
     options = {"forgetting": {"window": 2, "width": 4, "network": network}}
     config = ModelConfig(attention="rope", attention_options=options, hidden_size=16, num_layers=1, num_heads=2)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from attnzoo.data.command import PATH
+from attnzoo.errors import UnavailableError
 
 
 @click.group()
@@ -76,6 +77,7 @@ def run(
     NAME is one that `attnzoo experiment list` names, or a Python file that ends in EXPERIMENT. KEY=VALUE overrides a
     setting of all runs, as in steps=100. What was stopped goes on where it was.
     """
+    import torch
     from rich.console import Console
 
     from attnzoo.experiments.experiment import find, find_size
@@ -83,6 +85,8 @@ def run(
 
     found = find(name)
     find_size(found, size)
+    if size == "gpu" and device != "cpu" and not torch.cuda.is_available():
+        raise UnavailableError("--size gpu: expected a CUDA GPU, found none; `--device cpu` runs it all the same")
     folder = out or Path("runs/experiments") / f"{Path(name).stem}-{size}"
     asked = [f"--size {size}"] if size != "cpu" else []
     asked += [f"--seeds {seeds}"] if seeds else []

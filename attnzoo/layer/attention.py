@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,23 +20,20 @@ from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.pool import KeyPool
-from attnzoo.forms.protocol import REFERENCE, Call
-from attnzoo.forms.untraced import constant_in_traces
-from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, valid_tokens
+from attnzoo.forms.protocol import Call
+from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, keys_per_token, valid_tokens
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.dispatch import IMPLS, choose, given_options, missed, run
+from attnzoo.layer.dispatch import IMPLS, choose, chosen, given_options, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.forgetting import Forget, check_forgetting
-from attnzoo.layer.gates import GateProjection, Sizes, build_gate, gate_classes
-from attnzoo.layer.gates.matrix import by_factor, checked_factors, rotary_angles
+from attnzoo.layer.gates import Sizes, build_gate, gate_classes
+from attnzoo.layer.gates.matrix import by_factor, rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
 from attnzoo.layer.precision import PreciseModule, fill
 from attnzoo.layer.projected import Projected
 from attnzoo.layer.stream import LayerCache, Owner, Packing, Stream
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
-
-logger = logging.getLogger(__name__)
 
 
 class Attention(PreciseModule):
@@ -68,7 +64,7 @@ class Attention(PreciseModule):
             check_forgetting(variant, forgetting, impl, prune is not None)
         self.variant, self.config, self.prune, self.impl = variant, config, prune, impl
         self.scale = config.scale
-        self.keys_per_token = self._keys_per_token(classes, gate_options or {})  # and values
+        self.keys_per_token = keys_per_token(config, classes, gate_options or {})  # and values
         D, H, G, K, V = config.hidden_size, config.num_heads, config.kv_heads, config.key_dim, config.v_dim
         q_heads, k_heads = config.query_heads, config.key_heads
         self.q_proj = nn.Linear(D, q_heads * K, bias=config.qkv_bias)
@@ -106,15 +102,6 @@ class Attention(PreciseModule):
         self.forget = None if forgetting is None else Forget(forgetting, config)
         self.picked: str | None = None  # the form that served the last call, and the device
         self.reset_parameters()
-
-    def _keys_per_token(self, classes: Sequence[type[GateProjection]], options: Mapping[str, Any]) -> int:
-        number = options.get("num_householder", 1) if any(cls.unit_keys for cls in classes) else 1
-        if not isinstance(number, int):  # the gate says so
-            return 1
-        if number > 1 and (self.config.skip or sum(cls.writes for cls in classes) > 1):
-            what = "skip" if self.config.skip else f"a second write strength in gate={self.config.gate!r}"
-            raise ValueError(f"num_householder: expected 1 with {what} (a token has several values), got {number}")
-        return checked_factors(number)
 
     def reset_parameters(self) -> None:
         """Linear weights N(0, 0.02^2); gates, norms and convolutions as their papers say."""
@@ -293,12 +280,7 @@ class Attention(PreciseModule):
             pages = forms.new_pages(projected.q, projected.k, projected.v, projected.gate)
             state = PagedCache.of(pages, self.eviction(cache.evict, pages, projected.q.dtype))
         call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
-        form = choose(self.variant, self.impl, call)
-        _say(f"{self.variant.name}: impl={self.impl!r} runs {form} on {x.device.type}")
-        if form == REFERENCE and self.impl == "auto":
-            lost = missed(self.variant, call)
-            if lost:
-                _say(f"{self.variant.name}: no kernel runs, and the reference is slower: {lost}", logging.WARNING)
+        form = chosen(self.variant, self.impl, call)
         if not torch.compiler.is_compiling():
             self.picked = f"{form} on {x.device.type}"
         if self.forget is None:
@@ -417,17 +399,6 @@ class Attention(PreciseModule):
         picked = f" ({self.picked})" if self.picked else ""
         prune = f", prune={self.prune}" if self.prune else ""
         return f"{self.variant.name!r}, {shown}, impl={self.impl!r}{picked}{prune}"
-
-
-_said: set[str] = set()
-
-
-@constant_in_traces  # a compiled layer says it while it is compiled
-def _say(picked: str, level: int = logging.INFO) -> None:
-    """Log what runs, once per process."""
-    if picked not in _said:
-        _said.add(picked)
-        logger.log(level, "%s", picked)
 
 
 __all__ = ["Attention", "AttentionConfig", "LayerCache", "Projected"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from attnzoo.algebra.pruning import Evict, Prune
 from attnzoo.algebra.values import reads_values
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.gates import GateProjection
+from attnzoo.layer.gates.matrix import checked_factors
 from attnzoo.registry import Variant, get, list_variants
 
 
@@ -44,6 +46,21 @@ def check_layer(
     for name, given in (("window", config.window is not None), ("sinks", config.sinks)):
         if given and variant.side == "linear":
             raise ValueError(f"{name}: {variant.name!r} sums past tokens in one state, without a softmax")
+
+
+def keys_per_token(config: AttentionConfig, classes: Sequence[type[GateProjection]], options: Mapping[str, Any]) -> int:
+    """How many keys, and values, each head gets of a token: as many as its transition has factors.
+
+    Raises:
+        ValueError: several where a token must have one value.
+    """
+    number = options.get("num_householder", 1) if any(cls.unit_keys for cls in classes) else 1
+    if not isinstance(number, int):  # the gate says so
+        return 1
+    if number > 1 and (config.skip or sum(cls.writes for cls in classes) > 1):
+        what = "skip" if config.skip else f"a second write strength in gate={config.gate!r}"
+        raise ValueError(f"num_householder: expected 1 with {what} (a token has several values), got {number}")
+    return checked_factors(number)
 
 
 def check_cache(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch import Tensor
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.cache import check_state
 from attnzoo.forms.protocol import REFERENCE, Call, is_brief
+from attnzoo.forms.untraced import constant_in_traces
 from attnzoo.layer.exported import exported
 from attnzoo.registry import Variant, as_given
+
+logger = logging.getLogger(__name__)
 
 IMPLS = ("auto", "triton", "fla", REFERENCE)
 KERNELS = ("triton", "fla")  # what auto tries on a GPU, in this order
@@ -57,6 +61,28 @@ def missed(variant: Variant, call: Call) -> str:
     if not forms:
         return f"there is none for {', '.join(variant.requires) or 'no part'} together"
     return "; ".join(f"{form}: {variant.refuses(form, call)}" for form in forms)
+
+
+def chosen(variant: Variant, impl: str, call: Call) -> str:
+    """What ``choose`` gives, said once per process, and what kept ``auto`` from anything faster."""
+    form = choose(variant, impl, call)
+    _say(f"{variant.name}: impl={impl!r} runs {form} on {call.q.device.type}")
+    if form == REFERENCE and impl == "auto":
+        lost = missed(variant, call)
+        if lost:
+            _say(f"{variant.name}: no kernel runs, and the reference is slower: {lost}", logging.WARNING)
+    return form
+
+
+_said: set[str] = set()
+
+
+@constant_in_traces  # a compiled layer says it while it is compiled
+def _say(picked: str, level: int = logging.INFO) -> None:
+    """Log what runs, once per process."""
+    if picked not in _said:
+        _said.add(picked)
+        logger.log(level, "%s", picked)
 
 
 def on_gpu(x: Tensor) -> bool:

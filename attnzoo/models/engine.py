@@ -100,6 +100,7 @@ class Generator:
         self.caches = self._caches(fuse)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by what rows need and tokens of a step
         self._places: list[int] = []
+        self._torn = False  # whether some layers have seen the tokens of a step and others have not
         if self.graphed:
             self._warm_up(GREEDY, 1, 2)
 
@@ -208,7 +209,12 @@ class Generator:
 
         Raises:
             ValueError: a draft beside layers whose tokens cannot be taken back, or tokens beyond the vocabulary.
+            MemoryError: no room for what is taken as it is needed. Before a step nothing has changed then. Keys that
+                come back from the host are brought within it: no further step can follow.
+            RuntimeError: an earlier step failed within.
         """
+        if self._torn:
+            raise RuntimeError("step: expected a generator whose last step ended, got one that failed within it")
         known: dict[int, list[int]] = {}
         if draft is not None and (why := self.refuses_draft()):
             raise ValueError(why)
@@ -301,7 +307,11 @@ class Generator:
         if any(changed):
             self._check_places()
         if not self.graphed:
-            self._forward(needs)
+            try:
+                self._forward(needs)
+            except BaseException:
+                self._torn = True
+                raise
             return
         key = needs, self.batch.tokens
         if key not in self._graphs:

@@ -105,7 +105,7 @@ class Continuation:
         request: the sequence as the generator knows it.
         bytes: memory of the caches.
         prefill_seconds: until the first token was drawn.
-        seconds: from then to the last.
+        speed: tokens per second after the first few, with which steps are compiled or recorded; None without others.
 
     Raises:
         TypeError, ValueError, MemoryError: as :class:`~attnzoo.models.engine.Generator` and its ``add``.
@@ -120,7 +120,7 @@ class Continuation:
     request: Request = field(init=False)
     bytes: int = 0
     prefill_seconds: float = 0.0
-    seconds: float = 0.0
+    speed: float | None = None
 
     def __post_init__(self) -> None:
         tokens = self.source.encode(self.prompt)
@@ -137,20 +137,25 @@ class Continuation:
         start = time.perf_counter()
         generator.admit()
         int(generator.tokens[0])  # waits for the device
-        begun = time.perf_counter()
+        self.prefill_seconds = time.perf_counter() - start
+        begun, before = 0.0, 0
         for _ in generator.stream():
             known = self.request.tokens
+            if not begun:
+                begun, before = time.perf_counter(), len(known)
             text = self.source.decode(known[:-1] if known[-1] in stop else known)
             whole = text if self.request.done else text.rstrip("\ufffd")  # a character may lack its last bytes yet
             if whole.startswith(shown):
                 yield whole[len(shown) :]
                 shown = whole
-        self.bytes, self.prefill_seconds, self.seconds = generator.bytes(), begun - start, time.perf_counter() - begun
+        self.bytes = generator.bytes()
+        if len(self.request.tokens) > before:
+            self.speed = (len(self.request.tokens) - before) / (time.perf_counter() - begun)
 
     def summary(self) -> list[str]:
         """Speed, memory and the keys that each head kept, in lines; after the text."""
         new, length = len(self.request.tokens), self.request.length
-        speed = f", {(new - 1) / self.seconds:.1f} tokens/s" if new > 1 else ""
+        speed = "" if self.speed is None else f", {self.speed:.1f} tokens/s"
         lines = [
             f"{new} tokens after {length} of the prompt ({self.prefill_seconds:.2f} s){speed}",
             f"caches: {_memory(self.bytes)} on {self.source.model.embedding.weight.device}",

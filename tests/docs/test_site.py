@@ -54,17 +54,21 @@ OTHER_SCHEME = """() => {
 PALE = """() => {
   const canvas = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
   const pen = canvas.getContext("2d", { willReadFrequently: true });
+  const known = new Map(), grounds = new Map([[null, []]]);  // few colours stand behind many passages
   const paint = (colours) => {
+    if (!known.has(colours.join())) known.set(colours.join(), measured(colours));
+    return known.get(colours.join());
+  };
+  const measured = (colours) => {
     pen.clearRect(0, 0, 1, 1);
     for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
     const parts = [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3).map((x) => x / 255);
     const [r, g, b] = parts.map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  const behind = (element) => {
-    const colours = [];
-    for (let e = element; e; e = e.parentElement) colours.unshift(getComputedStyle(e).backgroundColor);
-    return colours;
+  const behind = (e) => {
+    if (!grounds.has(e)) grounds.set(e, [...behind(e.parentElement), getComputedStyle(e).backgroundColor]);
+    return grounds.get(e);
   };
   return [...document.querySelectorAll("article :is(h1, h2, h3, p, li, td, th, a, code, label, figcaption, .katex)")]
     .filter((e) => e.checkVisibility() && !e.matches(".headerlink, .md-icon, .md-content__button")).filter((e) => {

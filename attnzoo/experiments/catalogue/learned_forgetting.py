@@ -45,7 +45,7 @@ EXPERIMENT = Experiment(
             ),
             lrs=(0.004,),
             tokens=4096,
-            after=("steps=80", "batch_size=4", "optimizer.warmup_steps=10"),
+            after=("steps=120", "batch_size=4", "optimizer.warmup_steps=10"),
         ),
         "gpu": Size(
             settings=(
@@ -55,7 +55,7 @@ EXPERIMENT = Experiment(
             ),
             lrs=(0.002,),
             tokens=16384,
-            after=("steps=80", "batch_size=1", "optimizer.warmup_steps=10"),
+            after=("steps=120", "batch_size=1", "optimizer.warmup_steps=10"),
         ),
     },
     probes=(
