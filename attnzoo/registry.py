@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -157,20 +158,37 @@ def register(pair: Pair) -> None:
         pair: the row, with the modules that hold its two sides.
 
     Raises:
-        TypeError: not a :class:`Pair`.
-        ValueError: a name that is taken or given twice, or an unknown gate part.
+        TypeError: not a :class:`Pair`, or one whose parts are one name.
+        ValueError: a name that is taken, given twice or none for a file, an unknown gate part, or w without beta or the
+            other way round.
     """
     if not isinstance(pair, Pair):
         raise TypeError(f"pair: expected attnzoo.Pair, got {type(pair).__name__}")
-    for part in pair.requires:
-        if part not in GATE_PARTS:
-            raise unknown("gate part", part, GATE_PARTS)
+    _check_parts("pair.requires", pair.requires)
     if pair.linear == pair.softmax:
         raise ValueError(f"pair: expected two different names, got {pair.linear!r} twice")
     for name in (pair.linear, pair.softmax):
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"pair: expected names of letters, digits and _ (runs' folders have them), got {name!r}")
         if name in _pairs and _pairs[name] != pair:
             raise ValueError(f"pair: expected new names, got {name!r}, which is registered already")
     _pairs[pair.linear] = _pairs[pair.softmax] = pair
+
+
+def _check_parts(name: str, parts: Collection[str]) -> None:
+    """``parts`` are those of a gate.
+
+    Raises:
+        TypeError: one name, which is a collection of letters.
+        ValueError: an unknown part, or w without beta or the other way round.
+    """
+    if isinstance(parts, str):
+        raise TypeError(f"{name}: expected a tuple of names such as ('log_decay',), got {parts!r}")
+    for part in parts:
+        if part not in GATE_PARTS:
+            raise unknown("gate part", part, GATE_PARTS)
+    if ("w" in parts) != ("beta" in parts):
+        raise ValueError(f"{name}: expected w and beta together, got {', '.join(parts)}")
 
 
 def unregister(pair: Pair) -> None:
@@ -277,13 +295,10 @@ def pair_for(parts: Collection[str]) -> Pair:
         parts: any set of ``log_decay``, ``log_diag``, ``angle``, and ``w`` with ``beta``.
 
     Raises:
+        TypeError: one name in place of a collection of them.
         ValueError: an unknown part, or w without beta or the other way round.
     """
-    for part in parts:
-        if part not in GATE_PARTS:
-            raise unknown("gate part", part, GATE_PARTS)
-    if ("w" in parts) != ("beta" in parts):
-        raise ValueError(f"parts: expected w and beta together, got {', '.join(parts)}")
+    _check_parts("parts", parts)
     found = [pair for pair in pairs() if set(pair.requires) == set(parts)]
     return next((pair for pair in found if not pair.g.startswith("-")), found[0])
 

@@ -224,6 +224,13 @@ def test_mistake_is_named(run, arguments, message):
         raise done.exception
 
 
+def test_a_place_that_nothing_can_be_written_to_is_refused_before_anything_is_measured(run, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("attnzoo.experiments.evaluate.table.measure", None)
+    done = invoke(run, "--on", "loss", "--out", tmp_path / "file" / "here", code=1)
+    assert re.search("--out='.*here': '.*file' is not a folder", str(done.exception))
+
+
 def test_what_is_not_there_is_named():
     done = invoke("tinny", "--on", "loss", code=1)
     assert "did you mean 'tiny'" in str(done.exception)

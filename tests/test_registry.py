@@ -227,6 +227,22 @@ def test_unregistered_pair_is_gone() -> None:
         unregister(NEW)
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (replace(NEW, requires=("w",)), "pair.requires: expected w and beta together, got w"),
+        (replace(NEW, requires="angle"), r"pair.requires: expected a tuple of names .* got 'angle'"),
+        (replace(NEW, linear="a name"), "pair: expected names of letters, digits and _ .* got 'a name'"),
+        (replace(NEW, softmax="../up"), "pair: expected names of letters, .* got '../up'"),
+    ],
+)
+def test_pair_that_could_not_be_used_is_not_registered(bad: Pair, message: str) -> None:
+    before = pairs()
+    with pytest.raises((TypeError, ValueError), match=message):
+        register(bad)
+    assert pairs() == before
+
+
 def test_taken_name_is_refused_and_changes_nothing() -> None:
     before = pairs()
     for bad in (replace(NEW, softmax="fox"), replace(NEW, linear="nope")):

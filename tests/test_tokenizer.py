@@ -137,7 +137,7 @@ def test_a_given_tokenizer_is_taken_and_carried(given, bpe, folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "vocab_size: expected it or tokenizer"),
+        ({}, "vocab_size, tokenizer: expected one of the two, got neither"),
         ({"vocab_size": 255}, "vocab_size: expected at least 256"),
         ({"vocab_size": 280, "end": "</s>"}, "end: expected a token .* got '</s>'"),
         ({"vocab_size": 280, "pattern": "*.md"}, r"matches '\*\.md'"),

@@ -121,7 +121,8 @@ def check_options(vocab_size: int | None, tokenizer: Path | None, heldout_fracti
         ValueError: see there.
     """
     if (vocab_size is None) == (tokenizer is None):
-        raise ValueError("vocab_size: expected it or tokenizer, not both and not none of them")
+        given = "neither" if vocab_size is None else "both"
+        raise ValueError(f"vocab_size, tokenizer: expected one of the two, got {given}")
     if vocab_size is not None and vocab_size < BYTES:
         raise ValueError(f"vocab_size: expected at least {BYTES}, for all bytes, got {vocab_size}")
     if not 0 < heldout_fraction < 1:

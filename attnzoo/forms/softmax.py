@@ -215,7 +215,7 @@ class SoftmaxForms(Forms):
                 scaled, everything, decay, prune, options.logit_bound, lower=lower, rows=ROWS
             )  # fmt: skip
         with_lse = options.return_lse or options.sink is not None
-        again = torch.is_grad_enabled() and not in_transform()
+        again = T > 1 and torch.is_grad_enabled() and not in_transform()  # one row keeps little but what is carried
         again = again and (COMPILES_CHECKPOINTS or not torch.compiler.is_compiling())
         outputs = []
         for n, start in enumerate(range(0, T, ROWS)):

@@ -293,17 +293,21 @@ def write_config(run_dir: Path, config: TrainConfig) -> None:
     write_whole(run_dir / "config.yaml", to_yaml(config))
 
 
-def check_folder(run_dir: Path) -> None:
-    """Refuse a folder that a run could not be written to, before anything is computed; makes nothing.
+def check_folder(folder: Path, name: str = "output_dir") -> None:
+    """Refuse a folder that nothing could be written to, before anything is computed; makes nothing.
+
+    Args:
+        folder: that need not be there yet.
+        name: of the setting or option.
 
     Raises:
         NotADirectoryError, PermissionError: what is there already is no folder, or may not be written to.
     """
-    there = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(path))
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise NotADirectoryError(f"output_dir={str(run_dir)!r}: {str(there)!r} is not a folder")
+        raise NotADirectoryError(f"{name}={str(folder)!r}: {str(there)!r} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"output_dir={str(run_dir)!r}: the folder {str(there)!r} may not be written to")
+        raise PermissionError(f"{name}={str(folder)!r}: the folder {str(there)!r} may not be written to")
 
 
 def make_folder(run_dir: Path) -> None:

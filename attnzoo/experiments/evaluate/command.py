@@ -46,6 +46,7 @@ def evaluate(
     import torch
 
     from attnzoo.experiments.evaluate import saved, table
+    from attnzoo.training.checkpoint import check_folder
     from attnzoo.training.subject import device_named
 
     given = [field for field, value in common.items() if value not in (None, ())]
@@ -64,6 +65,8 @@ def evaluate(
     if ignored is not None:
         raise ValueError(f"--{ignored}: {', '.join(name for name, _ in asked)} does not read it")
     folder = out or (subject.folder / saved.FOLDER if subject.checkpoint is not None and subject.folder else None)
+    if folder is not None:
+        check_folder(folder, "--out")
     if subject.folder is None and not as_lines:
         click.echo(subject.title)
     for name, options in asked:
