@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -63,6 +64,20 @@ def test_kernel_within_budget(case: Case, dtype: torch.dtype) -> None:
 def test_kernel_within_budget_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
     x = inputs(case, dtype)
     within_budget(case, x, triton(case, x))
+
+
+@torch.no_grad()
+def test_pruned_rows_lose_no_more_than_eps() -> None:
+    """And as many blocks go as in the reference."""
+    x = inputs(Case(T=200, H=1, gate="open", diag="open"), torch.float32)
+    gates: dict[str, Any] = {n: x[n] for n in ("w", "beta", "log_diag")}
+    gates["log_decay"] = torch.full_like(x["log_decay"], -0.12)
+    run = functools.partial(path_attention, 0.1 * x["q"], x["k"], x["v"], **gates, return_lse=True)
+    eps = 1e-2
+    (_, lse), (_, want) = (run(impl=impl, prune=Prune(eps)) for impl in ("triton", "reference"))
+    lost = 1 - (lse - run(impl="reference")[1]).exp()
+    assert 1e-6 < float(lost.max()) <= eps
+    torch.testing.assert_close(lse, want, rtol=1e-5, atol=1e-5)
 
 
 def test_frozen_inputs_have_no_gradient() -> None:
