@@ -23,7 +23,8 @@ from attnzoo.forms.fixed_carried import CarriedPages
 from attnzoo.forms.fixed_pages import PagedMemory
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
-from attnzoo.forms.paged import PagedCache, extend_pages, key_heads, refuses_pages, step_pages
+from attnzoo.forms.paged import PagedCache, key_heads
+from attnzoo.forms.paged_attention import extend_pages, refuses_pages, step_pages
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, near_lse, readout

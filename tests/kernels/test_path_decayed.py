@@ -111,13 +111,18 @@ def test_wrong_gates_are_named(log_diag: Any, message: str) -> None:
 
 
 def draw(T: int, K: int, gates: str, H: int = 1) -> list[Tensor]:
-    """q, k, w (some repeated), beta (some 0, some 2) and log gates: strong (to -50) or some of them closed."""
+    """q, k, w (some repeated), beta (some 0, some 2) and log gates: open, uneven, strong (to -50) or closed."""
     g = torch.Generator().manual_seed(0)
     q, k, w = (torch.randn(1, T, H, K, generator=g) for _ in range(3))
     again = torch.rand(T, generator=g) < 0.3
     w[:, again] = w[:, :1].clone()
     u, a = torch.rand(1, T, H, K, generator=g), -0.2 * torch.rand(1, T, H, K, generator=g)
-    a = 250.0 * a * u**4 if gates == "strong" else a.masked_fill(u < 0.02, -math.inf).masked_fill(u > 0.7, 0.0)
+    if gates == "strong":
+        a = 250.0 * a * u**4
+    if gates == "closed":
+        a = a.masked_fill(u < 0.02, -math.inf).masked_fill(u > 0.7, 0.0)
+    if gates == "uneven":  # groups of 16 tokens are calm, those of 64 are not
+        a[:, 20:40] *= 4.0
     beta = (4 * torch.rand(1, T, H, generator=g) - 1).clamp(0, 2)
     return [x.to(DEVICE) for x in (q, k, w / w.norm(dim=-1, keepdim=True), beta, a)]
 
@@ -145,7 +150,9 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
 
 
-@pytest.mark.parametrize(("T", "K", "gates"), [(130, 16, "strong"), (70, 80, "closed")])
+@pytest.mark.parametrize(
+    ("T", "K", "gates"), [(130, 16, "strong"), (70, 80, "closed"), (50, 16, "open"), (50, 16, "uneven")]
+)
 def test_block_kernels_equal_the_definition(T: int, K: int, gates: str) -> None:
     """M to the rounding of a matrix of length 1: it takes gates that make it small to nothing."""
     x = draw(T, K, gates)
