@@ -65,7 +65,7 @@ OLDEST = $(VENV)/transformers-4.57
 test-transformers: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) 'transformers==4.57.*' 'huggingface-hub<1' \
 		'tokenizers<0.23' requests charset-normalizer idna urllib3 certifi
-	PYTHONPATH="$(abspath $(OLDEST))" $(PYTEST) tests/test_hf.py tests/test_import.py \
+	PYTHONPATH="$(abspath $(OLDEST))" $(PYTEST) tests/test_hf.py tests/test_hf_generate.py tests/test_import.py \
 		tests/test_exchange.py tests/test_tokenizer.py tests/test_tutorial_commands.py
 
 # takes hours on two cores; TRITONS names some of the releases

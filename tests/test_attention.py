@@ -15,7 +15,15 @@ from attnzoo import Prune, build_attention, get, list_variants, oracle
 
 BLOCKS = (None, "llama", "pro")
 PRUNABLE = [n for n in list_variants() if get(n).prunable]
-every_layer = pytest.mark.parametrize(("name", "block"), [(n, b) for n in list_variants() for b in BLOCKS])
+every_layer = pytest.mark.parametrize(
+    ("name", "block"),
+    [(n, b) for n in list_variants() for b in BLOCKS if (get(n).side, b) != ("softmax", "llama")],  # which is None
+)
+
+
+@pytest.mark.parametrize("name", list_variants("softmax"))
+def test_a_softmax_layer_is_the_one_of_the_llama_block(name):
+    assert layer(name).config == layer(name, "llama").config
 
 
 @every_layer

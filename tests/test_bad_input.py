@@ -15,10 +15,8 @@ from torch import Tensor
 
 import attnzoo.algebra.values
 from attnzoo import Gate, Prune, RecurrentState, get, list_variants
-from attnzoo.algebra.pruning import kept_fraction
 from attnzoo.algebra.validation import check_values
 from attnzoo.algebra.values import reads_values
-from attnzoo.errors import nearest, unknown
 from attnzoo.samples import random_inputs
 
 B, T, H, G, K, V = 2, 5, 4, 2, 8, 6
@@ -346,82 +344,6 @@ def test_a_state_that_is_none_of_ours_is_refused(name: str) -> None:
     for state in ({}, (), "state", 0):
         with pytest.raises(TypeError, match=r"state: expected attnzoo.\w+ or None, got \w+"):
             get(name).extend(*random_inputs(name), state)
-
-
-# names
-
-
-@pytest.mark.parametrize("name", [None, 1, [], {}])
-def test_a_name_that_is_no_string_is_refused(name: Any) -> None:
-    with pytest.raises(TypeError, match="name: expected the name of a variant, got "):
-        get(name)
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"), [("foks", "fox"), ("FoX", "fox"), ("mamba-2", "mamba2"), ("path-fox", "path_fox")]
-)
-def test_unknown_variant_lists_all_and_names_the_nearest(given: str, meant: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"unknown variant '{given}': expected one of .*; did you mean '{meant}'"
-    ) as error:
-        get(given)
-    assert all(name in str(error.value) for name in list_variants())
-
-
-def test_name_unlike_any_is_refused_without_a_guess() -> None:
-    with pytest.raises(ValueError, match="unknown variant 'zzzzzz'") as error:
-        get("zzzzzz")
-    assert "did you mean" not in str(error.value)
-
-
-def test_unknown_side_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="unknown side 'sotfmax': expected one of linear, softmax; did you mean 'softmax'"
-    ):
-        list_variants("sotfmax")  # type: ignore[arg-type]
-
-
-def test_unknown_regime_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown regime 'opne': .* did you mean 'open'"):
-        random_inputs("fox", regime="opne")  # type: ignore[arg-type]
-
-
-def test_nearest_ignores_case_and_gives_up_when_far() -> None:
-    assert nearest("PATH", ["path", "fox"]) == "path"
-    assert nearest("qqq", ["path", "fox"]) is None
-    assert nearest(None, []) is None
-
-
-def test_unknown_with_no_options_says_so() -> None:
-    assert str(unknown("key", "x", [])) == "unknown key 'x': none is expected"
-
-
-# pruning
-
-
-@pytest.mark.parametrize("eps", [0.0, 1.0, -1.0, 2.0, math.nan, math.inf])
-def test_bad_eps_is_refused(eps: float) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"eps: expected a float in (0, 1), got {eps!r}")):
-        Prune(eps)
-
-
-@pytest.mark.parametrize("eps", [True, "1e-3", None])
-def test_eps_that_is_no_number_is_refused(eps: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"eps: expected a float in (0, 1), got {eps!r}")):
-        Prune(eps)
-
-
-def test_bad_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"bound.*'tail'.*'paper'.*'tial'|bound.*tail, paper.*'tail'"):
-        Prune(bound="tial")  # type: ignore[arg-type]
-
-
-def test_kept_fraction_refuses_blocks_that_do_not_fit() -> None:
-    first = torch.zeros(1, 1, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="queries: expected 257 to 384 for 3 blocks of 128 rows, got 256"):
-        kept_fraction(first, 256)
-    with pytest.raises(ValueError, match="keys: expected at least as many as the 300 queries, got 200"):
-        kept_fraction(first, 200, queries=300)
 
 
 # when values are read

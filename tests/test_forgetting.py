@@ -49,8 +49,8 @@ class Retention:
 
 
 def whole(retention, logits, options, G):
-    """The retention of all pairs, from features by their definitions."""
-    T = logits.shape[-1]
+    """The retention of all pairs, from features by their definitions, which are constants for the gradient."""
+    T, logits = logits.shape[-1], logits.detach()
     age = torch.arange(T)[:, None] - torch.arange(T)
     features = ()
     if options.of_pairs:
@@ -310,6 +310,18 @@ def test_packed_sequences_and_padding_are_separate_sequences(name, network):
         assert torch.isclose(attn.forget.terms.distillation, terms[0])
 
 
+@pytest.mark.parametrize("network", dense.NETWORKS)
+def test_the_losses_of_a_network_train_it_alone(network):
+    attn = layer("fox", forgetting=Forgetting(network=network, window=2, temperature=3.0, learned_budget=True))
+    y = attn(rows(1, 9))
+    terms = attn.forget.terms
+    (terms.distillation + terms.budget).backward(retain_graph=True)
+    trained = {name for name, parameter in attn.named_parameters() if parameter.grad is not None}
+    assert trained == {f"forget.{name}" for name, _ in attn.forget.named_parameters()}
+    y.sum().backward()  # the loss of the task trains all
+    assert all(parameter.grad is not None for parameter in attn.parameters())
+
+
 @pytest.mark.parametrize("network", ["key", "decay"])
 def test_retention_of_keys_falls_with_their_age(network):
     """Whatever the weights are: a network of keys alone needs no running minimum."""
@@ -402,17 +414,18 @@ def test_the_network_is_precise_and_initialised_anew():
 @pytest.mark.parametrize("network", dense.NETWORKS)
 @pytest.mark.parametrize("name", ["rope", "fox", "path_fox"])
 def test_a_gpu_forgets_as_a_cpu(name, network):
-    """In float64: training with its terms, evaluation, and steps through a cache within a budget."""
+    """In float64: training with its terms, evaluation, and steps through a cache within a budget; in several panels,
+    which are wider on a GPU."""
     options = {"forgetting": Forgetting(network=network, window=3, width=8, temperature=8.0)}
     attn, other = layer(name, **options), layer(name, **options).cuda()
-    x = rows(2, 150)
+    x = rows(2, 300)
     found = []
     for one, inputs in ((attn, x), (other, x.cuda())):
         y, forget = one(inputs), one.forget
         (y.sin().sum() + forget.terms.distillation + forget.terms.budget).backward()
         grads = torch.cat([p.grad.flatten() for p in one.parameters()]).cpu()
         with torch.no_grad():
-            whole = one.eval()(given)
+            whole = one.eval()(inputs)
             cache = one.new_cache(budget=40)
             steps = torch.cat([one(inputs[:, :100], cache=cache), one(inputs[:, 100:103], cache=cache)], 1)
         found.append([part.detach().cpu() for part in (y, grads, whole, steps)])

@@ -43,7 +43,9 @@ def test_a_cache_that_grows(name, evict, limit):
 def test_a_generator_is_refused_whole_and_its_copies_of_weights_too(limit):
     model = build()
     limit(100_000)
-    with pytest.raises(MemoryError, match=f"caches of 3 sequences of 5000 tokens: {REFUSED}"):
+    with pytest.raises(
+        MemoryError, match=rf"caches of 3 sequences of 5000 tokens \(with \d\.\d\d GiB for a step\): {REFUSED}"
+    ):
         Generator(model, 3, 5000)
     limit(5_000)
     with pytest.raises(MemoryError, match=f"weights one above the other: {REFUSED}"):

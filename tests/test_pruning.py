@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -360,3 +361,28 @@ def test_pruning_goes_with_padding(name: str) -> None:
 def test_prune_is_refused_without_a_scalar_decay(name: str) -> None:
     with pytest.raises(ValueError, match="prune: expected None"):
         get(name).forms["parallel"](*random_inputs(name), prune=Prune())
+
+
+@pytest.mark.parametrize("eps", [0.0, 1.0, -1.0, 2.0, math.nan, math.inf])
+def test_bad_eps_is_refused(eps: float) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"eps: expected a float in (0, 1), got {eps!r}")):
+        Prune(eps)
+
+
+@pytest.mark.parametrize("eps", [True, "1e-3", None])
+def test_eps_that_is_no_number_is_refused(eps: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"eps: expected a float in (0, 1), got {eps!r}")):
+        Prune(eps)
+
+
+def test_bad_bound_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bound.*'tail'.*'paper'.*'tial'|bound.*tail, paper.*'tail'"):
+        Prune(bound="tial")  # type: ignore[arg-type]
+
+
+def test_kept_fraction_refuses_blocks_that_do_not_fit() -> None:
+    first = torch.zeros(1, 1, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="queries: expected 257 to 384 for 3 blocks of 128 rows, got 256"):
+        kept_fraction(first, 256)
+    with pytest.raises(ValueError, match="keys: expected at least as many as the 300 queries, got 200"):
+        kept_fraction(first, 200, queries=300)

@@ -54,13 +54,17 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_two_gpus_train_what_one_trains(folder):
-    one = train(1, folder, "one", "mixed_precision=bf16")
+@pytest.mark.parametrize(("precision", "same"), [("none", 10), ("bf16", 3)])
+def test_two_gpus_train_what_one_trains(folder, precision, same):
+    """The same losses for ``same`` of ten rows: other orders of sums are rounded otherwise, and training spreads it."""
+    given = f"mixed_precision={precision}"
+    one = train(1, folder, f"one-{precision}", given)
     assert one[-1] < 0.9 * one[0]
     for run, *overrides in (("copies", "sharding=none"), ("parts", "sharding=fsdp")):
-        two = train(2, folder, run, "mixed_precision=bf16", *overrides)
-        assert two[0] == pytest.approx(one[0], rel=1e-5)  # before the weights differ by rounding
-        assert two == pytest.approx(one, rel=1e-2)
+        two = train(2, folder, f"{run}-{precision}", given, *overrides)
+        assert two[0] == pytest.approx(one[0], rel=1e-5)  # before the weights differ at all
+        assert two[:same] == pytest.approx(one[:same], rel=1e-2 if precision == "bf16" else 1e-3)
+        assert two[-1] < 0.9 * two[0]
 
 
 def test_one_gpu_goes_on_where_two_shared_the_model_and_back(folder):

@@ -232,7 +232,7 @@ class Separating(Protocol):
 def extend_carried(
     forms: Separating, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, given: SoftmaxOptions
 ) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
-    """Attend to all that is there and add T tokens; as :func:`~attnzoo.forms.paged.extend_pages`."""
+    """Attend to all that is there and add T tokens; as :func:`~attnzoo.forms.paged_attention.extend_pages`."""
     (T, H, K), dtype, valid = q.shape[1:], compute_dtype(q), given.valid
     pool = cast(CarriedPool, state.pool)
     state.begin()

@@ -14,7 +14,8 @@ from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache
 from attnzoo.forms.fixed import Extend, Rows
 from attnzoo.forms.options import SoftmaxOptions
-from attnzoo.forms.paged import Eviction, PagedCache, append_and_attend
+from attnzoo.forms.paged import Eviction, PagedCache
+from attnzoo.forms.paged_attention import append_and_attend
 from attnzoo.forms.pool import PAGE, KeyPool
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.untraced import untraced

@@ -50,7 +50,7 @@ class Panel:
         stop: the end of the keys.
         age: tokens from key to row, ``[B or 1, 1, R, n]``; negative above the diagonal.
         logits: :func:`~attnzoo.algebra.forgetting.squashed`, mean over the query heads of a key head, ``[B, G, R, n]``;
-            None where the network looks at no pairs.
+            None where the network looks at no pairs. What is learnt from it leaves it as it is: no gradient.
         attention: :func:`~attnzoo.algebra.forgetting.running_mean` of the attention to the key, likewise.
     """
 
@@ -223,7 +223,7 @@ def retention_of(
     age, G = logits.age(start, stop), logits.heads
     if not options.of_pairs:
         return retention(Panel(start, stop, age)), age, None
-    own = logits.own[..., start:, None]
+    a, own = a.detach(), logits.own.detach()[..., start:, None]
     share = reduce((a - own).sigmoid(), "b (g r) t j -> b g t j", "mean", g=G)
     mean = running_mean(share, options.memory, logits.columns)
     logit = reduce(squashed(a), "b (g r) t j -> b g t j", "mean", g=G)

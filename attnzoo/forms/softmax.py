@@ -23,7 +23,8 @@ from attnzoo.forms.fixed_carried import CarriedPages
 from attnzoo.forms.fixed_pages import PagedMemory
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
-from attnzoo.forms.paged import PagedCache, extend_pages, key_heads, refuses_pages, step_pages
+from attnzoo.forms.paged import PagedCache, key_heads
+from attnzoo.forms.paged_attention import extend_pages, refuses_pages, step_pages
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
 from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, near_lse, readout
@@ -215,7 +216,7 @@ class SoftmaxForms(Forms):
                 scaled, everything, decay, prune, options.logit_bound, lower=lower, rows=ROWS
             )  # fmt: skip
         with_lse = options.return_lse or options.sink is not None
-        again = torch.is_grad_enabled() and not in_transform()
+        again = T > 1 and torch.is_grad_enabled() and not in_transform()  # one row keeps little but what is carried
         again = again and (COMPILES_CHECKPOINTS or not torch.compiler.is_compiling())
         outputs = []
         for n, start in enumerate(range(0, T, ROWS)):

@@ -5,7 +5,6 @@ The kernels are imported when they first run: this module costs nothing where th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -153,22 +152,9 @@ def path_kernel() -> Kernel:
 
         given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
         check_softmax(given, q, gate)
-        _refuse_both(given)
-        kernel: Callable[..., Output] = functools.partial(
-            path_attention, scale=scale, prune=prune, logit_bound=logit_bound, window=window, sink=sink,
-            return_lse=return_lse, impl="triton",
-        )  # fmt: skip
-
-        def attend(
-            q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, a: Tensor | None, g: Tensor | None,
-            borders: Tensor | None,
-        ) -> Output:  # fmt: skip
-            return kernel(q, k, v, w=w, beta=beta, log_diag=a, log_decay=g, cu_seqlens=borders)
-
         gate = gate.per_token(q)
-        w, beta, a = cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_diag
-        rows = (q.to(v.dtype), k.to(v.dtype), v, w, beta, None if a is None else a.float(), gate.log_decay)
-        return attend(*rows, cu_seqlens) if valid is None else on_packed(attend, valid, *rows)
+        a = None if gate.log_diag is None else gate.log_diag.float()
+        return _whole(path_attention, q, k, v, given, w=gate.w, beta=gate.beta, log_diag=a, log_decay=gate.log_decay)
 
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
@@ -261,18 +247,8 @@ def wall_kernel() -> Kernel:
 
         given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
         check_softmax(given, q, gate)
-        _refuse_both(given)
-        kernel: Callable[..., Output] = functools.partial(
-            wall_attention, scale=scale, prune=prune, logit_bound=logit_bound, window=window, sink=sink,
-            return_lse=return_lse, impl="triton",
-        )  # fmt: skip
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor | None, borders: Tensor | None) -> Output:
-            return kernel(q, k, v, log_diag=a, log_decay=g, cu_seqlens=borders)
-
-        g = gate.per_token(q).log_decay
-        rows = (q.to(v.dtype), k.to(v.dtype), v, cast(Tensor, gate.log_diag).float(), None if g is None else g.float())
-        return attend(*rows, cu_seqlens) if valid is None else on_packed(attend, valid, *rows)
+        a, g = cast(Tensor, gate.log_diag).float(), gate.per_token(q).log_decay
+        return _whole(wall_attention, q, k, v, given, log_diag=a, log_decay=None if g is None else g.float())
 
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
@@ -336,6 +312,24 @@ def wall_kernel() -> Kernel:
         return chosen.kernels(_records_any(call)), chosen.why
 
     return Kernel(run, extend, refuses, explain)
+
+
+def _whole(
+    attention: Callable[..., Output], q: Tensor, k: Tensor, v: Tensor, given: SoftmaxOptions, **parts: Tensor | None
+) -> Output:
+    """A fused kernel on whole sequences, with these parts of the gate; with ``valid`` they run packed."""
+    _refuse_both(given)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> Output:
+        *values, borders = more
+        return attention(
+            q, k, v, cu_seqlens=borders, scale=given.scale, prune=given.prune, logit_bound=given.logit_bound,
+            window=given.window, sink=given.sink, return_lse=given.return_lse, impl="triton",
+            **dict(zip(parts, values, strict=True)),
+        )  # fmt: skip
+
+    rows: tuple[Any, ...] = (q.to(v.dtype), k.to(v.dtype), v, *parts.values())
+    return attend(*rows, given.cu_seqlens) if given.valid is None else on_packed(attend, given.valid, *rows)
 
 
 BOTH = "the triton form takes valid or cu_seqlens, not both"

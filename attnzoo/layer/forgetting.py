@@ -71,6 +71,7 @@ class Forget(PreciseModule):
 
     The features of a key are the directions of k and v and the logarithms of their lengths; those of a query the
     direction of q; those of a pair its age, its logit and the running mean of the attention to the key (section 2.2).
+    They are constants for the gradient, so that only the loss of the task trains what is outside the network.
 
     Args:
         options: see :class:`~attnzoo.algebra.forgetting.Forgetting`.
@@ -139,7 +140,7 @@ class Forget(PreciseModule):
 
     def of_keys(self, k: Tensor, v: Tensor) -> Tensor:
         """What the network remembers of keys ``[B, T, G, K]`` and values ``[B, T, G, V]``: ``[B, G, T, X]``."""
-        k, v = (wide(x).transpose(1, 2) for x in (k, v))
+        k, v = (wide(x.detach()).transpose(1, 2) for x in (k, v))
         keys = torch.cat([_direction(k), _direction(v), _log_length(k), _log_length(v)], -1) @ self.key.mT + self.offset
         if self.options.of_pairs:
             return keys
@@ -151,7 +152,7 @@ class Forget(PreciseModule):
 
     def of_rows(self, q: Tensor) -> Tensor:
         """What the network sees of queries ``[B, T, H, K]``: ``[B, G, T, X]``, nothing where it looks at keys alone."""
-        q = reduce(wide(q), "b t (g r) k -> b g t k", "mean", g=self.heads)
+        q = reduce(wide(q.detach()), "b t (g r) k -> b g t k", "mean", g=self.heads)
         return _direction(q) @ self.query.mT if self.options.of_pairs else q[..., :0]
 
     def join(self, keys: Tensor, rows: Tensor) -> Retention:

@@ -32,12 +32,13 @@ def results() -> None:
             style.save(drawing, lambda theme, e=experiment, o=outcome: picture(e, o)[0])  # type: ignore[misc]
             dark = style.OUT / f"{drawing}.dark.svg"
             dark.write_text(re.sub("|".join(DARK), lambda color: DARK[color[0]], dark.read_text()))
+            dots = "" if experiment.overlays else "every run a small dot, "
             counts = Counter(verdict.word for _, verdict in outcome.verdicts(experiment))
             verdicts = ", ".join(f"{counts[word]} {word}" for word in ("seen", "not seen", "undecided") if counts[word])
             page = f"[{measured.size}, {measured.date}](src:docs/results/{Path(measured.result).stem}.md)"
             parts.append(
                 f"## {experiment.title}\n\n`attnzoo experiment run {name}`, {page}: {verdicts}.\n\n"
-                f"![{words[0].upper()}{words[1:]}: every run a small dot, means with their standard errors]"
+                f"![{words[0].upper()}{words[1:]}: {dots}means with their standard errors]"
                 f"(../figures/out/{drawing}.svg)\n\n*{words[0].upper()}{words[1:]}.*"
             )
     index = RESULTS / "index.md"

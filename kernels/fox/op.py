@@ -103,7 +103,9 @@ def fox_forward_op(
     chosen = _plan(q, k, v, gate_gradient=gate_gradient, deterministic=deterministic)
     with on_device_of(q):
         c, base, since, start = bounds(q, k, log_decay, cu_seqlens, logit_bound, scale, window, bound, log_eps)
-        o_rest = q.new_zeros((*q.shape[:3], v.shape[3])) if chosen.keeps_rest else None
+        o_rest = None
+        if chosen.keeps_rest:  # the split-key forward leaves it as it is, the others fill it
+            o_rest = (q.new_zeros if chosen.forward == "split" else q.new_empty)((*q.shape[:3], v.shape[3]))
         o, lse = _launch(chosen, q, k, v, log_decay, sink, c, base, since, start, scale, o_rest=o_rest)
         rows = row_lse(lse, log_decay, c, base, k.shape[1]) if return_lse else lse.new_empty(0)
     return o, rows, lse, *kept_of_forward(lse, c, base, since, start), q.new_empty(0) if o_rest is None else o_rest

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fox_cases import DEVICE
+from fox_cases import DEVICE, SMALL
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import triton_version
 from attnzoo.kernels.common.tiles import HOPPER_BACKWARD
+from attnzoo.kernels.fox.portable.forward import fox_forward
+from attnzoo.kernels.fox.reference import fox_reference
 
 pytestmark = pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
 B, H, K = 2, 3, 40
@@ -73,3 +75,12 @@ def test_delta_takes_the_dropped_part_of_the_output(o_rest: bool) -> None:
     want = (exact.double() * do.half().double()).sum(-1).transpose(1, 2)
     error = float((delta[:, :T].view(B, H, T).double() - want).norm() / want.norm())
     assert error < 1e-6 if o_rest else 1e-5 < error < 1e-3
+
+
+def test_the_forward_fills_all_of_what_the_rounding_dropped() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, 70, H, K, generator=generator).half().to(DEVICE) for _ in range(3))
+    rest = torch.full_like(q, float("nan"))
+    o, _ = fox_forward(q, k, v, None, None, None, None, None, None, 0.2, SMALL, o_rest=rest)
+    exact = fox_reference(q.double(), k.double(), v.double(), log_decay=None, scale=0.2)
+    assert float((o.double() + rest.double() - exact).norm()) < 0.8 * float((o.double() - exact).norm())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -65,6 +66,20 @@ def test_kernel_within_budget_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
     within_budget(case, x, triton(case, x))
 
 
+@torch.no_grad()
+def test_pruned_rows_lose_no_more_than_eps() -> None:
+    """And as many blocks go as in the reference."""
+    x = inputs(Case(T=200, H=1, gate="open", diag="open"), torch.float32)
+    gates: dict[str, Any] = {n: x[n] for n in ("w", "beta", "log_diag")}
+    gates["log_decay"] = torch.full_like(x["log_decay"], -0.12)
+    run = functools.partial(path_attention, 0.1 * x["q"], x["k"], x["v"], **gates, return_lse=True)
+    eps = 1e-2
+    (_, lse), (_, want) = (run(impl=impl, prune=Prune(eps)) for impl in ("triton", "reference"))
+    lost = 1 - (lse - run(impl="reference")[1]).exp()
+    assert 1e-6 < float(lost.max()) <= eps
+    torch.testing.assert_close(lse, want, rtol=1e-5, atol=1e-5)
+
+
 def test_frozen_inputs_have_no_gradient() -> None:
     """And the numbers of the others are those of all gradients, whatever kernels are left out."""
     x = {n: t for n, t in inputs(Case(T=20, H=1, gate="none", diag="open"), torch.float32).items() if n != "do"}
@@ -96,13 +111,18 @@ def test_wrong_gates_are_named(log_diag: Any, message: str) -> None:
 
 
 def draw(T: int, K: int, gates: str, H: int = 1) -> list[Tensor]:
-    """q, k, w (some repeated), beta (some 0, some 2) and log gates: strong (to -50) or some of them closed."""
+    """q, k, w (some repeated), beta (some 0, some 2) and log gates: open, uneven, strong (to -50) or closed."""
     g = torch.Generator().manual_seed(0)
     q, k, w = (torch.randn(1, T, H, K, generator=g) for _ in range(3))
     again = torch.rand(T, generator=g) < 0.3
     w[:, again] = w[:, :1].clone()
     u, a = torch.rand(1, T, H, K, generator=g), -0.2 * torch.rand(1, T, H, K, generator=g)
-    a = 250.0 * a * u**4 if gates == "strong" else a.masked_fill(u < 0.02, -math.inf).masked_fill(u > 0.7, 0.0)
+    if gates == "strong":
+        a = 250.0 * a * u**4
+    if gates == "closed":
+        a = a.masked_fill(u < 0.02, -math.inf).masked_fill(u > 0.7, 0.0)
+    if gates == "uneven":  # groups of 16 tokens are calm, those of 64 are not
+        a[:, 20:40] *= 4.0
     beta = (4 * torch.rand(1, T, H, generator=g) - 1).clamp(0, 2)
     return [x.to(DEVICE) for x in (q, k, w / w.norm(dim=-1, keepdim=True), beta, a)]
 
@@ -130,7 +150,9 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
 
 
-@pytest.mark.parametrize(("T", "K", "gates"), [(130, 16, "strong"), (70, 80, "closed")])
+@pytest.mark.parametrize(
+    ("T", "K", "gates"), [(130, 16, "strong"), (70, 80, "closed"), (50, 16, "open"), (50, 16, "uneven")]
+)
 def test_block_kernels_equal_the_definition(T: int, K: int, gates: str) -> None:
     """M to the rounding of a matrix of length 1: it takes gates that make it small to nothing."""
     x = draw(T, K, gates)

@@ -91,11 +91,17 @@ EXPERIMENT = Experiment(
         Expectation("Without a second phase more is missed.", PAPER.format(7),
                     Below(Value("key", NETWORK, TIGHT), Value("no second phase", NETWORK, TIGHT))),
     ),
-    overlays=(
+    overlays=tuple(
         Overlay(
-            "One thing changed", "wrong answers",
-            (*((each.name, each.name, NETWORK) for each in ABLATIONS), ("later use", "rope", "later use"),
-             ("window", "rope", WINDOW)),
-        ),
+            f"{title}: one thing changed", "wrong answers",
+            (("window", "rope", WINDOW), ("later use", "rope", "later use"), ("as it is", "key", NETWORK),
+             *((name, name, NETWORK) for name in names)),
+        )
+        for title, names in (
+            ("What the network looks at, monotone or free", ("pair", "attention", "decay", "pair, free")),
+            ("What it learns from", ("plain maximum", "plain soft maximum", "discount", "no second phase")),
+            ("How it is trained", ("sharp from the start", "shallow layers first", "deep layers first",
+                                   "learned budget", "all weights")),
+        )
     ),
 )  # fmt: skip

@@ -26,11 +26,11 @@ EXPERIMENT = Experiment(
     ),
     arms=(
         Arm("rope", "rope"),
-        Arm("fox", "fox"),
         network("rope, key", "rope"),
         network("rope, pair", "rope", network="pair"),
         network("rope, attention", "rope", network="attention"),
         network("rope, decay", "rope", network="decay"),
+        Arm("fox", "fox"),
         network("fox, key", "fox"),
     ),
     options={"block": "pro"},

@@ -129,9 +129,10 @@ def lines(found: MemoryCurves) -> list[str]:
         f"{found.windows} windows of {found.length:,} tokens; with all keys {found.whole:.4f} nats",
         *(line.rstrip() for line in table(header, rows)),
     ]
-    for name, some in (("soonest", often[:10]), ("latest", often[:-11:-1])):
-        if some:
-            said.append(f"given up {name}: {' '.join(repr(word) for word, _, _ in some)}"[:80])
+    some = min(8, len(often) // 2)
+    for name, part in (("soonest", often[:some]), ("latest", often[: -some - 1 : -1])):
+        if part:
+            said.append(f"given up {name}: {' '.join(repr(word) for word, _, _ in part)}"[:80])
     return said
 
 
@@ -159,10 +160,11 @@ def page(found: MemoryCurves, title: str) -> str:
             gone = f"{100 * (ages[head] >= 0).mean():.0f} % given up"
             parts.append((f"layer {layer}, key head {head}", gone, _spans(text, life[head], ages[head])))
     often = text.by_word()
+    some = min(16, len(often) // 2)
     held = f"A head may hold {text.budget:,} of {len(text.tokens):,} keys" if text.budget else "No limit"
     return fill(
         "forgotten.html.j2", title="What is forgotten", model=title, rule=WORDS[text.rule], held=held, parts=parts,
-        words=[("soonest", often[:16]), ("latest", often[:-17:-1])],
+        words=[("soonest", often[:some]), ("latest", often[: -some - 1 : -1])],
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from attnzoo.experiments import figures, run_figures
 from attnzoo.experiments.claims import LEVEL, Array, AtLeast, AtMost, Correlated, Value
-from attnzoo.experiments.experiment import Arm, Experiment, Grid
+from attnzoo.experiments.experiment import Arm, Experiment, Grid, Overlay
 from attnzoo.experiments.figures import Line, Look, to_svg
 from attnzoo.experiments.outcome import Outcome, Trained
 from attnzoo.experiments.probes import Probe
@@ -62,8 +62,11 @@ def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
 
 
 def picture(experiment: Experiment, outcome: Outcome) -> tuple[Figure, str]:
-    """The outcome in one figure, and what it shows in words: what a part gains on either side, if that is asked, else
-    every run, at the last place that the first expectation is about."""
+    """The outcome in one figure, and what it shows in words: the first picture that lays several arms over each other,
+    or what a part gains on either side, if that is asked, else every run, at the last place that the first expectation
+    is about."""
+    if experiment.overlays:
+        return _overlay_figure(experiment, experiment.overlays[0], outcome)[0], experiment.overlays[0].title
     kinds, looks = _kinds_and_looks(experiment)
     judged = experiment.judged(outcome.size)
     for each in judged:
@@ -235,28 +238,34 @@ def _line(arm: str, probe: Probe, outcome: Outcome, look: Look) -> Line:
 
 
 def _overlays(experiment: Experiment, outcome: Outcome) -> list[dict[str, str]]:
-    """Pictures of several arms and probes; what has no number yet is left out."""
-    found: list[dict[str, str]] = []
-    probes = {probe.name: probe for probe in experiment.probes}
-    for overlay in experiment.overlays:
-        names = [label for label, *_ in (*overlay.curves, *overlay.points)]
-        looks = {name: Look(figures.PAIR_COLORS[n % len(figures.PAIR_COLORS)], ()) for n, name in enumerate(names)}
-        lines = [
-            replace(_line(arm, probes[name], outcome, looks[label]), label=label, key=label)
-            for label, arm, name in overlay.curves
-            if outcome.places(arm, name)
-        ]
-        points = [
-            run_figures.Gains(label, label, outcome.values(Value(arm, x)), outcome.values(Value(arm, y)), looks[label])
-            for label, arm, x, y in overlay.points
-            if outcome.places(arm, x) and outcome.places(arm, y)
-        ]
-        first = probes[overlay.curves[0][2]]
-        figure = run_figures.overlay(lines, points, xlabel=first.places, ylabel=overlay.axis, percent=first.percent)
-        svg = to_svg(figure, f"overlay-{len(found)}", overlay.title)
-        text = f"Over the {first.places}; means of the seeds with their standard errors."
+    """Pictures of several arms and probes, with what they show."""
+    found = []
+    for number, overlay in enumerate(experiment.overlays):
+        figure, over = _overlay_figure(experiment, overlay, outcome)
+        text = f"Over the {over}; means of the seeds with their standard errors."
+        svg = to_svg(figure, f"overlay-{number}", overlay.title)
         found.append({"title": overlay.title, "svg": svg, "text": text})
     return found
+
+
+def _overlay_figure(experiment: Experiment, overlay: Overlay, outcome: Outcome) -> tuple[Figure, str]:
+    """The figure, and what its places are; what has no number yet is left out."""
+    probes = {probe.name: probe for probe in experiment.probes}
+    names = [label for label, *_ in (*overlay.curves, *overlay.points)]
+    looks = {name: Look(figures.PAIR_COLORS[n % len(figures.PAIR_COLORS)], ()) for n, name in enumerate(names)}
+    lines = [
+        replace(_line(arm, probes[name], outcome, looks[label]), label=label, key=label)
+        for label, arm, name in overlay.curves
+        if outcome.places(arm, name)
+    ]
+    points = [
+        run_figures.Gains(label, label, outcome.values(Value(arm, x)), outcome.values(Value(arm, y)), looks[label])
+        for label, arm, x, y in overlay.points
+        if outcome.places(arm, x) and outcome.places(arm, y)
+    ]
+    first = probes[overlay.curves[0][2]]
+    figure = run_figures.overlay(lines, points, xlabel=first.places, ylabel=overlay.axis, percent=first.percent)
+    return figure, first.places
 
 
 def _limits_of(experiment: Experiment, probe: Probe) -> list[float]:

@@ -12,7 +12,8 @@ its end, D the decay of all of it,
     diag = tril(QK - tril(QW) Z)     qb = Q̂ - tril(QW) X Ŵ     kb = Ǩ - Z^T W̌     M = D - Ŵ^T X^T W̌.
 
 Each pair of tokens meets between two groups of 1, 2, ..., 32 tokens, as in ``wall/portable/carry.py``: no exponent is
-positive, so that gates of any strength are exact.
+positive, so that gates of any strength are exact. Where no channel decays by more than 2^CALM over the largest groups
+that are calm, 16 or 64 tokens, all pairs inside of them meet at once, in the middle of their group's decay.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from attnzoo.kernels.path.levels import BLOCK, Leaves
 
 from .inverse import _mm, _pieces, _unit_lower_inverse, tree_block
 from .tree import new_tree
+
+CALM = tl.constexpr(-12.0)
 
 
 class DecayedKept(NamedTuple):
@@ -53,6 +56,33 @@ def block_of(T, H: tl.constexpr, C: tl.constexpr):
     i_c, i_bh = tl.program_id(0) % n_c, tl.program_id(0) // n_c
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     return i_b, i_h, (i_c * C).to(tl.int64), T - i_c * C, (i_b * n_c + i_c) * H + i_h
+
+
+@triton.jit
+def calm_groups(b_a, C: tl.constexpr, BC: tl.constexpr):
+    """Groups of 2^i tokens that are calm: i of 6 or 4, or 0 for none."""
+    b_s = tl.sum(tl.reshape(b_a, [C // 16, 16, BC]), 1)
+    whole = tl.min(tl.sum(b_a, 0), 0) >= CALM
+    return tl.where(whole, 6, tl.where(tl.min(tl.min(b_s, 1), 0) >= CALM, 4, 0))
+
+
+@triton.jit
+def pairs_of(o_c, n, calm):
+    """The pairs of step n, which starts at max(calm - 1, 0), their groups of 2^i, and whether they meet inside."""
+    inside = (calm > 0) & (n < calm)
+    i = tl.where(inside, calm, n)
+    b_g = o_c >> i
+    m_in = (b_g[:, None] == b_g[None, :]) & (o_c[:, None] > o_c[None, :])
+    return (inside & m_in) | ((not inside) & meet(o_c, n)), i, inside
+
+
+@triton.jit
+def decays(b_a, o_c, i, inside, NP: tl.constexpr):
+    """Log2 decays from the start of t's group to t, and from t to its end; inside of it from its middle. # [C, BC]"""
+    m_to, m_after = spans(o_c, i)
+    b_e, b_f = add_gates(m_to, b_a, NP), add_gates(m_after, b_a, NP)
+    b_half = tl.where(inside, 0.5 * (b_e + b_f), 0.0)
+    return b_e - b_half, b_f - b_half, m_to, m_after
 
 
 @triton.jit
@@ -97,11 +127,11 @@ def path_decayed_pairs_kernel(
             m_own = o_c[:, None] == o_c[None, :]
             b_xk += tl.where(m_own, tl.sum(b_x * b_k, 1)[:, None], 0.0)
             b_xw += tl.where(m_own, tl.sum(b_x * b_w, 1)[:, None], 0.0)
-        for i in tl.range(6, num_stages=1):  # groups of 1, 2, ..., 32 tokens
-            m_to, m_after = spans(o_c, i)
-            m_i = meet(o_c, i)
-            b_y = b_x * tl.exp2(add_gates(m_to, b_a, NP))
-            b_e = tl.exp2(add_gates(m_after, b_a, NP))
+        calm = calm_groups(b_a, C, BC)
+        for n in tl.range(tl.maximum(calm - 1, 0), 6, num_stages=1):  # groups of 1, 2, ..., 32 tokens
+            m_i, i, inside = pairs_of(o_c, n, calm)
+            b_e, b_f, _, _ = decays(b_a, o_c, i, inside, NP)
+            b_y, b_e = b_x * tl.exp2(b_e), tl.exp2(b_f)
             b_xk += tl.where(m_i, tl.dot(b_y, tl.trans(b_k * b_e), input_precision=PREC), 0.0)
             b_e = tl.trans(b_w * b_e)
             if FINE:
@@ -226,7 +256,18 @@ def decayed_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_diag: Tenso
     del plain["PREC"]
     path_decayed_pairs_kernel[grid](q, k, w, log_diag, pairs[0], pairs[1], T, *strides, **given, OWN=True, FINE=False)
     path_decayed_pairs_kernel[grid](  # errors of X would add up along the sequence
-        w, k, w, log_diag, pairs[2], pairs[3], T, *w.stride()[:3], *strides[3:], **given, OWN=False, FINE=True
+        w,
+        k,
+        w,
+        log_diag,
+        pairs[2],
+        pairs[3],
+        T,
+        *w.stride()[:3],
+        *strides[3:],
+        **given,
+        OWN=False,
+        FINE=q.dtype != torch.float32,
     )
     path_decayed_inverse_kernel[grid](
         pairs[3], beta, kept.v, kept.x, T, *beta.stride(), H=H, C=BLOCK, num_warps=4, num_stages=1

@@ -6,7 +6,8 @@ and the gates.
 
 A gate lies between the tokens of a pair, and the derivative of what the pair contributes in it is that contribution
 itself. So a gate's gradient is the sum of :math:`x\,dx` over the vectors x that pass it, group by group, as in
-``wall/portable/carry_backward.py``: nothing cancels, and a gate that is closed gets exactly 0.
+``wall/portable/carry_backward.py``: nothing cancels, and a gate that is closed gets exactly 0. Inside of calm groups
+the pairs that lie after a gate are taken off: of at most 64 tokens, and with no closed gate among them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, meet, spans
+from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, spans
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves
 
 from .blocks import Gradients
-from .decayed import DecayedKept, apart, block_of, carried, options
+from .decayed import DecayedKept, apart, block_of, calm_groups, carried, decays, options, pairs_of
 
 
 @triton.jit(do_not_specialize=["T", "B"])
@@ -145,14 +146,14 @@ def path_decayed_pairs_bwd_kernel(
     stride_dxb, stride_dxt, stride_dxh, stride_dgb, stride_dgt, stride_dgh,
     H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, C: tl.constexpr, NP: tl.constexpr,
     PREC: tl.constexpr, EARLY: tl.constexpr, OWN: tl.constexpr, GATE: tl.constexpr, PART: tl.constexpr,
-    LAST: tl.constexpr,
+    LAST: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """dx from its products with y and z, which are later if x is EARLY, and with the vectors outside of the block.
 
     p_dy, p_dz: gradients of these products, [B, nC, H, C, C], of the later vector by rows; of OWN of them the diagonal
     counts, too. p_dc [B, T, H, K]: that of x as it is carried out of the block. With PART dx is added to p_part.
-    With GATE what x adds to the gates' gradient: for the first vector (of OWN = 2) it is stored, for the others added,
-    for the LAST one with what the whole block's decay gives.
+    With GATE what x adds to the gates' gradient, summed in precision SUMS: for the first vector (of OWN = 2) it is
+    stored, for the others added, for the LAST one with what the whole block's decay gives.
     """
     i_b, i_h, r, R, i_n = block_of(T, H, C)
     o_c = tl.arange(0, C)
@@ -186,20 +187,27 @@ def path_decayed_pairs_bwd_kernel(
         if OWN > 1:
             d_own = tl.load(p_dz + o_c * (C + 1), mask=o_c < R, other=0.0)[:, None]
             d_x += d_own * load_tile(p_z, o_c, o_n, stride_zt, R, K, BK, True)
-        for i in tl.range(6, num_stages=1):
-            m_upto, m_past = spans(o_c, i)
-            m_i = meet(o_c, i) & (o_c < R)[:, None]
-            b_e = add_gates(m_upto if EARLY else m_past, b_a, NP)
+        calm = calm_groups(b_a, C, BC)
+        for n in tl.range(tl.maximum(calm - 1, 0), 6, num_stages=1):
+            m_i, i, inside = pairs_of(o_c, n, calm)
+            m_i, z = m_i & (o_c < R)[:, None], n >> 3  # z is 0: reads that depend on n stay here, out of registers
+            b_e, b_f, m_upto, m_past = decays(b_a, o_c, i, inside, NP)
+            if not EARLY:
+                b_e, b_f = b_f, b_e
             b_d = tl.load(p_dy + o_cc, mask=m_i, other=0.0)
-            b_y = carried(p_y, b_e, o_c, o_n, stride_yt, R, K, BK)
+            b_y = carried(p_y + z, b_e, o_c, o_n, stride_yt, R, K, BK)
             d_y = tl.dot(tl.trans(b_d) if EARLY else b_d, b_y, input_precision=PREC)
             b_d = tl.load(p_dz + o_cc, mask=m_i, other=0.0)
-            b_y = carried(p_z, b_e, o_c, o_n, stride_zt, R, K, BK)
+            b_y = carried(p_z + z, b_e, o_c, o_n, stride_zt, R, K, BK)
             d_y = tl.dot(tl.trans(b_d) if EARLY else b_d, b_y, d_y, input_precision=PREC)
-            d_y *= tl.exp2(add_gates(m_past if EARLY else m_upto, b_a, NP))
+            d_y *= tl.exp2(b_f)
             d_x += d_y
             if GATE:
-                d_g = add_gates_of(d_g, m_past if EARLY else m_upto, d_y * b_x, PREC)
+                d_y *= load_tile(p_x + z, o_c, o_n, stride_xt, R, K, BK, True)
+                if EARLY:  # pairs that lie after the gate, off what later vectors give
+                    d_y = tl.where(inside, -d_y, d_y)
+                    m_upto = (inside & m_upto) | ((not inside) & m_past)
+                d_g = add_gates_of(d_g, m_upto, d_y, SUMS)
         if PART:
             d_x += tl.load(p_part + o_x, mask=m_x, other=0.0)
         tl.store(p_dx + o_c[:, None] * stride_dxt + o_n[None, :], d_x.to(p_dx.dtype.element_ty), mask=m_x)
@@ -250,6 +258,7 @@ def decayed_backward(
             x, y, w, log_diag, dy, dz, carried, dx if part is None else part, dx, g, d.m, T, N, *x.stride()[:3],
             *y.stride()[:3], *gates, *dx.stride()[:3], *g.stride()[:3], **given, EARLY=early, OWN=own,
             GATE=dw is not None, PART=part is not None, LAST=part is not None,
+            SUMS="tf32" if q.dtype == torch.bfloat16 else "tf32x3",
         )  # fmt: skip
 
     vector(q, k, d.diag, dpairs[0], d.q, dq, False, 2)

@@ -1,0 +1,28 @@
+"""Small models behind Hugging Face's interface."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from attnzoo.models.hf import AttnzooConfig, AttnzooForCausalLM  # noqa: E402
+
+HYBRID = ["mamba2", "fox"]
+SOME = ["fox", "path_fox", "complex_linear", "retnet", "gated_deltanet", HYBRID]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+
+
+def build(attention="fox", seed=0, **options):
+    torch.manual_seed(seed)
+    config = AttnzooConfig(attention, **{**SIZES, "pad_token_id": 0, "eos_token_id": None, **options})
+    return AttnzooForCausalLM(config).eval()
+
+
+def load(folder, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def ids(model):
+    return "-".join(model) if isinstance(model, list) else model

@@ -1,0 +1,238 @@
+"""The decoder behind Hugging Face's interface: `generate` is the decoder's own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hf_models import HYBRID, SOME, build, ids
+
+from attnzoo.forms import memory
+
+transformers = pytest.importorskip("transformers")
+
+from attnzoo.models.hf import AttnzooForCausalLM, ModelCache  # noqa: E402
+from attnzoo.models.hf.generate import _engines as generators  # noqa: E402
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("attention", SOME, ids=ids)
+def test_generate_is_the_decoders_own(attention, tokens):
+    model = build(attention)
+    greedy = model.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert torch.equal(greedy, model.model.generate(tokens, 8, temperature=0))
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), tokens], 1)
+    left = model.generate(padded, attention_mask=(padded != 0).long(), max_new_tokens=8, do_sample=False)
+    assert torch.equal(left[:, 3:], greedy)
+    assert torch.equal(model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=False), greedy)
+
+
+def test_sampling_draws_from_the_models_distribution(tokens):
+    model = build()
+    torch.manual_seed(3)
+    theirs = model.generate(tokens, max_new_tokens=6, do_sample=True, top_k=5, num_return_sequences=3)
+    assert theirs.shape == (6, 15)
+    logits = model(theirs[:, :-1]).logits[:, 8:]
+    allowed = logits.topk(5).indices
+    assert (allowed == theirs[:, 9:, None]).any(-1).all()
+    assert len(torch.unique(theirs, dim=0)) > 2
+
+
+def test_samples_are_the_decoders_own(tokens):
+    model = build()
+    torch.manual_seed(3)
+    theirs = model.generate(tokens, max_new_tokens=12, do_sample=True, top_k=5, temperature=0.7)
+    torch.manual_seed(3)
+    assert torch.equal(theirs, model.model.generate(tokens, 12, temperature=0.7, top_k=5))
+
+
+def test_continuing_embedded_tokens(tokens):
+    model = build()
+    embedded = model.get_input_embeddings()(tokens)
+    greedy = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(inputs_embeds=embedded, **greedy), model.generate(tokens, **greedy)[:, 9:])
+
+
+@pytest.mark.parametrize("attention", ["fox", "gated_deltanet"])
+def test_beams_are_those_of_a_search_without_a_cache(attention, tokens):
+    model = build(attention)
+    options = {"max_new_tokens": 5, "num_beams": 3, "num_return_sequences": 3, "do_sample": False}
+    cached = model.generate(tokens, **options)
+    assert torch.equal(cached, model.generate(tokens, **options, use_cache=False))
+    scores = [model(row[None], labels=row[None]).loss for row in cached[:3]]
+    assert scores == sorted(scores)
+
+
+def test_a_cache_goes_on_where_it_stopped(tokens):
+    model = build(HYBRID)
+    whole = model(tokens).logits
+    first = model(tokens[:, :5], use_cache=True)
+    second = model(tokens[:, 5:], past_key_values=first.past_key_values, logits_to_keep=1)
+    assert first.past_key_values.get_seq_length() == 9
+    torch.testing.assert_close(second.logits, whole[:, -1:], rtol=1e-4, atol=1e-5)
+
+
+def test_rejected_tokens_are_taken_back():
+    model = build("fox")
+    rows = torch.randint(1, 64, (2, 9))
+    cache = ModelCache(model.model.new_cache())
+    model(rows, past_key_values=cache)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 6
+    again = model(rows[:, 6:], past_key_values=cache).logits
+    torch.testing.assert_close(again, model(rows).logits[:, 6:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_that_cannot_give_tokens_back_says_so_and_stays_as_it_was(tokens):
+    model = build(["fox", "mamba2"])
+    cache = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="expected all 9"):
+        cache.crop(4)
+    assert [layer.get_seq_length() for layer in cache.layers] == [9, 9]
+
+
+def test_assisted_generation_is_greedy_generation(tokens):
+    model, helper = build("fox"), build("fox", seed=1)
+    row = tokens[:1]
+    greedy = model.generate(row, max_new_tokens=8, do_sample=False)
+    assisted = {"max_new_tokens": 8, "do_sample": False, "assistant_model": helper}
+    assert torch.equal(model.generate(row, **assisted), greedy)
+    assert torch.equal(model.generate(row, **assisted, engine=True), greedy)
+    lookup = {"max_new_tokens": 8, "do_sample": False, "prompt_lookup_num_tokens": 3, "engine": True}
+    assert torch.equal(model.generate(row, **lookup), greedy)
+    with pytest.raises(ValueError, match="engine: expected None .*draft: expected None .no token is taken back"):
+        build("path").generate(row, **lookup)
+
+
+def test_a_budget_holds_in_the_loop_and_on_the_engine(tokens):
+    model = build("rope", attention_options={"forgetting": {"window": 2, "width": 4}})
+    given = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.model.generate(tokens, 6, temperature=0, budget=3)
+    for engine in (False, True):
+        assert torch.equal(model.generate(tokens, **given, budget=3, engine=engine), expected)
+    assert not torch.equal(model.generate(tokens, **given), expected)
+    with pytest.raises(ValueError, match="budget: expected None .no layer forgets., got 3"):
+        build("rope").generate(tokens, **given, budget=3)
+    cache = ModelCache(model.model.new_cache())
+    with pytest.raises(ValueError, match="budget: expected None beside past_key_values"):
+        model.generate(tokens, **given, budget=3, past_key_values=cache)
+
+
+ENGINE = ["fox", "path_fox", HYBRID]
+
+
+@pytest.mark.parametrize("attention", ENGINE, ids=ids)
+def test_the_engine_gives_the_same_greedy_tokens(attention, tokens, caplog):
+    model = build(attention).train()
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), tokens], 1)
+    padded[1, 3:6] = 0
+    given = {"input_ids": padded, "attention_mask": (padded != 0).long(), "max_new_tokens": 20, "do_sample": False}
+    with caplog.at_level("INFO", logger="attnzoo"):
+        expected = model.generate(**given)
+        found = model.generate(**given, engine=True)
+    assert torch.equal(found, expected)
+    assert model.training
+    assert [record.message for record in caplog.records if record.message.startswith("generate")] == [
+        "generate runs the loop of transformers: on cpu (engine=True runs it)",
+        "generate ran on the engine",
+    ]
+    stop = {"eos_token_id": [int(expected[0, 15]), int(expected[1, 20])], "pad_token_id": 0}
+    assert torch.equal(model.generate(**given, **stop, engine=True), model.generate(**given, **stop))
+    short = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(model.generate(tokens[:1], short, engine=True), model.generate(tokens[:1], short))
+
+
+def test_the_engine_is_kept_until_another_one_is_needed(tokens):
+    model = build()
+    for row in (tokens, tokens.flip(0)):
+        first = generators.get(model)
+        found = model.generate(row, max_new_tokens=4, do_sample=False, engine=True)
+        assert first in (None, generators[model])
+        assert torch.equal(found, model.generate(row, max_new_tokens=4, do_sample=False))
+    model.load_state_dict({name: x.neg() for name, x in model.state_dict().items()})
+    greedy = {"max_new_tokens": 300, "do_sample": False, "eos_token_id": list(range(64))}  # ends at once
+    assert torch.equal(model.generate(tokens, **greedy, engine=True), model.generate(tokens, **greedy))
+    assert generators[model][1].max_tokens == 512
+    model.release_engine()
+    assert model not in generators
+    assert isinstance(copy.deepcopy(model), AttnzooForCausalLM)
+
+
+def test_the_engine_samples_from_the_models_distribution(tokens):
+    model = build()
+    for settings in ({"top_k": 5}, {"top_p": 0.6, "top_k": 0}, {"temperature": 0.5, "top_k": 0}):
+        torch.manual_seed(3)
+        given = {"max_new_tokens": 8, "do_sample": True, "engine": True, **settings}
+        drawn = model.generate(tokens.repeat(4, 1), **given)
+        assert len(torch.unique(drawn[:, 9:], dim=0)) > 4
+        p = (model(drawn[:, :-1]).logits[:, 8:] / settings.get("temperature", 1.0)).softmax(-1)
+        mine = p.gather(-1, drawn[:, 9:, None])
+        if settings.get("top_k"):
+            assert ((p > mine).sum(-1) < 5).all()
+        if "top_p" in settings:
+            assert (p.masked_fill(p <= mine, 0).sum(-1) < 0.6).all()
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(tokens.repeat(4, 1), **given), drawn)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams: expected 1, got 2"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty: expected 1.0, got 1.5"),
+        ({"do_sample": True, "top_k": 5, "top_p": 0.5}, "top_k, top_p: expected one of the two"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences: expected 1, got 2"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate: expected False, got True"),
+        ({"use_cache": False}, "use_cache: expected True, got False"),
+        ({"max_new_tokens": None, "max_length": 30}, "max_new_tokens: expected a number, got None"),
+        ({"stopping_criteria": [lambda *_, **__: False]}, "stopping_criteria: expected none"),
+        ({"attention_mask": torch.tensor([[1] * 8 + [0]] * 2)}, "attention_mask: expected .* padding on the left"),
+        ({"position_ids": torch.arange(9)[None]}, "position_ids: expected none"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_the_engine_cannot_do_is_the_loops(options, message, tokens, caplog):
+    model = build()
+    with pytest.raises(ValueError, match=f"engine: expected None or False here .*{message}"):
+        model.generate(tokens, **{"max_new_tokens": 4, **options}, engine=True)
+
+
+def test_what_would_fill_the_memory_is_refused_with_the_number(tokens, monkeypatch):
+    model, prompt = build(), tokens.repeat(1, 28)
+    monkeypatch.setattr(memory, "available", lambda device: 1000)
+    given = {"max_new_tokens": 300, "do_sample": False}
+    with pytest.raises(
+        MemoryError, match=r"cache of 253 tokens.*: expected room for \d+\.\d\d GiB on cpu, got 0\.00 GiB"
+    ):
+        model.generate(prompt, **given)
+    with pytest.raises(ValueError, match="here .caches of 2 sequences of 768 tokens .with .* for a step.: "):
+        model.generate(prompt, **given, engine=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ENGINE, ids=ids)
+def test_generate_runs_on_the_engine_of_a_gpu(attention, tokens, caplog):
+    model = build(attention, hidden_size=64).cuda()
+    with caplog.at_level("INFO", logger="attnzoo"):
+        found = model.generate(tokens.cuda(), max_new_tokens=80, do_sample=False)
+        model.generate(tokens.cuda(), max_new_tokens=8, do_sample=False)
+    assert [record.message for record in caplog.records if record.message.startswith("generate")] == [
+        "generate ran on the engine",
+        "generate runs the loop of transformers: max_new_tokens: expected at least 64 to be worth it, got 8",
+    ]
+    assert torch.equal(found, model.generate(tokens.cuda(), max_new_tokens=80, do_sample=False, engine=False))
+
+
+def test_another_kind_of_cache_is_refused_by_name(tokens):
+    with pytest.raises(ValueError, match="cache_implementation: .*'static'"):
+        build().generate(tokens, max_new_tokens=2, cache_implementation="static")
+
+
+def test_a_foreign_cache_is_refused(tokens):
+    with pytest.raises(TypeError, match="past_key_values: expected .*ModelCache, got DynamicCache"):
+        build()(tokens, past_key_values=transformers.DynamicCache())
