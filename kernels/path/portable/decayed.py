@@ -231,11 +231,14 @@ def path_decayed_product_kernel(
 
 
 def options(q: Tensor) -> dict[str, Any]:
-    """What all kernels of this level are compiled for: heads, tiles, pieces of gates, precision of products."""
-    (H, K), exact = q.shape[2:], q.dtype == torch.float32
+    """What all kernels of this level are compiled for: heads, tiles, pieces of gates, precision of products.
+
+    A product in TF32 drops 13 bits of its factors, and always towards 0: that is too coarse for float16.
+    """
+    (H, K), coarse = q.shape[2:], q.dtype == torch.bfloat16
     return {
-        "H": H, "K": K, "BK": tree_block(K), "BC": 64, "C": BLOCK, "NP": 3 if exact else 2,
-        "PREC": "tf32x3" if exact else "tf32", "num_warps": 8, "num_stages": 1,
+        "H": H, "K": K, "BK": tree_block(K), "BC": 64, "C": BLOCK, "NP": 3 if q.dtype == torch.float32 else 2,
+        "PREC": "tf32" if coarse else "tf32x3", "num_warps": 8, "num_stages": 1,
     }  # fmt: skip
 
 
@@ -267,7 +270,7 @@ def decayed_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_diag: Tenso
         *strides[3:],
         **given,
         OWN=False,
-        FINE=q.dtype != torch.float32,
+        FINE=q.dtype == torch.bfloat16,
     )
     path_decayed_inverse_kernel[grid](
         pairs[3], beta, kept.v, kept.x, T, *beta.stride(), H=H, C=BLOCK, num_warps=4, num_stages=1
