@@ -232,7 +232,7 @@ def path_decayed_product_kernel(
 
 def options(q: Tensor) -> dict[str, Any]:
     """What all kernels of this level are compiled for: heads, tiles, pieces of gates, precision of products."""
-    (H, K), exact = q.shape[2:], q.dtype == torch.float32
+    (H, K), exact = q.shape[2:], q.dtype != torch.bfloat16
     return {
         "H": H, "K": K, "BK": tree_block(K), "BC": 64, "C": BLOCK, "NP": 3 if exact else 2,
         "PREC": "tf32x3" if exact else "tf32", "num_warps": 8, "num_stages": 1,
