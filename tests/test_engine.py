@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from generated import LENGTHS, alone, build
+from generated import LAYERS, LENGTHS, alone, build
 from layers import assert_same, layer, rows
 from torch._dynamo.utils import counters
 
@@ -16,21 +16,6 @@ from attnzoo.layer.fixed import FixedCache
 from attnzoo.models import Generator
 from attnzoo.models.sampling import FILTERED, Samplers, Sampling, uniform
 from attnzoo.registry import get, list_variants
-
-LAYERS = {name: {"attention": name} for name in list_variants()} | {
-    "hybrid": {"attention": ["gated_deltanet", "path_fox"]},
-    "fox-pro-acp": {"attention": "fox", "attention_options": {"block": "pro", "acp": True}},
-    "fox-window-sinks": {"attention": "fox", "attention_options": {"window": 5, "sinks": True, "num_kv_heads": 1}},
-    "path-fox-window-sinks": {
-        "attention": "path_fox",
-        "attention_options": {"window": 5, "sinks": True, "num_kv_heads": 1, "block": "pro"},
-    },
-    "rope-grouped": {"attention": "rope", "attention_options": {"num_kv_heads": 1, "window": 9}},
-    "wall-grouped": {"attention": "wall", "attention_options": {"num_kv_heads": 1}},
-    "mamba2-groups": {"attention": "mamba2", "attention_options": {"num_qk_heads": 1, "skip": True, "conv_size": 4}},
-    "retnet-rotary": {"attention": "retnet", "attention_options": {"rotary": 10000.0}},
-    "hgrn2": {"attention": "gla", "attention_options": {"block": "hgrn2"}},
-}
 
 
 @pytest.fixture

@@ -4,32 +4,19 @@ import math
 
 import pytest
 import torch
-from generated import LENGTHS, alone, build
+from generated import LENGTHS, alone, build, forgetful, that_forgets
 
 from attnzoo.forms import memory
 from attnzoo.forms.memory import GIB
 from attnzoo.forms.pool import PAGE
 from attnzoo.models import Generator
 from attnzoo.models.sampling import Sampling
-from attnzoo.registry import get
 
 
 @pytest.fixture
 def prompts():
     draws = torch.Generator().manual_seed(1)
     return [torch.randint(0, 40, (T,), generator=draws) for T in LENGTHS]
-
-
-def forgetful(name="fox", **options):
-    """A model with one head per layer that forgets within some tokens, and one that never does."""
-    layers = [{"name": n, "options": {"block": "pro", **(options if n == name else {})}} for n in (name, "mamba2")]
-    model = build(attention=layers)
-    with torch.no_grad():
-        attention = model.attentions()[0]
-        gate = attention.gate if name == "fox" else attention.gate.members[1]
-        gate.forget_proj.weight.mul_(0.1)
-        gate.forget_proj.bias.copy_(torch.tensor([-1.0, 12.0]))
-    return model
 
 
 @pytest.mark.parametrize("name", ["fox", "path_fox"])
@@ -142,22 +129,6 @@ FORGETTING = {
     "rope-pairs": {"attention": "rope", "forgetting": {"network": "pair"}, "num_kv_heads": 1, "window": 40},
     "wall-decay": {"attention": "wall", "forgetting": {"network": "decay"}, "sinks": True},
 }
-
-
-def that_forgets(attention, forgetting=None, **options):
-    """A model whose softmax layers forget about half of what they may."""
-    names = [attention] if isinstance(attention, str) else attention
-    given = {**options, "block": "pro", "forgetting": {"window": 3, "width": 8, **(forgetting or {})}}
-    layers = [{"name": n, "options": given if get(n).side == "softmax" else {}} for n in names]
-    model = build(attention=layers)
-    with torch.no_grad():
-        for layer in model.attentions():
-            if layer.forget is not None and layer.forget.options.network == "decay":
-                layer.forget.fade_bias.fill_(-2.0)
-            elif layer.forget is not None:
-                layer.forget.bias.fill_(2.5)
-                layer.forget.out.sub_(layer.forget.out.mean()).mul_(8)
-    return model
 
 
 @torch.no_grad()

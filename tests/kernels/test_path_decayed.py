@@ -77,8 +77,11 @@ def test_kernel_within_budget(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", GPU, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.bfloat16) for case in GPU] + [(GPU[n], x) for n in (0, 1) for x in (torch.float16, torch.float32)],
+    ids=str,
+)
 def test_kernel_within_budget_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
     x = inputs(case, dtype)
     within_budget(case, x, triton(case, x))
