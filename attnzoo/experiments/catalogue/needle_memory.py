@@ -1,6 +1,6 @@
 """A number in a haystack, while a head may hold only so many keys."""
 
-from attnzoo.experiments.claims import All, AtMost, Below, Value
+from attnzoo.experiments.claims import AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Overlay, Size
 from attnzoo.experiments.probes import KeysHeld, WrongWithin
 
@@ -65,8 +65,8 @@ EXPERIMENT = Experiment(
         KeysHeld(HELD, "forgets"),
     ),
     expectations=(
-        Expectation("With all keys it is found (under 10% wrong).", PAPER,
-                    All((AtMost(Value("rope", WINDOW, 1.0), 0.1), AtMost(Value("fox", WINDOW, 1.0), 0.1)))),
+        Expectation("With all keys RoPE finds it (under 10% wrong).", PAPER, AtMost(Value("rope", WINDOW, 1.0), 0.1)),
+        Expectation("And so does FoX.", PAPER, AtMost(Value("fox", WINDOW, 1.0), 0.1)),
         Expectation("With an eighth of them the network still finds it more often than a window.", PAPER,
                     Below(Value("rope, key", NETWORK, 0.125), Value("rope", WINDOW, 0.125))),
         Expectation("And more often than H2O.", PAPER,
