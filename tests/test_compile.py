@@ -85,6 +85,17 @@ def test_other_lengths_of_packed_sequences_take_the_same_graph(name):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_padding_compiles_whole_where_the_batch_has_varied():
+    """Its size is then a symbol of the graph, and that of a mask that is new is a number."""
+    torch._dynamo.reset()
+    plain = build_attention("nope", hidden_size=16, num_heads=2)
+    x, mask = torch.randn(3, 5, 16), torch.ones(3, 5, dtype=torch.bool)
+    mask[0, :2] = False
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    compiled = torch.compile(plain, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, attention_mask=mask), plain(x, attention_mask=mask))
+
+
 @pytest.mark.parametrize("name", ["fox", "path_fox"])
 def test_kernels_serve_lengths_that_vary_with_one_graph(name):
     torch._dynamo.reset()

@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from layers import D, assert_same, layer, rows
 from strategies import assert_close
+from thinning import given_variant
 
 import attnzoo.forms.forgetting as forms
 import attnzoo.forms.forgetting_goal as forgetting_goal
@@ -114,7 +114,7 @@ def with_gradients(run, name, inputs, retention, *args, **call):
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_panels_equal_the_definitions(name, data):
     """Values and gradients, for every variant, network, pool, normaliser and divergence."""
     B, G, R, T = (data.draw(st.integers(1, most)) for most in (2, 2, 2, 11))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import assert_same, layer, pieces, rows
+from thinning import given_variant
 
 import attnzoo.forms.panels as panels
 from attnzoo import list_variants
@@ -45,7 +46,7 @@ def live(cache):
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
-@given(data=st.data())
+@given_variant(data=st.data())
 def test_pieces_through_a_cache_are_the_whole_sequence(name, data):
     network = data.draw(st.sampled_from(dense.NETWORKS))
     options = {"window": data.draw(st.sampled_from([None, 9])), "sinks": data.draw(st.booleans())}

@@ -39,6 +39,18 @@ def test_rules_hold_no_more_than_the_budget_and_nothing_comes_back(rule):
     assert (again == torch.eye(20, dtype=torch.bool)[1:]).all()
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_room_for_several_rows_is_within_the_budget(rule):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(1, 2, 75, 75, generator=generator).masked_fill(~torch.ones(75, 75).tril().bool(), -torch.inf)
+    held = held_keys(a, rule, 35, torch.rand(1, 2, 75, 75, generator=generator), heads=2)
+    count = held.sum(-1)[0, 0]
+    assert count.tolist() == [*range(1, 35), *[34, 35] * 20, 35]  # the last row is alone
+    again = held[:, :, 1:] & ~held[:, :, :-1]
+    assert (again == torch.eye(75, dtype=torch.bool)[1:]).all()
+    assert held_keys(a, rule, 75, torch.rand(1, 2, 75, 75, generator=generator), heads=2)[0, 0, -1].all()
+
+
 def test_rules_by_position_are_what_their_papers_say():
     a = torch.zeros(1, 1, 20, 20)
     assert held_keys(a, "window", 6, heads=1)[0, 0, 15].nonzero()[:, 0].tolist() == [10, 11, 12, 13, 14, 15]

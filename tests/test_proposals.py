@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_engine import LAYERS, alone, build, forgetful, that_forgets
+from generated import LAYERS, alone, build, forgetful, that_forgets
 
 from attnzoo.forms.pool import PAGE
 from attnzoo.models import Generator

@@ -126,7 +126,7 @@ def _check_gate(gate: Gate, q: Tensor, G: int) -> None:
         x, part = getattr(gate, name), PARTS[name]
         if name == "angle" and K % 2:
             raise ValueError(f"gate.angle: expected an even number of key channels to turn in pairs, got K={K}")
-        shapes = (part.shapes[several],) if part.factored else part.shapes
+        shapes = (part.shapes[1 if several else 0],) if part.factored else part.shapes
         accepted = {shape: _sizes(shape, sizes, x) for shape in shapes}
         if tuple(x.shape) not in accepted.values():
             near = {shape: size for shape, size in accepted.items() if len(size) == x.ndim} or accepted

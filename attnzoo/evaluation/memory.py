@@ -1,8 +1,8 @@
 """What a trained model loses when its layers may hold only so many keys, by rules that say which key goes first.
 
-Every rule works on the same rows: a head holds at most M keys, the row's own among them; at each row it adds that one
-and, above M, gives up the one of the least score for good. So all are compared at equal memory. Rows are computed
-densely, one after the other: for windows of some hundred tokens.
+Every rule works on the same rows: a head holds at most M keys, the row's own among them. Where the next row would not
+fit it gives up the keys of the least scores, for good: one, or room for M / 16 rows where that is more, by all rules
+alike. So all are compared at equal memory. Weights are computed densely: for windows of some thousand tokens.
 
 Rules, each in its simplest faithful form: ``window`` and ``sinks`` (the first 4 tokens and the last M - 4; Xiao et al.,
 "Efficient Streaming Language Models with Attention Sinks", 2024) go by position; ``h2o`` by the sum of the attention to
@@ -14,7 +14,6 @@ networks learn to say (it looks ahead).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,19 +44,20 @@ UNLIMITED = ("certified", "forgets")  # rules without a budget
 OF_NETWORKS = ("retention", "forgets")  # rules that ask the layers' forget networks
 _BY_PLACE = {"window": 0, "sinks": 4}  # and the first tokens that are kept beside the last ones
 OBSERVED = 16
+ROOM = 16  # M is so many times the number of rows for which room is made at a time
 PAIRS = {"cpu": 2**21, "cuda": 2**25}  # of a row and a key, in a pass, if a window has no more
 FOR_EVER = 1e9  # the score of what a rule never gives up
 
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """What a rule may look at when it scores the keys at row t."""
+    """What a rule may look at when it scores the keys before row t."""
 
     t: int
     budget: int
     age: Tensor  # of each key, [T]
     total: Tensor  # of the weights that rows so far gave to each key, mean over a group's heads, [B, G, T]
-    last: Sequence[Tensor]  # that of each of the last rows, [B, G, T]
+    last: Tensor  # that of each of the last rows, [B, G, rows, T]
     given: Tensor | None  # scores that were known beforehand, [B, G, T, T]
     window: int  # that the forget network never gives up
 
@@ -67,7 +67,7 @@ def _h2o(seen: _Seen) -> Tensor:
 
 
 def _snapkv(seen: _Seen) -> Tensor:
-    return torch.stack(tuple(seen.last)).sum(0).masked_fill(seen.age < min(OBSERVED, seen.budget // 2), FOR_EVER)
+    return seen.last.sum(2).masked_fill(seen.age < min(OBSERVED, seen.budget // 2), FOR_EVER)
 
 
 def _given(seen: _Seen) -> Tensor:
@@ -119,26 +119,28 @@ def held_keys(
     if budget < 1:
         raise ValueError(f"budget: expected at least 1 (the row's own key), got {budget}")
     B, H, T, _ = logits.shape
+    step, index = max(1, budget // ROOM), torch.arange(T, device=logits.device)
+    causal = index <= index[:, None]
     if rule in _BY_PLACE:
-        first, index = min(_BY_PLACE[rule], budget - 1), torch.arange(T, device=logits.device)
-        age = index[:, None] - index
-        return (((age < budget - first) | (index < first)) & (age >= 0)).expand(B, heads, T, T)
+        first, begins = min(_BY_PLACE[rule], budget - 1), index // step * step
+        oldest = (begins + step).clamp(max=T) - (budget - first)  # beside the first ones
+        return (causal & ((index < first) | (index >= oldest[:, None]))).expand(B, heads, T, T)
     held = torch.zeros(B, heads, T, dtype=torch.bool, device=logits.device)
-    total, last = logits.new_zeros(B, heads, T), deque[Tensor](maxlen=OBSERVED)
-    rows, index, attended = [], torch.arange(T, device=logits.device), rule in BY_ATTENTION
-    for t in range(T):
-        held = held | (index == t)
-        if t >= budget:
-            score = _SCORES[rule](_Seen(t, budget, t - index, total, last, given, window))
-            score = score.masked_fill(~held | (index == t), torch.inf)
-            held = held & (index != score.argmin(-1, keepdim=True))
-        if attended:
-            mask = held.repeat_interleave(H // heads, 1)
-            now = logits[:, :, t].masked_fill(~mask, -torch.inf).softmax(-1)
-            last.append(now.unflatten(1, (heads, -1)).mean(2))
-            total = total + last[-1]
-        rows.append(held)
-    return torch.stack(rows, 2)
+    total, last, rows = logits.new_zeros(B, heads, T), logits.new_zeros(B, heads, 0, T), []
+    for start in range(0, T, step):
+        stop = min(start + step, T)
+        if stop > budget:
+            score = _SCORES[rule](_Seen(start, budget, start - index, total, last, given, window))
+            best = score.masked_fill(~held, -torch.inf).topk(budget - (stop - start), -1).indices
+            held = held & torch.zeros_like(held).scatter(-1, best, True)
+        now = (held[:, :, None] | (index >= start)) & causal[start:stop]  # [B, G, rows, T]
+        rows.append(now)
+        if rule in BY_ATTENTION:
+            a = logits[:, :, start:stop].masked_fill(~now.repeat_interleave(H // heads, 1), -torch.inf)
+            weights = a.softmax(-1).unflatten(1, (heads, -1)).mean(2)
+            total, last = total + weights.sum(2), torch.cat([last, weights], 2)[:, :, -OBSERVED:]
+        held = now[:, :, -1]
+    return torch.cat(rows, 2)
 
 
 class Limited(nn.Module):

@@ -10,7 +10,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from attnzoo.config import TrainConfig, load_config, read_settings, to_yaml
 from attnzoo.data import build_data
+from attnzoo.data.config import DataConfig
 from attnzoo.data.tasks import build_task
 from attnzoo.errors import at_least
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size
@@ -282,10 +284,18 @@ def _measured(experiment: Experiment, arm: Arm, config: TrainConfig, size: Size,
 
 
 def _key(config: TrainConfig, experiment: Experiment, size: Size, after: str) -> str:
-    """Of all that decides what a run is and what is measured of it, but its place and that of the run before it."""
+    """Of all that decides what a run is and what is measured of it, but its place and that of the run before it: the
+    text, too, since one source may hold another on another machine."""
     config = replace(config, output_dir="-", start_from=after or config.start_from)
     text = f"{to_yaml(config)}{experiment.probes}{size.rows} {size.tokens}"
+    text += _fingerprint(json.dumps(asdict(replace(config.data, seed=0))))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def _fingerprint(data: str) -> str:
+    """Of what a source holds now; `data` is a DataConfig as JSON."""
+    return build_data(DataConfig(**json.loads(data))).fingerprint
 
 
 def _known(folder: Path, key: str) -> Trained | None:

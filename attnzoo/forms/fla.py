@@ -31,6 +31,7 @@ from attnzoo.forms.untraced import untraced
 INSTALLED = importlib.util.find_spec("fla") is not None
 DEVICE = "cuda"  # its kernels run there
 CLOSED_AS = -80.0  # exp of it is 2e-35
+LEAST_CHANNELS = 16  # of a product on tensor cores
 MOST_DELTA_CHANNELS = 256
 
 
@@ -51,6 +52,8 @@ def fla_unavailable(call: Call) -> str:
         return "flash-linear-attention is not installed (pip install 'attnzoo[fla]')"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"flash-linear-attention takes float16, bfloat16 or float32, got {q.dtype}"
+    if min(q.shape[3], call.v.shape[3]) < LEAST_CHANNELS:
+        return f"its kernels take K and V from {LEAST_CHANNELS}, got {q.shape[3]} and {call.v.shape[3]}"
     if gate.w is not None and q.dtype == torch.float32:
         return "its delta-rule kernels do not take float32 (bfloat16 and float16 they do, under autocast too)"
     if gate.w is not None and q.shape[3] > MOST_DELTA_CHANNELS:

@@ -1,14 +1,13 @@
 """Every gate with and without a delta rule, on both sides."""
 
 from attnzoo.experiments.claims import All, Below, Correlated, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured, Size
 from attnzoo.experiments.probes import Loss
 
 FORGETTING = "Lin et al., Forgetting Transformer (2025)"
 GATED_DELTA = "Yang et al., Gated Delta Networks (2025)"
 DELTA = {"allow_neg_eigval": True}  # beta to 2 on both sides, and w the key
 KEY = {"w": "key"}
-CHANNELS = {"gate_rank": 16, "temperature": 16.0, "gate_bias": 0.0}  # of the gate per channel, as in GLA
 GATES = ("none", "constant", "scalar", "per channel")
 # Linear side, then softmax side: without a delta rule and with one. Constants are not trained, and alike on both sides.
 LINEAR = {
@@ -21,10 +20,7 @@ LINEAR = {
         Arm("mamba2", "mamba2", {"gate": "forget"}),
         Arm("gated_deltanet", "gated_deltanet", {"gate": ["forget", "delta"], **DELTA}),
     ),
-    "per channel": (
-        Arm("gla", "gla", CHANNELS),
-        Arm("kda", "kda", {"gate": ["low_rank", "delta"], **CHANNELS, **DELTA}),
-    ),
+    "per channel": (Arm("gla", "gla"), Arm("kda", "kda", {"gate": ["low_rank", "delta"], **DELTA})),
 }
 SOFTMAX = {
     "none": (Arm("nope", "nope"), Arm("path", "path", KEY)),
@@ -33,10 +29,7 @@ SOFTMAX = {
         Arm("constant + path", "path_fox", {"gate": ["fixed", "path"], **KEY}),
     ),
     "scalar": (Arm("fox", "fox"), Arm("path_fox", "path_fox", KEY)),
-    "per channel": (
-        Arm("wall", "wall", {"gate": "low_rank", **CHANNELS}),
-        Arm("path_wall", "path_wall", {"gate": ["low_rank", "path"], **CHANNELS, **KEY}),
-    ),
+    "per channel": (Arm("wall", "wall"), Arm("path_wall", "path_wall", {"gate": ["low_rank", "path"], **KEY})),
 }
 PAIRS = tuple(
     (linear.name, softmax.name) for gate in GATES for linear, softmax in zip(LINEAR[gate], SOFTMAX[gate], strict=True)
@@ -60,8 +53,9 @@ EXPERIMENT = Experiment(
     question=(
         "No gate, a constant one, a scalar one, one per channel; without a delta rule and with one; as a recurrence "
         "and as its softmax dual: sixteen models in equal layers (QK-norm, shift of keys and values, output norm and "
-        "gate) on the source of Python's standard library, byte by byte. A gain is the loss that a part takes from the "
-        "model with neither gate nor delta rule on the same side."
+        "gate) on the source of Python's standard library, byte by byte. The gates of a pair are alike, but GLA and "
+        "Wall have their own: of low rank, and of full rank and open at first. A gain is the loss that a part takes "
+        "from the model with neither gate nor delta rule on the same side."
     ),
     arms=tuple(arm for gate in GATES for side in (LINEAR, SOFTMAX) for arm in side[gate]),
     options={"block": "pro"},
@@ -103,5 +97,8 @@ EXPERIMENT = Experiment(
         Grid(f"loss, {name} side", tuple(f"gate: {gate}" for gate in GATES), ("no delta rule", "delta rule"),
              tuple(tuple(arm.name for arm in side[gate]) for gate in GATES), "loss")
         for name, side in (("linear", LINEAR), ("softmax", SOFTMAX))
+    ),
+    measured=(
+        Measured("cpu", "2026-11-22", "64 shared cores of an Intel Xeon", "2026-11-22-factorial-cpu.json"),
     ),
 )  # fmt: skip

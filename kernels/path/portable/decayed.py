@@ -13,7 +13,8 @@ its end, D the decay of all of it,
 
 Each pair of tokens meets between two groups of 1, 2, ..., 32 tokens, as in ``wall/portable/carry.py``: no exponent is
 positive, so that gates of any strength are exact. Where no channel decays by more than 2^CALM over the largest groups
-that are calm, 16 or 64 tokens, all pairs inside of them meet at once, in the middle of their group's decay.
+that are calm, 16 or 64 tokens, all pairs inside of them meet at once, in the middle of their group's decay. Products in
+TF32 cut off 13 bits of their factors, towards 0: that is fine enough for bfloat16 alone.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ def path_decayed_product_kernel(
 
 def options(q: Tensor) -> dict[str, Any]:
     """What all kernels of this level are compiled for: heads, tiles, pieces of gates, precision of products."""
-    (H, K), exact = q.shape[2:], q.dtype == torch.float32
+    (H, K), exact = q.shape[2:], q.dtype != torch.bfloat16
     return {
         "H": H, "K": K, "BK": tree_block(K), "BC": 64, "C": BLOCK, "NP": 3 if exact else 2,
         "PREC": "tf32x3" if exact else "tf32", "num_warps": 8, "num_stages": 1,
@@ -267,7 +268,7 @@ def decayed_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_diag: Tenso
         *strides[3:],
         **given,
         OWN=False,
-        FINE=q.dtype != torch.float32,
+        FINE=q.dtype == torch.bfloat16,
     )
     path_decayed_inverse_kernel[grid](
         pairs[3], beta, kept.v, kept.x, T, *beta.stride(), H=H, C=BLOCK, num_warps=4, num_stages=1

@@ -146,14 +146,14 @@ def path_decayed_pairs_bwd_kernel(
     stride_dxb, stride_dxt, stride_dxh, stride_dgb, stride_dgt, stride_dgh,
     H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, C: tl.constexpr, NP: tl.constexpr,
     PREC: tl.constexpr, EARLY: tl.constexpr, OWN: tl.constexpr, GATE: tl.constexpr, PART: tl.constexpr,
-    LAST: tl.constexpr, SUMS: tl.constexpr,
+    LAST: tl.constexpr,
 ):  # fmt: skip
     """dx from its products with y and z, which are later if x is EARLY, and with the vectors outside of the block.
 
     p_dy, p_dz: gradients of these products, [B, nC, H, C, C], of the later vector by rows; of OWN of them the diagonal
     counts, too. p_dc [B, T, H, K]: that of x as it is carried out of the block. With PART dx is added to p_part.
-    With GATE what x adds to the gates' gradient, summed in precision SUMS: for the first vector (of OWN = 2) it is
-    stored, for the others added, for the LAST one with what the whole block's decay gives.
+    With GATE what x adds to the gates' gradient: for the first vector (of OWN = 2) it is stored, for the others added,
+    for the LAST one with what the whole block's decay gives.
     """
     i_b, i_h, r, R, i_n = block_of(T, H, C)
     o_c = tl.arange(0, C)
@@ -207,7 +207,7 @@ def path_decayed_pairs_bwd_kernel(
                 if EARLY:  # pairs that lie after the gate, off what later vectors give
                     d_y = tl.where(inside, -d_y, d_y)
                     m_upto = (inside & m_upto) | ((not inside) & m_past)
-                d_g = add_gates_of(d_g, m_upto, d_y, SUMS)
+                d_g = add_gates_of(d_g, m_upto, d_y, PREC)
         if PART:
             d_x += tl.load(p_part + o_x, mask=m_x, other=0.0)
         tl.store(p_dx + o_c[:, None] * stride_dxt + o_n[None, :], d_x.to(p_dx.dtype.element_ty), mask=m_x)
@@ -258,7 +258,6 @@ def decayed_backward(
             x, y, w, log_diag, dy, dz, carried, dx if part is None else part, dx, g, d.m, T, N, *x.stride()[:3],
             *y.stride()[:3], *gates, *dx.stride()[:3], *g.stride()[:3], **given, EARLY=early, OWN=own,
             GATE=dw is not None, PART=part is not None, LAST=part is not None,
-            SUMS="tf32" if q.dtype == torch.bfloat16 else "tf32x3",
         )  # fmt: skip
 
     vector(q, k, d.diag, dpairs[0], d.q, dq, False, 2)

@@ -98,8 +98,10 @@ def wall_carry_kernel(
 
 
 def precision(dtype: torch.dtype) -> dict[str, Any]:
-    """Pieces of gates and precision of float32 products within blocks: finer than 16-bit inputs are."""
-    return {"NP": 3, "PREC": dot_precision(dtype)} if dtype == torch.float32 else {"NP": 2, "PREC": "tf32"}
+    """Pieces of gates and precision of float32 products within blocks: finer than the inputs are."""
+    if dtype == torch.bfloat16:
+        return {"NP": 2, "PREC": "tf32"}
+    return {"NP": 3, "PREC": dot_precision(dtype) if dtype == torch.float32 else "tf32x3"}
 
 
 def carry(q: Tensor, k: Tensor, log_diag: Tensor) -> tuple[Leaves, Levels]:

@@ -1,0 +1,232 @@
+"""Generators that give up keys: for good, to the host, or as layers learned to; and memory that would not be enough."""
+
+import math
+
+import pytest
+import torch
+from generated import LENGTHS, alone, build, forgetful, that_forgets
+
+from attnzoo.forms import memory
+from attnzoo.forms.memory import GIB
+from attnzoo.forms.pool import PAGE
+from attnzoo.models import Generator
+from attnzoo.models.sampling import Sampling
+
+
+@pytest.fixture
+def prompts():
+    draws = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 40, (T,), generator=draws) for T in LENGTHS]
+
+
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_keys_that_are_given_up_change_no_greedy_token_and_their_pages_are_free(name):
+    model, draws = forgetful(name), torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 40, (T,), generator=draws) for T in (150, 70)]
+    generator = Generator(model, 1, 400, evict=math.exp(-10))
+    ids = [generator.add(prompt, 66, temperature=0) for prompt in prompts]
+    found = generator.run()
+    for number, prompt in zip(ids, prompts, strict=True):
+        assert found[number] == alone(model, prompt, 66)
+        forgets, remembers = generator.requests[number].kept[0]
+        assert remembers == len(prompt) + 65
+        assert forgets <= min(3 * PAGE, remembers - PAGE)
+        assert generator.requests[number].kept[1] is None
+    pool = generator.caches[0].memory.pool
+    assert pool.used() == 0
+    if name == "fox":
+        whole = Generator(model, 1, 400)
+        assert generator.bytes() < whole.bytes()
+
+
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_keys_on_the_host_come_back_for_tokens_that_need_them(name):
+    """Without QK-norm; the query of one token is long, so that keys which had gone count again."""
+    model, draws, kept = forgetful(name, qk_norm="none"), torch.Generator().manual_seed(2), []
+    with torch.no_grad():
+        model.embedding.weight[:, -1], model.attentions()[0].q_proj.weight[:, -1] = 0, 40
+        model.embedding.weight[7], model.head.weight[7] = torch.eye(32)[-1], 0  # it is hardly drawn
+    first, second = (torch.randint(8, 40, (T,), generator=draws) for T in (100, 150))
+    cache = model.new_cache("offload")
+    with torch.no_grad():
+        for start, stop in ((0, 149), (149, 150)):
+            known = int(model(second[None, start:stop], cache=cache).logits[0, -1].argmax())
+    assert cache[0].state.pool.first.any()
+    generator = Generator(model, 2, 400, evict="offload", check_every=4)
+    away = generator.caches[0].memory.evict.offload
+    keep, away.keep = away.keep, lambda pool, gone: kept.append(len(gone)) or keep(pool, gone)
+    ids = [generator.add(first, 66, temperature=0), generator.resume(cache, known, 9, Sampling(0.0))]
+    found = generator.run()
+    assert [found[number] for number in ids] == [alone(model, first, 66), alone(model, second, 10)[1:]]
+    assert sum(kept) > 0
+    assert away.returned == 0
+    number = generator.resume(cache, 7, 9, Sampling(0.0))
+    assert generator.run()[number] == alone(model, torch.cat([second, torch.tensor([7])]), 9)
+    assert away.returned > 0
+    assert not any(head for row in away.pages for head in row)
+
+
+def test_a_step_that_fails_between_its_layers_is_not_gone_on_from(monkeypatch):
+    model = build()
+    generator = Generator(model, 1, 32, check_every=1)
+    generator.add([1, 2, 3], 9)
+    generator.step()
+    monkeypatch.setattr(type(generator.caches[1].memory), "step", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+    with pytest.raises(MemoryError, match="full"):
+        generator.step()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="step: expected a generator whose last step ended"):
+        generator.step()
+
+
+def test_eviction_that_no_step_can_promise_is_refused():
+    with pytest.raises(ValueError, match="graph: expected None or False .*, got True"):
+        Generator(forgetful(), 1, 8, graph=True, evict="offload")
+    with pytest.raises(ValueError, match="evict: expected None or a layer with qk_norm"):
+        Generator(build(), 1, 8, evict=0.1)
+    model = build(attention="path", attention_options={"window": 70})
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(torch.zeros(1, 5, dtype=torch.int64), cache=cache)
+    generator = Generator(model, 1, 32, evict=0.1)
+    generator.resume(cache, 3, 4, Sampling(0.0))
+    with pytest.raises(ValueError, match=r"cache: expected that of new_cache\(evict=\.\.\.\) \(keys that have been"):
+        generator.run()
+
+
+def test_what_a_window_hides_is_given_up_and_changes_no_greedy_token(prompts):
+    """Sequences of their own lengths, that wait for each other, over the borders of pages."""
+    options = {"window": 9, "sinks": True, "num_kv_heads": 1}
+    model = build(attention="path", attention_options=options, num_layers=1)
+    generator = Generator(model, 2, 200, evict=1e-6)
+    news = (60, 125, 9, 5)
+    ids = [generator.add(prompt, new, temperature=0) for prompt, new in zip(prompts, news, strict=True)]
+    found = generator.run()
+    for number, prompt, new in zip(ids, prompts, news, strict=True):
+        assert found[number] == alone(model, prompt, new)
+    assert generator.requests[1].kept[0][0] <= LENGTHS[1] + 124 - PAGE
+    assert generator.caches[0].memory.pool.used() == 0
+
+
+@pytest.mark.parametrize("evict", [None, 1e-4], ids=["whole", "evicting"])
+def test_caches_and_what_a_step_computes_in_are_refused_before_they_fill_the_memory(evict, monkeypatch):
+    model = forgetful("path_fox" if evict else "fox")
+    generator = Generator(model, 2, 300, evict=evict)
+    beside = max(cache.workspace for cache in generator.caches)
+    need = generator.bytes() + beside
+    assert beside > 0
+    monkeypatch.setattr(memory, "available", lambda device: need)
+    Generator(model, 2, 300, evict=evict)
+    monkeypatch.setattr(memory, "available", lambda device: need - 1)
+    numbers = rf"\(with {beside / GIB:.2f} GiB for a step\): expected room for {need / GIB:.2f} GiB on cpu, got"
+    with pytest.raises(MemoryError, match=rf"caches of 2 sequences of 300 tokens {numbers}"):
+        Generator(model, 2, 300, evict=evict)
+
+
+FORGETTING = {
+    "fox": {"attention": ["mamba2", "fox"]},
+    "path_fox": {"attention": "path_fox"},
+    "rope-pairs": {"attention": "rope", "forgetting": {"network": "pair"}, "num_kv_heads": 1, "window": 40},
+    "wall-decay": {"attention": "wall", "forgetting": {"network": "decay"}, "sinks": True},
+}
+
+
+@torch.no_grad()
+def alone_within(model, prompt, new, limits):
+    """A greedy continuation, and the keys that each head of the last layer holds in the end."""
+    cache, tokens, step = model.new_cache(**limits), [], prompt[None]
+    for _ in range(new):
+        step = model(step, cache=cache).logits[:, -1].argmax(-1, keepdim=True)
+        tokens.append(int(step))
+    return tokens, cache[-1].state.settled().live[0].tolist()
+
+
+@pytest.mark.parametrize(("name", "limits"), [
+    ("fox", {}), ("wall-decay", {}), *((name, {"budget": 4}) for name in ("path_fox", "rope-pairs")),
+    ("fox", {"budget": "1 KiB"}), ("fox", {"budget": 6, "evict": 1e-30}),
+], ids=str)  # fmt: skip
+def test_layers_that_forget_go_on_as_each_sequence_does_alone(name, limits, prompts):
+    model = that_forgets(**FORGETTING[name])
+    generator = Generator(model, 2, 80, check_every=3, **limits)
+    news = (5, 28)
+    ids = [generator.add(prompt, new, temperature=0) for prompt, new in zip(prompts, news, strict=False)]
+    found = generator.run()
+    for number, prompt, new in zip(ids, prompts, news, strict=False):
+        tokens, heads = alone_within(model, prompt, new, limits)
+        assert found[number] == tokens, (name, number)
+        assert generator.requests[number].kept[-1] == heads
+    longest = generator.requests[ids[1]].kept[-1]
+    assert max(longest) < len(prompts[1]) + 27  # something has gone
+    if limits == {"budget": 4}:
+        assert max(longest) == 4
+        assert generator.caches[-1].memory.cache.slots["k"].shape[2] == 5
+    if limits == {"budget": "1 KiB"}:
+        assert sum(longest) == 1024 // (2 * 16 * 4)
+
+
+def test_slots_are_made_and_given_back_while_sequences_that_forget_come_and_go(prompts, monkeypatch):
+    model = that_forgets("fox", {"threshold": 1e-6})  # everything is kept
+    generator = Generator(model, 2, 400)
+    slots = []
+    for T, new in ((300, 3), (50, 30)):
+        prompt = torch.arange(T) % 40
+        number = generator.add(prompt, new, temperature=0)
+        assert generator.run()[number] == alone(model, prompt, new)
+        slots.append(generator.caches[0].memory.cache.slots["k"].shape[2])
+    assert slots == [320, 128]
+    monkeypatch.setattr(memory, "available", lambda device: 1 << 10)
+    generator.add(torch.arange(200) % 40, 3, temperature=0)
+    with pytest.raises(MemoryError, match="slots for 256 keys of each head that forgets: expected room for 0.00 GiB"):
+        generator.run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "compiled"), [("fox", False), ("fox", True), ("path_fox", False), ("path_fox", True)])
+def test_a_graph_of_pages_that_are_given_up_is_captured_anew_when_they_move(name, compiled):
+    model = forgetful(name).cuda()
+    prompts = [torch.randint(0, 40, (T,), device="cuda") for T in (150, 250, 900)]
+    generator = Generator(model, 2, 1280, evict=math.exp(-10), compile=compiled)
+    ids = [generator.add(prompt, 200, temperature=0) for prompt in prompts]
+    found = generator.run()
+    for number, prompt in zip(ids, prompts, strict=True):
+        assert found[number] == alone(model, prompt, 200)
+        forgets, remembers = generator.requests[number].kept[0]
+        assert forgets <= min(3 * PAGE, remembers - PAGE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("limits", [{}, {"budget": 40}, {"budget": "16 KiB"}], ids=str)
+@pytest.mark.parametrize("name", FORGETTING)
+def test_slots_of_layers_that_forget_change_in_a_graph(name, limits):
+    """In float64, where ties of retention are none."""
+    model = that_forgets(**FORGETTING[name]).double().cuda()
+    prompts = [torch.randint(0, 40, (T,), device="cuda") for T in (150, 30, 90)]
+    generator = Generator(model, 2, 256, **limits)
+    assert generator.graphed
+    ids = [generator.add(prompt, 80, temperature=0) for prompt in prompts]
+    found = generator.run()
+    for number, prompt in zip(ids, prompts, strict=True):
+        tokens, heads = alone_within(model, prompt, 80, limits)
+        assert found[number] == tokens, (name, number)
+        assert generator.requests[number].kept[-1] == heads
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_keys_come_back_from_the_host_of_a_gpu(name, caplog):
+    model = forgetful(name, qk_norm="none").cuda()
+    with torch.no_grad():
+        model.embedding.weight[:, -1], model.attentions()[0].q_proj.weight[:, -1] = 0, 40
+        model.embedding.weight[7], model.head.weight[7] = torch.eye(32)[-1], 0
+    prompt = torch.randint(8, 40, (150,), generator=torch.Generator().manual_seed(0)).cuda()
+    cache = model.new_cache("offload")
+    with torch.no_grad():
+        for start, stop in ((0, 149), (149, 150)):
+            model(prompt[None, start:stop], cache=cache)
+    caplog.set_level("INFO", "attnzoo.models.engine")
+    generator = Generator(model, 2, 1280, evict="offload")
+    assert "a step is no CUDA graph with evict='offload'" in caplog.text
+    number = generator.resume(cache, 7, 90, Sampling(0.0))
+    found = generator.run()[number]
+    assert generator.caches[0].memory.evict.offload.returned > 0
+    assert found == alone(model, torch.cat([prompt, prompt.new_tensor([7])]), 90)
