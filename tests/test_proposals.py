@@ -11,9 +11,7 @@ from attnzoo.models.request import Request
 from attnzoo.models.sampling import Sampling
 
 NEW = 20
-CASES = {
-    name: (LAYERS[name], {}) for name in ("alibi", "gla", "deltanet", "mamba2-groups", "rope-grouped", "fox-pro-acp")
-}
+CASES = {name: (LAYERS[name], {}) for name in ("mamba2-groups", "rope-grouped", "fox-pro-acp")}
 CASES |= {
     "selective": ({"attention": ["mamba3", "fox_rope"]}, {}),
     "householders": ({"attention": "gated_deltanet", "attention_options": {"num_householder": 2}}, {}),
@@ -38,7 +36,7 @@ def proposals(answers, seed=0):
 def test_greedy_sequences_go_on_as_without_proposals(name):
     options, limits = CASES[name]
     model, draws = build(**options), torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, 40, (T,), generator=draws) for T in (55, 3, 120)]
+    prompts = [torch.randint(0, 40, (T,), generator=draws) for T in (120, 3, 55)]
     expected = [alone(model, prompt, NEW) for prompt in prompts]
     generator, steps = Generator(model, 2, 160, **limits), 0
     ids = [generator.add(prompt, NEW, temperature=0) for prompt in prompts]
@@ -65,10 +63,10 @@ def test_samples_are_those_without_proposals(settings):
 def test_keys_that_went_are_not_needed_by_tokens_that_are_taken_back():
     """One head forgets; proposals are always wrong, so that each step takes tokens back, over borders of pages."""
     model, draws = forgetful("fox"), torch.Generator().manual_seed(2)
-    prompt = torch.randint(0, 40, (150,), generator=draws)
+    prompt = torch.randint(0, 40, (170,), generator=draws)
     generator = Generator(model, 1, 400, evict=1e-30)
-    number = generator.add(prompt, 66, temperature=0)
-    assert generator.run(lambda request: [39] * 15)[number] == alone(model, prompt, 66)
+    number = generator.add(prompt, 30, temperature=0)
+    assert generator.run(lambda request: [39] * 15)[number] == alone(model, prompt, 30)
     forgets, remembers = generator.requests[number].kept[0]
     assert forgets <= remembers - 2 * PAGE
 

@@ -75,6 +75,12 @@ def draw_memory() -> None:
     save("equal-memory", equal_memory)
 
 
+def draw_generation() -> None:
+    from generation import generation
+
+    save("generation", generation)
+
+
 def draw_results() -> None:
     from results import results
 
@@ -88,6 +94,7 @@ DRAWINGS: dict[str, Callable[[], None]] = {
     "home": draw_home,
     "card": draw_card,
     "memory": draw_memory,
+    "generation": draw_generation,
     "results": draw_results,
     "zoo": draw_zoo,
     "path": draw_path,

@@ -1,7 +1,7 @@
 """Products of permutations of three things."""
 
 from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.probes import Wrong
 
 GRAZZI = "Grazzi et al., Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues (2025)"
@@ -70,5 +70,8 @@ EXPERIMENT = Experiment(
             "for a Transformer",
             All((AtLeast(Value("rope", WRONG), 0.1), AtLeast(Value("fox", WRONG), 0.1))),
         ),
+    ),
+    measured=(
+        Measured("cpu", "2026-11-22", "two shared cores of an Intel Xeon", "2026-11-22-s3-cpu.json"),
     ),
 )  # fmt: skip
