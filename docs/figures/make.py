@@ -69,12 +69,6 @@ def draw_path() -> None:
     save("path-products", lambda theme: zoo.path_products(layers, zoo.extremes(layers), theme))
 
 
-def draw_memory() -> None:
-    from memory import equal_memory
-
-    save("equal-memory", equal_memory)
-
-
 def draw_generation() -> None:
     from generation import generation
 
@@ -93,7 +87,6 @@ DRAWINGS: dict[str, Callable[[], None]] = {
     "fox": draw_fox,
     "home": draw_home,
     "card": draw_card,
-    "memory": draw_memory,
     "generation": draw_generation,
     "results": draw_results,
     "zoo": draw_zoo,

@@ -1,7 +1,7 @@
 """A number in a haystack, while a head may hold only so many keys."""
 
 from attnzoo.experiments.claims import AtMost, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Overlay, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay, Size
 from attnzoo.experiments.probes import KeysHeld, WrongWithin
 
 PAPER = "One-Pass Forgetting, section 4 (retrieval on long dependencies)"
@@ -88,4 +88,5 @@ EXPERIMENT = Experiment(
             (("network, key", "fox, key", NETWORK), *((name, "fox", name) for name in (WINDOW, *RULES))),
         ),
     ),
+    measured=(Measured("cpu", "2026-11-22", "two CPU cores", "2026-11-22-needle_memory-cpu.json"),),
 )  # fmt: skip
