@@ -195,12 +195,3 @@ def test_long_sequences_within_budget(name: str) -> None:
     skip_where_refused(name, inputs)
     exact, plain = (through(name, "reference", x, [1024]) for x in (wide(inputs), inputs))
     assert_within_budget(through(name, "fla", inputs, [1024]), plain, exact)
-
-
-@pytest.mark.usefixtures("peer")
-@pytest.mark.parametrize("narrow", ["K", "V"])
-def test_heads_too_narrow_for_tensor_cores_are_refused(narrow: str) -> None:
-    q, _, _, gate = random_inputs("gla", 1, 20, 2, 1, 8 if narrow == "K" else 16, dtype=torch.float32)
-    v = torch.zeros(1, 20, 1, 8 if narrow == "V" else 16)
-    refused = fla_unavailable(Call(q.to(DTYPE), q.to(DTYPE), v.to(DTYPE), gate))
-    assert refused.startswith("its kernels take K and V from 16, got " + ("8 and 16" if narrow == "K" else "16 and 8"))

@@ -100,8 +100,11 @@ def test_each_reason_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, ca
     assert "Triton 3.6.0 on Hopper: 3.7.1 mends it" in hopper
     assert "do not take float32 (bfloat16 and float16 they do" in single
     assert "takes float16, bfloat16 or float32, got torch.float64" in double
-    with torch.no_grad():
-        assert fla.fla_unavailable(attnzoo.layer.dispatch.Call(x, x, x, attnzoo.Gate())) == ""
+    wide, narrow = torch.zeros(1, T, 1, 16, device=HERE), torch.zeros(1, T, 1, 8, device=HERE)
+    for q, v, found in ((wide, wide, ""), (wide, narrow, "16 and 8"), (narrow, wide, "8 and 16")):
+        with torch.no_grad():
+            refused = fla.fla_unavailable(Call(q, q, v, attnzoo.Gate()))
+        assert refused == (found and f"its kernels take K and V from 16, got {found}")
 
 
 def test_nothing_is_said_on_a_cpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
