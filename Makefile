@@ -15,7 +15,7 @@ EXTRAS := dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 .PHONY: help install demo test test-quick test-gpu test-long test-transformers test-versions lint types check docs docs-install docs-site docs-test bench bench-gpu clean
 
 help:
-	@echo "make demo       train twelve variants on the standard library's source, write runs/demo/report.html"
+	@echo "make demo       train all variants, in two kinds of layers, on the standard library's source, write runs/demo/report.html"
 	@echo "make test       run the tests"
 	@echo "make test-quick a part of every area's tests, in under a minute"
 	@echo "make test-gpu   what needs a CUDA GPU"

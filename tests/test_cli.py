@@ -27,6 +27,7 @@ from attnzoo.experiments import processes
 from attnzoo.experiments.builtin import built_in
 from attnzoo.experiments.compare import CompareConfig, plan
 from attnzoo.models import LanguageModel
+from attnzoo.registry import PAIRS
 from attnzoo.training.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
@@ -364,13 +365,23 @@ def test_report_measures_runs_that_were_trained_one_by_one(run: Any, tiny_train:
 
 
 def test_demo_compares_the_twelve_variants_on_equal_budgets() -> None:
-    runs = plan(load_config(DEMO, schema=CompareConfig))
+    every = plan(load_config(DEMO, schema=CompareConfig))
+    runs = [run for run in every if run.group == "own layers"]
     twelve = "nope rope alibi fox path path_fox linear_attention retnet mamba2 gla deltanet gated_deltanet"
     assert [run.variant for run in runs] == twelve.split()
     assert [run.config.model.attention_options for run in runs if run.variant == "fox"] == [{"acp": True}]
-    assert len({(run.config.steps, run.config.batch_size, run.config.data.context_length) for run in runs}) == 1
-    sizes = [sum(p.numel() for p in LanguageModel(run.config.model).parameters()) for run in runs]
-    assert max(sizes) < 1.1 * min(sizes)
+    assert len({(run.config.steps, run.config.batch_size, run.config.data.context_length) for run in every}) == 1
+    sizes = [sum(p.numel() for p in LanguageModel(run.config.model).parameters()) for run in every]
+    assert max(sizes) < 1.15 * min(sizes)
+
+
+def test_demo_has_every_pair_in_equal_layers() -> None:
+    runs = [run for run in plan(load_config(DEMO, schema=CompareConfig)) if run.group == "equal layers"]
+    names = [(pair.linear, pair.softmax) for pair in PAIRS]
+    assert sorted(run.variant for run in runs) == sorted(name for pair in names for name in pair)
+    sizes = {run.variant: sum(p.numel() for p in LanguageModel(run.config.model).parameters()) for run in runs}
+    for linear, softmax in names:
+        assert sizes[linear] == pytest.approx(sizes[softmax], rel=1e-3)  # all but a bias of beta and the scale of keys
 
 
 def test_an_interrupted_run_says_how_to_go_on(run: Any, tiny_train: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -19,6 +19,7 @@ SMALL = (
     "batch_size=8",
     "gradient_accumulation=2",
     "steps=8",
+    "optimizer.lr=1e-3",  # at 1e-2 these models leap, and another order of sums is another run
     "checkpoint_every=4",
     "eval_tokens=4096",
     "device=auto",
