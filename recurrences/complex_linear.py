@@ -56,28 +56,28 @@ class _Rounded(torch.autograd.Function):
         ctx: Any, angle: Tensor, phase: Tensor, dtypes: tuple[torch.dtype, ...], whole: bool, *xs: Tensor
     ) -> Any:
         ys = [y.to(dtype) for y, dtype in zip(rotate_all(phase, *xs), dtypes, strict=True)]
-        ctx.save_for_backward(angle, phase, *ys)
-        ctx.whole = whole
+        ctx.save_for_backward(phase, *ys)
+        ctx.dtypes, ctx.whole = (angle.dtype, xs[0].dtype), whole
         return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        angle, phase, *ys = ctx.saved_tensors
-        wide, turn, noise = phase.dtype, torch.zeros_like(phase), torch.zeros_like(phase)
-        back = []
-        for y, dy in zip(ys, grads, strict=True):
-            dtype = torch.promote_types(y.dtype, torch.float32)
-            y, dy = y.to(dtype), dy.to(dtype)
-            back.append(rotate(dy, -phase))
-            (a, b), (da, db) = y.unflatten(-1, (-1, 2)).unbind(-1), dy.unflatten(-1, (-1, 2)).unbind(-1)
-            turn += (db * a - da * b).to(wide).sum_to_size(phase.shape)
-            noise += ((da * da + db * db) * (a * a + b * b)).to(wide).sum_to_size(phase.shape)
+        phase, *ys = ctx.saved_tensors
+        dtype, wide = ctx.dtypes
+        turn, noise = torch.zeros_like(phase), torch.zeros_like(phase)
+        dys = [dy.to(wide) for dy in grads]
+        for y, dy in zip(ys, dys, strict=True):
+            (a, b), (da, db) = (x.unflatten(-1, (-1, 2)).unbind(-1) for x in (y.to(wide), dy))
+            turn += (db * a - da * b).to(phase.dtype).sum_to_size(phase.shape)
+            noise += ((da * da + db * db) * (a * a + b * b)).to(phase.dtype).sum_to_size(phase.shape)
         if ctx.whole:
-            turn -= noise * (turn.sum(1, True) / noise.sum(1, True).clamp(min=torch.finfo(wide).tiny))
-        return turn.flip(1).cumsum(1).flip(1).to(angle.dtype), None, None, None, *back
+            turn -= noise * (turn.sum(1, True) / noise.sum(1, True).clamp(min=torch.finfo(phase.dtype).tiny))
+        return turn.flip(1).cumsum(1).flip(1).to(dtype), None, None, None, *rotate_all(-phase, *dys)
 
 
-def rotate_rounded(angle: Tensor, *xs: Tensor, dtypes: tuple[torch.dtype, ...], whole: bool) -> tuple[Tensor, ...]:
+def rotate_rounded(
+    angle: Tensor, phase: Tensor, *xs: Tensor, dtypes: tuple[torch.dtype, ...], whole: bool
+) -> tuple[Tensor, ...]:
     """What the scores read, turned by each token's phase and rounded to ``dtypes``, for kernels.
 
     The gradient of an angle is a sum over all later tokens in which what is right cancels and rounding does not. So it
@@ -86,10 +86,11 @@ def rotate_rounded(angle: Tensor, *xs: Tensor, dtypes: tuple[torch.dtype, ...], 
     the variance.
 
     Args:
-        angle: [B or 1, T, 1 or H, K/2]; xs: [B, T, H, K], of heads as many as have angles, in float32 or wider.
+        angle, phase: [B or 1, T, 1 or H, K/2], the latter from ``phases``; the gradient goes to the angle.
+        xs: [B, T, H, K], of heads as many as have angles, of one dtype, float32 or wider.
     """
-    phase = phases(angle.detach(), dim=1)
-    return cast("tuple[Tensor, ...]", _Rounded.apply(angle, phase, dtypes, whole, *xs))  # type: ignore[no-untyped-call]
+    ys = _Rounded.apply(angle, phase.detach(), dtypes, whole, *xs)  # type: ignore[no-untyped-call]
+    return cast("tuple[Tensor, ...]", ys)
 
 
 def keeps_digits(angle: Tensor, dtype: torch.dtype) -> bool:
@@ -131,7 +132,7 @@ def rotated(operation: Operation) -> Operation:
         dtype = x.q.dtype if x.gate.parts == ("angle",) else torch.float32
         q, k, angle = x.q.to(dtype), x.k.to(dtype), cast(Tensor, x.gate.angle)
         if dtype == torch.float32 and keeps_digits(angle, x.q.dtype):
-            q, k = rotate_rounded(angle, q, k, dtypes=(x.q.dtype,) * 2, whole=False)
+            q, k = rotate_rounded(angle, phase, q, k, dtypes=(x.q.dtype,) * 2, whole=False)
         else:
             q, k = (y.to(x.q.dtype) for y in rotate_all(phase, q, k))
         o, state = operation(replace(x, q=q, k=k, gate=replace(x.gate, angle=None)))

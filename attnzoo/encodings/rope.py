@@ -32,9 +32,9 @@ class Rotated(AdditiveForms):
     """Keys and queries stand in the frame of the first token; an angle ``[K/2]`` is counted, not expanded."""
 
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate:
-        if gate.angle is None or (valid is None and cu_seqlens is None):
-            return super().separated(gate, q, valid, cu_seqlens) if gate.angle is None else gate
-        if gate.angle.ndim > 1:
+        if gate.angle is not None and valid is None and cu_seqlens is None:
+            return gate
+        if gate.angle is None or gate.angle.ndim > 1:
             return super().separated(gate, q, valid, cu_seqlens)
         return replace(super().separated(replace(gate, angle=None), q, valid, cu_seqlens), angle=gate.angle)
 
@@ -65,7 +65,9 @@ class Rotated(AdditiveForms):
         if not keeps_digits(angle, dtype):
             return q, k, gate
         wide, k = compute_dtype(q), expand_heads(k, max(k.shape[2], angle.shape[2]))
-        q, k = rotate_rounded(angle, q.to(wide), k.to(wide), dtypes=(dtype, dtype), whole=True)
+        q, k = rotate_rounded(
+            angle, phases(angle.detach(), dim=1), q.to(wide), k.to(wide), dtypes=(dtype, dtype), whole=True
+        )  # fmt: skip
         return q, k, replace(gate, angle=None)
 
 

@@ -77,8 +77,8 @@ def fold(
     """The rotations of a gate in q, k and w, and the phase of each token, ``[B or 1, T, 1 or H, K/2]`` float64.
 
     Args:
-        whole: whether nothing but these tokens' scores depends on the phases.
         heads: that k, v and w must have at least; they also get a copy for each query head that has angles of its own.
+        whole: whether nothing but these tokens' scores depends on the phases.
     """
     if valid is not None:
         q, k = existing(valid, q, k)
@@ -92,7 +92,7 @@ def fold(
     dtype = compute_dtype(q)
     if whole and gate.factors is None and valid is None and keeps_digits(angle, v.dtype):
         q, k, w = rotate_rounded(
-            angle, q.to(dtype), k.to(dtype), w.to(dtype), dtypes=(v.dtype, v.dtype, dtype), whole=True
+            angle, phase, q.to(dtype), k.to(dtype), w.to(dtype), dtypes=(v.dtype, v.dtype, dtype), whole=True
         )  # fmt: skip
     else:
         q, k = rotate_all(phase, q.to(dtype), k.to(dtype))

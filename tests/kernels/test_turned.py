@@ -243,10 +243,11 @@ def test_rounding_spoils_no_sum_of_the_angles(shared: bool) -> None:
         return relative_error(torch.autograd.grad(total, angle)[0], exact)
 
     for whole in (False, True):
-        assert error(*rotate_rounded(angle, q, k, dtypes=(q.dtype,) * 2, whole=whole), False) <= 1e-12
+        assert error(*rotate_rounded(angle, phases(angle, 1), q, k, dtypes=(q.dtype,) * 2, whole=whole), False) <= 1e-12
     plain = error(*(x.bfloat16() for x in rotate_all(phases(angle, 1), q, k)), True)
     half, best = (
-        error(*rotate_rounded(angle, q, k, dtypes=(torch.bfloat16,) * 2, whole=x), True) for x in (False, True)
+        error(*rotate_rounded(angle, phases(angle, 1), q, k, dtypes=(torch.bfloat16,) * 2, whole=x), True)
+        for x in (False, True)
     )
     assert half < 0.9 * plain
     assert best < 0.8 * half
