@@ -70,10 +70,10 @@ class CarriedPages(PagedMemory):
     def keep(self, kept: Tensor) -> None:
         """It waits for the device: which pages hold these tokens is known to the host."""
         pool, rows = self.pool, self.rows
-        left = [n + more for n, more in zip(rows.lengths, kept.tolist(), strict=True)]
-        if left != (
-            there := [n + rows.tokens * (more > 0) for n, more in zip(rows.lengths, kept.tolist(), strict=True)]
-        ):
+        counts = list(zip(rows.lengths, kept.tolist(), strict=True))
+        left = [n + more for n, more in counts]
+        there = [n + rows.tokens * (more > 0) for n, more in counts]
+        if left != there:
             pool.lengths = there
             pool.crop(left)
         pool.lengths = rows.lengths  # the host counts them after the step

@@ -53,8 +53,13 @@ def check_log_diag(q: Tensor, log_diag: Tensor) -> None:
     if log_diag.shape != q.shape:
         B, T, H, K = q.shape
         raise ValueError(f"log_diag: expected [B={B}, T={T}, H={H}, K={K}] as q, got {tuple(log_diag.shape)}")
-    if log_diag.dtype not in ((torch.float32,) if q.dtype != torch.float64 else (torch.float32, torch.float64)):
-        raise ValueError(f"log_diag: expected float32 (sums of 16-bit log gates are useless), got {log_diag.dtype}")
+    check_log_dtype("log_diag", log_diag, q)
+
+
+def check_log_dtype(name: str, log_gate: Tensor, q: Tensor) -> None:
+    """A log gate beside q, of whatever shape."""
+    if log_gate.dtype not in ((torch.float32,) if q.dtype != torch.float64 else (torch.float32, torch.float64)):
+        raise ValueError(f"{name}: expected float32 (sums of 16-bit log gates are useless), got {log_gate.dtype}")
 
 
 def check_values(

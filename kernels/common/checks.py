@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.values import in_transform
-from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
+from attnzoo.kernels.common.arguments import check_log_dtype, check_scale, check_tensors, check_values, check_window
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import capability
 from attnzoo.kernels.common.running_gates import GateSums
@@ -62,11 +62,7 @@ def check_inputs(
                 f"log_decay: expected [B={B}, S={S}, H={H}] or [H={H}], a gate per query head, "
                 f"got {tuple(log_decay.shape)}"
             )
-        wide = (torch.float32,) if q.dtype != torch.float64 else (torch.float32, torch.float64)
-        if log_decay.dtype not in wide:
-            raise ValueError(
-                f"log_decay: expected float32 (sums of 16-bit log gates are useless), got {log_decay.dtype}"
-            )
+        check_log_dtype("log_decay", log_decay, q)
     for name, per_head in (("sink", sink), ("logit_bound", logit_bound)):
         if per_head is not None and (per_head.shape != (H,) or not per_head.is_floating_point()):
             got = f"{per_head.dtype} {tuple(per_head.shape)}"
