@@ -2,6 +2,7 @@
 
 from attnzoo.experiments.claims import All, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Overlay, Size
+from attnzoo.experiments.forgetting import network
 from attnzoo.experiments.probes import KeysHeld, WrongWithin
 
 PAPER = "One-Pass Forgetting, section 4, ablation {}"
@@ -12,8 +13,7 @@ TIGHT = 0.0625
 
 def arm(name: str, *settings: str, **options: object) -> Arm:
     """Forget networks in two phases, trained alone beside the weights of the arm `rope`."""
-    forgetting = {"window": 2, "width": 16, "budget": 0.15, **options}
-    return Arm(name, "rope", {"forgetting": forgetting}, ("forgetting.alone=true", *settings), (0.01,), "rope")
+    return network(name, "rope", ("forgetting.alone=true", *settings), **{"budget": 0.15, **options})
 
 
 ABLATIONS = (

@@ -2,20 +2,13 @@
 
 from attnzoo.experiments.claims import All, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Overlay, Size
+from attnzoo.experiments.forgetting import RULES, network
 from attnzoo.experiments.probes import AddedLoss, KeysHeld, Loss
 
 PAPER = "One-Pass Forgetting, section 4"
 NETWORK, WINDOW, FREELY, CERTIFIED = "network", "window", "forgotten by itself", "certified"
 HELD, HELD_CERTIFIED = "keys held by itself", "keys held, certified"
-RULES = {"sinks + window": "sinks", "H2O": "h2o", "SnapKV": "snapkv", "later use": "utility"}
 SHARES = (0.03125, 0.0625, 0.125, 0.25, 0.5)
-ALONE = ("forgetting={alone: true, distill_steps: 1000000, budget: 0.0}",)
-
-
-def network(name: str, after: str, **options: object) -> Arm:
-    """Forget networks, trained alone beside the weights of another arm."""
-    return Arm(name, after, {"forgetting": {"window": 2, "width": 16, **options}}, ALONE, (0.01,), after)
-
 
 EXPERIMENT = Experiment(
     title="Learned forgetting at equal memory",

@@ -2,19 +2,12 @@
 
 from attnzoo.experiments.claims import AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay, Size
+from attnzoo.experiments.forgetting import RULES, network
 from attnzoo.experiments.probes import KeysHeld, WrongWithin
 
 PAPER = "One-Pass Forgetting, section 4 (retrieval on long dependencies)"
 NETWORK, WINDOW, FREELY, HELD = "network", "window", "wrong, forgotten by itself", "keys held by itself"
-RULES = {"sinks + window": "sinks", "H2O": "h2o", "SnapKV": "snapkv", "later use": "utility"}
 SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0)
-ALONE = ("forgetting={alone: true, distill_steps: 1000000, budget: 0.0}",)
-
-
-def network(name: str, after: str, **options: object) -> Arm:
-    """Forget networks, trained alone beside the weights of another arm."""
-    return Arm(name, after, {"forgetting": {"window": 2, "width": 16, **options}}, ALONE, (0.01,), after)
-
 
 EXPERIMENT = Experiment(
     title="Needle in a haystack within a memory",
