@@ -26,7 +26,7 @@ from attnzoo.forms.cache import RecurrentState
 from attnzoo.forms.fla_tuning import shorten, will_run
 from attnzoo.forms.options import LinearOptions, check_linear, existing
 from attnzoo.forms.protocol import Call, Kernel
-from attnzoo.forms.untraced import untraced
+from attnzoo.forms.untraced import constant_in_traces, untraced
 
 INSTALLED = importlib.util.find_spec("fla") is not None
 DEVICE = "cuda"  # its kernels run there
@@ -58,9 +58,9 @@ def fla_unavailable(call: Call) -> str:
         return "its delta-rule kernels do not take float32 (bfloat16 and float16 they do, under autocast too)"
     if gate.w is not None and q.shape[3] > MOST_DELTA_CHANNELS:
         return f"its delta-rule kernels take K up to {MOST_DELTA_CHANNELS}, got {q.shape[3]}"
-    if _per_token(gate) and torch.is_grad_enabled() and _hopper(q) and Version("3.4") <= _triton() < Version("3.7.1"):
+    if _per_token(gate) and torch.is_grad_enabled() and _hopper(q) and (triton := _miscompiling()):
         return (
-            f"its gated backward is miscompiled by Triton {_triton()} on Hopper: 3.7.1 mends it, which torch 2.12.1 "
+            f"its gated backward is miscompiled by Triton {triton} on Hopper: 3.7.1 mends it, which torch 2.12.1 "
             "and later bring"
         )
     return ""
@@ -71,8 +71,11 @@ def _hopper(q: Tensor) -> bool:
 
 
 @functools.cache  # asked at every call of a layer, and read from disk
-def _triton() -> Version:
-    return Version(version("triton"))
+@constant_in_traces  # where importlib.metadata cannot be traced (Python 3.12, torch 2.11)
+def _miscompiling() -> str:
+    """The version of Triton that is here, if it is one that miscompiles the gated backward, else ""."""
+    triton = version("triton")
+    return triton if Version("3.4") <= Version(triton) < Version("3.7.1") else ""
 
 
 def _per_token(gate: Gate) -> bool:
