@@ -147,8 +147,15 @@ class Variant:
 
     @property
     def prunable(self) -> bool:
-        """Whether the certificate of Adaptive Computation Pruning holds: a softmax with a scalar decay."""
-        return self.side == "softmax" and "log_decay" in self.requires
+        """Whether the certificate of Adaptive Computation Pruning holds: a softmax with a scalar decay, of a transition
+        that makes no vector longer.
+        """
+        return self.side == "softmax" and "log_decay" in self.requires and not self.expands
+
+    @property
+    def expands(self) -> bool:
+        """Whether its transition may make a vector longer."""
+        return getattr(getattr(self.form_set, "transition", None), "expands", False)
 
 
 def register(pair: Pair) -> None:
