@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import expand_heads, is_closed
-from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
+from attnzoo.algebra.transitions import HeadGate, Identity, Transition, block_decay, compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache, RecurrentState
+from attnzoo.forms.memory import size_of
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink, decay_to, least_logit
@@ -64,11 +65,9 @@ class Memory(Protocol):
     """What a layer remembers of B sequences of their own lengths.
 
     Attributes:
-        final: why tokens cannot be taken back, or "": then a step may take several.
         on_host: whether :meth:`keep` waits for the device.
     """
 
-    final: ClassVar[str]
     on_host: ClassVar[bool]
 
     def step(self, call: Call, extend: Extend) -> Tensor:
@@ -92,8 +91,8 @@ class Memory(Protocol):
     def tensors(self) -> Iterator[Tensor]:
         """All that it holds on the device."""
 
-    def workspace(self, heads: int) -> int:
-        """Bytes that a step of ``heads`` query heads takes besides, where they are many."""
+    def workspace(self, heads: int, tokens: int = 1) -> int:
+        """Bytes that a step of ``heads`` query heads and ``tokens`` tokens takes besides, where they are many."""
 
 
 @dataclass(eq=False)
@@ -110,7 +109,6 @@ class MatrixMemory:
     rows: Rows
     last: tuple[Call, Extend] | None = None
     on_host: ClassVar[bool] = False
-    final: ClassVar[str] = ""
 
     @staticmethod
     def like(state: RecurrentState, rows: Rows, device: torch.device | str) -> MatrixMemory:
@@ -153,15 +151,16 @@ class MatrixMemory:
     def tensors(self) -> Iterator[Tensor]:
         yield self.matrix
 
-    def workspace(self, heads: int) -> int:
-        return 0
+    def workspace(self, heads: int, tokens: int = 1) -> int:
+        return 0 if tokens == 1 else 2 * size_of(self.matrix)  # a copy, and the state after it
 
 
 @dataclass(eq=False)
 class KeyMemory:
     """The keys of B sequences of up to S tokens; a step reads them all and masks those to come.
 
-    Pruning leaves out no keys here, and so drops no mass at all.
+    Several tokens are one block: their queries are carried back to the keys, which stay until :meth:`keep`. Pruning
+    leaves out no keys here, and so drops no mass at all.
 
     Args:
         transition: what multiplies the keys before a new one; None where they stand as they were written.
@@ -171,6 +170,7 @@ class KeyMemory:
         v: values, ``[B, G, S, V]``.
         decay: log decays from each key to the last token, ``[B, H, S]`` float64, or None.
         phase: RoPE's total angle so far, ``[B, 1, 1 or H, K/2]`` float64, or None.
+        last: the step of several tokens that :meth:`keep` ends.
     """
 
     transition: Transition | None
@@ -180,8 +180,8 @@ class KeyMemory:
     v: Tensor
     decay: Tensor | None
     phase: Tensor | None
+    last: Call | None = None
     on_host: ClassVar[bool] = False
-    final: ClassVar[str] = "its keys lie in no pages, and later tokens change them or their decays where they stand"
 
     @staticmethod
     def like(
@@ -202,14 +202,15 @@ class KeyMemory:
         )  # fmt: skip
 
     def step(self, call: Call, extend: Extend) -> Tensor:
-        q, k, v, gate, given = call.q, call.k, call.v, call.gate, SoftmaxOptions(**call.options)
+        if self.rows.tokens > 1:
+            self.last = call
+            return self._block(call)
+        v, gate, given = call.v, call.gate, SoftmaxOptions(**call.options)
+        q, k, phase = self._placed(call)
         (B, _, H, K), S = q.shape, self.k.shape[-1]
         rows, now = torch.arange(B, device=q.device), self.rows.length
-        if self.place is not None:
-            q, k, phase, _ = self.place(q, k, gate, KVCache(k[:, :0], v[:, :0], phase=self.phase), None)
-            if self.phase is not None:
-                self.phase.copy_(phase)
-        k = expand_heads(k, self.k.shape[1])
+        if self.phase is not None:
+            self.phase.copy_(phase)
         if self.transition is not None:
             matrices = HeadGate.of(replace(gate, log_decay=None), k.to(self.k.dtype)).at(0)
             self.k.copy_(self.transition.apply(matrices, self.k))
@@ -233,8 +234,62 @@ class KeyMemory:
         o, _ = attend_with_sink(o, None if given.sink is None else logits.logsumexp(-1)[..., None], given.sink)
         return o.transpose(1, 2).to(v.dtype)
 
+    def _placed(self, call: Call) -> tuple[Tensor, Tensor, Any]:
+        """q and k with what is folded into them, k with the heads of the keys, and the phase after these tokens."""
+        q, k, phase = call.q, call.k, self.phase
+        if self.place is not None:
+            q, k, phase, _ = self.place(q, k, call.gate, KVCache(k[:, :0], call.v[:, :0], phase=phase), None)
+        return q, expand_heads(k, self.k.shape[1]), phase
+
+    def _block(self, call: Call) -> Tensor:
+        """The output of several tokens, which changes nothing."""
+        given, (q, k, _), dtype = SoftmaxOptions(**call.options), self._placed(call), compute_dtype(call.q)
+        (_, T, H, K), (_, G, _, S), now = q.shape, self.k.shape, self.rows.length[:, None, None]
+        gate = HeadGate.of(call.gate, q)
+        scaled = heads_first(q, H, dtype) * (K**-0.5 if given.scale is None else given.scale)
+        block = self._transition().block(scaled, heads_first(k, H, dtype), replace(gate, log_decay=None))
+        old = (block.q.unflatten(1, (G, -1)).flatten(2, 3) @ self.k.to(dtype)).view(-1, H, T, S)
+        own = block.scores
+        if self.decay is not None and gate.log_decay is not None:
+            inside = block_decay(gate.log_decay)
+            old = (old + (self.decay[:, :, None] + inside.entry[..., None])).clamp(min=least_logit(dtype)).to(dtype)
+            own = (own + inside.between).clamp(min=least_logit(dtype))
+        keys, tokens = torch.arange(S, device=q.device), torch.arange(T, device=q.device)[:, None]
+        hidden, future = (keys >= now).expand(-1, T, S), tokens < tokens.T
+        if given.window is not None:
+            hidden = hidden | (keys <= now + tokens - given.window)
+            future = future | (tokens - given.window >= tokens.T)
+        logits = torch.cat([old.masked_fill(hidden[:, None], -torch.inf), own.masked_fill(future, -torch.inf)], -1)
+        p, v = logits.softmax(-1), heads_first(call.v, H, dtype)
+        o = p[..., :S].unflatten(1, (self.v.shape[1], -1)).flatten(2, 3) @ self.v.to(dtype)
+        o = o.view(-1, H, T, v.shape[-1]) + p[..., S:] @ v
+        o, _ = attend_with_sink(o, None if given.sink is None else logits.logsumexp(-1), given.sink)
+        return o.transpose(1, 2).to(call.v.dtype)
+
     def keep(self, kept: Tensor) -> None:
-        raise NotImplementedError(self.final)
+        """Carry the keys over these tokens, which come to stand behind them."""
+        assert self.last is not None
+        call, self.last = self.last, None
+        (B, T), device = call.q.shape[:2], kept.device
+        gate = call.gate.per_token(call.q).neutral_where(torch.arange(T, device=device) >= kept[:, None])
+        _, k, phase = self._placed(replace(call, gate=gate))
+        if self.phase is not None:
+            self.phase.copy_(phase)
+        k, at = k.to(self.k.dtype), (torch.arange(B, device=device)[:, None], self.rows.length[:, None])
+        at = at[0], at[1] + torch.arange(T, device=device)
+        keys = heads_first(k, k.shape[2], k.dtype)
+        block = self._transition().block(keys, keys, HeadGate.of(replace(gate, log_decay=None), k))
+        if self.transition is not None:
+            self.k.copy_(self.transition.carry(block.total, self.k))
+        self.k[at[0], :, :, at[1]] = block.k.transpose(1, 2)
+        self.v[at[0], :, at[1]] = call.v
+        if self.decay is not None and gate.log_decay is not None:
+            inside = block_decay(gate.log_decay.transpose(1, 2).double())
+            self.decay.add_(inside.total[..., None])
+            self.decay[at[0], :, at[1]] = inside.exit.transpose(1, 2)
+
+    def _transition(self) -> Transition:
+        return self.transition or Identity()
 
     def ready(self, rows: Sequence[int]) -> bool:
         return False
@@ -257,15 +312,17 @@ class KeyMemory:
     def tensors(self) -> Iterator[Tensor]:
         yield from (x for x in (self.k, self.v, self.decay, self.phase) if x is not None)
 
-    def workspace(self, heads: int) -> int:
-        return 0
+    def workspace(self, heads: int, tokens: int = 1) -> int:
+        (B, *_, S), wide = self.k.shape, max(4, self.k.itemsize)
+        return wide * (self.k.numel() + self.v.numel() + 3 * B * heads * tokens * S)  # copies, logits and weights
 
 
 @dataclass(eq=False)
 class CarriedMemory:
     """PaTH's keys of B sequences of up to S tokens: one kernel multiplies them where they stand and attends to them.
 
-    The last place of each tensor is that of the token of a step, from which it goes to the end of its sequence.
+    The last place of each tensor is that of the token of a step, from which it goes to the end of its sequence. Several
+    tokens come one after the other: over a copy of the keys, and when it is known which stay, over the keys.
 
     Args:
         rows: see :class:`Rows`.
@@ -273,6 +330,7 @@ class CarriedMemory:
         v: values ``[B, S + 1, G, V]``.
         gates: log decays ``[B, S + 1, H]`` float32, or None.
         valid: the places that hold a token, ``[B, S + 1]`` bool.
+        last: the step of several tokens that :meth:`keep` ends.
     """
 
     rows: Rows
@@ -280,8 +338,8 @@ class CarriedMemory:
     v: Tensor
     gates: Tensor | None
     valid: Tensor
+    last: Call | None = None
     on_host: ClassVar[bool] = False
-    final: ClassVar[str] = "later tokens are multiplied into its keys where they stand"
 
     @staticmethod
     def like(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory:
@@ -297,10 +355,25 @@ class CarriedMemory:
 
     @untraced  # its kernel writes to the keys where they stand
     def step(self, call: Call, extend: Extend) -> Tensor:
+        call = replace(call, gate=call.gate.per_token(call.q))
+        if self.rows.tokens == 1:
+            return self.take(call, self.rows.length)
+        self.last, trial = call, replace(self, **self.moving())
+        return torch.cat([trial.take(one, self.rows.length + t) for t, one in enumerate(tokens_of(call))], 1)
+
+    def moving(self) -> dict[str, Any]:
+        """Copies of what a token changes besides its own place."""
+        return {"k": self.k.clone(), "valid": self.valid.clone()}
+
+    def take(self, call: Call, now: Tensor, there: Tensor | None = None) -> Tensor:
+        """One token of each sequence, of which ``now`` [B] come before it, and its output ``[B, 1, H, V]``.
+
+        Args:
+            there: the sequences that get it, ``[B]`` bool, or None for all; the gate of others is that of no token.
+        """
         from attnzoo.kernels.path import path_step
 
-        given, gate = SoftmaxOptions(**call.options), call.gate.per_token(call.q)
-        index, now = torch.arange(len(self.k), device=self.k.device), self.rows.length
+        given, gate, index = SoftmaxOptions(**call.options), call.gate, torch.arange(len(self.k), device=self.k.device)
         new = {"k": call.k, "v": call.v, "gates": gate.log_decay}
         self.v[:, -1:] = call.v
         if self.gates is not None and gate.log_decay is not None:
@@ -313,11 +386,15 @@ class CarriedMemory:
             if x is not None:
                 mine = getattr(self, name)
                 mine[index, now] = x[:, 0].to(mine.dtype)
-        self.valid.scatter_(1, now[:, None], True)
+        self.valid[index, now] = now >= 0 if there is None else there
         return o.to(call.v.dtype)
 
     def keep(self, kept: Tensor) -> None:
-        raise NotImplementedError(self.final)
+        assert self.last is not None
+        call, self.last = self.last, None
+        others = torch.arange(self.rows.tokens, device=kept.device) >= kept[:, None]
+        for t, one in enumerate(tokens_of(replace(call, gate=call.gate.neutral_where(others)))):
+            self.take(one, self.rows.length + t, ~others[:, t])
 
     def ready(self, rows: Sequence[int]) -> bool:
         return False
@@ -338,5 +415,12 @@ class CarriedMemory:
     def tensors(self) -> Iterator[Tensor]:
         yield from (x for x in (self.k, self.v, self.gates, self.valid) if x is not None)
 
-    def workspace(self, heads: int) -> int:
-        return 0
+    def workspace(self, heads: int, tokens: int = 1) -> int:
+        return 0 if tokens == 1 else size_of(self.k) + size_of(self.valid)
+
+
+def tokens_of(call: Call) -> Iterator[Call]:
+    """The tokens of a call, whose gate has all its parts per token, one after the other."""
+    for t in range(call.q.shape[1]):
+        q, k, v = (x[:, t : t + 1] for x in (call.q, call.k, call.v))
+        yield replace(call, q=q, k=k, v=v, gate=call.gate.slice(t, t + 1))
