@@ -28,7 +28,7 @@ EXPERIMENT = Experiment(
         network("rope, decay", "rope", network="decay"),
         network("rope, discount", "rope", discount=0.9),
     ),
-    options={"qk_norm": "rms"},
+    options={"block": "pro"},
     settings=("data.source=stdlib",),
     sizes={
         "cpu": Size(

@@ -86,8 +86,8 @@ def file_name(name: str, options: Mapping[str, Any]) -> str:
     """A name for the files of an evaluation, another one for other options; of paths it has the last part."""
     parts = [name]
     for key, value in options.items():
-        shown = value.name if isinstance(value, Path) else "-".join(map(str, value if type(value) is tuple else [value]))
-        parts.append(f"{key}={shown}")
+        several = value if isinstance(value, tuple) else (value.name if isinstance(value, Path) else value,)
+        parts.append(f"{key}={'-'.join(map(str, several))}")
     return re.sub(r"[^\w.=-]+", "-", "-".join(parts)).strip("-")
 
 
