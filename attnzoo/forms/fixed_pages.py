@@ -47,7 +47,7 @@ class PagedMemory:
     evict: Eviction | None = None
     steps: int = 0
     last: Call | None = None
-    carried: ClassVar[bool] = False
+    carried: ClassVar[int] = 0  # pages of a group of keys that are carried
     on_host: ClassVar[bool] = False
     final: ClassVar[str] = ""
 
@@ -59,7 +59,7 @@ class PagedMemory:
 
         It has pages for all of these tokens from the start, or where keys are given up takes them as they are needed.
         """
-        one, phase = _pool_of(state), state.phase
+        one, phase = pool_of(state), state.phase
         (G, _), (_, K), R = one.table.shape[1:], one.k.shape[1:], 1 if one.decay is None else one.decay.shape[2]
         B, evict = len(rows.lengths), state.evict if isinstance(state, PagedCache) else None
         pool = KeyPool.empty(
@@ -108,7 +108,11 @@ class PagedMemory:
             self.evict.look(self.pool, scaled, k, (self.rows.active[:, None] != 0).expand(q.shape[:2]))
 
     def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
-        one, theirs = _pool_of(state), state.evict if isinstance(state, PagedCache) else None
+        self._adopt(row, pool_of(state), state, tokens)
+
+    def _adopt(self, row: int, one: KeyPool, state: KVCache | PagedCache, tokens: int) -> None:
+        """The idle row ``row`` goes on from the keys of ``state``, which ``one`` holds."""
+        theirs = state.evict if isinstance(state, PagedCache) else None
         if self.evict is not None:
             away = self.evict.offload
             if away is None:
@@ -155,7 +159,7 @@ class PagedMemory:
         return paged_workspace(pool.k, pool.v, pool.table, heads, device, carried=self.carried)
 
 
-def _pool_of(state: KVCache | PagedCache) -> KeyPool:
+def pool_of(state: KVCache | PagedCache) -> KeyPool:
     """The keys of a state of one sequence, in pages."""
     if isinstance(state, PagedCache):
         return state.pool
