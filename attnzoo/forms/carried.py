@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.transitions import block_decay, compute_dtype, heads_first
 from attnzoo.algebra.triangular import householder_block
 from attnzoo.forms.cache import append_valid
@@ -240,10 +241,11 @@ def step_pool(
 
     names = ("table", "first", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log", "closed")
     g = None if gate.log_decay is None else gate.log_decay.float()
+    prune = None if given.prune is None else Prune(given.prune.eps)  # the bound of the paper never lets more go
     return paged_path_step(
         q, k, v.to(pool.v.dtype), cast(Tensor, gate.w), cast(Tensor, gate.beta), keys=pool.k, values=pool.v,
-        log_decay=g, count=count, scale=given.scale, window=given.window, sink=given.sink, prune=given.prune,
-        logit_bound=None if given.prune is None else given.logit_bound, **carried,
+        log_decay=g, count=count, scale=given.scale, window=given.window, sink=given.sink, prune=prune,
+        logit_bound=None if prune is None else given.logit_bound, **carried,
         **{name: getattr(pool, name) for name in names},
     ).to(v.dtype)  # fmt: skip
 

@@ -25,8 +25,9 @@ from attnzoo.forms.untraced import untraced
 class PagedMemory:
     """The keys of B sequences in a :class:`~attnzoo.forms.pool.KeyPool`, for encodings that leave them as they are.
 
-    A step is two kernels (``attnzoo.kernels.decode``), which read on the device how many keys there are. It leaves out
-    none of them, so that pruning drops no mass there.
+    A step is a few kernels (``attnzoo.kernels.decode``), which read on the device how many keys there are. With
+    ``prune`` it skips the first pages of a head that together weigh at most its eps in each row. Where keys are given
+    up by such a certificate already, it reads all that are left: looking for more takes longer than reading it.
 
     Args:
         pool: whose ``lengths`` are those of ``rows``.
@@ -73,7 +74,7 @@ class PagedMemory:
 
     @untraced  # its kernels write to the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
-        pool, given = self.pool, SoftmaxOptions(**call.options)
+        pool, given = self.pool, self._options(call)
         q, k, phase = self._placed(call)
         if self.rows.tokens > 1:
             self.last = call
@@ -83,7 +84,12 @@ class PagedMemory:
         k, v = (expand_heads(x, pool.table.shape[1]) for x in (k, call.v))
         gates = call.gate.per_token(q).log_decay
         impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
-        return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.count(), prune=False)
+        return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.count())
+
+    def _options(self, call: Call) -> SoftmaxOptions:
+        """What the call asks for, without pruning where that finds nothing more."""
+        given = SoftmaxOptions(**call.options)
+        return given if self.evict is None or self.evict.bounds is None else replace(given, prune=None)
 
     def _placed(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         assert self.place is not None

@@ -214,7 +214,7 @@ def paged_forward(
     }  # fmt: skip
     walked = walked or {"p_walk": begin, "p_own": begin, "p_base": begin, "p_count": begin, "M": 0, **NOT_WALKED}
     if k_norm is not None:
-        first = first_pages(pages, walked, first, k_norm, n_log, logit_bound, log_eps)
+        first = first_pages(pages, walked, first, begin, k_norm, n_log, logit_bound, log_eps)
     paged_shares_kernel[(1,)](first, length, begin, ends, T, BG, G, window, PAGE=k.shape[1], **share)
     paged_split_kernel[(n, cdiv(R * T, plan.BT))](
         p_v=v, p_begin=begin, p_ends=ends, p_part=part, p_lse=lses, BG=BG, V=V, BV=BV, num_warps=plan.num_warps,
