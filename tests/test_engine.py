@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 
 from attnzoo import build_attention
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.fixed import CarriedMemory, Rows
+from attnzoo.forms.fixed import Rows
+from attnzoo.forms.fixed_keys import CarriedMemory
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.fixed import FixedCache
 from attnzoo.models import Generator

@@ -23,7 +23,8 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.cache import KVCache
-from attnzoo.forms.fixed import CarriedMemory, Rows
+from attnzoo.forms.fixed import Rows
+from attnzoo.forms.fixed_keys import CarriedMemory
 from attnzoo.forms.options import existing
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate, rotate_all, rotate_rounded

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.fixed import KeyMemory, Memory, Rows
+from attnzoo.forms.fixed import Memory, Rows
+from attnzoo.forms.fixed_keys import KeyMemory
 from attnzoo.layer.stream import LayerCache, Stream
 
 
