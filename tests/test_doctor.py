@@ -68,6 +68,15 @@ def test_a_slow_setup_is_explained_with_its_remedy(pretend: Pretend) -> None:
     assert all(len(line) < 160 for line in text.splitlines())
 
 
+def test_a_triton_that_miscompiles_scalar_decays_is_named(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla, "_miscompiling", lambda: "3.6.0")
+    report = pretend((9, 0), (3, 6))
+    training = row(report, "mamba2", "training")
+    assert (training.form, training.kernels) == ("fla", "chunks, a decay per channel")
+    assert training.why[-1].startswith("Triton 3.6.0 miscompiles flash-linear-attention's backward of a scalar decay")
+    assert row(report, "mamba2", "prefill").kernels == row(report, "deltanet", "training").kernels == ""
+
+
 def test_other_gpus_run_portable_kernels_without_complaint(pretend: Pretend) -> None:
     report = pretend((8, 6), (3, 7))
     training = row(report, "path", "padded training")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnzoo import Gate, get, list_variants, oracle
 from attnzoo.algebra.gate import PARTS
+from attnzoo.forms import fla
 from attnzoo.forms.fla import fla_unavailable
 from attnzoo.forms.protocol import Call
 from attnzoo.registry import PAIRS
@@ -128,6 +129,26 @@ def test_values_states_and_gradients_over_pieces(name: str, regime: Regime, cuts
     skip_where_refused(name, inputs)
     exact = through(name, "reference", wide(inputs), cuts[-1:])
     assert_within_budget(through(name, "fla", inputs, cuts), through(name, "reference", inputs, cuts[-1:]), exact)
+
+
+@pytest.mark.fla
+@pytest.mark.usefixtures("peer")
+@pytest.mark.parametrize(("name", "regime"), [("mamba2", "mixed"), ("gated_deltanet", "open"), ("mamba3", "open")])
+def test_a_scalar_decay_through_the_kernels_of_channels(
+    name: str, regime: Regime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What trains where Triton miscompiles the kernels of a scalar decay; said once."""
+    monkeypatch.setattr(fla, "_hopper", lambda q: True)
+    monkeypatch.setattr(fla, "_miscompiling", lambda: "3.6.0")
+    fla._warn.cache_clear()
+    called: list[str] = []
+    operation = fla._op
+    monkeypatch.setattr(fla, "_op", lambda family, kernel: called.append(kernel) or operation(family, kernel))
+    inputs = given(name, 2, 70, regime)
+    exact, plain = (through(name, "reference", x, [70]) for x in (wide(inputs), inputs))
+    assert_within_budget(through(name, "fla", inputs, [33, 70]), plain, exact)
+    assert set(called) == {"chunk_kda" if "w" in get(name).requires else "chunk_gla"}
+    assert [r.getMessage()[:26] for r in caplog.records if r.name == "attnzoo.fla"] == ["Triton 3.6.0 miscompiles f"]
 
 
 @pytest.mark.fla

@@ -335,6 +335,9 @@ def test_retention_of_keys_falls_with_their_age(network):
     if network == "decay":
         log_r = x.sigmoid()[0, 0, 6:, 5].log()
         assert torch.allclose(log_r / log_r[0], torch.arange(1.0, 25.0).double())
+    else:
+        lost = x[0, 0, 5, 5] - x[0, 0, 6:, 5]
+        assert torch.allclose(lost / lost[0], torch.arange(2.0, 26.0).double().log2())
 
 
 def saved_bytes(attn, T):

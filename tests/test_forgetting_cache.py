@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -120,6 +121,23 @@ def test_a_budget_takes_the_least_retained_first():
             s.slots["kept"][0, g, : int(s.live[0, g])] for s in (whole.state.settled(), tight.state.settled())
         )
         assert torch.equal(left.sort().values, full.sort().values[-3:])
+
+
+@pytest.mark.parametrize("name", ["rope", "fox"])
+def test_a_budget_is_not_spent_on_keys_that_no_row_to_come_sees(name):
+    """Those behind the attention window, or behind a gate that has closed, make room for those that are seen."""
+    attn = forgetful(name, remembers=1, **({"window": 8} if name == "rope" else {}))
+    with torch.no_grad():
+        attn.forget.bias.fill_(9.0)  # the network remembers all
+    _, cache = stepped(attn, rows(2, 30), [(0, 30)])
+    state = cache.state
+    if name == "fox":
+        closed = state.slots["closed"].clone()
+        closed[:, :, 22:] += 1
+        slots, sums = {**state.slots, "closed": closed}, {**state.sums, "closed": state.sums["closed"] + 1}
+        state = replace(state, slots=slots, sums=sums)
+    held = replace(state, policy=replace(state.policy, tokens=5)).within_budget().settled()
+    assert (held.live == 5).all()
 
 
 def test_heads_compete_for_a_budget_in_bytes():

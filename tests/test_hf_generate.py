@@ -123,6 +123,13 @@ def test_a_budget_holds_in_the_loop_and_on_the_engine(tokens):
         model.generate(tokens, **given, budget=3, past_key_values=cache)
 
 
+def test_what_a_cache_gives_up_is_refused_where_none_is_kept(tokens):
+    model, given = build("alibi", attention_options={"qk_norm": "rms"}), {"max_new_tokens": 4, "use_cache": False}
+    for more in ({"evict": 0.1}, {"past_key_values": ModelCache(model.model.new_cache())}):
+        with pytest.raises(ValueError, match="use_cache: expected True beside past_key_values, evict or budget, got F"):
+            model.generate(tokens, **given, **more)
+
+
 ENGINE = ["fox", "path_fox", HYBRID]
 
 
@@ -186,6 +193,7 @@ def test_the_engine_samples_from_the_models_distribution(tokens):
         ({"num_beams": 2}, "num_beams: expected 1, got 2"),
         ({"repetition_penalty": 1.5}, "repetition_penalty: expected 1.0, got 1.5"),
         ({"do_sample": True, "top_k": 5, "top_p": 0.5}, "top_k, top_p: expected one of the two"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature: expected above 0 with do_sample, got 0.0"),
         ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences: expected 1, got 2"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate: expected False, got True"),
         ({"use_cache": False}, "use_cache: expected True, got False"),

@@ -25,8 +25,9 @@ from attnzoo.forms.untraced import untraced
 class PagedMemory:
     """The keys of B sequences in a :class:`~attnzoo.forms.pool.KeyPool`, for encodings that leave them as they are.
 
-    A step is two kernels (``attnzoo.kernels.decode``), which read on the device how many keys there are. It leaves out
-    none of them, so that pruning drops no mass there.
+    A step is a few kernels (``attnzoo.kernels.decode``), which read on the device how many keys there are. With
+    ``prune`` it skips the first pages of a head that together weigh at most its eps in each row. Where keys are given
+    up by such a certificate already, it reads all that are left: looking for more takes longer than reading it.
 
     Args:
         pool: whose ``lengths`` are those of ``rows``.
@@ -80,10 +81,12 @@ class PagedMemory:
         elif self.phase is not None:
             self.phase.copy_(phase)
         self._look(q, k, given.scale)
+        if self.evict is not None and self.evict.bounds is not None:
+            given = replace(given, prune=None)
         k, v = (expand_heads(x, pool.table.shape[1]) for x in (k, call.v))
         gates = call.gate.per_token(q).log_decay
         impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
-        return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.count(), prune=False)
+        return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.count())
 
     def _placed(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         assert self.place is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from attnzoo.forms.options import LinearOptions, check_linear, existing
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.untraced import untraced
 
+logger = logging.getLogger("attnzoo.fla")
+
 INSTALLED = importlib.util.find_spec("fla") is not None
 DEVICE = "cuda"  # its kernels run there
 CLOSED_AS = -80.0  # exp of it is 2e-35
@@ -38,8 +41,7 @@ MOST_DELTA_CHANNELS = 256
 def fla_unavailable(call: Call) -> str:
     """Why flash-linear-attention cannot serve a call, or "".
 
-    Its gated chunk backward refuses Hopper GPUs with Triton >= 3.4 and < 3.7.1 (miscompiled there), and its
-    delta-rule kernels take 16-bit inputs only.
+    Its delta-rule kernels take 16-bit inputs only.
     """
     q, gate = call.q, call.gate
     if gate.factors is not None:
@@ -58,11 +60,6 @@ def fla_unavailable(call: Call) -> str:
         return "its delta-rule kernels do not take float32 (bfloat16 and float16 they do, under autocast too)"
     if gate.w is not None and q.shape[3] > MOST_DELTA_CHANNELS:
         return f"its delta-rule kernels take K up to {MOST_DELTA_CHANNELS}, got {q.shape[3]}"
-    if _per_token(gate) and torch.is_grad_enabled() and _hopper(q) and Version("3.4") <= _triton() < Version("3.7.1"):
-        return (
-            f"its gated backward is miscompiled by Triton {_triton()} on Hopper: 3.7.1 mends it, which torch 2.12.1 "
-            "and later bring"
-        )
     return ""
 
 
@@ -70,9 +67,11 @@ def _hopper(q: Tensor) -> bool:
     return q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
-@functools.cache  # asked at every call of a layer, and read from disk
-def _triton() -> Version:
-    return Version(version("triton"))
+@functools.cache  # read from disk
+def _miscompiling() -> str:
+    """The version of Triton that is here, if it is one that miscompiles the gated backward, else ""."""
+    triton = version("triton")
+    return triton if Version("3.4") <= Version(triton) < Version("3.7.1") else ""
 
 
 def _per_token(gate: Gate) -> bool:
@@ -123,7 +122,7 @@ def fla_kernel(operation: Operation) -> Kernel:
         seen = 0 if state is None else len(state)
         return o, RecurrentState(cast(Tensor, matrix), seen + q.shape[1])
 
-    return Kernel(run, extend, fla_unavailable)
+    return Kernel(run, extend, fla_unavailable, explain=_explained)
 
 
 @untraced  # as the peer's functions are: one break, and not in the midst of its kernels
@@ -147,12 +146,17 @@ def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor
         "initial_state": None if call.state is None else call.state.matrix.float(),
         "output_final_state": call.keeps_state,
     }  # fmt: skip
+    slow = _detour(gate, q)
+    if slow:
+        _warn(slow)
     will_run(f"H={H}, K={q.shape[3]}, V={v.shape[3]}, {str(q.dtype).removeprefix('torch.')}")
     return operation(Prepared(q, k, v, gate, options))
 
 
 def scalar_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """``chunk_simple_gla``: a scalar decay per head and token, one per head, or none."""
+    if _detour(x.gate, x.q):
+        return diagonal_decay(x)
     g = x.gate.log_decay
     if g is None:
         return _op("simple_gla", "chunk_simple_gla")(x.q, x.k, x.v, **x.options)
@@ -168,6 +172,8 @@ def diagonal_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
 
 def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """``chunk_delta_rule`` or ``chunk_gated_delta_rule``: one key for erasing and writing, and one strength."""
+    if _detour(x.gate, x.q):
+        return channel_delta_rule(x)
     beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2]).to(x.v.dtype)
     g = x.gate.per_token(x.q).log_decay
     if g is None:
@@ -181,6 +187,27 @@ def channel_delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     return _op("kda", "chunk_kda")(x.q, x.k, x.v, _channels(x), beta, **x.options)
 
 
+def _detour(gate: Gate, q: Tensor) -> str:
+    """Why a scalar decay takes the kernels with one per channel, or ""."""
+    if gate.log_diag is not None or not _per_token(gate) or not torch.is_grad_enabled() or not _hopper(q):
+        return ""
+    triton = _miscompiling()
+    return triton and (
+        f"Triton {triton} miscompiles flash-linear-attention's backward of a scalar decay on Hopper: its kernels with "
+        "a decay per channel run instead, which take longer; 3.7.1 mends it, which torch 2.12.1 and later bring"
+    )
+
+
+def _explained(call: Call) -> tuple[str, str]:
+    slow = _detour(call.gate, call.q)
+    return "chunks, a decay per channel" if slow else "", slow
+
+
+@functools.cache
+def _warn(what: str) -> None:
+    logger.warning("%s", what)
+
+
 @functools.cache
 def _op(family: str, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     operation: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(f"fla.ops.{family}"), name)
@@ -190,8 +217,11 @@ def _op(family: str, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 def _channels(x: Prepared) -> Tensor:
     """The decay of each channel, the scalar one among it, ``[B, T, H, K]``."""
-    g, a = x.gate.per_token(x.q).log_decay, _finite(x.gate.log_diag)
-    return a if g is None else _finite(a + _finite(g)[..., None])
+    g, a = x.gate.per_token(x.q).log_decay, x.gate.log_diag
+    if g is None:
+        return _finite(a)
+    g = _finite(g)[..., None]
+    return g.expand(x.q.shape).contiguous() if a is None else _finite(_finite(a) + g)
 
 
 def _finite(log: Tensor | None) -> Tensor:

@@ -146,9 +146,10 @@ class ForgettingCache:
         return self.seen[:, None, None] - 1 - self.slots["position"]
 
     def over_budget(self) -> Tensor:
-        """Which keys a budget has no room for: those of the least retention, but for the last ``window`` tokens."""
+        """Which keys a budget has no room for: of those that rows to come may see, those of the least retention, but
+        for the last ``window`` tokens."""
         kept, policy = self.slots["kept"], self.policy
-        held = self.in_use() & (kept >= policy.options.threshold)
+        held = self.in_use() & ~self.done_with()
         safe = held & (self.age() < policy.options.window)
         score = torch.where(held, kept, GONE).masked_fill(safe, 2.0)
         gone = torch.zeros_like(held)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads, is_closed
+from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import append_valid
 from attnzoo.forms.options import SoftmaxOptions, existing
@@ -113,7 +114,7 @@ def step_pages(
 
 def append_and_attend(
     pool: KeyPool, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, given: SoftmaxOptions,
-    impl: Literal["triton", "reference"], count: Tensor | None = None, prune: bool = True,
+    impl: Literal["triton", "reference"], count: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write few tokens into their pages and attend, ``[B, T, H, V]`` in v's dtype; the host counts them elsewhere.
 
@@ -121,10 +122,10 @@ def append_and_attend(
         pool: with pages for them.
         q: in its place, as k is.
         log_decay: ``[B, T, H]`` or None.
-        given: what it asks for; ``valid`` and ``return_lse`` are not looked at.
+        given: what it asks for; ``valid`` and ``return_lse`` are not looked at. Where it prunes, the pages that the
+            certificate ``"tail"`` lets go are not read, whatever its bound: that of the paper never lets more go.
         impl: of ``attnzoo.kernels.decode``.
         count: tokens that each sequence gets, ``[B]`` int32; None for all of them.
-        prune: whether the step leaves out what ``given.prune`` allows.
     """
     from attnzoo.kernels.decode import paged_append, paged_attention
 
@@ -137,10 +138,9 @@ def append_and_attend(
         log_decay=log_decay, total=pool.total, since=pool.since, n_log=pool.n_log, closed=pool.closed, count=count,
         impl=impl, **sums,
     )  # fmt: skip
-    if prune and given.prune is not None:
-        sums |= {
-            "prune": given.prune, "k_norm": pool.k_norm, "n_log": pool.n_log, "logit_bound": given.logit_bound
-        }  # fmt: skip
+    if given.prune is not None:
+        prune = Prune(given.prune.eps)
+        sums |= {"prune": prune, "k_norm": pool.k_norm, "n_log": pool.n_log, "logit_bound": given.logit_bound}
     o = paged_attention(
         q.to(pool.k.dtype), pool.k, pool.v, pool.table, pool.first, pool.length, since=since, scale=given.scale,
         window=given.window, sink=given.sink, impl=impl, **sums,

@@ -229,7 +229,7 @@ class Attention(PreciseModule):
             scale *= math.sqrt(config.query_heads * config.key_heads)
         mixed = self.angle is not None or self.variant.requires != ("log_decay",)
         largest = q.amax(-1) * k.amax(-1) if mixed else (q * k).amax(-1)
-        return (largest * (config.key_dim * scale)).expand(config.num_heads)
+        return (largest * (config.key_dim * scale)).expand(config.num_heads).contiguous()
 
     @torch.no_grad()
     def query_bound(self, dtype: torch.dtype = torch.float32) -> Tensor | None:

@@ -24,7 +24,8 @@ class FixedCache:
         rows: of the batch; all layers have the same.
         workspace: bytes that a step takes besides.
         ends: by name, the windows and the tokens of a step of several, until :meth:`keep`.
-        bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it.
+        bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it: as
+            they were when the last sequence joined.
     """
 
     memory: Memory
@@ -76,6 +77,8 @@ class FixedCache:
     def admit(self, row: int, cache: LayerCache, tokens: int) -> None:
         """The idle row ``row`` goes on from the only one of ``cache``, to ``tokens`` tokens at most."""
         self.memory.admit(row, cache.state, tokens)
+        if self.bound is not None and cache.bound is not None:
+            self.bound.copy_(cache.bound)
         for name, window in self.windows.items():
             window[row] = cache.windows[name][0]
 

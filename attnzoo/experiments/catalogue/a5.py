@@ -1,7 +1,7 @@
 """A group that is not solvable, over the number of layers."""
 
 from attnzoo.experiments.claims import All, AtLeast, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Measured, Size
 from attnzoo.experiments.probes import Wrong
 
 MERRILL = "Merrill, Petty and Sabharwal, The Illusion of State in State-Space Models (2024), the word problem of A5"
@@ -75,5 +75,11 @@ EXPERIMENT = Experiment(
     grids=(
         Grid("wrong answers on rows as long as in training", tuple(KINDS), tuple(f"{n} layers" for n in DEPTHS),
              tuple(tuple(name_of(kind, n) for n in DEPTHS) for kind in KINDS), WRONG, 1.0),
+    ),
+    measured=(
+        Measured(
+            "cpu", "2026-11-22", "two cores of an Intel Xeon", "2026-11-22-a5-cpu.json",
+            "Learning rates 0.002 and 0.006.",
+        ),
     ),
 )  # fmt: skip

@@ -127,7 +127,10 @@ def _sampling(settings: Any, vocab_size: int) -> dict[str, Any]:
     top_p = 1.0 if settings.top_p is None else float(settings.top_p)
     if top_k is not None and top_p < 1:
         raise NeedsLoopError("top_k, top_p: expected one of the two (the second cuts what the first has left there)")
-    return {"temperature": float(settings.temperature or 1.0), "top_k": top_k, "top_p": top_p}
+    temperature = 1.0 if settings.temperature is None else float(settings.temperature)
+    if temperature <= 0:
+        raise NeedsLoopError(f"temperature: expected above 0 with do_sample, got {settings.temperature}")
+    return {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 
 
 def run(model: Any, call: Asked) -> Tensor:

@@ -103,7 +103,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
 
         Raises:
             ValueError: `engine=True` for a call that needs the loop; the message says why. Or `evict` or `budget` for
-                layers that give up nothing, or beside a cache that was made before.
+                layers that give up nothing, beside a cache that was made before, or without one (`use_cache=False`).
         """
         limits = {name: x for name, x in (("evict", evict), ("budget", budget)) if x is not None}
         if limits:
@@ -141,7 +141,10 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             raise ValueError(
                 f"cache_implementation: expected None or 'dynamic' (each layer has a cache of its own), got {kind!r}"
             )
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+        given = model_kwargs.get("past_key_values") is not None
+        if given and not generation_config.use_cache:
+            raise ValueError("use_cache: expected True beside past_key_values, evict or budget, got False")
+        if generation_config.use_cache and not given:
             model_kwargs["past_key_values"] = ModelCache(self.model.new_cache())
 
     @torch.no_grad()

@@ -203,7 +203,7 @@ def paged_forward(
         "PREC": dot_precision(q.dtype) if carried is None else "tf32x3",
     }  # fmt: skip
     if k_norm is not None:
-        first = first_pages(pages, first, k_norm, n_log, logit_bound, log_eps)
+        first = first_pages(pages, first, begin, k_norm, n_log, logit_bound, log_eps)
     paged_shares_kernel[(1,)](first, length, begin, ends, T, BG, G, window, PAGE=k.shape[1], **share)
     walked, own, count = (begin, begin, None) if carried is None else walk(pages, begin, carried)
     paged_split_kernel[(n, cdiv(R * T, plan.BT))](

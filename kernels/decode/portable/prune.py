@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -92,14 +91,13 @@ def paged_prune_kernel(
 
 
 def first_pages(
-    pages: dict[str, Any], first: Tensor, k_norm: Tensor, n_log: Tensor | None, logit_bound: Tensor | None,
-    log_eps: float,
+    pages: dict[str, Any], first: Tensor, begin: Tensor, k_norm: Tensor, n_log: Tensor | None,
+    logit_bound: Tensor | None, log_eps: float,
 ) -> Tensor:  # fmt: skip
-    """``first`` [B, G] moved on by what pruning drops; ``pages``: the arguments of kernels over pages."""
-    begin = torch.empty_like(first)
+    """``first`` [B, G] moved on by what pruning drops, in ``begin``; ``pages``: the arguments of kernels over pages."""
     paged_prune_kernel[(first.numel(),)](
         p_first=first, p_norm=k_norm, p_tails=k_norm if n_log is None else n_log,
         p_bound=k_norm if logit_bound is None else logit_bound, p_begin=begin, log2_eps=log_eps * LOG2E - SLACK, BN=64,
         HAS_BOUND=logit_bound is not None, num_warps=4, num_stages=1, **pages,
     )  # fmt: skip
-    return begin
+    return begin.view_as(first)
