@@ -38,17 +38,17 @@ EXPERIMENT = Experiment(
             ),
             lrs=(0.004,),
             tokens=4096,
-            after=("steps=120", "batch_size=4", "optimizer.warmup_steps=10"),
+            after=("steps=200", "batch_size=4", "optimizer.warmup_steps=10"),
         ),
         "gpu": Size(
             settings=(
-                "steps=1000", "batch_size=8", "data.context_length=4096", "log_every=100", "eval_tokens=65536",
-                "model={hidden_size: 256, num_layers: 4, num_heads: 4}", "optimizer.warmup_steps=100",
+                "steps=600", "batch_size=8", "data.context_length=4096", "log_every=100", "eval_tokens=65536",
+                "model={hidden_size: 256, num_layers: 4, num_heads: 4}", "optimizer.warmup_steps=60",
                 "mixed_precision=bf16",
             ),
             lrs=(0.002,),
             tokens=16384,
-            after=("steps=120", "batch_size=1", "optimizer.warmup_steps=10"),
+            after=("steps=80", "batch_size=1", "optimizer.warmup_steps=10"),
         ),
     },
     probes=(
@@ -83,9 +83,10 @@ EXPERIMENT = Experiment(
         Overlay(
             "Loss at equal memory, RoPE", "nats added",
             (
-                *((f"network, {kind}", f"rope, {kind}", NETWORK) for kind in ("key", "pair", "attention", "discount")),
+                *((f"network, {kind}", f"rope, {kind}", NETWORK) for kind in ("key", "pair", "attention")),
                 ("decay per key (TRIM-KV)", "rope, decay", NETWORK),
                 *((name, "rope", name) for name in (WINDOW, *RULES)),
+                ("network, discount", "rope, discount", NETWORK),
             ),
             (("key, by itself", "rope, key", HELD, FREELY),),
         ),
