@@ -52,49 +52,84 @@ class _Rounded(torch.autograd.Function):
     """:func:`rotate_rounded`; the gradient is that of the rounded vectors, whose rotation together changes nothing."""
 
     @staticmethod
-    def forward(
-        ctx: Any, angle: Tensor, phase: Tensor, dtypes: tuple[torch.dtype, ...], whole: bool, *xs: Tensor
-    ) -> Any:
-        ys = [y.to(dtype) for y, dtype in zip(rotate_all(phase, *xs), dtypes, strict=True)]
+    def forward(ctx: Any, angle: Tensor, phase: Tensor, dtype: torch.dtype, *xs: Tensor) -> Any:
+        ys = [y.to(dtype) for y in rotate_all(phase, *xs)]
         ctx.save_for_backward(phase, *ys)
-        ctx.dtypes, ctx.whole = (angle.dtype, xs[0].dtype), whole
+        ctx.dtypes = angle.dtype, xs[0].dtype
         return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        phase, *ys = ctx.saved_tensors
-        dtype, wide = ctx.dtypes
-        turn, noise = torch.zeros_like(phase), torch.zeros_like(phase)
-        dys = [dy.to(wide) for dy in grads]
+        turn, *dxs = _turned_back(ctx, grads)
+        return turn, None, None, *dxs
+
+
+class _Receivers(torch.autograd.Function):
+    """Zeros whose gradients are those of n rounded vectors, which come after as many vectors that were turned."""
+
+    @staticmethod
+    def forward(ctx: Any, angle: Tensor, phase: Tensor, balanced: bool, n: int, *vectors: Tensor) -> Any:
+        ctx.save_for_backward(phase, *vectors[n:])
+        ctx.dtypes, ctx.balanced = (angle.dtype, vectors[0].dtype), balanced
+        return tuple(x.new_zeros((), dtype=torch.float32).expand(x.shape) for x in vectors[:n])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        turn, *dxs = _turned_back(ctx, grads, ctx.balanced)
+        return turn, None, None, None, *dxs, *(None,) * len(dxs)
+
+
+def _turned_back(ctx: Any, grads: tuple[Tensor, ...], balanced: bool = False) -> tuple[Tensor, ...]:
+    """The gradients of the angles and of what was turned, from those of the rounded vectors."""
+    phase, *ys = ctx.saved_tensors
+    dtype, wide = ctx.dtypes
+    turn, dys = torch.zeros_like(phase), [dy.to(wide) for dy in grads]
+    for y, dy in zip(ys, dys, strict=True):
+        (a, b), (da, db) = (x.unflatten(-1, (-1, 2)).unbind(-1) for x in (y.to(wide), dy))
+        turn += (db * a - da * b).to(phase.dtype).sum_to_size(phase.shape)
+    if balanced:
+        noise = torch.zeros_like(phase)
         for y, dy in zip(ys, dys, strict=True):
-            (a, b), (da, db) = (x.unflatten(-1, (-1, 2)).unbind(-1) for x in (y.to(wide), dy))
-            turn += (db * a - da * b).to(phase.dtype).sum_to_size(phase.shape)
-            noise += ((da * da + db * db) * (a * a + b * b)).to(phase.dtype).sum_to_size(phase.shape)
-        if ctx.whole:
-            turn -= noise * (turn.sum(1, True) / noise.sum(1, True).clamp(min=torch.finfo(phase.dtype).tiny))
-        return turn.flip(1).cumsum(1).flip(1).to(dtype), None, None, None, *rotate_all(-phase, *dys)
+            of_y, of_dy = (x.unflatten(-1, (-1, 2)).square().sum(-1) for x in (y.to(wide), dy))
+            noise += (of_y * of_dy).to(phase.dtype).sum_to_size(phase.shape)
+        turn -= noise * (turn.sum(1, True) / noise.sum(1, True).clamp(min=torch.finfo(phase.dtype).tiny))
+    return turn.flip(1).cumsum(1).flip(1).to(dtype), *rotate_all(-phase, *dys)
 
 
-def rotate_rounded(
-    angle: Tensor, phase: Tensor, *xs: Tensor, dtypes: tuple[torch.dtype, ...], whole: bool
-) -> tuple[Tensor, ...]:
-    """What the scores read, turned by each token's phase and rounded to ``dtypes``, for kernels.
+def rotate_rounded(angle: Tensor, phase: Tensor, *xs: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What the scores read, turned by each token's phase and rounded to ``dtype``, for kernels.
 
     The gradient of an angle is a sum over all later tokens in which what is right cancels and rounding does not. So it
-    is taken of the rounded vectors, whose scores see differences of phases alone. Where nothing else depends on them
-    (``whole``) it is 0 for all tokens together: what rounding made of the 0 goes from each token's part by its share of
-    the variance.
+    is taken of the rounded vectors, whose scores see differences of phases alone.
 
     Args:
         angle, phase: [B or 1, T, 1 or H, K/2], the latter from ``phases``; the gradient goes to the angle.
         xs: [B, T, H, K], of heads as many as have angles, of one dtype, float32 or wider.
     """
-    ys = _Rounded.apply(angle, phase.detach(), dtypes, whole, *xs)  # type: ignore[no-untyped-call]
-    return cast("tuple[Tensor, ...]", ys)
+    return cast("tuple[Tensor, ...]", _Rounded.apply(angle, phase.detach(), dtype, *xs))  # type: ignore[no-untyped-call]
+
+
+def rotate_received(
+    angle: Tensor, phase: Tensor, *xs: Tensor, dtypes: tuple[torch.dtype, ...], balanced: bool = False
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """As :func:`rotate_rounded`, but the gradients are expected unrounded: the vectors, and a receiver for each.
+
+    The vectors have no gradient; a receiver is a float32 zero of the vector's shape for it.
+
+    Args:
+        balanced: for gradients with roundings inside. Turned together the vectors give the same scores, so the angles'
+            gradient is 0 for all tokens together: what rounding made of the 0 goes from each token's part by its share
+            of the variance.
+    """
+    phase = phase.detach()
+    with torch.no_grad():
+        ys = tuple(y.to(dtype) for y, dtype in zip(rotate_all(phase, *xs), dtypes, strict=True))
+    receivers = _Receivers.apply(angle, phase, balanced, len(xs), *xs, *ys)  # type: ignore[no-untyped-call]
+    return ys, cast("tuple[Tensor, ...]", receivers)
 
 
 def keeps_digits(angle: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a kernel of ``dtype`` is to read what :func:`rotate_rounded` gives."""
+    """Whether a kernel of ``dtype`` is to read what :func:`rotate_rounded` or :func:`rotate_received` gives."""
     return dtype.itemsize == 2 and torch.is_grad_enabled() and angle.requires_grad and angle.ndim > 1
 
 
@@ -132,7 +167,7 @@ def rotated(operation: Operation) -> Operation:
         dtype = x.q.dtype if x.gate.parts == ("angle",) else torch.float32
         q, k, angle = x.q.to(dtype), x.k.to(dtype), cast(Tensor, x.gate.angle)
         if dtype == torch.float32 and keeps_digits(angle, x.q.dtype):
-            q, k = rotate_rounded(angle, phase, q, k, dtypes=(x.q.dtype,) * 2, whole=False)
+            q, k = rotate_rounded(angle, phase, q, k, dtype=x.q.dtype)
         else:
             q, k = (y.to(x.q.dtype) for y in rotate_all(phase, q, k))
         o, state = operation(replace(x, q=q, k=k, gate=replace(x.gate, angle=None)))

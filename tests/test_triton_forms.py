@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import get, list_variants, oracle
 from attnzoo.forms.fixed import Rows
-from attnzoo.forms.fixed_carried import CarriedPages
-from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.fixed_carried import GroupedPages
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.triton import on_packed
@@ -77,9 +76,26 @@ def test_cached_steps_over_padding_stay_on_the_kernels(name: str) -> None:
     assert len(state) == 22
 
 
-def test_wall_with_a_scalar_gate_takes_padding_in_steps() -> None:
-    """Its steps are those of neither gate alone."""
-    test_cached_steps_over_padding_stay_on_the_kernels("gated_wall")
+@pytest.mark.parametrize("name", ["wall", "gated_wall"])
+@torch.no_grad()
+def test_pieces_of_any_length_go_on_from_a_cache_of_wall(name: str) -> None:
+    """Grouped heads, padding, a sink, closed gates, keys that nothing is left of; with a window, few tokens."""
+    inputs, sink = inputs_of(name, B=2, T=48), torch.linspace(-1, 1, 2)
+    inputs[3].log_diag[1, 30, 0, :3] = -torch.inf  # type: ignore[index]
+    if inputs[3].log_decay is not None:
+        inputs[3].log_decay[1, 30] = -torch.inf
+    valid = torch.ones(2, 48, dtype=torch.bool)
+    valid[0, :22], valid[1, 40:44] = False, False
+    for there in (None, valid):
+        got, state = stepped(name, inputs, [0, 20, 23, 24, 48], there, sink=sink)
+        expected, last = get(name).extend(*doubled(inputs), valid=there, sink=sink.double(), return_lse=True)
+        wanted, seen = torch.cat([expected[0], expected[1][..., None]], -1), valid | (there is None)
+        assert got.isfinite().all()
+        assert relative_error(got[seen], wanted[seen]) <= CLOSE
+        assert relative_error(state.k[seen], last.k[seen]) <= CLOSE
+    call = Call(*piece(inputs, 24, 48), state, True, {"window": 9})
+    refused = get(name).refuses("triton", call)
+    assert refused == "with a window a cache of Wall is continued by at most 16 tokens, got 24"
 
 
 @torch.no_grad()
@@ -276,27 +292,34 @@ def test_the_kernels_step_over_pages_leaves_out_what_does_not_exist(name: str) -
     assert states[1].pool.lengths == valid.sum(1).tolist()
 
 
+@pytest.mark.parametrize("paged", [False, True], ids=["whole", "paged"])
 @torch.no_grad()
-def test_groups_of_pages_are_closed_as_sequences_fill_them() -> None:
-    """The memory of fixed size on a GPU: sequences join with some groups, and fill one more, beside idle rows."""
-    inputs, variant = inputs_of("path_fox", T=260), get("path_fox")
-    whole = variant.extend(*piece(inputs, 0, 255))[1]
-    empty = PagedCache.of(variant.form_set.new_pages(*piece(inputs, 0, 1)))
-    paged = variant.extend(*piece(inputs, 0, 255), empty)[1]
+def test_the_memory_of_a_gpus_generator_goes_on_from_any_cache_of_path(paged: bool) -> None:
+    """Beside an idle row; of three proposals one is taken back."""
+    inputs, variant = inputs_of("path_fox", T=136), get("path_fox")
+    whole = variant.extend(*piece(inputs, 0, 127))[1]
+    state = PagedCache.of(variant.form_set.new_pages(*piece(inputs, 0, 1)))
+    state = variant.extend(*piece(inputs, 0, 127), state)[1] if paged else whole
     rows = Rows.idle(2)
-    memory = CarriedPages.of(paged, rows, 300, "cpu")
-    memory.pool.group = 2
-    memory.admit(1, paged, 300)
-    rows.begin(1, 255)
-    for t in range(255, 258):
+    memory = GroupedPages.of(state, rows, 300, "cpu")
+    memory.admit(1, state, 300)
+    rows.begin(1, 127)
+
+    def twice(x: Tensor) -> Tensor:
+        return x.expand(2, *x.shape[1:])
+
+    for start, tokens, kept in ((127, 1, 1), (128, 3, 2), (130, 1, 1), (131, 3, 3)):
+        rows.tokens = tokens
         memory.ready([1])
-        assert memory.closed == [0, 1 + (t >= 256)]
-        q, k, v, gate = piece(inputs, t, t + 1)
-        twice = gate.map(lambda x: x.expand(2, *x.shape[1:]))
-        o = memory.pool.step(*(x.expand(2, *x.shape[1:]) for x in (q, k, v)), twice, SoftmaxOptions(), rows.active)
-        expected, whole = variant.extend(q, k, v, gate, whole)
-        assert relative_error(o[1:], expected) <= CLOSE
-        rows.lengths[1] += 1
+        q, k, v, gate = piece(inputs, start, start + tokens)
+        q, k, v = (twice(x) for x in (q, k, v))
+        o = memory.step(Call(q, k, v, gate.map(twice)), variant.extend)
+        if tokens > 1:
+            memory.keep(torch.tensor([0, kept]))
+        expected, whole = variant.extend(*piece(inputs, start, start + kept), whole)
+        assert relative_error(o[1:, :kept], expected) <= CLOSE
+        rows.lengths[1] += kept
+        rows.length[1] += kept
 
 
 @torch.no_grad()

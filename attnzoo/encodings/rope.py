@@ -17,7 +17,7 @@ from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.cache import KVCache
 from attnzoo.forms.softmax import AdditiveForms
-from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate_all, rotate_rounded
+from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate_all, rotate_received
 
 TITLE = "RoPE"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
@@ -60,15 +60,17 @@ class Rotated(AdditiveForms):
         q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
         return q, k, phase[:, -1:], shared
 
-    def rounded(self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype) -> tuple[Tensor, Tensor, Gate]:
+    def rounded(
+        self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Gate, tuple[Tensor, ...] | None]:
         angle = cast(Tensor, gate.angle)
         if not keeps_digits(angle, dtype):
-            return q, k, gate
+            return q, k, gate, None
         wide, k = compute_dtype(q), expand_heads(k, max(k.shape[2], angle.shape[2]))
-        q, k = rotate_rounded(
-            angle, phases(angle.detach(), dim=1), q.to(wide), k.to(wide), dtypes=(dtype, dtype), whole=True
-        )  # fmt: skip
-        return q, k, replace(gate, angle=None)
+        (q, k), receivers = rotate_received(
+            angle, phases(angle.detach(), dim=1), q.to(wide), k.to(wide), dtypes=(dtype, dtype)
+        )
+        return q, k, replace(gate, angle=None), receivers
 
 
 FORMS = Rotated()

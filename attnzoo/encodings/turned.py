@@ -25,15 +25,16 @@ from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.cache import KVCache
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.fixed_keys import CarriedMemory
-from attnzoo.forms.options import existing
+from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.protocol import Call, Kernel
-from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate, rotate_all, rotate_rounded
+from attnzoo.forms.triton import whole_path
+from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate, rotate_all, rotate_received
 
 Rest = tuple[Tensor, Tensor, Tensor, Gate]  # q, k, v and a gate without an angle
 
 
 def turned(kernel: Kernel) -> Kernel:
-    """A kernel of w and beta, with or without a scalar decay, as one of these parts and an angle.
+    """The kernel of w and beta, with or without a scalar decay, as one of these parts and an angle.
 
     Whole sequences, packed or padded, and cached steps; any form of the variant goes on from their caches.
     """
@@ -43,14 +44,15 @@ def turned(kernel: Kernel) -> Kernel:
 
     @functools.wraps(inner)
     def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Any:
-        return inner(*fold(q, k, v, gate, options.get("valid"), whole=True)[0], **options)
+        rest, _, receivers = fold(q, k, v, gate, options.get("valid"), whole=True)
+        return inner(*rest, **options) if receivers is None else whole_path(*rest, SoftmaxOptions(**options), receivers)
 
     @functools.wraps(then)
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, **options: Any
     ) -> tuple[Any, KVCache]:
         given = v.shape[2]
-        (q, k, v, gate), phase = fold(q, k, v, gate, options.get("valid"), 0 if state is None else state.k.shape[2])
+        (q, k, v, gate), phase, _ = fold(q, k, v, gate, options.get("valid"), 0 if state is None else state.k.shape[2])
         heads = v.shape[2]
         if state is not None and heads > given:
             state = replace(state, k=expand_heads(state.k, heads), v=expand_heads(state.v, heads))
@@ -73,12 +75,14 @@ def turned(kernel: Kernel) -> Kernel:
 
 def fold(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, heads: int = 0, whole: bool = False
-) -> tuple[Rest, Tensor]:
+) -> tuple[Rest, Tensor, tuple[Tensor, ...] | None]:
     """The rotations of a gate in q, k and w, and the phase of each token, ``[B or 1, T, 1 or H, K/2]`` float64.
+
+    Then what is to receive the gradients of q, k and w unrounded, where a kernel's rounding asks for care.
 
     Args:
         heads: that k, v and w must have at least; they also get a copy for each query head that has angles of its own.
-        whole: whether nothing but these tokens' scores depends on the phases.
+        whole: whether the tokens go through the kernels of whole sequences.
     """
     if valid is not None:
         q, k = existing(valid, q, k)
@@ -89,15 +93,15 @@ def fold(
     phase = phases(angle, dim=1)
     heads = max(heads, k.shape[2], angle.shape[2])
     k, v, w, beta = (expand_heads(cast(Tensor, x), heads) for x in (k, v, gate.w, gate.beta))
-    dtype = compute_dtype(q)
+    dtype, receivers = compute_dtype(q), None
     if whole and gate.factors is None and valid is None and keeps_digits(angle, v.dtype):
-        q, k, w = rotate_rounded(
-            angle, phase, q.to(dtype), k.to(dtype), w.to(dtype), dtypes=(v.dtype, v.dtype, dtype), whole=True
+        (q, k, w), receivers = rotate_received(
+            angle, phase, q.to(dtype), k.to(dtype), w.to(dtype), dtypes=(v.dtype, v.dtype, dtype), balanced=True
         )  # fmt: skip
     else:
         q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
         w = rotate(w.to(dtype), phase if gate.factors is None else phase[:, :, :, None])
-    return (q, k, v, replace(gate, angle=None, w=w, beta=beta)), phase
+    return (q, k, v, replace(gate, angle=None, w=w, beta=beta)), phase, receivers
 
 
 @dataclass(eq=False, kw_only=True)
