@@ -19,6 +19,7 @@ from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
 from attnzoo.forms.few_tokens import FEW_TOKENS
 from attnzoo.forms.fla import Operation, Prepared, fla_kernel, scalar_decay
 from attnzoo.forms.linear import LinearForms
+from attnzoo.forms.rotation import turn
 
 TITLE = "Complex linear attention"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
@@ -127,16 +128,25 @@ def rotated(operation: Operation) -> Operation:
     """
 
     def run(x: Prepared) -> tuple[Tensor, Tensor | None]:
+        q, k, phase = turned(x)
+        o, state = operation(replace(x, q=q, k=k, gate=replace(x.gate, angle=None)))
+        return o, None if state is None else Rotation().carry(phase[:, -1], state)
+
+    def turned(x: Prepared) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k in the frame before the first token, and the phase of the last."""
+        angle = cast(Tensor, x.gate.angle)
+        done = turn(angle, x.q, x.k, dtype=x.q.dtype, state=bool(x.options.get("output_final_state")))
+        if done is not None:
+            return done[0], done[1], done[3]
         phase = phases(cast(Tensor, x.gate.per_token(x.q).angle), dim=1)
         # beside closed gates little is left of an angle's gradient, and a key that is rounded twice may be too long
         dtype = x.q.dtype if x.gate.parts == ("angle",) else torch.float32
-        q, k, angle = x.q.to(dtype), x.k.to(dtype), cast(Tensor, x.gate.angle)
+        q, k = x.q.to(dtype), x.k.to(dtype)
         if dtype == torch.float32 and keeps_digits(angle, x.q.dtype):
             q, k = rotate_rounded(angle, phase, q, k, dtypes=(x.q.dtype,) * 2, whole=False)
         else:
             q, k = (y.to(x.q.dtype) for y in rotate_all(phase, q, k))
-        o, state = operation(replace(x, q=q, k=k, gate=replace(x.gate, angle=None)))
-        return o, None if state is None else Rotation().carry(phase[:, -1], state)
+        return q, k, phase[:, -1:]
 
     return run
 

@@ -26,6 +26,7 @@ from attnzoo.forms.cache import KVCache
 from attnzoo.forms.fixed import CarriedMemory, Extend, Rows
 from attnzoo.forms.options import existing
 from attnzoo.forms.protocol import Call, Kernel
+from attnzoo.forms.rotation import turn
 from attnzoo.forms.untraced import untraced
 from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate, rotate_all, rotate_rounded
 
@@ -56,7 +57,7 @@ def turned(kernel: Kernel) -> Kernel:
             state = replace(state, k=expand_heads(state.k, heads), v=expand_heads(state.v, heads))
         o, after = then(q, k, v, gate, state, **options)
         values = after.v if heads == given else after.v[:, :, :: heads // given]
-        return o, replace(after, k=rotate(after.k, -phase[:, -1:]), v=values)
+        return o, replace(after, k=rotate(after.k, -phase), v=values)
 
     def fixed(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> TurnedMemory | None:
         if state.k.shape[2] != state.v.shape[2] or kernel.fixed is None:
@@ -74,7 +75,7 @@ def turned(kernel: Kernel) -> Kernel:
 def fold(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, heads: int = 0, whole: bool = False
 ) -> tuple[Rest, Tensor]:
-    """The rotations of a gate in q, k and w, and the phase of each token, ``[B or 1, T, 1 or H, K/2]`` float64.
+    """The rotations of a gate in q, k and w, and the phase of the last token, ``[B or 1, 1, 1 or H, K/2]`` float64.
 
     Args:
         heads: that k, v and w must have at least; they also get a copy for each query head that has angles of its own.
@@ -84,12 +85,15 @@ def fold(
         q, k = existing(valid, q, k)
         gate = gate.per_token(q).neutral_where(~valid)
     angle = cast(Tensor, gate.angle)
+    heads = max(heads, k.shape[2], 1 if angle.ndim == 1 else angle.shape[2])
+    k, v, w, beta = (expand_heads(cast(Tensor, x), heads) for x in (k, v, gate.w, gate.beta))
+    done = turn(angle, q, k, w, dtype=v.dtype, whole=whole and valid is None, state=not whole)
+    if done is not None:
+        q, k, turned_w, phase = done
+        return (q, k, v, replace(gate, angle=None, w=turned_w, beta=beta)), phase
     if angle.ndim == 1:  # all rows turn alike
         angle = angle.expand(1, q.shape[1], 1, -1)
-    phase = phases(angle, dim=1)
-    heads = max(heads, k.shape[2], angle.shape[2])
-    k, v, w, beta = (expand_heads(cast(Tensor, x), heads) for x in (k, v, gate.w, gate.beta))
-    dtype = compute_dtype(q)
+    phase, dtype = phases(angle, dim=1), compute_dtype(q)
     if whole and gate.factors is None and valid is None and keeps_digits(angle, v.dtype):
         q, k, w = rotate_rounded(
             angle, phase, q.to(dtype), k.to(dtype), w.to(dtype), dtypes=(v.dtype, v.dtype, dtype), whole=True
@@ -97,7 +101,7 @@ def fold(
     else:
         q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
         w = rotate(w.to(dtype), phase if gate.factors is None else phase[:, :, :, None])
-    return (q, k, v, replace(gate, angle=None, w=w, beta=beta)), phase
+    return (q, k, v, replace(gate, angle=None, w=w, beta=beta)), phase[:, -1:]
 
 
 @dataclass(eq=False)
