@@ -147,8 +147,15 @@ class Variant:
 
     @property
     def prunable(self) -> bool:
-        """Whether the certificate of Adaptive Computation Pruning holds: a softmax with a scalar decay."""
-        return self.side == "softmax" and "log_decay" in self.requires
+        """Whether the certificate of Adaptive Computation Pruning holds: a softmax with a scalar decay, of a transition
+        that makes no vector longer.
+        """
+        return self.side == "softmax" and "log_decay" in self.requires and not self.expands
+
+    @property
+    def expands(self) -> bool:
+        """Whether its transition may make a vector longer."""
+        return getattr(getattr(self.form_set, "transition", None), "expands", False)
 
 
 def register(pair: Pair) -> None:
@@ -158,16 +165,22 @@ def register(pair: Pair) -> None:
         pair: the row, with the modules that hold its two sides.
 
     Raises:
-        TypeError: not a :class:`Pair`, or one whose parts are one name.
-        ValueError: a name that is taken, given twice or none for a file, an unknown gate part, or w without beta or the
-            other way round.
+        TypeError: not a :class:`Pair`, one whose names are none, or whose parts are no tuple.
+        ValueError: a name that is taken, given twice or none for a file, an unknown gate part, one given twice, or w
+            without beta or the other way round.
     """
     if not isinstance(pair, Pair):
         raise TypeError(f"pair: expected attnzoo.Pair, got {type(pair).__name__}")
+    if not isinstance(pair.requires, tuple):  # a list has no hash
+        raise TypeError(f"pair.requires: expected a tuple of names such as ('log_decay',), got {pair.requires!r}")
     _check_parts("pair.requires", pair.requires)
+    if len(set(pair.requires)) < len(pair.requires):
+        raise ValueError(f"pair.requires: expected each part once, got {', '.join(pair.requires)}")
     if pair.linear == pair.softmax:
         raise ValueError(f"pair: expected two different names, got {pair.linear!r} twice")
     for name in (pair.linear, pair.softmax):
+        if not isinstance(name, str):
+            raise TypeError(f"pair: expected two names, got {name!r}")
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(f"pair: expected names of letters, digits and _ (runs' folders have them), got {name!r}")
         if name in _pairs and _pairs[name] != pair:

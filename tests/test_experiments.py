@@ -289,6 +289,8 @@ def test_recorded_results_follow_from_their_numbers(name):
         assert (outcome.experiment, outcome.size, outcome.date) == (name, measured.size, measured.date)
         assert (RESULTS / measured.result).with_suffix(".md").read_text() == markdown(experiment, outcome)
         assert min(len(outcome.of(arm.name)) for arm in experiment.arms) >= 3
+        words = {verdict.word for _, verdict in outcome.verdicts(experiment)}
+        assert measured.tried or "not seen" not in words, "say what was tried"
         render_experiment(experiment, outcome)
 
 

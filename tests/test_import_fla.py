@@ -40,6 +40,7 @@ CASES = {
     "gla": ("GLA", {"fuse_norm": True}),
     "gla, shared keys": ("GLA", {"fuse_norm": True, "num_kv_heads": 2, "use_short_conv": True}),
     "retnet": ("RetNet", {"fuse_norm": True}),
+    "retnet, an option that nothing reads": ("RetNet", {"fuse_norm": True, "use_short_conv": True}),
     "mamba2": ("Mamba2", MAMBA),
     "mamba2, normed before the gate": ("Mamba2", {**MAMBA, "norm_before_gate": True, "use_conv_bias": False}),
     "mamba2, without a norm": ("Mamba2", {**MAMBA, "rmsnorm": False}),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, reduce
+from types import ModuleType
 from typing import Any, cast, get_args
 
 import pytest
@@ -13,7 +15,7 @@ from strategies import LIMIT, Inputs, assert_close, block_sizes, relative_error,
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnzoo import Gate, oracle
+from attnzoo import Gate, Pair, Prune, build_attention, get, oracle, register
 from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.algebra.gate import PARTS, Draws
 from attnzoo.algebra.transitions import HeadGate, Identity, Product, Transition, heads_first
@@ -21,7 +23,8 @@ from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences.complex_linear import Rotation
 from attnzoo.recurrences.deltanet import Householder
-from attnzoo.samples import Regime
+from attnzoo.registry import unregister
+from attnzoo.samples import Regime, random_inputs
 
 FACTORS: dict[str, tuple[Transition, tuple[str, ...]]] = {
     "diagonal": (Diagonal(), ("log_diag",)),
@@ -234,6 +237,39 @@ def test_closed_form_has_no_loop_over_tokens(transition: Transition) -> None:
         return count.calls
 
     assert calls(256) < 2.5 * calls(16)
+
+
+class Stretch(Transition):
+    """R_t = 2 I: a key weighs more and more, and no decay bounds it."""
+
+    expands = True
+
+    def apply(self, gate: HeadGate, state: Tensor) -> Tensor:
+        return 2 * state
+
+
+def test_nothing_is_pruned_where_a_transition_expands(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = random_inputs("fox")
+    for transition in (Stretch(), Product(Rotation(), Stretch()), Product(Product(Stretch(), Identity()), Rotation())):
+        forms = SoftmaxForms(transition)
+        for form in (forms.parallel, forms.recurrent, forms.extend):
+            with pytest.raises(ValueError, match=r"prune: expected None \((Stretch|Product) makes vectors longer"):
+                form(*inputs, prune=Prune())
+    for name, made in (("stretched", LinearForms(Stretch())), ("stretched_fox", SoftmaxForms(Stretch()))):
+        module = ModuleType(name)
+        module.__dict__.update(FORMS=made, LAYER={"gate": "forget"})
+        monkeypatch.setitem(sys.modules, name, module)
+    pair = Pair("stretched", "stretched_fox", ("log_decay",), linear_module="stretched", softmax_module="stretched_fox")
+    register(pair)
+    try:
+        assert not get("stretched_fox").prunable
+        with pytest.raises(ValueError, match="acp: 'stretched_fox' makes vectors longer, so nothing bounds"):
+            build_attention("stretched_fox", hidden_size=16, num_heads=2, acp=True)
+        attn = build_attention("stretched_fox", hidden_size=16, num_heads=2, qk_norm="rms")
+        with pytest.raises(ValueError, match="evict: 'stretched_fox' needs all its keys"):
+            attn.new_cache(evict=1e-3)
+    finally:
+        unregister(pair)
 
 
 def test_products_of_other_things_are_refused() -> None:

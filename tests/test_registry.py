@@ -232,6 +232,9 @@ def test_unregistered_pair_is_gone() -> None:
     [
         (replace(NEW, requires=("w",)), "pair.requires: expected w and beta together, got w"),
         (replace(NEW, requires="angle"), r"pair.requires: expected a tuple of names .* got 'angle'"),
+        (replace(NEW, requires=["angle"]), r"pair.requires: expected a tuple of names .* got \['angle'\]"),  # type: ignore[arg-type]
+        (replace(NEW, requires=("angle", "angle")), "pair.requires: expected each part once, got angle, angle"),
+        (replace(NEW, linear=3), "pair: expected two names, got 3"),  # type: ignore[arg-type]
         (replace(NEW, linear="a name"), "pair: expected names of letters, digits and _ .* got 'a name'"),
         (replace(NEW, softmax="../up"), "pair: expected names of letters, .* got '../up'"),
     ],

@@ -140,8 +140,9 @@ def test_more_steps_alone_are_refused_and_both_ways_named(finished):
         train(finished("steps=12"))
     assert "--schedule constant" in str(refused.value)
     assert "--schedule cosine" in str(refused.value)
-    command = re.search(r"`attnzoo extend (\S+) --steps 12 --schedule constant`", str(refused.value))
+    command = re.search(r"`attnzoo extend (\S+) --steps (\d+) --schedule constant --lr RATE`", str(refused.value))
     assert command[1] == config.output_dir
+    assert extend(command[1], int(command[2]), "constant", lr=0.004).steps == 12  # without a rate it is refused
     with pytest.raises(CheckpointError, match="steps was 8 and is 6 now") as refused:
         train(finished("steps=6", "optimizer.warmup_steps=2"))
     assert "extend" not in str(refused.value)

@@ -116,10 +116,12 @@ class Transition:
         width: neighbouring channels that are mixed with each other and with no others (R_t is block diagonal with
             blocks of that size); 0 where all are.
         factored: whether w and beta may have an axis of factors.
+        expands: whether ``|R_t|`` may be over 1; pruning rests on its being at most 1, and is refused then.
     """
 
     width: int = 0
     factored: bool = False
+    expands: bool = False
 
     def check(self, gate: Gate) -> None:
         """The gate's parts have axes that it knows.
@@ -206,6 +208,7 @@ class Product(Transition):
         parts = [factor.factors if isinstance(factor, Product) else (factor,) for factor in factors]
         self.factors = tuple(chain.from_iterable(parts))
         self.factored = any(factor.factored for factor in self.factors)
+        self.expands = any(factor.expands for factor in self.factors)
         widths = [factor.width for factor in self.factors]
         self.width = math.lcm(*widths) if all(widths) else 0
 

@@ -54,7 +54,8 @@ def show(name: str) -> None:
         only = f" (size {' or '.join(each.sizes)})" if each.sizes else ""
         click.echo(textwrap.fill(f"- {each.text}{only} [{each.source}]", 100, subsequent_indent="  "))
     for result in found.measured:
-        click.echo(f"measured {result.date}, size {result.size}, {result.machine}: docs/results/{result.result}")
+        tried = f"; {result.tried}" if result.tried else ""
+        click.echo(f"measured {result.date}, size {result.size}, {result.machine}: docs/results/{result.result}{tried}")
     if not found.measured:
         click.echo("not yet run")
 

@@ -133,12 +133,14 @@ class Measured:
         date: as 2026-01-31.
         machine: what it ran on.
         result: the file in docs/results.
+        tried: what else was tried where a claim was not seen, in a sentence or two.
     """
 
     size: str
     date: str
     machine: str
     result: str
+    tried: str = ""
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,9 @@ class SoftmaxForms(Forms):
         given = SoftmaxOptions(**options)
         check_softmax(given, q, gate)
         self.transition.check(gate)
+        if given.prune is not None and self.transition.expands:
+            name = type(self.transition).__name__
+            raise ValueError(f"prune: expected None ({name} makes vectors longer), got {given.prune!r}")
         gate = self.separated(gate, q, given.valid, given.cu_seqlens)
         if given.valid is not None:
             q, k, v = existing(given.valid, q, k, v)

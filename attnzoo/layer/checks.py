@@ -28,6 +28,8 @@ def check_layer(
     if prune is not None and not variant.prunable:
         able = ", ".join(name for name in list_variants("softmax") if get(name).prunable)
         why = "has no scalar decay to certify pruning by"
+        if variant.expands:
+            why = "makes vectors longer, so nothing bounds what a key may weigh later"
         if variant.side == "linear":
             why = f"has no keys to prune: it is the linear side, and its dual is {variant.dual.name!r}"
         raise ValueError(f"acp: {variant.name!r} {why} (it serves {able})")

@@ -249,8 +249,8 @@ def _check_same(what: str, before: TrainConfig, now: TrainConfig, step: int = 0)
         hint = ""
         if now.steps > before.steps:
             hint = (
-                f" To train longer, `attnzoo extend {now.output_dir} --steps {now.steps} --schedule constant` goes on "
-                "at a level learning rate, and `--schedule cosine` along a new cosine."
+                f" To train longer, `attnzoo extend {now.output_dir} --steps {now.steps} --schedule constant --lr "
+                "RATE` goes on at a level learning rate, and `--schedule cosine` along a new cosine."
             )
         raise CheckpointError(f"{what}: {listed}. Give output_dir a new folder, or restore these.{hint}")
 

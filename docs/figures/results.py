@@ -36,8 +36,11 @@ def results() -> None:
             counts = Counter(verdict.word for _, verdict in outcome.verdicts(experiment))
             verdicts = ", ".join(f"{counts[word]} {word}" for word in ("seen", "not seen", "undecided") if counts[word])
             page = f"[{measured.size}, {measured.date}](src:docs/results/{Path(measured.result).stem}.md)"
+            unseen = [each.text for each, verdict in outcome.verdicts(experiment) if verdict.word == "not seen"]
+            if unseen:
+                verdicts += f". Not seen: *{' '.join(unseen)}* {measured.tried}"
             parts.append(
-                f"## {experiment.title}\n\n`attnzoo experiment run {name}`, {page}: {verdicts}.\n\n"
+                f"## {experiment.title}\n\n`attnzoo experiment run {name}`, {page}: {verdicts.rstrip('. ')}.\n\n"
                 f"![{words[0].upper()}{words[1:]}: {dots}means with their standard errors]"
                 f"(../figures/out/{drawing}.svg)\n\n*{words[0].upper()}{words[1:]}.*"
             )

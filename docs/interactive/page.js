@@ -102,7 +102,8 @@
   const matrices = { decay: new Matrix("decay"), logits: new Matrix("logits"), weights: new Matrix("weights") };
   const pruned = matrices.weights.svg.appendChild(document.createElementNS(SVG, "g"));
   pruned.setAttribute("class", "pruned");
-  let chosen = [T - 1, T - 5];
+  const FIRST = [T - 1, T - 5];
+  let chosen = FIRST;
 
   function choose(t, j) {
     chosen = [t, j];
@@ -168,14 +169,19 @@
 
   function update() {
     show();
+    keep();
+  }
+
+  function keep() {
     history.replaceState(null, "", `#=${state()}`); // "=": no element has such an id, to which a browser would scroll
   }
 
-  // The pair and every control that is not as it was at first, as they stand in the address.
+  // The pair, the marked cell and every control that are not as they were at first, as they stand in the address.
   function state() {
     const moved = [...form.elements].filter((e) =>
       e.type === "range" ? e.value !== e.defaultValue : e.type === "radio" && e.checked && !e.defaultChecked);
-    return [field("pair").value, ...moved.map((e) => `${e.name}=${e.value}`)].join(",");
+    const cell = chosen.join() === FIRST.join() ? [] : [`cell=${chosen.join(".")}`];
+    return [field("pair").value, ...moved.map((e) => `${e.name}=${e.value}`), ...cell].join(",");
   }
 
   function restore(text, then = update) {
@@ -185,6 +191,8 @@
       if (e.type === "radio") e.checked = e.defaultChecked;
     }
     if (pair in PARTS) field("pair").value = pair;
+    const [t, j] = (/,cell=(\d+)\.(\d+)/.exec(text) ?? []).slice(1).map(Number);
+    chosen = t < T && j <= t ? [t, j] : FIRST;
     for (const [name, value] of moved.map((x) => x.split("="))) {
       if (name.endsWith("-all")) for (let t = 0; t < T; t++) field(`${name.slice(0, -4)}${t}`).value = value;
       if (field(name)) field(name).value = value;
@@ -219,6 +227,8 @@
     const t = Math.min(Math.max(chosen[0] + step[0], 0), T - 1);
     choose(t, Math.min(Math.max(chosen[1] + step[1], 0), t));
   });
+  root.querySelector(".matrices").addEventListener("keyup", keep);
+  root.querySelector(".matrices").addEventListener("pointerleave", keep);
 
   const fromAddress = () => restore(decodeURIComponent(location.hash).replace(/^#=?/, ""), show);
 

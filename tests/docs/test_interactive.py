@@ -187,12 +187,14 @@ def test_the_address_keeps_what_was_moved(play, reader):
     slide(play, "f2", "Home")
     slide(play, "beta4", "End")
     play.get_by_label("linear side").check()
+    play.locator(".matrices").press("ArrowUp")
     moved = check(play)
     address = play.evaluate("location.hash")
     reader.open("index.html")
     reader.open(f"interactive.html{address}")
     again = check(play)
     assert (again["pair"], again["readout"], again["gate"]) == (moved["pair"], moved["readout"], moved["gate"])
+    assert play.locator("[data-cell]").inner_text() == "query 15, key 12"
 
 
 def test_scenes_are_what_their_names_say(play):

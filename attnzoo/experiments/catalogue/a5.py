@@ -77,6 +77,9 @@ EXPERIMENT = Experiment(
              tuple(tuple(name_of(kind, n) for n in DEPTHS) for kind in KINDS), WRONG, 1.0),
     ),
     measured=(
-        Measured("cpu", "2026-11-22", "two cores of an Intel Xeon", "2026-11-22-a5-cpu.json"),
+        Measured(
+            "cpu", "2026-11-22", "two cores of an Intel Xeon", "2026-11-22-a5-cpu.json",
+            "Learning rates 0.002 and 0.006.",
+        ),
     ),
 )  # fmt: skip

@@ -42,13 +42,13 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "steps=1000", "batch_size=8", "data.context_length=4096", "log_every=100", "eval_tokens=65536",
-                "model={hidden_size: 256, num_layers: 4, num_heads: 4}", "optimizer.warmup_steps=100",
+                "steps=600", "batch_size=8", "data.context_length=4096", "log_every=100", "eval_tokens=65536",
+                "model={hidden_size: 256, num_layers: 4, num_heads: 4}", "optimizer.warmup_steps=60",
                 "mixed_precision=bf16",
             ),
             lrs=(0.002,),
             tokens=16384,
-            after=("steps=120", "batch_size=1", "optimizer.warmup_steps=10"),
+            after=("steps=80", "batch_size=1", "optimizer.warmup_steps=10"),
         ),
     },
     probes=(

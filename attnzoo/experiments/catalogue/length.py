@@ -47,11 +47,11 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "steps=250", "batch_size=8", "data.context_length=4096", "log_every=10", "eval_tokens=131072",
-                "model={hidden_size: 512, num_layers: 6, num_heads: 8}", "optimizer.warmup_steps=40",
+                "steps=300", "batch_size=8", "data.context_length=4096", "log_every=10", "eval_tokens=131072",
+                "model={hidden_size: 384, num_layers: 6, num_heads: 6}", "optimizer.warmup_steps=40",
                 "mixed_precision=bf16",
             ),
-            lrs=(0.001,),
+            lrs=(0.0015,),
             tokens=262144,
         ),
     },

@@ -1,7 +1,7 @@
 """A number somewhere in a haystack."""
 
 from attnzoo.experiments.claims import All, AtLeast, AtMost, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.probes import WrongOver
 
 PAPER = "Lin et al., Forgetting Transformer (2025), section 4.3 and Figure 4"
@@ -61,4 +61,12 @@ EXPERIMENT = Experiment(
                     All(tuple(AtLeast(Value(arm, INSIDE, 0.0), 0.1) for arm in ("mamba2", "gla", "gated_deltanet")))),
     ),
     maps=(INSIDE, TWICE, FOUR),
+    measured=(
+        Measured(
+            "cpu", "2026-11-22", "32 shared cores of an Intel Xeon", "2026-11-22-needle-cpu.json",
+            "Trained on the task itself, with words that are no numbers, every model learns to keep nothing but the "
+            "number; the paper asks language models. `attnzoo experiment run recall` has more to keep than a state "
+            "holds.",
+        ),
+    ),
 )  # fmt: skip

@@ -37,11 +37,11 @@ EXPERIMENT = Experiment(
     sizes={
         "cpu": Size(
             settings=(
-                "data.task_options={vocab_size: 64, pairs: 8}", "steps=1000", "batch_size=32", "data.context_length=40",
+                "data.task_options={vocab_size: 64, pairs: 8}", "steps=1200", "batch_size=32", "data.context_length=40",
                 "log_every=100", "eval_tokens=8192", "model={hidden_size: 64, num_layers: 1, num_heads: 2}",
                 "optimizer.warmup_steps=50",
             ),
-            lrs=(0.003, 0.01),
+            lrs=(0.002, 0.004),
         ),
         "gpu": Size(
             settings=(

@@ -49,7 +49,7 @@ def evaluate(
     from attnzoo.training.checkpoint import check_folder
     from attnzoo.training.subject import device_named
 
-    given = [field for field, value in common.items() if value not in (None, ())]
+    given = {field: value for field, value in common.items() if value not in (None, ())}
     device = device_named(device)
     asked = [
         (name, read_options(options.split(",") if options else []))
@@ -61,7 +61,7 @@ def evaluate(
     if not asked and subject.task is None:
         raise ValueError(f"expected --on NAME: {subject.title} has no task of its own ({', '.join(table.EVALUATIONS)})")
     asked = asked or [(str(subject.task), {})]
-    ignored = table.unread([name for name, _ in asked], given)
+    ignored = table.unread([name for name, _ in asked], list(given))
     if ignored is not None:
         raise ValueError(f"--{ignored}: {', '.join(name for name, _ in asked)} does not read it")
     folder = out or (subject.folder / saved.FOLDER if subject.checkpoint is not None and subject.folder else None)
@@ -70,17 +70,19 @@ def evaluate(
     if subject.folder is None and not as_lines:
         click.echo(subject.title)
     for name, options in asked:
+        entry = table.evaluation(name)
         found = table.measure(subject, name, options, table.Common(**common))
-        content = saved.document(subject, name, options, found)
+        settings = {**options, **{field: given[field] for field in entry.reads if field in given}}
+        settings |= {"dtype": dtype} if dtype else {}
+        content = saved.document(subject, name, settings, found)
         if as_lines:
             click.echo(json.dumps(content, allow_nan=False))
         else:
-            click.echo("\n".join([_heading(name, options), *table.evaluation(name).lines(found)]))
+            click.echo("\n".join([_heading(name, options), *entry.lines(found)]))
         if folder is not None:
-            entry = table.evaluation(name)
             figure = None if entry.picture is None else entry.picture(found)
             page = None if entry.page is None else entry.page(found, subject.title)
-            files = saved.save(folder, saved.file_name(name, options), content, figure, page)
+            files = saved.save(folder, saved.file_name(name, settings), content, figure, page)
             if not as_lines:
                 click.echo("\n".join(str(file) for file in files))
 

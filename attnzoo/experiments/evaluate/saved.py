@@ -53,12 +53,12 @@ def document(subject: Subject, name: str, options: Mapping[str, Any], result: An
     Args:
         subject: what was measured.
         name: of the evaluation.
-        options: that were given.
+        options: that were given, those that several evaluations read among them.
         result: a dataclass.
     """
     return {
         "evaluation": name,
-        "options": dict(options),
+        "options": {key: str(value) if isinstance(value, Path) else value for key, value in options.items()},
         "model": subject.title,
         "checkpoint": subject.identity,
         "context": subject.context,
@@ -83,8 +83,11 @@ def as_json(value: Any) -> Any:
 
 
 def file_name(name: str, options: Mapping[str, Any]) -> str:
-    """A name for the files of an evaluation, another one for other options."""
-    parts = [name, *(f"{key}={value}" for key, value in options.items())]
+    """A name for the files of an evaluation, another one for other options; of paths it has the last part."""
+    parts = [name]
+    for key, value in options.items():
+        several = value if isinstance(value, tuple) else (value.name if isinstance(value, Path) else value,)
+        parts.append(f"{key}={'-'.join(map(str, several))}")
     return re.sub(r"[^\w.=-]+", "-", "-".join(parts)).strip("-")
 
 

@@ -217,15 +217,13 @@ def gla(settings: Settings) -> Peer:
 
 
 def retnet(settings: Settings) -> Peer:
-    """RetNet as it stands there: the rotary angles of RoPE, and an RMS norm per head."""
+    """RetNet as it stands there: the rotary angles of RoPE, and an RMS norm per head; `use_short_conv` does nothing."""
     H, G = _heads(settings)
-    convolved = settings.get("use_short_conv", False)
     options = _expanded(settings, 1.0, 2.0) | _gated_output(settings) | _features(settings)
-    options |= {"num_kv_heads": G, "conv_size": settings.get("conv_size", 4) if convolved else 0}
-    options |= {"rotary": 10_000.0, "rotary_angles": "rope"}
+    options |= {"num_kv_heads": G, "rotary": 10_000.0, "rotary_angles": "rope"}
 
     def attention(take: Take, index: int) -> Named:
-        for name, tensor in _convolved(take) if convolved else _plain(take):
+        for name, tensor in _plain(take):
             yield name, interleaved(tensor, H if name.startswith("q") else G) if name[0] in "qk" else tensor
         yield "gate.log_gamma", torch.log1p(-(2.0 ** (-5 - torch.arange(H))))
         yield from _swish_gate(take)
