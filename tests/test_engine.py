@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 
 from attnzoo import build_attention
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.fixed import CarriedMemory, Rows
+from attnzoo.forms.fixed import Rows
+from attnzoo.forms.fixed_keys import CarriedMemory
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.layer.fixed import FixedCache
 from attnzoo.models import Generator
@@ -62,11 +63,13 @@ def test_a_step_in_place_is_the_layers_own_step(name, options, paged):
             batch.length += 1
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 6, "sinks": True}], ids=["", "window"])
-@pytest.mark.parametrize("name", ["path", "path_fox"])
+@pytest.mark.parametrize(("name", "options"), [
+    ("path_fox", {}), ("path", {"window": 6, "sinks": True}), ("rope_path", {"num_kv_heads": 4}),
+], ids=["path_fox", "window", "turned"])  # fmt: skip
 def test_the_kernel_of_path_steps_where_the_keys_stand(name, options):
+    """Of the three tokens of a step in the midst, each sequence keeps some."""
     torch.manual_seed(0)
-    attn = build_attention(name, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, **options)
+    attn = build_attention(name, **{"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, **options})
     lengths, batch = (1, 9, 4, 0), Rows.idle(4)
     caches, like = [attn.new_cache() for _ in lengths[:3]], attn.new_cache()
     draw = torch.Generator().manual_seed(1)
@@ -80,12 +83,18 @@ def test_the_kernel_of_path_steps_where_the_keys_stand(name, options):
             attn(torch.randn(1, T, 32, generator=draw), cache=cache)
             fixed.admit(row, cache, 16)
             batch.begin(row, T)
-        for _ in range(7):
-            x = torch.randn(4, 1, 32, generator=draw)
+        for kept in ((1, 1, 1), (1, 1, 1), (3, 1, 2), (1, 1, 1)):
+            batch.tokens = max(kept)
+            x = torch.randn(4, batch.tokens, 32, generator=draw)
             y = attn(x, cache=fixed)
-            expected = torch.cat([attn(x[n : n + 1], cache=cache) for n, cache in enumerate(caches)])
-            torch.testing.assert_close(y[:3], expected, rtol=0, atol=2e-6 * float(expected.abs().max()) + 1e-8)
-            batch.length += batch.active
+            for n, (some, cache) in enumerate(zip(kept, caches, strict=True)):
+                expected = attn(x[n : n + 1, :some], cache=cache)
+                error = 2e-6 * float(expected.abs().max()) + 1e-8
+                torch.testing.assert_close(y[n : n + 1, :some], expected, rtol=0, atol=error)
+            moved = torch.tensor([*kept, 0])
+            if batch.tokens > 1:
+                fixed.keep(moved)
+            batch.length += moved
 
 
 def test_a_sequence_that_joins_late_changes_nothing_for_itself_and_others(prompts):

@@ -112,7 +112,7 @@ def test_what_a_window_hides_is_given_up_and_changes_no_greedy_token(prompts):
 def test_caches_and_what_a_step_computes_in_are_refused_before_they_fill_the_memory(evict, monkeypatch):
     model = forgetful("path_fox" if evict else "fox")
     generator = Generator(model, 2, 300, evict=evict)
-    beside = max(cache.workspace for cache in generator.caches)
+    beside = max(cache.workspace() for cache in generator.caches)
     need = generator.bytes() + beside
     assert beside > 0
     monkeypatch.setattr(memory, "available", lambda device: need)

@@ -3,12 +3,17 @@
 import pytest
 import torch
 from generated import LAYERS, alone, build, forgetful, that_forgets
+from layers import assert_same, layer, rows
 
+from attnzoo.forms import memory
+from attnzoo.forms.fixed import Rows
 from attnzoo.forms.pool import PAGE
+from attnzoo.layer.fixed import FixedCache
 from attnzoo.models import Generator
 from attnzoo.models.proposals import from_model, look_up
 from attnzoo.models.request import Request
 from attnzoo.models.sampling import Sampling
+from attnzoo.registry import get, list_variants
 
 NEW = 20
 CASES = {name: (LAYERS[name], {}) for name in ("mamba2-groups", "rope-grouped", "fox-pro-acp")}
@@ -16,6 +21,8 @@ CASES |= {
     "selective": ({"attention": ["mamba3", "fox_rope"]}, {}),
     "householders": ({"attention": "gated_deltanet", "attention_options": {"num_householder": 2}}, {}),
     "path-fox-pages": ({"attention": ["path_fox", "retnet"], "attention_options": {"block": "pro"}}, {"evict": 1e-30}),
+    "carried": ({"attention": ["path_fox", "wall"], "attention_options": {"num_kv_heads": 1, "sinks": True}}, {}),
+    "products": ({"attention": ["rope_path", "path_wall", "gated_wall"], "num_layers": 3}, {}),
     "path-window": ({"attention": "path", "attention_options": {"window": 70, "num_kv_heads": 1}}, {"evict": 1e-30}),
 }
 
@@ -117,15 +124,75 @@ def test_a_smaller_model_proposes_what_it_would_draw_alone(attention):
     assert [found[n] for n in ids] == [alone(model, prompt, 12) for prompt in prompts]
 
 
-@pytest.mark.parametrize(("model", "message"), [
-    (lambda: build(attention=["fox", "path"]), "layer 1, 'path': its keys lie in no pages"),
-    (lambda: that_forgets("rope"), "layer 0, 'rope': what it has forgotten is gone"),
-], ids=["path", "forgets"])  # fmt: skip
-def test_layers_that_take_no_token_back_are_named(model, message):
-    generator = Generator(model(), 1, 20)
-    generator.add([1, 2], 3)
-    with pytest.raises(ValueError, match=f"draft: expected None .no token is taken back in {message}.*, got one"):
-        generator.run(look_up())
+FORGETTING = {
+    "decays": ({"attention": ["fox", "path_fox"], "forgetting": {"network": "decay"}, "window": 30}, {}),
+    "pairs": ({"attention": "rope", "forgetting": {"network": "pair"}, "num_kv_heads": 1}, {"budget": 8}),
+    "evicting": ({"attention": ["wall", "fox"]}, {"budget": 12, "evict": 1e-30}),
+}
+
+
+@pytest.mark.parametrize("name", FORGETTING)
+def test_layers_that_forget_go_on_as_without_proposals(name):
+    options, limits = FORGETTING[name]
+    model, draws = that_forgets(**options), torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 39, (T,), generator=draws) for T in (30, 3)]
+    found, answers, steps = [], {}, 0
+    for draft in (None, proposals(answers)):
+        generator = Generator(model, 2, 50, **limits)
+        ids = [generator.add(prompt, 14, temperature=0.7 * n, seed=n) for n, prompt in enumerate(prompts)]
+        for _ in generator.stream(draft):
+            steps += draft is not None
+        answers |= {n: generator.requests[n].tokens for n in ids}
+        found.append([(generator.requests[n].tokens, generator.requests[n].kept) for n in ids])
+    assert found[0] == found[1]
+    assert steps <= 8
+
+
+@pytest.mark.parametrize("name", list_variants())
+@pytest.mark.parametrize("paged", [None, False], ids=["paged", "whole"])
+@torch.no_grad()
+def test_a_step_of_several_tokens_is_as_many_steps_whose_rejected_ones_leave_no_trace(name, paged):
+    options = {"kv_shift": True, "conv_size": 3} if get(name).side == "linear" else {"window": 8, "sinks": True}
+    attn, lengths, kept = layer(name, **options), (1, 9, 4), torch.tensor([1, 5, 3])
+    batch, caches, like = Rows.idle(4), [attn.new_cache() for _ in lengths], attn.new_cache()
+    attn(rows(1, 1), cache=like)
+    fixed = FixedCache.of(attn, like, batch, 32, paged=paged)
+    for row, (T, cache) in enumerate(zip(lengths, caches, strict=True)):
+        attn(rows(1, T, seed=row), cache=cache)
+        fixed.admit(row, cache, 32)
+        batch.begin(row, T)
+    for step in range(3):
+        batch.tokens = 5 if step < 2 else 1
+        fixed.ready(range(3))
+        x = rows(4, batch.tokens, seed=10 + step)
+        y, kept = attn(x, cache=fixed), kept if step < 2 else kept.clamp(max=1)
+        if step < 2:
+            given = torch.cat([kept, kept.new_zeros(1)])
+            fixed.keep(given)
+            fixed.keep_on_host(given)
+        for row, cache in enumerate(caches):
+            n = int(kept[row])
+            assert_same(y[row, :n], torch.cat([attn(x[row : row + 1, t : t + 1], cache=cache) for t in range(n)], 1)[0])
+        batch.length[:3] += kept
+        batch.lengths = batch.length.tolist()
+        if hasattr(fixed.memory, "pool"):
+            fixed.memory.pool.lengths = batch.lengths
+
+
+def test_room_for_what_a_step_with_proposals_computes_in_is_asked_for_before_it(monkeypatch):
+    model = build(attention=["mamba2", "fox"])
+    generator = Generator(model, 2, 90)
+    one, six = (max(cache.workspace(tokens) for cache in generator.caches) for tokens in (1, 6))
+    assert six > one
+    number = generator.add([1, 2], 12, temperature=0)
+    generator.step()
+    monkeypatch.setattr(memory, "available", lambda device: six - 1)
+    known = alone(model, torch.tensor([1, 2]), 12)
+    with pytest.raises(MemoryError, match="step that checks 5 proposed tokens of each sequence: expected room for"):
+        generator.step(lambda request: known[1:6])
+    monkeypatch.setattr(memory, "available", lambda device: six)
+    generator.run(lambda request: known[len(request.tokens) :][:5])
+    assert generator.requests[number].tokens == known
 
 
 def test_a_draft_proposes_tokens_of_the_vocabulary():

@@ -23,11 +23,11 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.cache import KVCache
-from attnzoo.forms.fixed import CarriedMemory, Extend, Rows
+from attnzoo.forms.fixed import Rows
+from attnzoo.forms.fixed_keys import CarriedMemory
 from attnzoo.forms.options import existing
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.rotation import turn
-from attnzoo.forms.untraced import untraced
 from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate, rotate_all, rotate_rounded
 
 Rest = tuple[Tensor, Tensor, Tensor, Gate]  # q, k, v and a gate without an angle
@@ -104,7 +104,7 @@ def fold(
     return (q, k, v, replace(gate, angle=None, w=w, beta=beta)), phase[:, -1:]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class TurnedMemory(CarriedMemory):
     """Keys of B sequences that rotations turn as well, in the frame in which each sequence came.
 
@@ -114,15 +114,15 @@ class TurnedMemory(CarriedMemory):
 
     phase: Tensor
 
-    @untraced  # its kernel writes to the keys where they stand
-    def step(self, call: Call, extend: Extend) -> Tensor:
-        gate = call.gate.per_token(call.q)
-        angle = cast(Tensor, gate.angle)
+    def moving(self) -> dict[str, Any]:
+        return {**super().moving(), "phase": self.phase.clone()}
+
+    def take(self, call: Call, now: Tensor, there: Tensor | None = None) -> Tensor:
+        angle = cast(Tensor, call.gate.angle)
         self.phase.add_(angle)
-        gate = replace(gate, angle=self.phase[:, :, : angle.shape[2]])  # the same for all heads where that is 1
+        gate = replace(call.gate, angle=self.phase[:, :, : angle.shape[2]])  # the same for all heads where that is 1
         q, k, v, gate = fold(call.q, call.k, call.v, gate, None)[0]
-        o: Tensor = super().step(replace(call, q=q, k=k, v=v, gate=gate), extend)
-        return o
+        return super().take(replace(call, q=q, k=k, v=v, gate=gate), now, there)
 
     def admit(self, row: int, state: KVCache, tokens: int) -> None:
         super().admit(row, state, tokens)

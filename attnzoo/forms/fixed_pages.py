@@ -50,7 +50,6 @@ class PagedMemory:
     last: Call | None = None
     carried: ClassVar[bool] = False
     on_host: ClassVar[bool] = False
-    final: ClassVar[str] = ""
 
     @staticmethod
     def like(
@@ -151,11 +150,11 @@ class PagedMemory:
         if self.phase is not None:
             yield self.phase
 
-    def workspace(self, heads: int) -> int:
+    def workspace(self, heads: int, tokens: int = 1) -> int:
         from attnzoo.kernels.decode import paged_workspace
 
         pool, device = self.pool, self.rows.length.device
-        return paged_workspace(pool.k, pool.v, pool.table, heads, device, carried=self.carried)
+        return paged_workspace(pool.k, pool.v, pool.table, heads, device, tokens, self.carried)
 
 
 def _pool_of(state: KVCache | PagedCache) -> KeyPool:

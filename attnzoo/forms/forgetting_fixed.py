@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attnzoo.forms.fixed import Extend, Rows
+from attnzoo.forms.fixed import Extend, Rows, tokens_of
 from attnzoo.forms.forgetting_cache import ForgettingCache, Network, take_token
 from attnzoo.forms.memory import check_room, size_of
 from attnzoo.forms.options import SoftmaxOptions
@@ -26,7 +26,8 @@ class ForgettingMemory:
     """The keys that B sequences hold, in slots of each head; a new key takes the place of one that has gone.
 
     A step reads all slots, and never waits for the device. With a budget in tokens there are as many as it allows;
-    else the host looks now and then how many are in use, and makes more, or fewer.
+    else the host looks now and then how many are in use, and makes more, or fewer. Several tokens come one after the
+    other: into a copy of the slots, and when it is known which stay, into the slots.
 
     Args:
         forms: of the variant.
@@ -35,6 +36,7 @@ class ForgettingMemory:
         cache: whose tensors are changed; its slots have no order.
         most: slots that any head can need.
         used: at least the slots that any head has in use.
+        last: the step of several tokens that :meth:`keep` ends.
     """
 
     forms: SoftmaxForms
@@ -43,8 +45,8 @@ class ForgettingMemory:
     cache: ForgettingCache
     most: int
     used: int = 0
+    last: Call | None = None
     on_host: ClassVar[bool] = False
-    final: ClassVar[str] = "what it has forgotten is gone"
 
     @staticmethod
     def like(
@@ -69,8 +71,21 @@ class ForgettingMemory:
 
     @untraced  # it changes the slots where they stand
     def step(self, call: Call, extend: Extend) -> Tensor:
-        cache, slots = self.cache, self.cache.slots
-        given = replace(SoftmaxOptions(**call.options), valid=self.rows.active[:, None] != 0)
+        active = self.rows.active != 0
+        if self.rows.tokens == 1:
+            return self._take(self.cache, call, active)
+        self.last = call = replace(call, gate=call.gate.per_token(call.q))
+        slots, sums = ({name: x.clone() for name, x in part.items()} for part in (self.cache.slots, self.cache.sums))
+        phase = None if self.cache.phase is None else self.cache.phase.clone()
+        trial = replace(self.cache, slots=slots, sums=sums, phase=phase)
+        rows, before = [], self.rows.length
+        for t, one in enumerate(tokens_of(call)):
+            rows.append(self._take(replace(trial, seen=before + t), one, active))
+        return torch.cat(rows, 1)
+
+    def _take(self, cache: ForgettingCache, call: Call, there: Tensor) -> Tensor:
+        """One token of the sequences ``there [B]``, which changes the tensors of ``cache``; its output."""
+        slots, given = cache.slots, replace(SoftmaxOptions(**call.options), valid=there[:, None])
         slots["held"] &= ~cache.done_with()
         free = slots["held"].int().argmin(-1)  # [B, G]
         o, after = take_token(self.forms, call.q, call.k, call.v, call.gate, self.network, cache, given, free)
@@ -99,17 +114,22 @@ class ForgettingMemory:
         if self.cache.phase is not None and state.phase is not None:
             self.cache.phase[row] = state.phase[0]
 
+    @torch.no_grad()
     def keep(self, kept: Tensor) -> None:
-        raise NotImplementedError(self.final)
+        assert self.last is not None
+        call, self.last = self.last, None
+        for t, one in enumerate(tokens_of(call)):
+            seen = self.rows.length + kept.clamp(max=t)
+            self._take(replace(self.cache, seen=seen), one, kept > t)
 
     def ready(self, rows: Sequence[int]) -> bool:
         N = self.cache.slots["held"].shape[2]
-        self.used += 1
+        self.used += self.rows.tokens
         if self.most <= N or self.used <= N:
             return False
         used = int(self._held().sum(-1).max())
         size = self._room_for(used)
-        self.used = used + 1
+        self.used = used + self.rows.tokens
         if used + AHEAD <= N < 2 * size:
             return False
         self._resize(used)
@@ -149,6 +169,7 @@ class ForgettingMemory:
         if self.cache.phase is not None:
             yield self.cache.phase
 
-    def workspace(self, heads: int) -> int:
+    def workspace(self, heads: int, tokens: int = 1) -> int:
         slots = self.cache.slots
-        return (slots["k"].numel() + slots["v"].numel()) * max(4, slots["v"].itemsize)  # copies to compute with
+        copies = (slots["k"].numel() + slots["v"].numel()) * max(4, slots["v"].itemsize)  # to compute with
+        return copies if tokens == 1 else copies + sum(size_of(x) for x in slots.values())

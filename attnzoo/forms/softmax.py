@@ -18,8 +18,9 @@ from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_
 from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, check_copy, grown
 from attnzoo.forms.carried import CarriedPool, extend_carried, step_carried
-from attnzoo.forms.fixed import KeyMemory, Memory, Rows
+from attnzoo.forms.fixed import Memory, Rows
 from attnzoo.forms.fixed_carried import CarriedPages
+from attnzoo.forms.fixed_keys import KeyMemory
 from attnzoo.forms.fixed_pages import PagedMemory
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows

@@ -16,7 +16,8 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
-from attnzoo.forms.fixed import CarriedMemory, Rows
+from attnzoo.forms.fixed import Rows
+from attnzoo.forms.fixed_keys import CarriedMemory
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing
 from attnzoo.forms.protocol import Call, Kernel
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.errors import UnavailableError
-from attnzoo.forms.fixed import KeyMemory, Memory, Rows
+from attnzoo.forms.fixed import Memory, Rows
+from attnzoo.forms.fixed_keys import KeyMemory
 from attnzoo.layer.stream import LayerCache, Stream
 
 
@@ -22,7 +23,7 @@ class FixedCache:
         memory: of the core.
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
         rows: of the batch; all layers have the same.
-        workspace: bytes that a step takes besides.
+        heads: query heads of the layer.
         ends: by name, the windows and the tokens of a step of several, until :meth:`keep`.
         bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it: as
             they were when the last sequence joined.
@@ -32,7 +33,7 @@ class FixedCache:
     windows: dict[str, Tensor]
     rows: Rows
     bound: Tensor | None = None
-    workspace: int = 0
+    heads: int = 1
     ends: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
@@ -71,7 +72,11 @@ class FixedCache:
             for name, x in like.windows.items()
         }
         bound = None if layer.prune is None else layer.logit_bound(like.dtype or torch.float32)
-        return FixedCache(memory, windows, rows, bound, memory.workspace(layer.config.num_heads))
+        return FixedCache(memory, windows, rows, bound, layer.config.num_heads)
+
+    def workspace(self, tokens: int = 1) -> int:
+        """Bytes that a step of so many tokens of each sequence takes besides, where they are many."""
+        return self.memory.workspace(self.heads, tokens)
 
     @torch.no_grad()
     def admit(self, row: int, cache: LayerCache, tokens: int) -> None:

@@ -100,6 +100,7 @@ class Generator:
         self.caches = self._caches(fuse)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by what rows need and tokens of a step
         self._places: list[int] = []
+        self._longest = 1  # tokens of a step for which there is room
         self._torn = False  # whether some layers have seen the tokens of a step and others have not
         if self.graphed:
             self._warm_up(GREEDY, 1, 2)
@@ -115,7 +116,7 @@ class Generator:
             one()
         layers = list(zip(self.model.attentions(), like, strict=True))
         meta = [FixedCache.of(layer, one, self.batch, self.max_tokens, "meta") for layer, one in layers]
-        beside = max(cache.workspace for cache in meta)  # one layer after the other
+        beside = max(cache.workspace() for cache in meta)  # one layer after the other
         what = (
             f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens (with {beside / GIB:.2f} GiB for a step)"
         )
@@ -208,7 +209,7 @@ class Generator:
             The tokens that have become known, by sequence. Without any left to draw, all that were still on their way.
 
         Raises:
-            ValueError: a draft beside layers whose tokens cannot be taken back, or tokens beyond the vocabulary.
+            ValueError: proposed tokens beyond the vocabulary.
             MemoryError: no room for what is taken as it is needed. Before a step nothing has changed then. Keys that
                 come back from the host are brought within it: no further step can follow.
             RuntimeError: an earlier step failed within.
@@ -216,8 +217,6 @@ class Generator:
         if self._torn:
             raise RuntimeError("step: expected a generator whose last step ended, got one that failed within it")
         known: dict[int, list[int]] = {}
-        if draft is not None and (why := self.refuses_draft()):
-            raise ValueError(why)
         self.admit()
         if draft is not None and self._speculate(draft, known):
             return known
@@ -318,14 +317,6 @@ class Generator:
             self._graphs[key] = self._captured(needs)
         self._graphs[key].replay()
 
-    def refuses_draft(self) -> str:
-        """Why :meth:`step` can take no draft, or ""."""
-        for number, (layer, cache) in enumerate(zip(self.model.attentions(), self.caches, strict=True)):
-            if cache.memory.final:
-                why = f"no token is taken back in layer {number}, {layer.variant.name!r}: {cache.memory.final}"
-                return f"draft: expected None ({why}), got one"
-        return ""
-
     def _speculate(self, draft: Draft, known: dict[int, list[int]]) -> bool:
         """A step that checks what ``draft`` proposes; False, and none, where that is nothing."""
         self._since = 0
@@ -336,6 +327,10 @@ class Generator:
         tokens = self.proposals.offer(offered, self.model.config.vocab_size)
         if tokens == 1:
             return False
+        if tokens > self._longest:
+            what = f"step that checks {tokens - 1} proposed tokens of each sequence"
+            check_room(max(cache.workspace(tokens) for cache in self.caches), self.device, what)
+            self._longest = tokens
         self.batch.tokens = tokens
         try:
             self._advance(running)
