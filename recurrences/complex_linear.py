@@ -19,7 +19,7 @@ from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
 from attnzoo.forms.few_tokens import FEW_TOKENS
 from attnzoo.forms.fla import Operation, Prepared, fla_kernel, scalar_decay
 from attnzoo.forms.linear import LinearForms
-from attnzoo.forms.rotation import turn
+from attnzoo.forms.rotation import turn, turn_for_cache
 
 TITLE = "Complex linear attention"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
@@ -53,49 +53,38 @@ class _Rounded(torch.autograd.Function):
     """:func:`rotate_rounded`; the gradient is that of the rounded vectors, whose rotation together changes nothing."""
 
     @staticmethod
-    def forward(
-        ctx: Any, angle: Tensor, phase: Tensor, dtypes: tuple[torch.dtype, ...], whole: bool, *xs: Tensor
-    ) -> Any:
-        ys = [y.to(dtype) for y, dtype in zip(rotate_all(phase, *xs), dtypes, strict=True)]
+    def forward(ctx: Any, angle: Tensor, phase: Tensor, dtype: torch.dtype, *xs: Tensor) -> Any:
+        ys = [y.to(dtype) for y in rotate_all(phase, *xs)]
         ctx.save_for_backward(phase, *ys)
-        ctx.dtypes, ctx.whole = (angle.dtype, xs[0].dtype), whole
+        ctx.dtypes = angle.dtype, xs[0].dtype
         return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         phase, *ys = ctx.saved_tensors
         dtype, wide = ctx.dtypes
-        turn, noise = torch.zeros_like(phase), torch.zeros_like(phase)
-        dys = [dy.to(wide) for dy in grads]
+        turn, dys = torch.zeros_like(phase), [dy.to(wide) for dy in grads]
         for y, dy in zip(ys, dys, strict=True):
             (a, b), (da, db) = (x.unflatten(-1, (-1, 2)).unbind(-1) for x in (y.to(wide), dy))
             turn += (db * a - da * b).to(phase.dtype).sum_to_size(phase.shape)
-            noise += ((da * da + db * db) * (a * a + b * b)).to(phase.dtype).sum_to_size(phase.shape)
-        if ctx.whole:
-            turn -= noise * (turn.sum(1, True) / noise.sum(1, True).clamp(min=torch.finfo(phase.dtype).tiny))
-        return turn.flip(1).cumsum(1).flip(1).to(dtype), None, None, None, *rotate_all(-phase, *dys)
+        return turn.flip(1).cumsum(1).flip(1).to(dtype), None, None, *rotate_all(-phase, *dys)
 
 
-def rotate_rounded(
-    angle: Tensor, phase: Tensor, *xs: Tensor, dtypes: tuple[torch.dtype, ...], whole: bool
-) -> tuple[Tensor, ...]:
-    """What the scores read, turned by each token's phase and rounded to ``dtypes``, for kernels.
+def rotate_rounded(angle: Tensor, phase: Tensor, *xs: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What the scores read, turned by each token's phase and rounded to ``dtype``, for kernels.
 
     The gradient of an angle is a sum over all later tokens in which what is right cancels and rounding does not. So it
-    is taken of the rounded vectors, whose scores see differences of phases alone. Where nothing else depends on them
-    (``whole``) it is 0 for all tokens together: what rounding made of the 0 goes from each token's part by its share of
-    the variance.
+    is taken of the rounded vectors, whose scores see differences of phases alone.
 
     Args:
         angle, phase: [B or 1, T, 1 or H, K/2], the latter from ``phases``; the gradient goes to the angle.
         xs: [B, T, H, K], of heads as many as have angles, of one dtype, float32 or wider.
     """
-    ys = _Rounded.apply(angle, phase.detach(), dtypes, whole, *xs)  # type: ignore[no-untyped-call]
-    return cast("tuple[Tensor, ...]", ys)
+    return cast("tuple[Tensor, ...]", _Rounded.apply(angle, phase.detach(), dtype, *xs))  # type: ignore[no-untyped-call]
 
 
 def keeps_digits(angle: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a kernel of ``dtype`` is to read what :func:`rotate_rounded` gives."""
+    """Whether the gradient of an angle is to be taken of what a kernel of ``dtype`` reads, :func:`rotate_rounded`."""
     return dtype.itemsize == 2 and torch.is_grad_enabled() and angle.requires_grad and angle.ndim > 1
 
 
@@ -135,15 +124,16 @@ def rotated(operation: Operation) -> Operation:
     def turned(x: Prepared) -> tuple[Tensor, Tensor, Tensor]:
         """q and k in the frame before the first token, and the phase of the last."""
         angle = cast(Tensor, x.gate.angle)
-        done = turn(angle, x.q, x.k, dtype=x.q.dtype, state=bool(x.options.get("output_final_state")))
+        keep = turn_for_cache if x.options.get("output_final_state") else turn
+        done = keep(angle, x.q, x.k, dtype=x.q.dtype)
         if done is not None:
-            return done[0], done[1], done[3]
+            return done.q, done.k, done.phase
         phase = phases(cast(Tensor, x.gate.per_token(x.q).angle), dim=1)
         # beside closed gates little is left of an angle's gradient, and a key that is rounded twice may be too long
         dtype = x.q.dtype if x.gate.parts == ("angle",) else torch.float32
         q, k = x.q.to(dtype), x.k.to(dtype)
         if dtype == torch.float32 and keeps_digits(angle, x.q.dtype):
-            q, k = rotate_rounded(angle, phase, q, k, dtypes=(x.q.dtype,) * 2, whole=False)
+            q, k = rotate_rounded(angle, phase, q, k, dtype=x.q.dtype)
         else:
             q, k = (y.to(x.q.dtype) for y in rotate_all(phase, q, k))
         return q, k, phase[:, -1:]

@@ -16,9 +16,9 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.cache import KVCache
-from attnzoo.forms.rotation import turn
+from attnzoo.forms.rotation import turn, turn_for_cache
 from attnzoo.forms.softmax import AdditiveForms
-from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate_all, rotate_rounded
+from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate_all
 
 TITLE = "RoPE"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
@@ -49,9 +49,9 @@ class Rotated(AdditiveForms):
         shared = angle if angle.ndim == 1 else None
         if dtype is not None and state is None and valid is None:
             k = k if shared is not None else expand_heads(k, max(k.shape[2], angle.shape[2]))
-            done = turn(angle, q, k, dtype=dtype, state=True)
+            done = turn_for_cache(angle, q, k, dtype=dtype)
             if done is not None:
-                return done[0], done[1], done[3], shared
+                return done.q, done.k, done.phase, shared
         if shared is None:
             phase = phases(angle, dim=1)  # [B, T, 1 or H, K/2]
         elif valid is None and q.shape[1] == 1:
@@ -67,20 +67,16 @@ class Rotated(AdditiveForms):
         q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
         return q, k, phase[:, -1:], shared
 
-    def rounded(self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype) -> tuple[Tensor, Tensor, Gate]:
+    def rounded(
+        self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Gate, tuple[Tensor, ...] | None]:
         angle = cast(Tensor, gate.angle)
         if angle.ndim > 1:
             k = expand_heads(k, max(k.shape[2], angle.shape[2]))
-        done = turn(angle, q, k, dtype=dtype, whole=True)
-        if done is not None:
-            return done[0], done[1], replace(gate, angle=None)
-        if not keeps_digits(angle, dtype):
-            return q, k, gate
-        wide = compute_dtype(q)
-        q, k = rotate_rounded(
-            angle, phases(angle.detach(), dim=1), q.to(wide), k.to(wide), dtypes=(dtype, dtype), whole=True
-        )  # fmt: skip
-        return q, k, replace(gate, angle=None)
+        done = turn(angle, q, k, dtype=dtype, received=keeps_digits(angle, dtype))
+        if done is None:
+            return q, k, gate, None
+        return done.q, done.k, replace(gate, angle=None), done.receivers
 
 
 FORMS = Rotated()

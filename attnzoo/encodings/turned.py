@@ -25,16 +25,17 @@ from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.cache import KVCache
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.fixed_keys import CarriedMemory
-from attnzoo.forms.options import existing
+from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.protocol import Call, Kernel
-from attnzoo.forms.rotation import turn
-from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate, rotate_all, rotate_rounded
+from attnzoo.forms.rotation import turn, turn_for_cache
+from attnzoo.forms.triton import whole_path
+from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate, rotate_all
 
 Rest = tuple[Tensor, Tensor, Tensor, Gate]  # q, k, v and a gate without an angle
 
 
 def turned(kernel: Kernel) -> Kernel:
-    """A kernel of w and beta, with or without a scalar decay, as one of these parts and an angle.
+    """The kernel of w and beta, with or without a scalar decay, as one of these parts and an angle.
 
     Whole sequences, packed or padded, and cached steps; any form of the variant goes on from their caches.
     """
@@ -44,14 +45,15 @@ def turned(kernel: Kernel) -> Kernel:
 
     @functools.wraps(inner)
     def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Any:
-        return inner(*fold(q, k, v, gate, options.get("valid"), whole=True)[0], **options)
+        rest, _, receivers = fold(q, k, v, gate, options.get("valid"), whole=True)
+        return inner(*rest, **options) if receivers is None else whole_path(*rest, SoftmaxOptions(**options), receivers)
 
     @functools.wraps(then)
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, **options: Any
     ) -> tuple[Any, KVCache]:
         given = v.shape[2]
-        (q, k, v, gate), phase = fold(q, k, v, gate, options.get("valid"), 0 if state is None else state.k.shape[2])
+        (q, k, v, gate), phase, _ = fold(q, k, v, gate, options.get("valid"), 0 if state is None else state.k.shape[2])
         heads = v.shape[2]
         if state is not None and heads > given:
             state = replace(state, k=expand_heads(state.k, heads), v=expand_heads(state.v, heads))
@@ -74,12 +76,14 @@ def turned(kernel: Kernel) -> Kernel:
 
 def fold(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, heads: int = 0, whole: bool = False
-) -> tuple[Rest, Tensor]:
+) -> tuple[Rest, Tensor, tuple[Tensor, ...] | None]:
     """The rotations of a gate in q, k and w, and the phase of the last token, ``[B or 1, 1, 1 or H, K/2]`` float64.
+
+    Then what is to receive the gradients of q, k and w unrounded, where a kernel's rounding asks for care.
 
     Args:
         heads: that k, v and w must have at least; they also get a copy for each query head that has angles of its own.
-        whole: whether nothing but these tokens' scores depends on the phases.
+        whole: whether the tokens go through the kernels of whole sequences.
     """
     if valid is not None:
         q, k = existing(valid, q, k)
@@ -87,21 +91,20 @@ def fold(
     angle = cast(Tensor, gate.angle)
     heads = max(heads, k.shape[2], 1 if angle.ndim == 1 else angle.shape[2])
     k, v, w, beta = (expand_heads(cast(Tensor, x), heads) for x in (k, v, gate.w, gate.beta))
-    done = turn(angle, q, k, w, dtype=v.dtype, whole=whole and valid is None, state=not whole)
+    if whole:
+        received = valid is None and keeps_digits(angle, v.dtype)
+        done = turn(angle, q, k, w, dtype=v.dtype, received=received, balanced=received)
+    else:
+        done = turn_for_cache(angle, q, k, w, dtype=v.dtype)
     if done is not None:
-        q, k, turned_w, phase = done
-        return (q, k, v, replace(gate, angle=None, w=turned_w, beta=beta)), phase
+        gate = replace(gate, angle=None, w=done.w, beta=beta)
+        return (done.q, done.k, v, gate), done.phase, done.receivers
     if angle.ndim == 1:  # all rows turn alike
         angle = angle.expand(1, q.shape[1], 1, -1)
     phase, dtype = phases(angle, dim=1), compute_dtype(q)
-    if whole and gate.factors is None and valid is None and keeps_digits(angle, v.dtype):
-        q, k, w = rotate_rounded(
-            angle, phase, q.to(dtype), k.to(dtype), w.to(dtype), dtypes=(v.dtype, v.dtype, dtype), whole=True
-        )  # fmt: skip
-    else:
-        q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
-        w = rotate(w.to(dtype), phase if gate.factors is None else phase[:, :, :, None])
-    return (q, k, v, replace(gate, angle=None, w=w, beta=beta)), phase[:, -1:]
+    q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
+    w = rotate(w.to(dtype), phase if gate.factors is None else phase[:, :, :, None])
+    return (q, k, v, replace(gate, angle=None, w=w, beta=beta)), phase[:, -1:], None
 
 
 @dataclass(eq=False, kw_only=True)

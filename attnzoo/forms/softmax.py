@@ -380,9 +380,14 @@ class AdditiveForms(SoftmaxForms):
         """
         return q, k, None, None
 
-    def rounded(self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype) -> tuple[Tensor, Tensor, Gate]:
-        """q, k and the gate of whole sequences, the matrix parts folded in where a kernel's rounding asks for care."""
-        return q, k, gate
+    def rounded(
+        self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Gate, tuple[Tensor, ...] | None]:
+        """q, k and the gate of whole sequences, the matrix parts folded in where a kernel's rounding asks for care.
+
+        Then also what is to receive the gradients of q and k unrounded.
+        """
+        return q, k, gate, None
 
 
 def joined(blocks: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

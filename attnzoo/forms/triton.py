@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -34,7 +35,9 @@ class Additive(Protocol):
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
 
-    def rounded(self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype) -> tuple[Tensor, Tensor, Gate]: ...
+    def rounded(
+        self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Gate, tuple[Tensor, ...] | None]: ...
 
 
 def fox_kernel(forms: Additive) -> Kernel:
@@ -50,10 +53,10 @@ def fox_kernel(forms: Additive) -> Kernel:
         valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
     ) -> Output:  # fmt: skip
         """The fused kernel (``attnzoo.kernels.fox``), in the inputs' own precision."""
-        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
+        given, receivers = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse), None
         if valid is None:
-            q, k, gate = forms.rounded(q, k, gate, v.dtype)
-        return attend(q, k, v, gate, None, given)[0]
+            q, k, gate, receivers = forms.rounded(q, k, gate, v.dtype)
+        return attend(q, k, v, gate, None, given, receivers)[0]
 
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
@@ -65,8 +68,9 @@ def fox_kernel(forms: Additive) -> Kernel:
         return attend(q, k, v, gate, state, given)
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, given: SoftmaxOptions
-    ) -> tuple[Output, KVCache]:
+        q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, given: SoftmaxOptions,
+        receivers: tuple[Tensor, ...] | None = None,
+    ) -> tuple[Output, KVCache]:  # fmt: skip
         """From an empty state rows with padding run packed; over a cache the kernel leaves out what does not exist."""
         from attnzoo.kernels.fox import fox_attention
 
@@ -93,7 +97,8 @@ def fox_kernel(forms: Additive) -> Kernel:
             return on_packed(packed, given.valid, q, k, v, g), state
         if past is None:
             g = g if constant is None else constant
-            return kernel(q, k, values, log_decay=g, cu_seqlens=given.cu_seqlens, **options), state
+            options |= {"cu_seqlens": given.cu_seqlens, "receivers": receivers}
+            return kernel(q, k, values, log_decay=g, **options), state
         if g is None or _records(q, k, values, g, given.sink):
             return kernel(q, k, values, log_decay=g, valid=state.valid, **options), state
         state = replace(state, sums=_gate_sums(past, state, given.prune))
@@ -149,13 +154,8 @@ def path_kernel() -> Kernel:
         valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
     ) -> Output:  # fmt: skip
         """The fused kernel (``attnzoo.kernels.path``) on whole sequences; with ``valid`` they run packed."""
-        from attnzoo.kernels.path import path_attention
-
         given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
-        check_softmax(given, q, gate)
-        gate = gate.per_token(q)
-        a = None if gate.log_diag is None else gate.log_diag.float()
-        return _whole(path_attention, q, k, v, given, w=gate.w, beta=gate.beta, log_diag=a, log_decay=gate.log_decay)
+        return whole_path(q, k, v, gate, given)
 
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
@@ -226,6 +226,19 @@ def path_kernel() -> Kernel:
         return CarriedMemory.like(state, rows, tokens, device)
 
     return Kernel(run, extend, refuses, explain, fixed=fixed)
+
+
+def whole_path(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, receivers: tuple[Tensor, ...] | None = None
+) -> Output:
+    """Whole sequences through the kernels of PaTH; without ``valid`` they take receivers (``path_attention``)."""
+    from attnzoo.kernels.path import path_attention
+
+    check_softmax(given, q, gate)
+    gate = gate.per_token(q)
+    a = None if gate.log_diag is None else gate.log_diag.float()
+    attention = path_attention if receivers is None else partial(path_attention, receivers=receivers)
+    return _whole(attention, q, k, v, given, w=gate.w, beta=gate.beta, log_diag=a, log_decay=gate.log_decay)
 
 
 WALL_STEPS = 16  # most tokens that continue a cache of Wall: they come one at a time

@@ -98,6 +98,20 @@ def check_inputs(
     check_values(q, log_decay=log_decay, sink=sink, logit_bound=logit_bound, cu_seqlens=cu_seqlens)
 
 
+def check_receivers(receivers: tuple[Tensor, ...] | None, *of: Tensor) -> None:
+    """Raise ValueError unless there is a float32 tensor of each shape, or None."""
+    expected = [x.shape for x in of]
+    if receivers is not None and [x.shape for x in receivers if x.dtype == torch.float32] != expected:
+        got = [f"{x.dtype} {tuple(x.shape)}" for x in receivers]
+        raise ValueError(f"receivers: expected float32 tensors of shapes {[*map(tuple, expected)]}, got {got}")
+
+
+def refuse_receivers(receivers: tuple[Tensor, ...] | None, why: str) -> None:
+    """Raise ValueError where the reference runs, which rounds no gradients; ``why``: there are no kernels."""
+    if receivers is not None:
+        raise ValueError(f"receivers: expected None in the reference{f' ({why})' if why else ''}, got tensors")
+
+
 def pick_implementation(function: str, impl: str, why: str) -> str:
     """The implementation to run, with the reason ``why`` Triton cannot; an explicit choice never falls back."""
     if impl not in get_args(Impl):

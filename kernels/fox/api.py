@@ -19,8 +19,10 @@ from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import (
     Impl,
     check_inputs,
+    check_receivers,
     kernels_unavailable,
     pick_implementation,
+    refuse_receivers,
     share_kept,
     traced,
 )
@@ -36,6 +38,7 @@ def fox_attention(
     q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor | None, scale: float | None = ..., prune: Prune | None = ...,
     window: int | None = ..., sink: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
     logit_bound: Tensor | None = ..., valid: Tensor | None = ..., gate_sums: GateSums | None = ...,
+    receivers: tuple[Tensor, ...] | None = ...,
     return_lse: Literal[False] = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -43,6 +46,7 @@ def fox_attention(
     q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor | None, scale: float | None = ..., prune: Prune | None = ...,
     window: int | None = ..., sink: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
     logit_bound: Tensor | None = ..., valid: Tensor | None = ..., gate_sums: GateSums | None = ...,
+    receivers: tuple[Tensor, ...] | None = ...,
     return_lse: Literal[True], impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fox_attention(
@@ -59,6 +63,7 @@ def fox_attention(
     logit_bound: Tensor | None = None,
     valid: Tensor | None = None,
     gate_sums: GateSums | None = None,
+    receivers: tuple[Tensor, ...] | None = None,
     return_lse: bool = False,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -88,6 +93,8 @@ def fox_attention(
             count as they are. A row without any valid key gives 0. No gradient in the Triton implementation.
         gate_sums: instead of ``log_decay``, the sums of the S tokens' gates, kept from step to step, and with them the
             longest key of each head, which ``prune`` else looks for among all S. No gradient, no ``cu_seqlens``.
+        receivers: float32 tensors of q's and k's shapes that get the gradients of q and k, unrounded, in place of q and
+            k. What they hold is not read: a 0 that is expanded takes no memory. Needs the Triton implementation.
         return_lse: return the rows' log-sum-exp as well.
         impl: "triton", "reference" (dense PyTorch, O(T S) memory), or "auto": Triton on CUDA tensors it supports.
 
@@ -117,14 +124,17 @@ def fox_attention(
     check_inputs(
         q, k, v, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound, valid=valid, gate_sums=gate_sums
     )
+    check_receivers(receivers, q, k)
     check_flag("return_lse", return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, sink))
+    given = (q, k, v, log_decay, sink, *(receivers or ()))
+    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     why = triton_unavailable(q, v)
     if backward and not why and (valid is not None or gate_sums is not None):
         name = "valid" if valid is not None else "gate_sums"
         why = f"{name} has no gradient in the kernels: expected torch.no_grad() or inputs that require none"
     if pick_implementation("fox_attention", impl, why) == "reference":
+        refuse_receivers(receivers, why)
         o, lse = fox_reference_with_lse(
             q, k, v, log_decay=log_decay, scale=scale, prune=prune, window=window, sink=sink, cu_seqlens=cu_seqlens,
             logit_bound=logit_bound, valid=valid, gate_sums=gate_sums,
@@ -142,8 +152,8 @@ def fox_attention(
         o, lse = infer(q, k, v, log_decay, *sums, sink, valid, *options, return_lse)
     else:
         of_gate = log_decay is not None and log_decay.requires_grad
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        o, lse, *_ = op.fox_forward_op(q, k, v, log_decay, sink, *options, of_gate, deterministic, return_lse)
+        how = (of_gate, torch.are_deterministic_algorithms_enabled(), return_lse, *(receivers or ()))
+        o, lse, *_ = op.fox_forward_op(q, k, v, log_decay, sink, *options, *how)
     return (o, lse) if return_lse else o
 
 

@@ -93,12 +93,12 @@ def _launch(
 def fox_forward_op(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None,
     logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, gate_gradient: bool,
-    deterministic: bool, return_lse: bool,
+    deterministic: bool, return_lse: bool, to_q: Tensor | None = None, to_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o, the rows' log-sum-exp, and what the backward pass needs (empty where it does not apply).
 
     The log-sum-exp [B, T, H] is there with ``return_lse``; for the backward lse, c, base, since, start, and o_rest
-    [B, T, H, V], what the rounding of o drops.
+    [B, T, H, V], what the rounding of o drops. With to_q and to_k the gradients of q and k go there, unrounded.
     """
     chosen = _plan(q, k, v, gate_gradient=gate_gradient, deterministic=deterministic)
     with on_device_of(q):
@@ -115,7 +115,7 @@ def fox_forward_op(
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sink: Tensor | None, cu_seqlens: Tensor | None,
     logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, gate_gradient: bool,
-    deterministic: bool, return_lse: bool,
+    deterministic: bool, return_lse: bool, to_q: Tensor | None = None, to_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, H, K = q.shape
     S, V = k.shape[1], v.shape[3]
@@ -192,12 +192,13 @@ def _infer_fake(
 def fox_backward_op(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None,
     sink: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor, start: Tensor,
-    o_rest: Tensor, scale: float, deterministic: bool, wanted: Sequence[bool],
+    o_rest: Tensor, scale: float, deterministic: bool, unrounded: bool, wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay and sink, empty where they are not ``wanted``.
 
     Args:
         dlse: [B, T, H] gradient of the rows' log-sum-exp, or None.
+        unrounded: whether those of q and k are wanted in float32.
     """
     some = [x if x.numel() else None for x in (c, base, since, start)]
     of_q, of_k, of_v, of_gate, of_sink = wanted
@@ -210,16 +211,18 @@ def fox_backward_op(
         if chosen.backward == "hopper" and keys:
             from attnzoo.kernels.fox.hopper.backward import fox_backward_hopper
 
-            dq, dk, dv, dkey, drow = fox_backward_hopper(*given, o_rest if o_rest.numel() else None)
+            dq, dk, dv, dkey, drow = fox_backward_hopper(*given, o_rest if o_rest.numel() else None, unrounded)
         else:
-            dq, dk, dv, dkey, drow = fox_backward(*given, chosen.of("dq"), chosen.of("dkdv"), rows=rows, keys=keys)
+            dq, dk, dv, dkey, drow = fox_backward(
+                *given, chosen.of("dq"), chosen.of("dkdv"), rows=rows, keys=keys, unrounded=unrounded
+            )
         dgate, dsink = lse.new_empty(0), lse.new_empty(0)
         if of_sink and drow is not None:
             dsink = -(drow if row_dlse is None else drow - row_dlse).sum((0, 2))
         if of_gate and log_decay is not None and dkey is not None:
             dgate = _gate_gradient(dkey, drow, log_decay, cu_seqlens, q.shape[1])
-    empty = q.new_empty(0)
-    return dq if of_q else empty, dk if of_k else empty.clone(), dv if of_v else empty.clone(), dgate, dsink
+    dq, dk, dv = (x if want else x.new_empty(0) for x, want in zip((dq, dk, dv), wanted[:3], strict=True))
+    return dq, dk, dv, dgate, dsink
 
 
 def _gate_gradient(dkey: Tensor, drow: Some, log_decay: Tensor, cu_seqlens: Some, T: int) -> Tensor:
@@ -239,15 +242,15 @@ def _gate_gradient(dkey: Tensor, drow: Some, log_decay: Tensor, cu_seqlens: Some
 def _backward_fake(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None,
     sink: Tensor | None, cu_seqlens: Tensor | None, c: Tensor, base: Tensor, since: Tensor, start: Tensor,
-    o_rest: Tensor, scale: float, deterministic: bool, wanted: Sequence[bool],
+    o_rest: Tensor, scale: float, deterministic: bool, unrounded: bool, wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     def dense(x: Some, like: Tensor, want: bool) -> Tensor:
         return like.new_empty(x.shape if want and x is not None else 0)
 
     of_q, of_k, of_v, of_gate, of_sink = wanted
     return (
-        dense(q, q, of_q),
-        dense(k, k, of_k),
+        dense(q, lse if unrounded else q, of_q),
+        dense(k, lse if unrounded else k, of_k),
         dense(v, v, of_v),
         dense(log_decay, lse, of_gate),
         dense(sink, lse, of_sink),
@@ -255,7 +258,7 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, log_decay, sink, cu_seqlens, _, scale, _, _, _, _, deterministic, return_lse = inputs
+    q, k, v, log_decay, sink, cu_seqlens, _, scale, _, _, _, _, deterministic, return_lse, *_ = inputs
     o, _, *kept = output
     ctx.save_for_backward(q, k, v, log_decay, sink, cu_seqlens, o, *kept)
     ctx.scale, ctx.deterministic, ctx.return_lse = scale, deterministic, return_lse
@@ -264,20 +267,24 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, do: Some, dlse: Some, *_: Some) -> tuple[Some, ...]:
     q, k, v, log_decay, sink, cu_seqlens, o, lse, c, base, since, start, o_rest = ctx.saved_tensors
-    none = (None,) * 14
+    none = (None,) * 16
     dlse = dlse if ctx.return_lse else None
     if do is None and dlse is None:
         return none
     do = torch.zeros_like(o) if do is None else do
-    wanted = [bool(x) for x in ctx.needs_input_grad[:5]]
+    wanted, received = [bool(x) for x in ctx.needs_input_grad[:5]], list(ctx.needs_input_grad[14:])
+    unrounded = any(received)
+    if unrounded:
+        wanted[:2] = received
     # asked for before the forward or before the backward
     deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
     grads = fox_backward_op(
         do, dlse, q, k, v, o, lse, log_decay, sink, cu_seqlens, c, base, since, start, o_rest, ctx.scale,
-        deterministic, wanted,
+        deterministic, unrounded, wanted,
     )  # fmt: skip
     dq, dk, dv, dgate, dsink = (g if want else None for g, want in zip(grads, wanted, strict=True))
-    return (dq, dk, dv, dgate, None if dsink is None else dsink.to(sink.dtype), *none[5:])
+    rest = (dv, dgate, None if dsink is None else dsink.to(sink.dtype), *none[5:14])
+    return (None, None, *rest, dq, dk) if unrounded else (dq, dk, *rest, None, None)
 
 
 fox_forward_op.register_autograd(_backward, setup_context=_setup)

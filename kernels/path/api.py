@@ -15,7 +15,15 @@ from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
-from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, pick_implementation, share_kept
+from attnzoo.kernels.common.checks import (
+    Impl,
+    check_inputs,
+    check_receivers,
+    kernels_unavailable,
+    pick_implementation,
+    refuse_receivers,
+    share_kept,
+)
 from attnzoo.kernels.common.dense import first_visible, running_sums
 from attnzoo.kernels.common.device import machine, on_device_of
 
@@ -46,6 +54,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     logit_bound: Tensor | None = None,
+    receivers: tuple[Tensor, ...] | None = None,
     return_lse: bool = False,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -77,6 +86,8 @@ def path_attention(  # type: ignore[misc]  # the options above are these
         cu_seqlens: [N+1] int32 or int64 packed sequence borders 0 .. T; B is 1. Changing lengths does not recompile.
         logit_bound: [H] float32 known bound of |scale q . k|, used by ``prune`` besides measured norms. A bound that
             does not hold voids the certificate.
+        receivers: float32 tensors of the shapes of q, k and w that get the gradients of these, unrounded, in their
+            place. What they hold is not read: a 0 that is expanded takes no memory. Needs the Triton implementation.
         return_lse: also return the log-sum-exp of each row's logits, the sink's included; differentiable.
         impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports (GPUs
             of compute capability 8.0 and up; float32 and head dims over 64 need 9.0 or 10.0).
@@ -108,14 +119,17 @@ def path_attention(  # type: ignore[misc]  # the options above are these
             result: Tensor | tuple[Tensor, Tensor] = again(
                 q.to(dtype), k.to(dtype), v.to(dtype), w=w.float(), beta=beta.float(),
                 **{name: None if x is None else x.float() for name, x in gates.items()}, scale=scale, prune=prune,
-                window=window, sink=sink, cu_seqlens=cu_seqlens, logit_bound=logit_bound, return_lse=return_lse,
-                impl=impl,
+                window=window, sink=sink, cu_seqlens=cu_seqlens, logit_bound=logit_bound, receivers=receivers,
+                return_lse=return_lse, impl=impl,
             )  # fmt: skip
             return result
     _check(q, k, v, w, beta, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound, log_diag)
+    check_receivers(receivers, q, k, w)
     check_flag("return_lse", return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if pick_implementation("path_attention", impl, triton_unavailable(q, v)) == "reference":
+    why = triton_unavailable(q, v)
+    if pick_implementation("path_attention", impl, why) == "reference":
+        refuse_receivers(receivers, why)
         o, lse = path_reference_lse(
             q, k, v, w=w, beta=beta, log_diag=log_diag, log_decay=log_decay, scale=scale, prune=prune, window=window,
             sink=sink, cu_seqlens=cu_seqlens, logit_bound=logit_bound,
@@ -125,13 +139,14 @@ def path_attention(  # type: ignore[misc]  # the options above are these
 
     if log_diag is not None:  # transitions of its own for each query head
         k, v, w, beta = (expand_heads(x, q.shape[2]) for x in (k, v, w, beta))
+        receivers = None if receivers is None else tuple(expand_heads(x, q.shape[2]) for x in receivers)
         log_diag = log_diag if log_diag.stride(-1) == 1 else log_diag.contiguous()
     q, k, v, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w, beta.float()))
     bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
     learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
     o, lse, *_ = path_forward_op(
         q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps,
-        learns_decay, torch.are_deterministic_algorithms_enabled(), return_lse,
+        learns_decay, torch.are_deterministic_algorithms_enabled(), return_lse, *(receivers or ()),
     )  # fmt: skip
     return (o, lse) if return_lse else o
 

@@ -66,7 +66,8 @@ def _plan(q: Tensor, v: Tensor, decay_gradient: bool, deterministic: bool, short
 def path_forward_op(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, sink: Tensor | None,
     log_diag: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int,
-    bound: str, log_eps: float, learns_decay: bool, deterministic: bool, return_lse: bool,
+    bound: str, log_eps: float, learns_decay: bool, deterministic: bool, return_lse: bool, to_q: Tensor | None = None,
+    to_k: Tensor | None = None, to_w: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o, row_lse, and lse, c, base, since, start, o_rest for the backward pass (empty where they do not apply).
 
@@ -75,6 +76,7 @@ def path_forward_op(
         return_lse: whether row_lse holds the log-sum-exp of each row [B, T, H].
         learns_decay: whether a gradient of log_decay will be asked for; only then may o_rest [B, T, H, V], what the
             rounding of o drops, be there.
+        to_q, to_k, to_w: if given, the gradients of q, k and w go there, unrounded.
     """
     chosen = _plan(q, v, learns_decay, deterministic, window > 0 or bool(bound))
     with on_device_of(q):
@@ -92,7 +94,8 @@ def path_forward_op(
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, sink: Tensor | None,
     log_diag: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int,
-    bound: str, log_eps: float, learns_decay: bool, deterministic: bool, return_lse: bool,
+    bound: str, log_eps: float, learns_decay: bool, deterministic: bool, return_lse: bool, to_q: Tensor | None = None,
+    to_k: Tensor | None = None, to_w: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, H, _ = q.shape
     gated, i32 = log_decay is not None, torch.int32
@@ -113,12 +116,14 @@ def _forward_fake(
 def path_backward_op(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
     log_decay: Tensor | None, sink: Tensor | None, log_diag: Tensor | None, cu_seqlens: Tensor | None, c: Tensor,
-    base: Tensor, since: Tensor, start: Tensor, o_rest: Tensor, scale: float, deterministic: bool, wanted: list[bool],
+    base: Tensor, since: Tensor, start: Tensor, o_rest: Tensor, scale: float, deterministic: bool, unrounded: bool,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, w, beta, log_decay, sink, log_diag, contiguous; empty where not ``wanted`` (in this order).
 
     Args:
         dlse: [B, T, H] gradient of row_lse, or None.
+        unrounded: whether those of q, k and w are wanted in float32.
     """
     of_decay = wanted[5]  # without what rounding dropped, its gradient takes the portable kernels
     deterministic = deterministic or (of_decay and not o_rest.numel())
@@ -129,6 +134,7 @@ def path_backward_op(
             do, q, k, v, w, beta, o, lse, c if c.numel() else None, base if base.numel() else None,
             since if since.numel() else None, start if start.numel() else None, scale, chosen, Wanted(*wanted),
             o_rest=o_rest if o_rest.numel() else None, sink=sink, dlse=row_dlse, log_diag=log_diag,
+            unrounded=unrounded,
         )  # fmt: skip
     dq, dk, dv, dw, dbeta = (
         x.new_empty(0) if g is None or not asked else g
@@ -148,17 +154,19 @@ def path_backward_op(
 def _backward_fake(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
     log_decay: Tensor | None, sink: Tensor | None, log_diag: Tensor | None, cu_seqlens: Tensor | None, c: Tensor,
-    base: Tensor, since: Tensor, start: Tensor, o_rest: Tensor, scale: float, deterministic: bool, wanted: list[bool],
+    base: Tensor, since: Tensor, start: Tensor, o_rest: Tensor, scale: float, deterministic: bool, unrounded: bool,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     like = (q, k, v, w, beta, *(lse if x is None else x for x in (log_decay, sink, log_diag)))
     dq, dk, dv, dw, dbeta, dgate, dsink, da = (
-        x.new_empty(x.shape if asked else (0,)) for x, asked in zip(like, wanted, strict=True)
+        (lse if unrounded and n in (0, 1, 3) else x).new_empty(x.shape if asked else (0,))
+        for n, (x, asked) in enumerate(zip(like, wanted, strict=True))
     )
     return dq, dk, dv, dw, dbeta, dgate, dsink, da
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, _, scale, *_, deterministic, return_lse = inputs
+    q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, _, scale, *_, deterministic, return_lse, _, _, _ = inputs
     o, _, *kept = output
     ctx.save_for_backward(q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, o, *kept)
     ctx.scale, ctx.deterministic, ctx.return_lse = scale, deterministic, return_lse
@@ -167,7 +175,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, o, *kept = ctx.saved_tensors
-    wanted, none = list(ctx.needs_input_grad[:8]), (None,) * 17
+    wanted, none = list(ctx.needs_input_grad[:8]), (None,) * 20
+    received = list(ctx.needs_input_grad[17:])
+    unrounded = any(received)
+    if unrounded:
+        wanted[0], wanted[1], wanted[3] = received
     dlse = dlse if ctx.return_lse else None
     if (do is None and dlse is None) or not any(wanted):
         return none
@@ -175,9 +187,13 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: Tensor | Non
     deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
     grads = path_backward_op(
         torch.zeros_like(o) if do is None else do, dlse, q, k, v, w, beta, o, kept[0], log_decay, sink, log_diag,
-        cu_seqlens, *kept[1:], ctx.scale, deterministic, wanted,
+        cu_seqlens, *kept[1:], ctx.scale, deterministic, unrounded, wanted,
     )  # fmt: skip
-    return (*(g if asked else None for g, asked in zip(grads, wanted, strict=True)), *none[8:])
+    grads = [g if asked else None for g, asked in zip(grads, wanted, strict=True)]
+    if not unrounded:
+        return (*grads, *none[8:])
+    dq, dk, dv, dw, *others = grads
+    return (None, None, dv, None, *others, *none[8:17], dq, dk, dw)
 
 
 path_forward_op.register_autograd(_backward, setup_context=_setup)

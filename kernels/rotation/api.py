@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,27 +13,40 @@ from attnzoo.kernels.common.checks import KERNEL_DTYPES, kernels_unavailable
 MOST_CHANNELS = 256
 
 
+class Turned(NamedTuple):
+    """What :func:`rotate` gives; w is None without one, and so are the receivers where none were asked for."""
+
+    q: Tensor
+    k: Tensor
+    w: Tensor | None
+    phase: Tensor
+    receivers: tuple[Tensor, ...] | None
+
+
 def rotate(
-    angle: Tensor, q: Tensor, k: Tensor, w: Tensor | None = None, *, dtype: torch.dtype, whole: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    angle: Tensor, q: Tensor, k: Tensor, w: Tensor | None = None, *, dtype: torch.dtype, received: bool = False,
+    balanced: bool = False,
+) -> Turned:  # fmt: skip
     """Turn the pairs of channels (2i, 2i+1) of each token by its phase, the sum of the angles up to and with its own.
 
     Phases are added up in float64 and reduced to less than an eighth of a turn before they are rounded: a late token
-    turns as exactly as an early one. The gradient of an angle is a sum over all later tokens, in float64, of what the
-    rounded vectors and their gradients give. It is 0 for all tokens together where nothing but scores of these vectors
-    depends on the phases (``whole``): what rounding made of the 0 then goes from each token's part by its share of the
-    variance. The forward and the backward are deterministic.
+    turns as exactly as an early one. The gradient of an angle is a sum over all later tokens in which what is right
+    cancels and rounding does not. So it is taken of the rounded vectors, whose scores see differences of phases alone,
+    and added up in float64. All is deterministic.
 
     Args:
-        angle: [B or 1, T, 1 or H, K/2] float32 radians; or [K/2], of every token, without a gradient.
+        angle: [B or 1, T, 1 or H, K/2] radians; or [K/2], of every token, without a gradient.
         q, k, w: [B, T, heads, K] with H heads, or where the angles are those of all heads with any number of them;
             bfloat16, float16 or float32, K even up to 256.
         dtype: of the q and k that come out; w comes out in float32.
-        whole: see above.
+        received: the gradients come unrounded, to receivers; what has turned has none.
+        balanced: for gradients with roundings inside. Turned together the vectors give the same scores, so the angles'
+            gradient is 0 for all tokens together: what rounding made of the 0 goes from each token's part by its share
+            of the variance.
 
     Returns:
-        q, k, w (None without one), and the phase of the last token [B or 1, 1, 1 or H, K/2] float64, which has no
-        gradient.
+        q, k, w, the phase of the last token [B or 1, 1, 1 or H, K/2] float64 without a gradient, and the receivers of
+        q, k and w, float32 in their shapes, which are 0.
 
     Raises:
         ValueError: a shape, dtype or device is wrong, or the kernels cannot run here.
@@ -43,7 +58,7 @@ def rotate(
         raise ValueError(f"q, k, w, angle: {why}")
     from .op import rotate_vectors
 
-    return rotate_vectors(angle, q, k, w, dtype, whole)
+    return Turned(*rotate_vectors(angle, q, k, w, dtype, received, balanced))
 
 
 def triton_unavailable(angle: Tensor, q: Tensor, k: Tensor, w: Tensor | None = None) -> str:
@@ -56,8 +71,6 @@ def triton_unavailable(angle: Tensor, q: Tensor, k: Tensor, w: Tensor | None = N
             return f"expected {name} in bfloat16, float16 or float32, got {x.dtype}"
     if w is not None and w.ndim != 4:
         return f"expected one vector w for each token and head, [B, T, heads, K], got {tuple(w.shape)}"
-    if angle.dtype != torch.float32:
-        return f"expected angles in float32, got {angle.dtype}"
     if angle.ndim == 1 and angle.requires_grad and torch.is_grad_enabled():
         return "angles [K/2] of every token have no gradient in the kernels"
     return ""
@@ -76,6 +89,8 @@ def _check(angle: Tensor, q: Tensor, k: Tensor, w: Tensor | None, dtype: torch.d
         raise ValueError(f"q: expected an even K, got {K}")
     if dtype not in KERNEL_DTYPES:
         raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {dtype}")
+    if not angle.is_floating_point():
+        raise ValueError(f"angle: expected a floating dtype, got {angle.dtype}")
     if angle.shape == (K // 2,):
         return
     if angle.ndim != 4 or angle.shape[0] not in (1, B) or angle.shape[1] != T or angle.shape[3] != K // 2:

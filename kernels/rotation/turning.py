@@ -130,12 +130,12 @@ def _turning(p_y, p_dy, o_x, m_x, b_turn, b_noise, BT: tl.constexpr, BP: tl.cons
 def turning_kernel(
     p_yq, p_yk, p_yw, p_dq, p_dk, p_dw, p_sums, p_dangle, T, NB, B, BA, ROWS,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HW: tl.constexpr, HA: tl.constexpr, P: tl.constexpr,
-    WHOLE: tl.constexpr, SUMS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
+    BALANCED: tl.constexpr, SUMS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block's phases: its sum (SUMS), or with the scanned sums the gradient of the angles.
 
-    The latter is the sum over all later tokens. WHOLE: it is 0 for all tokens together; what it is instead goes by the
-    shares of ``noise``, whose sums follow those of the gradient, ROWS later.
+    The latter is the sum over all later tokens. BALANCED: it is 0 for all tokens together; what it is instead goes by
+    the shares of ``noise``, whose sums follow those of the gradient, ROWS later.
     """
     i = tl.program_id(0)
     i_n, i_ah, i_ab = i // HA % NB, i % HA, (i // (HA * NB)).to(tl.int64)
@@ -158,12 +158,12 @@ def turning_kernel(
     p_sums += (i_ab * HA + i_ah) * (NB + 1) * P + o_p
     if SUMS:
         tl.store(p_sums + (i_n + 1) * P, tl.sum(b_turn, 0), mask=m_p)
-        if WHOLE:
+        if BALANCED:
             tl.store(p_sums + (ROWS.to(tl.int64) * (NB + 1) + i_n + 1) * P, tl.sum(b_noise, 0), mask=m_p)
     else:
         b_all = tl.load(p_sums + NB * P, mask=m_p, other=0.0)  # [BP]
         b_later = b_all - tl.load(p_sums + (i_n + 1) * P, mask=m_p, other=0.0)
-        if WHOLE:
+        if BALANCED:
             p_sums += ROWS.to(tl.int64) * (NB + 1) * P
             b_noises = tl.load(p_sums + NB * P, mask=m_p, other=0.0)
             b_share = b_all / tl.maximum(b_noises, 1e-300)
@@ -171,7 +171,7 @@ def turning_kernel(
             b_turn -= b_noise * b_share[None, :]
         b_dangle = b_later[None, :] + tl.cumsum(b_turn, 0, reverse=True)
         o_angle = ((i_ab * T + o_t) * HA + i_ah)[:, None] * P + o_p[None, :]
-        tl.store(p_dangle + o_angle, b_dangle.to(tl.float32), mask=(o_t < T)[:, None] & m_p[None, :])
+        tl.store(p_dangle + o_angle, b_dangle.to(p_dangle.dtype.element_ty), mask=(o_t < T)[:, None] & m_p[None, :])
 
 
 def _tile(K: int) -> tuple[int, int, int]:
@@ -213,15 +213,15 @@ def turn_all(
     return ys
 
 
-def angle_gradient(angle: Tensor, ys: Sequence[Tensor], dys: Sequence[Tensor], whole: bool) -> Tensor:
-    """The gradient of the angles, float32 in their shape, from vectors as they have turned and their gradients."""
+def angle_gradient(angle: Tensor, ys: Sequence[Tensor], dys: Sequence[Tensor], balanced: bool) -> Tensor:
+    """The gradient of the angles, in their shape and dtype, from vectors as they have turned and their gradients."""
     BA, T, HA, P = angle.shape
     _, BT, BP = _tile(2 * P)
     NB, rows, B = cdiv(T, BT), BA * HA, ys[0].shape[0]
     heads = [y.shape[2] for y in ys] + [0] * (3 - len(ys))
-    sums = angle.new_empty((1 + whole) * rows, NB + 1, P, dtype=torch.float64)
+    sums = angle.new_empty((1 + balanced) * rows, NB + 1, P, dtype=torch.float64)
     dangle = torch.empty_like(angle, memory_format=torch.contiguous_format)
-    given = (*_three(ys), *_three(dys), sums, dangle, T, NB, B, BA, rows, max(heads), *heads, HA, P, whole)
+    given = (*_three(ys), *_three(dys), sums, dangle, T, NB, B, BA, rows, max(heads), *heads, HA, P, balanced)
     turning_kernel[(rows * NB,)](*given, True, BT, BP, num_warps=2 * WARPS)
     block_scan_kernel[(len(sums),)](sums, NB, P, BP, 2048 // BP, num_warps=4)
     turning_kernel[(rows * NB,)](*given, False, BT, BP, num_warps=2 * WARPS)

@@ -177,7 +177,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield (
                     f"rotation {kind} {K} {angles}",
                     functools.partial(rotation.rotate, angle, qkv[0], qkv[0], wide(1, 512, 4, K), dtype=dtype,
-                                      whole=True),
+                                      balanced=True),
                 )  # fmt: skip
             yield (
                 f"rotation {kind} {K} fixed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,28 @@ def test_opcheck(kind: str) -> None:
         True,
     )
     torch.library.opcheck(fox_forward_op, args)
+
+
+@pytest.mark.parametrize("case", [CASE, Case(T=70, S=70, H=2, G=2, gate="none")], ids=str)
+def test_receivers_get_the_gradients_unrounded(case: Case) -> None:
+    """In place of q and k; all else is as it was. On a GPU by the kernels of one pass, too."""
+    from attnzoo.kernels.fox.op import fox_forward_op
+
+    K = 64 if DEVICE == "cuda" else case.K
+    x = inputs(replace(case, K=K, V=K), torch.float16)
+    do = x.pop("do")
+    leaves = [t.requires_grad_() for t in x.values()]
+    to = [torch.zeros(t.shape, device=DEVICE, requires_grad=True) for t in leaves[:2]]
+    call = {"log_decay": x.get("log_decay"), "sink": x.get("sink"), "impl": "triton"}
+    plain = torch.autograd.grad(fox_attention(*leaves[:3], **call), leaves, do)
+    o = fox_attention(*leaves[:3], **call, receivers=(to[0], to[1]))
+    none, nothing, *rest, dq, dk = torch.autograd.grad(o, [*leaves, *to], do, allow_unused=True)
+    assert none is nothing is None
+    for got, want in zip((dq, dk, *rest), plain, strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=2e-3, atol=2e-3)
+    assert all(bool((t != t.half()).any()) for t in (dq, dk))
+    arguments = (*leaves[:3], call["log_decay"], call["sink"], None, None, 0.3, 0, "", 0.0, True, False, False, *to)
+    torch.library.opcheck(fox_forward_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_compiles_as_one_graph_for_any_length() -> None:
@@ -170,6 +193,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(1, 4, 2, 0), "k": torch.zeros(1, 4, 2, 0)}, r"q: expected at least one channel"),
     ({"prune": Prune(), "log_decay": None}, r"prune: expected a log_decay"),
     ({"prune": 1e-3}, r"prune: expected attnzoo.Prune\(eps=0.001\) or None, got float"),
+    ({"receivers": (torch.zeros(1, 4, 2, 8),)}, r"receivers: expected float32 tensors of shapes"),
+    ({"receivers": (torch.zeros(1, 4, 2, 8),) * 2, "impl": "reference"}, r"receivers: expected None in the reference"),
     ({"impl": "cuda"}, r"impl: expected one of"),
 ]
 

@@ -37,18 +37,50 @@ def test_opcheck(kind: str) -> None:
     torch.library.opcheck(path_forward_op, args)
 
 
+def test_receivers_get_the_gradients_unrounded() -> None:
+    """In place of q, k and w; all else is as it was."""
+    x = inputs(Case(T=70, H=2, G=1, gate="open"), torch.float16)
+    do = x.pop("do")
+    leaves, to = [t.requires_grad_() for t in x.values()], {n: x[n].float().detach().requires_grad_() for n in "qkw"}
+    want = dict(zip(x, torch.autograd.grad(path_attention(**x, impl="triton"), leaves, do), strict=True))
+    o = path_attention(**x, impl="triton", receivers=tuple(to.values()))
+    got = torch.autograd.grad(o, [*leaves, *to.values()], do, allow_unused=True)
+    assert {n for n, g in zip(x, got, strict=False) if g is None} == set(to)
+    unrounded = dict(zip(to, got[len(x) :], strict=True))
+    for n, g in (dict(zip(x, got, strict=False)) | unrounded).items():
+        torch.testing.assert_close(g.float(), want[n].float(), rtol=2e-3, atol=2e-3)
+        assert n not in to or bool((g != g.half()).any())
+    with pytest.raises(ValueError, match=r"receivers: expected float32 tensors of shapes \[\(1, 70, 2, 16\), "):
+        path_attention(**x, impl="triton", receivers=(to["q"],))
+    with pytest.raises(ValueError, match="receivers: expected None in the reference"):
+        path_attention(**x, impl="reference", receivers=tuple(to.values()))
+
+
 def turned(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same numbers, heads before tokens in memory."""
     return {n: t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim > 1 else t for n, t in x.items()}
 
 
-def backward_call(x: dict[str, torch.Tensor], wanted: list[bool]) -> Any:
+def backward_call(x: dict[str, torch.Tensor], wanted: list[bool], unrounded: bool = False) -> Any:
     """Arguments of the backward op after a forward at x, for a gradient of both its results."""
     from attnzoo.kernels.path.op import path_forward_op
 
     rows = [x.get(n) for n in ORDER]
     o, row_lse, lse, *saved = path_forward_op(*rows, None, None, *FORWARD)
-    return (x["do"], torch.ones_like(row_lse), *rows[:5], o, lse, *rows[5:], None, *saved, 0.3, False, wanted)
+    return (
+        x["do"],
+        torch.ones_like(row_lse),
+        *rows[:5],
+        o,
+        lse,
+        *rows[5:],
+        None,
+        *saved,
+        0.3,
+        False,
+        unrounded,
+        wanted,
+    )
 
 
 def test_opcheck_of_the_backward_on_transposed_inputs() -> None:
@@ -59,8 +91,8 @@ def test_opcheck_of_the_backward_on_transposed_inputs() -> None:
     torch.library.opcheck(path_forward_op, (*(x[n] for n in ORDER), None, None, *FORWARD), test_utils=fakes)
     plain = {n: t for n, t in x.items() if n != "log_diag"}
     some = [True, False, False, False, True, False, True, False]
-    for given, wanted in ((x, [True] * 8), (plain, [True] * 7 + [False]), (plain, some)):
-        call = backward_call(given, wanted)
+    for given, unrounded, wanted in ((x, False, [True] * 8), (plain, True, [True] * 7 + [False]), (plain, False, some)):
+        call = backward_call(given, wanted, unrounded)
         torch.library.opcheck(path_backward_op, call, test_utils=fakes)
 
 

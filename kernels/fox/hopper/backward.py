@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -87,7 +85,7 @@ def fox_finish_kernel(
 def fox_backward_hopper(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None, sink: Tensor | None,
     c: Tensor | None, base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float,
-    dlse: Tensor | None, o_rest: Tensor | None,
+    dlse: Tensor | None, o_rest: Tensor | None, unrounded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """As ``portable.backward.fox_backward``, where the plan says so.
 
@@ -107,7 +105,8 @@ def fox_backward_hopper(
     drow = torch.empty_like(lse) if has_row else None
     dkey = lse.new_empty((B, H, S)) if gate else None
     dq_tiles = lse.new_zeros((B * H * n_t * t.BT * BK // 256, 256))  # dq in float32, tile by tile
-    dq, dk, dv = q.new_empty((B, T, H, K)), k.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
+    like = lse if unrounded else q
+    dq, dk, dv = like.new_empty((B, T, H, K)), like.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
     gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
     p_w, p_dc = lse if drow is None else drow, lse if dkey is None else dkey
     fox_bwd_rows_kernel[(B * H, n_t * t.BT // 64)](
@@ -119,14 +118,14 @@ def fox_backward_hopper(
     if since is not None or start is not None:
         end, full = key_bounds(since, start, B, T, H, S)
     d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
-    keys: list[Any] = [gluon_descriptor(y, t.BS) for y in (k, v, dk, dv)]
+    d_k, d_v, d_dv = (gluon_descriptor(y, t.BS) for y in (k, v, dv))
     fox_bwd_hopper_kernel[(triton.cdiv(S, t.BS) * B * G,)](
-        gluon_descriptor(q, t.BT), *keys[:2], gluon_descriptor(do, t.BT), *d_rows,
-        plain_descriptor(dq_tiles, [t.BT * BK // 256, 256]), *keys[2:], sums, p_dc, *gates,
-        lse if since is None else since, lse if start is None else start, end, full, T, S, min(t.heads, B * G), scale,
-        scale * LOG2E, *since_strides(since), H=H, REP=H // G, BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT,
-        KU=KEY_UNIT, GATE=gate, HAS_SINCE=since is not None, HAS_START=start is not None, STAGES=t.num_stages,
-        num_warps=t.num_warps,
+        gluon_descriptor(q, t.BT), d_k, d_v, gluon_descriptor(do, t.BT), *d_rows,
+        plain_descriptor(dq_tiles, [t.BT * BK // 256, 256]), dk if unrounded else gluon_descriptor(dk, t.BS), d_dv,
+        sums, p_dc, *gates, lse if since is None else since, lse if start is None else start, end, full, T, S,
+        min(t.heads, B * G), scale, scale * LOG2E, *since_strides(since), H=H, REP=H // G, K=K,
+        BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINCE=since is not None,
+        HAS_START=start is not None, STAGES=t.num_stages, UNROUNDED=unrounded, num_warps=t.num_warps,
     )  # fmt: skip
     M = t.BT // 16
     fox_finish_kernel[(B * H, triton.cdiv(T, t.BT))](

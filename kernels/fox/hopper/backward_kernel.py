@@ -103,9 +103,10 @@ def _reduce(d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP
 @gluon.jit
 def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, keys_in, full, empty, dq_full,
              dq_empty, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, i_b, i_g, s, T, S, scale, scale2,
-             stride_lb, stride_lh, REP: gl.constexpr, H: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
-             BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
-             HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+             stride_lb, stride_lh, REP: gl.constexpr, H: gl.constexpr, K: gl.constexpr, BK: gl.constexpr,
+             BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
+             GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr,
+             UNROUNDED: gl.constexpr):  # fmt: skip
     """Products and exponentials: each warpgroup holds dK and dV of 64 keys in registers."""
     W: gl.constexpr = gl.num_warps()
     M: gl.constexpr = BT // 16
@@ -148,10 +149,17 @@ def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, d
             it += 1
         if GATE != 0:
             gl.store(p_dc + i_bh * S + b_s, b_dc, mask=b_s < S)
-    k_s.store((b_dk * scale).to(k_s.dtype))
+    if UNROUNDED:  # d_dk is a pointer: float32 does not fit where k was
+        o_s, o_k = gl.arange(0, BS, gl.SliceLayout(1, L_K)), gl.arange(0, BK, gl.SliceLayout(0, L_K))
+        p_dk = d_dk + ((i_b.to(gl.int64) * S + s) * (H // REP) + i_g) * K
+        m_k = (s + o_s < S)[:, None] & (o_k < K)[None, :]
+        gl.store(p_dk + o_s[:, None] * (H // REP * K) + o_k[None, :], b_dk * scale, mask=m_k)
+    else:
+        k_s.store((b_dk * scale).to(k_s.dtype))
     v_s.store(b_dv.to(v_s.dtype))
     fence_async_shared()
-    tma_store(d_dk, [i_b, s, i_g, 0], k4_s)
+    if not UNROUNDED:
+        tma_store(d_dk, [i_b, s, i_g, 0], k4_s)
     tma_store(d_dv, [i_b, s, i_g, 0], v4_s)
     tma.store_wait(0)
 
@@ -160,11 +168,12 @@ def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, d
 def fox_bwd_hopper_kernel(
     d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start, p_end,
     p_full, T, S, n_heads, scale, scale2, stride_lb, stride_lh,
-    H: gl.constexpr, REP: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr,
-    RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr,
-    STAGES: gl.constexpr,
+    H: gl.constexpr, REP: gl.constexpr, K: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
+    BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr,
+    HAS_START: gl.constexpr, STAGES: gl.constexpr, UNROUNDED: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV, column sums of dS [B, H, S]; adds to dQ (unscaled) and to sums of dS per pair of rows [B, H, Tp / 2]."""
+    """dK (UNROUNDED in float32), dV, column sums of dS [B, H, S]; adds to dQ (unscaled) and to sums of dS per pair of
+    rows [B, H, Tp / 2]."""
     G: gl.constexpr = H // REP
     i_s, i_bg = schedule(gl.cdiv(S, BS), n_heads)
     s, i_b, i_g = i_s * BS, i_bg // G, i_bg % G
@@ -193,8 +202,8 @@ def fox_bwd_hopper_kernel(
         [
             (_compute, (d_dk, d_dv, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, keys_in, full, empty,
                         dq_full, dq_empty, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, i_b, i_g, s,
-                        T, S, scale, scale2, stride_lb, stride_lh, REP, H, BK, BV, BT, BS, RU, KU, GATE, HAS_SINCE,
-                        HAS_START, STAGES)),
+                        T, S, scale, scale2, stride_lb, stride_lh, REP, H, K, BK, BV, BT, BS, RU, KU, GATE, HAS_SINCE,
+                        HAS_START, STAGES, UNROUNDED)),
             (_load, (d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, keys_in, full,
                      empty, p_c, p_base, p_g, p_end, p_full, i_b, i_g, s, T, S, REP, H, BT, BS, RU, KU, GATE,
                      HAS_SINCE or HAS_START, STAGES)),

@@ -71,15 +71,16 @@ def _dq_tile(b_dq, b_dr, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, b_slope, b_sh
 
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_dq_portable_kernel(
-    p_q, p_k, p_v, p_do, p_rows, p_w, p_dlse, p_dq, p_c, p_base, p_g, p_since, p_start, T, S, n_heads, scale, scale2,
+    p_q, p_k, p_v, p_do, p_rows, p_settled, p_w, p_dlse, p_dq, p_c, p_base, p_g, p_since, p_start, T, S, n_heads,
+    scale, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
     HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, HAS_SINK: tl.constexpr, HAS_DLSE: tl.constexpr,
-    TMA: tl.constexpr, PREC: tl.constexpr,
+    TMA: tl.constexpr, PREC: tl.constexpr, UNROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """dQ [B, T, H, K], and delta corrected in place; schedule and frame of the forward kernel."""
+    """dQ [B, T, H, K], and delta corrected in place, or UNROUNDED in p_settled; schedule and frame of the forward."""
     i_t, i_bh = schedule(tl.cdiv(T, BT), n_heads)
     i_t = tl.cdiv(T, BT) - 1 - i_t
     i_b32, i_h = i_bh // H, i_bh % H
@@ -100,8 +101,10 @@ def fox_dq_portable_kernel(
     b_q = load_tile(p_qt, o_t, o_k, stride_qt, T - i_t * BT, K, BK, True)
     b_do = load_tile(p_dt, o_t, o_v, stride_dt, T - i_t * BT, V, BV, True)
     p_r = i_bh.to(tl.int64) * T + i_t * BT + o_t
-    p_rows += (i_bh.to(tl.int64) * (tl.cdiv(T, RU) * RU) + i_t * BT) * 2
+    row = i_bh.to(tl.int64) * (tl.cdiv(T, RU) * RU) + i_t * BT
+    p_rows += row * 2
     b_lse, b_delta = tl.load(p_rows + o_t * 2), tl.load(p_rows + o_t * 2 + 1)
+    p_settled = p_settled + row + o_t if UNROUNDED else p_rows + o_t * 2 + 1
     n_s = tl.cdiv(S, KU)
     p_c += i_bh.to(tl.int64) * (n_s * KU)
     p_base += i_bh.to(tl.int64) * (n_s + 1)
@@ -136,14 +139,15 @@ def fox_dq_portable_kernel(
     p_dqt = p_dq + ((i_b * T + i_t * BT) * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
     tl.store(p_dqt, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_t[:, None] & (o_k[None, :] < K))
     if GATE != 0 or HAS_SINK:
-        settle_delta(p_rows + o_t * 2 + 1, p_w + p_r, p_dlse + p_r, b_delta, b_dr, m_t, HAS_SINK, HAS_DLSE)
+        settle_delta(p_settled, p_w + p_r, p_dlse + p_r, b_delta, b_dr, m_t, HAS_SINK, HAS_DLSE)
 
 
 @triton.jit
-def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_since, p_start, b_shift, i_b, i, i_h, o_t, o_k,
-               o_v, b_s, off, T, stride_qt, stride_dt, scale2, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-               BV: tl.constexpr, RU: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr,
-               HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_settled, p_since, p_start, b_shift, i_b, i, i_h,
+               o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K: tl.constexpr, V: tl.constexpr,
+               BK: tl.constexpr, BV: tl.constexpr, RU: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr,
+               HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr, UNROUNDED: tl.constexpr,
+               MASK: tl.constexpr):  # fmt: skip
     """dK, dV and column sums of dS from the row tile that starts at row i."""
     if TMA:  # zeros past T and past the head dims
         b_q = p_q.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BK])
@@ -171,7 +175,11 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_since, p
     b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
     b_ds = b_p * (b_dp - b_delta[None, :])
     if GATE != 0:
-        b_dc += tl.sum(b_ds, 1)
+        if UNROUNDED:  # the gates' gradient alone takes delta corrected
+            b_settled = tl.load(p_settled + i + o_t, mask=i + o_t < T, other=0.0)
+            b_dc += tl.sum(b_p * (b_dp - b_settled[None, :]), 1)
+        else:
+            b_dc += tl.sum(b_ds, 1)
     b_dsh = b_ds.to(b_q.dtype)
     b_dk = tl.dot(b_dsh, b_q, b_dk, input_precision=PREC)
     return b_dk, b_dv, b_dc
@@ -179,13 +187,13 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_since, p
 
 @triton.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_dkdv_portable_kernel(
-    p_q, p_k, p_v, p_do, p_rows, p_dk, p_dv, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, T, S, n_heads,
-    scale, scale2,
+    p_q, p_k, p_v, p_do, p_rows, p_settled, p_dk, p_dv, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, T, S,
+    n_heads, scale, scale2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_db, stride_dt, stride_dh, stride_lb, stride_lh,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
-    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr, UNROUNDED: tl.constexpr,
 ):  # fmt: skip
     """dK [B, S, G, K], dV [B, S, G, V], column sums of dS [B, H, S]; one program per key tile and key head.
 
@@ -219,6 +227,7 @@ def fox_dkdv_portable_kernel(
             p_qh = p_q + i_b * stride_qb + i_h.to(tl.int64) * stride_qh
             p_doh = p_do + i_b * stride_db + i_h.to(tl.int64) * stride_dh
         p_rowsh = p_rows + i_bh * (tl.cdiv(T, RU) * RU) * 2
+        p_settledh = p_settled + i_bh * (tl.cdiv(T, RU) * RU)
         n_u = tl.cdiv(S, KU)
         p_ch = p_c + i_bh * (n_u * KU)
         p_baseh = p_base + i_bh * (n_u + 1)
@@ -243,16 +252,16 @@ def fox_dkdv_portable_kernel(
             i = tl.where(i_n < n_head, i_lo + i_n * BT, i_mask + (i_n - n_head) * BT)
             b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i, off, S, GATE, RU, KU)
             b_dk, b_dv, b_dc = _dkdv_tile(
-                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_sinceh, p_starth, b_shift, i_b32, i, i_h,
-                o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_SINCE, HAS_START,
-                TMA, PREC, True)  # fmt: skip
+                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_settledh, p_sinceh, p_starth, b_shift,
+                i_b32, i, i_h, o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE,
+                HAS_SINCE, HAS_START, TMA, PREC, UNROUNDED, True)  # fmt: skip
         b_shift = row_shift(p_ch, p_baseh, b_slope, b_ref, i_mid, off, S, GATE, RU, KU)
         for i in range(i_mid, tl.minimum(i_mask, i_end), BT):
             b_next = row_shift(p_ch, p_baseh, b_slope, b_ref, i + BT, off, S, GATE, RU, KU)
             b_dk, b_dv, b_dc = _dkdv_tile(
-                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_sinceh, p_starth, b_shift, i_b32, i, i_h,
-                o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE, HAS_SINCE, HAS_START,
-                TMA, PREC, False)  # fmt: skip
+                b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_qh, p_doh, p_rowsh, p_settledh, p_sinceh, p_starth, b_shift,
+                i_b32, i, i_h, o_t, o_k, o_v, b_s, off, T, stride_qt, stride_dt, scale2, K, V, BK, BV, RU, GATE,
+                HAS_SINCE, HAS_START, TMA, PREC, UNROUNDED, False)  # fmt: skip
             b_shift = b_next
         if GATE != 0:
             tl.store(p_dc + i_bh * S + b_s, b_dc, mask=b_s < S)
@@ -267,6 +276,7 @@ def fox_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, log_decay: Tensor | None, sink: Tensor | None,
     c: Tensor | None, base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float,
     dlse: Tensor | None, dq_tiles: Tiles, dkdv_tiles: Tiles, *, rows: bool = True, keys: bool = True,
+    unrounded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the backward kernels on what the forward pass saved.
 
@@ -274,10 +284,11 @@ def fox_backward(
         dlse: [B, H, T] float32, contiguous: the gradient of each row's log-sum-exp, or None.
         rows: whether dq, or what the kernel that owns rows corrects for gates and sinks, is wanted.
         keys: whether dk, dv or the column sums are wanted.
+        unrounded: whether dq and dk are wanted in float32.
 
     Returns:
-        dq, dk, dv in the inputs' dtype; with a gate, column sums [B, H, S] of dS; with a sink or dlse, row sums
-        [B, H, T] of dS. What is not wanted is not filled.
+        dq, dk, dv in the inputs' dtype, or as said; with a gate, column sums [B, H, S] of dS; with a sink or dlse, row
+        sums [B, H, T] of dS. What is not wanted is not filled.
     """
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
@@ -285,11 +296,13 @@ def fox_backward(
     if do.stride(-1) != 1:
         do = do.contiguous()
     row_pairs = lse.new_empty((B, H, triton.cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
+    settled = lse.new_empty(row_pairs.shape[:3]) if unrounded and gate else lse
     drow = torch.empty_like(lse) if has_sink or (gate and dlse is not None) else None
     dkey = lse.new_empty((B, H, S)) if gate else None
-    dq, dk, dv = q.new_empty((B, T, H, K)), k.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
+    like = lse if unrounded else q
+    dq, dk, dv = like.new_empty((B, T, H, K)), like.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
     flags: dict[str, Any] = {"GATE": gate, "HAS_SINCE": since is not None, "HAS_START": start is not None}
-    flags |= {"PREC": dot_precision(q.dtype), "RU": ROW_UNIT, "KU": KEY_UNIT}
+    flags |= {"PREC": dot_precision(q.dtype), "RU": ROW_UNIT, "KU": KEY_UNIT, "UNROUNDED": unrounded}
     dims: dict[str, Any] = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V)}
     gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
     limits = (lse if since is None else since, lse if start is None else start)
@@ -305,7 +318,7 @@ def fox_backward(
         tma = t.tma and can_describe(k, v)
         p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
         fox_dq_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
-            q, p_k, p_v, do, row_pairs, p_w, p_dlse, dq, *gates, *limits, T, S, min(t.heads, B * H), scale,
+            q, p_k, p_v, do, row_pairs, settled, p_w, p_dlse, dq, *gates, *limits, T, S, min(t.heads, B * H), scale,
             scale * LOG2E, *strides, **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, HAS_DLSE=dlse is not None,
             TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
@@ -315,8 +328,8 @@ def fox_backward(
         tma = t.tma and can_describe(q, do)
         p_q, p_do = (tile_descriptor(q, t.BT), tile_descriptor(do, t.BT)) if tma else (q, do)
         fox_dkdv_portable_kernel[(triton.cdiv(S, t.BS) * B * G,)](
-            p_q, k, v, p_do, row_pairs, dk, dv, lse if dkey is None else dkey, *gates, *limits, end, full, T, S,
-            min(t.heads, B * G), scale, scale * LOG2E, *strides, **dims, **flags,
+            p_q, k, v, p_do, row_pairs, settled, dk, dv, lse if dkey is None else dkey, *gates, *limits, end, full, T,
+            S, min(t.heads, B * G), scale, scale * LOG2E, *strides, **dims, **flags,
             BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
     return dq, dk, dv, dkey, drow

@@ -36,7 +36,7 @@ Some = Tensor | None
 def path_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor, c: Tensor | None,
     base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, *,
-    o_rest: Some = None, sink: Some = None, dlse: Some = None, log_diag: Some = None,
+    o_rest: Some = None, sink: Some = None, dlse: Some = None, log_diag: Some = None, unrounded: bool = False,
 ) -> tuple[Some, Some, Tensor, Some, Some, Some, Some, Some]:  # fmt: skip
     """Launch the backward kernels on what the forward pass saved, some heads at a time; the carries are made again.
 
@@ -45,15 +45,18 @@ def path_backward(
         o_rest: [B, T, H, V], what the rounding of o dropped: one pass needs it for the gradient of a gate.
         dlse: [B, H, T] float32, contiguous: gradient of the rows' log-sum-exp.
         log_diag: as in ``path_forward``.
+        unrounded: whether dq, dk and dw are wanted in float32.
 
     Returns:
-        dq, dk, dv, dw [B, T, G, K] and dbeta [B, T, G] in the inputs' dtypes, contiguous; for a gate, column sums
-        [B, H, T] of dS; with a sink, or a gate and dlse, row sums [B, H, T] of dS (otherwise they are 0); that of
+        dq, dk, dv, dw [B, T, G, K] and dbeta [B, T, G] in the inputs' dtypes or as said, contiguous; for a gate, column
+        sums [B, H, T] of dS; with a sink, or a gate and dlse, row sums [B, H, T] of dS (otherwise they are 0); that of
         log_diag. None, or undefined, where not wanted.
     """
     dv = v.new_empty(v.shape)
-    dq, dk = (x.new_empty(x.shape) if wanted.queries or wanted.keys else None for x in (q, k))
-    dw, dbeta = (x.new_empty(x.shape) if wanted.transitions else None for x in (w, beta))
+    wide = torch.float32 if unrounded else None
+    dq, dk = (x.new_empty(x.shape, dtype=wide) if wanted.queries or wanted.keys else None for x in (q, k))
+    dw = w.new_empty(w.shape, dtype=wide) if wanted.transitions else None
+    dbeta = beta.new_empty(beta.shape) if wanted.transitions else None
     da = None if log_diag is None or dw is None else lse.new_empty(log_diag.shape)
     dkey = torch.empty_like(lse) if wanted.log_decay else None
     drow = torch.empty_like(lse) if sink is not None or (c is not None and dlse is not None) else None
