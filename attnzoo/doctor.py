@@ -7,9 +7,11 @@ nothing, to the functions that choose the form and the kernels.
 from __future__ import annotations
 
 import platform
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from attnzoo.registry import Variant, get, list_variants
 
 PACKAGES = ("attnzoo", "torch", "triton", "flash-linear-attention")
 WHEN = ("prefill", "training", "padded training", "packed training", "cached step")
+Situation = tuple[str, str, str, tuple[str, ...]]  # when, form, kernels, why nothing faster
 _HEADS, _TOKENS = 2, 320  # tokens enough for the kernels of long sequences
 
 
@@ -61,10 +64,14 @@ class Report:
         notes: dict[str, int] = {}
         lines = [f"- {self.system}", *(f"- {gpu}" for gpu in self.gpus or ("no CUDA GPU",))]
         lines += [f"- {name} {found}" for name, found in self.versions.items()]
-        table: list[tuple[str, ...]] = [("variant", "when", "runs on", "why nothing faster")]
-        for variant, when, row in _grouped(self.rows):
-            marks = " ".join(f"[{notes.setdefault(reason, len(notes) + 1)}]" for reason in row.why)
-            table.append((variant, when, f"{row.form}: {row.kernels}" if row.kernels else row.form, marks))
+        table: list[tuple[str, ...]] = [("variants", "when", "runs on", "why nothing faster")]
+        for names, situations in _grouped(self.rows):
+            cells = []
+            for when, form, kernels, why in situations:
+                marks = " ".join(f"[{notes.setdefault(reason, len(notes) + 1)}]" for reason in why)
+                cells.append((when, f"{form}: {kernels}" if kernels else form, marks))
+            lists = textwrap.wrap(", ".join(names), 34, break_on_hyphens=False)
+            table += [(name or "", *(cell or ("", "", ""))) for name, cell in zip_longest(lists, cells)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         table.insert(1, tuple("-" * width for width in widths))
         lines += ["", f"{self.layer}:", ""]
@@ -158,7 +165,7 @@ def _row(variant: Variant, when: str, call: Call) -> Row:
     form = choose(variant, "auto", call)
     faster = KERNELS[: KERNELS.index(form)] if form in KERNELS else KERNELS
     offered = [name for name in expected(variant, call) if name in faster]
-    why = [f"{name}: {variant.refuses(name, call)}" for name in offered]
+    why = [f"{name}: {variant.refuses(name, call) or 'auto looks for it on a GPU alone'}" for name in offered]
     if form == REFERENCE and not offered:
         why = ["it has no kernel: neither ours nor flash-linear-attention's serves its gate"]
     kernels = ""
@@ -169,16 +176,17 @@ def _row(variant: Variant, when: str, call: Call) -> Row:
     return Row(variant.name, when, form, kernels, tuple(why))
 
 
-def _grouped(rows: tuple[Row, ...]) -> Iterator[tuple[str, str, Row]]:
-    """Variant, situations and what they have in common."""
+def _grouped(rows: tuple[Row, ...]) -> list[tuple[list[str], tuple[Situation, ...]]]:
+    """Variants that run on the same in every situation, and these."""
+    found: dict[tuple[Situation, ...], list[str]] = {}
     for name in dict.fromkeys(row.variant for row in rows):
         mine = [row for row in rows if row.variant == name]
-        seen: dict[tuple[Any, ...], list[Row]] = {}
+        seen: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
         for row in mine:
-            seen.setdefault((row.form, row.kernels, row.why), []).append(row)
-        for i, same in enumerate(seen.values()):
-            when = "always" if len(same) == len(mine) else ", ".join(row.when for row in same)
-            yield name if i == 0 else "", when, same[0]
+            seen.setdefault((row.form, row.kernels, row.why), []).append(row.when)
+        when = ("always" if len(x) == len(mine) else ", ".join(x) for x in seen.values())
+        found.setdefault(tuple((x, *key) for x, key in zip(when, seen, strict=True)), []).append(name)
+    return [(names, situations) for situations, names in found.items()]
 
 
 def _gpu(index: int) -> str:

@@ -83,14 +83,43 @@ def test_other_gpus_run_portable_kernels_without_complaint(pretend: Pretend) -> 
     assert (training.form, training.kernels, training.why) == ("triton", "portable forward, portable backward", ())
 
 
+def test_variants_that_run_alike_share_their_lines() -> None:
+    alike = [("prefill", "fla", ""), ("cached step", "triton", "a step")]
+    other = [("prefill", "reference", "no kernel"), ("cached step", "triton", "a step")]
+    each = [(f"variant_{n}", other if n == 2 else alike) for n in range(6)]
+    rows = [
+        doctor.Row(name, when, form, why=(why,) if why else ())
+        for name, situations in each for when, form, why in situations
+    ]  # fmt: skip
+    text = doctor.Report("a system", (), {}, "layers", tuple(rows)).text()
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert table[2:] == [
+        ["variant_0, variant_1, variant_3,", "prefill", "fla", ""],
+        ["variant_4, variant_5", "cached step", "triton", "[1]"],
+        ["variant_2", "prefill", "reference", "[2]"],
+        ["", "cached step", "triton", "[1]"],
+    ]
+    assert text.endswith("\n[1] a step\n[2] no kernel\n")
+
+
+def test_a_kernel_that_only_the_interpreter_would_run_says_why_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(doctor, "list_variants", lambda: ["fox"])
+    report = doctor.examine(dtype=torch.float32)
+    if not torch.cuda.is_available():
+        assert {row.why for row in report.rows} == {("triton: auto looks for it on a GPU alone",)}
+
+
 def test_every_variant_and_situation_is_in_the_report_of_this_machine() -> None:
     report = json.loads(CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False).output)
     assert {(row["variant"], row["when"]) for row in report["rows"]} == {
         (name, when) for name in list_variants() for when in doctor.WHEN
     }
     assert report["versions"]["torch"] == torch.__version__
+    rows = tuple(doctor.Row(**row | {"why": tuple(row["why"])}) for row in report.pop("rows"))
+    assert len(doctor.Report(**report, rows=rows).text().splitlines()) <= 40  # a screen
     if not torch.cuda.is_available():
-        assert all(row["form"] == "reference" and row["why"] for row in report["rows"])
+        assert all(row.form == "reference" and row.why for row in rows)
 
 
 def test_the_page_names_the_releases_that_run_gluon_kernels() -> None:

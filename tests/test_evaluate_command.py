@@ -159,6 +159,8 @@ def test_model_folders_are_measured_as_their_runs_are_others_too(run, tmp_path):
     here, there = (measure(load_subject(path), "loss", {"tokens": 256}, common) for path in (run, folder))
     np.testing.assert_allclose(here.loss, there.loss, rtol=1e-4)
     assert there.context is None
+    needle = {"mode": "standard", "depths": 1}
+    assert measure(load_subject(folder), "haystack", needle, Common((160,), 1, text=text)).pictures[0].lengths == (160,)
     with pytest.raises(ValueError, match="names no data of its own"):
         measure(load_subject(folder), "loss", {}, Common(length=(64,)))
     with pytest.raises(ValueError, match="does not say its training context"):

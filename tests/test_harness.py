@@ -75,7 +75,7 @@ def test_of_a_long_row_the_last_tokens_count(model):
     adapter = HarnessModel(model, encode, decode, END, window=6)
     ((value, _),) = adapter.loglikelihood([Request("abcdefghij", "klm")])
     assert value == pytest.approx(likelihood(model, encode("ghijklm"), 3)[0], rel=1e-4)
-    with pytest.raises(ValueError, match="expected 1 to 6 tokens, got 7"):
+    with pytest.raises(ValueError, match="expected 1 to the window's 6 tokens, got 7"):
         adapter.loglikelihood([Request("a", "bcdefgh")])
     with pytest.raises(ValueError, match="window: expected at least 1"):
         HarnessModel(model, encode, decode, END, window=0)

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import get, list_variants, oracle
 from attnzoo.forms.fixed import Rows
-from attnzoo.forms.fixed_carried import CarriedPages
-from attnzoo.forms.options import SoftmaxOptions
+from attnzoo.forms.fixed_carried import GroupedPages
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.triton import on_packed
@@ -276,27 +275,34 @@ def test_the_kernels_step_over_pages_leaves_out_what_does_not_exist(name: str) -
     assert states[1].pool.lengths == valid.sum(1).tolist()
 
 
+@pytest.mark.parametrize("paged", [False, True], ids=["whole", "paged"])
 @torch.no_grad()
-def test_groups_of_pages_are_closed_as_sequences_fill_them() -> None:
-    """The memory of fixed size on a GPU: sequences join with some groups, and fill one more, beside idle rows."""
-    inputs, variant = inputs_of("path_fox", T=260), get("path_fox")
-    whole = variant.extend(*piece(inputs, 0, 255))[1]
-    empty = PagedCache.of(variant.form_set.new_pages(*piece(inputs, 0, 1)))
-    paged = variant.extend(*piece(inputs, 0, 255), empty)[1]
+def test_the_memory_of_a_gpus_generator_goes_on_from_any_cache_of_path(paged: bool) -> None:
+    """Beside an idle row; of three proposals one is taken back."""
+    inputs, variant = inputs_of("path_fox", T=136), get("path_fox")
+    whole = variant.extend(*piece(inputs, 0, 127))[1]
+    state = PagedCache.of(variant.form_set.new_pages(*piece(inputs, 0, 1)))
+    state = variant.extend(*piece(inputs, 0, 127), state)[1] if paged else whole
     rows = Rows.idle(2)
-    memory = CarriedPages.of(paged, rows, 300, "cpu")
-    memory.pool.group = 2
-    memory.admit(1, paged, 300)
-    rows.begin(1, 255)
-    for t in range(255, 258):
+    memory = GroupedPages.of(state, rows, 300, "cpu")
+    memory.admit(1, state, 300)
+    rows.begin(1, 127)
+
+    def twice(x: Tensor) -> Tensor:
+        return x.expand(2, *x.shape[1:])
+
+    for start, tokens, kept in ((127, 1, 1), (128, 3, 2), (130, 1, 1), (131, 3, 3)):
+        rows.tokens = tokens
         memory.ready([1])
-        assert memory.closed == [0, 1 + (t >= 256)]
-        q, k, v, gate = piece(inputs, t, t + 1)
-        twice = gate.map(lambda x: x.expand(2, *x.shape[1:]))
-        o = memory.pool.step(*(x.expand(2, *x.shape[1:]) for x in (q, k, v)), twice, SoftmaxOptions(), rows.active)
-        expected, whole = variant.extend(q, k, v, gate, whole)
-        assert relative_error(o[1:], expected) <= CLOSE
-        rows.lengths[1] += 1
+        q, k, v, gate = piece(inputs, start, start + tokens)
+        q, k, v = (twice(x) for x in (q, k, v))
+        o = memory.step(Call(q, k, v, gate.map(twice)), variant.extend)
+        if tokens > 1:
+            memory.keep(torch.tensor([0, kept]))
+        expected, whole = variant.extend(*piece(inputs, start, start + kept), whole)
+        assert relative_error(o[1:, :kept], expected) <= CLOSE
+        rows.lengths[1] += kept
+        rows.length[1] += kept
 
 
 @torch.no_grad()

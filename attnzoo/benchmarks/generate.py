@@ -75,7 +75,8 @@ OURS = (
     Contender("FoX (Pro) + ACP, no graph", "fox", PRO, graph=False, compile=False),
     Contender("RoPE", "rope"),
     Contender("PaTH-FoX", "path_fox"),
-    Contender("PaTH-FoX (Pro), evicting", "path_fox", PRO, EVICT),
+    Contender("PaTH-FoX (Pro) + ACP, fused", "path_fox", PRO, fuse=True),
+    Contender("PaTH-FoX (Pro) + ACP, evicting, fused", "path_fox", PRO, EVICT, fuse=True),
     Contender("Mamba-2", "mamba2"),
     Contender("Gated DeltaNet", "gated_deltanet"),
 )

@@ -91,7 +91,8 @@ class HarnessModel(LM):  # type: ignore[misc]
         for context, continuation in (request.args for request in requests):
             tokens, asked = self._pair(context, continuation)
             if not asked or (self.window is not None and asked > self.window):
-                raise ValueError(f"continuation: expected 1 to {self.window or 'any'} tokens, got {asked}")
+                most = "any number of" if self.window is None else f"the window's {self.window}"
+                raise ValueError(f"continuation: expected 1 to {most} tokens, got {asked}")
             rows.append(self._row(tokens, asked))
         return [(-nats, greedy) for nats, greedy in self._scores(rows)]
 

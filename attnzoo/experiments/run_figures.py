@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnzoo.experiments.figures import GRID, INK, MUTED, Array, Line, Look, name_line_ends, panel, spread
+from attnzoo.experiments.figures import GRID, INK, MUTED, Array, Line, Look, name_line_ends, panel, quiet, spread
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,8 @@ def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
     return figure
 
 
-def overlay(
-    lines: Sequence[Line], points: Sequence[Gains], *, xlabel: str, ylabel: str, percent: bool = False
-) -> Figure:
+@dataclass(frozen=True)
+class Overlaid:
     """Curves with error bars over shares that halve to the right, where each is named, and single points with theirs.
 
     Args:
@@ -137,8 +137,29 @@ def overlay(
         ylabel: text beside it.
         percent: shares of 1, written as per cent.
     """
-    lines = [replace(line, x=line.x[::-1], y=line.y[::-1], error=_reversed(line.error)) for line in lines]
-    figure, axes = panel(680, 400, left=56)
+
+    lines: Sequence[Line]
+    points: Sequence[Gains]
+    xlabel: str
+    ylabel: str
+    percent: bool = False
+
+
+def overlay(*pictures: Overlaid) -> Figure:
+    """Pictures of one width, one below the other."""
+    height = 400.0
+    figure, axes = panel(680, height * len(pictures), left=56)
+    axes.remove()
+    for number, picture in enumerate(reversed(pictures)):
+        box = (56 / 680, (number + 34 / height) / len(pictures), 1 - 64 / 680, (1 - 44 / height) / len(pictures))
+        axes = figure.add_axes(box)
+        quiet(axes)
+        _draw_overlaid(axes, picture)
+    return figure
+
+
+def _draw_overlaid(axes: Axes, picture: Overlaid) -> None:
+    lines = [replace(line, x=line.x[::-1], y=line.y[::-1], error=_reversed(line.error)) for line in picture.lines]
     for line in lines:
         drawn = axes.errorbar(
             line.x, line.y, yerr=line.error, color=line.look.color, linewidth=1.7, elinewidth=1.1, capsize=2.5,
@@ -146,7 +167,7 @@ def overlay(
         )  # fmt: skip
         for artist in drawn.get_children():
             artist.set_gid(f"series:{line.key}")
-    for point in points:
+    for point in picture.points:
         root, color = np.sqrt(max(point.x.size, 1)), point.look.color
         x, y = point.x.mean(), point.y.mean()
         ex, ey = ((v.std(ddof=1) / root if v.size > 1 else 0.0) for v in (point.x, point.y))
@@ -157,18 +178,17 @@ def overlay(
         for artist in (*drawn.get_children(), name):
             artist.set_gid(f"series:{point.key}")
     places = sorted({float(x) for line in lines for x in line.x})
-    every = [*places, *(float(point.x.mean()) for point in points)] or [1.0]
+    every = [*places, *(float(point.x.mean()) for point in picture.points)] or [1.0]
     axes.set_xscale("log", base=2)
     axes.set_xticks(places, [f"{100 * x:.3g} %" for x in places])
     axes.minorticks_off()
     axes.set_xlim(max(every) * 1.06, min(every) / 1.03)
-    axes.set_xlabel(xlabel, loc="left")
-    axes.set_ylabel(ylabel, loc="bottom", color=MUTED, fontsize=10)
+    axes.set_xlabel(picture.xlabel, loc="left")
+    axes.set_ylabel(picture.ylabel, loc="bottom", color=MUTED, fontsize=10)
     axes.axhline(0, color=INK, linewidth=0.7, alpha=0.5)
-    if percent:
+    if picture.percent:
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     name_line_ends(axes, lines, min(every) / 1.03, 0)
-    return figure
 
 
 def _reversed(x: Array | None) -> Array | None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.transitions import block_decay, compute_dtype, heads_first
 from attnzoo.algebra.triangular import householder_block
 from attnzoo.forms.cache import append_valid
@@ -44,8 +45,6 @@ class CarriedPool(KeyPool):
         near_w: their w, ``[B, G, 2 PAGE, K]``, or ``[B, G, 2 PAGE, n, K]`` with n factors per token.
         near_beta: their beta, ``[B, G, 2 PAGE]`` or ``[B, G, 2 PAGE, n]``.
         known: the first token whose key is among them, on the host; sequences can be cropped to pages from there on.
-        group: pages whose products are made to go to the end of their group (:meth:`close`); 0 for none. Such a pool is
-            for :meth:`step` alone, without sequences that share pages or are cropped.
     """
 
     factor: Tensor
@@ -53,7 +52,6 @@ class CarriedPool(KeyPool):
     near_w: Tensor
     near_beta: Tensor
     known: list[int]
-    group: int = 0
 
     @classmethod
     def of(
@@ -132,30 +130,8 @@ class CarriedPool(KeyPool):
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None = None
     ) -> Tensor:
         """Add few tokens and attend, in kernels: ``[B, T, H, V]``. There are pages; the host counts elsewhere."""
-        from attnzoo.kernels.decode import paged_path_step
-
-        names = (
-            "factor", *NEAR, "table", "first", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log",
-            "closed",
-        )  # fmt: skip
-        g = None if gate.log_decay is None else gate.log_decay.float()
-        return paged_path_step(
-            q, k, v.to(self.v.dtype), cast(Tensor, gate.w), cast(Tensor, gate.beta), keys=self.k, values=self.v,
-            log_decay=g, count=count, scale=given.scale, window=given.window, sink=given.sink,
-            group=self.group,
-            **{name: getattr(self, name) for name in names},
-        ).to(v.dtype)  # fmt: skip
-
-    @torch.no_grad()
-    def close(self, row: int, start: int, stop: int) -> None:
-        """The groups ``start`` to ``stop`` of a sequence are whole: products from each page to the end of its group."""
-        ids = self.pages[row, :, start * self.group : stop * self.group].unflatten(1, (-1, self.group))
-        live, ids = ids >= 0, ids.clamp(min=0).long().to(self.factor.device)  # [G, groups, pages]
-        product = self.factor[ids[..., -1]]
-        for n in reversed(range(self.group - 1)):
-            product = product @ self.factor[ids[..., n]]
-            there = live[..., n].flatten().nonzero()[:, 0].to(ids.device)
-            self.factor[ids[..., n].flatten()[there]] = product.flatten(0, 1)[there]
+        near = self.near_k, self.near_w, self.near_beta
+        return step_pool(self, q, k, v, gate, given, count, factor=self.factor, near=near)
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), **{name: getattr(self, name) for name in NEAR}, "known": list(self.known)}
@@ -254,6 +230,24 @@ def extend_carried(
         return None, new
     o, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
     return (o, lse), new
+
+
+def step_pool(
+    pool: KeyPool, q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, count: Tensor | None,
+    **carried: Any,
+) -> Tensor:  # fmt: skip
+    """Add few tokens to ``pool`` and attend, in kernels; ``carried``: what ``paged_path_step`` takes besides."""
+    from attnzoo.kernels.decode import paged_path_step
+
+    names = ("table", "first", "length", "k_norm", "decay", "page_sum", "total", "since", "n_log", "closed")
+    g = None if gate.log_decay is None else gate.log_decay.float()
+    prune = None if given.prune is None else Prune(given.prune.eps)  # the bound of the paper never lets more go
+    return paged_path_step(
+        q, k, v.to(pool.v.dtype), cast(Tensor, gate.w), cast(Tensor, gate.beta), keys=pool.k, values=pool.v,
+        log_decay=g, count=count, scale=given.scale, window=given.window, sink=given.sink, prune=prune,
+        logit_bound=None if prune is None else given.logit_bound, **carried,
+        **{name: getattr(pool, name) for name in names},
+    ).to(v.dtype)  # fmt: skip
 
 
 @untraced  # its kernels write to the pool where it stands

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from attnzoo.algebra.transitions import compute_dtype, heads_first
+from attnzoo.forms.cache import KVCache
 from attnzoo.forms.carried import CarriedPool, attend_carried
+from attnzoo.forms.carried_groups import GROUP, GroupedPool
 from attnzoo.forms.fixed import Extend, Rows
-from attnzoo.forms.fixed_pages import PagedMemory
+from attnzoo.forms.fixed_pages import PagedMemory, pool_of
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.paged import PagedCache
 from attnzoo.forms.pages import PAGE
@@ -20,22 +21,16 @@ from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink
 from attnzoo.forms.untraced import untraced
 
-GROUP = 16  # pages whose products go to the end of their group
-
 
 @dataclass(eq=False)
 class CarriedPages(PagedMemory):
     """The keys of PaTH and PaTH-FoX of B sequences in a :class:`~attnzoo.forms.carried.CarriedPool`.
 
-    A step is seven kernels on a GPU (``attnzoo.kernels.decode``), and plain operations elsewhere. Pruning drops no
-    mass. Arguments as :class:`~attnzoo.forms.fixed_pages.PagedMemory`, without a place and a phase, and
-
-    Args:
-        closed: groups of pages of each sequence that are closed (:meth:`~attnzoo.forms.carried.CarriedPool.close`).
+    For steps in plain operations, and for pages that may come back from the host. Arguments as
+    :class:`~attnzoo.forms.fixed_pages.PagedMemory`, without a place and a phase.
     """
 
-    closed: list[int] = field(default_factory=list)
-    carried: ClassVar[bool] = True
+    carried: ClassVar[int] = 1
     on_host: ClassVar[bool] = True
 
     @staticmethod
@@ -47,10 +42,8 @@ class CarriedPages(PagedMemory):
             B, G, R, K, one.v.shape[2], dtype=one.k.dtype, values=one.v.dtype, device=device,
             decays=one.decay is not None, pages=B * G, tokens=tokens, factors=one.factors,
         )  # fmt: skip
-        evict = None if state.evict is None else state.evict.of_rows(B)
-        away = evict is not None and evict.offload is not None  # a page that is away goes to no end of a group
-        pool.lengths, pool.group = rows.lengths, GROUP if pool.k.is_cuda and not away else 0
-        return CarriedPages(pool, rows, None, None, evict, closed=[0] * B)
+        pool.lengths = rows.lengths
+        return CarriedPages(pool, rows, None, None, None if state.evict is None else state.evict.of_rows(B))
 
     @untraced  # it changes the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
@@ -83,18 +76,44 @@ class CarriedPages(PagedMemory):
             how = "keys that have been carried to the last token are in no pages"
             raise ValueError(f"cache: expected that of new_cache(evict=...) ({how}), got {type(state).__name__}")
         super().admit(row, state, tokens)
-        self.closed[row] = 0
-        self._close(row, state.pool.lengths[0])
 
-    def ready(self, rows: Sequence[int]) -> bool:
-        for row in rows:
-            self._close(row, self.rows.lengths[row])
-        return super().ready(rows)
 
-    def _close(self, row: int, tokens: int) -> None:
-        """Close the groups that ``tokens`` tokens fill and that are not closed yet."""
-        pool = cast(CarriedPool, self.pool)
-        groups = tokens // (PAGE * pool.group) if pool.group else 0
-        if groups > self.closed[row]:
-            pool.close(row, self.closed[row], groups)
-            self.closed[row] = groups
+@dataclass(eq=False)
+class GroupedPages(PagedMemory):
+    """The same in a :class:`~attnzoo.forms.carried_groups.GroupedPool`, for steps in kernels."""
+
+    carried: ClassVar[int] = GROUP
+
+    @staticmethod
+    def of(state: KVCache | PagedCache, rows: Rows, tokens: int, device: torch.device | str) -> GroupedPages:
+        """Empty, for sequences of up to ``tokens`` tokens with states such as this one.
+
+        It has pages for all of these tokens from the start, or where keys are given up takes them as they are needed.
+        """
+        one, B, evict = pool_of(state), len(rows.lengths), state.evict if isinstance(state, PagedCache) else None
+        (G, K), R = (one.table.shape[1], one.k.shape[2]), 1 if one.decay is None else one.decay.shape[2]
+        pool = GroupedPool.of(
+            B, G, R, K, one.v.shape[2], dtype=one.v.dtype, device=device, decays=one.decay is not None,
+            pages=B * G * (-(-tokens // PAGE) if evict is None else 1), tokens=tokens,
+        )  # fmt: skip
+        pool.lengths = rows.lengths
+        return GroupedPages(pool, rows, None, None, None if evict is None else evict.of_rows(B))
+
+    @untraced  # its kernels write to the pool where it stands
+    def step(self, call: Call, extend: Extend) -> Tensor:
+        pool, once, gate = cast(GroupedPool, self.pool), self.rows.tokens == 1, call.gate.per_token(call.q)
+        if not once:
+            self.last = call
+        return pool.step(call.q, call.k, call.v, gate, self._options(call), self.rows.count(), once)
+
+    def keep(self, kept: Tensor) -> None:
+        assert self.last is not None
+        call, self.last = self.last, None
+        pool = cast(GroupedPool, self.pool)
+        pool.crop_sums((self.rows.length + kept).int())
+        pool.carry(call.k, call.gate.per_token(call.q), kept)
+
+    def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
+        pool = pool_of(state)
+        one = GroupedPool.copy_of(pool, None if isinstance(state, PagedCache) else state.k[0])
+        self._adopt(row, one, state, tokens)

@@ -48,7 +48,7 @@ class PagedMemory:
     evict: Eviction | None = None
     steps: int = 0
     last: Call | None = None
-    carried: ClassVar[bool] = False
+    carried: ClassVar[int] = 0  # pages of a group of keys that are carried
     on_host: ClassVar[bool] = False
 
     @staticmethod
@@ -59,7 +59,7 @@ class PagedMemory:
 
         It has pages for all of these tokens from the start, or where keys are given up takes them as they are needed.
         """
-        one, phase = _pool_of(state), state.phase
+        one, phase = pool_of(state), state.phase
         (G, _), (_, K), R = one.table.shape[1:], one.k.shape[1:], 1 if one.decay is None else one.decay.shape[2]
         B, evict = len(rows.lengths), state.evict if isinstance(state, PagedCache) else None
         pool = KeyPool.empty(
@@ -73,19 +73,22 @@ class PagedMemory:
 
     @untraced  # its kernels write to the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
-        pool, given = self.pool, SoftmaxOptions(**call.options)
+        pool, given = self.pool, self._options(call)
         q, k, phase = self._placed(call)
         if self.rows.tokens > 1:
             self.last = call
         elif self.phase is not None:
             self.phase.copy_(phase)
         self._look(q, k, given.scale)
-        if self.evict is not None and self.evict.bounds is not None:
-            given = replace(given, prune=None)
         k, v = (expand_heads(x, pool.table.shape[1]) for x in (k, call.v))
         gates = call.gate.per_token(q).log_decay
         impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
         return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.count())
+
+    def _options(self, call: Call) -> SoftmaxOptions:
+        """What the call asks for, without pruning where that finds nothing more."""
+        given = SoftmaxOptions(**call.options)
+        return given if self.evict is None or self.evict.bounds is None else replace(given, prune=None)
 
     def _placed(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         assert self.place is not None
@@ -110,7 +113,11 @@ class PagedMemory:
             self.evict.look(self.pool, scaled, k, (self.rows.active[:, None] != 0).expand(q.shape[:2]))
 
     def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
-        one, theirs = _pool_of(state), state.evict if isinstance(state, PagedCache) else None
+        self._adopt(row, pool_of(state), state, tokens)
+
+    def _adopt(self, row: int, one: KeyPool, state: KVCache | PagedCache, tokens: int) -> None:
+        """The idle row ``row`` goes on from the keys of ``state``, which ``one`` holds."""
+        theirs = state.evict if isinstance(state, PagedCache) else None
         if self.evict is not None:
             away = self.evict.offload
             if away is None:
@@ -157,7 +164,7 @@ class PagedMemory:
         return paged_workspace(pool.k, pool.v, pool.table, heads, device, tokens, self.carried)
 
 
-def _pool_of(state: KVCache | PagedCache) -> KeyPool:
+def pool_of(state: KVCache | PagedCache) -> KeyPool:
     """The keys of a state of one sequence, in pages."""
     if isinstance(state, PagedCache):
         return state.pool

@@ -19,7 +19,7 @@ from attnzoo.algebra.values import in_transform
 from attnzoo.forms.cache import KVCache, append, append_valid, check_copy, grown
 from attnzoo.forms.carried import CarriedPool, extend_carried, step_carried
 from attnzoo.forms.fixed import Memory, Rows
-from attnzoo.forms.fixed_carried import CarriedPages
+from attnzoo.forms.fixed_carried import CarriedPages, GroupedPages
 from attnzoo.forms.fixed_keys import KeyMemory
 from attnzoo.forms.fixed_pages import PagedMemory
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
@@ -155,7 +155,12 @@ class SoftmaxForms(Forms):
             if why or paged is False:
                 why = why or "impl='reference' on a GPU"
                 raise ValueError(f"evict: expected None where a step over pages has no kernel ({why})")
-            return CarriedPages.of(state, rows, tokens, device)
+            away = state.evict is not None and state.evict.offload is not None  # pages come back one by one
+            kind = GroupedPages if rows.length.is_cuda and not away else CarriedPages
+            return kind.of(state, rows, tokens, device)
+        grouped = self.pages and paged is None and rows.length.is_cuda
+        if grouped and not path_unavailable(state.k.to(state.v.dtype), state.v):
+            return GroupedPages.of(state, rows, tokens, device)
         kernel = self.kernels.get("triton")
         if kernel is not None and kernel.fixed is not None and paged is None and rows.length.is_cuda:
             memory = kernel.fixed(state, rows, tokens, device)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import style
+from matplotlib.figure import Figure
 
-from attnzoo.experiments.experiment import find, names
+from attnzoo.experiments.experiment import Experiment, find, names
 from attnzoo.experiments.figures import GRID, INK, MUTED, PAIR_COLORS
-from attnzoo.experiments.outcome import load_outcome
-from attnzoo.experiments.report.experiment import picture
+from attnzoo.experiments.outcome import Outcome, load_outcome
+from attnzoo.experiments.report.experiment import overlaid, picture
+from attnzoo.experiments.run_figures import overlay
 
 RESULTS = Path(__file__).parents[1] / "results"
 BEGIN = "<!-- pictures: python docs/figures/make.py results -->"
@@ -22,6 +26,7 @@ DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | d
 
 def results() -> None:
     """Draw every recorded result, and write the page's second half."""
+    _save("equal-memory", equal_memory)
     parts = []
     for name in names():
         experiment = find(name)
@@ -29,9 +34,7 @@ def results() -> None:
             outcome = load_outcome(RESULTS / measured.result)
             words = picture(experiment, outcome)[1]
             drawing = f"result-{name.replace('_', '-')}-{measured.size}"
-            style.save(drawing, lambda theme, e=experiment, o=outcome: picture(e, o)[0])  # type: ignore[misc]
-            dark = style.OUT / f"{drawing}.dark.svg"
-            dark.write_text(re.sub("|".join(DARK), lambda color: DARK[color[0]], dark.read_text()))
+            _save(drawing, partial(_picture, experiment, outcome))
             dots = "" if experiment.overlays else "every run a small dot, "
             counts = Counter(verdict.word for _, verdict in outcome.verdicts(experiment))
             verdicts = ", ".join(f"{counts[word]} {word}" for word in ("seen", "not seen", "undecided") if counts[word])
@@ -47,3 +50,27 @@ def results() -> None:
     index = RESULTS / "index.md"
     first = index.read_text().partition(BEGIN)[0].rstrip()
     index.write_text("\n\n".join([first, BEGIN, *parts]) + "\n")
+
+
+def equal_memory() -> Figure:
+    """Loss on text above, retrieval below, over the keys that a head may hold."""
+    shown = []
+    for name in ("learned_forgetting", "needle_memory"):
+        experiment = find(name)
+        shown += [
+            overlaid(experiment, 0, load_outcome(RESULTS / measured.result))
+            for measured in experiment.measured
+            if measured.size == "cpu"
+        ]
+    return overlay(*shown)
+
+
+def _picture(experiment: Experiment, outcome: Outcome) -> Figure:
+    return picture(experiment, outcome)[0]
+
+
+def _save(drawing: str, draw: Callable[[], Figure]) -> None:
+    """In light ink, and the same in the colours of the dark scheme."""
+    style.save(drawing, lambda theme: draw())
+    dark = style.OUT / f"{drawing}.dark.svg"
+    dark.write_text(re.sub("|".join(DARK), lambda color: DARK[color[0]], dark.read_text()))

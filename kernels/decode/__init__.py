@@ -1,8 +1,9 @@
 """Steps of softmax attention over keys that lie in pages: a table of pages per sequence and key head."""
 
 from .api import paged_append, paged_attention, paged_workspace, triton_unavailable
-from .carried import paged_path_step, path_unavailable
+from .carried import paged_path_carry, paged_path_step, path_unavailable
 
 __all__ = [
-    "paged_append", "paged_attention", "paged_path_step", "paged_workspace", "path_unavailable", "triton_unavailable",
+    "paged_append", "paged_attention", "paged_path_carry", "paged_path_step", "paged_workspace", "path_unavailable",
+    "triton_unavailable",
 ]  # fmt: skip

@@ -105,7 +105,7 @@ def paged_attention(
             raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
         k_norm = n_log = None
     else:
-        _check_prune(prune, decay, log_decay, k_norm, n_log)
+        check_prune(prune, decay, log_decay, k_norm, n_log)
     check_window(window)
     check_scale(scale)
     check_values(q, log_decay=log_decay, sink=sink, logit_bound=logit_bound)
@@ -203,7 +203,7 @@ def paged_append(
 
 
 def paged_workspace(
-    keys: Tensor, values: Tensor, table: Tensor, heads: int, device: torch.device, T: int = 1, carried: bool = False
+    keys: Tensor, values: Tensor, table: Tensor, heads: int, device: torch.device, T: int = 1, carried: int = 0
 ) -> int:
     """Bytes that a step takes besides its output, at the most.
 
@@ -212,7 +212,7 @@ def paged_workspace(
         heads: H.
         device: where the step runs; a GPU's kernels split the keys, and the reference elsewhere copies them.
         T: tokens of the step.
-        carried: the step is ``paged_path_step``.
+        carried: pages of a group of ``paged_path_step``, or 0 for other steps.
     """
     (B, G, N), (_, page, K), V = table.shape, keys.shape, values.shape[2]
     if device.type != "cuda":
@@ -261,7 +261,7 @@ def check_shapes(
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
 
 
-def _check_prune(
+def check_prune(
     prune: Prune, decay: Tensor | None, log_decay: Tensor | None, k_norm: Tensor | None, n_log: Tensor | None
 ) -> None:
     """What pruning over pages needs is there."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.arguments import check_scale, check_values, check_window
 from attnzoo.kernels.common.checks import kernels_unavailable
-from attnzoo.kernels.decode.api import check_pages, check_shapes, refuse_gradients
+from attnzoo.kernels.decode.api import check_pages, check_prune, check_shapes, refuse_gradients
 from attnzoo.kernels.decode.plan import MOST_ROWS
+
+NEAR, OPEN = ("near_k", "near_w", "near_beta"), ("open_keys", "open_factor", "base")
 
 
 @torch.no_grad()
@@ -22,13 +25,12 @@ def paged_path_step(
     keys: Tensor,
     values: Tensor,
     factor: Tensor,
-    near_k: Tensor,
-    near_w: Tensor,
-    near_beta: Tensor,
     table: Tensor,
     first: Tensor,
     length: Tensor,
     k_norm: Tensor,
+    near: tuple[Tensor, Tensor, Tensor] | None = None,
+    open: tuple[Tensor, Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
     decay: Tensor | None = None,
     page_sum: Tensor | None = None,
@@ -40,30 +42,37 @@ def paged_path_step(
     scale: float | None = None,
     window: int | None = None,
     sink: Tensor | None = None,
-    group: int = 0,
+    prune: Prune | None = None,
+    logit_bound: Tensor | None = None,
+    carry: bool = True,
 ) -> Tensor:
     """Write T new tokens of PaTH or PaTH-FoX into the pages of each sequence, in place, and attend.
 
         o_t = sum_{j <= t} softmax_j(scale k_j^T R_{j+1} ... R_t q_t + c_t - c_j) v_j,     R_t = I - beta_t w_t w_t^T
 
-    A page holds its keys as its last token left them, and beside it stands the transposed product of its factors. So
-    each live key is read once, those of the page that is not whole alone are written again, and pages that have been
-    given up cost nothing. Six or seven launches, no host synchronisation, no gradient; runs on Triton. The walk of a
-    row over the products of its pages is one after the other; groups of pages make it as much shorter.
+    So many pages are a group. A whole group holds its keys as its last token left them, and beside it stands the
+    transposed product of its factors. So each live key is read once, those of the group that is not whole alone are
+    written again, and pages that have been given up cost nothing. Five launches, six with ``prune``, no host
+    synchronisation, no gradient; runs on Triton. The walk of a row over the products of the groups is one after the
+    other.
 
     Args:
         q: [B, T, H, K], 1 <= T <= 16; k, w: [B, T, G, K], v: [B, T, G, V], beta: [B, T, G], of the new tokens. Head
             dims are multiples of 16 up to 128. A w has length 1 or less, and beta lies in [0, 2]. With n factors per
             token, whose product in that order is R_t, w is [B, T, G, n, K] and beta [B, T, G, n].
-        keys: [P, PAGE, K] float32, contiguous, as values: [P, PAGE, V]; changed.
-        factor: [P, K, K] float32, transposed products; changed.
-        near_k, near_w: [B, G, 2 PAGE, K] float32, near_beta: [B, G, 2 PAGE] float32, what came with the last tokens,
-            that of token t at t % (2 PAGE), with an axis of n factors where w has one; changed.
+        keys: [P, PAGE, K], contiguous, as values: [P, PAGE, V]; changed. Keys of 16 bits are rounded once, when their
+            group is whole; float16 must hold them.
+        factor: of whole groups, [B, G, M, K, K] float32, transposed products; changed. M groups hold the table's N
+            pages. Without ``open`` each page is a group, with its products in [P, K, K] and float32 keys.
+        open: of groups of several pages, the keys [B, G, S, K] and the product [B, G, K, K] of the group that is not
+            whole, float32, changed; and how many of the first groups [B] int32 have no product, as their keys stand as
+            the last token of all of them left them. S is a multiple of PAGE.
+        near: of groups of one page, k, w and beta of the last tokens, [B, G, 2 PAGE, K], [B, G, 2 PAGE, K] and
+            [B, G, 2 PAGE] float32, that of token t at t % (2 PAGE), with an axis of n factors where w has one; changed.
         table, first, length, k_norm, log_decay, decay, page_sum, total, since, n_log, closed, count: as
             ``paged_append``; the lengths are those before the step.
-        scale, window, sink: as ``paged_attention``.
-        group: where that many pages (from a multiple of it on) were whole before the step, their products are those
-            from the start of the page to the end of the last of them, and not of the page alone. 0: no such groups.
+        scale, window, sink, prune, logit_bound: as ``paged_attention``.
+        carry: False leaves the last group as it is, for ``paged_path_carry``; for groups of several pages.
 
     Returns:
         [B, T, H, V] in v's dtype; rows of tokens that a sequence does not get (``count``) mean nothing.
@@ -72,15 +81,13 @@ def paged_path_step(
         ValueError: a shape, dtype, device or option is wrong, or the kernels cannot serve the call.
         TypeError: something that is no tensor, or no number.
 
-    Source: Yang et al., "PaTH Attention", 2025, section 3, whose tree is cut off at pages here.
+    Source: Yang et al., "PaTH Attention", 2025, section 3, whose tree is cut off at groups here.
     """
     sums = {"decay": decay, "page_sum": page_sum, "total": total, "since": since, "n_log": n_log, "closed": closed}
-    pool = {"k": keys, "v": values, "table": table, "length": length}
-    near = {"near_k": near_k, "near_w": near_w, "near_beta": near_beta}
-    others = {"w": w, "beta": beta, "factor": factor, **near, "first": first, "k_norm": k_norm, "log_decay": log_decay}
-    others |= {"count": count, "sink": sink, **sums}
-    check_pages(k, pool, others, "first", "keys", "values", mixed=True)
-    (B, T, G, K), (P, PAGE, V), N, H = k.shape, values.shape, table.shape[2], q.shape[2]
+    kept = {"keys": keys, "values": values, "factor": factor, "table": table, "first": first, "length": length}
+    others = {"log_decay": log_decay, "sink": sink, "logit_bound": logit_bound, "v": v, **sums}
+    w, beta = _checked(k, w, beta, {**kept, "k_norm": k_norm}, near, open, count, others)
+    (B, T, G, _), (P, PAGE, V), N, H = k.shape, values.shape, table.shape[2], q.shape[2]
     if not 1 <= T <= MOST_ROWS:
         raise ValueError(f"k: expected 1 to {MOST_ROWS} tokens, got T={T}")
     if H % G:
@@ -89,37 +96,98 @@ def paged_path_step(
     if missing:
         want = "a tensor with log_decay" if log_decay is not None else "None without log_decay"
         raise ValueError(f"{missing[0]}: expected {want}")
-    int32, float32, float64, two = torch.int32, torch.float32, torch.float64, (B, G, 2 * PAGE)
-    each = tuple(w.shape[3:-1])[:1]  # the factors of a token
+    int32, float32, float64 = torch.int32, torch.float32, torch.float64
     check_shapes({
-        "q": (q, (B, T, H, K), None), "v": (v, (B, T, G, V), None),
-        "k": (k, (B, T, table.shape[1], keys.shape[2]), None),
-        "w": (w, (B, T, G, *each, K), None), "beta": (beta, (B, T, G, *each), None), "first": (first, (B, G), int32),
-        "keys": (keys, (P, PAGE, K), float32), "factor": (factor, (P, K, K), float32),
-        "near_k": (near_k, (*two, K), float32), "near_w": (near_w, (*two, *each, K), float32),
-        "near_beta": (near_beta, (*two, *each), float32),
-        "k_norm": (k_norm, (B, G, N), float32), "log_decay": (log_decay, (B, T, H), float32),
+        "q": (q, (B, T, H, keys.shape[2]), None), "v": (v, (B, T, G, V), None),
+        "log_decay": (log_decay, (B, T, H), float32),
         "decay": (decay, (P, PAGE, H // G), float32), "page_sum": (page_sum, (B, H, N), float64),
         "total": (total, (B, H), float64), "since": (since, (B, H), int32), "n_log": (n_log, (B, H, N), float64),
-        "closed": (closed, (B, H, N), torch.int64), "count": (count, (B,), int32), "sink": (sink, (H,), None),
-    }, strided=("q", "k", "v", "w", "beta", "log_decay"))  # fmt: skip
-    if isinstance(group, bool) or not isinstance(group, int) or group < 0 or group == 1:
-        raise ValueError(f"group: expected a number of pages from 2 on, or 0, got {group!r}")
+        "closed": (closed, (B, H, N), torch.int64), "sink": (sink, (H,), None),
+        "logit_bound": (logit_bound, (H,), float32),
+    }, strided=("q", "v", "log_decay"))  # fmt: skip
+    if not carry and open is None:
+        raise ValueError("carry: expected True without open, got False")
+    if prune is not None:
+        check_prune(prune, decay, log_decay, k_norm, n_log)
+    elif logit_bound is not None:
+        raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
     check_window(window)
     check_scale(scale)
-    check_values(q, w=w, beta=beta, log_decay=log_decay, sink=sink)
+    check_values(q, w=w, beta=beta, log_decay=log_decay, sink=sink, logit_bound=logit_bound)
     why = path_unavailable(keys, values) or refuse_gradients(q, k, v, w, beta, sink)
     if why:
         raise ValueError(f"paged_path_step: {why}")
     from attnzoo.kernels.decode.op import path_step
+    from attnzoo.kernels.decode.portable.carried import Carried
 
-    w, beta = w if each else w[:, :, :, None], beta if each else beta[..., None]
     q, k, v, w = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w))
     return path_step(
-        q, k, v, w, beta, log_decay, count, keys, values, factor, (near_k, near_w, near_beta), table, first, length,
-        k_norm, decay, page_sum, total, since, n_log, closed, sink, K**-0.5 if scale is None else float(scale),
-        window or 0, group,
+        q, v, Carried(k, w, beta, keys, factor, open, near, count), log_decay, values, table, first, length, k_norm,
+        decay, page_sum, total, since, n_log, closed, sink, logit_bound,
+        q.shape[3] ** -0.5 if scale is None else float(scale), window or 0, None if prune is None else prune.log_eps,
+        carry,
     )  # fmt: skip
+
+
+@torch.no_grad()
+def paged_path_carry(
+    k: Tensor, w: Tensor, beta: Tensor, *, keys: Tensor, factor: Tensor, open: tuple[Tensor, Tensor, Tensor],
+    table: Tensor, first: Tensor, length: Tensor, k_norm: Tensor, count: Tensor,
+) -> None:  # fmt: skip
+    """Carry the groups that are not whole over new tokens, the last ``count[b]`` of T, that a step has not.
+
+    Arguments as ``paged_path_step``; the lengths are those after these tokens. One launch, in place.
+
+    Raises:
+        ValueError, TypeError: as ``paged_path_step``.
+    """
+    kept = {"keys": keys, "values": keys, "factor": factor, "table": table, "first": first, "length": length}
+    w, beta = _checked(k, w, beta, {**kept, "k_norm": k_norm}, None, open, count, {})
+    why = path_unavailable(keys, keys)
+    if why:
+        raise ValueError(f"paged_path_carry: {why}")
+    from attnzoo.kernels.decode.op import path_carry
+    from attnzoo.kernels.decode.portable.carried import Carried
+
+    k, w = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, w))
+    path_carry(Carried(k, w, beta, keys, factor, open, None, count), table, first, length, k_norm)
+
+
+def _checked(
+    k: Tensor, w: Tensor, beta: Tensor, kept: dict[str, Tensor], near: tuple[Tensor, ...] | None,
+    open: tuple[Tensor, ...] | None, count: Tensor | None, others: dict[str, Tensor | None],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """w and beta with an axis of factors; what is carried fits."""
+    if (near is None) == (open is None):
+        raise ValueError(f"open: expected near or open, got {'neither' if open is None else 'both'}")
+    lists = dict(zip(OPEN if near is None else NEAR, (near or open or ()), strict=True))
+    keys, table = kept["keys"], kept["table"]
+    pool = {"k": keys, "v": kept["values"], "table": table, "length": kept["length"]}
+    named = {"w": w, "beta": beta, "first": kept["first"], "factor": kept["factor"], "k_norm": kept["k_norm"]}
+    check_pages(k, pool, {**named, **lists, "count": count, **others}, "first", "keys", "values", mixed=True)
+    (B, T, G, K), (P, PAGE, _), N = k.shape, keys.shape, table.shape[2]
+    each, int32, float32 = tuple(w.shape[3:-1])[:1], torch.int32, torch.float32  # the factors of a token
+    wanted: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype | None]] = {
+        "k": (k, (B, T, table.shape[1], keys.shape[2]), None), "w": (w, (B, T, G, *each, K), None),
+        "beta": (beta, (B, T, G, *each), None), "first": (kept["first"], (B, G), int32),
+        "k_norm": (kept["k_norm"], (B, G, N), float32), "count": (count, (B,), int32),
+    }  # fmt: skip
+    if open is None:
+        two = (B, G, 2 * PAGE)
+        wanted |= {"keys": (keys, (P, PAGE, K), float32), "factor": (kept["factor"], (P, K, K), float32)}
+        shapes = ((*two, K), (*two, *each, K), (*two, *each))
+        wanted |= {name: (x, shape, float32) for (name, x), shape in zip(lists.items(), shapes, strict=True)}
+    else:
+        S = open[0].shape[2] if open[0].ndim == 4 else 0
+        if S < PAGE or S % PAGE:
+            raise ValueError(f"open_keys: expected [B, G, S, K], S a multiple of {PAGE}, got {tuple(open[0].shape)}")
+        wanted |= {
+            "factor": (kept["factor"], (B, G, -(-N * PAGE // S), K, K), float32),
+            "open_keys": (open[0], (B, G, S, K), float32), "open_factor": (open[1], (B, G, K, K), float32),
+            "base": (open[2], (B,), int32),
+        }  # fmt: skip
+    check_shapes(wanted, strided=("k", "w", "beta"))
+    return (w, beta) if each else (w[:, :, :, None], beta[..., None])
 
 
 def path_unavailable(keys: Tensor, values: Tensor) -> str:

@@ -9,8 +9,8 @@ from attnzoo.kernels.common.device import machine, multiprocessors, on_device_of
 from attnzoo.kernels.common.plans import announce
 from attnzoo.kernels.decode.plan import Call, plan
 from attnzoo.kernels.decode.portable.append import append
-from attnzoo.kernels.decode.portable.attention import paged_forward
-from attnzoo.kernels.decode.portable.carried import Carried, carry
+from attnzoo.kernels.decode.portable.attention import FAR, paged_forward
+from attnzoo.kernels.decode.portable.carried import Carried, walk_and_carry
 
 
 def paged_infer(
@@ -68,23 +68,28 @@ def _write_fake(
 
 
 def path_step(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, count: Tensor | None,
-    keys: Tensor, values: Tensor, factor: Tensor, near: tuple[Tensor, Tensor, Tensor], table: Tensor, first: Tensor,
+    q: Tensor, v: Tensor, carried: Carried, log_decay: Tensor | None, values: Tensor, table: Tensor, first: Tensor,
     length: Tensor, k_norm: Tensor, decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None,
-    since: Tensor | None, n_log: Tensor | None, closed: Tensor | None, sink: Tensor | None, scale: float, window: int,
-    group: int,
+    since: Tensor | None, n_log: Tensor | None, closed: Tensor | None, sink: Tensor | None, logit_bound: Tensor | None,
+    scale: float, window: int, log_eps: float | None, carry: bool,
 ) -> Tensor:  # fmt: skip
-    """What ``carried.paged_path_step`` does."""
-    where, carried = machine(q.device), Carried(k, w, beta, factor, count, group)
-    call = Call(q.shape[1], q.shape[2] // table.shape[1], keys.shape[1], q.shape[3], v.shape[3], keys.dtype, True)
+    """What ``carried.paged_path_step`` does; log_eps: None without pruning."""
+    where, keys, G = machine(q.device), carried.keys, table.shape[1]
+    call = Call(q.shape[1], q.shape[2] // G, keys.shape[1], q.shape[3], v.shape[3], keys.dtype, carried.group)
     chosen = plan(call, where, multiprocessors(q.device))
     announce("decode", chosen, where)
     with on_device_of(q):
         sums = decay, page_sum, total, since, n_log, closed
-        seen = append(k, v, log_decay, count, keys, values, table, length, k_norm, *sums)
-        o = paged_forward(
+        seen = append(carried.k, v, log_decay, carried.count, keys, values, table, length, k_norm, *sums)
+        walked = walk_and_carry(carried, q, table, first, length, k_norm, window or FAR, chosen.BT, carry)
+        norms, tails = (None, None) if log_eps is None else (k_norm, n_log)
+        return paged_forward(
             q, keys, values, table, first, length, decay, page_sum, None if log_decay is None else seen, None, sink,
-            None, None, None, scale, window, 0.0, chosen, carried,
+            norms, tails, logit_bound, scale, window, log_eps or 0.0, chosen, walked,
         )  # fmt: skip
-        carry(carried, keys, table, length, k_norm, near)
-    return o
+
+
+def path_carry(carried: Carried, table: Tensor, first: Tensor, length: Tensor, k_norm: Tensor) -> None:
+    """What ``carried.paged_path_carry`` does."""
+    with on_device_of(table):
+        walk_and_carry(carried, None, table, first, length, k_norm, FAR, 16)

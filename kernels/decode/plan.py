@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnzoo.kernels.common.device import Machine
-from attnzoo.kernels.common.launching import head_block, power_of_2
+from attnzoo.kernels.common.launching import cdiv, head_block, power_of_2
 
 MOST_ROWS = 16  # tokens of a step
 _forced: dict[str, int] = {}
@@ -20,7 +20,7 @@ _forced: dict[str, int] = {}
 class Call(NamedTuple):
     """What a plan depends on besides the machine: T rows, ``rep`` query heads per key head, keys a page, head dims.
 
-    carried: the rows of each page are read beside its keys (PaTH).
+    carried: pages of a group whose rows are read beside its keys (PaTH), or 0.
     """
 
     T: int
@@ -29,7 +29,7 @@ class Call(NamedTuple):
     K: int
     V: int
     dtype: torch.dtype
-    carried: bool = False
+    carried: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ def workspace(call: Call, plan: Plan, heads: int, pages: int) -> int:
     """
     rows = call.T * call.rep
     parts = (plan.programs + heads) * rows * (call.V + 1)
-    walked = heads * rows * (pages * call.K + call.T) if call.carried else 0
+    walked = 0
+    if call.carried:
+        walked = heads * rows * (cdiv(pages, call.carried) * call.K + call.carried * call.page + call.T)
     return 4 * (parts + walked + 2 * heads)
 
 
@@ -82,7 +84,7 @@ def _plan(call: Call, machine: Machine, multiprocessors: int, forced: tuple[tupl
     stages = max(1, min(3, 65536 // (BS * width)))
     BT = min(64, max(16, power_of_2(call.T * call.rep)))
     chosen = Plan(BT, BS, 4, stages, 8 * multiprocessors, 4)
-    few = BT == 16 and not call.carried  # float32 keys would spill from fewer warps
+    few = BT == 16 and not (call.carried and call.dtype.itemsize > 2)  # float32 keys would spill from fewer warps
     if few and width <= 256:  # 16-bit heads of 64 (one warp needs no sums across warps), one H200
         chosen = replace(chosen, num_warps=1, num_stages=2, extra=2)
     elif few and width <= 512:

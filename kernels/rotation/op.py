@@ -36,7 +36,7 @@ def _receivers(angle: Tensor, q: Tensor, k: Tensor, w: Tensor | None, received: 
         return (
             angle.new_empty(0)
             if x is None or not received
-            else angle.new_empty((), dtype=torch.float32).expand(x.shape)
+            else angle.new_zeros((), dtype=torch.float32).expand(x.shape)
         )
 
     return like(q), like(k), like(w)

@@ -31,7 +31,7 @@ RAW_TEX = r"""() => {
 SIZES = """() => [...document.querySelectorAll("article .maths > .katex, article .maths .katex-display")]
     .filter((formula) => !formula.closest("[hidden]")).map((formula) => formula.getBoundingClientRect())
     .map((box) => [box.width, box.height])"""
-# the page's width, equations whose number lies over them, and pictures that are not there
+# the page's width, equations whose number lies over them or that are cut, and pictures that are not there
 SHOWN_NOW = """async () => {
   await document.fonts.ready;
   const shown = [...document.images].filter((i) => i.offsetParent);
@@ -44,7 +44,9 @@ SHOWN_NOW = """async () => {
         return other.right > box.left + 1 && other.left < box.right && other.bottom > box.top && other.top < box.bottom;
     });
   }).map((line) => line.closest(".maths").id);
-  return [document.documentElement.scrollWidth, covered, shown.filter((i) => !i.naturalWidth).map((i) => i.src)];
+  const cut = [...document.querySelectorAll("article div.maths")].filter((e) => e.scrollWidth > e.clientWidth + 1)
+    .map((e) => e.id || e.textContent);
+  return [document.documentElement.scrollWidth, covered, cut, shown.filter((i) => !i.naturalWidth).map((i) => i.src)];
 }"""
 OTHER_SCHEME = """() => {
   [...document.querySelectorAll("form[data-md-component=palette] label")].find((label) => !label.hidden).click();
@@ -95,9 +97,10 @@ def test_page_reads_well(reader, path):
         page.locator(f"body[data-md-color-scheme={scheme}]").wait_for()
         for width in widths:
             page.set_viewport_size({"width": width, "height": 900})
-            wide, covered, absent = page.evaluate(SHOWN_NOW)
+            wide, covered, cut, absent = page.evaluate(SHOWN_NOW)
             assert wide <= width
             assert covered == []
+            assert cut == []
             assert absent == []
         assert page.evaluate(PALE) == []
     assert reader.complaints == []

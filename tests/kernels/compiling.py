@@ -94,18 +94,24 @@ def path_page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     """New tokens of PaTH into pages and the attention of their rows, with gates and without."""
     int32, float64, (B, G, N, P) = torch.int32, torch.float64, (2, 2, 16, 64)
     H, q, new = G * R, torch.zeros(B, T, G * R, K, dtype=dtype), torch.zeros(B, T, G, K, dtype=dtype)
-    near, gates, n_log = torch.zeros(B, G, 128, K), torch.zeros(B, T, H), torch.zeros(B, H, N, dtype=float64)
+    gates, n_log = torch.zeros(B, T, H), torch.zeros(B, H, N, dtype=float64)
     pool = {
-        "keys": torch.zeros(P, 64, K), "values": torch.zeros(P, 64, K, dtype=dtype), "factor": torch.zeros(P, K, K),
-        "near_k": near, "near_w": near, "near_beta": near[..., 0].contiguous(), "k_norm": torch.zeros(B, G, N),
+        "values": torch.zeros(P, 64, K, dtype=dtype), "k_norm": torch.zeros(B, G, N),
         "table": torch.zeros(B, G, N, dtype=int32), "first": torch.zeros(B, G, dtype=int32),
         "length": torch.zeros(B, dtype=int32),
     }  # fmt: skip
+    near = torch.zeros(B, G, 128, K)
+    pages = {"keys": torch.zeros(P, 64, K), "factor": torch.zeros(P, K, K), "near": (near, near, near[..., 0].clone())}
+    opened = torch.zeros(B, G, 512, K), torch.zeros(B, G, K, K), torch.zeros(B, dtype=int32)
+    groups = {"keys": pool["values"], "factor": torch.zeros(B, G, N // 8, K, K), "open": opened}
     sums = {"decay": torch.zeros(P, 64, R), "page_sum": n_log, "total": n_log[..., 0].contiguous(), "n_log": n_log}
-    since, count = torch.zeros(B, H, dtype=int32), torch.zeros(B, dtype=int32)
+    sums |= {"since": torch.zeros(B, H, dtype=int32), "closed": n_log.long()}
+    count = torch.zeros(B, dtype=int32)
     step = functools.partial(carried.paged_path_step, q, new, new, new, new[..., 0].float(), **pool)
-    step(window=100, sink=gates[0, 0])
-    return step(log_decay=gates, since=since, closed=n_log.long(), count=count, group=16, **sums)
+    step(window=100, sink=gates[0, 0], **pages)
+    kept = {name: pool[name] for name in ("table", "first", "length", "k_norm")}
+    carried.paged_path_carry(new, new, new[..., 0].float(), count=count, **groups, **kept)
+    return step(log_decay=gates, count=count, prune=Prune(), carry=T == 1, **groups, **sums)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -175,8 +175,8 @@ class Allocated(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("carried", [False, True], ids=["", "carried"])
-def test_the_workspace_of_a_step_is_known_beforehand(carried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("carried", [0, 1, 2], ids=["", "carried", "groups"])
+def test_the_workspace_of_a_step_is_known_beforehand(carried: int, monkeypatch: pytest.MonkeyPatch) -> None:
     B, T, H, G, K, N = 2, 3, 4, 2, 16, 5
     table = torch.zeros(B, G, N, dtype=torch.int32)
     call = Call(T, H // G, 64, K, K, torch.float32, carried)
@@ -184,14 +184,16 @@ def test_the_workspace_of_a_step_is_known_beforehand(carried: bool, monkeypatch:
     monkeypatch.setattr(attention, "paged_shares_kernel", Nothing())
     for name in ("paged_split_kernel", "paged_combine_kernel"):
         monkeypatch.setattr(attention, name, Nothing())
-    monkeypatch.setattr(walks, "paged_walk_kernel", Nothing())
+    monkeypatch.setattr(walks, "paged_carry_kernel", Nothing())
     q, x, pages = torch.zeros(B, T, H, K), torch.zeros(B, T, G, K), torch.zeros(1, 64, K)
     first, length = torch.zeros(B, G, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
-    given = walks.Carried(x, x[..., None, :], x[..., :1], torch.zeros(1, K, K), None, 0) if carried else None
+    opened = (torch.zeros(B, G, 64 * carried, K), torch.zeros(B, G, K, K), first[:, 0]) if carried > 1 else None
+    given = walks.Carried(x, x[..., None, :], x[..., :1], pages, torch.zeros(1, K, K), opened, None, None)
     with Allocated() as allocated:
+        walked = walks.walk_and_carry(given, q, table, first, length, q, 1, 16) if carried else None
         o = attention.paged_forward(
             q, pages, pages, table, first, length, None, None, None, None, None, None, None, None, 1.0, 0, 0.0,
-            plan(call, machine(q.device), 1), given,
+            plan(call, machine(q.device), 1), walked,
         )  # fmt: skip
     assert allocated.bytes - o.nbytes == expected
 

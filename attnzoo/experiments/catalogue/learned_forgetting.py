@@ -38,7 +38,7 @@ EXPERIMENT = Experiment(
             ),
             lrs=(0.004,),
             tokens=4096,
-            after=("steps=120", "batch_size=4", "optimizer.warmup_steps=10"),
+            after=("steps=200", "batch_size=4", "optimizer.warmup_steps=10"),
         ),
         "gpu": Size(
             settings=(
@@ -83,9 +83,10 @@ EXPERIMENT = Experiment(
         Overlay(
             "Loss at equal memory, RoPE", "nats added",
             (
-                *((f"network, {kind}", f"rope, {kind}", NETWORK) for kind in ("key", "pair", "attention", "discount")),
+                *((f"network, {kind}", f"rope, {kind}", NETWORK) for kind in ("key", "pair", "attention")),
                 ("decay per key (TRIM-KV)", "rope, decay", NETWORK),
                 *((name, "rope", name) for name in (WINDOW, *RULES)),
+                ("network, discount", "rope, discount", NETWORK),
             ),
             (("key, by itself", "rope, key", HELD, FREELY),),
         ),

@@ -147,7 +147,7 @@ def picture(found: MemoryCurves) -> Figure:
             points.append(run_figures.Gains(rule, WORDS[rule], x, y, look))
         else:
             curves.append(Line(rule, WORDS[rule], x, y, look))
-    return run_figures.overlay(curves, points, xlabel="keys held, of the window", ylabel="nats added")
+    return run_figures.overlay(run_figures.Overlaid(curves, points, "keys held, of the window", "nats added"))
 
 
 def page(found: MemoryCurves, title: str) -> str:

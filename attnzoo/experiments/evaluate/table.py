@@ -180,8 +180,7 @@ def _haystack(
     at = tuple(number / max(depths - 1, 1) for number in range(depths))
     own = subject.task is not None
     hay = None if own and common.text is None else held_out_text(subject, common.text)
-    base = _context(subject)
-    lengths = common.length or tuple(sorted({base // 2, base, 2 * base}))
+    lengths = common.length or tuple(sorted({_context(subject) * n // 2 for n in (1, 2, 4)}))
     found = []
     for one in MODES if mode == "both" else (mode,):
         if hay is None:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from attnzoo.experiments import figures, run_figures
 from attnzoo.experiments.claims import LEVEL, Array, AtLeast, AtMost, Correlated, Value
-from attnzoo.experiments.experiment import Arm, Experiment, Grid, Overlay
+from attnzoo.experiments.experiment import Arm, Experiment, Grid
 from attnzoo.experiments.figures import Line, Look, to_svg
 from attnzoo.experiments.outcome import Outcome, Trained
 from attnzoo.experiments.probes import Probe
@@ -66,7 +66,7 @@ def picture(experiment: Experiment, outcome: Outcome) -> tuple[Figure, str]:
     or what a part gains on either side, if that is asked, else every run, at the last place that the first expectation
     is about."""
     if experiment.overlays:
-        return _overlay_figure(experiment, experiment.overlays[0], outcome)[0], experiment.overlays[0].title
+        return run_figures.overlay(overlaid(experiment, 0, outcome)), experiment.overlays[0].title
     kinds, looks = _kinds_and_looks(experiment)
     judged = experiment.judged(outcome.size)
     for each in judged:
@@ -241,15 +241,16 @@ def _overlays(experiment: Experiment, outcome: Outcome) -> list[dict[str, str]]:
     """Pictures of several arms and probes, with what they show."""
     found = []
     for number, overlay in enumerate(experiment.overlays):
-        figure, over = _overlay_figure(experiment, overlay, outcome)
-        text = f"Over the {over}; means of the seeds with their standard errors."
-        svg = to_svg(figure, f"overlay-{number}", overlay.title)
+        shown = overlaid(experiment, number, outcome)
+        text = f"Over the {shown.xlabel}; means of the seeds with their standard errors."
+        svg = to_svg(run_figures.overlay(shown), f"overlay-{number}", overlay.title)
         found.append({"title": overlay.title, "svg": svg, "text": text})
     return found
 
 
-def _overlay_figure(experiment: Experiment, overlay: Overlay, outcome: Outcome) -> tuple[Figure, str]:
-    """The figure, and what its places are; what has no number yet is left out."""
+def overlaid(experiment: Experiment, number: int, outcome: Outcome) -> run_figures.Overlaid:
+    """What one of an experiment's overlays shows; what has no number yet is left out."""
+    overlay = experiment.overlays[number]
     probes = {probe.name: probe for probe in experiment.probes}
     names = [label for label, *_ in (*overlay.curves, *overlay.points)]
     looks = {name: Look(figures.PAIR_COLORS[n % len(figures.PAIR_COLORS)], ()) for n, name in enumerate(names)}
@@ -264,8 +265,7 @@ def _overlay_figure(experiment: Experiment, overlay: Overlay, outcome: Outcome) 
         if outcome.places(arm, x) and outcome.places(arm, y)
     ]
     first = probes[overlay.curves[0][2]]
-    figure = run_figures.overlay(lines, points, xlabel=first.places, ylabel=overlay.axis, percent=first.percent)
-    return figure, first.places
+    return run_figures.Overlaid(lines, points, first.places, overlay.axis, first.percent)
 
 
 def _limits_of(experiment: Experiment, probe: Probe) -> list[float]:

@@ -22,7 +22,14 @@ from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block, power_of_2
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.decode.plan import Plan
-from attnzoo.kernels.decode.portable.carried import Carried, new_tokens, walk, walked_queries, with_own_scores
+from attnzoo.kernels.decode.portable.carried import (
+    NOT_WALKED,
+    group_base,
+    new_tokens,
+    open_scores,
+    open_start,
+    walked_queries,
+)
 from attnzoo.kernels.decode.portable.prune import first_pages
 from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, row_queries, row_since, row_sums
 
@@ -64,18 +71,18 @@ def _start_of(p_ends, i_bg):
     return tl.load(p_ends + i_bg - 1, mask=i_bg > 0, other=0)
 
 
-@triton.jit(do_not_specialize=["T", "N", "BG", "window"])
+@triton.jit(do_not_specialize=["T", "N", "BG", "M", "window"])
 def paged_split_kernel(
-    p_q, p_k, p_v, p_table, p_begin, p_ends, p_length, p_decay, p_sum, p_g, p_since, p_walk, p_own, p_count, p_part,
-    p_lse, T, N, BG, window, scale2, stride_qb, stride_qt, stride_qh,
+    p_q, p_k, p_v, p_table, p_begin, p_ends, p_length, p_decay, p_sum, p_g, p_since, p_walk, p_own, p_base, p_count,
+    p_part, p_lse, T, N, BG, M, window, scale2, stride_qb, stride_qt, stride_qh,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr,
-    HAS_SINCE: tl.constexpr, PREC: tl.constexpr, CARRIED: tl.constexpr, HAS_COUNT: tl.constexpr,
+    HAS_SINCE: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, IN_PLACE: tl.constexpr, HAS_COUNT: tl.constexpr,
 ):  # fmt: skip
     """Normalised outputs [slots, R * T, V] float32 and their log2-sum-exp [slots, R * T] over one program's pages.
 
-    Rows are the T tokens of each of the R query heads of a key head, BT of them a program. CARRIED: the queries are
-    those that ``carried.py`` has walked to each page, and so are the scores of the new keys.
+    Rows are the T tokens of each of the R query heads of a key head, BT of them a program. GROUP: the queries are those
+    that ``carried.py`` has walked to each group of so many pages, and so are the scores of the last group; 0: as given.
     """
     i_p, i_r = tl.program_id(0), tl.program_id(1)
     total = tl.load(p_ends + BG - 1).to(tl.int64)
@@ -95,12 +102,13 @@ def paged_split_kernel(
         i_b, i_g = tl.zeros([], tl.int64) + i_bg // G, i_bg % G
         b_len = tl.load(p_length + i_b)
         b_pos = b_len - T + o_t  # [BT]
-        if CARRIED:
-            b_old = b_len - new_tokens(p_count, i_b, T, HAS_COUNT)  # keys before the new ones
+        if GROUP > 0:  # scores from here on are there
+            b_open = open_start(b_len - new_tokens(p_count, i_b, T, HAS_COUNT), PAGE, GROUP)
+            n_base = group_base(p_base, i_b, IN_PLACE) - 1
         i_bg64 = i_b * G + i_g
         p_t, p_sums = p_table + i_bg64 * N, p_sum + i_bg64 * R * N
         o_h = i_g * R + o_rep
-        if CARRIED:
+        if GROUP > 0:
             b_q = tl.zeros([BT, BK], tl.float32)
         else:
             b_q = row_queries(p_q, i_b, o_t, o_h, o_k, m_r, stride_qb, stride_qt, stride_qh, K)  # [BT, BK]
@@ -116,11 +124,13 @@ def paged_split_kernel(
             i_next = tl.load(p_t + n_next, mask=n_next < n_hi, other=0)  # so that loads of keys need not wait for it
             rest = tl.where(i_page >= 0, b_len - s, 0)  # keys from here on
             at = tl.maximum(i_page, 0).to(tl.int64) * PAGE + s % PAGE
-            if CARRIED:
-                b_q = walked_queries(p_walk, i_bg64, s // PAGE, o_r, o_k, m_r & (s < b_old), T, N, R, K)
-            b_s = page_scores(b_q, p_k, at, rest, K, BK, BS, PREC)
-            if CARRIED:
-                b_s = with_own_scores(b_s, p_own, i_bg64, o_r, m_r, s + o_s - b_len, s + o_s >= b_old, T, R)
+            if GROUP > 0:
+                n_group = tl.maximum(s // (PAGE * GROUP), n_base)
+                b_q = walked_queries(p_walk, i_bg64, n_group, o_r, o_k, m_r & (s < b_open), T, M, R, K)
+                b_s = page_scores(b_q, p_k, at, tl.where(s < b_open, rest, 0), K, BK, BS, PREC)
+                b_s += open_scores(p_own, i_bg64, o_r, s + o_s - b_open, s + o_s >= b_open, m_r, T, R, PAGE * GROUP)
+            else:
+                b_s = page_scores(b_q, p_k, at, rest, K, BK, BS, PREC)
             b_y = page_logits(b_s, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2, R,
                               BS, PAGE, GATE)  # fmt: skip
             b_v = load_tile(p_v + at * V, o_s, o_v, V, rest, V, BV, True)
@@ -179,11 +189,11 @@ def paged_forward(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, length: Tensor, decay: Tensor | None,
     page_sum: Tensor | None, since: Tensor | None, log_decay: Tensor | None, sink: Tensor | None,
     k_norm: Tensor | None, n_log: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, log_eps: float,
-    plan: Plan, carried: Carried | None = None,
+    plan: Plan, walked: dict[str, Any] | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch the kernels; what ``api.paged_attention`` takes, checked. window, log_eps: 0 for none.
 
-    carried: the new tokens of PaTH, whose keys are not yet in their pages, though all else of them is.
+    walked: of PaTH, what ``carried.walk_and_carry`` gives.
     """
     B, T, H, K = q.shape
     G, N, V = table.shape[1], table.shape[2], v.shape[2]
@@ -200,16 +210,15 @@ def paged_forward(
         "stride_qb": q.stride(0), "stride_qt": q.stride(1), "stride_qh": q.stride(2), "G": G, "R": R, "K": K,
         "BK": head_block(K), "BT": plan.BT, "BS": plan.BS, "PAGE": k.shape[1],
         "GATE": GATE_FULL if decay is not None else gate_kind(log_decay), "HAS_SINCE": since is not None,
-        "PREC": dot_precision(q.dtype) if carried is None else "tf32x3",
+        "PREC": dot_precision(q.dtype) if walked is None else "tf32x3",
     }  # fmt: skip
+    walked = walked or {"p_walk": begin, "p_own": begin, "p_base": begin, "p_count": begin, "M": 0, **NOT_WALKED}
     if k_norm is not None:
-        first = first_pages(pages, first, begin, k_norm, n_log, logit_bound, log_eps)
+        first = first_pages(pages, walked, first, begin, k_norm, n_log, logit_bound, log_eps)
     paged_shares_kernel[(1,)](first, length, begin, ends, T, BG, G, window, PAGE=k.shape[1], **share)
-    walked, own, count = (begin, begin, None) if carried is None else walk(pages, begin, carried)
     paged_split_kernel[(n, cdiv(R * T, plan.BT))](
         p_v=v, p_begin=begin, p_ends=ends, p_part=part, p_lse=lses, BG=BG, V=V, BV=BV, num_warps=plan.num_warps,
-        num_stages=plan.num_stages, p_walk=walked, p_own=own, p_count=begin if count is None else count,
-        CARRIED=carried is not None, HAS_COUNT=count is not None, **pages, **share,
+        num_stages=plan.num_stages, **pages, **walked, **share,
     )  # fmt: skip
     paged_combine_kernel[(B * H, T)](
         part, lses, ends, o, lses if sink is None else sink, T, BG, n, G=G, R=R, V=V, BV=BV, BN=16,

@@ -1,11 +1,13 @@
-"""PaTH's steps over pages: queries walk from the newest page to the oldest, and the page that is not whole is carried.
+"""PaTH's steps over pages: queries walk back to the pages, and the keys of the last group of pages are carried.
 
-A page holds its keys as its last token left them, and the transposed product of its factors. A row goes back over the
-new tokens one by one, which gives its scores with their keys, and meets the keys of the newest page. Times the product
-of that page it meets those of the page before, and so on; or, where pages have products to the end of their group, it
-goes on from group to group, and all pages of a group have their rows at once. ``attention.py`` then reads each page
-against its own rows. In the end the keys of the page that is not whole, and its product, are carried over the new
-tokens in place.
+G pages are a group. The keys of a whole group stand as its last token left them, and beside the group stands the
+transposed product of its factors; they are never written again. The keys of the group that is not whole stand as the
+last token left them, in float32, and so does its product.
+
+A row goes back over the new tokens one by one, which gives its scores with their keys, and meets the keys of the group
+that is not whole. Times the product of that group it meets those of the group before, and so on. ``attention.py`` then
+reads each page against its group's rows. One launch does this, and carries the last group over the new tokens in
+place, with one program for each of its pages and one for its product and the walk.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from attnzoo.kernels.common.launching import cdiv, head_block
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.decode.portable.rows import row_queries
 
+NOT_WALKED = {"GROUP": 0, "IN_PLACE": True, "HAS_COUNT": False}  # rows that meet keys as they are
+
 
 @dataclass(frozen=True, eq=False)
 class Carried:
@@ -31,26 +35,40 @@ class Carried:
         k: [B, T, G, K].
         w: [B, T, G, n, K], of n factors per token.
         beta: [B, T, G, n].
-        factor: [P, K, K].
+        keys: [P, PAGE, K].
+        factor: of whole groups, [B, G, M, K, K]; [P, K, K] where each page is a group, with that of the last one.
+        open: keys [B, G, S, K] and product [B, G, K, K] of the group that is not whole, and how many groups [B] have
+            no product, being carried to the same token; None where each page is a group, which has its keys in place.
+        near: the last keys as they came, their w and their beta, noted where each page is a group.
         count: [B] or None.
-        group: pages whose products go to the end of their group, where that is whole; 0: each page's own.
     """
 
     k: Tensor
     w: Tensor
     beta: Tensor
+    keys: Tensor
     factor: Tensor
+    open: tuple[Tensor, Tensor, Tensor] | None
+    near: tuple[Tensor, Tensor, Tensor] | None
     count: Tensor | None
-    group: int
 
-    def tokens(self) -> dict[str, Any]:
-        """Arguments of the kernels that read the new tokens."""
+    @property
+    def group(self) -> int:
+        """Pages of a group."""
+        return 1 if self.open is None else self.open[0].shape[2] // self.keys.shape[1]
+
+    def arguments(self) -> dict[str, Any]:
+        """Of the kernel that reads the new tokens."""
         k, w, beta, count = self.k, self.w, self.beta, self.count
         named = {"kb": k, "kt": k, "kh": k, "wb": w, "wt": w, "wh": w, "wf": w, "eb": beta, "et": beta, "eh": beta}
         strides = {f"stride_{name}": x.stride("bthf".index(name[1])) for name, x in (named | {"ef": beta}).items()}
+        tail, product, base = self.open or (self.keys, self.factor, self.keys)
+        near = self.near or (self.keys, self.keys, self.keys)
         return {
-            "p_k": k, "p_w": w, "p_beta": beta, "p_count": beta if count is None else count,
-            "HAS_COUNT": count is not None, "FACTORS": w.shape[3], **strides,
+            "p_k": k, "p_w": w, "p_beta": beta, "p_count": beta if count is None else count, "p_keys": self.keys,
+            "p_factor": self.factor, "p_tail": tail, "p_product": product, "p_base": base, "p_near_k": near[0],
+            "p_near_w": near[1], "p_near_beta": near[2], "HAS_COUNT": count is not None, "FACTORS": w.shape[3],
+            "GROUP": self.group, "IN_PLACE": self.open is None, **strides,
         }  # fmt: skip
 
 
@@ -61,6 +79,21 @@ def new_tokens(p_count, i_b, T, HAS_COUNT: tl.constexpr):
     if HAS_COUNT:
         n = tl.minimum(tl.load(p_count + i_b).to(tl.int32), T)
     return n
+
+
+@triton.jit
+def open_start(L, PAGE: tl.constexpr, GROUP: tl.constexpr):
+    """The first token of the group that L tokens leave open."""
+    return L // (PAGE * GROUP) * (PAGE * GROUP)
+
+
+@triton.jit
+def group_base(p_base, i_b, IN_PLACE: tl.constexpr):
+    """How many of the first groups of sequence i_b have no product."""
+    base = 0
+    if not IN_PLACE:
+        base = tl.load(p_base + i_b)
+    return base
 
 
 @triton.jit
@@ -77,192 +110,209 @@ def _factor(p_w, p_beta, o_k, i_b, i_g, t, f, stride_wb, stride_wt, stride_wh, s
 
 
 @triton.jit
-def _product(p_factor, i_page, o_k, K: tl.constexpr, BK: tl.constexpr):
-    """The product that stands beside a page. # [BK, BK]"""
-    p_f = p_factor + tl.maximum(i_page, 0).to(tl.int64) * (K * K)
-    return load_tile(p_f, tl.arange(0, BK), o_k, K, K, K, BK, K < BK)
+def _times(b_q, b_m, BT: tl.constexpr):
+    """Rows [BT, K] times a matrix [K, N]; one row takes no tensor core. # [BT, N] float32"""
+    return tl.sum(tl.trans(b_q) * b_m, 0)[None, :] if BT == 1 else tl.dot(b_q, b_m, input_precision="tf32x3")
 
 
 @triton.jit
-def whole_groups(L, PAGE: tl.constexpr, GROUP: tl.constexpr):
-    """Pages of all groups that L tokens fill."""
-    return L // (PAGE * GROUP) * GROUP
-
-
-@triton.jit
-def walked_queries(p_walk, i_bg, n, o_r, o_k, m_r, T, N, R: tl.constexpr, K: tl.constexpr):
-    """Rows as the keys of page n of one key head meet them. # [BT, BK]"""
-    p_rows = p_walk + ((i_bg * N + n) * (R * T) + o_r)[:, None] * K + o_k[None, :]
+def walked_queries(p_walk, i_bg, n, o_r, o_k, m_r, T, M, R: tl.constexpr, K: tl.constexpr):
+    """Rows as the keys of group n of one key head meet them. # [BT, BK]"""
+    p_rows = p_walk + ((i_bg * M + n) * (R * T) + o_r)[:, None] * K + o_k[None, :]
     return tl.load(p_rows, mask=m_r[:, None] & (o_k[None, :] < K), other=0.0)
 
 
 @triton.jit
-def with_own_scores(b_s, p_own, i_bg, o_r, m_r, o_behind, m_new, T, R: tl.constexpr):
-    """The scores b_s, those of new keys (m_new, ``o_behind`` before the end) as the walk has found them. # [BT, BS]"""
-    p_scores = p_own + (i_bg * (R * T) + o_r)[:, None] * T + (T + o_behind)[None, :]
-    m_own = m_new & (o_behind < 0)
-    return tl.where(m_new[None, :], tl.load(p_scores, mask=m_r[:, None] & m_own[None, :], other=0.0), b_s)
+def open_scores(p_own, i_bg, o_r, o_key, m_open, m_r, T, R: tl.constexpr, S: tl.constexpr):
+    """Scores with the keys ``o_key`` of the group that was not whole, or after it (m_open). # [BT, BS]"""
+    p_scores = p_own + (i_bg * (R * T) + o_r)[:, None] * (S + T) + o_key[None, :]
+    return tl.load(p_scores, mask=m_r[:, None] & (m_open & (o_key < S + T))[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
-def paged_walk_kernel(
-    p_q, p_k, p_w, p_beta, p_count, p_factor, p_table, p_begin, p_length, p_walk, p_own, T, N,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_wf,
-    stride_eb, stride_et, stride_eh, stride_ef,
-    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr,
-    HAS_COUNT: tl.constexpr, FACTORS: tl.constexpr, GROUP: tl.constexpr,
+@triton.jit
+def _rows_before(
+    p_q, p_k, p_w, p_beta, p_own, i_b, i_g, i_bg, o_r, o_k, first, T, n_new, o_new, stride_qb, stride_qt, stride_qh,
+    stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_wf, stride_eb, stride_et, stride_eh,
+    stride_ef, R: tl.constexpr, K: tl.constexpr, S: tl.constexpr, FACTORS: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """Rows as each page's keys meet them [B * G, N, R * T, K], and their scores with the new keys [B * G, R * T, T].
-
-    With groups of pages, of those that are whole only as the last page's keys meet them.
-    """
-    i_bg = tl.program_id(0).to(tl.int64)
-    i_b, i_g = i_bg // G, i_bg % G
-    o_r, o_k = tl.program_id(1) * BT + tl.arange(0, BT), tl.arange(0, BK)
+    """Rows at the start of the new tokens, which STORE also scores; the first of them is key o_new. # [BT, BK]"""
     m_r = o_r < T * R
     o_t, o_rep = o_r % T, tl.minimum(o_r // T, R - 1)
-    n_new = new_tokens(p_count, i_b, T, HAS_COUNT)
     b_q = row_queries(p_q, i_b, o_t, i_g * R + o_rep, o_k, m_r, stride_qb, stride_qt, stride_qh, K)
-    b_q = b_q.to(tl.float32)  # [BT, BK]
-    p_rows = p_own + (i_bg * (R * T) + o_r) * T
+    b_q = b_q.to(tl.float32)
     for i in range(n_new):
         t = T - 1 - i
-        b_k = _vector(p_k + i_b * stride_kb + t * stride_kt + i_g * stride_kh, o_k, K)
         m_t = o_t >= t
-        tl.store(p_rows + t, tl.sum(b_q * b_k[None, :], 1), mask=m_r & m_t)
+        if STORE:
+            b_k = _vector(p_k + i_b * stride_kb + t * stride_kt + i_g * stride_kh, o_k, K)
+            p_score = p_own + (i_bg * (R * T) + o_r) * (S + T) + o_new + t - first
+            tl.store(p_score, tl.sum(b_q * b_k[None, :], 1), mask=m_r & m_t)
         for f in range(FACTORS):
             b_w, b_beta = _factor(p_w, p_beta, o_k, i_b, i_g, t, FACTORS - 1 - f, stride_wb, stride_wt, stride_wh,
                                   stride_wf, stride_eb, stride_et, stride_eh, stride_ef, K)  # fmt: skip
             b_x = tl.where(m_t, b_beta * tl.sum(b_q * b_w[None, :], 1), 0.0)
             b_q -= b_x[:, None] * b_w[None, :]
-    begin, L = tl.load(p_begin + i_bg), tl.load(p_length + i_b) - n_new
-    n = tl.cdiv(L, PAGE) - 1  # the last page that holds keys of earlier tokens
-    p_t, p_to = p_table + i_bg * N, p_walk + (i_bg * N * (R * T) + o_r)[:, None] * K + o_k[None, :]
-    m_q = m_r[:, None] & (o_k[None, :] < K)
-    tl.store(p_to + n.to(tl.int64) * (R * T * K), b_q, mask=m_q & (n >= begin))
-    n_stop, n_groups = begin, 0  # the page that is reached page by page, and the groups from there on
-    if GROUP > 0:
-        n_stop = tl.maximum(whole_groups(L, PAGE, GROUP) - 1, begin)
-        n_groups = tl.where(whole_groups(L, PAGE, GROUP) > 0, tl.maximum(n_stop - begin, 0) // GROUP, 0)
-    i_page = tl.load(p_t + n, mask=n > n_stop, other=0)
-    for i in range(1, n - n_stop + 1):
-        i_next = tl.load(p_t + n - i, mask=n - i > n_stop, other=0)  # so that loads of products need not wait for it
-        b_q = tl.dot(b_q, _product(p_factor, i_page, o_k, K, BK), input_precision="tf32x3")
-        tl.store(p_to + (n - i).to(tl.int64) * (R * T * K), b_q, mask=m_q)
-        i_page = i_next
-    if GROUP > 0:
-        for i in range(1, n_groups + 1):
-            i_page = tl.load(p_t + n_stop - i * GROUP + 1)
-            b_q = tl.dot(b_q, _product(p_factor, i_page, o_k, K, BK), input_precision="tf32x3")
-            tl.store(p_to + (n_stop - i * GROUP).to(tl.int64) * (R * T * K), b_q, mask=m_q)
+    return b_q
 
 
-@triton.jit(do_not_specialize=["T", "N"])
-def paged_spread_kernel(
-    p_factor, p_table, p_begin, p_length, p_count, p_walk, T, N,
-    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr,
-    HAS_COUNT: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Rows as the keys of all pages of a whole group meet them, from those of its last page."""
-    i_bg, last = tl.program_id(0).to(tl.int64), (tl.program_id(1) + 1) * GROUP - 1
-    o_r, o_k = tl.program_id(2) * BT + tl.arange(0, BT), tl.arange(0, BK)
-    L = tl.load(p_length + i_bg // G) - new_tokens(p_count, i_bg // G, T, HAS_COUNT)
-    first = tl.maximum(tl.load(p_begin + i_bg), last - GROUP + 1)
-    first = tl.where(last < whole_groups(L, PAGE, GROUP), first, last)
-    p_to = p_walk + (i_bg * N * (R * T) + o_r)[:, None] * K + o_k[None, :]
-    m_q = (o_r < R * T)[:, None] & (o_k[None, :] < K)
-    b_q = tl.load(p_to + last.to(tl.int64) * (R * T * K), mask=m_q & (first < last), other=0.0)  # [BT, BK]
-    i_page = tl.load(p_table + i_bg * N + first + 1, mask=first < last, other=0)
-    for n in range(first, last):
-        i_next = tl.load(p_table + i_bg * N + n + 2, mask=n + 2 <= last, other=0)
-        b_n = tl.dot(b_q, _product(p_factor, i_page, o_k, K, BK), input_precision="tf32x3")
-        tl.store(p_to + tl.cast(n, tl.int64) * (R * T * K), b_n, mask=m_q)
-        i_page = i_next
+@triton.jit
+def _group_factor(p_factor, p_t, i_bg, m, M, K: tl.constexpr, IN_PLACE: tl.constexpr):
+    """Where the product of group m of one key head is."""
+    at = tl.maximum(tl.load(p_t + m), 0).to(tl.int64) if IN_PLACE else i_bg * M + m
+    return p_factor + at * (K * K)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N", "M", "window"])
 def paged_carry_kernel(
-    p_k, p_w, p_beta, p_count, p_keys, p_factor, p_table, p_length, p_norm, p_near_k, p_near_w, p_near_beta, T, N,
-    stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_wf, stride_eb, stride_et, stride_eh,
-    stride_ef,
-    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr, HAS_COUNT: tl.constexpr,
-    FACTORS: tl.constexpr,
+    p_q, p_k, p_w, p_beta, p_count, p_keys, p_factor, p_tail, p_product, p_base, p_table, p_first, p_length, p_norm,
+    p_near_k, p_near_w, p_near_beta, p_walk, p_own, T, N, M, window,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_wf,
+    stride_eb, stride_et, stride_eh, stride_ef,
+    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, IN_PLACE: tl.constexpr, HAS_COUNT: tl.constexpr, FACTORS: tl.constexpr,
+    SCORES: tl.constexpr, CARRY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The page that is not whole over the new tokens, one after the other.
+    """SCORES: rows by group [B * G, M, R * T, K], and scores [B * G, R * T, S + T] with the keys of the last group.
 
-    Two programs of each key head: one carries the keys ``k <- R_t k``, the other the product ``F <- R_t F``.
+    CARRY: the keys of that group become ``k <- R_t k`` and its product ``F <- R_t F``, one new token after the other.
+    S is the number of keys of a group.
     """
-    i_bg = tl.program_id(0).to(tl.int64)
+    i_bg, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_b, i_g = i_bg // G, i_bg % G
+    S: tl.constexpr = PAGE * GROUP
     o_x, o_k = tl.arange(0, PAGE), tl.arange(0, BK)
     n_new = new_tokens(p_count, i_b, T, HAS_COUNT)
     L = tl.load(p_length + i_b) - n_new
+    start, first = open_start(L, PAGE, GROUP), T - n_new
     p_t = p_table + i_bg * N
-    i_page = tl.load(p_t + L // PAGE, mask=(n_new > 0) & (L % PAGE > 0), other=-1).to(tl.int64)
-    if tl.program_id(1) == 0:
-        o_in, m_in = o_x[:, None] * K + o_k[None, :], (o_k < K)[None, :]
-        m_old = m_in & (o_x < L % PAGE)[:, None] & (i_page >= 0)
-        b_x = tl.load(p_keys + i_page * (PAGE * K) + o_in, mask=m_old, other=0.0)  # [PAGE, BK]
-        for t in range(T - n_new, T):
-            pos = L + t - (T - n_new)
-            n, i_in = pos // PAGE, pos % PAGE
-            b_k = _vector(p_k + i_b * stride_kb + t * stride_kt + i_g * stride_kh, o_k, K)
-            o_near = i_bg * (2 * PAGE) + pos % (2 * PAGE)
-            for f in range(FACTORS):
-                b_w, b_beta = _factor(p_w, p_beta, o_k, i_b, i_g, t, f, stride_wb, stride_wt, stride_wh, stride_wf,
-                                      stride_eb, stride_et, stride_eh, stride_ef, K)  # fmt: skip
-                b_x -= (b_beta * tl.sum(b_x * b_w[None, :], 1))[:, None] * b_w[None, :]
-                tl.store(p_near_w + (o_near * FACTORS + f) * K + o_k, b_w, mask=o_k < K)
-                tl.store(p_near_beta + o_near * FACTORS + f, b_beta)
-            b_x = tl.where((o_x == i_in)[:, None], b_k[None, :], tl.where((o_x < i_in)[:, None], b_x, 0.0))
-            tl.store(p_near_k + o_near * K + o_k, b_k, mask=o_k < K)
-            if (i_in == PAGE - 1) | (t == T - 1):
-                i_page = tl.load(p_t + n).to(tl.int64)
-                m_now = m_in & (o_x <= i_in)[:, None] & (i_page >= 0)
-                tl.store(p_keys + i_page * (PAGE * K) + o_in, b_x, mask=m_now)
-                b_long = tl.sqrt(tl.max(tl.sum(b_x * b_x, 1), 0)) * 1.00001  # never less than the longest key
-                tl.store(p_norm + i_bg * N + n, b_long, mask=i_in == PAGE - 1)
-    else:
+    n_begin = tl.maximum(tl.load(p_first + i_bg), tl.maximum(L + n_new - T - window + 1, 0) // PAGE)
+    if (i_part < GROUP) & (i_part * PAGE >= L - start + n_new) & (i_part > 0):
+        return  # a page of the group that has no key yet
+    if i_part < GROUP:  # a page of the group
+        n_page = start // PAGE + i_part
+        i_page = tl.load(p_t + n_page, mask=n_page < N, other=-1).to(tl.int64)
+        o_key = i_part * PAGE + o_x
+        m_k, p_last = (o_k < K)[None, :], p_tail + i_bg * (S * K)
+        if IN_PLACE:
+            p_last = p_keys + i_page * (PAGE * K)
+        o_in = o_key[:, None] * K + o_k[None, :]
+        m_old = (o_key < L - start) & (i_page >= 0)
+        b_x = tl.load(p_last + o_in, mask=m_old[:, None] & m_k, other=0.0)  # [PAGE, BK]
+        if SCORES:
+            for i_r in range(0, R * T, BT):
+                o_r = i_r + tl.arange(0, BT)
+                b_q = _rows_before(
+                    p_q, p_k, p_w, p_beta, p_own, i_b, i_g, i_bg, o_r, o_k, first, T, n_new, L - start, stride_qb,
+                    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_wf,
+                    stride_eb, stride_et, stride_eh, stride_ef, R, K, S, FACTORS, False,
+                )  # fmt: skip
+                p_scores = p_own + (i_bg * (R * T) + o_r)[:, None] * (S + T) + o_key[None, :]
+                tl.store(p_scores, _times(b_q, tl.trans(b_x), BT), mask=(o_r < T * R)[:, None] & m_old[None, :])
+        if CARRY:
+            for t in range(first, T):
+                pos = L + t - first
+                n, i_in = open_start(pos, PAGE, GROUP) // PAGE + i_part, pos % S
+                b_k = _vector(p_k + i_b * stride_kb + t * stride_kt + i_g * stride_kh, o_k, K)
+                o_near = i_bg * (2 * PAGE) + pos % (2 * PAGE)
+                for f in range(FACTORS):
+                    b_w, b_beta = _factor(p_w, p_beta, o_k, i_b, i_g, t, f, stride_wb, stride_wt, stride_wh,
+                                          stride_wf, stride_eb, stride_et, stride_eh, stride_ef, K)  # fmt: skip
+                    b_x -= (b_beta * tl.sum(b_x * b_w[None, :], 1))[:, None] * b_w[None, :]
+                    if IN_PLACE:
+                        tl.store(p_near_w + (o_near * FACTORS + f) * K + o_k, b_w, mask=o_k < K)
+                        tl.store(p_near_beta + o_near * FACTORS + f, b_beta)
+                b_x = tl.where((o_key == i_in)[:, None], b_k[None, :], tl.where((o_key < i_in)[:, None], b_x, 0.0))
+                if IN_PLACE:
+                    tl.store(p_near_k + o_near * K + o_k, b_k, mask=o_k < K)
+                m_now = (o_key <= i_in)[:, None] & m_k
+                whole = i_in == S - 1
+                if whole | (t == T - 1):
+                    i_page = tl.load(p_t + n, mask=n < N, other=-1).to(tl.int64)
+                    m_now = m_now & (i_page >= 0)
+                    p_page = p_keys + i_page * (PAGE * K) + o_x[:, None] * K + o_k[None, :]
+                    b_page = b_x.to(p_keys.dtype.element_ty)
+                    if IN_PLACE:
+                        tl.store(p_page, b_page, mask=m_now)
+                    else:
+                        tl.store(p_page, b_page, mask=m_now & whole)
+                        tl.store(p_last + o_in, b_x, mask=m_now & (t == T - 1))
+                    b_page = b_page.to(tl.float32)
+                    b_long = tl.sqrt(tl.max(tl.sum(b_page * b_page, 1), 0)) * 1.00001  # never less than the longest key
+                    tl.store(p_norm + i_bg * N + n, b_long, mask=whole & (i_page >= 0))
+    else:  # its product, and the walk from there
         o_f = o_k[:, None] * K + o_k[None, :]
         m_f, b_one = (o_k < K)[:, None] & (o_k < K)[None, :], (o_k[:, None] == o_k[None, :]).to(tl.float32)
-        b_f = tl.load(p_factor + i_page * (K * K) + o_f, mask=m_f & (i_page >= 0), other=0.0)  # [BK, BK]
-        for t in range(T - n_new, T):
-            pos = L + t - (T - n_new)
-            n, i_in = pos // PAGE, pos % PAGE
-            b_f = tl.where(i_in == 0, b_one, b_f)
-            for f in range(FACTORS):
-                b_w, b_beta = _factor(p_w, p_beta, o_k, i_b, i_g, t, f, stride_wb, stride_wt, stride_wh, stride_wf,
-                                      stride_eb, stride_et, stride_eh, stride_ef, K)  # fmt: skip
-                b_f -= (b_beta * b_w)[:, None] * tl.sum(b_f * b_w[:, None], 0)[None, :]
-            if (i_in == PAGE - 1) | (t == T - 1):
-                i_page = tl.load(p_t + n).to(tl.int64)
-                tl.store(p_factor + i_page * (K * K) + o_f, b_f, mask=m_f & (i_page >= 0))
+        n_groups, p_f = L // S, p_product + i_bg * (K * K)
+        if SCORES:
+            n_stop = tl.maximum(group_base(p_base, i_b, IN_PLACE), n_begin // GROUP + 1)  # the last one multiplied
+            skipped = tl.where(L % S > 0, 0, 1)  # the last group has just begun
+            for i_r in range(0, R * T, BT):
+                o_r = i_r + tl.arange(0, BT)
+                b_q = _rows_before(
+                    p_q, p_k, p_w, p_beta, p_own, i_b, i_g, i_bg, o_r, o_k, first, T, n_new, L - start, stride_qb,
+                    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_wf,
+                    stride_eb, stride_et, stride_eh, stride_ef, R, K, S, FACTORS, True,
+                )  # fmt: skip
+                m_q = (o_r < T * R)[:, None] & (o_k[None, :] < K)
+                p_to = p_walk + (i_bg * M * (R * T) + o_r)[:, None] * K + o_k[None, :]
+                p_last = p_to + tl.cast(n_groups - 1, tl.int64) * (R * T * K)  # rows as the last whole group meets them
+                tl.store(p_last, b_q, mask=m_q & (skipped > 0) & (n_groups >= n_stop))
+                for i in tl.range(skipped, n_groups - n_stop + 1, num_stages=STAGES):
+                    p_m = _group_factor(p_factor, p_t, i_bg, n_groups - i, M, K, IN_PLACE)
+                    if not IN_PLACE:
+                        p_m = tl.where(i == 0, p_f, p_m)
+                    b_q = _times(b_q, load_tile(p_m, o_k, o_k, K, K, K, BK, K < BK), BT)
+                    tl.store(p_last - tl.cast(i, tl.int64) * (R * T * K), b_q, mask=m_q)
+        if CARRY:
+            if IN_PLACE:
+                p_f = _group_factor(p_factor, p_t, i_bg, tl.minimum(n_groups, N - 1), M, K, IN_PLACE)
+            b_f = tl.load(p_f + o_f, mask=m_f & (L % S > 0), other=0.0)  # [BK, BK]
+            tl.debug_barrier()  # every thread has read it, and so it may change
+            for t in range(first, T):
+                i_in = (L + t - first) % S
+                b_f = tl.where(i_in == 0, b_one, b_f)
+                for f in range(FACTORS):
+                    b_w, b_beta = _factor(p_w, p_beta, o_k, i_b, i_g, t, f, stride_wb, stride_wt, stride_wh,
+                                          stride_wf, stride_eb, stride_et, stride_eh, stride_ef, K)  # fmt: skip
+                    b_f -= (b_beta * b_w)[:, None] * tl.sum(b_f * b_w[:, None], 0)[None, :]
+                if (i_in == S - 1) | (IN_PLACE & (t == T - 1)):
+                    m = (L + t - first) // S
+                    there = True
+                    if IN_PLACE:
+                        there = tl.load(p_t + m) >= 0
+                    p_whole = _group_factor(p_factor, p_t, i_bg, m, M, K, IN_PLACE)
+                    tl.store(p_whole + o_f, b_f, mask=m_f & there)
+            if not IN_PLACE:
+                tl.store(p_f + o_f, b_f, mask=m_f & (n_new > 0))
 
 
-def walk(pages: dict[str, Any], begin: Tensor, carried: Carried) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Queries by page, scores of the new keys, and the count, for ``paged_split_kernel``; ``pages``: its arguments."""
-    BG, (N, T, R, K) = begin.numel(), (pages[name] for name in ("N", "T", "R", "K"))
-    walked = torch.empty((BG, N, R * T, K), dtype=torch.float32, device=begin.device)
-    own = walked.new_empty((BG, R * T, T))
-    both = {name: pages[name] for name in ("p_table", "p_length", "T", "N", "G", "R", "K", "BK", "BT", "PAGE")}
-    both |= {"p_factor": carried.factor, "p_begin": begin, "p_walk": walked, "GROUP": carried.group}
-    both |= {"num_warps": 4, "num_stages": 3} if pages["BK"] <= 64 else {"num_warps": 8, "num_stages": 1}
-    new, tiles = carried.tokens(), cdiv(R * T, pages["BT"])
-    queries = {name: pages[name] for name in ("p_q", "stride_qb", "stride_qt", "stride_qh")}
-    paged_walk_kernel[(BG, tiles)](p_own=own, **queries, **new, **both)
-    if carried.group:
-        count = {name: new[name] for name in ("p_count", "HAS_COUNT")}
-        paged_spread_kernel[(BG, N // carried.group, tiles)](**count, **both)
-    return walked, own, carried.count
+def walk_and_carry(
+    carried: Carried, q: Tensor | None, table: Tensor, first: Tensor, length: Tensor, k_norm: Tensor, window: int,
+    BT: int, carry: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Launch the kernel, after the new tokens have been added to all else that the pool keeps.
 
+    Args:
+        carried: the new tokens, and what is carried.
+        q: [B, T, H, K]; None: nothing is walked.
+        table, first, length, k_norm: as in ``carried.py`` above.
+        window: that of the rows.
+        BT: rows at a time, where there is more than one.
+        carry: whether keys are carried.
 
-def carry(
-    carried: Carried, keys: Tensor, table: Tensor, length: Tensor, k_norm: Tensor, near: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    """Launch ``paged_carry_kernel``; the last keys as they came, their w and beta are noted in ``near`` too."""
-    (B, G, N), (_, PAGE, K), BK = table.shape, keys.shape, head_block(keys.shape[2])
-    paged_carry_kernel[(B * G, 2)](
-        p_keys=keys, p_factor=carried.factor, p_table=table, p_length=length, p_norm=k_norm, p_near_k=near[0],
-        p_near_w=near[1], p_near_beta=near[2], T=carried.k.shape[1], N=N, G=G, K=K, BK=BK, PAGE=PAGE,
-        num_warps=4 if BK <= 64 else 8, **carried.tokens(),
+    Returns:
+        Queries by group and scores of the last group's keys, as arguments of kernels over pages.
+    """
+    (B, G, N), T, (PAGE, K), group = table.shape, carried.k.shape[1], carried.keys.shape[1:], carried.group
+    M, rows = cdiv(N, group), 0 if q is None else q.shape[2] // G * T
+    walked = torch.empty((B * G, M, rows, K), dtype=torch.float32, device=table.device)
+    own, given, BK = walked.new_empty((B * G, rows, group * PAGE + T)), carried.k if q is None else q, head_block(K)
+    arguments = carried.arguments()
+    paged_carry_kernel[(B * G, group + 1)](
+        p_q=given, p_table=table, p_first=first, p_length=length, p_norm=k_norm, p_walk=walked, p_own=own, T=T, N=N,
+        M=M, window=window, stride_qb=given.stride(0), stride_qt=given.stride(1), stride_qh=given.stride(2), G=G,
+        R=given.shape[2] // G, K=K, BK=BK, BT=1 if rows == 1 else BT, PAGE=PAGE, SCORES=q is not None, CARRY=carry,
+        STAGES=3 if BK <= 64 else 1, num_warps=4 if BK <= 64 else 8, num_stages=1, **arguments,
     )  # fmt: skip
+    kept = {name: arguments[name] for name in ("p_base", "p_count", *NOT_WALKED)}
+    return {"p_walk": walked, "p_own": own, "M": M, **kept}

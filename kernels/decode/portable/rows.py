@@ -52,9 +52,16 @@ def row_since(p_since, i_bh, b_pos, o_rep, o_t, m_r, T, window, HAS_SINCE: tl.co
 
 @triton.jit
 def page_scores(b_q, p_k, at, rest, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, PREC: tl.constexpr):
-    """Products of rows with the keys from entry ``at`` of the pool on, of which ``rest`` exist. # [BT, BS]"""
+    """Products of rows with the keys from entry ``at`` of the pool on, of which ``rest`` exist. # [BT, BS]
+
+    Float32 rows beside keys of 16 bits are two of 16 bits, one of what the other has lost.
+    """
     b_k = load_tile(p_k + at * K, tl.arange(0, BS), tl.arange(0, BK), K, rest, K, BK, True)
-    return tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+    b_near = b_q.to(b_k.dtype)
+    b_s = tl.dot(b_near, tl.trans(b_k), input_precision=PREC)
+    if b_q.dtype != b_k.dtype:
+        b_s = tl.dot((b_q - b_near.to(b_q.dtype)).to(b_k.dtype), tl.trans(b_k), b_s)
+    return b_s
 
 
 @triton.jit
