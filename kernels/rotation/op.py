@@ -33,11 +33,9 @@ def _receivers(angle: Tensor, q: Tensor, k: Tensor, w: Tensor | None, received: 
     """Float32 zeros of the shapes of q, k and w, without memory."""
 
     def like(x: Tensor | None) -> Tensor:
-        return (
-            angle.new_empty(0)
-            if x is None or not received
-            else angle.new_zeros((), dtype=torch.float32).expand(x.shape)
-        )
+        if x is None or not received:
+            return angle.new_empty(0, dtype=torch.float32)
+        return angle.new_zeros((), dtype=torch.float32).expand(x.shape)
 
     return like(q), like(k), like(w)
 
