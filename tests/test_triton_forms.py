@@ -76,9 +76,26 @@ def test_cached_steps_over_padding_stay_on_the_kernels(name: str) -> None:
     assert len(state) == 22
 
 
-def test_wall_with_a_scalar_gate_takes_padding_in_steps() -> None:
-    """Its steps are those of neither gate alone."""
-    test_cached_steps_over_padding_stay_on_the_kernels("gated_wall")
+@pytest.mark.parametrize("name", ["wall", "gated_wall"])
+@torch.no_grad()
+def test_pieces_of_any_length_go_on_from_a_cache_of_wall(name: str) -> None:
+    """Grouped heads, padding, a sink, closed gates, keys that nothing is left of; with a window, few tokens."""
+    inputs, sink = inputs_of(name, B=2, T=48), torch.linspace(-1, 1, 2)
+    inputs[3].log_diag[1, 30, 0, :3] = -torch.inf  # type: ignore[index]
+    if inputs[3].log_decay is not None:
+        inputs[3].log_decay[1, 30] = -torch.inf
+    valid = torch.ones(2, 48, dtype=torch.bool)
+    valid[0, :22], valid[1, 40:44] = False, False
+    for there in (None, valid):
+        got, state = stepped(name, inputs, [0, 20, 23, 24, 48], there, sink=sink)
+        expected, last = get(name).extend(*doubled(inputs), valid=there, sink=sink.double(), return_lse=True)
+        wanted, seen = torch.cat([expected[0], expected[1][..., None]], -1), valid | (there is None)
+        assert got.isfinite().all()
+        assert relative_error(got[seen], wanted[seen]) <= CLOSE
+        assert relative_error(state.k[seen], last.k[seen]) <= CLOSE
+    call = Call(*piece(inputs, 24, 48), state, True, {"window": 9})
+    refused = get(name).refuses("triton", call)
+    assert refused == "with a window a cache of Wall is continued by at most 16 tokens, got 24"
 
 
 @torch.no_grad()

@@ -228,9 +228,9 @@ def in_groups(case: Case, x: Inputs, start: int, group: int, each: int) -> tuple
 
 
 @pytest.mark.parametrize(("case", "start", "group", "each"), [
-    (Case(lengths=(200, 200), H=2, G=1), 120, 1, 16),
-    (Case(lengths=(262,), H=2, G=2, gate="mixed", factors=2), 254, 2, 1),
-    (Case(lengths=(262,), H=2, G=2, gate="none", options={"window": 150}), 120, 1, 16),
+    (Case(lengths=(196,), H=2, G=1), 126, 1, 16),
+    (Case(lengths=(259,), H=2, G=2, gate="mixed", factors=2), 254, 2, 1),
+    (Case(lengths=(210,), H=2, G=2, gate="none", options={"window": 150}), 184, 1, 16),
 ], ids=["grouped-query", "one", "window"])  # fmt: skip
 def test_groups_become_whole_as_sequences_go_on_and_tokens_are_taken_back(
     case: Case, start: int, group: int, each: int
