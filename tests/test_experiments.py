@@ -244,6 +244,7 @@ def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
         lr = (arm.lrs or small.lrs)[0]
         run = run_once(plan, experiment, arm, lr, 0, measure=True)
         assert list(run.values) == [probe.name for probe in experiment.probes]
+        assert all(list(run.values[probe.name]) in ([], [*probe.at]) for probe in experiment.probes)
         assert all(math.isfinite(x) for found in run.values.values() for x in found.values())
         missing -= {probe for probe, found in run.values.items() if found}
         if not missing:
