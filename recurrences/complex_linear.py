@@ -19,6 +19,7 @@ from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
 from attnzoo.forms.few_tokens import FEW_TOKENS
 from attnzoo.forms.fla import Operation, Prepared, fla_kernel, scalar_decay
 from attnzoo.forms.linear import LinearForms
+from attnzoo.forms.rotation import turn, turn_for_cache
 
 TITLE = "Complex linear attention"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
@@ -60,40 +61,13 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        turn, *dxs = _turned_back(ctx, grads)
-        return turn, None, None, *dxs
-
-
-class _Receivers(torch.autograd.Function):
-    """Zeros whose gradients are those of n rounded vectors, which come after as many vectors that were turned."""
-
-    @staticmethod
-    def forward(ctx: Any, angle: Tensor, phase: Tensor, balanced: bool, n: int, *vectors: Tensor) -> Any:
-        ctx.save_for_backward(phase, *vectors[n:])
-        ctx.dtypes, ctx.balanced = (angle.dtype, vectors[0].dtype), balanced
-        return tuple(x.new_zeros((), dtype=torch.float32).expand(x.shape) for x in vectors[:n])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        turn, *dxs = _turned_back(ctx, grads, ctx.balanced)
-        return turn, None, None, None, *dxs, *(None,) * len(dxs)
-
-
-def _turned_back(ctx: Any, grads: tuple[Tensor, ...], balanced: bool = False) -> tuple[Tensor, ...]:
-    """The gradients of the angles and of what was turned, from those of the rounded vectors."""
-    phase, *ys = ctx.saved_tensors
-    dtype, wide = ctx.dtypes
-    turn, dys = torch.zeros_like(phase), [dy.to(wide) for dy in grads]
-    for y, dy in zip(ys, dys, strict=True):
-        (a, b), (da, db) = (x.unflatten(-1, (-1, 2)).unbind(-1) for x in (y.to(wide), dy))
-        turn += (db * a - da * b).to(phase.dtype).sum_to_size(phase.shape)
-    if balanced:
-        noise = torch.zeros_like(phase)
+        phase, *ys = ctx.saved_tensors
+        dtype, wide = ctx.dtypes
+        turn, dys = torch.zeros_like(phase), [dy.to(wide) for dy in grads]
         for y, dy in zip(ys, dys, strict=True):
-            of_y, of_dy = (x.unflatten(-1, (-1, 2)).square().sum(-1) for x in (y.to(wide), dy))
-            noise += (of_y * of_dy).to(phase.dtype).sum_to_size(phase.shape)
-        turn -= noise * (turn.sum(1, True) / noise.sum(1, True).clamp(min=torch.finfo(phase.dtype).tiny))
-    return turn.flip(1).cumsum(1).flip(1).to(dtype), *rotate_all(-phase, *dys)
+            (a, b), (da, db) = (x.unflatten(-1, (-1, 2)).unbind(-1) for x in (y.to(wide), dy))
+            turn += (db * a - da * b).to(phase.dtype).sum_to_size(phase.shape)
+        return turn.flip(1).cumsum(1).flip(1).to(dtype), None, None, *rotate_all(-phase, *dys)
 
 
 def rotate_rounded(angle: Tensor, phase: Tensor, *xs: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -109,27 +83,8 @@ def rotate_rounded(angle: Tensor, phase: Tensor, *xs: Tensor, dtype: torch.dtype
     return cast("tuple[Tensor, ...]", _Rounded.apply(angle, phase.detach(), dtype, *xs))  # type: ignore[no-untyped-call]
 
 
-def rotate_received(
-    angle: Tensor, phase: Tensor, *xs: Tensor, dtypes: tuple[torch.dtype, ...], balanced: bool = False
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """As :func:`rotate_rounded`, but the gradients are expected unrounded: the vectors, and a receiver for each.
-
-    The vectors have no gradient; a receiver is a float32 zero of the vector's shape for it.
-
-    Args:
-        balanced: for gradients with roundings inside. Turned together the vectors give the same scores, so the angles'
-            gradient is 0 for all tokens together: what rounding made of the 0 goes from each token's part by its share
-            of the variance.
-    """
-    phase = phase.detach()
-    with torch.no_grad():
-        ys = tuple(y.to(dtype) for y, dtype in zip(rotate_all(phase, *xs), dtypes, strict=True))
-    receivers = _Receivers.apply(angle, phase, balanced, len(xs), *xs, *ys)  # type: ignore[no-untyped-call]
-    return ys, cast("tuple[Tensor, ...]", receivers)
-
-
 def keeps_digits(angle: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a kernel of ``dtype`` is to read what :func:`rotate_rounded` or :func:`rotate_received` gives."""
+    """Whether the gradient of an angle is to be taken of what a kernel of ``dtype`` reads, :func:`rotate_rounded`."""
     return dtype.itemsize == 2 and torch.is_grad_enabled() and angle.requires_grad and angle.ndim > 1
 
 
@@ -162,16 +117,26 @@ def rotated(operation: Operation) -> Operation:
     """
 
     def run(x: Prepared) -> tuple[Tensor, Tensor | None]:
+        q, k, phase = turned(x)
+        o, state = operation(replace(x, q=q, k=k, gate=replace(x.gate, angle=None)))
+        return o, None if state is None else Rotation().carry(phase[:, -1], state)
+
+    def turned(x: Prepared) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k in the frame before the first token, and the phase of the last."""
+        angle = cast(Tensor, x.gate.angle)
+        keep = turn_for_cache if x.options.get("output_final_state") else turn
+        done = keep(angle, x.q, x.k, dtype=x.q.dtype)
+        if done is not None:
+            return done.q, done.k, done.phase
         phase = phases(cast(Tensor, x.gate.per_token(x.q).angle), dim=1)
         # beside closed gates little is left of an angle's gradient, and a key that is rounded twice may be too long
         dtype = x.q.dtype if x.gate.parts == ("angle",) else torch.float32
-        q, k, angle = x.q.to(dtype), x.k.to(dtype), cast(Tensor, x.gate.angle)
+        q, k = x.q.to(dtype), x.k.to(dtype)
         if dtype == torch.float32 and keeps_digits(angle, x.q.dtype):
             q, k = rotate_rounded(angle, phase, q, k, dtype=x.q.dtype)
         else:
             q, k = (y.to(x.q.dtype) for y in rotate_all(phase, q, k))
-        o, state = operation(replace(x, q=q, k=k, gate=replace(x.gate, angle=None)))
-        return o, None if state is None else Rotation().carry(phase[:, -1], state)
+        return q, k, phase[:, -1:]
 
     return run
 

@@ -21,7 +21,7 @@ FLOORS = (
     ("config", "data"),
     ("algebra",),
     ("kernels.common",),
-    ("kernels.decode", "kernels.fox", "kernels.linear", "kernels.path"),
+    ("kernels.decode", "kernels.fox", "kernels.linear", "kernels.path", "kernels.rotation"),
     ("kernels.wall",),
     ("forms",),
     ("recurrences",),

@@ -12,7 +12,8 @@ from attnzoo.encodings.rope import Rotated
 from attnzoo.encodings.turned import turned
 from attnzoo.forms.protocol import Kernel
 from attnzoo.forms.softmax import AdditiveForms, SoftmaxForms
-from attnzoo.forms.triton import path_kernel, wall_kernel
+from attnzoo.forms.triton import path_kernel
+from attnzoo.forms.triton_wall import wall_kernel
 from attnzoo.recurrences.products import transition_of
 
 GATES = {"log_decay": "forget", "log_diag": "full_rank", "angle": "selective", "w": "path"}

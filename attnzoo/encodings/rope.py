@@ -16,8 +16,9 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import compute_dtype
 from attnzoo.forms.cache import KVCache
+from attnzoo.forms.rotation import turn, turn_for_cache
 from attnzoo.forms.softmax import AdditiveForms
-from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate_all, rotate_received
+from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate_all
 
 TITLE = "RoPE"
 PAPER = "Su et al., 2021 (arXiv:2104.09864)"
@@ -39,12 +40,18 @@ class Rotated(AdditiveForms):
         return replace(super().separated(replace(gate, angle=None), q, valid, cu_seqlens), angle=gate.angle)
 
     def place(
-        self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         angle = gate.angle
         if angle is None:
             return super().place(q, k, gate, state, valid)
         shared = angle if angle.ndim == 1 else None
+        if dtype is not None and state is None and valid is None:
+            k = k if shared is not None else expand_heads(k, max(k.shape[2], angle.shape[2]))
+            done = turn_for_cache(angle, q, k, dtype=dtype)
+            if done is not None:
+                return done.q, done.k, done.phase, shared
         if shared is None:
             phase = phases(angle, dim=1)  # [B, T, 1 or H, K/2]
         elif valid is None and q.shape[1] == 1:
@@ -64,13 +71,12 @@ class Rotated(AdditiveForms):
         self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Gate, tuple[Tensor, ...] | None]:
         angle = cast(Tensor, gate.angle)
-        if not keeps_digits(angle, dtype):
+        if angle.ndim > 1:
+            k = expand_heads(k, max(k.shape[2], angle.shape[2]))
+        done = turn(angle, q, k, dtype=dtype, received=keeps_digits(angle, dtype))
+        if done is None:
             return q, k, gate, None
-        wide, k = compute_dtype(q), expand_heads(k, max(k.shape[2], angle.shape[2]))
-        (q, k), receivers = rotate_received(
-            angle, phases(angle.detach(), dim=1), q.to(wide), k.to(wide), dtypes=(dtype, dtype)
-        )
-        return q, k, replace(gate, angle=None), receivers
+        return done.q, done.k, replace(gate, angle=None), done.receivers
 
 
 FORMS = Rotated()

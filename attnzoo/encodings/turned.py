@@ -27,8 +27,9 @@ from attnzoo.forms.fixed import Rows
 from attnzoo.forms.fixed_keys import CarriedMemory
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.protocol import Call, Kernel
+from attnzoo.forms.rotation import turn, turn_for_cache
 from attnzoo.forms.triton import whole_path
-from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate, rotate_all, rotate_received
+from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate, rotate_all
 
 Rest = tuple[Tensor, Tensor, Tensor, Gate]  # q, k, v and a gate without an angle
 
@@ -58,7 +59,7 @@ def turned(kernel: Kernel) -> Kernel:
             state = replace(state, k=expand_heads(state.k, heads), v=expand_heads(state.v, heads))
         o, after = then(q, k, v, gate, state, **options)
         values = after.v if heads == given else after.v[:, :, :: heads // given]
-        return o, replace(after, k=rotate(after.k, -phase[:, -1:]), v=values)
+        return o, replace(after, k=rotate(after.k, -phase), v=values)
 
     def fixed(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> TurnedMemory | None:
         if state.k.shape[2] != state.v.shape[2] or kernel.fixed is None:
@@ -76,7 +77,7 @@ def turned(kernel: Kernel) -> Kernel:
 def fold(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, valid: Tensor | None, heads: int = 0, whole: bool = False
 ) -> tuple[Rest, Tensor, tuple[Tensor, ...] | None]:
-    """The rotations of a gate in q, k and w, and the phase of each token, ``[B or 1, T, 1 or H, K/2]`` float64.
+    """The rotations of a gate in q, k and w, and the phase of the last token, ``[B or 1, 1, 1 or H, K/2]`` float64.
 
     Then what is to receive the gradients of q, k and w unrounded, where a kernel's rounding asks for care.
 
@@ -88,20 +89,22 @@ def fold(
         q, k = existing(valid, q, k)
         gate = gate.per_token(q).neutral_where(~valid)
     angle = cast(Tensor, gate.angle)
+    heads = max(heads, k.shape[2], 1 if angle.ndim == 1 else angle.shape[2])
+    k, v, w, beta = (expand_heads(cast(Tensor, x), heads) for x in (k, v, gate.w, gate.beta))
+    if whole:
+        received = valid is None and keeps_digits(angle, v.dtype)
+        done = turn(angle, q, k, w, dtype=v.dtype, received=received, balanced=received)
+    else:
+        done = turn_for_cache(angle, q, k, w, dtype=v.dtype)
+    if done is not None:
+        gate = replace(gate, angle=None, w=done.w, beta=beta)
+        return (done.q, done.k, v, gate), done.phase, done.receivers
     if angle.ndim == 1:  # all rows turn alike
         angle = angle.expand(1, q.shape[1], 1, -1)
-    phase = phases(angle, dim=1)
-    heads = max(heads, k.shape[2], angle.shape[2])
-    k, v, w, beta = (expand_heads(cast(Tensor, x), heads) for x in (k, v, gate.w, gate.beta))
-    dtype, receivers = compute_dtype(q), None
-    if whole and gate.factors is None and valid is None and keeps_digits(angle, v.dtype):
-        (q, k, w), receivers = rotate_received(
-            angle, phase, q.to(dtype), k.to(dtype), w.to(dtype), dtypes=(v.dtype, v.dtype, dtype), balanced=True
-        )  # fmt: skip
-    else:
-        q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
-        w = rotate(w.to(dtype), phase if gate.factors is None else phase[:, :, :, None])
-    return (q, k, v, replace(gate, angle=None, w=w, beta=beta)), phase, receivers
+    phase, dtype = phases(angle, dim=1), compute_dtype(q)
+    q, k = rotate_all(phase, q.to(dtype), k.to(dtype))
+    w = rotate(w.to(dtype), phase if gate.factors is None else phase[:, :, :, None])
+    return (q, k, v, replace(gate, angle=None, w=w, beta=beta)), phase[:, -1:], None
 
 
 @dataclass(eq=False, kw_only=True)

@@ -360,7 +360,7 @@ class AdditiveForms(SoftmaxForms):
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, KVCache]:  # fmt: skip
         """q in its place, and the cache with the new tokens, its keys in ``dtype`` (None: that of the computation)."""
-        q, k, phase, angle = self.place(q, k, gate, state, valid)
+        q, k, phase, angle = self.place(q, k, gate, state, valid, dtype)
         k = k if dtype is None else k.to(dtype)
         decay = gate.log_decay
         if decay is not None and decay.ndim == 1:
@@ -376,9 +376,13 @@ class AdditiveForms(SoftmaxForms):
         return q, grown(state, new)
 
     def place(
-        self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """q and k with their matrix transitions folded in, the cache's new phase, and the angle of all new tokens."""
+        self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """q and k with their matrix transitions folded in, the cache's new phase, and the angle of all new tokens.
+
+        ``dtype`` is that of a kernel that is to read them, None without one; they may come out in it.
+        """
         return q, k, None, None
 
     def rounded(

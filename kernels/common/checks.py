@@ -18,7 +18,7 @@ from attnzoo.kernels.common.device import capability
 from attnzoo.kernels.common.running_gates import GateSums
 
 Impl = Literal["auto", "triton", "reference"]
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _said: set[tuple[str, str]] = set()
 
@@ -166,7 +166,7 @@ def kernels_unavailable(q: Tensor, v: Tensor, multiple: int, most: int) -> str:
         return f"expected compute capability >= 8.0, got {capability(q.device)}"
     if in_transform():
         return "torch.func (grad, vmap, jvp) cannot see through a kernel: expected plain autograd, or impl='reference'"
-    if q.dtype not in _KERNEL_DTYPES:
+    if q.dtype not in KERNEL_DTYPES:
         return f"expected bfloat16, float16 or float32, got {q.dtype}"
     if interpreted and q.dtype == torch.bfloat16:
         return "the Triton interpreter computes bfloat16 wrongly"

@@ -37,6 +37,7 @@ from attnzoo.kernels.linear import api as linear
 from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path.cache import path_extend
 from attnzoo.kernels.path.plan import too_small
+from attnzoo.kernels.rotation import api as rotation
 from attnzoo.kernels.wall import api as wall
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -178,6 +179,16 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"linear {kind} {K} factors step",
                 functools.partial(linear.linear_steps, x(2, 1, 4, K), x(2, 1, 2, K), x(2, 1, 2, K), several),
             )
+            for angles, angle in (("heads", wide(1, 512, 4, K // 2)), ("tokens", wide(1, 512, 1, K // 2))):
+                yield (
+                    f"rotation {kind} {K} {angles}",
+                    functools.partial(rotation.rotate, angle, qkv[0], qkv[0], wide(1, 512, 4, K), dtype=dtype,
+                                      balanced=True),
+                )  # fmt: skip
+            yield (
+                f"rotation {kind} {K} fixed",
+                functools.partial(rotation.rotate, wide(K // 2).detach(), *qkv[:2], dtype=dtype),
+            )
             for rows, R, T in (("step", 1, 1), ("rows", 2, 3)):
                 yield f"decode {kind} {K} {rows}", functools.partial(page_step, dtype, K, R, T)
                 if K <= 128:
@@ -242,7 +253,7 @@ def main() -> int:
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     device.capability = lambda of: here.capability
     device.triton_version = lambda: release
-    for api in (decode, carried, fox, linear, path, wall):
+    for api in (decode, carried, fox, linear, path, rotation, wall):
         api.kernels_unavailable = lambda *given, **limits: ""
     for case in args.cases:
         which, names, kernels = [*case.split(":"), "", ""][:3]
@@ -256,7 +267,7 @@ def main() -> int:
             row = {"triton": triton.__version__, "capability": which, "call": name}
             with torch.set_grad_enabled("step" not in name):
                 o = function()
-                o = [y for y in (o if isinstance(o, tuple) else (o,)) if y.requires_grad]
+                o = [y for y in (o if isinstance(o, tuple) else (o,)) if y is not None and y.requires_grad]
                 if o:
                     torch.autograd.backward(o, [torch.ones_like(y) for y in o])
     return int(failed)
