@@ -248,9 +248,9 @@ class Attention(PreciseModule):
         return (longest * (math.sqrt(channels) * scale)).expand(config.num_heads)
 
     def _scale(self, dtype: torch.dtype) -> float:
-        """That of the scores, with room for one rounding to ``dtype``."""
+        """That of the scores, with room for one rounding to ``dtype`` and one of a bound to float32."""
         scale: float = self.config.key_dim**-0.5 if self.scale is None else self.scale
-        return abs(scale) * (1 + torch.finfo(dtype).eps)
+        return abs(scale) * (1 + max(torch.finfo(x).eps for x in (dtype, torch.float32)))
 
     def _norm_weights(self, norm: HeadNorm, heads: int) -> Tensor:
         """Sizes of a norm's weights, ``[H, K]`` or ``[K]``."""
