@@ -181,7 +181,7 @@ def test_qk_norm_bounds_every_logit(name, options, dtype):
         projected = attn.project(x)
         bound = attn.logit_bound(dtype)
         scores, _ = oracle.scores(projected.q, projected.k, projected.gate)
-        query, longest = attn.query_bound(dtype), projected.q.double().norm(dim=-1).amax((0, 1)) * 8**-0.5
+        query, longest = attn.query_bounds(dtype).query, projected.q.double().norm(dim=-1).amax((0, 1)) * 8**-0.5
     assert (longest <= query).all()
     assert bound.shape == query.shape == (H,)
     largest = scores.abs().amax((0, 2, 3))
@@ -200,7 +200,7 @@ def test_the_logit_bound_is_reached():
         largest = (attn.q_norm(spike) * k).sum(-1).abs()[0, 0] * 8**-0.5
         alone = F.one_hot(attn.q_norm.weight.abs().argmax(-1), 8).double()[None, None] * 1e3
         longest = attn.q_norm(alone).norm(dim=-1)[0, 0] * 8**-0.5
-    for most, bound in ((largest, attn.logit_bound(torch.float64)), (longest, attn.query_bound(torch.float64))):
+    for most, bound in ((largest, attn.logit_bound(torch.float64)), (longest, attn.query_bounds(torch.float64).query)):
         assert (most <= bound * (1 + 1e-6)).all()
         assert (most >= bound * (1 - 1e-5)).all()
 
