@@ -341,6 +341,28 @@ def test_gates_as_trained_need_forget_gates() -> None:
     assert "expected layers with forget gates (fox, path_fox), got ['rope'" in str(ran.output) + str(ran.exception)
 
 
+def test_what_does_not_fit_into_memory_is_said_and_what_fails_has_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(model: Any, contender: generate.Contender, batch: int, tokens: int) -> dict[str, Any]:
+        if batch == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+        if tokens == 4096:
+            raise MemoryError("caches of 4 sequences: expected room for 99.00 GiB on cuda, got 1.25 GiB")
+        return {"ms": 1.0, "cache_gb": 2.0} if batch == 4 else {"failed": "so it is"}
+
+    here = {"gpu": "none", "torch": "", "triton": "", "date": ""}
+    for name, fake in (("build", lambda contender: None), ("measure", measure), ("machine", lambda: here)):
+        monkeypatch.setattr(generate, name, fake)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)  # there is nothing that it could forget
+    generate.run(tmp_path, [1024, 4096], [4, 8, 64], ["RoPE"], 60.0)
+    text = (tmp_path / "results.md").read_text()
+    assert "| 4 | 1024 | RoPE | 1.00 | 2.00 | - |\n| 8 | 1024 | RoPE | so it is | - | - |\n" in text
+    assert text.count("| RoPE |") == 2
+    assert "RoPE at batch 64 and 1024 tokens: CUDA out of memory." in text
+    assert "RoPE at batch 4 and 4096 tokens: caches of 4 sequences: expected room for 99.00 GiB on cuda, got" in text
+
+
 @pytest.mark.parametrize("contender", generate.OURS, ids=lambda contender: contender.name)
 def test_generation_is_measured_from_full_caches(contender: generate.Contender) -> None:
     sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 50, "device": "cpu"}

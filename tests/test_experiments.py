@@ -244,6 +244,7 @@ def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
         lr = (arm.lrs or small.lrs)[0]
         run = run_once(plan, experiment, arm, lr, 0, measure=True)
         assert list(run.values) == [probe.name for probe in experiment.probes]
+        assert all(list(run.values[probe.name]) in ([], [*probe.at]) for probe in experiment.probes)
         assert all(math.isfinite(x) for found in run.values.values() for x in found.values())
         missing -= {probe for probe, found in run.values.items() if found}
         if not missing:
@@ -328,6 +329,7 @@ def test_place_that_was_not_measured_is_named(done):
         ({"arms": (Arm("a", "fox"), Arm("a", "nope"))}, "distinct names, got a, a"),
         ({"expectations": (Expectation("", "", AtMost(Value("b", "loss"), 1.0)),)}, "unknown arm of a claim .* 'b'"),
         ({"expectations": (Expectation("", "", AtMost(Value("a", "los"), 1.0)),)}, "did you mean 'loss'"),
+        ({"expectations": (Expectation("", "", AtMost(Value("a", "loss", 2.0), 1.0)),)}, "of 'loss', 1, got 2 for 'a'"),
         ({"maps": ("lost",)}, "did you mean 'loss'"),
         ({"seeds": 1}, "seeds must be at least 2, got 1"),
     ],
@@ -336,6 +338,25 @@ def test_experiment_that_contradicts_itself_is_refused(change, message):
     fine = Experiment("", "", (Arm("a", "fox"),), {"cpu": Size((), (0.1,))}, (Loss(),), ())
     with pytest.raises(ValueError, match=message):
         replace(fine, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"arms": (Arm("a", "fox"), Arm("b", "fox", {"kvshift": 1}))},
+            "arm 'b': unknown option .* did you mean 'kv",
+        ),
+        ({"probes": (Wrong("wrong"),)}, "arm 'a': 'wrong': expected a run on a task, got 'stdlib'"),
+        ({"settings": ("data.source=task:mqar",)}, "arm 'a': 'loss': expected a run on a text, got 'task:mqar'"),
+    ],
+)
+def test_mistake_is_found_before_any_training(change, message, tmp_path, monkeypatch):
+    mine = replace(Experiment("", "", (Arm("a", "fox"),), {"cpu": Size((), (0.1,))}, (Loss(),), ()), **change)
+    monkeypatch.setattr("attnzoo.experiments.run.find", lambda name: mine)
+    with pytest.raises(ValueError, match=message):
+        run_experiment(Plan("mine", "cpu", tmp_path / "out", 2), Console(quiet=True))
+    assert not (tmp_path / "out").exists()
 
 
 def test_probes_say_what_they_need():

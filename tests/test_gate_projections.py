@@ -53,6 +53,10 @@ def test_mamba3_steps_scale_the_decay_the_angle_and_what_is_written():
     same(made.gate.angle[..., :2], angle)  # half of the channels turn
     assert not made.gate.angle[..., 2:].any()
     same(made.write, dt)
+    with torch.no_grad():
+        gate.a_proj.weight.fill_(-9.0)  # a head that would never forget
+    x = rows(2, T).abs()
+    same(attn.project(x).gate.log_decay, -1e-4 * F.softplus(x @ gate.dt_proj.weight.T + gate.dt_bias))
 
 
 def test_full_rank_channel_gates_are_wall_s():
@@ -72,6 +76,9 @@ def test_softplus_channel_gates_are_those_of_kimi_delta_attention():
     assert bool(((gate.log_a >= 0) & (gate.log_a <= math.log(16))).all())
     first = F.softplus(gate.channel_bias)
     assert bool(((first >= 0.001 * (1 - 1e-4)) & (first <= 0.1 * (1 + 1e-4))).all())
+    many = SoftplusDiagonal(Sizes(D, 64, 64, 8))
+    assert many.log_a.exp().min() < 4 < 13 < many.log_a.exp().max()
+    assert F.softplus(many.channel_bias).min() < 0.002 < 0.05 < F.softplus(many.channel_bias).max()
 
 
 def test_phases_of_angles_from_the_input_are_as_exact_late_as_early():

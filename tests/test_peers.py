@@ -67,6 +67,26 @@ def test_deltanet_is_the_published_layer():
     assert torch.allclose(attn(x), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_kda_is_the_published_layer():
+    """Kimi Team, 2025, section 4: as DeltaNet, with a decay per channel first and a sigmoid gate of low rank last."""
+    attn, x = layer("kda"), tokens()
+    q, k, v = (heads(convolved(getattr(attn, f"{n}_proj")(x), getattr(attn, f"{n}_conv").weight)) for n in "qkv")
+    q, k = unit(q), unit(k)
+    channel, delta = attn.gate.members
+    step = F.softplus(channel.channel_up(channel.channel_down(x)) + channel.channel_bias)
+    fade, beta = (-channel.log_a.exp()[:, None] * heads(step)).exp(), delta.beta_proj(x).sigmoid()
+    S, out = x.new_zeros(len(x), H, D // H, D // H), []
+    for t in range(T):
+        S = S * fade[:, t, :, None]
+        old = torch.einsum("bhvk,bhk->bhv", S, k[:, t])
+        S = S + torch.einsum("bhv,bhk->bhvk", beta[:, t, :, None] * (v[:, t] - old), k[:, t])
+        out.append(torch.einsum("bhvk,bhk->bhv", S, q[:, t]) * (D // H) ** -0.5)
+    down, up = attn.output_gate
+    assert down.out_features == D // H
+    o = rms(torch.stack(out, 1), attn.output_norm.weight, 1e-6).flatten(2) * up(down(x)).sigmoid()
+    assert torch.allclose(attn(x), attn.o_proj(o), atol=1e-5, rtol=1e-5)
+
+
 def qwen3_next(value_heads: int):
     from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -236,6 +256,9 @@ def test_wall_starts_almost_open():
     assert attn.gate.up.weight.shape == (D, D)
     zero = torch.zeros(1, 2, D)
     assert torch.allclose(attn.project(zero).gate.log_diag, F.logsigmoid(torch.tensor(8.0)))
+    channel, scalar = build_attention("gated_wall", hidden_size=D, num_heads=H).gate.members  # both of them there
+    assert bool((channel.channel_proj.bias == 8).all())
+    assert bool((scalar.forget_proj.bias == 8).all())
     attn, x = layer("wall"), tokens()
     logits = F.linear(x, attn.gate.up.weight, attn.gate.up.bias)
     assert torch.allclose(attn.project(x).gate.log_diag.flatten(2), F.logsigmoid(logits))

@@ -6,7 +6,8 @@ Models of random weights in bfloat16, 24 layers of 1536 channels and 24 heads by
 fox.py (three quarters of the heads decay within 8 to 256 tokens), and so are those of the other variants that decay by
 a scalar. Caches are filled with random keys, values and states, so that nothing waits for a prompt. A step draws the
 likeliest token of every row. Peers: the Llama of transformers with the same sizes, with its growing cache, and with its
-static cache, compiled. Writes results.json and results.md.
+static cache, compiled. What does not fit into the GPU's memory is left out, and said. Writes results.json and
+results.md.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ OURS = (
     Contender("FoX (Pro) + ACP, evicting", "fox", PRO, EVICT),
     Contender("FoX (Pro) + ACP, fused", "fox", PRO, fuse=True),
     Contender("FoX (Pro) + ACP, evicting, fused", "fox", PRO, EVICT, fuse=True),
+    Contender("FoX (Pro), fused", "fox", {"block": "pro"}, fuse=True),
     Contender("FoX (Pro) + ACP, not compiled", "fox", PRO, compile=False),
     Contender("FoX (Pro) + ACP, no graph", "fox", PRO, graph=False, compile=False),
     Contender("RoPE", "rope"),
@@ -243,11 +245,13 @@ def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[s
     """Measure, print the table, and write results.json and results.md to ``out``."""
     missing: list[str] = []
     Measure = Callable[[Any, int, int], dict[str, Any]]
+    ours = [x for x in only if not "Llama".startswith(x[:5])]
     runs: dict[str, tuple[Callable[[], Any], Measure]] = {
         contender.name: (partial(build, contender), lambda model, B, S, by=contender: measure(model, by, B, S))  # type: ignore[misc]
-        for contender in chosen(list(OURS), [x for x in only if not "Llama".startswith(x[:5])])
+        for contender in chosen(list(OURS), ours)
     }
-    if load_peer("Llama", lambda: __import__("transformers"), missing) is not None:
+    asked = not only or len(ours) < len(only)
+    if asked and load_peer("Llama", lambda: __import__("transformers"), missing) is not None:
         runs |= {
             "Llama, dynamic cache": (llama, lambda model, B, S: measure_llama(model, False, B, S)),
             "Llama, static cache, compiled": (llama, lambda model, B, S: measure_llama(model, True, B, S)),
@@ -259,17 +263,21 @@ def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[s
     for name, (make, step) in runs.items():
         model = None
         for B, S in cells:
-            row: dict[str, Any] = {"name": name, "batch": B, "tokens": S}
+            found: dict[str, Any] = {}
             if time.perf_counter() > end:
                 missing.append(f"{name} at batch {B} and {S} tokens: no time was left")
                 continue
             try:
                 model = make() if model is None else model
-                row |= step(model, B, S)
+                found = step(model, B, S)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                missing.append(f"{name} at batch {B} and {S} tokens: {str(error).split('. ')[0]}")
+                print(missing[-1], flush=True)
             except Exception as error:
-                row["failed"] = repr(error)[:200]
-            result["rows"].append(row)
-            print(json.dumps(row), flush=True)
+                found = {"failed": repr(error)[:200]}
+            if found:
+                result["rows"].append({"name": name, "batch": B, "tokens": S, **found})
+                print(json.dumps(result["rows"][-1]), flush=True)
             gc.collect()
             torch.cuda.empty_cache()
             torch.compiler.reset()  # the guards of a cell are not asked in the next

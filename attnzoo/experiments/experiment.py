@@ -163,7 +163,7 @@ class Experiment:
         measured: results that are recorded.
 
     Raises:
-        ValueError: names that are given twice, no arms, or a claim about an arm or a probe that is not there.
+        ValueError: names that are given twice, no arms, or a claim about an arm, a probe or a place that is not there.
     """
 
     title: str
@@ -187,13 +187,19 @@ class Experiment:
             if not names or len(set(names)) < len(names):
                 raise ValueError(f"{kind}: expected some, with distinct names, got {', '.join(names) or 'none'}")
         claimed = [value for expectation in self.expectations for value in expectation.claim.values]
-        gridded = [Value(arm, grid.probe) for grid in self.grids for row in grid.arms for arm in row if arm]
+        gridded = [Value(arm, grid.probe, grid.at) for grid in self.grids for row in grid.arms for arm in row if arm]
         shown = [value for overlay in self.overlays for value in overlay.values]
         for value in (*claimed, *gridded, *shown, *(Value(self.arms[0].name, probe) for probe in self.maps)):
             if value.arm not in self.arm_names:
                 raise unknown("arm of a claim or a picture", value.arm, self.arm_names)
             if value.probe not in (probe.name for probe in self.probes):
                 raise unknown("probe of a claim or a picture", value.probe, [probe.name for probe in self.probes])
+            places = {probe.name: getattr(probe, "at", None) for probe in self.probes}[value.probe]
+            if places is not None and value.at is not None and value.at not in places:
+                known = ", ".join(f"{place:g}" for place in places)
+                raise ValueError(
+                    f"at: expected a place of {value.probe!r}, {known}, got {value.at:g} for {value.arm!r}"
+                )
         for number, arm in enumerate(self.arms):
             if arm.after and arm.after not in self.arm_names[:number]:
                 raise unknown(f"after, of the arm {arm.name!r},", arm.after, self.arm_names[:number])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -62,7 +62,11 @@ class Subject:
 
 
 class Probe(Protocol):
-    """What is measured, under which name, and what its places are called (nothing if there is one)."""
+    """What is measured, under which name, and what its places are called (nothing if there is one).
+
+    A probe may have ``at``, its places, and ``task``, whether it asks answers of a task or reads a text: then a claim
+    about another place, or a run on other data, is refused before any training.
+    """
 
     @property
     def name(self) -> str: ...
@@ -91,6 +95,11 @@ class Wrong:
     options: Mapping[str, Any] = field(default_factory=dict)
     lengths: tuple[float, ...] = (1.0,)
     percent: bool = True
+    task: ClassVar[bool] = True
+
+    @property
+    def at(self) -> tuple[float, ...]:
+        return self.lengths
 
     @property
     def places(self) -> str:
@@ -118,6 +127,7 @@ class WrongOver:
     length: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
     percent: bool = True
+    task: ClassVar[bool] = True
 
     @property
     def places(self) -> str:
@@ -134,6 +144,8 @@ class Loss:
     name: str = "loss"
     places: str = ""
     percent: bool = False
+    at: ClassVar[tuple[float, ...]] = (1.0,)
+    task: ClassVar[bool] = False
 
     def measure(self, subject: Subject) -> dict[float, float]:
         return {1.0: float(_losses(subject, 1.0).mean())}
@@ -154,13 +166,17 @@ class LossByPlace:
     bands: int = 4
     places: str = "token index i, in training contexts"
     percent: bool = False
+    task: ClassVar[bool] = False
+
+    @property
+    def at(self) -> tuple[float, ...]:
+        return tuple((band + 1) / self.bands for band in range(self.factor * self.bands))
 
     def measure(self, subject: Subject) -> dict[float, float]:
         losses = _losses(subject, self.factor).mean(0)
-        ends = [(band + 1) / self.bands for band in range(self.factor * self.bands)]
         context = subject.config.data.context_length
-        cuts = [round(end * context) for end in ends]
-        return {end: float(losses[a:b].mean()) for end, a, b in zip(ends, [0, *cuts], cuts, strict=False)}
+        cuts = [round(end * context) for end in self.at]
+        return {end: float(losses[a:b].mean()) for end, a, b in zip(self.at, [0, *cuts], cuts, strict=False)}
 
 
 @dataclass(frozen=True)
@@ -177,6 +193,11 @@ class Kept:
     lengths: tuple[float, ...] = (1.0, 4.0)
     block: int = 16
     percent: bool = True
+    task: ClassVar[bool] = False
+
+    @property
+    def at(self) -> tuple[float, ...]:
+        return self.lengths
 
     @property
     def places(self) -> str:
@@ -200,6 +221,8 @@ class PrunedLoss:
     length: float = 4.0
     places: str = ""
     percent: bool = False
+    at: ClassVar[tuple[float, ...]] = (1.0,)
+    task: ClassVar[bool] = False
 
     def measure(self, subject: Subject) -> dict[float, float]:
         if not any(isinstance(x, Attention) and x.variant.prunable for x in subject.model.modules()):
@@ -226,6 +249,7 @@ class AddedLoss:
     rule: str
     shares: tuple[float, ...] = (0.125, 0.25, 0.5)
     percent: bool = False
+    task: ClassVar[bool] = False
 
     @property
     def places(self) -> str:
@@ -238,9 +262,10 @@ class AddedLoss:
         [whole] = loss_within(subject.model, windows, ["window"], [T])
         budgets = [max(1, round(share * T)) for share in self.shares]
         found = loss_within(subject.model, windows, [self.rule], budgets)
-        return {at: point.loss - whole.loss for at, point in zip(self._at(), found, strict=True)}
+        return {at: point.loss - whole.loss for at, point in zip(self.at, found, strict=True)}
 
-    def _at(self) -> tuple[float, ...]:
+    @property
+    def at(self) -> tuple[float, ...]:
         return (1.0,) if self.rule in UNLIMITED else self.shares
 
 
@@ -253,6 +278,7 @@ class KeysHeld:
     rule: str
     places: str = ""
     percent: bool = True
+    at: ClassVar[tuple[float, ...]] = (1.0,)
 
     def measure(self, subject: Subject) -> dict[float, float]:
         if not _measures(subject, self.rule):
@@ -274,6 +300,11 @@ class WrongWithin:
     rule: str
     shares: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0)
     percent: bool = True
+    task: ClassVar[bool] = True
+
+    @property
+    def at(self) -> tuple[float, ...]:
+        return (1.0,) if self.rule in UNLIMITED else self.shares
 
     @property
     def places(self) -> str:
@@ -283,7 +314,7 @@ class WrongWithin:
         if not _measures(subject, self.rule):
             return {}
         found = {}
-        for share in (1.0,) if self.rule in UNLIMITED else self.shares:
+        for share in self.at:
             with limited(subject.model, self.rule, max(1, round(share * subject.config.data.context_length))):
                 found[share] = _wrong(subject, {}, 1.0)
         return found
@@ -296,6 +327,7 @@ class Speed:
     name: str = "training speed"
     places: str = ""
     percent: bool = False
+    at: ClassVar[tuple[float, ...]] = (1.0,)
 
     def measure(self, subject: Subject) -> dict[float, float]:
         return {

@@ -137,9 +137,16 @@ def run_experiment(
         raise ValueError(f"arms: expected names that stay distinct as folders, got {', '.join(folders)}")
     first: TrainConfig | None = None
     for arm in experiment.arms:  # a wrong option of the last arm must not show after an hour
-        config = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
-        with torch.device("meta"):
-            LanguageModel(config.model)
+        try:
+            config = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
+            with torch.device("meta"):
+                LanguageModel(config.model)
+            for probe in experiment.probes:
+                if getattr(probe, "task", None) not in (None, config.data.task is not None):
+                    wanted = "a task" if config.data.task is None else "a text"
+                    raise ValueError(f"{probe.name!r}: expected a run on {wanted}, got {config.data.title!r}")
+        except ValueError as error:
+            raise ValueError(f"arm {arm.name!r}: {error}") from error
         first = first or config
     assert first is not None
     build_data(first.data)

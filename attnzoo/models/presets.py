@@ -103,11 +103,10 @@ def _table() -> dict[str, Any]:
 @functools.cache
 def _parsed() -> dict[str, tuple[str, str, str]]:
     """name -> (model, block, size)."""
-    from attnzoo.registry import PRODUCTS, list_variants
+    from attnzoo.registry import list_variants
 
     table = _table()
-    products = {name for pair in PRODUCTS for name in (pair.linear, pair.softmax)}
-    models = [*table["models"], *(n for n in list_variants() if n not in {*table["models"], *products})]
+    models = dict.fromkeys([*table["models"], *list_variants()])
     return {
         "-".join([model, size] if block == OWN else [model, block, size]): (model, block, size)
         for size in table["sizes"]

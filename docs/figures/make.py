@@ -42,12 +42,6 @@ def draw_fox() -> None:
     save("kept-over-length", lambda theme: fox.kept_over_length(lengths, shares, theme))
 
 
-def draw_home() -> None:
-    import home
-
-    home.live()
-
-
 def draw_card() -> None:
     from card import card
 
@@ -85,7 +79,6 @@ DRAWINGS: dict[str, Callable[[], None]] = {
     "lattice": draw_lattice,
     "schematics": draw_schematics,
     "fox": draw_fox,
-    "home": draw_home,
     "card": draw_card,
     "generation": draw_generation,
     "results": draw_results,

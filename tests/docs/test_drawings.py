@@ -20,7 +20,7 @@ FIGURES = ROOT / "docs" / "figures"
 def code(monkeypatch, tmp_path):
     """The drawing code, which writes to a temporary folder here."""
     monkeypatch.syspath_prepend(str(FIGURES))
-    for name in ("lattice", "make", "parts", "schematics", "style", "trained", "triangles", "zoo"):
+    for name in ("home", "lattice", "make", "parts", "schematics", "style", "trained", "triangles", "zoo"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import lattice
     import make
@@ -58,3 +58,17 @@ def test_every_reduction_has_words_and_follows_from_arrows(code):
         for _ in range(len(of_side)):
             reached |= {(a, d) for a, b in reached for c, d in drawn if b == c}
         assert set(of_side) <= reached
+
+
+def test_weights_of_the_home_page_are_what_its_script_writes(code):
+    import home
+
+    script = home.OUT.read_text(encoding="utf-8")
+    assert len(script) <= 350 * 1024
+    model, facts = home.read(script)
+    assert home.write(model, facts) == script
+    assert facts == home.facts_of(model, home.home_config(), facts.bits)
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert f"{facts.parameters / 1e3:.0f} thousand weights" in page
+    assert f"{facts.tokens / 1e6:.1f} million bytes" in page
+    assert f"{facts.bits:.1f} bits" in page
