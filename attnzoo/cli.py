@@ -255,7 +255,7 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
     from attnzoo.experiments.compare import result_of
     from attnzoo.experiments.report import terminal_table, write_report
     from attnzoo.experiments.report.results import find_runs
-    from attnzoo.training.checkpoint import check_folder
+    from attnzoo.files import check_folder
 
     check_folder(output.parent, "--output")
     results = [result_of(run) for run in find_runs(runs)]

@@ -114,3 +114,20 @@ def remembered_digest(path: Path) -> str:
 def _seal(status: list[object], found: str) -> str:
     """Of a file's status and its digest, so that neither changes in the cache unnoticed."""
     return hashlib.sha256(json.dumps([status, found]).encode()).hexdigest()
+
+
+def check_folder(folder: Path, name: str = "output_dir") -> None:
+    """Refuse a folder that nothing could be written to, before anything is computed; makes nothing.
+
+    Args:
+        folder: that need not be there yet.
+        name: of the setting or option.
+
+    Raises:
+        NotADirectoryError, PermissionError: what is there already is no folder, or may not be written to.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise NotADirectoryError(f"{name}={str(folder)!r}: {str(there)!r} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{name}={str(folder)!r}: the folder {str(there)!r} may not be written to")

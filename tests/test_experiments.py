@@ -23,7 +23,7 @@ from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, names
 from attnzoo.experiments.outcome import load_outcome, save_outcome
-from attnzoo.experiments.probes import Loss, Subject, Wrong
+from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace, Subject, Wrong
 from attnzoo.experiments.report.experiment import markdown, render_experiment
 from attnzoo.experiments.run import Plan, run_experiment, run_once
 from attnzoo.models import LanguageModel
@@ -368,6 +368,22 @@ def test_probes_say_what_they_need():
     data = SimpleNamespace(heldout=Examples(build_task("parity"), 8))
     with pytest.raises(ValueError, match=r"expected a run on a text, got one on 'task:parity'"):
         Loss().measure(replace(subject, config=config, data=data))
+
+
+def test_a_longer_context_is_compared_on_the_same_text(monkeypatch):
+    """A model whose loss is the token asked for and, beyond 8 tokens, 0.5 more: all text costs what it costs."""
+
+    def losses(model, windows):
+        late = torch.arange(windows.shape[1] - 1) >= 8
+        return (windows[:, 1:] + 0.5 * late).double().numpy()
+
+    monkeypatch.setattr("attnzoo.experiments.probes.token_losses", losses)
+    windows = torch.arange(3 * 33).view(3, 33)
+    subject = SimpleNamespace(
+        model=None, windows=lambda factor: windows, config=load_config(None, ["data.context_length=8"])
+    )
+    assert AddedByLength().measure(subject) == {2.0: 0.5, 3.0: 0.5, 4.0: 0.5}
+    assert LossByPlace().measure(subject)[4.0] > LossByPlace().measure(subject)[1.0] + 20
 
 
 def test_commands_list_and_show_every_experiment(own):

@@ -26,13 +26,13 @@ from attnzoo.experiments import figures
 from attnzoo.experiments.processes import apart
 from attnzoo.experiments.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
 from attnzoo.experiments.report.results import JSON_NAME, describe_machine
+from attnzoo.files import check_folder
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get
 from attnzoo.training import load_run, newest_checkpoint, train
 from attnzoo.training.checkpoint import (
     check_data,
-    check_folder,
     identity,
     read_config,
     read_progress,

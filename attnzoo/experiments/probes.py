@@ -180,6 +180,36 @@ class LossByPlace:
 
 
 @dataclass(frozen=True)
+class AddedByLength:
+    """What a row beyond the training context adds to the loss: that of the last quarter of each further context, minus
+    that of the same tokens where their row begins with this context. (L(i) at two indices is that of different text.)
+
+    Args:
+        name: what a reader sees.
+        factor: length of the rows, in training contexts.
+    """
+
+    name: str = "loss added by a longer context"
+    factor: int = 4
+    places: str = "length, in training contexts"
+    percent: bool = False
+    task: ClassVar[bool] = False
+
+    @property
+    def at(self) -> tuple[float, ...]:
+        return tuple(float(n) for n in range(2, self.factor + 1))
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        windows, T = subject.windows(self.factor), subject.config.data.context_length
+        far, found = token_losses(subject.model, windows), {}
+        for at in self.at:
+            end = round(at * T)
+            near = token_losses(subject.model, windows[:, end - T : end + 1])
+            found[at] = float((far[:, end - T : end] - near)[:, T * 3 // 4 :].mean())
+        return found
+
+
+@dataclass(frozen=True)
 class Kept:
     """The share of the causal blocks that pruning with the tail bound keeps, mean over heads and layers.
 

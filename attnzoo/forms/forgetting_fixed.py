@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.forms.fixed import Extend, Rows, tokens_of
-from attnzoo.forms.forgetting_cache import ForgettingCache, Network, take_token
+from attnzoo.forms.forgetting_cache import ForgettingCache, Network
+from attnzoo.forms.forgetting_steps import take_token
 from attnzoo.forms.memory import check_room, size_of
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.pages import PAGE, resized

@@ -21,6 +21,7 @@ from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import Call
+from attnzoo.layer.bounds import largest_score, longest_query
 from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, keys_per_token, valid_tokens
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, choose, chosen, given_options, run
@@ -209,53 +210,13 @@ class Attention(PreciseModule):
         check_borders(cu_seqlens, x)
         return self._project(x, Stream(None, None, (x.shape[0], x.shape[1]), x.device, cu_seqlens))
 
-    @torch.no_grad()
     def logit_bound(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """What QK-norm promises: ``[H]`` float32 that no ``|s_tj|`` exceeds, by the norms' weights; None without it.
-
-        ``scale K max_c |w_q[c] w_k[c]|`` per head, as normed vectors have at most length ``sqrt(K)`` before the
-        weights; where a rotation or another transition mixes the channels, ``scale K max |w_q| max |w_k|``.
 
         Args:
             dtype: q and k have been rounded to it.
         """
-        config, scale = self.config, self._scale(dtype) * (1 + torch.finfo(dtype).eps)
-        if config.qk_norm == "l2":
-            return self.q_proj.weight.new_full((config.num_heads,), scale, dtype=torch.float32)
-        if self.q_norm is None or self.k_norm is None:
-            return None
-        q, k = self._norm_weights(self.q_norm, config.query_heads), self._norm_weights(self.k_norm, config.key_heads)
-        if config.qk_norm == "rms_full":  # all of the length may lie in one head
-            scale *= math.sqrt(config.query_heads * config.key_heads)
-        mixed = self.angle is not None or self.variant.requires != ("log_decay",)
-        largest = q.amax(-1) * k.amax(-1) if mixed else (q * k).amax(-1)
-        return (largest * (config.key_dim * scale)).expand(config.num_heads).contiguous()
-
-    @torch.no_grad()
-    def query_bound(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """The longest scaled query that QK-norm lets pass, ``[H]`` float32; None without it.
-
-        Args:
-            dtype: q has been rounded to it.
-        """
-        config, scale = self.config, self._scale(dtype)
-        if config.qk_norm == "l2":
-            return self.q_proj.weight.new_full((config.num_heads,), scale, dtype=torch.float32)
-        if self.q_norm is None:
-            return None
-        channels = config.key_dim * (config.query_heads if config.qk_norm == "rms_full" else 1)
-        longest = self._norm_weights(self.q_norm, config.query_heads).amax(-1)
-        return (longest * (math.sqrt(channels) * scale)).expand(config.num_heads)
-
-    def _scale(self, dtype: torch.dtype) -> float:
-        """That of the scores, with room for one rounding to ``dtype``."""
-        scale: float = self.config.key_dim**-0.5 if self.scale is None else self.scale
-        return abs(scale) * (1 + torch.finfo(dtype).eps)
-
-    def _norm_weights(self, norm: HeadNorm, heads: int) -> Tensor:
-        """Sizes of a norm's weights, ``[H, K]`` or ``[K]``."""
-        weight = norm.weight.float().abs()
-        return weight if self.config.qk_norm_shared else weight.repeat_interleave(self.config.num_heads // heads, 0)
+        return largest_score(self, dtype)
 
     def _stream(self, x: Tensor, valid: Tensor | None, cache: LayerCache | None) -> Stream:
         if cache is not None:
@@ -356,7 +317,7 @@ class Attention(PreciseModule):
 
     def query_bounds(self, dtype: torch.dtype) -> QueryBounds | None:
         """What QK-norm promises of the rows to come; None without it."""
-        query, score = self.query_bound(dtype), self.logit_bound(dtype)
+        query, score = longest_query(self, dtype), self.logit_bound(dtype)
         return None if query is None or score is None else QueryBounds(query, own=score, score=score)
 
     def _project(self, x: Tensor, stream: Stream) -> Projected:

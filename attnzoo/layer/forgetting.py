@@ -13,8 +13,9 @@ from torch import Tensor
 from attnzoo.algebra.forgetting import Forgetting, blended
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.forgetting import Forgotten, Panel, Retention, forgetful_attention, hard_attention
-from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy, extend_forgetting
+from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy
 from attnzoo.forms.forgetting_fixed import ForgettingMemory
+from attnzoo.forms.forgetting_steps import extend_forgetting
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.panels import Logits
 from attnzoo.forms.protocol import REFERENCE, Call

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnzoo.data import build_data
+from attnzoo.files import check_folder
 from attnzoo.training.checkpoint import (
     Progress,
-    check_folder,
     check_resumable,
     exclusive,
     load_state,

@@ -88,11 +88,11 @@ def test_every_pair_of_the_registry_can_be_chosen_on_either_side(play):
     assert offered == [f"{pair.linear} · {pair.softmax}" for pair in chosen]
     for pair in chosen:
         play.locator("#pair").select_option(pair.softmax)
-        play.get_by_label("softmax side").check()
-        check(play)
         assert play.locator(".equation > div:visible .katex").count() == 1
-        play.get_by_label("linear side").check()
-        assert check(play)["pair"] == pair.softmax
+        for side in ("linear", "softmax") if pair.softmax not in SOFTMAX else ():  # those are moved below
+            play.get_by_label(f"{side} side").check()
+            now = check(play)
+            assert (now["pair"], now["readout"]) == (pair.softmax, side)
 
 
 def slide(page, name: str, keys: str) -> None:
@@ -193,7 +193,7 @@ def test_the_address_keeps_what_was_moved(play, reader):
     play.locator(".matrices").press("ArrowUp")
     moved = check(play)
     address = play.evaluate("location.hash")
-    reader.open("index.html")
+    play.goto("about:blank")
     reader.open(f"interactive.html{address}")
     again = check(play)
     assert (again["pair"], again["readout"], again["gate"]) == (moved["pair"], moved["readout"], moved["gate"])
@@ -350,7 +350,7 @@ def test_home_page_moves_one_gate_of_a_trained_fox(live, fox):
     live.locator("#live .code button").last.hover()
     behind = check_live(live, fox)
     assert all(weight == 0 for weight in behind["w"][: behind["gate"]])
-    live.get_by_label("in this", exact=True).check()
+    live.get_by_label("this head").check()
     assert check_live(live, fox)["next"] != behind["next"]
     live.locator("#live .code button").last.evaluate(TAP)
     assert check_live(live, fox)["gate"] == len(before["bytes"]) - 1
@@ -370,7 +370,7 @@ def test_home_page_reads_a_text_of_the_visitor(live, reader, fox):
     live.locator("#live .code button").last.press("Home")
     slide(live, "f", "PageUp")
     live.get_by_label("linear, its dual").check()
-    live.get_by_label("in this", exact=True).check()
+    live.get_by_label("this head").check()
     live.locator("#live select").select_option("1.3")
     typed = check_live(live, fox)
     assert bytes(typed["bytes"]) == b"if a & b:\n c=1\n"

@@ -1,23 +1,23 @@
 """Loss beyond the training context, blocks and orderings."""
 
-from attnzoo.experiments.claims import All, AtMost, Below, Value
+from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
-from attnzoo.experiments.probes import Kept, Loss, LossByPlace, PrunedLoss, Speed
+from attnzoo.experiments.probes import AddedByLength, Kept, Loss, LossByPlace, PrunedLoss, Speed
 
 FOX = "Lin et al., Forgetting Transformer (2025)"
 ACP = "Lin et al., Adaptive Computation Pruning for the Forgetting Transformer (2025)"
-BANDS = LossByPlace()
+ADDED = AddedByLength()
 PRO, LLAMA = {"block": "pro"}, {"block": "llama"}
 
 
-def rises(arm: str) -> Below:
-    """The loss at the end of four training contexts is above that at the end of one."""
-    return Below(Value(arm, BANDS.name, 1.0), Value(arm, BANDS.name, 4.0), by=0.1)
+def rises(arm: str) -> AtLeast:
+    """The loss at the end of four training contexts is above that of the same text in windows of one context."""
+    return AtLeast(Value(arm, ADDED.name, 4.0), 0.1)
 
 
-def stays(arm: str) -> Below:
-    """The loss at the end of four training contexts is not above that at the end of one by more than a twentieth."""
-    return Below(Value(arm, BANDS.name, 4.0), Value(arm, BANDS.name, 1.0), by=-0.05)
+def stays(arm: str) -> AtMost:
+    """It is not, by more than a twentieth of a nat."""
+    return AtMost(Value(arm, ADDED.name, 4.0), 0.05)
 
 
 EXPERIMENT = Experiment(
@@ -55,7 +55,7 @@ EXPERIMENT = Experiment(
             tokens=262144,
         ),
     },
-    probes=(Loss(), BANDS, Kept(), PrunedLoss(), Speed()),
+    probes=(Loss(), ADDED, LossByPlace(), Kept(), PrunedLoss(), Speed()),
     expectations=(
         Expectation("RoPE's loss rises beyond its training context.", f"{FOX}, Figure 2",
                     All((rises("Transformer (Pro)"), rises("Transformer (LLaMA)")))),

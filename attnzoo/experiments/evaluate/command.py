@@ -46,7 +46,7 @@ def evaluate(
     import torch
 
     from attnzoo.experiments.evaluate import saved, table
-    from attnzoo.training.checkpoint import check_folder
+    from attnzoo.files import check_folder
     from attnzoo.training.subject import device_named
 
     given = {field: value for field, value in common.items() if value not in (None, ())}

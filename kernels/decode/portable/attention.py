@@ -22,14 +22,7 @@ from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block, power_of_2
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.decode.plan import Plan
-from attnzoo.kernels.decode.portable.carried import (
-    NOT_WALKED,
-    group_base,
-    new_tokens,
-    open_scores,
-    open_start,
-    walked_queries,
-)
+from attnzoo.kernels.decode.portable.carried import NOT_WALKED, carried_scores, new_tokens, open_start
 from attnzoo.kernels.decode.portable.prune import first_pages
 from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, row_queries, row_since, row_sums
 
@@ -104,13 +97,10 @@ def paged_split_kernel(
         b_pos = b_len - T + o_t  # [BT]
         if GROUP > 0:  # scores from here on are there
             b_open = open_start(b_len - new_tokens(p_count, i_b, T, HAS_COUNT), PAGE, GROUP)
-            n_base = group_base(p_base, i_b, IN_PLACE) - 1
         i_bg64 = i_b * G + i_g
         p_t, p_sums = p_table + i_bg64 * N, p_sum + i_bg64 * R * N
         o_h = i_g * R + o_rep
-        if GROUP > 0:
-            b_q = tl.zeros([BT, BK], tl.float32)
-        else:
+        if GROUP == 0:
             b_q = row_queries(p_q, i_b, o_t, o_h, o_k, m_r, stride_qb, stride_qt, stride_qh, K)  # [BT, BK]
         b_ref, b_slope = row_sums(p_t, p_decay, p_sums, p_g, b_pos, o_h, o_rep, m_r, N, R, PAGE, GATE)
         b_since = row_since(p_since, i_bg64 * R, b_pos, o_rep, o_t, m_r, T, window, HAS_SINCE)
@@ -125,10 +115,8 @@ def paged_split_kernel(
             rest = tl.where(i_page >= 0, b_len - s, 0)  # keys from here on
             at = tl.maximum(i_page, 0).to(tl.int64) * PAGE + s % PAGE
             if GROUP > 0:
-                n_group = tl.maximum(s // (PAGE * GROUP), n_base)
-                b_q = walked_queries(p_walk, i_bg64, n_group, o_r, o_k, m_r & (s < b_open), T, M, R, K)
-                b_s = page_scores(b_q, p_k, at, tl.where(s < b_open, rest, 0), K, BK, BS, PREC)
-                b_s += open_scores(p_own, i_bg64, o_r, s + o_s - b_open, s + o_s >= b_open, m_r, T, R, PAGE * GROUP)
+                b_s = carried_scores(p_walk, p_own, p_base, p_k, i_b, i_bg64, b_open, at, s, rest, o_r, m_r, T, M, R,
+                                     K, BK, BS, PAGE, GROUP, IN_PLACE, PREC)  # fmt: skip
             else:
                 b_s = page_scores(b_q, p_k, at, rest, K, BK, BS, PREC)
             b_y = page_logits(b_s, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2, R,

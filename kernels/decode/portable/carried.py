@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.launching import cdiv, head_block
 from attnzoo.kernels.common.tile_loads import load_tile
-from attnzoo.kernels.decode.portable.rows import row_queries
+from attnzoo.kernels.decode.portable.rows import page_scores, row_queries
 
 NOT_WALKED = {"GROUP": 0, "IN_PLACE": True, "HAS_COUNT": False}  # rows that meet keys as they are
 
@@ -123,10 +123,18 @@ def walked_queries(p_walk, i_bg, n, o_r, o_k, m_r, T, M, R: tl.constexpr, K: tl.
 
 
 @triton.jit
-def open_scores(p_own, i_bg, o_r, o_key, m_open, m_r, T, R: tl.constexpr, S: tl.constexpr):
-    """Scores with the keys ``o_key`` of the group that was not whole, or after it (m_open). # [BT, BS]"""
+def carried_scores(p_walk, p_own, p_base, p_k, i_b, i_bg, b_open, at, s, rest, o_r, m_r, T, M, R: tl.constexpr,
+                   K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+                   IN_PLACE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """Products of rows with the keys s .. s + BS, as ``page_scores``; from b_open on they are there. # [BT, BS]"""
+    S: tl.constexpr = PAGE * GROUP
+    o_key, m_q = s - b_open + tl.arange(0, BS), m_r & (s < b_open)
+    n = tl.maximum(s // S, group_base(p_base, i_b, IN_PLACE) - 1)
+    b_q = walked_queries(p_walk, i_bg, n, o_r, tl.arange(0, BK), m_q, T, M, R, K)
+    b_s = page_scores(b_q, p_k, at, tl.where(s < b_open, rest, 0), K, BK, BS, PREC)
     p_scores = p_own + (i_bg * (R * T) + o_r)[:, None] * (S + T) + o_key[None, :]
-    return tl.load(p_scores, mask=m_r[:, None] & (m_open & (o_key < S + T))[None, :], other=0.0)
+    m_own = (o_key >= 0) & (o_key < S + T)
+    return b_s + tl.load(p_scores, mask=m_r[:, None] & m_own[None, :], other=0.0)
 
 
 @triton.jit

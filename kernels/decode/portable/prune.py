@@ -2,8 +2,8 @@
 
 The certificate is that of ``common/pruning.py`` with the bound "tail" and what a pool keeps: ``n_log`` of a page is
 the logarithm of the sum of ``exp(-c_l)`` up to its end, and ``U_i`` needs the longest key of the pages that are
-dropped alone. ``l_i`` is the log-sum-exp of row i over the page of the first row, those after it and the one before;
-of PaTH, whose queries and keys only become shorter on their way, over the group of pages that was not whole.
+dropped alone; PaTH's queries and keys only become shorter on their way. ``l_i`` is the log-sum-exp of row i over the
+page of the first row, those after it and the one before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import LOG2E, SLACK
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.pruning import tail_at
-from attnzoo.kernels.decode.portable.carried import new_tokens, open_scores, open_start
+from attnzoo.kernels.decode.portable.carried import carried_scores, new_tokens, open_start
 from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, row_queries, row_since, row_sums
 
 
@@ -26,18 +26,18 @@ def _maximum(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["T", "N", "window"])
+@triton.jit(do_not_specialize=["T", "N", "M", "window"])
 def paged_prune_kernel(
-    p_q, p_k, p_table, p_first, p_length, p_decay, p_sum, p_g, p_since, p_norm, p_tails, p_bound, p_begin, p_own,
-    p_count, T, N, window, scale2, log2_eps, stride_qb, stride_qt, stride_qh,
+    p_q, p_k, p_table, p_first, p_length, p_decay, p_sum, p_g, p_since, p_norm, p_tails, p_bound, p_begin, p_walk,
+    p_own, p_base, p_count, T, N, M, window, scale2, log2_eps, stride_qb, stride_qt, stride_qh,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, HAS_BOUND: tl.constexpr,
-    PREC: tl.constexpr, GROUP: tl.constexpr, HAS_COUNT: tl.constexpr,
+    PREC: tl.constexpr, GROUP: tl.constexpr, IN_PLACE: tl.constexpr, HAS_COUNT: tl.constexpr,
 ):  # fmt: skip
     """The first page [B * G] int32 of which some row of a key head may not go without."""
     i_bg = tl.program_id(0).to(tl.int64)
     i_b, i_g = i_bg // G, i_bg % G
-    o_k, o_n, o_s = tl.arange(0, BK), tl.arange(0, BN), tl.arange(0, BS)
+    o_k, o_n = tl.arange(0, BK), tl.arange(0, BN)
     b_len, begin = tl.load(p_length + i_b), tl.load(p_first + i_bg)
     n_own = tl.maximum(b_len - T, 0) // PAGE  # the page of the first row: it and those after it stay
     p_t, p_sums = p_table + i_bg * N, p_sum + i_bg * R * N
@@ -46,7 +46,6 @@ def paged_prune_kernel(
     if GROUP > 0:
         n_new = new_tokens(p_count, i_b, T, HAS_COUNT)
         b_open = open_start(b_len - n_new, PAGE, GROUP)
-        near = tl.maximum(b_open // PAGE, begin)
     for i_r in range(0, R * T, BT):
         o_r = i_r + tl.arange(0, BT)
         m_r = o_r < T * R
@@ -62,7 +61,8 @@ def paged_prune_kernel(
             i_page = tl.load(p_t + s // PAGE)
             rest, at = tl.where(i_page >= 0, b_len - s, 0), tl.maximum(i_page, 0).to(tl.int64) * PAGE + s % PAGE
             if GROUP > 0:
-                b_s = open_scores(p_own, i_bg, o_r, s - b_open + o_s, o_s < rest, m_r, T, R, PAGE * GROUP)
+                b_s = carried_scores(p_walk, p_own, p_base, p_k, i_b, i_bg, b_open, at, s, rest, o_r, m_r, T, M, R, K,
+                                     BK, BS, PAGE, GROUP, IN_PLACE, PREC)  # fmt: skip
             else:
                 b_s = page_scores(b_q, p_k, at, rest, K, BK, BS, PREC)
             b_y = page_logits(b_s, p_decay, p_sums, b_ref, b_slope, b_pos, b_since, o_rep, at, s, rest, N, scale2, R,
@@ -108,8 +108,8 @@ def first_pages(
     """``first`` [B, G] moved on by what pruning drops, in ``begin``; the arguments of kernels over pages go before."""
     paged_prune_kernel[(first.numel(),)](
         p_first=first, p_norm=k_norm, p_tails=k_norm if n_log is None else n_log,
-        p_bound=k_norm if logit_bound is None else logit_bound, p_begin=begin, log2_eps=log_eps * LOG2E - SLACK, BN=64,
+        p_bound=k_norm if logit_bound is None else logit_bound, p_begin=begin, log2_eps=log_eps * LOG2E - SLACK, BN=128,
         HAS_BOUND=logit_bound is not None, num_warps=4, num_stages=1, **pages,
-        **{name: walked[name] for name in ("p_own", "p_count", "GROUP", "HAS_COUNT")},
+        **walked,
     )  # fmt: skip
     return begin.view_as(first)

@@ -1,0 +1,219 @@
+"""The first tokens of a cache that gives up single keys, and each token after them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from einops import reduce
+from torch import Tensor
+
+from attnzoo.algebra.forgetting import squashed
+from attnzoo.algebra.gate import Gate, expand_heads, is_closed
+from attnzoo.algebra.transitions import HeadGate, compute_dtype, heads_first
+from attnzoo.forms.forgetting import Panel, hard_attention
+from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy, swap_delete
+from attnzoo.forms.options import SoftmaxOptions, check_softmax
+from attnzoo.forms.pages import PAGE
+from attnzoo.forms.panels import Logits
+from attnzoo.forms.readout import least_logit
+from attnzoo.forms.softmax import AdditiveForms, SoftmaxForms
+
+
+@torch.no_grad()
+def extend_forgetting(
+    forms: SoftmaxForms, q: Tensor, k: Tensor, v: Tensor, gate: Gate, network: Network, policy: Policy,
+    state: ForgettingCache | None, given: SoftmaxOptions,
+) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
+    """Add T tokens to a cache and attend to the keys that are left.
+
+    Rows of one call see each other and what the cache held before, by retention alone; a budget cuts when it ends.
+
+    Args:
+        forms: of the variant.
+        network: of the layer.
+        state: None for an empty cache.
+        given: ``scale``, ``window``, ``sink`` and ``valid`` of the call.
+
+    Returns:
+        ``[B, T, H, V]`` and the new cache.
+
+    Raises:
+        ValueError: a cache of another batch.
+    """
+    check_softmax(given, q, gate)
+    if state is None:
+        o, new = _prefill(forms, q, k, v, gate, network, policy, given)
+    else:
+        if len(state.seen) != q.shape[0]:
+            raise ValueError(f"state: expected {q.shape[0]} sequences, got {len(state.seen)}")
+        new, rows = state, []
+        for t in range(q.shape[1]):
+            now = slice(t, t + 1)
+            step = replace(given, valid=None if given.valid is None else given.valid[:, now])
+            one, new = _step(forms, q[:, now], k[:, now], v[:, now], gate.slice(t, t + 1), network, new, step)
+            rows.append(one)
+        o = torch.cat(rows, 1)
+    return o, new.within_budget()
+
+
+def _prefill(
+    forms: SoftmaxForms, q: Tensor, k: Tensor, v: Tensor, gate: Gate, network: Network, policy: Policy,
+    given: SoftmaxOptions,
+) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
+    """The first T tokens, in panels."""
+    (B, T, H, _), G, valid = q.shape, v.shape[2], given.valid
+    logits = Logits(forms, q, k, gate, scale=given.scale, valid=valid, window=given.window)
+    memory = network.keys(k, v)
+    o, last = hard_attention(logits, v, network.join(memory, network.rows(q)), policy.options, given.sink)
+    there = torch.ones(B, T, dtype=torch.bool, device=q.device) if valid is None else valid
+    R, phase, angle = H // G, None, None
+    if isinstance(forms, AdditiveForms):
+        placed = forms.separated(gate, q, valid, None)
+        _, keys, phase, angle = forms.place(q, k, placed, None, valid)
+        keys = keys.transpose(1, 2).unflatten(1, (G, -1))  # [B, G, r, T, K]
+    else:
+        assert last.carried is not None
+        keys = last.carried.unflatten(1, (G, R))
+        keys = keys if _per_query_head(gate) else keys[:, :, :1]
+    slots = {
+        "k": keys.movedim(2, 3).contiguous(), "v": v.transpose(1, 2).contiguous(), "network": memory,
+        "position": logits.position.expand(B, T)[:, None].expand(B, G, T).clone(), "kept": last.kept,
+    }  # fmt: skip
+    if last.attention is not None:
+        slots["attention"] = last.attention
+    sums: dict[str, Tensor] = {}
+    if logits.sums is not None:
+        c, closed = logits.sums
+        closed = torch.zeros_like(c, dtype=torch.int64) if closed is None else closed
+        tail = (-c).masked_fill(~there[:, None], -torch.inf).logcumsumexp(-1)
+        longest = k.double().norm(dim=-1).masked_fill(~there[..., None], 0.0).cummax(1).values.transpose(1, 2)
+        slots |= {n: x.unflatten(1, (G, R)).movedim(2, 3) for n, x in (("c", c), ("closed", closed), ("tail", tail))}
+        slots["longest"] = longest
+        sums = {name: slots[name][:, :, -1].clone() for name in ("c", "closed", "tail", "longest")}
+    live, seen = torch.full((B, G), T, device=q.device), there.sum(1)
+    new = ForgettingCache(slots, live, seen, policy, T, sums, phase, angle)
+    slots, live = swap_delete(slots, live, ~there[:, None].expand(B, G, T)) if valid is not None else (slots, live)
+    return o, replace(new, slots=slots, live=live)
+
+
+def _per_query_head(gate: Gate) -> bool:
+    """Whether transitions differ among the query heads of one key head."""
+    return gate.log_diag is not None or gate.angle is not None
+
+
+def _step(
+    forms: SoftmaxForms, q: Tensor, k: Tensor, v: Tensor, gate: Gate, network: Network, state: ForgettingCache,
+    given: SoftmaxOptions,
+) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
+    """One token of each sequence."""
+    state = state.settled()
+    state = replace(state, slots=_with_room(state.slots, int(state.live.max()) + 1))
+    return take_token(forms, q, k, v, gate, network, state, given, state.live)
+
+
+def take_token(
+    forms: SoftmaxForms, q: Tensor, k: Tensor, v: Tensor, gate: Gate, network: Network, state: ForgettingCache,
+    given: SoftmaxOptions, at: Tensor,
+) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
+    """One token of each sequence into the free slots ``at [B, G]``, and its output; nothing waits for the device.
+
+    The slots are written to where they stand. The other arguments are those of :func:`extend_forgetting`.
+    """
+    (B, _, H, K), G, dtype, options = q.shape, v.shape[2], compute_dtype(q), state.policy.options
+    there = torch.ones(B, dtype=torch.bool, device=q.device) if given.valid is None else given.valid[:, 0]
+    if given.valid is not None:
+        q, k, v = (x.masked_fill(~there[:, None, None, None], 0.0) for x in (q, k, v))
+    rows, memory = network.rows(q), network.keys(k, v)
+    gate = forms.separated(gate, q, given.valid, None)
+    slots, phase, angle = dict(state.slots), None, None
+    if isinstance(forms, AdditiveForms):
+        q, k, phase, angle = forms.place(q, k, gate, cast(Any, state), given.valid)
+        if given.valid is not None and phase is not None and state.phase is not None:
+            phase = torch.where(there[:, None, None, None], phase, state.phase)
+    else:
+        slots["k"] = _carry(forms, gate, q, k, slots["k"])
+    r = slots["k"].shape[3]
+    new: dict[str, Tensor] = {
+        "k": expand_heads(k, G * r).reshape(B, G, r, K), "v": v[:, 0],
+        "network": memory[:, :, 0], "position": state.seen[:, None].expand(B, G),
+        "kept": torch.ones(B, G, device=q.device), "attention": torch.full((B, G), 0.5, device=q.device),
+        "held": there[:, None].expand(B, G),
+    }  # fmt: skip
+    sums = _next_sums(state, gate.per_token(q).log_decay, k, there)
+    new |= sums
+    place = torch.arange(B, device=q.device)[:, None], torch.arange(G, device=q.device), at
+    for name, x in slots.items():
+        before = x[place]
+        x[place] = torch.where(there.view(B, *(1,) * (before.ndim - 1)), new[name].to(x.dtype), before)
+    live = state.live + there[:, None]
+    after = replace(
+        state, slots=slots, live=live, seen=state.seen + there, sums=sums, tokens=state.tokens + 1,
+        phase=phase, angle=angle,
+    )  # fmt: skip
+
+    scaled = heads_first(q, H, dtype)[:, :, 0].unflatten(1, (G, -1)) * (K**-0.5 if given.scale is None else given.scale)
+    keys = slots["k"].to(dtype).expand(-1, -1, -1, scaled.shape[2] if r > 1 else 1, -1)
+    a = (keys * scaled[:, :, None]).sum(-1).movedim(-1, 2) if r > 1 else scaled @ keys[:, :, :, 0].mT  # [B, G, R, N]
+    if sums:
+        a = a + (sums["c"][..., None] - slots["c"].movedim(-1, 2)).to(dtype)
+        a = a.masked_fill(sums["closed"][..., None] != slots["closed"].movedim(-1, 2), -torch.inf)
+    held, age = after.in_use(), after.age()
+    seen = held if given.window is None else held & (age < given.window)
+    a = a.masked_fill(~seen[:, :, None], -torch.inf)
+    panel = Panel(0, slots["kept"].shape[2], age[:, :, None])
+    if options.of_pairs:
+        own = (scaled * heads_first(k, H, dtype)[:, :, 0].unflatten(1, (G, -1))).sum(-1)
+        share = (a - own[..., None]).sigmoid().mean(2)
+        mean = torch.where(age == 0, share, options.memory * slots["attention"] + (1 - options.memory) * share)
+        slots["attention"] = torch.where(there[:, None, None], mean, slots["attention"])
+        logit = reduce(squashed(a), "b g r n -> b g 1 n", "mean")
+        panel = replace(panel, logits=logit, attention=mean[:, :, None])
+    retention = network.join(slots["network"], rows)(panel)[:, :, 0].sigmoid()
+    retention = retention.masked_fill((age < options.window) | ~there[:, None, None], 1.0)
+    slots["kept"] = slots["kept"].minimum(retention.to(slots["kept"].dtype))
+
+    sees = seen & (slots["kept"] >= options.threshold)
+    a = a.clamp(min=least_logit(dtype)).masked_fill(~sees[:, :, None], least_logit(dtype))
+    values = slots["v"].to(dtype)
+    if given.sink is not None:
+        sink = given.sink.to(dtype).view(1, G, -1, 1).expand(B, -1, -1, 1)
+        a, values = torch.cat([a, sink], -1), torch.cat([values, values.new_zeros(B, G, 1, values.shape[-1])], 2)
+    o = a.softmax(-1) @ values
+    return o.flatten(1, 2)[:, None].to(v.dtype), after
+
+
+def _with_room(slots: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    """Copies with room for ``size`` keys of each head."""
+    N = slots["kept"].shape[2]
+    more = max(0, -(-size // PAGE) * PAGE - N)
+    return {name: torch.cat([x, x.new_zeros(*x.shape[:2], more, *x.shape[3:])], 2) for name, x in slots.items()}
+
+
+def _carry(forms: SoftmaxForms, gate: Gate, q: Tensor, k: Tensor, keys: Tensor) -> Tensor:
+    """The keys ``[B, G, N, r, K]`` after one more transition."""
+    B, G, N, r, K = keys.shape
+    local = HeadGate.of(replace(gate, log_decay=None), q if r > 1 else k).at(0)
+    moved: Tensor = forms.transition.apply(local, keys.permute(0, 1, 3, 4, 2).flatten(1, 2))  # [B, H or G, K, N]
+    moved = moved.unflatten(1, (G, r))
+    return moved.permute(0, 1, 4, 2, 3)
+
+
+def _next_sums(state: ForgettingCache, g: Tensor | None, k: Tensor, there: Tensor) -> dict[str, Tensor]:
+    """The sums after one token with the gates ``g [B, 1, H]`` and the key ``k``, where it exists."""
+    if g is None:
+        return {}
+    before, (B, G) = state.sums, state.live.shape
+    g = g[:, 0].double().view(B, G, -1)
+    closed = is_closed(g)
+    c = before["c"] + g.masked_fill(closed, 0.0)
+    longest = k[:, 0].double().norm(dim=-1).view(B, G, -1).amax(-1)
+    new = {
+        "c": c, "closed": before["closed"] + closed, "tail": torch.logaddexp(before["tail"], -c),
+        "longest": before["longest"].maximum(longest),
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, x in new.items():
+        found[name] = torch.where(there.view(B, *(1,) * (x.ndim - 1)), x, before[name])
+    return found

@@ -1,0 +1,77 @@
+"""What the weights of QK-norm promise of all queries and keys, however long a text is."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.layer.config import AttentionConfig
+from attnzoo.layer.parts import HeadNorm
+from attnzoo.registry import Variant
+
+
+class Normed(Protocol):
+    """What is read of a layer."""
+
+    config: AttentionConfig
+    variant: Variant
+    scale: float | None
+    q_proj: nn.Linear
+    q_norm: HeadNorm | None
+    k_norm: HeadNorm | None
+    angle: Tensor | None
+
+
+@torch.no_grad()
+def largest_score(layer: Normed, dtype: torch.dtype) -> Tensor | None:
+    """``[H]`` float32 that no ``|s_tj|`` exceeds; None without QK-norm.
+
+    ``scale K max_c |w_q[c] w_k[c]|`` per head, as normed vectors have at most length ``sqrt(K)`` before the
+    weights; where a rotation or another transition mixes the channels, ``scale K max |w_q| max |w_k|``.
+
+    Args:
+        dtype: q and k have been rounded to it.
+    """
+    config, scale = layer.config, _scale(layer, dtype) * (1 + torch.finfo(dtype).eps)
+    if config.qk_norm == "l2":
+        return layer.q_proj.weight.new_full((config.num_heads,), scale, dtype=torch.float32)
+    if layer.q_norm is None or layer.k_norm is None:
+        return None
+    q, k = _weights(layer, layer.q_norm, config.query_heads), _weights(layer, layer.k_norm, config.key_heads)
+    if config.qk_norm == "rms_full":  # all of the length may lie in one head
+        scale *= math.sqrt(config.query_heads * config.key_heads)
+    mixed = layer.angle is not None or layer.variant.requires != ("log_decay",)
+    largest = q.amax(-1) * k.amax(-1) if mixed else (q * k).amax(-1)
+    return (largest * (config.key_dim * scale)).expand(config.num_heads).contiguous()
+
+
+@torch.no_grad()
+def longest_query(layer: Normed, dtype: torch.dtype) -> Tensor | None:
+    """The longest scaled query that QK-norm lets pass, ``[H]`` float32; None without it.
+
+    Args:
+        dtype: q has been rounded to it.
+    """
+    config, scale = layer.config, _scale(layer, dtype)
+    if config.qk_norm == "l2":
+        return layer.q_proj.weight.new_full((config.num_heads,), scale, dtype=torch.float32)
+    if layer.q_norm is None:
+        return None
+    channels = config.key_dim * (config.query_heads if config.qk_norm == "rms_full" else 1)
+    longest = _weights(layer, layer.q_norm, config.query_heads).amax(-1)
+    return (longest * (math.sqrt(channels) * scale)).expand(config.num_heads)
+
+
+def _scale(layer: Normed, dtype: torch.dtype) -> float:
+    """That of the scores, with room for one rounding to ``dtype``."""
+    scale: float = layer.config.key_dim**-0.5 if layer.scale is None else layer.scale
+    return abs(scale) * (1 + torch.finfo(dtype).eps)
+
+
+def _weights(layer: Normed, norm: HeadNorm, heads: int) -> Tensor:
+    """Sizes of a norm's weights, ``[H, K]`` or ``[K]``."""
+    weight = norm.weight.float().abs()
+    return weight if layer.config.qk_norm_shared else weight.repeat_interleave(layer.config.num_heads // heads, 0)
