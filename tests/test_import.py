@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from peer_kernels import in_plain_torch
 
 from attnzoo.cli import app
 from attnzoo.models.decoder import LanguageModel
@@ -64,6 +65,11 @@ def peer(name, options):
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, 1.0, 0.3)
     return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    in_plain_torch(monkeypatch)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from peer_kernels import in_plain_torch
 from torch import Tensor
 
 from attnzoo import build_attention
@@ -18,7 +19,8 @@ pytest.importorskip("transformers")
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def plain(monkeypatch):
+    in_plain_torch(monkeypatch)
     torch.manual_seed(0)
 
 
