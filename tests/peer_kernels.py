@@ -1,8 +1,10 @@
-"""flash-linear-attention's own kernels where there is no GPU: in Triton's interpreter, each with one tile."""
+"""Peers' kernels where there is no GPU: in Triton's interpreter, each with one tile, or their definitions instead."""
 
 from __future__ import annotations
 
 import builtins
+import importlib
+import inspect
 import sys
 from typing import Any
 
@@ -38,3 +40,14 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("fla.ops"):
             monkeypatch.setattr(module, "range", _indices, raising=False)
+
+
+def in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Qwen3-Next of transformers run its own definitions, though kernels for them may be installed."""
+    module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    rules = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+    for name in (*rules, "causal_conv1d_fn", "causal_conv1d_update"):
+        if getattr(module, name) is not None:
+            monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
+    for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "FusedRMSNormGated"):  # transformers 4
+        monkeypatch.setattr(module, name, None, raising=False)

@@ -84,14 +84,21 @@ def test_eviction_that_no_step_can_promise_is_refused():
         Generator(forgetful(), 1, 8, graph=True, evict="offload")
     with pytest.raises(ValueError, match="evict: expected None or a layer with qk_norm"):
         Generator(build(), 1, 8, evict=0.1)
-    model = build(attention="path", attention_options={"window": 70})
-    cache = model.new_cache()
-    with torch.no_grad():
-        model(torch.zeros(1, 5, dtype=torch.int64), cache=cache)
-    generator = Generator(model, 1, 32, evict=0.1)
-    generator.resume(cache, 3, 4, Sampling(0.0))
-    with pytest.raises(ValueError, match=r"cache: expected that of new_cache\(evict=\.\.\.\) \(keys that have been"):
-        generator.run()
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["", "offload"])
+def test_keys_that_were_carried_to_the_last_token_go_on_in_pages(away):
+    """Over the end of the page that is not whole, and from one on."""
+    model, draws = build(attention="path", attention_options={"window": 70}), torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 40, (T,), generator=draws) for T in (60, 130)]
+    generator, ids = Generator(model, 2, 160, evict="offload" if away else 1e-30), []
+    for prompt in prompts:
+        cache = model.new_cache()
+        with torch.no_grad():
+            known = int(model(prompt[None], cache=cache).logits[0, -1].argmax())
+        ids.append(generator.resume(cache, known, 9, Sampling(0.0)))
+    found = generator.run()
+    assert [found[n] for n in ids] == [alone(model, prompt, 10)[1:] for prompt in prompts]
 
 
 def test_what_a_window_hides_is_given_up_and_changes_no_greedy_token(prompts):

@@ -9,6 +9,7 @@ from generated import alone, build
 from layers import layer, rows
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.forms import fixed_pages
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.pool import PAGE
 from attnzoo.kernels.decode import reference
@@ -64,6 +65,12 @@ def steps(attn, fixed, tokens, seen):
     return torch.cat(found, 1)[there]
 
 
+@pytest.fixture(autouse=True)
+def small_things_are_looked_through_too(monkeypatch):
+    monkeypatch.setattr(fixed_pages, "LONG", 0)
+    monkeypatch.setattr(fixed_pages, "LARGE", 0)
+
+
 @pytest.fixture
 def looks(monkeypatch):
     """For each look for what may go: the first pages, those that are read, and the mass before these."""
@@ -115,6 +122,19 @@ def test_a_key_that_is_long_enough_is_read_however_old_it_is(looks):
     steps(attn, fixed, 1, looks)
     assert looks[0][1][0, 0] > 0
     assert looks[2][1][0, 0] == 0
+
+
+@torch.no_grad()
+def test_what_is_read_faster_than_looked_through_is_read(looks, monkeypatch):
+    attn = layer("fox", acp=True)
+    fixed = filled(attn, (100, 0))
+    pool = copy.deepcopy(fixed).memory.pool  # without free pages
+    for name, least in (("LONG", pool.table.shape[2]), ("LARGE", pool.k.nbytes + pool.v.nbytes)):
+        for value, asked in ((least, 2), (least + 1, 0), (0, 2)):
+            monkeypatch.setattr(fixed_pages, name, value)
+            looks.clear()
+            steps(attn, fixed, 1, looks)
+            assert len(looks) == asked
 
 
 @torch.no_grad()

@@ -131,11 +131,10 @@ FORGETTING = {
 }
 
 
-@pytest.mark.parametrize("name", FORGETTING)
-def test_layers_that_forget_go_on_as_without_proposals(name):
+def same_with_proposals(name, device="cpu"):
     options, limits = FORGETTING[name]
-    model, draws = that_forgets(**options), torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, 39, (T,), generator=draws) for T in (30, 3)]
+    model, draws = that_forgets(**options).to(device), torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 39, (T,), generator=draws).to(device) for T in (30, 3)]
     found, answers, steps = [], {}, 0
     for draft in (None, proposals(answers)):
         generator = Generator(model, 2, 50, **limits)
@@ -146,6 +145,11 @@ def test_layers_that_forget_go_on_as_without_proposals(name):
         found.append([(generator.requests[n].tokens, generator.requests[n].kept) for n in ids])
     assert found[0] == found[1]
     assert steps <= 8
+
+
+@pytest.mark.parametrize("name", FORGETTING)
+def test_layers_that_forget_go_on_as_without_proposals(name):
+    same_with_proposals(name)
 
 
 @pytest.mark.parametrize("name", list_variants())
@@ -209,3 +213,9 @@ def test_a_graph_that_checks_proposals_gives_the_same_tokens(name):
     model = build(**{**options, "hidden_size": 128, "initializer_range": 0.1}).cuda()
     prompts = [torch.randint(0, 39, (T,), device="cuda") for T in (50, 3, 100)]
     proposed(model, prompts, limits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORGETTING)
+def test_a_graph_of_layers_that_forget_checks_proposals(name):
+    same_with_proposals(name, "cuda")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache
 from attnzoo.forms.carried import CarriedPool, attend_carried
@@ -36,14 +37,11 @@ class CarriedPages(PagedMemory):
     @staticmethod
     def of(state: PagedCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedPages:
         """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""
-        one, B = cast(CarriedPool, state.pool), len(rows.lengths)
-        (G, K), R = (one.table.shape[1], one.k.shape[2]), 1 if one.decay is None else one.decay.shape[2]
-        pool = CarriedPool.of(
-            B, G, R, K, one.v.shape[2], dtype=one.k.dtype, values=one.v.dtype, device=device,
-            decays=one.decay is not None, pages=B * G, tokens=tokens, factors=one.factors,
-        )  # fmt: skip
+        pool = _like(cast(CarriedPool, state.pool), len(rows.lengths), tokens, device)
         pool.lengths = rows.lengths
-        return CarriedPages(pool, rows, None, None, None if state.evict is None else state.evict.of_rows(B))
+        return CarriedPages(
+            pool, rows, None, None, None if state.evict is None else state.evict.of_rows(len(rows.lengths))
+        )
 
     @untraced  # it changes the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
@@ -71,11 +69,23 @@ class CarriedPages(PagedMemory):
             pool.crop(left)
         pool.lengths = rows.lengths  # the host counts them after the step
 
-    def admit(self, row: int, state: Any, tokens: int) -> None:
-        if not isinstance(state, PagedCache):
-            how = "keys that have been carried to the last token are in no pages"
-            raise ValueError(f"cache: expected that of new_cache(evict=...) ({how}), got {type(state).__name__}")
-        super().admit(row, state, tokens)
+    def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
+        if isinstance(state, PagedCache):
+            one = state.pool
+        else:  # its keys stand as the last token has left them all: as if no token before had a factor
+            one = _like(cast(CarriedPool, self.pool), 1, len(state), state.k.device)
+            w = state.k.new_zeros(*state.k.shape[:3], *one.near_w.shape[3:])
+            one.add(state.k, state.v, Gate(log_decay=state.log_decay, w=w, beta=w[..., 0]), None)
+        self._adopt(row, one, state, tokens)
+
+
+def _like(pool: CarriedPool, B: int, tokens: int, device: torch.device | str) -> CarriedPool:
+    """A pool of B empty sequences with heads and channels as in ``pool``."""
+    (G, K), R = (pool.table.shape[1], pool.k.shape[2]), 1 if pool.decay is None else pool.decay.shape[2]
+    return CarriedPool.of(
+        B, G, R, K, pool.v.shape[2], dtype=pool.k.dtype, values=pool.v.dtype, device=device,
+        decays=pool.decay is not None, pages=B * G, tokens=tokens, factors=pool.factors,
+    )  # fmt: skip
 
 
 @dataclass(eq=False)

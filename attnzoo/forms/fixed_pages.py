@@ -13,6 +13,7 @@ from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache
 from attnzoo.forms.fixed import Extend, Rows
+from attnzoo.forms.memory import size_of
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.paged_attention import append_and_attend
@@ -20,14 +21,17 @@ from attnzoo.forms.pool import PAGE, KeyPool
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.untraced import untraced
 
+LONG, LARGE = 64, 2**27  # a head's pages, and bytes of all: what is less is read faster than it is looked through
+
 
 @dataclass(eq=False)
 class PagedMemory:
     """The keys of B sequences in a :class:`~attnzoo.forms.pool.KeyPool`, for encodings that leave them as they are.
 
     A step is a few kernels (``attnzoo.kernels.decode``), which read on the device how many keys there are. With
-    ``prune`` it skips the first pages of a head that together weigh at most its eps in each row. Where keys are given
-    up by such a certificate already, it reads all that are left: looking for more takes longer than reading it.
+    ``prune`` it skips the first pages of a head that together weigh at most its eps in each row. It reads all where
+    looking for them takes longer than reading them (one H200): where keys are given up by such a certificate already,
+    where there are fewer than LONG pages, and where all keys and values take less than LARGE bytes.
 
     Args:
         pool: whose ``lengths`` are those of ``rows``.
@@ -86,9 +90,11 @@ class PagedMemory:
         return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.count())
 
     def _options(self, call: Call) -> SoftmaxOptions:
-        """What the call asks for, without pruning where that finds nothing more."""
-        given = SoftmaxOptions(**call.options)
-        return given if self.evict is None or self.evict.bounds is None else replace(given, prune=None)
+        """What the call asks for, without pruning where that takes longer than it saves."""
+        given, pool = SoftmaxOptions(**call.options), self.pool
+        certified = self.evict is not None and self.evict.bounds is not None
+        much = pool.table.shape[2] >= LONG and size_of(pool.k) + size_of(pool.v) >= LARGE
+        return given if much and not certified else replace(given, prune=None)
 
     def _placed(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         assert self.place is not None

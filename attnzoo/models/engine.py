@@ -171,8 +171,7 @@ class Generator:
         """Continue a sequence that another loop has begun; see :meth:`add`.
 
         Args:
-            cache: of :meth:`~attnzoo.models.decoder.LanguageModel.new_cache`, of one sequence. It is only read. Where
-                PaTH's keys are given up here, they must lie in pages there too.
+            cache: of :meth:`~attnzoo.models.decoder.LanguageModel.new_cache`, of one sequence. It is only read.
             token: the one that follows, which ``cache`` has not seen.
             sampling: of the tokens after it.
         """

@@ -144,16 +144,21 @@ def ours(case: Case, x: Inputs) -> Tensor:
     return o
 
 
+def check_error(case: Case, got: Tensor, near: Tensor, want: Tensor) -> None:
+    """That of ``got`` against float64 is at most twice that of plain operations, plus rounding."""
+    band = (16 * torch.finfo(torch.float32).eps + torch.finfo(got.dtype).eps / 8) * float(want.norm())
+    error, budget = (float((o.double() - want).norm()) for o in (got, near))
+    assert error <= 2 * budget + band, f"{case}: error {error:.2e}, budget {2 * budget + band:.2e}"
+
+
 def within_budget(case: Case, dtype: torch.dtype) -> None:
     """Error against float64 at most twice that of plain operations, plus rounding; and the same pages are left."""
     x = inputs(case, dtype)
     other, want = inputs(case, dtype).pool, exact(case, x)
     there = torch.arange(case.T) >= case.T - torch.tensor(case.count or (case.T,) * len(case.lengths))[:, None]
     got, near = ours(case, x), plain(case, x, other)
-    band = (16 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps / 8) * float(want.norm())
     there = there.to(want.device)
-    error, budget = (float((o.double() - want)[there].norm()) for o in (got, near))
-    assert error <= 2 * budget + band, f"{case}: error {error:.2e}, budget {2 * budget + band:.2e}"
+    check_error(case, *(o[there] for o in (got, near, want)))
     for b, n in enumerate(case.lengths):
         for page in range(int(x.pool.first[b].max()), -(-n // PAGE)):
             mine, theirs = (pool.table[b, :, page].long() for pool in (x.pool, other))
@@ -227,36 +232,33 @@ def in_groups(case: Case, x: Inputs, start: int, group: int, each: int) -> tuple
     return pool, o
 
 
-@pytest.mark.parametrize(("case", "start", "group", "each"), [
-    (Case(lengths=(196,), H=2, G=1), 126, 1, 16),
-    (Case(lengths=(259,), H=2, G=2, gate="mixed", factors=2), 254, 2, 1),
-    (Case(lengths=(210,), H=2, G=2, gate="none", options={"window": 150}), 184, 1, 16),
-], ids=["grouped-query", "one", "window"])  # fmt: skip
-def test_groups_become_whole_as_sequences_go_on_and_tokens_are_taken_back(
-    case: Case, start: int, group: int, each: int
-) -> None:
-    x = inputs(case)
+def within_budget_in_groups(case: Case, dtype: torch.dtype, start: int, group: int, each: int) -> None:
+    """The last row, beside plain operations whose keys are float32; and no key is longer than is said."""
+    x = inputs(case, dtype)
     pool, o = in_groups(case, x, start, group, each)
-    want = exact(replace(case, T=o.shape[1]), x)
-    assert float((o.double() - want).norm()) <= 2e-6 * float(want.norm())
+    check_error(case, o[:, -1:], plain(case, x, x.pool), exact(case, x))
     S = case.lengths[0]
     for page in range(-(-S // PAGE)):
         rows = min(PAGE, S - page * PAGE)
-        longest = pool.k[pool.table[:, :, page].long()][:, :, :rows].norm(dim=-1).amax(-1)
+        longest = pool.k[pool.table[:, :, page].long()][:, :, :rows].double().norm(dim=-1).amax(-1)
         assert (pool.k_norm[:, :, page] >= longest).all()
+
+
+@pytest.mark.parametrize(("case", "dtype", "start", "group", "each"), [
+    (Case(lengths=(196,), H=2, G=1), torch.float32, 126, 1, 16),
+    (Case(lengths=(259,), H=2, G=2, gate="mixed", factors=2), torch.float16, 254, 2, 1),
+    (Case(lengths=(210,), H=2, G=2, gate="none", options={"window": 150}), torch.float32, 184, 1, 16),
+], ids=["grouped-query", "one-float16", "window"])  # fmt: skip
+def test_groups_become_whole_as_sequences_go_on_and_tokens_are_taken_back(
+    case: Case, dtype: torch.dtype, start: int, group: int, each: int
+) -> None:
+    within_budget_in_groups(case, dtype, start, group, each)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("K", "G", "each"), [(64, 12, 1), (64, 12, 16), (128, 2, 1)])
 def test_keys_of_16_bits_in_groups_are_within_budget_on_a_gpu(K: int, G: int, each: int) -> None:
-    """Beside plain operations, whose keys are float32, over 1100 tokens."""
-    case = Case(lengths=(1700, 1700), T=1, H=12, G=G, K=K, V=K)
-    x = inputs(case, torch.bfloat16)
-    o, want = in_groups(case, x, 600, 8, each)[1][:, -1:], exact(case, x)
-    near = plain(case, x, x.pool)
-    band = (16 * torch.finfo(torch.float32).eps + torch.finfo(torch.bfloat16).eps / 8) * float(want.norm())
-    error, budget = (float((y.double() - want).norm()) for y in (o, near))
-    assert error <= 2 * budget + band, f"error {error:.2e}, budget {2 * budget + band:.2e}"
+    within_budget_in_groups(Case(lengths=(1700, 1700), H=12, G=G, K=K, V=K), torch.bfloat16, 600, 8, each)
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["pages", "groups"])

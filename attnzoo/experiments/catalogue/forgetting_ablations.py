@@ -1,7 +1,7 @@
 """What of a forget network matters: the seven ablations of One-Pass Forgetting, beside one trained model."""
 
 from attnzoo.experiments.claims import All, AtMost, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Overlay, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay, Size
 from attnzoo.experiments.forgetting import network
 from attnzoo.experiments.probes import KeysHeld, WrongWithin
 
@@ -103,5 +103,8 @@ EXPERIMENT = Experiment(
             ("How it is trained", ("sharp from the start", "shallow layers first", "deep layers first",
                                    "learned budget", "all weights")),
         )
+    ),
+    measured=(
+        Measured("cpu", "2026-11-22", "32 shared cores of an Intel Xeon", "2026-11-22-forgetting_ablations-cpu.json"),
     ),
 )  # fmt: skip

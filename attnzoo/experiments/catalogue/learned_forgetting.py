@@ -1,7 +1,7 @@
 """Which keys may go: what a forget network learns, beside rules that nobody has to learn, at equal memory."""
 
 from attnzoo.experiments.claims import All, AtMost, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Overlay, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay, Size
 from attnzoo.experiments.forgetting import RULES, network
 from attnzoo.experiments.probes import AddedLoss, KeysHeld, Loss
 
@@ -95,5 +95,8 @@ EXPERIMENT = Experiment(
             (("network, key", "fox, key", NETWORK), *((name, "fox", name) for name in (WINDOW, *RULES))),
             (("certified eviction", "fox", HELD_CERTIFIED, CERTIFIED), ("key, by itself", "fox, key", HELD, FREELY)),
         ),
+    ),
+    measured=(
+        Measured("cpu", "2026-11-22", "32 shared cores of an Intel Xeon", "2026-11-22-learned_forgetting-cpu.json"),
     ),
 )  # fmt: skip

@@ -108,7 +108,7 @@ def first_pages(
     """``first`` [B, G] moved on by what pruning drops, in ``begin``; the arguments of kernels over pages go before."""
     paged_prune_kernel[(first.numel(),)](
         p_first=first, p_norm=k_norm, p_tails=k_norm if n_log is None else n_log,
-        p_bound=k_norm if logit_bound is None else logit_bound, p_begin=begin, log2_eps=log_eps * LOG2E - SLACK, BN=64,
+        p_bound=k_norm if logit_bound is None else logit_bound, p_begin=begin, log2_eps=log_eps * LOG2E - SLACK, BN=128,
         HAS_BOUND=logit_bound is not None, num_warps=4, num_stages=1, **pages,
         **walked,
     )  # fmt: skip
