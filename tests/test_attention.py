@@ -174,29 +174,35 @@ def test_pruned_layer_stays_within_eps(name):
 def test_qk_norm_bounds_every_logit(name, options, dtype):
     attn, x = layer(name, **options).to(dtype), rows(2, 40).to(dtype)
     with torch.no_grad():
-        for norm in (attn.q_norm, attn.k_norm):
+        for channel, norm in enumerate((attn.q_norm, attn.k_norm)):
             if norm is not None:
-                norm.weight *= 3
+                norm.weight *= 0.3
+                norm.weight[:, channel] = 3.0  # what mixes channels brings the two together
         projected = attn.project(x)
         bound = attn.logit_bound(dtype)
         scores, _ = oracle.scores(projected.q, projected.k, projected.gate)
-    assert bound.shape == (H,)
+        query, longest = attn.query_bounds(dtype).query, projected.q.double().norm(dim=-1).amax((0, 1)) * 8**-0.5
+    assert (longest <= query).all()
+    assert bound.shape == query.shape == (H,)
     largest = scores.abs().amax((0, 2, 3))
     assert (largest <= bound).all()
     assert (largest > 0.05 * bound).all()  # a bound that means something
 
 
 def test_the_logit_bound_is_reached():
-    """q and k along the channel with the largest weights have the bound as their logit, up to the rounding margin."""
+    """q and k along the channel with the largest weights have the bound as their logit, up to the rounding margin; q
+    alone along its own largest has that of its length."""
     attn = layer("fox", qk_norm="rms")
     with torch.no_grad():
         weights = attn.q_norm.weight * attn.k_norm.weight.repeat_interleave(H // G, 0)
         spike = F.one_hot(weights.abs().argmax(-1), 8).double()[None, None] * 1e3  # [1, 1, H, K]
         k = torch.cat([attn.k_norm(spike[:, :, h :: H // G])[:, :, :, None] for h in range(H // G)], 3).flatten(2, 3)
         largest = (attn.q_norm(spike) * k).sum(-1).abs()[0, 0] * 8**-0.5
-        bound = attn.logit_bound(torch.float64)
-    assert (largest <= bound * (1 + 1e-6)).all()
-    assert (largest >= bound * (1 - 1e-5)).all()
+        alone = F.one_hot(attn.q_norm.weight.abs().argmax(-1), 8).double()[None, None] * 1e3
+        longest = attn.q_norm(alone).norm(dim=-1)[0, 0] * 8**-0.5
+    for most, bound in ((largest, attn.logit_bound(torch.float64)), (longest, attn.query_bounds(torch.float64).query)):
+        assert (most <= bound * (1 + 1e-6)).all()
+        assert (most >= bound * (1 - 1e-5)).all()
 
 
 @pytest.mark.parametrize("w", ["low_rank", "key"])

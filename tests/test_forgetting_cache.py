@@ -123,6 +123,37 @@ def test_a_budget_takes_the_least_retained_first():
         assert torch.equal(left.sort().values, full.sort().values[-3:])
 
 
+def test_of_keys_that_are_worth_the_same_the_oldest_goes_first():
+    attn = forgetful("nope", remembers=1)
+    _, cache = stepped(attn, rows(1, 9), [(0, 9)])
+    slots = {**cache.state.slots, "kept": torch.full_like(cache.state.slots["kept"], 0.9)}
+    state = replace(cache.state, slots=slots, policy=replace(cache.state.policy, tokens=4)).within_budget().settled()
+    assert [sorted(row) for row in state.slots["position"][0, :, :4].tolist()] == [[5, 6, 7, 8]] * 2
+
+
+def test_what_the_certificate_goes_by_is_the_same_in_steps_and_at_once():
+    """Sums of gates and the longest key so far, of sequences with padding."""
+    attn, x = forgetful("fox", qk_norm="rms", remembers=40), rows(2, 30)
+    with torch.no_grad():
+        attn.k_norm.weight[:, ::2] *= 5  # keys differ in length
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    mask[1, :4], mask[1, 20] = False, False
+    states = []
+    for cuts in ([(0, 30)], [(0, 7), *((t, t + 1) for t in range(7, 30))]):
+        cache = attn.new_cache(evict=1e-30)
+        with torch.no_grad():
+            for a, b in cuts:
+                attn(x[:, a:b], attention_mask=mask[:, a:b], cache=cache)
+        states.append(cache.state)
+    once, steps = states
+    for name in ("c", "closed", "tail", "longest"):
+        assert_same(steps.sums[name].double(), once.sums[name].double())
+        for b, tokens in enumerate(mask.sum(1).tolist()):
+            mine, other = (s.slots[name][b, :, :tokens].double() for s in (steps, once))
+            order = once.slots["position"][b, 0, :tokens].argsort()
+            assert_same(mine, other[:, order])
+
+
 @pytest.mark.parametrize("name", ["rope", "fox"])
 def test_a_budget_is_not_spent_on_keys_that_no_row_to_come_sees(name):
     """Those behind the attention window, or behind a gate that has closed, make room for those that are seen."""
@@ -131,6 +162,7 @@ def test_a_budget_is_not_spent_on_keys_that_no_row_to_come_sees(name):
         attn.forget.bias.fill_(9.0)  # the network remembers all
     _, cache = stepped(attn, rows(2, 30), [(0, 30)])
     state = cache.state
+    assert name == "fox" or (live(cache) == 7).all()  # and the row itself: a window of 8
     if name == "fox":
         closed = state.slots["closed"].clone()
         closed[:, :, 22:] += 1

@@ -210,6 +210,11 @@ def test_what_the_engine_cannot_do_is_the_loops(options, message, tokens, caplog
         model.generate(tokens, **{"max_new_tokens": 4, **options}, engine=True)
 
 
+def test_prompts_with_the_padding_token_need_a_mask_on_the_engine(tokens):
+    with pytest.raises(ValueError, match="attention_mask: expected one beside prompts with the padding token"):
+        build().generate(tokens, max_new_tokens=2, pad_token_id=int(tokens[0, 0]), engine=True)
+
+
 def test_what_would_fill_the_memory_is_refused_with_the_number(tokens, monkeypatch):
     model, prompt = build(), tokens.repeat(1, 28)
     monkeypatch.setattr(memory, "available", lambda device: 1000)

@@ -312,6 +312,9 @@ def test_the_logit_bound_of_a_norm_over_the_full_width():
     bound = attn.logit_bound()
     assert (largest <= bound).all()
     assert largest[0] > bound[0] / (H * 2) ** 0.5  # the norm of one head alone would have promised too much
+    longest, query = p.q.norm(dim=-1).amax((0, 1)) * (D // H) ** -0.5, attn.query_bounds(torch.float32).query
+    assert (longest <= query).all()
+    assert longest[0] > query[0] / H**0.5  # likewise
 
 
 @pytest.mark.parametrize("activation", ["silu", "identity"])

@@ -66,9 +66,9 @@ def longest_query(layer: Normed, dtype: torch.dtype) -> Tensor | None:
 
 
 def _scale(layer: Normed, dtype: torch.dtype) -> float:
-    """That of the scores, with room for one rounding to ``dtype``."""
+    """That of the scores, with room for one rounding to ``dtype`` and one of a bound to float32."""
     scale: float = layer.config.key_dim**-0.5 if layer.scale is None else layer.scale
-    return abs(scale) * (1 + torch.finfo(dtype).eps)
+    return abs(scale) * (1 + max(torch.finfo(x).eps for x in (dtype, torch.float32)))
 
 
 def _weights(layer: Normed, norm: HeadNorm, heads: int) -> Tensor:
