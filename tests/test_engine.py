@@ -64,8 +64,8 @@ def test_a_step_in_place_is_the_layers_own_step(name, options, paged):
 
 
 @pytest.mark.parametrize(("name", "options"), [
-    ("path_fox", {}), ("path", {"window": 6, "sinks": True}), ("rope_path", {"num_kv_heads": 4}),
-], ids=["path_fox", "window", "turned"])  # fmt: skip
+    ("path_fox", {"window": 6, "sinks": True}), ("rope_path", {"num_kv_heads": 4}),
+], ids=["window", "turned"])  # fmt: skip
 def test_the_kernel_of_path_steps_where_the_keys_stand(name, options):
     """Of the three tokens of a step in the midst, each sequence keeps some."""
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def test_the_kernel_of_path_steps_where_the_keys_stand(name, options):
             attn(torch.randn(1, T, 32, generator=draw), cache=cache)
             fixed.admit(row, cache, 16)
             batch.begin(row, T)
-        for kept in ((1, 1, 1), (1, 1, 1), (3, 1, 2), (1, 1, 1)):
+        for kept in ((1, 1, 1), (3, 1, 2), (1, 1, 1)):
             batch.tokens = max(kept)
             x = torch.randn(4, batch.tokens, 32, generator=draw)
             y = attn(x, cache=fixed)
@@ -217,18 +217,18 @@ def test_samples_depend_on_their_seed_alone(settings, prompts):
     def draw(seeds, rows):
         generator = Generator(model, rows, 40, check_every=2)
         for seed, prompt in zip(seeds, prompts, strict=False):
-            generator.add(prompt, 20, temperature=1.5, seed=seed, **settings)
+            generator.add(prompt, 12, temperature=1.5, seed=seed, **settings)
         return list(generator.run().values()), generator
 
     together, generator = draw((3, 4, 5, 6), 4)
     assert draw((3, 4, 5, 6), 2)[0] == together
-    generator.add(prompts[0], 20, temperature=1.5, seed=3, **settings)
+    generator.add(prompts[0], 12, temperature=1.5, seed=3, **settings)
     assert next(iter(generator.run().values())) == together[0]
     assert draw((7,), 4)[0][0] != together[0]
     greedy = Generator(model, 2, 40)
-    number = greedy.add(prompts[0], 20, temperature=0)
-    greedy.add(prompts[1], 20, temperature=1.5, seed=4, **settings)
-    assert greedy.run()[number] == alone(model, prompts[0], 20)  # beside one that samples
+    number = greedy.add(prompts[0], 12, temperature=0)
+    greedy.add(prompts[1], 12, temperature=1.5, seed=4, **settings)
+    assert greedy.run()[number] == alone(model, prompts[0], 12)  # beside one that samples
 
 
 def test_draws_follow_the_probabilities_among_the_tokens_that_are_left():

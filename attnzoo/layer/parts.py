@@ -110,9 +110,10 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, stream: Stream, name: str) -> Tensor:
         """``[B, T, channels]``, same shape out; ``name`` is its key in the cache."""
-        return stream.windowed(name, x, self.size, self._convolve)
+        return stream.windowed(name, x, self.size, self.convolve)
 
-    def _convolve(self, full: Tensor) -> Tensor:
+    def convolve(self, full: Tensor) -> Tensor:
+        """``[B, size - 1 + T, channels]``, the tokens before the first one included, to ``[B, T, channels]``."""
         T = full.shape[1] - self.size + 1
         weight = self.weight.to(full.dtype)
         if T == 1:  # a step: two operations in place of two per token of the window
@@ -120,7 +121,7 @@ class ShortConvolution(nn.Module):
         else:
             out = full[:, :T] * weight[:, 0]
             for i in range(1, self.size):
-                out = out + full[:, i : i + T] * weight[:, i]
+                out = out.addcmul(full[:, i : i + T], weight[:, i])
         return self.activation(out if self.bias is None else out + self.bias.to(full.dtype))
 
     def extra_repr(self) -> str:

@@ -18,7 +18,6 @@ from attnzoo.kernels.common.launching import cdiv, head_block
 
 TL_HALF_PI = tl.constexpr(math.pi / 2)
 TL_TURNS = tl.constexpr(2 / math.pi)
-WARPS = 4  # of a program that turns; one that reads vectors and their gradients needs twice as many registers
 
 
 @triton.jit(do_not_specialize=["T", "NB"])
@@ -208,7 +207,7 @@ def turn_all(
     BA, HA = (1, 1) if angle.ndim == 1 else (angle.shape[0], angle.shape[2])
     turn_kernel[(B * NB * H,)](
         angle, sums, *_three(xs), *_three(ys), T, NB, BA, H, *heads, HA, P, angle.ndim == 1, back, BT, BP,
-        num_warps=WARPS,
+        num_warps=4,
     )  # fmt: skip
     return ys
 
@@ -222,9 +221,10 @@ def angle_gradient(angle: Tensor, ys: Sequence[Tensor], dys: Sequence[Tensor], b
     sums = angle.new_empty((1 + balanced) * rows, NB + 1, P, dtype=torch.float64)
     dangle = torch.empty_like(angle, memory_format=torch.contiguous_format)
     given = (*_three(ys), *_three(dys), sums, dangle, T, NB, B, BA, rows, max(heads), *heads, HA, P, balanced)
-    turning_kernel[(rows * NB,)](*given, True, BT, BP, num_warps=2 * WARPS)
+    num_warps = 8 if ys[0].dtype == torch.float32 else 4  # so that the registers hold a tile
+    turning_kernel[(rows * NB,)](*given, True, BT, BP, num_warps=num_warps)
     block_scan_kernel[(len(sums),)](sums, NB, P, BP, 2048 // BP, num_warps=4)
-    turning_kernel[(rows * NB,)](*given, False, BT, BP, num_warps=2 * WARPS)
+    turning_kernel[(rows * NB,)](*given, False, BT, BP, num_warps=num_warps)
     return dangle
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -183,7 +184,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield (
                     f"rotation {kind} {K} {angles}",
                     functools.partial(rotation.rotate, angle, qkv[0], qkv[0], wide(1, 512, 4, K), dtype=dtype,
-                                      balanced=True),
+                                      received=True, balanced=True),
                 )  # fmt: skip
             yield (
                 f"rotation {kind} {K} fixed",
@@ -266,8 +267,7 @@ def main() -> int:
                 continue
             row = {"triton": triton.__version__, "capability": which, "call": name}
             with torch.set_grad_enabled("step" not in name):
-                o = function()
-                o = [y for y in (o if isinstance(o, tuple) else (o,)) if y is not None and y.requires_grad]
+                o = [y for y in tree_leaves(function()) if isinstance(y, Tensor) and y.requires_grad]
                 if o:
                     torch.autograd.backward(o, [torch.ones_like(y) for y in o])
     return int(failed)

@@ -1,0 +1,129 @@
+"""Comparisons and reports from the command line, and the comparison that it has built in."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import assert_refused
+
+from attnzoo.config import load_config
+from attnzoo.experiments import processes
+from attnzoo.experiments.builtin import built_in
+from attnzoo.experiments.compare import CompareConfig, plan
+from attnzoo.models import LanguageModel
+from attnzoo.registry import PAIRS
+
+pytest_plugins = ("command_line",)
+DEMO = built_in("compare")["demo"]
+
+
+def test_compare_trains_measures_and_reports_and_does_not_do_it_twice(run: Any, tiny: Path, tmp_path: Path) -> None:
+    ran = run("compare", tiny)
+    assert ran.code == 0, ran.err
+    page = (tmp_path / "runs" / "report.html").read_text()
+    for label in ("fox (acp)", "mamba2"):
+        assert label in ran.out
+        assert page.count(f"Forget gate of {label}, head") == 2
+    assert "192 tokens each in 3 steps" in page
+    assert f"attnzoo compare {tiny}" in page
+    assert "short convolution in mamba2" in page
+
+    files = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/*.*") if path.is_file()}
+    stamps = {path: path.stat().st_mtime_ns for path in files if path.name.startswith("evaluation")}
+    again = run("compare", tiny, "variants=[{name: fox, options: {acp: true}}, mamba2, nope]")
+    assert again.code == 0, again.err
+    assert {path: path.read_bytes() for path in files} == files
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
+    assert 'data-series="nope"' in (tmp_path / "runs" / "report.html").read_text()
+
+
+def test_compare_with_several_jobs_gives_the_same_losses(run: Any, tiny: Path, tmp_path: Path) -> None:
+    ran = run("compare", tiny, "--jobs", "2")
+    assert ran.code == 0, ran.err
+    assert "[2/2]" in ran.out
+    assert f"attnzoo compare {tiny} --jobs 2" in (tmp_path / "runs" / "report.html").read_text()
+    apart = {path.parent.name: losses(path) for path in (tmp_path / "runs").glob("*/metrics.jsonl")}
+    assert run("compare", tiny, f"output_dir={tmp_path}/one").code == 0
+    assert {path.parent.name: losses(path) for path in (tmp_path / "one").glob("*/metrics.jsonl")} == apart
+    assert sorted(apart) == ["fox-acp", "mamba2"]
+
+
+def losses(metrics: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+
+
+def test_a_run_that_fails_in_a_process_of_its_own_is_named() -> None:
+    done: list[str] = []
+    with pytest.raises(ChildProcessError, match=r"third: .*str"):  # the second one is stopped, not waited for
+        done.extend(processes.apart(time.sleep, {"first": (0,), "second": (600,), "third": ("x",)}, 2))
+    assert done == ["first"]
+    assert list(processes.apart(time.sleep, {"first": (600,)}, 1, until=time.monotonic() + 0.1)) == []
+
+
+def test_compare_measures_again_when_the_measuring_changes(run: Any, tiny: Path, tmp_path: Path) -> None:
+    assert run("compare", tiny, "variants=[nope]").code == 0
+    metrics = (tmp_path / "runs" / "nope" / "metrics.jsonl").read_bytes()
+    ran = run("compare", tiny, "variants=[nope]", "evaluate.length_factor=2")
+    assert "P(64)" in ran.out
+    assert (tmp_path / "runs" / "nope" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_compare_refuses_runs_of_another_budget(run: Any, tiny: Path) -> None:
+    assert run("compare", tiny, "variants=[nope]").code == 0
+    assert_refused(run("compare", tiny, "variants=[nope]", "train.steps=4"), "steps was 3 and is 4 now")
+
+
+def test_text_too_short_to_measure_is_noticed_before_training(run: Any, tiny: Path, tmp_path: Path) -> None:
+    assert_refused(run("compare", tiny, "evaluate.length_factor=400"), "12800", "12801")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_compare_refuses_a_task_before_training(run: Any, tiny: Path, tmp_path: Path) -> None:
+    assert_refused(run("compare", tiny, "train.data.source=task:parity"), "'task:parity'", "attnzoo evaluate")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_report_rebuilds_the_page_from_the_runs(run: Any, tiny: Path, tmp_path: Path) -> None:
+    assert run("compare", tiny).code == 0
+    first = (tmp_path / "runs" / "report.html").read_text()
+    ran = run("report", tmp_path / "runs", "-o", tmp_path / "again.html", "--title", "tiny comparison")
+    assert ran.code == 0, ran.err
+    assert (tmp_path / "again.html").read_text() == first
+    one = run("report", tmp_path / "runs" / "mamba2", "-o", tmp_path / "one.html")
+    assert one.code == 0
+    assert 'data-series="fox' not in (tmp_path / "one.html").read_text()
+
+
+def test_report_measures_runs_that_were_trained_one_by_one(run: Any, tiny_train: Path, tmp_path: Path) -> None:
+    hybrid = ["model.attention=[mamba2,fox]", "model.num_layers=2"]
+    assert run("train", tiny_train, f"output_dir={tmp_path}/runs/gla", "model.attention=gla").code == 0
+    assert run("train", tiny_train, f"output_dir={tmp_path}/runs/mixed", *hybrid).code == 0
+    ran = run("report", tmp_path / "runs", "-o", tmp_path / "page.html")
+    assert ran.code == 0, ran.err
+    page = (tmp_path / "page.html").read_text()
+    for key in ("gla", "mixed"):
+        assert f'<tr data-series="{key}"' in page
+
+
+def test_demo_compares_the_twelve_variants_on_equal_budgets() -> None:
+    every = plan(load_config(DEMO, schema=CompareConfig))
+    runs = [run for run in every if run.group == "own layers"]
+    twelve = "nope rope alibi fox path path_fox linear_attention retnet mamba2 gla deltanet gated_deltanet"
+    assert [run.variant for run in runs] == twelve.split()
+    assert [run.config.model.attention_options for run in runs if run.variant == "fox"] == [{"acp": True}]
+    assert len({(run.config.steps, run.config.batch_size, run.config.data.context_length) for run in every}) == 1
+    sizes = [sum(p.numel() for p in LanguageModel(run.config.model).parameters()) for run in every]
+    assert max(sizes) < 1.15 * min(sizes)
+
+
+def test_demo_has_every_pair_in_equal_layers() -> None:
+    runs = [run for run in plan(load_config(DEMO, schema=CompareConfig)) if run.group == "equal layers"]
+    names = [(pair.linear, pair.softmax) for pair in PAIRS]
+    assert sorted(run.variant for run in runs) == sorted(name for pair in names for name in pair)
+    sizes = {run.variant: sum(p.numel() for p in LanguageModel(run.config.model).parameters()) for run in runs}
+    for linear, softmax in names:
+        assert sizes[linear] == pytest.approx(sizes[softmax], rel=1e-3)  # all but a bias of beta and the scale of keys
