@@ -210,7 +210,9 @@ def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
         loaded.rows_per_part(processes)
         return launch([sys.executable, "-m", "attnzoo", "train", config, *overrides], processes)
     from attnzoo.training import train as run
+    from attnzoo.training.launch import end_with_launcher
 
+    end_with_launcher()
     folder = run(loaded)
     if os.environ.get("RANK", "0") == "0":
         click.echo(f"run: {folder}")

@@ -78,6 +78,7 @@ def test_two_numbers_of_the_same_runs_are_compared_in_pairs():
     values = {1.0: [1.0, 2.0, 3.0], 4.0: [1.1, 2.11, 3.09]}
     assert Below(start, end).judge(lambda value: np.array(values[value.at])).word == "seen"
     assert word(Below(A, B), a=values[1.0], b=values[4.0]) == "undecided"
+    assert word(Below(A, B, paired=True), a=values[1.0], b=values[4.0]) == "seen"
 
 
 def test_several_claims_are_seen_if_all_are():

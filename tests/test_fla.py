@@ -148,7 +148,7 @@ def test_a_scalar_decay_through_the_kernels_of_channels(
     exact, plain = (through(name, "reference", x, [70]) for x in (wide(inputs), inputs))
     assert_within_budget(through(name, "fla", inputs, [33, 70]), plain, exact)
     assert set(called) == {"chunk_kda" if "w" in get(name).requires else "chunk_gla"}
-    assert [r.getMessage()[:26] for r in caplog.records if r.name == "attnzoo.fla"] == ["Triton 3.6.0 miscompiles f"]
+    assert [r.getMessage()[:26] for r in caplog.records].count("Triton 3.6.0 miscompiles f") == 1
 
 
 @pytest.mark.fla

@@ -24,9 +24,11 @@ from attnzoo.cli import _fail
 """
 
 
+ROOT = os.path.dirname(os.path.dirname(cli.__file__))
+
+
 def program(work):
-    root = os.path.dirname(os.path.dirname(cli.__file__))
-    return [sys.executable, "-c", PROGRAM.format(root=root, work=work)]
+    return [sys.executable, "-c", PROGRAM.format(root=ROOT, work=work)]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,19 @@ def test_processes_that_all_end_well_are_no_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     launch([sys.executable, "-c", work], 3)
     assert sorted(os.listdir(tmp_path)) == ["03", "13", "23"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+def test_processes_end_with_a_launcher_that_is_killed(monkeypatch):
+    monkeypatch.setenv("ATTNZOO_LAUNCHED", "1")
+    work = "launch.end_with_launcher(); print(1, flush=True); time.sleep(60); print(2)"
+    path = f"import sys, time; sys.path.insert(0, {ROOT!r}); from attnzoo.training import launch; "
+    words = [sys.executable, "-c", path + work]
+    start = f"import subprocess; subprocess.run({words!r})"
+    with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline() == "1\n"  # the process that it has started is at work
+        launcher.kill()
+        assert launcher.stdout.read() == ""  # to the end of what that process may write: it is gone
 
 
 def test_processes_that_cannot_be_are_refused(monkeypatch):

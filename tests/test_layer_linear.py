@@ -132,12 +132,9 @@ def test_cached_steps_run_on_the_fused_kernel(name: str, caplog: pytest.LogCaptu
 def test_a_layer_runs_on_kernels_in_every_situation(name: str, caplog: pytest.LogCaptureFixture) -> None:
     dtype = torch.bfloat16 if HERE == "cuda" else torch.float16 if name in DELTA else torch.float32
     attn = layer(name, dtype)
-    x = attn.project(torch.randn(1, T, D, device=HERE, dtype=dtype))
-    refused = fla.fla_unavailable(Call(x.q, x.k, x.v, x.gate, options={"delta_rule": True}))
-    with torch.set_grad_enabled(not refused):  # by the installed Triton: then training alone is on the reference
-        for when in situations(attn, dtype):
-            assert f"(fla on {HERE})" in repr(attn), when
-    assert not [said for said in warnings_of(caplog) if "measures tiles" not in said]
+    for when in situations(attn, dtype):
+        assert f"(fla on {HERE})" in repr(attn), when
+    assert not [said for said in warnings_of(caplog) if "measures tiles" not in said and "miscompiles" not in said]
 
 
 @pytest.mark.fla

@@ -1,9 +1,10 @@
 """What is expected of the runs of an experiment, and the tests that say whether it was seen.
 
 A claim is tested against its opposite, one-sidedly, over the seeds: Student's t for one set of runs against a number
-(or against other values of the same runs, in pairs), Welch's t for two sets of runs, an exact permutation test for a
-correlation. It is seen where the test says so at `LEVEL`, not seen where the test of the opposite does, and undecided
-otherwise. No correction is made for several claims: of twenty that do not hold, one may be taken for seen.
+(or against values of the same runs, or of runs that start from the same weights, in pairs), Welch's t for two sets of
+runs, an exact permutation test for a correlation. It is seen where the test says so at `LEVEL`, not seen where the test
+of the opposite does, and undecided otherwise. No correction is made for several claims: of twenty that do not hold, one
+may be taken for seen.
 """
 
 from __future__ import annotations
@@ -105,11 +106,13 @@ class Below:
         lower: the one.
         higher: the other.
         by: the difference is larger than that.
+        paired: the runs of two arms are compared seed by seed, too: they start from the same weights.
     """
 
     lower: Value
     higher: Value
     by: float = 0.0
+    paired: bool = False
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -118,7 +121,7 @@ class Below:
     def judge(self, of: Values) -> Verdict:
         lower, higher = of(self.lower), of(self.higher)
         what = f"{self.lower}: {spread(lower)}, {self.higher}: {spread(higher)}"
-        if self.lower.arm == self.higher.arm:
+        if self.paired or self.lower.arm == self.higher.arm:
             return _decide(what, *_mean_error(higher - lower - self.by))
         (a, a_error, a_freedom), (b, b_error, b_freedom) = _mean_error(lower), _mean_error(higher)
         error = math.hypot(a_error, b_error)

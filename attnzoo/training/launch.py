@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 QUIET = "ATTNZOO_LAUNCHED"  # set for processes whose launcher says what went wrong
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 GONE = "another process has gone"
 # What gloo and NCCL say of a peer that has gone; neither has a kind of error of its own for it.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -83,6 +86,12 @@ def launch(command: Sequence[str], processes: int) -> None:
             raise LaunchError(first_failure(error.failures, processes)) from None
         except SignalException as error:
             raise KeyboardInterrupt(f"stopped by {error.sigval.name}") from None
+
+
+def end_with_launcher() -> None:
+    """Have this process told to stop when :func:`launch` in another one ends, though it be by SIGKILL (on Linux)."""
+    if QUIET in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], processes: int) -> str:

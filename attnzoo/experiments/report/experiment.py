@@ -24,9 +24,9 @@ from attnzoo.files import write_whole
 SIDES = ("softmax", "linear")
 TEST = (
     f"A claim is tested against its opposite, one-sidedly, over the seeds, at the level {LEVEL:g}: Student's t of one "
-    "arm's runs against a number (or of two numbers of the same runs, in pairs), Welch's t of two arms, an exact "
-    "permutation test of a correlation. Seen: the test says so. Not seen: the test of the opposite says so. Undecided: "
-    "neither. No correction is made for several claims."
+    "arm's runs against a number (or of two numbers of the same runs, or of runs that start from the same weights, in "
+    "pairs), Welch's t of two arms, an exact permutation test of a correlation. Seen: the test says so. Not seen: the "
+    "test of the opposite says so. Undecided: neither. No correction is made for several claims."
 )
 
 
