@@ -318,6 +318,7 @@ def test_place_that_was_not_measured_is_named(done):
     outcome = load_outcome(Path("out/result.json"))
     with pytest.raises(ValueError, match=r"expected a place of 'wrong answers', 1, 2, got 3"):
         outcome.values(Value("fox", "wrong answers", 3.0))
+    assert outcome.verdict(AtMost(Value("fox", "speed"), 1.0)).why == "fox: speed was not measured"
     save_outcome(outcome, Path("again.json"))
     assert load_outcome(Path("again.json")) == outcome
 

@@ -171,6 +171,27 @@ def test_recomputing_blocks_changes_no_gradient(attention, how, tokens):
         assert torch.equal(kept, recomputed)
 
 
+def test_each_block_or_every_nth_runs_twice_where_it_is_recomputed(tokens):
+    model = build(num_hidden_layers=3).train()
+    runs = []
+    for block in model.model.blocks:
+        block.register_forward_pre_hook(lambda block, args: runs.append(block))
+
+    def times():
+        runs.clear()
+        model(tokens, labels=tokens).loss.backward()
+        return [runs.count(block) for block in model.model.blocks]
+
+    assert times() == [1, 1, 1]
+    model.gradient_checkpointing_enable()
+    assert times() == [2, 2, 2]
+    if hasattr(model, "activation_checkpointing_enable"):  # of later releases
+        model.activation_checkpointing_enable(every_n_layers=2)
+        assert times() == [2, 1, 2]
+        model.activation_checkpointing_disable()
+        assert times() == [1, 1, 1]
+
+
 def test_packed_sequences_know_nothing_of_each_other(tokens):
     model = build()
     row = tokens.reshape(1, -1)

@@ -135,6 +135,12 @@ def test_tokens_are_taken_back_across_closed_gates(number: int) -> None:
         assert torch.equal(pool.since, shorter.since)
         assert torch.equal(pool.first, shorter.first)
         assert torch.equal(pool.certified(-9.0, None), shorter.certified(-9.0, None))
+        assert torch.equal(pool.k_norm, shorter.k_norm)
+        for length in range(0, int(pool.length.min()), 7):  # what will be left when tokens are taken back again
+            before, expected = (one.closed_before(pool.length - length) for one in (pool, shorter))
+            assert before is not None
+            assert expected is not None
+            assert torch.equal(before, expected)
         for b in range(B):
             for a, c in zip(pool.gather(b, 1), shorter.gather(b, 1), strict=True):
                 assert a == c if isinstance(a, int) else torch.allclose(a, c, rtol=0, atol=1e-5)

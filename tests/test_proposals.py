@@ -76,10 +76,10 @@ def test_samples_are_those_without_proposals(settings):
 def test_keys_that_went_are_not_needed_by_tokens_that_are_taken_back():
     """One head forgets; proposals are always wrong, so that each step takes tokens back, over borders of pages."""
     model, draws = forgetful("fox"), torch.Generator().manual_seed(2)
-    prompt = torch.randint(0, 40, (170,), generator=draws)
+    prompt = torch.randint(0, 40, (150,), generator=draws)
     generator = Generator(model, 1, 400, evict=1e-30)
-    number = generator.add(prompt, 30, temperature=0)
-    assert generator.run(lambda request: [39] * 15)[number] == alone(model, prompt, 30)
+    number = generator.add(prompt, 66, temperature=0)
+    assert generator.run(lambda request: [39] * 15)[number] == alone(model, prompt, 66)
     forgets, remembers = generator.requests[number].kept[0]
     assert forgets <= remembers - 2 * PAGE
 
@@ -186,15 +186,15 @@ def test_a_step_of_several_tokens_is_as_many_steps_whose_rejected_ones_leave_no_
 def test_room_for_what_a_step_with_proposals_computes_in_is_asked_for_before_it(monkeypatch):
     model = build(attention=["mamba2", "fox"])
     generator = Generator(model, 2, 90)
-    one, six = (max(cache.workspace(tokens) for cache in generator.caches) for tokens in (1, 6))
-    assert six > one
+    one, eight = (max(cache.workspace(tokens) for cache in generator.caches) for tokens in (1, 8))
+    assert eight > one
     number = generator.add([1, 2], 12, temperature=0)
     generator.step()
-    monkeypatch.setattr(memory, "available", lambda device: six - 1)
+    monkeypatch.setattr(memory, "available", lambda device: eight - 1)
     known = alone(model, torch.tensor([1, 2]), 12)
-    with pytest.raises(MemoryError, match="step that checks 5 proposed tokens of each sequence: expected room for"):
+    with pytest.raises(MemoryError, match="step that checks 7 proposed tokens of each sequence: expected room for"):
         generator.step(lambda request: known[1:6])
-    monkeypatch.setattr(memory, "available", lambda device: six)
+    monkeypatch.setattr(memory, "available", lambda device: eight)
     generator.run(lambda request: known[len(request.tokens) :][:5])
     assert generator.requests[number].tokens == known
 

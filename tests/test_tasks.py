@@ -49,10 +49,12 @@ def mqar(row, pairs=4, power=0.01, vocab_size=8192):
 
 
 def forgetting_mqar(row, pairs=8, updates=4, power=0.01, vocab_size=8192):
-    known = {}
+    first, known = {}, {}
     for t in range(0, 2 * (pairs + updates), 2):
+        first.setdefault(row[t], row[t + 1])
         known[row[t]] = row[t + 1]
     assert len(known) == pairs
+    assert sum(first[key] != known[key] for key in known) == updates
     return questions(row, 2 * (pairs + updates), known)
 
 
@@ -119,6 +121,8 @@ def frequent_words(row, words=2048, alpha=2.0, count=3):
     hay = [word for word in row[: row.index("question")] if word != "w0"]
     counts = sorted(((hay.count(word), word) for word in set(hay)), reverse=True)
     assert len({number for number, _ in counts[: count + 1]}) == count + 1
+    whole = row.index("question") / sum(rank**-alpha for rank in range(1, words + 1))
+    assert [number for number, _ in counts[:count]] == [int(whole * rank**-alpha) for rank in range(2, count + 2)]
     return at_end(row, [word for _, word in counts[:count]])
 
 
@@ -180,6 +184,45 @@ def test_flip_flop_ignores_as_often_as_it_is_told(p_ignore):
     assert (np.abs(kinds - expected) < 4 * np.sqrt(expected * (1 - expected) / n)).all()
     free = tokens[1::2][tokens[::2] != 2]
     assert abs((free == 4).mean() - 0.5) < 2 / np.sqrt(len(free))
+
+
+def agrees(seen, shares):
+    """Whether numbers seen in 0, 1, ... come with these shares, by the sum of chi^2 (5 deviations above its mean)."""
+    expected = len(seen) * np.asarray(shares) / np.sum(shares)
+    chi = ((np.bincount(seen, minlength=len(expected)) - expected) ** 2 / expected).sum()
+    return chi < len(expected) + 5 * np.sqrt(2 * len(expected))
+
+
+@pytest.mark.parametrize("power", [0.01, 1.0])
+def test_questions_and_noise_lie_where_the_definition_says(power):
+    rows = [Examples(build_task("mqar", {"vocab_size": 8, "pairs": 1, "power": power}), 34)[i] for i in range(500)]
+    asked = np.array([np.flatnonzero(targets != -100)[0] for _, targets in rows])
+    places = np.arange(1, 17.0)
+    assert agrees((asked - 2) // 2, places ** (power - 1))
+    assert not agrees((asked - 2) // 2, places ** (power - 1.5))
+    assert agrees(np.concatenate([tokens[3::2] for tokens, _ in rows]), np.ones(8))
+    for name, options, alike in (
+        ("parity", {}, 2), ("word_problem", {"group": "S3"}, 6), ("nth_last_value", {"vocab_size": 12}, 12),
+    ):  # fmt: skip
+        task = build_task(name, options)
+        start = 32 if name == "nth_last_value" else 0
+        assert agrees(np.concatenate([Examples(task, 65)[i][0][start + 1 :: 2] for i in range(40)]), np.ones(alike))
+    for name, first in (("selective_copying", 2), ("induction", 0)):
+        rows = [Examples(build_task(name), 64)[i][0] for i in range(400)]
+        where = [np.flatnonzero(row[:48] >= 2) if first else np.flatnonzero(row[:62] == 0) for row in rows]
+        assert agrees(np.concatenate(where), np.ones(48 if first else 62))
+
+
+def test_chains_of_variables_stand_between_each_other():
+    task, apart = build_task("variable_tracking", {"chains": 2, "hops": 2}), 0
+    for index in range(20):
+        row = [task.words[token] for token in Examples(task, 40)[index][0]]
+        values = {}
+        for t, word in enumerate(row):
+            if word == "fact":
+                values[row[t + 1]] = values.get(row[t + 2], row[t + 2])
+        apart += list(values.values()) != sorted(values.values(), key=list(values.values()).index)
+    assert 10 < apart < 20
 
 
 def test_groups_are_closed_and_of_their_sizes():

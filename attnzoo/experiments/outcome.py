@@ -104,9 +104,13 @@ class Outcome:
         return Verdict(UNDECIDED, "; ".join(missing)) if missing else claim.judge(self.values)
 
     def missing(self, claim: Claim) -> list[str]:
-        """Which of the arms that a claim is about have fewer runs than planned, in words."""
+        """Which of the arms that a claim is about have fewer runs than planned, or were not asked it, in words."""
         counts = {value.arm: len(self.of(value.arm)) for value in claim.values}
-        return [f"{arm}: {n} of {self.planned} seeds" for arm, n in counts.items() if n < max(self.planned, 1)]
+        few = [f"{arm}: {n} of {self.planned} seeds" for arm, n in counts.items() if n < max(self.planned, 1)]
+        ended = {arm: [run for run in self.of(arm) if not run.note] for arm in counts}
+        asked = dict.fromkeys((value.arm, value.probe) for value in claim.values)
+        lacking = [(arm, probe) for arm, probe in asked if any(probe not in run.values for run in ended[arm])]
+        return few or [f"{arm}: {probe} was not measured" for arm, probe in lacking]
 
 
 def save_outcome(outcome: Outcome, path: Path) -> None:

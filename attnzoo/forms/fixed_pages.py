@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -36,11 +36,11 @@ class PagedMemory:
     Args:
         pool: whose ``lengths`` are those of ``rows``.
         rows: see :class:`~attnzoo.forms.fixed.Rows`.
-        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.AdditiveForms`; None where another
+        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.additive.AdditiveForms`; None where another
             class says how a step is done.
         phase: RoPE's total angle so far, ``[B, 1, 1 or H, K/2]`` float64, or None.
-        evict: what keys are given up by, once in as many steps as a page has tokens; None for none.
-        steps: tokens of each sequence so far, at the most.
+        evict: what keys are given up by, when a sequence has got as many tokens as a page has; None for none.
+        looked: by row, how many tokens there were when it was last asked.
         last: the step of several tokens that :meth:`keep` ends.
     """
 
@@ -50,7 +50,7 @@ class PagedMemory:
     phase: Tensor | None
 
     evict: Eviction | None = None
-    steps: int = 0
+    looked: dict[int, int] = field(default_factory=dict)
     last: Call | None = None
     carried: ClassVar[int] = 0  # pages of a group of keys that are carried
     on_host: ClassVar[bool] = False
@@ -135,17 +135,18 @@ class PagedMemory:
                 raise ValueError("cache: expected that of new_cache(evict='offload'), got one whose keys are gone")
             tokens = min(tokens, one.lengths[0] + PAGE)
         self.pool.adopt(row, one, tokens)
+        self.looked[row] = one.lengths[0]
         if self.phase is not None and state.phase is not None:
             self.phase[row] = state.phase[0]
 
     def ready(self, rows: Sequence[int]) -> bool:
-        tokens = self.rows.tokens
-        self.steps += tokens
-        if self.evict is not None and self.steps % PAGE < tokens:
+        tokens, lengths = self.rows.tokens, self.rows.lengths
+        if self.evict is not None and any(lengths[b] >= self.looked[b] + PAGE for b in rows):
+            self.looked = dict(enumerate(lengths))
             self.evict.give_up(self.pool)
-        full = [b for b in rows if -self.rows.lengths[b] % PAGE < tokens]
+        full = [b for b in rows if -lengths[b] % PAGE < tokens]
         if full:
-            self.pool.reserve([tokens * (b in full) for b in range(len(self.rows.lengths))])
+            self.pool.reserve([tokens * (b in full) for b in range(len(lengths))])
         return bool(full)
 
     def clear(self, row: int) -> None:

@@ -15,6 +15,7 @@ from attnzoo.algebra.pruning import Evict
 from attnzoo.errors import check_kinds
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.memory import GIB, check_room, size_of
+from attnzoo.kernels.common.launching import power_of_2
 from attnzoo.kernels.decode.plan import MOST_ROWS
 from attnzoo.layer.fixed import FixedCache
 from attnzoo.layer.stream import LayerCache
@@ -317,15 +318,19 @@ class Generator:
         self._graphs[key].replay()
 
     def _speculate(self, draft: Draft, known: dict[int, list[int]]) -> bool:
-        """A step that checks what ``draft`` proposes; False, and none, where that is nothing."""
+        """A step that checks what ``draft`` proposes; False, and none, where that is nothing.
+
+        It takes 2, 4, 8 or 16 tokens, so that few graphs and compiled blocks serve every number of proposals.
+        """
         self._since = 0
         self._fetch(known)
         running = [(row, request) for row, request in enumerate(self.rows) if request is not None]
-        most = min([MOST_ROWS, *(request.left for _, request in running)]) - 1
+        most = power_of_2(min([MOST_ROWS, *(request.left for _, request in running)]) // 2 + 1) - 1
         offered = {row: list(draft(request))[:most] for row, request in running} if most else {}
         tokens = self.proposals.offer(offered, self.model.config.vocab_size)
         if tokens == 1:
             return False
+        tokens = power_of_2(tokens)
         if tokens > self._longest:
             what = f"step that checks {tokens - 1} proposed tokens of each sequence"
             check_room(max(cache.workspace(tokens) for cache in self.caches), self.device, what)

@@ -40,10 +40,11 @@ def results() -> None:
             verdicts = ", ".join(f"{counts[word]} {word}" for word in ("seen", "not seen", "undecided") if counts[word])
             page = f"[{measured.size}, {measured.date}](src:docs/results/{Path(measured.result).stem}.md)"
             unseen = [each.text for each, verdict in outcome.verdicts(experiment) if verdict.word == "not seen"]
-            if unseen:
-                verdicts += f". Not seen: *{' '.join(unseen)}* {measured.tried}"
+            verdicts += f". Not seen: *{' '.join(unseen)}*" if unseen else "."
+            verdicts += f" {measured.tried}"
+            title = experiment.title + (f", {measured.size}" if len(experiment.measured) > 1 else "")
             parts.append(
-                f"## {experiment.title}\n\n`attnzoo experiment run {name}`, {page}: {verdicts.rstrip('. ')}.\n\n"
+                f"## {title}\n\n`attnzoo experiment run {name}`, {page}: {verdicts.rstrip('. ')}.\n\n"
                 f"![{words[0].upper()}{words[1:]}: {dots}means with their standard errors]"
                 f"(../figures/out/{drawing}.svg)\n\n*{words[0].upper()}{words[1:]}.*"
             )

@@ -149,3 +149,18 @@ def test_every_derivation_ends_with_whose_is_what():
 def test_folders_behind_links_are_listed_once(tools):
     assert "kernels/fox/api.py" in tools["sources"].paths()
     assert not any(path.startswith(("attnzoo/kernels", "attnzoo/recurrences")) for path in tools["sources"].paths())
+
+
+def test_who_publishes_the_site_says_where_it_and_the_repository_are(monkeypatch):
+    from mkdocs.config import load_config
+
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    monkeypatch.chdir(ROOT)
+    for name in ("REPOSITORY_URL", "SITE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    plain = load_config("mkdocs.yml")
+    monkeypatch.setenv("REPOSITORY_URL", "https://example.org/attnzoo")
+    monkeypatch.setenv("SITE_URL", "https://example.org/docs/")
+    given = load_config("mkdocs.yml")
+    assert (plain.repo_url, plain.site_url) == (None, "")
+    assert (given.repo_url, given.site_url) == ("https://example.org/attnzoo", "https://example.org/docs/")

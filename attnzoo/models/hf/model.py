@@ -45,7 +45,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     def __init__(self, config: AttnzooConfig) -> None:
         super().__init__(config)
         self.model = LanguageModel(config.native())
-        self.gradient_checkpointing = False
+        self.gradient_checkpointing, self._recompute_every = False, 1
         self._is_stateful = not all(_gives_tokens_back(block) for block in self.model.blocks)
         self.post_init()
         self._keep_in_fp32_modules_strict = _precise(self.model)  # transformers 4 checks an earlier one by other rules
@@ -76,8 +76,16 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         """Another one."""
         self.model.head = new_embeddings
 
+    def _set_gradient_checkpointing(self, *args: Any, every_n_layers: int = 1, **options: Any) -> None:
+        """Also for every nth block alone, which transformers knows of its own kind of blocks (5.23 and later)."""
+        super()._set_gradient_checkpointing(*args, **options)
+        self._recompute_every = every_n_layers
+
     def _recompute(self, block: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
         """As one argument, which is what the reentrant kind of checkpoints takes (transformers 4's default)."""
+        every = self._recompute_every
+        if every > 1 and next(n for n, own in enumerate(self.model.blocks) if own is block) % every:
+            return cast(Tensor, block(x, **arguments))
         return cast(Tensor, self._gradient_checkpointing_func(partial(block, **arguments), x))
 
     @torch.no_grad()
