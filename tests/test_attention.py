@@ -222,6 +222,7 @@ def test_no_logit_bound_without_qk_norm():
 @pytest.mark.parametrize("name", PRUNABLE)
 def test_the_layer_prunes_by_its_qk_norm(name, monkeypatch):
     """The pruning is given the bound of the weights as they are now."""
+    import attnzoo.forms.additive
     import attnzoo.forms.softmax
 
     seen, found = [], attnzoo.forms.softmax.first_kept_keys
@@ -230,7 +231,8 @@ def test_the_layer_prunes_by_its_qk_norm(name, monkeypatch):
         seen.append(args[4])
         return found(*args, **options)
 
-    monkeypatch.setattr(attnzoo.forms.softmax, "first_kept_keys", record)
+    for forms in (attnzoo.forms.additive, attnzoo.forms.softmax):
+        monkeypatch.setattr(forms, "first_kept_keys", record)
     attn = layer(name, "pro", acp=True)
     with torch.no_grad():
         attn(rows(1, 20))

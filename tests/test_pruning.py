@@ -214,6 +214,7 @@ def decaying(name: str, T: int, rate: float = 1.0) -> Inputs:
 
 def spy(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Records the boundaries that the forms compute."""
+    import attnzoo.forms.additive
     import attnzoo.forms.softmax
 
     seen: list[Tensor] = []
@@ -222,7 +223,8 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         seen.append(first_kept_keys(*args, **kwargs, cols=COLS))
         return seen[-1]
 
-    monkeypatch.setattr(attnzoo.forms.softmax, "first_kept_keys", record)
+    for forms in (attnzoo.forms.additive, attnzoo.forms.softmax):
+        monkeypatch.setattr(forms, "first_kept_keys", record)
     return seen
 
 

@@ -6,7 +6,7 @@ with the slope :math:`m_h = -g_h`. Linear dual: RetNet, whose decay is :math:`e^
 Short, Test Long", 2022, section 3 (slopes :math:`2^{-8h/H}`).
 """
 
-from attnzoo.forms.softmax import AdditiveForms
+from attnzoo.forms.additive import AdditiveForms
 
 TITLE = "ALiBi"
 PAPER = "Press et al., 2022 (arXiv:2108.12409)"

@@ -7,7 +7,7 @@ Softmax Attention with a Forget Gate", 2025, section 3; for pruning, Lin et al.,
 Pruning for the Forgetting Transformer", 2025.
 """
 
-from attnzoo.forms.softmax import AdditiveForms
+from attnzoo.forms.additive import AdditiveForms
 
 TITLE = "FoX"
 PAPER = "Lin et al., 2025 (arXiv:2503.02130)"

@@ -6,7 +6,7 @@ with :math:`\lambda` the scale. Linear dual: linear attention. Source: Kazemneja
 Encoding on Length Generalization in Transformers", 2023.
 """
 
-from attnzoo.forms.softmax import AdditiveForms
+from attnzoo.forms.additive import AdditiveForms
 
 TITLE = "NoPE"
 PAPER = "Kazemnejad et al., 2023 (arXiv:2305.19466)"

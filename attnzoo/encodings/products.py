@@ -10,8 +10,9 @@ from typing import Any
 from attnzoo.algebra.gate import PARTS
 from attnzoo.encodings.rope import Rotated
 from attnzoo.encodings.turned import turned
+from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.protocol import Kernel
-from attnzoo.forms.softmax import AdditiveForms, SoftmaxForms
+from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.forms.triton import path_kernel
 from attnzoo.forms.triton_wall import wall_kernel
 from attnzoo.recurrences.products import transition_of

@@ -8,16 +8,15 @@ Source: Su et al., "RoFormer", 2021, eq. 14-16.
 """
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.transitions import compute_dtype
+from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.cache import KVCache
 from attnzoo.forms.rotation import turn, turn_for_cache
-from attnzoo.forms.softmax import AdditiveForms
 from attnzoo.recurrences.complex_linear import keeps_digits, phases, rotate_all
 
 TITLE = "RoPE"
@@ -70,7 +69,9 @@ class Rotated(AdditiveForms):
     def rounded(
         self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Gate, tuple[Tensor, ...] | None]:
-        angle = cast(Tensor, gate.angle)
+        angle = gate.angle
+        if angle is None:
+            return super().rounded(q, k, gate, dtype)
         if angle.ndim > 1:
             k = expand_heads(k, max(k.shape[2], angle.shape[2]))
         done = turn(angle, q, k, dtype=dtype, received=keeps_digits(angle, dtype))

@@ -29,7 +29,7 @@ class KeyMemory:
 
     Args:
         transition: what multiplies the keys before a new one; None where they stand as they were written.
-        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.AdditiveForms`, or None.
+        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.additive.AdditiveForms`, or None.
         rows: see :class:`Rows`.
         k: keys, ``[B, G, K, S]`` (``[B, H, K, S]`` where the transition is per query head).
         v: values, ``[B, G, S, V]``.

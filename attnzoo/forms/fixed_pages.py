@@ -36,7 +36,7 @@ class PagedMemory:
     Args:
         pool: whose ``lengths`` are those of ``rows``.
         rows: see :class:`~attnzoo.forms.fixed.Rows`.
-        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.softmax.AdditiveForms`; None where another
+        place: ``place(q, k, gate, state, valid)`` of :class:`~attnzoo.forms.additive.AdditiveForms`; None where another
             class says how a step is done.
         phase: RoPE's total angle so far, ``[B, 1, 1 or H, K/2]`` float64, or None.
         evict: what keys are given up by, when a sequence has got as many tokens as a page has; None for none.

@@ -12,13 +12,14 @@ from torch import Tensor
 from attnzoo.algebra.forgetting import squashed
 from attnzoo.algebra.gate import Gate, expand_heads, is_closed
 from attnzoo.algebra.transitions import HeadGate, compute_dtype, heads_first
+from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.forgetting import Panel, hard_attention
 from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy, swap_delete
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.pages import PAGE
 from attnzoo.forms.panels import Logits
 from attnzoo.forms.readout import least_logit
-from attnzoo.forms.softmax import AdditiveForms, SoftmaxForms
+from attnzoo.forms.softmax import SoftmaxForms
 
 
 @torch.no_grad()

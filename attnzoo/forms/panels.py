@@ -12,9 +12,10 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, compute_dtype, heads_first, open_sums
+from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.options import existing
 from attnzoo.forms.readout import Band
-from attnzoo.forms.softmax import AdditiveForms, SoftmaxForms
+from attnzoo.forms.softmax import SoftmaxForms
 
 COLUMNS = 64  # keys of a panel
 WIDE = 256  # on a GPU, where what is small costs as much as what is large; transitions are cut into blocks of COLUMNS

@@ -12,27 +12,24 @@ from packaging.version import Version
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import first_kept_keys
-from attnzoo.algebra.transitions import HeadGate, Identity, Transition, compute_dtype, heads_first
+from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
 from attnzoo.algebra.values import in_transform
-from attnzoo.forms.cache import KVCache, append, append_valid, check_copy, grown
+from attnzoo.forms.cache import KVCache, append, append_valid, check_copy
 from attnzoo.forms.carried import CarriedPool, extend_carried, step_carried
 from attnzoo.forms.fixed import Memory, Rows
 from attnzoo.forms.fixed_carried import CarriedPages, GroupedPages
 from attnzoo.forms.fixed_keys import KeyMemory
-from attnzoo.forms.fixed_pages import PagedMemory
 from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.packing import in_rows, takes_rows
-from attnzoo.forms.paged import PagedCache, key_heads
-from attnzoo.forms.paged_attention import extend_pages, refuses_pages, step_pages
+from attnzoo.forms.paged import PagedCache
+from attnzoo.forms.paged_attention import refuses_pages
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import REFERENCE, Call, Forms
-from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, near_lse, readout
-from attnzoo.forms.rowblocks import causal_attention
-from attnzoo.forms.triton import fox_kernel
+from attnzoo.forms.readout import Band, attend_with_sink, block_logits, block_lse, readout
 from attnzoo.kernels.common.constants import KEY_UNIT
-from attnzoo.kernels.decode import path_unavailable, triton_unavailable
+from attnzoo.kernels.decode import path_unavailable
 
 ROWS = 128
 
@@ -292,107 +289,6 @@ class SoftmaxForms(Forms):
         o, lse = readout(logits, v[:, :, first:], with_lse)
         carried = self.transition.carry(cast(Tensor, block.total), carried)
         return o, lse, torch.cat([carried, block.k.mT], -1)
-
-
-@dataclass(frozen=True)
-class AdditiveForms(SoftmaxForms):
-    """Encodings that are a bias on the logits, or a rotation of q and k that can be done beforehand."""
-
-    transition: Transition = field(default_factory=Identity)
-    pages: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kernels", {"triton": fox_kernel(self), **self.kernels})
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions
-    ) -> tuple[Tensor, Tensor | None, KVCache]:
-        q, state = self.remember(q, k, v, gate, state, options.valid)
-        H, dtype, prune = q.shape[2], compute_dtype(q), options.prune
-        scaled = heads_first(q, H, dtype) * (q.shape[-1] ** -0.5 if options.scale is None else options.scale)
-        keys, values = heads_first(state.k, H, dtype), heads_first(state.v, H, dtype)
-        decay = None if state.log_decay is None else heads_first(state.log_decay, H, dtype)
-        band = Band.of(options.window, state.valid, len(state), q.device)
-        first_kept = None
-        if prune is not None:
-            gates = cast(Tensor, decay)
-            lower = near_lse(scaled, keys, gates, state.valid, band) if prune.bound == "tail" else None
-            first_kept = first_kept_keys(scaled, keys, gates, prune, options.logit_bound, lower=lower, rows=ROWS)
-        with_lse = options.return_lse or options.sink is not None
-        o, lse = causal_attention(
-            scaled, keys, values, decay, state.valid, first_kept, rows=ROWS, band=band, with_lse=with_lse
-        )
-        return o, lse, state
-
-    def fixed(
-        self, state: KVCache | PagedCache, rows: Rows, tokens: int, device: torch.device | str,
-        paged: bool | None = None,
-    ) -> Memory:  # fmt: skip
-        if isinstance(state, PagedCache) and paged is not False:
-            return PagedMemory.like(state, rows, tokens, device, self.place)
-        if isinstance(state, PagedCache):
-            raise ValueError("evict: expected None where keys may lie in no pages (impl='reference' on a GPU)")
-        if paged is None:
-            paged = not rows.length.is_cuda or not triton_unavailable(state.k.to(state.v.dtype), state.v)
-        if paged:
-            return PagedMemory.like(state, rows, tokens, device, self.place)
-        return KeyMemory.like(state, rows, tokens, device, None, self.place)
-
-    def new_pages(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> KeyPool:
-        (B, _, H, K), G, V, decays = q.shape, key_heads(q, v, gate), v.shape[3], gate.log_decay is not None
-        return KeyPool.empty(B, G, H // G, K, V, dtype=v.dtype, device=v.device, decays=decays)
-
-    def _extend_pages(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
-    ) -> tuple[tuple[Tensor, Tensor] | None, PagedCache]:
-        return extend_pages(self, q, k, v, gate, state, options)
-
-    def _refuses_pages(self, form: str, call: Call) -> str:
-        return refuses_pages(call, triton_unavailable) if form == "triton" else super()._refuses_pages(form, call)
-
-    def _step_pages(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: PagedCache, options: SoftmaxOptions
-    ) -> tuple[Tensor, PagedCache]:
-        return step_pages(self, q, k, v, gate, state, options)
-
-    def remember(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, KVCache]:  # fmt: skip
-        """q in its place, and the cache with the new tokens, its keys in ``dtype`` (None: that of the computation)."""
-        q, k, phase, angle = self.place(q, k, gate, state, valid, dtype)
-        k = k if dtype is None else k.to(dtype)
-        decay = gate.log_decay
-        if decay is not None and decay.ndim == 1:
-            decay = decay.expand(*q.shape[:2], -1)
-        new = KVCache(k, v, decay, valid, phase, angle)
-        if state is None:
-            return q, new
-        if dtype is not None and state.k.dtype != dtype:
-            state = replace(state, k=state.k.to(dtype))
-        if k.shape[2] != state.k.shape[2]:
-            state = replace(state, k=expand_heads(state.k, k.shape[2]))
-            new = replace(new, k=expand_heads(k, state.k.shape[2]))
-        return q, grown(state, new)
-
-    def place(
-        self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """q and k with their matrix transitions folded in, the cache's new phase, and the angle of all new tokens.
-
-        ``dtype`` is that of a kernel that is to read them, None without one; they may come out in it.
-        """
-        return q, k, None, None
-
-    def rounded(
-        self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Gate, tuple[Tensor, ...] | None]:
-        """q, k and the gate of whole sequences, the matrix parts folded in where a kernel's rounding asks for care.
-
-        Then also what is to receive the gradients of q and k unrounded.
-        """
-        return q, k, gate, None
 
 
 def joined(blocks: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,7 @@ import torch
 from fox_cases import DEVICE, Case, inputs, run, triton, within_budget
 from torch import Tensor
 
-import attnzoo.forms.softmax
+import attnzoo.forms.additive
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune, first_kept_keys
 from attnzoo.encodings.fox import FORMS
@@ -171,7 +171,7 @@ def test_forms_and_kernels_prune_alike(
         seen.append(first_kept_keys(*args, **options))
         return seen[-1]
 
-    monkeypatch.setattr(attnzoo.forms.softmax, "first_kept_keys", record)
+    monkeypatch.setattr(attnzoo.forms.additive, "first_kept_keys", record)
     new = (x["q"], x["k"][:, -T:], x["v"][:, -T:], Gate(log_decay=x["log_decay"][:, -T:]))
     FORMS.extend(*new, past, prune=prune, logit_bound=limit)
     found = starts(x["q"], x["k"], x["log_decay"], prune, logit_bound=limit).long()
