@@ -8,7 +8,6 @@ Source: Su et al., "RoFormer", 2021, eq. 14-16.
 """
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -70,7 +69,9 @@ class Rotated(AdditiveForms):
     def rounded(
         self, q: Tensor, k: Tensor, gate: Gate, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Gate, tuple[Tensor, ...] | None]:
-        angle = cast(Tensor, gate.angle)
+        angle = gate.angle
+        if angle is None:
+            return super().rounded(q, k, gate, dtype)
         if angle.ndim > 1:
             k = expand_heads(k, max(k.shape[2], angle.shape[2]))
         done = turn(angle, q, k, dtype=dtype, received=keeps_digits(angle, dtype))
