@@ -53,11 +53,15 @@ def test_products_of_weights_are_those_that_a_counter_sees(tied):
     assert Operations(model).per_step([rows]) == products + 6 * norms * 5 + attention
 
 
-def test_a_recurrence_writes_and_reads_its_state_once_a_token():
-    fixed = Operations(model_of("linear_attention"))
-    tokens = 6 * fixed.parameters + 3 * 2 * 2 * (4 * 16 * 16)
+@pytest.mark.parametrize("value_dim", [16, 24])
+def test_a_recurrence_writes_and_reads_its_state_once_a_token(value_dim):
+    fixed = Operations(model_of("linear_attention", value_dim=value_dim))
+    tokens = 6 * fixed.parameters + 3 * 2 * 2 * (4 * 16 * value_dim)
     for T in (8, 64):
         assert fixed.per_step([zeros(2, T), zeros(2, T)]) == tokens * 4 * T
+    every = Operations(model_of("nope", value_dim=value_dim))
+    pairs = 3 * 2 * 2 * 2 * (16 + value_dim)  # layers, heads, a product of K and one of V
+    assert every.per_step([zeros(2, 8)]) == 6 * every.parameters * 16 + pairs * 2 * 8 * 9 // 2
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 50])

@@ -77,6 +77,13 @@ def read_book() -> Book:
     return Book(pages, titles, known)
 
 
+class _Settings(yaml.SafeLoader):
+    """Those of MkDocs, without what stands in the environment."""
+
+
+_Settings.add_constructor("!ENV", lambda loader, node: None)
+
+
 def _nav() -> list[str]:
     """The pages of the navigation, in its order."""
 
@@ -85,7 +92,7 @@ def _nav() -> list[str]:
             return [item]
         return [path for part in (item.values() if isinstance(item, dict) else item or []) for path in paths(part)]
 
-    return paths(yaml.safe_load((sources.ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    return paths(yaml.load((sources.ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Settings)["nav"])
 
 
 @functools.cache
