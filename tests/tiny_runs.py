@@ -23,6 +23,10 @@ SMALL = (
     "device=cpu",
     "tensorboard=false",
 )
+EXPERIMENT = (  # of each run of an experiment
+    "steps=2", "batch_size=2", "eval_tokens=64", "log_every=1", "optimizer.warmup_steps=1",
+    "model={hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 2}",
+)  # fmt: skip
 
 
 def write_text(folder: Path) -> Path:

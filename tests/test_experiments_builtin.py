@@ -1,0 +1,108 @@
+"""The experiments of the catalogue: each can be run, and what is recorded of it follows from its numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import EXPERIMENT as TINY
+
+from attnzoo.data.tasks import Examples, build_task
+from attnzoo.experiments.claims import Correlated
+from attnzoo.experiments.experiment import find, names
+from attnzoo.experiments.outcome import load_outcome
+from attnzoo.experiments.report.experiment import markdown, render_experiment
+from attnzoo.experiments.run import Plan, run_once
+from attnzoo.models import LanguageModel
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+
+
+@pytest.mark.parametrize("name", names())
+def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
+    """Every arm is a model that can be built, every size a training; tiny runs of its arms give every number."""
+    monkeypatch.chdir(tmp_path)
+    experiment = find(name)
+    for size, arms in zip(experiment.sizes, (experiment.arms, *[experiment.arms[:1]] * 9), strict=False):
+        for arm in arms:
+            config = Plan(name, size, Path("out"), 3).config(experiment, arm, 0.001, 0)
+            with torch.device("meta"):
+                LanguageModel(config.model)
+            if config.data.task is not None:
+                task = build_task(config.data.task, config.data.task_options)
+                Examples(task, config.data.context_length)[0]
+    Path("text.txt").write_text("one and two and three and four. " * 80)
+    data = () if config.data.task else ("data.source=text.txt", "data.context_length=16")
+    small = replace(experiment.sizes["cpu"], rows=2, tokens=600)
+    experiment = replace(experiment, sizes={"cpu": small})
+    plan = Plan(name, "cpu", Path("out"), 3, (*TINY, *data), "cpu")
+    missing = {probe.name for probe in experiment.probes}
+    for arm in experiment.arms:
+        lr = (arm.lrs or small.lrs)[0]
+        run = run_once(plan, experiment, arm, lr, 0, measure=True)
+        assert list(run.values) == [probe.name for probe in experiment.probes]
+        assert all(list(run.values[probe.name]) in ([], [*probe.at]) for probe in experiment.probes)
+        assert all(math.isfinite(x) for found in run.values.values() for x in found.values())
+        missing -= {probe for probe, found in run.values.items() if found}
+        if not missing:
+            break
+    assert not missing
+
+
+def test_two_sides_of_the_factorial_have_the_same_layers():
+    """All but what the delta rule cannot have or does not need: keys that are longer than 1, and a bias of beta. (GLA's
+    gate of low rank is as large as Wall's of full rank at this size.)"""
+    experiment, apart = find("factorial"), ("q_norm.weight", "k_norm.weight", "beta_proj.bias")
+    sizes = {}
+    for arm in experiment.arms:
+        config = Plan("factorial", "cpu", Path("out"), 3).config(experiment, arm, 0.001, 0)
+        with torch.device("meta"):
+            layer = LanguageModel(config.model).blocks[0].attention
+        sizes[arm.name] = sum(p.numel() for name, p in layer.named_parameters() if not name.endswith(apart))
+    claim = next(each.claim for each in experiment.expectations if isinstance(each.claim, Correlated))
+    for linear, softmax in (claim.bases, *claim.pairs):
+        assert sizes[linear] == sizes[softmax]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", names())
+def test_built_in_experiment_runs_on_a_gpu(name, tmp_path, monkeypatch):
+    """A few steps of every arm at the size that is for it."""
+    monkeypatch.chdir(tmp_path)
+    experiment = find(name)
+    few = ("steps=3", "optimizer.warmup_steps=1", "eval_tokens=4096", "log_every=1")
+    size = experiment.sizes["gpu"]
+    experiment = replace(experiment, sizes={"gpu": replace(size, rows=8, tokens=min(size.tokens, 40_000))})
+    for arm in experiment.arms:
+        run = run_once(Plan(name, "gpu", Path("out"), 3, few), experiment, arm, 0.001, 0, measure=True)
+        assert math.isfinite(run.validation)
+        assert any(run.values.values())
+
+
+@pytest.mark.parametrize("name", names())
+def test_recorded_results_follow_from_their_numbers(name):
+    experiment = find(name)
+    for measured in experiment.measured:
+        outcome = load_outcome(RESULTS / measured.result)
+        assert (outcome.experiment, outcome.size, outcome.date) == (name, measured.size, measured.date)
+        assert (RESULTS / measured.result).with_suffix(".md").read_text() == markdown(experiment, outcome)
+        assert min(len(outcome.of(arm.name)) for arm in experiment.arms) >= 3
+        words = {verdict.word for _, verdict in outcome.verdicts(experiment)}
+        assert measured.tried or "not seen" not in words, "say what was tried"
+        render_experiment(experiment, outcome)
+
+
+def test_page_of_results_says_what_was_run():
+    page = (RESULTS / "index.md").read_text()
+    rows = re.findall(r"\| `attnzoo experiment run (\w+)` \|.*\| (.*) \|\n", page)
+    assert [name for name, _ in rows] == names()
+    for name, row in rows:
+        measured = find(name).measured
+        assert ("not yet run" in row) == (not measured)
+        for each in measured:
+            assert page.count(f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)") == 2
+            assert f"(../figures/out/result-{name.replace('_', '-')}-{each.size}.svg)" in page
