@@ -133,7 +133,7 @@ class Measured:
         date: as 2026-01-31.
         machine: what it ran on.
         result: the file in docs/results.
-        tried: what else was tried where a claim was not seen, in a sentence or two.
+        tried: what else was tried where a claim was not seen, or was decided after the numbers were in.
     """
 
     size: str
