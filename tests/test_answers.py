@@ -85,8 +85,8 @@ def test_tasks_and_lengths_are_all_asked(run):
     done = CliRunner().invoke(app, ["evaluate", str(run), *on, *lengths, "--rows", "3", "--json"])
     rows = [json.loads(line) for line in done.output.splitlines()]
     assert [(row["evaluation"], row["options"]) for row in rows] == [
-        ("flip_flop", {"p_ignore": 0.9}),
-        ("flip_flop", {}),
+        ("flip_flop", {"p_ignore": 0.9, "length": [8, 32], "rows": 3}),
+        ("flip_flop", {"length": [8, 32], "rows": 3}),
     ]
     assert [[found["length"] for found in row["result"]["answers"]] for row in rows] == [[8, 32]] * 2
     (same,) = evaluate(run, [("flip_flop", {})], [32], 3)

@@ -121,7 +121,7 @@ class ShortConvolution(nn.Module):
         else:
             out = full[:, :T] * weight[:, 0]
             for i in range(1, self.size):
-                out = out.addcmul(full[:, i : i + T], weight[:, i])
+                out = out + full[:, i : i + T] * weight[:, i]
         return self.activation(out if self.bias is None else out + self.bias.to(full.dtype))
 
     def extra_repr(self) -> str:
