@@ -160,9 +160,10 @@ def future_utility(s: Tensor, exists: Tensor, options: Forgetting, temperature: 
     r"""Section 2.1: :math:`S_{tj}`, the contributions :math:`x_i = \gamma^{i-t} s_{ij}` of the rows i >= t, pooled.
 
     ``"softmax"`` is :math:`\sum_i w_i x_i` with :math:`w = \mathrm{softmax}(\tau x)`, the plain reading of the text's
-    *softmaxpool*; ``"max"`` is the largest. Contributions are of size :math:`1 / T^2` where attention is spread, so
-    that the former is a plain mean for any :math:`\tau` below that of :math:`T^2`. ``"power"``, the default, has
-    :math:`w = \mathrm{softmax}(\tau \log x)`: a temperature that means the same at every length.
+    *softmaxpool*; ``"max"`` is the largest. Where attention is spread, contributions are about :math:`1 / T^2`
+    (:math:`1 / T` if the values are independent), and the former is nearly a plain mean for :math:`\tau` far below T.
+    ``"power"``, the default, has :math:`w = \mathrm{softmax}(\tau \log x)`: a temperature that means the same at every
+    length.
 
     Args:
         s: ``[B, G, T, T]``.

@@ -39,8 +39,8 @@ def phase(step: int, config: ForgettingConfig, options: Forgetting, layer: int =
     """Where layer ``layer`` of ``layers`` stands at an update (1 is the first); it depends on these numbers alone.
 
     In phase 1 lambda and tau are small and the network learns from the teacher. In phase 2 lambda goes on a line and
-    tau geometrically to those of the layer's options, and the teacher's weight on a line to 0: then the loss of the
-    task alone supervises.
+    tau geometrically to those of the layer's options, and the teacher's weight on a line to 0: then the
+    losses of the task and of the budget are left.
     """
     done = min(1.0, max(0, step - config.distill_steps) / max(1, config.anneal_steps))
     if config.order != "together" and layers > 1:  # each layer takes half of the time, one after the other
