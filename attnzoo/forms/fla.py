@@ -146,16 +146,13 @@ def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor
         "initial_state": None if call.state is None else call.state.matrix.float(),
         "output_final_state": call.keeps_state,
     }  # fmt: skip
-    slow = _detour(gate, q)
-    if slow:
-        _warn(slow)
     will_run(f"H={H}, K={q.shape[3]}, V={v.shape[3]}, {str(q.dtype).removeprefix('torch.')}")
     return operation(Prepared(q, k, v, gate, options))
 
 
 def scalar_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """``chunk_simple_gla``: a scalar decay per head and token, one per head, or none."""
-    if _detour(x.gate, x.q):
+    if _goes_around(x):
         return diagonal_decay(x)
     g = x.gate.log_decay
     if g is None:
@@ -172,7 +169,7 @@ def diagonal_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
 
 def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """``chunk_delta_rule`` or ``chunk_gated_delta_rule``: one key for erasing and writing, and one strength."""
-    if _detour(x.gate, x.q):
+    if _goes_around(x):
         return channel_delta_rule(x)
     beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2]).to(x.v.dtype)
     g = x.gate.per_token(x.q).log_decay
@@ -196,6 +193,14 @@ def _detour(gate: Gate, q: Tensor) -> str:
         f"Triton {triton} miscompiles flash-linear-attention's backward of a scalar decay on Hopper: its kernels with "
         "a decay per channel run instead, which take longer; 3.7.1 mends it, which torch 2.12.1 and later bring"
     )
+
+
+def _goes_around(x: Prepared) -> bool:
+    """Whether it takes them; the reason is said once per process."""
+    slow = _detour(x.gate, x.q)
+    if slow:
+        _warn(slow)
+    return bool(slow)
 
 
 def _explained(call: Call) -> tuple[str, str]:
