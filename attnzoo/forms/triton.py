@@ -19,7 +19,7 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.fixed_keys import CarriedMemory
-from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing
+from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separated
 from attnzoo.forms.protocol import Call, Kernel
 
 Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
@@ -165,11 +165,7 @@ def path_kernel() -> Kernel:
         from attnzoo.kernels.path import carry_keys, path_extend, refuse_gradients
 
         given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
-        check_softmax(given, q, gate)
-        gate = gate.per_token(q)
-        if valid is not None:
-            gate = gate.neutral_where(~valid)
-            q, k, v = existing(valid, q, k, v)
+        q, k, v, gate = step_inputs(q, k, v, gate, given)
         w, beta, a = cast(Tensor, gate.w), cast(Tensor, gate.beta), gate.log_diag
         heads = 0 if a is None else q.shape[2]  # channels decay for each query head, and keys have a copy for each
 
@@ -198,7 +194,7 @@ def path_kernel() -> Kernel:
         from attnzoo.kernels.path import triton_unavailable
 
         if call.state is not None and expects_gradient(call):
-            return "a cached step of the triton form has no gradient (run it under torch.no_grad())"
+            return NO_GRADIENT
         if call.gate.factors is not None and (call.state is None or not len(call.state)):
             return f"its kernels of whole sequences take one factor per token, got {call.gate.factors}"
         return refused(call) or triton_unavailable(call.q, call.v)
@@ -226,6 +222,16 @@ def path_kernel() -> Kernel:
         return CarriedMemory.like(state, rows, tokens, device)
 
     return Kernel(run, extend, refuses, explain, fixed=fixed)
+
+
+def step_inputs(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions
+) -> tuple[Tensor, Tensor, Tensor, Gate]:  # fmt: skip
+    """The checked inputs of a step that multiplies the cached keys: a gate per token, and nothing at absent tokens."""
+    check_softmax(given, q, gate)
+    if given.valid is not None:
+        q, k, v = existing(given.valid, q, k, v)
+    return q, k, v, separated(gate.per_token(q), q, given.valid, None)
 
 
 def whole_path(
@@ -259,6 +265,7 @@ def on_whole(
     return attend(*rows, given.cu_seqlens) if given.valid is None else on_packed(attend, given.valid, *rows)
 
 
+NO_GRADIENT = "a cached step of the triton form has no gradient (run it under torch.no_grad())"
 BOTH = "the triton form takes valid or cu_seqlens, not both"
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
-from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing
+from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.readout import attend_with_sink, least_logit
-from attnzoo.forms.triton import Output, expects_gradient, on_whole, records, refused
+from attnzoo.forms.triton import NO_GRADIENT, Output, expects_gradient, on_whole, records, refused, step_inputs
 
 Pair = tuple[Tensor, Tensor]
 WALL_STEPS = 16  # most tokens that continue a cache of Wall one at a time
@@ -52,11 +52,7 @@ def wall_kernel() -> Kernel:
         from attnzoo.kernels.path import refuse_gradients
 
         given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
-        check_softmax(given, q, gate)
-        gate = gate.per_token(q)
-        if valid is not None:
-            gate = gate.neutral_where(~valid)
-            q, k, v = existing(valid, q, k, v)
+        q, k, v, gate = step_inputs(q, k, v, gate, given)
         a, H = cast(Tensor, gate.log_diag).float(), q.shape[2]
         if state is None or not len(state):
             o = run(
@@ -96,7 +92,7 @@ def wall_kernel() -> Kernel:
         from attnzoo.kernels.wall import triton_unavailable
 
         if call.state is not None and expects_gradient(call):
-            return "a cached step of the triton form has no gradient (run it under torch.no_grad())"
+            return NO_GRADIENT
         if call.state is not None and len(call.state) and call.q.shape[1] > WALL_STEPS and _window(call):
             return f"with a window a cache of Wall is continued by at most {WALL_STEPS} tokens, got {call.q.shape[1]}"
         return refused(call) or triton_unavailable(call.q, call.v)
