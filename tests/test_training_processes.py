@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -41,6 +40,7 @@ def run(number, output_dir, *overrides):
     new = (killed or Path(output_dir).stem == "stopped") and not Path(output_dir).exists()
     train(load_config(sys.argv[1], [f"output_dir={output_dir}", *overrides]), on_row=stop)
 
+ends = []
 for number, (output_dir, *overrides) in enumerate(argument.split("|") for argument in sys.argv[2:]):
     child = os.fork()
     if child == 0:
@@ -51,7 +51,8 @@ for number, (output_dir, *overrides) in enumerate(argument.split("|") for argume
         finally:
             sys.stderr.flush()
             os._exit(status)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output_dir)
+    ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+Path(sys.argv[1]).with_name("ends" + os.environ["RANK"]).write_text(" ".join(map(str, ends)))
 """
 
 
@@ -157,10 +158,13 @@ def runs(config_file):
         cut_back(folder / began, folder / name)
     done = launch(2, str(config_file), *(str(folder / run) for run in RUNS))
     assert done.returncode == 0, done.stderr
-    ends = sorted(int(line.split()[0]) for line in done.stdout.splitlines())
-    assert ends == [-signal.SIGTERM] * 2 + [-signal.SIGKILL] + [0] * (2 * len(RUNS) - 4) + [1], (
-        done.stdout + done.stderr
-    )
+    ends = [(folder / f"ends{rank}").read_text().split() for rank in range(2)]
+    expected = {
+        "stopped": [["-15", "-15"], ["0", "0"]],  # SIGTERM, then to the end
+        "parts-killed": [["-9", "1"], ["0", "0"]],  # SIGKILL of one, which ends the other
+    }
+    for run, *both in zip((run.split("|")[0] for run in RUNS), *ends, strict=True):
+        assert sorted(both) == (expected[run].pop(0) if run in expected else ["0", "0"]), (run, done.stderr)
     states = (folder / "two" / "checkpoints" / "step-00000006").glob("random_states_*")
     assert len(list(states)) == 2  # there really were two
     return folder
