@@ -164,12 +164,12 @@ def test_a_graph_does_not_read_the_pages_that_it_skips():
         generator = Generator(model, 2, 900)
         numbers = [generator.add(prompt, 150, temperature=0), generator.add(prompt[:3], 20, temperature=0)]
         generator.admit()
-        for cache in generator.caches:
+        for cache in generator.batch.caches:
             pool = cache.memory.pool
             assert pool.table[0, 3, 0] >= 0
             pool.k[pool.table[0, 3, :3].long()] = math.nan if poisoned else 0.0
         tokens = generator.run()
         found.append([tokens[number] for number in numbers])
-        assert len(generator._graphs) == 1
+        assert len(generator.batch.graphs) == 1
     assert found[0] == found[1]
     assert found[0] == [alone(model, prompt, 150), alone(model, prompt[:3], 20)]

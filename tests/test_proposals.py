@@ -57,7 +57,7 @@ def test_greedy_sequences_go_on_as_without_proposals(name):
     model, draws = build(**options), torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 40, (T,), generator=draws) for T in (120, 3, 55)]
     generator = proposed(model, prompts, limits)
-    assert generator.batch.lengths == [0, 0]
+    assert generator.batch.rows.lengths == [0, 0]
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5, "top_p": 0.9}], ids=["", "filtered"])
@@ -186,7 +186,7 @@ def test_a_step_of_several_tokens_is_as_many_steps_whose_rejected_ones_leave_no_
 def test_room_for_what_a_step_with_proposals_computes_in_is_asked_for_before_it(monkeypatch):
     model = build(attention=["mamba2", "fox"])
     generator = Generator(model, 2, 90)
-    one, eight = (max(cache.workspace(tokens) for cache in generator.caches) for tokens in (1, 8))
+    one, eight = (max(cache.workspace(tokens) for cache in generator.batch.caches) for tokens in (1, 8))
     assert eight > one
     number = generator.add([1, 2], 12, temperature=0)
     generator.step()
