@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.values import records
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.fixed_keys import CarriedMemory
@@ -290,11 +291,6 @@ def records_any(call: Call, *more: Tensor | None) -> bool:
 
 def expects_gradient(call: Call) -> bool:
     return records_any(call, call.options.get("sink"))
-
-
-def records(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is expected of any of them."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def on_packed(attend: Callable[..., Output], valid: Tensor, *rows: Tensor | None) -> Output:
