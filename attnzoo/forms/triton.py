@@ -32,7 +32,7 @@ class Additive(Protocol):
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate: ...
 
     def remember(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
 
@@ -83,7 +83,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         constant = gate.log_decay if gate.log_decay is not None and gate.log_decay.ndim == 1 else None
         gate = forms.separated(gate, q, given.valid, None)
         past = state
-        q, state = forms.remember(q, k, v, gate, past, given.valid, v.dtype)
+        q, state = forms.remember(q, k, v, gate, past, given, v.dtype)
         q, k, g = q.to(v.dtype), state.k, state.log_decay
         v, values = (expand_heads(x, k.shape[2]) for x in (v, state.v))  # a key of its own for each query head's angle
         options: dict[str, Any] = {
