@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tomllib
@@ -190,18 +189,20 @@ def test_works_uninstalled(tmp_path: Path) -> None:
 
 
 def test_import_is_quick_and_light(tmp_path: Path) -> None:
-    """Under 0.5 s of processor time on top of torch, and none of the heavy packages."""
+    """On top of torch, less than a third of the processor time that torch takes, and none of the heavy packages."""
     code = (
-        "import sys, time, json, torch\n"
-        "before, start = set(sys.modules), time.process_time()\n"
+        "import sys, time, json\n"
+        "times = [time.process_time()]\n"
+        "import torch\n"
+        "before, times = set(sys.modules), [*times, time.process_time()]\n"
         "import attnzoo\n"
         "attnzoo.Gate, attnzoo.Prune, attnzoo.get\n"
-        "spent = time.process_time() - start\n"
-        "print(json.dumps([spent, sorted({m.split('.')[0] for m in set(sys.modules) - before})]))"
+        "times.append(time.process_time())\n"
+        "print(json.dumps([times, sorted({m.split('.')[0] for m in set(sys.modules) - before})]))"
     )
-    runs = [json.loads(python(code, tmp_path, ROOT)) for _ in range(3)]
-    assert statistics.median(spent for spent, _ in runs) < 0.5
-    assert not set(HEAVY) & set(runs[0][1])
+    (start, between, end), modules = json.loads(python(code, tmp_path, ROOT))
+    assert end - between < (between - start) / 3
+    assert not set(HEAVY) & set(modules)
 
 
 def test_a_layer_runs_without_the_compiler(tmp_path: Path) -> None:
