@@ -265,8 +265,8 @@ class PrunedLoss:
 
 
 @dataclass(frozen=True)
-class AddedLoss:
-    """What a limit on the keys that a head may hold adds to the loss of the same model, nats per token.
+class _Within:
+    """A number by how many keys a head may hold.
 
     Args:
         name: what a reader sees.
@@ -277,13 +277,24 @@ class AddedLoss:
 
     name: str
     rule: str
-    shares: tuple[float, ...] = (0.125, 0.25, 0.5)
-    percent: bool = False
-    task: ClassVar[bool] = False
+    shares: tuple[float, ...]
+
+    @property
+    def at(self) -> tuple[float, ...]:
+        return (1.0,) if self.rule in UNLIMITED else self.shares
 
     @property
     def places(self) -> str:
         return "" if self.rule in UNLIMITED else "keys held, of the training context"
+
+
+@dataclass(frozen=True)
+class AddedLoss(_Within):
+    """What a limit on the keys that a head may hold adds to the loss of the same model, nats per token."""
+
+    shares: tuple[float, ...] = (0.125, 0.25, 0.5)
+    percent: bool = False
+    task: ClassVar[bool] = False
 
     def measure(self, subject: Subject) -> dict[float, float]:
         if not _measures(subject, self.rule):
@@ -293,10 +304,6 @@ class AddedLoss:
         budgets = [max(1, round(share * T)) for share in self.shares]
         found = loss_within(subject.model, windows, [self.rule], budgets)
         return {at: point.loss - whole.loss for at, point in zip(self.at, found, strict=True)}
-
-    @property
-    def at(self) -> tuple[float, ...]:
-        return (1.0,) if self.rule in UNLIMITED else self.shares
 
 
 @dataclass(frozen=True)
@@ -323,22 +330,12 @@ class KeysHeld:
 
 
 @dataclass(frozen=True)
-class WrongWithin:
-    """The share of a task's answers that are wrong while a head may hold so many keys; as :class:`AddedLoss`."""
+class WrongWithin(_Within):
+    """The share of a task's answers that are wrong while a head may hold so many keys."""
 
-    name: str
-    rule: str
     shares: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0)
     percent: bool = True
     task: ClassVar[bool] = True
-
-    @property
-    def at(self) -> tuple[float, ...]:
-        return (1.0,) if self.rule in UNLIMITED else self.shares
-
-    @property
-    def places(self) -> str:
-        return "" if self.rule in UNLIMITED else "keys held, of the training context"
 
     def measure(self, subject: Subject) -> dict[float, float]:
         if not _measures(subject, self.rule):
