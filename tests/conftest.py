@@ -62,6 +62,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is not None and nextitem.path != item.path:
         forget_garbage()
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()  # other workers' tests run on the same GPU
 
 
 def forget_garbage() -> None:

@@ -17,12 +17,15 @@ MODELS = {
         {"name": "alibi", "options": {"learnable_slopes": True, "window": 3}},
         {"name": "fox", "options": {"block": "pro", "acp": True, "sinks": True}},
         {"name": "fox", "options": {"gate": "independent", "num_kv_heads": 1, "value_dim": 4}},
+    ],
+    "additive, other gates": [
         {"name": "fox", "options": {"gate": "fixed", "output_norm": "group", "output_gate": "swish"}},
         {"name": "fox", "options": {"gate": "softplus", **CONV, "feature_map": "relu"}},
         "rope",
     ],
     "diagonal": ["linear_attention", "retnet", "mamba2", "gla", "complex_linear", "wall"],
-    "erasing": ["deltanet", {"name": "gated_deltanet", "options": {"block": "pro"}}, "path", "path_fox"],
+    "erasing": ["deltanet", {"name": "gated_deltanet", "options": {"block": "pro"}}],
+    "turning": ["path", "path_fox"],
 }
 
 

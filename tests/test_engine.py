@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from generated import LAYERS, LENGTHS, alone, build
+from generated import LAYERS, LENGTHS, alone, build, filled
 from layers import assert_same, layer, rows
 from torch._dynamo.utils import counters
 
@@ -44,23 +44,14 @@ def test_a_step_in_place_is_the_layers_own_step(name, options, paged):
     if "window" in options and get(name).side == "linear":
         options = {"kv_shift": True, "conv_size": 3, "rotary": 100.0}
     attn = layer(name, **options)
-    lengths = (1, 9, 4)
-    caches = [attn.new_cache() for _ in lengths]
+    fixed, caches = filled(attn, (1, 9, 4), 16, paged)
     with torch.no_grad():
-        like = attn.new_cache()
-        attn(rows(1, 1), cache=like)
-        batch = Rows.idle(len(lengths))
-        fixed = FixedCache.of(attn, like, batch, 16, paged=paged)
-        for row, (T, cache) in enumerate(zip(lengths, caches, strict=True)):
-            attn(rows(1, T, seed=row), cache=cache)
-            fixed.admit(row, cache, 16)
-            batch.begin(row, T)
         for step in range(4):
-            x = rows(len(lengths), 1, seed=10 + step)
+            x = rows(3, 1, seed=10 + step)
             y = attn(x, cache=fixed)
             expected = torch.cat([attn(x[n : n + 1], cache=cache) for n, cache in enumerate(caches)])
             assert_same(y, expected)
-            batch.length += 1
+            fixed.rows.length += 1
 
 
 @pytest.mark.parametrize(("name", "options"), [
@@ -139,7 +130,7 @@ def test_blocks_that_are_compiled_give_the_same_tokens_and_layers_share_the_code
 def maps_of(generator):
     """Names of the maps that are one product in the first block."""
     names = {one: name for name, one in generator.model.blocks[0].named_modules()}
-    found = [[names.get(one) for one in product.maps] for product in generator._products]
+    found = [[names.get(one) for one in product.maps] for product in generator.batch.products]
     return [[str(name).rpartition("attention.")[2] for name in maps] for maps in found if None not in maps]
 
 
@@ -156,7 +147,9 @@ def test_maps_of_one_input_are_one_product_and_the_same_to_rounding(name, prompt
     first, second = maps_of(fused)
     assert first == ["q_proj", "k_proj", "v_proj", *expected[name]]
     assert second == ["mlp.gate", "mlp.up"]
-    assert fused.weight_bytes() == sum(one.weight.nbytes for product in fused._products for one in product.maps) > 0
+    assert (
+        fused.weight_bytes() == sum(one.weight.nbytes for product in fused.batch.products for one in product.maps) > 0
+    )
     assert whole.weight_bytes() == 0
     given = {id(generator): [] for generator in (whole, fused)}
     for generator in (whole, fused):
@@ -285,7 +278,7 @@ def test_what_cannot_be_is_refused_by_name(make, error, message):
 def test_a_cache_of_fixed_size_takes_one_token_of_each_sequence():
     model = build()
     generator = Generator(model, 2, 8)
-    layer, cache = model.attentions()[0], generator.caches[0]
+    layer, cache = model.attentions()[0], generator.batch.caches[0]
     with pytest.raises(ValueError, match=r"x: expected one token of each of 2 rows, got \(2, 2, 32\)"):
         layer(torch.randn(2, 2, 32), cache=cache)
     with pytest.raises(ValueError, match="attention_mask: expected None with a cache of fixed size"):
@@ -316,7 +309,7 @@ def test_a_step_in_a_graph_stays_right_while_sequences_grow_come_and_go(name):
     generator = Generator(model, 3, 256, check_every=3)
     ids = [generator.add(prompt, 70, temperature=0) for prompt in prompts]
     found = generator.run()
-    assert generator.graphed
+    assert generator.batch.graphed
     for number, prompt in zip(ids, prompts, strict=True):
         assert found[number] == alone(model, prompt, 70), (name, number)
     sampled = [generator.add(prompts[1], 40, temperature=1.0, top_k=50, top_p=0.9, seed=5) for _ in range(2)]

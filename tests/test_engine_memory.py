@@ -32,7 +32,7 @@ def test_keys_that_are_given_up_change_no_greedy_token_and_their_pages_are_free(
         assert remembers == len(prompt) + 65
         assert forgets <= min(3 * PAGE, remembers - PAGE)
         assert generator.requests[number].kept[1] is None
-    pool = generator.caches[0].memory.pool
+    pool = generator.batch.caches[0].memory.pool
     assert pool.used() == 0
     if name == "fox":
         whole = Generator(model, 1, 400)
@@ -53,7 +53,7 @@ def test_keys_on_the_host_come_back_for_tokens_that_need_them(name):
             known = int(model(second[None, start:stop], cache=cache).logits[0, -1].argmax())
     assert cache[0].state.pool.first.any()
     generator = Generator(model, 2, 400, evict="offload", check_every=4)
-    away = generator.caches[0].memory.evict.offload
+    away = generator.batch.caches[0].memory.evict.offload
     keep, away.keep = away.keep, lambda pool, gone: kept.append(len(gone)) or keep(pool, gone)
     ids = [generator.add(first, 66, temperature=0), generator.resume(cache, known, 9, Sampling(0.0))]
     found = generator.run()
@@ -71,7 +71,8 @@ def test_a_step_that_fails_between_its_layers_is_not_gone_on_from(monkeypatch):
     generator = Generator(model, 1, 32, check_every=1)
     generator.add([1, 2, 3], 9)
     generator.step()
-    monkeypatch.setattr(type(generator.caches[1].memory), "step", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+    memory = type(generator.batch.caches[1].memory)
+    monkeypatch.setattr(memory, "whole_step", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
     with pytest.raises(MemoryError, match="full"):
         generator.step()
     monkeypatch.undo()
@@ -112,14 +113,14 @@ def test_what_a_window_hides_is_given_up_and_changes_no_greedy_token(prompts):
     for number, prompt, new in zip(ids, prompts, news, strict=True):
         assert found[number] == alone(model, prompt, new)
     assert generator.requests[1].kept[0][0] <= LENGTHS[1] + 124 - PAGE
-    assert generator.caches[0].memory.pool.used() == 0
+    assert generator.batch.caches[0].memory.pool.used() == 0
 
 
 @pytest.mark.parametrize("evict", [None, 1e-4], ids=["whole", "evicting"])
 def test_caches_and_what_a_step_computes_in_are_refused_before_they_fill_the_memory(evict, monkeypatch):
     model = forgetful("path_fox" if evict else "fox")
     generator = Generator(model, 2, 300, evict=evict)
-    beside = max(cache.workspace() for cache in generator.caches)
+    beside = max(cache.workspace() for cache in generator.batch.caches)
     need = generator.bytes() + beside
     assert beside > 0
     monkeypatch.setattr(memory, "available", lambda device: need)
@@ -166,7 +167,7 @@ def test_layers_that_forget_go_on_as_each_sequence_does_alone(name, limits, prom
     assert max(longest) < len(prompts[1]) + 27  # something has gone
     if limits == {"budget": 4}:
         assert max(longest) == 4
-        assert generator.caches[-1].memory.cache.slots["k"].shape[2] == 5
+        assert generator.batch.caches[-1].memory.cache.slots["k"].shape[2] == 5
     if limits == {"budget": "1 KiB"}:
         assert sum(longest) == 1024 // (2 * 16 * 4)
 
@@ -179,7 +180,7 @@ def test_slots_are_made_and_given_back_while_sequences_that_forget_come_and_go(p
         prompt = torch.arange(T) % 40
         number = generator.add(prompt, new, temperature=0)
         assert generator.run()[number] == alone(model, prompt, new)
-        slots.append(generator.caches[0].memory.cache.slots["k"].shape[2])
+        slots.append(generator.batch.caches[0].memory.cache.slots["k"].shape[2])
     assert slots == [320, 128]
     monkeypatch.setattr(memory, "available", lambda device: 1 << 10)
     generator.add(torch.arange(200) % 40, 3, temperature=0)
@@ -209,7 +210,7 @@ def test_slots_of_layers_that_forget_change_in_a_graph(name, limits):
     model = that_forgets(**FORGETTING[name]).double().cuda()
     prompts = [torch.randint(0, 40, (T,), device="cuda") for T in (150, 30, 90)]
     generator = Generator(model, 2, 256, **limits)
-    assert generator.graphed
+    assert generator.batch.graphed
     ids = [generator.add(prompt, 80, temperature=0) for prompt in prompts]
     found = generator.run()
     for number, prompt in zip(ids, prompts, strict=True):
@@ -235,5 +236,5 @@ def test_keys_come_back_from_the_host_of_a_gpu(name, caplog):
     assert "a step is no CUDA graph with evict='offload'" in caplog.text
     number = generator.resume(cache, 7, 90, Sampling(0.0))
     found = generator.run()[number]
-    assert generator.caches[0].memory.evict.offload.returned > 0
+    assert generator.batch.caches[0].memory.evict.offload.returned > 0
     assert found == alone(model, torch.cat([prompt, prompt.new_tensor([7])]), 90)

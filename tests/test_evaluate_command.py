@@ -147,6 +147,18 @@ def test_other_text_may_be_given(run, tmp_path):
             held_out_text(subject, str(text))
 
 
+def test_rows_that_are_too_short_for_a_needle_are_left_out_and_said(run):
+    subject = load_subject(run)
+    long = dataclasses.replace(subject.config, data=dataclasses.replace(subject.config.data, context_length=160))
+    found = measure(dataclasses.replace(subject, config=long), "haystack", {"depths": 1}, Common(rows=1))
+    assert [picture.lengths for picture in found.pictures] == [(160, 320)] * 2
+    assert lines.haystack(found)[-1] == "left out, too short for the question: rows of 80 tokens"
+    with pytest.raises(ValueError, match="length: expected at least .* for the needle, the question and the number, g"):
+        measure(subject, "haystack", {}, Common(rows=1))
+    with pytest.raises(ValueError, match="got 80"):
+        measure(subject, "haystack", {}, Common((80, 320), rows=1))
+
+
 def test_model_folders_are_measured_as_their_runs_are_others_too(run, tmp_path):
     pytest.importorskip("transformers")
     from transformers import LlamaConfig, LlamaForCausalLM

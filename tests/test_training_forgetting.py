@@ -11,7 +11,9 @@ from attnzoo.algebra.forgetting import Forgetting
 from attnzoo.config import ForgettingConfig, ModelConfig
 from attnzoo.models import LanguageModel
 from attnzoo.training import load_run, read_metrics, train
+from attnzoo.training.exchange import export_run
 from attnzoo.training.forgetting import extra_loss, networks, phase, set_phase, with_forgetting
+from attnzoo.training.subject import of_folder
 
 FORGETS = (
     "model.attention=[mamba2,{name: fox, options: {forgetting: {window: 2, width: 4}}}]",
@@ -120,6 +122,17 @@ def test_a_checkpoint_forgets_as_its_step_did(folder):
     train(config_of(folder, "short", *FORGETS, "steps=4"))
     [network] = networks(load_run(folder / "short")[0])
     assert (network.blend, network.temperature) == pytest.approx((0.55, 16.0))
+
+
+def test_a_run_and_its_export_forget_alike(folder, tmp_path):
+    """In the middle of phase 2 both hold a part of the teacher; without annealing neither does once phase 1 is over."""
+    pytest.importorskip("transformers")
+    for name, anneal, stands in (("half", 4, (0.55, 16.0)), ("at_once", 0, (1.0, 64.0))):
+        settings = f"forgetting={{distill_steps: {3 - anneal // 2}, anneal_steps: {anneal}}}"
+        run = train(config_of(folder, name, *FORGETS[:2], settings, "steps=3"))
+        for model in (load_run(run)[0], of_folder(export_run(run, tmp_path / name), "cpu")):
+            [network] = networks(model)
+            assert (network.blend, network.temperature) == pytest.approx(stands)
 
 
 def test_a_network_alone_learns_beside_frozen_weights(folder):

@@ -177,8 +177,8 @@ def milliseconds_per_step(step: Callable[[], Any], device: torch.device, steps: 
 def measure(model: LanguageModel, contender: Contender, batch: int, tokens: int) -> dict[str, Any]:
     """Milliseconds per token (of all rows at once), memory of the cache, and the share of keys kept."""
     generator = generator_of(model, contender, batch, tokens, STEPS + WARM + 2)
-    kept = [cache.memory.kept(0) for cache in generator.caches]
-    heads = [n / generator.batch.lengths[0] for layer in kept if layer is not None for n in layer]
+    kept = [cache.memory.kept(0) for cache in generator.batch.caches]
+    heads = [n / generator.batch.rows.lengths[0] for layer in kept if layer is not None for n in layer]
     ms = milliseconds_per_step(generator.step, generator.device)
     share = {"kept": sum(heads) / len(heads)} if heads else {}
     return {"ms": ms, "cache_gb": generator.bytes() / 1e9, **share}

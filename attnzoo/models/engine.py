@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnzoo.algebra.pruning import Evict
 from attnzoo.errors import check_kinds
-from attnzoo.forms.fixed import Rows
-from attnzoo.forms.memory import GIB, check_room, size_of
+from attnzoo.forms.memory import size_of
 from attnzoo.kernels.common.launching import power_of_2
 from attnzoo.kernels.decode.plan import MOST_ROWS
-from attnzoo.layer.fixed import FixedCache
 from attnzoo.layer.stream import LayerCache
+from attnzoo.models.batch import Batch
 from attnzoo.models.decoder import LanguageModel
-from attnzoo.models.fused import Product
-from attnzoo.models.fused import fuse as fused
-from attnzoo.models.proposals import Draft, Proposals
+from attnzoo.models.proposals import Draft
 from attnzoo.models.request import Drawn, Request
-from attnzoo.models.sampling import GREEDY, Samplers, Sampling
+from attnzoo.models.sampling import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -87,50 +83,22 @@ class Generator:
                 logger.info("a step is no CUDA graph with evict='offload': %s", why)
             graph = False
         self.model, self.max_tokens, self.check_every = model.eval(), max_tokens, check_every
-        self.evict, self.budget = evict, budget
-        self._block: Callable[..., Tensor] = torch.compile(_block, dynamic=False) if compile else _block
-        self.graphed = self.device.type == "cuda" if graph is None else graph
+        graphed = self.device.type == "cuda" if graph is None else graph
+        self.batch = Batch(
+            self.model, max_sequences, max_tokens, evict=evict, budget=budget, graph=graphed, compile=compile, fuse=fuse
+        )
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * max_sequences
         self.requests: dict[int, Request] = {}
         self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[Drawn]()
-        B, device = max_sequences, self.device
-        self.batch, self.tokens = Rows.idle(B, device), torch.zeros(B, dtype=torch.int64, device=device)
-        self.samplers, self.proposals = Samplers.empty(B, device), Proposals.empty(B, device)
-        self.blocks, self._products = list(model.blocks), list[Product]()
-        self.caches = self._caches(fuse)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by what rows need and tokens of a step
-        self._places: list[int] = []
-        self._longest = 1  # tokens of a step for which there is room
-        self._torn = False  # whether some layers have seen the tokens of a step and others have not
-        if self.graphed:
-            self._warm_up(GREEDY, 1, 2)
-
-    @torch.no_grad()
-    def _caches(self, fuse: bool) -> list[FixedCache]:
-        """One cache per layer, shaped as one token fills those of the model."""
-        like = self.model.new_cache(self.evict, self.budget)
-        one = functools.partial(self.model.hidden, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=like)
-        if fuse:
-            self.blocks, self._products = fused(self.blocks, one)
-        else:
-            one()
-        layers = list(zip(self.model.attentions(), like, strict=True))
-        meta = [FixedCache.of(layer, one, self.batch, self.max_tokens, "meta") for layer, one in layers]
-        beside = max(cache.workspace() for cache in meta)  # one layer after the other
-        what = (
-            f"caches of {len(self.rows)} sequences of {self.max_tokens} tokens (with {beside / GIB:.2f} GiB for a step)"
-        )
-        check_room(_bytes(meta) + beside, self.device, what)
-        return [FixedCache.of(layer, one, self.batch, self.max_tokens) for layer, one in layers]
 
     def bytes(self) -> int:
         """Memory of the caches."""
-        return _bytes(self.caches)
+        return self.batch.bytes()
 
     def weight_bytes(self) -> int:
         """Memory of the copies of weights that ``fuse`` makes."""
-        return sum(size_of(product.weight) for product in self._products)
+        return sum(size_of(product.weight) for product in self.batch.products)
 
     def add(
         self,
@@ -214,17 +182,15 @@ class Generator:
                 come back from the host are brought within it: no further step can follow.
             RuntimeError: an earlier step failed within.
         """
-        if self._torn:
+        if self.batch.torn:
             raise RuntimeError("step: expected a generator whose last step ended, got one that failed within it")
         known: dict[int, list[int]] = {}
         self.admit()
         if draft is not None and self._speculate(draft, known):
             return known
-        running = [(row, request) for row, request in enumerate(self.rows) if request is not None]
+        running = self._running()
         if running:
-            self._advance(running)
-            for row, _ in running:
-                self.batch.lengths[row] += 1
+            self.batch.step(*_asked(running))
             self._note(running)
         self._since += 1
         if self._since >= self.check_every or not any(self.rows):
@@ -252,70 +218,27 @@ class Generator:
         for row, there in enumerate(self.rows):
             if there is not None or not self.waiting:
                 continue
-            request = self.waiting.popleft()
-            for product in self._products:
-                product.refresh()
-            self.samplers.set(row, request.sampling, self.model.config.vocab_size)
+            request = self.waiting[0]
+            self.batch.begin(row, request)
+            self.waiting.popleft()  # not before: without room for it, it goes on waiting
             start, request.start = request.start, None
-            try:
-                self._begin(row, request, start)
-            except BaseException:  # it may have found no room: it waits, as if nothing had been
-                for fixed in self.caches:
-                    fixed.clear(row)
-                request.start = start
-                self.waiting.appendleft(request)
-                raise
-            self.batch.begin(row, request.length)
             self.rows[row], request.left = request, request.max_new_tokens
             if isinstance(start, Tensor):
                 self._note([(row, request)])
-            self._check_places()
-
-    def _begin(self, row: int, request: Request, start: Any) -> None:
-        """The idle row gets what the request begins with, and the token that follows it."""
-        assert start is not None
-        if isinstance(start, Tensor):
-            cache = self.model.new_cache(self.evict, self.budget)
-            last = self.model.hidden(start[None], cache=cache)[:, -1]
-            self.tokens[row : row + 1] = self.samplers.at(row).draw(self.model.head(last), request.sampling.needs)
-        else:
-            cache, self.tokens[row] = start
-        for fixed, filled in zip(self.caches, cache, strict=True):
-            fixed.admit(row, filled, request.length + request.max_new_tokens)
 
     def _note(self, running: list[tuple[int, Request]]) -> None:
         """These rows of ``tokens`` are new; those that may draw no more leave."""
-        self._drawn.append((self.tokens.clone(), running))
+        self._drawn.append((self.batch.tokens.clone(), running))
         for row, request in running:
             request.left -= 1
             if not request.left:
-                self._release(row)
+                self._release(row, request)
 
-    def _release(self, row: int) -> None:
-        request, self.rows[row] = self.rows[row], None
-        if request is not None:
-            request.kept = [cache.memory.kept(row) for cache in self.caches]
-        for cache in self.caches:
-            cache.clear(row)
-        self.batch.end(row)
+    def _release(self, row: int, request: Request) -> None:
+        self.rows[row], request.kept = None, self.batch.end(row)
 
-    def _advance(self, running: list[tuple[int, Request]]) -> None:
-        """One step, in which these rows get their tokens."""
-        rows, needs = [row for row, _ in running], max(request.sampling.needs for _, request in running)
-        changed = [cache.ready(rows) for cache in self.caches]
-        if any(changed):
-            self._check_places()
-        if not self.graphed:
-            try:
-                self._forward(needs)
-            except BaseException:
-                self._torn = True
-                raise
-            return
-        key = needs, self.batch.tokens
-        if key not in self._graphs:
-            self._graphs[key] = self._captured(needs)
-        self._graphs[key].replay()
+    def _running(self) -> list[tuple[int, Request]]:
+        return [(row, request) for row, request in enumerate(self.rows) if request is not None]
 
     def _speculate(self, draft: Draft, known: dict[int, list[int]]) -> bool:
         """A step that checks what ``draft`` proposes; False, and none, where that is nothing.
@@ -324,74 +247,18 @@ class Generator:
         """
         self._since = 0
         self._fetch(known)
-        running = [(row, request) for row, request in enumerate(self.rows) if request is not None]
+        running = self._running()
         most = power_of_2(min([MOST_ROWS, *(request.left for _, request in running)]) // 2 + 1) - 1
         offered = {row: list(draft(request))[:most] for row, request in running} if most else {}
-        tokens = self.proposals.offer(offered, self.model.config.vocab_size)
+        tokens = self.batch.proposals.offer(offered, self.model.config.vocab_size)
         if tokens == 1:
             return False
-        tokens = power_of_2(tokens)
-        if tokens > self._longest:
-            what = f"step that checks {tokens - 1} proposed tokens of each sequence"
-            check_room(max(cache.workspace(tokens) for cache in self.caches), self.device, what)
-            self._longest = tokens
-        self.batch.tokens = tokens
-        try:
-            self._advance(running)
-            kept, drawn = self.proposals.kept.tolist(), self.proposals.drawn.tolist()
-            for cache in self.caches:
-                cache.keep_on_host(self.proposals.kept)
-        finally:
-            self.batch.tokens = 1
+        kept, drawn = self.batch.check(*_asked(running), power_of_2(tokens))
         for row, request in running:
-            self.batch.lengths[row] += kept[row]
             request.left -= kept[row]
             for token in drawn[row][: kept[row]]:
                 self._hand_out(row, request, token, known)
         return True
-
-    def _check_places(self) -> None:
-        """Forget the graphs if tensors have been replaced since they were captured."""
-        places = [x.data_ptr() for cache in self.caches for x in cache.tensors()]
-        if places != self._places:
-            self._graphs, self._places = {}, places
-
-    def _forward(self, needs: int) -> None:
-        """One step of the whole model; changes only tensors that stay where they are."""
-        T, tokens = self.batch.tokens, self.tokens[:, None]
-        x = self.model.embedding(tokens if T == 1 else torch.cat([tokens, self.proposals.given[:, : T - 1]], 1))
-        for block, cache in zip(self.blocks, self.caches, strict=True):
-            x = self._block(block, x, cache)
-        logits = self.model.head(self.model.norm(x))  # [B, T, vocab]
-        if T == 1:
-            self.tokens.copy_(self.samplers.draw(logits[:, 0], needs))
-            self.batch.length += self.batch.active
-            return
-        self.tokens.copy_(self.proposals.judge(logits, self.samplers, self.batch.active, needs))
-        for cache in self.caches:
-            cache.keep(self.proposals.kept)
-        self.batch.length += self.proposals.kept
-
-    def _warm_up(self, *needs: int) -> None:
-        """Compile what is compiled on its first call; the rows are idle for it, so nothing is lost."""
-        side, active, tokens = torch.cuda.Stream(self.device), self.batch.active.clone(), self.tokens.clone()
-        self.batch.active.zero_()
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.no_grad(), torch.cuda.stream(side):
-            for each in needs:
-                self._forward(each)
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        self.batch.active.copy_(active)
-        self.tokens.copy_(tokens)
-
-    def _captured(self, needs: int) -> torch.cuda.CUDAGraph:
-        if self.batch.tokens > 1:
-            self._warm_up(needs)
-        graph = torch.cuda.CUDAGraph()
-        pool = next((other.pool() for other in self._graphs.values()), None)
-        with torch.cuda.graph(graph, pool=pool):
-            self._forward(needs)
-        return graph
 
     def _fetch(self, known: dict[int, list[int]], behind: bool = False) -> None:
         """Hand out what was drawn; with ``behind``, but for the last piece that is on its way."""
@@ -427,12 +294,9 @@ class Generator:
         known.setdefault(request.id, []).append(token)
         request.done = token in request.stop or len(request.tokens) == request.max_new_tokens
         if request.done and self.rows[row] is request:
-            self._release(row)
+            self._release(row, request)
 
 
-def _block(block: nn.Module, x: Tensor, cache: FixedCache) -> Tensor:
-    return block(x, cache=cache)  # type: ignore[no-any-return]
-
-
-def _bytes(caches: Sequence[FixedCache]) -> int:
-    return sum(size_of(x) for cache in caches for x in cache.tensors())
+def _asked(running: list[tuple[int, Request]]) -> tuple[list[int], int]:
+    """Their rows, and the most that one of them needs of its sampler."""
+    return [row for row, _ in running], max(request.sampling.needs for _, request in running)

@@ -360,7 +360,8 @@ def load_run(
             load_model(model, checkpoint / WEIGHTS)
     except Exception as error:
         raise CheckpointError(f"{checkpoint} does not fit {run_dir / 'config.yaml'}: {error}") from error
-    set_phase(networks(model), config.forgetting, step_of(checkpoint))
+    at_once = config.forgetting.anneal_steps == 0  # nothing lies between the phases: the first ends in the second
+    set_phase(networks(model), config.forgetting, step_of(checkpoint) + at_once)
     return model.to(device).eval(), config
 
 

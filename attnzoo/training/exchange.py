@@ -20,6 +20,7 @@ from attnzoo.files import whole_folder
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL, PARTS
+from attnzoo.training.forgetting import config_now
 from attnzoo.training.sharding import join_parts
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def export_run(run: Path, folder: Path) -> Path:
     """Write the newest whole checkpoint of a run as a folder for `AutoModelForCausalLM.from_pretrained`.
 
     The folder holds the weights (safetensors), the configuration, a model card, and the tokenizer of the run's data,
-    where it is known. It appears whole or not at all.
+    where it is known. It appears whole or not at all. Layers that are still learning to forget stay where they stand:
+    their share of the teacher is in the configuration.
 
     Args:
         run: the folder of a run.
@@ -73,6 +75,7 @@ def export_run(run: Path, folder: Path) -> Path:
     checkpoint = usable_checkpoint(run, MODEL)
     model, config = load_run(run, checkpoint=checkpoint)
     step = 0 if checkpoint is None else read_progress(checkpoint).step
+    model.config = config_now(model)
     tokenizer = tokenizer_of(run, config.data)
     with whole_folder(folder) as part:
         for name, content in tokenizer.items():

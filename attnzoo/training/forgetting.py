@@ -17,6 +17,7 @@ from attnzoo.registry import get
 from attnzoo.training.config import ForgettingConfig, TrainConfig
 
 if TYPE_CHECKING:
+    from attnzoo.models import LanguageModel
     from attnzoo.training.metrics import Row
 
 
@@ -62,6 +63,20 @@ def set_phase(found: Sequence[Forget], config: ForgettingConfig, step: int) -> N
         now = phase(step, config, network.options, number, len(found))
         network.blend, network.temperature = now.blend, now.temperature
         network.distils, network.collects = now.distillation > 0, True
+
+
+def config_now(model: LanguageModel) -> ModelConfig:
+    """The configuration of a model that forgets as this one does now, where no schedule says so."""
+    if all(network.blend == network.options.blend for network in networks(model)):
+        return model.config
+    layers = []
+    for spec, attention in zip(model.config.layers(), model.attentions(), strict=True):
+        options, network = spec.options, attention.forget
+        if network is not None:
+            now = replace(network.options, blend=network.blend, temperature=network.temperature)
+            options = {**options, "forgetting": asdict(now)}
+        layers.append({"name": spec.name, "options": options})
+    return replace(model.config, attention=layers, attention_options={})
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class Continuation:
         generator, stop, shown = self._generator, self.source.stop, ""
         start = time.perf_counter()
         generator.admit()
-        int(generator.tokens[0])  # waits for the device
+        int(generator.batch.tokens[0])  # waits for the device
         self.prefill_seconds = time.perf_counter() - start
         begun, before = 0.0, 0
         for _ in generator.stream():

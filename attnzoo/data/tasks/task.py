@@ -67,10 +67,14 @@ def asked_last(before: Array, answers: Array) -> Row:
     return asked(tokens, slice(len(before) - 1, None), answers)
 
 
+class RoomError(ValueError):
+    """A row is too short for a task."""
+
+
 def check_room(length: int, needed: int, why: str) -> None:
-    """Raise ValueError if a row is too short for a task."""
+    """Raise RoomError if a row is too short for a task."""
     if length < needed:
-        raise ValueError(f"length: expected at least {needed} tokens for {why}, got {length}")
+        raise RoomError(f"length: expected at least {needed} tokens for {why}, got {length}")
 
 
 def check_between(name: str, value: float, low: float, high: float) -> None:

@@ -72,6 +72,8 @@ def haystack(found: Any) -> list[str]:
         ]
     if any(picture.context in picture.lengths for picture in found.pictures):
         lines.append("*: training length")
+    if found.too_short:
+        lines.append(f"left out, too short for the question: rows of {', '.join(map(str, found.too_short))} tokens")
     return lines
 
 

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.data import heldout_windows
-from attnzoo.data.tasks import TASKS
+from attnzoo.data.tasks import TASKS, Task
 from attnzoo.data.tasks.haystack import MODES
+from attnzoo.data.tasks.task import RoomError
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.evaluation import (
     AttentionMaps,
@@ -72,9 +74,11 @@ class NeedlePictures:
 
     Args:
         pictures: one per mode.
+        too_short: lengths that are usual for the model, and were left out since they have no room for the question.
     """
 
     pictures: tuple[NeedlePicture, ...]
+    too_short: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,17 +184,29 @@ def _haystack(
     at = tuple(number / max(depths - 1, 1) for number in range(depths))
     own = subject.task is not None
     hay = None if own and common.text is None else held_out_text(subject, common.text)
-    lengths = common.length or tuple(sorted({_context(subject) * n // 2 for n in (1, 2, 4)}))
-    found = []
+    needles = {}
     for one in MODES if mode == "both" else (mode,):
         if hay is None:
             task_for(subject, "needle", {"mode": one, "digits": digits})  # refused unless its tokens are the model's
-            needle = synthetic_needle(one, digits)
+            needles[one] = synthetic_needle(one, digits)
         else:
-            needle = text_needle(hay, subject.encode, one, digits)
-        rows, seed = common.rows or 32, common.seed or SEED
-        found.append(measure_needle(subject.model, needle, one, lengths, at, rows, seed, subject.context))
-    return NeedlePictures(tuple(found))
+            needles[one] = text_needle(hay, subject.encode, one, digits)
+    usual = common.length or tuple(sorted({_context(subject) * n // 2 for n in (1, 2, 4)}))
+    lengths = common.length or tuple(T for T in usual if all(_has_room(one(0), T) for one in needles.values())) or usual
+    rows, seed = common.rows or 32, common.seed or SEED
+    found = [
+        measure_needle(subject.model, needle, one, lengths, at, rows, seed, subject.context)
+        for one, needle in needles.items()
+    ]
+    return NeedlePictures(tuple(found), tuple(T for T in usual if T not in lengths))
+
+
+def _has_room(task: Task, length: int) -> bool:
+    try:
+        task.draw(np.random.default_rng(0), length)
+    except RoomError:
+        return False
+    return True
 
 
 def _pruning(
