@@ -211,7 +211,8 @@ class AddedByLength:
 
 @dataclass(frozen=True)
 class Kept:
-    """The share of the causal blocks that pruning with the tail bound keeps, mean over heads and layers.
+    """The share of the causal blocks of a held-out window that pruning with the tail bound keeps: the mean over heads
+    and layers.
 
     Args:
         name: what a reader sees.
@@ -266,14 +267,7 @@ class PrunedLoss:
 
 @dataclass(frozen=True)
 class _Within:
-    """A number by how many keys a head may hold.
-
-    Args:
-        name: what a reader sees.
-        rule: which keys go (:mod:`attnzoo.evaluation.memory`); nothing is measured where the layers do not know it,
-            nor what is that of another run: a rule that asks no network, where a network alone was trained.
-        shares: of the training context, that a head may hold; for ``certified`` and ``forgets`` the limit is their own.
-    """
+    """A number by how many keys a head may hold; see :class:`AddedLoss`."""
 
     name: str
     rule: str
@@ -290,7 +284,14 @@ class _Within:
 
 @dataclass(frozen=True)
 class AddedLoss(_Within):
-    """What a limit on the keys that a head may hold adds to the loss of the same model, nats per token."""
+    """What a limit on the keys that a head may hold adds to the loss of the same model, nats per token.
+
+    Args:
+        name: what a reader sees.
+        rule: which keys go (:mod:`attnzoo.evaluation.memory`); nothing is measured where the layers do not know it,
+            nor what is that of another run: a rule that asks no network, where a network alone was trained.
+        shares: of the training context, that a head may hold; for ``certified`` and ``forgets`` the limit is their own.
+    """
 
     shares: tuple[float, ...] = (0.125, 0.25, 0.5)
     percent: bool = False
@@ -331,7 +332,10 @@ class KeysHeld:
 
 @dataclass(frozen=True)
 class WrongWithin(_Within):
-    """The share of a task's answers that are wrong while a head may hold so many keys."""
+    """The share of a task's answers that are wrong while a head may hold so many keys.
+
+    Its arguments are those of :class:`AddedLoss`.
+    """
 
     shares: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0)
     percent: bool = True
