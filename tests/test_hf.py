@@ -144,7 +144,7 @@ def test_auto_classes_know_the_model_when_transformers_came_first(tmp_path):
     build().save_pretrained(tmp_path)
     code = "import transformers, attnzoo; from transformers import AutoModelForCausalLM as A; "
     code += f"print(type(A.from_pretrained({str(tmp_path)!r})).__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "AttnzooForCausalLM", done.stderr
 
 

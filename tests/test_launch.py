@@ -27,6 +27,19 @@ from attnzoo.cli import _fail
 ROOT = os.path.dirname(os.path.dirname(cli.__file__))
 
 
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch):
+    """What `launch` sets for its processes is not left to the tests after these."""
+    for name in ("ATTNZOO_LAUNCHED", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("ATTNZOO_LAUNCHED")
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
 def program(work):
     return [sys.executable, "-c", PROGRAM.format(root=ROOT, work=work)]
 
@@ -39,16 +52,15 @@ def program(work):
         ("sys.exit(3)", "process 1 of 2: ended with status 3"),
     ],
 )
-def test_what_ended_a_process_is_the_error_and_nothing_more_is_printed(work, said, capfd, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("ATTNZOO_LAUNCHED", raising=False)
+def test_what_ended_a_process_is_the_error_and_nothing_more_is_printed(work, said, capfd):
     with pytest.raises(LaunchError, match=f"^{said}"):
         launch(program(work), 2)
-    assert capfd.readouterr() == ("", "")
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert [line for line in err.splitlines() if "[c10d]" not in line] == []  # where there is no IPv6, torch says so
 
 
 def test_processes_that_all_end_well_are_no_error(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     work = "import os, pathlib; pathlib.Path(os.environ['RANK'] + os.environ['WORLD_SIZE']).touch()"
     monkeypatch.chdir(tmp_path)
     launch([sys.executable, "-c", work], 3)
@@ -86,13 +98,11 @@ def test_a_launcher_that_is_stopped_stops_its_processes(tmp_path):
     own = f"import sys; sys.path.insert(0, {root!r}); from attnzoo.training.launch import launch; "
     own += f"launch([sys.executable, '-c', {work + 'time.sleep(60)'!r}], 2)"
     with subprocess.Popen([sys.executable, "-c", own], env=environment(), stderr=subprocess.PIPE, text=True) as started:
-        deadline = time.monotonic() + 120
         while len([path for path in tmp_path.iterdir() if path.stat().st_size]) < 2:
             assert started.poll() is None, started.stderr.read()
-            assert time.monotonic() < deadline
             time.sleep(0.05)
         started.send_signal(signal.SIGTERM)
-        assert started.stderr.read().rstrip().endswith("KeyboardInterrupt: stopped by SIGTERM")
+        assert "KeyboardInterrupt: stopped by SIGTERM" in started.stderr.read().splitlines()
     for path in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
@@ -116,7 +126,6 @@ def test_a_process_that_failed_for_itself_comes_before_those_that_missed_it():
 def test_an_error_of_one_of_several_processes_is_one_line_with_its_number(error, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.delenv("ATTNZOO_LAUNCHED", raising=False)
 
     def fail(**_):
         raise error

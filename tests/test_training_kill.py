@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -175,21 +174,19 @@ def test_a_process_killed_from_outside_goes_on_to_the_same_bits(folder):
     config = config_of(folder, "outside")
     metrics = folder / "outside" / "metrics.jsonl"
     program = (
-        "import sys, time, torch; torch.set_num_threads(1); from pathlib import Path; "
+        "import sys, torch; torch.set_num_threads(1); from pathlib import Path; "
         f"sys.path.insert(0, {str(Path(__file__).parent)!r}); "
         "from test_training_kill import config_of; from attnzoo.training import train; "
-        f"train(config_of(Path({str(folder)!r}), 'outside'), on_row=lambda row: time.sleep(0.05))"
+        # says that it has come to step 6, and waits there
+        "on_row = lambda row: row['step'] == 6 and (print(6, flush=True), sys.stdin.read()); "
+        f"train(config_of(Path({str(folder)!r}), 'outside'), on_row=on_row)"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], env=environment(), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 7:
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    process.stderr.close()
-    assert metrics.read_bytes().count(b"\n") < STEPS
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", program], env=environment(), **streams, text=True) as process:
+        assert process.stdout.readline() == "6\n", process.communicate()[1]
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert 6 <= metrics.read_bytes().count(b"\n") < STEPS
     train(config)
     assert outcome(folder / "outside") == outcome(folder / "reference")
 

@@ -76,11 +76,11 @@ RUNS = (
 
 def free_ports(count: int) -> str:
     """Below the range from which a system hands out ports by itself, so that nobody takes one before its use."""
-    found: list[str] = []
+    found: set[str] = set()
     while len(found) < count:
         port = random.SystemRandom().randrange(20000, 32000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.append(str(port))
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            found.add(str(port))
     return " ".join(found)
 
 
@@ -97,7 +97,7 @@ def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PORTS": free_ports(len(arguments) - 1)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=580,
     )
 
 

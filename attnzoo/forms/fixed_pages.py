@@ -12,7 +12,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache
-from attnzoo.forms.fixed import Extend, Rows
+from attnzoo.forms.fixed import Extend, Memory, Rows
 from attnzoo.forms.memory import size_of
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.paged import Eviction, PagedCache
@@ -25,7 +25,7 @@ LONG, LARGE = 64, 2**27  # a head's pages, and bytes of all: what is less is rea
 
 
 @dataclass(eq=False)
-class PagedMemory:
+class PagedMemory(Memory):
     """The keys of B sequences in a :class:`~attnzoo.forms.pool.KeyPool`, for encodings that leave them as they are.
 
     A step is a few kernels (``attnzoo.kernels.decode``), which read on the device how many keys there are. With
@@ -53,7 +53,6 @@ class PagedMemory:
     looked: dict[int, int] = field(default_factory=dict)
     last: Call | None = None
     carried: ClassVar[int] = 0  # pages of a group of keys that are carried
-    on_host: ClassVar[bool] = False
 
     @staticmethod
     def like(

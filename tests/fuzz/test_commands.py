@@ -233,10 +233,11 @@ def test_random_streams_and_signals_end_a_process_as_said(fuzz, tmp_path):
                 process.wait(timeout=rng.random() * 0.1)
             except subprocess.TimeoutExpired:
                 process.send_signal(blow)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
         expected = {0 if words == [b"--help"] else 2, 130, 1 if blow == signal.SIGINT else 0, -blow}
         assert process.returncode in expected, (words, closed, blow, process.returncode, err)
         if process.returncode == 2 and err is not None and 2 not in closed:
-            assert len(err.splitlines()) == 1, err
-            assert err.startswith(b"attnzoo: "), err
+            *before, last = err.splitlines()
+            assert not before or blow == signal.SIGINT, err  # Python says so where an interrupt came to nothing
+            assert last.startswith(b"attnzoo: "), err
         assert list(tmp_path.iterdir()) == []
