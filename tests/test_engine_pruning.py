@@ -37,8 +37,10 @@ def steps(attn, fixed, tokens, seen):
     """Two steps of so many tokens each, on a copy: what the memory gives."""
     fixed, batch, found = copy.deepcopy(fixed), Rows.idle(1), []
     batch = fixed.rows = fixed.memory.rows
-    batch.tokens, step = tokens, fixed.memory.step
-    fixed.memory.step = lambda *given: found.append(step(*given)) or found[-1]
+    batch.tokens = tokens
+    for name in ("step", "whole_step"):
+        run = getattr(fixed.memory, name)
+        setattr(fixed.memory, name, lambda *given, run=run: found.append(run(*given)) or found[-1])
     for number in range(2):
         there = [row for row, n in enumerate(batch.lengths) if n]
         fixed.ready(there)

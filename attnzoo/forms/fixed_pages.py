@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import expand_heads
+from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache
 from attnzoo.forms.fixed import Extend, Memory, Rows
@@ -76,7 +77,7 @@ class PagedMemory(Memory):
 
     @untraced  # its kernels write to the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
-        pool, given = self.pool, self._options(call)
+        pool, given = self.pool, self._options(call.options)
         q, k, phase = self._placed(call)
         if self.rows.tokens > 1:
             self.last = call
@@ -88,9 +89,31 @@ class PagedMemory(Memory):
         impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
         return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.count())
 
-    def _options(self, call: Call) -> SoftmaxOptions:
-        """What the call asks for, without pruning where that takes longer than it saves."""
-        given, pool = SoftmaxOptions(**call.options), self.pool
+    def whole_step(
+        self, rows: tuple[Tensor, Tensor, Tensor], parts: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Tensor:
+        """A step from the products with weights on; without a phase, and without keys on the host.
+
+        Args:
+            rows: q, k and v, ``[B, T, heads, dim]``, before their shift and norms.
+            parts: ``gate``, ``shift``, ``norm`` and ``finish`` of :func:`attnzoo.kernels.decode.paged_step`.
+            options: as those of a :class:`~attnzoo.forms.protocol.Call`.
+        """
+        from attnzoo.kernels.decode import paged_step
+
+        pool, given, batch = self.pool, self._options(options), self.rows
+        prune = None if given.prune is None else Prune(given.prune.eps)
+        return paged_step(
+            *rows, past=batch.length, count=batch.count(), keys=pool.k, values=pool.v, table=pool.table,
+            first=pool.first, length=pool.length, k_norm=pool.k_norm, decay=pool.decay, page_sum=pool.page_sum,
+            total=pool.total, since=pool.since, n_log=pool.n_log, closed=pool.closed, scale=given.scale,
+            window=given.window, sink=given.sink, prune=prune, logit_bound=None if prune is None else given.logit_bound,
+            impl="triton" if pool.k.is_cuda else "reference", **parts,
+        )  # fmt: skip
+
+    def _options(self, options: Mapping[str, Any]) -> SoftmaxOptions:
+        """What is asked for, without pruning where that takes longer than it saves."""
+        given, pool = SoftmaxOptions(**options), self.pool
         certified = self.evict is not None and self.evict.bounds is not None
         much = pool.table.shape[2] >= LONG and size_of(pool.k) + size_of(pool.v) >= LARGE
         return given if much and not certified else replace(given, prune=None)
@@ -102,9 +125,8 @@ class PagedMemory(Memory):
         return q, k, phase
 
     def keep(self, kept: Tensor) -> None:
-        assert self.last is not None
         call, self.last = self.last, None
-        if self.phase is not None:
+        if self.phase is not None and call is not None:
             others = torch.arange(self.rows.tokens, device=kept.device) >= kept[:, None]
             gate = call.gate.per_token(call.q).neutral_where(others)
             self.phase.copy_(self._placed(replace(call, gate=gate))[2])
