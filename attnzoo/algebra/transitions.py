@@ -270,7 +270,7 @@ class Decay:
 
     Args:
         entry: ``g_1 + ... + g_i``, ``[..., C]``.
-        between: ``g_{j+1} + ... + g_i`` for j <= i, ``[..., C, C]``; above the diagonal something that exp takes to 1 or less.
+        between: ``g_{j+1} + ... + g_i`` for j <= i, ``[..., C, C]``; above the diagonal exp of it is at most 1.
         exit: ``g_{j+1} + ... + g_C``, ``[..., C]``.
         total: ``g_1 + ... + g_C``, ``[...]``.
     """
