@@ -35,6 +35,9 @@ def random_gate(
         regime: ``open`` (log gates near 0), ``closing`` (about -5 per token), ``zero`` (log gates and beta exactly 0,
             angle 0), ``closed`` (a quarter of the log gates -inf, beta 0 or 2), ``mixed`` (all of these).
         factors: Householder-like factors per token; None for one, and no axis of them.
+
+    Raises:
+        ValueError: no such variant or regime; the message names the nearest.
     """
     if regime not in get_args(Regime):
         raise unknown("regime", regime, get_args(Regime))

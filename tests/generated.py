@@ -1,8 +1,11 @@
 """Models of the tests of generation, and what they generate alone."""
 
 import torch
+from layers import rows
 
 from attnzoo.config import ModelConfig
+from attnzoo.forms.fixed import Rows
+from attnzoo.layer.fixed import FixedCache
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get, list_variants
 
@@ -35,6 +38,21 @@ def build(**options):
 
 def alone(model, prompt, new):
     return model.generate(prompt[None], new, temperature=0)[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def filled(attn, lengths, tokens, paged=None):
+    """A cache of a batch whose rows have seen so many tokens (0: idle), and those of its sequences alone."""
+    like, batch, caches = attn.new_cache(), Rows.idle(len(lengths)), []
+    attn(rows(1, 1), cache=like)
+    fixed = FixedCache.of(attn, like, batch, tokens, paged=paged)
+    for row, T in enumerate(lengths):
+        if T:
+            caches.append(attn.new_cache())
+            attn(rows(1, T, seed=row), cache=caches[-1])
+            fixed.admit(row, caches[-1], tokens)
+            batch.begin(row, T)
+    return fixed, caches
 
 
 def forgetful(name="fox", **options):

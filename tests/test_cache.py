@@ -1,5 +1,7 @@
 """Caches of the softmax side grow in place, and an earlier one still gives what it gave."""
 
+import itertools
+
 import pytest
 import torch
 from strategies import Case, relative_error
@@ -68,6 +70,31 @@ def test_what_records_a_gradient_is_not_overwritten():
     assert type(cache.state) is KVCache
     grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (steps, attn(x))]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(("form", "reader"), [("reference", "q"), ("triton", "q"), ("triton", "sink")])
+def test_what_a_recorded_query_has_read_is_not_written_to(form, reader):
+    """A gradient of queries or sinks alone needs the keys of every step as they were then."""
+    fox = get("fox")
+    q, k, v, gate = Case("fox", B=1, T=5, H=1, G=1, K=16, V=16, regime="open").inputs(torch.float32)
+    sink, grads = torch.zeros(1), []
+    (q if reader == "q" else sink).requires_grad_()
+    for cuts, way in (([0, 3, 4, 5], form), ([0, 5], "reference")):
+        outputs, state = [], None
+        for a, b in itertools.pairwise(cuts):
+            now = q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b)
+            o, state = fox.extend(*now, state, form=way, sink=sink)
+            outputs.append(o)
+        grads.append(torch.autograd.grad(torch.cat(outputs, 1).square().sum(), q if reader == "q" else sink)[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_carried_keys_of_inference_mode_can_be_continued_outside():
+    q, k, v, gate = Case("wall", B=1, T=6, H=1, G=1).inputs()
+    with torch.inference_mode():
+        _, state = get("wall").extend(q[:, :1], k[:, :1], v[:, :1], gate.slice(0, 1))
+    got, _ = get("wall").extend(q[:, 1:], k[:, 1:], v[:, 1:], gate.slice(1, 6), state)
+    assert relative_error(got, oracle.softmax(q, k, v, gate)[:, 1:]) < 1e-12
 
 
 def test_a_cache_of_inference_mode_can_be_continued_outside():

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from generated import LAYERS, LENGTHS, alone, build
+from generated import LAYERS, LENGTHS, alone, build, filled
 from layers import assert_same, layer, rows
 from torch._dynamo.utils import counters
 
@@ -44,23 +44,14 @@ def test_a_step_in_place_is_the_layers_own_step(name, options, paged):
     if "window" in options and get(name).side == "linear":
         options = {"kv_shift": True, "conv_size": 3, "rotary": 100.0}
     attn = layer(name, **options)
-    lengths = (1, 9, 4)
-    caches = [attn.new_cache() for _ in lengths]
+    fixed, caches = filled(attn, (1, 9, 4), 16, paged)
     with torch.no_grad():
-        like = attn.new_cache()
-        attn(rows(1, 1), cache=like)
-        batch = Rows.idle(len(lengths))
-        fixed = FixedCache.of(attn, like, batch, 16, paged=paged)
-        for row, (T, cache) in enumerate(zip(lengths, caches, strict=True)):
-            attn(rows(1, T, seed=row), cache=cache)
-            fixed.admit(row, cache, 16)
-            batch.begin(row, T)
         for step in range(4):
-            x = rows(len(lengths), 1, seed=10 + step)
+            x = rows(3, 1, seed=10 + step)
             y = attn(x, cache=fixed)
             expected = torch.cat([attn(x[n : n + 1], cache=cache) for n, cache in enumerate(caches)])
             assert_same(y, expected)
-            batch.length += 1
+            fixed.rows.length += 1
 
 
 @pytest.mark.parametrize(("name", "options"), [

@@ -71,9 +71,8 @@ def test_a_step_that_fails_between_its_layers_is_not_gone_on_from(monkeypatch):
     generator = Generator(model, 1, 32, check_every=1)
     generator.add([1, 2, 3], 9)
     generator.step()
-    monkeypatch.setattr(
-        type(generator.batch.caches[1].memory), "step", lambda *_: (_ for _ in ()).throw(MemoryError("full"))
-    )
+    memory = type(generator.batch.caches[1].memory)
+    monkeypatch.setattr(memory, "whole_step", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
     with pytest.raises(MemoryError, match="full"):
         generator.step()
     monkeypatch.undo()

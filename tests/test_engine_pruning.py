@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from generated import alone, build
+from generated import alone, build, filled
 from layers import layer, rows
 
 from attnzoo.algebra.pruning import Prune
@@ -13,7 +13,6 @@ from attnzoo.forms import fixed_pages
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.pool import PAGE
 from attnzoo.kernels.decode import reference
-from attnzoo.layer.fixed import FixedCache
 from attnzoo.models import Generator
 
 EPS, LENGTHS = 1e-3, (700, 330, 0, 64)
@@ -34,26 +33,14 @@ def forget_within_tokens(attn):
             gate.forget_proj.bias.data.copy_(torch.tensor([2.0, 3.0, 9.0, 2.0]))
 
 
-def filled(attn, lengths=LENGTHS, paged=None):
-    """A cache of sequences of these lengths."""
-    like, batch = attn.new_cache(), Rows.idle(len(lengths))
-    attn(rows(1, 1), cache=like)
-    fixed = FixedCache.of(attn, like, batch, max(lengths) + 40, paged=paged)
-    for row, T in enumerate(lengths):
-        if T:
-            cache = attn.new_cache()
-            attn(rows(1, T, seed=row), cache=cache)
-            fixed.admit(row, cache, T + 40)
-            batch.begin(row, T)
-    return fixed
-
-
 def steps(attn, fixed, tokens, seen):
     """Two steps of so many tokens each, on a copy: what the memory gives."""
     fixed, batch, found = copy.deepcopy(fixed), Rows.idle(1), []
     batch = fixed.rows = fixed.memory.rows
-    batch.tokens, step = tokens, fixed.memory.step
-    fixed.memory.step = lambda *given: found.append(step(*given)) or found[-1]
+    batch.tokens = tokens
+    for name in ("step", "whole_step"):
+        run = getattr(fixed.memory, name)
+        setattr(fixed.memory, name, lambda *given, run=run: found.append(run(*given)) or found[-1])
     for number in range(2):
         there = [row for row, n in enumerate(batch.lengths) if n]
         fixed.ready(there)
@@ -94,7 +81,7 @@ def test_a_step_skips_pages_that_weigh_at_most_eps(case, tokens, looks):
     name, options = CASES[case]
     attn = layer(name, **{"acp": Prune(EPS), **options})
     forget_within_tokens(attn)
-    fixed = filled(attn)
+    fixed, _ = filled(attn, LENGTHS, 740)
     found = steps(attn, fixed, tokens, looks)
     assert len(looks) == 2
     for first, begin, dropped in looks:
@@ -113,7 +100,7 @@ def test_a_step_skips_pages_that_weigh_at_most_eps(case, tokens, looks):
 def test_a_key_that_is_long_enough_is_read_however_old_it_is(looks):
     attn = layer("fox", acp=Prune(EPS))
     forget_within_tokens(attn)
-    fixed = filled(attn)
+    fixed, _ = filled(attn, LENGTHS, 740)
     steps(attn, fixed, 1, looks)
     pool = fixed.memory.pool
     ids = pool.table[0, 0, 0].long()
@@ -127,7 +114,7 @@ def test_a_key_that_is_long_enough_is_read_however_old_it_is(looks):
 @torch.no_grad()
 def test_what_is_read_faster_than_looked_through_is_read(looks, monkeypatch):
     attn = layer("fox", acp=True)
-    fixed = filled(attn, (100, 0))
+    fixed, _ = filled(attn, (100, 0), 140)
     pool = copy.deepcopy(fixed).memory.pool  # without free pages
     for name, least in (("LONG", pool.table.shape[2]), ("LARGE", pool.k.nbytes + pool.v.nbytes)):
         for value, asked in ((least, 2), (least + 1, 0), (0, 2)):
@@ -140,7 +127,7 @@ def test_what_is_read_faster_than_looked_through_is_read(looks, monkeypatch):
 @torch.no_grad()
 def test_the_bound_of_logits_is_that_of_the_weights_when_a_sequence_joins():
     attn = layer("fox", acp=True, qk_norm="rms")
-    fixed = filled(attn, (3, 0))
+    fixed, _ = filled(attn, (3, 0), 43)
     place, before = fixed.bound.data_ptr(), fixed.bound.clone()
     attn.k_norm.weight *= 3
     cache = attn.new_cache()

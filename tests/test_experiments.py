@@ -83,6 +83,14 @@ def done(own, finished):
     return own
 
 
+@pytest.fixture
+def chained(own):
+    """The same with an arm "on" that starts from the weights of another."""
+    arm = 'Arm("on", "nope", settings=("model.num_heads=1",), lrs=(1e-12,), after="none, one head"),'
+    Path(own).write_text(Path(own).read_text().replace("lrs=(0.1,))),", f"lrs=(0.1,)), {arm}),"))
+    return own
+
+
 def start(name, minutes=None, **options):
     plan = Plan(**{"name": name, "size": "cpu", "out": Path("out"), "seeds": 2, "device": "cpu", **options})
     return run_experiment(plan, Console(quiet=True), "the <command>", 1, minutes)
@@ -174,10 +182,8 @@ def test_stages_are_arms_or_single_runs(own):
     )  # fmt: skip
 
 
-def test_arm_after_another_starts_from_the_weights_of_the_same_seed(own):
-    arm = 'Arm("on", "nope", settings=("model.num_heads=1",), lrs=(1e-12,), after="none, one head"),'
-    Path(own).write_text(Path(own).read_text().replace("lrs=(0.1,))),", f"lrs=(0.1,)), {arm}),"))
-    experiment, plan = find(own), Plan(own, "cpu", Path("out"), 2, device="cpu")
+def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
+    experiment, plan = find(chained), Plan(chained, "cpu", Path("out"), 2, device="cpu")
     first, second = (running.run_seed(plan, "none, one head", seed).validation for seed in (0, 1))
     assert running.run_seed(plan, "on", 1).validation == pytest.approx(second, rel=1e-6)
     assert first != second
@@ -185,12 +191,28 @@ def test_arm_after_another_starts_from_the_weights_of_the_same_seed(own):
     assert stages == [["fox", "none, one head"], ["on"]]
     longer = replace(plan, overrides=("steps=3",))
     assert not running._finished(longer, experiment, experiment.arm("on"))[1]
-    elsewhere = Path("out").rename("other")
-    assert len(running._finished(replace(plan, out=elsewhere), experiment, experiment.arm("on"))[1]) == 2
+    elsewhere = replace(plan, out=Path("out").rename("other"))
+    assert len(running._finished(elsewhere, experiment, experiment.arm("on"))[1]) == 2
     with pytest.raises(ValueError, match="unknown after, of the arm 'fox', 'on'"):
         replace(experiment, arms=(replace(experiment.arm("fox"), after="on"), *experiment.arms[1:]))
     with pytest.raises(ValueError, match="expected an arm with one learning rate, got 'fox' with 2"):
         plan.config(experiment, replace(experiment.arm("on"), after="fox"), 0.1, 0)
+
+
+def test_weights_that_stayed_behind_are_trained_again_where_an_arm_starts_from_them(chained, monkeypatch):
+    plan, base = Plan(chained, "cpu", Path("out"), 2, device="cpu"), "none, one head"
+    running.run_arm(plan, base)
+    on, before = running.run_seed(plan, "on", 0), running.run_seed(plan, base, 1)
+    for checkpoints in Path("out").glob("*/*/checkpoints"):
+        shutil.rmtree(checkpoints)
+    trained, folders = running.train, []
+    monkeypatch.setattr(running, "train", lambda config: [folders.append(config.output_dir), trained(config)])
+    running.run_arm(plan, base)  # seed 0 is asked for by no arm any more
+    assert folders == ["out/none-one-head/lr0.1-seed1"]
+    running.run_arm(plan, "on")
+    assert folders[1:] == ["out/on/lr1e-12-seed1"]
+    assert running.run_seed(plan, "on", 0) == on
+    assert running.run_seed(plan, "on", 1).validation == pytest.approx(before.validation, rel=1e-6)
 
 
 def test_run_that_diverges_is_no_choice_and_decides_nothing(done, monkeypatch):
@@ -303,6 +325,10 @@ def test_commands_list_and_show_every_experiment(own):
         shown = CliRunner().invoke(app, ["experiment", "show", name], catch_exceptions=False)
         assert all(each.source.split()[0] in shown.output for each in find(name).expectations)
         assert ("not yet run" in shown.output) == (not find(name).measured)
+        words = " ".join(shown.output.split())
+        for arm in find(name).arms:
+            assert not arm.after or f"from the weights of {arm.after}" in words
+            assert not arm.lrs or f"learning rates {', '.join(f'{lr:g}' for lr in arm.lrs)}" in words
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import version
@@ -130,18 +131,20 @@ def test_torch_is_a_range() -> None:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of what is tracked, without the network."""
+    """A wheel built from a source distribution of what is tracked, without the network."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    wanted = tracked("attnzoo", "kernels", "recurrences", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
-    for name in wanted:
+    for name in tracked(":!docs"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_symlink():
             (source / name).symlink_to(os.readlink(ROOT / name))
         elif (ROOT / name).exists():
             (source / name).write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*command, "-w", str(target), str(source)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    build = "from setuptools.build_meta import build_{0}; build_{0}({1!r})"
+    python(build.format("sdist", str(target)), source)
+    (archive,) = target.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(target, filter="data")
+    python(build.format("wheel", str(target)), archive.with_name(archive.name.removesuffix(".tar.gz")))
     (built,) = target.glob("*.whl")
     return built
 
@@ -158,7 +161,13 @@ def test_wheel_holds_every_tracked_module(wheel: Path) -> None:
 def test_wheel_holds_the_data_files_of_the_package(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     data = [name for name in tracked("attnzoo") if not name.endswith(".py") and not (ROOT / name).is_symlink()]
-    assert set(data) <= names
+    assert {"attnzoo/py.typed", *data} <= names
+
+
+def test_source_distribution_holds_the_package_and_its_papers_alone(wheel: Path) -> None:
+    (folder,) = (path for path in wheel.parent.iterdir() if path.is_dir())
+    about = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "attnzoo"}
+    assert about == {path.name for path in folder.iterdir()} - {"PKG-INFO", "setup.cfg", "attnzoo.egg-info", "build"}
 
 
 def test_wheel_works_from_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:

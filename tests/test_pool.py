@@ -79,7 +79,7 @@ def test_rows_that_share_pages_write_to_their_own() -> None:
         check(pool, *(torch.cat([x[source], y[row]]) for x, y in zip(parts, more, strict=True)), row=row)
     assert pool.used() == G * (2 * 3 + 2)  # the first page of two rows is still one
     pool.reset(0)
-    pool.fork(1, 0)
+    pool.select(torch.tensor([1, 1, 2]))
     check(pool, *(torch.cat([x[0], y[1]]) for x, y in zip(parts, more, strict=True)), row=0)
     assert pool.used() == G * (3 + 3)
     for row in range(B):

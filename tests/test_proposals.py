@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from generated import LAYERS, alone, build, forgetful, that_forgets
+from generated import LAYERS, alone, build, filled, forgetful, that_forgets
 from layers import assert_same, layer, rows
 
 from attnzoo.forms import memory
-from attnzoo.forms.fixed import Rows
 from attnzoo.forms.pool import PAGE
-from attnzoo.layer.fixed import FixedCache
 from attnzoo.models import Generator
 from attnzoo.models.proposals import from_model, look_up
 from attnzoo.models.request import Request
@@ -157,14 +155,9 @@ def test_layers_that_forget_go_on_as_without_proposals(name):
 @torch.no_grad()
 def test_a_step_of_several_tokens_is_as_many_steps_whose_rejected_ones_leave_no_trace(name, paged):
     options = {"kv_shift": True, "conv_size": 3} if get(name).side == "linear" else {"window": 8, "sinks": True}
-    attn, lengths, kept = layer(name, **options), (1, 9, 4), torch.tensor([1, 5, 3])
-    batch, caches, like = Rows.idle(4), [attn.new_cache() for _ in lengths], attn.new_cache()
-    attn(rows(1, 1), cache=like)
-    fixed = FixedCache.of(attn, like, batch, 32, paged=paged)
-    for row, (T, cache) in enumerate(zip(lengths, caches, strict=True)):
-        attn(rows(1, T, seed=row), cache=cache)
-        fixed.admit(row, cache, 32)
-        batch.begin(row, T)
+    attn, kept = layer(name, **options), torch.tensor([1, 5, 3])
+    fixed, caches = filled(attn, (1, 9, 4, 0), 32, paged)
+    batch = fixed.rows
     for step in range(3):
         batch.tokens = 5 if step < 2 else 1
         fixed.ready(range(3))

@@ -75,7 +75,11 @@ class Evict:
 
     @staticmethod
     def of(evict: float | str | Evict) -> Evict:
-        """From what a user writes: a weight, ``"offload"``, or an object of this class."""
+        """From what a user writes: a weight, ``"offload"``, or an object of this class.
+
+        Raises:
+            ValueError: none of these.
+        """
         if isinstance(evict, Evict):
             return evict
         if isinstance(evict, str):

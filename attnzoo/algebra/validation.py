@@ -101,8 +101,25 @@ def check_scale(scale: object) -> None:
         raise ValueError(f"scale: expected a finite number or None, got {scale}")
 
 
+def check_window(window: object) -> None:
+    """The window is None or a whole number of tokens, the row itself among them.
+
+    Raises:
+        TypeError: something else.
+        ValueError: a number below 1.
+    """
+    if window is not None and (isinstance(window, bool) or not isinstance(window, (int, torch.SymInt))):
+        raise TypeError(f"window: expected a number of tokens or None, got {window!r}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
+
+
 def check_parts(name: str, requires: Sequence[str], gate: Gate) -> None:
-    """The gate has the parts that variant ``name`` needs, and no others."""
+    """The gate has the parts that variant ``name`` needs, and no others.
+
+    Raises:
+        ValueError: it has not.
+    """
     needed = ", ".join(requires) or "no part"
     for part in requires:
         if part not in gate.parts:

@@ -1,4 +1,4 @@
-"""When Python may look at the numbers in a tensor: to check them, or to save work."""
+"""When Python may look at the numbers in a tensor, to check them or to save work; and when a gradient is recorded."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def has_values(x: Tensor) -> bool:
         return False
     plain = type(x) is Tensor or type(x) is Parameter  # a subclass may hold anything
     return plain and not (in_transform() and _in_vmap())
+
+
+def records(*tensors: Tensor | None) -> bool:
+    """Whether a gradient is expected of any of them."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def in_transform() -> bool:

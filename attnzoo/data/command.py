@@ -164,7 +164,11 @@ def show(task: str, options: tuple[str, ...], length: int | None, seed: int, ind
 
 
 def read_options(texts: tuple[str, ...] | list[str]) -> dict[str, Any]:
-    """KEY=VALUE as options of a task."""
+    """KEY=VALUE as options of a task.
+
+    Raises:
+        ValueError: a text of another form, or a value that is no YAML.
+    """
     import yaml  # type: ignore[import-untyped]
 
     options = {}

@@ -38,6 +38,9 @@ def turned(kernel: Kernel) -> Kernel:
     """The kernel of w and beta, with or without a scalar decay, as one of these parts and an angle.
 
     Whole sequences, packed or padded, and cached steps; any form of the variant goes on from their caches.
+
+    Raises:
+        ValueError: a kernel that keeps no state.
     """
     inner, then = kernel.run, kernel.extend
     if then is None:

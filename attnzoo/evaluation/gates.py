@@ -92,7 +92,11 @@ def _shown_length(gate: Gate, T: int) -> int:
 
 
 def decay_matrix(gate: Gate, samples: int) -> Array:
-    """exp(d_tj) of the first sequence at evenly spaced tokens, ``[H, S, S]`` with S = min(samples, T)."""
+    """exp(d_tj) of the first sequence at evenly spaced tokens, ``[H, S, S]`` with S = min(samples, T).
+
+    Raises:
+        ValueError: a gate that decays nothing.
+    """
     log = gate.log_decay[0, :, :, None] if gate.log_decay is not None else None
     if gate.log_diag is not None:
         log = gate.log_diag[0] if log is None else log + gate.log_diag[0]
@@ -107,7 +111,11 @@ def decay_matrix(gate: Gate, samples: int) -> Array:
 
 
 def prune_maps(q: Tensor, k: Tensor, gate: Gate, scale: float | None, eps: float, block: int) -> dict[str, PruneMap]:
-    """What each bound prunes from the first sequence; q ``[B, T, H, K]``, k ``[B, T, G, K]``, a scalar decay."""
+    """What each bound prunes from the first sequence; q ``[B, T, H, K]``, k ``[B, T, G, K]``, a scalar decay.
+
+    Raises:
+        ValueError: a gate without one.
+    """
     if gate.log_decay is None:
         raise ValueError("gate: expected log_decay, got none")
     scaled = q[:1].transpose(1, 2) * (default_scale(q) if scale is None else scale)

@@ -79,10 +79,13 @@ def moving_mean(values: Array, window: int) -> Array:
 
     Args:
         values: ``[L]``.
-        window: positions averaged, >= 1.
+        window: positions averaged.
 
     Returns:
         ``[L]``.
+
+    Raises:
+        ValueError: a window below 1.
     """
     if window < 1:
         raise ValueError(f"window: expected at least 1, got {window}")

@@ -258,6 +258,8 @@ def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int,
     folder, key = _place(plan, experiment, arm, lr, seed)
     known = _known(folder, key)
     if known is not None and (known.note or known.values or not measure):
+        if not known.note and newest_checkpoint(folder) is None and _to_start_from(plan, experiment, arm, seed):
+            train(config)
         return known
     try:
         train(config)
@@ -268,6 +270,16 @@ def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int,
     found = replace(found, date=datetime.date.today().isoformat())
     write_whole(folder / MEASURED, json.dumps({"key": key, "run": as_json(found)}, indent=1) + "\n")
     return found
+
+
+def _to_start_from(plan: Plan, experiment: Experiment, arm: Arm, seed: int) -> bool:
+    """Whether a run that is not finished starts from the weights of an arm's run."""
+    return any(
+        seed not in [run.seed for run in _finished(plan, experiment, later)[1]]
+        or _to_start_from(plan, experiment, later, seed)
+        for later in experiment.arms
+        if later.after == arm.name
+    )
 
 
 def _measured(experiment: Experiment, arm: Arm, config: TrainConfig, size: Size, measure: bool) -> Trained:

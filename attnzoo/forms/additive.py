@@ -40,7 +40,7 @@ class AdditiveForms(softmax.SoftmaxForms):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor | None, KVCache]:
-        q, state = self.remember(q, k, v, gate, state, options.valid)
+        q, state = self.remember(q, k, v, gate, state, options)
         H, dtype, prune = q.shape[2], compute_dtype(q), options.prune
         scaled = heads_first(q, H, dtype) * (q.shape[-1] ** -0.5 if options.scale is None else options.scale)
         keys, values = heads_first(state.k, H, dtype), heads_first(state.v, H, dtype)
@@ -89,16 +89,16 @@ class AdditiveForms(softmax.SoftmaxForms):
         return step_pages(self, q, k, v, gate, state, options)
 
     def remember(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,
-        dtype: torch.dtype | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None,
+        options: SoftmaxOptions, dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, KVCache]:  # fmt: skip
         """q in its place, and the cache with the new tokens, its keys in ``dtype`` (None: that of the computation)."""
-        q, k, phase, angle = self.place(q, k, gate, state, valid, dtype)
+        q, k, phase, angle = self.place(q, k, gate, state, options.valid, dtype)
         k = k if dtype is None else k.to(dtype)
         decay = gate.log_decay
         if decay is not None and decay.ndim == 1:
             decay = decay.expand(*q.shape[:2], -1)
-        new = KVCache(k, v, decay, valid, phase, angle)
+        new = KVCache(k, v, decay, options.valid, phase, angle)
         if state is None:
             return q, new
         if dtype is not None and state.k.dtype != dtype:
@@ -106,7 +106,7 @@ class AdditiveForms(softmax.SoftmaxForms):
         if k.shape[2] != state.k.shape[2]:
             state = replace(state, k=expand_heads(state.k, k.shape[2]))
             new = replace(new, k=expand_heads(k, state.k.shape[2]))
-        return q, grown(state, new)
+        return q, grown(state, new, q, options.sink)
 
     def place(
         self, q: Tensor, k: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,

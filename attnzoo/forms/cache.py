@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
-from attnzoo.algebra.values import reads_values
+from attnzoo.algebra.values import reads_values, records
 from attnzoo.forms.memory import check_room, size_of
 
 ROOM = 256  # buffers hold multiples of this many tokens
@@ -252,13 +252,14 @@ def growing(state: KVCache, new: KVCache, names: tuple[str, ...]) -> tuple[dict[
     return past, now
 
 
-def grown(state: KVCache, new: KVCache) -> KVCache:
+def grown(state: KVCache, new: KVCache, *readers: Tensor | None) -> KVCache:
     """``state`` followed by the tokens of ``new``; the phase and angle of ``new`` are those of both.
 
-    Tensors that record a gradient are concatenated, others appended in place.
+    Where they or ``readers``, which are computed with them, record a gradient, they are concatenated: the backward pass
+    reads them as they are now. Otherwise they are appended in place.
     """
     past, now = growing(state, new, ("k", "v"))
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*past.values(), *now.values())):
+    if records(*past.values(), *now.values(), *readers):
         both = {name: torch.cat([past[name], now[name]], 1) for name in past}
         return replace(new, **both)  # type: ignore[arg-type]
     parts, room = append_in_place(state, past, now)

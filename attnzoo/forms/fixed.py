@@ -63,7 +63,7 @@ class Memory(Protocol):
         on_host: whether :meth:`keep` waits for the device.
     """
 
-    on_host: ClassVar[bool]
+    on_host: ClassVar[bool] = False
 
     def step(self, call: Call, extend: Extend) -> Tensor:
         """The tokens of a step, ``rows.tokens`` of each sequence: output ``[B, T, H, V]`` of a call without a state."""
@@ -76,9 +76,11 @@ class Memory(Protocol):
 
     def ready(self, rows: Sequence[int]) -> bool:
         """Make room for the tokens of a step of ``rows``; whether tensors may have changed their places for it."""
+        return False
 
     def clear(self, row: int) -> None:
-        """Sequence ``row`` has ended."""
+        """Sequence ``row`` has ended. Where that is nothing to do, the next one overwrites it."""
+        return
 
     def kept(self, row: int) -> list[int] | None:
         """How many keys each key head of sequence ``row`` has; None where there are no keys."""
@@ -91,7 +93,7 @@ class Memory(Protocol):
 
 
 @dataclass(eq=False)
-class MatrixMemory:
+class MatrixMemory(Memory):
     """The recurrent states of B sequences.
 
     Args:
@@ -103,7 +105,6 @@ class MatrixMemory:
     matrix: Tensor
     rows: Rows
     last: tuple[Call, Extend] | None = None
-    on_host: ClassVar[bool] = False
 
     @staticmethod
     def like(state: RecurrentState, rows: Rows, device: torch.device | str) -> MatrixMemory:
@@ -133,12 +134,6 @@ class MatrixMemory:
 
     def admit(self, row: int, state: RecurrentState, tokens: int) -> None:
         self.matrix[row] = state.matrix[0]
-
-    def ready(self, rows: Sequence[int]) -> bool:
-        return False
-
-    def clear(self, row: int) -> None:
-        """Nothing to do: the next sequence overwrites it."""
 
     def kept(self, row: int) -> None:
         return None

@@ -114,7 +114,7 @@ class GroupedPages(PagedMemory):
         pool, once, gate = cast(GroupedPool, self.pool), self.rows.tokens == 1, call.gate.per_token(call.q)
         if not once:
             self.last = call
-        return pool.step(call.q, call.k, call.v, gate, self._options(call), self.rows.count(), once)
+        return pool.step(call.q, call.k, call.v, gate, self._options(call.options), self.rows.count(), once)
 
     def keep(self, kept: Tensor) -> None:
         assert self.last is not None

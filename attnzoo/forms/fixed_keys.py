@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import expand_heads, is_closed
 from attnzoo.algebra.transitions import HeadGate, Identity, Transition, block_decay, compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache
-from attnzoo.forms.fixed import Extend, Rows, tokens_of
+from attnzoo.forms.fixed import Extend, Memory, Rows, tokens_of
 from attnzoo.forms.memory import size_of
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
@@ -21,7 +21,7 @@ from attnzoo.forms.untraced import untraced
 
 
 @dataclass(eq=False)
-class KeyMemory:
+class KeyMemory(Memory):
     """The keys of B sequences of up to S tokens; a step reads them all and masks those to come.
 
     Several tokens are one block: their queries are carried back to the keys, which stay until :meth:`keep`. Pruning
@@ -46,7 +46,6 @@ class KeyMemory:
     decay: Tensor | None
     phase: Tensor | None
     last: Call | None = None
-    on_host: ClassVar[bool] = False
 
     @staticmethod
     def like(
@@ -156,9 +155,6 @@ class KeyMemory:
     def _transition(self) -> Transition:
         return self.transition or Identity()
 
-    def ready(self, rows: Sequence[int]) -> bool:
-        return False
-
     def admit(self, row: int, state: KVCache, tokens: int) -> None:
         S = len(state)
         self.k[row].zero_()[..., :S] = expand_heads(state.k, self.k.shape[1])[0].permute(1, 2, 0)
@@ -167,9 +163,6 @@ class KeyMemory:
             self.decay[row].zero_()[:, :S] = decay_to(state.log_decay[0].T.double(), S)
         if self.phase is not None and state.phase is not None:
             self.phase[row] = state.phase[0]
-
-    def clear(self, row: int) -> None:
-        """Nothing to do: the next sequence overwrites it."""
 
     def kept(self, row: int) -> list[int]:
         return [self.rows.lengths[row]] * self.v.shape[1]
@@ -183,7 +176,7 @@ class KeyMemory:
 
 
 @dataclass(eq=False)
-class CarriedMemory:
+class CarriedMemory(Memory):
     """PaTH's keys of B sequences of up to S tokens: one kernel multiplies them where they stand and attends to them.
 
     The last place of each tensor is that of the token of a step, from which it goes to the end of its sequence. Several
@@ -204,7 +197,6 @@ class CarriedMemory:
     gates: Tensor | None
     valid: Tensor
     last: Call | None = None
-    on_host: ClassVar[bool] = False
 
     @staticmethod
     def like(state: KVCache, rows: Rows, tokens: int, device: torch.device | str) -> CarriedMemory:
@@ -261,18 +253,12 @@ class CarriedMemory:
         for t, one in enumerate(tokens_of(replace(call, gate=call.gate.neutral_where(others)))):
             self.take(one, self.rows.length + t, ~others[:, t])
 
-    def ready(self, rows: Sequence[int]) -> bool:
-        return False
-
     def admit(self, row: int, state: KVCache, tokens: int) -> None:
         S = len(state)
         self.k[row, :S], self.v[row, :S] = state.k[0], state.v[0]
         if self.gates is not None and state.log_decay is not None:
             self.gates[row, :S] = state.log_decay[0]
         self.valid[row, :S], self.valid[row, S:-1] = True, False
-
-    def clear(self, row: int) -> None:
-        """Nothing to do: the next sequence overwrites it."""
 
     def kept(self, row: int) -> list[int]:
         return [self.rows.lengths[row]] * self.v.shape[2]

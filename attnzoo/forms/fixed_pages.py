@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import expand_heads
+from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache
-from attnzoo.forms.fixed import Extend, Rows
+from attnzoo.forms.fixed import Extend, Memory, Rows
 from attnzoo.forms.memory import size_of
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.paged import Eviction, PagedCache
@@ -25,7 +26,7 @@ LONG, LARGE = 64, 2**27  # a head's pages, and bytes of all: what is less is rea
 
 
 @dataclass(eq=False)
-class PagedMemory:
+class PagedMemory(Memory):
     """The keys of B sequences in a :class:`~attnzoo.forms.pool.KeyPool`, for encodings that leave them as they are.
 
     A step is a few kernels (``attnzoo.kernels.decode``), which read on the device how many keys there are. With
@@ -53,7 +54,6 @@ class PagedMemory:
     looked: dict[int, int] = field(default_factory=dict)
     last: Call | None = None
     carried: ClassVar[int] = 0  # pages of a group of keys that are carried
-    on_host: ClassVar[bool] = False
 
     @staticmethod
     def like(
@@ -77,7 +77,7 @@ class PagedMemory:
 
     @untraced  # its kernels write to the pool where it stands
     def step(self, call: Call, extend: Extend) -> Tensor:
-        pool, given = self.pool, self._options(call)
+        pool, given = self.pool, self._options(call.options)
         q, k, phase = self._placed(call)
         if self.rows.tokens > 1:
             self.last = call
@@ -89,9 +89,31 @@ class PagedMemory:
         impl: Literal["triton", "reference"] = "triton" if q.is_cuda else "reference"
         return append_and_attend(pool, q, k, v, gates, given, impl, self.rows.count())
 
-    def _options(self, call: Call) -> SoftmaxOptions:
-        """What the call asks for, without pruning where that takes longer than it saves."""
-        given, pool = SoftmaxOptions(**call.options), self.pool
+    def whole_step(
+        self, rows: tuple[Tensor, Tensor, Tensor], parts: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Tensor:
+        """A step from the products with weights on; without a phase, and without keys on the host.
+
+        Args:
+            rows: q, k and v, ``[B, T, heads, dim]``, before their shift and norms.
+            parts: ``gate``, ``shift``, ``norm`` and ``finish`` of :func:`attnzoo.kernels.decode.paged_step`.
+            options: as those of a :class:`~attnzoo.forms.protocol.Call`.
+        """
+        from attnzoo.kernels.decode import paged_step
+
+        pool, given, batch = self.pool, self._options(options), self.rows
+        prune = None if given.prune is None else Prune(given.prune.eps)
+        return paged_step(
+            *rows, past=batch.length, count=batch.count(), keys=pool.k, values=pool.v, table=pool.table,
+            first=pool.first, length=pool.length, k_norm=pool.k_norm, decay=pool.decay, page_sum=pool.page_sum,
+            total=pool.total, since=pool.since, n_log=pool.n_log, closed=pool.closed, scale=given.scale,
+            window=given.window, sink=given.sink, prune=prune, logit_bound=None if prune is None else given.logit_bound,
+            impl="triton" if pool.k.is_cuda else "reference", **parts,
+        )  # fmt: skip
+
+    def _options(self, options: Mapping[str, Any]) -> SoftmaxOptions:
+        """What is asked for, without pruning where that takes longer than it saves."""
+        given, pool = SoftmaxOptions(**options), self.pool
         certified = self.evict is not None and self.evict.bounds is not None
         much = pool.table.shape[2] >= LONG and size_of(pool.k) + size_of(pool.v) >= LARGE
         return given if much and not certified else replace(given, prune=None)
@@ -103,9 +125,8 @@ class PagedMemory:
         return q, k, phase
 
     def keep(self, kept: Tensor) -> None:
-        assert self.last is not None
         call, self.last = self.last, None
-        if self.phase is not None:
+        if self.phase is not None and call is not None:
             others = torch.arange(self.rows.tokens, device=kept.device) >= kept[:, None]
             gate = call.gate.per_token(call.q).neutral_where(others)
             self.phase.copy_(self._placed(replace(call, gate=gate))[2])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from attnzoo.forms.fixed import Extend, Rows, tokens_of
+from attnzoo.forms.fixed import Extend, Memory, Rows, tokens_of
 from attnzoo.forms.forgetting_cache import ForgettingCache, Network
 from attnzoo.forms.forgetting_steps import take_token
 from attnzoo.forms.memory import check_room, size_of
@@ -23,7 +22,7 @@ AHEAD = 16  # steps at least between two looks at how many slots are in use
 
 
 @dataclass(eq=False)
-class ForgettingMemory:
+class ForgettingMemory(Memory):
     """The keys that B sequences hold, in slots of each head; a new key takes the place of one that has gone.
 
     A step reads all slots, and never waits for the device. With a budget in tokens there are as many as it allows;
@@ -47,7 +46,6 @@ class ForgettingMemory:
     most: int
     used: int = 0
     last: Call | None = None
-    on_host: ClassVar[bool] = False
 
     @staticmethod
     def like(

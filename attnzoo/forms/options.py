@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.validation import check_dense, check_flag
+from attnzoo.algebra.validation import check_dense, check_flag, check_window
 from attnzoo.algebra.values import reads_values
 
 
@@ -105,17 +105,14 @@ def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
         ValueError: ``prune`` without a scalar decay, a ``logit_bound`` that nothing reads, or a wrong shape or value.
     """
     check_borders(options.cu_seqlens, q)
-    prune, window, H = options.prune, options.window, q.shape[2]
+    prune, H = options.prune, q.shape[2]
     if prune is not None and not isinstance(prune, Prune):
         raise TypeError(f"prune: expected attnzoo.Prune(eps=...) or None, got {prune!r}")
     if prune is not None and gate.log_decay is None:
         raise ValueError("prune: expected None (nothing decays without log_decay), got " + repr(prune))
     if options.logit_bound is not None and prune is None:
         raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, (int, torch.SymInt))):
-        raise TypeError(f"window: expected a number of tokens or None, got {window!r}")
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
+    check_window(options.window)
     for name, per_head in (("sink", options.sink), ("logit_bound", options.logit_bound)):
         if per_head is None:
             continue

@@ -269,12 +269,6 @@ class Pages:
                 setattr(self, name, x)
         self.table.copy_(kept)
 
-    def fork(self, source: int, target: int) -> None:
-        """Sequence ``target`` becomes what ``source`` is, and shares its pages until one of them writes to them."""
-        rows = torch.arange(len(self.lengths), device=self.length.device)
-        rows[target] = source
-        self.select(rows)
-
     @torch.no_grad()
     def reset(self, row: int) -> None:
         """Forget a sequence."""

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import Prune, first_kept_keys, keys_behind_closed
-from attnzoo.algebra.values import in_transform, readable
+from attnzoo.algebra.values import in_transform, readable, records
 from attnzoo.forms.readout import Band, block_logits, least_logit, readout
 
 SIZES = (1024, 128)  # rows per fused block
@@ -159,7 +159,7 @@ def _plain_rows(
             None if valid is None else valid[..., first:end], None if kept is None else kept - first,
             None if band is None else band.hidden(row, end, first), with_lse,
         )  # fmt: skip
-        again = torch.is_grad_enabled() and T > 2 * PLAIN and not in_transform()
+        again = T > 2 * PLAIN and records(q, k, v, log_decay) and not in_transform()
         o, lse = checkpoint(_plain_block, *args, use_reentrant=False) if again else _plain_block(*args)
         outputs.append(o)
         lses.append(lse)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import first_kept_keys
 from attnzoo.algebra.transitions import HeadGate, Transition, compute_dtype, heads_first
-from attnzoo.algebra.values import in_transform
+from attnzoo.algebra.values import in_transform, records
 from attnzoo.forms.cache import KVCache, append, append_valid, check_copy
 from attnzoo.forms.carried import CarriedPool, extend_carried, step_carried
 from attnzoo.forms.fixed import Memory, Rows
@@ -89,7 +89,7 @@ class SoftmaxForms(Forms):
         given = SoftmaxOptions(**options)
         check_softmax(given, q, gate)
         state.check(q, k, v, gate)
-        if form != REFERENCE and state.tokens:
+        if form != REFERENCE and state.stores:
             return self._step_pages(q, k, v, gate, state, given)
         rows, new = self._extend_pages(q, k, v, gate, state, given)
         if rows is None:
@@ -105,8 +105,10 @@ class SoftmaxForms(Forms):
         )  # fmt: skip
 
     def refuses(self, form: str, call: Call) -> str:
-        if form != REFERENCE and isinstance(call.state, PagedCache) and len(call.state):
-            return self._refuses_pages(form, call)
+        if form != REFERENCE and isinstance(call.state, PagedCache):
+            if call.state.stores:
+                return self._refuses_pages(form, call)
+            call = replace(call, state=None)
         return super().refuses(form, call)
 
     def _refuses_pages(self, form: str, call: Call) -> str:
@@ -222,7 +224,8 @@ class SoftmaxForms(Forms):
                 scaled, everything, decay, prune, options.logit_bound, lower=lower, rows=ROWS
             )  # fmt: skip
         with_lse = options.return_lse or options.sink is not None
-        again = T > 1 and torch.is_grad_enabled() and not in_transform()  # one row keeps little but what is carried
+        again = T > 1 and not in_transform()  # one row keeps little but what is carried
+        again = again and records(scaled, keys, values, decay, carried, *(getattr(local, part) for part in local.parts))
         again = again and (COMPILES_CHECKPOINTS or not torch.compiler.is_compiling())
         outputs = []
         for n, start in enumerate(range(0, T, ROWS)):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.values import records
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.fixed_keys import CarriedMemory
@@ -31,7 +32,7 @@ class Additive(Protocol):
     def separated(self, gate: Gate, q: Tensor, valid: Tensor | None, cu_seqlens: Tensor | None) -> Gate: ...
 
     def remember(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, valid: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, options: SoftmaxOptions,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
 
@@ -82,7 +83,7 @@ def fox_kernel(forms: Additive) -> Kernel:
         constant = gate.log_decay if gate.log_decay is not None and gate.log_decay.ndim == 1 else None
         gate = forms.separated(gate, q, given.valid, None)
         past = state
-        q, state = forms.remember(q, k, v, gate, past, given.valid, v.dtype)
+        q, state = forms.remember(q, k, v, gate, past, given, v.dtype)
         q, k, g = q.to(v.dtype), state.k, state.log_decay
         v, values = (expand_heads(x, k.shape[2]) for x in (v, state.v))  # a key of its own for each query head's angle
         options: dict[str, Any] = {
@@ -292,11 +293,6 @@ def expects_gradient(call: Call) -> bool:
     return records_any(call, call.options.get("sink"))
 
 
-def records(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is expected of any of them."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def on_packed(attend: Callable[..., Output], valid: Tensor, *rows: Tensor | None) -> Output:
     """``attend(*rows, cu_seqlens)`` on the valid tokens alone, as packed sequences; zeros elsewhere.
 
@@ -308,10 +304,14 @@ def on_packed(attend: Callable[..., Output], valid: Tensor, *rows: Tensor | None
     """
     borders = F.pad(valid.sum(1).cumsum(0), (1, 0)).int()
     there = valid.flatten().nonzero()[:, 0]  # the one place where Python waits for a GPU
-    given = attend(*(None if x is None else x.flatten(0, 1).index_select(0, there)[None] for x in rows), borders)
+    tokens = [None if x is None else x.flatten(0, 1).index_select(0, there) for x in rows]
+    if not torch.compiler.is_compiling() and not len(there):  # a kernel takes a token at least: one that nobody sees
+        tokens = [None if x is None else torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in tokens]
+        borders = F.pad(borders[1:], (1, 0)) + F.pad(borders.new_ones(1), (len(borders) - 1, 0))
+    given = attend(*(None if x is None else x[None] for x in tokens), borders)
 
     def unpacked(x: Tensor) -> Tensor:
         out = x.new_zeros(valid.numel(), *x.shape[2:])
-        return out.index_copy(0, there, x[0]).view(*valid.shape, *x.shape[2:])
+        return out.index_copy(0, there, x[0, : len(there)]).view(*valid.shape, *x.shape[2:])
 
     return (unpacked(given[0]), unpacked(given[1])) if isinstance(given, tuple) else unpacked(given)

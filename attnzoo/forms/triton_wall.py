@@ -10,11 +10,12 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.values import records
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.readout import attend_with_sink, least_logit
-from attnzoo.forms.triton import NO_GRADIENT, Output, expects_gradient, on_whole, records, refused, step_inputs
+from attnzoo.forms.triton import NO_GRADIENT, Output, expects_gradient, on_whole, refused, step_inputs
 
 Pair = tuple[Tensor, Tensor]
 WALL_STEPS = 16  # most tokens that continue a cache of Wall one at a time

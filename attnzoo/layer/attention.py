@@ -28,10 +28,12 @@ from attnzoo.layer.dispatch import IMPLS, choose, chosen, given_options, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.forgetting import Forget, check_forgetting
 from attnzoo.layer.gates import Sizes, build_gate, gate_classes
+from attnzoo.layer.gates.base import Write
 from attnzoo.layer.gates.matrix import by_factor, rotary_angles
 from attnzoo.layer.parts import ACTIVATIONS, FEATURE_MAPS, HeadNorm, Shift, ShortConvolution, l2_normalize
 from attnzoo.layer.precision import PreciseModule, fill
 from attnzoo.layer.projected import Projected
+from attnzoo.layer.step import serves, step
 from attnzoo.layer.stream import LayerCache, Owner, Packing, Stream
 from attnzoo.recurrences.complex_linear import rotate_all
 from attnzoo.registry import Variant
@@ -234,7 +236,7 @@ class Attention(PreciseModule):
             bound = self.logit_bound(projected.q.dtype)
             if cache is not None:  # of the weights alone: true whether or not the call succeeds
                 cache.bound = bound
-        options = self._options(projected, valid, stream.cu_seqlens, bound)
+        options = self._options(projected.write, valid, stream.cu_seqlens, bound)
         state = None if cache is None else cache.state
         if state is None and cache is not None and cache.evict is not None and self.forget is None:
             forms: Any = self.variant.form_set
@@ -268,17 +270,27 @@ class Attention(PreciseModule):
         if cu_seqlens is not None or attention_mask is not None:
             raise ValueError("cu_seqlens, attention_mask: expected None with a cache of fixed size, got a tensor")
         cache.check(x)
+        if cache.whole:
+            return step(self, x, cache)
         projected = self._project(x, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache))
-        options = self._options(projected, None, None, cache.bound)
+        options = self._options(projected.write, None, None, cache.bound)
         call = Call(projected.q, projected.k, projected.v, projected.gate, None, True, options)
         o = cache.memory.step(call, lambda call: run(self.variant, choose(self.variant, self.impl, call), call))
         return self._output(x, projected.v, o)
 
+    def whole_steps(self, memory: object) -> bool:
+        """Whether all of a step between the products with weights is done by the kernels over ``memory``."""
+        return serves(self, memory)
+
+    def step_options(self, bound: Tensor | None) -> dict[str, Any]:
+        """What such a step is asked for by keyword; ``bound`` is that of the logits."""
+        return self._options(None, None, None, bound)
+
     def _options(
-        self, projected: Projected, valid: Tensor | None, cu_seqlens: Tensor | None, bound: Tensor | None
+        self, write: Write, valid: Tensor | None, cu_seqlens: Tensor | None, bound: Tensor | None
     ) -> dict[str, Any]:
         """What the core is asked for by keyword."""
-        delta_rule = isinstance(projected.write, str)
+        delta_rule = isinstance(write, str)
         if self.keys_per_token > 1:
             valid = None if valid is None else valid.repeat_interleave(self.keys_per_token, 1)
             cu_seqlens = None if cu_seqlens is None else cu_seqlens * self.keys_per_token
@@ -286,7 +298,7 @@ class Attention(PreciseModule):
             {
                 "scale": self.scale, "valid": valid, "cu_seqlens": cu_seqlens, "prune": self.prune,
                 "logit_bound": bound, "window": self.config.window, "sink": self.sinks,
-                "write": None if delta_rule else projected.write, "delta_rule": delta_rule,
+                "write": None if delta_rule else write, "delta_rule": delta_rule,
             }
         )  # fmt: skip
 
@@ -320,11 +332,16 @@ class Attention(PreciseModule):
         query, score = longest_query(self, dtype), self.logit_bound(dtype)
         return None if query is None or score is None else QueryBounds(query, own=score, score=score)
 
-    def _project(self, x: Tensor, stream: Stream) -> Projected:
-        config = self.config
+    def rows(self, x: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of x ``[B, T, D]`` after projections and short convolutions, ``[B, T, heads * dim]``."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.q_conv is not None and self.k_conv is not None and self.v_conv is not None:
             q, k, v = self.q_conv(q, stream, "q"), self.k_conv(k, stream, "k"), self.v_conv(v, stream, "v")
+        return q, k, v
+
+    def _project(self, x: Tensor, stream: Stream) -> Projected:
+        config = self.config
+        q, k, v = self.rows(x, stream)
         if self.k_shift is not None and self.v_shift is not None:
             k, v = self.k_shift(k, x, stream, "k_shift"), self.v_shift(v, x, stream, "v_shift")
         q = q.unflatten(-1, (config.query_heads, config.key_dim))

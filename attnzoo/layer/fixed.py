@@ -27,6 +27,7 @@ class FixedCache:
         ends: by name, the windows and the tokens of a step of several, until :meth:`keep`.
         bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it: as
             they were when the last sequence joined.
+        whole: see :meth:`~attnzoo.layer.attention.Attention.whole_steps`.
     """
 
     memory: Memory
@@ -35,6 +36,7 @@ class FixedCache:
     bound: Tensor | None = None
     heads: int = 1
     ends: dict[str, Tensor] = field(default_factory=dict)
+    whole: bool = False
 
     @staticmethod
     def of(
@@ -72,7 +74,7 @@ class FixedCache:
             for name, x in like.windows.items()
         }
         bound = None if layer.prune is None else layer.logit_bound(like.dtype or torch.float32)
-        return FixedCache(memory, windows, rows, bound, layer.config.num_heads)
+        return FixedCache(memory, windows, rows, bound, layer.config.num_heads, whole=layer.whole_steps(memory))
 
     def workspace(self, tokens: int = 1) -> int:
         """Bytes that a step of so many tokens of each sequence takes besides, where they are many."""

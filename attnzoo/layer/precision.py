@@ -92,7 +92,11 @@ class GateLinear(nn.Linear, PreciseModule):
         """``W x + b`` in at least float32; where x has 16 bits, the bias is added to the product in float32."""
         if x.dtype == self.bias.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
             return super().forward(x)
-        return F.linear(x, self.weight) + self.bias
+        return self.unbiased(x) + self.bias
+
+    def unbiased(self, x: Tensor) -> Tensor:
+        """``W x``."""
+        return F.linear(x, self.weight)
 
 
 @torch.no_grad()

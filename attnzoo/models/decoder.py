@@ -92,6 +92,7 @@ class LanguageModel(nn.Module):
         config: its sizes and the variant of each layer.
 
     Raises:
+        TypeError: no ModelConfig.
         ValueError: a variant or one of its options does not exist.
     """
 

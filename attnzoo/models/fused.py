@@ -55,10 +55,14 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., outputs]."""
+        y = self.unbiased(x)
+        return y if self.bias is None else y + self.bias
+
+    def unbiased(self, x: Tensor) -> Tensor:
+        """Without its bias."""
         if self.place == 0:
             self.product.given = F.linear(x, self.product.weight).split(self.product.sizes, -1)
-        y = self.product.given[self.place]
-        return y if self.bias is None else y + self.bias
+        return self.product.given[self.place]
 
 
 def fuse(blocks: Sequence[nn.Module], run: Callable[[], Any]) -> tuple[list[nn.Module], list[Product]]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from attnzoo.algebra import validation
 from attnzoo.algebra.gate import PARTS, GateParts
 from attnzoo.algebra.validation import check_dense
 from attnzoo.algebra.values import reads_values
@@ -31,13 +32,10 @@ def check_tensors(given: Mapping[str, object], needed: Sequence[str] = ()) -> No
 
 
 def check_window(window: int | None) -> None:
-    """A whole number of keys, the row itself included, or None."""
-    if window is not None and (isinstance(window, bool) or not isinstance(window, (int, torch.SymInt))):
-        raise TypeError(f"window: expected a number of keys or None, got {window!r}")
+    """As for every form, and an int32."""
+    validation.check_window(window)
     if window is not None and window > MOST:
         raise ValueError(f"window: expected at most {MOST}, or None for all keys, got {window}")
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected at least 1 (the row itself), got {window}")
 
 
 def check_scale(scale: float | None) -> None:

@@ -2,8 +2,10 @@
 
 from .api import paged_append, paged_attention, paged_workspace, triton_unavailable
 from .carried import paged_path_carry, paged_path_step, path_unavailable
+from .parts import Finish, Forget, Norm, Shift
+from .step import paged_step
 
 __all__ = [
-    "paged_append", "paged_attention", "paged_path_carry", "paged_path_step", "paged_workspace", "path_unavailable",
-    "triton_unavailable",
+    "Finish", "Forget", "Norm", "Shift", "paged_append", "paged_attention", "paged_path_carry", "paged_path_step",
+    "paged_step", "paged_workspace", "path_unavailable", "triton_unavailable",
 ]  # fmt: skip

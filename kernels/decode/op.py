@@ -7,10 +7,13 @@ from torch import Tensor
 
 from attnzoo.kernels.common.device import machine, multiprocessors, on_device_of
 from attnzoo.kernels.common.plans import announce
+from attnzoo.kernels.decode.parts import Finish, Forget, Norm, Shift
 from attnzoo.kernels.decode.plan import Call, plan
 from attnzoo.kernels.decode.portable.append import append
-from attnzoo.kernels.decode.portable.attention import FAR, paged_forward
+from attnzoo.kernels.decode.portable.attention import paged_forward
 from attnzoo.kernels.decode.portable.carried import Carried, walk_and_carry
+from attnzoo.kernels.decode.portable.shares import FAR, Shares
+from attnzoo.kernels.decode.portable.tokens import write_tokens
 
 
 def paged_infer(
@@ -65,6 +68,36 @@ def _write_fake(
 ) -> Tensor:  # fmt: skip
     B, T, H = k.shape[:3] if log_decay is None else log_decay.shape
     return length.new_empty((B, H, T) if log_decay is not None else (0,))
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | Forget | None, shift: Shift | None, norm: Norm | None, past: Tensor,
+    count: Tensor, first: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor, k_norm: Tensor,
+    decay: Tensor | None, page_sum: Tensor | None, total: Tensor | None, since: Tensor | None, n_log: Tensor | None,
+    closed: Tensor | None, sink: Tensor | None, logit_bound: Tensor | None, scale: float, window: int,
+    log_eps: float | None, finish: Finish,
+) -> Tensor:  # fmt: skip
+    """What ``step.paged_step`` does; window: 0 for none, log_eps: None without pruning."""
+    where, G = machine(q.device), table.shape[1]
+    chosen = plan(
+        Call(q.shape[1], q.shape[2] // G, keys.shape[1], q.shape[3], v.shape[3], keys.dtype), where,
+        multiprocessors(q.device),
+    )  # fmt: skip
+    announce("decode", chosen, where)
+    with on_device_of(q):
+        shares = Shares.empty(first, chosen.extra) if log_eps is None else None
+        pool = {
+            "p_keys": keys, "p_values": values, "p_table": table, "p_length": length, "p_norm": k_norm,
+            "p_decay": decay, "p_sum": page_sum, "p_total": total, "p_since": since, "p_tails": n_log,
+            "p_closed": closed,
+        }  # fmt: skip
+        pool = {name: k_norm if x is None else x for name, x in pool.items()}
+        rows, seen = write_tokens(q, k, v, gate, shift, norm, past, count, pool, shares, window or FAR)
+        norms, tails = (None, None) if log_eps is None else (k_norm, n_log)
+        return paged_forward(
+            rows, keys, values, table, first, length, decay, page_sum, None if gate is None else seen, None, sink,
+            norms, tails, logit_bound, scale, window, log_eps or 0.0, chosen, shares=shares, finish=finish,
+        )  # fmt: skip
 
 
 def path_step(

@@ -32,7 +32,7 @@ from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common import device
 from attnzoo.kernels.decode import api as decode
-from attnzoo.kernels.decode import carried
+from attnzoo.kernels.decode import carried, step
 from attnzoo.kernels.fox import api as fox
 from attnzoo.kernels.linear import api as linear
 from attnzoo.kernels.path import api as path
@@ -88,6 +88,14 @@ def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     pruned = {"prune": Prune(), "k_norm": norm}
     attend(log_decay=gates[0, 0], logit_bound=gates[0, 0], **pruned)
     attend(decay=decay, page_sum=page_sum, n_log=n_log, **pruned)
+    whole = functools.partial(
+        step.paged_step, q, new, new, past=length.long(), count=length, first=first,
+        finish=step.Finish(q[0, 0], gate=q),
+        shift=step.Shift(new[..., 0], new[..., 0], new[:, 0].clone(), new[:, 0].clone()),
+        norm=step.Norm(q[0, 0], new[0, 0], 1e-5), **kept,
+    )  # fmt: skip
+    whole()
+    whole(gate=step.Forget(q[..., 0], gates[0, 0]), **sums)
     return attend(decay=decay, page_sum=page_sum, since=seen)
 
 
@@ -108,11 +116,11 @@ def path_page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
     sums = {"decay": torch.zeros(P, 64, R), "page_sum": n_log, "total": n_log[..., 0].contiguous(), "n_log": n_log}
     sums |= {"since": torch.zeros(B, H, dtype=int32), "closed": n_log.long()}
     count = torch.zeros(B, dtype=int32)
-    step = functools.partial(carried.paged_path_step, q, new, new, new, new[..., 0].float(), **pool)
-    step(window=100, sink=gates[0, 0], **pages)
+    path_step = functools.partial(carried.paged_path_step, q, new, new, new, new[..., 0].float(), **pool)
+    path_step(window=100, sink=gates[0, 0], **pages)
     kept = {name: pool[name] for name in ("table", "first", "length", "k_norm")}
     carried.paged_path_carry(new, new, new[..., 0].float(), count=count, **groups, **kept)
-    return step(log_decay=gates, count=count, prune=Prune(), carry=T == 1, **groups, **sums)
+    return path_step(log_decay=gates, count=count, prune=Prune(), carry=T == 1, **groups, **sums)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:

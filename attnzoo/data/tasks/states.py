@@ -77,6 +77,9 @@ def word_problem(group: str = "S5", tokens: int | None = None) -> Task:
         tokens: of so many elements, drawn once for all rows, the rows are made, as some of those of Grazzi et al.,
             "Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues" (2025); their products are all
             elements. None for all.
+
+    Raises:
+        ValueError: no such group, or one element or more than it has.
     """
     if group not in GROUPS:
         raise unknown("group", group, GROUPS)

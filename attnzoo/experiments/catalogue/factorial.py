@@ -8,6 +8,7 @@ FORGETTING = "Lin et al., Forgetting Transformer (2025)"
 GATED_DELTA = "Yang et al., Gated Delta Networks (2025)"
 DELTA = {"allow_neg_eigval": True}  # beta to 2 on both sides, and w the key
 KEY = {"w": "key"}
+HALF = ("mixed_precision=bf16",)
 GATES = ("none", "constant", "scalar", "per channel")
 # Linear side, then softmax side: without a delta rule and with one. Constants are not trained, and alike on both sides.
 LINEAR = {
@@ -36,12 +37,15 @@ PAIRS = tuple(
 )
 
 
-def size(width: int, layers: int, steps: int, batch: int, context: int, *lrs: float, tokens: int = 65536) -> Size:
+def size(
+    width: int, layers: int, steps: int, batch: int, context: int, *lrs: float, tokens: int = 65536,
+    settings: tuple[str, ...] = (),
+) -> Size:  # fmt: skip
     return Size(
         settings=(
             f"steps={steps}", f"batch_size={batch}", f"data.context_length={context}", "log_every=50",
             f"model={{hidden_size: {width}, num_layers: {layers}, num_heads: {max(2, width // 64)}}}",
-            f"optimizer.warmup_steps={steps // 10}", f"eval_tokens={tokens // 2}",
+            f"optimizer.warmup_steps={steps // 10}", f"eval_tokens={tokens // 2}", *settings,
         ),
         lrs=lrs,
         tokens=tokens,
@@ -63,9 +67,9 @@ EXPERIMENT = Experiment(
         "cpu": size(32, 2, 300, 8, 128, 0.003, 0.01, tokens=32768),
         "cpu-medium": size(64, 2, 300, 8, 128, 0.003, 0.006, tokens=32768),
         "cpu-large": size(128, 2, 300, 8, 128, 0.003, tokens=32768),
-        "gpu": size(128, 4, 600, 32, 512, 0.002),
-        "gpu-medium": size(256, 6, 500, 32, 512, 0.002),
-        "gpu-large": size(512, 8, 300, 32, 512, 0.001),
+        "gpu": size(128, 4, 600, 32, 512, 0.002, settings=HALF),
+        "gpu-medium": size(256, 6, 500, 32, 512, 0.002, settings=HALF),
+        "gpu-large": size(512, 8, 300, 32, 512, 0.001, settings=HALF),
     },
     probes=(Loss(),),
     expectations=(

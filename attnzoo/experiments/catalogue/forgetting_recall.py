@@ -37,9 +37,9 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "data.task_options={vocab_size: 8192, pairs: 32, updates: 16}", "steps=2500", "batch_size=128",
+                "data.task_options={vocab_size: 1024, pairs: 32, updates: 16}", "steps=1800", "batch_size=64",
                 "data.context_length=256", "log_every=200", "eval_tokens=65536",
-                "model={hidden_size: 128, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=300",
+                "model={hidden_size: 128, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=200",
             ),
             lrs=(0.001, 0.003),
             rows=1024,

@@ -43,7 +43,7 @@ EXPERIMENT = Experiment(
             settings=(
                 "data.task_options.digits=4", "steps=1500", "batch_size=32", "data.context_length=1024",
                 "log_every=200", "eval_tokens=65536", "model={hidden_size: 256, num_layers: 4, num_heads: 4}",
-                "optimizer.warmup_steps=200",
+                "optimizer.warmup_steps=200", "mixed_precision=bf16",
             ),
             lrs=(0.001,),
             rows=64,

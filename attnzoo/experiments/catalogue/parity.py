@@ -38,7 +38,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "steps=1500", "batch_size=256", "data.context_length=128", "log_every=200", "eval_tokens=65536",
+                "steps=1200", "batch_size=128", "data.context_length=128", "log_every=200", "eval_tokens=65536",
                 "model={hidden_size: 128, num_layers: 2, num_heads: 4}", "optimizer.warmup_steps=200",
                 "optimizer.weight_decay=0.0",
             ),

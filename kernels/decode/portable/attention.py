@@ -1,9 +1,9 @@
 """Few query rows over keys in pages: every program reads an equal share of all pages that are alive.
 
-The heads' live pages, one head after the other, are one long list. A head adds EXTRA to its length, about what it
-costs to begin one. Program p of n takes the entries p L / n up to (p + 1) L / n, which may be the end of one head,
-some whole ones and the start of another, and writes a partial result for each; program p's part of head h has the slot
-p + h, so that slots are never shared and those of a head are in order. A last kernel combines them, in that order.
+The heads' live pages are one long list (``shares.py``). Program p of n takes the entries p L / n up to (p + 1) L / n,
+which may be the end of one head, some whole ones and the start of another, and writes a partial result for each;
+program p's part of head h has the slot p + h, so that slots are never shared and those of a head are in order. A last
+kernel combines them, in that order, and norms and gates the output where that is asked for.
 
 What there is to read is known to the device alone (lengths, first pages): a launch that was recorded once stays right.
 """
@@ -19,32 +19,14 @@ from torch import Tensor
 
 from attnzoo.kernels.common.constants import GATE_FULL, LOG2E
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block, power_of_2
+from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block
 from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.decode.parts import Finish
 from attnzoo.kernels.decode.plan import Plan
 from attnzoo.kernels.decode.portable.carried import NOT_WALKED, carried_scores, new_tokens, open_start
 from attnzoo.kernels.decode.portable.prune import first_pages
 from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, row_queries, row_since, row_sums
-
-FAR = 1 << 30  # a window over more keys than there can be
-
-
-@triton.jit(do_not_specialize=["T", "BG", "G", "window"])
-def paged_shares_kernel(p_first, p_length, p_begin, p_ends, T, BG, G, window, EXTRA: tl.constexpr, PAGE: tl.constexpr,
-                        BN: tl.constexpr):  # fmt: skip
-    """The first page that each head's rows read, and the end of its part of the list, [B * G] int32. One program."""
-    c_end = tl.zeros([], tl.int32)
-    for i in range(0, BG, BN):
-        o_n = i + tl.arange(0, BN)
-        m_n = o_n < BG
-        b_len = tl.load(p_length + o_n // G, mask=m_n, other=0)
-        b_begin = tl.load(p_first + o_n, mask=m_n, other=0)
-        b_begin = tl.maximum(b_begin, tl.maximum(b_len - T - window + 1, 0) // PAGE)
-        b_pages = tl.maximum((b_len + PAGE - 1) // PAGE - b_begin, 0)
-        b_end = c_end + tl.cumsum(tl.where(m_n, b_pages + EXTRA, 0), 0)  # [BN]
-        tl.store(p_begin + o_n, b_begin, mask=m_n)
-        tl.store(p_ends + o_n, b_end, mask=m_n)
-        c_end = tl.max(b_end, 0)
+from attnzoo.kernels.decode.portable.shares import FAR, Shares
 
 
 @triton.jit
@@ -136,12 +118,13 @@ def paged_split_kernel(
         tl.store(p_part + o_part[:, None] * V + o_v[None, :], b_o, mask=m_r[:, None] & (o_v[None, :] < V))
 
 
-@triton.jit(do_not_specialize=["T", "BG", "n_p"])
+@triton.jit(do_not_specialize=["T", "BG", "n_p", "stride_gb"])
 def paged_combine_kernel(
-    p_part, p_lse, p_ends, p_o, p_sink, T, BG, n_p,
+    p_part, p_lse, p_ends, p_o, p_sink, p_scale, p_gate, T, BG, n_p, eps, stride_gb, stride_gt, stride_gh,
     G: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, HAS_SINK: tl.constexpr,
+    HAS_NORM: tl.constexpr, SHARED: tl.constexpr, CENTRED: tl.constexpr, HAS_GATE: tl.constexpr, SWISH: tl.constexpr,
 ):  # fmt: skip
-    """Output [B, T, H, V] of one row from the parts of its head, and its sink."""
+    """Output [B, T, H, V] of one row from the parts of its head, and its sink; normed and gated."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_bg, i_h = i_bh // R, i_bh % (G * R)
     o_n, o_v = tl.arange(0, BN), tl.arange(0, BV)
@@ -168,27 +151,40 @@ def paged_combine_kernel(
         b_l = b_l * b_a + tl.sum(b_w, 0)
         b_o = b_o * b_a + tl.sum(b_w[:, None] * b_x, 0)
         b_m = b_mn
-    i_b = (i_bh // (G * R)).to(tl.int64)
+    i_b, m_v = (i_bh // (G * R)).to(tl.int64), o_v < V
+    b_o = b_o / tl.where(b_l > 0.0, b_l, 1.0)
+    if HAS_NORM:
+        if CENTRED:
+            b_o = tl.where(m_v, b_o - tl.sum(b_o, 0) / V, 0.0)
+        b_scale = tl.load(p_scale + (0 if SHARED else i_h * V) + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_o = b_o * tl.rsqrt(tl.sum(b_o * b_o, 0) / V + eps) * b_scale
+    if HAS_GATE:
+        p_x = p_gate + i_b * stride_gb + i_t * stride_gt + i_h * stride_gh + o_v
+        b_x = tl.load(p_x, mask=m_v, other=0.0).to(tl.float32)
+        b_o = b_o * tl.sigmoid(b_x) * (b_x if SWISH else 1.0)
     p_out = p_o + ((i_b * T + i_t) * (G * R) + i_h) * V + o_v
-    tl.store(p_out, (b_o / tl.where(b_l > 0.0, b_l, 1.0)).to(p_o.dtype.element_ty), mask=o_v < V)
+    tl.store(p_out, b_o.to(p_o.dtype.element_ty), mask=m_v)
 
 
 def paged_forward(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, length: Tensor, decay: Tensor | None,
     page_sum: Tensor | None, since: Tensor | None, log_decay: Tensor | None, sink: Tensor | None,
     k_norm: Tensor | None, n_log: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, log_eps: float,
-    plan: Plan, walked: dict[str, Any] | None = None,
+    plan: Plan, walked: dict[str, Any] | None = None, shares: Shares | None = None, finish: Finish | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch the kernels; what ``api.paged_attention`` takes, checked. window, log_eps: 0 for none.
 
-    walked: of PaTH, what ``carried.walk_and_carry`` gives.
+    Args:
+        walked: of PaTH, what ``carried.walk_and_carry`` gives.
+        shares: of the pages that are alive, where they have been dealt out; not with pruning.
+        finish: what the output goes through.
     """
     B, T, H, K = q.shape
     G, N, V = table.shape[1], table.shape[2], v.shape[2]
     BG, R, n, BV = B * G, H // G, plan.programs, head_block(V)
-    share = {"EXTRA": plan.extra, "BN": min(1024, power_of_2(BG))}
     window = min(window, FAR) if window else FAR
-    begin, ends = first.new_empty((2, BG)).unbind()
+    dealt, shares = shares is not None, shares or Shares.empty(first, plan.extra)
+    begin, ends = shares.begin, shares.ends
     lses = first.new_empty((n + BG, R * T), dtype=torch.float32)
     part, o = lses.new_empty((n + BG, R * T, V)), v.new_empty((B, T, H, V))
     pages: dict[str, Any] = {
@@ -202,14 +198,20 @@ def paged_forward(
     }  # fmt: skip
     walked = walked or {"p_walk": begin, "p_own": begin, "p_base": begin, "p_count": begin, "M": 0, **NOT_WALKED}
     if k_norm is not None:
-        first = first_pages(pages, walked, first, begin, k_norm, n_log, logit_bound, log_eps)
-    paged_shares_kernel[(1,)](first, length, begin, ends, T, BG, G, window, PAGE=k.shape[1], **share)
+        left = first_pages(pages, walked, first, begin, k_norm, n_log, logit_bound, log_eps)
+        shares = shares._replace(first=left)
+    if not dealt:
+        shares.deal(length, T, window, k.shape[1])
     paged_split_kernel[(n, cdiv(R * T, plan.BT))](
         p_v=v, p_begin=begin, p_ends=ends, p_part=part, p_lse=lses, BG=BG, V=V, BV=BV, num_warps=plan.num_warps,
-        num_stages=plan.num_stages, **pages, **walked, **share,
+        num_stages=plan.num_stages, EXTRA=plan.extra, BN=shares.heads, **pages, **walked,
     )  # fmt: skip
+    scale_o, eps, centred, gate, swish = finish or Finish()
     paged_combine_kernel[(B * H, T)](
-        part, lses, ends, o, lses if sink is None else sink, T, BG, n, G=G, R=R, V=V, BV=BV, BN=16,
-        HAS_SINK=sink is not None, num_warps=4,
+        part, lses, ends, o, lses if sink is None else sink, lses if scale_o is None else scale_o,
+        lses if gate is None else gate, T, BG, n, eps, *((0, 0, 0) if gate is None else gate.stride()[:3]), G=G, R=R,
+        V=V, BV=BV, BN=16, HAS_SINK=sink is not None, HAS_NORM=scale_o is not None,
+        SHARED=scale_o is not None and scale_o.ndim == 1, CENTRED=centred, HAS_GATE=gate is not None, SWISH=swish,
+        num_warps=4,
     )  # fmt: skip
     return o
