@@ -325,6 +325,10 @@ def test_commands_list_and_show_every_experiment(own):
         shown = CliRunner().invoke(app, ["experiment", "show", name], catch_exceptions=False)
         assert all(each.source.split()[0] in shown.output for each in find(name).expectations)
         assert ("not yet run" in shown.output) == (not find(name).measured)
+        words = " ".join(shown.output.split())
+        for arm in find(name).arms:
+            assert not arm.after or f"from the weights of {arm.after}" in words
+            assert not arm.lrs or f"learning rates {', '.join(f'{lr:g}' for lr in arm.lrs)}" in words
 
 
 @pytest.mark.parametrize(

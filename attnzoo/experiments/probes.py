@@ -211,7 +211,8 @@ class AddedByLength:
 
 @dataclass(frozen=True)
 class Kept:
-    """The share of the causal blocks that pruning with the tail bound keeps, mean over heads and layers.
+    """The share of the causal blocks of a held-out window that pruning with the tail bound keeps: the mean over heads
+    and layers.
 
     Args:
         name: what a reader sees.
@@ -324,7 +325,10 @@ class KeysHeld:
 
 @dataclass(frozen=True)
 class WrongWithin:
-    """The share of a task's answers that are wrong while a head may hold so many keys; as :class:`AddedLoss`."""
+    """The share of a task's answers that are wrong while a head may hold so many keys.
+
+    Its arguments are those of :class:`AddedLoss`.
+    """
 
     name: str
     rule: str
