@@ -58,6 +58,11 @@ def test_limit_is_tested_over_the_seeds(values, expected):
     assert word(AtLeast(A, 0.01), a=values) == opposite[expected]
 
 
+def test_equal_values_have_no_error():
+    verdict = AtMost(A, 0.02).judge(lambda value: np.array([0.0125] * 3))
+    assert verdict.why == "a: 0.0125 ± 0, limit 0.02; p = below 0.001"
+
+
 def test_two_arms_are_compared_as_welch_does():
     """t = 4.157 at 2.74 degrees of freedom, from the formulas by hand; the third digit of p moves with both."""
     lower, higher = [1.0, 1.2, 1.1], [1.5, 2.0, 1.7]

@@ -76,6 +76,18 @@ def test_padding_and_packing_go_on_as_in_a_whole_cache(name):
         assert_same(attn(x[:1], cache=two, **now), attn(x[:1], cache=one, **now))
 
 
+@pytest.mark.parametrize("name", FORGETS)
+@torch.no_grad()
+def test_padding_alone_is_followed_by_tokens(name):
+    attn, x = forgetful(name), rows(2, 8)
+    paged = attn.new_cache(evict=TINY)
+    for _ in range(2):
+        attn(x[:, :3], attention_mask=torch.zeros(2, 3, dtype=torch.bool), cache=paged)
+    got = torch.cat([attn(x[:, a:b], cache=paged) for a, b in ((0, 7), (7, 8))], 1)
+    assert_same(got, attn(x))
+    assert len(paged.state) == 14
+
+
 @pytest.mark.parametrize("name", ["fox", "alibi", "path_fox"])
 @torch.no_grad()
 def test_the_output_moves_by_twice_eps_and_keys_are_given_back(name):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tiny_runs import EXPERIMENT as TINY
 
+from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments.claims import Correlated
 from attnzoo.experiments.experiment import find, names
@@ -92,11 +95,28 @@ def test_recorded_results_follow_from_their_numbers(name):
     for measured in experiment.measured:
         outcome = load_outcome(RESULTS / measured.result)
         assert (outcome.experiment, outcome.size, outcome.date) == (name, measured.size, measured.date)
-        assert (RESULTS / measured.result).with_suffix(".md").read_text() == markdown(experiment, outcome)
+        page = markdown(experiment, outcome)
+        assert (RESULTS / measured.result).with_suffix(".md").read_text() == page
+        assert "-0.0" not in re.sub(r"-0\.0*[1-9]", "", page), "a number that is too small for its digits"
         assert min(len(outcome.of(arm.name)) for arm in experiment.arms) >= 3
         words = {verdict.word for _, verdict in outcome.verdicts(experiment)}
         assert measured.tried or "not seen" not in words, "say what was tried"
         render_experiment(experiment, outcome)
+
+
+@pytest.mark.parametrize("name", names())
+def test_command_of_a_recorded_result_makes_its_runs(name):
+    """Its settings are those that the same command has now."""
+    experiment = find(name)
+    for measured in experiment.measured:
+        outcome = load_outcome(RESULTS / measured.result)
+        arm, size = experiment.arms[0], experiment.sizes[measured.size]
+        overrides = tuple(word for word in shlex.split(outcome.command) if "=" in word)
+        plan = Plan(name, measured.size, Path(), 3, overrides, "cpu" if measured.size == "cpu" else "auto")
+        now = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
+        assert load_config(yaml.safe_load(outcome.settings)) == now
+        rates = {found.name: {run.lr for run in outcome.tried if run.arm == found.name} for found in experiment.arms}
+        assert rates == {found.name: set(found.lrs or size.lrs) for found in experiment.arms}
 
 
 def test_page_of_results_says_what_was_run():

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import get, list_variants, oracle
+from attnzoo.errors import UnavailableError
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.fixed_carried import GroupedPages
 from attnzoo.forms.paged import Eviction, PagedCache
@@ -168,6 +169,25 @@ def test_packing_waits_for_a_gpu_once() -> None:
     assert torch.equal(product, rows[0] * rows[1] * mask)
     assert torch.equal(total, (rows[2] + rows[3]) * mask)
     assert torch.equal(rows[2].grad, mask.expand(3, 5, 2, 4).float())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["nope", "path"])
+def test_a_batch_of_padding_alone_gives_zeros_and_no_gradient(name: str) -> None:
+    q, k, v, gate = inputs_of(name, B=2, T=3)
+    q = q.fill_(torch.nan).requires_grad_()
+    valid = torch.zeros(2, 3, dtype=torch.bool)
+    o, lse = get(name).forms["triton"](q, k, v, gate, valid=valid, return_lse=True)
+    (o.sum() + lse.sum()).backward()
+    assert o.shape == v.expand(-1, -1, 2, -1).shape
+    assert not any(x.any() for x in (o, lse, q.grad))
+
+
+@pytest.mark.parametrize("name", [name for name in list_variants() if "triton" in get(name).forms])
+def test_no_kernel_serves_a_batch_of_no_sequence(name: str) -> None:
+    inputs = random_inputs(name, 0, 1, 2, 1, 16, 16, dtype=torch.float32)
+    assert "at least one sequence" in get(name).refuses("triton", Call(*inputs, None, True))
+    with pytest.raises((ValueError, UnavailableError), match="at least one sequence"):
+        get(name).forms["triton"](*inputs)
 
 
 @pytest.mark.parametrize("name", ["fox", "path_fox"])

@@ -79,7 +79,7 @@ class _Limited:
         return (self.value,)
 
     def judge(self, of: Values) -> Verdict:
-        mean, error, freedom = _mean_error(of(self.value))
+        mean, error, freedom = mean_error(of(self.value))
         what = f"{self.value}: {spread(of(self.value))}, limit {self.limit:g}"
         return _decide(what, self.sign * (mean - self.limit), error, freedom)
 
@@ -122,8 +122,8 @@ class Below:
         lower, higher = of(self.lower), of(self.higher)
         what = f"{self.lower}: {spread(lower)}, {self.higher}: {spread(higher)}"
         if self.paired or self.lower.arm == self.higher.arm:
-            return _decide(what, *_mean_error(higher - lower - self.by))
-        (a, a_error, a_freedom), (b, b_error, b_freedom) = _mean_error(lower), _mean_error(higher)
+            return _decide(what, *mean_error(higher - lower - self.by))
+        (a, a_error, a_freedom), (b, b_error, b_freedom) = mean_error(lower), mean_error(higher)
         error = math.hypot(a_error, b_error)
         parts = [(a_error, a_freedom), (b_error, b_freedom)]
         below = sum(part**4 / freedom for part, freedom in parts if freedom)
@@ -213,15 +213,15 @@ def tail(t: float, freedom: float) -> float:
 
 def spread(values: Array) -> str:
     """Mean ± standard error over the seeds, in words."""
-    mean, error, _ = _mean_error(values)
+    mean, error, _ = mean_error(values)
     return f"{mean:.4g}" + (f" ± {error:.2g}" if np.isfinite(error) else "")
 
 
-def _mean_error(values: Array) -> tuple[float, float, int]:
-    """Mean, its standard error (nan of one value), degrees of freedom."""
-    n = values.size
-    error = float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
-    return float(values.mean()), error, n - 1
+def mean_error(values: Array) -> tuple[float, float, int]:
+    """Mean, its standard error (nan of one value), degrees of freedom; of equal values exact, without rounding."""
+    n, apart = values.size, values - values[0]
+    error = float(apart.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    return float(values[0] + apart.mean()), error, n - 1
 
 
 def _decide(what: str, difference: float, error: float, freedom: float) -> Verdict:

@@ -35,20 +35,18 @@ def show(name: str) -> None:
 
     NAME is one that `attnzoo experiment list` names, or a Python file that ends in EXPERIMENT.
     """
-    from attnzoo.experiments.experiment import find
+    from attnzoo.experiments.experiment import cost_of, find, layers_of, meanings_of
 
     found = find(name)
     click.echo(click.style(found.title, bold=True))
     click.echo(textwrap.fill(found.question, 100))
     for arm in found.arms:
-        options = {**found.options, **arm.options}
-        more = [*(f"{key}={value}" for key, value in options.items()), *arm.settings]
-        click.echo(f"  {arm.name}: {arm.variant}{', ' if more else ''}{', '.join(more)}")
-    click.echo(f"measured: {', '.join(probe.name for probe in found.probes)}; {found.seeds} seeds")
-    for size_name, size in found.sizes.items():
-        rates = ", ".join(f"{lr:g}" for lr in size.lrs)
-        settings = f"size {size_name}: {' '.join((*found.settings, *size.settings))}; learning rates {rates}"
-        click.echo(textwrap.fill(settings, 100, subsequent_indent="  "))
+        click.echo(f"  {arm.name}: {layers_of(found, arm)}")
+    click.echo(f"measured, with {found.seeds} seeds:")
+    for meaning, probes in meanings_of(found).items():
+        click.echo(textwrap.fill(f"- {probes}: {meaning}", 100, subsequent_indent="  "))
+    for size in found.sizes:
+        click.echo(textwrap.fill(f"size {size}: {cost_of(found, size)}", 100, subsequent_indent="  "))
     click.echo("expected:")
     for each in found.expectations:
         only = f" (size {' or '.join(each.sizes)})" if each.sizes else ""
@@ -91,6 +89,7 @@ def run(
     folder = out or Path("runs/experiments") / f"{Path(name).stem}-{size}"
     asked = [f"--size {size}"] if size != "cpu" else []
     asked += [f"--seeds {seeds}"] if seeds else []
+    asked += [f"--device {device}"] if device else []
     command = " ".join(["attnzoo experiment run", name, *overrides, *asked])
     plan = Plan(name, size, folder, seeds or found.seeds, overrides, device or ("cpu" if size == "cpu" else "auto"))
     run_experiment(plan, Console(highlight=False), command, jobs, minutes)

@@ -7,8 +7,9 @@ your own.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,43 @@ class Experiment:
     def judged(self, size: str) -> list[Expectation]:
         """The expectations that can be judged at a size."""
         return [expectation for expectation in self.expectations if size in (expectation.sizes or [size])]
+
+
+def layers_of(experiment: Experiment, arm: Arm) -> str:
+    """What an arm is and how it is trained, where other arms may differ, in words."""
+    given = [f"{key}={value}" for key, value in {**experiment.options, **arm.options}.items()]
+    rates = [f"learning rates {', '.join(f'{lr:g}' for lr in arm.lrs)}"] if arm.lrs else []
+    after = [f"from the weights of {arm.after}"] if arm.after else []
+    return ", ".join([str(arm.variant), *given, *arm.settings, *rates, *after])
+
+
+def cost_of(experiment: Experiment, name: str) -> str:
+    """The settings, learning rates and measurements of a size, in words."""
+    size = find_size(experiment, name)
+    kinds = {getattr(probe, "task", None) for probe in experiment.probes}
+    words = f"{' '.join((*experiment.settings, *size.settings))}; "
+    words += f"learning rates {', '.join(f'{lr:g}' for lr in size.lrs)}"
+    words += f"; models that start from others: {' '.join(size.after)}" if size.after else ""
+    words += f"; measured on {size.rows:,} rows of the task" if True in kinds else ""
+    return words + (f"; measured on {size.tokens:,} tokens of held-out text" if False in kinds else "")
+
+
+def meanings_of(experiment: Experiment) -> dict[str, str]:
+    """What is measured: the beginning of a probe's docstring -> the names of such probes, with their options."""
+    found: dict[str, list[str]] = {}
+    for probe in experiment.probes:
+        words = " ".join((inspect.getdoc(type(probe)) or "").partition("\n\n")[0].replace("``", "`").split())
+        found.setdefault(words, []).append(probe.name + _options_of(probe))
+    return {words: "; ".join(named) for words, named in found.items()}
+
+
+def _options_of(probe: Probe) -> str:
+    if not is_dataclass(probe):
+        return ""
+    options = [option for option in fields(probe) if option.name not in ("name", "places", "percent")]
+    values = {option.name: (getattr(probe, option.name), option.default) for option in options}
+    given = ", ".join(f"{name}={value}" for name, (value, default) in values.items() if value not in (default, (), {}))
+    return f" ({given})" if given else ""
 
 
 def names() -> list[str]:

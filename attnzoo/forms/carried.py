@@ -219,10 +219,10 @@ def extend_carried(
     scaled = heads_first(q, H, dtype) * (K**-0.5 if given.scale is None else given.scale)
     state.look(scaled, k, valid)
     found = []
-    for start in range(0, T, ROWS if state.tokens else T):
-        now = slice(start, start + ROWS if state.tokens else T)
+    for start in range(0, T, ROWS if state.stores else T):
+        now = slice(start, start + ROWS if state.stores else T)
         part, exists = gate.slice(now.start, now.stop), None if valid is None else valid[:, now]
-        if state.tokens:
+        if state.stores:
             found.append(attend_carried(scaled[:, :, now], k[:, now], v[:, now], part, pool, exists, given.window))
         pool.add(k[:, now], v[:, now], part, exists)
     new = PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there)

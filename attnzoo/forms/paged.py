@@ -112,6 +112,11 @@ class PagedCache:
     def __len__(self) -> int:
         return self.tokens
 
+    @property
+    def stores(self) -> bool:
+        """Whether there are keys: padding leaves none."""
+        return any(self.lengths)
+
     def check(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate) -> None:
         """The inputs of a call fit.
 

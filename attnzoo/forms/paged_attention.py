@@ -40,8 +40,8 @@ def extend_pages(
     ``prune`` leaves nothing out here, and so drops nothing beyond what eviction has.
 
     Returns:
-        Output ``[B, H, T, V]`` without the sink and its log-sum-exp ``[B, H, T]``, or None from an empty cache, where
-        the rows are for forms that read no pages; and the new cache.
+        Output ``[B, H, T, V]`` without the sink and its log-sum-exp ``[B, H, T]``, or None where there were no
+        keys, as the rows are for forms that read no pages; and the new cache.
     """
     (B, T, H, K), dtype, pool, valid = q.shape, compute_dtype(q), state.pool, given.valid
     state.begin()
@@ -58,7 +58,7 @@ def extend_pages(
     pool.append(k, expand_heads(v, k.shape[2]), g, valid)
     there = append_valid(cast(Any, state) if state.tokens else None, valid, k)
     new = PagedCache.of(pool, state.evict, tokens=state.tokens + T, valid=there, phase=phase, angle=angle)
-    if not state.tokens:
+    if not state.stores:
         return None, new
     found = []
     for start in range(0, T, ROWS):

@@ -89,7 +89,7 @@ class SoftmaxForms(Forms):
         given = SoftmaxOptions(**options)
         check_softmax(given, q, gate)
         state.check(q, k, v, gate)
-        if form != REFERENCE and state.tokens:
+        if form != REFERENCE and state.stores:
             return self._step_pages(q, k, v, gate, state, given)
         rows, new = self._extend_pages(q, k, v, gate, state, given)
         if rows is None:
@@ -105,8 +105,10 @@ class SoftmaxForms(Forms):
         )  # fmt: skip
 
     def refuses(self, form: str, call: Call) -> str:
-        if form != REFERENCE and isinstance(call.state, PagedCache) and len(call.state):
-            return self._refuses_pages(form, call)
+        if form != REFERENCE and isinstance(call.state, PagedCache):
+            if call.state.stores:
+                return self._refuses_pages(form, call)
+            call = replace(call, state=None)
         return super().refuses(form, call)
 
     def _refuses_pages(self, form: str, call: Call) -> str:

@@ -164,6 +164,8 @@ def kernels_unavailable(q: Tensor, v: Tensor, multiple: int, most: int) -> str:
         return "expected an NVIDIA GPU: the kernels were never run on ROCm"
     if q.is_cuda and capability(q.device) < (8, 0):
         return f"expected compute capability >= 8.0, got {capability(q.device)}"
+    if not q.shape[0]:
+        return f"expected at least one sequence, got shape {tuple(q.shape)}"
     if in_transform():
         return "torch.func (grad, vmap, jvp) cannot see through a kernel: expected plain autograd, or impl='reference'"
     if q.dtype not in KERNEL_DTYPES:

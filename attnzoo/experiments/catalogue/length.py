@@ -84,7 +84,7 @@ EXPERIMENT = Experiment(
                     Below(Value("FoX (Pro), ACP", "loss"), Value("FoX (Pro)", "loss"), by=-0.02)),
         Expectation("At 4k tokens about 70% is pruned: at most 40% of the blocks are kept.", f"{ACP}, Figure 2",
                     AtMost(Value("FoX (Pro)", "blocks kept", 1.0), 0.4), sizes=("gpu",)),
-        Expectation("Training is faster with pruning, by 10% to 40%.", f"{ACP}, Figure 2",
+        Expectation("Training is faster with pruning (in the paper by 10% to 40%).", f"{ACP}, Figure 2",
                     Below(Value("FoX (Pro)", "training speed"), Value("FoX (Pro), ACP", "training speed")),
                     sizes=("gpu",)),
         Expectation("RoPE loses from a context longer than in training, on the same text.", f"{FOX}, Figure 2",

@@ -13,8 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from attnzoo.experiments import figures, run_figures
-from attnzoo.experiments.claims import LEVEL, Array, AtLeast, AtMost, Correlated, Value
-from attnzoo.experiments.experiment import Arm, Experiment, Grid
+from attnzoo.experiments.claims import LEVEL, Array, AtLeast, AtMost, Correlated, Value, mean_error
+from attnzoo.experiments.experiment import Arm, Experiment, Grid, cost_of, layers_of, meanings_of
 from attnzoo.experiments.figures import Line, Look, to_svg
 from attnzoo.experiments.outcome import Outcome, Trained
 from attnzoo.experiments.probes import Probe
@@ -26,7 +26,8 @@ TEST = (
     f"A claim is tested against its opposite, one-sidedly, over the seeds, at the level {LEVEL:g}: Student's t of one "
     "arm's runs against a number (or of two numbers of the same runs, or of runs that start from the same weights, in "
     "pairs), Welch's t of two arms, an exact permutation test of a correlation. Seen: the test says so. Not seen: the "
-    "test of the opposite says so. Undecided: neither. No correction is made for several claims."
+    "test of the opposite says so. Undecided: neither. A claim of several parts is seen if all of them are, and not "
+    "seen if one of them is not. No correction is made for several claims."
 )
 
 
@@ -46,7 +47,7 @@ def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
         outcome=outcome,
         verdicts=outcome.verdicts(experiment),
         later=[each for each in experiment.expectations if each not in experiment.judged(outcome.size)],
-        arms=[_arm(arm, kinds[arm.name], looks[arm.name], outcome) for arm in experiment.arms],
+        arms=[_arm(experiment, arm, kinds[arm.name], looks[arm.name], outcome) for arm in experiment.arms],
         columns=_columns(experiment, outcome),
         sections=[_section(experiment, probe, outcome, kinds, looks) for probe in experiment.probes],
         gains=_gains(experiment, outcome, kinds, looks),
@@ -57,6 +58,8 @@ def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
         rates=_rates(experiment, outcome),
         failed=[run for run in outcome.runs if run.note],
         budget=budget(experiment, outcome),
+        cost=cost_of(experiment, outcome.size),
+        meanings=meanings_of(experiment),
         test=TEST,
     )
 
@@ -101,13 +104,15 @@ def markdown(experiment: Experiment, outcome: Outcome) -> str:
     for expectation, verdict in outcome.verdicts(experiment):
         lines.append(f"| {expectation.text} | {expectation.source} | **{verdict.word}** | {verdict.why} |")
     columns = _columns(experiment, outcome)
-    lines += ["", "Mean ± standard error over the seeds:", ""]
+    lines += ["", "Mean ± standard error over the seeds (–: not measured, or a run diverged):", ""]
     lines.append(f"| | lr | {' | '.join(column['title'] for column in columns)} |")
     lines.append("|---|---|" + "---|" * len(columns))
     for number, arm in enumerate(experiment.arms):
         cells = [" ".join(column["cells"][number]) for column in columns]
         lines.append(f"| {arm.name} | {_rate(outcome, arm)} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", TEST, ""])
+    lines += ["", *(f"- *{probes}*: {meaning}" for meaning, probes in meanings_of(experiment).items()), "", TEST, ""]
+    lines += [f"Settings, before those of the command: `{cost_of(experiment, outcome.size)}`.", ""]
+    return "\n".join([*lines, *(f"- {arm.name}: `{layers_of(experiment, arm)}`" for arm in experiment.arms), ""])
 
 
 def budget(experiment: Experiment, outcome: Outcome) -> str:
@@ -136,12 +141,13 @@ def _kinds_and_looks(experiment: Experiment) -> tuple[dict[str, tuple[str, int, 
     return kinds, figures.looks([(name, pair, side) for name, (side, pair, _) in kinds.items()])
 
 
-def _arm(arm: Arm, kind: tuple[str, int, str], look: Look, outcome: Outcome) -> dict[str, Any]:
+def _arm(experiment: Experiment, arm: Arm, kind: tuple[str, int, str], look: Look, outcome: Outcome) -> dict[str, Any]:
     side, pair, dual = kind
     runs = outcome.of(arm.name)
     return {
         "name": arm.name, "side": side, "pair": pair, "dual": dual, "color": figures.THEME[look.color],
-        "lr": _rate(outcome, arm), "parameters": f"{runs[0].parameters:,}" if runs else "–",
+        "layers": layers_of(experiment, arm), "lr": _rate(outcome, arm),
+        "parameters": f"{runs[0].parameters:,}" if runs else "–",
         "minutes": f"{sum(run.seconds for run in runs) / 60:.1f}",
     }  # fmt: skip
 
@@ -182,8 +188,9 @@ def _cell(values: Array, percent: bool) -> tuple[str, str]:
     if not (values.size and np.isfinite(values).all()):
         return ("–", "")
     scale, digits = (100, 2) if percent else (1, 3)
-    error = scale * values.std(ddof=1) / math.sqrt(values.size) if values.size > 1 else math.nan
-    return f"{scale * values.mean():.{digits}f}{' %' if percent else ''}", f"± {error:.{digits}f}"
+    numbers = (scale * x for x in mean_error(values)[:2])
+    mean, error = (f"{x:.1g}" if 0 < abs(x) < 0.5 * 10**-digits else f"{x:.{digits}f}" for x in numbers)
+    return f"{mean}{' %' if percent else ''}", f"± {error}"
 
 
 def _section(
