@@ -9,8 +9,11 @@ import pytest
 import torch
 from strategies import CPU_FORMS, Form, Inputs, assert_close, block_sizes, oracle_of, value_and_gradients
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from attnzoo import Gate, get, list_variants
+from attnzoo.algebra.diagonal import Diagonal
+from attnzoo.algebra.transitions import HeadGate, block_decay
 from attnzoo.kernels.fox import fox_attention
 from attnzoo.kernels.path import path_attention
 from attnzoo.samples import random_inputs
@@ -84,3 +87,41 @@ def test_kernels_references_close_the_same_gates(family: str, value: float) -> N
         gate = Gate(log_decay=torch.tensor([-torch.inf, -0.5]))
     closed = replace(gate, log_decay=gate.log_decay.masked_fill(gate.log_decay.isneginf(), value))
     assert torch.equal(run(closed), run(gate))
+
+
+class NoGradientAtBounds(TorchFunctionMode):
+    """``clamp`` as torch has it from 2.14 on: where x equals a bound its gradient is 0, not 1."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.__name__ not in ("clamp", "clamp_", "clamp_min", "clamp_max"):
+            return func(*args, **kwargs)
+        x, *bounds = args
+        at_bound = sum((x == bound for bound in (*bounds, *kwargs.values()) if bound is not None), torch.tensor(False))
+        y = func(*args, **kwargs)
+        return torch.where(at_bound, y.detach(), y)
+
+
+def scalar(log: Tensor) -> Tensor:
+    return block_decay(log[..., 0]).between.tril()
+
+
+def per_channel(log: Tensor) -> Tensor:
+    return Diagonal().block(*torch.ones(2, 6, 3, dtype=log.dtype), HeadGate(log_diag=log)).scores.tril()
+
+
+@pytest.mark.parametrize("decays", [scalar, per_channel])
+@pytest.mark.parametrize("closed", [False, True])
+def test_open_gates_have_their_gradients_whatever_clamp_has_at_its_bound(decays, closed: bool) -> None:
+    log = -torch.rand(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    log[1::2] = 0.0
+    if closed:
+        log[2] = -torch.inf
+
+    def gradient(log: Tensor) -> Tensor:
+        y = decays(log.requires_grad_())
+        return torch.autograd.grad(y[y.isfinite()].sum(), log)[0]
+
+    expected = gradient(log.clone())
+    with NoGradientAtBounds():
+        assert torch.equal(gradient(log.clone()), expected)

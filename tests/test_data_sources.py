@@ -186,9 +186,11 @@ def test_one_changed_token_of_a_folder_is_refused(tmp_path):
     fingerprint = build_data(config).fingerprint
     path = tmp_path / "a" / "train-00000.bin"
     content = path.read_bytes()
-    os.utime(path)  # a copy's times say nothing of what is in it: it is read, once
+    written = path.stat().st_mtime
+    os.utime(path, (written, written + 60))  # a copy's times say nothing of what is in it: it is read, once
     assert build_data(config).fingerprint == fingerprint
     path.write_bytes(content[:100] + b"\1\0" + content[102:])
+    os.utime(path, (written, written + 120))  # a system's clock may tick more seldom than this test writes
     with pytest.raises(ValueError, match=r"the tokens are not those of which shards\.json holds the fingerprint"):
         build_data(config)
     other = DataConfig(source=folder(tmp_path / "b", seed=1), context_length=16)

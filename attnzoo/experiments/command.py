@@ -88,6 +88,7 @@ def run(
     folder = out or Path("runs/experiments") / f"{Path(name).stem}-{size}"
     asked = [f"--size {size}"] if size != "cpu" else []
     asked += [f"--seeds {seeds}"] if seeds else []
+    asked += [f"--device {device}"] if device else []
     command = " ".join(["attnzoo experiment run", name, *overrides, *asked])
     plan = Plan(name, size, folder, seeds or found.seeds, overrides, device or ("cpu" if size == "cpu" else "auto"))
     run_experiment(plan, Console(highlight=False), command, jobs, minutes)

@@ -53,7 +53,7 @@ class Renderer:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 def render(text: str, renderer: Renderer, complain: Callable[[str], None], pattern: re.Pattern[str] = FORMULA) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 SITE = Path(__file__).parents[2] / "site"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+PATIENCE = 120_000  # milliseconds before a browser counts as hanging, on the busiest machine
 # no sandbox: continuous integration runs as root; the rest keeps the browser itself off the network
 FLAGS = (
     "--no-sandbox",
@@ -55,7 +56,7 @@ def browser(request: pytest.FixtureRequest):
             f"no Chromium: expected one of {', '.join(CHROMIUM)} on the path (apt-get install chromium), or $CHROMIUM",
         )
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
+        chromium = playwright.chromium.launch(executable_path=path, args=list(FLAGS), timeout=PATIENCE)
         yield chromium
         chromium.close()
 
@@ -92,7 +93,7 @@ class Reader:
 def tab(browser, site: Path) -> Iterator[Reader]:
     """One tab for all tests: what pages share is read once."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(PATIENCE)
     # looked at when it has come to rest
     context.add_init_script(
         """document.addEventListener("DOMContentLoaded", () => {

@@ -180,7 +180,7 @@ def test_reset_and_link_choose_the_pair(play, reader):
     play.get_by_role("button", name="Start again").click()
     assert check(play)["gate"] != changed["gate"]
     reader.open("interactive.html#path")
-    assert play.evaluate("attnzoo.read().pair") == "path"
+    play.wait_for_function("attnzoo.read().pair === 'path'")  # the page hears of its new address after the browser
     assert play.locator("#path").is_visible()
     assert not play.locator("#fox").is_visible()
 
