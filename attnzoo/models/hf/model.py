@@ -133,7 +133,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 raise ValueError(f"engine: expected None or False here ({reason}), got True") from reason
             logger.info("generate runs the loop of transformers: %s", reason)
             helper = kwargs.get("assistant_model")
-            if getattr(helper, "_is_stateful", False):
+            if helper is not None and getattr(helper, "_is_stateful", False):
                 raise ValueError(
                     "assistant_model: expected layers that take rejected tokens back, as fox, alibi, rope and nope "
                     "without convolutions and shifts (engine=True takes all), got "
