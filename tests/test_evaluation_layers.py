@@ -11,6 +11,7 @@ from attnzoo.algebra.pruning import dropped_mass, kept_fraction
 from attnzoo.config import ModelConfig
 from attnzoo.evaluation import (
     default_epsilons,
+    gate_maps,
     heads_kept,
     measure_context,
     measure_losses,
@@ -111,6 +112,21 @@ def test_map_times_values_is_what_the_layer_makes(name):
     assert not np.triu(maps.layers[0].weights, 1).any()
     decays = {"log_decay", "log_diag"} & set(get(name).requires)
     assert (maps.layers[0].decay is not None) == bool(decays)
+
+
+def test_a_token_that_writes_several_times_has_one_row_and_one_column():
+    model, tokens = tiny("gated_deltanet", num_householder=2), ids(24)
+    (found,) = measure_maps(model, tokens, [""] * 24).layers
+    ((_, (layer, core)),) = each_layer(model, tokens, lambda layer, core: (layer, core))
+    values = torch.randn(1, 24, 4, 8).repeat_interleave(2, 1)  # what it writes with each factor
+    expected = layer.variant.forms["recurrent"](core.q, core.k, values, core.gate, scale=layer.scale, delta_rule=True)
+    made = torch.as_tensor(found.weights).float() @ values[0, ::2].transpose(0, 1)
+    torch.testing.assert_close(made.transpose(0, 1), expected[0, 1::2], rtol=1e-4, atol=1e-5)
+    (gates,) = gate_maps(model, tokens)
+    assert gates.length == gates.window == 24
+    for decay in (found.decay, gates.decay):
+        steps = np.diagonal(decay, -1, axis1=1, axis2=2)  # from each token to the next
+        np.testing.assert_allclose(steps, core.gate.log_decay[0, 2::2].exp().T.numpy(), rtol=1e-5)
 
 
 def test_maps_are_of_the_layers_that_are_wanted():

@@ -352,12 +352,14 @@ def test_the_size_for_a_gpu_is_run_on_a_cpu_only_when_that_is_said(tmp_path, mon
     ran = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("attnzoo.experiments.run.run_experiment", lambda plan, *rest: ran.append(plan.device))
+    monkeypatch.setattr(
+        "attnzoo.experiments.run.run_experiment", lambda plan, _, command, *rest: ran.append((plan.device, command))
+    )
     command = ["experiment", "run", "parity", "--size", "gpu"]
     error = CliRunner().invoke(app, command).exception
     assert "--size gpu: expected a CUDA GPU, found none; `--device cpu` runs it all the same" in str(error)
     CliRunner().invoke(app, [*command, "--device", "cpu"], catch_exceptions=False)
-    assert ran == ["cpu"]
+    assert ran == [("cpu", "attnzoo experiment run parity --size gpu --device cpu")]
 
 
 def test_command_runs(done):

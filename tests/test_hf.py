@@ -254,6 +254,15 @@ def test_trainer_learns_and_goes_on_where_it_was_stopped(tmp_path):
         assert torch.equal(ours, theirs)
 
 
+def test_trainer_smooths_labels_of_the_next_token(tokens, tmp_path):
+    model = build()
+    arguments = transformers.TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[])
+    loss = transformers.Trainer(model, arguments).compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
+    predicted = model(tokens).logits[:, :-1].flatten(0, 1)
+    right = torch.nn.functional.cross_entropy(predicted, tokens[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(loss, right)
+
+
 def test_lora_adapts_the_projections_alone(tokens):
     peft = pytest.importorskip("peft")
     model = build()

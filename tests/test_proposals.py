@@ -114,7 +114,8 @@ def test_a_smaller_model_proposes_what_it_would_draw_alone(attention):
     draft = from_model(small, 4)
     for tokens in ([], [1], [1, 2, 3]):
         request.tokens[:] = tokens
-        assert draft(request) == alone(small, torch.tensor([5, 6, 7, *tokens]), 4)
+        for _ in range(2):  # asked again, after a step that failed
+            assert draft(request) == alone(small, torch.tensor([5, 6, 7, *tokens]), 4)
     generator = Generator(model, 2, 40)
     prompts = [torch.tensor([1, 2, 3]), torch.tensor([4])]
     ids = [generator.add(prompt, 12, temperature=0) for prompt in prompts]
@@ -197,6 +198,20 @@ def test_a_draft_proposes_tokens_of_the_vocabulary():
     generator.add([1, 2], 3)
     with pytest.raises(ValueError, match="draft: expected tokens from 0 to 39, got 40"):
         generator.run(lambda request: [40])
+
+
+def test_tokens_that_were_known_when_a_draft_failed_are_given_by_the_next_call():
+    model, prompt = build(), torch.tensor([1, 2])
+    for asked in (Generator.step, Generator.run):
+        generator, answers = Generator(model, 1, 20), iter([[40], [], [], [40]])
+        number = generator.add(prompt, 12, temperature=0)
+        assert not any(generator.step() for _ in range(3))
+        with pytest.raises(ValueError, match="got 40"):
+            asked(generator, lambda request, answers=answers: next(answers))
+        found = generator.step(lambda request, answers=answers: next(answers))[number]
+        with pytest.raises(ValueError, match="got 40"):
+            generator.run(lambda request, answers=answers: next(answers))
+        assert found + generator.run()[number] == alone(model, prompt, 12)
 
 
 @pytest.mark.gpu

@@ -113,7 +113,7 @@ def filled(model: LanguageModel, tokens: int, seed: int, evict: float | None = N
         else:
             cache.state = _keys(state, tokens)
         cache.windows = {name: torch.randn_like(window) for name, window in cache.windows.items()}
-        cache.seen = torch.full_like(cache.seen, tokens)
+        cache.seen = torch.full((1,), tokens, device=device)
     return caches
 
 

@@ -44,7 +44,10 @@ class TokenWindows(Windows):
 
     Args:
         shards: 1-D integer arrays; memory maps are read window by window.
+        context_length: tokens that a window predicts.
         vocab_size: tokens at or above it are refused when they are met.
+        seed: of the order.
+        name: of the data, for messages.
         starts: where the documents of each shard start, rising; None where that is not known.
         table: shuffle a table of an epoch's windows when the epoch begins; False computes each window's place when it
             is asked for, which is another order.
@@ -216,12 +219,12 @@ def heldout_starts(tokens: int, length: int, max_tokens: int) -> Starts:
 def heldout_windows(heldout: Tokens | Joined, length: int, max_tokens: int) -> npt.NDArray[np.int64]:
     """Windows of `length + 1` tokens spread evenly over the held-out tokens, int64 [n, length + 1].
 
+    They do not overlap in their inputs, and `n * length <= max(max_tokens, length)`.
+
     Args:
         heldout: 1-D tokens.
         length: tokens that each window predicts.
-        max_tokens: in all windows together, at most.
-
-    They do not overlap in their inputs, and `n * length <= max(max_tokens, length)`.
+        max_tokens: in all windows together, at most; one window is always given.
 
     Raises:
         ValueError: the held-out tokens are too few for one window.

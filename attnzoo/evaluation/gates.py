@@ -14,6 +14,8 @@ from attnzoo.algebra.oracle import default_scale
 from attnzoo.algebra.pruning import Bound, Prune, first_kept_keys, kept_fraction
 from attnzoo.evaluation.layers import each_layer
 from attnzoo.evaluation.losses import Array
+from attnzoo.layer.attention import Attention
+from attnzoo.layer.projected import Projected
 
 FADED = math.exp(-10.0)  # below this nothing of a key is left to see; also the default eps of the pruning
 BOUNDS: tuple[Bound, ...] = ("tail", "paper")
@@ -67,18 +69,28 @@ def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int =
     Returns:
         One map per layer whose gate decays; layers without a decay are left out.
     """
-    cores = [(index, *found) for index, found in each_layer(model, tokens, lambda layer, core: (layer, core))]
-    gated = [x for x in cores if x[2].gate.log_decay is not None or x[2].gate.log_diag is not None]
+    cores = each_layer(model, tokens, lambda layer, core: (layer, core, gate_of_tokens(layer, core)))
+    gated = [(index, *found) for index, found in cores if decays(found[2])]
     T = tokens.numel()
-    length = max((_shown_length(core.gate, T) for _, _, core in gated), default=T)
+    length = max((_shown_length(gate, T) for *_, gate in gated), default=T)
     maps = []
-    for index, layer, core in gated:
+    for index, layer, core, gate in gated:
         prune = {}
         if layer.variant.prunable:
             eps = (layer.prune or Prune()).eps
             prune = prune_maps(core.q, core.k, core.gate, layer.scale, eps, block)
-        maps.append(GateMap(index, decay_matrix(core.gate.slice(0, length), samples), length, T, prune))
+        maps.append(GateMap(index, decay_matrix(gate.slice(0, length), samples), length, T, prune))
     return maps
+
+
+def gate_of_tokens(layer: Attention, core: Projected) -> Gate:
+    """The gate of a layer's tokens; of one that writes several times, only the first sub-token decays."""
+    return core.gate.map(lambda part: part[:, :: layer.keys_per_token])
+
+
+def decays(gate: Gate) -> bool:
+    """Whether it forgets, per head or per channel."""
+    return gate.log_decay is not None or gate.log_diag is not None
 
 
 def _shown_length(gate: Gate, T: int) -> int:

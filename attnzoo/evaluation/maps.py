@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnzoo.evaluation.gates import decay_matrix
+from attnzoo.evaluation.gates import decay_matrix, decays, gate_of_tokens
 from attnzoo.evaluation.layers import each_layer
 from attnzoo.evaluation.losses import Array
+from attnzoo.forms.factors import outputs
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.projected import Projected
 
@@ -24,9 +25,9 @@ class LayerMap:
     Args:
         layer: its number.
         variant: its name.
-        weights: what token t (row) takes of token j's value (column), ``[H, T, T]``, 0 above the diagonal. On the
-            softmax side rows add up to 1, but for what a sink takes, and pruning is left out; on the linear side
-            weights may have any sign.
+        weights: what token t (row) takes of token j's value (column), ``[H, T, T]``, 0 above the diagonal; of a token
+            that writes several values, the sum. On the softmax side rows add up to 1, but for what a sink takes, and
+            pruning is left out; on the linear side weights may have any sign.
         decay: exp(d_tj), the product of the forget gates between, ``[H, T, T]``, mean over channels where a gate has
             several; None for a layer without such a gate.
     """
@@ -71,7 +72,7 @@ def measure_maps(
 
 
 def _map(layer: Attention, core: Projected) -> tuple[Array, Array | None]:
-    T, G = core.q.shape[1], core.v.shape[2]
+    T, G, n = core.q.shape[1], core.v.shape[2], layer.keys_per_token
     options: dict[str, Any] = {"scale": layer.scale}
     if layer.variant.side == "softmax":
         options |= {"window": layer.config.window, "sink": layer.sinks}
@@ -80,6 +81,6 @@ def _map(layer: Attention, core: Projected) -> tuple[Array, Array | None]:
         options |= {"write": None if delta_rule else core.write, "delta_rule": delta_rule}
     values = torch.eye(T, device=core.q.device)[None, :, None].expand(1, T, G, T)  # so that the output is the weights
     weights = layer.variant.forms["parallel"](core.q.float(), core.k.float(), values, core.gate, **options)
-    gates = core.gate.log_decay is not None or core.gate.log_diag is not None
-    matrix = np.asarray(weights[0].transpose(0, 1).double().cpu().numpy(), dtype=np.float64)
-    return matrix, decay_matrix(core.gate, T) if gates else None
+    gate, rows = gate_of_tokens(layer, core), outputs(weights, n)[0].transpose(0, 1).double()  # [H, T, T n]
+    matrix = np.asarray(rows.unflatten(-1, (-1, n)).sum(-1).cpu().numpy(), dtype=np.float64)
+    return matrix, decay_matrix(gate, T) if decays(gate) else None

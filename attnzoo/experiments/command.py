@@ -23,9 +23,8 @@ def list_experiments() -> None:
 
     for name in names():
         found = find(name)
-        last = max(found.measured, key=lambda each: each.date, default=None)
-        when = f"{last.size} on {last.date}" if last else "not yet run"
-        click.echo(f"{click.style(name, bold=True)}: {found.title} ({when})")
+        when = ", ".join(f"{each.size} on {each.date}" for each in found.measured)
+        click.echo(f"{click.style(name, bold=True)}: {found.title} ({when or 'not yet run'})")
 
 
 @experiment.command()
@@ -89,6 +88,7 @@ def run(
     folder = out or Path("runs/experiments") / f"{Path(name).stem}-{size}"
     asked = [f"--size {size}"] if size != "cpu" else []
     asked += [f"--seeds {seeds}"] if seeds else []
+    asked += [f"--device {device}"] if device else []
     command = " ".join(["attnzoo experiment run", name, *overrides, *asked])
     plan = Plan(name, size, folder, seeds or found.seeds, overrides, device or ("cpu" if size == "cpu" else "auto"))
     run_experiment(plan, Console(highlight=False), command, jobs, minutes)

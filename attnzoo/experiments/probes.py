@@ -266,7 +266,24 @@ class PrunedLoss:
 
 
 @dataclass(frozen=True)
-class AddedLoss:
+class _Within:
+    """A number by how many keys a head may hold; see :class:`AddedLoss`."""
+
+    name: str
+    rule: str
+    shares: tuple[float, ...]
+
+    @property
+    def at(self) -> tuple[float, ...]:
+        return (1.0,) if self.rule in UNLIMITED else self.shares
+
+    @property
+    def places(self) -> str:
+        return "" if self.rule in UNLIMITED else "keys held, of the training context"
+
+
+@dataclass(frozen=True)
+class AddedLoss(_Within):
     """What a limit on the keys that a head may hold adds to the loss of the same model, nats per token.
 
     Args:
@@ -276,15 +293,9 @@ class AddedLoss:
         shares: of the training context, that a head may hold; for ``certified`` and ``forgets`` the limit is their own.
     """
 
-    name: str
-    rule: str
     shares: tuple[float, ...] = (0.125, 0.25, 0.5)
     percent: bool = False
     task: ClassVar[bool] = False
-
-    @property
-    def places(self) -> str:
-        return "" if self.rule in UNLIMITED else "keys held, of the training context"
 
     def measure(self, subject: Subject) -> dict[float, float]:
         if not _measures(subject, self.rule):
@@ -294,10 +305,6 @@ class AddedLoss:
         budgets = [max(1, round(share * T)) for share in self.shares]
         found = loss_within(subject.model, windows, [self.rule], budgets)
         return {at: point.loss - whole.loss for at, point in zip(self.at, found, strict=True)}
-
-    @property
-    def at(self) -> tuple[float, ...]:
-        return (1.0,) if self.rule in UNLIMITED else self.shares
 
 
 @dataclass(frozen=True)
@@ -324,25 +331,15 @@ class KeysHeld:
 
 
 @dataclass(frozen=True)
-class WrongWithin:
+class WrongWithin(_Within):
     """The share of a task's answers that are wrong while a head may hold so many keys.
 
     Its arguments are those of :class:`AddedLoss`.
     """
 
-    name: str
-    rule: str
     shares: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0)
     percent: bool = True
     task: ClassVar[bool] = True
-
-    @property
-    def at(self) -> tuple[float, ...]:
-        return (1.0,) if self.rule in UNLIMITED else self.shares
-
-    @property
-    def places(self) -> str:
-        return "" if self.rule in UNLIMITED else "keys held, of the training context"
 
     def measure(self, subject: Subject) -> dict[float, float]:
         if not _measures(subject, self.rule):

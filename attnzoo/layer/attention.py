@@ -40,7 +40,18 @@ from attnzoo.registry import Variant
 
 
 class Attention(PreciseModule):
-    """``attn(x) -> y``, both ``[B, T, D]``; see :func:`~attnzoo.layer.build.build_attention`."""
+    """``attn(x) -> y``, both ``[B, T, D]``; :func:`~attnzoo.layer.build.build_attention` chooses the parts.
+
+    Args:
+        variant: what its core is.
+        config: its parts.
+        gate_options: those of the gate projection, by name.
+        prune, impl, forgetting: as ``acp``, ``impl`` and ``forgetting`` there.
+
+    Raises:
+        TypeError: no AttentionConfig.
+        ValueError: an unknown name, or parts that do not serve the variant.
+    """
 
     angle: Tensor | None
     skip: Tensor | None
@@ -377,6 +388,3 @@ class Attention(PreciseModule):
         picked = f" ({self.picked})" if self.picked else ""
         prune = f", prune={self.prune}" if self.prune else ""
         return f"{self.variant.name!r}, {shown}, impl={self.impl!r}{picked}{prune}"
-
-
-__all__ = ["Attention", "AttentionConfig", "LayerCache", "Projected"]

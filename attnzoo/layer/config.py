@@ -48,7 +48,7 @@ class AttentionConfig:
         qk_norm_eps: added to the mean squares of q and k.
         conv_size: short convolution on q, k and v over that many tokens; 0 for none.
         conv_bias: with a learned bias per channel.
-        conv_activation: after it: ``silu`` or ``none``.
+        conv_activation: after it: ``silu`` or ``identity`` (none).
         kv_shift: data-dependent shift of k and v by one token (FoX, appendix A).
         qkv_bias: learned biases of the projections to q, k and v.
         output_bias: that of the projection from the heads to the output.
@@ -67,6 +67,9 @@ class AttentionConfig:
         window: each token sees itself and the ``window - 1`` tokens before it (softmax side); None for all.
         sinks: a learned logit per head that takes part in the softmax without a value, 0 at the start, in float32
             (softmax side; as in gpt-oss, OpenAI, 2025, where it is drawn from N(0, 0.02^2)).
+
+    Raises:
+        ValueError: a value of the wrong kind or out of range, an unknown word, or options that contradict each other.
     """
 
     hidden_size: int = 768

@@ -83,7 +83,7 @@ class HeadNorm(nn.Module):
 
 
 class ShortConvolution(nn.Module):
-    """A causal convolution over the last ``size`` tokens of each channel, then SiLU (Fu et al., 2023; Mamba).
+    """A causal convolution over the last ``size`` tokens of each channel, then an activation (Fu et al., 2023; Mamba).
 
     Args:
         channels: each is convolved by itself.

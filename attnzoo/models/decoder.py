@@ -17,6 +17,7 @@ from attnzoo.algebra.values import reads_values
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
+from attnzoo.layer.fixed import FixedCache
 from attnzoo.layer.gates.hgrn2 import lower_bounds
 from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone, LayerCache
@@ -61,7 +62,7 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads}
-        self.attention: Any = build_attention(layer.name, **{**sizes, **_from_file(layer.options)})
+        self.attention = build_attention(layer.name, **{**sizes, **_from_file(layer.options)})
         wide = config.mlp_size > 0
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps) if wide else None
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size) if wide else None
@@ -71,7 +72,7 @@ class DecoderBlock(nn.Module):
         x: Tensor,
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        cache: Any = None,
+        cache: LayerCache | FixedCache | None = None,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]; `cache` is the one of this block's attention."""
         attended = self.attention(
@@ -134,7 +135,7 @@ class LanguageModel(nn.Module):
         targets: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        cache: list[Any] | None = None,
+        cache: list[LayerCache] | None = None,
         with_logits: bool = True,
     ) -> ModelOutput:
         """Predict each next token.
@@ -179,7 +180,7 @@ class LanguageModel(nn.Module):
         embedded: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        cache: list[Any] | None = None,
+        cache: list[LayerCache] | None = None,
         recompute: Callable[..., Tensor] | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
@@ -237,7 +238,7 @@ class LanguageModel(nn.Module):
         if low < 0 or high >= size:
             raise ValueError(f"{name}: expected tokens from 0 to {size - 1}, got {low if low < 0 else high}")
 
-    def new_cache(self, evict: float | str | Evict | None = None, budget: int | str | None = None) -> list[Any]:
+    def new_cache(self, evict: float | str | Evict | None = None, budget: int | str | None = None) -> list[LayerCache]:
         """An empty cache for one batch of sequences, one entry per layer.
 
         Args:

@@ -91,6 +91,7 @@ class Generator:
         self.rows: list[Request | None] = [None] * max_sequences
         self.requests: dict[int, Request] = {}
         self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[Drawn]()
+        self._known: dict[int, list[int]] = {}  # tokens that no step has given yet
 
     def bytes(self) -> int:
         """Memory of the caches."""
@@ -174,7 +175,8 @@ class Generator:
                 drawn without it, whatever it proposes.
 
         Returns:
-            The tokens that have become known, by sequence. Without any left to draw, all that were still on their way.
+            The tokens that have become known since the last step that ended, by sequence. Without any left to draw, all
+            that were still on their way.
 
         Raises:
             ValueError: proposed tokens beyond the vocabulary.
@@ -182,35 +184,41 @@ class Generator:
                 come back from the host are brought within it: no further step can follow.
             RuntimeError: an earlier step failed within.
         """
+        self._step(draft)
+        known, self._known = self._known, {}
+        return known
+
+    def _step(self, draft: Draft | None) -> None:
         if self.batch.torn:
             raise RuntimeError("step: expected a generator whose last step ended, got one that failed within it")
-        known: dict[int, list[int]] = {}
         self.admit()
-        if draft is not None and self._speculate(draft, known):
-            return known
+        if draft is not None and self._speculate(draft):
+            return
         running = self._running()
         if running:
             self.batch.step(*_asked(running))
             self._note(running)
         self._since += 1
         if self._since >= self.check_every or not any(self.rows):
-            self._fetch(known, behind=self.device.type == "cuda" and any(self.rows))
-        return known
+            self._fetch(behind=self.device.type == "cuda" and any(self.rows))
 
+    @torch.no_grad()
     def run(self, draft: Draft | None = None) -> dict[int, list[int]]:
-        """Draw until every sequence has ended; the tokens that followed each prompt since the last call."""
-        known: dict[int, list[int]] = {}
-        for new in self.stream(draft):
-            for number, tokens in new.items():
-                known.setdefault(number, []).extend(tokens)
+        """Draw until every sequence has ended; the tokens that followed each prompt since the last call that ended."""
+        while self._unfinished():
+            self._step(draft)
+        known, self._known = self._known, {}
         return known
 
     def stream(self, draft: Draft | None = None) -> Iterator[dict[int, list[int]]]:
         """What the steps give, until every sequence has ended."""
-        while self.waiting or any(self.rows) or self._drawn or self._sent:
+        while self._unfinished() or self._known:
             new = self.step(draft)
             if new:
                 yield new
+
+    def _unfinished(self) -> bool:
+        return bool(self.waiting or any(self.rows) or self._drawn or self._sent)
 
     @torch.no_grad()
     def admit(self) -> None:
@@ -240,13 +248,13 @@ class Generator:
     def _running(self) -> list[tuple[int, Request]]:
         return [(row, request) for row, request in enumerate(self.rows) if request is not None]
 
-    def _speculate(self, draft: Draft, known: dict[int, list[int]]) -> bool:
+    def _speculate(self, draft: Draft) -> bool:
         """A step that checks what ``draft`` proposes; False, and none, where that is nothing.
 
         It takes 2, 4, 8 or 16 tokens, so that few graphs and compiled blocks serve every number of proposals.
         """
         self._since = 0
-        self._fetch(known)
+        self._fetch()
         running = self._running()
         most = power_of_2(min([MOST_ROWS, *(request.left for _, request in running)]) // 2 + 1) - 1
         offered = {row: list(draft(request))[:most] for row, request in running} if most else {}
@@ -257,14 +265,14 @@ class Generator:
         for row, request in running:
             request.left -= kept[row]
             for token in drawn[row][: kept[row]]:
-                self._hand_out(row, request, token, known)
+                self._hand_out(row, request, token)
         return True
 
-    def _fetch(self, known: dict[int, list[int]], behind: bool = False) -> None:
+    def _fetch(self, behind: bool = False) -> None:
         """Hand out what was drawn; with ``behind``, but for the last piece that is on its way."""
         self._send()
         while len(self._sent) > behind:
-            self._receive(self._sent.popleft(), known)
+            self._receive(self._sent.popleft())
 
     def _send(self) -> None:
         """Start to copy the tokens drawn to the host."""
@@ -279,19 +287,19 @@ class Generator:
             arrived.record()
         self._sent.append(Drawn(values, list(rows), arrived))
 
-    def _receive(self, drawn: Drawn, known: dict[int, list[int]]) -> None:
+    def _receive(self, drawn: Drawn) -> None:
         """Hand out tokens that have arrived; what was drawn after one that ends a sequence is none of it."""
         if drawn.arrived is not None:
             drawn.arrived.synchronize()
         for values, rows in zip(drawn.values.tolist(), drawn.rows, strict=True):
             for row, request in rows:
-                self._hand_out(row, request, values[row], known)
+                self._hand_out(row, request, values[row])
 
-    def _hand_out(self, row: int, request: Request, token: int, known: dict[int, list[int]]) -> None:
+    def _hand_out(self, row: int, request: Request, token: int) -> None:
         if request.done:
             return
         request.tokens.append(token)
-        known.setdefault(request.id, []).append(token)
+        self._known.setdefault(request.id, []).append(token)
         request.done = token in request.stop or len(request.tokens) == request.max_new_tokens
         if request.done and self.rows[row] is request:
             self._release(row, request)

@@ -117,19 +117,22 @@ def from_model(model: LanguageModel, tokens: int = 5) -> Draft:
         model: with the tokens of the larger one, in evaluation mode.
         tokens: so many are proposed.
     """
-    caches: WeakKeyDictionary[Request, tuple[list[LayerCache], int]] = WeakKeyDictionary()
+    caches: WeakKeyDictionary[Request, tuple[list[LayerCache], int, list[int]]] = WeakKeyDictionary()
 
     @torch.no_grad()
     def draft(request: Request) -> list[int]:
         known = [*request.prompt, *request.tokens]
-        cache, seen = caches.get(request) or (model.new_cache(), 0)
+        cache, seen, last = caches.get(request) or (model.new_cache(), 0, [])
+        if seen == len(known):  # the step that asked before has failed
+            return last
         step = torch.tensor([known[seen:]], device=model.embedding.weight.device)
         likeliest = model.head(model.hidden(step, cache=cache)[:, -1:]).argmax(-1)  # [1, 1]
-        caches[request] = cache, len(known)
+        caches[request] = cache, len(known), []
         ahead, found = [copy(layer) for layer in cache], [likeliest]
         for _ in range(tokens - 1):
             found.append(model.head(model.hidden(found[-1], cache=ahead)).argmax(-1))
         proposed: list[int] = torch.cat(found, 1)[0].tolist()
+        caches[request] = cache, len(known), proposed
         return proposed
 
     return draft

@@ -85,7 +85,7 @@ def step(
     )  # fmt: skip
     announce("decode", chosen, where)
     with on_device_of(q):
-        shares = Shares.empty(first, chosen.extra) if log_eps is None else None
+        shares = Shares.empty(first, chosen.extra)
         pool = {
             "p_keys": keys, "p_values": values, "p_table": table, "p_length": length, "p_norm": k_norm,
             "p_decay": decay, "p_sum": page_sum, "p_total": total, "p_since": since, "p_tails": n_log,

@@ -65,7 +65,7 @@ def workspace(call: Call, plan: Plan, heads: int, pages: int) -> int:
     walked = 0
     if call.carried:
         walked = heads * rows * (cdiv(pages, call.carried) * call.K + call.carried * call.page + call.T)
-    return 4 * (parts + walked + 2 * heads)
+    return 4 * (parts + walked + 2 * heads + 1)
 
 
 def plan(call: Call, machine: Machine, multiprocessors: int) -> Plan:

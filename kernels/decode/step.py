@@ -51,7 +51,7 @@ def paged_step(
 ) -> Tensor:
     """Shift, norm and write T new tokens of each sequence into its pages, in place, attend, norm and gate.
 
-    Three launches, five with ``prune``, no host synchronisation, no gradient. Between what is read and what is written
+    Three launches, four with ``prune``, no host synchronisation, no gradient. Between what is read and what is written
     the kernels compute in float32, and sums of gates in float64.
 
     Args:

@@ -28,14 +28,18 @@ def begins(case: Case, x: Inputs, options: dict[str, Any], monkeypatch: pytest.M
     from attnzoo.kernels.decode.portable import attention
 
     found: list[Tensor] = []
-    for module, name in ((attention, "first_pages"), (reference, "_first_pages")):
-        whole = getattr(module, name)
+    drop, first_pages = attention.drop_pages, reference._first_pages
 
-        def record(*args: Any, whole: Any = whole) -> Tensor:
-            found.append(whole(*args))
-            return found[-1]
+    def record(pages: Any, walked: Any, shares: Any, *args: Any) -> None:
+        drop(pages, walked, shares, *args)
+        found.append(shares.begin.view_as(shares.first))
 
-        monkeypatch.setattr(module, name, record)
+    def record_reference(*args: Any) -> Tensor:
+        found.append(first_pages(*args))
+        return found[-1]
+
+    monkeypatch.setattr(attention, "drop_pages", record)
+    monkeypatch.setattr(reference, "_first_pages", record_reference)
     for impl in ("triton", "reference"):
         paged_attention(x.q, **x.pool, **options, **case.options, impl=impl)  # type: ignore[arg-type]
     return found

@@ -40,6 +40,8 @@ def _model(auto: Any) -> None:
     from attnzoo.models.hf.model import AttnzooForCausalLM
 
     auto.AutoModelForCausalLM.register(AttnzooConfig, AttnzooForCausalLM, exist_ok=True)
+    # here Trainer looks whether labels are to be shifted before it smooths them, and pipelines what they may run
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnzooConfig.model_type] = AttnzooForCausalLM.__name__
 
 
 class _WhenLoaded(MetaPathFinder):

@@ -13,8 +13,7 @@ from attnzoo.kernels.common.launching import power_of_2
 @triton.jit
 def _logaddexp(a, b):
     """log(exp(a) + exp(b)), b finite. # float64"""
-    m = tl.maximum(a, b)
-    return m + tl.log(tl.exp(a - m) + tl.exp(b - m))
+    return tl.maximum(a, b) + tl.log(1.0 + tl.exp(-tl.abs(a - b)))
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.decode.parts import Finish
 from attnzoo.kernels.decode.plan import Plan
 from attnzoo.kernels.decode.portable.carried import NOT_WALKED, carried_scores, new_tokens, open_start
-from attnzoo.kernels.decode.portable.prune import first_pages
+from attnzoo.kernels.decode.portable.prune import drop_pages
 from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, row_queries, row_since, row_sums
 from attnzoo.kernels.decode.portable.shares import FAR, Shares
 
@@ -176,14 +176,16 @@ def paged_forward(
 
     Args:
         walked: of PaTH, what ``carried.walk_and_carry`` gives.
-        shares: of the pages that are alive, where they have been dealt out; not with pruning.
+        shares: of the pages that are alive, where they have been dealt out.
         finish: what the output goes through.
     """
     B, T, H, K = q.shape
     G, N, V = table.shape[1], table.shape[2], v.shape[2]
     BG, R, n, BV = B * G, H // G, plan.programs, head_block(V)
     window = min(window, FAR) if window else FAR
-    dealt, shares = shares is not None, shares or Shares.empty(first, plan.extra)
+    if shares is None:
+        shares = Shares.empty(first, plan.extra)
+        shares.deal(length, T, window, k.shape[1])
     begin, ends = shares.begin, shares.ends
     lses = first.new_empty((n + BG, R * T), dtype=torch.float32)
     part, o = lses.new_empty((n + BG, R * T, V)), v.new_empty((B, T, H, V))
@@ -198,10 +200,7 @@ def paged_forward(
     }  # fmt: skip
     walked = walked or {"p_walk": begin, "p_own": begin, "p_base": begin, "p_count": begin, "M": 0, **NOT_WALKED}
     if k_norm is not None:
-        left = first_pages(pages, walked, first, begin, k_norm, n_log, logit_bound, log_eps)
-        shares = shares._replace(first=left)
-    if not dealt:
-        shares.deal(length, T, window, k.shape[1])
+        drop_pages(pages, walked, shares, k_norm, n_log, logit_bound, log_eps)
     paged_split_kernel[(n, cdiv(R * T, plan.BT))](
         p_v=v, p_begin=begin, p_ends=ends, p_part=part, p_lse=lses, BG=BG, V=V, BV=BV, num_warps=plan.num_warps,
         num_stages=plan.num_stages, EXTRA=plan.extra, BN=shares.heads, **pages, **walked,

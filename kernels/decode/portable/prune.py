@@ -19,6 +19,7 @@ from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.pruning import tail_at
 from attnzoo.kernels.decode.portable.carried import carried_scores, new_tokens, open_start
 from attnzoo.kernels.decode.portable.rows import page_logits, page_scores, row_queries, row_since, row_sums
+from attnzoo.kernels.decode.portable.shares import Shares, deal_pages
 
 
 @triton.jit
@@ -28,13 +29,14 @@ def _maximum(a, b):
 
 @triton.jit(do_not_specialize=["T", "N", "M", "window"])
 def paged_prune_kernel(
-    p_q, p_k, p_table, p_first, p_length, p_decay, p_sum, p_g, p_since, p_norm, p_tails, p_bound, p_begin, p_walk,
-    p_own, p_base, p_count, T, N, M, window, scale2, log2_eps, stride_qb, stride_qt, stride_qh,
+    p_q, p_k, p_table, p_first, p_length, p_decay, p_sum, p_g, p_since, p_norm, p_tails, p_bound, p_begin, p_ends,
+    p_turn, p_walk, p_own, p_base, p_count, T, N, M, window, scale2, log2_eps, stride_qb, stride_qt, stride_qh,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr, HAS_BOUND: tl.constexpr,
-    PREC: tl.constexpr, GROUP: tl.constexpr, IN_PLACE: tl.constexpr, HAS_COUNT: tl.constexpr,
+    PREC: tl.constexpr, GROUP: tl.constexpr, IN_PLACE: tl.constexpr, HAS_COUNT: tl.constexpr, EXTRA: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The first page [B * G] int32 of which some row of a key head may not go without."""
+    """The first page [B * G] int32 of which some row of a key head may not go without; the last program deals anew."""
     i_bg = tl.program_id(0).to(tl.int64)
     i_b, i_g = i_bg // G, i_bg % G
     o_k, o_n = tl.arange(0, BK), tl.arange(0, BN)
@@ -99,17 +101,20 @@ def paged_prune_kernel(
             c_norm = tl.max(b_norm, 0)
         n_drop = tl.minimum(n_drop, count)
     tl.store(p_begin + i_bg, begin + n_drop)
+    tl.debug_barrier()  # before this program says that it is done
+    if tl.atomic_add(p_turn, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        deal_pages(p_begin, p_length, p_length, p_begin, p_ends, p_turn, T, tl.num_programs(0), G, window, EXTRA, PAGE,
+                   HEADS, False)  # fmt: skip
 
 
-def first_pages(
-    pages: dict[str, Any], walked: dict[str, Any], first: Tensor, begin: Tensor, k_norm: Tensor, n_log: Tensor | None,
+def drop_pages(
+    pages: dict[str, Any], walked: dict[str, Any], shares: Shares, k_norm: Tensor, n_log: Tensor | None,
     logit_bound: Tensor | None, log_eps: float,
-) -> Tensor:  # fmt: skip
-    """``first`` [B, G] moved on by what pruning drops, in ``begin``; the arguments of kernels over pages go before."""
-    paged_prune_kernel[(first.numel(),)](
-        p_first=first, p_norm=k_norm, p_tails=k_norm if n_log is None else n_log,
-        p_bound=k_norm if logit_bound is None else logit_bound, p_begin=begin, log2_eps=log_eps * LOG2E - SLACK, BN=128,
-        HAS_BOUND=logit_bound is not None, num_warps=4, num_stages=1, **pages,
-        **walked,
+) -> None:  # fmt: skip
+    """``shares`` without the first pages that go; the arguments of kernels over pages go before."""
+    paged_prune_kernel[(shares.first.numel(),)](
+        p_first=shares.first, p_norm=k_norm, p_tails=k_norm if n_log is None else n_log,
+        p_bound=k_norm if logit_bound is None else logit_bound, p_begin=shares.begin, p_ends=shares.ends,
+        p_turn=shares.turn, log2_eps=log_eps * LOG2E - SLACK, BN=128, HAS_BOUND=logit_bound is not None,
+        EXTRA=shares.extra, HEADS=shares.heads, num_warps=4, num_stages=1, **pages, **walked,
     )  # fmt: skip
-    return begin.view_as(first)

@@ -23,19 +23,22 @@ class Shares(NamedTuple):
         first: the first live page of each head, ``[B, G]`` int32.
         begin: the first page that its rows read, ``[B G]`` int32.
         ends: the end of its part of the list, ``[B G]`` int32.
+        turn: heads that pruning has looked through, ``[1]`` int32: the last one deals anew.
         extra: EXTRA.
     """
 
     first: Tensor
     begin: Tensor
     ends: Tensor
+    turn: Tensor
     extra: int
 
     @staticmethod
     def empty(first: Tensor, extra: int) -> Shares:
         """For a step that begins at ``first``."""
-        begin, ends = first.new_empty((2, first.numel())).unbind()
-        return Shares(first, begin, ends, extra)
+        BG = first.numel()
+        begin, ends, turn = first.new_empty(2 * BG + 1).split((BG, BG, 1))
+        return Shares(first, begin, ends, turn, extra)
 
     @property
     def heads(self) -> int:
@@ -46,13 +49,14 @@ class Shares(NamedTuple):
         """Fill it for T rows of sequences of so many tokens, these among them."""
         BG, G = self.first.numel(), self.first.shape[1]
         paged_shares_kernel[(1,)](
-            self.first, length, self.begin, self.ends, T, BG, G, window, EXTRA=self.extra, PAGE=page, BN=self.heads
-        )
+            self.first, length, self.begin, self.ends, self.turn, T, BG, G, window, EXTRA=self.extra, PAGE=page,
+            BN=self.heads,
+        )  # fmt: skip
 
 
 @triton.jit
-def deal_pages(p_first, p_length, p_count, p_begin, p_ends, T, BG, G, window, EXTRA: tl.constexpr, PAGE: tl.constexpr,
-               BN: tl.constexpr, HAS_COUNT: tl.constexpr):  # fmt: skip
+def deal_pages(p_first, p_length, p_count, p_begin, p_ends, p_turn, T, BG, G, window, EXTRA: tl.constexpr,
+               PAGE: tl.constexpr, BN: tl.constexpr, HAS_COUNT: tl.constexpr):  # fmt: skip
     """The first page that each head's rows read, and the end of its part of the list, [B * G] int32. One program.
 
     HAS_COUNT: lengths are those before the step, which adds ``count`` tokens, T at most.
@@ -71,9 +75,10 @@ def deal_pages(p_first, p_length, p_count, p_begin, p_ends, T, BG, G, window, EX
         tl.store(p_begin + o_n, b_begin, mask=m_n)
         tl.store(p_ends + o_n, b_end, mask=m_n)
         c_end = tl.max(b_end, 0)
+    tl.store(p_turn, 0)
 
 
 @triton.jit(do_not_specialize=["T", "BG", "G", "window"])
-def paged_shares_kernel(p_first, p_length, p_begin, p_ends, T, BG, G, window, EXTRA: tl.constexpr, PAGE: tl.constexpr,
-                        BN: tl.constexpr):  # fmt: skip
-    deal_pages(p_first, p_length, p_length, p_begin, p_ends, T, BG, G, window, EXTRA, PAGE, BN, False)
+def paged_shares_kernel(p_first, p_length, p_begin, p_ends, p_turn, T, BG, G, window, EXTRA: tl.constexpr,
+                        PAGE: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    deal_pages(p_first, p_length, p_length, p_begin, p_ends, p_turn, T, BG, G, window, EXTRA, PAGE, BN, False)

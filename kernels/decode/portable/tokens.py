@@ -52,18 +52,18 @@ def _mixed(b_x, p_xt, stride_t, p_before, p_logit, t, m_x, MOVES: tl.constexpr):
 def paged_tokens_kernel(
     p_q, p_k, p_v, p_g, p_count, p_past, p_keys, p_values, p_table, p_length, p_norm, p_decay, p_sum, p_total, p_since,
     p_tails, p_closed, p_seen, p_rows, p_q_scale, p_k_scale, p_k_mix, p_v_mix, p_k_before, p_v_before, p_bias, p_first,
-    p_begin, p_ends, T, N, BG, window, eps, factor, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
-    stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_ab, stride_at, stride_ah, stride_cb,
-    stride_ct, stride_ch,
+    p_begin, p_ends, p_turn, T, N, BG, window, eps, factor, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt,
+    stride_kh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_ab, stride_at, stride_ah,
+    stride_cb, stride_ct, stride_ch,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PAGE: tl.constexpr, HAS_GATE: tl.constexpr, LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr, SHARED: tl.constexpr, HAS_SHIFT: tl.constexpr, MOVES: tl.constexpr, EXTRA: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence and key head; where pages are to be dealt out, one more."""
+    """One program per sequence and key head, and one for the shares."""
     i_bg = tl.program_id(0)
     if i_bg == BG:
-        deal_pages(p_first, p_past, p_count, p_begin, p_ends, T, BG, G, window, EXTRA, PAGE, BN, True)
+        deal_pages(p_first, p_past, p_count, p_begin, p_ends, p_turn, T, BG, G, window, EXTRA, PAGE, BN, True)
         return
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
     o_g, o_rep, o_k, o_v = i_g + tl.arange(0, 1), tl.arange(0, BH), tl.arange(0, BK), tl.arange(0, BV)
@@ -121,13 +121,13 @@ def paged_tokens_kernel(
 
 def write_tokens(
     q: Tensor, k: Tensor, v: Tensor, gate: Tensor | Forget | None, shift: Shift | None, norm: Norm | None,
-    past: Tensor, count: Tensor, pool: dict[str, Any], shares: Shares | None, window: int,
+    past: Tensor, count: Tensor, pool: dict[str, Any], shares: Shares, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the kernel; what ``step.paged_step`` takes, checked.
 
     Args:
         pool: what it calls by these names, under those of the kernel.
-        shares: to be filled for a step that reads all pages from the window on; None where it is not.
+        shares: to be filled for a step that reads all pages from the window on.
 
     Returns:
         Queries [B, T, H, K] in the dtype of the pool, and seen [B, H, T], empty without gates.
@@ -137,18 +137,18 @@ def write_tokens(
     rows, seen = keys.new_empty((B, T, H, K)), pool["p_length"].new_empty((B, H, T) if gate is not None else (0,))
     k_mix, v_mix, k_before, v_before = shift or (k, v, k, v)
     q_scale, k_scale, eps = norm or (k, k, 0.0)
-    first, begin, ends, extra = shares or (past, past, past, 0)
     BH, BK = power_of_2(H // G), power_of_2(K)
-    paged_tokens_kernel[(B * G + (shares is not None),)](
+    paged_tokens_kernel[(B * G + 1,)](
         p_q=q, p_k=k, p_v=v, p_g=made.logits, p_count=count, p_past=past, p_seen=seen, p_rows=rows, p_q_scale=q_scale,
         p_k_scale=k_scale, p_k_mix=k_mix, p_v_mix=v_mix, p_k_before=k_before, p_v_before=v_before,
-        p_bias=k if made.bias is None else made.bias, p_first=first, p_begin=begin, p_ends=ends, T=T,
-        N=pool["p_table"].shape[2], BG=B * G, window=window, eps=eps, factor=made.factor, **_strides("q", q),
-        **_strides("k", k), **_strides("v", v), **_strides("g", made.logits), **_strides("a", k_mix),
-        **_strides("c", v_mix), G=G, R=H // G, K=K, V=V, BH=BH, BK=BK, BV=power_of_2(V), PAGE=keys.shape[1],
+        p_bias=k if made.bias is None else made.bias, p_first=shares.first, p_begin=shares.begin,
+        p_ends=shares.ends, p_turn=shares.turn, T=T, N=pool["p_table"].shape[2], BG=B * G, window=window, eps=eps,
+        factor=made.factor, **_strides("q", q), **_strides("k", k), **_strides("v", v), **_strides("g", made.logits),
+        **_strides("a", k_mix), **_strides("c", v_mix), G=G, R=H // G, K=K, V=V, BH=BH, BK=BK, BV=power_of_2(V),
+        PAGE=keys.shape[1],
         HAS_GATE=gate is not None, LOGITS=isinstance(gate, Forget), HAS_BIAS=made.bias is not None,
-        HAS_NORM=norm is not None, SHARED=q_scale.ndim == 1, HAS_SHIFT=shift is not None, MOVES=T == 1, EXTRA=extra,
-        BN=1 if shares is None else shares.heads, num_warps=1 if BH * BK <= 512 else 4, **pool,
+        HAS_NORM=norm is not None, SHARED=q_scale.ndim == 1, HAS_SHIFT=shift is not None, MOVES=T == 1,
+        EXTRA=shares.extra, BN=shares.heads, num_warps=1 if BH * BK <= 512 else 4, **pool,
     )  # fmt: skip
     return rows, seen
 
