@@ -128,6 +128,7 @@ def test_layers_that_cannot_forget_say_why():
         ({"limit": 99.0}, r"limit: expected a number in \(0, 60\]"), ({"discount": 0.0}, "discount: expected"),
         ({"budget": 0.0}, "budget: expected"), ({"width": 2.5}, "width: expected a whole number"),
         ({"temperature": -1.0}, "temperature: expected a number above 0"), ({"memory": 1.0}, "memory: expected"),
+        ({"memory": 0.5}, "memory: expected 0.9 with network='key'"),
         ({"blend": 1.5}, "blend: expected"), ({"divergence": "kl"}, "bernoulli"), ({"normalize": "sum"}, "mean"),
     ],
 )  # fmt: skip

@@ -53,7 +53,8 @@ class Forgetting:
         limit: B_max: no bias is below minus this, in (0, 60].
         blend: lambda, the student's share of the output, in [0, 1], where no schedule says it.
         monotone: nothing is remembered again once it was forgotten (the running minimum). False is for comparison.
-        memory: how much of the running mean of past attention to a key remains after a token, in [0, 1).
+        memory: how much of the running mean of past attention to a key remains after a token, in [0, 1); networks of
+            pairs read it, others refuse another one than the default.
         pool: how the contributions of later rows become one utility, see :func:`future_utility`.
         discount: gamma, per row of distance, in (0, 1].
         normalize: how a utility becomes a number in [0, 1], see :func:`target_retention`.
@@ -101,6 +102,9 @@ class Forgetting:
         ):
             if not fits:
                 raise ValueError(f"forgetting.{name}: expected {expected}, got {getattr(self, name)!r}")
+        if self.memory != Forgetting.memory and not self.of_pairs:
+            what = f"{Forgetting.memory} with network={self.network!r} ('pair' and 'attention' read it)"
+            raise ValueError(f"forgetting.memory: expected {what}, got {self.memory!r}")
 
     @property
     def of_pairs(self) -> bool:

@@ -133,7 +133,12 @@ class SoftmaxForms(Forms):
         return self._output(o, lse, given, v.dtype), state
 
     def fixed(
-        self, state: KVCache, rows: Rows, tokens: int, device: torch.device | str, paged: bool | None = None
+        self,
+        state: KVCache | PagedCache,
+        rows: Rows,
+        tokens: int,
+        device: torch.device | str,
+        paged: bool | None = None,
     ) -> Memory:
         """The memory of steps that change it in place.
 
