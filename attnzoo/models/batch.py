@@ -223,11 +223,10 @@ class Batch:
 
 
 def _block(block: nn.Module, x: Tensor, more: Tensor, cache: FixedCache) -> tuple[Tensor, Tensor]:
-    """A block after ``x + more``, in two parts again: compiled, a sum and the norm of it are one kernel."""
-    x = x + more
-    if block._forward_hooks or block._forward_pre_hooks:  # they are to see the whole
-        return block(x, cache=cache), torch.zeros_like(x)
-    return cast(DecoderBlock, block).apart(x, cache=cache)
+    """A block after ``x + more``, as two that are still to be added."""
+    if block._forward_hooks or block._forward_pre_hooks:  # they are to see the sums
+        return block(x + more, cache=cache), torch.zeros_like(x)
+    return cast(DecoderBlock, block).apart(x, more, cache=cache)
 
 
 def _bytes(caches: Sequence[FixedCache]) -> int:

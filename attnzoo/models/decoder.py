@@ -75,13 +75,19 @@ class DecoderBlock(nn.Module):
         cache: LayerCache | FixedCache | None = None,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]; `cache` is the one of this block's attention."""
-        x, more = self.apart(x, cu_seqlens, attention_mask, cache)
+        x, more = self.apart(x, None, cu_seqlens, attention_mask, cache)
         return x + more
 
     def apart(
-        self, x: Tensor, cu_seqlens: Tensor | None = None, attention_mask: Tensor | None = None, cache: Any = None
+        self,
+        x: Tensor,
+        more: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """The two that `forward` adds last, for callers who add them where the next block's norm reads them."""
+        """`forward` of x + more, as two that are still to be added: compiled, a sum and its norm are one kernel."""
+        x = x if more is None else x + more
         attended = self.attention(
             self.attention_norm(x), cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache
         )
