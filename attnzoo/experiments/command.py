@@ -23,9 +23,8 @@ def list_experiments() -> None:
 
     for name in names():
         found = find(name)
-        last = max(found.measured, key=lambda each: each.date, default=None)
-        when = f"{last.size} on {last.date}" if last else "not yet run"
-        click.echo(f"{click.style(name, bold=True)}: {found.title} ({when})")
+        when = ", ".join(f"{each.size} on {each.date}" for each in found.measured)
+        click.echo(f"{click.style(name, bold=True)}: {found.title} ({when or 'not yet run'})")
 
 
 @experiment.command()

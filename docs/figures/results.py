@@ -32,21 +32,21 @@ def results() -> None:
         experiment = find(name)
         for measured in experiment.measured:
             outcome = load_outcome(RESULTS / measured.result)
-            words = picture(experiment, outcome)[1]
+            _, words, reading = picture(experiment, outcome)
             drawing = f"result-{name.replace('_', '-')}-{measured.size}"
             _save(drawing, partial(_picture, experiment, outcome))
-            dots = "" if experiment.overlays else "every run a small dot, "
             counts = Counter(verdict.word for _, verdict in outcome.verdicts(experiment))
             verdicts = ", ".join(f"{counts[word]} {word}" for word in ("seen", "not seen", "undecided") if counts[word])
             page = f"[{measured.size}, {measured.date}](src:docs/results/{Path(measured.result).stem}.md)"
+            page += f", on {measured.machine}"
             unseen = [each.text for each, verdict in outcome.verdicts(experiment) if verdict.word == "not seen"]
             verdicts += f". Not seen: *{' '.join(unseen)}*" if unseen else "."
             verdicts += f" {measured.tried}"
             title = experiment.title + (f", {measured.size}" if len(experiment.measured) > 1 else "")
             parts.append(
                 f"## {title}\n\n`attnzoo experiment run {name}`, {page}: {verdicts.rstrip('. ')}.\n\n"
-                f"![{words[0].upper()}{words[1:]}: {dots}means with their standard errors]"
-                f"(../figures/out/{drawing}.svg)\n\n*{words[0].upper()}{words[1:]}.*"
+                f"![{words[0].upper()}{words[1:]}](../figures/out/{drawing}.svg)\n\n"
+                f"*{words[0].upper()}{words[1:]}. {reading[0].upper()}{reading[1:]}.*"
             )
     index = RESULTS / "index.md"
     first = index.read_text().partition(BEGIN)[0].rstrip()

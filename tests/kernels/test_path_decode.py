@@ -150,7 +150,7 @@ def test_keys_that_left_the_window_may_be_left_out(n: int) -> None:
     cut = 90 - n - 19  # the first new row sees itself and 19 keys before it
     short = path_extend(*parts(x, 90 - n, 90), keys[:, cut:], x["v"][:, cut:], x["log_decay"][:, cut:], window=20)
     torch.testing.assert_close(whole[0], short[0], rtol=1e-5, atol=1e-6)
-    assert torch.equal(whole[1][:, cut:], short[1])
+    torch.testing.assert_close(whole[1][:, cut:], short[1], rtol=1e-5, atol=1e-6)  # a CPU's products differ in bits
 
 
 @pytest.mark.parametrize("n", [1, 4])

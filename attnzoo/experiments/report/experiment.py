@@ -29,6 +29,12 @@ TEST = (
     "test of the opposite says so. Undecided: neither. A claim of several parts is seen if all of them are, and not "
     "seen if one of them is not. No correction is made for several claims."
 )
+RUNS = (
+    "small dots are runs, large ones their means with standard errors, hollow on the linear side; dotted rules are "
+    "limits that an expectation sets"
+)
+GAINS = "small dots are runs, large ones their means with standard errors; on the dotted rule both sides gain alike"
+OVERLAY = "means of the seeds with their standard errors"
 
 
 def write_page(experiment: Experiment, outcome: Outcome, path: Path) -> Path:
@@ -64,23 +70,23 @@ def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
     )
 
 
-def picture(experiment: Experiment, outcome: Outcome) -> tuple[Figure, str]:
-    """The outcome in one figure, and what it shows in words: the first picture that lays several arms over each other,
-    or what a part gains on either side, if that is asked, else every run, at the last place that the first expectation
-    is about."""
+def picture(experiment: Experiment, outcome: Outcome) -> tuple[Figure, str, str]:
+    """The outcome in one figure, what it shows in words, and how to read it: the first picture that lays several arms
+    over each other, or what a part gains on either side, if that is asked, else every run, at the last place that the
+    first expectation is about."""
     if experiment.overlays:
-        return run_figures.overlay(overlaid(experiment, 0, outcome)), experiment.overlays[0].title
+        return run_figures.overlay(overlaid(experiment, 0, outcome)), experiment.overlays[0].title, OVERLAY
     kinds, looks = _kinds_and_looks(experiment)
     judged = experiment.judged(outcome.size)
     for each in judged:
         if isinstance(each.claim, Correlated) and not outcome.missing(each.claim):
-            return _gains_figure(each.claim, outcome, kinds, looks), "what a part gains on either side"
+            return _gains_figure(each.claim, outcome, kinds, looks), "what a part gains on either side", GAINS
     about = judged[0].claim.values[-1]
     probe = next(probe for probe in experiment.probes if probe.name == about.probe)
     places = _places(probe, outcome)
     at = about.at if about.at is not None or not places else places[-1]
     words = f"{probe.name} ({probe.places}: {at:g})" if len(places) > 1 else probe.name
-    return _runs_figure(experiment, probe, at, outcome, kinds, looks), words
+    return _runs_figure(experiment, probe, at, outcome, kinds, looks), words, RUNS
 
 
 def verdict_table(experiment: Experiment, outcome: Outcome) -> Table:
@@ -202,7 +208,7 @@ def _section(
     if len(places) < 2:
         figure = _runs_figure(experiment, probe, None, outcome, kinds, looks)
         panels = [("", to_svg(figure, f"runs-{probe.name}", f"{probe.name} of every run"))] if arms else []
-        return {"title": probe.name, "text": f"Small dots: the runs, by {probe.name}.", "panels": panels}
+        return {"title": probe.name, "text": f"{RUNS[0].upper()}{RUNS[1:]}.", "panels": panels}
     lines = {arm.name: _line(arm.name, probe, outcome, looks[arm.name]) for arm in arms}
     bands = [x.y + sign * x.error for x in lines.values() if x.error is not None for sign in (-1, 1)]
     every = np.concatenate(bands)
@@ -249,7 +255,7 @@ def _overlays(experiment: Experiment, outcome: Outcome) -> list[dict[str, str]]:
     found = []
     for number, overlay in enumerate(experiment.overlays):
         shown = overlaid(experiment, number, outcome)
-        text = f"Over the {shown.xlabel}; means of the seeds with their standard errors."
+        text = f"Over the {shown.xlabel}; {OVERLAY}."
         svg = to_svg(run_figures.overlay(shown), f"overlay-{number}", overlay.title)
         found.append({"title": overlay.title, "svg": svg, "text": text})
     return found

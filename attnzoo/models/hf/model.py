@@ -131,6 +131,13 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             if engine:
                 raise ValueError(f"engine: expected None or False here ({reason}), got True") from reason
             logger.info("generate runs the loop of transformers: %s", reason)
+            helper = kwargs.get("assistant_model")
+            if helper is not None and getattr(helper, "_is_stateful", False):
+                raise ValueError(
+                    "assistant_model: expected layers that take rejected tokens back, as fox, alibi, rope and nope "
+                    "without convolutions and shifts (engine=True takes all), got "
+                    f"{helper.config.attention!r}"
+                ) from reason
             if limits:
                 kwargs["past_key_values"] = cache
             return super().generate(inputs, generation_config, *args, **kwargs)
