@@ -135,10 +135,10 @@ def _layer(variant: Variant) -> Iterator[str]:
 
     settings = dict(getattr(variant.module, "LAYER", {}))
     gate = settings.pop("gate", "none")
-    for name, cls in zip([gate] if isinstance(gate, str) else gate, gate_classes(gate), strict=True):
+    for name, cls in zip(gate if isinstance(gate, list | tuple) else [gate], gate_classes(gate), strict=True):
         if cls.provides:
             told = (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("``", "")
-            yield f"gate={name!r}: {' '.join(told.split())}"
+            yield f"gate={repr(name) if isinstance(name, str) else cls.__name__}: {' '.join(told.split())}"
     if settings:
         yield ", ".join(f"{key}={value!r}" for key, value in settings.items())
     elif gate == "none":

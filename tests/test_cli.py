@@ -128,6 +128,7 @@ def test_forms_that_need_a_gpu_are_not_counted_as_verified_without_one(run: Any)
         (["report"], ["RUN"]),
         (["report", ""], ["RUN", "expected a path, got ''"]),
         (["report", "x", "-o", "/dev/null/page.html"], ["--output='/dev/null'", "is not a folder"]),
+        (["tokenize", "x", "--to", "/dev/null/tokens"], ["--to='/dev/null'", "is not a folder"]),
         (["report", "x", "-o", ""], ["--output", "expected a path, got ''"]),
         (["compare", DEMO, "train.stepz=3"], ["'train.stepz'", "'train.steps'"]),
         (["compare", DEMO, "train.steps=three"], ["train.steps", "three"]),

@@ -125,3 +125,12 @@ def test_open_gates_have_their_gradients_whatever_clamp_has_at_its_bound(decays,
     expected = gradient(log.clone())
     with NoGradientAtBounds():
         assert torch.equal(gradient(log.clone()), expected)
+
+
+def test_the_score_of_a_token_with_itself_leaves_no_rounding_in_the_gradient_of_a_gate() -> None:
+    log = torch.full((6, 3), -0.3).index_fill(0, torch.tensor([4]), -torch.inf).requires_grad_()
+    weight = torch.rand(6, 6, generator=torch.Generator().manual_seed(0)).tril(-1)
+    expected, got = (
+        torch.autograd.grad((scalar(log).exp() * (weight + own * torch.eye(6))).sum(), log)[0] for own in (0.0, 1e6)
+    )
+    assert torch.equal(got, expected)

@@ -190,6 +190,14 @@ def test_maps_with_hooks_and_those_of_other_classes_are_left_as_they_are(prompts
     assert generator.run()[number] == alone(model, prompts[1], 9)
 
 
+def test_hooks_of_blocks_count(prompts):
+    model = build()
+    model.blocks[0].register_forward_hook(lambda block, given, y: -y)
+    generator = Generator(model, 1, 32)
+    number = generator.add(prompts[1], 9, temperature=0)
+    assert generator.run()[number] == alone(model, prompts[1], 9)
+
+
 def test_a_stop_token_ends_its_sequence_alone(prompts):
     model = build()
     whole = [alone(model, prompt, 12) for prompt in prompts]

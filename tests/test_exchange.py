@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
-from attnzoo.config import load_config
+from attnzoo.config import DataConfig, ModelConfig, load_config
 from attnzoo.data.sources import decode, encode
 from attnzoo.data.tokenizer import tokenize
+from attnzoo.models import LanguageModel
 from attnzoo.training import exchange, load_run, train
 
 transformers = pytest.importorskip("transformers")
 
+from attnzoo.models.hf import AttnzooForCausalLM  # noqa: E402
 
 SMALL = (
     "model.hidden_size=16", "model.num_layers=1", "model.num_heads=2", "steps=1", "data.context_length=16",
@@ -141,12 +144,29 @@ def test_a_run_starts_from_weights(kind, run, folder, tmp_path):
 
 
 def test_another_variant_starts_from_what_both_have(run, tmp_path, caplog):
-    swapped, _ = load_run(starting(tmp_path, run, "model.attention=[mamba2,path_fox]"))
+    swapped_run = starting(tmp_path, run, "model.attention=[mamba2,path_fox]")
+    swapped, _ = load_run(swapped_run)
     before, _ = load_run(run)
     torch.testing.assert_close(swapped.blocks[1].attention.q_proj.weight, before.blocks[1].attention.q_proj.weight)
     (line,) = [record.getMessage() for record in caplog.records if "starting anew" in record.getMessage()]
     assert "starting anew: blocks.*.attention.gate.members.*.w_down.weight" in line
-    assert "left there: blocks.*.attention.gate.forget_proj.bias" in line
+    assert line.endswith("left there: none")
+    theirs = before.blocks[1].attention.gate.forget_proj
+    torch.testing.assert_close(swapped.blocks[1].attention.gate.members[1].forget_proj.weight, theirs.weight)
+    back = LanguageModel(replace(before.config, attention=["mamba2", "fox"]))
+    exchange.start_from(back, str(swapped_run), DataConfig(source=str(tmp_path / "text.txt")))
+    torch.testing.assert_close(back.blocks[1].attention.gate.forget_proj.weight, theirs.weight)
+
+
+def test_what_two_projections_of_a_gate_call_alike_starts_anew(tmp_path, caplog):
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
+    one = LanguageModel(ModelConfig("fox", {"gate": "softplus"}, **sizes))
+    two = LanguageModel(ModelConfig("gated_wall", {"gate": ["channel_softplus", "softplus"]}, **sizes))
+    AttnzooForCausalLM.of(one).save_pretrained(tmp_path)
+    exchange.start_from(two, str(tmp_path), DataConfig())
+    (line,) = [record.getMessage() for record in caplog.records if "starting anew" in record.getMessage()]
+    assert "gate.members.*.log_a" in line.partition("left there")[0]
+    assert torch.equal(two.blocks[0].attention.gate.members[1].dt_bias, one.blocks[0].attention.gate.dt_bias)
 
 
 def test_a_run_that_goes_on_does_not_start_again(run, tmp_path, caplog):

@@ -103,6 +103,10 @@ def test_assisted_generation_is_greedy_generation(tokens):
     assisted = {"max_new_tokens": 8, "do_sample": False, "assistant_model": helper}
     assert torch.equal(model.generate(row, **assisted), greedy)
     assert torch.equal(model.generate(row, **assisted, engine=True), greedy)
+    assisted["assistant_model"] = build("mamba2")
+    assert torch.equal(model.generate(row, **assisted, engine=True), greedy)
+    with pytest.raises(ValueError, match="assistant_model: expected layers that take rejected tokens back.*'mamba2'"):
+        model.generate(row, **assisted)
     lookup = {"max_new_tokens": 8, "do_sample": False, "prompt_lookup_num_tokens": 3, "engine": True}
     assert torch.equal(model.generate(row, **lookup), greedy)
     path = build("path")

@@ -13,11 +13,12 @@ from strategies import relative_error
 from torch import Tensor
 
 import attnzoo.layer.dispatch
-from attnzoo import Gate, Pair, build_attention, get, register
+from attnzoo import Gate, Pair, build_attention, describe, get, register
 from attnzoo.algebra.transitions import Identity
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.protocol import Call, FormSet, Kernel
 from attnzoo.forms.softmax import SoftmaxForms
+from attnzoo.layer.gates.decay import ForgetGate
 from attnzoo.registry import unregister
 
 NAMES = ("their_linear", "their_softmax")
@@ -163,6 +164,14 @@ def test_the_protocol_is_enough() -> None:
             get(NAMES[1]).forms["parallel"](*(torch.zeros(1, 1, 1, 2),) * 3, Gate(log_decay=torch.zeros(1)), window=1)
     finally:
         unregister(pair)
+
+
+def test_a_gate_of_their_own_is_shown_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TheirGate(ForgetGate):
+        """g_t of their own."""
+
+    monkeypatch.setitem(get("fox").module.LAYER, "gate", TheirGate)
+    assert "gate=TheirGate: g_t of their own." in describe("fox")
 
 
 @pytest.mark.parametrize("missing", ["forms", "options", "refuses", "extend"])

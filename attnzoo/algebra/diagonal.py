@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, hardly_positive, open_sums
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, open_sums
 
 LEAF = 2  # tokens of the smallest group
 SAFE = 16.0  # a log-decay over which exp is still accurate and far from overflow in float32
@@ -114,7 +114,8 @@ def _factored(q: Tensor, k: Tensor, sums: Tensor) -> Tensor:
 def _pairwise(q: Tensor, k: Tensor, sums: Sums) -> Tensor:
     """Scores of groups with the decay of every pair written out."""
     pair = (sums.open[..., :, None, :] - sums.open[..., None, :, :]).to(q.dtype)
-    pair = pair.clamp(max=hardly_positive(pair.dtype))  # j <= i only; the rest is not read
+    earlier = torch.ones(pair.shape[-3:-1], dtype=torch.bool, device=pair.device).tril(-1)
+    pair = pair.masked_fill(~earlier[..., None], 0.0)  # a token's own decay is 0; j > i is not read
     if sums.closed is not None:
         pair = pair.masked_fill(sums.closed[..., :, None, :] != sums.closed[..., None, :, :], -torch.inf)
     return torch.einsum("...ik,...jk,...ijk->...ij", q, k, pair.exp())

@@ -270,7 +270,7 @@ class Decay:
 
     Args:
         entry: ``g_1 + ... + g_i``, ``[..., C]``.
-        between: ``g_{j+1} + ... + g_i`` for j <= i, ``[..., C, C]``; above the diagonal exp of it is at most 1.
+        between: ``g_{j+1} + ... + g_i`` for j <= i, ``[..., C, C]``; 0 on and above the diagonal.
         exit: ``g_{j+1} + ... + g_C``, ``[..., C]``.
         total: ``g_1 + ... + g_C``, ``[...]``.
     """
@@ -299,7 +299,7 @@ def block_decay(g: Tensor) -> Decay:
     sums, closed = open_sums(g)
     decay = Decay(
         entry=sums.to(g.dtype),
-        between=_differences(sums, g.dtype).clamp_(max=hardly_positive(g.dtype)),
+        between=_differences(sums, g.dtype).tril_(-1),
         exit=(sums[..., -1:] - sums).to(g.dtype),
         total=sums[..., -1].to(g.dtype),
     )
@@ -311,11 +311,6 @@ def block_decay(g: Tensor) -> Decay:
         exit=decay.exit.masked_fill(closed != closed[..., -1:], -torch.inf),
         total=decay.total.masked_fill(closed[..., -1] > 0, -torch.inf),
     )
-
-
-def hardly_positive(dtype: torch.dtype) -> float:
-    """A bound that stands for 0 in ``clamp``, which from torch 2.14 on has no gradient where x equals its bound."""
-    return torch.finfo(dtype).tiny
 
 
 def _differences(sums: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,9 +26,16 @@ class PathType(click.Path):
 
 
 PATH = PathType(path_type=Path)
-to_option = click.option("--to", "folder", required=True, type=PATH, help="The folder to write.")
 
 
+def _writable(context: click.Context, parameter: click.Parameter, folder: Path) -> Path:
+    from attnzoo.files import check_folder
+
+    check_folder(folder.parent, "--to")
+    return folder
+
+
+to_option = click.option("--to", "folder", required=True, type=PATH, callback=_writable, help="The folder to write.")
 paths_argument = click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=PATH)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from attnzoo.algebra.pruning import Evict
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.memory import GIB, check_room, size_of
 from attnzoo.layer.fixed import FixedCache
-from attnzoo.models.decoder import LanguageModel
+from attnzoo.models.decoder import DecoderBlock, LanguageModel
 from attnzoo.models.fused import Product
 from attnzoo.models.fused import fuse as fused
 from attnzoo.models.proposals import Proposals
@@ -54,7 +55,7 @@ class Batch:
     ) -> None:
         self.model, self.device = model, model.embedding.weight.device
         self.evict, self.budget, self.graphed = evict, budget, graph
-        self._block: Callable[..., Tensor] = torch.compile(_block, dynamic=False) if compile else _block
+        self._block: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_block, dynamic=False) if compile else _block
         self.rows = Rows.idle(size, self.device)
         self.tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
         self.samplers, self.proposals = Samplers.empty(size, self.device), Proposals.empty(size, self.device)
@@ -186,9 +187,10 @@ class Batch:
         """One step of the whole model; changes only tensors that stay where they are."""
         T, tokens = self.rows.tokens, self.tokens[:, None]
         x = self.model.embedding(tokens if T == 1 else torch.cat([tokens, self.proposals.given[:, : T - 1]], 1))
+        more = torch.zeros_like(x)
         for block, cache in zip(self.blocks, self.caches, strict=True):
-            x = self._block(block, x, cache)
-        logits = self.model.head(self.model.norm(x))  # [B, T, vocab]
+            x, more = self._block(block, x, more, cache)
+        logits = self.model.head(self.model.norm(x + more))  # [B, T, vocab]
         if T == 1:
             self.tokens.copy_(self.samplers.draw(logits[:, 0], needs))
             self.rows.length += self.rows.active
@@ -220,8 +222,11 @@ class Batch:
         return graph
 
 
-def _block(block: nn.Module, x: Tensor, cache: FixedCache) -> Tensor:
-    return block(x, cache=cache)  # type: ignore[no-any-return]
+def _block(block: nn.Module, x: Tensor, more: Tensor, cache: FixedCache) -> tuple[Tensor, Tensor]:
+    """A block after ``x + more``, as two that are still to be added."""
+    if block._forward_hooks or block._forward_pre_hooks:  # they are to see the sums
+        return block(x + more, cache=cache), torch.zeros_like(x)
+    return cast(DecoderBlock, block).apart(x, more, cache=cache)
 
 
 def _bytes(caches: Sequence[FixedCache]) -> int:

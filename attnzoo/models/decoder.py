@@ -75,11 +75,26 @@ class DecoderBlock(nn.Module):
         cache: LayerCache | FixedCache | None = None,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]; `cache` is the one of this block's attention."""
+        x, more = self.apart(x, None, cu_seqlens, attention_mask, cache)
+        return x + more
+
+    def apart(
+        self,
+        x: Tensor,
+        more: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` of x + more, as two that are still to be added: compiled, a sum and its norm are one kernel."""
+        x = x if more is None else x + more
         attended = self.attention(
             self.attention_norm(x), cu_seqlens=cu_seqlens, attention_mask=attention_mask, cache=cache
         )
+        if self.mlp is None or self.mlp_norm is None:
+            return x, attended
         x = x + attended
-        return x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))
+        return x, self.mlp(self.mlp_norm(x))
 
 
 class LanguageModel(nn.Module):

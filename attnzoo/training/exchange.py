@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import shutil
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +148,8 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
     """Give a model the weights of a run or of a model folder, where it has them too; a line of the log says which.
 
     What the source has not starts as the model started it, and what only the source has is left: another variant's
-    gate, for example.
+    gate, for example. What one gate projection has goes along when it comes to stand beside others, or alone: FoX's
+    forget gate into PaTH-FoX.
 
     Args:
         model: changed in place.
@@ -175,12 +178,16 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
     else:
         raise FileNotFoundError(f"start_from: expected a run or a model folder, got {source!r}")
     _check_tokenizer(folder, data)
-    state, new = {}, []
-    for name, tensor in model.state_dict().items():
-        if prefix + name not in there:
+    state, new, ours = {}, [], model.state_dict()
+    once, homes = _by_projection([prefix + name for name in ours]), _by_projection(there.names)
+    for name, tensor in ours.items():
+        home = prefix + name
+        if home not in there and _projection(home) in once:
+            home = homes.get(_projection(home), home)
+        if home not in there or (home != prefix + name and there.read(home).shape != tensor.shape):
             new.append(name)
             continue
-        state[name] = there(prefix + name)
+        state[name] = there(home)
         if state[name].shape != tensor.shape:
             raise ValueError(
                 f"start_from: {name} has the shape {list(state[name].shape)} in {source!r}, "
@@ -196,6 +203,17 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
         "%d weights from %s; starting anew: %s; left there: %s",
         len(state), source, _listed(new), _listed(left),
     )  # fmt: skip
+
+
+def _projection(name: str) -> str:
+    """A weight's name as it is where its gate projection stands alone."""
+    return re.sub(r"\.gate\.members\.\d+\.", ".gate.", name)
+
+
+def _by_projection(names: Collection[str]) -> dict[str, str]:
+    """The names by `_projection`, of those that no two have."""
+    times = Counter(map(_projection, names))
+    return {_projection(name): name for name in names if times[_projection(name)] == 1}
 
 
 def _check_tokenizer(folder: Path, data: DataConfig) -> None:

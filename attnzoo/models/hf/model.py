@@ -106,7 +106,6 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             inputs, generation_config, args, kwargs: of `GenerationMixin.generate`.
             engine: True for the engine alone, False for the loop of transformers alone; None for the engine on a GPU,
                 where 64 tokens or more may follow and it can take the call.
-
             evict, budget: what the caches give up, as `LanguageModel.new_cache` takes it.
 
         Raises:
@@ -132,6 +131,13 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             if engine:
                 raise ValueError(f"engine: expected None or False here ({reason}), got True") from reason
             logger.info("generate runs the loop of transformers: %s", reason)
+            helper = kwargs.get("assistant_model")
+            if helper is not None and getattr(helper, "_is_stateful", False):
+                raise ValueError(
+                    "assistant_model: expected layers that take rejected tokens back, as fox, alibi, rope and nope "
+                    "without convolutions and shifts (engine=True takes all), got "
+                    f"{helper.config.attention!r}"
+                ) from reason
             if limits:
                 kwargs["past_key_values"] = cache
             return super().generate(inputs, generation_config, *args, **kwargs)

@@ -86,6 +86,7 @@ def paged_append_kernel(
         for t in range(T - n_new):
             tl.store(p_seen + o_bh * T + t, 0, mask=m_h)
     b_norm = tl.load(p_norm + o_table + L // PAGE, mask=m_g & (L % PAGE > 0), other=0.0)  # [BG]
+    tl.debug_barrier()  # every thread has read what will be written to
     for t in range(T - n_new, T):
         pos = L + t - (T - n_new)
         b_page = tl.load(p_table + o_table + pos // PAGE, mask=m_g, other=-1).to(tl.int64)  # [BG]
@@ -101,7 +102,6 @@ def paged_append_kernel(
                 b_g, b_total, b_start, b_tail, b_since, b_bits, b_page, p_decay, p_sum, p_tails, p_closed, o_bh,
                 o_h % R, m_h, pos, N, R, PAGE)  # fmt: skip
             tl.store(p_seen + o_bh * T + t, b_since, mask=m_h)
-    tl.debug_barrier()  # every thread has read the old length and sums
     tl.store(p_length + i_b, L + n_new)
     if HAS_GATE:
         tl.store(p_total + o_bh, b_total, mask=m_h)

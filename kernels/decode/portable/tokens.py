@@ -81,6 +81,7 @@ def paged_tokens_kernel(
         for t in range(T - n_new):
             tl.store(p_seen + o_bh * T + t, 0, mask=m_h)
     b_norm = tl.load(p_norm + o_bg * N + L // PAGE, mask=m_g & (L % PAGE > 0), other=0.0)  # [1]
+    tl.debug_barrier()  # every thread has read what will be written to
     m_k, m_v, m_q = o_k[None, :] < K, o_v[None, :] < V, m_h[:, None] & (o_k[None, :] < K)
     for t in range(T - n_new, T):
         pos = L + t - (T - n_new)
