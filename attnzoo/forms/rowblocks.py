@@ -74,7 +74,8 @@ def causal_attention(
     """
     B, H, T, K = q.shape
     S, V = k.shape[2], v.shape[3]
-    if log_decay is None and valid is None and T in (1, S) and band is None and not with_lse:
+    plain = log_decay is None and valid is None and T in (1, S) and band is None and not with_lse
+    if plain and not in_transform("Jvp"):  # PyTorch's own kernel has no forward derivative
         width = -(-max(K, V) // 8) * 8
         q, k, v = (_widen(x, width) for x in (q, k, v))
         causal = True if T > 1 else False  # noqa: SIM210  a plain bool where T is symbolic
