@@ -211,6 +211,13 @@ def test_a_stop_token_ends_its_sequence_alone(prompts):
         assert generator.requests[number].done
 
 
+def test_tokens_are_looked_at_every_few_steps_alone(prompts):
+    generator = Generator(build(), 2, 32, check_every=4)
+    number = generator.add(prompts[0], 12, temperature=0)
+    known = [len(generator.step().get(number, [])) for _ in range(11)]  # the first is drawn as it joins
+    assert known == [0, 0, 0, 5, 0, 0, 0, 4, 0, 0, 3]
+
+
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.5}], ids=str)
 def test_samples_depend_on_their_seed_alone(settings, prompts):
     model = build(attention=["gla", "fox"])

@@ -253,7 +253,6 @@ class Generator:
 
         It takes 2, 4, 8 or 16 tokens, so that few graphs and compiled blocks serve every number of proposals.
         """
-        self._since = 0
         self._fetch()
         running = self._running()
         most = power_of_2(min([MOST_ROWS, *(request.left for _, request in running)]) // 2 + 1) - 1
@@ -270,6 +269,7 @@ class Generator:
 
     def _fetch(self, behind: bool = False) -> None:
         """Hand out what was drawn; with ``behind``, but for the last piece that is on its way."""
+        self._since = 0
         self._send()
         while len(self._sent) > behind:
             self._receive(self._sent.popleft())
