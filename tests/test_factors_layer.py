@@ -86,6 +86,8 @@ def test_a_token_has_a_key_a_value_and_a_strength_for_each_factor():
         ("deltanet", {"num_householder": 0}, "num_householder: expected at least 1 factor per token, got 0"),
         ("path", {"num_householder": -1}, "num_householder: expected at least 1 factor per token, got -1"),
         ("path", {"num_householder": 2, "w": "key"}, "num_householder: expected 1 with w='key'"),
+        ("path", {"w_rank": 8, "w": "key"}, "w_rank: expected 32 with w='key'"),
+        ("path_fox", {"w_conv_size": 0, "w": "key"}, "w_conv_size: expected 3 with w='key'"),
         ("deltanet", {"num_householder": 2, "skip": True}, "num_householder: expected 1 with skip"),
         ("gated_deltanet", {"num_householder": 2, "gate": ("mamba2", "delta")}, "a second write strength in gate"),
         ("fox", {"num_householder": 2}, "option for 'fox'"),
@@ -106,4 +108,5 @@ def test_a_kernel_that_takes_one_factor_says_so():
 @pytest.mark.parametrize("name", ["gated_deltanet", "path_fox"])
 def test_a_layer_compiles_as_one_graph(name):
     attn, x = layer(name, num_householder=2), rows(1, 5)
+    torch._dynamo.reset()  # what else was compiled in this process counts towards its limit
     assert_same(torch.compile(attn, fullgraph=True, backend="eager")(x), attn(x))

@@ -363,6 +363,7 @@ def test_padding_and_steps_change_nothing_with_every_option(name):
         ({"scale": float("inf")}, "scale: expected a number that float32 holds or None, got inf"),
         ({"skip": "no"}, "skip: expected True or False, got 'no'"),
         ({"conv_bias": True}, "conv_bias: expected False without conv_size, got True"),
+        ({"gate_before_norm": True, "output_norm": "rms"}, "gate_before_norm: expected False without output_gate"),
         ({"qk_norm_shared": True, "qk_norm": "l2"}, "qk_norm_shared: expected False with qk_norm='l2'"),
         ({"conv_size": 4, "conv_activation": "silo"}, "unknown conv_activation 'silo'.*did you mean 'silu'"),
         ({"key_feature_map": "rely"}, "unknown key_feature_map 'rely': expected one of identity, silu.*'relu'"),

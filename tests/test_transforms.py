@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from strategies import CPU_FORMS, block_sizes, relative_error
+from strategies import CPU_FORMS, block_sizes, oracle_of, relative_error
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import grad, vmap
+from torch.func import grad, hessian, jvp, vmap
 
 from attnzoo import Gate, get, list_variants
 from attnzoo.samples import random_inputs
@@ -45,6 +45,32 @@ def test_gradients_of_single_samples(name: str) -> None:
             for part, expected in single.items():
                 assert relative_error(got[part][b], expected) < 1e-10, (way, part)
                 assert relative_error(of_transform[part], expected) < 1e-10, (way, part)
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_forward_derivatives_are_those_of_the_oracle(name: str) -> None:
+    q, k, v, gate = random_inputs(name, B=1, T=5, H=2, G=1, K=4, V=3, regime="open")
+    leaves = {"q": q, "k": k, "v": v, **{part: getattr(gate, part) for part in gate.parts}}
+    tangents = {part: x.flip(-1) - 0.3 for part, x in leaves.items()}
+
+    def along(form: Callable[..., Tensor]) -> Tensor:
+        def whole(q: Tensor, k: Tensor, v: Tensor, **parts: Tensor) -> Tensor:
+            return form(q, k, v, Gate(**parts))
+
+        return jvp(lambda leaves: whole(**leaves), (leaves,), (tangents,))[1]
+
+    expected = along(oracle_of(get(name)))
+    for way, form in ways(name).items():
+        assert relative_error(along(form), expected) < 1e-10, way
+
+
+@pytest.mark.parametrize("name", ["nope", "deltanet"])
+def test_second_derivatives_by_transforms(name: str) -> None:
+    """Forward over reverse, in vmap."""
+    q, k, v, gate = random_inputs(name, B=1, T=3, H=1, G=1, K=2, V=1, regime="open")
+    found = [hessian(lambda k, form=form: form(q, k, v, gate).square().sum())(k) for form in (
+        oracle_of(get(name)), get(name).forms["parallel"])]  # fmt: skip
+    assert relative_error(found[1], found[0]) < 1e-10
 
 
 @pytest.mark.parametrize("name", ["fox", "path_fox"])

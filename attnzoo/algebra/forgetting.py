@@ -256,7 +256,7 @@ def forgetful_bias(retention: Tensor, options: Forgetting, temperature: float) -
 
 def full_bias(options: Forgetting, temperature: float) -> float:
     """The bias of what is fully remembered, r = 1. Sinks, which are no keys, have it too."""
-    return float(forgetful_bias(torch.ones((), dtype=torch.float64), options, temperature))
+    return float(forgetful_bias(torch.ones((), dtype=torch.float64, device="cpu"), options, temperature))
 
 
 def student(logits: Tensor, bias: Tensor, v: Tensor, sink: Tensor | None = None, sink_bias: float = 0.0) -> Tensor:

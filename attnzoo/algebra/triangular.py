@@ -37,10 +37,16 @@ class _UnitLowerInverse(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int], lower: Tensor) -> tuple[Tensor, int]:
         return unit_lower_inverse(lower.movedim(in_dims[0], 0)), 0
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        inverse: Tensor = ctx.saved_tensors[0]
+        return -(inverse @ tangents[0].tril(-1) @ inverse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def has_values(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.is_meta:
         return False
     plain = type(x) is Tensor or type(x) is Parameter  # a subclass may hold anything
-    return plain and not (in_transform() and _in_vmap())
+    return plain and not in_transform("Vmap")
 
 
 def records(*tensors: Tensor | None) -> bool:
@@ -47,10 +47,13 @@ def records(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def in_transform() -> bool:
-    """Whether a transform of ``torch.func`` runs; some of them cannot do all that plain autograd can."""
-    return not torch.compiler.is_compiling() and _functorch.peek_interpreter_stack() is not None
+def in_transform(kind: str = "") -> bool:
+    """Whether a transform of ``torch.func`` runs; some of them cannot do all that plain autograd can.
 
-
-def _in_vmap() -> bool:
-    return any(level.key() == _functorch.TransformType.Vmap for level in _functorch.get_interpreter_stack())
+    Args:
+        kind: asks for one alone, by its name in ``torch._C._functorch.TransformType``.
+    """
+    if torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is None:
+        return False
+    levels = _functorch.get_interpreter_stack() if kind else []
+    return not kind or any(level.key() == getattr(_functorch.TransformType, kind) for level in levels)

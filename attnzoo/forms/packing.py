@@ -33,13 +33,13 @@ def in_rows(form: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, gate: Gat
     borders = options["cu_seqlens"].long()
     rest = {name: value for name, value in options.items() if name not in ("cu_seqlens", *PER_TOKEN)}
     starts, lengths = borders[:-1], borders.diff()
-    like = torch.tensor([n.bit_length() for n in lengths.tolist()])
-    place = torch.empty(q.shape[1], dtype=torch.long)  # of each token among the outputs
+    like = lengths.new_tensor([n.bit_length() for n in lengths.tolist()])
+    place = lengths.new_empty(q.shape[1])  # of each token among the outputs
     outputs: list[tuple[Tensor, ...]] = []
     used, single = 0, True
     for size in like[lengths > 0].unique().tolist():
         chosen = (like == size).nonzero()
-        slot = torch.arange(int(lengths[chosen].max()))
+        slot = torch.arange(int(lengths[chosen].max()), device=q.device)
         there = slot < lengths[chosen]
         index = torch.where(there, starts[chosen] + slot, starts[chosen])  # [rows, L]
 
@@ -51,7 +51,7 @@ def in_rows(form: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, gate: Gat
         o = form(pick(q), pick(k), pick(v), local, **rest, **per_token)
         single = isinstance(o, Tensor)
         outputs.append(tuple(x.flatten(0, 1) for x in ((o,) if single else o)))
-        place[index[there]] = (used + torch.arange(index.numel()).view_as(index))[there]
+        place[index[there]] = (used + torch.arange(index.numel(), device=q.device).view_as(index))[there]
         used += index.numel()
     whole = tuple(torch.cat(parts).index_select(0, place)[None] for parts in zip(*outputs, strict=True))
     return whole[0] if single else whole

@@ -223,7 +223,7 @@ class PagedCache:
 
     def _may_crop(self, lengths: list[int]) -> bool:
         pool = self.pool
-        if bool((pool.first.cpu() > torch.tensor(lengths)[:, None] // PAGE).any()):
+        if bool((pool.first.cpu() > pool.pages.new_tensor(lengths)[:, None] // PAGE).any()):
             return False
         if self.evict is None or not bool(pool.first.any()):
             return True

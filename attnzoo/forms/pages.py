@@ -105,7 +105,8 @@ class Pages:
             zeros(B, G, of=torch.int32), zeros(B, of=torch.int32), sums(B, H, N), sums(B, H),
             sums(B, H, of=torch.int32), sums(B, H, N), sums(B, H, N, of=torch.int64),
             zeros(B, G, N, of=torch.float32), [0] * B,
-            torch.full((B, G, N), -1, dtype=torch.int32), torch.zeros(pages, dtype=torch.int32),
+            torch.full((B, G, N), -1, dtype=torch.int32, device="cpu"),
+            torch.zeros(pages, dtype=torch.int32, device="cpu"),
             list(reversed(range(pages))), **more,
         )  # fmt: skip
 
@@ -145,7 +146,7 @@ class Pages:
         Raises:
             MemoryError: they do not fit into the memory of the device. Nothing has changed then.
         """
-        G, now, more = self.table.shape[1], torch.tensor(self.lengths), torch.tensor(list(counts))
+        G, (now, more) = self.table.shape[1], self.pages.new_tensor([self.lengths, list(counts)]).long()
         written = ((now % PAGE > 0) & (more > 0)).nonzero()[:, 0]  # sequences that write to a page that they have
         common = self.refs[self.pages[written, :, now[written] // PAGE].long()] > 1
         shared = [(b := int(written[i]), g, self.lengths[b] // PAGE) for i, g in common.nonzero().tolist()]
@@ -169,7 +170,7 @@ class Pages:
             self.table[b, g, n] = new
         for b, (start, stop) in enumerate(spans):
             if stop > start:
-                self.pages[b, :, start:stop] = torch.tensor(self._take(G * (stop - start))).view(G, -1)
+                self.pages[b, :, start:stop] = self.pages.new_tensor(self._take(G * (stop - start))).view(G, -1)
                 self.table[b].copy_(self.pages[b])
 
     def _reserved(self, b: int) -> int:
@@ -216,7 +217,7 @@ class Pages:
         for id, page in zip(ids, found.values(), strict=True):
             for name, x in self.of_pages().items():
                 x[id] = page[name].to(x.device)
-        self.pages[b, g, list(found)] = torch.tensor(ids, dtype=self.pages.dtype)
+        self.pages[b, g, list(found)] = self.pages.new_tensor(ids)
         self.table[b, g].copy_(self.pages[b, g])
         self.first[b, g] = min(found)
 
@@ -230,7 +231,7 @@ class Pages:
         """What :meth:`compact` changes."""
         ids = (self.refs > 0).nonzero()[:, 0]
         place = torch.full_like(self.refs, -1)
-        place[ids] = torch.arange(len(ids), dtype=place.dtype)
+        place[ids] = torch.arange(len(ids), dtype=place.dtype, device=place.device)
         pages = torch.where(self.pages >= 0, place[self.pages.long()], -1)
         kept = {name: x[ids.to(x.device)] for name, x in self.of_pages().items()}
         return {**kept, "pages": pages, "refs": self.refs[ids], "free": []}
@@ -293,7 +294,7 @@ class Pages:
         live = other.pages[0, :, :end] >= 0  # [G, end]
         wanted = torch.cat([live, live.new_ones(len(live), n - end)], 1)
         self._make_room(int(wanted.sum()) - len(self.free), n)
-        self.pages[row, :, :n][wanted] = torch.tensor(self._take(int(wanted.sum())), dtype=torch.int32)
+        self.pages[row, :, :n][wanted] = self.pages.new_tensor(self._take(int(wanted.sum())))
         to, source = self.pages[row, :, :end][live].long(), other.pages[0, :, :end][live].long()
         for name, x in self.of_pages().items():
             x[to] = getattr(other, name)[source]

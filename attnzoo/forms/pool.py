@@ -100,7 +100,7 @@ class KeyPool(Pages):
         """
         first = self.certified(log_eps, bounds, window).maximum(self.first)
         wanted, N = first.cpu(), self.pages.shape[2]
-        gone = (torch.arange(N) < wanted[..., None]) & (self.pages >= 0)
+        gone = (torch.arange(N, device=wanted.device) < wanted[..., None]) & (self.pages >= 0)
         before = len(self.free)
         if bool(gone.any()):
             if keep is not None:

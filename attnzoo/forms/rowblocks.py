@@ -74,7 +74,8 @@ def causal_attention(
     """
     B, H, T, K = q.shape
     S, V = k.shape[2], v.shape[3]
-    if log_decay is None and valid is None and T in (1, S) and band is None and not with_lse:
+    plain = log_decay is None and valid is None and T in (1, S) and band is None and not with_lse
+    if plain and not in_transform("Jvp"):  # PyTorch's own kernel has no forward derivative
         width = -(-max(K, V) // 8) * 8
         q, k, v = (_widen(x, width) for x in (q, k, v))
         causal = True if T > 1 else False  # noqa: SIM210  a plain bool where T is symbolic
@@ -117,14 +118,14 @@ def _first_felt(q: Tensor, k: Tensor, log_decay: Tensor, rows: int) -> Tensor:
     depend on the rows after it, bit for bit.
     """
     if q.dtype == torch.float64:
-        return keys_behind_closed(log_decay, torch.arange(k.shape[2] - q.shape[2], k.shape[2], rows))
+        return keys_behind_closed(log_decay, torch.arange(k.shape[2] - q.shape[2], k.shape[2], rows, device=q.device))
     return first_kept_keys(q, k, log_decay, Prune(eps=torch.finfo(q.dtype).eps ** 2), rows=rows, cols=1)
 
 
 def _block_sizes(gates: Tensor, sizes: Sequence[int]) -> Tensor:
     """Rows per block for each head of ``[1, heads, T]``: the largest in which it is calm, or 0, ``[heads]``."""
     loss = -gates[0].detach()
-    size = torch.zeros(loss.shape[:1], dtype=torch.long)
+    size = loss.new_zeros(loss.shape[:1], dtype=torch.long)
     for rows in sorted(sizes):
         blocks = F.pad(loss, (0, -loss.shape[-1] % rows)).unflatten(-1, (-1, rows)).sum(-1)
         size = torch.where(blocks.amax(-1) <= CALM, rows, size)
@@ -298,7 +299,8 @@ class _Plan:
         bias = (self.c[..., stop - 1 : stop] - self.c[..., first:stop]).to(self.k.dtype)
         if self.hidden is not None:
             bias = bias.masked_fill(self.hidden[..., first:stop], least_logit(bias.dtype))
-        bias = bias.masked_fill(torch.arange(first, stop) < self.first_kept[:, :, n, None], least_logit(bias.dtype))
+        number = torch.arange(first, stop, device=bias.device)
+        bias = bias.masked_fill(number < self.first_kept[:, :, n, None], least_logit(bias.dtype))
         keys = self.k[:, :, first:stop]
         keys[..., self.K] = bias
         return keys

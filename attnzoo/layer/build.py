@@ -64,8 +64,8 @@ def build_attention(
     for given, default in INSTEAD.items():
         if options.get(given) is not None and default not in options:
             settings.pop(default, None)
-    for option, part in NEEDS.items():  # what was taken away takes its own details along
-        if option not in options and settings.get(part) in OFF:
+    for option, parts in NEEDS.items():  # what was taken away takes its own details along
+        if option not in options and any(settings.get(part) in OFF for part in parts):
             settings.pop(option, None)
     gate_settings = {key: settings.pop(key) for key in list(settings) if key not in known}
     gate_settings = {key: value for key, value in gate_settings.items() if key in gate_options(classes)}

@@ -19,10 +19,10 @@ SIZES = (
 POSITIVE = ("qk_norm_eps", "output_norm_eps", "expand")
 
 INSTEAD = {"value_dim": "expand", "num_kv_heads": "num_qk_heads"}  # the first, when given, takes the second's place
-NEEDS = {  # a detail -> the part of the layer that it is one of
-    "qk_norm_shared": "qk_norm", "conv_bias": "conv_size", "conv_activation": "conv_size", "rotary_angles": "rotary",
-    "output_norm_groups": "output_norm", "output_norm_shared": "output_norm", "gate_before_norm": "output_norm",
-    "output_gate_low_rank": "output_gate",
+NEEDS = {  # a detail -> the parts of the layer that it is one of
+    "qk_norm_shared": ("qk_norm",), "conv_bias": ("conv_size",), "conv_activation": ("conv_size",),
+    "rotary_angles": ("rotary",), "output_norm_groups": ("output_norm",), "output_norm_shared": ("output_norm",),
+    "gate_before_norm": ("output_norm", "output_gate"), "output_gate_low_rank": ("output_gate",),
 }  # fmt: skip
 OFF = (None, 0, "none")
 
@@ -148,11 +148,11 @@ class AttentionConfig:
                 raise unknown(name, getattr(self, name), [option for option in options if option])
 
         for field in fields(self):
-            part = NEEDS.get(field.name)
-            if part and getattr(self, part) in OFF and getattr(self, field.name) != field.default:
-                raise ValueError(
-                    f"{field.name}: expected {field.default!r} without {part}, got {getattr(self, field.name)!r}"
-                )
+            for part in NEEDS.get(field.name, ()):
+                if getattr(self, part) in OFF and getattr(self, field.name) != field.default:
+                    raise ValueError(
+                        f"{field.name}: expected {field.default!r} without {part}, got {getattr(self, field.name)!r}"
+                    )
         if self.qk_norm_shared and self.qk_norm == "l2":
             raise ValueError("qk_norm_shared: expected False with qk_norm='l2', which has no learned scale, got True")
 

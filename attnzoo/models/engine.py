@@ -129,7 +129,7 @@ class Generator:
             TypeError, ValueError: an empty prompt, tokens beyond the vocabulary, more than ``max_tokens`` in all, or a
                 number out of its range.
         """
-        tokens = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), dtype=torch.int64)
+        tokens = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), dtype=torch.int64, device="cpu")
         if tokens.ndim != 1:
             raise ValueError(f"prompt: expected one sequence [T], got shape {list(tokens.shape)}")
         self.model.check_tokens("prompt", tokens[None])
@@ -147,7 +147,7 @@ class Generator:
             token: the one that follows, which ``cache`` has not seen.
             sampling: of the tokens after it.
         """
-        self.model.check_tokens("token", torch.tensor([[token]]))
+        self.model.check_tokens("token", torch.tensor([[token]], device="cpu"))
         return self._wait((cache, token), cache[0].tokens, [token], max_new_tokens, sampling, stop)
 
     def _wait(
@@ -304,7 +304,7 @@ class Generator:
         tokens, rows = zip(*self._drawn, strict=True)
         self._drawn, values, arrived = [], torch.stack(tokens), None
         if values.is_cuda:
-            there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
             values = there.copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()

@@ -48,15 +48,15 @@ class Proposals:
         """
         longest = max(map(len, offered.values()), default=0)
         given, counts = (
-            torch.zeros(self.given.shape, dtype=torch.int64),
-            torch.zeros(len(self.counts), dtype=torch.int64),
+            torch.zeros(self.given.shape, dtype=torch.int64, device="cpu"),
+            torch.zeros(len(self.counts), dtype=torch.int64, device="cpu"),
         )
         for row, tokens in offered.items():
             wrong = [token for token in tokens if not 0 <= token < vocabulary]
             if wrong:
                 raise ValueError(f"draft: expected tokens from 0 to {vocabulary - 1}, got {wrong[0]}")
             counts[row] = len(tokens)
-            given[row, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)
+            given[row, : len(tokens)] = given.new_tensor(list(tokens))
         self.given.copy_(given)
         self.counts.copy_(counts)
         return 1 + longest

@@ -128,8 +128,8 @@ class PathTransition(GateProjection):
             transition (Siems et al., 2025).
 
     Raises:
-        ValueError: an unknown ``w``, ``w_rank < 1``, ``w_conv_size < 0`` or ``num_householder < 1``, or several factors
-            of one key.
+        ValueError: an unknown ``w``, ``w_rank < 1``, ``w_conv_size < 0`` or ``num_householder < 1``, or with
+            ``w="key"`` several factors or options of the projection that is then not there.
     """
 
     provides = ("w", "beta")
@@ -146,6 +146,9 @@ class PathTransition(GateProjection):
             raise ValueError(f"w_conv_size: expected a number of tokens >= 0, got {w_conv_size}")
         if w == "key" and num_householder > 1:
             raise ValueError(f"num_householder: expected 1 with w='key' (a token has one key), got {num_householder}")
+        for name, given, usual in (("w_rank", w_rank, 32), ("w_conv_size", w_conv_size, 3)):
+            if w == "key" and given != usual:
+                raise ValueError(f"{name}: expected {usual} with w='key' (no projection to w), got {given}")
         self.factors = checked_factors(num_householder)
         width = sizes.num_kv_heads * self.factors * sizes.head_dim
         self.w_down = self.w_up = self.w_conv = None

@@ -106,7 +106,6 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             inputs, generation_config, args, kwargs: of `GenerationMixin.generate`.
             engine: True for the engine alone, False for the loop of transformers alone; None for the engine on a GPU,
                 where 64 tokens or more may follow and it can take the call.
-
             evict, budget: what the caches give up, as `LanguageModel.new_cache` takes it.
 
         Raises:
