@@ -85,7 +85,7 @@ docs-install: $(VENV)/.docs-installed
 
 $(VENV)/.docs-installed: $(VENV)/.installed docs/package-lock.json
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS),docs]'
-	PATH="$(abspath $(BIN)):$$PATH" npm ci --prefix docs --no-audit --no-fund --loglevel=error
+	PATH="$(abspath $(BIN)):$$PATH" npm ci --prefix docs --no-audit --no-fund --loglevel=error --fetch-retries=5
 	touch $@
 
 docs-site: docs-install
