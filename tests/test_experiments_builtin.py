@@ -8,6 +8,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -54,6 +55,23 @@ def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
         if not missing:
             break
     assert not missing
+
+
+@pytest.mark.parametrize("name", ["recall", "forgetting_recall"])
+def test_random_tokens_give_no_asked_key_another_value(name):
+    """The value that stands last behind a key is the one that is asked, at every size and for every probe."""
+    experiment = find(name)
+    for size in experiment.sizes:
+        data = Plan(name, size, Path("out"), 3).config(experiment, experiment.arms[0], 0.001, 0).data
+        for probe in experiment.probes:
+            task = build_task(data.task, {**data.task_options, **probe.options})
+            tokens, answers = Examples(task, round(data.context_length * probe.lengths[0])).batch(range(20))
+            values = [number for number, word in enumerate(task.words) if word.startswith("v")]
+            for row, asked in zip(tokens, answers, strict=True):
+                for place in (asked >= 0).nonzero()[0]:
+                    before = row[: place - 1] == row[place]
+                    behind = row[1:place][before]
+                    assert behind[np.isin(behind, values)][-1] == asked[place]
 
 
 def test_two_sides_of_the_factorial_have_the_same_layers():

@@ -72,8 +72,9 @@ class Plan:
         given = (*experiment.settings, *size.settings, *(size.after if arm.after else ()), *arm.settings)
         own = (f"device={self.device}", f"optimizer.lr={lr}", f"seed={seed}", f"data.seed={seed}")
         settings = read_settings([*ALWAYS, *given, *own])
-        model = {"attention": arm.variant, "attention_options": {**experiment.options, **arm.options}}
-        settings["model"] = {**settings.get("model", {}), **model}
+        model = settings.get("model", {})
+        options = {**model.get("attention_options", {}), **experiment.options, **arm.options}
+        settings["model"] = {**model, "attention": arm.variant, "attention_options": options}
         settings["output_dir"] = self._folder(arm, lr, seed)
         if arm.after:
             before = experiment.arm(arm.after)
