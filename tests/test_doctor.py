@@ -115,7 +115,7 @@ def test_every_variant_and_situation_is_in_the_report_of_this_machine() -> None:
     assert {(row["variant"], row["when"]) for row in report["rows"]} == {
         (name, when) for name in list_variants() for when in doctor.WHEN
     }
-    assert report["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(report["versions"]["torch"])  # without +cu130 in what PyPI has
     rows = tuple(doctor.Row(**row | {"why": tuple(row["why"])}) for row in report.pop("rows"))
     assert len(doctor.Report(**report, rows=rows).text().splitlines()) <= 40  # a screen
     if not torch.cuda.is_available():

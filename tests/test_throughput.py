@@ -59,6 +59,9 @@ def test_a_recurrence_writes_and_reads_its_state_once_a_token(value_dim):
     tokens = 6 * fixed.parameters + 3 * 2 * 2 * (4 * 16 * value_dim)
     for T in (8, 64):
         assert fixed.per_step([zeros(2, T), zeros(2, T)]) == tokens * 4 * T
+    twice = Operations(model_of("deltanet", value_dim=value_dim, num_householder=2))
+    tokens = 6 * twice.parameters + 3 * 2 * 2 * (6 * 16 * value_dim)
+    assert twice.per_step([zeros(1, 8)]) == tokens * 8
     every = Operations(model_of("nope", value_dim=value_dim))
     pairs = 3 * 2 * 2 * 2 * (16 + value_dim)  # layers, heads, a product of K and one of V
     assert every.per_step([zeros(2, 8)]) == 6 * every.parameters * 16 + pairs * 2 * 8 * 9 // 2

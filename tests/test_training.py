@@ -221,7 +221,7 @@ def test_progress_is_shown_as_asked(config_of, capsys, progress):
 
 def test_progress_is_a_bar_on_a_terminal_alone(config_of, monkeypatch):
     assert isinstance(build_display(config_of("progress=auto"), 0), Lines)
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
     assert isinstance(build_display(config_of("progress=auto"), 0), Bar)
 
 

@@ -139,8 +139,10 @@ def block_lse(scores: Tensor, log_decay: Tensor, first: int, valid: Tensor | Non
 
 def decay_to(log_decay: Tensor, P: int) -> Tensor:
     """The decay of each of the first P keys up to the last of them, summed from there backwards, ``[..., P]``."""
-    later = log_decay[..., min(1, P) : P]
-    later = F.pad(later.masked_fill(is_closed(later), -torch.inf), (0, min(1, P)))
+    if not P:  # a compiler before torch 2.8 cannot pad what is empty
+        return log_decay[..., :0]
+    later = log_decay[..., 1:P]
+    later = F.pad(later.masked_fill(is_closed(later), -torch.inf), (0, 1))
     return later.flip(-1).cumsum(-1).flip(-1)
 
 

@@ -2,8 +2,9 @@
 
 A model's operations are those of its matrix products, forward once and backward twice: 6 for every parameter that is
 no row of the embedding (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1), and for every
-head 6 (K + V) for each pair of a token and one that it may see, or 12 K V a token for a recurrence. Norms,
-convolutions, transitions and what is computed twice to save memory are not counted.
+head 6 (K + V) for each pair of a token and one that it may see, or of a recurrence 6 K V a token that reads its state
+and as many each time that the token writes (once, but for those with several factors). Norms, convolutions,
+transitions and what is computed twice to save memory are not counted.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _layer(attention: Attention) -> _Layer:
     config = attention.config
     H, K, V = config.num_heads, config.key_dim, config.v_dim
     if attention.variant.side == "linear":
-        return _Layer(4 * H * K * V, 0, None)
+        return _Layer(2 * (1 + attention.keys_per_token) * H * K * V, 0, None)
     return _Layer(0, 2 * H * (K + V), config.window)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation, traced
-from attnzoo.kernels.common.device import machine, multiprocessors
+from attnzoo.kernels.common.device import multiprocessors
 from attnzoo.kernels.decode.plan import MOST_ROWS, Call, plan, workspace
 
 from .reference import append_reference, paged_reference
@@ -219,7 +219,7 @@ def paged_workspace(
         wide = max(4, keys.dtype.itemsize)
         return B * heads * N * page * (K + V + T) * wide
     call = Call(T, heads // G, page, K, V, keys.dtype, carried)
-    return workspace(call, plan(call, machine(device), multiprocessors(device)), B * G, N)
+    return workspace(call, plan(call, multiprocessors(device)), B * G, N)
 
 
 def check_pages(

@@ -24,7 +24,7 @@ def paged_infer(
     """What ``api.paged_attention`` returns; window: 0 for none; k_norm: None without pruning."""
     where = machine(q.device)
     call = Call(q.shape[1], q.shape[2] // table.shape[1], k.shape[1], q.shape[3], v.shape[2], q.dtype)
-    chosen = plan(call, where, multiprocessors(q.device))
+    chosen = plan(call, multiprocessors(q.device))
     announce("decode", chosen, where)
     with on_device_of(q):
         return paged_forward(
@@ -79,10 +79,8 @@ def step(
 ) -> Tensor:  # fmt: skip
     """What ``step.paged_step`` does; window: 0 for none, log_eps: None without pruning."""
     where, G = machine(q.device), table.shape[1]
-    chosen = plan(
-        Call(q.shape[1], q.shape[2] // G, keys.shape[1], q.shape[3], v.shape[3], keys.dtype), where,
-        multiprocessors(q.device),
-    )  # fmt: skip
+    call = Call(q.shape[1], q.shape[2] // G, keys.shape[1], q.shape[3], v.shape[3], keys.dtype)
+    chosen = plan(call, multiprocessors(q.device))
     announce("decode", chosen, where)
     with on_device_of(q):
         shares = Shares.empty(first, chosen.extra)
@@ -109,7 +107,7 @@ def path_step(
     """What ``carried.paged_path_step`` does; log_eps: None without pruning."""
     where, keys, G = machine(q.device), carried.keys, table.shape[1]
     call = Call(q.shape[1], q.shape[2] // G, keys.shape[1], q.shape[3], v.shape[3], keys.dtype, carried.group)
-    chosen = plan(call, where, multiprocessors(q.device))
+    chosen = plan(call, multiprocessors(q.device))
     announce("decode", chosen, where)
     with on_device_of(q):
         sums = decay, page_sum, total, since, n_log, closed

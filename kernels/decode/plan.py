@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnzoo.kernels.common.device import Machine
 from attnzoo.kernels.common.launching import cdiv, head_block, power_of_2
 
 MOST_ROWS = 16  # tokens of a step
@@ -18,7 +17,7 @@ _forced: dict[str, int] = {}
 
 
 class Call(NamedTuple):
-    """What a plan depends on besides the machine: T rows, ``rep`` query heads per key head, keys a page, head dims.
+    """What a plan depends on besides the GPU: T rows, ``rep`` query heads per key head, keys a page, head dims.
 
     carried: pages of a group whose rows are read beside its keys (PaTH), or 0.
     """
@@ -68,17 +67,17 @@ def workspace(call: Call, plan: Plan, heads: int, pages: int) -> int:
     return 4 * (parts + walked + 2 * heads + 1)
 
 
-def plan(call: Call, machine: Machine, multiprocessors: int) -> Plan:
-    """The plan of a call on a machine; equal arguments give equal plans.
+def plan(call: Call, multiprocessors: int) -> Plan:
+    """The plan of a call on a GPU of so many multiprocessors; equal arguments give equal plans.
 
     A step of BS keys is at most 32 KiB, and of two or three steps as many are loaded ahead as fit into 64 KiB,
     so that any GPU from compute capability 8.0 on can run it.
     """
-    return _plan(call, machine, multiprocessors, tuple(_forced.items()))
+    return _plan(call, multiprocessors, tuple(_forced.items()))
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(call: Call, machine: Machine, multiprocessors: int, forced: tuple[tuple[str, int], ...]) -> Plan:
+def _plan(call: Call, multiprocessors: int, forced: tuple[tuple[str, int], ...]) -> Plan:
     width = (head_block(call.K) + head_block(call.V)) * call.dtype.itemsize
     BS = min(64, call.page, power_of_2(32768 // width + 1) // 2)
     stages = max(1, min(3, 65536 // (BS * width)))

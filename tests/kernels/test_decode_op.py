@@ -10,7 +10,6 @@ from decode_cases import Case, inputs, ours, within_budget
 from fox_cases import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.decode import paged_append, paged_attention
 from attnzoo.kernels.decode.plan import Call, plan, workspace
 from attnzoo.kernels.decode.portable import attention, shares
@@ -180,7 +179,7 @@ def test_the_workspace_of_a_step_is_known_beforehand(carried: int, monkeypatch: 
     B, T, H, G, K, N = 2, 3, 4, 2, 16, 5
     table = torch.zeros(B, G, N, dtype=torch.int32)
     call = Call(T, H // G, 64, K, K, torch.float32, carried)
-    expected = workspace(call, plan(call, machine(torch.device("cpu")), 1), B * G, N)
+    expected = workspace(call, plan(call, 1), B * G, N)
     monkeypatch.setattr(shares, "paged_shares_kernel", Nothing())
     for name in ("paged_split_kernel", "paged_combine_kernel"):
         monkeypatch.setattr(attention, name, Nothing())
@@ -193,7 +192,7 @@ def test_the_workspace_of_a_step_is_known_beforehand(carried: int, monkeypatch: 
         walked = walks.walk_and_carry(given, q, table, first, length, q, 1, 16) if carried else None
         o = attention.paged_forward(
             q, pages, pages, table, first, length, None, None, None, None, None, None, None, None, 1.0, 0, 0.0,
-            plan(call, machine(q.device), 1), walked,
+            plan(call, 1), walked,
         )  # fmt: skip
     assert allocated.bytes - o.nbytes == expected
 

@@ -110,7 +110,7 @@ def test_gates_are_log_sigmoids_to_rounding_however_near_to_one() -> None:
     given["gate"] = Forget(logits.view(1, 1, 8), None)
     paged_step(*rows, impl="triton", **given)
     want = torch.nn.functional.logsigmoid(logits.double())
-    torch.testing.assert_close(given["total"][0], want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(given["total"][0], want, rtol=4e-6, atol=0)  # exp(-x) in float32 loses x roundings
 
 
 @pytest.mark.gpu

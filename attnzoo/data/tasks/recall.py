@@ -17,6 +17,9 @@ def mqar(vocab_size: int = 8192, pairs: int = 4, power: float = 0.01) -> Task:
     its value is asked there. All other tokens are random. Keys are the tokens 1 to V / 2 - 1, values V / 2 to V - 1.
     The authors train on rows of 64 tokens with 4 pairs, and longer ones, and test to 1024 tokens with 256 pairs.
 
+    With a small vocabulary the random tokens may give a key another value by chance, before it is asked. Rows of 4
+    tokens per pair (and 2 per update of `forgetting_mqar`) have no room for that.
+
     Args:
         vocab_size: V.
         pairs: of a key and its value.
