@@ -211,6 +211,32 @@ def test_a_stop_token_ends_its_sequence_alone(prompts):
         assert generator.requests[number].done
 
 
+def test_tokens_are_looked_at_every_few_steps_alone(prompts):
+    generator = Generator(build(), 2, 32, check_every=4)
+    number = generator.add(prompts[0], 12, temperature=0)
+    known = [len(generator.step().get(number, [])) for _ in range(11)]  # the first is drawn as it joins
+    assert known == [0, 0, 0, 5, 0, 0, 0, 4, 0, 0, 3]
+
+
+@pytest.mark.parametrize("evict", [None, 1e-9], ids=["", "evicting"])
+def test_sequences_that_are_cancelled_leave_the_others_as_they_are(evict, prompts):
+    model = build(attention="fox", attention_options={"block": "pro"})
+    generator = Generator(model, 2, 32, check_every=3, evict=evict)
+    ids = [generator.add(prompts[n], 12, temperature=0) for n in range(4)]
+    for _ in range(4):
+        generator.step()
+    for number in (ids[0], ids[3], ids[0]):  # one under way, one that waits, one that has ended
+        generator.cancel(number)
+    assert generator.requests[ids[0]].tokens == alone(model, prompts[0], 12)[:4]
+    del generator.requests[ids[0]]  # as whoever serves for long does
+    late = [generator.add(prompts[n], 5, temperature=0) for n in (1, 3)]
+    generator.run()
+    assert len({*ids, *late}) == 6
+    assert generator.requests[ids[3]].tokens == []
+    for number, prompt, new in ((ids[1], 1, 12), (ids[2], 2, 12), (late[0], 1, 5), (late[1], 3, 5)):
+        assert generator.requests[number].tokens == alone(model, prompts[prompt], new), number
+
+
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.5}], ids=str)
 def test_samples_depend_on_their_seed_alone(settings, prompts):
     model = build(attention=["gla", "fox"])
@@ -272,6 +298,7 @@ def test_random_numbers_are_even_and_not_related():
         (lambda m: Generator(m, 1, 8).add([[1]], 3), ValueError, r"prompt: expected one sequence \[T\], got shape"),
         (lambda m: Generator(m, 1, 8).add([40], 3), ValueError, "prompt: expected tokens from 0 to 39, got 40"),
         (lambda m: Generator(m, 1, 8).add([1, 2], 7), ValueError, "max_new_tokens: expected at most 6 after 2 tokens"),
+        (lambda m: Generator(m, 1, 8).cancel(3), ValueError, "number: expected one that add or resume gave, got 3"),
         (lambda m: Generator(m, 1, 8).add([1], 0), ValueError, "max_new_tokens: expected at least 1, got 0"),
         (lambda m: Generator(m, 1, 8).add([1], 2, temperature=-1.0), ValueError, "temperature: expected at least 0"),
         (lambda m: Generator(m, 1, 8).add([1], 2, top_k=0), ValueError, "top_k: expected at least 1, got 0"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from layers import D, H, layer, rows
+from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, vmap
 
@@ -10,6 +11,7 @@ from attnzoo import Prune, build_attention, list_variants
 from attnzoo.config import ModelConfig
 from attnzoo.models import LanguageModel
 
+exports = pytest.mark.skipif(Version(torch.__version__) < Version("2.8"), reason="torch 2.7 cannot trace a layer")
 every_variant = pytest.mark.parametrize("name", list_variants())
 
 
@@ -58,6 +60,7 @@ def test_weights_that_are_made_empty_are_filled_by_a_checkpoint():
     assert torch.equal(empty(tokens).logits, model(tokens).logits)
 
 
+@exports
 def test_a_model_is_exported_for_every_length():
     """One program for all T and B, with every part of a gate, equal to the model to the last bit."""
     model = zoo(["retnet", "gla", "rope", "path_fox"]).eval()
@@ -69,6 +72,7 @@ def test_a_model_is_exported_for_every_length():
             assert torch.equal(program.module()(tokens).logits, model(tokens).logits)
 
 
+@exports
 @pytest.mark.parametrize("name", ["fox", "gated_deltanet"])
 def test_options_of_a_layer_are_exported(name):
     options = {"block": "pro", "conv_size": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -90,6 +91,7 @@ class Generator:
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * max_sequences
         self.requests: dict[int, Request] = {}
+        self._numbers = itertools.count()  # one that has ended may be taken out of `requests`
         self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[Drawn]()
         self._known: dict[int, list[int]] = {}  # tokens that no step has given yet
 
@@ -160,10 +162,31 @@ class Generator:
                 f"max_new_tokens: expected at most {self.max_tokens - length} after {length} tokens "
                 f"(max_tokens = {self.max_tokens}), got {max_new_tokens}"
             )
-        request = Request(len(self.requests), start, length, prompt, max_new_tokens, sampling, frozenset(stop))
+        request = Request(next(self._numbers), start, length, prompt, max_new_tokens, sampling, frozenset(stop))
         self.requests[request.id] = request
         self.waiting.append(request)
         return request.id
+
+    @torch.no_grad()
+    def cancel(self, number: int) -> None:
+        """End a sequence before its time: it waits no longer, or leaves its row to another. Its known tokens stay.
+
+        Args:
+            number: as :meth:`add` gave it; a sequence that has ended stays as it is.
+
+        Raises:
+            ValueError: no such sequence.
+        """
+        if number not in self.requests:
+            raise ValueError(f"number: expected one that add or resume gave, got {number!r}")
+        request = self.requests[number]
+        if request.done:
+            return
+        request.done = True
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.rows:
+            self._release(self.rows.index(request), request)
 
     @torch.no_grad()
     def step(self, draft: Draft | None = None) -> dict[int, list[int]]:
@@ -253,7 +276,6 @@ class Generator:
 
         It takes 2, 4, 8 or 16 tokens, so that few graphs and compiled blocks serve every number of proposals.
         """
-        self._since = 0
         self._fetch()
         running = self._running()
         most = power_of_2(min([MOST_ROWS, *(request.left for _, request in running)]) // 2 + 1) - 1
@@ -270,6 +292,7 @@ class Generator:
 
     def _fetch(self, behind: bool = False) -> None:
         """Hand out what was drawn; with ``behind``, but for the last piece that is on its way."""
+        self._since = 0
         self._send()
         while len(self._sent) > behind:
             self._receive(self._sent.popleft())
