@@ -43,7 +43,7 @@ class Prune:
     bound: Bound = "tail"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.eps, float | int) or not 0.0 < self.eps < 1.0:
+        if not isinstance(self.eps, (float, int)) or not 0.0 < self.eps < 1.0:  # torch 2.7 compiles no |
             raise ValueError(f"eps: expected a float in (0, 1), got {self.eps!r}")
         if self.bound not in get_args(Bound):
             raise ValueError(f"bound: expected one of {get_args(Bound)}, got {self.bound!r}")
@@ -70,7 +70,7 @@ class Evict:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.eps, bool) or not isinstance(self.eps, float | int) or not 0.0 < self.eps < 1.0:
+        if isinstance(self.eps, bool) or not isinstance(self.eps, (float, int)) or not 0.0 < self.eps < 1.0:
             raise ValueError(f"evict: expected a weight in (0, 1), got {self.eps!r}")
 
     @staticmethod
