@@ -87,8 +87,8 @@ def damaged_name(path: Path) -> Path:
 def remembered_digest(path: Path) -> str:
     """`digest` of a large file that seldom changes: read again when its size, its times or its place have changed.
 
-    What was read is remembered in `attnzoo/digests.json` in the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`);
-    where that cannot be written, the file is read every time.
+    What was read is remembered in `attnzoo/digests.json` in the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`),
+    as long as the file is there; where that cannot be written, the file is read every time.
     """
     status = path.stat()
     now = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
@@ -105,7 +105,8 @@ def remembered_digest(path: Path) -> str:
     found = digest(path)
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(cache, json.dumps({**known, now[0]: [found, _seal(now, found)]}))
+        there = {name: kept for name, kept in known.items() if os.path.exists(name)}
+        write_whole(cache, json.dumps({**there, now[0]: [found, _seal(now, found)]}))
     except (OSError, TypeError):
         logger.info("%s cannot be written: %s will be read again each time", cache, path)
     return found

@@ -47,6 +47,13 @@ def test_one_changed_token_of_a_large_file_changes_the_fingerprint(shard, at):
     assert data_of(shard).fingerprint != before
 
 
+def test_files_that_are_gone_are_not_remembered(shard, tmp_path, cache):
+    data_of(shard)
+    other = shard.replace(tmp_path / "other.npy")
+    data_of(other)
+    assert list(json.loads(cache.read_bytes())) == [str(other.resolve())]
+
+
 def test_one_changed_byte_of_a_large_text_changes_the_fingerprint(tmp_path):
     text = b"abcdefg\n" * (LONG // 7)
     path = tmp_path / "text.txt"

@@ -138,7 +138,6 @@ def test_an_error_of_one_of_several_processes_is_one_line_with_its_number(error,
     assert f'"message": "{expected}"' in (tmp_path / "error.json").read_text()
 
 
-@pytest.mark.long
 def test_processes_train_and_refuse_in_one_line(tmp_path):
     small = ["train", "tiny", "device=cpu", f"output_dir={tmp_path / 'run'}", "steps=3", "optimizer.warmup_steps=1"]
     words = [sys.executable, "-m", "attnzoo", *small, "--processes", "2"]
