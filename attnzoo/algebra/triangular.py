@@ -37,16 +37,10 @@ class _UnitLowerInverse(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(output)
-        ctx.save_for_forward(output)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int], lower: Tensor) -> tuple[Tensor, int]:
         return unit_lower_inverse(lower.movedim(in_dims[0], 0)), 0
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        inverse: Tensor = ctx.saved_tensors[0]
-        return -(inverse @ tangents[0].tril(-1) @ inverse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -54,11 +48,25 @@ class _UnitLowerInverse(torch.autograd.Function):
         return -(transposed @ grads[0] @ transposed).tril(-1)
 
 
+class _WithForwardDerivative(_UnitLowerInverse):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        inverse: Tensor = ctx.saved_tensors[0]
+        return -(inverse @ tangents[0].tril(-1) @ inverse)
+
+
 def unit_lower_inverse(lower: Tensor) -> Tensor:
     """``(I + lower)^{-1}`` for strictly lower triangular matrices ``[..., C, C]``, in products of blocks."""
     if lower.shape[-1] == 1:  # a cached step
         return torch.ones_like(lower)
-    return cast(Tensor, _UnitLowerInverse.apply(lower))  # type: ignore[no-untyped-call]
+    # torch's compiler traces no function that has a forward derivative of its own
+    function = _UnitLowerInverse if torch.compiler.is_compiling() else _WithForwardDerivative
+    return cast(Tensor, function.apply(lower))  # type: ignore[no-untyped-call]
 
 
 def rank_one_block(
