@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, with_own_scores
 from attnzoo.forms.few_tokens import FEW_TOKENS
 from attnzoo.forms.fla import Operation, Prepared, fla_kernel, scalar_decay
 from attnzoo.forms.linear import LinearForms
@@ -100,7 +100,7 @@ class Rotation(Transition):
         phase = phases(cast(Tensor, gate.angle), dim=-2)
         turned_q = rotate(q, phase)
         return ClosedForm(
-            scores=turned_q @ rotate(k, phase).mT,
+            scores=with_own_scores(turned_q @ rotate(k, phase).mT, q, k),
             q=turned_q,
             k=rotate(k, phase - phase[..., -1:, :]),
             total=phase[..., -1, :],

@@ -73,6 +73,15 @@ def test_a_constant_gate_may_be_closed(name: str) -> None:
         assert torch.equal(*outputs), way
 
 
+@pytest.mark.parametrize("form", ["chunk", "parallel"])
+@pytest.mark.parametrize("name", ["gated_gla", "mamba3"])
+def test_gates_between_tokens_that_are_cut_off_get_no_gradient(name: str, form: str) -> None:
+    """Not even a rounding of a token's score with itself."""
+    q, k, v, gate = random_inputs(name, B=1, T=40, H=2, K=8, V=3, dtype=torch.float32, regime="open")
+    gradients = value_and_gradients(get(name).forms[form], (q, k, v, replace(gate, log_decay=torch.full((2,), -1e4))))
+    assert all(not gradients[part].any() for part in ("log_diag", "angle") if part in gate.parts)
+
+
 @pytest.mark.parametrize("value", FINITE[:-1])
 @pytest.mark.parametrize("family", ["fox", "alibi", "path_fox"])
 def test_kernels_references_close_the_same_gates(family: str, value: float) -> None:

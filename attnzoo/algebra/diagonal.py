@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, open_sums
+from attnzoo.algebra.transitions import ClosedForm, HeadGate, Transition, open_sums, with_own_scores
 
 LEAF = 2  # tokens of the smallest group
 SAFE = 16.0  # a log-decay over which exp is still accurate and far from overflow in float32
@@ -33,7 +33,7 @@ class Diagonal(Transition):
         end = sums.at(-1)
         from_start = sums.decay(q.dtype)
         return ClosedForm(
-            scores=_scores(q, k, sums),
+            scores=with_own_scores(_scores(q, k, sums), q, k),
             q=q * from_start,
             k=k * end.decay(k.dtype, since=sums),
             total=end.decay(q.dtype)[..., 0, :],

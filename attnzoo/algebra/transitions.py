@@ -222,6 +222,15 @@ class Product(Transition):
         return last.block_after(first[0] if len(first) == 1 else Product(*first), q, k, gate)
 
 
+def with_own_scores(scores: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Scores ``[..., C, C]`` of carried queries and keys, where each token's with itself is ``k_i^T q_i``.
+
+    As a product of two carried ones it would give its gate two gradients that cancel to rounding, which is all there is
+    where the gates between tokens are closed.
+    """
+    return torch.diagonal_scatter(scores, (q * k).sum(-1), dim1=-2, dim2=-1)
+
+
 def join_tokens(q: Tensor, k: Tensor, factors: Tensor) -> ClosedForm:
     """The closed form of a block from the matrix of each token, by joining neighbours again and again.
 
