@@ -45,7 +45,7 @@ def results() -> None:
             title = experiment.title + (f", {measured.size}" if len(experiment.measured) > 1 else "")
             parts.append(
                 f"## {title}\n\n`attnzoo experiment run {name}`, {page}: {verdicts.rstrip('. ')}.\n\n"
-                f"![{words[0].upper()}{words[1:]}](../figures/out/{drawing}.svg)\n\n"
+                f"![{title.rstrip('?')}. {words[0].upper()}{words[1:]}](../figures/out/{drawing}.svg)\n\n"
                 f"*{words[0].upper()}{words[1:]}. {reading[0].upper()}{reading[1:]}.*"
             )
     index = RESULTS / "index.md"
