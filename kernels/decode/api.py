@@ -85,8 +85,7 @@ def paged_attention(
     check_pages(q, {"k": k, "v": v, "table": table, "length": length}, {"first": first, **optional}, "first")
     B, T, H, K = q.shape
     G, N = table.shape[1:]
-    if not 1 <= T <= MOST_ROWS:
-        raise ValueError(f"q: expected 1 to {MOST_ROWS} tokens, got T={T}")
+    check_tokens("q", T)
     if H % G:
         raise ValueError(f"q: expected H a multiple of the key heads G={G}, got H={H}")
     if k.shape[2] != K or q.dtype != k.dtype:
@@ -100,12 +99,9 @@ def paged_attention(
         "sink": (sink, (H,), None), "k_norm": (k_norm, (B, G, N), float32), "n_log": (n_log, (B, H, N), torch.float64),
         "logit_bound": (logit_bound, (H,), float32),
     })  # fmt: skip
+    check_prune(prune, decay, log_decay, k_norm, n_log, logit_bound)
     if prune is None:
-        if logit_bound is not None:
-            raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
         k_norm = n_log = None
-    else:
-        check_prune(prune, decay, log_decay, k_norm, n_log)
     check_window(window)
     check_scale(scale)
     check_values(q, log_decay=log_decay, sink=sink, logit_bound=logit_bound)
@@ -176,20 +172,14 @@ def paged_append(
     pool = {"k": keys, "v": values, "table": table, "length": length}
     check_pages(k, pool, {"k_norm": k_norm, "log_decay": log_decay, "count": count, **sums}, "k_norm", "keys", "values")
     (B, T, G), N, V = k.shape[:3], table.shape[2], values.shape[2]
-    if not 1 <= T <= MOST_ROWS:
-        raise ValueError(f"k: expected 1 to {MOST_ROWS} tokens, got T={T}")
-    missing = [name for name, x in sums.items() if (x is None) != (log_decay is None)]
-    if missing:
-        want = "a tensor with log_decay" if log_decay is not None else "None without log_decay"
-        raise ValueError(f"{missing[0]}: expected {want}")
+    check_tokens("k", T)
+    check_sums(sums, log_decay, "log_decay")
     H = G if decay is None else G * decay.shape[2]
-    int32, float32, float64 = torch.int32, torch.float32, torch.float64
     check_shapes({
         "k": (k, (B, T, table.shape[1], keys.shape[2]), keys.dtype), "v": (v, (B, T, G, V), keys.dtype),
-        "k_norm": (k_norm, (B, G, N), float32), "log_decay": (log_decay, (B, T, H), of_gates(keys)),
-        "decay": (decay, (*keys.shape[:2], H // G), of_gates(keys)), "page_sum": (page_sum, (B, H, N), float64),
-        "total": (total, (B, H), float64), "since": (since, (B, H), int32), "n_log": (n_log, (B, H, N), float64),
-        "closed": (closed, (B, H, N), torch.int64), "count": (count, (B,), int32),
+        "k_norm": (k_norm, (B, G, N), torch.float32), "log_decay": (log_decay, (B, T, H), of_gates(keys)),
+        **shapes_of_sums(sums, (B, H, N), (*keys.shape[:2], H // G), of_gates(keys)),
+        "count": (count, (B,), torch.int32),
     }, strided=("k", "v", "log_decay"))  # fmt: skip
     check_values(k, log_decay=log_decay)
     given = (k, v, log_decay, count, keys, values, table, length, k_norm, decay, page_sum, total, since, n_log, closed)
@@ -261,10 +251,44 @@ def check_shapes(
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
 
 
+def check_tokens(name: str, T: int) -> None:
+    """A step has so many."""
+    if not 1 <= T <= MOST_ROWS:
+        raise ValueError(f"{name}: expected 1 to {MOST_ROWS} tokens, got T={T}")
+
+
+def check_sums(sums: Mapping[str, Tensor | None], gate: object, name: str) -> None:
+    """What is kept of gates is there where there is a gate, and only there."""
+    for each, x in sums.items():
+        if (x is None) != (gate is None):
+            raise ValueError(f"{each}: expected {'None without' if gate is None else 'a tensor with'} {name}")
+
+
+def shapes_of_sums(
+    sums: Mapping[str, Tensor | None], shape: tuple[int, int, int], page: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]]:
+    """What is kept of gates, for `check_shapes`: ``shape`` is [B, H, N], ``page`` and ``dtype`` are those of decay."""
+    int32, int64, float64 = torch.int32, torch.int64, torch.float64
+    of = {
+        "decay": (page, dtype), "page_sum": (shape, float64), "total": (shape[:2], float64),
+        "since": (shape[:2], int32), "n_log": (shape, float64), "closed": (shape, int64),
+    }  # fmt: skip
+    return {name: (x, *of[name]) for name, x in sums.items()}
+
+
 def check_prune(
-    prune: Prune, decay: Tensor | None, log_decay: Tensor | None, k_norm: Tensor | None, n_log: Tensor | None
+    prune: Prune | None,
+    decay: Tensor | None,
+    log_decay: Tensor | None,
+    k_norm: Tensor | None,
+    n_log: Tensor | None,
+    logit_bound: Tensor | None,
 ) -> None:
-    """What pruning over pages needs is there."""
+    """What pruning over pages needs is there, and a bound only for it."""
+    if prune is None:
+        if logit_bound is not None:
+            raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
+        return
     if not isinstance(prune, Prune):
         raise ValueError(f"prune: expected attnzoo.Prune() or None, got {type(prune).__name__}")
     if prune.bound != "tail":

@@ -8,8 +8,15 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.arguments import check_scale, check_values, check_window
 from attnzoo.kernels.common.checks import kernels_unavailable
-from attnzoo.kernels.decode.api import check_pages, check_prune, check_shapes, refuse_gradients
-from attnzoo.kernels.decode.plan import MOST_ROWS
+from attnzoo.kernels.decode.api import (
+    check_pages,
+    check_prune,
+    check_shapes,
+    check_sums,
+    check_tokens,
+    refuse_gradients,
+    shapes_of_sums,
+)
 
 NEAR, OPEN = ("near_k", "near_w", "near_beta"), ("open_keys", "open_factor", "base")
 
@@ -88,29 +95,20 @@ def paged_path_step(
     others = {"log_decay": log_decay, "sink": sink, "logit_bound": logit_bound, "v": v, **sums}
     w, beta = _checked(k, w, beta, {**kept, "k_norm": k_norm}, near, open, count, others)
     (B, T, G, _), (P, PAGE, V), N, H = k.shape, values.shape, table.shape[2], q.shape[2]
-    if not 1 <= T <= MOST_ROWS:
-        raise ValueError(f"k: expected 1 to {MOST_ROWS} tokens, got T={T}")
+    check_tokens("k", T)
     if H % G:
         raise ValueError(f"q: expected H a multiple of the key heads G={G}, got H={H}")
-    missing = [name for name, x in sums.items() if (x is None) != (log_decay is None)]
-    if missing:
-        want = "a tensor with log_decay" if log_decay is not None else "None without log_decay"
-        raise ValueError(f"{missing[0]}: expected {want}")
-    int32, float32, float64 = torch.int32, torch.float32, torch.float64
+    check_sums(sums, log_decay, "log_decay")
+    float32 = torch.float32
     check_shapes({
         "q": (q, (B, T, H, keys.shape[2]), None), "v": (v, (B, T, G, V), None),
         "log_decay": (log_decay, (B, T, H), float32),
-        "decay": (decay, (P, PAGE, H // G), float32), "page_sum": (page_sum, (B, H, N), float64),
-        "total": (total, (B, H), float64), "since": (since, (B, H), int32), "n_log": (n_log, (B, H, N), float64),
-        "closed": (closed, (B, H, N), torch.int64), "sink": (sink, (H,), None),
+        **shapes_of_sums(sums, (B, H, N), (P, PAGE, H // G), float32), "sink": (sink, (H,), None),
         "logit_bound": (logit_bound, (H,), float32),
     }, strided=("q", "v", "log_decay"))  # fmt: skip
     if not carry and open is None:
         raise ValueError("carry: expected True without open, got False")
-    if prune is not None:
-        check_prune(prune, decay, log_decay, k_norm, n_log)
-    elif logit_bound is not None:
-        raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
+    check_prune(prune, decay, log_decay, k_norm, n_log, logit_bound)
     check_window(window)
     check_scale(scale)
     check_values(q, w=w, beta=beta, log_decay=log_decay, sink=sink, logit_bound=logit_bound)

@@ -11,9 +11,17 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.arguments import check_scale, check_window
 from attnzoo.kernels.common.checks import Impl, pick_implementation
-from attnzoo.kernels.decode.api import check_pages, check_prune, check_shapes, of_gates, triton_unavailable
+from attnzoo.kernels.decode.api import (
+    check_pages,
+    check_prune,
+    check_shapes,
+    check_sums,
+    check_tokens,
+    of_gates,
+    shapes_of_sums,
+    triton_unavailable,
+)
 from attnzoo.kernels.decode.parts import Finish, Forget, Norm, Shift
-from attnzoo.kernels.decode.plan import MOST_ROWS
 
 from .reference import append_reference, paged_reference
 
@@ -79,25 +87,21 @@ def paged_step(
     others |= {"sink": sink, "logit_bound": logit_bound, "finish.scale": finish.scale, "finish.gate": finish.gate}
     check_pages(k, pool, others, "k_norm", "keys", "values")
     (B, T, G), (P, PAGE, V), N, (H, K) = k.shape[:3], values.shape, table.shape[2], q.shape[2:]
-    if not 1 <= T <= MOST_ROWS:
-        raise ValueError(f"q: expected 1 to {MOST_ROWS} tokens, got T={T}")
+    check_tokens("q", T)
     if not G or H % G:
         raise ValueError(f"q: expected H a multiple of the key heads G={G}, got H={H}")
-    missing = [name for name, x in sums.items() if (x is None) != (gate is None)]
-    if missing:
-        raise ValueError(f"{missing[0]}: expected {'None without a gate' if gate is None else 'a tensor with a gate'}")
+    check_sums(sums, gate, "a gate")
     shifted = dict.fromkeys(Shift._fields) if shift is None else shift._asdict()
     normed = {"q": None, "k": None} if norm is None else {"q": norm.q, "k": norm.k}
     shared = norm is not None and norm.q.ndim == 1
-    int32, float64 = torch.int32, torch.float64
+    int32 = torch.int32
     counted = int32 if past.dtype == int32 else torch.int64
     check_shapes({
         "q": (q, (B, T, H, keys.shape[2]), k.dtype), "k": (k, (B, T, table.shape[1], K), None),
         "v": (v, (B, T, G, V), k.dtype), "gate": (logits, (B, T, H), None), "bias": (bias, (H,), None),
         "past": (past, (B,), counted), "count": (count, (B,), int32), "first": (first, (B, G), int32),
-        "k_norm": (k_norm, (B, G, N), torch.float32), "decay": (decay, (P, PAGE, H // G), of_gates(keys)),
-        "page_sum": (page_sum, (B, H, N), float64), "total": (total, (B, H), float64), "since": (since, (B, H), int32),
-        "n_log": (n_log, (B, H, N), float64), "closed": (closed, (B, H, N), torch.int64), "sink": (sink, (H,), None),
+        "k_norm": (k_norm, (B, G, N), torch.float32),
+        **shapes_of_sums(sums, (B, H, N), (P, PAGE, H // G), of_gates(keys)), "sink": (sink, (H,), None),
         "logit_bound": (logit_bound, (H,), torch.float32), "shift.k": (shifted["k"], (B, T, G), None),
         "shift.v": (shifted["v"], (B, T, G), None), "shift.k_before": (shifted["k_before"], (B, G, K), None),
         "shift.v_before": (shifted["v_before"], (B, G, V), None),
@@ -106,10 +110,7 @@ def paged_step(
         "finish.scale": (finish.scale, (V,) if _is_shared(finish.scale) else (H, V), None),
         "finish.gate": (finish.gate, (B, T, H, V), None),
     }, strided=("q", "k", "v", "gate", "shift.k", "shift.v", "finish.gate"))  # fmt: skip
-    if prune is not None:
-        check_prune(prune, decay, None, k_norm, n_log)
-    elif logit_bound is not None:
-        raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
+    check_prune(prune, decay, None, k_norm, n_log, logit_bound)
     check_window(window)
     check_scale(scale)
     scale = K**-0.5 if scale is None else float(scale)
@@ -120,23 +121,9 @@ def paged_step(
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         log_eps = None if prune is None else prune.log_eps
         return step(
-            q,
-            k,
-            v,
-            gate,
-            shift,
-            norm,
-            past,
-            count,
-            first,
-            *kept,
-            sink,
-            logit_bound,
-            scale,
-            window or 0,
-            log_eps,
+            q, k, v, gate, shift, norm, past, count, first, *kept, sink, logit_bound, scale, window or 0, log_eps,
             finish,
-        )
+        )  # fmt: skip
     q, k, v, g = _rows(q, k, v, gate, shift, norm, count)
     q, k, v = (x.to(keys.dtype) for x in (q, k, v))
     seen = append_reference(k, v, None if g is None else g.to(of_gates(keys)), count, *kept)
