@@ -252,10 +252,13 @@ def test_samples_depend_on_their_seed_alone(settings, prompts):
     generator.add(prompts[0], 12, temperature=1.5, seed=3, **settings)
     assert next(iter(generator.run().values())) == together[0]
     assert draw((7,), 4)[0][0] != together[0]
-    greedy = Generator(model, 2, 40)
-    number = greedy.add(prompts[0], 12, temperature=0)
-    greedy.add(prompts[1], 12, temperature=1.5, seed=4, **settings)
-    assert greedy.run()[number] == alone(model, prompts[0], 12)  # beside one that samples
+    mixed = Generator(model, 3, 40)  # beside one that takes the likeliest, and one among few tokens
+    greedy = mixed.add(prompts[0], 12, temperature=0)
+    number = mixed.add(prompts[1], 12, temperature=1.5, seed=4, **settings)
+    mixed.add(prompts[2], 12, temperature=1.5, seed=5, top_k=3, top_p=0.9)
+    found = mixed.run()
+    assert found[greedy] == alone(model, prompts[0], 12)
+    assert found[number] == together[1]
 
 
 def test_draws_follow_the_probabilities_among_the_tokens_that_are_left():

@@ -80,7 +80,7 @@ class Samplers:
         """Row ``row`` begins to draw anew, by these settings."""
         self.temperature[row] = sampling.temperature
         self.top_k[row] = sampling.top_k or vocabulary
-        self.top_p[row] = sampling.top_p
+        self.top_p[row] = sampling.top_p if sampling.top_p < 1 else torch.inf  # rounded sums may reach 1
         self.seed[row] = sampling.seed
         self.drawn[row] = 0
 
@@ -103,16 +103,15 @@ class Samplers:
             logits = logits.float()
             logits = logits - logits.amax(-1, keepdim=True)  # so that a small temperature divides 0 and large negatives
             heat = torch.where(self.temperature > 0, self.temperature, 1.0)[:, None]
-            p, order = (logits / heat).softmax(-1, dtype=torch.float64), None
+            p = (logits / heat).softmax(-1, dtype=torch.float64)
             if needs == FILTERED:
-                p, order = p.sort(dim=-1, descending=True, stable=True)
-                before = p.cumsum(-1) - p
+                sizes, order = p.sort(dim=-1, descending=True, stable=True)
                 rank = torch.arange(p.shape[-1], device=p.device)
-                p = p.masked_fill((rank >= self.top_k[:, None]) | (before >= self.top_p[:, None]), 0.0)
-            mass = p.cumsum(-1)
+                out = (rank >= self.top_k[:, None]) | (sizes.cumsum(-1) - sizes >= self.top_p[:, None])
+                p = p.masked_fill(out.scatter(-1, order, out), 0.0)
+            mass = p.cumsum(-1)  # in the vocabulary's order, so that rows without a filter draw as they do alone
             at = uniform(self.seed, self.drawn)[:, None] * mass[:, -1:]
-            picked = torch.searchsorted(mass, at, right=True).clamp(max=p.shape[-1] - 1)
-            sampled = (picked if order is None else order.gather(-1, picked))[:, 0]
+            sampled = torch.searchsorted(mass, at, right=True).clamp(max=p.shape[-1] - 1)[:, 0]
             likeliest = torch.where(self.temperature > 0, sampled, likeliest)
         self.drawn += 1
         return likeliest
