@@ -19,7 +19,8 @@ class Sampling:
     Args:
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: sample among the k likeliest; None for all.
-        top_p: sample among the fewest likeliest whose probabilities sum to at least this (Holtzman et al., 2020).
+        top_p: of these, sample among the fewest likeliest that have at least this share of their probability (Holtzman
+            et al., 2020).
         seed: of the draws; the same prompt and seed give the same tokens.
 
     Raises:
@@ -106,8 +107,10 @@ class Samplers:
             p = (logits / heat).softmax(-1, dtype=torch.float64)
             if needs == FILTERED:
                 sizes, order = p.sort(dim=-1, descending=True, stable=True)
-                rank = torch.arange(p.shape[-1], device=p.device)
-                out = (rank >= self.top_k[:, None]) | (sizes.cumsum(-1) - sizes >= self.top_p[:, None])
+                below = torch.arange(p.shape[-1], device=p.device) >= self.top_k[:, None]
+                sizes = sizes.masked_fill(below, 0.0)
+                sums = sizes.cumsum(-1)
+                out = below | (sums - sizes >= self.top_p[:, None] * sums[:, -1:])
                 p = p.masked_fill(out.scatter(-1, order, out), 0.0)
             mass = p.cumsum(-1)  # in the vocabulary's order, so that rows without a filter draw as they do alone
             at = uniform(self.seed, self.drawn)[:, None] * mass[:, -1:]
