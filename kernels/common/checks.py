@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.validation import check_scale
 from attnzoo.algebra.values import in_transform
-from attnzoo.kernels.common.arguments import check_log_dtype, check_scale, check_tensors, check_values, check_window
+from attnzoo.kernels.common.arguments import check_log_dtype, check_tensors, check_values, check_window
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import capability
 from attnzoo.kernels.common.running_gates import GateSums
