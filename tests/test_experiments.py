@@ -29,17 +29,19 @@ from attnzoo.experiments.run import Plan, run_experiment
 from attnzoo.models import LanguageModel
 
 OWN = """
+from attnzoo.data.tasks import TASKS
 from attnzoo.experiments.claims import AtLeast, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Overlay, Size
 from attnzoo.experiments.probes import Wrong, WrongOver
 
 ERROR = "wrong answers"
+TASK = TASKS["flip_flop"]
 EXPERIMENT = Experiment(
     title="Mine",
     question="Is a <fox> better than none?",
     arms=(Arm("fox", "fox"), Arm("none, one head", "nope", settings=("model.num_heads=1",), lrs=(0.1,))),
     sizes={"cpu": Size(SETTINGS, lrs=(0.01, 0.02), rows=4)},
-    settings=("data.source=task:flip_flop", "data.context_length=8"),
+    settings=("data.source=task:mine.py", "data.context_length=8"),
     probes=(
         Wrong(ERROR, lengths=(1.0, 2.0)), Wrong("longer", lengths=(3.0,)), WrongOver("noise", "p_ignore", (0.0, 0.5))
     ),
@@ -91,9 +93,16 @@ def chained(own):
     return own
 
 
-def start(name, minutes=None, **options):
+def start(name, minutes=None, only=(), **options):
     plan = Plan(**{"name": name, "size": "cpu", "out": Path("out"), "seeds": 2, "device": "cpu", **options})
-    return run_experiment(plan, Console(quiet=True), "the <command>", 1, minutes)
+    return run_experiment(plan, Console(quiet=True), "the <command>", 1, minutes, only)
+
+
+@pytest.mark.parametrize("setting", ["optimizer.lr=0.001", "optimizer={lr: 0.001}"])
+def test_a_setting_that_each_run_overrides_is_refused(own, setting):
+    Path(own).write_text(Path(own).read_text().replace("model.num_heads=1", setting))
+    with pytest.raises(ValueError, match=r"none, one head.*: settings: optimizer\.lr is set for each run .*are lrs"):
+        start(own)
 
 
 def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
@@ -124,6 +133,39 @@ def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
     assert load_outcome(Path("out/result.json")) == replace(outcome, command="the <command>")
     with pytest.raises(AssertionError, match="again"):
         start(done, seeds=3)
+
+
+def test_task_of_an_experiment_s_own_file_is_asked_of_its_runs(done):
+    run = next(Path("out/fox").iterdir())
+    found = CliRunner().invoke(app, ["evaluate", str(run), "--on", "mine.py:p_ignore=0", "--rows", "2", "--json"])
+    assert '"evaluation": "mine.py", "options": {"p_ignore": 0, ' in found.output
+    assert (run / "evaluations" / "mine.py-p_ignore=0-rows=2.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\nx = = 1", r"mine\.py, line 2: SyntaxError: invalid syntax"),
+        ("from attnzoo import nothing", r"mine\.py, line 1: ImportError: cannot import name 'nothing'"),
+        ("Experiment = dict\n\nEXPERIMENT = Experiment(1)", r"mine\.py, line 3: TypeError: 'int' object"),
+        ("import math\nEXPERIMENT = math.sqrt(-1)", r"mine\.py, line 2: math domain error"),
+    ],
+    ids=["syntax", "import", "type", "value"],
+)
+def test_file_that_fails_is_named_with_its_line(text, message, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        find(str(path))
+
+
+def test_probe_of_one_s_own_may_be_a_dataclass(tmp_path):
+    """Whose annotations are text: it looks for its module among those that are imported."""
+    path = tmp_path / "probe.py"
+    path.write_text("from __future__ import annotations\nfrom dataclasses import dataclass\n"
+                    "@dataclass\nclass Own:\n    kind: ClassVar[str] = ''\nEXPERIMENT = Own()\n")  # fmt: skip
+    with pytest.raises(TypeError, match=r"expected an Experiment as EXPERIMENT, got Own\("):
+        find(str(path))
 
 
 def test_run_on_a_text_that_has_changed_is_another_run(own):
@@ -171,9 +213,9 @@ def test_experiment_that_is_not_finished_says_what_is_missing(done):
 def test_stages_are_arms_or_single_runs(own):
     experiment = find(own)
     plan = Plan(own, "cpu", Path("out"), 2)
-    [(work, tasks)] = running._stages(plan, experiment, 2)
+    [(work, tasks)] = running._stages(plan, experiment, experiment.arms, 2)
     assert (work, list(tasks)) == (running.run_arm, experiment.arm_names)
-    (rate, rates), (seed, seeds) = running._stages(plan, experiment, 3)
+    (rate, rates), (seed, seeds) = running._stages(plan, experiment, experiment.arms, 3)
     assert (rate, [arguments[1:] for arguments in rates.values()]) == (
         running.run_rate, [("fox", 0.01), ("fox", 0.02), ("none, one head", 0.1)],
     )  # fmt: skip
@@ -182,12 +224,33 @@ def test_stages_are_arms_or_single_runs(own):
     )  # fmt: skip
 
 
+def test_single_arm_is_trained_and_the_page_has_what_there_is(done, monkeypatch):
+    before = load_outcome(Path("out/result.json"))
+    shutil.rmtree("out/fox")
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(running, "train", refuse)
+    page = start(done, only=["none, one head"]).read_text()
+    assert load_outcome(Path("out/result.json")).runs == tuple(before.of("none, one head"))
+    assert "fox: 0 of 2 seeds" in page
+    with pytest.raises(ValueError, match="unknown arm 'fix': expected one of fox, none, one head; did you mean 'fox'"):
+        start(done, only=["fix"])
+
+
+def test_single_arm_comes_with_those_that_it_starts_from(chained):
+    experiment = find(chained)
+    for only, expected in ((["on"], ["none, one head", "on"]), (["fox"], ["fox"])):
+        assert [arm.name for arm in running._with_those_before(experiment, only)] == expected
+
+
 def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
     experiment, plan = find(chained), Plan(chained, "cpu", Path("out"), 2, device="cpu")
     first, second = (running.run_seed(plan, "none, one head", seed).validation for seed in (0, 1))
     assert running.run_seed(plan, "on", 1).validation == pytest.approx(second, rel=1e-6)
     assert first != second
-    stages = [list(tasks) for _, tasks in running._stages(plan, experiment, 1)]
+    stages = [list(tasks) for _, tasks in running._stages(plan, experiment, experiment.arms, 1)]
     assert stages == [["fox", "none, one head"], ["on"]]
     longer = replace(plan, overrides=("steps=3",))
     assert not running._finished(longer, experiment, experiment.arm("on"))[1]
@@ -367,6 +430,9 @@ def test_command_runs(done):
     ran = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert ran.exit_code == 0
     assert "report: out/report.html" in ran.output
+    assert "[2/2] none, one head" in ran.output
+    alone = CliRunner().invoke(app, [*arguments, "--arm", "none, one head"], catch_exceptions=False)
+    assert "[1/1] none, one head" in alone.output
     assert "attnzoo experiment run mine.py --seeds 2" in Path("out/report.html").read_text()
 
 
