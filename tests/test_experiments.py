@@ -98,6 +98,13 @@ def start(name, minutes=None, only=(), **options):
     return run_experiment(plan, Console(quiet=True), "the <command>", 1, minutes, only)
 
 
+@pytest.mark.parametrize("setting", ["optimizer.lr=0.001", "optimizer={lr: 0.001}"])
+def test_a_setting_that_each_run_overrides_is_refused(own, setting):
+    Path(own).write_text(Path(own).read_text().replace("model.num_heads=1", setting))
+    with pytest.raises(ValueError, match=r"none, one head.*: settings: optimizer\.lr is set for each run .*are lrs"):
+        start(own)
+
+
 def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
     page = Path("out/report.html").read_text()
     outcome = load_outcome(Path("out/result.json"))

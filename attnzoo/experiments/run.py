@@ -72,6 +72,9 @@ class Plan:
         size = find_size(experiment, self.size)
         given = (*experiment.settings, *size.settings, *(size.after if arm.after else ()), *arm.settings)
         own = (f"device={self.device}", f"optimizer.lr={lr}", f"seed={seed}", f"data.seed={seed}")
+        known = read_settings(given)
+        for key in (key for key in OWN if key != "model.attention_options" and _names(known, key)):
+            raise ValueError(f"settings: {key} is set for each run (learning rates are lrs); other keys can be given")
         settings = read_settings([*ALWAYS, *given, *own])
         model = settings.get("model", {})
         options = {**model.get("attention_options", {}), **experiment.options, **arm.options}
@@ -93,6 +96,12 @@ class Plan:
 
     def _folder(self, arm: Arm, lr: float, seed: int) -> str:
         return str(self.out / folder_of(arm) / f"lr{lr:g}-seed{seed}")
+
+
+def _names(settings: Any, key: str) -> bool:
+    """Whether nested settings have a key, given with dots."""
+    first, _, rest = key.partition(".")
+    return isinstance(settings, dict) and first in settings and (not rest or _names(settings[first], rest))
 
 
 def folder_of(arm: Arm) -> str:
