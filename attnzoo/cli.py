@@ -18,7 +18,7 @@ from attnzoo.data.command import PATH, corpus, data, tokenize
 from attnzoo.experiments.builtin import built_in, find_config
 from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
-from attnzoo.terminal import console, new_table
+from attnzoo.terminal import console, new_table, print_table
 from attnzoo.training.commands import export, extend, generate, import_
 
 # Which extra installs a package, by the name under which it is imported.
@@ -59,7 +59,7 @@ def list_pairs(presets: bool) -> None:
         marks = ["x" if part in pair.requires else "" for part in ("log_diag", "angle", "w")]
         decay = "fixed" if pair.g.startswith("-") else "x" if "log_decay" in pair.requires else ""
         table.add_row(str(number), pair.linear, pair.softmax, decay, *marks)
-    console().print(table)
+    print_table(table, console())
     for note in [LATTICE, *(pair.note for pair in pairs() if pair.note)]:
         click.echo(textwrap.fill(note, 80))
     for problem in broken:
@@ -74,7 +74,7 @@ def _list_presets() -> None:
         model, recipe = preset(name).model, preset(name).recipe
         sizes = (model.hidden_size, model.num_layers, model.num_heads, model.mlp_size)
         table.add_row(name, *map(str, sizes), f"{recipe.tokens / 2**30:g} Gi", f"{recipe.lr:g}")
-    console().print(table)
+    print_table(table, console())
 
 
 @app.command()
@@ -122,10 +122,10 @@ def _show_preset(name: str) -> None:
         "AdamW": f"betas {recipe.beta1}, {recipe.beta2}; weight decay {recipe.weight_decay}; clip {recipe.clip_norm}",
         "source": recipe.source,
     }
-    table = new_table(name, "")
+    table = new_table(name, "", prose=[""])
     for row in rows.items():
         table.add_row(*row)
-    console().print(table)
+    print_table(table, console())
 
 
 @app.command()
@@ -140,7 +140,7 @@ def verify(names: tuple[str, ...], seed: int) -> None:
     from attnzoo.verify import LIMIT
     from attnzoo.verify import verify as checks
 
-    table = new_table("variant", "form", "values", "gradients", "allowed", "")
+    table = new_table("variant", "form", "values", "gradients", "allowed", "", prose=[""])
     passed = failed = skipped = 0
     previous = ""
     for check in checks(names, seed):
@@ -154,7 +154,7 @@ def verify(names: tuple[str, ...], seed: int) -> None:
         table.add_row(
             name, check.form, *numbers, "ok" if check.ok else "FAILED", style=None if check.ok else "bold red"
         )
-    console().print(table)
+    print_table(table, console())
     click.echo(
         f"largest relative errors against the oracle, seed {seed}, limit {LIMIT:.0e} in float64: "
         f"{passed} ok, {failed} failed, {skipped} not run"
@@ -262,7 +262,7 @@ def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
     check_folder(output.parent, "--output")
     results = [result_of(run) for run in find_runs(runs)]
     page = write_report(results, output, title=title, command=results[0].facts.command)
-    console().print(terminal_table(results))
+    print_table(terminal_table(results), console())
     click.echo(f"report: {page}")
 
 

@@ -49,10 +49,17 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
     lines += _row("sources", [f"{side.name}: {side.paper or 'not given'}" for side in sides])
     if variant.note:
         lines += _row("note", [variant.note])
-    if pair in PAIRS or pair in PRODUCTS:
-        page = f"derivations/{pair.softmax if pair in PAIRS else 'products'}"
-        lines += _row("derivation", [f"docs/{page}.md", f"(make docs, then open site/{page}.html)"])
+    if page := page_of(pair):
+        site = page.replace(".md", ".html")
+        lines += _row("derivation", [f"docs/{page}", f"(make docs, then open site/{site})"])
     return write("\n".join(line.rstrip() for line in lines))
+
+
+def page_of(pair: Pair) -> str:
+    """The page below ``docs`` that derives a pair, or "" for one that is not ours."""
+    if pair in PAIRS:
+        return f"derivations/{pair.softmax}.md"
+    return "derivations/products.md" if pair in PRODUCTS else ""
 
 
 SUBSCRIPTS = str.maketrans("ₜⱼ₊₋₁", "tj+-1")

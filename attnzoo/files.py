@@ -1,14 +1,18 @@
 """Files that are whole or as they were before, and what tells whether one has changed."""
 
 import hashlib
+import importlib.util
 import itertools
 import json
 import logging
 import os
 import shutil
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -132,3 +136,25 @@ def check_folder(folder: Path, name: str = "output_dir") -> None:
         raise NotADirectoryError(f"{name}={str(folder)!r}: {str(there)!r} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise PermissionError(f"{name}={str(folder)!r}: the folder {str(there)!r} may not be written to")
+
+
+def given_by(path: Path, name: str) -> Any:
+    """What a Python file, which is run, calls `name`; None where it has nothing of that name.
+
+    Raises:
+        ValueError: the file fails; the error says at which of its lines.
+    """
+    spec = importlib.util.spec_from_file_location(f"attnzoo_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where a dataclass looks for what its annotations mean
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        said = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ValueError(f"{path}{'' if line is None else f', line {line}'}: {kind}{said}") from error
+    return getattr(module, name, None)

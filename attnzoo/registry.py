@@ -39,9 +39,13 @@ class Pair:
         g: the scalar log-decay, in words or symbols; made of ``requires`` when empty.
         R: the matrix transition, in symbols; made of ``requires`` when empty.
         note: what a reader of the literature should know.
-        linear_module: where the linear forms live; when empty, ``attnzoo.recurrences.<linear>``, or no module where
-            there is no such file: then forms and layer are derived from ``requires``.
-        softmax_module: the same of the softmax forms; ``attnzoo.encodings.<softmax>``.
+        linear_module: where the linear forms live; when empty, the file of that name for a built-in pair, and else no
+            module: forms and layer are made of ``requires``.
+        softmax_module: the same of the softmax forms.
+        paper: source of what has no module that names one; when empty, those of the parts.
+        linear_layer: defaults of the linear side's layer, over those made of ``requires``: what ``build_attention``
+            takes. A side with a module has them there, as ``LAYER``.
+        softmax_layer: the same of the softmax side.
     """
 
     linear: str
@@ -52,6 +56,9 @@ class Pair:
     note: str = ""
     linear_module: str = ""
     softmax_module: str = ""
+    paper: str = ""
+    linear_layer: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    softmax_layer: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         factors = [factor for part, factor in FACTORS.items() if part in self.requires]
@@ -89,6 +96,15 @@ PRODUCTS = (
 )
 # fmt: on
 BUILT_IN = (*PAIRS, *PRODUCTS)
+OUTSIDE = "none of these pairs: docs/derivations/outside.md says why"
+KNOWN_AS = {  # what others call otherwise, or have beside these pairs
+    "deltaproduct": "'deltanet' with num_householder=2 or more",
+    "gated_deltaproduct": "'gated_deltanet' with num_householder=2 or more, the dual of 'path_fox' with as many",
+    "selective_rope": "'rope' with gate='selective', and 'fox_rope' or another of its products by default",
+    "kimi_linear": "'kda'",
+    "hgrn2": "'gla' with block='hgrn2'",
+    **dict.fromkeys(("rwkv7", "comba", "gated_deltanet2", "gdn2", "log_linear_attention", "nsa", "moba"), OUTSIDE),
+}
 
 _pairs: dict[str, Pair] = {}  # by either name
 _broken: list[str] | None = None  # what installed packages offer in vain, in words; None before they were asked
@@ -165,9 +181,9 @@ def register(pair: Pair) -> None:
         pair: the row, with the modules that hold its two sides.
 
     Raises:
-        TypeError: not a :class:`Pair`, one whose names are none, or whose parts are no tuple.
-        ValueError: a name that is taken, given twice or none for a file, an unknown gate part, one given twice, or w
-            without beta or the other way round.
+        TypeError: not a :class:`Pair`, one whose names are none, whose parts are no tuple, or whose layers no mappings.
+        ValueError: a name that is taken, given twice or none for a file, an unknown gate part, one given twice, w
+            without beta or the other way round, or a layer beside a module.
     """
     if not isinstance(pair, Pair):
         raise TypeError(f"pair: expected attnzoo.Pair, got {type(pair).__name__}")
@@ -176,6 +192,12 @@ def register(pair: Pair) -> None:
     _check_parts("pair.requires", pair.requires)
     if len(set(pair.requires)) < len(pair.requires):
         raise ValueError(f"pair.requires: expected each part once, got {', '.join(pair.requires)}")
+    for side in ("linear", "softmax"):
+        layer, module = getattr(pair, f"{side}_layer"), getattr(pair, f"{side}_module")
+        if not isinstance(layer, Mapping):
+            raise TypeError(f"pair.{side}_layer: expected options by name, such as {{'gate': 'forget'}}, got {layer!r}")
+        if layer and module:
+            raise ValueError(f"pair.{side}_layer: expected none beside a module ({module}.LAYER has it), got {layer!r}")
     if pair.linear == pair.softmax:
         raise ValueError(f"pair: expected two different names, got {pair.linear!r} twice")
     for name in (pair.linear, pair.softmax):
@@ -259,7 +281,9 @@ def _get(name: str) -> Variant:
     if name not in _pairs:
         broken = "".join(f"; {problem}" for problem in broken_plugins())
         if name not in _pairs:
-            raise ValueError(f"{unknown('variant', name, list_variants())}{broken}")
+            other = KNOWN_AS.get(name.casefold().replace("-", "_"))
+            known = f" ({name!r} is {other})" if other else ""
+            raise ValueError(f"{unknown('variant', name, list_variants())}{known}{broken}")
     pair = _pairs[name]
     side: Side = "linear" if name == pair.linear else "softmax"
     module = _module(pair, side)
@@ -268,7 +292,7 @@ def _get(name: str) -> Variant:
         name=name,
         side=side,
         title=getattr(module, "TITLE", name),
-        paper=getattr(module, "PAPER", ""),
+        paper=getattr(module, "PAPER", "") or pair.paper,
         requires=pair.requires,
         pair=pair,
         forms=MappingProxyType({form: _checked(pair, name, forms, form) for form in forms.forms}),
@@ -278,10 +302,10 @@ def _get(name: str) -> Variant:
 
 
 def _module(pair: Pair, side: Side) -> ModuleType:
-    """What holds one side of a pair: the module that is named, the file of that name, or one made of its parts."""
-    name, given = (pair.linear, pair.linear_module) if side == "linear" else (pair.softmax, pair.softmax_module)
+    """What holds one side of a pair: the module that is named, its file, or one made of its parts."""
+    name, given = getattr(pair, side), getattr(pair, f"{side}_module")
     home = f"attnzoo.{'recurrences' if side == 'linear' else 'encodings'}"
-    if not given and name.isidentifier() and importlib.util.find_spec(f"{home}.{name}") is not None:
+    if pair in BUILT_IN and importlib.util.find_spec(f"{home}.{name}") is not None:
         return importlib.import_module(f"{home}.{name}")
     if given:
         try:
@@ -292,7 +316,11 @@ def _module(pair: Pair, side: Side) -> ModuleType:
     products = importlib.import_module(f"{home}.products")
     forms, layer = getattr(products, f"{side}_forms"), getattr(products, f"{side}_layer")
     papers = dict.fromkeys(get(getattr(pair_for(set(part)), side)).paper for part in _alone(pair.requires))
-    made.__dict__.update(FORMS=forms(*pair.requires), LAYER=layer(*pair.requires), PAPER="; ".join(papers))
+    made.__dict__.update(
+        FORMS=forms(*pair.requires),
+        LAYER=layer(*pair.requires) | dict(getattr(pair, f"{side}_layer")),
+        PAPER=pair.paper or "; ".join(papers),
+    )
     return made
 
 

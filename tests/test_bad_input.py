@@ -119,8 +119,10 @@ SHAPES = {
     "no gate": ({"gate": None}, TypeError, "gate: expected attnzoo.Gate, got NoneType"),
     "scale that is a tensor": ({"scale": torch.tensor(1.0)}, TypeError, "scale: expected a float or None, got Tensor"),
     "scale that is True": ({"scale": True}, TypeError, "scale: expected a float or None, got bool"),
-    "scale of nan": ({"scale": math.nan}, ValueError, "scale: expected a finite number or None, got nan"),
-    "infinite scale": ({"scale": -math.inf}, ValueError, "scale: expected a finite number or None, got -inf"),
+    "scale of nan": ({"scale": math.nan}, ValueError, "scale: expected a positive finite number or None, got nan"),
+    "infinite scale": ({"scale": math.inf}, ValueError, "scale: expected a positive finite number or None, got inf"),
+    "negative scale": ({"scale": -1}, ValueError, "scale: expected a positive finite number or None, got -1"),
+    "scale of 0": ({"scale": 0.0}, ValueError, "scale: expected a positive finite number or None, got 0.0"),
     "valid that is a list": (
         {"valid": [[True] * T] * B},
         TypeError,

@@ -29,8 +29,9 @@ ROOT = Path(__file__).parents[1]
 DEMO = built_in("compare")["demo"]
 
 
-def test_list_shows_every_pair_and_its_parts_in_80_columns(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.mark.parametrize("columns", ["30", "80"])
+def test_list_shows_every_pair_and_its_parts_in_80_columns(run: Any, monkeypatch: Any, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     ran = run("list")
     assert ran.code == 0
     rows = ran.out.splitlines()

@@ -29,17 +29,19 @@ from attnzoo.experiments.run import Plan, run_experiment
 from attnzoo.models import LanguageModel
 
 OWN = """
+from attnzoo.data.tasks import TASKS
 from attnzoo.experiments.claims import AtLeast, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid, Overlay, Size
 from attnzoo.experiments.probes import Wrong, WrongOver
 
 ERROR = "wrong answers"
+TASK = TASKS["flip_flop"]
 EXPERIMENT = Experiment(
     title="Mine",
     question="Is a <fox> better than none?",
     arms=(Arm("fox", "fox"), Arm("none, one head", "nope", settings=("model.num_heads=1",), lrs=(0.1,))),
     sizes={"cpu": Size(SETTINGS, lrs=(0.01, 0.02), rows=4)},
-    settings=("data.source=task:flip_flop", "data.context_length=8"),
+    settings=("data.source=task:mine.py", "data.context_length=8"),
     probes=(
         Wrong(ERROR, lengths=(1.0, 2.0)), Wrong("longer", lengths=(3.0,)), WrongOver("noise", "p_ignore", (0.0, 0.5))
     ),
@@ -124,6 +126,39 @@ def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
     assert load_outcome(Path("out/result.json")) == replace(outcome, command="the <command>")
     with pytest.raises(AssertionError, match="again"):
         start(done, seeds=3)
+
+
+def test_task_of_an_experiment_s_own_file_is_asked_of_its_runs(done):
+    run = next(Path("out/fox").iterdir())
+    found = CliRunner().invoke(app, ["evaluate", str(run), "--on", "mine.py:p_ignore=0", "--rows", "2", "--json"])
+    assert '"evaluation": "mine.py", "options": {"p_ignore": 0, ' in found.output
+    assert (run / "evaluations" / "mine.py-p_ignore=0-rows=2.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\nx = = 1", r"mine\.py, line 2: SyntaxError: invalid syntax"),
+        ("from attnzoo import nothing", r"mine\.py, line 1: ImportError: cannot import name 'nothing'"),
+        ("Experiment = dict\n\nEXPERIMENT = Experiment(1)", r"mine\.py, line 3: TypeError: 'int' object"),
+        ("import math\nEXPERIMENT = math.sqrt(-1)", r"mine\.py, line 2: math domain error"),
+    ],
+    ids=["syntax", "import", "type", "value"],
+)
+def test_file_that_fails_is_named_with_its_line(text, message, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        find(str(path))
+
+
+def test_probe_of_one_s_own_may_be_a_dataclass(tmp_path):
+    """Whose annotations are text: it looks for its module among those that are imported."""
+    path = tmp_path / "probe.py"
+    path.write_text("from __future__ import annotations\nfrom dataclasses import dataclass\n"
+                    "@dataclass\nclass Own:\n    kind: ClassVar[str] = ''\nEXPERIMENT = Own()\n")  # fmt: skip
+    with pytest.raises(TypeError, match=r"expected an Experiment as EXPERIMENT, got Own\("):
+        find(str(path))
 
 
 def test_run_on_a_text_that_has_changed_is_another_run(own):

@@ -50,6 +50,7 @@ from attnzoo.models import LanguageModel
         ({"name": "fox", "qk_norm_eps": -1}, r"qk_norm_eps: expected a positive number, got -1"),
         ({"name": "fox", "output_norm_eps": math.nan}, r"output_norm_eps: expected a number .*, got nan"),
         ({"name": "fox", "scale": math.nan}, r"scale: expected a number .*, got nan"),
+        ({"name": "gla", "scale": -0.3}, r"scale: expected a positive number, got -0.3"),
         ({"name": "fox", "rotary": 0}, r"rotary: expected a base of at least 1 .*, got 0"),
         ({"name": "rope", "theta": math.inf}, r"theta: expected a number .*, got inf"),
         ({"name": "fox", "gate": "fixed", "t_max": math.inf}, r"t_max: expected a number .*, got inf"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attnzoo import get, list_variants
+from attnzoo import build_attention, get, list_variants
 from attnzoo.errors import nearest, unknown
+from attnzoo.registry import KNOWN_AS, OUTSIDE
 from attnzoo.samples import random_inputs
 
 
@@ -32,6 +36,29 @@ def test_name_unlike_any_is_refused_without_a_guess() -> None:
     with pytest.raises(ValueError, match="unknown variant 'zzzzzz'") as error:
         get("zzzzzz")
     assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "here"),
+    [
+        ("gated_deltaproduct", "'gated_deltanet' with num_householder=2 or more"),
+        ("Kimi-Linear", "'kda'"),
+        ("RWKV7", "none of these pairs: docs/derivations/outside.md"),
+    ],
+)
+def test_a_name_that_others_use_is_told_what_it_is_here(given: str, here: str) -> None:
+    with pytest.raises(ValueError, match=rf"unknown variant .*\('{given}' is {here}"):
+        get(given)
+
+
+def test_every_other_name_is_that_of_no_pair_and_leads_to_one() -> None:
+    """Names in quotes are variants, and their layers take what stands beside them."""
+    assert not set(KNOWN_AS) & set(list_variants())
+    for told in KNOWN_AS.values():
+        for name, option, value in re.findall(r"(?<!=)'(\w+)'(?: with (\w+)=('?\w+'?))?", told):
+            options = {option: ast.literal_eval(value)} if option else {}
+            build_attention(name, hidden_size=16, num_heads=2, **options)
+    assert (Path(__file__).parents[1] / OUTSIDE.split()[4]).is_file()
 
 
 def test_unknown_side_is_refused() -> None:

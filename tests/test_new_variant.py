@@ -158,11 +158,17 @@ def test_new_pair_passes_verify() -> None:
 
 
 def test_one_line_makes_a_pair_of_known_parts() -> None:
-    """Forms, layers, listings and checks of both sides, without a module of its own."""
-    register(pair := Pair("turned_gla", "turned_wall", ("log_decay", "log_diag", "angle")))
+    """Forms, layers, listings and checks of both sides, without a module of its own, and with defaults of its own."""
+    register(
+        pair := Pair(
+            "turned_gla", "turned", ("log_decay", "log_diag", "angle"), paper="nobody, 2026",  # turned.py is no pair's
+            linear_layer={"gate": ("retention", "channel_softplus", "rotary"), "conv_size": 2, "theta": 100.0},
+            softmax_layer={"gate": ("fixed", "low_rank", "selective")},
+        )
+    )  # fmt: skip
     try:
         assert (pair.g, pair.R) == ("g_t", "Diag(exp(a_t)) Rot(theta_t)")
-        linear, softmax = get("turned_gla"), get("turned_wall")
+        linear, softmax = get("turned_gla"), get("turned")
         assert {"recurrent", "parallel", "chunk", "triton"} <= set(linear.forms)
         assert {"recurrent", "parallel"} <= set(softmax.forms)
         assert softmax.prunable
@@ -178,10 +184,33 @@ def test_one_line_makes_a_pair_of_known_parts() -> None:
             steps = [attn(part, cache=cache) for part in x.split([5, 1, 1], 1)]
             assert torch.allclose(torch.cat(steps, 1), attn(x), atol=1e-6)
             assert copy.deepcopy(attn).variant is variant
-        assert all(check.ok for check in verify(["turned_wall"]))
+            assert variant.paper == "nobody, 2026"
+        rotary = build_attention("turned_gla", hidden_size=16, num_heads=2)
+        assert rotary.project(x).gate.angle[1] == torch.tensor(100.0**-0.25)
+        assert rotary.q_conv.size == 2
+        assert rotary.output_norm is not None  # made of the parts, as what is not given
+        assert all(check.ok for check in verify(["turned"]))
         listed = CliRunner().invoke(app, ["list"], catch_exceptions=False).output.split()
-        assert listed[listed.index("turned_gla") :][1:5] == ["turned_wall", "x", "x", "x"]
-        assert "Rₜ  = Diag(exp(aₜ)) Rot(θₜ)" in CliRunner().invoke(app, ["show", "turned_wall"]).output
+        assert listed[listed.index("turned_gla") :][1:5] == ["turned", "x", "x", "x"]
+        shown = CliRunner().invoke(app, ["show", "turned"]).output
+        assert "Rₜ  = Diag(exp(aₜ)) Rot(θₜ)" in shown
+        assert "gate='fixed'" in shown
+    finally:
+        unregister(pair)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"gate": ("forget", "rotary"), "gat_bias": 1.0}, "option in the layer of 'worn' 'gat_bias': .*'gate_bias'"),
+        ({"gate": "forget"}, "gate: 'worn' needs the parts .*'forget' provides {'log_decay'}"),
+    ],
+)
+def test_defaults_that_serve_no_layer_are_named(layer: dict[str, object], message: str) -> None:
+    register(pair := Pair("worn_linear", "worn", ("log_decay", "angle"), softmax_layer=layer))
+    try:
+        with pytest.raises(ValueError, match=message):
+            build_attention("worn", hidden_size=16, num_heads=2)
     finally:
         unregister(pair)
 

@@ -13,6 +13,9 @@ from attnzoo import build_attention, get, list_variants
 from attnzoo.cli import app
 from attnzoo.config import TrainConfig, load_config
 from attnzoo.experiments.builtin import find_config
+from attnzoo.layer.gates.base import Sizes
+from attnzoo.layer.gates.hgrn2 import BoundedForgetGate
+from attnzoo.layer.stream import Stream
 from attnzoo.models import presets
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
@@ -171,6 +174,19 @@ def test_hgrn2_is_gla_with_keys_one_minus_f_and_rising_bounds():
         assert torch.allclose(p.k, 1 - p.gate.log_diag.exp())
         o = get("gla").forms["recurrent"](p.q, p.k, p.v, p.gate)
         assert torch.allclose(attn(x), attn.o_proj(attn.output_norm(o).flatten(2)))
+
+
+@pytest.mark.parametrize("low", [0.0, 2**-20, 0.25, 1 - 2**-10, 1.0])
+def test_hgrn2_gates_and_their_gradients_are_exact_for_any_logit(low: float) -> None:
+    gate = BoundedForgetGate(Sizes(16, 2, 2, 8))
+    gate.shared = (lambda: torch.full((1, 16), low), 0)
+    z = torch.linspace(-70, 70, 320).view(1, 10, 2, 16)[..., :8].clone().requires_grad_()
+    g = gate(torch.zeros(1, 10, 16), z, Stream(None, None, (1, 10), z.device))[0].log_diag
+    (grad,) = torch.autograd.grad(g.sum(), z)
+    one, x = min(low, 1 - 2.0**-23), z.detach().double()
+    f, rest = one + (1 - one) * x.sigmoid(), (1 - one) * (-x).sigmoid()  # f and 1 - f
+    torch.testing.assert_close(g.double(), torch.where(f < 0.5, f.log(), torch.log1p(-rest)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad.double(), rest * x.sigmoid() / f, rtol=1e-4, atol=0)
 
 
 def test_layers_without_lower_bounds_share_none():

@@ -237,6 +237,8 @@ def test_unregistered_pair_is_gone() -> None:
         (replace(NEW, linear=3), "pair: expected two names, got 3"),  # type: ignore[arg-type]
         (replace(NEW, linear="a name"), "pair: expected names of letters, digits and _ .* got 'a name'"),
         (replace(NEW, softmax="../up"), "pair: expected names of letters, .* got '../up'"),
+        (replace(NEW, softmax_layer="forget"), "pair.softmax_layer: expected options by name, .* got 'forget'"),  # type: ignore[arg-type]
+        (replace(NEW, linear_layer={"expand": 2}), r"pair.linear_layer: expected none beside a module \(attnzoo.rec"),
     ],
 )
 def test_pair_that_could_not_be_used_is_not_registered(bad: Pair, message: str) -> None:

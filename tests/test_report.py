@@ -14,6 +14,7 @@ from rich.console import Console
 
 from attnzoo.evaluation import GateMap, PruneMap
 from attnzoo.experiments.report import Facts, RunResult, load_result, render, save_result, terminal_table, write_report
+from attnzoo.terminal import print_table
 
 CONTEXT, LENGTH, WINDOWS, HEADS, BLOCK = 64, 256, 6, 3, 16
 NAMES = (
@@ -156,7 +157,7 @@ def test_groups_stand_side_by_side_each_with_the_looks_of_its_own(results: list[
     for result in results:
         assert colors[result.facts.key] == colors[f"{result.facts.key}-2"]
     console = Console(file=StringIO(), width=120)
-    console.print(terminal_table(both))
+    print_table(terminal_table(both), console)
     assert console.file.getvalue().count("bare <layers>") == len(results)
 
 
@@ -303,9 +304,11 @@ def test_infinite_loss_is_reported_not_hidden(results: list[RunResult]) -> None:
     assert "not finite" in page
 
 
-def test_terminal_table_is_sorted_and_complete(results: list[RunResult]) -> None:
-    console = Console(width=80, record=True, file=StringIO())
-    console.print(terminal_table(results))
+@pytest.mark.parametrize("width", [20, 80])
+def test_terminal_table_is_sorted_and_complete(results: list[RunResult], width: int) -> None:
+    console = Console(width=width, record=True, file=StringIO())
+    print_table(terminal_table(results), console)
     text = console.export_text()
+    assert all(f"{r.facts.tokens_per_second:,.0f}" in text for r in results)
     order = [text.index(f" {r.facts.label} ") for r in sorted(results, key=lambda r: r.final_loss[0])]
     assert order == sorted(order)

@@ -296,6 +296,48 @@ def test_mistake_is_named(settings, message):
         build_data(DataConfig(**{"source": "task:flip_flop", "context_length": 16, **settings}))
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return asked(tokens, [0], [n])", r"expected answers from 0 to 3, got 4 to 4"),
+        ("return asked(tokens - 1, [0], [1])", r"expected tokens from 0 to 3, got -1 to -1"),
+        ("return asked(tokens, [], [])", r"expected answers from 0 to 3, got none"),
+        ("return tokens, tokens[:2]", r"expected tokens and targets, int64 \[8\] each, got int64 \[8\], int64 \[2\]"),
+        ("return tokens / 2, tokens", r"got float64 \[8\], int64 \[8\]"),
+        ("return asked(tokens, [0], [1])", ""),
+    ],
+)
+def test_rows_of_somebody_s_own_task_are_checked(body, message, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import numpy as np\nfrom attnzoo.data.tasks import Task, asked\n\ndef TASK(n: int = 4):\n"
+        f"    def draw(random, T):\n        tokens = np.zeros(T, dtype=np.int64)\n        {body}\n"
+        "    return Task('abcd'[:n], draw, 8)\n"
+    )
+    config = DataConfig(source=f"task:{path}", context_length=8)
+    if message:
+        with pytest.raises(ValueError, match=rf"own\.py: .*{message}"):
+            build_data(config)
+    else:
+        assert build_data(config).vocab_size == 4
+        assert build_data(DataConfig(**{**vars(config), "task_options": {"n": 2}})).vocab_size == 2
+        with pytest.raises(ValueError, match="'m': expected one of n"):
+            build_task(str(path), {"m": 1})
+        with pytest.raises(ValueError, match="n: expected a whole number"):
+            build_task(str(path), {"n": "two"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "expected a function as TASK, got None"), ("TASK = lambda: 1", "expected TASK to give a Task, got 1")],
+)
+def test_file_without_a_task_is_named(text, message, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(text)
+    with pytest.raises(TypeError, match=rf"own\.py: {message}"):
+        build_task(str(path))
+
+
 def config_of(folder, run, *overrides):
     source = (f"output_dir={folder / run}", "data.source=task:flip_flop", "data.task_options.p_ignore=0.5")
     return load_config(None, [*source, *tiny_runs.SMALL, "model.vocab_size=5", "batch_size=4", *overrides])

@@ -87,18 +87,18 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_scale(scale: object) -> None:
-    """The scale is None or a finite number.
+    """The scale is None or a positive finite number: certificates and kernels take it for one.
 
     Raises:
         TypeError: something else, a tensor among them.
-        ValueError: NaN or infinite.
+        ValueError: NaN, infinite, or not above 0.
     """
     if scale is None or isinstance(scale, (torch.SymFloat, torch.SymInt)):
         return
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
-    if not abs(scale) <= sys.float_info.max:  # an int may be too large for a float
-        raise ValueError(f"scale: expected a finite number or None, got {scale}")
+    if not 0 < scale <= sys.float_info.max:  # an int may be too large for a float
+        raise ValueError(f"scale: expected a positive finite number or None, got {scale}")
 
 
 def check_window(window: object) -> None:

@@ -30,6 +30,7 @@ from attnzoo.files import check_folder
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get
+from attnzoo.terminal import print_table
 from attnzoo.training import load_run, newest_checkpoint, train
 from attnzoo.training.checkpoint import (
     check_data,
@@ -191,7 +192,7 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
         for number, run in enumerate(runs, 1):
             console.print(f"[{number}/{len(runs)}] {run.label}", markup=False, highlight=False)
             results.append(_trained(run, config.evaluate, data, command))
-    console.print(terminal_table(results))
+    print_table(terminal_table(results), console)
     path = write_report(results, page, title=config.title, command=command)
     console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
     return path

@@ -6,7 +6,6 @@ your own.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from attnzoo.errors import at_least, nearest, unknown
 from attnzoo.experiments.claims import Claim, Value
 from attnzoo.experiments.probes import Probe
+from attnzoo.files import given_by
 
 CATALOGUE = Path(__file__).parent / "catalogue"
 
@@ -264,7 +264,7 @@ def find(name: str) -> Experiment:
     """An experiment by its name, or from a file that ends in ``EXPERIMENT``.
 
     Raises:
-        ValueError: neither is there; the built-in names are listed, and the nearest one is named.
+        ValueError: neither is there (the built-in names are listed, and the nearest one is named), or the file fails.
         TypeError: a file without an Experiment of that name.
     """
     path = CATALOGUE / f"{name}.py" if name in names() else Path(name)
@@ -274,12 +274,7 @@ def find(name: str) -> Experiment:
             f"unknown experiment {name!r}: expected one of {', '.join(names())}, or a Python file"
             + (f"; did you mean {close!r}?" if close else "")
         )
-    spec = importlib.util.spec_from_file_location(f"attnzoo_experiment_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    experiment = getattr(module, "EXPERIMENT", None)
+    experiment = given_by(path, "EXPERIMENT")
     if not isinstance(experiment, Experiment):
         raise TypeError(f"{path}: expected an Experiment as EXPERIMENT, got {experiment!r}")
     return experiment

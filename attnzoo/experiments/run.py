@@ -31,6 +31,7 @@ from attnzoo.experiments.report.experiment import markdown, verdict_table, write
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.files import write_whole
 from attnzoo.models import LanguageModel
+from attnzoo.terminal import print_table
 from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training.checkpoint import read_progress
 
@@ -176,7 +177,7 @@ def run_experiment(
     save_outcome(outcome, plan.out / RESULT)
     write_whole(plan.out / SUMMARY, markdown(experiment, outcome))
     page = write_page(experiment, outcome, plan.out / PAGE)
-    console.print(verdict_table(experiment, outcome))
+    print_table(verdict_table(experiment, outcome), console)
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     return page
 

@@ -49,6 +49,9 @@ def build_attention(
     defaults = dict(getattr(variant.module, "LAYER", {}))
     settings: dict[str, Any] = {"hidden_size": hidden_size, "num_heads": num_heads, **defaults}
     known = {field.name for field in fields(AttentionConfig)}
+    for default in defaults:
+        if default not in known | set(taken := gate_options(gate_classes(defaults.get("gate", "none")))):
+            raise unknown(f"option in the layer of {name!r}", default, sorted(known | set(taken)))
     check_kinds(options, AttentionConfig.__annotations__)
     if block is not None:
         if not isinstance(block, str) or block not in BLOCKS:

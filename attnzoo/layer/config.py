@@ -16,7 +16,7 @@ OUTPUT_GATES = ("none", *ACTIVATIONS)
 SIZES = (
     "hidden_size", "num_heads", "num_kv_heads", "num_qk_heads", "head_dim", "value_dim", "output_norm_groups", "window",
 )  # fmt: skip
-POSITIVE = ("qk_norm_eps", "output_norm_eps", "expand")
+POSITIVE = ("scale", "qk_norm_eps", "output_norm_eps", "expand")
 
 INSTEAD = {"value_dim": "expand", "num_kv_heads": "num_qk_heads"}  # the first, when given, takes the second's place
 NEEDS = {  # a detail -> the parts of the layer that it is one of

@@ -163,10 +163,12 @@ class Before(Preprocessor):
         known = book.equations.values()
         own = [equation for equation in known if equation.page == self.zoo.page]
         text = text.replace("<!-- equations -->", equations.folded(own))
-        if "<!-- equations of the pairs -->" in text:
+        if "pairs -->" in text or "pair -->" in text:
             from tools import pairs  # imports the library
 
             text = text.replace("<!-- equations of the pairs -->", pairs.equations())
+            text = text.replace("<!-- table of the pairs -->", pairs.table(self.zoo.page))
+            text = text.replace("<!-- every pair -->", pairs.every(self.zoo.page))
         if "<!-- all equations -->" in text:
             parts = [equations.summary(known)]
             for path in {equation.page: None for equation in known}:

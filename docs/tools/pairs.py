@@ -1,10 +1,17 @@
-"""The pairs of the registry, for the interactive page: a table that its script reads, and an equation for each."""
+"""The pairs of the registry, as the site shows them: a table of their parts, a page of all of them, and for the
+interactive page what its script reads and an equation for each."""
 
 from __future__ import annotations
 
 import json
+import posixpath
+from itertools import combinations
 
-from attnzoo import Pair, pairs
+from attnzoo import Pair, describe, pairs
+from attnzoo.equations import page_of
+from attnzoo.registry import PAIRS
+
+MATRICES = {"log_diag": "D", "angle": "P", "w": "H"}  # as the page of products calls the factors of R_t
 
 
 def _constant(pair: Pair) -> bool:
@@ -51,3 +58,42 @@ def equations() -> str:
         f'<div data-pair="{pair.softmax}" id="{pair.softmax}" markdown>$${equation(pair)}$$</div>' for pair in pairs()
     ]
     return "\n".join(['<div class="equation" markdown>', *shown, "</div>"])
+
+
+def table(page: str) -> str:
+    """All pairs in Markdown, for ``page``: a row for each set of matrices, a column without and one with a decay."""
+    lines = ["| parts of $R_t$ | without $g_t$ | with $g_t$ |", "|---|---|---|"]
+    for count in range(len(MATRICES) + 1):
+        for chosen in combinations(MATRICES, count):
+            cells = ["<br>".join(_names(pair, page) for pair in _with(chosen, decays)) for decays in (False, True)]
+            product = r"\,".join(MATRICES[part] for part in chosen) or "I"
+            lines.append(f"| ${product}$ | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _with(matrices: tuple[str, ...], decays: bool) -> list[Pair]:
+    """The pairs whose gate has these matrices and no others, and a scalar decay or none."""
+    return [
+        pair for pair in pairs()
+        if tuple(part for part in MATRICES if part in pair.requires) == matrices
+        and ("log_decay" in pair.requires) == decays
+    ]  # fmt: skip
+
+
+def _names(pair: Pair, page: str) -> str:
+    """A pair in a cell: a page of its own, or its place among all, is behind its softmax side."""
+    to = page_of(pair) if pair in PAIRS else f"reference/pairs.md#{pair.softmax}"
+    return f"`{pair.linear}`, [`{pair.softmax}`]({posixpath.relpath(to, posixpath.dirname(page) or '.')})"
+
+
+def every(page: str) -> str:
+    """What ``attnzoo show`` says of each pair, in Markdown for ``page``; then what is its dual's own."""
+    parts = []
+    for pair in pairs():
+        said = describe(pair.linear).split("\nderivation", 1)[0]
+        own = describe(pair.softmax).split("\nlayer", 1)[1].split("\nforms", 1)[0]
+        parts += [f"## {pair.linear}, {pair.softmax} {{ #{pair.softmax} }}", f"```text\n{said}\n```"]
+        parts += [f"Of `{pair.softmax}`:", f"```text\nlayer{own}\n```"]
+        if to := page_of(pair):
+            parts.append(f"[The derivation]({posixpath.relpath(to, posixpath.dirname(page) or '.')}).")
+    return "\n\n".join(parts)

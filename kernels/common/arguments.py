@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -36,14 +35,6 @@ def check_window(window: int | None) -> None:
     validation.check_window(window)
     if window is not None and window > MOST:
         raise ValueError(f"window: expected at most {MOST}, or None for all keys, got {window}")
-
-
-def check_scale(scale: float | None) -> None:
-    """A positive finite number, or None."""
-    if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
-    if scale is not None and not 0 < scale <= sys.float_info.max:
-        raise ValueError(f"scale: expected a positive number below infinity, got {scale}")
 
 
 def check_log_diag(q: Tensor, log_diag: Tensor) -> None:

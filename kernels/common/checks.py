@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.validation import check_scale
 from attnzoo.algebra.values import OPAQUE, in_transform
-from attnzoo.kernels.common.arguments import check_log_dtype, check_scale, check_tensors, check_values, check_window
+from attnzoo.kernels.common.arguments import check_log_dtype, check_tensors, check_values, check_window
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import LEAST_CAPABILITY, capability
 from attnzoo.kernels.common.running_gates import GateSums
@@ -136,13 +137,22 @@ def traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
-def share_kept(
-    since: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int, device: torch.device
-) -> Tensor:
-    """Share of the causal blocks that lie right of ``since`` (first visible keys) and ``start``, [B, H]."""
-    first = torch.arange(0, T, ROW_UNIT, device=device) + (S - T)
+def named(prune: Prune | None) -> tuple[str, float]:
+    """Pruning as ops take it: the name of its bound and log eps, "" and 0 without any."""
+    return ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
+
+
+def share_kept(since: Tensor | None, start: Tensor | None, q: Tensor, S: int) -> Tensor:
+    """Share of the causal blocks that lie right of ``since`` (first visible keys) and ``start``, [B, H].
+
+    Args:
+        since: [B, H, S], start: [B, H, ceil(T / ROW_UNIT)]; None for 0.
+        q: [B, T, H, K], the last T of S positions.
+    """
+    B, T, H, _ = q.shape
+    first = torch.arange(0, T, ROW_UNIT, device=q.device) + (S - T)
     stop = ((first + ROW_UNIT).clamp(max=S) + KEY_UNIT - 1) // KEY_UNIT  # blocks up to the diagonal
-    begin = torch.zeros(B, H, first.numel(), dtype=torch.int64, device=device)
+    begin = torch.zeros(B, H, first.numel(), dtype=torch.int64, device=q.device)
     if since is not None:
         begin = begin.maximum(since[..., first].long() // KEY_UNIT)
     if start is not None:

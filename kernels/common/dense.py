@@ -54,6 +54,15 @@ def first_visible(closed: Tensor, window: int | None, cu_seqlens: Tensor | None,
     return since
 
 
+def summed_gates(
+    log_decay: Tensor | None, q: Tensor, S: int, window: int | None, cu_seqlens: Tensor | None,
+    valid: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``running_sums`` over S keys for the batch and heads of q, and ``first_visible`` of them."""
+    c, closed = running_sums(log_decay, q.shape[0], S, q.shape[2], q.device)
+    return c, first_visible(closed, window, cu_seqlens, valid)
+
+
 def dense_readout(logits: Tensor, values: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax over the keys, and a sink, of logits [B, H, T, S] times values [B, H, S, V].
 
@@ -117,8 +126,7 @@ def attention_by_scores(
     scale = K**-0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    c, closed = running_sums(log_decay, B, T, H, q.device)
-    since = first_visible(closed, window, cu_seqlens)
+    c, since = summed_gates(log_decay, q, T, window, cu_seqlens)
     pos = torch.arange(T, device=q.device)
     visible = (pos <= pos[:, None]) & (pos >= since[..., None])  # [B, H, T, T]
     if prune is not None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
+from attnzoo.algebra.validation import check_scale
+from attnzoo.kernels.common.arguments import check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation, traced
 from attnzoo.kernels.common.device import multiprocessors
 from attnzoo.kernels.decode.plan import MOST_ROWS, Call, plan, workspace

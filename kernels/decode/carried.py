@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.common.arguments import check_scale, check_values, check_window
+from attnzoo.algebra.validation import check_scale
+from attnzoo.kernels.common.arguments import check_values, check_window
 from attnzoo.kernels.common.checks import kernels_unavailable
 from attnzoo.kernels.decode.api import (
     check_pages,

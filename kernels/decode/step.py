@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
-from attnzoo.kernels.common.arguments import check_scale, check_window
+from attnzoo.algebra.validation import check_scale
+from attnzoo.kernels.common.arguments import check_window
 from attnzoo.kernels.common.checks import Impl, pick_implementation
 from attnzoo.kernels.decode.api import (
     check_pages,

@@ -21,12 +21,13 @@ from attnzoo.kernels.common.checks import (
     check_inputs,
     check_receivers,
     kernels_unavailable,
+    named,
     pick_implementation,
     refuse_receivers,
     share_kept,
     traced,
 )
-from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.dense import summed_gates
 from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.common.running_gates import GateSums
 
@@ -143,8 +144,7 @@ def fox_attention(
     op = _op()
 
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
-    options = (cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
+    options = (cu_seqlens, logit_bound, scale, window or 0, *named(prune))
     if not backward:
         s = gate_sums
         sums = (None,) * 5 if s is None else (s.c, s.base, s.since, s.tails, s.longest)
@@ -179,23 +179,19 @@ def kept_fraction(
     """
     check_inputs(q, k, k, log_decay, scale, prune, window, None, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    B, T, H, _ = q.shape
-    S = k.shape[1]
     since: Tensor | None
     start: Tensor | None = None
     if pick_implementation("fox_attention", impl, triton_unavailable(q, k)) == "triton":
         from .op import bounds
 
         q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-        bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
         with on_device_of(q):
-            _, _, since, start = bounds(q, k, log_decay, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
+            since, start = bounds(q, k, log_decay, cu_seqlens, logit_bound, scale, window or 0, *named(prune))[2:]
     else:
-        c, closed = running_sums(log_decay, B, S, H, q.device)
-        since = first_visible(closed, window, cu_seqlens)
+        c, since = summed_gates(log_decay, q, k.shape[1], window, cu_seqlens)
         if prune is not None:
             start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound)
-    return share_kept(since, start, B, T, H, S, q.device)
+    return share_kept(since, start, q, k.shape[1])
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune, certified_starts
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
-from attnzoo.kernels.common.dense import dense_readout, first_visible, running_sums
+from attnzoo.kernels.common.dense import dense_readout, summed_gates
 from attnzoo.kernels.common.running_gates import GateSums
 
 
@@ -96,8 +96,7 @@ def fox_reference_with_lse(
     scale = K**-0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
-    c, closed = running_sums(log_decay, B, S, H, q.device)
-    since = first_visible(closed, window, cu_seqlens, valid)
+    c, since = summed_gates(log_decay, q, S, window, cu_seqlens, valid)
     if gate_sums is not None:
         c, seen = gate_sums.log_decay_sums()
         since = torch.maximum(since, seen)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, Gate
+from attnzoo.algebra.validation import check_scale
 from attnzoo.algebra.values import reads_values
-from attnzoo.kernels.common.arguments import check_scale, check_tensors
+from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import kernels_unavailable, traced
 
 MOST_TOKENS = 64  # a chunked kernel is faster from about here on

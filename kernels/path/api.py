@@ -20,11 +20,12 @@ from attnzoo.kernels.common.checks import (
     check_inputs,
     check_receivers,
     kernels_unavailable,
+    named,
     pick_implementation,
     refuse_receivers,
     share_kept,
 )
-from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.dense import summed_gates
 from attnzoo.kernels.common.device import machine, on_device_of
 
 from .plan import too_small
@@ -142,10 +143,9 @@ def path_attention(  # type: ignore[misc]  # the options above are these
         receivers = None if receivers is None else tuple(expand_heads(x, q.shape[2]) for x in receivers)
         log_diag = log_diag if log_diag.stride(-1) == 1 else log_diag.contiguous()
     q, k, v, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w, beta.float()))
-    bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
     learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
     o, lse, *_ = path_forward_op(
-        q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps,
+        q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, logit_bound, scale, window or 0, *named(prune),
         learns_decay, torch.are_deterministic_algorithms_enabled(), return_lse, *(receivers or ()),
     )  # fmt: skip
     return (o, lse) if return_lse else o
@@ -175,22 +175,19 @@ def kept_fraction(
     """
     _check(q, k, k, w, beta, log_decay, scale, prune, window, None, cu_seqlens, logit_bound)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    B, T, H, _ = q.shape
     since: Tensor | None
     start: Tensor | None = None
     if pick_implementation("path_attention", impl, triton_unavailable(q, k)) == "triton":
         from .op import starts
 
-        bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
         q, k, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, w, beta.float()))
         with on_device_of(q):
-            since, start = starts(q, k, w, beta, log_decay, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps)
+            since, start = starts(q, k, w, beta, log_decay, cu_seqlens, logit_bound, scale, window or 0, *named(prune))
     else:
-        c, closed = running_sums(log_decay, B, T, H, q.device)
-        since = first_visible(closed, window, cu_seqlens)
+        c, since = summed_gates(log_decay, q, k.shape[1], window, cu_seqlens)
         if prune is not None:
             start = prune_starts_reference(q, k, w, beta, c, since, scale, prune, logit_bound)
-    return share_kept(since, start, B, T, H, T, q.device)
+    return share_kept(since, start, q, k.shape[1])
 
 
 def triton_unavailable(q: Tensor, v: Tensor) -> str:

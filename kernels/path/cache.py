@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.transitions import cut, heads_first
+from attnzoo.algebra.validation import check_scale
 from attnzoo.algebra.values import reads_values
-from attnzoo.kernels.common.arguments import check_scale, check_tensors, check_values, check_window
+from attnzoo.kernels.common.arguments import check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import traced
 from attnzoo.kernels.path.chunk import CHUNK, chunk_of
 

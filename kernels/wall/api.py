@@ -13,7 +13,7 @@ from torch import Tensor
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
 from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
-from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, pick_implementation
+from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, named, pick_implementation
 
 from .reference import wall_reference_lse
 
@@ -102,10 +102,9 @@ def wall_attention(  # type: ignore[misc]  # the options above are these
         from .op import wall_forward_op
 
         q, k, v, log_diag = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, log_diag))
-        bound, log_eps = ("", 0.0) if prune is None else (prune.bound, prune.log_eps)
         learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
         o, lse, *_ = wall_forward_op(
-            q, k, v, log_diag, log_decay, sink, cu_seqlens, logit_bound, scale, window or 0, bound, log_eps,
+            q, k, v, log_diag, log_decay, sink, cu_seqlens, logit_bound, scale, window or 0, *named(prune),
             learns_decay, torch.are_deterministic_algorithms_enabled(), return_lse,
         )  # fmt: skip
         return (o, lse) if return_lse else o

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from attnzoo import get
-from attnzoo.registry import PAIRS
+from attnzoo import Pair, get, register
+from attnzoo.registry import PAIRS, unregister
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "figures"
@@ -27,7 +27,7 @@ def code(monkeypatch, tmp_path):
     import style
 
     monkeypatch.setattr(style, "OUT", tmp_path)
-    return {"lattice": lattice, "make": make, "out": tmp_path}
+    return {"lattice": lattice, "make": make, "style": style, "out": tmp_path}
 
 
 @pytest.mark.parametrize("name", ["lattice", "schematics", "zoo"])
@@ -58,6 +58,33 @@ def test_every_reduction_has_words_and_follows_from_arrows(code):
         for _ in range(len(of_side)):
             reached |= {(a, d) for a, b in reached for c, d in drawn if b == c}
         assert set(of_side) <= reached
+
+
+def test_a_registered_pair_is_in_the_drawing_the_table_and_the_pages(code, monkeypatch):
+    """All sets of parts have names already, so it shares a box and a cell."""
+    pytest.importorskip("mkdocs", reason="the documentation's tools are not installed: run `make docs-install`")
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from parts import parts
+    from tools import pairs
+
+    def drawn():
+        (axes,) = parts(code["style"].LIGHT).axes
+        return [text.get_text() for text in axes.texts]
+
+    before = drawn()
+    register(pair := Pair("slow_mamba", "slow_fox", ("log_decay", "angle"), paper="nobody, 2026"))
+    try:
+        assert sorted(drawn()) == sorted([*before, "slow_mamba", "slow_fox"])
+        row = next(line for line in pairs.table("derivations/products.md").splitlines() if line.startswith("| $P$"))
+        assert row.endswith("<br>`slow_mamba`, [`slow_fox`](../reference/pairs.md#slow_fox) |")
+        own = pairs.every("reference/pairs.md").partition("## slow_mamba, slow_fox { #slow_fox }")[2]
+        assert "Rₜ  = Rot(θₜ)" in own
+        assert "nobody, 2026" in own
+        assert "gate='forget'" in own.partition("Of `slow_fox`:")[2]
+        assert '"softmax": "slow_fox"' in pairs.script()
+        assert 'id="slow_fox"' in pairs.equations()
+    finally:
+        unregister(pair)
 
 
 def test_weights_of_the_home_page_are_what_its_script_writes(code):

@@ -185,7 +185,7 @@ def check(call: Call, got: Any) -> None:
     if not there.any() or not shared:
         return
     size = {name: float(call.given[name][there].abs().max()) for name in "qkv"}
-    scale, product = abs(options.get("scale", q.shape[-1] ** -0.5)), size["q"] * size["k"] * q.shape[-1]
+    scale, product = options.get("scale", q.shape[-1] ** -0.5), size["q"] * size["k"] * q.shape[-1]
     score = scale * product
     if max(scale, 1.0) * product * (1 + size["v"]) > 1e-3 * torch.finfo(q.dtype).max:
         return  # no room for it

@@ -25,7 +25,7 @@ GOOD = {
     "qk_norm": ["none", "rms", "rms_full", "l2"],
     "conv_size": [0, 1, 4], "qk_norm_shared": [True, False], "conv_bias": [True, False],
     "conv_activation": ["silu", "none"], "kv_shift": [True, False], "qkv_bias": [True], "output_bias": [True],
-    "rotary": [None, 1e4], "scale": [None, 1, -0.3], "skip": [True], "output_norm": ["none", "rms", "group"],
+    "rotary": [None, 1e4], "scale": [None, 1, 0.3], "skip": [True], "output_norm": ["none", "rms", "group"],
     "output_norm_groups": [1, 2], "output_gate": ["sigmoid", "swish"], "gate_before_norm": [True, False],
     "window": [1, 3, 200], "sinks": [True], "acp": [True, Prune(1e-9)], "t_min": [1, 20.0], "learnable_slopes": [True],
     "temperature": [1.0, 20], "theta": [1, 100.0], "w": ["key", "low_rank"], "w_conv_size": [0, 2],

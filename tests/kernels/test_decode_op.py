@@ -118,7 +118,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"since": torch.zeros(2, 2, dtype=torch.int32)}, r"since: expected torch.int32 \(2, 2, 2\), got"),
     ({"sink": torch.zeros(3)}, r"sink: expected a floating dtype \(2,\), got torch.float32 \(3,\)"),
     ({"window": 0}, r"window: expected at least 1"),
-    ({"scale": -1.0}, r"scale: expected a positive number"),
+    ({"scale": -1.0}, r"scale: expected a positive finite number"),
     ({"first": None}, r"first: expected a tensor, got NoneType"),
     ({"impl": "cuda"}, r"impl: expected one of"),
 ]

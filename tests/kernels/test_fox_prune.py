@@ -177,7 +177,7 @@ def test_forms_and_kernels_prune_alike(
     found = starts(x["q"], x["k"], x["log_decay"], prune, logit_bound=limit).long()
     assert float(found.max()) > 0
     assert bool(((found <= seen[0]) & (seen[0] <= found + KEY_UNIT)).all())
-    shares = [share_kept(None, start, 1, T, 2, 1300, found.device) for start in (found, seen[0])]
+    shares = [share_kept(None, start, x["q"], 1300) for start in (found, seen[0])]
     torch.testing.assert_close(*shares, atol=0.01, rtol=0)
 
 

@@ -321,7 +321,7 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
         ("beta", lambda x: x - 3, r"beta: expected values in \[0, 2\]"),
         ("gates", lambda x: 0 * x + 0.5, r"gates: expected natural logs <= 0"),
         ("sink", lambda x: x + torch.inf, r"sink: expected logits that are finite or -inf"),
-        ("scale", lambda x: math.nan, r"scale: expected a positive number"),
+        ("scale", lambda x: math.nan, r"scale: expected a positive finite number"),
         ("values", lambda x: None, r"values: expected a tensor, got NoneType"),
     ],
     ids=[

@@ -284,7 +284,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logit_bound": -torch.ones(2), "prune": Prune()}, r"logit_bound: expected bounds >= 0"),
     ({"window": -1}, r"window: expected at least 1"),
     ({"w": None}, r"w: expected a tensor, got NoneType"),
-    ({"scale": -1.0}, r"scale: expected a positive number"),
+    ({"scale": -1.0}, r"scale: expected a positive finite number"),
     ({"prune": Prune(), "log_decay": None}, r"prune: expected a log_decay"),
     ({"prune": 1e-3}, r"prune: expected attnzoo.Prune"),
     ({"impl": "cuda"}, r"impl: expected one of"),

@@ -161,7 +161,7 @@ def test_forms_and_kernels_prune_alike(bound: Any, known: float | None, monkeypa
     found = starts(x, prune, 16**-0.5, limit).long()
     assert float(found.max()) > 0
     assert bool(((found <= seen[0]) & (seen[0] <= found + KEY_UNIT)).all())
-    shares = [share_kept(None, start, 1, 900, 2, 900, found.device) for start in (found, seen[0])]
+    shares = [share_kept(None, start, x["q"], 900) for start in (found, seen[0])]
     torch.testing.assert_close(*shares, atol=0.02, rtol=0)
 
 

@@ -1,18 +1,25 @@
-"""Synthetic tasks, drawn as they are asked for: rows of any length, with answers at some of their tokens."""
+"""Synthetic tasks, drawn as they are asked for: rows of any length, with answers at some of their tokens.
+
+A task of your own is a Python file that ends in ``TASK``, a function of options as those of `TASKS` are; its name is
+the file's path.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from attnzoo.data.tasks.haystack import common_words, frequent_words, needle, several_keys, variable_tracking
 from attnzoo.data.tasks.recall import forgetting_mqar, induction, mqar, nth_last_value, selective_copying
 from attnzoo.data.tasks.states import flip_flop, parity, word_problem
-from attnzoo.data.tasks.task import UNASKED, Examples, Task
-from attnzoo.errors import check_kinds, unknown
+from attnzoo.data.tasks.task import UNASKED, Examples, Task, asked, checked
+from attnzoo.errors import check_kinds, nearest, unknown
+from attnzoo.files import given_by
 
-__all__ = ["TASKS", "UNASKED", "Examples", "Task", "build_task", "options_of", "summary_of"]
+__all__ = ["TASKS", "UNASKED", "Examples", "Task", "asked", "build_task", "is_task", "options_of", "summary_of"]
 
 TASKS: dict[str, Callable[..., Task]] = {
     task.__name__: task
@@ -23,25 +30,50 @@ TASKS: dict[str, Callable[..., Task]] = {
 }  # fmt: skip
 
 
+def is_task(name: str) -> bool:
+    """Whether a name is one of `TASKS`, or the path of a Python file."""
+    return name in TASKS or Path(name).suffix == ".py"
+
+
 def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
     """A task by its name.
 
     Args:
-        name: one of `TASKS`.
+        name: one of `TASKS`, or the path of a Python file that ends in ``TASK``.
         options: of its function there, by name.
 
     Raises:
-        ValueError: an unknown task or option, or one of the wrong kind or out of range.
+        ValueError: an unknown task or option, one of the wrong kind or out of range, or a file that fails; later, a row
+            that is none.
+        TypeError: a file whose TASK is no function that gives a Task.
     """
-    if name not in TASKS:
-        raise unknown("task", name, TASKS)
-    options = options or {}
-    known = inspect.signature(TASKS[name]).parameters
+    function, options = _function(name), options or {}
+    known = inspect.signature(function).parameters
     for option in options:
         if option not in known:
             raise unknown(f"option of the task {name!r}:", option, known)
     check_kinds(options, {option: parameter.annotation for option, parameter in known.items()})
-    return TASKS[name](**options)
+    task = function(**options)
+    if name in TASKS:
+        return task
+    if not isinstance(task, Task):
+        raise TypeError(f"{name}: expected TASK to give a Task, got {task!r}")
+    return replace(task, draw=checked(name, task))
+
+
+def _function(name: str) -> Callable[..., Task]:
+    if name in TASKS:
+        return TASKS[name]
+    if not is_task(name) or not Path(name).is_file():
+        close = nearest(name, TASKS)
+        raise ValueError(
+            f"unknown task {name!r}: expected one of {', '.join(TASKS)}, or a Python file"
+            + (f"; did you mean {close!r}?" if close else "")
+        )
+    function = given_by(Path(name), "TASK")
+    if not callable(function):
+        raise TypeError(f"{name}: expected a function as TASK, got {function!r}")
+    return function  # type: ignore[no-any-return]
 
 
 def options_of(name: str) -> dict[str, Any]:

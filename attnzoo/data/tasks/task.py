@@ -54,6 +54,23 @@ class Examples:
         return np.stack([tokens for tokens, _ in rows]), np.stack([targets for _, targets in rows])
 
 
+def checked(name: str, task: Task) -> Callable[[np.random.Generator, int], Row]:
+    """What draws the rows of a task of somebody's own, and refuses those that are none, with the task's name."""
+
+    def draw(random: np.random.Generator, T: int) -> Row:
+        row = task.draw(random, T)
+        if len(row) != 2 or any(np.shape(side) != (T,) or np.asarray(side).dtype != np.int64 for side in row):
+            got = ", ".join(f"{np.asarray(side).dtype} {list(np.shape(side))}" for side in row)
+            raise ValueError(f"{name}: expected tokens and targets, int64 [{T}] each, got {got}")
+        for side, given in (("tokens", row[0]), ("answers", row[1][row[1] != UNASKED])):
+            if not len(given) or given.min() < 0 or given.max() >= len(task.words):
+                got = f"{given.min()} to {given.max()}" if len(given) else "none"
+                raise ValueError(f"{name}: expected {side} from 0 to {len(task.words) - 1}, got {got}")
+        return row
+
+    return draw
+
+
 def asked(tokens: Array, places: Array | slice, answers: Array) -> Row:
     """A row whose answers are asked for at these places and nowhere else."""
     targets = np.full_like(tokens, UNASKED)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.data import heldout_windows
-from attnzoo.data.tasks import TASKS, Task
+from attnzoo.data.tasks import TASKS, Task, is_task
 from attnzoo.data.tasks.haystack import MODES
 from attnzoo.data.tasks.task import RoomError
 from attnzoo.errors import check_kinds, unknown
@@ -341,7 +341,7 @@ def evaluation(name: str) -> Evaluation:
     Raises:
         ValueError: there is none; the nearest is named.
     """
-    if name in TASKS:
+    if is_task(name):
         return Evaluation(ask_task, ("length", "rows", "seed"), lines.answers, None)
     if name not in EVALUATIONS:
         raise unknown("evaluation", name, (*EVALUATIONS, *TASKS))
@@ -361,7 +361,7 @@ def measure(subject: Subject, name: str, options: Mapping[str, Any], common: Com
         ValueError: no such evaluation or option, or one of the wrong kind or out of range.
     """
     found = evaluation(name)
-    if name in TASKS:
+    if is_task(name):
         return ask_task(subject, common, name, options)
     signature = inspect.signature(found.measure)
     if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from attnzoo.experiments import figures, run_figures
@@ -20,6 +19,7 @@ from attnzoo.experiments.outcome import Outcome, Trained
 from attnzoo.experiments.probes import Probe
 from attnzoo.experiments.report.shell import fill
 from attnzoo.files import write_whole
+from attnzoo.terminal import new_table
 
 SIDES = ("softmax", "linear")
 TEST = (
@@ -91,7 +91,7 @@ def picture(experiment: Experiment, outcome: Outcome) -> tuple[Figure, str, str]
 
 def verdict_table(experiment: Experiment, outcome: Outcome) -> Table:
     """What was expected and what was seen, for the terminal."""
-    table = Table("expected", "verdict", "numbers", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = new_table("expected", "verdict", "numbers", prose=["expected", "numbers"])
     colors = {"seen": "green", "not seen": "red", "undecided": "yellow"}
     for expectation, verdict in outcome.verdicts(experiment):
         table.add_row(expectation.text, f"[{colors[verdict.word]}]{verdict.word}[/]", verdict.why)

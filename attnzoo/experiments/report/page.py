@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from attnzoo.evaluation import Array, moving_mean
@@ -17,6 +16,7 @@ from attnzoo.experiments.figures import Dot, Line, Look, to_svg
 from attnzoo.experiments.report.results import RunResult
 from attnzoo.experiments.report.shell import fill
 from attnzoo.files import write_whole
+from attnzoo.terminal import new_table
 
 SIDES = ("softmax", "linear")
 MAPS_PER_LAYER = 4
@@ -100,13 +100,10 @@ def _in_group(group: str, words: str) -> str:
 def terminal_table(results: Sequence[RunResult]) -> Table:
     """The final numbers, best first, for the terminal."""
     context, length = results[0].facts.context, results[0].length
-    table = Table("variant", "side", box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    groups = len(_groups(results)) > 1
-    if groups:
-        table.add_column("group")
+    groups = ["group"] if len(_groups(results)) > 1 else []
+    numbers = ("loss", "± s.e.", f"P({context})", f"P({length})", "kept", "tokens/s")
+    table = new_table("variant", "side", *groups, *numbers, numbers=numbers)
     table.title = f"held-out loss over {context} {results[0].facts.unit}s in nats; P(l): perplexity over l of them"
-    for name in ("loss", "± s.e.", f"P({context})", f"P({length})", "kept", "tokens/s"):
-        table.add_column(name, justify="right")
     for result in _ordered(results):
         loss, error = result.final_loss
         kept = result.kept("tail")
@@ -123,7 +120,6 @@ def terminal_table(results: Sequence[RunResult]) -> Table:
         )
     if any(np.isfinite(result.kept("tail")) for result in results):
         table.caption = "kept: share of the blocks that pruning (tail bound) computes"
-        table.caption_justify = "left"
     return table
 
 

@@ -41,13 +41,13 @@ class BoundedForgetGate(GateProjection):
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         z = wide(k)
-        g = F.logsigmoid(z)
-        if self.shared is not None:
-            bounds, layer = self.shared
-            low = bounds()[layer].view(self.sizes.num_heads, -1)
-            # log f = log sigmoid(z) + log(1 + l exp(-z)); the clamps keep exp finite and rounding below 0
-            g = (g + torch.log1p(low * (-z).clamp(max=80).exp())).clamp(max=0)
-        return Gate(log_diag=g), None
+        if self.shared is None:
+            return Gate(log_diag=F.logsigmoid(z)), None
+        bounds, layer = self.shared
+        low = bounds()[layer].view(self.sizes.num_heads, -1)
+        low = low.clamp(torch.finfo(low.dtype).tiny, 1 - torch.finfo(low.dtype).eps)  # with finite logarithms
+        odds = torch.log1p(-low) - torch.logaddexp(z, low.log())  # log((1 - f) / f): no sum cancels, no exp overflows
+        return Gate(log_diag=-torch.logaddexp(odds, odds.new_zeros(()))), None
 
     def keys(self, k: Tensor, gate: Gate) -> Tensor:
         assert gate.log_diag is not None

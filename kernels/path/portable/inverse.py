@@ -53,10 +53,10 @@ class Kept(NamedTuple):
 
 
 @triton.jit
-def _power_of_two(m):
-    """Powers of two near m >= 0 (1 for 0), and their inverses."""
+def _power_of_two(m, LEAST: tl.constexpr = 1e-37):
+    """Powers of two near m >= 0 (1 for an m up to LEAST), and their inverses."""
     s = (m.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    s = tl.where((s > 1e-37) & (s < 1e38), s, 1.0)
+    s = tl.where((s > LEAST) & (s < 1e38), s, 1.0)
     return s, 1.0 / s
 
 
@@ -67,9 +67,9 @@ def _row_scale(x):
 
 
 @triton.jit
-def _tile_scale(x):
-    """A power of two near the largest entry of x, and its inverse."""
-    return _power_of_two(tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0))
+def _tile_scale(x, LEAST: tl.constexpr = 1e-37):
+    """A power of two near the largest entry of x (1 for one up to LEAST), and its inverse."""
+    return _power_of_two(tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0), LEAST)
 
 
 @triton.jit

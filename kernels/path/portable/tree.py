@@ -37,7 +37,7 @@ from torch import Tensor
 
 from attnzoo.kernels.path.levels import BLOCK, Carried, Leaves, Levels, tree_offset, tree_scales
 
-from .inverse import launch, tree_block
+from .inverse import _tile_scale, launch, tree_block
 
 STAGES = {"tree": 3, "carry": 2, "carry_bwd": 3, "node": 3}  # of the pipelined loops, where float16 pieces fit
 
@@ -148,15 +148,6 @@ def path_tree_kernel(
 
 
 @triton.jit
-def _tile_scale(x):
-    """A power of two near the largest entry of x, and its inverse."""
-    m = tl.max(tl.max(tl.abs(x), 1), 0)
-    s = (m.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    s = tl.where((s > 1e-25) & (s < 1e37), s, 1.0)
-    return s, 1.0 / s
-
-
-@triton.jit
 def _add_outer(b, p_x, p_y, o_r, o_k, R, stride, K: tl.constexpr, PREC: tl.constexpr):
     """b + x^T y over a tile of the R rows. # [BK, BK]"""
     o_x = o_r.to(tl.int64)[:, None] * stride + o_k[None, :]
@@ -255,7 +246,7 @@ def path_node_bwd_kernel(
         if s == 0:
             tl.store(p_dm, b.to(p_dm.dtype.element_ty), mask=m_k)
         else:
-            b_s, b_inv = _tile_scale(b)
+            b_s, b_inv = _tile_scale(b, 1e-25)  # so that a child may multiply its own share by 1 / b_s
             _store_pieces(p_dn + (i_n - units).to(tl.int64) * (G * K * K) + o_n, plane, b * b_inv, m_k, NP)
             tl.debug_barrier()  # all of it is stored
             tl.atomic_xchg(p_scale + (i_n - units) * G, b_s.to(tl.int32, bitcast=True), sem="release")
