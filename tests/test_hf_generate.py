@@ -111,6 +111,8 @@ def test_assisted_generation_is_greedy_generation(tokens):
     assert torch.equal(model.generate(row, **lookup), greedy)
     path = build("path")
     assert torch.equal(path.generate(row, **lookup), path.generate(row, max_new_tokens=8, do_sample=False))
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens: expected layers that take rejected.*'path'"):
+        path.generate(row, **{**lookup, "engine": None})
 
 
 def test_a_budget_holds_in_the_loop_and_on_the_engine(tokens):

@@ -65,10 +65,11 @@ def show(name: str) -> None:
 @click.option("--out", type=PATH, help="The folder.  [default: runs/experiments/NAME-SIZE]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Models at a time.  [default: a CPU's cores, or 1 on a GPU]")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Then stop, and write what is finished.")
+@click.option("--arm", "only", multiple=True, help="This model alone; may be given several times.")
 @click.option("--device", type=click.Choice(["auto", "cpu"]), help="[default: cpu for --size cpu, else auto]")
 def run(
     name: str, overrides: tuple[str, ...], size: str, seeds: int | None, out: Path | None, jobs: int | None,
-    minutes: float | None, device: str | None,
+    minutes: float | None, only: tuple[str, ...], device: str | None,
 ) -> None:  # fmt: skip
     """Train and measure what is not yet, judge every expectation, and write a page.
 
@@ -91,4 +92,4 @@ def run(
     asked += [f"--device {device}"] if device else []
     command = " ".join(["attnzoo experiment run", name, *overrides, *asked])
     plan = Plan(name, size, folder, seeds or found.seeds, overrides, device or ("cpu" if size == "cpu" else "auto"))
-    run_experiment(plan, Console(highlight=False), command, jobs, minutes)
+    run_experiment(plan, Console(highlight=False), command, jobs, minutes, only)

@@ -131,18 +131,26 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             if engine:
                 raise ValueError(f"engine: expected None or False here ({reason}), got True") from reason
             logger.info("generate runs the loop of transformers: %s", reason)
-            helper = kwargs.get("assistant_model")
-            if helper is not None and getattr(helper, "_is_stateful", False):
-                raise ValueError(
-                    "assistant_model: expected layers that take rejected tokens back, as fox, alibi, rope and nope "
-                    "without convolutions and shifts (engine=True takes all), got "
-                    f"{helper.config.attention!r}"
-                ) from reason
+            self._check_proposals(kwargs.get("assistant_model"), generation_config, kwargs, reason)
             if limits:
                 kwargs["past_key_values"] = cache
             return super().generate(inputs, generation_config, *args, **kwargs)
         logger.info("generate ran on the engine")
         return tokens
+
+    def _check_proposals(self, helper: Any, settings: Any, given: dict[str, Any], reason: Exception) -> None:
+        """The loop of transformers takes rejected tokens back, from both models."""
+        look_up = "prompt_lookup_num_tokens"
+        name = look_up if helper is None else "assistant_model"
+        if helper is None and not given.get(look_up) and not getattr(settings, look_up, None):
+            return
+        for model in (self, helper):
+            if getattr(model, "_is_stateful", False):
+                raise ValueError(
+                    f"{name}: expected layers that take rejected tokens back, as fox, alibi, rope and nope without "
+                    "convolutions and shifts (engine=True takes all), got "
+                    f"{getattr(model.config, 'attention', type(model).__name__)!r}"
+                ) from reason
 
     def release_engine(self) -> None:
         """Free the memory that :meth:`generate` has kept for its next call."""
