@@ -95,9 +95,9 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     ) -> Any:  # fmt: skip
         """`GenerationMixin.generate`, on :class:`attnzoo.models.Generator` where that can take the call.
 
-        The engine takes greedy and sampled continuations of prompts, padded on the left or not, by temperature and one
-        of `top_k` and `top_p`, up to `max_new_tokens` and tokens that end a sequence; and the proposals of an
-        `assistant_model` of this class, or of `prompt_lookup_num_tokens`, up to 15 at a time. Greedy tokens are
+        The engine takes greedy and sampled continuations of prompts, padded on the left or not, by temperature,
+        `top_k` and `top_p`, several of each, up to `max_new_tokens` and tokens that end a sequence; and the proposals
+        of an `assistant_model` of this class, or of `prompt_lookup_num_tokens`, up to 15 at a time. Greedy tokens are
         the same but for logits that are equal to rounding; samples come from the same distribution, but not from the
         same draws. One line of the log says what runs. The engine is kept for the next call with as many rows;
         :meth:`release_engine` frees it.
