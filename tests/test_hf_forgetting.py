@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from tiny_runs import config_of, write_text
 
 from attnzoo.models.hf import AttnzooForCausalLM
 from attnzoo.training import load_run, train
+from attnzoo.training.exchange import recipe_of
 from attnzoo.training.forgetting import networks, with_forgetting
 
 OPTIONS = {"forgetting": {"window": 3, "width": 4, "network": "pair"}}
@@ -41,13 +44,27 @@ def test_a_model_that_forgets_is_written_and_generates_alike(tmp_path):
 
 
 def test_a_folder_of_hugging_face_gets_a_network_alone(tmp_path):
+    """The folder says what the model is; nobody has to repeat it."""
     write_text(tmp_path)
-    AttnzooForCausalLM.of(model_of()).save_pretrained(tmp_path / "folder")
-    recipe = config_of(tmp_path, "run", "steps=2", f"start_from={tmp_path / 'folder'}", "model.attention=rope",
-                       "model={intermediate_size: null, num_layers: 2}", "optimizer.warmup_steps=1")  # fmt: skip
-    config = with_forgetting(recipe, OPTIONS["forgetting"])
-    config.forgetting = ForgettingConfig(1, 1, alone=True)
+    folder, run = tmp_path / "folder", config_of(tmp_path, "run", "steps=2", "optimizer.warmup_steps=1")
+    AttnzooForCausalLM.of(model_of()).save_pretrained(folder)
+    config = with_forgetting(recipe_of(folder), OPTIONS["forgetting"])
+    assert (config.start_from, config.output_dir) == (str(folder), "runs/folder-forgetting")
+    config = replace(
+        run, model=config.model, start_from=config.start_from, forgetting=ForgettingConfig(1, 1, alone=True)
+    )
     train(config)
     before, after = model_of().state_dict(), load_run(config.output_dir)[0].state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert len(after) > len(before)
+    again = with_forgetting(recipe_of(config.output_dir), {"window": 9})  # and a run's folder, likewise
+    assert (again.start_from, again.output_dir) == (config.output_dir, f"{config.output_dir}-forgetting")
+    assert again.model.layers()[1].options["forgetting"] == {"window": 9}
+
+
+def test_a_folder_that_cannot_be_trained_on_from_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="expected a run or a model folder, got .*nothing"):
+        recipe_of(tmp_path / "nothing")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="a model of 'llama': `attnzoo import` makes it one of ours"):
+        recipe_of(tmp_path)

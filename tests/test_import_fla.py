@@ -1,4 +1,8 @@
-"""flash-linear-attention's models, imported: the logits of its own classes, its own definitions for its kernels."""
+"""flash-linear-attention's models, and the FoX authors', imported: the logits of their own classes, without kernels.
+
+The authors' package is not on PyPI: `pip install git+https://github.com/zhixuan-lin/forgetting-transformer`, beside
+transformers 5. Neither needs a GPU here; where theirs is missing, tests/test_import_fox.py has its equations.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +65,14 @@ def unit(x):
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def turned(rotary, q, k, **_):
+def rms_norm(norm, x, residual=None, prenorm=False):
+    x = x if residual is None else x + residual
+    return (rms(x, norm.weight, norm.eps), x) if prenorm else rms(x, norm.weight, norm.eps)
+
+
+def turned(rotary, q, k, *_, **__):
     K = q.shape[-1]
-    angle = torch.arange(q.shape[1])[:, None] * 10_000.0 ** (-torch.arange(0, K, 2) / K)  # [T, K/2]
+    angle = torch.arange(q.shape[1])[:, None] * rotary.base ** (-torch.arange(0, K, 2) / K)  # [T, K/2]
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
 
     def turn(x):
@@ -140,10 +149,6 @@ def plain(monkeypatch):
     def group_norm(norm, x):
         return rms(x.unflatten(-1, (norm.num_groups, -1)), 1, norm.eps).flatten(-2) * norm.weight
 
-    def rms_norm(norm, x, residual=None, prenorm=False):
-        x = x if residual is None else x + residual
-        return (rms(x, norm.weight, norm.eps), x) if prenorm else rms(x, norm.weight, norm.eps)
-
     def gated_group_norm(norm, x, z):
         x = x if norm.norm_before_gate else x * F.silu(z)
         x = rms(x.unflatten(-1, (-1, norm.group_size)), 1, norm.eps).flatten(-2) * norm.weight
@@ -180,8 +185,8 @@ def plain(monkeypatch):
     method("fla.modules", "RMSNorm", rms_norm)
 
 
-def build(name, options):
-    models = importlib.import_module("fla.models")
+def build(name, options, package="fla.models"):
+    models = importlib.import_module(package)
     torch.manual_seed(0)
     theirs = getattr(models, f"{name}ForCausalLM")(getattr(models, f"{name}Config")(**{**SIZES, **options})).eval()
     for parameter in theirs.parameters():  # norms and biases that do something
@@ -223,4 +228,100 @@ def test_logits_of_the_fox_papers_baselines_are_the_peers(case, plain):
     with torch.no_grad():
         expected = theirs(tokens).logits
         ours = build_ours(peer_of(fields), Weights.of_state(state))(tokens).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+FOX = "forgetting_transformer.ForgettingTransformer"
+LLAMA = {"num_heads": 4, "intermediate_size": 48, "initializer_range": 0.2}
+NORMED = {"qk_norm": True, "use_output_norm": True, "use_output_gate": True}
+PRO = {**LLAMA, **NORMED, "qk_norm_share_param_across_head": True, "use_k_shift": True, "use_v_shift": True}
+ROPE = {"fgate_type": "none", "use_rope": True}
+DECAYS = {"fgate_bias_init": True, "decay_time_min": 2.0, "decay_time_max": 50.0}
+AUTHORS = {
+    "fox-pro": (FOX, PRO),
+    "fox-pro, norms per head": (FOX, {**PRO, "qk_norm_share_param_across_head": False}),
+    "fox-pro, with RoPE": (FOX, {**PRO, "use_rope": True}),
+    "fox-llama": (FOX, LLAMA),
+    "fox-llama, pruned": (FOX, {**LLAMA, "log_pruning_tolerance": -20.0}),
+    "fox, with a swish gate": (FOX, {**LLAMA, "use_output_gate": True, "ogate_act": "silu"}),
+    "fox, gates without data": (FOX, {**LLAMA, **DECAYS, "fgate_type": "bias_only"}),
+    "fox, fixed gates": (FOX, {**LLAMA, **DECAYS, "fgate_type": "fixed"}),
+    "transformer-pro": (FOX, {**PRO, **ROPE}),
+    "transformer-llama": (FOX, {**LLAMA, **ROPE}),
+    "transformer, with windows": ("transformer.Transformer", {**LLAMA, "use_rope": True, "window_size": 5}),
+    "delta_net": ("delta_net.DeltaNet", {**LLAMA, "num_heads": 2}),
+    "hgrn2": ("hgrn2.HGRN2", {**LLAMA, "num_heads": 2, "expand_ratio": 16}),
+    # their definition without kernels adds up the wrong states from a third chunk on
+    "mamba2": ("mamba2.Mamba2", {**MAMBA, "n_groups": 1, "chunk_size": 17}),
+}
+
+
+@pytest.fixture
+def authors(plain, monkeypatch):
+    """The FoX authors' package, whose layers take older kernels of flash-linear-attention: heads first, one output."""
+    monkeypatch.setattr(importlib.import_module("fla.modules.l2norm"), "l2_norm_fn", unit, raising=False)
+    models = "forgetting_transformer.model."
+    pytest.importorskip("forgetting_transformer", reason="the FoX authors' package is not installed")
+
+    def attend(q, k, v, log_fgate=None, window=None, **_):
+        """softmax(q k^T / sqrt(K) + sums of log gates) v over [B, H, T, K], a causal window of it."""
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        ago = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+        if log_fgate is not None:
+            c = log_fgate.cumsum(-1)
+            scores = scores + c[..., :, None] - c[..., None, :]
+        return scores.masked_fill((ago < 0) | (ago >= (window or len(ago))), float("-inf")).softmax(-1) @ v
+
+    def flash(q, k, v, causal, window_size):
+        return by_heads(attend(*map(by_heads, (q, k, v)), window=window_size[0] + 1))
+
+    def shifted(x, before, now):
+        return before[..., None] * F.pad(x, (0, 0, 0, 0, 1, -1)) + now[..., None] * x
+
+    def gated_linear(act):
+        return lambda x, y, weight, bias: F.linear(act(x) * y, weight, bias)
+
+    def delta(q, k, v, beta, **_):
+        return importlib.import_module("fla.ops.delta_rule.naive").delta_rule_recurrence(q, k, v, beta)
+
+    def gla(q, k, v, g, **_):
+        naive = importlib.import_module("fla.ops.gla.naive").naive_recurrent_gla
+        o, state = naive(*map(by_heads, (q, k, v, g)))
+        return by_heads(o), state
+
+    def grouped(norm, x, g=None, **_):
+        o = rms(x.unflatten(-1, (norm.num_groups, -1)), 1, norm.eps).flatten(-2) * norm.weight
+        return o if g is None else o * {"sigmoid": torch.sigmoid, "silu": F.silu}[norm.activation](g)
+
+    for name, functions in {
+        "forgetting_transformer.modeling_forgetting_transformer": {
+            "forgetting_attention": attend, "token_shift": shifted, "swiglu_linear": gated_linear(F.silu),
+            "glu_linear": gated_linear(torch.sigmoid),
+        },
+        "transformer.modeling_transformer": {"flash_attn_func": flash, "swiglu_linear": gated_linear(F.silu)},
+        "delta_net.modeling_delta_net": {"swiglu_linear": gated_linear(F.silu)},
+        "delta_net.delta_net_layer": {"fused_recurrent_delta_rule": delta},
+        "hgrn2.modeling_hgrn2": {"swiglu_linear": gated_linear(F.silu)},
+        "hgrn2.hgrn2_attention": {"chunk_gla": gla, "swish": F.silu},
+        "mamba2.modeling_mamba2": {"RMSNormGated": importlib.import_module("fla.modules.layernorm_gated").RMSNormGated},
+    }.items():  # fmt: skip
+        for function in functions:
+            monkeypatch.setattr(importlib.import_module(models + name), function, functions[function])
+    own = importlib.import_module(models + "forgetting_transformer.modeling_forgetting_transformer")
+    for part, forward in (("RMSNorm", rms_norm), ("GroupNorm", grouped), ("FusedGroupNormGated", grouped)):
+        monkeypatch.setattr(getattr(own, part), "forward", forward)
+    monkeypatch.setattr(own.RotaryEmbedding, "forward", turned)
+    convolution = importlib.import_module("fla.modules").ShortConvolution
+    monkeypatch.setattr(convolution, "forward", lambda conv, x, *_: convolved(conv, x)[0])
+
+
+@pytest.mark.parametrize("case", AUTHORS)
+def test_logits_are_those_of_the_fox_authors_own_classes(case, authors):
+    where, options = AUTHORS[case]
+    module, name = where.split(".")
+    theirs = build(name, {"fuse_cross_entropy": False, **options}, f"forgetting_transformer.model.{module}")
+    tokens = torch.randint(1, 70, (2, 33))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        ours = from_peer(theirs)(tokens).logits
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +145,42 @@ def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -
     return peer.notes
 
 
+def recipe_of(folder: str | Path) -> TrainConfig:
+    """The configuration by which a run was trained, or one that trains on from a model folder.
+
+    Args:
+        folder: of a run, or one that `attnzoo export` or `attnzoo import` wrote. Of the latter two only the model is
+            known; how it is trained, and on what, is left at the defaults.
+
+    Raises:
+        FileNotFoundError: neither is there.
+        ValueError: a model of another library.
+        ModuleNotFoundError: transformers, for a model folder, is not installed.
+    """
+    folder = Path(folder)
+    if (folder / "config.yaml").is_file():
+        return replace(load_config(folder / "config.yaml"), output_dir=str(folder))
+    _check_ours(folder, "folder")
+    from attnzoo.models.hf import AttnzooConfig
+    from attnzoo.models.peers import read_settings
+
+    model = AttnzooConfig.from_dict(read_settings(folder)).native()
+    return TrainConfig(output_dir=f"runs/{folder.name}", start_from=str(folder), model=model)
+
+
+def _check_ours(folder: Path, argument: str) -> None:
+    """FileNotFoundError: no model folder; ValueError: one of another library."""
+    from attnzoo.models.peers import read_settings
+
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"start_from: expected a run or a model folder, got {str(folder)!r}")
+    kind = read_settings(folder).get("model_type")
+    if kind != "attnzoo":
+        raise ValueError(
+            f"start_from: {str(folder)!r} holds a model of {kind!r}: `attnzoo import` makes it one of ours"
+        )
+
+
 def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
     """Give a model the weights of a run or of a model folder, where it has them too; a line of the log says which.
 
@@ -160,7 +197,7 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
         FileNotFoundError: neither is there.
         ValueError: a weight of another shape, or none in common, or data by another tokenizer.
     """
-    from attnzoo.models.peers import Weights, read_settings
+    from attnzoo.models.peers import Weights
 
     folder = Path(source)
     if (folder / "config.yaml").is_file():
@@ -170,13 +207,9 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
         parts = checkpoint / PARTS
         there = Weights.of_state(join_parts(parts)) if parts.is_dir() else Weights.of_folder(checkpoint)
         prefix = ""
-    elif (folder / "config.json").is_file():
-        kind = read_settings(folder).get("model_type")
-        if kind != "attnzoo":
-            raise ValueError(f"start_from: {source!r} holds a model of {kind!r}: `attnzoo import` makes it one of ours")
-        there, prefix = Weights.of_folder(folder), "model."
     else:
-        raise FileNotFoundError(f"start_from: expected a run or a model folder, got {source!r}")
+        _check_ours(folder, "start_from")
+        there, prefix = Weights.of_folder(folder), "model."
     _check_tokenizer(folder, data)
     state, new, ours = {}, [], model.state_dict()
     once, homes = _by_projection([prefix + name for name in ours]), _by_projection(there.names)

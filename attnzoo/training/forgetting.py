@@ -148,7 +148,8 @@ def with_forgetting(source: TrainConfig | ModelConfig, options: Mapping[str, Any
 
     Args:
         source: a run's, or a model's. A run's weights are gone on from (``start_from``) in a folder beside its own; a
-            recipe that has not been run starts from where it did.
+            recipe that has not been run starts from where it did. (:func:`attnzoo.training.exchange.recipe_of` reads
+            it from the folder of a run or of a model.)
         options: of :class:`~attnzoo.algebra.forgetting.Forgetting`.
 
     Raises:

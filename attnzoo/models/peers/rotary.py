@@ -35,7 +35,7 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
     settings.only("mlp_bias", False)
     D, H, L = settings["hidden_size"], settings["num_attention_heads"], settings["num_hidden_layers"]
     G, K = settings.get("num_key_value_heads", H), settings.get("head_dim", D // H)
-    outer = biases and settings.fields["model_type"] == "llama"  # there the output has one too
+    outer = biases and settings.fields["model_type"] in ("llama", "qwen3")  # there the output has one too
     options: dict[str, Any] = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer}
     if normed:
         options |= {"qk_norm": "rms", "qk_norm_shared": True, "qk_norm_eps": settings["rms_norm_eps"]}
