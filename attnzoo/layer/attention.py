@@ -24,7 +24,7 @@ from attnzoo.forms.protocol import Call
 from attnzoo.layer.bounds import largest_score, longest_query
 from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, keys_per_token, valid_tokens
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.dispatch import IMPLS, choose, chosen, given_options, run
+from attnzoo.layer.dispatch import IMPLS, chosen, given_options, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.forgetting import Forget, check_forgetting
 from attnzoo.layer.gates import Sizes, build_gate, gate_classes
@@ -286,7 +286,7 @@ class Attention(PreciseModule):
         projected = self._project(x, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache))
         options = self._options(projected.write, None, None, cache.bound)
         call = Call(projected.q, projected.k, projected.v, projected.gate, None, True, options)
-        o = cache.memory.step(call, lambda call: run(self.variant, choose(self.variant, self.impl, call), call))
+        o = cache.memory.step(call, lambda call: run(self.variant, chosen(self.variant, self.impl, call), call))
         return self._output(x, projected.v, o)
 
     def whole_steps(self, memory: object) -> bool:

@@ -107,7 +107,7 @@ class Mamba3Decay(StepSize):
     """``g_t = -a_t dt_t`` and ``theta_t = pi dt_t tanh(W x_t)``, with steps ``dt_t`` that also scale what is written.
 
     ``dt_t = softplus(w x_t + b)`` and ``a_t = softplus(u x_t)`` are each head's own; all heads share ``W`` (Lahoti et
-    al., 2026; mamba_ssm's ``modules/mamba3.py``).
+    al., 2026; mamba_ssm's ``modules/mamba3.py`` as first released, March 2026).
 
     Args:
         dt_min: smallest step at the start; b is such that dt is log-uniform in ``[dt_min, dt_max]``.
