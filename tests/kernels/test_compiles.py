@@ -1,4 +1,4 @@
-"""The installed Triton compiles kernels for GPUs that are not here; ``make test-versions`` compiles all, with each."""
+"""The installed Triton compiles kernels for GPUs that are not here; ``make test-versions`` more, with each."""
 
 from __future__ import annotations
 
