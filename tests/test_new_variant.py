@@ -203,7 +203,7 @@ def test_one_line_makes_a_pair_of_known_parts() -> None:
     ("layer", "message"),
     [
         ({"gate": ("forget", "rotary"), "gat_bias": 1.0}, "option in the layer of 'worn' 'gat_bias': .*'gate_bias'"),
-        ({"gate": "forget"}, "gate: 'worn' needs the parts .*'forget' provides {'log_decay'}"),
+        ({"gate": "forget"}, "gate: 'worn' needs the parts log_decay, angle; 'forget' provides log_decay"),
     ],
 )
 def test_defaults_that_serve_no_layer_are_named(layer: dict[str, object], message: str) -> None:
