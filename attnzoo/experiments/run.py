@@ -71,11 +71,12 @@ class Plan:
         """The training of one run."""
         size = find_size(experiment, self.size)
         given = (*experiment.settings, *size.settings, *(size.after if arm.after else ()), *arm.settings)
-        own = (f"device={self.device}", f"optimizer.lr={lr}", f"seed={seed}", f"data.seed={seed}")
-        known = read_settings(given)
-        for key in (key for key in OWN if key != "model.attention_options" and _names(known, key)):
+        settings = read_settings([*ALWAYS, *given])
+        for key in (key for key in OWN if key != "model.attention_options" and _names(settings, key)):
             raise ValueError(f"settings: {key} is set for each run (learning rates are lrs); other keys can be given")
-        settings = read_settings([*ALWAYS, *given, *own])
+        settings |= {"device": self.device, "seed": seed}
+        settings.setdefault("optimizer", {})["lr"] = lr
+        settings.setdefault("data", {})["seed"] = seed
         model = settings.get("model", {})
         options = {**model.get("attention_options", {}), **experiment.options, **arm.options}
         settings["model"] = {**model, "attention": arm.variant, "attention_options": options}
