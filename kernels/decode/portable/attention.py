@@ -20,8 +20,8 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import GATE_FULL, LOG2E
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block
+from attnzoo.kernels.common.parts import Finish
 from attnzoo.kernels.common.tile_loads import load_tile
-from attnzoo.kernels.decode.parts import Finish
 from attnzoo.kernels.decode.plan import Plan
 from attnzoo.kernels.decode.portable.carried import NOT_WALKED, carried_scores, new_tokens, open_start
 from attnzoo.kernels.decode.portable.prune import drop_pages
