@@ -13,7 +13,7 @@ from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.linear.parts import MAPS, Convolution, Decay
 
 TILE = 4096  # entries of the state in one program, where it need not hold all columns of a head
-MOST = 16384  # of one that holds them all
+MOST = 8192  # of one that holds them all
 CHANNELS = 1024  # of a window that one program moves
 
 
