@@ -68,9 +68,10 @@ test-transformers: install
 	PYTHONPATH="$(abspath $(OLDEST))" $(PYTEST) tests/test_hf.py tests/test_hf_generate.py tests/test_import.py \
 		tests/test_exchange.py tests/test_tokenizer.py tests/test_tutorial_commands.py
 
-# takes hours on two cores; TRITONS names some of the releases
+# takes two to three hours on two cores; TRITONS names some of the releases, WHOLE=1 compiles all forms with each
 test-versions: install
-	$(BIN)/python tests/kernels/versions.py $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/attnzoo-versions $(TRITONS)
+	$(BIN)/python tests/kernels/versions.py --jobs $(JOBS) $(if $(WHOLE),--whole) \
+		$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/attnzoo-versions $(TRITONS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -46,7 +46,7 @@ LATTICE = (
 @app.command("list")
 @click.option("--presets", is_flag=True, help="The models of published sizes instead.")
 def list_pairs(presets: bool) -> None:
-    """The pairs of duals, as a table: which parts the gate of each has."""
+    """Every pair of duals, and the parts of its gate."""
     if presets:
         return _list_presets()
     from attnzoo.registry import broken_plugins, pairs
@@ -130,12 +130,12 @@ def _show_preset(name: str) -> None:
 
 @app.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random inputs.")
 def verify(names: tuple[str, ...], seed: int) -> None:
-    """Check every form against the float64 oracle; exit 1 if one fails.
+    """Check every form against the float64 oracle.
 
     NAME is any variant; none given means all of them. The inputs are random, drawn anew from --seed, in every
-    regime of gates. Kernels are checked where there is a GPU.
+    regime of gates. Kernels are checked where there is a GPU. The exit code is 1 if a form fails.
     """
     from attnzoo.verify import LIMIT
     from attnzoo.verify import verify as checks
@@ -164,12 +164,12 @@ def verify(names: tuple[str, ...], seed: int) -> None:
 
 
 @app.command()
-@click.option("--head-dim", type=click.IntRange(min=8), default=64, show_default=True, help="Of the layers, K = V.")
+@click.option("--head-dim", type=click.IntRange(min=8), default=64, show_default=True, help="K and V of the layers.")
 @click.option(
     "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True,
-    help="Of the layers' weights and inputs.",
+    help="Dtype of the layers' weights and inputs.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON, for programs.")
 def doctor(head_dim: int, dtype: str, as_json: bool) -> None:
     """What every variant would run on here, and why nothing faster.
 
@@ -190,7 +190,7 @@ def doctor(head_dim: int, dtype: str, as_json: bool) -> None:
 @overrides_argument
 @click.option(
     "--processes", type=click.IntRange(min=1), default=1, show_default=True,
-    help="On this machine: one for each GPU, or some on a CPU.",
+    help="Processes on this machine: one for each GPU, or some that share a CPU.",
 )  # fmt: skip
 def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
     """Train one model as CONFIG says, or go on training it.
@@ -246,11 +246,11 @@ def compare(config: str, overrides: tuple[str, ...], jobs: int) -> None:
     type=PATH,
     default="report.html",
     show_default=True,
-    help="The page.",
+    help="The file to write.",
 )
 @click.option("--title", default="comparison", show_default=True, help="The page's heading.")
 def report(runs: tuple[Path, ...], output: Path, title: str) -> None:
-    """Write a report about runs, measuring those that are not yet.
+    """Write a report about runs, measuring those not measured yet.
 
     RUN is the folder of a run, or a folder of runs.
     """

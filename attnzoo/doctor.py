@@ -6,7 +6,9 @@ nothing, to the functions that choose the form and the kernels.
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnzoo.forms.protocol import REFERENCE, Call
+from attnzoo.kernels.common.device import installed_triton
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
 from attnzoo.layer.dispatch import KERNELS, choose, expected
@@ -26,6 +29,14 @@ from attnzoo.registry import Variant, get, list_variants
 PACKAGES = ("attnzoo", "torch", "triton", "flash-linear-attention")
 WHEN = ("prefill", "training", "padded training", "packed training", "cached step")
 Situation = tuple[str, str, str, tuple[str, ...]]  # when, form, kernels, why nothing faster
+# Variables that make a GPU slow where they are set, and what they do.
+SETTINGS = {
+    "TRITON_INTERPRET": "kernels run in Triton's interpreter, which is for tests",
+    "CUDA_LAUNCH_BLOCKING": "Python waits for every kernel",
+    "ATTNZOO_VALIDATE": "Python waits for the GPU to check values",
+    "ATTNZOO_FLA_TUNING": "flash-linear-attention measures all tiles that it knows, which takes minutes",
+    "TRITON_ALWAYS_COMPILE": "Triton compiles every kernel again in each process",
+}
 _HEADS, _TOKENS = 2, 320  # tokens enough for the kernels of long sequences
 
 
@@ -48,13 +59,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """A machine, its versions, and what each variant would run on."""
+    """A machine, its versions, and what each variant would run on.
+
+    Attributes:
+        gpus: or why there are none.
+        slow: what makes this setup slow besides, with its remedy.
+    """
 
     system: str
     gpus: tuple[str, ...]
     versions: dict[str, str]
     layer: str
     rows: tuple[Row, ...]
+    slow: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,8 +79,9 @@ class Report:
     def text(self) -> str:
         """Markdown: what a table says in many places is a note below it."""
         notes: dict[str, int] = {}
-        lines = [f"- {self.system}", *(f"- {gpu}" for gpu in self.gpus or ("no CUDA GPU",))]
+        lines = [f"- {self.system}", *(f"- {gpu}" for gpu in self.gpus)]
         lines += [f"- {name} {found}" for name, found in self.versions.items()]
+        lines += [f"- slow: {why}" for why in self.slow]
         table: list[tuple[str, ...]] = [("variants", "when", "runs on", "why nothing faster")]
         for names, situations in _grouped(self.rows):
             cells = []
@@ -104,11 +122,13 @@ def examine(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Report:
     """What every variant's layer would run on here, with its defaults."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = [row for name in list_variants() for row in _rows(get(name), head_dim, dtype, device)]
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [_no_gpu()]
+    where = " on cuda:0" if len(gpus) > 1 else ""
     return Report(
-        f"{platform.platform()}, Python {platform.python_version()}", tuple(_gpu(i) for i in range(count)),
+        f"{platform.platform()}, Python {platform.python_version()}", tuple(gpus),
         {name: _version(name) for name in PACKAGES},
-        f"layers with heads of {head_dim}, {str(dtype).removeprefix('torch.')}", tuple(rows),
+        f"layers with heads of {head_dim}, {str(dtype).removeprefix('torch.')}{where}", tuple(rows),
+        tuple(_slow()) if device.type == "cuda" else (),
     )  # fmt: skip
 
 
@@ -194,7 +214,25 @@ def _gpu(index: int) -> str:
     return f"cuda:{index}: {torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
 
 
+def _no_gpu() -> str:
+    built = torch.version.cuda or torch.version.hip
+    if built is None:
+        return "no CUDA GPU: this torch is built without CUDA (https://pytorch.org/get-started has one with it)"
+    return f"no CUDA GPU: this torch is built for {built}, and finds no driver or none that is new enough (nvidia-smi)"
+
+
+def _slow() -> Iterator[str]:
+    for name, effect in SETTINGS.items():
+        value = os.environ.get(name, "")
+        if value not in ("", "0"):
+            yield f"{name}={value}: {effect} (unset it)"
+    if not (os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")):
+        yield "no C compiler, without which Triton launches no kernel (install gcc, or set CC)"
+
+
 def _version(package: str) -> str:
+    if package == "triton" and installed_triton():
+        return installed_triton()
     try:
         return version(package)
     except PackageNotFoundError:

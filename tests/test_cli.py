@@ -189,6 +189,7 @@ def test_documented_help_is_what_the_commands_print() -> None:
     for command in commands(cli.app):
         ran = CliRunner().invoke(cli.app, [*command, "--help"], prog_name="attnzoo", terminal_width=78)
         assert ran.output.strip() in shown, command
+        assert "...\n" not in ran.output.partition("Commands:")[2], "the first line of a command is too long for a list"
     assert describe("path_fox") in shown  # the example of `attnzoo show`
     assert len(shown) == 1 + len(commands(cli.app))
 

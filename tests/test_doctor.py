@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +76,37 @@ def test_a_triton_that_miscompiles_scalar_decays_is_named(pretend: Pretend, monk
     assert (training.form, training.kernels) == ("fla", "chunks, a decay per channel")
     assert training.why[-1].startswith("Triton 3.6.0 miscompiles flash-linear-attention's backward of a scalar decay")
     assert row(report, "mamba2", "prefill").kernels == row(report, "deltanet", "training").kernels == ""
+
+
+def test_what_slows_a_whole_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*doctor.SETTINGS, "CC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/gcc")
+    assert not list(doctor._slow())
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setenv("ATTNZOO_VALIDATE", "0")  # makes nothing slow
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    text = doctor.Report("a system", (), {}, "layers", (), tuple(doctor._slow())).text()
+    assert "- slow: CUDA_LAUNCH_BLOCKING=1: Python waits for every kernel (unset it)" in text
+    assert "- slow: no C compiler" in text
+    assert text.count("slow: ") == 2
+
+
+@pytest.mark.parametrize(("cuda", "said"), [(None, "built without CUDA"), ("13.0", "built for 13.0, and finds no")])
+def test_a_machine_without_a_gpu_says_why(cuda: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(doctor, "list_variants", list)
+    assert f"- no CUDA GPU: this torch is {said}" in doctor.examine().text()
+
+
+def test_old_gpus_and_rocm_run_no_kernel_of_ours(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {row.form for row in pretend((7, 5), (3, 7)).rows} == {"reference"}
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    report = pretend((9, 0), (3, 7))
+    assert {row.form for row in report.rows if row.variant in ("fox", "path", "wall")} == {"reference"}
+    assert row(report, "mamba2", "training").form == "fla"
 
 
 def test_other_gpus_run_portable_kernels_without_complaint(pretend: Pretend) -> None:

@@ -252,16 +252,19 @@ def test_samples_depend_on_their_seed_alone(settings, prompts):
     generator.add(prompts[0], 12, temperature=1.5, seed=3, **settings)
     assert next(iter(generator.run().values())) == together[0]
     assert draw((7,), 4)[0][0] != together[0]
-    greedy = Generator(model, 2, 40)
-    number = greedy.add(prompts[0], 12, temperature=0)
-    greedy.add(prompts[1], 12, temperature=1.5, seed=4, **settings)
-    assert greedy.run()[number] == alone(model, prompts[0], 12)  # beside one that samples
+    mixed = Generator(model, 3, 40)  # beside one that takes the likeliest, and one among few tokens
+    greedy = mixed.add(prompts[0], 12, temperature=0)
+    number = mixed.add(prompts[1], 12, temperature=1.5, seed=4, **settings)
+    mixed.add(prompts[2], 12, temperature=1.5, seed=5, top_k=3, top_p=0.9)
+    found = mixed.run()
+    assert found[greedy] == alone(model, prompts[0], 12)
+    assert found[number] == together[1]
 
 
 def test_draws_follow_the_probabilities_among_the_tokens_that_are_left():
     rows, vocabulary = 40_000, 6
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
-    for top_k, top_p in ((None, 1.0), (3, 1.0), (None, 0.75), (2, 0.9)):
+    for top_k, top_p in ((None, 1.0), (3, 1.0), (None, 0.75), (2, 0.8)):
         samplers = Samplers.empty(rows, torch.device("cpu"))
         samplers.set(0, Sampling(0.7, top_k, top_p), vocabulary)
         for part in (samplers.temperature, samplers.top_k, samplers.top_p):
@@ -269,7 +272,7 @@ def test_draws_follow_the_probabilities_among_the_tokens_that_are_left():
         samplers.seed.copy_(torch.arange(rows))
         found = torch.bincount(samplers.draw(logits.expand(rows, -1), FILTERED), minlength=vocabulary) / rows
         p = (logits / 0.7).softmax(0)
-        kept = [n for n in range(vocabulary) if (top_k is None or n < top_k) and float(p[:n].sum()) < top_p]
+        kept = [n for n in range(top_k or vocabulary) if float(p[:n].sum()) < top_p * float(p[:top_k].sum())]
         expected = torch.zeros(vocabulary).index_copy(0, torch.tensor(kept), p[kept] / p[kept].sum())
         assert not found[expected == 0].any()
         torch.testing.assert_close(found, expected, rtol=0, atol=5 * 0.5 / rows**0.5)

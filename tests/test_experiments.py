@@ -93,9 +93,16 @@ def chained(own):
     return own
 
 
-def start(name, minutes=None, **options):
+def start(name, minutes=None, only=(), **options):
     plan = Plan(**{"name": name, "size": "cpu", "out": Path("out"), "seeds": 2, "device": "cpu", **options})
-    return run_experiment(plan, Console(quiet=True), "the <command>", 1, minutes)
+    return run_experiment(plan, Console(quiet=True), "the <command>", 1, minutes, only)
+
+
+@pytest.mark.parametrize("setting", ["optimizer.lr=0.001", "optimizer={lr: 0.001}"])
+def test_a_setting_that_each_run_overrides_is_refused(own, setting):
+    Path(own).write_text(Path(own).read_text().replace("model.num_heads=1", setting))
+    with pytest.raises(ValueError, match=r"none, one head.*: settings: optimizer\.lr is set for each run .*are lrs"):
+        start(own)
 
 
 def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
@@ -206,9 +213,9 @@ def test_experiment_that_is_not_finished_says_what_is_missing(done):
 def test_stages_are_arms_or_single_runs(own):
     experiment = find(own)
     plan = Plan(own, "cpu", Path("out"), 2)
-    [(work, tasks)] = running._stages(plan, experiment, 2)
+    [(work, tasks)] = running._stages(plan, experiment, experiment.arms, 2)
     assert (work, list(tasks)) == (running.run_arm, experiment.arm_names)
-    (rate, rates), (seed, seeds) = running._stages(plan, experiment, 3)
+    (rate, rates), (seed, seeds) = running._stages(plan, experiment, experiment.arms, 3)
     assert (rate, [arguments[1:] for arguments in rates.values()]) == (
         running.run_rate, [("fox", 0.01), ("fox", 0.02), ("none, one head", 0.1)],
     )  # fmt: skip
@@ -217,12 +224,33 @@ def test_stages_are_arms_or_single_runs(own):
     )  # fmt: skip
 
 
+def test_single_arm_is_trained_and_the_page_has_what_there_is(done, monkeypatch):
+    before = load_outcome(Path("out/result.json"))
+    shutil.rmtree("out/fox")
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(running, "train", refuse)
+    page = start(done, only=["none, one head"]).read_text()
+    assert load_outcome(Path("out/result.json")).runs == tuple(before.of("none, one head"))
+    assert "fox: 0 of 2 seeds" in page
+    with pytest.raises(ValueError, match="unknown arm 'fix': expected one of fox, none, one head; did you mean 'fox'"):
+        start(done, only=["fix"])
+
+
+def test_single_arm_comes_with_those_that_it_starts_from(chained):
+    experiment = find(chained)
+    for only, expected in ((["on"], ["none, one head", "on"]), (["fox"], ["fox"])):
+        assert [arm.name for arm in running._with_those_before(experiment, only)] == expected
+
+
 def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
     experiment, plan = find(chained), Plan(chained, "cpu", Path("out"), 2, device="cpu")
     first, second = (running.run_seed(plan, "none, one head", seed).validation for seed in (0, 1))
     assert running.run_seed(plan, "on", 1).validation == pytest.approx(second, rel=1e-6)
     assert first != second
-    stages = [list(tasks) for _, tasks in running._stages(plan, experiment, 1)]
+    stages = [list(tasks) for _, tasks in running._stages(plan, experiment, experiment.arms, 1)]
     assert stages == [["fox", "none, one head"], ["on"]]
     longer = replace(plan, overrides=("steps=3",))
     assert not running._finished(longer, experiment, experiment.arm("on"))[1]
@@ -402,6 +430,9 @@ def test_command_runs(done):
     ran = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert ran.exit_code == 0
     assert "report: out/report.html" in ran.output
+    assert "[2/2] none, one head" in ran.output
+    alone = CliRunner().invoke(app, [*arguments, "--arm", "none, one head"], catch_exceptions=False)
+    assert "[1/1] none, one head" in alone.output
     assert "attnzoo experiment run mine.py --seeds 2" in Path("out/report.html").read_text()
 
 

@@ -50,14 +50,14 @@ def test_fla_form_without_a_gpu_says_why(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "K", "said"), [("mamba2", 300, ""), ("kda", 256, ""), ("kda", 257, "to 256, got 257")]
+    ("name", "K", "said"), [("mamba2", 300, ""), ("kda", 256, ""), ("kda", 258, "to 256, got 258")]
 )
 def test_delta_rules_of_wide_heads_are_refused(name: str, K: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "DEVICE", "cpu")
     monkeypatch.setattr(fla, "INSTALLED", True)
     q, k, v, gate = random_inputs(name, 1, 2, 1, 1, K, 16, dtype=torch.float16)
     assert fla_unavailable(Call(q, k, v, gate, options=rule(name))) == (
-        said and f"its delta-rule kernels take K up {said}"
+        said and f"its delta-rule kernels take K up {said} (smaller heads)"
     )
 
 

@@ -89,6 +89,19 @@ def test_a_tuning_is_announced_once_for_a_shape(
     assert all(options["warmup"] + options["rep"] <= 25 for options in lengths)
 
 
+def test_a_tuning_that_is_not_kept_says_so(
+    monkeypatch: pytest.MonkeyPatch, tuner: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    import triton.testing
+
+    monkeypatch.setattr(triton.testing, "do_bench", lambda call, **options: call())
+    monkeypatch.delattr(type(tuner), "check_disk_cache")  # before Triton 3.4
+    fla_tuning.shorten()
+    with caplog.at_level(logging.WARNING, "attnzoo.fla"):
+        tuner.do_bench(lambda: 7, quantiles=(0.5, 0.2, 0.8))
+    assert caplog.messages[0].endswith("seconds to a minute, in every process (Triton 3.4 and later keep it)")
+
+
 def test_one_process_measures_and_the_others_wait(tuner: Any) -> None:
     """Locks of files bind every opening of them, in this process too."""
     order: list[str] = []

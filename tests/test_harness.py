@@ -1,8 +1,16 @@
-"""lm-eval's questions through our adapter, against sums over the model's own logits."""
+"""lm-eval's questions through our adapter, against sums over the model's own logits.
+
+Where lm-eval is not installed, something stands for the three names that the adapter takes from it, and only its own
+way through a task is left out.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
+from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,12 +19,26 @@ from torch.nn import functional as F
 from attnzoo.config import ModelConfig
 from attnzoo.models import LanguageModel
 
-pytest.importorskip("lm_eval")
-
-from attnzoo.evaluation import harness
-from attnzoo.evaluation.harness import HarnessModel, run_harness
-
 END = 0
+INSTALLED = find_spec("lm_eval") is not None
+
+
+def adapter_module():
+    name, taken = "attnzoo.evaluation.harness", {"lm_eval": "simple_evaluate", "lm_eval.tasks": "TaskManager"}
+    if INSTALLED:
+        return importlib.import_module(name)
+    for place, what in {**taken, "lm_eval.api": "model", "lm_eval.api.model": "LM"}.items():
+        sys.modules[place] = ModuleType(place)
+        setattr(sys.modules[place], what, object)
+    try:
+        return importlib.import_module(name)
+    finally:
+        for place in [place for place in sys.modules if place.split(".")[0] == "lm_eval"] + [name]:
+            sys.modules.pop(place, None)  # other tests of this process find that it is not installed
+
+
+harness = adapter_module()
+HarnessModel, run_harness = harness.HarnessModel, harness.run_harness
 
 
 class Request:
@@ -127,6 +149,7 @@ def test_generation_goes_on_until_a_text_comes_up_alike_in_any_batch(model):
             adapter.generate_until([Request("ab", {name: 0.5})])
 
 
+@pytest.mark.skipif(not INSTALLED, reason="needs lm-eval")
 def test_task_of_a_file_is_asked_without_a_network(model, tmp_path):
     rows = [
         {"q": "1 and one is", "choices": [" 2.", " 7."], "a": 0},

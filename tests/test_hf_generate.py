@@ -111,6 +111,8 @@ def test_assisted_generation_is_greedy_generation(tokens):
     assert torch.equal(model.generate(row, **lookup), greedy)
     path = build("path")
     assert torch.equal(path.generate(row, **lookup), path.generate(row, max_new_tokens=8, do_sample=False))
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens: expected layers that take rejected.*'path'"):
+        path.generate(row, **{**lookup, "engine": None})
 
 
 def test_a_budget_holds_in_the_loop_and_on_the_engine(tokens):
@@ -176,7 +178,7 @@ def test_the_engine_is_kept_until_another_one_is_needed(tokens):
 
 def test_the_engine_samples_from_the_models_distribution(tokens):
     model = build()
-    for settings in ({"top_k": 5}, {"top_p": 0.6, "top_k": 0}, {"temperature": 0.5, "top_k": 0}):
+    for settings in ({"top_k": 5}, {"top_p": 0.6, "top_k": 5}, {"temperature": 0.5, "top_k": 0}):
         torch.manual_seed(3)
         given = {"max_new_tokens": 8, "do_sample": True, "engine": True, **settings}
         drawn = model.generate(tokens.repeat(4, 1), **given)
@@ -186,9 +188,13 @@ def test_the_engine_samples_from_the_models_distribution(tokens):
         if settings.get("top_k"):
             assert ((p > mine).sum(-1) < 5).all()
         if "top_p" in settings:
-            assert (p.masked_fill(p <= mine, 0).sum(-1) < 0.6).all()
+            assert (p.masked_fill(p <= mine, 0).sum(-1) < 0.6 * p.topk(5).values.sum(-1)).all()
     torch.manual_seed(3)
     assert torch.equal(model.generate(tokens.repeat(4, 1), **given), drawn)
+    torch.manual_seed(3)
+    several = model.generate(tokens[:1], num_return_sequences=8, **given)
+    assert torch.equal(several[:, :9], tokens[:1].expand(8, -1))
+    assert len(torch.unique(several, dim=0)) > 4
 
 
 @pytest.mark.parametrize(
@@ -196,9 +202,7 @@ def test_the_engine_samples_from_the_models_distribution(tokens):
     [
         ({"num_beams": 2}, "num_beams: expected 1, got 2"),
         ({"repetition_penalty": 1.5}, "repetition_penalty: expected 1.0, got 1.5"),
-        ({"do_sample": True, "top_k": 5, "top_p": 0.5}, "top_k, top_p: expected one of the two"),
         ({"do_sample": True, "temperature": 0.0}, "temperature: expected above 0 with do_sample, got 0.0"),
-        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences: expected 1, got 2"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate: expected False, got True"),
         ({"use_cache": False}, "use_cache: expected True, got False"),
         ({"max_new_tokens": None, "max_length": 30}, "max_new_tokens: expected a number, got None"),

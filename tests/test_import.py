@@ -37,6 +37,7 @@ CASES = {
     "llama, linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
     "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 16}),
     "qwen2": ("Qwen2", {}),
+    "qwen3, biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3_next": ("Qwen3Next", NEXT),
     "qwen3_next, as many values": ("Qwen3Next", {**NEXT, "linear_num_value_heads": 2, "partial_rotary_factor": 0.5}),

@@ -11,11 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 from peer_kernels import HERE, interpret
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnzoo.layer.dispatch
 from attnzoo import build_attention, get, list_variants
 from attnzoo.forms import fla
+from attnzoo.forms.fixed import Rows
 from attnzoo.forms.protocol import Call
+from attnzoo.kernels.common.device import Machine
+from attnzoo.layer.fixed import FixedCache
 
 LINEAR = [name for name in list_variants("linear") if "fla" in get(name).forms]
 DELTA = [name for name in LINEAR if "w" in get(name).requires]
@@ -77,11 +81,12 @@ def test_the_reference_on_a_gpu_is_a_warning_with_the_remedy(
 @pytest.mark.usefixtures("gpu")
 def test_parts_that_no_kernel_takes_together_are_named(caplog: pytest.LogCaptureFixture) -> None:
     for name in ("rope_gla", "rope_path_wall"):
-        layer(name)(torch.randn(1, T, D, device=HERE))
+        layer(name)(torch.randn(1, 2, D, device=HERE))
     assert warnings_of(caplog) == [
-        "rope_gla: no kernel runs, and the reference is slower: there is none for log_diag, angle together",
+        "rope_gla: no kernel runs, and the reference is slower: there is none for log_diag, angle together "
+        "(there is for gla and for complex_linear)",
         "rope_path_wall: no kernel runs, and the reference is slower: there is none for log_diag, angle, w, beta "
-        "together",
+        "together (there is for path_wall and for rope_path)",
     ]
 
 
@@ -99,7 +104,60 @@ def test_each_reason_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, ca
     for q, v, found in ((wide, wide, ""), (wide, narrow, "16 and 8"), (narrow, wide, "8 and 16")):
         with torch.no_grad():
             refused = fla.fla_unavailable(Call(q, q, v, attnzoo.Gate()))
-        assert refused == (found and f"its kernels take K and V from 16, got {found}")
+        assert refused == (found and f"its kernels take K and V from 16, got {found} (larger heads)")
+
+
+@pytest.mark.usefixtures("gpu")
+@torch.no_grad()
+def test_a_step_of_fixed_memory_says_that_no_kernel_runs(caplog: pytest.LogCaptureFixture) -> None:
+    attn = layer("gla", torch.float64, impl="reference")
+    x, like, rows = torch.randn(1, 1, D, device=HERE, dtype=torch.float64), attn.new_cache(), Rows.idle(1, HERE)
+    attn(x, cache=like)
+    fixed = FixedCache.of(attn, like, rows, 4)
+    rows.begin(0, 0)
+    attn(x, cache=fixed)
+    assert not warnings_of(caplog)  # it was asked for
+    attn.impl = "auto"
+    attn(x, cache=fixed)
+    (said,) = warnings_of(caplog)
+    assert said.startswith("gla: no kernel runs, and the reference is slower: triton: expected bfloat16, float16 or")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "K", "V", "triton", "capability", "said"),
+    [
+        (torch.float16, 16, 16, True, (8, 0), ""),
+        (torch.float16, 16, 17, True, (8, 0), "Triton miscompiles its 16-bit kernels of odd K or V, got 16 and 17"),
+        (torch.float32, 17, 17, True, (8, 0), ""),
+        (torch.float16, 16, 16, False, (8, 0), "runs on triton: the triton package is not installed (pip install"),
+        (torch.float16, 16, 16, True, (7, 5), "Triton compiles for compute capability >= 8.0, got (7, 5)"),
+    ],
+)
+def test_what_the_peer_cannot_serve_is_refused(
+    dtype: torch.dtype, K: int, V: int, triton: bool, capability: tuple[int, int], said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(fla, "INSTALLED", True)
+    monkeypatch.setattr(fla, "HAS_TRITON", triton)
+    monkeypatch.setattr(fla, "machine", lambda device: Machine(capability, (3, 7)))
+    with FakeTensorMode():
+        q, v = (torch.empty(1, T, 1, n, device="cuda", dtype=dtype) for n in (K, V))
+    refused = fla.fla_unavailable(Call(q, q, v, attnzoo.Gate()))
+    assert said in refused
+    assert bool(said) == bool(refused)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_transforms_of_functions_run_on_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The peer's autograd functions cannot be transformed."""
+    monkeypatch.setattr(fla, "DEVICE", HERE)
+    monkeypatch.setattr(fla, "INSTALLED", True)
+    attn, x = layer("mamba2"), torch.randn(1, T, D, device=HERE)
+    torch.func.grad(lambda x: attn(x).square().sum())(x)
+    (said,) = warnings_of(caplog)
+    assert said.endswith("cannot see through a kernel: expected plain autograd, or impl='reference'")
 
 
 def test_nothing_is_said_on_a_cpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,9 +158,10 @@ def test_only_the_newest_checkpoints_are_kept(config_of):
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-00000006", "step-00000007"]
 
 
-def test_load_run_gives_the_trained_model_and_its_config(config_of):
+def test_load_run_gives_the_trained_model_and_its_config(config_of, caplog):
     config = config_of("model.tie_embeddings=true", "eval_tokens=100000")
     run_dir = train(config)
+    assert "shared tensor" not in caplog.text  # a tied weight is no news
     model, loaded = load_run(run_dir)
     assert loaded == config
     assert not model.training

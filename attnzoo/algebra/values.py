@@ -10,6 +10,7 @@ from torch._C import _functorch
 from torch.nn import Parameter
 
 SETTINGS = ("", "0", "1")  # of ATTNZOO_VALIDATE
+OPAQUE = "torch.func (grad, vmap, jvp) cannot see through a kernel: expected plain autograd, or impl='reference'"
 
 
 def reads_values(x: Tensor) -> bool:

@@ -32,15 +32,15 @@ def out(folder: str) -> Option:
         type=click.Path(path_type=Path),
         default=f"runs/bench/{folder}",
         show_default=True,
-        help="Folder of results.json and results.md.",
+        help="Folder to write results.json and results.md to.",
     )
 
 
 shapes = click.option(
-    "--shapes", type=Shape(), multiple=True, help="Instead of the usual ones; may be given several times."
+    "--shapes", type=Shape(), multiple=True, help="Time this instead of the usual shapes; may be given several times."
 )
 only = click.option(
-    "--only", multiple=True, metavar="PREFIX", help="Contenders whose names start so; may be given several times."
+    "--only", multiple=True, metavar="PREFIX", help="Only contenders whose names start so; may be given several times."
 )
 rep = click.option(
     "--rep", type=click.IntRange(min=1), default=150, show_default=True, help="Milliseconds of timing per figure."
@@ -64,9 +64,10 @@ def seconds(default: int) -> Option:
 
 @click.group()
 def bench() -> None:
-    """Measure this machine: kernels beside the peers installed, training steps.
+    """Measure this machine: kernels, layers, training, generation.
 
-    A peer that is not installed, or does not run here, is named in a line with the reason.
+    Each stands beside its peers. A peer that is not installed, or does not run here, is named in a line with the
+    reason.
     """
 
 
@@ -77,7 +78,7 @@ def bench() -> None:
 @rep
 @seconds(500)
 @official
-@click.option("--plot", is_flag=True, help="Time over context lengths of 1k to 128k too, as plot.svg.")
+@click.option("--plot", is_flag=True, help="Also draw time over context lengths of 1k to 128k, as plot.svg.")
 def fox(**options: Any) -> None:
     """FoX's kernels on a GPU, forward and backward.
 
@@ -96,7 +97,7 @@ def fox(**options: Any) -> None:
 @only
 @rep
 @seconds(330)
-@click.option("--decode/--no-decode", default=True, show_default=True, help="One token after a cache, too.")
+@click.option("--decode/--no-decode", default=True, show_default=True, help="Time one token after a cache, too.")
 def path(**options: Any) -> None:
     """PaTH's kernels on a GPU, forward and backward.
 
@@ -134,9 +135,10 @@ def wall(**options: Any) -> None:
 @rep
 @seconds(500)
 def layers(**options: Any) -> None:
-    """Whole layers on a GPU, forward and backward: every recurrence beside its dual.
+    """Whole layers on a GPU, forward and backward.
 
-    Each layer is checked against itself in float64 before it is timed, and the form that serves it is named.
+    Every recurrence beside its dual. Each layer is checked against itself in float64 before it is timed, and the form
+    that serves it is named.
     """
     _need_gpu("layers")
     from attnzoo.benchmarks.layers import run
@@ -161,12 +163,12 @@ def decode(**options: Any) -> None:
 
 @bench.command()
 @out("generate")
-@click.option("--tokens", type=click.IntRange(min=1), multiple=True, help="Cached tokens [16384]; may be repeated.")
-@click.option("--batch", type=click.IntRange(min=1), multiple=True, help="Rows [4]; may be repeated.")
+@click.option("--tokens", type=click.IntRange(min=1), multiple=True, help="Cached, one or more.  [default: 16384]")
+@click.option("--batch", type=click.IntRange(min=1), multiple=True, help="Rows, one or more.  [default: 4]")
 @only
 @seconds(500)
 def generate(**options: Any) -> None:
-    """Generation with whole models on a GPU: a step of every row, after a cache.
+    """A step of generation with whole models on a GPU.
 
     FoX with and without eviction, RoPE, PaTH-FoX, Mamba-2, Gated DeltaNet, and the Llama of transformers.
     """
@@ -180,11 +182,11 @@ def generate(**options: Any) -> None:
 @click.argument("config")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @out("train")
-@click.option("--device", type=click.Choice(["auto", "cpu"]), help="Instead of the configuration's.")
+@click.option("--device", type=click.Choice(["auto", "cpu"]), help="Run here instead of where the configuration says.")
 @click.option(
     "--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps per measurement, and to warm up."
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="How often to measure.")
 @click.option("--trained-gates", is_flag=True, help="Forget gates as training leaves them: 3 of 4 heads local.")
 def train(config: str, overrides: tuple[str, ...], device: str | None, **options: Any) -> None:
     """Speed and memory of training steps of CONFIG's model.
@@ -203,8 +205,8 @@ def train(config: str, overrides: tuple[str, ...], device: str | None, **options
 
 
 @bench.command()
-@click.option("--length", type=click.IntRange(min=1), default=4096, show_default=True, help="T, tokens.")
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="The fastest counts.")
+@click.option("--length", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens T.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="The fastest run counts.")
 def cpu(**options: Any) -> None:
     """The reference forms on a CPU.
 

@@ -61,7 +61,7 @@ def tokenizer_options(command: F) -> F:
 @paths_argument
 @to_option
 @tokenizer_options
-@click.option("--pattern", default="*", show_default=True, help="Which files of folders, at any depth.")
+@click.option("--pattern", default="*", show_default=True, help="Which files of folders, such as '*.py', at any depth.")
 def tokenize(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
     """Write text files as tokens for training.
 
@@ -82,13 +82,13 @@ def tokenize(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
     help="Which files, such as '*.c'; may be given several times.  [default: all]",
 )  # fmt: skip
 @click.option("--json-field", help="Of .json files, take the texts under this name only, without HTML's tags.")
-@click.option("--min-bytes", type=click.IntRange(min=1), default=1, show_default=True, help="Of a document.")
+@click.option("--min-bytes", type=click.IntRange(min=1), default=1, show_default=True, help="Of each document.")
 def corpus(paths: tuple[Path, ...], folder: Path, **options: Any) -> None:
-    """Write the texts of packages as tokens for training, and say how long they are.
+    """Write the texts in files and archives as tokens for training.
 
     PATH is a file, a folder, or an archive (tar, zip, wheel, jar); .gz, .xz and .bz2 are unpacked. Each file is a
-    document. What is no text, too short, or there already is left out and counted. The folder written is a
-    data.source, as of `attnzoo tokenize`.
+    document. What is no text, too short, or there already is left out and counted; how long documents are is said.
+    The folder written is a data.source, as of `attnzoo tokenize`.
     """
     from attnzoo.data.corpus import tokenize_corpus
 
@@ -124,7 +124,10 @@ def _tell_lengths(shards: TokenShards) -> None:
 
 @click.group()
 def data() -> None:
-    """What can be trained on: the synthetic tasks, data.source=task:NAME, and folders of tokens."""
+    """What can be trained on: synthetic tasks and folders of tokens.
+
+    data.source=task:NAME trains on a task, data.source=FOLDER on what `attnzoo tokenize` or `attnzoo corpus` wrote.
+    """
 
 
 @data.command("list")
@@ -140,7 +143,10 @@ def list_tasks() -> None:
 @data.command()
 @click.argument("folder", type=PATH)
 def lengths(folder: Path) -> None:
-    """How long the documents are in a folder that tokenize or corpus wrote."""
+    """How long the documents of a folder of tokens are.
+
+    FOLDER is one that `attnzoo tokenize` or `attnzoo corpus` wrote.
+    """
     from attnzoo.data.shards import read_shards
 
     _tell_lengths(read_shards(folder))
@@ -150,7 +156,7 @@ def lengths(folder: Path) -> None:
 @click.argument("task")
 @click.argument("options", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--length", type=click.IntRange(min=1), help="Tokens of the row.  [default: a usual number]")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the rows.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the rows.")
 @click.option("--index", type=click.IntRange(min=0), default=0, show_default=True, help="Which row.")
 def show(task: str, options: tuple[str, ...], length: int | None, seed: int, index: int) -> None:
     """A row of a task, with what is asked in it.

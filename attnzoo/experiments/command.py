@@ -30,7 +30,7 @@ def list_experiments() -> None:
 @experiment.command()
 @click.argument("name")
 def show(name: str) -> None:
-    """What an experiment compares, what it costs, and what is expected of it.
+    """What an experiment compares, costs and expects.
 
     NAME is one that `attnzoo experiment list` names, or a Python file that ends in EXPERIMENT.
     """
@@ -62,18 +62,19 @@ def show(name: str) -> None:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--size", default="cpu", show_default=True, help="cpu: 15 minutes on two cores; gpu: on one H200.")
 @click.option("--seeds", type=click.IntRange(min=2), help="Runs per model.  [default: the experiment's own]")
-@click.option("--out", type=PATH, help="The folder.  [default: runs/experiments/NAME-SIZE]")
+@click.option("--out", type=PATH, help="Folder to write to.  [default: runs/experiments/NAME-SIZE]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Models at a time.  [default: a CPU's cores, or 1 on a GPU]")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Then stop, and write what is finished.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Stop then, and write what is finished.")
+@click.option("--arm", "only", multiple=True, help="Only this model; may be given several times.")
 @click.option("--device", type=click.Choice(["auto", "cpu"]), help="[default: cpu for --size cpu, else auto]")
 def run(
     name: str, overrides: tuple[str, ...], size: str, seeds: int | None, out: Path | None, jobs: int | None,
-    minutes: float | None, device: str | None,
+    minutes: float | None, only: tuple[str, ...], device: str | None,
 ) -> None:  # fmt: skip
-    """Train and measure what is not yet, judge every expectation, and write a page.
+    """Train, measure, judge every expectation, and write a page.
 
     NAME is one that `attnzoo experiment list` names, or a Python file that ends in EXPERIMENT. KEY=VALUE overrides a
-    setting of all runs, as in steps=100. What was stopped goes on where it was.
+    setting of all runs, as in steps=100. Nothing is done twice: what was stopped goes on where it was.
     """
     import torch
     from rich.console import Console
@@ -91,4 +92,4 @@ def run(
     asked += [f"--device {device}"] if device else []
     command = " ".join(["attnzoo experiment run", name, *overrides, *asked])
     plan = Plan(name, size, folder, seeds or found.seeds, overrides, device or ("cpu" if size == "cpu" else "auto"))
-    run_experiment(plan, Console(highlight=False), command, jobs, minutes)
+    run_experiment(plan, Console(highlight=False), command, jobs, minutes, only)

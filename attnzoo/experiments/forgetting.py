@@ -1,6 +1,8 @@
 """What the experiments on forgetting share: the rules of their probes, and arms that train forget networks alone."""
 
-from attnzoo.experiments.experiment import Arm
+from dataclasses import replace
+
+from attnzoo.experiments.experiment import Arm, Overlay
 
 RULES = {"sinks + window": "sinks", "H2O": "h2o", "SnapKV": "snapkv", "later use": "utility"}
 ALONE = ("forgetting={alone: true, distill_steps: 1000000, budget: 0.0}",)
@@ -9,3 +11,55 @@ ALONE = ("forgetting={alone: true, distill_steps: 1000000, budget: 0.0}",)
 def network(name: str, after: str, settings: tuple[str, ...] = ALONE, **options: object) -> Arm:
     """Forget networks beside the weights of another arm, which is named by its variant; by default in one phase."""
     return Arm(name, after, {"forgetting": {"window": 2, "width": 16, **options}}, settings, (0.01,), after)
+
+
+def part_by_part(lr: float = 0.01) -> tuple[Arm, ...]:
+    """Forget networks in two phases beside the weights of the arm `rope`, each with one thing changed: the ablations of
+    "One-Pass Forgetting", section 4.
+
+    Args:
+        lr: of the arm that trains all weights on.
+    """
+
+    def arm(name: str, *settings: str, **options: object) -> Arm:
+        return network(name, "rope", ("forgetting.alone=true", *settings), **{"budget": 0.15, **options})
+
+    return (
+        arm("key"),
+        arm("pair", network="pair"),
+        arm("attention", network="attention"),
+        arm("decay", network="decay"),
+        arm("plain maximum", pool="max"),
+        arm("plain soft maximum", pool="softmax"),
+        arm("discount", discount=0.95),
+        arm("sharp from the start", "forgetting.temperature=64"),
+        arm("shallow layers first", "forgetting.order=shallow_first"),
+        arm("deep layers first", "forgetting.order=deep_first"),
+        arm("pair, free", network="pair", monotone=False),
+        arm("learned budget", learned_budget=True),
+        arm("no second phase", "forgetting.distill_steps=1000000"),
+        replace(arm("all weights", "forgetting.alone=false"), lrs=(lr,)),
+    )
+
+
+def one_thing_changed(axis: str, network: str, rules: tuple[tuple[str, str], ...]) -> tuple[Overlay, ...]:
+    """Pictures of :func:`part_by_part`.
+
+    Args:
+        axis: what the numbers are.
+        network: the probe of the networks.
+        rules: label and probe of what the arm `rope` loses by other rules.
+    """
+    return tuple(
+        Overlay(
+            f"{title}: one thing changed", axis,
+            (*((label, "rope", probe) for label, probe in rules), ("as it is", "key", network),
+             *((name, name, network) for name in names)),
+        )
+        for title, names in (
+            ("What the network looks at, monotone or free", ("pair", "attention", "decay", "pair, free")),
+            ("What it learns from", ("plain maximum", "plain soft maximum", "discount", "no second phase")),
+            ("How it is trained", ("sharp from the start", "shallow layers first", "deep layers first",
+                                   "learned budget", "all weights")),
+        )
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from attnzoo.config import TrainConfig, load_config, read_settings, to_yaml
 from attnzoo.data import build_data
 from attnzoo.data.config import DataConfig
 from attnzoo.data.tasks import build_task
-from attnzoo.errors import at_least
+from attnzoo.errors import at_least, unknown
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, chosen, from_json, save_outcome
 from attnzoo.experiments.probes import Subject
@@ -72,6 +72,9 @@ class Plan:
         size = find_size(experiment, self.size)
         given = (*experiment.settings, *size.settings, *(size.after if arm.after else ()), *arm.settings)
         own = (f"device={self.device}", f"optimizer.lr={lr}", f"seed={seed}", f"data.seed={seed}")
+        known = read_settings(given)
+        for key in (key for key in OWN if key != "model.attention_options" and _names(known, key)):
+            raise ValueError(f"settings: {key} is set for each run (learning rates are lrs); other keys can be given")
         settings = read_settings([*ALWAYS, *given, *own])
         model = settings.get("model", {})
         options = {**model.get("attention_options", {}), **experiment.options, **arm.options}
@@ -95,6 +98,12 @@ class Plan:
         return str(self.out / folder_of(arm) / f"lr{lr:g}-seed{seed}")
 
 
+def _names(settings: Any, key: str) -> bool:
+    """Whether nested settings have a key, given with dots."""
+    first, _, rest = key.partition(".")
+    return isinstance(settings, dict) and first in settings and (not rest or _names(settings[first], rest))
+
+
 def folder_of(arm: Arm) -> str:
     """The name of the folder of an arm's runs.
 
@@ -108,8 +117,9 @@ def folder_of(arm: Arm) -> str:
 
 
 def run_experiment(
-    plan: Plan, console: Console, command: str = "", jobs: int | None = None, minutes: float | None = None
-) -> Path:
+    plan: Plan, console: Console, command: str = "", jobs: int | None = None, minutes: float | None = None,
+    only: Sequence[str] = (),
+) -> Path:  # fmt: skip
     """Train and measure what is not yet, print what was seen, and write a page about it.
 
     A run that is finished is not trained again, one that was stopped goes on; what was measured is not measured again
@@ -122,6 +132,8 @@ def run_experiment(
         jobs: models at a time, each in a process of its own and on one CPU thread; None for as many as there are cores
             on a CPU, one on a GPU.
         minutes: after which the runs under way are stopped; the page is then about those that are finished.
+        only: arms that are trained and measured, with those that they start from; none for all. Of the others the page
+            has what is finished.
 
     Returns:
         The page, `report.html` in the plan's folder.
@@ -152,18 +164,19 @@ def run_experiment(
         first = first or config
     assert first is not None
     build_data(first.data)
+    arms = _with_those_before(experiment, only or experiment.arm_names)
     on_cpu = plan.device == "cpu" or not torch.cuda.is_available()
     jobs = jobs or ((os.cpu_count() or 1) if on_cpu else 1)
     if on_cpu:
         torch.set_num_threads(1)  # models this small gain nothing from more, and a result may depend on their number
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     if jobs > 1 or minutes is not None:
-        for work, tasks in _stages(plan, experiment, jobs):
+        for work, tasks in _stages(plan, experiment, arms, jobs):
             for number, label in enumerate(apart(work, tasks, jobs, until), 1):
                 console.print(f"[{number}/{len(tasks)}] {label}: done", markup=False, highlight=False)
     else:
-        for number, arm in enumerate(experiment.arms, 1):
-            console.print(f"[{number}/{len(experiment.arms)}] {arm.name}", markup=False, highlight=False)
+        for number, arm in enumerate(arms, 1):
+            console.print(f"[{number}/{len(arms)}] {arm.name}", markup=False, highlight=False)
             run_arm(plan, arm.name)
     found = [_finished(plan, experiment, arm) for arm in experiment.arms]
     tried, runs = ([run for arm in found for run in arm[kind]] for kind in (0, 1))
@@ -204,8 +217,20 @@ def run_seed(plan: Plan, name: str, seed: int) -> Trained:
     return run_once(plan, experiment, arm, best, seed, measure=True)
 
 
+def _with_those_before(experiment: Experiment, names: Sequence[str]) -> list[Arm]:
+    """The arms of these names and those that they start from, in the experiment's order."""
+    wanted = set()
+    for name in names:
+        if name not in experiment.arm_names:
+            raise unknown("arm", name, experiment.arm_names)
+        while name and name not in wanted:
+            wanted.add(name)
+            name = experiment.arm(name).after
+    return [arm for arm in experiment.arms if arm.name in wanted]
+
+
 def _stages(
-    plan: Plan, experiment: Experiment, jobs: int
+    plan: Plan, experiment: Experiment, among: Sequence[Arm], jobs: int
 ) -> Iterator[tuple[Callable[..., object], dict[str, tuple[Any, ...]]]]:
     """Work for processes, label -> arguments, a stage after the other: arms, or single runs where there are more
     processes than arms; those that start from other arms are later than these."""
@@ -213,7 +238,7 @@ def _stages(
     for arm in experiment.arms:
         depth[arm.name] = depth[arm.after] + 1 if arm.after else 0
     for late in range(max(depth.values()) + 1):
-        arms = [arm for arm in experiment.arms if depth[arm.name] == late]
+        arms = [arm for arm in among if depth[arm.name] == late]
         if jobs <= len(arms):
             yield run_arm, {arm.name: (plan, arm.name) for arm in arms}
             continue

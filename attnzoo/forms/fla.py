@@ -14,7 +14,6 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, cast
 
 import torch
@@ -22,12 +21,15 @@ from packaging.version import Version
 from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
+from attnzoo.algebra.values import OPAQUE, in_transform
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.cache import RecurrentState
 from attnzoo.forms.fla_tuning import shorten, will_run
 from attnzoo.forms.options import LinearOptions, check_linear, existing
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.untraced import untraced
+from attnzoo.kernels.common.checks import HAS_TRITON, NO_TRITON
+from attnzoo.kernels.common.device import LEAST_CAPABILITY, installed_triton, machine
 
 logger = logging.getLogger("attnzoo.fla")
 
@@ -47,30 +49,42 @@ def fla_unavailable(call: Call) -> str:
     if gate.factors is not None:
         return f"its delta rule has one factor per token, got {gate.factors} (sub-tokens of one each it does serve)"
     if gate.w is not None and not call.options.get("delta_rule"):
-        return "its delta rule erases along the key it writes, with the strength it writes with (delta_rule=True)"
+        return (
+            "its delta rule erases along the key it writes, with the strength it writes with (gate='delta' in a layer, "
+            "delta_rule=True in a form)"
+        )
     if q.device.type != DEVICE:
         return f"flash-linear-attention needs CUDA tensors, got {q.device.type}"
     if not INSTALLED:
         return "flash-linear-attention is not installed (pip install 'attnzoo[fla]')"
+    if not HAS_TRITON:
+        return f"flash-linear-attention runs on triton: {NO_TRITON}"
+    where = machine(q.device)
+    if q.is_cuda and not where.rocm and where.capability < LEAST_CAPABILITY:
+        return f"Triton compiles for compute capability >= 8.0, got {where.capability}"
+    if in_transform():
+        return OPAQUE
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"flash-linear-attention takes float16, bfloat16 or float32, got {q.dtype}"
     if min(q.shape[3], call.v.shape[3]) < LEAST_CHANNELS:
-        return f"its kernels take K and V from {LEAST_CHANNELS}, got {q.shape[3]} and {call.v.shape[3]}"
+        return f"its kernels take K and V from {LEAST_CHANNELS}, got {q.shape[3]} and {call.v.shape[3]} (larger heads)"
+    if q.dtype != torch.float32 and (q.shape[3] % 2 or call.v.shape[3] % 2):
+        return f"Triton miscompiles its 16-bit kernels of odd K or V, got {q.shape[3]} and {call.v.shape[3]}"
     if gate.w is not None and q.dtype == torch.float32:
         return "its delta-rule kernels do not take float32 (bfloat16 and float16 they do, under autocast too)"
     if gate.w is not None and q.shape[3] > MOST_DELTA_CHANNELS:
-        return f"its delta-rule kernels take K up to {MOST_DELTA_CHANNELS}, got {q.shape[3]}"
+        return f"its delta-rule kernels take K up to {MOST_DELTA_CHANNELS}, got {q.shape[3]} (smaller heads)"
     return ""
 
 
 def _hopper(q: Tensor) -> bool:
-    return q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
+    return q.is_cuda and machine(q.device).hopper
 
 
-@functools.cache  # read from disk
+@functools.cache
 def _miscompiling() -> str:
     """The version of Triton that is here, if it is one that miscompiles the gated backward, else ""."""
-    triton = version("triton")
+    triton = installed_triton()
     return triton if Version("3.4") <= Version(triton) < Version("3.7.1") else ""
 
 

@@ -58,7 +58,7 @@ def shorten() -> None:
         _shortened.add(id(tuner))
         tuner.configs = few(tuner.configs, TILES.get(name, USUAL))
         tuner.do_bench = _measure
-        if hasattr(tuner, "check_disk_cache"):  # Triton 3.4 and later keep results
+        if _keeps():
             tuner.cache_results = True
             tuner.check_disk_cache = functools.partial(_alone, name, tuner.check_disk_cache)
 
@@ -75,6 +75,13 @@ def tuners() -> Iterator[tuple[str, Any]]:
                 yield kernel.base_fn.__name__, kernel
 
 
+def _keeps() -> bool:
+    """Whether Triton can keep what it measured: 3.4 and later can."""
+    from triton.runtime.autotuner import Autotuner
+
+    return hasattr(Autotuner, "check_disk_cache")
+
+
 def few(configs: Sequence[Any], wanted: Mapping[str, tuple[int, ...]]) -> list[Any]:
     """Those of Triton's ``configs`` with the ``wanted`` numbers; a wish that none fulfils counts for nothing."""
     left = list(configs)
@@ -88,10 +95,10 @@ def _measure(call: Callable[[], Any], quantiles: Sequence[float]) -> Any:
 
     if _coming not in _said:
         _said.add(_coming)
+        kept = f"once (kept in {_folder()})" if _keeps() else "in every process (Triton 3.4 and later keep it)"
         logger.warning(
-            "flash-linear-attention measures tiles of its kernels for %s: seconds to a minute, once (kept in %s)",
-            _coming, _folder(),
-        )  # fmt: skip
+            "flash-linear-attention measures tiles of its kernels for %s: seconds to a minute, %s", _coming, kept
+        )
     return do_bench(call, warmup=WARMUP, rep=REPEAT, quantiles=quantiles)
 
 

@@ -199,16 +199,9 @@ def _fused_rows(
 class _RowBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        valid: Tensor | None,
-        first_kept: Tensor,
-        rows: int,
-        with_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor,
+        rows: int, with_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         plan = _Plan(q, k, v, log_decay, valid, first_kept, rows, with_lse)
         o, lse = plan.inside()
         for n, first, stop in plan.before():
@@ -219,10 +212,8 @@ class _RowBlocks(torch.autograd.Function):
             lse[:, :, n] = merged
         ctx.save_for_backward(q, k, v, log_decay, valid, first_kept, o, lse)
         ctx.rows, ctx.with_lse = rows, with_lse
-        T = q.shape[2]
-        return o.flatten(2, 3)[:, :, :T, : v.shape[3]].contiguous(), lse.flatten(2)[
-            ..., :T
-        ].clone() if with_lse else None
+        o, lse = o.flatten(2, 3)[:, :, : q.shape[2], : v.shape[3]], lse.flatten(2)[..., : q.shape[2]]
+        return o.contiguous(), lse.clone() if with_lse else None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -253,16 +244,9 @@ class _Plan:
     """Tensors widened by the bias channel and cut into row blocks, with the decays of each block."""
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        valid: Tensor | None,
-        first_kept: Tensor,
-        rows: int,
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor, rows: int,
         with_lse: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.T, self.K, self.rows, self.first_kept = q.shape[2], q.shape[3], rows, first_kept
         self.past = k.shape[2] - self.T
         width = -(-max(self.K + 1, v.shape[3] + with_lse) // 8) * 8

@@ -174,10 +174,7 @@ def path_kernel() -> Kernel:
             return [expand_heads(x, heads) for x in xs]
 
         if state is None or not len(state):
-            o = run(
-                q, k, v, gate, scale=scale, prune=prune, logit_bound=logit_bound, window=window, sink=sink,
-                valid=valid, return_lse=return_lse,
-            )  # fmt: skip
+            o = whole_path(q, k, v, gate, given)
             return o, KVCache(carry_keys(*each(k, w, beta), log_diag=a), v, gate.log_decay, valid, carried=True)
         refuse_gradients(q, k, v, w, beta, state.k, state.v, *(() if a is None else (a,)))
         new = KVCache(k, v, gate.log_decay, valid)
@@ -290,6 +287,7 @@ def records_any(call: Call, *more: Tensor | None) -> bool:
 
 
 def expects_gradient(call: Call) -> bool:
+    """Whether autograd will ask for the gradient of an input."""
     return records_any(call, call.options.get("sink"))
 
 

@@ -37,9 +37,12 @@ def wall_kernel() -> Kernel:
         valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
     ) -> Output:  # fmt: skip
         """The fused kernel (``attnzoo.kernels.wall``) on whole sequences; with ``valid`` they run packed."""
+        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
+        return whole(q, k, v, gate, given)
+
+    def whole(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
         from attnzoo.kernels.wall import wall_attention
 
-        given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
         check_softmax(given, q, gate)
         a, g = cast(Tensor, gate.log_diag).float(), gate.per_token(q).log_decay
         return on_whole(wall_attention, q, k, v, given, log_diag=a, log_decay=None if g is None else g.float())
@@ -56,11 +59,7 @@ def wall_kernel() -> Kernel:
         q, k, v, gate = step_inputs(q, k, v, gate, given)
         a, H = cast(Tensor, gate.log_diag).float(), q.shape[2]
         if state is None or not len(state):
-            o = run(
-                q, k, v, gate, scale=scale, prune=prune, logit_bound=logit_bound, window=window, sink=sink,
-                valid=valid, return_lse=return_lse,
-            )  # fmt: skip
-            return o, KVCache(carried(k, a), v, gate.log_decay, valid, carried=True)
+            return whole(q, k, v, gate, given), KVCache(carried(k, a), v, gate.log_decay, valid, carried=True)
         refuse_gradients(q, k, v, a, state.k, state.v)
         S, rows = len(state), []
         parts, room = append_in_place(state, *growing(state, KVCache(k, v, gate.log_decay, valid), ("v",)), state.k)

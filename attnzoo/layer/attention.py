@@ -23,10 +23,10 @@ from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import Call
 from attnzoo.layer import linear_step
-from attnzoo.layer.bounds import largest_score, longest_query
+from attnzoo.layer.bounds import away, largest_score, longest_query
 from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, keys_per_token, valid_tokens
 from attnzoo.layer.config import AttentionConfig
-from attnzoo.layer.dispatch import IMPLS, choose, chosen, given_options, run
+from attnzoo.layer.dispatch import IMPLS, chosen, given_options, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.forgetting import Forget, check_forgetting
 from attnzoo.layer.gates import Sizes, build_gate, gate_classes
@@ -226,7 +226,9 @@ class Attention(PreciseModule):
         return self._project(x, Stream(None, None, (x.shape[0], x.shape[1]), x.device, cu_seqlens))
 
     def logit_bound(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """What QK-norm promises: ``[H]`` float32 that no ``|s_tj|`` exceeds, by the norms' weights; None without it.
+        """What QK-norm promises: ``[H]`` float32 that no ``|s_tj|`` exceeds, by the norms' weights.
+
+        None without it, and where a device map keeps the weights on the host or the disk.
 
         Args:
             dtype: q and k have been rounded to it.
@@ -291,7 +293,7 @@ class Attention(PreciseModule):
         projected = self._project(x, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache))
         options = self._options(projected.write, None, None, cache.bound)
         call = Call(projected.q, projected.k, projected.v, projected.gate, None, True, options)
-        o = cache.memory.step(call, lambda call: run(self.variant, choose(self.variant, self.impl, call), call))
+        o = cache.memory.step(call, lambda call: run(self.variant, chosen(self.variant, self.impl, call), call))
         return self._output(x, projected.v, o)
 
     def whole_steps(self, memory: object) -> bool:
@@ -339,8 +341,13 @@ class Attention(PreciseModule):
         """What a cache in ``pool`` gives up keys by, with q and k rounded to ``dtype``; see :meth:`new_cache`."""
         if evict.offload:
             (B, G, _), H = pool.table.shape, self.config.num_heads
-            away = Offload.empty(B, G, H, pool.length.device)
-            return Eviction(math.log(evict.eps), None, self.config.window, away)
+            kept = Offload.empty(B, G, H, pool.length.device)
+            return Eviction(math.log(evict.eps), None, self.config.window, kept)
+        if self.config.qk_norm != "none" and away(self):
+            raise ValueError(
+                f"evict: expected 'offload', or a device map that leaves this layer's weights in one place (those of "
+                f"QK-norm bound later queries), got {evict.eps}"
+            )
         return Eviction(math.log(evict.eps), self.query_bounds(dtype), self.config.window)
 
     def query_bounds(self, dtype: torch.dtype) -> QueryBounds | None:

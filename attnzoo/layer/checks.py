@@ -36,8 +36,8 @@ def check_layer(
     provided = {part for cls in classes for part in cls.provides}
     if provided != set(variant.requires):
         raise ValueError(
-            f"gate: {variant.name!r} needs the parts {set(variant.requires) or '{}'}, "
-            f"{config.gate!r} provides {provided or '{}'}"
+            f"gate: {variant.name!r} needs the parts {', '.join(variant.requires) or 'none'}; "
+            f"{config.gate!r} provides {', '.join(sorted(provided)) or 'none'}"
         )
     if any(cls.unit_keys for cls in classes) and config.qk_norm != "l2":
         raise ValueError(f"qk_norm: expected 'l2' (the gate erases along unit keys), got {config.qk_norm!r}")

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.cache import check_state
-from attnzoo.forms.protocol import REFERENCE, Call, is_brief
+from attnzoo.forms.protocol import REFERENCE, Call, FormSet, is_brief
 from attnzoo.forms.untraced import constant_in_traces
 from attnzoo.layer.exported import exported
-from attnzoo.registry import Variant, as_given
+from attnzoo.registry import BUILT_IN, Variant, as_given, get
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,12 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
 
 def expected(variant: Variant, call: Call) -> list[str]:
     """The kernels of a variant that are made for calls of this kind, the fastest first."""
-    step, forms = call.q.shape[1] == 1, variant.form_set
-    return [form for form in KERNELS if form in variant.forms and (step or not is_brief(forms, form))]
+    return _made(variant.form_set, brief=call.q.shape[1] == 1)
+
+
+def _made(forms: FormSet, brief: bool) -> list[str]:
+    """Its kernels; those for a few tokens at a time, too, where ``brief``."""
+    return [form for form in KERNELS if form in forms.forms and (brief or not is_brief(forms, form))]
 
 
 def missed(variant: Variant, call: Call) -> str:
@@ -59,8 +63,18 @@ def missed(variant: Variant, call: Call) -> str:
         return ""
     forms = expected(variant, call)
     if not forms:
-        return f"there is none for {', '.join(variant.requires) or 'no part'} together"
+        return f"there is none for {', '.join(variant.requires) or 'no part'} together{_nearest(variant.name)}"
     return "; ".join(f"{form}: {variant.refuses(form, call)}" for form in forms)
+
+
+@constant_in_traces
+def _nearest(name: str) -> str:
+    """Which variants of its side have a kernel and as many of its parts as any that has, in words."""
+    able: dict[int, list[str]] = {}
+    for near in map(get, (getattr(pair, get(name).side) for pair in BUILT_IN)):
+        if set(near.requires) <= set(get(name).requires) and _made(near.form_set, brief=False):
+            able.setdefault(len(near.requires), []).append(near.name)
+    return f" (there is for {' and for '.join(able[max(able)])})" if able else ""
 
 
 def chosen(variant: Variant, impl: str, call: Call) -> str:

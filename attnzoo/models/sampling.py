@@ -19,7 +19,8 @@ class Sampling:
     Args:
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: sample among the k likeliest; None for all.
-        top_p: sample among the fewest likeliest whose probabilities sum to at least this (Holtzman et al., 2020).
+        top_p: of these, sample among the fewest likeliest that have at least this share of their probability (Holtzman
+            et al., 2020).
         seed: of the draws; the same prompt and seed give the same tokens.
 
     Raises:
@@ -80,7 +81,7 @@ class Samplers:
         """Row ``row`` begins to draw anew, by these settings."""
         self.temperature[row] = sampling.temperature
         self.top_k[row] = sampling.top_k or vocabulary
-        self.top_p[row] = sampling.top_p
+        self.top_p[row] = sampling.top_p if sampling.top_p < 1 else torch.inf  # rounded sums may reach 1
         self.seed[row] = sampling.seed
         self.drawn[row] = 0
 
@@ -103,16 +104,17 @@ class Samplers:
             logits = logits.float()
             logits = logits - logits.amax(-1, keepdim=True)  # so that a small temperature divides 0 and large negatives
             heat = torch.where(self.temperature > 0, self.temperature, 1.0)[:, None]
-            p, order = (logits / heat).softmax(-1, dtype=torch.float64), None
+            p = (logits / heat).softmax(-1, dtype=torch.float64)
             if needs == FILTERED:
-                p, order = p.sort(dim=-1, descending=True, stable=True)
-                before = p.cumsum(-1) - p
-                rank = torch.arange(p.shape[-1], device=p.device)
-                p = p.masked_fill((rank >= self.top_k[:, None]) | (before >= self.top_p[:, None]), 0.0)
-            mass = p.cumsum(-1)
+                sizes, order = p.sort(dim=-1, descending=True, stable=True)
+                below = torch.arange(p.shape[-1], device=p.device) >= self.top_k[:, None]
+                sizes = sizes.masked_fill(below, 0.0)
+                sums = sizes.cumsum(-1)
+                out = below | (sums - sizes >= self.top_p[:, None] * sums[:, -1:])
+                p = p.masked_fill(out.scatter(-1, order, out), 0.0)
+            mass = p.cumsum(-1)  # in the vocabulary's order, so that rows without a filter draw as they do alone
             at = uniform(self.seed, self.drawn)[:, None] * mass[:, -1:]
-            picked = torch.searchsorted(mass, at, right=True).clamp(max=p.shape[-1] - 1)
-            sampled = (picked if order is None else order.gather(-1, picked))[:, 0]
+            sampled = torch.searchsorted(mass, at, right=True).clamp(max=p.shape[-1] - 1)[:, 0]
             likeliest = torch.where(self.temperature > 0, sampled, likeliest)
         self.drawn += 1
         return likeliest

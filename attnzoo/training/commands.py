@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ def number_or_text(kind: type) -> Callable[[str], Any]:
     "--schedule",
     type=click.Choice(["constant", "cosine"]),
     required=True,
-    help="Of the learning rate: level, or a new cosine to 0.",
+    help="Learning rate from here: level, or a new cosine to 0.",
 )
-@click.option("--lr", type=float, help="The rate to come to; needed where a cosine has ended.")
-@click.option("--warmup-steps", type=click.IntRange(min=0), help="Updates on a line to --lr; as at first if not given.")
+@click.option("--lr", type=float, help="Learning rate to go on with; needed where a cosine has ended.")
+@click.option("--warmup-steps", type=click.IntRange(min=0), help="Updates of rising to --lr; as at first if not given.")
 def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps: int | None) -> None:
-    """Train a run for longer than it was to be.
+    """Train a run for longer than its configuration says.
 
     RUN is its folder. It goes on from its newest checkpoint, to the same numbers whenever it is interrupted: the same
     command, or `attnzoo train RUN/config.yaml`, resumes it.
@@ -48,14 +48,17 @@ def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps:
 
 @click.command()
 @click.argument("source", metavar="RUN_OR_FOLDER", type=PATH)
-@click.option("--prompt", required=True, help="What is continued.")
+@click.option("--prompt", required=True, help="The text to continue.")
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=200, show_default=True, help="At most so many follow."
+    "--max-tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Generate at most so many tokens."
 )
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-k", type=click.IntRange(min=1), help="Sample among the k likeliest.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample among the likeliest of this weight.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the samples.")
+@click.option(
+    "--top-p", type=float, default=1.0, show_default=True, help="Sample among the likeliest that sum to this."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the samples.")
+@click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be given several times.")
 @click.option(
     "--evict",
     type=number_or_text(float),
@@ -71,12 +74,13 @@ def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps:
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
 )
 def generate(
     source: Path,
     prompt: str,
     max_tokens: int,
+    stop: tuple[str, ...],
     evict: float | str | None,
     budget: int | str | None,
     device: str,
@@ -86,7 +90,7 @@ def generate(
     """Continue a text.
 
     RUN_OR_FOLDER is a run, or a model folder that export or import wrote. The text goes to standard output as it is
-    drawn; speed, memory and the keys that each head kept to standard error.
+    drawn; speed, memory and the keys that each head kept to standard error, also where it is interrupted.
     """
     import torch
 
@@ -94,13 +98,20 @@ def generate(
     from attnzoo.training.subject import device_named
 
     loaded = load_text_model(source, device_named(device), getattr(torch, dtype) if dtype else None)
-    continuation = Continuation(loaded, prompt, max_tokens, evict, budget, sampling)
+    continuation = Continuation(loaded, prompt, max_tokens, evict, budget, sampling, stop)
     click.echo(prompt, nl=False)
-    for text in continuation:
-        click.echo(text, nl=False)
+    interrupted = None
+    try:
+        with closing(iter(continuation)) as texts:
+            for text in filter(None, texts):
+                click.echo(text, nl=False)
+    except KeyboardInterrupt as error:
+        interrupted = error
     click.echo()
     for line in continuation.summary():
         click.echo(line, err=True)
+    if interrupted:
+        raise interrupted
 
 
 @click.command()
@@ -120,7 +131,7 @@ def export(run: Path, folder: Path) -> None:
 @click.argument("source", metavar="FOLDER", type=PATH)
 @to_option
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
 )
 def import_(source: Path, folder: Path, dtype: str | None) -> None:
     """Write another library's model as one of attnzoo.

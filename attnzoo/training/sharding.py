@@ -6,6 +6,7 @@ A sharded checkpoint holds two folders of `torch.distributed.checkpoint` instead
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,6 +91,7 @@ class TrainState:
             Exception: a process could not; of which kind depends on who was writing.
         """
         if not self.sharded:
+            logging.getLogger("accelerate.utils.other").addFilter(_is_news)
             self.accelerator.save_state(str(folder))
             return
         from torch.distributed.checkpoint.state_dict_saver import save
@@ -170,6 +172,11 @@ def join_parts(folder: Path) -> dict[str, Tensor]:
         }
         load(state, storage_reader=reader, no_dist=True)
     return state
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that a tied weight is written once, which accelerate warns of at each checkpoint."""
+    return "Removed shared tensor" not in record.getMessage()
 
 
 def _alone() -> bool:

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from style import WIDE, Theme
 
@@ -19,35 +20,46 @@ NAMES = {  # of the run: in words, the pair whose colour it has, and whether it 
     "Mamba-2": ("Mamba-2", 1, False),
     "Gated DeltaNet": ("Gated DeltaNet", 6, False),
 }
+SHOWN = (("ms", "ms per step", 2), ("cache_gb", "GB of cache", 10))  # of a row: in words, and the ratio of lines
 
 
 def generation(theme: Theme) -> Figure:
-    """Milliseconds per token over cached tokens, a panel for each number of sequences."""
-    rows = json.loads(RESULTS.read_text())["rows"]
+    """Milliseconds and memory over cached tokens, all doubling, a panel for each number of sequences."""
+    rows = [row for row in json.loads(RESULTS.read_text())["rows"] if row["name"] in NAMES and "ms" in row]
     batches, tokens = (sorted({row[key] for row in rows}) for key in ("batch", "tokens"))
-    top = 5 * math.ceil(max(row["ms"] for row in rows if row["name"] in NAMES and "ms" in row) / 5)
-    figure = Figure(figsize=(WIDE, 3.0))
-    panels = figure.subplots(1, len(batches), sharey=True)
-    for axes, batch in zip(panels, batches, strict=True):
-        for name, (label, pair, dashed) in NAMES.items():
-            found = sorted(
-                (r["tokens"], r["ms"]) for r in rows if (r["name"], r["batch"]) == (name, batch) and "ms" in r
-            )
-            style = {"color": theme.pairs[pair], "linestyle": "--" if dashed else "-"}
-            if found:
+    figure = Figure(figsize=(WIDE, 4.6))
+    panels = figure.subplots(2, len(batches), sharex=True, sharey="row")
+    for (key, words, ratio), line in zip(SHOWN, panels, strict=True):
+        for axes, batch in zip(line, batches, strict=True):
+            for name, (label, pair, dashed) in NAMES.items():
+                found = sorted((r["tokens"], r[key]) for r in rows if (r["name"], r["batch"]) == (name, batch))
+                style = {"color": theme.pairs[pair], "linestyle": "--" if dashed else "-"}
                 axes.plot(*zip(*found, strict=True), linewidth=1.6, marker="o", markersize=3, label=label, **style)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(tokens, [f"{n // 1024}k" for n in tokens])
-        axes.minorticks_off()
+            _scales(axes, tokens, _powers([r[key] for r in rows], ratio))
+            axes.tick_params(colors=theme.muted, length=0)
+            axes.grid(axis="y", color=theme.grid, linewidth=0.6)
+            for side in axes.spines.values():
+                side.set_visible(False)
+        line[0].set_ylabel(words)
+    for axes, batch in zip(panels[0], batches, strict=True):
         axes.set_title(f"{batch} sequence{'s' * (batch > 1)}", loc="left", fontsize=9)
-        axes.tick_params(colors=theme.muted, length=0)
-        axes.grid(axis="y", color=theme.grid, linewidth=0.6)
-        for side in axes.spines.values():
-            side.set_visible(False)
-        axes.set_ylim(0, top)
-        axes.set_yticks(range(0, top + 1, 5 if top <= 30 else 10))
-    panels[0].set_xlabel("tokens in the cache of each", loc="left")
-    panels[0].set_ylabel("ms per step")
-    below = {"loc": "upper left", "bbox_to_anchor": (-0.12, -0.2), "ncol": 3, "columnspacing": 1.2}
-    panels[0].legend(frameon=False, fontsize=8, labelcolor=theme.ink, **below)
+    panels[1][0].set_xlabel("tokens in the cache of each", loc="left")
+    below = {"loc": "upper left", "bbox_to_anchor": (-0.12, -0.24), "ncol": 3, "columnspacing": 1.2}
+    panels[1][0].legend(frameon=False, fontsize=8, labelcolor=theme.ink, **below)
     return figure
+
+
+def _powers(values: list[float], ratio: int) -> list[float]:
+    """Powers that hold all values between them."""
+    low, high = (math.log(end(values), ratio) for end in (min, max))
+    return [float(ratio) ** n for n in range(math.floor(low), math.ceil(high) + 1)]
+
+
+def _scales(axes: Axes, tokens: list[int], ticks: list[float]) -> None:
+    named = (tokens[0], tokens[len(tokens) // 2], tokens[-1])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [f"{n // 1024}k" if n in named else "" for n in tokens])
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(ticks[0] / 1.15, ticks[-1] * 1.15)
+    axes.set_yticks(ticks, [f"{n:g}" for n in ticks])
+    axes.minorticks_off()

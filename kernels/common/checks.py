@@ -12,15 +12,16 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_scale
-from attnzoo.algebra.values import in_transform
+from attnzoo.algebra.values import OPAQUE, in_transform
 from attnzoo.kernels.common.arguments import check_log_dtype, check_tensors, check_values, check_window
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.device import capability
+from attnzoo.kernels.common.device import LEAST_CAPABILITY, capability
 from attnzoo.kernels.common.running_gates import GateSums
 
 Impl = Literal["auto", "triton", "reference"]
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+NO_TRITON = "the triton package is not installed (pip install 'attnzoo[triton]')"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 _said: set[tuple[str, str]] = set()
 
 
@@ -165,19 +166,19 @@ def kernels_unavailable(q: Tensor, v: Tensor, multiple: int, most: int) -> str:
     Args:
         q: [..., K]; v: [..., V].
     """
-    if not _HAS_TRITON:
-        return "the triton package is not installed"
+    if not HAS_TRITON:
+        return NO_TRITON
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     if not q.is_cuda and not interpreted:
         return f"expected CUDA tensors (or TRITON_INTERPRET=1), got {q.device}"
     if torch.version.hip is not None:
         return "expected an NVIDIA GPU: the kernels were never run on ROCm"
-    if q.is_cuda and capability(q.device) < (8, 0):
+    if q.is_cuda and capability(q.device) < LEAST_CAPABILITY:
         return f"expected compute capability >= 8.0, got {capability(q.device)}"
     if not q.shape[0]:
         return f"expected at least one sequence, got shape {tuple(q.shape)}"
     if in_transform():
-        return "torch.func (grad, vmap, jvp) cannot see through a kernel: expected plain autograd, or impl='reference'"
+        return OPAQUE
     if q.dtype not in KERNEL_DTYPES:
         return f"expected bfloat16, float16 or float32, got {q.dtype}"
     if interpreted and q.dtype == torch.bfloat16:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 # Releases of Triton that compile every Gluon kernel for sm_90a (``make test-versions``): an experimental interface.
 GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
+LEAST_CAPABILITY = (8, 0)  # what Triton compiles for
+TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")  # what packages of it are called
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
@@ -55,20 +57,25 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _installed() -> tuple[int, int]:
-    try:
-        major, minor = importlib.metadata.version("triton").split(".")[:2]
-    except importlib.metadata.PackageNotFoundError:
-        return 0, 0
-    return int(major), int(minor)
+def _installed() -> str:
+    for name in TRITONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
 
 
 _TRITON = _installed()  # read here, as compilers cannot trace the reading
+_RELEASE = tuple(map(int, _TRITON.split(".")[:2])) if _TRITON else (0, 0)
+
+
+def installed_triton() -> str:
+    """Version of the installed Triton, asked without importing it; "" if there is none."""
+    return _TRITON
 
 
 def triton_version() -> tuple[int, int]:
-    """Installed Triton, asked without importing it; (0, 0) if there is none."""
-    return _TRITON
+    """Its first two numbers; (0, 0) if there is none."""
+    return cast(tuple[int, int], _RELEASE)
 
 
 def not_gluon(where: Machine, K: int, V: int, dtype: torch.dtype) -> str:

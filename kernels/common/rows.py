@@ -56,3 +56,26 @@ def kept_of_forward(
         lse.new_empty(0, dtype=torch.int32) if since is None else since,
         lse.new_empty(0, dtype=torch.int32) if start is None else start,
     )
+
+
+def fake_of_forward(
+    q: Tensor, v: Tensor, S: int, return_lse: bool, *, gates: bool, bands: bool, starts: bool, rest: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tensors like those that a forward operator returns: o, row_lse, lse, c, base, since, start, o_rest.
+
+    Args:
+        q: [B, T, H, K]; v: [B, S, G, V].
+        gates: one for each token and head; without, ``bands`` say that a window or packing bounds what rows see.
+        starts, rest: whether there are first keys of row units, and what the rounding of o drops.
+    """
+    (B, T, H, _), i32 = q.shape, torch.int32
+    n_u = (S + KEY_UNIT - 1) // KEY_UNIT
+    o, lse = q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=torch.float32)
+    since: tuple[int, ...] = (B, H, S) if gates else (1, 1, S) if bands else (0,)
+    return (
+        o, lse.new_empty((B, T, H) if return_lse else (0,)), lse,
+        lse.new_empty((B, H, n_u * KEY_UNIT) if gates else (0,)),
+        lse.new_empty((B, H, n_u + 1) if gates else (0,), dtype=torch.float64), lse.new_empty(since, dtype=i32),
+        lse.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if starts else (0,), dtype=i32),
+        torch.empty_like(o) if rest else q.new_empty(0),
+    )  # fmt: skip

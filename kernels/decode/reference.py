@@ -27,10 +27,13 @@ def paged_reference(
             float64 inputs, else float32.
     """
     (B, T, H, K), PAGE = q.shape, k.shape[1]
-    G, N = table.shape[1:]
+    G = table.shape[1]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     cd = wide if compute_dtype is None else compute_dtype
     scale = K**-0.5 if scale is None else scale
+    N = max(1, -(-max(length.tolist(), default=0) // PAGE))  # no page that a table has room for alone is looked at
+    table = table[..., :N]
+    page_sum, k_norm, n_log = (None if x is None else x[..., :N] for x in (page_sum, k_norm, n_log))
     j = torch.arange(N * PAGE, device=q.device)
     pos = length[:, None].long() - T + torch.arange(T, device=q.device)  # [B, T]
     there = ((table >= 0) & (torch.arange(N, device=q.device) >= first[..., None])).repeat_interleave(PAGE, -1)
@@ -38,12 +41,12 @@ def paged_reference(
     seen = there[:, :, None] & (j <= pos[:, None, :, None])  # [B, G, T, S]
     if window is not None:
         seen = seen & (j > pos[:, None, :, None] - window)
-    seen = seen.repeat_interleave(H // G, 1)  # [B, H, T, S]
+    seen = _of_queries(seen, H)  # [B, H, T, S]
     if since is not None:
         seen = seen & (j >= since[..., None])
     ids = table.clamp(min=0).long()
-    keys, values = (x[ids].flatten(2, 3).masked_fill(~there[..., None], 0.0).to(cd) for x in (k, v))  # [B, G, S, .]
-    keys, values = (x.repeat_interleave(H // G, 1) for x in (keys, values))
+    keys, values = (x[ids].flatten(2, 3).masked_fill_(~there[..., None], 0.0).to(cd) for x in (k, v))  # [B, G, S, .]
+    keys, values = (_of_queries(x, H) for x in (keys, values))
     logits = (q.transpose(1, 2).to(cd) @ keys.mT).to(wide) * scale
     at, c = pos.clamp(min=0)[:, None].expand(B, H, T), None
     if decay is not None and page_sum is not None:
@@ -63,6 +66,11 @@ def paged_reference(
         begin = _first_pages(logits, sums, pos, q_norm, k_norm, tails, first, prune.log_eps, logit_bound, PAGE)
         logits = logits.masked_fill(j < PAGE * begin.repeat_interleave(H // G, 1)[..., None, None], -math.inf)
     return dense_readout(logits, values, sink)[0].to(q.dtype)
+
+
+def _of_queries(x: Tensor, H: int) -> Tensor:
+    """What each of the H query heads sees of ``x [B, G, ...]``."""
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
 
 
 def _first_pages(
@@ -101,33 +109,31 @@ def append_reference(
     (B, T, G, _), PAGE = k.shape, keys.shape[1]
     gates = None not in (log_decay, decay, page_sum, total, since, n_log, closed)
     seen = length.new_zeros((B, decay.shape[2] * G, T) if gates and decay is not None else (0,))
-    for b in range(B):
-        for t in range(0 if count is None else T - min(int(count[b]), T), T):
-            n, i = divmod(int(length[b]), PAGE)
-            length[b] += 1
-            for g in range(G):
-                page = int(table[b, g, n])
-                if page < 0:
-                    continue
-                keys[page, i], values[page, i] = k[b, t, g], v[b, t, g]
-                long = keys[page, i].float().norm() * 1.00001
-                k_norm[b, g, n] = torch.maximum(long, k_norm[b, g, n] * (i > 0))
-            if (
-                log_decay is None or decay is None or page_sum is None or total is None or since is None
-                or n_log is None or closed is None
-            ):  # fmt: skip
-                continue
-            if i == 0:
-                page_sum[b, :, n] = total[b]
-            now = is_closed(log_decay[b, t])
-            since[b] = torch.where(now, n * PAGE + i, since[b])
-            closed[b, :, n] = closed[b, :, n] & ((1 << i) - 1) | now.long() << i
-            total[b] += log_decay[b, t].double().masked_fill(now, 0.0)
-            before = n_log[b, :, (n * PAGE + i - 1) // PAGE] if n * PAGE + i else torch.full_like(total[b], -math.inf)
-            n_log[b, :, n] = torch.logaddexp(before, -total[b])
-            seen[b, :, t] = since[b]
-            within = (total[b] - page_sum[b, :, n]).to(decay.dtype).unflatten(0, (G, -1))
-            for g in range(G):
-                if int(table[b, g, n]) >= 0:
-                    decay[table[b, g, n], i] = within[g]
+    for t in range(T):
+        b = torch.arange(B, device=k.device) if count is None else (count > T - 1 - t).nonzero()[:, 0]
+        at = length[b].long()
+        n, i = at // PAGE, at % PAGE
+        length[b] += 1
+        pages = table[b, :, n].long()  # [M, G]
+        m, g = (pages >= 0).nonzero(as_tuple=True)
+        to, row, page = (pages[m, g], i[m]), b[m], n[m]
+        keys[to], values[to] = k[row, t, g], v[row, t, g]
+        long = keys[to].float().norm(dim=-1) * 1.00001
+        k_norm[row, g, page] = torch.maximum(long, k_norm[row, g, page] * (i[m] > 0))
+        if (
+            log_decay is None or decay is None or page_sum is None or total is None or since is None
+            or n_log is None or closed is None
+        ):  # fmt: skip
+            continue
+        begins, now = (i == 0)[:, None], is_closed(log_decay[b, t])  # [M, H]
+        page_sum[b, :, n] = torch.where(begins, total[b], page_sum[b, :, n])
+        since[b] = torch.where(now, at[:, None].int(), since[b])
+        before = closed[b, :, n] & ((1 << i) - 1)[:, None]
+        closed[b, :, n] = before | now.long() << i[:, None]
+        total[b] += log_decay[b, t].double().masked_fill(now, 0.0)
+        past = n_log[b, :, (at - 1).clamp(min=0) // PAGE].masked_fill((at == 0)[:, None], -math.inf)
+        n_log[b, :, n] = torch.logaddexp(past, -total[b])
+        seen[b, :, t] = since[b]
+        within = (total[b] - page_sum[b, :, n]).to(decay.dtype).unflatten(1, (G, -1))
+        decay[to] = within[m, g]
     return seen

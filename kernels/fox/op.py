@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.common.constants import CLOSED, GATE_CONST, GATE_FULL, KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.constants import CLOSED, GATE_CONST, GATE_FULL, KEY_UNIT
 from attnzoo.kernels.common.dense import segment_starts, window_starts
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe, gate_kind
 from attnzoo.kernels.common.plans import Plan, announce
-from attnzoo.kernels.common.rows import kept_of_forward, row_lse, since_without_gate
+from attnzoo.kernels.common.rows import fake_of_forward, kept_of_forward, row_lse, since_without_gate
 from attnzoo.kernels.fox.plan import Call, few_rows, plan
 from attnzoo.kernels.fox.portable.backward import fox_backward
 from attnzoo.kernels.fox.portable.decode import fox_split_forward
@@ -68,6 +68,7 @@ def bounds(
 
 
 def later_of(a: Some, b: Tensor) -> Tensor:
+    """The later of two first visible keys, [B or 1, H or 1, S]."""
     return b if a is None else torch.maximum(a, b)
 
 
@@ -117,21 +118,12 @@ def _forward_fake(
     logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float, gate_gradient: bool,
     deterministic: bool, return_lse: bool, to_q: Tensor | None = None, to_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    B, T, H, K = q.shape
-    S, V = k.shape[1], v.shape[3]
-    full = log_decay is not None and log_decay.ndim == 3
-    f32, i32 = torch.float32, torch.int32
-    n_u = (S + KEY_UNIT - 1) // KEY_UNIT
-    c = q.new_empty((B, H, n_u * KEY_UNIT) if full else (0,), dtype=f32)
-    base = q.new_empty((B, H, n_u + 1) if full else (0,), dtype=torch.float64)
-    shape: tuple[Any, ...] = (B, H, S) if full else (1, 1, S) if window > 0 or cu_seqlens is not None else (0,)
-    start = q.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound else (0,), dtype=i32)
-    since, o = q.new_empty(shape, dtype=i32), q.new_empty((B, T, H, V))
-    rows = q.new_empty((B, T, H) if return_lse else (0,), dtype=f32)
     # what the rounding drops is kept or not whatever the lengths are: they may be symbols here
-    call = Call(1, 1, 1, int(K), int(V), q.dtype, gate_gradient, deterministic)
-    o_rest = torch.empty_like(o) if plan(call, machine(q.device)).keeps_rest else q.new_empty(0)
-    return o, rows, q.new_empty((B, H, T), dtype=f32), c, base, since, start, o_rest
+    call = Call(1, 1, 1, int(q.shape[3]), int(v.shape[3]), q.dtype, gate_gradient, deterministic)
+    return fake_of_forward(
+        q, v, k.shape[1], return_lse, gates=log_decay is not None and log_decay.ndim == 3,
+        bands=window > 0 or cu_seqlens is not None, starts=bool(bound), rest=plan(call, machine(q.device)).keeps_rest,
+    )  # fmt: skip
 
 
 def fox_infer(

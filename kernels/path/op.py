@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import segment_starts
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.plans import Plan, announce
-from attnzoo.kernels.common.rows import kept_of_forward, row_lse, since_without_gate
+from attnzoo.kernels.common.rows import fake_of_forward, kept_of_forward, row_lse, since_without_gate
 from attnzoo.kernels.path.levels import Wanted
 from attnzoo.kernels.path.portable.backward import path_backward
 from attnzoo.kernels.path.portable.forward import path_forward
@@ -29,7 +28,7 @@ from .plan import Call, plan
 def gates(
     q: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, window: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gate sums c and base, first visible keys, and the tail sums for pruning."""
+    """c, base, first visible keys and tails, as ``gate_sums`` has them; without gates, the first visible keys alone."""
     T = q.shape[1]
     doc = None if cu_seqlens is None else segment_starts(cu_seqlens, T)
     if log_decay is not None:
@@ -97,19 +96,12 @@ def _forward_fake(
     bound: str, log_eps: float, learns_decay: bool, deterministic: bool, return_lse: bool, to_q: Tensor | None = None,
     to_k: Tensor | None = None, to_w: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    B, T, H, _ = q.shape
-    gated, i32 = log_decay is not None, torch.int32
-    n_u = (T + KEY_UNIT - 1) // KEY_UNIT
-    o, lse = q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=torch.float32)
-    c = lse.new_empty((B, H, n_u * KEY_UNIT) if gated else (0,))
-    base = lse.new_empty((B, H, n_u + 1) if gated else (0,), dtype=torch.float64)
-    shape: tuple[Any, ...] = (B, H, T) if gated else (1, 1, T) if window or cu_seqlens is not None else (0,)
-    rows = lse.new_empty((B, T, H) if return_lse else (0,))
-    start = lse.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound or window else (0,), dtype=i32)
     # what the rounding drops is kept or not whatever the length is: it may be a symbol here
     call = Call(1, int(q.shape[3]), int(v.shape[3]), q.dtype, learns_decay, deterministic)
-    o_rest = torch.empty_like(o) if plan(call, machine(q.device)).keeps_rest else q.new_empty(0)
-    return o, rows, lse, c, base, lse.new_empty(shape, dtype=i32), start, o_rest
+    return fake_of_forward(
+        q, v, q.shape[1], return_lse, gates=log_decay is not None, bands=window > 0 or cu_seqlens is not None,
+        starts=window > 0 or bool(bound), rest=plan(call, machine(q.device)).keeps_rest,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("attnzoo::path_backward", mutates_args=())

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
+from attnzoo.kernels.common.constants import ROW_UNIT
 from attnzoo.kernels.common.dense import segment_starts
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient
 from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.plans import Plan, announce
-from attnzoo.kernels.common.rows import kept_of_forward, row_lse
+from attnzoo.kernels.common.rows import fake_of_forward, kept_of_forward, row_lse
 from attnzoo.kernels.path.head_groups import head_groups
 from attnzoo.kernels.path.levels import Wanted
 from attnzoo.kernels.path.op import gates
@@ -90,19 +90,12 @@ def _forward_fake(
     cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
     learns_decay: bool, deterministic: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    B, T, H, K = q.shape
-    gated, i32 = log_decay is not None, torch.int32
-    n_u = (T + KEY_UNIT - 1) // KEY_UNIT
-    o, lse = q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=torch.float32)
-    c = lse.new_empty((B, H, n_u * KEY_UNIT) if gated else (0,))
-    base = lse.new_empty((B, H, n_u + 1) if gated else (0,), dtype=torch.float64)
-    shape: tuple[Any, ...] = (B, H, T) if gated else (1, 1, T) if window or cu_seqlens is not None else (0,)
-    start = lse.new_empty((B, H, (T + ROW_UNIT - 1) // ROW_UNIT) if bound else (0,), dtype=i32)
     # what the rounding drops is kept or not whatever the length is: it may be a symbol here
-    chosen = plan(1, int(K), int(v.shape[3]), q.dtype, deterministic, True, machine(q.device), learns_decay)
-    o_rest = torch.empty_like(o) if chosen.keeps_rest else q.new_empty(0)
-    rows = lse.new_empty((B, T, H) if return_lse else (0,))
-    return o, rows, lse, c, base, lse.new_empty(shape, dtype=i32), start, o_rest
+    K, V, where = int(q.shape[3]), int(v.shape[3]), machine(q.device)
+    return fake_of_forward(
+        q, v, q.shape[1], return_lse, gates=log_decay is not None, bands=window > 0 or cu_seqlens is not None,
+        starts=bool(bound), rest=plan(1, K, V, q.dtype, deterministic, True, where, learns_decay).keeps_rest,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("attnzoo::wall_backward", mutates_args=())

@@ -76,10 +76,12 @@ def test_pruned_step_drops_at_most_eps(bound: str, known: bool, split_calls: lis
 
 
 def test_segments_of_any_size_equal_one_call() -> None:
-    case = Case(T=300, S=300, H=2, G=1)
+    """Up to float32's rounding of the exponents, which open gates keep below 21."""
+    case = Case(T=300, S=300, H=2, G=1, gate="open")
     x = inputs(case, torch.float32)
+    x["log_decay"][:, 150] = -torch.inf
     options = {"log_decay": x["log_decay"], "impl": "triton"}
     whole = fox_attention(x["q"], x["k"], x["v"], **options)
     for T in (1, 7, 32):
         last = fox_attention(x["q"][:, -T:], x["k"], x["v"], **options)
-        torch.testing.assert_close(last, whole[:, -T:], atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(last, whole[:, -T:], atol=5e-7, rtol=2e-6)

@@ -249,7 +249,10 @@ def test_rounding_spoils_no_sum_of_the_angles(shared: bool) -> None:
 
 @pytest.mark.parametrize(("name", "shared"), [("fox_rope", False), ("fox_rope", True), ("rope_path_fox", False)])
 def test_gradients_of_angles_are_as_exact_as_the_others(name: str, shared: bool) -> None:
-    """In float16, though they are sums over all later tokens: those of q and k reach the rotation unrounded."""
+    """In float16, though they are sums over all later tokens: those of q and k reach the rotation unrounded.
+
+    Three roundings, of O, dS and the result, are each eps / sqrt(12) in the mean: 4.9e-4 in quadrature.
+    """
     q, k, v, gate = random_inputs(name, 1, 130, 2, 2, 16, 16, regime="mixed", dtype=torch.float32)
     if shared:
         gate = replace(gate, angle=cast(Tensor, gate.angle)[:, :, :1])

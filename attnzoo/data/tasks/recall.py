@@ -31,7 +31,8 @@ def mqar(vocab_size: int = 8192, pairs: int = 4, power: float = 0.01) -> Task:
 def forgetting_mqar(vocab_size: int = 8192, pairs: int = 8, updates: int = 4, power: float = 0.01) -> Task:
     """Multi-query associative recall where some keys get another value, and the last value is asked.
 
-    The other values come behind all pairs, each different from the key's first; the rest is as in `mqar`.
+    A variant of `mqar` of this library's own: the other values come behind all pairs, each different from the key's
+    first; the rest is as there.
 
     Args:
         vocab_size: as of `mqar`.
@@ -57,8 +58,9 @@ def forgetting_mqar(vocab_size: int = 8192, pairs: int = 8, updates: int = 4, po
 def nth_last_value(vocab_size: int = 8192, keys: int = 4, values: int = 3, n: int = 2, power: float = 0.01) -> Task:
     """Recall of the value that a key had n - 1 values ago.
 
-    Every key gets several values, which are random; the writings of all keys come in a random order. Then each key
-    comes once more, and its n-th last value is asked, in rows that are otherwise those of `mqar`.
+    Yang et al., "PaTH Attention" (2025), ask for the N-th last value of a key among their synthetic tasks; the rows are
+    this library's. Every key gets several values, which are random; the writings of all keys come in a random order.
+    Then each key comes once more, and its n-th last value is asked, in rows that are otherwise those of `mqar`.
 
     Args:
         vocab_size: as of `mqar`.

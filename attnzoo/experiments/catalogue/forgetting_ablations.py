@@ -1,37 +1,15 @@
 """What of a forget network matters: the seven ablations of One-Pass Forgetting, beside one trained model."""
 
 from attnzoo.experiments.claims import All, AtMost, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay, Size
-from attnzoo.experiments.forgetting import network
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
+from attnzoo.experiments.forgetting import one_thing_changed, part_by_part
 from attnzoo.experiments.probes import KeysHeld, WrongWithin
 
 PAPER = "One-Pass Forgetting, section 4, ablation {}"
-NETWORK, WINDOW, FREELY, HELD = "network", "window", "wrong, forgotten by itself", "keys held by itself"
+NETWORK, WINDOW, LATER = "network", "window", "later use"
+FREELY, HELD = "wrong, forgotten by itself", "keys held by itself"
 SHARES = (0.03125, 0.0625, 0.09375, 0.125, 0.25)
 TIGHT = 0.0625
-
-
-def arm(name: str, *settings: str, **options: object) -> Arm:
-    """Forget networks in two phases, trained alone beside the weights of the arm `rope`."""
-    return network(name, "rope", ("forgetting.alone=true", *settings), **{"budget": 0.15, **options})
-
-
-ABLATIONS = (
-    arm("key"),
-    arm("pair", network="pair"),
-    arm("attention", network="attention"),
-    arm("decay", network="decay"),
-    arm("plain maximum", pool="max"),
-    arm("plain soft maximum", pool="softmax"),
-    arm("discount", discount=0.95),
-    arm("sharp from the start", "forgetting.temperature=64"),
-    arm("shallow layers first", "forgetting.order=shallow_first"),
-    arm("deep layers first", "forgetting.order=deep_first"),
-    arm("pair, free", network="pair", monotone=False),
-    arm("learned budget", learned_budget=True),
-    arm("no second phase", "forgetting.distill_steps=1000000"),
-    arm("all weights", "forgetting.alone=false", "optimizer.lr=0.001"),
-)
 
 EXPERIMENT = Experiment(
     title="Learned forgetting, part by part",
@@ -42,7 +20,7 @@ EXPERIMENT = Experiment(
         "(6), the second phase (7). What is still found when a head may hold only so many keys, and when the "
         "networks decide by themselves how many that are?"
     ),
-    arms=(Arm("rope", "rope"), *ABLATIONS),
+    arms=(Arm("rope", "rope"), *part_by_part()),
     options={"block": "pro"},
     settings=("data.source=task:needle",),
     sizes={
@@ -73,7 +51,7 @@ EXPERIMENT = Experiment(
     probes=(
         WrongWithin(NETWORK, "retention", SHARES),
         WrongWithin(WINDOW, "window", SHARES),
-        WrongWithin("later use", "utility", SHARES),
+        WrongWithin(LATER, "utility", SHARES),
         WrongWithin(FREELY, "forgets"),
         KeysHeld(HELD, "forgets"),
     ),
@@ -92,19 +70,7 @@ EXPERIMENT = Experiment(
         Expectation("Without a second phase more is missed.", PAPER.format(7),
                     Below(Value("key", NETWORK, TIGHT), Value("no second phase", NETWORK, TIGHT), paired=True)),
     ),
-    overlays=tuple(
-        Overlay(
-            f"{title}: one thing changed", "wrong answers",
-            (("window", "rope", WINDOW), ("later use", "rope", "later use"), ("as it is", "key", NETWORK),
-             *((name, name, NETWORK) for name in names)),
-        )
-        for title, names in (
-            ("What the network looks at, monotone or free", ("pair", "attention", "decay", "pair, free")),
-            ("What it learns from", ("plain maximum", "plain soft maximum", "discount", "no second phase")),
-            ("How it is trained", ("sharp from the start", "shallow layers first", "deep layers first",
-                                   "learned budget", "all weights")),
-        )
-    ),
+    overlays=one_thing_changed("wrong answers", NETWORK, (("window", WINDOW), ("later use", LATER))),
     measured=(
         Measured("cpu", "2026-11-22", "32 shared cores of an Intel Xeon", "2026-11-22-forgetting_ablations-cpu.json"),
     ),

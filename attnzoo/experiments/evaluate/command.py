@@ -20,12 +20,12 @@ from attnzoo.data.command import PATH, read_options
     "--length", multiple=True, type=click.IntRange(min=1),
     help="Tokens per row; may be given several times.  [default: as in training, or what the evaluation says]",
 )  # fmt: skip
-@click.option("--rows", type=click.IntRange(min=1), help="Of a task, per length.  [default: 256; haystack: 32]")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the rows.  [default: 0]")
+@click.option("--rows", type=click.IntRange(min=1), help="Rows of a task, per length.  [default: 256; haystack: 32]")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of the rows.  [default: 0]")
 @click.option("--text", type=PATH, help="A text file, a folder of them, or stdlib.  [default: what the run held out]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; kept if not given."
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights; as stored if not given."
 )
 @click.option("--out", type=PATH, help="Where results and pictures go.  [default: evaluations in the run's folder]")
 @click.option("--json", "as_lines", is_flag=True, help="A line of JSON per result.")

@@ -20,7 +20,7 @@ LEAST = 64  # new tokens from which on it pays to record a graph, unless the eng
 TAKEN = {
     "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
     "bos_token_id", "use_cache", "transformers_version", "prompt_lookup_num_tokens", "max_matching_ngram_size",
-    "num_assistant_tokens",
+    "num_assistant_tokens", "num_return_sequences",
 }  # fmt: skip
 OTHERS = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "generation_config", "kwargs"}
 
@@ -94,6 +94,8 @@ def asked(
     if mask is not None and (mask.shape != rows.shape or not bool(mask[:, -1].all())):
         raise NeedsLoopError("attention_mask: expected one of the prompts' shape, with padding on the left")
     prompts = list(rows) if mask is None else [row[there.bool()] for row, there in zip(rows, mask, strict=True)]
+    each = settings.num_return_sequences or 1
+    rows, prompts = rows.repeat_interleave(each, 0), [prompt for prompt in prompts for _ in range(each)]
     sampling, draft = _sampling(settings, model.config.vocab_size), _draft(settings, helper, type(model))
     return Asked(rows, prompts, settings.max_new_tokens, stop, pad, sampling, limits, draft)
 
@@ -125,8 +127,6 @@ def _sampling(settings: Any, vocab_size: int) -> dict[str, Any]:
         return {"temperature": 0.0}
     top_k = settings.top_k if settings.top_k and settings.top_k < vocab_size else None
     top_p = 1.0 if settings.top_p is None else float(settings.top_p)
-    if top_k is not None and top_p < 1:
-        raise NeedsLoopError("top_k, top_p: expected one of the two (the second cuts what the first has left there)")
     temperature = 1.0 if settings.temperature is None else float(settings.temperature)
     if temperature <= 0:
         raise NeedsLoopError(f"temperature: expected above 0 with do_sample, got {settings.temperature}")

@@ -95,9 +95,9 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     ) -> Any:  # fmt: skip
         """`GenerationMixin.generate`, on :class:`attnzoo.models.Generator` where that can take the call.
 
-        The engine takes greedy and sampled continuations of prompts, padded on the left or not, by temperature and one
-        of `top_k` and `top_p`, up to `max_new_tokens` and tokens that end a sequence; and the proposals of an
-        `assistant_model` of this class, or of `prompt_lookup_num_tokens`, up to 15 at a time. Greedy tokens are
+        The engine takes greedy and sampled continuations of prompts, padded on the left or not, by temperature,
+        `top_k` and `top_p`, several of each, up to `max_new_tokens` and tokens that end a sequence; and the proposals
+        of an `assistant_model` of this class, or of `prompt_lookup_num_tokens`, up to 15 at a time. Greedy tokens are
         the same but for logits that are equal to rounding; samples come from the same distribution, but not from the
         same draws. One line of the log says what runs. The engine is kept for the next call with as many rows;
         :meth:`release_engine` frees it.
@@ -131,18 +131,26 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             if engine:
                 raise ValueError(f"engine: expected None or False here ({reason}), got True") from reason
             logger.info("generate runs the loop of transformers: %s", reason)
-            helper = kwargs.get("assistant_model")
-            if helper is not None and getattr(helper, "_is_stateful", False):
-                raise ValueError(
-                    "assistant_model: expected layers that take rejected tokens back, as fox, alibi, rope and nope "
-                    "without convolutions and shifts (engine=True takes all), got "
-                    f"{helper.config.attention!r}"
-                ) from reason
+            self._check_proposals(kwargs.get("assistant_model"), generation_config, kwargs, reason)
             if limits:
                 kwargs["past_key_values"] = cache
             return super().generate(inputs, generation_config, *args, **kwargs)
         logger.info("generate ran on the engine")
         return tokens
+
+    def _check_proposals(self, helper: Any, settings: Any, given: dict[str, Any], reason: Exception) -> None:
+        """The loop of transformers takes rejected tokens back, from both models."""
+        look_up = "prompt_lookup_num_tokens"
+        name = look_up if helper is None else "assistant_model"
+        if helper is None and not given.get(look_up) and not getattr(settings, look_up, None):
+            return
+        for model in (self, helper):
+            if getattr(model, "_is_stateful", False):
+                raise ValueError(
+                    f"{name}: expected layers that take rejected tokens back, as fox, alibi, rope and nope without "
+                    "convolutions and shifts (engine=True takes all), got "
+                    f"{getattr(model.config, 'attention', type(model).__name__)!r}"
+                ) from reason
 
     def release_engine(self) -> None:
         """Free the memory that :meth:`generate` has kept for its next call."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import TRANSFORMERS, decoder, interleaved, pattern
+from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, interleaved, pattern
 from attnzoo.models.peers.weights import Settings, Weights
 
 
@@ -35,7 +35,7 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
     settings.only("mlp_bias", False)
     D, H, L = settings["hidden_size"], settings["num_attention_heads"], settings["num_hidden_layers"]
     G, K = settings.get("num_key_value_heads", H), settings.get("head_dim", D // H)
-    outer = biases and settings.fields["model_type"] == "llama"  # there the output has one too
+    outer = biases and settings.fields["model_type"] in ("llama", "qwen3")  # there the output has one too
     options: dict[str, Any] = {"num_kv_heads": G, "head_dim": K, "qkv_bias": biases, "output_bias": outer}
     if normed:
         options |= {"qk_norm": "rms", "qk_norm_shared": True, "qk_norm_eps": settings["rms_norm_eps"]}
@@ -47,17 +47,9 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
         for window in windows
     ]
     config = ModelConfig(
-        attention=pattern(entries),
-        attention_options=options,
-        hidden_size=D,
-        num_layers=L,
-        num_heads=H,
-        intermediate_size=settings["intermediate_size"],
-        vocab_size=settings["vocab_size"],
-        tie_embeddings=settings.get("tie_word_embeddings", False),
-        norm_eps=settings["rms_norm_eps"],
-        initializer_range=settings.get("initializer_range", 0.02),
-    )
+        attention=pattern(entries), attention_options=options, num_heads=H,
+        intermediate_size=settings["intermediate_size"], norm_eps=settings["rms_norm_eps"], **common_sizes(settings),
+    )  # fmt: skip
 
     def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
         for name, heads in (("q", H), ("k", G)):

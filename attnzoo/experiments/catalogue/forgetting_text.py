@@ -1,0 +1,84 @@
+"""The same seven ablations of One-Pass Forgetting on text, where what is kept is a matter of degree."""
+
+from attnzoo.experiments.claims import All, AtMost, Below, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.forgetting import one_thing_changed, part_by_part
+from attnzoo.experiments.probes import AddedLoss, KeysHeld, Loss
+
+PAPER = "One-Pass Forgetting, section 4, ablation {}"
+NETWORK, WINDOW, LATER = "network", "window", "later use"
+FREELY, HELD = "forgotten by itself", "keys held by itself"
+SHARES = (0.03125, 0.0625, 0.125, 0.25)
+TIGHT = 0.0625
+
+
+def less(arm: str, other: str) -> Below:
+    return Below(Value(arm, NETWORK, TIGHT), Value(other, NETWORK, TIGHT), paired=True)
+
+
+EXPERIMENT = Experiment(
+    title="Learned forgetting, part by part, on text",
+    question=(
+        "One RoPE model per seed has learnt a text. Forget networks are then trained beside its frozen weights in two "
+        "phases, each with one thing changed: what the network looks at (1), how utilities are pooled (2), annealing "
+        "(3), its order over the layers (4), the running minimum (5), the budget (6), the second phase (7). What is "
+        "added to the loss when a head may hold only so many keys, and when the networks decide by themselves?"
+    ),
+    arms=(Arm("rope", "rope"), *part_by_part(0.001)),
+    options={"block": "pro"},
+    settings=("data.source=stdlib",),
+    sizes={
+        "cpu": Size(
+            settings=(
+                "steps=600", "batch_size=8", "data.context_length=256", "log_every=100", "eval_tokens=4096",
+                "model={hidden_size: 64, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=30",
+            ),
+            lrs=(0.004,),
+            tokens=4096,
+            after=(
+                "steps=150", "batch_size=4", "optimizer.warmup_steps=10",
+                "forgetting={distill_steps: 60, anneal_steps: 45}",
+            ),
+        ),
+        "gpu": Size(
+            settings=(
+                "steps=600", "batch_size=8", "data.context_length=4096", "log_every=100", "eval_tokens=65536",
+                "model={hidden_size: 256, num_layers: 4, num_heads: 4}", "optimizer.warmup_steps=60",
+                "mixed_precision=bf16",
+            ),
+            lrs=(0.002,),
+            tokens=16384,
+            after=(
+                "steps=60", "batch_size=1", "optimizer.warmup_steps=10",
+                "forgetting={distill_steps: 24, anneal_steps: 18}",
+            ),
+        ),
+    },
+    probes=(
+        Loss(),
+        AddedLoss(NETWORK, "retention", SHARES),
+        AddedLoss(WINDOW, "window", SHARES),
+        AddedLoss(LATER, "utility", SHARES),
+        AddedLoss(FREELY, "forgets"),
+        KeysHeld(HELD, "forgets"),
+    ),
+    expectations=(
+        Expectation("With a sixteenth of the keys a network of pairs adds less than one of keys alone.",
+                    PAPER.format(1), less("pair", "key")),
+        Expectation("A soft maximum of logarithms serves better than one of the contributions.", PAPER.format(2),
+                    less("key", "plain soft maximum")),
+        Expectation("A discount serves better than none.", PAPER.format(2), less("discount", "key")),
+        Expectation("Without annealing, sharp from the start, more is lost.", PAPER.format(3),
+                    less("key", "sharp from the start")),
+        Expectation("Layers that are annealed one after the other, shallow ones first, lose less.", PAPER.format(4),
+                    less("shallow layers first", "key")),
+        Expectation("What may be remembered again loses more where it is gone.", PAPER.format(5),
+                    less("pair", "pair, free")),
+        Expectation("Heads that divide the budget among themselves lose less.", PAPER.format(6),
+                    less("learned budget", "key")),
+        Expectation("Without a second phase more is lost.", PAPER.format(7), less("key", "no second phase")),
+        Expectation("Forgotten by itself, half of the keys are gone for less than 1% of perplexity.",
+                    PAPER.format(6), All((AtMost(Value("key", FREELY), 0.00995), AtMost(Value("key", HELD), 0.5)))),
+    ),
+    overlays=one_thing_changed("nats added", NETWORK, (("window", WINDOW), ("later use", LATER))),
+)  # fmt: skip
