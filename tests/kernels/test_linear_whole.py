@@ -14,6 +14,9 @@ from attnzoo import build_attention
 from attnzoo.forms.fixed import MatrixMemory, Rows
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.fixed import FixedCache
+from attnzoo.models.config import ModelConfig
+from attnzoo.models.decoder import LanguageModel
+from attnzoo.models.engine import Generator
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D = 24
@@ -119,6 +122,22 @@ def test_a_whole_step_is_that_of_the_parts(case: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda"])
+def test_heads_too_large_for_one_program_are_normed_after_all_their_columns(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attnzoo.kernels.linear import whole
+
+    monkeypatch.setattr(whole, "MOST", 64)
+    monkeypatch.setattr(whole, "TILE", 64)
+    attn = layer_of(CASES[case])
+    (y, kept), (want, states) = generated(attn, empty(attn)), exact(attn)
+    assert relative_error(y, want) <= 1e-5
+    assert relative_error(kept[0], states[0]) <= 1e-5
+    assert relative_error(kept[1], states[1]) <= 1e-5  # a window
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("case", ["mamba2", "gated_deltanet-gqa"])
 def test_half_precision_has_no_more_error_than_the_parts(case: str) -> None:
     attn = layer_of(CASES[case], torch.float16)
@@ -126,6 +145,40 @@ def test_half_precision_has_no_more_error_than_the_parts(case: str) -> None:
     assert relative_error(y, want) <= 2 * relative_error(parts, want)
     for ours, theirs, state in zip(kept, others, states, strict=True):
         assert relative_error(ours, state) <= 2 * relative_error(theirs, state) + 1e-6
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_has_no_more_error_than_the_parts(case: str) -> None:
+    name, options = CASES[case]
+    attn = layer_of((name, {**options, "head_dim": 64, "value_dim": 128, "expand": None}), torch.bfloat16)
+    (y, kept), (parts, others), (want, states) = generated(attn, empty(attn)), by_parts(attn), exact(attn)
+    assert relative_error(y, want) <= 2 * relative_error(parts, want)
+    for ours, theirs, state in zip(kept, others, states, strict=True):
+        if state.numel():
+            assert relative_error(ours, state) <= 2 * relative_error(theirs, state) + 1e-6
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mamba2", "gated_deltanet", "retnet"])
+def test_a_graph_of_whole_steps_draws_the_tokens_of_the_parts(name: str) -> None:
+    """In float32: sequences that end and others that join them, and a draft in between."""
+    torch.manual_seed(0)
+    config = ModelConfig(attention=name, hidden_size=128, num_layers=2, num_heads=4, vocab_size=97)
+    model, found = LanguageModel(config).cuda(), []
+    for whole in (True, False):
+        generator = Generator(model, 2, 80, fuse=True, compile=whole)
+        assert all(cache.whole for cache in generator.batch.caches)
+        for cache in generator.batch.caches:
+            cache.whole = whole
+        numbers = [generator.add(torch.arange(n) + 1, 30, temperature=0) for n in (5, 20, 9)]
+        drawn = generator.run()
+        numbers.append(generator.add(torch.arange(4), 12, temperature=0))
+        drawn |= generator.run(draft=lambda request: [3, 4])
+        found.append([drawn[number] for number in numbers])
+    assert found[0] == found[1]
 
 
 @torch.no_grad()
