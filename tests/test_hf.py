@@ -47,6 +47,8 @@ def test_sizes_that_the_decoder_refuses_are_refused():
         AttnzooConfig(HYBRID, num_hidden_layers=3)
     with pytest.raises(ValueError, match="did you mean 'fox'"):
         build("foxx")
+    with pytest.raises(ValueError, match="did you mean 'num_hidden_layers'"):
+        build(num_hidden_layer=3)
 
 
 # saving and loading
