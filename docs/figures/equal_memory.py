@@ -16,11 +16,13 @@ from attnzoo.experiments.outcome import load_outcome
 from attnzoo.experiments.report.experiment import overlaid
 from attnzoo.experiments.run_figures import Overlaid
 
+SIZE = "cpu"  # of both experiments
 SHOWN = {"learned_forgetting": "text: nats added to the loss", "needle_memory": "needles: wrong answers"}
 COLUMNS = "RoPE", "FoX"
 CERTIFIED = "certified eviction"
 ONE_PERCENT = np.log(1.01)  # of perplexity, in nats
 LINEAR_BELOW = 0.005  # nats; logarithmic above
+TICKS = (0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)  # nats
 WIDTH, HEIGHT, LEFT, BETWEEN, BELOW, ABOVE, LEGEND = 680, 560, 62, 22, 34, 24, 62  # points
 
 
@@ -30,7 +32,7 @@ def equal_memory(results: Path) -> Figure:
     width, height = (WIDTH - LEFT - BETWEEN - 8) / 2, (HEIGHT - LEGEND) / 2
     for row, (name, title) in enumerate(SHOWN.items()):
         experiment = find(name)
-        [measured] = [measured for measured in experiment.measured if measured.size == "cpu"]
+        [measured] = [measured for measured in experiment.measured if measured.size == SIZE]
         outcome, first = load_outcome(results / measured.result), None
         tokens = yaml.safe_load(outcome.settings)["data"]["context_length"]
         for column, model in enumerate(COLUMNS):
@@ -44,6 +46,9 @@ def equal_memory(results: Path) -> Figure:
             axes.tick_params(labelleft=column == 0)
             if not picture.percent:
                 _nats(axes, name_it=column == 0)
+        if not picture.percent:
+            low, high = first.get_ylim()
+            first.set_yticks([tick for tick in TICKS if low <= tick <= high])
     names = sorted(handles, key=lambda name: not name.startswith("network"))
     figure.legend(
         [handles[name] for name in names], names, loc="lower left", bbox_to_anchor=(LEFT / WIDTH - 0.012, 0), ncols=4,
@@ -84,10 +89,8 @@ def _draw(axes: Axes, picture: Overlaid) -> dict[str, Line2D]:
 def _nats(axes: Axes, *, name_it: bool) -> None:
     """A scale on which small losses are seen beside large ones, with the share of perplexity that is asked for."""
     axes.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=0.6)
-    ticks = (0, 0.005, 0.01, 0.02, 0.05, 0.1)
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
-    axes.set_ylim(-0.0018, 0.14)
     axes.axhline(ONE_PERCENT, color=MUTED, linewidth=0.8, dashes=(2, 2), zorder=0)
     if name_it:
         axes.annotate(

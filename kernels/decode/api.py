@@ -264,13 +264,9 @@ def shapes_of_sums(
 
 
 def check_prune(
-    prune: Prune | None,
-    decay: Tensor | None,
-    log_decay: Tensor | None,
-    k_norm: Tensor | None,
-    n_log: Tensor | None,
+    prune: Prune | None, decay: Tensor | None, log_decay: Tensor | None, k_norm: Tensor | None, n_log: Tensor | None,
     logit_bound: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """What pruning over pages needs is there, and a bound only for it."""
     if prune is None:
         if logit_bound is not None:

@@ -122,6 +122,13 @@ def markdown(experiment: Experiment, outcome: Outcome) -> str:
     return "\n".join([*lines, *(f"- {arm.name}: `{layers_of(experiment, arm)}`" for arm in experiment.arms), ""])
 
 
+def row_in_words(experiment: Experiment, outcome: Outcome, arm: Arm) -> str:
+    """A model's row of the table of numbers, for the terminal."""
+    number, columns = experiment.arms.index(arm), _columns(experiment, outcome)
+    cells = ", ".join(f"{column['title']} {' '.join(column['cells'][number])}" for column in columns)
+    return f"{arm.name} (learning rate {_rate(outcome, arm)}): {cells}"
+
+
 def budget(experiment: Experiment, outcome: Outcome) -> str:
     """What was trained, in words."""
     tokens = sorted({run.tokens for run in outcome.runs if run.tokens})
