@@ -15,12 +15,14 @@ from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
 from attnzoo.errors import unknown
 from attnzoo.forms.factors import outputs, sub_tokens
+from attnzoo.forms.fixed import MatrixMemory
 from attnzoo.forms.forgetting_cache import Policy
 from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import Call
+from attnzoo.layer import linear_step
 from attnzoo.layer.bounds import away, largest_score, longest_query
 from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, keys_per_token, valid_tokens
 from attnzoo.layer.config import AttentionConfig
@@ -283,7 +285,10 @@ class Attention(PreciseModule):
         if cu_seqlens is not None or attention_mask is not None:
             raise ValueError("cu_seqlens, attention_mask: expected None with a cache of fixed size, got a tensor")
         cache.check(x)
-        if cache.whole:
+        if cache.whole and isinstance(cache.memory, MatrixMemory):
+            if x.shape[1] == 1:
+                return linear_step.step(self, x, cache)
+        elif cache.whole:
             return step(self, x, cache)
         projected = self._project(x, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache))
         options = self._options(projected.write, None, None, cache.bound)
@@ -293,7 +298,7 @@ class Attention(PreciseModule):
 
     def whole_steps(self, memory: object) -> bool:
         """Whether all of a step between the products with weights is done by the kernels over ``memory``."""
-        return serves(self, memory)
+        return linear_step.serves(self, memory) if isinstance(memory, MatrixMemory) else serves(self, memory)
 
     def step_options(self, bound: Tensor | None) -> dict[str, Any]:
         """What such a step is asked for by keyword; ``bound`` is that of the logits."""

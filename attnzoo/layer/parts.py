@@ -13,11 +13,13 @@ from attnzoo.layer.precision import wide
 from attnzoo.layer.stream import Stream
 from attnzoo.registry import as_given
 
+UNIT_EPS = 1e-6
+
 
 def l2_normalize(x: Tensor) -> Tensor:
-    """``x / sqrt(|x|^2 + 1e-6)`` along the last axis, in float32: unit vectors, but for very short ones."""
+    """``x / sqrt(|x|^2 + UNIT_EPS)`` along the last axis, in float32: unit vectors, but for very short ones."""
     x32 = wide(x)
-    return (x32 * (x32.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    return (x32 * (x32.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()).to(x.dtype)
 
 
 def _identity(x: Tensor) -> Tensor:

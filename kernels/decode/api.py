@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_scale
-from attnzoo.kernels.common.arguments import check_tensors, check_values, check_window
+from attnzoo.kernels.common.arguments import check_shapes, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation, traced
 from attnzoo.kernels.common.device import multiprocessors
 from attnzoo.kernels.decode.plan import MOST_ROWS, Call, plan, workspace
@@ -236,20 +236,6 @@ def check_pages(
         v: (values, (*keys.shape[:2], values.shape[-1]), None if mixed else keys.dtype),
         "table": (table, tuple(table.shape), torch.int32), "length": (pool["length"], x.shape[:1], torch.int32),
     })  # fmt: skip
-
-
-def check_shapes(
-    wanted: Mapping[str, tuple[Tensor | None, tuple[int, ...], torch.dtype | None]], strided: tuple[str, ...] = ()
-) -> None:
-    """Shapes and dtypes (None: any floating one); contiguous but for those that may be ``strided``."""
-    for name, (x, shape, dtype) in wanted.items():
-        if x is None:
-            continue
-        if x.shape != shape or (x.dtype != dtype if dtype is not None else not x.is_floating_point()):
-            got = f"{x.dtype} {tuple(x.shape)}"
-            raise ValueError(f"{name}: expected {dtype or 'a floating dtype'} {tuple(shape)}, got {got}")
-        if name not in strided and not x.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
 
 
 def check_tokens(name: str, T: int) -> None:
