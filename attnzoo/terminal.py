@@ -31,6 +31,7 @@ def print_table(table: Table, to: Console) -> None:
 
 
 def console() -> Console:
+    """Standard output; a reader who goes is an error that click knows."""
     from rich.console import Console
 
     class Plain(Console):

@@ -19,8 +19,16 @@ from test_doc_outputs import DOCS, FENCE
 from attnzoo.cli import app
 from attnzoo.config import load_config
 from attnzoo.data import build_data, heldout_windows
-from attnzoo.data.tasks import TASKS
-from attnzoo.evaluation import Answers, EffectiveContext, LengthCurve, LossCurve, measure_losses, measure_pruning
+from attnzoo.data.tasks import TASKS, Examples, build_task
+from attnzoo.evaluation import (
+    Answers,
+    EffectiveContext,
+    LengthCurve,
+    LossCurve,
+    measure_context,
+    measure_losses,
+    measure_pruning,
+)
 from attnzoo.experiments.evaluate import lines, memory
 from attnzoo.experiments.evaluate.saved import as_json, file_name, find_subject
 from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
@@ -109,8 +117,18 @@ def test_task_is_asked_at_growing_lengths(tmp_path):
     assert own["options"] == {"length": [5], "rows": 3}
     assert own["result"]["answers"][0]["asked"] == 15
     assert (tmp_path / "run" / "evaluations" / "parity-length=5-rows=3.json").is_file()
+    subject = load_subject(tmp_path / "run")
+    row = Examples(build_task("parity"), 16, held_out=True)[0][0]
+    maps = measure(subject, "maps", {"tokens": 6, "start": 2}, Common())
+    assert maps.tokens == tuple("01"[bit] for bit in row[2:8])
+    assert measure(subject, "context", {}, Common()) == measure_context(subject.model, torch.from_numpy(row), 0.01)
+    longer = torch.from_numpy(Examples(build_task("parity"), 40, held_out=True)[0][0])
+    [shares] = measure(subject, "pruning", {"history": False}, Common(length=(40,))).steps
+    assert shares.heads == measure_pruning(subject.model, longer).heads
+    with pytest.raises(ValueError, match="expected room for 17 tokens in the 16 of the row"):
+        measure(subject, "maps", {"tokens": 17}, Common())
     with pytest.raises(ValueError, match="is of 'parity'"):
-        measure(load_subject(tmp_path / "run"), "loss", {}, Common())
+        measure(subject, "loss", {}, Common())
     with pytest.raises(ValueError, match="tokens are others than those of 'needle'"):
         measure(load_subject(tmp_path / "run"), "haystack", {}, Common())
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import QueryBounds
+from attnzoo.forms.carried import CarriedPool, attend_carried
 from attnzoo.forms.pool import PAGE, KeyPool
 
 LOG_EPS = -10.0
@@ -66,6 +68,41 @@ def test_no_later_row_loses_more_than_eps(kind: str, length: float) -> None:
     assert kind == "closes" or lost.max() > 0
     for b, turn in enumerate(TURNS):
         assert gone[b, -1] >= (1984 if kind == "opens again" else turn)
+
+
+@pytest.mark.parametrize("kind", ["constant", "opens again"])
+def test_no_later_row_loses_more_than_eps_where_keys_are_carried(kind: str) -> None:
+    """Reflections in all directions, and queries that follow them: old keys stay along each, new ones against it."""
+    turns, tokens, v = (400, 1031), 1152, torch.ones(2, 1152, 1, 1).double()
+    w = torch.nn.functional.normalize(
+        torch.randn(tokens, 4, generator=torch.Generator().manual_seed(0)).double(), dim=1
+    )
+    along = [torch.eye(4)[0].double()]
+    for direction in w:
+        along.append(along[-1] - 2 * (along[-1] @ direction) * direction)
+    k = torch.stack([against(turn, LONG)[:tokens] for turn in turns])[:, :, None] * torch.stack(along[1:])[:, None]
+    q = Q * torch.stack(along[1:]).expand(2, 1, tokens, 4)
+    of_all = {"log_decay": gates(kind)[:tokens, None], "w": w[:, None], "beta": torch.full((tokens, 1), 2.0).double()}
+    gate = Gate(**{name: x.expand(2, *x.shape) for name, x in of_all.items()})
+    pool, whole = (
+        CarriedPool.of(2, 1, 1, 4, 1, dtype=torch.float64, values=torch.float64, device="cpu", decays=True)
+        for _ in range(2)
+    )
+    lost = []
+    for start in range(0, tokens, PAGE):
+        pool.evict(LOG_EPS, BOUNDS)
+        now = slice(start, start + PAGE)
+        part = gate.slice(now.start, now.stop)
+        if start:
+            kept, all_of_it = (
+                attend_carried(q[:, :, now], k[:, now], v[:, now], part, one, None, None)[1] for one in (pool, whole)
+            )
+            lost.append(-torch.expm1(kept - all_of_it))
+        for one in (pool, whole):
+            one.add(k[:, now], v[:, now], part, None)
+    assert 0 < torch.cat(lost, 2).max() <= math.exp(LOG_EPS)
+    assert (pool.first >= 6).all()
+    assert pool.used() == int(pool.live().sum()) < whole.used()
 
 
 def test_the_output_moves_by_at_most_twice_eps() -> None:

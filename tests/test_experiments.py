@@ -431,8 +431,12 @@ def test_command_runs(done):
     assert ran.exit_code == 0
     assert "report: out/report.html" in ran.output
     assert "[2/2] none, one head" in ran.output
+    row = next(line for line in Path("out/result.md").read_text().splitlines() if line.startswith("| none, one head |"))
+    cells = row.split("|")[3].split()
     alone = CliRunner().invoke(app, [*arguments, "--arm", "none, one head"], catch_exceptions=False)
     assert "[1/1] none, one head" in alone.output
+    said = " ".join(alone.output.split())
+    assert " ".join(["none, one head (learning rate 0.1): wrong answers at 1", *cells]) in said
     assert "attnzoo experiment run mine.py --seeds 2" in Path("out/report.html").read_text()
 
 

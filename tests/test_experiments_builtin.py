@@ -123,6 +123,22 @@ def test_recorded_results_follow_from_their_numbers(name):
 
 
 @pytest.mark.parametrize("name", names())
+def test_runs_that_are_compared_seed_by_seed_begin_with_the_same_weights(name):
+    """They are or start from one arm's runs, or are models of the same parameters, drawn with the same seed."""
+    experiment = find(name)
+    claims = [one for each in experiment.expectations for one in getattr(each.claim, "claims", (each.claim,))]
+    for claim in claims:
+        if not getattr(claim, "paired", False):
+            continue
+        arms, first = [experiment.arm(value.arm) for value in claim.values], []
+        for arm in arms:
+            config = Plan(name, "cpu", Path("out"), 3).config(experiment, arm, 0.001, 0)
+            with torch.device("meta"):
+                first.append([(key, p.shape) for key, p in LanguageModel(config.model).named_parameters()])
+        assert len({arm.after or arm.name for arm in arms}) == 1 or first[0] == first[1]
+
+
+@pytest.mark.parametrize("name", names())
 def test_command_of_a_recorded_result_makes_its_runs(name):
     """Its settings are those that the same command has now."""
     experiment = find(name)

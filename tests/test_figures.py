@@ -10,7 +10,9 @@ import pytest
 
 from attnzoo.experiments import figures
 from attnzoo.experiments.figures import Dot, Line, Look, to_svg
+from attnzoo.registry import BUILT_IN
 
+SIDES = ("linear", "softmax")
 LOOK = Look(figures.PAIR_COLORS[2], ())
 
 
@@ -28,6 +30,16 @@ def test_duals_share_a_hue_and_differ_in_dash() -> None:
 def test_same_variant_twice_is_told_apart() -> None:
     looks = figures.looks([("fox", 3, "softmax"), ("fox-acp", 3, "softmax")])
     assert looks["fox"] != looks["fox-acp"]
+
+
+def test_all_pairs_of_the_table_are_told_apart() -> None:
+    """There are more of them than hues."""
+    every = [
+        (name, n, side)
+        for n, p in enumerate(BUILT_IN, 1)
+        for name, side in zip((p.linear, p.softmax), SIDES, strict=True)
+    ]
+    assert len(set(figures.looks(every).values())) == len(every) > 2 * len(figures.PAIR_COLORS)
 
 
 def test_every_color_of_a_figure_follows_the_theme() -> None:

@@ -3,6 +3,7 @@
 import re
 import shutil
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -11,9 +12,11 @@ from tiny_runs import config_of, write_text
 
 from attnzoo import cli
 from attnzoo.data import decode, encode
+from attnzoo.data.tokenizer import byte_tokenizer
 from attnzoo.errors import UnavailableError
+from attnzoo.models import Generator
 from attnzoo.training import exchange, load_run, train
-from attnzoo.training.generate import load_text_model
+from attnzoo.training.generate import Unfolding, load_text_model
 
 PROMPT = "7 and one is"
 
@@ -62,6 +65,52 @@ def test_keys_given_up_are_said_by_layer_and_head(run):
     assert "for keys that were given up, no token lost more than 0.0001 of its weight\n" in said
     with pytest.raises(ValueError, match="evict: expected a weight in"):
         ran(run, *options, "--evict", 2)
+
+
+def test_the_text_ends_before_one_to_stop_at_and_on_ctrl_c(run, monkeypatch):
+    options = (run, "--prompt", PROMPT, "--max-tokens", 40, "--temperature", 0, "--device", "cpu")
+    whole, said = ran(*options, "--evict", 1e-4)
+    new = whole[len(PROMPT) : -1]
+    stop = new[9:13]
+    text, said = ran(*options, "--stop", "never\n", "--stop", stop, "--stop", stop[0] + "never")
+    assert text == PROMPT + new[: new.index(stop)] + "\n"
+    drawn = int(re.match(r"(\d+) tokens after", said)[1])
+    assert new.index(stop) < drawn < 40
+    assert "keys kept per head: all " in said
+    with pytest.raises(ValueError, match="stop: expected texts of at least one character, got ''"):
+        ran(*options, "--stop", "")
+    step, steps = Generator.step, []
+
+    def interrupted(self, *given):
+        steps.append(len(steps))
+        if len(steps) == 9:
+            raise KeyboardInterrupt
+        return step(self, *given)
+
+    monkeypatch.setattr(Generator, "step", interrupted)
+    found = CliRunner().invoke(cli.app, ["generate", *map(str, options), "--evict", "1e-4"], standalone_mode=False)
+    assert isinstance(found.exception, click.Abort)
+    assert PROMPT + new[:5] in found.stdout
+    assert whole.startswith(found.stdout.rstrip("\n"))
+    assert re.search(r"^\d+ tokens after 12 of the prompt", found.stderr, re.M)
+    assert "keys kept per head, layer 1, of 20: 20 20\n" in found.stderr  # eight steps
+    assert "caches: 0.0" not in found.stderr
+
+
+def test_characters_are_shown_when_they_are_whole_and_few_tokens_are_decoded_again():
+    tokenizer, decoded = pytest.importorskip("tokenizers") and byte_tokenizer(), []
+    broken = b"ok \xf0\x9f then \xe6\x97A \xff\xff\xff\xff\xff\xff end \xe6\x97"
+    text = "Zo\u00eb l\u00e4uft \U0001f3c3\U0001f3fd\u200d\u2640\ufe0f \u65e5\u672c\u8a9e. "
+    for content in (text.encode(), broken, text.encode() * 20):
+        tokens, pieces = [*content], []
+        unfolding = Unfolding(lambda ids: decoded.append(len(ids)) or tokenizer.decode(list(ids)))
+        for end in range(1, len(tokens) + 1):
+            pieces.append(unfolding.after(tokens[:end], end == len(tokens)))
+            if content != broken:
+                known = content[:end].decode(errors="ignore")
+                assert "".join(pieces) == known
+        assert "".join(pieces) == content.decode(errors="replace")
+    assert max(decoded) < 30
 
 
 def test_a_run_whose_layers_forget_goes_on_within_a_budget(run):

@@ -47,6 +47,8 @@ def test_sizes_that_the_decoder_refuses_are_refused():
         AttnzooConfig(HYBRID, num_hidden_layers=3)
     with pytest.raises(ValueError, match="did you mean 'fox'"):
         build("foxx")
+    with pytest.raises(ValueError, match="did you mean 'num_hidden_layers'"):
+        build(num_hidden_layer=3)
 
 
 # saving and loading
@@ -105,15 +107,21 @@ def test_device_map(tmp_path, tokens):
     assert torch.equal(load(tmp_path, device_map="cpu").eval()(tokens).logits, model(tokens).logits)
 
 
-def test_blocks_on_the_disk_give_the_same(tmp_path, tokens):
-    model = build(HYBRID)
+@pytest.mark.parametrize(
+    ("attention", "options"), [(HYBRID, {}), ("fox", {"block": "pro", "acp": True}), ("fox_rope", {})], ids=ids
+)
+def test_blocks_on_the_disk_give_the_same(attention, options, tmp_path, tokens):
+    model = build(attention, attention_options=options)
     model.save_pretrained(tmp_path / "model")
     places = {"model.embedding": "cpu", "model.blocks.0": "disk", "model.blocks.1": "cpu", "model.norm": "cpu"}
     loaded = load(tmp_path / "model", device_map={**places, "model.head": "disk"}, offload_folder=tmp_path / "disk")
     assert loaded.model.blocks[0].mlp.up.weight.is_meta
-    assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
+    torch.testing.assert_close(loaded.eval()(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-6)
     greedy = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(loaded.generate(tokens, **greedy), model.generate(tokens, **greedy))
+    if options:
+        with pytest.raises(ValueError, match="evict: expected 'offload', or a device map that leaves"):
+            loaded.generate(tokens, **greedy, evict=1e-3)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -41,6 +41,10 @@ def test_a_model_that_forgets_is_written_and_generates_alike(tmp_path):
     assert torch.equal(theirs.generate(prompt, max_new_tokens=6, do_sample=False), mine)
     beams = theirs.generate(prompt, max_new_tokens=3, num_beams=2, do_sample=False)
     assert beams.shape == (2, 15)
+    out = theirs(prompt)  # gradients are on, which its caches do not take
+    assert out.past_key_values is None
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(prompt).logits, out.logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_folder_of_hugging_face_gets_a_network_alone(tmp_path):

@@ -225,5 +225,7 @@ def test_weights_that_cannot_be_read_are_named(damage, tmp_path):
 
 
 def test_an_empty_folder_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"no config\.json$"):
         from_peer(tmp_path)
+    with pytest.raises(FileNotFoundError, match="hf download meta-llama/Llama-3.2-1B --local-dir"):
+        from_peer("meta-llama/Llama-3.2-1B")

@@ -1,6 +1,7 @@
 """Properties of the pages that keys are kept in."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,6 +106,15 @@ def test_a_cache_that_would_fill_the_memory_is_refused_before(monkeypatch: pytes
         assert pool.bytes() == before
         check(pool, *(y[0] for y in parts), row=0)
         attn(x[:, :1], cache=cache)
+
+
+def test_a_container_has_the_room_that_its_limit_leaves(tmp_path: Path) -> None:
+    for name, content in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 400\ninactive_file 200\n")):
+        assert memory._of_container(tmp_path) is None
+        (tmp_path / f"memory.{name}").write_text(content)
+    assert memory._of_container(tmp_path) == 500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._of_container(tmp_path) is None
 
 
 def test_the_memory_of_free_pages_is_given_back() -> None:

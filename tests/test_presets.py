@@ -116,11 +116,11 @@ def test_a_built_preset_runs():
         assert model(torch.randint(11, (1, 5))).logits.shape == (1, 5, 11)
 
 
-def test_a_preset_is_trained_from_the_command_line(tmp_path):
+def test_a_preset_is_trained_from_the_command_line(tmp_path, caplog):
     from click.testing import CliRunner
 
     (tmp_path / "text.txt").write_text("a preset is a configuration like any other\n" * 40)
-    tiny = ["hidden_size=16", "num_heads=2", "num_layers=1", "intermediate_size=16", "vocab_size=256"]
+    tiny = ["hidden_size=16", "num_heads=2", "num_layers=1", "intermediate_size=16"]
     run = ["steps=2", "batch_size=2", "gradient_accumulation=2", "eval_tokens=64", "device=cpu", "tensorboard=false"]
     rest = [f"data.source={tmp_path}", "data.context_length=32", "optimizer.warmup_steps=1", "progress=quiet"]
     given = [
@@ -134,6 +134,7 @@ def test_a_preset_is_trained_from_the_command_line(tmp_path):
     assert ran.exit_code == 0, ran.exception
     assert (tmp_path / "run").is_dir()
     assert "qk_norm_shared: true" in (tmp_path / "run" / "config.yaml").read_text()
+    assert "model.vocab_size=50257, of which the data has 256: 1 million parameters stay idle" in caplog.text
 
 
 # The baselines, and what they reduce to

@@ -142,6 +142,13 @@ def test_derivation_page_that_describe_names_is_there(pair: Pair) -> None:
         assert (ROOT / page[0]).is_file()
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_table_of_the_first_pages_is_that_of_the_registry(page: str) -> None:
+    table = (ROOT / page).read_text(encoding="utf-8").partition("linear side | softmax side")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`(\w+)`", row)[:2] for row in table.splitlines()[2:]]
+    assert rows == [[pair.linear, pair.softmax] for pair in PAIRS]
+
+
 def test_get_gives_one_object() -> None:
     assert get("fox") is get("fox")
 

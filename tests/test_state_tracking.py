@@ -100,18 +100,78 @@ def test_a_softmax_finds_what_a_word_has_moved() -> None:
     assert torch.equal(o[0, start:, 0].round(), moved[:, :, 0])
 
 
-def test_one_factor_cannot_turn_three_things_round() -> None:
-    """It changes the identity along one direction; a cycle of three changes it along two, each by the square root of 3.
+@pytest.mark.parametrize(("K", "n"), [(3, 1), (5, 3)])
+def test_fewer_factors_cannot_turn_all_channels_round(K: int, n: int) -> None:
+    """n of them change the identity along n directions, and a cycle of K channels changes it along K - 1.
 
-    So whatever w and beta are, it is at least that far off (Eckart and Young).
+    So whatever w and beta are, they are off by the least of these changes (Eckart and Young).
     """
-    cycle = torch.eye(3).double()[[1, 2, 0]]
-    assert torch.allclose(torch.linalg.svdvals(cycle - torch.eye(3)), torch.tensor([3**0.5, 3**0.5, 0.0]).double())
-    w = torch.nn.functional.normalize(torch.randn(500, 3, generator=torch.Generator().manual_seed(0)).double(), dim=-1)
-    beta = torch.linspace(0, 2, 500).double()
-    gate = Gate(w=w[None, :, None], beta=beta[None, :, None])
-    one = gate.dense(torch.zeros(1, 500, 1, 3))[1][0, :, 0]
-    assert float(torch.linalg.matrix_norm(one - cycle, 2).min()) >= 3**0.5 - 1e-12
+    cycle = torch.eye(K).double().roll(1, 0)
+    changes = torch.linalg.svdvals(cycle - torch.eye(K))
+    assert float(changes[K - 1]) < 1e-12
+    draw = torch.Generator().manual_seed(0)
+    w = torch.nn.functional.normalize(torch.randn(1, 500, 1, n, K, generator=draw).double(), dim=-1)
+    gate = Gate(w=w, beta=2 * torch.rand(1, 500, 1, n, generator=draw).double())
+    few = gate.dense(torch.zeros(1, 500, 1, K))[1][0, :, 0]
+    assert float(torch.linalg.matrix_norm(few - cycle, 2).min()) >= float(changes[n]) - 1e-12 > 1
+
+
+def icosahedron() -> list[Tensor]:
+    """Its sixty turns: those that a fifth of a turn round a corner and a cycle of the coordinates make."""
+    golden = (1 + math.sqrt(5)) / 2
+    axis = torch.tensor([0.0, 1.0, golden]).double() / math.sqrt(1 + golden**2)
+    zero = torch.zeros(()).double()
+    cross = torch.stack([zero, -axis[2], axis[1], axis[2], zero, -axis[0], -axis[1], axis[0], zero]).view(3, 3)
+    makers = [torch.linalg.matrix_exp(2 * math.pi / 5 * cross), torch.eye(3).double().roll(1, 0)]
+    found = [torch.eye(3).double()]
+    for turn in found:  # it grows
+        for made in (turn @ maker for maker in makers):
+            if min(float((made - other).abs().max()) for other in found) > 0.1:
+                found.append(made)
+    return found
+
+
+def places_of(turn: Tensor, frames: list[Tensor]) -> tuple[int, ...]:
+    """Where a turn takes each of five frames of three axes at right angles; signs do not count."""
+    same = [[bool(((b.mT @ turn @ a).abs() > 1 - 1e-9).sum() == 3) for b in frames] for a in frames]
+    assert all(sum(row) == 1 for row in same)
+    return tuple(row.index(True) for row in same)
+
+
+def two_reflections(turn: Tensor) -> tuple[Tensor, Tensor]:
+    """w ``[2, 3]`` and beta ``[2]`` of a turn of space."""
+    moved = torch.eye(3) - turn
+    first = moved[:, moved.norm(dim=0).argmax()]
+    if first.norm() < 1e-9:
+        return torch.eye(3).double()[:2], torch.zeros(2).double()
+    first = first / first.norm()
+    rest = torch.eye(3) - (turn - 2 * first[:, None] * (first @ turn))  # twice the second one's w w^T
+    second = rest[:, rest.norm(dim=0).argmax()]
+    return torch.stack([first, second / second.norm()]), torch.full((2,), 2.0).double()
+
+
+def test_two_factors_follow_a5_in_three_channels() -> None:
+    """The even permutations of five things are the turns of an icosahedron, and a turn is two reflections."""
+    turns = icosahedron()
+    frames = [torch.linalg.matrix_power(turns[1], i) for i in range(5)]
+    letters = [places_of(turn, frames) for turn in turns]
+    assert sorted(letters) == sorted(A5)
+    index = torch.randint(60, (T,), generator=torch.Generator().manual_seed(2)).tolist()
+    each = [two_reflections(turns[i]) for i in index]
+    gate = Gate(
+        w=torch.stack([w for w, _ in each])[None, :, None], beta=torch.stack([b for _, b in each])[None, :, None]
+    )
+    nothing, eye = torch.zeros(1, T, 1, 3).double(), torch.eye(3).double()
+    read = [
+        get("deltanet").extend(
+            channel.expand(1, T, 1, 3), nothing, nothing, gate, RecurrentState(eye[None, None]), scale=1.0
+        )[0][0, :, 0]
+        for channel in eye
+    ]
+    state, place = torch.stack(read, -1), list(range(5))
+    for t, i in enumerate(index):
+        place = [place[j] for j in letters[i]]
+        assert places_of(state[t], frames) == tuple(place)
 
 
 @pytest.mark.parametrize("form", ["recurrent", "parallel", "chunk"])

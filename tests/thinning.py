@@ -20,7 +20,7 @@ OF_PRODUCTS = {name for pair in PRODUCTS for name in (pair.linear, pair.softmax)
 EVERYWHERE = {"kda", "fox_rope"}
 FOR_ALL = {
     "test_forms_equal_oracle", "test_segmented_equals_full", "test_equations_equal_oracle",
-    "test_pieces_padding_and_packing_equal_whole_sequences",
+    "test_pieces_padding_and_packing_equal_whole_sequences", "test_long_sequences_within_budget",
 }  # fmt: skip
 FEW = 3
 NAMED = 2  # products that a test may name itself; more come from the registry

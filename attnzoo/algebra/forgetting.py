@@ -280,7 +280,11 @@ def student(logits: Tensor, bias: Tensor, v: Tensor, sink: Tensor | None = None,
 
 
 def blended(teacher: Tensor, student: Tensor, blend: float) -> Tensor:
-    """Section 2.3: ``(1 - lambda) y + lambda y_f``, with gradients through the student alone (section 2.4)."""
+    """Section 2.3: ``(1 - lambda) y + lambda y_f``, with gradients through the student alone (section 2.4).
+
+    Args:
+        teacher, student: outputs ``[B, T, H, V]``.
+    """
     return student if blend == 1 else (1 - blend) * teacher.detach() + blend * student
 
 
@@ -302,7 +306,12 @@ def divergence(target: Tensor, logits: Tensor, kind: str) -> Tensor:
 
 
 def distillation_loss(target: Tensor, logits: Tensor, exists: Tensor, age: Tensor, options: Forgetting) -> Tensor:
-    """Section 2.4's L_r: the mean of :func:`divergence` over the pairs that are not in the remember window."""
+    """Section 2.4's L_r: the mean of :func:`divergence` over the pairs that are not in the remember window.
+
+    Args:
+        target, logits: as there, ``[B, G, T, T]``.
+        exists, age: of each pair: whether a row may read its key, and in how many tokens; they broadcast to these.
+    """
     counts = (exists & (age >= options.window)).expand(target.shape)
     each = divergence(target, logits, options.divergence).masked_fill(~counts, 0.0)
     return each.sum() / counts.sum().clamp(min=1)

@@ -73,6 +73,8 @@ class Inputs:
 
 @dataclass
 class Contender:
+    """A kernel that is timed; ``head_first``: on [B, H, T, K]."""
+
     name: str
     call: Callable[[Inputs], Tensor]
     head_first: bool = False
@@ -81,6 +83,7 @@ class Contender:
 
 
 def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
+    """Normed q and k [B, T, H, K], and gates of which three quarters are local (``decay_lengths``)."""
     generator = torch.Generator().manual_seed(seed)
     tau = decay_lengths(H, generator).cuda()
     torch.manual_seed(seed)
@@ -91,6 +94,11 @@ def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
 
 
 def official_module(path: Path | None) -> Any:
+    """The official kernel, from the installed package or from its file.
+
+    Raises:
+        ImportError: neither is there.
+    """
     if path is None:
         return importlib.import_module("forgetting_transformer.ops.forgetting_attention")
     spec = importlib.util.spec_from_file_location("official_fox", path)

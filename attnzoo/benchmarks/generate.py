@@ -5,9 +5,9 @@
 Models of random weights in bfloat16, 24 layers of 1536 channels and 24 heads by default. The gates of FoX are those of
 fox.py (three quarters of the heads decay within 8 to 256 tokens), and so are those of the other variants that decay by
 a scalar. Caches are filled with random keys, values and states, so that nothing waits for a prompt. A step draws the
-likeliest token of every row. Peers: the Llama of transformers with the same sizes, with its growing cache, and with its
-static cache, compiled. What does not fit into the GPU's memory is left out, and said. Writes results.json and
-results.md.
+likeliest token of every row. Maps of one input are one product where a name says fused, and on the linear side. Peers:
+the Llama of transformers with the same sizes, with its growing cache, and with its static cache, compiled. What does
+not fit into the GPU's memory is left out, and said. Writes results.json and results.md.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ OURS = (
     Contender("PaTH-FoX", "path_fox"),
     Contender("PaTH-FoX (Pro) + ACP, fused", "path_fox", PRO, fuse=True),
     Contender("PaTH-FoX (Pro) + ACP, evicting, fused", "path_fox", PRO, EVICT, fuse=True),
-    Contender("Mamba-2", "mamba2"),
-    Contender("Gated DeltaNet", "gated_deltanet"),
+    Contender("Mamba-2", "mamba2", fuse=True),
+    Contender("Gated DeltaNet", "gated_deltanet", fuse=True),
 )
 
 

@@ -33,6 +33,7 @@ def decay_lengths(H: int, generator: torch.Generator) -> Tensor:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
+    """Norm of a - b over that of b."""
     return float((a.double() - b).norm() / b.norm())
 
 
@@ -139,6 +140,8 @@ def copy_bandwidth() -> float:
 
 
 def machine() -> dict[str, str]:
+    """The processor, the versions of what runs on it, and the date."""
+
     def version(name: str) -> str:
         try:
             return importlib.metadata.version(name)

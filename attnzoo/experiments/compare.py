@@ -275,7 +275,7 @@ def _windows(data: Data, config: TrainConfig, evaluate: EvaluateConfig) -> Tenso
     if isinstance(data.heldout, Examples):
         raise ValueError(
             f"compare measures the loss over a text: expected a data.source with text or tokens, got "
-            f"{config.data.source!r}; `attnzoo evaluate` measures tasks"
+            f"{config.data.source!r}; `attnzoo experiment` compares models on tasks"
         )
     return torch.from_numpy(heldout_windows(data.heldout, length, evaluate.tokens))
 

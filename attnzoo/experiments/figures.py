@@ -98,15 +98,16 @@ def looks(series: Sequence[tuple[str, int, str]]) -> dict[str, Look]:
         series: (key, number of the pair from 1, side) of each.
 
     Returns:
-        Look by key; a second series of the same pair and side gets another dash.
+        Look by key; a second series of the same hue and side gets another dash.
     """
-    seen: dict[tuple[int, str], int] = {}
+    seen: dict[tuple[str, str], int] = {}
     result = {}
     for key, pair, side in series:
-        repeat = seen.get((pair, side), 0)
-        seen[pair, side] = repeat + 1
+        color = PAIR_COLORS[(pair - 1) % len(PAIR_COLORS)]
+        repeat = seen.get((color, side), 0)
+        seen[color, side] = repeat + 1
         dashes = DASHES[side]
-        result[key] = Look(PAIR_COLORS[(pair - 1) % len(PAIR_COLORS)], dashes[repeat % len(dashes)])
+        result[key] = Look(color, dashes[repeat % len(dashes)])
     return result
 
 

@@ -27,7 +27,7 @@ from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_siz
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, chosen, from_json, save_outcome
 from attnzoo.experiments.probes import Subject
 from attnzoo.experiments.processes import apart
-from attnzoo.experiments.report.experiment import markdown, verdict_table, write_page
+from attnzoo.experiments.report.experiment import markdown, row_in_words, verdict_table, write_page
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.files import write_whole
 from attnzoo.models import LanguageModel
@@ -71,11 +71,12 @@ class Plan:
         """The training of one run."""
         size = find_size(experiment, self.size)
         given = (*experiment.settings, *size.settings, *(size.after if arm.after else ()), *arm.settings)
-        own = (f"device={self.device}", f"optimizer.lr={lr}", f"seed={seed}", f"data.seed={seed}")
-        known = read_settings(given)
-        for key in (key for key in OWN if key != "model.attention_options" and _names(known, key)):
+        settings = read_settings([*ALWAYS, *given])
+        for key in (key for key in OWN if key != "model.attention_options" and _names(settings, key)):
             raise ValueError(f"settings: {key} is set for each run (learning rates are lrs); other keys can be given")
-        settings = read_settings([*ALWAYS, *given, *own])
+        settings |= {"device": self.device, "seed": seed}
+        settings.setdefault("optimizer", {})["lr"] = lr
+        settings.setdefault("data", {})["seed"] = seed
         model = settings.get("model", {})
         options = {**model.get("attention_options", {}), **experiment.options, **arm.options}
         settings["model"] = {**model, "attention": arm.variant, "attention_options": options}
@@ -133,7 +134,7 @@ def run_experiment(
             on a CPU, one on a GPU.
         minutes: after which the runs under way are stopped; the page is then about those that are finished.
         only: arms that are trained and measured, with those that they start from; none for all. Of the others the page
-            has what is finished.
+            has what is finished, and what is printed are these rows of its table.
 
     Returns:
         The page, `report.html` in the plan's folder.
@@ -190,7 +191,11 @@ def run_experiment(
     save_outcome(outcome, plan.out / RESULT)
     write_whole(plan.out / SUMMARY, markdown(experiment, outcome))
     page = write_page(experiment, outcome, plan.out / PAGE)
-    print_table(verdict_table(experiment, outcome), console)
+    if only:
+        for arm in arms:
+            console.print(row_in_words(experiment, outcome, arm), markup=False, highlight=False, soft_wrap=True)
+    else:
+        print_table(verdict_table(experiment, outcome), console)
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     return page
 

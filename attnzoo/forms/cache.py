@@ -223,14 +223,14 @@ def append_in_place(
 
 
 def append(past: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """``past`` followed by ``new`` along time (dim 1), differentiable."""
+    """``past`` followed by ``new`` along time, ``[B, tokens, ...]``, differentiable."""
     if past is None or new is None or not past.shape[1]:
         return new
     return torch.cat([past, new], 1)
 
 
 def append_valid(cache: KVCache | None, valid: Tensor | None, like: Tensor) -> Tensor | None:
-    """Which of the cached and the new tokens exist; None when all do. ``like`` is the new keys."""
+    """Which of the cached and the new tokens exist, ``[B, S + T]``; None when all do. ``like``: the new keys."""
     if cache is None:
         return valid
     if cache.valid is None and valid is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -14,12 +16,27 @@ def available(device: torch.device) -> int | None:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
     if device.type == "cpu":
-        try:
-            with open("/proc/meminfo") as lines:
-                return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        except (OSError, StopIteration, ValueError):
-            return None
+        found = [room for room in (_of_machine(), _of_container()) if room is not None]
+        return min(found, default=None)
     return None
+
+
+def _of_machine() -> int | None:
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def _of_container(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a limit of Linux's control groups (version 2) leaves; what it may drop of files counts as free."""
+    try:
+        limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(stat.get("inactive_file", 0)))
+    except (OSError, ValueError):  # without a limit it is the word "max"
+        return None
 
 
 def check_room(needed: int, device: torch.device, what: str) -> None:

@@ -101,14 +101,14 @@ def causal_attention(
         first = _first_felt(q_, k_, g_, size)
         if kept is not None:
             first = torch.maximum(first, kept[:, index])
-        attend = _fused_rows if calm else _plain_rows
-        o, lse = attend(q_, k_, v_, g_, there, first, size, with_lse=with_lse)
+        if calm:
+            o, lse = _RowBlocks.apply(q_, k_, v_, g_, there, first, size, with_lse)  # type: ignore[no-untyped-call]
+        else:
+            o, lse = _plain_rows(q_, k_, v_, g_, there, first, size, with_lse=with_lse)
         out = o if whole else out.index_copy(1, index, o)
         if lses is not None and lse is not None:
             lses = lse if whole else lses.index_copy(1, index, lse)
-    return cast(Tensor, out.unflatten(1, (B, H)))[0], None if lses is None else cast(Tensor, lses.unflatten(1, (B, H)))[
-        0
-    ]
+    return out.view(B, H, T, V), None if lses is None else lses.view(B, H, T)
 
 
 def _first_felt(q: Tensor, k: Tensor, log_decay: Tensor, rows: int) -> Tensor:
@@ -133,16 +133,9 @@ def _block_sizes(gates: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _plain_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    valid: Tensor | None,
-    first_kept: Tensor | None,
-    rows: int,
-    band: Band | None = None,
-    with_lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None, rows: int,
+    band: Band | None = None, with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Row blocks in plain operations, for any gates on any device; the backward computes each block again."""
     T, S = q.shape[2], k.shape[2]
     if first_kept is None:
@@ -168,35 +161,15 @@ def _plain_rows(
 
 
 def _plain_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    valid: Tensor | None,
-    first_kept: Tensor | None,
-    hidden: Tensor | None,
-    with_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor | None,
+    hidden: Tensor | None, with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     return readout(block_logits(q @ k.mT, log_decay, valid, first_kept, hidden), v, with_lse)
 
 
-def _fused_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    valid: Tensor | None,
-    first_kept: Tensor | None,
-    rows: int,
-    *,
-    with_lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Row blocks on the fused kernel, for gates that are finite and calm in the rows."""
-    o, lse = _RowBlocks.apply(q, k, v, log_decay, valid, first_kept, rows, with_lse)  # type: ignore[no-untyped-call]
-    return o, lse
-
-
 class _RowBlocks(torch.autograd.Function):
+    """Row blocks on the fused kernel, for gates that are finite and calm in the rows."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, valid: Tensor | None, first_kept: Tensor,

@@ -272,18 +272,9 @@ class SoftmaxForms(Forms):
         return torch.cat(found, -1)
 
     def _rows(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate: HeadGate,
-        decay: Tensor,
-        carried: Tensor,
-        valid: Tensor | None,
-        first_kept: Tensor | None,
-        band: Band | None,
-        with_lse: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, gate: HeadGate, decay: Tensor, carried: Tensor, valid: Tensor | None,
+        first_kept: Tensor | None, band: Band | None, with_lse: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         """One block of C rows over ``carried`` ``[B, H, K, P]`` and itself: output, log-sum-exp, new ``carried``."""
         block = self.transition.block(q, k, gate)
         P, C = carried.shape[-1], q.shape[2]

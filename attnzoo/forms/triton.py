@@ -287,6 +287,7 @@ def records_any(call: Call, *more: Tensor | None) -> bool:
 
 
 def expects_gradient(call: Call) -> bool:
+    """Whether autograd will ask for the gradient of an input."""
     return records_any(call, call.options.get("sink"))
 
 

@@ -15,13 +15,15 @@ from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Evict, Prune, QueryBounds
 from attnzoo.errors import unknown
 from attnzoo.forms.factors import outputs, sub_tokens
+from attnzoo.forms.fixed import MatrixMemory
 from attnzoo.forms.forgetting_cache import Policy
 from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import check_borders
 from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.pool import KeyPool
 from attnzoo.forms.protocol import Call
-from attnzoo.layer.bounds import largest_score, longest_query
+from attnzoo.layer import linear_step
+from attnzoo.layer.bounds import away, largest_score, longest_query
 from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, keys_per_token, valid_tokens
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, chosen, given_options, run
@@ -224,7 +226,9 @@ class Attention(PreciseModule):
         return self._project(x, Stream(None, None, (x.shape[0], x.shape[1]), x.device, cu_seqlens))
 
     def logit_bound(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """What QK-norm promises: ``[H]`` float32 that no ``|s_tj|`` exceeds, by the norms' weights; None without it.
+        """What QK-norm promises: ``[H]`` float32 that no ``|s_tj|`` exceeds, by the norms' weights.
+
+        None without it, and where a device map keeps the weights on the host or the disk.
 
         Args:
             dtype: q and k have been rounded to it.
@@ -281,7 +285,10 @@ class Attention(PreciseModule):
         if cu_seqlens is not None or attention_mask is not None:
             raise ValueError("cu_seqlens, attention_mask: expected None with a cache of fixed size, got a tensor")
         cache.check(x)
-        if cache.whole:
+        if cache.whole and isinstance(cache.memory, MatrixMemory):
+            if x.shape[1] == 1:
+                return linear_step.step(self, x, cache)
+        elif cache.whole:
             return step(self, x, cache)
         projected = self._project(x, FixedStream(None, None, (x.shape[0], x.shape[1]), x.device, fixed=cache))
         options = self._options(projected.write, None, None, cache.bound)
@@ -291,7 +298,7 @@ class Attention(PreciseModule):
 
     def whole_steps(self, memory: object) -> bool:
         """Whether all of a step between the products with weights is done by the kernels over ``memory``."""
-        return serves(self, memory)
+        return linear_step.serves(self, memory) if isinstance(memory, MatrixMemory) else serves(self, memory)
 
     def step_options(self, bound: Tensor | None) -> dict[str, Any]:
         """What such a step is asked for by keyword; ``bound`` is that of the logits."""
@@ -334,8 +341,13 @@ class Attention(PreciseModule):
         """What a cache in ``pool`` gives up keys by, with q and k rounded to ``dtype``; see :meth:`new_cache`."""
         if evict.offload:
             (B, G, _), H = pool.table.shape, self.config.num_heads
-            away = Offload.empty(B, G, H, pool.length.device)
-            return Eviction(math.log(evict.eps), None, self.config.window, away)
+            kept = Offload.empty(B, G, H, pool.length.device)
+            return Eviction(math.log(evict.eps), None, self.config.window, kept)
+        if self.config.qk_norm != "none" and away(self):
+            raise ValueError(
+                f"evict: expected 'offload', or a device map that leaves this layer's weights in one place (those of "
+                f"QK-norm bound later queries), got {evict.eps}"
+            )
         return Eviction(math.log(evict.eps), self.query_bounds(dtype), self.config.window)
 
     def query_bounds(self, dtype: torch.dtype) -> QueryBounds | None:

@@ -27,7 +27,7 @@ class Normed(Protocol):
 
 @torch.no_grad()
 def largest_score(layer: Normed, dtype: torch.dtype) -> Tensor | None:
-    """``[H]`` float32 that no ``|s_tj|`` exceeds; None without QK-norm.
+    """``[H]`` float32 that no ``|s_tj|`` exceeds; None without QK-norm, and where its weights are :func:`away`.
 
     ``scale K max_c |w_q[c] w_k[c]|`` per head, as normed vectors have at most length ``sqrt(K)`` before the
     weights; where a rotation or another transition mixes the channels, ``scale K max |w_q| max |w_k|``.
@@ -36,6 +36,8 @@ def largest_score(layer: Normed, dtype: torch.dtype) -> Tensor | None:
         dtype: q and k have been rounded to it.
     """
     config, scale = layer.config, _scale(layer, dtype) * (1 + torch.finfo(dtype).eps)
+    if away(layer):
+        return None
     if config.qk_norm == "l2":
         return layer.q_proj.weight.new_full((config.num_heads,), scale, dtype=torch.float32)
     if layer.q_norm is None or layer.k_norm is None:
@@ -50,12 +52,14 @@ def largest_score(layer: Normed, dtype: torch.dtype) -> Tensor | None:
 
 @torch.no_grad()
 def longest_query(layer: Normed, dtype: torch.dtype) -> Tensor | None:
-    """The longest scaled query that QK-norm lets pass, ``[H]`` float32; None without it.
+    """The longest scaled query that QK-norm lets pass, ``[H]`` float32; None where :func:`largest_score` is.
 
     Args:
         dtype: q has been rounded to it.
     """
     config, scale = layer.config, _scale(layer, dtype)
+    if away(layer):
+        return None
     if config.qk_norm == "l2":
         return layer.q_proj.weight.new_full((config.num_heads,), scale, dtype=torch.float32)
     if layer.q_norm is None:
@@ -63,6 +67,11 @@ def longest_query(layer: Normed, dtype: torch.dtype) -> Tensor | None:
     channels = config.key_dim * (config.query_heads if config.qk_norm == "rms_full" else 1)
     longest = _weights(layer, layer.q_norm, config.query_heads).amax(-1)
     return (longest * (math.sqrt(channels) * scale)).expand(config.num_heads)
+
+
+def away(layer: Normed) -> bool:
+    """Whether a device map of accelerate keeps the weights elsewhere, and brings each for its module's call alone."""
+    return layer.q_proj.weight.is_meta and hasattr(layer.q_proj, "_hf_hook")
 
 
 def _scale(layer: Normed, dtype: torch.dtype) -> float:

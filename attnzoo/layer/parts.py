@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 
 from attnzoo.layer.precision import wide
 from attnzoo.layer.stream import Stream
+from attnzoo.registry import as_given
+
+UNIT_EPS = 1e-6
 
 
 def l2_normalize(x: Tensor) -> Tensor:
-    """``x / sqrt(|x|^2 + 1e-6)`` along the last axis, in float32: unit vectors, but for very short ones."""
+    """``x / sqrt(|x|^2 + UNIT_EPS)`` along the last axis, in float32: unit vectors, but for very short ones."""
     x32 = wide(x)
-    return (x32 * (x32.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    return (x32 * (x32.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()).to(x.dtype)
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -108,11 +112,33 @@ class ShortConvolution(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(self.size**-0.5), self.size**-0.5)
 
-    def forward(self, x: Tensor, stream: Stream, name: str) -> Tensor:
-        """``[B, T, channels]``, same shape out; ``name`` is its key in the cache."""
-        return stream.windowed(name, x, self.size, self.convolve)
+    def forward(self, x: Tensor, stream: Stream, name: str, up: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """``[B, T, channels]``, same shape out.
 
-    def convolve(self, full: Tensor) -> Tensor:
+        Args:
+            x: ``[B, T, channels]``, or with ``up`` what it takes, of low rank.
+            stream: the call.
+            name: the key in the cache, which holds x.
+            up: a linear map to the channels that comes first; no module, which accelerate's hooks would move.
+        """
+        fn = self._convolve if up is None else partial(self._convolve_map, up)
+        return stream.windowed(name, x, self.size, fn)
+
+    def _convolve_map(self, up: Callable[[Tensor], Tensor], low: Tensor) -> Tensor:
+        """The convolution of ``up`` times ``low [B, size - 1 + T, rank]``, ``[B, T, channels]``.
+
+        Of several tokens it is one product with their windows, in at least float32: sums of angles see its rounding.
+        """
+        T = low.shape[1] - self.size + 1
+        if T == 1:
+            return self._convolve(up(low))
+        whole = up(torch.eye(low.shape[2], dtype=low.dtype, device=low.device))  # [rank, channels]
+        weight = wide(self.weight).mT[:, None] * wide(whole)  # [size, rank, channels]
+        windows = torch.cat([low[:, i : i + T] for i in range(self.size)], -1)
+        with as_given(low):
+            return self._finish(wide(windows) @ weight.flatten(0, 1))
+
+    def _convolve(self, full: Tensor) -> Tensor:
         """``[B, size - 1 + T, channels]``, the tokens before the first one included, to ``[B, T, channels]``."""
         T = full.shape[1] - self.size + 1
         weight = self.weight.to(full.dtype)
@@ -122,7 +148,10 @@ class ShortConvolution(nn.Module):
             out = full[:, :T] * weight[:, 0]
             for i in range(1, self.size):
                 out = out + full[:, i : i + T] * weight[:, i]
-        return self.activation(out if self.bias is None else out + self.bias.to(full.dtype))
+        return self._finish(out)
+
+    def _finish(self, out: Tensor) -> Tensor:
+        return self.activation(out if self.bias is None else out + self.bias.to(out.dtype))
 
     def extra_repr(self) -> str:
         return f"channels={self.weight.shape[0]}, size={self.size}"

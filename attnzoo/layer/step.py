@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from attnzoo.algebra.gate import Gate
 from attnzoo.forms.fixed_pages import PagedMemory
 from attnzoo.forms.untraced import untraced
-from attnzoo.kernels.decode import Finish, Forget, Norm, Shift
+from attnzoo.kernels.common.parts import Finish, Norm
+from attnzoo.kernels.decode import Forget, Shift
 from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.gates import GATES
 from attnzoo.layer.gates.decay import ForgetGate

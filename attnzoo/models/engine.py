@@ -266,7 +266,8 @@ class Generator:
                 self._release(row, request)
 
     def _release(self, row: int, request: Request) -> None:
-        self.rows[row], request.kept = None, self.batch.end(row)
+        self.rows[row], request.read = None, self.batch.rows.lengths[row]
+        request.kept = self.batch.end(row)
 
     def _running(self) -> list[tuple[int, Request]]:
         return [(row, request) for row, request in enumerate(self.rows) if request is not None]

@@ -27,7 +27,8 @@ class Request:
         tokens: those that followed and are known, the one that ended it among them.
         left: steps before the last of them is drawn.
         done: whether all that there will be are known.
-        kept: by layer, how many keys each of its key heads had in the end; None for a layer without keys.
+        read: how many tokens its caches had seen in the end.
+        kept: by layer, how many keys each of its key heads had then; None for a layer without keys.
     """
 
     id: int
@@ -40,6 +41,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     left: int = 0
     done: bool = False
+    read: int = 0
     kept: list[list[int] | None] = field(default_factory=list)
 
 

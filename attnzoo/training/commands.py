@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps:
     "--top-p", type=float, default=1.0, show_default=True, help="Sample among the likeliest that sum to this."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the samples.")
+@click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be given several times.")
 @click.option(
     "--evict",
     type=number_or_text(float),
@@ -79,6 +80,7 @@ def generate(
     source: Path,
     prompt: str,
     max_tokens: int,
+    stop: tuple[str, ...],
     evict: float | str | None,
     budget: int | str | None,
     device: str,
@@ -88,7 +90,7 @@ def generate(
     """Continue a text.
 
     RUN_OR_FOLDER is a run, or a model folder that export or import wrote. The text goes to standard output as it is
-    drawn; speed, memory and the keys that each head kept to standard error.
+    drawn; speed, memory and the keys that each head kept to standard error, also where it is interrupted.
     """
     import torch
 
@@ -96,13 +98,20 @@ def generate(
     from attnzoo.training.subject import device_named
 
     loaded = load_text_model(source, device_named(device), getattr(torch, dtype) if dtype else None)
-    continuation = Continuation(loaded, prompt, max_tokens, evict, budget, sampling)
+    continuation = Continuation(loaded, prompt, max_tokens, evict, budget, sampling, stop)
     click.echo(prompt, nl=False)
-    for text in continuation:
-        click.echo(text, nl=False)
+    interrupted = None
+    try:
+        with closing(iter(continuation)) as texts:
+            for text in filter(None, texts):
+                click.echo(text, nl=False)
+    except KeyboardInterrupt as error:
+        interrupted = error
     click.echo()
     for line in continuation.summary():
         click.echo(line, err=True)
+    if interrupted:
+        raise interrupted
 
 
 @click.command()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +103,7 @@ class Continuation:
         evict: weight that rows may lose for keys that are given up, or "offload", or None for none.
         budget: what each layer that forgets may hold, or None for what it has not forgotten.
         sampling: see :meth:`~attnzoo.models.engine.Generator.add`.
+        stop: texts before the first of which it ends.
 
     Attributes:
         request: the sequence as the generator knows it.
@@ -108,7 +112,8 @@ class Continuation:
         speed: tokens per second after the first few, with which steps are compiled or recorded; None without others.
 
     Raises:
-        TypeError, ValueError, MemoryError: as :class:`~attnzoo.models.engine.Generator` and its ``add``.
+        TypeError, ValueError, MemoryError: as :class:`~attnzoo.models.engine.Generator` and its ``add``; or a text to
+            stop at that is empty.
     """
 
     source: TextModel
@@ -117,6 +122,7 @@ class Continuation:
     evict: float | str | None = None
     budget: int | str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    stop: Sequence[str] = ()
     request: Request = field(init=False)
     bytes: int = 0
     prefill_seconds: float = 0.0
@@ -126,31 +132,48 @@ class Continuation:
         tokens = self.source.encode(self.prompt)
         if not tokens:
             raise ValueError(f"prompt: expected a text of at least one token, got {self.prompt!r}")
+        if "" in self.stop:
+            raise ValueError("stop: expected texts of at least one character, got ''")
         self._generator = Generator(
             self.source.model, 1, len(tokens) + self.max_tokens, check_every=4, evict=self.evict, budget=self.budget
         )
         number = self._generator.add(tokens, self.max_tokens, stop=self.source.stop, **self.sampling)
         self.request = self._generator.requests[number]
 
-    def __iter__(self) -> Iterator[str]:
-        generator, stop, shown = self._generator, self.source.stop, ""
+    def __iter__(self) -> abc.Generator[str, None, None]:
+        waits = ""  # may be the beginning of a text to stop at
+        with closing(self._pieces()) as pieces:
+            for piece in pieces:
+                waits += piece
+                found = min((at for at in map(waits.find, self.stop) if at >= 0), default=None)
+                if found is not None:
+                    yield waits[:found]
+                    return
+                held = max((n for stop in self.stop for n in range(len(stop)) if waits.endswith(stop[:n])), default=0)
+                yield waits[: len(waits) - held]
+                waits = waits[len(waits) - held :]
+        yield waits
+
+    def _pieces(self) -> abc.Generator[str, None, None]:
+        """The text as it becomes known, whole characters; however it ends, what was used is known afterwards."""
+        generator, request = self._generator, self.request
         start = time.perf_counter()
-        generator.admit()
-        int(generator.batch.tokens[0])  # waits for the device
-        self.prefill_seconds = time.perf_counter() - start
         begun, before = 0.0, 0
-        for _ in generator.stream():
-            known = self.request.tokens
-            if not begun:
-                begun, before = time.perf_counter(), len(known)
-            text = self.source.decode(known[:-1] if known[-1] in stop else known)
-            whole = text if self.request.done else text.rstrip("\ufffd")  # a character may lack its last bytes yet
-            if whole.startswith(shown):
-                yield whole[len(shown) :]
-                shown = whole
-        self.bytes = generator.bytes()
-        if len(self.request.tokens) > before:
-            self.speed = (len(self.request.tokens) - before) / (time.perf_counter() - begun)
+        try:
+            generator.admit()
+            int(generator.batch.tokens[0])  # waits for the device
+            self.prefill_seconds = time.perf_counter() - start
+            text = Unfolding(self.source.decode)
+            for _ in generator.stream():
+                if not begun:
+                    begun, before = time.perf_counter(), len(request.tokens)
+                ended = request.tokens[-1] in self.source.stop
+                yield text.after(request.tokens[:-1] if ended else request.tokens, request.done)
+        finally:
+            self.bytes = generator.bytes()
+            if len(request.tokens) > before > 0:
+                self.speed = (len(request.tokens) - before) / (time.perf_counter() - begun)
+            generator.cancel(request.id)  # where it has not ended by itself
 
     def summary(self) -> list[str]:
         """Speed, memory and the keys that each head kept, in lines; after the text."""
@@ -162,7 +185,7 @@ class Continuation:
         ]
         kept = {layer: heads for layer, heads in enumerate(self.request.kept) if heads is not None}
         forgets = [layer for layer, each in enumerate(self.source.model.attentions()) if each.forget is not None]
-        read = length + new - 1  # the last token is not read again
+        read = self.request.read
         if kept and self.evict is None and not forgets:
             lines.append(f"keys kept per head: all {read}")
         elif kept:
@@ -176,6 +199,30 @@ class Continuation:
         if forgets:
             lines.append("layers that forget gave up keys as they were trained to; nothing bounds what that changes")
         return lines
+
+
+class Unfolding:
+    """Text from tokens that become known one after the other; only the last of them are decoded again."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self.decode = decode
+        self.start = self.end = 0  # the tokens decoded last, all of whose characters were whole
+        self.given = ""  # of the text from `start` on
+
+    def after(self, tokens: Sequence[int], done: bool) -> str:
+        """What is new; a character whose last bytes may be missing waits unless these are all tokens."""
+        text = self.decode(tokens[self.start :])
+        whole = text
+        for _ in range(0 if done else 3):  # a character has at most so many bytes before its last one
+            whole = whole.removesuffix("\ufffd")
+        same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(whole, self.given, strict=False)))
+        if same < len(self.given) and not done:
+            return ""
+        new, self.given = whole[same:], whole
+        if whole == text:
+            self.start, self.end = self.end, len(tokens)
+            self.given = self.decode(tokens[self.start :])
+        return new
 
 
 def _memory(number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -40,6 +41,9 @@ from attnzoo.training.steps import Run
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from attnzoo.models import LanguageModel
+
+logger = logging.getLogger(__name__)
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -85,6 +89,8 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
     main = accelerator.is_main_process
     with exclusive(run_dir) if main else nullcontext():
         checkpoint = check_resumable(run_dir, config, data) if main else None
+        if main and checkpoint is None:
+            _say_idle(model, data.vocab_size)
         accelerator.wait_for_everyone()
         if not main:  # the first process has moved damaged checkpoints out of the way
             checkpoint = newest_checkpoint(run_dir)
@@ -112,6 +118,15 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         accelerator.wait_for_everyone()
     accelerator.free_memory()
     return run_dir
+
+
+def _say_idle(model: LanguageModel, tokens: int) -> None:
+    """A line of the log where more than a tenth of a large model is rows of tokens that the data does not have."""
+    sizes = model.config
+    idle = (sizes.vocab_size - tokens) * sizes.hidden_size * (1 if sizes.tie_embeddings else 2)
+    if idle > max(2**20, sum(parameter.numel() for parameter in model.parameters()) // 10):
+        text = "model.vocab_size=%d, of which the data has %d: %d million parameters stay idle"
+        logger.warning(text, sizes.vocab_size, tokens, idle // 10**6)
 
 
 def _train_from(progress: Progress, run: Run, run_dir: Path, on_row: Callable[[Row], None] | None) -> None:

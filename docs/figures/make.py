@@ -69,6 +69,12 @@ def draw_generation() -> None:
     save("generation", generation)
 
 
+def draw_forgotten() -> None:
+    from forgotten import forgotten_words
+
+    save("forgotten-words", forgotten_words)
+
+
 def draw_results() -> None:
     from results import results
 
@@ -81,6 +87,7 @@ DRAWINGS: dict[str, Callable[[], None]] = {
     "fox": draw_fox,
     "card": draw_card,
     "generation": draw_generation,
+    "forgotten": draw_forgotten,
     "results": draw_results,
     "zoo": draw_zoo,
     "path": draw_path,

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import style
+from equal_memory import equal_memory
 from matplotlib.figure import Figure
 
 from attnzoo.experiments.experiment import Experiment, find, names
 from attnzoo.experiments.figures import GRID, INK, MUTED, PAIR_COLORS
 from attnzoo.experiments.outcome import Outcome, load_outcome
-from attnzoo.experiments.report.experiment import overlaid, picture
-from attnzoo.experiments.run_figures import overlay
+from attnzoo.experiments.report.experiment import picture
 
 RESULTS = Path(__file__).parents[1] / "results"
 BEGIN = "<!-- pictures: python docs/figures/make.py results -->"
@@ -26,7 +26,7 @@ DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | d
 
 def results() -> None:
     """Draw every recorded result, and write the page's second half."""
-    _save("equal-memory", equal_memory)
+    _save("equal-memory", partial(equal_memory, RESULTS))
     parts = []
     for name in names():
         experiment = find(name)
@@ -51,19 +51,6 @@ def results() -> None:
     index = RESULTS / "index.md"
     first = index.read_text().partition(BEGIN)[0].rstrip()
     index.write_text("\n\n".join([first, BEGIN, *parts]) + "\n")
-
-
-def equal_memory() -> Figure:
-    """Loss on text above, retrieval below, over the keys that a head may hold."""
-    shown = []
-    for name in ("learned_forgetting", "needle_memory"):
-        experiment = find(name)
-        shown += [
-            overlaid(experiment, 0, load_outcome(RESULTS / measured.result))
-            for measured in experiment.measured
-            if measured.size == "cpu"
-        ]
-    return overlay(*shown)
 
 
 def _picture(experiment: Experiment, outcome: Outcome) -> Figure:

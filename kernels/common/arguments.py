@@ -77,3 +77,17 @@ def check_values(
             borders, T = cu_seqlens.tolist(), q.shape[1]
             if borders[0] != 0 or borders[-1] != T or borders != sorted(borders):
                 raise ValueError(f"cu_seqlens: expected borders rising from 0 to T={T}, got {borders}")
+
+
+def check_shapes(
+    wanted: Mapping[str, tuple[Tensor | None, tuple[int, ...], torch.dtype | None]], strided: tuple[str, ...] = ()
+) -> None:
+    """Shapes and dtypes (None: any floating one); contiguous but for those that may be ``strided``."""
+    for name, (x, shape, dtype) in wanted.items():
+        if x is None:
+            continue
+        if x.shape != shape or (x.dtype != dtype if dtype is not None else not x.is_floating_point()):
+            got = f"{x.dtype} {tuple(x.shape)}"
+            raise ValueError(f"{name}: expected {dtype or 'a floating dtype'} {tuple(shape)}, got {got}")
+        if name not in strided and not x.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")

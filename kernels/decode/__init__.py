@@ -2,10 +2,10 @@
 
 from .api import paged_append, paged_attention, paged_workspace, triton_unavailable
 from .carried import paged_path_carry, paged_path_step, path_unavailable
-from .parts import Finish, Forget, Norm, Shift
+from .parts import Forget, Shift
 from .step import paged_step
 
 __all__ = [
-    "Finish", "Forget", "Norm", "Shift", "paged_append", "paged_attention", "paged_path_carry", "paged_path_step",
+    "Forget", "Shift", "paged_append", "paged_attention", "paged_path_carry", "paged_path_step",
     "paged_step", "paged_workspace", "path_unavailable", "triton_unavailable",
 ]  # fmt: skip

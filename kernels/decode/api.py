@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_scale
-from attnzoo.kernels.common.arguments import check_tensors, check_values, check_window
+from attnzoo.kernels.common.arguments import check_shapes, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation, traced
 from attnzoo.kernels.common.device import multiprocessors
 from attnzoo.kernels.decode.plan import MOST_ROWS, Call, plan, workspace
@@ -238,20 +238,6 @@ def check_pages(
     })  # fmt: skip
 
 
-def check_shapes(
-    wanted: Mapping[str, tuple[Tensor | None, tuple[int, ...], torch.dtype | None]], strided: tuple[str, ...] = ()
-) -> None:
-    """Shapes and dtypes (None: any floating one); contiguous but for those that may be ``strided``."""
-    for name, (x, shape, dtype) in wanted.items():
-        if x is None:
-            continue
-        if x.shape != shape or (x.dtype != dtype if dtype is not None else not x.is_floating_point()):
-            got = f"{x.dtype} {tuple(x.shape)}"
-            raise ValueError(f"{name}: expected {dtype or 'a floating dtype'} {tuple(shape)}, got {got}")
-        if name not in strided and not x.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
-
-
 def check_tokens(name: str, T: int) -> None:
     """A step has so many."""
     if not 1 <= T <= MOST_ROWS:
@@ -278,13 +264,9 @@ def shapes_of_sums(
 
 
 def check_prune(
-    prune: Prune | None,
-    decay: Tensor | None,
-    log_decay: Tensor | None,
-    k_norm: Tensor | None,
-    n_log: Tensor | None,
+    prune: Prune | None, decay: Tensor | None, log_decay: Tensor | None, k_norm: Tensor | None, n_log: Tensor | None,
     logit_bound: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """What pruning over pages needs is there, and a bound only for it."""
     if prune is None:
         if logit_bound is not None:

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_scale
-from attnzoo.kernels.common.arguments import check_values, check_window
+from attnzoo.kernels.common.arguments import check_shapes, check_values, check_window
 from attnzoo.kernels.common.checks import kernels_unavailable
 from attnzoo.kernels.decode.api import (
     check_pages,
     check_prune,
-    check_shapes,
     check_sums,
     check_tokens,
     refuse_gradients,

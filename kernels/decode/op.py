@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.kernels.common.device import machine, multiprocessors, on_device_of
+from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.common.plans import announce
-from attnzoo.kernels.decode.parts import Finish, Forget, Norm, Shift
+from attnzoo.kernels.decode.parts import Forget, Shift
 from attnzoo.kernels.decode.plan import Call, plan
 from attnzoo.kernels.decode.portable.append import append
 from attnzoo.kernels.decode.portable.attention import paged_forward

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_scale
-from attnzoo.kernels.common.arguments import check_window
+from attnzoo.kernels.common.arguments import check_shapes, check_window
 from attnzoo.kernels.common.checks import Impl, pick_implementation
+from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.decode.api import (
     check_pages,
     check_prune,
-    check_shapes,
     check_sums,
     check_tokens,
     of_gates,
     shapes_of_sums,
     triton_unavailable,
 )
-from attnzoo.kernels.decode.parts import Finish, Forget, Norm, Shift
+from attnzoo.kernels.decode.parts import Forget, Shift
 
 from .reference import append_reference, paged_reference
 

@@ -68,6 +68,7 @@ def bounds(
 
 
 def later_of(a: Some, b: Tensor) -> Tensor:
+    """The later of two first visible keys, [B or 1, H or 1, S]."""
     return b if a is None else torch.maximum(a, b)
 
 

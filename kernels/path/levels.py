@@ -126,11 +126,12 @@ def level_rows(T: int) -> tuple[int, int]:
 
 
 def tree_offset(units: int, scale: int) -> int:
-    """Where the nodes of a scale begin in a tree buffer; the last node of a scale may lack its right part."""
+    """Where the nodes of a scale begin in a tree buffer."""
     return sum(tree_nodes(units, s) for s in range(scale))
 
 
 def tree_nodes(units: int, scale: int) -> int:
+    """Nodes of a scale, the last of which may lack its right part."""
     return -(-units >> scale)
 
 

@@ -28,7 +28,7 @@ from .plan import Call, plan
 def gates(
     q: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, window: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gate sums c and base, first visible keys, and the tail sums for pruning."""
+    """c, base, first visible keys and tails, as ``gate_sums`` has them; without gates, the first visible keys alone."""
     T = q.shape[1]
     doc = None if cu_seqlens is None else segment_starts(cu_seqlens, T)
     if log_decay is not None:

@@ -20,7 +20,7 @@ FIGURES = ROOT / "docs" / "figures"
 def code(monkeypatch, tmp_path):
     """The drawing code, which writes to a temporary folder here."""
     monkeypatch.syspath_prepend(str(FIGURES))
-    for name in ("home", "lattice", "make", "parts", "schematics", "style", "trained", "triangles", "zoo"):
+    for name in ("forgotten", "home", "lattice", "make", "parts", "schematics", "style", "trained", "triangles", "zoo"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import lattice
     import make
@@ -30,7 +30,7 @@ def code(monkeypatch, tmp_path):
     return {"lattice": lattice, "make": make, "style": style, "out": tmp_path}
 
 
-@pytest.mark.parametrize("name", ["lattice", "schematics", "zoo"])
+@pytest.mark.parametrize("name", ["forgotten", "lattice", "schematics", "zoo"])
 def test_committed_figures_are_drawn_anew_to_the_letter(code, name):
     pinned = re.search(r"^matplotlib==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None

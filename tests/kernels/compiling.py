@@ -30,11 +30,12 @@ from triton.runtime.jit import JITFunction
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels import linear
 from attnzoo.kernels.common import device
+from attnzoo.kernels.common.parts import Finish
 from attnzoo.kernels.decode import api as decode
 from attnzoo.kernels.decode import carried, step
 from attnzoo.kernels.fox import api as fox
-from attnzoo.kernels.linear import api as linear
 from attnzoo.kernels.path import api as path
 from attnzoo.kernels.path.cache import path_extend
 from attnzoo.kernels.path.plan import too_small
@@ -61,6 +62,23 @@ class NoGPU:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+
+def linear_layer_step(dtype: torch.dtype, K: int, mamba2: bool) -> Tensor:
+    """A step of Mamba-2, whose heads share keys and a norm, or of Gated DeltaNet."""
+    B, H, (G, V) = 2, 4, (1, 2 * K) if mamba2 else (4, K)
+    made = [torch.zeros(B, 1, heads, dim, dtype=dtype) for heads, dim in ((G, K), (G, K), (H, V))]
+    windows = ((x.shape[2] * x.shape[3], x) for x in made)
+    conv = [linear.Convolution(x.new_zeros(X, 4), x.new_zeros(X), x.new_zeros(B, 3, X)) for X, x in windows]
+    logits, head = torch.zeros(B, 1, H, dtype=dtype), torch.zeros(H)
+    finish = Finish(torch.ones(H, V, dtype=dtype), 1e-5, False, torch.zeros(B, 1, H * V, dtype=dtype), True)
+    options: dict[str, Any] = {"beta": logits, "norm": 1e-6}
+    if mamba2:
+        options = {"skip": head, "groups": 1, "gate_first": True, "writes": True}
+    return linear.linear_step(
+        *made, state=torch.zeros(B, H, K, V), active=torch.zeros(B, dtype=torch.int32), conv=tuple(conv),
+        decay=linear.Decay(logits, head, head, opposite=True), finish=finish, **options,
+    )  # fmt: skip
 
 
 def page_step(dtype: torch.dtype, K: int, R: int, T: int) -> Tensor:
@@ -188,6 +206,11 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"linear {kind} {K} factors step",
                 functools.partial(linear.linear_steps, x(2, 1, 4, K), x(2, 1, 2, K), x(2, 1, 2, K), several),
             )
+            for mamba2 in (True, False):
+                yield (
+                    f"linear {kind} {K} {'mamba2' if mamba2 else 'gated_deltanet'} step",
+                    functools.partial(linear_layer_step, dtype, K, mamba2),
+                )
             for angles, angle in (("heads", wide(1, 512, 4, K // 2)), ("tokens", wide(1, 512, 1, K // 2))):
                 yield (
                     f"rotation {kind} {K} {angles}",
@@ -262,7 +285,7 @@ def main() -> int:
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     device.capability = lambda of: here.capability
     device.triton_version = lambda: release
-    for api in (decode, carried, fox, linear, path, rotation, wall):
+    for api in (decode, carried, fox, linear.api, path, rotation, wall):
         api.kernels_unavailable = lambda *given, **limits: ""
     for case in args.cases:
         which, names, kernels = [*case.split(":"), "", ""][:3]

@@ -17,6 +17,7 @@ from attnzoo.kernels.common.device import GLUON, triton_version
 HERE = Path(__file__).parent
 CASES = (
     "8.0:decode bf16 64 step",
+    "8.0:linear bf16 64 mamba2 step",
     "9.0:decode bf16 64 (path )?rows",
     "9.0:fox bf16 128 gate$|path bf16 64 gate$:hopper",
     "8.6:path bf16 128 heads$:carry_bwd",
@@ -56,6 +57,11 @@ def test_steps_over_pages_compile(compiled: list[dict[str, Any]], capability: st
     kernels = {row["kernel"] for row in compiled if row["capability"] == capability and row["call"] == name}
     others = ("prune", "carry") if call else ("prune", "tokens")
     assert kernels >= {f"paged_{name}_kernel" for name in ("append", "split", *others)}
+
+
+def test_steps_of_the_linear_side_compile(compiled: list[dict[str, Any]]) -> None:
+    kernels = {row["kernel"] for row in compiled if row["call"] == "linear bf16 64 mamba2 step"}
+    assert kernels == {"linear_step_kernel", "linear_finish_kernel"}
 
 
 def test_portable_kernels_fit_small_gpus(compiled: list[dict[str, Any]]) -> None:

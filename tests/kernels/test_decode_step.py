@@ -13,7 +13,8 @@ from test_decode_append import emptied
 from torch import Tensor
 
 from attnzoo import Prune
-from attnzoo.kernels.decode import Finish, Forget, Norm, Shift, paged_step
+from attnzoo.kernels.common.parts import Finish, Norm
+from attnzoo.kernels.decode import Forget, Shift, paged_step
 
 
 @dataclass(frozen=True)

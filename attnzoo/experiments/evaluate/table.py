@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.data import heldout_windows
-from attnzoo.data.tasks import TASKS, Task, is_task
+from attnzoo.data.tasks import TASKS, Examples, Task, is_task
 from attnzoo.data.tasks.haystack import MODES
 from attnzoo.data.tasks.task import RoomError
 from attnzoo.errors import check_kinds, unknown
@@ -219,7 +219,7 @@ def _pruning(
         bound: tail or paper.
         history: also of the run's earlier checkpoints.
     """
-    window = _windows(subject, common, 1, 1)[0, :-1]
+    window = _row(subject, common)[0]
     prune = Prune(eps, bound)  # type: ignore[arg-type]
     device = str(next(subject.model.parameters()).device)
     steps = []
@@ -255,7 +255,7 @@ def _reach(subject: Subject, common: Common, *, eps: float = 0.01) -> EffectiveC
     Args:
         eps: weight that may lie before them.
     """
-    return measure_context(subject.model, _windows(subject, common, 1, 1)[0, :-1], eps)
+    return measure_context(subject.model, _row(subject, common)[0], eps)
 
 
 def _maps(
@@ -265,16 +265,21 @@ def _maps(
 
     Args:
         tokens: in the piece.
-        start: first token of it in the held-out text.
+        start: first token of it in the held-out text, or in a row of the task that the model was trained on.
         layer: one of the layers; none for all.
     """
     if tokens < 1 or start < 0:
         raise ValueError(f"tokens, start: expected at least 1 and 0, got {tokens}, {start}")
-    found = held_out_text(subject, common.text)
-    piece = torch.from_numpy(found[start : start + tokens].astype("int64"))
+    if subject.task is not None and common.text is None:
+        row, names = _row(subject, common)
+        piece, room = row[start : start + tokens], f"{len(row)} of the row"
+        words = [names[token] for token in piece.tolist()]
+    else:
+        text = held_out_text(subject, common.text)
+        piece, room = torch.from_numpy(text[start : start + tokens].astype("int64")), f"{len(text)} of the text"
+        words = [subject.decode([token]) for token in piece.tolist()]
     if len(piece) < tokens:
-        raise ValueError(f"start: expected room for {tokens} tokens in the {len(found)} of the text, got {start}")
-    words = [subject.decode([token]) for token in piece.tolist()]
+        raise ValueError(f"start: expected room for {tokens} tokens in the {room}, got {start}")
     return measure_maps(subject.model, piece, words, None if layer is None else [layer])
 
 
@@ -391,6 +396,17 @@ def _windows(subject: Subject, common: Common, factor: int, tokens: int) -> Tens
         raise ValueError(f"length: expected one, for these windows are of one length, got {list(common.length)}")
     length = common.length[0] if common.length else _context(subject) * factor
     return torch.from_numpy(heldout_windows(held_out_text(subject, common.text), length, tokens))
+
+
+def _row(subject: Subject, common: Common) -> tuple[Tensor, Sequence[str]]:
+    """Tokens ``[T]`` for what reads one row: a held-out row of a run on a task, with the task's words, else a text."""
+    if subject.task is None or common.text is not None:
+        return _windows(subject, common, 1, 1)[0, :-1], ()
+    if len(common.length) > 1:
+        raise ValueError(f"length: expected one, for one row is read, got {list(common.length)}")
+    task = task_for(subject, subject.task, {})[1]
+    length = common.length[0] if common.length else _context(subject)
+    return torch.from_numpy(Examples(task, length, common.seed or SEED, held_out=True)[0][0]), task.words
 
 
 def unread(names: Sequence[str], given: Sequence[str]) -> str | None:

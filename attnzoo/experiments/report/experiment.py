@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from attnzoo.evaluation.memory import OF_NETWORKS
 from attnzoo.experiments import figures, run_figures
 from attnzoo.experiments.claims import LEVEL, Array, AtLeast, AtMost, Correlated, Value, mean_error
 from attnzoo.experiments.experiment import Arm, Experiment, Grid, cost_of, layers_of, meanings_of
@@ -119,6 +120,13 @@ def markdown(experiment: Experiment, outcome: Outcome) -> str:
     lines += ["", *(f"- *{probes}*: {meaning}" for meaning, probes in meanings_of(experiment).items()), "", TEST, ""]
     lines += [f"Settings, before those of the command: `{cost_of(experiment, outcome.size)}`.", ""]
     return "\n".join([*lines, *(f"- {arm.name}: `{layers_of(experiment, arm)}`" for arm in experiment.arms), ""])
+
+
+def row_in_words(experiment: Experiment, outcome: Outcome, arm: Arm) -> str:
+    """A model's row of the table of numbers, for the terminal."""
+    number, columns = experiment.arms.index(arm), _columns(experiment, outcome)
+    cells = ", ".join(f"{column['title']} {' '.join(column['cells'][number])}" for column in columns)
+    return f"{arm.name} (learning rate {_rate(outcome, arm)}): {cells}"
 
 
 def budget(experiment: Experiment, outcome: Outcome) -> str:
@@ -262,23 +270,34 @@ def _overlays(experiment: Experiment, outcome: Outcome) -> list[dict[str, str]]:
 
 
 def overlaid(experiment: Experiment, number: int, outcome: Outcome) -> run_figures.Overlaid:
-    """What one of an experiment's overlays shows; what has no number yet is left out."""
+    """What one of an experiment's overlays shows; what has no number yet is left out.
+
+    A label has one colour in all of them. What a forget network decides is solid, what no network decides dashed, and
+    what looks ahead dotted.
+    """
     overlay = experiment.overlays[number]
     probes = {probe.name: probe for probe in experiment.probes}
-    names = [label for label, *_ in (*overlay.curves, *overlay.points)]
-    looks = {name: Look(figures.PAIR_COLORS[n % len(figures.PAIR_COLORS)], ()) for n, name in enumerate(names)}
+    names = list(dict.fromkeys(label for each in experiment.overlays for label, *_ in each.curves))
+    colors = {name: figures.PAIR_COLORS[n % len(figures.PAIR_COLORS)] for n, name in enumerate(names)}
     lines = [
-        replace(_line(arm, probes[name], outcome, looks[label]), label=label, key=label)
+        replace(_line(arm, probes[name], outcome, Look(colors[label], _dash(probes[name]))), label=label, key=label)
         for label, arm, name in overlay.curves
         if outcome.places(arm, name)
     ]
     points = [
-        run_figures.Gains(label, label, outcome.values(Value(arm, x)), outcome.values(Value(arm, y)), looks[label])
+        run_figures.Gains(
+            label, label, outcome.values(Value(arm, x)), outcome.values(Value(arm, y)), Look(figures.INK, ())
+        )
         for label, arm, x, y in overlay.points
         if outcome.places(arm, x) and outcome.places(arm, y)
     ]
     first = probes[overlay.curves[0][2]]
     return run_figures.Overlaid(lines, points, first.places, overlay.axis, first.percent)
+
+
+def _dash(probe: Probe) -> tuple[float, ...]:
+    rule = getattr(probe, "rule", None)
+    return () if rule is None or rule in OF_NETWORKS else (1, 1.4) if rule == "utility" else (4, 1.6)
 
 
 def _limits_of(experiment: Experiment, probe: Probe) -> list[float]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,7 +17,6 @@ from attnzoo.layer.gates.matrix import rotary_angles
 from attnzoo.layer.parts import ShortConvolution, l2_normalize
 from attnzoo.layer.precision import GateLinear, fill, wide
 from attnzoo.layer.stream import Stream
-from attnzoo.registry import as_given
 
 
 class SelectiveAngles(GateProjection):
@@ -77,37 +75,22 @@ class SelectiveAngles(GateProjection):
         H = self.sizes.num_heads
         x = l2_normalize(x.unflatten(-1, (H, -1))).flatten(-2)
         low = self.angle_down(x)
-        if self.angle_conv is None:
-            phi = self.angle_up(low)
-        else:
-            phi = stream.windowed("angle", low, self.angle_conv.size, self._convolved)
+        phi = self._up(low) if self.angle_conv is None else self.angle_conv(low, stream, "angle", self._up)
         phi = wide(phi).unflatten(-1, (H, -1))
         if self.phase_proj is not None:
             phi = phi * wide(self.phase_proj(x)).sigmoid()[..., None]
         return Gate(angle=wide(self.frequency) * phi), None
 
-    def _convolved(self, low: Tensor) -> Tensor:
-        """The convolution of ``W_2`` times ``low [B, size - 1 + T, rank]``, ``[B, T, H K/2]``.
-
-        Of several tokens it is one product with their windows, in at least float32: sums of angles see its rounding.
-        """
-        assert self.angle_conv is not None
-        size = self.angle_conv.size
-        T = low.shape[1] - size + 1
-        if T == 1:
-            return self.angle_conv.convolve(self.angle_up(low))
-        up = self.angle_up(torch.eye(low.shape[2], dtype=low.dtype, device=low.device))  # [rank, H K/2]
-        weight = wide(self.angle_conv.weight).mT[:, None] * wide(up)  # [size, rank, H K/2]
-        windows = torch.cat([low[:, i : i + T] for i in range(size)], -1)
-        with as_given(low):
-            return wide(windows) @ weight.flatten(0, 1)
+    def _up(self, low: Tensor) -> Tensor:
+        up: Tensor = self.angle_up(low)
+        return up
 
 
 class Mamba3Decay(StepSize):
     """``g_t = -a_t dt_t`` and ``theta_t = pi dt_t tanh(W x_t)``, with steps ``dt_t`` that also scale what is written.
 
     ``dt_t = softplus(w x_t + b)`` and ``a_t = softplus(u x_t)`` are each head's own; all heads share ``W`` (Lahoti et
-    al., 2026; mamba_ssm's ``modules/mamba3.py``).
+    al., 2026; mamba_ssm's ``modules/mamba3.py`` as first released, March 2026).
 
     Args:
         dt_min: smallest step at the start; b is such that dt is log-uniform in ``[dt_min, dt_max]``.

@@ -73,6 +73,7 @@ class GateProjection(PreciseModule):
 
 
 def reset_linear(linear: nn.Linear) -> None:
+    """Normal weights of deviation ``INIT_STD``, biases 0."""
     nn.init.normal_(linear.weight, std=INIT_STD)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)

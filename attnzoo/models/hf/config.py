@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
+from attnzoo.errors import unknown
 from attnzoo.models.config import ModelConfig
 
 THEIRS = {
@@ -29,7 +31,7 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
         **options: further fields of `ModelConfig`, and whatever `PretrainedConfig` takes.
 
     Raises:
-        ValueError: sizes or patterns that `ModelConfig` refuses.
+        ValueError: sizes or patterns that `ModelConfig` refuses, or a name that is almost one of its fields'.
     """
 
     model_type = "attnzoo"
@@ -43,6 +45,9 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
                 raise ValueError(f"{theirs}: Hugging Face's name for it is {ours}")
         own = {name: given.pop(name, _default(field)) for name, field in _FIELDS.items()}
         given.pop("layer_types", None)
+        for name in given:  # transformers takes any name as an attribute
+            if get_close_matches(name, [*_FIELDS, *THEIRS], 1, cutoff=0.85):
+                raise unknown("field", name, _FIELDS)
         for name, value in own.items():
             if name != "tie_word_embeddings":
                 setattr(self, name, _plain(value))

@@ -212,7 +212,8 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             inputs_embeds: [B, T, D] instead of `input_ids`.
             labels: [B, T], the same tokens as `input_ids` (shifted here, unlike the decoder's targets), -100 where
                 nothing is asked.
-            use_cache: give `past_key_values`; the configuration's `use_cache` by default, never while training.
+            use_cache: give `past_key_values`; the configuration's `use_cache` by default, never while training, and
+                where keys are forgotten under `torch.no_grad()` alone.
             logits_to_keep: logits of that many last tokens only, or of these positions; 0 for all.
             cu_seq_lens_q: borders [N + 1] of sequences packed into one row; without it, `position_ids` that begin
                 again say where they are.
@@ -231,7 +232,9 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             raise ValueError("expected either input_ids or inputs_embeds")
         training = self.training and torch.is_grad_enabled()
         if use_cache is None:
-            use_cache = not training and getattr(self.config, "use_cache", True)
+            forgets = any(layer.forget is not None for layer in self.model.attentions())  # their caches keep no graph
+            use_cache = getattr(self.config, "use_cache", True) and not training
+            use_cache = use_cache and not (forgets and torch.is_grad_enabled())
         if past_key_values is not None and not isinstance(past_key_values, ModelCache):
             raise TypeError(
                 f"past_key_values: expected attnzoo.models.hf.ModelCache, got {type(past_key_values).__name__}"

@@ -156,7 +156,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"no model in {str(folder)!r}: there is no config.json")
+        hub = not folder.exists() and len(folder.parts) == 2 and not folder.is_absolute()  # OWNER/NAME
+        how = f" (a model of the hub: first `hf download {folder} --local-dir FOLDER`)" if hub else ""
+        raise FileNotFoundError(f"no model in {str(folder)!r}: there is no config.json{how}")
     try:
         fields = json.loads(path.read_text())
     except ValueError as error:

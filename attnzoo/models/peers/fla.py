@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import FLA, Attention, decoder, interleaved
+from attnzoo.models.peers.layout import FLA, Attention, common_sizes, decoder, interleaved
 from attnzoo.models.peers.weights import Settings, Weights
 
 NORM_EPS = 1e-5  # of its norms where no configuration sets it
@@ -253,17 +253,9 @@ def _peer(
 def model_config(settings: Settings, variant: str, options: dict[str, Any], heads: int) -> ModelConfig:
     """Sizes by the names that these models have for them, with one variant in all layers."""
     return ModelConfig(
-        attention=variant,
-        attention_options=options,
-        hidden_size=settings["hidden_size"],
-        num_layers=settings["num_hidden_layers"],
-        num_heads=heads,
-        intermediate_size=_mlp_size(settings),
-        vocab_size=settings["vocab_size"],
-        tie_embeddings=settings.get("tie_word_embeddings", False),
-        norm_eps=settings.get("norm_eps", 1e-6),
-        initializer_range=settings.get("initializer_range", 0.02),
-    )
+        attention=variant, attention_options=options, num_heads=heads, intermediate_size=_mlp_size(settings),
+        norm_eps=settings.get("norm_eps", 1e-6), **common_sizes(settings),
+    )  # fmt: skip
 
 
 def _mlp_size(settings: Settings) -> int:

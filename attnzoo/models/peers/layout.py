@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.models.peers.weights import Weights
+from attnzoo.models.peers.weights import Settings, Weights
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,15 @@ class Layout:
     mlp_norm: str | None
     attention: str
     centred: bool = False
+
+
+def common_sizes(settings: Settings) -> dict[str, Any]:
+    """The fields of a ModelConfig that every peer's settings name alike."""
+    return {
+        "hidden_size": settings["hidden_size"], "num_layers": settings["num_hidden_layers"],
+        "vocab_size": settings["vocab_size"], "tie_embeddings": settings.get("tie_word_embeddings", False),
+        "initializer_range": settings.get("initializer_range", 0.02),
+    }  # fmt: skip
 
 
 TRANSFORMERS = Layout(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import MAMBA, decoder
+from attnzoo.models.peers.layout import MAMBA, common_sizes, decoder
 from attnzoo.models.peers.weights import Settings, Weights
 
 UNBOUNDED = (math.inf, {"__float__": "Infinity"})  # the second as transformers writes it into JSON
@@ -44,14 +44,10 @@ def mamba2(settings: Settings) -> Peer:
     config = ModelConfig(
         attention="mamba2",
         attention_options=options,
-        hidden_size=D,
-        num_layers=L,
         num_heads=H,
         intermediate_size=0,
-        vocab_size=settings["vocab_size"],
-        tie_embeddings=settings.get("tie_word_embeddings", False),
         norm_eps=eps,
-        initializer_range=settings.get("initializer_range", 0.02),
+        **common_sizes(settings),
     )
 
     def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:

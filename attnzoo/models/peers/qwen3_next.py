@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import TRANSFORMERS, decoder, interleaved, pattern
+from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, interleaved, pattern
 from attnzoo.models.peers.rotary import angles, rope_settings, theta
 from attnzoo.models.peers.weights import Settings, Weights
 
@@ -50,15 +50,8 @@ def qwen3_next(settings: Settings) -> Peer:
     }  # fmt: skip
     config = ModelConfig(
         attention=pattern([{"name": KINDS[name], "options": options[KINDS[name]]} for name in names]),
-        hidden_size=D,
-        num_layers=L,
-        num_heads=H,
-        intermediate_size=settings["intermediate_size"],
-        vocab_size=settings["vocab_size"],
-        tie_embeddings=settings.get("tie_word_embeddings", False),
-        norm_eps=eps,
-        initializer_range=settings.get("initializer_range", 0.02),
-    )
+        num_heads=H, intermediate_size=settings["intermediate_size"], norm_eps=eps, **common_sizes(settings),
+    )  # fmt: skip
 
     def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
         if KINDS[names[index]] == "rope":

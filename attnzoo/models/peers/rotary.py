@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.peers import Peer
-from attnzoo.models.peers.layout import TRANSFORMERS, decoder, interleaved, pattern
+from attnzoo.models.peers.layout import TRANSFORMERS, common_sizes, decoder, interleaved, pattern
 from attnzoo.models.peers.weights import Settings, Weights
 
 
@@ -47,17 +47,9 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
         for window in windows
     ]
     config = ModelConfig(
-        attention=pattern(entries),
-        attention_options=options,
-        hidden_size=D,
-        num_layers=L,
-        num_heads=H,
-        intermediate_size=settings["intermediate_size"],
-        vocab_size=settings["vocab_size"],
-        tie_embeddings=settings.get("tie_word_embeddings", False),
-        norm_eps=settings["rms_norm_eps"],
-        initializer_range=settings.get("initializer_range", 0.02),
-    )
+        attention=pattern(entries), attention_options=options, num_heads=H,
+        intermediate_size=settings["intermediate_size"], norm_eps=settings["rms_norm_eps"], **common_sizes(settings),
+    )  # fmt: skip
 
     def attention(take: Callable[[str], Tensor], index: int) -> Iterator[tuple[str, Tensor]]:
         for name, heads in (("q", H), ("k", G)):

@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.activations import finished
 from attnzoo.kernels.common.constants import GATE_FULL, LOG2E
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, dot_precision, gate_kind, head_block
+from attnzoo.kernels.common.parts import Finish
 from attnzoo.kernels.common.tile_loads import load_tile
-from attnzoo.kernels.decode.parts import Finish
 from attnzoo.kernels.decode.plan import Plan
 from attnzoo.kernels.decode.portable.carried import NOT_WALKED, carried_scores, new_tokens, open_start
 from attnzoo.kernels.decode.portable.prune import drop_pages
@@ -153,15 +154,9 @@ def paged_combine_kernel(
         b_m = b_mn
     i_b, m_v = (i_bh // (G * R)).to(tl.int64), o_v < V
     b_o = b_o / tl.where(b_l > 0.0, b_l, 1.0)
-    if HAS_NORM:
-        if CENTRED:
-            b_o = tl.where(m_v, b_o - tl.sum(b_o, 0) / V, 0.0)
-        b_scale = tl.load(p_scale + (0 if SHARED else i_h * V) + o_v, mask=m_v, other=0.0).to(tl.float32)
-        b_o = b_o * tl.rsqrt(tl.sum(b_o * b_o, 0) / V + eps) * b_scale
-    if HAS_GATE:
-        p_x = p_gate + i_b * stride_gb + i_t * stride_gt + i_h * stride_gh + o_v
-        b_x = tl.load(p_x, mask=m_v, other=0.0).to(tl.float32)
-        b_o = b_o * tl.sigmoid(b_x) * (b_x if SWISH else 1.0)
+    p_weight = p_scale + (0 if SHARED else i_h * V) + o_v
+    p_x = p_gate + i_b * stride_gb + i_t * stride_gt + i_h * stride_gh + o_v
+    b_o = finished(b_o, m_v, p_weight, p_x, V, eps, HAS_NORM, CENTRED, HAS_GATE, SWISH, False)
     p_out = p_o + ((i_b * T + i_t) * (G * R) + i_h) * V + o_v
     tl.store(p_out, b_o.to(p_o.dtype.element_ty), mask=m_v)
 

@@ -81,4 +81,5 @@ def deal_pages(p_first, p_length, p_count, p_begin, p_ends, p_turn, T, BG, G, wi
 @triton.jit(do_not_specialize=["T", "BG", "G", "window"])
 def paged_shares_kernel(p_first, p_length, p_begin, p_ends, p_turn, T, BG, G, window, EXTRA: tl.constexpr,
                         PAGE: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """``deal_pages`` by itself."""
     deal_pages(p_first, p_length, p_length, p_begin, p_ends, p_turn, T, BG, G, window, EXTRA, PAGE, BN, False)

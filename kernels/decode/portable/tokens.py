@@ -12,20 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.activations import log_sigmoid
 from attnzoo.kernels.common.launching import power_of_2
-from attnzoo.kernels.decode.parts import Forget, Norm, Shift
+from attnzoo.kernels.common.parts import Norm
+from attnzoo.kernels.decode.parts import Forget, Shift
 from attnzoo.kernels.decode.portable.append import add_gates, kept_sums, write_key
 from attnzoo.kernels.decode.portable.shares import Shares, deal_pages
-
-
-@triton.jit
-def log_sigmoid(x):
-    """-log(1 + exp(-x)), with a small relative error however small it is. # float32"""
-    y = tl.exp(-tl.abs(x))
-    s = y / (2.0 + y)  # log(1 + y) = 2 artanh(s), s <= 1/3
-    z = s * s
-    p = 1.0 + z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9 + z * (1 / 11 + z * (1 / 13 + z / 15))))))
-    return tl.minimum(x, 0.0) - 2.0 * s * p
 
 
 @triton.jit

@@ -1,0 +1,209 @@
+"""Whole steps of layers of the linear side: the kernels against the same layer, part by part, in float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from strategies import relative_error
+from torch import Tensor
+
+from attnzoo import build_attention
+from attnzoo.forms.fixed import MatrixMemory, Rows
+from attnzoo.layer.attention import Attention
+from attnzoo.layer.fixed import FixedCache
+from attnzoo.models.config import ModelConfig
+from attnzoo.models.decoder import LanguageModel
+from attnzoo.models.engine import Generator
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+D = 24
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": ("mamba2", {"head_dim": 8}),
+    "mamba2-groups": (
+        "mamba2",
+        {"num_heads": 4, "head_dim": 6, "num_qk_heads": 2, "output_norm_groups": 2, "gate_before_norm": False},
+    ),
+    "gated_deltanet": ("gated_deltanet", {"conv_bias": True, "conv_activation": "identity"}),
+    "gated_deltanet-gqa": ("gated_deltanet", {"num_kv_heads": 1, "value_dim": 5, "allow_neg_eigval": True}),
+    "deltanet": ("deltanet", {"conv_size": 1, "output_norm": "group", "output_norm_shared": True}),
+    "gla": ("gla", {"head_dim": 7, "value_dim": 9, "qkv_bias": True, "block": "gated"}),
+    "gla-full": ("gla", {"gate": "full_rank", "output_norm": "none", "conv_size": 2}),
+    "kda": ("kda", {}),
+    "gated_gla": ("gated_gla", {"gate": ("forget", "low_rank"), "qk_norm": "rms", "qk_norm_shared": True}),
+    "retnet": ("retnet", {"head_dim": 6}),
+    "linear_attention": ("linear_attention", {"key_feature_map": "relu", "skip": True, "scale": 0.3}),
+    "alibi": ("retnet", {"gate": "alibi", "rotary": None, "qk_norm": "rms", "feature_map": "silu"}),
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "turns": ("mamba3", {}),
+    "shift": ("retnet", {"block": "pro", "qk_norm": "none"}),
+    "factors": ("deltanet", {"num_householder": 2}),
+    "rotated after norms": ("retnet", {"qk_norm": "rms"}),
+    "together": ("gla", {"qk_norm": "rms_full"}),
+    "keys of the gate": ("gla", {"block": "hgrn2"}),
+    "reference": ("gla", {"impl": "reference"}),
+}
+
+
+def layer_of(case: tuple[str, dict[str, Any]], dtype: torch.dtype = torch.float32) -> Attention:
+    """Rounded from float64, with nothing left at zero or one."""
+    name, options = case
+    torch.manual_seed(0)
+    attn = build_attention(name, hidden_size=D, **{"impl": "triton", "num_heads": 2, **options}).double()
+    with torch.no_grad():
+        for parameter in attn.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return attn.to(DEVICE, dtype).eval()
+
+
+def tokens(T: int, seed: int, B: int = 1) -> Tensor:
+    return torch.randn(B, T, D, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def empty(attn: Attention, sequences: int = 3) -> FixedCache:
+    like = attn.new_cache()
+    attn(tokens(1, 0).to(attn.o_proj.weight.dtype), cache=like)
+    return FixedCache.of(attn, like, Rows.idle(sequences, DEVICE), 64)
+
+
+def begin(attn: Attention, fixed: FixedCache, row: int, seed: int) -> None:
+    """A sequence of one token goes on in a row."""
+    cache = attn.new_cache()
+    attn(tokens(1, seed).to(attn.o_proj.weight.dtype), cache=cache)
+    fixed.admit(row, cache, 64)
+    fixed.rows.begin(row, 1)
+
+
+def generated(attn: Attention, fixed: FixedCache) -> tuple[Tensor, list[Tensor]]:
+    """Outputs of all that runs while sequences end and join, and what is kept of those that still run."""
+    found, rows = [], fixed.rows
+    for row in (0, 2):
+        begin(attn, fixed, row, row)
+    for step in range(5):
+        if step == 2:
+            begin(attn, fixed, 1, 1)
+        if step == 3:
+            fixed.clear(0)
+            rows.end(0)
+        y = attn(tokens(1, 10 + step, 3).to(attn.o_proj.weight.dtype), cache=fixed)
+        rows.length += rows.active
+        found.append(y[rows.active != 0].flatten().double())
+    assert isinstance(fixed.memory, MatrixMemory)
+    return torch.cat(found), [x[1:].double() for x in (fixed.memory.matrix, *fixed.windows.values())]
+
+
+def by_parts(attn: Attention) -> tuple[Tensor, list[Tensor]]:
+    fixed = empty(attn)
+    fixed.whole = False
+    return generated(attn, fixed)
+
+
+def exact(attn: Attention) -> tuple[Tensor, list[Tensor]]:
+    """The same in float64, by the reference."""
+    attn = copy.deepcopy(attn).double()
+    attn.impl = "reference"
+    return by_parts(attn)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_a_whole_step_is_that_of_the_parts(case: str) -> None:
+    attn = layer_of(CASES[case])
+    fixed = empty(attn)
+    assert fixed.whole
+    (y, kept), (want, states) = generated(attn, fixed), exact(attn)
+    assert relative_error(y, want) <= 1e-5
+    for ours, theirs in zip(kept, states, strict=True):
+        assert ours.shape == theirs.shape
+        assert not ours.numel() or relative_error(ours, theirs) <= 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda"])
+def test_heads_too_large_for_one_program_are_normed_after_all_their_columns(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attnzoo.kernels.linear import whole
+
+    monkeypatch.setattr(whole, "MOST", 64)
+    monkeypatch.setattr(whole, "TILE", 64)
+    attn = layer_of(CASES[case])
+    (y, kept), (want, states) = generated(attn, empty(attn)), exact(attn)
+    assert relative_error(y, want) <= 1e-5
+    assert relative_error(kept[0], states[0]) <= 1e-5
+    assert relative_error(kept[1], states[1]) <= 1e-5  # a window
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["mamba2", "gated_deltanet-gqa"])
+def test_half_precision_has_no_more_error_than_the_parts(case: str) -> None:
+    attn = layer_of(CASES[case], torch.float16)
+    (y, kept), (parts, others), (want, states) = generated(attn, empty(attn)), by_parts(attn), exact(attn)
+    assert relative_error(y, want) <= 2 * relative_error(parts, want)
+    for ours, theirs, state in zip(kept, others, states, strict=True):
+        assert relative_error(ours, state) <= 2 * relative_error(theirs, state) + 1e-6
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_has_no_more_error_than_the_parts(case: str) -> None:
+    name, options = CASES[case]
+    attn = layer_of((name, {**options, "head_dim": 64, "value_dim": 128, "expand": None}), torch.bfloat16)
+    (y, kept), (parts, others), (want, states) = generated(attn, empty(attn)), by_parts(attn), exact(attn)
+    assert relative_error(y, want) <= 2 * relative_error(parts, want)
+    for ours, theirs, state in zip(kept, others, states, strict=True):
+        if state.numel():
+            assert relative_error(ours, state) <= 2 * relative_error(theirs, state) + 1e-6
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mamba2", "gated_deltanet", "retnet"])
+def test_a_graph_of_whole_steps_draws_the_tokens_of_the_parts(name: str) -> None:
+    """In float32: sequences that end and others that join them, and a draft in between."""
+    torch.manual_seed(0)
+    config = ModelConfig(attention=name, hidden_size=128, num_layers=2, num_heads=4, vocab_size=97)
+    model, found = LanguageModel(config).cuda(), []
+    for whole in (True, False):
+        generator = Generator(model, 2, 80, fuse=True, compile=whole)
+        assert all(cache.whole for cache in generator.batch.caches)
+        for cache in generator.batch.caches:
+            cache.whole = whole
+        numbers = [generator.add(torch.arange(n) + 1, 30, temperature=0) for n in (5, 20, 9)]
+        drawn = generator.run()
+        numbers.append(generator.add(torch.arange(4), 12, temperature=0))
+        drawn |= generator.run(draft=lambda request: [3, 4])
+        found.append([drawn[number] for number in numbers])
+    assert found[0] == found[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", OTHERS)
+def test_layers_with_other_parts_step_part_by_part(case: str) -> None:
+    assert not empty(layer_of(OTHERS[case])).whole
+
+
+@torch.no_grad()
+def test_idle_sequences_stay_as_they_are_and_give_zeros() -> None:
+    attn = layer_of(CASES["mamba2"])
+    fixed = empty(attn)
+    begin(attn, fixed, 0, 0)
+    for x in fixed.tensors():
+        x[1:] = torch.nan
+    before = [x[0].clone() for x in fixed.tensors()]
+    y = attn(tokens(1, 5, 3), cache=fixed)
+    assert not y[1:].any()
+    assert y[0].isfinite().all()
+    for now, past in zip(fixed.tensors(), before, strict=True):
+        assert (
+            torch.equal(
+                now[1:],
+                past[1:],
+            )
+            or now[1:].isnan().all()
+        )
+        assert not torch.equal(now[0], past)
