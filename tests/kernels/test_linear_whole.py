@@ -32,10 +32,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gla": ("gla", {"head_dim": 7, "value_dim": 9, "qkv_bias": True, "block": "gated"}),
     "gla-full": ("gla", {"gate": "full_rank", "output_norm": "none", "conv_size": 2}),
     "kda": ("kda", {}),
-    "gated_gla": ("gated_gla", {"gate": ("forget", "low_rank"), "qk_norm": "rms", "qk_norm_shared": True}),
+    "gated_gla": (
+        "gated_gla",
+        {"gate": ("forget", "low_rank"), "qk_norm": "rms", "qk_norm_shared": True, "feature_map": "silu"},
+    ),
     "retnet": ("retnet", {"head_dim": 6}),
     "linear_attention": ("linear_attention", {"key_feature_map": "relu", "skip": True, "scale": 0.3}),
-    "alibi": ("retnet", {"gate": "alibi", "rotary": None, "qk_norm": "rms", "feature_map": "silu"}),
 }
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "turns": ("mamba3", {}),
@@ -82,10 +84,10 @@ def generated(attn: Attention, fixed: FixedCache) -> tuple[Tensor, list[Tensor]]
     found, rows = [], fixed.rows
     for row in (0, 2):
         begin(attn, fixed, row, row)
-    for step in range(5):
-        if step == 2:
+    for step in range(4):
+        if step == 1:
             begin(attn, fixed, 1, 1)
-        if step == 3:
+        if step == 2:
             fixed.clear(0)
             rows.end(0)
         y = attn(tokens(1, 10 + step, 3).to(attn.o_proj.weight.dtype), cache=fixed)
@@ -122,15 +124,12 @@ def test_a_whole_step_is_that_of_the_parts(case: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["gated_deltanet", "kda"])
-def test_heads_too_large_for_one_program_are_normed_after_all_their_columns(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_too_large_for_one_program_are_normed_after_all_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     from attnzoo.kernels.linear import whole
 
     monkeypatch.setattr(whole, "MOST", 64)
     monkeypatch.setattr(whole, "TILE", 64)
-    attn = layer_of(CASES[case])
+    attn = layer_of(CASES["gated_deltanet"])
     (y, kept), (want, states) = generated(attn, empty(attn)), exact(attn)
     assert relative_error(y, want) <= 1e-5
     assert relative_error(kept[0], states[0]) <= 1e-5
@@ -138,9 +137,8 @@ def test_heads_too_large_for_one_program_are_normed_after_all_their_columns(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["mamba2", "gated_deltanet-gqa"])
-def test_half_precision_has_no_more_error_than_the_parts(case: str) -> None:
-    attn = layer_of(CASES[case], torch.float16)
+def test_half_precision_has_no_more_error_than_the_parts() -> None:
+    attn = layer_of(CASES["mamba2"], torch.float16)
     (y, kept), (parts, others), (want, states) = generated(attn, empty(attn)), by_parts(attn), exact(attn)
     assert relative_error(y, want) <= 2 * relative_error(parts, want)
     for ours, theirs, state in zip(kept, others, states, strict=True):

@@ -66,10 +66,10 @@ EXPERIMENT = Experiment(
     sizes={
         "cpu": size(32, 2, 300, 8, 128, 0.003, 0.01, tokens=32768),
         "cpu-medium": size(64, 2, 300, 8, 128, 0.003, 0.006, tokens=32768),
-        "cpu-large": size(128, 2, 300, 8, 128, 0.003, tokens=32768),
-        "gpu": size(128, 4, 600, 32, 512, 0.002, settings=HALF),
-        "gpu-medium": size(256, 6, 500, 32, 512, 0.002, settings=HALF),
-        "gpu-large": size(512, 8, 300, 32, 512, 0.001, settings=HALF),
+        "cpu-large": size(128, 2, 300, 8, 128, 0.002, 0.004, tokens=32768),
+        "gpu": size(128, 4, 600, 32, 512, 0.001, 0.003, settings=HALF),
+        "gpu-medium": size(256, 6, 500, 32, 512, 0.001, 0.002, settings=HALF),
+        "gpu-large": size(512, 8, 300, 32, 512, 0.0005, 0.001, settings=HALF),
     },
     probes=(Loss(),),
     expectations=(

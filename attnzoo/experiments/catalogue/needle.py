@@ -42,7 +42,7 @@ EXPERIMENT = Experiment(
                 "log_every=100", "eval_tokens=131072", "model={hidden_size: 128, num_layers: 2, num_heads: 2}",
                 "optimizer.warmup_steps=100", "mixed_precision=bf16",
             ),
-            lrs=(0.002,),
+            lrs=(0.002, 0.004),
             rows=128,
         ),
     },

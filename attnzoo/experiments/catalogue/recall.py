@@ -55,7 +55,7 @@ EXPERIMENT = Experiment(
                 "data.context_length=128", "log_every=200", "eval_tokens=65536",
                 "model={hidden_size: 128, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=200",
             ),
-            lrs=(0.003,),
+            lrs=(0.0015, 0.003),
             rows=1024,
         ),
     },
