@@ -83,7 +83,7 @@ def test_text_too_short_to_measure_is_noticed_before_training(run: Any, tiny: Pa
 
 
 def test_compare_refuses_a_task_before_training(run: Any, tiny: Path, tmp_path: Path) -> None:
-    assert_refused(run("compare", tiny, "train.data.source=task:parity"), "'task:parity'", "attnzoo evaluate")
+    assert_refused(run("compare", tiny, "train.data.source=task:parity"), "'task:parity'", "attnzoo experiment")
     assert not (tmp_path / "runs").exists()
 
 

@@ -143,7 +143,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python(build.format("sdist", str(target)), source)
     (archive,) = target.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
-        packed.extractall(target, filter="data")
+        packed.extractall(target, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
     python(build.format("wheel", str(target)), archive.with_name(archive.name.removesuffix(".tar.gz")))
     (built,) = target.glob("*.whl")
     return built
