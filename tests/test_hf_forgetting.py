@@ -67,7 +67,7 @@ def test_a_folder_of_hugging_face_gets_a_network_alone(tmp_path):
 
 
 def test_a_folder_that_cannot_be_trained_on_from_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="expected a run or a model folder, got .*nothing"):
+    with pytest.raises(FileNotFoundError, match="^folder: expected a run or a model folder, got .*nothing"):
         recipe_of(tmp_path / "nothing")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="a model of 'llama': `attnzoo import` makes it one of ours"):

@@ -173,11 +173,11 @@ def _check_ours(folder: Path, argument: str) -> None:
     from attnzoo.models.peers import read_settings
 
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"start_from: expected a run or a model folder, got {str(folder)!r}")
+        raise FileNotFoundError(f"{argument}: expected a run or a model folder, got {str(folder)!r}")
     kind = read_settings(folder).get("model_type")
     if kind != "attnzoo":
         raise ValueError(
-            f"start_from: {str(folder)!r} holds a model of {kind!r}: `attnzoo import` makes it one of ours"
+            f"{argument}: {str(folder)!r} holds a model of {kind!r}: `attnzoo import` makes it one of ours"
         )
 
 
