@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from attnzoo.errors import at_least, nearest, unknown
+from attnzoo.errors import at_least, unknown
 from attnzoo.experiments.claims import Claim, Value
 from attnzoo.experiments.probes import Probe
 from attnzoo.files import given_by
@@ -269,11 +269,7 @@ def find(name: str) -> Experiment:
     """
     path = CATALOGUE / f"{name}.py" if name in names() else Path(name)
     if path.suffix != ".py" or not path.is_file():
-        close = nearest(name, names())
-        raise ValueError(
-            f"unknown experiment {name!r}: expected one of {', '.join(names())}, or a Python file"
-            + (f"; did you mean {close!r}?" if close else "")
-        )
+        raise unknown("experiment", name, names(), "a Python file")
     experiment = given_by(path, "EXPERIMENT")
     if not isinstance(experiment, Experiment):
         raise TypeError(f"{path}: expected an Experiment as EXPERIMENT, got {experiment!r}")

@@ -16,7 +16,7 @@ from attnzoo.data.tasks.haystack import common_words, frequent_words, needle, se
 from attnzoo.data.tasks.recall import forgetting_mqar, induction, mqar, nth_last_value, selective_copying
 from attnzoo.data.tasks.states import flip_flop, parity, word_problem
 from attnzoo.data.tasks.task import UNASKED, Examples, Task, asked, checked
-from attnzoo.errors import check_kinds, nearest, unknown
+from attnzoo.errors import check_kinds, unknown
 from attnzoo.files import given_by
 
 __all__ = ["TASKS", "UNASKED", "Examples", "Task", "asked", "build_task", "is_task", "options_of", "summary_of"]
@@ -65,11 +65,7 @@ def _function(name: str) -> Callable[..., Task]:
     if name in TASKS:
         return TASKS[name]
     if not is_task(name) or not Path(name).is_file():
-        close = nearest(name, TASKS)
-        raise ValueError(
-            f"unknown task {name!r}: expected one of {', '.join(TASKS)}, or a Python file"
-            + (f"; did you mean {close!r}?" if close else "")
-        )
+        raise unknown("task", name, TASKS, "a Python file")
     function = given_by(Path(name), "TASK")
     if not callable(function):
         raise TypeError(f"{name}: expected a function as TASK, got {function!r}")
