@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from attnzoo.experiments.experiment import Arm, Overlay
+from attnzoo.experiments.experiment import Arm, Overlay, Size
 
 RULES = {"sinks + window": "sinks", "H2O": "h2o", "SnapKV": "snapkv", "later use": "utility"}
 ALONE = ("forgetting={alone: true, distill_steps: 1000000, budget: 0.0}",)
@@ -11,6 +11,35 @@ ALONE = ("forgetting={alone: true, distill_steps: 1000000, budget: 0.0}",)
 def network(name: str, after: str, settings: tuple[str, ...] = ALONE, **options: object) -> Arm:
     """Forget networks beside the weights of another arm, which is named by its variant; by default in one phase."""
     return Arm(name, after, {"forgetting": {"window": 2, "width": 16, **options}}, settings, (0.01,), after)
+
+
+def text_sizes(cpu: tuple[str, ...], gpu: tuple[str, ...]) -> dict[str, Size]:
+    """Sizes of models that learn a text, beside whose weights forget networks are trained.
+
+    Args:
+        cpu, gpu: `key=value` of the networks' training at each size.
+    """
+    return {
+        "cpu": Size(
+            settings=(
+                "steps=600", "batch_size=8", "data.context_length=256", "log_every=100", "eval_tokens=4096",
+                "model={hidden_size: 64, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=30",
+            ),
+            lrs=(0.004,),
+            tokens=4096,
+            after=cpu,
+        ),
+        "gpu": Size(
+            settings=(
+                "steps=600", "batch_size=8", "data.context_length=4096", "log_every=100", "eval_tokens=65536",
+                "model={hidden_size: 256, num_layers: 4, num_heads: 4}", "optimizer.warmup_steps=60",
+                "mixed_precision=bf16",
+            ),
+            lrs=(0.002,),
+            tokens=16384,
+            after=gpu,
+        ),
+    }  # fmt: skip
 
 
 def part_by_part(lr: float = 0.01) -> tuple[Arm, ...]:

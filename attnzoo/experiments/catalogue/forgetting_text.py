@@ -1,8 +1,8 @@
 """The same seven ablations of One-Pass Forgetting on text, where what is kept is a matter of degree."""
 
 from attnzoo.experiments.claims import All, AtMost, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
-from attnzoo.experiments.forgetting import one_thing_changed, part_by_part
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured
+from attnzoo.experiments.forgetting import one_thing_changed, part_by_part, text_sizes
 from attnzoo.experiments.probes import AddedLoss, KeysHeld, Loss
 
 PAPER = "One-Pass Forgetting, section 4, ablation {}"
@@ -27,33 +27,16 @@ EXPERIMENT = Experiment(
     arms=(Arm("rope", "rope"), *part_by_part(0.001)),
     options={"block": "pro"},
     settings=("data.source=stdlib",),
-    sizes={
-        "cpu": Size(
-            settings=(
-                "steps=600", "batch_size=8", "data.context_length=256", "log_every=100", "eval_tokens=4096",
-                "model={hidden_size: 64, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=30",
-            ),
-            lrs=(0.004,),
-            tokens=4096,
-            after=(
-                "steps=150", "batch_size=4", "optimizer.warmup_steps=10",
-                "forgetting={distill_steps: 60, anneal_steps: 45}",
-            ),
+    sizes=text_sizes(
+        cpu=(
+            "steps=150", "batch_size=4", "optimizer.warmup_steps=10",
+            "forgetting={distill_steps: 60, anneal_steps: 45}",
         ),
-        "gpu": Size(
-            settings=(
-                "steps=600", "batch_size=8", "data.context_length=4096", "log_every=100", "eval_tokens=65536",
-                "model={hidden_size: 256, num_layers: 4, num_heads: 4}", "optimizer.warmup_steps=60",
-                "mixed_precision=bf16",
-            ),
-            lrs=(0.002,),
-            tokens=16384,
-            after=(
-                "steps=60", "batch_size=1", "optimizer.warmup_steps=10",
-                "forgetting={distill_steps: 24, anneal_steps: 18}",
-            ),
+        gpu=(
+            "steps=60", "batch_size=1", "optimizer.warmup_steps=10",
+            "forgetting={distill_steps: 24, anneal_steps: 18}",
         ),
-    },
+    ),
     probes=(
         Loss(),
         AddedLoss(NETWORK, "retention", SHARES),

@@ -1,8 +1,8 @@
 """Which keys may go: what a forget network learns, beside rules that nobody has to learn, at equal memory."""
 
 from attnzoo.experiments.claims import All, AtMost, Below, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay, Size
-from attnzoo.experiments.forgetting import RULES, network
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay
+from attnzoo.experiments.forgetting import RULES, network, text_sizes
 from attnzoo.experiments.probes import AddedLoss, KeysHeld, Loss
 
 PAPER = "One-Pass Forgetting, section 4"
@@ -30,27 +30,10 @@ EXPERIMENT = Experiment(
     ),
     options={"block": "pro"},
     settings=("data.source=stdlib",),
-    sizes={
-        "cpu": Size(
-            settings=(
-                "steps=600", "batch_size=8", "data.context_length=256", "log_every=100", "eval_tokens=4096",
-                "model={hidden_size: 64, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=30",
-            ),
-            lrs=(0.004,),
-            tokens=4096,
-            after=("steps=200", "batch_size=4", "optimizer.warmup_steps=10"),
-        ),
-        "gpu": Size(
-            settings=(
-                "steps=600", "batch_size=8", "data.context_length=4096", "log_every=100", "eval_tokens=65536",
-                "model={hidden_size: 256, num_layers: 4, num_heads: 4}", "optimizer.warmup_steps=60",
-                "mixed_precision=bf16",
-            ),
-            lrs=(0.002,),
-            tokens=16384,
-            after=("steps=80", "batch_size=1", "optimizer.warmup_steps=10"),
-        ),
-    },
+    sizes=text_sizes(
+        cpu=("steps=200", "batch_size=4", "optimizer.warmup_steps=10"),
+        gpu=("steps=80", "batch_size=1", "optimizer.warmup_steps=10"),
+    ),
     probes=(
         Loss(),
         AddedLoss(NETWORK, "retention", SHARES),
