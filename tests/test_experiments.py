@@ -21,7 +21,7 @@ from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, names
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, layers_of, names
 from attnzoo.experiments.outcome import load_outcome, save_outcome
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace, Subject, Wrong
 from attnzoo.experiments.report.experiment import render_experiment
@@ -166,6 +166,25 @@ def test_probe_of_one_s_own_may_be_a_dataclass(tmp_path):
                     "@dataclass\nclass Own:\n    kind: ClassVar[str] = ''\nEXPERIMENT = Own()\n")  # fmt: skip
     with pytest.raises(TypeError, match=r"expected an Experiment as EXPERIMENT, got Own\("):
         find(str(path))
+
+
+def test_options_of_an_arm_at_a_size_stand_in_the_place_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arm = Arm("fox", "fox", {"qk_norm": "l2", "window": 4}, at={"gpu": {"window": 8}})
+    sizes = dict.fromkeys(("cpu", "gpu"), Size(TINY, lrs=(0.1,)))
+    experiment = Experiment("Mine", "?", (arm,), sizes, (Loss(),), ())
+    for size, window in (("cpu", 4), ("gpu", 8)):
+        [layer] = {str(layer.options) for layer in Plan("mine", size, Path("out"), 2)
+                   .config(experiment, arm, 0.1, 0).model.layers()}  # fmt: skip
+        assert layer == str({"qk_norm": "l2", "window": window})
+    assert layers_of(experiment, arm, "gpu") == "fox, qk_norm=l2, window=8"
+    assert layers_of(experiment, arm) == "fox, qk_norm=l2, window=4, at size gpu window=8"
+    Path("mine.py").write_text("from dataclasses import replace\n"
+                               "from attnzoo.experiments.catalogue.length import EXPERIMENT, Arm\n"
+                               "EXPERIMENT = replace(EXPERIMENT, expectations=(), overlays=(), "
+                               "arms=(Arm('a', 'fox', at={'tpu': {'window': 8}}),))\n")  # fmt: skip
+    with pytest.raises(ValueError, match="at, of the arm 'a',.*tpu"):
+        find("mine.py")
 
 
 def test_run_on_a_text_that_has_changed_is_another_run(own):
