@@ -9,9 +9,9 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +172,9 @@ def run_experiment(
         torch.set_num_threads(1)  # models this small gain nothing from more, and a result may depend on their number
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     if jobs > 1 or minutes is not None:
-        for work, tasks in _stages(plan, experiment, arms, jobs):
-            for number, label in enumerate(apart(work, tasks, jobs, until), 1):
-                console.print(f"[{number}/{len(tasks)}] {label}: done", markup=False, highlight=False)
+        tasks, after = _tasks(plan, experiment, arms)
+        for number, label in enumerate(apart(tasks, jobs, until, after), 1):
+            console.print(f"[{number}/{len(tasks)}] {label}: done", markup=False, highlight=False)
     else:
         for number, arm in enumerate(arms, 1):
             console.print(f"[{number}/{len(arms)}] {arm.name}", markup=False, highlight=False)
@@ -218,7 +218,8 @@ def run_rate(plan: Plan, name: str, lr: float) -> Trained:
 def run_seed(plan: Plan, name: str, seed: int) -> Trained:
     """The run of an arm with a seed, at the learning rate that is the best of those tried."""
     experiment, arm = _find(plan, name)
-    best = chosen([run_rate(plan, name, lr) for lr in _rates(plan, experiment, arm)])
+    rates = _rates(plan, experiment, arm)
+    best = rates[0] if len(rates) == 1 else chosen([run_rate(plan, name, lr) for lr in rates])
     return run_once(plan, experiment, arm, best, seed, measure=True)
 
 
@@ -234,23 +235,33 @@ def _with_those_before(experiment: Experiment, names: Sequence[str]) -> list[Arm
     return [arm for arm in experiment.arms if arm.name in wanted]
 
 
-def _stages(
-    plan: Plan, experiment: Experiment, among: Sequence[Arm], jobs: int
-) -> Iterator[tuple[Callable[..., object], dict[str, tuple[Any, ...]]]]:
-    """Work for processes, label -> arguments, a stage after the other: arms, or single runs where there are more
-    processes than arms; those that start from other arms are later than these."""
-    depth: dict[str, int] = {}
-    for arm in experiment.arms:
-        depth[arm.name] = depth[arm.after] + 1 if arm.after else 0
-    for late in range(max(depth.values()) + 1):
-        arms = [arm for arm in among if depth[arm.name] == late]
-        if jobs <= len(arms):
-            yield run_arm, {arm.name: (plan, arm.name) for arm in arms}
-            continue
-        rates = [(arm.name, lr) for arm in arms for lr in _rates(plan, experiment, arm)]
-        yield run_rate, {f"{name}, learning rate {lr:g}": (plan, name, lr) for name, lr in rates}
-        seeds = [(arm.name, seed) for seed in range(plan.seeds) for arm in arms]
-        yield run_seed, {f"{name}, seed {seed}": (plan, name, seed) for name, seed in seeds}
+def _tasks(
+    plan: Plan, experiment: Experiment, arms: Sequence[Arm]
+) -> tuple[dict[str, Callable[[], object]], dict[str, list[str]]]:
+    """Runs for processes, by label, and the labels of those that each waits for: that try its arm's learning rates, or
+    that it starts from. Learning rates come first, then the seeds of all arms in turns."""
+    tasks: dict[str, Callable[[], object]] = {}
+    after: dict[str, list[str]] = {}
+    tries: dict[str, list[str]] = {arm.name: [] for arm in arms}
+
+    def add(label: str, task: Callable[[], object], arm: Arm, seed: int) -> None:
+        tasks[label] = task
+        after[label] = [*tries[arm.name], *([_seeded(arm.after, seed)] if arm.after else [])]
+
+    for arm in arms:
+        rates = _rates(plan, experiment, arm)
+        labels = [f"{arm.name}, learning rate {lr:g}" for lr in rates] if len(rates) > 1 else []
+        for label, lr in zip(labels, rates, strict=False):
+            add(label, partial(run_rate, plan, arm.name, lr), arm, 0)
+        tries[arm.name] = labels
+    for seed in range(plan.seeds):
+        for arm in arms:
+            add(_seeded(arm.name, seed), partial(run_seed, plan, arm.name, seed), arm, seed)
+    return tasks, after
+
+
+def _seeded(name: str, seed: int) -> str:
+    return f"{name}, seed {seed}"
 
 
 def _find(plan: Plan, name: str) -> tuple[Experiment, Arm]:
@@ -267,8 +278,8 @@ def _finished(plan: Plan, experiment: Experiment, arm: Arm) -> tuple[list[Traine
     ones."""
     rates = _rates(plan, experiment, arm)
     tried = [run for lr in rates if (run := _known(*_place(plan, experiment, arm, lr, 0)))]
-    seeds = range(plan.seeds) if len(tried) == len(rates) else ()
-    best = chosen(tried) if seeds else 0.0
+    seeds = range(plan.seeds) if len(tried) == len(rates) or len(rates) == 1 else ()
+    best = rates[0] if len(rates) == 1 else chosen(tried) if seeds else 0.0
     runs = [run for seed in seeds if (run := _known(*_place(plan, experiment, arm, best, seed)))]
     return [replace(run, values={}) for run in tried], [run for run in runs if run.note or run.values]
 
