@@ -222,6 +222,15 @@ def test_seeds_wait_for_the_learning_rates_of_their_arm_alone(own):
     assert after == {label: rates if label.startswith("fox, seed") else [] for label in tasks}
 
 
+def test_small_models_share_a_gpu(monkeypatch):
+    monkeypatch.setattr(running.os, "cpu_count", lambda: 16)
+    assert running._jobs_at_a_time(None, 10**13) == 16
+    assert running._jobs_at_a_time(139 * 2**30, 10**11) == 16
+    assert running._jobs_at_a_time(78 * 2**30, 10**11) == 9
+    assert running._jobs_at_a_time(4 * 2**30, 10**11) == 1
+    assert running._jobs_at_a_time(139 * 2**30, 10**13) == 1
+
+
 def test_single_arm_is_trained_and_the_page_has_what_there_is(done, monkeypatch):
     before = load_outcome(Path("out/result.json"))
     shutil.rmtree("out/fox")

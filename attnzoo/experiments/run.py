@@ -37,6 +37,10 @@ from attnzoo.training.checkpoint import read_progress
 
 ALWAYS = ("progress=quiet", "tensorboard=false", "eval_every=0", "checkpoint_every=0")
 OWN = ("output_dir", "seed", "data.seed", "optimizer.lr", "model.attention", "model.attention_options", "device")
+# Below so many operations per step a model is small: launching its kernels takes the host longer than a GPU takes to
+# run them, and a GPU does the work of several processes, each of which keeps a CPU core busy.
+SMALL = 1e12
+ROOM = 8 * 2**30  # bytes of a GPU for a small model in a process of its own
 PAGE, RESULT, SUMMARY, MEASURED = "report.html", "result.json", "result.md", "measured.json"
 
 
@@ -130,8 +134,8 @@ def run_experiment(
         plan: what to run.
         console: where progress and the table go.
         command: the command line, for the page.
-        jobs: models at a time, each in a process of its own and on one CPU thread; None for as many as there are cores
-            on a CPU, one on a GPU.
+        jobs: models at a time, each in a process of its own and on one CPU thread; None for as many as there are cores,
+            on a GPU one, unless all models are small: then as many as there are cores, and 8 GiB of the GPU for each.
         minutes: after which the runs under way are stopped; the page is then about those that are finished.
         only: arms that are trained and measured, with those that they start from; none for all. Of the others the page
             has what is finished, and what is printed are these rows of its table.
@@ -151,11 +155,13 @@ def run_experiment(
     if len(set(folders)) < len(folders):
         raise ValueError(f"arms: expected names that stay distinct as folders, got {', '.join(folders)}")
     first: TrainConfig | None = None
+    operations = 0  # of the costliest step: two per weight and token forwards, four backwards
     for arm in experiment.arms:  # a wrong option of the last arm must not show after an hour
         try:
             config = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
             with torch.device("meta"):
-                LanguageModel(config.model)
+                weights = sum(parameter.numel() for parameter in LanguageModel(config.model).parameters())
+            operations = max(operations, 6 * weights * config.batch_size * config.data.context_length)
             for probe in experiment.probes:
                 if getattr(probe, "task", None) not in (None, config.data.task is not None):
                     wanted = "a task" if config.data.task is None else "a text"
@@ -167,8 +173,8 @@ def run_experiment(
     build_data(first.data)
     arms = _with_those_before(experiment, only or experiment.arm_names)
     on_cpu = plan.device == "cpu" or not torch.cuda.is_available()
-    jobs = jobs or ((os.cpu_count() or 1) if on_cpu else 1)
-    if on_cpu:
+    jobs = jobs or _jobs_at_a_time(None if on_cpu else torch.cuda.mem_get_info()[1], operations)
+    if on_cpu or jobs > 1:
         torch.set_num_threads(1)  # models this small gain nothing from more, and a result may depend on their number
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     if jobs > 1 or minutes is not None:
@@ -233,6 +239,19 @@ def _with_those_before(experiment: Experiment, names: Sequence[str]) -> list[Arm
             wanted.add(name)
             name = experiment.arm(name).after
     return [arm for arm in experiment.arms if arm.name in wanted]
+
+
+def _jobs_at_a_time(memory: int | None, operations: int) -> int:
+    """How many models are trained at a time.
+
+    Args:
+        memory: bytes of the GPU; None on a CPU.
+        operations: of a training step, in the costliest model.
+    """
+    cores = os.cpu_count() or 1
+    if memory is None:
+        return cores
+    return max(1, min(cores, memory // ROOM)) if operations < SMALL else 1
 
 
 def _tasks(
