@@ -229,18 +229,25 @@ def test_experiment_that_is_not_finished_says_what_is_missing(done):
         start(done, minutes=1e-9)
 
 
-def test_stages_are_arms_or_single_runs(own):
+def test_seeds_wait_for_the_learning_rates_of_their_arm_alone(own):
     experiment = find(own)
-    plan = Plan(own, "cpu", Path("out"), 2)
-    [(work, tasks)] = running._stages(plan, experiment, experiment.arms, 2)
-    assert (work, list(tasks)) == (running.run_arm, experiment.arm_names)
-    (rate, rates), (seed, seeds) = running._stages(plan, experiment, experiment.arms, 3)
-    assert (rate, [arguments[1:] for arguments in rates.values()]) == (
-        running.run_rate, [("fox", 0.01), ("fox", 0.02), ("none, one head", 0.1)],
-    )  # fmt: skip
-    assert (seed, {arguments[1:] for arguments in seeds.values()}) == (
-        running.run_seed, {(name, seed) for name in experiment.arm_names for seed in (0, 1)},
-    )  # fmt: skip
+    tasks, after = running._tasks(Plan(own, "cpu", Path("out"), 2), experiment, experiment.arms)
+    calls = {label: (task.func, *task.args[1:]) for label, task in tasks.items()}
+    rates = ["fox, learning rate 0.01", "fox, learning rate 0.02"]
+    seeds = ["fox, seed 0", "none, one head, seed 0", "fox, seed 1", "none, one head, seed 1"]
+    assert list(calls) == [*rates, *seeds]
+    assert [calls[label] for label in rates] == [(running.run_rate, "fox", lr) for lr in (0.01, 0.02)]
+    assert calls["none, one head, seed 1"] == (running.run_seed, "none, one head", 1)
+    assert after == {label: rates if label.startswith("fox, seed") else [] for label in tasks}
+
+
+def test_small_models_share_a_gpu(monkeypatch):
+    monkeypatch.setattr(running.os, "cpu_count", lambda: 16)
+    assert running._jobs_at_a_time(None, 10**13) == 16
+    assert running._jobs_at_a_time(139 * 2**30, 10**11) == 16
+    assert running._jobs_at_a_time(78 * 2**30, 10**11) == 9
+    assert running._jobs_at_a_time(4 * 2**30, 10**11) == 1
+    assert running._jobs_at_a_time(139 * 2**30, 10**13) == 1
 
 
 def test_single_arm_is_trained_and_the_page_has_what_there_is(done, monkeypatch):
@@ -267,10 +274,13 @@ def test_single_arm_comes_with_those_that_it_starts_from(chained):
 def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
     experiment, plan = find(chained), Plan(chained, "cpu", Path("out"), 2, device="cpu")
     first, second = (running.run_seed(plan, "none, one head", seed).validation for seed in (0, 1))
-    assert running.run_seed(plan, "on", 1).validation == pytest.approx(second, rel=1e-6)
+    for seed, before in enumerate((first, second)):
+        assert running.run_seed(plan, "on", seed).validation == pytest.approx(before, rel=1e-6)
     assert first != second
-    stages = [list(tasks) for _, tasks in running._stages(plan, experiment, experiment.arms, 1)]
-    assert stages == [["fox", "none, one head"], ["on"]]
+    _, after = running._tasks(plan, experiment, experiment.arms)
+    assert {label: before for label, before in after.items() if before and not label.startswith("fox")} == {
+        f"on, seed {seed}": [f"none, one head, seed {seed}"] for seed in (0, 1)
+    }
     longer = replace(plan, overrides=("steps=3",))
     assert not running._finished(longer, experiment, experiment.arm("on"))[1]
     elsewhere = replace(plan, out=Path("out").rename("other"))
