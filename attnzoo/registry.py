@@ -393,7 +393,7 @@ def _checked_extend(pair: Pair, name: str, side: Side, forms: FormSet) -> Callab
     @functools.wraps(forms.extend)
     def checked(q: Any, k: Any, v: Any, gate: Any, state: Any = None, *, form: str = REFERENCE, **options: Any) -> Any:
         if form not in taken:
-            raise unknown(f"form of {name!r}", form, taken)
+            raise unknown("form", form, taken, of=repr(name))
         check_options(f"'extend' of {name!r}", options, taken[form])
         check_inputs(name, pair.requires, q, k, v, gate, options.get("scale"), options.get("valid"))
         check_state(side, state, q, k, v, gate)

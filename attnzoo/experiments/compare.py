@@ -133,7 +133,7 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
         raise ValueError(f"variants: expected a name or a mapping with a name, got {entry!r}")
     for key in entry:
         if key not in ENTRY_KEYS:
-            raise unknown("key of a variant", key, ENTRY_KEYS)
+            raise unknown("key", key, ENTRY_KEYS, of="a variant")
     options = entry.get("options") or {}
     if not isinstance(options, Mapping):
         raise ValueError(f"variants: options of {entry['name']} must be a mapping, got {options!r}")

@@ -108,7 +108,7 @@ class ModelConfig:
             raise ValueError(f"attention: expected a name or a mapping with a name, got {entry!r}")
         for key in entry:
             if key not in ("name", "repeat", "options"):
-                raise unknown("key of attention", key, ["name", "repeat", "options"])
+                raise unknown("key", key, ["name", "repeat", "options"], of="attention")
         name, repeat, options = entry.get("name"), entry.get("repeat", 1), entry.get("options") or {}
         if not isinstance(name, str):
             raise ValueError(f"attention: expected a mapping with a name, got {dict(entry)!r}")
