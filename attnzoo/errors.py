@@ -71,23 +71,23 @@ def at_least(config: Any, minimum: float, *names: str, below: float | None = Non
     """Raise ValueError if a field of ``config`` in ``names`` is below ``minimum``, or ``below`` or more."""
     for name in names:
         if not getattr(config, name) >= minimum:
-            raise ValueError(f"{name} must be at least {minimum}, got {getattr(config, name)}")
+            raise ValueError(f"{name}: expected at least {minimum}, got {getattr(config, name)}")
         if below is not None and getattr(config, name) >= below:
-            raise ValueError(f"{name} must be below {below}, got {getattr(config, name)}")
+            raise ValueError(f"{name}: expected a number below {below}, got {getattr(config, name)}")
 
 
 def above(config: Any, minimum: float, *names: str) -> None:
     """Raise ValueError if a field of ``config`` in ``names`` is not above ``minimum``."""
     for name in names:
         if not getattr(config, name) > minimum:
-            raise ValueError(f"{name} must be above {minimum:g}, got {getattr(config, name)}")
+            raise ValueError(f"{name}: expected a number above {minimum:g}, got {getattr(config, name)}")
 
 
 def finite(config: Any, *names: str) -> None:
     """Raise ValueError if a field of ``config`` in ``names`` is infinite or not a number."""
     for name in names:
         if not math.isfinite(getattr(config, name)):
-            raise ValueError(f"{name} must be finite, got {getattr(config, name)}")
+            raise ValueError(f"{name}: expected a finite number, got {getattr(config, name)}")
 
 
 def one_of(config: Any, name: str, options: list[str]) -> None:

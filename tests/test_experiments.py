@@ -326,7 +326,7 @@ def test_place_that_was_not_measured_is_named(done):
         ({"expectations": (Expectation("", "", AtMost(Value("a", "los"), 1.0)),)}, "did you mean 'loss'"),
         ({"expectations": (Expectation("", "", AtMost(Value("a", "loss", 2.0), 1.0)),)}, "of 'loss', 1, got 2 for 'a'"),
         ({"maps": ("lost",)}, "did you mean 'loss'"),
-        ({"seeds": 1}, "seeds must be at least 2, got 1"),
+        ({"seeds": 1}, "seeds: expected at least 2, got 1"),
     ],
 )
 def test_experiment_that_contradicts_itself_is_refused(change, message):

@@ -70,7 +70,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         for name in ("length_factor", "tokens", "batch_size", "block"):
             if getattr(self, name) < 1:
-                raise ValueError(f"evaluate.{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"evaluate.{name}: expected at least 1, got {getattr(self, name)}")
 
 
 @dataclass
@@ -136,7 +136,7 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
             raise unknown("key", key, ENTRY_KEYS, of="a variant")
     options = entry.get("options") or {}
     if not isinstance(options, Mapping):
-        raise ValueError(f"variants: options of {entry['name']} must be a mapping, got {options!r}")
+        raise ValueError(f"variants: expected a mapping as options of {entry['name']}, got {options!r}")
     variant = get(entry["name"]).name
     extras = ", ".join(str(key) if value is True else f"{key}={value}" for key, value in options.items())
     given = entry.get("label")
