@@ -21,7 +21,7 @@ from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, names
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, layers_of, names
 from attnzoo.experiments.outcome import load_outcome, save_outcome
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace, Subject, Wrong
 from attnzoo.experiments.report.experiment import render_experiment
@@ -168,6 +168,25 @@ def test_probe_of_one_s_own_may_be_a_dataclass(tmp_path):
         find(str(path))
 
 
+def test_options_of_an_arm_at_a_size_stand_in_the_place_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arm = Arm("fox", "fox", {"qk_norm": "l2", "window": 4}, at={"gpu": {"window": 8}})
+    sizes = dict.fromkeys(("cpu", "gpu"), Size(TINY, lrs=(0.1,)))
+    experiment = Experiment("Mine", "?", (arm,), sizes, (Loss(),), ())
+    for size, window in (("cpu", 4), ("gpu", 8)):
+        [layer] = {str(layer.options) for layer in Plan("mine", size, Path("out"), 2)
+                   .config(experiment, arm, 0.1, 0).model.layers()}  # fmt: skip
+        assert layer == str({"qk_norm": "l2", "window": window})
+    assert layers_of(experiment, arm, "gpu") == "fox, qk_norm=l2, window=8"
+    assert layers_of(experiment, arm) == "fox, qk_norm=l2, window=4, at size gpu window=8"
+    Path("mine.py").write_text("from dataclasses import replace\n"
+                               "from attnzoo.experiments.catalogue.length import EXPERIMENT, Arm\n"
+                               "EXPERIMENT = replace(EXPERIMENT, expectations=(), overlays=(), "
+                               "arms=(Arm('a', 'fox', at={'tpu': {'window': 8}}),))\n")  # fmt: skip
+    with pytest.raises(ValueError, match="at, of the arm 'a',.*tpu"):
+        find("mine.py")
+
+
 def test_run_on_a_text_that_has_changed_is_another_run(own):
     experiment, keys = find(own), []
     for text in ("one and two. " * 200, "one and two. " * 200, "two and one. " * 200):
@@ -210,18 +229,25 @@ def test_experiment_that_is_not_finished_says_what_is_missing(done):
         start(done, minutes=1e-9)
 
 
-def test_stages_are_arms_or_single_runs(own):
+def test_seeds_wait_for_the_learning_rates_of_their_arm_alone(own):
     experiment = find(own)
-    plan = Plan(own, "cpu", Path("out"), 2)
-    [(work, tasks)] = running._stages(plan, experiment, experiment.arms, 2)
-    assert (work, list(tasks)) == (running.run_arm, experiment.arm_names)
-    (rate, rates), (seed, seeds) = running._stages(plan, experiment, experiment.arms, 3)
-    assert (rate, [arguments[1:] for arguments in rates.values()]) == (
-        running.run_rate, [("fox", 0.01), ("fox", 0.02), ("none, one head", 0.1)],
-    )  # fmt: skip
-    assert (seed, {arguments[1:] for arguments in seeds.values()}) == (
-        running.run_seed, {(name, seed) for name in experiment.arm_names for seed in (0, 1)},
-    )  # fmt: skip
+    tasks, after = running._tasks(Plan(own, "cpu", Path("out"), 2), experiment, experiment.arms)
+    calls = {label: (task.func, *task.args[1:]) for label, task in tasks.items()}
+    rates = ["fox, learning rate 0.01", "fox, learning rate 0.02"]
+    seeds = ["fox, seed 0", "none, one head, seed 0", "fox, seed 1", "none, one head, seed 1"]
+    assert list(calls) == [*rates, *seeds]
+    assert [calls[label] for label in rates] == [(running.run_rate, "fox", lr) for lr in (0.01, 0.02)]
+    assert calls["none, one head, seed 1"] == (running.run_seed, "none, one head", 1)
+    assert after == {label: rates if label.startswith("fox, seed") else [] for label in tasks}
+
+
+def test_small_models_share_a_gpu(monkeypatch):
+    monkeypatch.setattr(running.os, "cpu_count", lambda: 16)
+    assert running._jobs_at_a_time(None, 10**13) == 16
+    assert running._jobs_at_a_time(139 * 2**30, 10**11) == 16
+    assert running._jobs_at_a_time(78 * 2**30, 10**11) == 9
+    assert running._jobs_at_a_time(4 * 2**30, 10**11) == 1
+    assert running._jobs_at_a_time(139 * 2**30, 10**13) == 1
 
 
 def test_single_arm_is_trained_and_the_page_has_what_there_is(done, monkeypatch):
@@ -248,10 +274,13 @@ def test_single_arm_comes_with_those_that_it_starts_from(chained):
 def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
     experiment, plan = find(chained), Plan(chained, "cpu", Path("out"), 2, device="cpu")
     first, second = (running.run_seed(plan, "none, one head", seed).validation for seed in (0, 1))
-    assert running.run_seed(plan, "on", 1).validation == pytest.approx(second, rel=1e-6)
+    for seed, before in enumerate((first, second)):
+        assert running.run_seed(plan, "on", seed).validation == pytest.approx(before, rel=1e-6)
     assert first != second
-    stages = [list(tasks) for _, tasks in running._stages(plan, experiment, experiment.arms, 1)]
-    assert stages == [["fox", "none, one head"], ["on"]]
+    _, after = running._tasks(plan, experiment, experiment.arms)
+    assert {label: before for label, before in after.items() if before and not label.startswith("fox")} == {
+        f"on, seed {seed}": [f"none, one head, seed {seed}"] for seed in (0, 1)
+    }
     longer = replace(plan, overrides=("steps=3",))
     assert not running._finished(longer, experiment, experiment.arm("on"))[1]
     elsewhere = replace(plan, out=Path("out").rename("other"))

@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +184,8 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
     data = build_data(config.train.data)
     _windows(data, config.train, config.evaluate)  # a text too short to measure must not show after training
     if jobs > 1:
-        tasks = {run.label: (run, config.evaluate, data, command) for run in runs}
-        for number, label in enumerate(apart(_trained, tasks, jobs), 1):
+        tasks = {run.label: partial(_trained, run, config.evaluate, data, command) for run in runs}
+        for number, label in enumerate(apart(tasks, jobs), 1):
             console.print(f"[{number}/{len(runs)}] {label}: done", markup=False, highlight=False)
         results = [_measured(run, config.evaluate, data, command) for run in runs]
     else:
