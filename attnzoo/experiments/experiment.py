@@ -198,9 +198,9 @@ class Experiment:
         shown = [value for overlay in self.overlays for value in overlay.values]
         for value in (*claimed, *gridded, *shown, *(Value(self.arms[0].name, probe) for probe in self.maps)):
             if value.arm not in self.arm_names:
-                raise unknown("arm of a claim or a picture", value.arm, self.arm_names)
+                raise unknown("arm", value.arm, self.arm_names, of="a claim or a picture")
             if value.probe not in (probe.name for probe in self.probes):
-                raise unknown("probe of a claim or a picture", value.probe, [probe.name for probe in self.probes])
+                raise unknown("probe", value.probe, [probe.name for probe in self.probes], of="a claim or a picture")
             places = {probe.name: getattr(probe, "at", None) for probe in self.probes}[value.probe]
             if places is not None and value.at is not None and value.at not in places:
                 known = ", ".join(f"{place:g}" for place in places)
@@ -209,7 +209,7 @@ class Experiment:
                 )
         for number, arm in enumerate(self.arms):
             if arm.after and arm.after not in self.arm_names[:number]:
-                raise unknown(f"after, of the arm {arm.name!r},", arm.after, self.arm_names[:number])
+                raise unknown("after", arm.after, self.arm_names[:number], of=f"the arm {arm.name!r}")
 
     @property
     def arm_names(self) -> list[str]:

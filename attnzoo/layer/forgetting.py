@@ -11,6 +11,7 @@ from einops import reduce
 from torch import Tensor
 
 from attnzoo.algebra.forgetting import Forgetting, blended
+from attnzoo.forms.checked import as_given
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.forgetting import Forgotten, Panel, Retention, forgetful_attention, hard_attention
 from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy
@@ -23,7 +24,7 @@ from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.forms.untraced import untraced
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.precision import PreciseModule, fill, wide
-from attnzoo.registry import Variant, as_given
+from attnzoo.registry import Variant
 
 PAIR = 3  # features of a pair: its age, its logit, the mean attention to the key so far
 REMEMBERS = 3.0  # logit of retention at first, at age 0
