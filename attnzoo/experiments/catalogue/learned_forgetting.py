@@ -19,11 +19,11 @@ EXPERIMENT = Experiment(
         "added over holding all keys, on held-out text. FoX also gives up what its gates certify."
     ),
     arms=(
-        Arm("fox", "fox"),
-        network("fox, key", "fox"),
         Arm("rope", "rope"),
         network("rope, key", "rope"),
         network("rope, discount", "rope", discount=reaching(10), at={"gpu": {"discount": reaching(640)}}),
+        Arm("fox", "fox"),
+        network("fox, key", "fox"),
         network("rope, decay", "rope", network="decay"),
         network("rope, attention", "rope", network="attention"),
         network("rope, pair", "rope", network="pair"),
