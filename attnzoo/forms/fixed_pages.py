@@ -196,7 +196,7 @@ class PagedMemory(Memory):
 def pool_of(state: KVCache | PagedCache) -> KeyPool:
     """The keys of a state of one sequence, in pages."""
     if isinstance(state, PagedCache):
-        return state.pool
+        return state.keys()
     (S, G, K), gates = state.k.shape[1:], state.log_decay
     pool = KeyPool.empty(
         1, G, 1 if gates is None else gates.shape[2] // G, K, state.v.shape[3], dtype=state.v.dtype,
