@@ -37,7 +37,7 @@ from attnzoo.algebra.forgetting import (
 from attnzoo.algebra.values import in_transform
 from attnzoo.forms.forgetting_goal import CHUNK, Goal, counts
 from attnzoo.forms.options import existing
-from attnzoo.forms.panels import COLUMNS, Logits
+from attnzoo.forms.panels import Logits
 from attnzoo.forms.readout import least_logit
 
 
@@ -249,12 +249,12 @@ def retention_of(
         return retention(Panel(start, stop, age)), age, None
     a, own = a.detach(), logits.own.detach()[..., start:, None]
     share = reduce((a - own).sigmoid(), "b (g r) t j -> b g t j", "mean", g=G)
-    mean = running_mean(share, options.memory, logits.columns)
+    mean = running_mean(share, options.memory)
     logit = reduce(squashed(a), "b (g r) t j -> b g t j", "mean", g=G)
     return retention(Panel(start, stop, age, logit, mean)), age, mean
 
 
-def running_mean(x: Tensor, memory: float, rows: int = COLUMNS) -> Tensor:
+def running_mean(x: Tensor, memory: float, rows: int = CHUNK) -> Tensor:
     """:func:`attnzoo.algebra.forgetting.running_mean` of a panel ``[B, G, R, n]`` that begins with row and key 0.
 
     Within a chunk of ``rows``, and from chunk to chunk, it is a product with powers of ``memory``, none above 1.

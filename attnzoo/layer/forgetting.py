@@ -153,9 +153,13 @@ class Forget(PreciseModule):
         return torch.stack([hidden @ self.out + self.bias[:, None], fade], -1)
 
     def of_rows(self, q: Tensor) -> Tensor:
-        """What the network sees of queries ``[B, T, H, K]``: ``[B, G, T, X]``, nothing where it looks at keys alone."""
+        """What the network sees of queries ``[B, T, H, K]``, and the bias of their key head: ``[B, G, T, X]``, nothing
+        where it looks at keys alone."""
         q = reduce(wide(q.detach()), "b t (g r) k -> b g t k", "mean", g=self.heads)
-        return _direction(q) @ self.query.mT if self.options.of_pairs else q[..., :0]
+        if not self.options.of_pairs:
+            return q[..., :0]
+        bias = self.bias[:, None, None].expand(*q.shape[:-1], 1)
+        return torch.cat([_direction(q) @ self.query.mT, bias], -1)
 
     def join(self, keys: Tensor, rows: Tensor) -> Retention:
         """The logits of retention for any panel of these keys ``[B, G, n, X]`` and queries ``[B, G, R, X]``."""
@@ -253,7 +257,7 @@ class _OfPairs:
 
     network: Forget
     keys: Tensor  # [B, G, T, W]
-    rows: Tensor
+    rows: Tensor  # [B, G, T, W + 1], the last of them the bias
 
     def __call__(self, panel: Panel) -> Tensor:
         network, attention, logits = self.network, panel.attention, panel.logits
@@ -262,7 +266,7 @@ class _OfPairs:
         age = _log_age(panel, self.keys).expand(attention.shape)
         pair = torch.stack([age / 8, logits.to(age.dtype), attention.to(age.dtype)], -1)  # [B, G, R, n, PAIR]
         keys, rows = self.keys[:, :, panel.start : panel.stop], self.rows[:, :, panel.start :]
-        bias = network.bias[:, None, None] - age
+        rows, bias = rows[..., :-1], rows[..., -1:] - age
         if network.options.network == "pair":
             hidden = keys[:, :, None] + rows[:, :, :, None] + pair @ network.pair.mT
             return F.silu(hidden) @ network.out + bias
