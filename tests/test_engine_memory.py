@@ -151,7 +151,8 @@ def alone_within(model, prompt, new, limits):
 
 @pytest.mark.parametrize(("name", "limits"), [
     ("fox", {}), ("wall-decay", {}), *((name, {"budget": 4}) for name in ("path_fox", "rope-pairs")),
-    ("fox", {"budget": "1 KiB"}), ("fox", {"budget": 6, "evict": 1e-30}),
+    *((name, {"budget": "1 KiB"}) for name in FORGETTING), ("fox", {"budget": "1 KiB", "evict": 1e-30}),
+    ("fox", {"budget": 6, "evict": 1e-30}),
 ], ids=str)  # fmt: skip
 def test_layers_that_forget_go_on_as_each_sequence_does_alone(name, limits, prompts):
     model = that_forgets(**FORGETTING[name])
