@@ -11,9 +11,10 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from attnzoo.algebra.forgetting import Forgetting, least
+from attnzoo.forms.memory import available
 from attnzoo.forms.panels import Logits
 
-KEPT = {"cpu": 2**25, "cuda": 2**29}  # B G T^2 of a call up to which utilities are kept, and not found again
+KEEPS = 1 / 64  # of the free memory, what the utilities of a call may take; more of them are found again where needed
 CHUNK = 128  # rows of a scan: a GPU takes the rows of one chunk one by one, but all chunks at once
 
 
@@ -62,7 +63,8 @@ class Goal:
         output = least(reduce(teacher.to(value).square(), "b t (g r) v -> b g t", "sum", g=G)).log()
         unit = output.new_zeros(B, G, T)
         goal = Goal(logits, lse, value, output, options, temperature, unit)
-        kept = KEPT["cpu" if unit.device.type == "cpu" else "cuda"] >= B * G * T * T
+        free = available(unit.device) or 0
+        kept = unit.itemsize * B * G * T * (T + logits.columns) / 2 <= KEEPS * free
         for start, stop in logits.panels():
             there = logits.exists(start, stop)
             utility = goal.utility(logits.panel(start, stop, there), there, start, stop)

@@ -20,10 +20,10 @@ EXPERIMENT = Experiment(
     ),
     arms=(
         Arm("fox", "fox"),
-        network("fox, key", "fox"),
         Arm("rope", "rope"),
         network("rope, key", "rope"),
         network("rope, discount", "rope", discount=reaching(10), at={"gpu": {"discount": reaching(640)}}),
+        network("fox, key", "fox"),
         network("rope, decay", "rope", network="decay"),
         network("rope, attention", "rope", network="attention"),
         network("rope, pair", "rope", network="pair"),
