@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,30 @@ def losses(metrics: Path) -> list[float]:
 
 def test_a_run_that_fails_in_a_process_of_its_own_is_named() -> None:
     done: list[str] = []
+    tasks = {"first": partial(time.sleep, 0), "second": partial(time.sleep, 600), "third": partial(time.sleep, "x")}
     with pytest.raises(ChildProcessError, match=r"third: .*str"):  # the second one is stopped, not waited for
-        done.extend(processes.apart(time.sleep, {"first": (0,), "second": (600,), "third": ("x",)}, 2))
+        done.extend(processes.apart(tasks, 2))
     assert done == ["first"]
-    assert list(processes.apart(time.sleep, {"first": (600,)}, 1, until=time.monotonic() + 0.1)) == []
+    assert list(processes.apart({"first": partial(time.sleep, 600)}, 1, until=time.monotonic() + 0.1)) == []
+    with pytest.raises(ChildProcessError, match="gone: ended with 7"):
+        list(processes.apart({"gone": partial(os._exit, 7)}, 1))
+
+
+def test_a_process_goes_on_to_another_task_when_what_that_waits_for_is_done(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    tasks = {name: partial(_note, seen, name, seconds) for name, seconds in (("c", 0), ("a", 1), ("b", 0), ("d", 0))}
+    done = list(processes.apart(tasks, 2, after={"c": ["a", "b"]}))
+    assert sorted(done) == ["a", "b", "c", "d"]
+    assert done.index("c") > max(done.index("a"), done.index("b"))
+    lines = [line.split() for line in seen.read_text().splitlines()]
+    assert sorted(name for name, _ in lines) == ["a", "b", "c", "d"]
+    assert len({process for _, process in lines}) == 2
+
+
+def _note(path: Path, name: str, seconds: float) -> None:
+    time.sleep(seconds)
+    with path.open("a") as file:
+        file.write(f"{name} {os.getpid()}\n")
 
 
 def test_compare_measures_again_when_the_measuring_changes(run: Any, tiny: Path, tmp_path: Path) -> None:

@@ -8,25 +8,20 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from click.testing import CliRunner
 from rich.console import Console
 from tiny_runs import EXPERIMENT as TINY
 
 from attnzoo.cli import app
-from attnzoo.config import load_config
-from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, names
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, layers_of, names
 from attnzoo.experiments.outcome import load_outcome, save_outcome
-from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace, Subject, Wrong
+from attnzoo.experiments.probes import Loss
 from attnzoo.experiments.report.experiment import render_experiment
 from attnzoo.experiments.run import Plan, run_experiment
-from attnzoo.models import LanguageModel
 
 OWN = """
 from attnzoo.data.tasks import TASKS
@@ -168,6 +163,25 @@ def test_probe_of_one_s_own_may_be_a_dataclass(tmp_path):
         find(str(path))
 
 
+def test_options_of_an_arm_at_a_size_stand_in_the_place_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arm = Arm("fox", "fox", {"qk_norm": "l2", "window": 4}, at={"gpu": {"window": 8}})
+    sizes = dict.fromkeys(("cpu", "gpu"), Size(TINY, lrs=(0.1,)))
+    experiment = Experiment("Mine", "?", (arm,), sizes, (Loss(),), ())
+    for size, window in (("cpu", 4), ("gpu", 8)):
+        [layer] = {str(layer.options) for layer in Plan("mine", size, Path("out"), 2)
+                   .config(experiment, arm, 0.1, 0).model.layers()}  # fmt: skip
+        assert layer == str({"qk_norm": "l2", "window": window})
+    assert layers_of(experiment, arm, "gpu") == "fox, qk_norm=l2, window=8"
+    assert layers_of(experiment, arm) == "fox, qk_norm=l2, window=4, at size gpu window=8"
+    Path("mine.py").write_text("from dataclasses import replace\n"
+                               "from attnzoo.experiments.catalogue.length import EXPERIMENT, Arm\n"
+                               "EXPERIMENT = replace(EXPERIMENT, expectations=(), overlays=(), "
+                               "arms=(Arm('a', 'fox', at={'tpu': {'window': 8}}),))\n")  # fmt: skip
+    with pytest.raises(ValueError, match="at, of the arm 'a',.*tpu"):
+        find("mine.py")
+
+
 def test_run_on_a_text_that_has_changed_is_another_run(own):
     experiment, keys = find(own), []
     for text in ("one and two. " * 200, "one and two. " * 200, "two and one. " * 200):
@@ -210,18 +224,25 @@ def test_experiment_that_is_not_finished_says_what_is_missing(done):
         start(done, minutes=1e-9)
 
 
-def test_stages_are_arms_or_single_runs(own):
+def test_seeds_wait_for_the_learning_rates_of_their_arm_alone(own):
     experiment = find(own)
-    plan = Plan(own, "cpu", Path("out"), 2)
-    [(work, tasks)] = running._stages(plan, experiment, experiment.arms, 2)
-    assert (work, list(tasks)) == (running.run_arm, experiment.arm_names)
-    (rate, rates), (seed, seeds) = running._stages(plan, experiment, experiment.arms, 3)
-    assert (rate, [arguments[1:] for arguments in rates.values()]) == (
-        running.run_rate, [("fox", 0.01), ("fox", 0.02), ("none, one head", 0.1)],
-    )  # fmt: skip
-    assert (seed, {arguments[1:] for arguments in seeds.values()}) == (
-        running.run_seed, {(name, seed) for name in experiment.arm_names for seed in (0, 1)},
-    )  # fmt: skip
+    tasks, after = running._tasks(Plan(own, "cpu", Path("out"), 2), experiment, experiment.arms)
+    calls = {label: (task.func, *task.args[1:]) for label, task in tasks.items()}
+    rates = ["fox, learning rate 0.01", "fox, learning rate 0.02"]
+    seeds = ["fox, seed 0", "none, one head, seed 0", "fox, seed 1", "none, one head, seed 1"]
+    assert list(calls) == [*rates, *seeds]
+    assert [calls[label] for label in rates] == [(running.run_rate, "fox", lr) for lr in (0.01, 0.02)]
+    assert calls["none, one head, seed 1"] == (running.run_seed, "none, one head", 1)
+    assert after == {label: rates if label.startswith("fox, seed") else [] for label in tasks}
+
+
+def test_small_models_share_a_gpu(monkeypatch):
+    monkeypatch.setattr(running.os, "cpu_count", lambda: 16)
+    assert running._jobs_at_a_time(None, 10**13) == 16
+    assert running._jobs_at_a_time(139 * 2**30, 10**11) == 16
+    assert running._jobs_at_a_time(78 * 2**30, 10**11) == 9
+    assert running._jobs_at_a_time(4 * 2**30, 10**11) == 1
+    assert running._jobs_at_a_time(139 * 2**30, 10**13) == 1
 
 
 def test_single_arm_is_trained_and_the_page_has_what_there_is(done, monkeypatch):
@@ -248,15 +269,18 @@ def test_single_arm_comes_with_those_that_it_starts_from(chained):
 def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
     experiment, plan = find(chained), Plan(chained, "cpu", Path("out"), 2, device="cpu")
     first, second = (running.run_seed(plan, "none, one head", seed).validation for seed in (0, 1))
-    assert running.run_seed(plan, "on", 1).validation == pytest.approx(second, rel=1e-6)
+    for seed, before in enumerate((first, second)):
+        assert running.run_seed(plan, "on", seed).validation == pytest.approx(before, rel=1e-6)
     assert first != second
-    stages = [list(tasks) for _, tasks in running._stages(plan, experiment, experiment.arms, 1)]
-    assert stages == [["fox", "none, one head"], ["on"]]
+    _, after = running._tasks(plan, experiment, experiment.arms)
+    assert {label: before for label, before in after.items() if before and not label.startswith("fox")} == {
+        f"on, seed {seed}": [f"none, one head, seed {seed}"] for seed in (0, 1)
+    }
     longer = replace(plan, overrides=("steps=3",))
     assert not running._finished(longer, experiment, experiment.arm("on"))[1]
     elsewhere = replace(plan, out=Path("out").rename("other"))
     assert len(running._finished(elsewhere, experiment, experiment.arm("on"))[1]) == 2
-    with pytest.raises(ValueError, match="unknown after, of the arm 'fox', 'on'"):
+    with pytest.raises(ValueError, match="unknown after 'on' of the arm 'fox'"):
         replace(experiment, arms=(replace(experiment.arm("fox"), after="on"), *experiment.arms[1:]))
     with pytest.raises(ValueError, match="expected an arm with one learning rate, got 'fox' with 2"):
         plan.config(experiment, replace(experiment.arm("on"), after="fox"), 0.1, 0)
@@ -317,70 +341,6 @@ def test_place_that_was_not_measured_is_named(done):
     assert load_outcome(Path("again.json")) == outcome
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"arms": ()}, "arms: expected some"),
-        ({"arms": (Arm("a", "fox"), Arm("a", "nope"))}, "distinct names, got a, a"),
-        ({"expectations": (Expectation("", "", AtMost(Value("b", "loss"), 1.0)),)}, "unknown arm of a claim .* 'b'"),
-        ({"expectations": (Expectation("", "", AtMost(Value("a", "los"), 1.0)),)}, "did you mean 'loss'"),
-        ({"expectations": (Expectation("", "", AtMost(Value("a", "loss", 2.0), 1.0)),)}, "of 'loss', 1, got 2 for 'a'"),
-        ({"maps": ("lost",)}, "did you mean 'loss'"),
-        ({"seeds": 1}, "seeds must be at least 2, got 1"),
-    ],
-)
-def test_experiment_that_contradicts_itself_is_refused(change, message):
-    fine = Experiment("", "", (Arm("a", "fox"),), {"cpu": Size((), (0.1,))}, (Loss(),), ())
-    with pytest.raises(ValueError, match=message):
-        replace(fine, **change)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"arms": (Arm("a", "fox"), Arm("b", "fox", {"kvshift": 1}))},
-            "arm 'b': unknown option .* did you mean 'kv",
-        ),
-        ({"probes": (Wrong("wrong"),)}, "arm 'a': 'wrong': expected a run on a task, got 'stdlib'"),
-        ({"settings": ("data.source=task:mqar",)}, "arm 'a': 'loss': expected a run on a text, got 'task:mqar'"),
-    ],
-)
-def test_mistake_is_found_before_any_training(change, message, tmp_path, monkeypatch):
-    mine = replace(Experiment("", "", (Arm("a", "fox"),), {"cpu": Size((), (0.1,))}, (Loss(),), ()), **change)
-    monkeypatch.setattr("attnzoo.experiments.run.find", lambda name: mine)
-    with pytest.raises(ValueError, match=message):
-        run_experiment(Plan("mine", "cpu", tmp_path / "out", 2), Console(quiet=True))
-    assert not (tmp_path / "out").exists()
-
-
-def test_probes_say_what_they_need():
-    config = load_config(None, ["data.source=text.txt"])
-    subject = Subject(LanguageModel(config.model), config, None, [], 2, 100)
-    with pytest.raises(ValueError, match=r"expected a run on a task, got one on 'text.txt'"):
-        Wrong("wrong").measure(subject)
-    config = load_config(None, ["data.source=task:parity"])
-    data = SimpleNamespace(heldout=Examples(build_task("parity"), 8))
-    with pytest.raises(ValueError, match=r"expected a run on a text, got one on 'task:parity'"):
-        Loss().measure(replace(subject, config=config, data=data))
-
-
-def test_a_longer_context_is_compared_on_the_same_text(monkeypatch):
-    """A model whose loss is the token asked for and, beyond 8 tokens, 0.5 more: all text costs what it costs."""
-
-    def losses(model, windows):
-        late = torch.arange(windows.shape[1] - 1) >= 8
-        return (windows[:, 1:] + 0.5 * late).double().numpy()
-
-    monkeypatch.setattr("attnzoo.experiments.probes.token_losses", losses)
-    windows = torch.arange(3 * 33).view(3, 33)
-    subject = SimpleNamespace(
-        model=None, windows=lambda factor: windows, config=load_config(None, ["data.context_length=8"])
-    )
-    assert AddedByLength().measure(subject) == {2.0: 0.5, 3.0: 0.5, 4.0: 0.5}
-    assert LossByPlace().measure(subject)[4.0] > LossByPlace().measure(subject)[1.0] + 20
-
-
 def test_commands_list_and_show_every_experiment(own):
     listed = CliRunner().invoke(app, ["experiment", "list"])
     for name in names():
@@ -392,37 +352,6 @@ def test_commands_list_and_show_every_experiment(own):
         for arm in find(name).arms:
             assert not arm.after or f"from the weights of {arm.after}" in words
             assert not arm.lrs or f"learning rates {', '.join(f'{lr:g}' for lr in arm.lrs)}" in words
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["show", "party"], "unknown experiment 'party': expected one of .*; did you mean 'parity'"),
-        (["run", "parity", "--size", "gpus"], "unknown size 'gpus': expected one of cpu, gpu; did you mean 'gpu'"),
-        (["run", "parity", "optimizer.lr=1"], "optimizer.lr: the experiment sets it"),
-        (["run", "parity", "stepz=1"], "unknown configuration key 'stepz'.* did you mean 'steps'"),
-    ],
-)
-def test_mistake_names_what_exists(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    error = CliRunner().invoke(app, ["experiment", *arguments]).exception
-    assert isinstance(error, ValueError)
-    assert re.search(message, str(error))
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_size_for_a_gpu_is_run_on_a_cpu_only_when_that_is_said(tmp_path, monkeypatch):
-    ran = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(
-        "attnzoo.experiments.run.run_experiment", lambda plan, _, command, *rest: ran.append((plan.device, command))
-    )
-    command = ["experiment", "run", "parity", "--size", "gpu"]
-    error = CliRunner().invoke(app, command).exception
-    assert "--size gpu: expected a CUDA GPU, found none; `--device cpu` runs it all the same" in str(error)
-    CliRunner().invoke(app, [*command, "--device", "cpu"], catch_exceptions=False)
-    assert ran == [("cpu", "attnzoo experiment run parity --size gpu --device cpu")]
 
 
 def test_command_runs(done):

@@ -10,6 +10,7 @@ from tiny_runs import StoppedError, numbers, outcome, stop_at
 from attnzoo.config import DataConfig, WeightedSource, load_config
 from attnzoo.data import build_data
 from attnzoo.data.tasks import TASKS, Examples, build_task
+from attnzoo.data.tasks.recall import draw_different
 from attnzoo.training import CheckpointError, train
 
 NOTHING = None
@@ -211,6 +212,16 @@ def test_questions_and_noise_lie_where_the_definition_says(power):
         rows = [Examples(build_task(name), 64)[i][0] for i in range(400)]
         where = [np.flatnonzero(row[:48] >= 2) if first else np.flatnonzero(row[:62] == 0) for row in rows]
         assert agrees(np.concatenate(where), np.ones(48 if first else 62))
+
+
+def test_different_places_are_drawn_as_numpy_draws_them():
+    for seed in range(200):
+        count, N = 1 + seed % 7, 7 + seed % 30
+        weights = np.random.default_rng([seed]).random(N) ** (1 + seed % 20)
+        p = weights / weights.sum()
+        ours, theirs = np.random.default_rng(seed), np.random.default_rng(seed)
+        assert draw_different(ours, count, p).tolist() == theirs.choice(N, count, replace=False, p=p).tolist()
+        assert ours.random() == theirs.random()
 
 
 def test_chains_of_variables_stand_between_each_other():

@@ -63,7 +63,7 @@ def show(name: str) -> None:
 @click.option("--size", default="cpu", show_default=True, help="cpu: 15 minutes on two cores; gpu: on one H200.")
 @click.option("--seeds", type=click.IntRange(min=2), help="Runs per model.  [default: the experiment's own]")
 @click.option("--out", type=PATH, help="Folder to write to.  [default: runs/experiments/NAME-SIZE]")
-@click.option("--jobs", type=click.IntRange(min=1), help="Models at a time.  [default: a CPU's cores, or 1 on a GPU]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Models at a time.  [default: cores; 1 on a GPU unless small]")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Stop then, and write what is finished.")
 @click.option("--arm", "only", multiple=True, help="Only this model; may be given several times.")
 @click.option("--device", type=click.Choice(["auto", "cpu"]), help="[default: cpu for --size cpu, else auto]")

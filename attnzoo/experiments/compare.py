@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         for name in ("length_factor", "tokens", "batch_size", "block"):
             if getattr(self, name) < 1:
-                raise ValueError(f"evaluate.{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"evaluate.{name}: expected at least 1, got {getattr(self, name)}")
 
 
 @dataclass
@@ -133,10 +134,10 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
         raise ValueError(f"variants: expected a name or a mapping with a name, got {entry!r}")
     for key in entry:
         if key not in ENTRY_KEYS:
-            raise unknown("key of a variant", key, ENTRY_KEYS)
+            raise unknown("key", key, ENTRY_KEYS, of="a variant")
     options = entry.get("options") or {}
     if not isinstance(options, Mapping):
-        raise ValueError(f"variants: options of {entry['name']} must be a mapping, got {options!r}")
+        raise ValueError(f"variants: expected a mapping as options of {entry['name']}, got {options!r}")
     variant = get(entry["name"]).name
     extras = ", ".join(str(key) if value is True else f"{key}={value}" for key, value in options.items())
     given = entry.get("label")
@@ -183,8 +184,8 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
     data = build_data(config.train.data)
     _windows(data, config.train, config.evaluate)  # a text too short to measure must not show after training
     if jobs > 1:
-        tasks = {run.label: (run, config.evaluate, data, command) for run in runs}
-        for number, label in enumerate(apart(_trained, tasks, jobs), 1):
+        tasks = {run.label: partial(_trained, run, config.evaluate, data, command) for run in runs}
+        for number, label in enumerate(apart(tasks, jobs), 1):
             console.print(f"[{number}/{len(runs)}] {label}: done", markup=False, highlight=False)
         results = [_measured(run, config.evaluate, data, command) for run in runs]
     else:

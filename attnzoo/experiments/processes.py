@@ -9,57 +9,85 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import connection, get_context
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 
 
 def apart(
-    work: Callable[..., object], tasks: Mapping[str, tuple[Any, ...]], jobs: int, until: float = math.inf
+    tasks: Mapping[str, Callable[[], object]],
+    jobs: int,
+    until: float = math.inf,
+    after: Mapping[str, Collection[str]] | None = None,
 ) -> Iterator[str]:
-    """Call ``work(*arguments)`` for every task, ``jobs`` at a time, and yield the label of each that is done.
+    """Do tasks in processes beside this one, ``jobs`` at a time, and yield the label of each that is done.
 
-    Each process has as many threads as this one has, since a result may depend on their number. They wait for each
-    other without keeping a core busy, which two processes on the same cores would otherwise pay for many times over.
+    A process goes on to another task when it is done with one. Each has as many threads as this one has, since a result
+    may depend on their number. They wait for each other without keeping a core busy, which two processes on the same
+    cores would otherwise pay for many times over.
 
     Args:
-        work: a function of a module; what it prints is dropped, and progress comes in lines, not as a bar.
-        tasks: label -> arguments.
+        tasks: label -> a function of a module and its arguments, as :func:`functools.partial` makes them; what it
+            prints is dropped, and progress comes in lines, not as a bar.
         jobs: processes at a time.
         until: by `time.monotonic`, when the tasks that are left are given up, and those that run told to stop.
+        after: label -> labels of tasks that must be done before; the others start in the order of `tasks`.
 
     Raises:
         ChildProcessError: a task failed, with its label and its message; the others are told to stop, as by SIGTERM.
     """
-    context = get_context("spawn")
-    errors = context.SimpleQueue()
-    waiting = list(tasks)
-    running: dict[Any, tuple[str, BaseProcess]] = {}  # by what says that the process has ended
+    after = after or {}
+    waiting, done = list(tasks), set[str]()
+    idle: list[_Worker] = []
+    running: dict[Any, tuple[str, _Worker]] = {}  # by the channel that says when it is done
     with _environment("OMP_WAIT_POLICY", "passive"), _interrupted_by(signal.SIGTERM, signal.SIGHUP):
         try:
             while (waiting or running) and time.monotonic() < until:
-                while waiting and len(running) < jobs:
-                    label = waiting.pop(0)
-                    started = context.Process(target=_call, args=(errors, torch.get_num_threads(), work, tasks[label]))
-                    started.start()
-                    running[started.sentinel] = (label, started)
+                ready = [label for label in waiting if done.issuperset(after.get(label, ()))]
+                for label in ready[: jobs - len(running)]:
+                    waiting.remove(label)
+                    worker = idle.pop() if idle else _Worker()
+                    worker.channel.send(tasks[label])
+                    running[worker.channel] = (label, worker)
                 left = None if until == math.inf else max(until - time.monotonic(), 0.0)
-                for sentinel in connection.wait(list(running), left):
-                    label, process = running.pop(sentinel)
-                    process.join()
-                    if process.exitcode:
-                        reason = f"ended with {process.exitcode}" if errors.empty() else errors.get()
-                        raise ChildProcessError(f"{label}: {reason}")
+                for channel in connection.wait(list(running), left):
+                    label, worker = running[channel]
+                    worker.check(label)
+                    del running[channel]
+                    idle.append(worker)
+                    done.add(label)
                     yield label
         finally:
-            for _, process in running.values():
-                process.terminate()
-            for _, process in running.values():
-                process.join()
+            workers = [*idle, *(worker for _, worker in running.values())]
+            for worker in workers:
+                worker.process.terminate()
+            for worker in workers:
+                worker.process.join()
+                worker.channel.close()
+
+
+class _Worker:
+    """A process that does what it is sent, a task after the other."""
+
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        self.channel, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, torch.get_num_threads()))
+        self.process.start()
+        theirs.close()
+
+    def check(self, label: str) -> None:
+        """Wait for the task; ChildProcessError if it failed."""
+        try:
+            error = self.channel.recv()
+        except EOFError:
+            self.process.join()
+            error = f"ended with {self.process.exitcode}"
+        if error is not None:
+            raise ChildProcessError(f"{label}: {error}")
 
 
 class _Lines(io.TextIOWrapper):
@@ -69,18 +97,19 @@ class _Lines(io.TextIOWrapper):
         return False
 
 
-def _call(errors: Any, threads: int, work: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+def _work(channel: connection.Connection, threads: int) -> None:
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     sys.stderr = _Lines(sys.stderr.buffer, line_buffering=True)
-    try:
-        with open(os.devnull, "w") as sys.stdout:
-            work(*arguments)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        errors.put(str(error) or repr(error))
-        sys.exit(1)
+    with open(os.devnull, "w") as sys.stdout:
+        while True:
+            try:
+                channel.recv()()
+                channel.send(None)
+            except (KeyboardInterrupt, EOFError):
+                sys.exit(130)
+            except Exception as error:
+                channel.send(str(error) or repr(error))
 
 
 @contextmanager

@@ -9,9 +9,9 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,10 @@ from attnzoo.training.checkpoint import read_progress
 
 ALWAYS = ("progress=quiet", "tensorboard=false", "eval_every=0", "checkpoint_every=0")
 OWN = ("output_dir", "seed", "data.seed", "optimizer.lr", "model.attention", "model.attention_options", "device")
+# Below so many operations per step a model is small: launching its kernels takes the host longer than a GPU takes to
+# run them, and a GPU does the work of several processes, each of which keeps a CPU core busy.
+SMALL = 1e12
+ROOM = 8 * 2**30  # bytes of a GPU for a small model in a process of its own
 PAGE, RESULT, SUMMARY, MEASURED = "report.html", "result.json", "result.md", "measured.json"
 
 
@@ -78,7 +82,7 @@ class Plan:
         settings.setdefault("optimizer", {})["lr"] = lr
         settings.setdefault("data", {})["seed"] = seed
         model = settings.get("model", {})
-        options = {**model.get("attention_options", {}), **experiment.options, **arm.options}
+        options = {**model.get("attention_options", {}), **experiment.options, **arm.options_at(self.size)}
         settings["model"] = {**model, "attention": arm.variant, "attention_options": options}
         settings["output_dir"] = self._folder(arm, lr, seed)
         if arm.after:
@@ -130,8 +134,8 @@ def run_experiment(
         plan: what to run.
         console: where progress and the table go.
         command: the command line, for the page.
-        jobs: models at a time, each in a process of its own and on one CPU thread; None for as many as there are cores
-            on a CPU, one on a GPU.
+        jobs: models at a time, each in a process of its own and on one CPU thread; None for as many as there are cores,
+            on a GPU one, unless all models are small: then as many as there are cores, and 8 GiB of the GPU for each.
         minutes: after which the runs under way are stopped; the page is then about those that are finished.
         only: arms that are trained and measured, with those that they start from; none for all. Of the others the page
             has what is finished, and what is printed are these rows of its table.
@@ -151,11 +155,13 @@ def run_experiment(
     if len(set(folders)) < len(folders):
         raise ValueError(f"arms: expected names that stay distinct as folders, got {', '.join(folders)}")
     first: TrainConfig | None = None
+    operations = 0  # of the costliest step: two per weight and token forwards, four backwards
     for arm in experiment.arms:  # a wrong option of the last arm must not show after an hour
         try:
             config = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
             with torch.device("meta"):
-                LanguageModel(config.model)
+                weights = sum(parameter.numel() for parameter in LanguageModel(config.model).parameters())
+            operations = max(operations, 6 * weights * config.batch_size * config.data.context_length)
             for probe in experiment.probes:
                 if getattr(probe, "task", None) not in (None, config.data.task is not None):
                     wanted = "a task" if config.data.task is None else "a text"
@@ -167,14 +173,14 @@ def run_experiment(
     build_data(first.data)
     arms = _with_those_before(experiment, only or experiment.arm_names)
     on_cpu = plan.device == "cpu" or not torch.cuda.is_available()
-    jobs = jobs or ((os.cpu_count() or 1) if on_cpu else 1)
-    if on_cpu:
+    jobs = jobs or _jobs_at_a_time(None if on_cpu else torch.cuda.mem_get_info()[1], operations)
+    if on_cpu or jobs > 1:
         torch.set_num_threads(1)  # models this small gain nothing from more, and a result may depend on their number
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     if jobs > 1 or minutes is not None:
-        for work, tasks in _stages(plan, experiment, arms, jobs):
-            for number, label in enumerate(apart(work, tasks, jobs, until), 1):
-                console.print(f"[{number}/{len(tasks)}] {label}: done", markup=False, highlight=False)
+        tasks, after = _tasks(plan, experiment, arms)
+        for number, label in enumerate(apart(tasks, jobs, until, after), 1):
+            console.print(f"[{number}/{len(tasks)}] {label}: done", markup=False, highlight=False)
     else:
         for number, arm in enumerate(arms, 1):
             console.print(f"[{number}/{len(arms)}] {arm.name}", markup=False, highlight=False)
@@ -218,7 +224,8 @@ def run_rate(plan: Plan, name: str, lr: float) -> Trained:
 def run_seed(plan: Plan, name: str, seed: int) -> Trained:
     """The run of an arm with a seed, at the learning rate that is the best of those tried."""
     experiment, arm = _find(plan, name)
-    best = chosen([run_rate(plan, name, lr) for lr in _rates(plan, experiment, arm)])
+    rates = _rates(plan, experiment, arm)
+    best = rates[0] if len(rates) == 1 else chosen([run_rate(plan, name, lr) for lr in rates])
     return run_once(plan, experiment, arm, best, seed, measure=True)
 
 
@@ -234,23 +241,46 @@ def _with_those_before(experiment: Experiment, names: Sequence[str]) -> list[Arm
     return [arm for arm in experiment.arms if arm.name in wanted]
 
 
-def _stages(
-    plan: Plan, experiment: Experiment, among: Sequence[Arm], jobs: int
-) -> Iterator[tuple[Callable[..., object], dict[str, tuple[Any, ...]]]]:
-    """Work for processes, label -> arguments, a stage after the other: arms, or single runs where there are more
-    processes than arms; those that start from other arms are later than these."""
-    depth: dict[str, int] = {}
-    for arm in experiment.arms:
-        depth[arm.name] = depth[arm.after] + 1 if arm.after else 0
-    for late in range(max(depth.values()) + 1):
-        arms = [arm for arm in among if depth[arm.name] == late]
-        if jobs <= len(arms):
-            yield run_arm, {arm.name: (plan, arm.name) for arm in arms}
-            continue
-        rates = [(arm.name, lr) for arm in arms for lr in _rates(plan, experiment, arm)]
-        yield run_rate, {f"{name}, learning rate {lr:g}": (plan, name, lr) for name, lr in rates}
-        seeds = [(arm.name, seed) for seed in range(plan.seeds) for arm in arms]
-        yield run_seed, {f"{name}, seed {seed}": (plan, name, seed) for name, seed in seeds}
+def _jobs_at_a_time(memory: int | None, operations: int) -> int:
+    """How many models are trained at a time.
+
+    Args:
+        memory: bytes of the GPU; None on a CPU.
+        operations: of a training step, in the costliest model.
+    """
+    cores = os.cpu_count() or 1
+    if memory is None:
+        return cores
+    return max(1, min(cores, memory // ROOM)) if operations < SMALL else 1
+
+
+def _tasks(
+    plan: Plan, experiment: Experiment, arms: Sequence[Arm]
+) -> tuple[dict[str, Callable[[], object]], dict[str, list[str]]]:
+    """Runs for processes, by label, and the labels of those that each waits for: that try its arm's learning rates, or
+    that it starts from. Learning rates come first, then the seeds of all arms in turns."""
+    tasks: dict[str, Callable[[], object]] = {}
+    after: dict[str, list[str]] = {}
+    tries: dict[str, list[str]] = {arm.name: [] for arm in arms}
+
+    def add(label: str, task: Callable[[], object], arm: Arm, seed: int) -> None:
+        tasks[label] = task
+        after[label] = [*tries[arm.name], *([_seeded(arm.after, seed)] if arm.after else [])]
+
+    for arm in arms:
+        rates = _rates(plan, experiment, arm)
+        labels = [f"{arm.name}, learning rate {lr:g}" for lr in rates] if len(rates) > 1 else []
+        for label, lr in zip(labels, rates, strict=False):
+            add(label, partial(run_rate, plan, arm.name, lr), arm, 0)
+        tries[arm.name] = labels
+    for seed in range(plan.seeds):
+        for arm in arms:
+            add(_seeded(arm.name, seed), partial(run_seed, plan, arm.name, seed), arm, seed)
+    return tasks, after
+
+
+def _seeded(name: str, seed: int) -> str:
+    return f"{name}, seed {seed}"
 
 
 def _find(plan: Plan, name: str) -> tuple[Experiment, Arm]:
@@ -267,8 +297,8 @@ def _finished(plan: Plan, experiment: Experiment, arm: Arm) -> tuple[list[Traine
     ones."""
     rates = _rates(plan, experiment, arm)
     tried = [run for lr in rates if (run := _known(*_place(plan, experiment, arm, lr, 0)))]
-    seeds = range(plan.seeds) if len(tried) == len(rates) else ()
-    best = chosen(tried) if seeds else 0.0
+    seeds = range(plan.seeds) if len(tried) == len(rates) or len(rates) == 1 else ()
+    best = rates[0] if len(rates) == 1 else chosen(tried) if seeds else 0.0
     runs = [run for seed in seeds if (run := _known(*_place(plan, experiment, arm, best, seed)))]
     return [replace(run, values={}) for run in tried], [run for run in runs if run.note or run.values]
 

@@ -82,7 +82,7 @@ class OptimizerConfig:
         finite(self, "lr", "eps", "weight_decay")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+                raise ValueError(f"{name}: expected a number in [0, 1), got {getattr(self, name)}")
 
 
 @dataclass
@@ -120,7 +120,7 @@ class ForgettingConfig:
         above(self, 0.0, "temperature")
         finite(self, "temperature", "distillation", "budget")
         if not 0 <= self.blend <= 1:
-            raise ValueError(f"blend must be in [0, 1], got {self.blend}")
+            raise ValueError(f"blend: expected a number in [0, 1], got {self.blend}")
         one_of(self, "order", ["together", "shallow_first", "deep_first"])
 
 
@@ -199,7 +199,8 @@ class TrainConfig:
                 "mixed_precision=pure_bf16 leaves gates in float32, and sharding=fsdp gathers a block's weights in one "
                 "dtype: take bf16, whose float32 weights are shared out"
             )
-        one_of(self, "device", ["auto", "cpu"])
+        if self.device not in ("auto", "cpu"):
+            raise ValueError(f"device: expected auto (a GPU where there is one) or cpu, got {self.device!r}")
         one_of(self, "progress", ["auto", "bar", "lines", "quiet"])
         optimizer = self.optimizer
         ends = [*(extension.planned for extension in optimizer.extensions), self.steps]

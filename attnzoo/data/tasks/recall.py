@@ -151,10 +151,31 @@ def _ask_keys(
     random: np.random.Generator, T: int, written: Array, keys: Array, answers: Array, power: float, vocab_size: int
 ) -> Row:
     check_room(T, len(written) + 2 * len(keys), f"{len(written)} tokens of keys and values and {len(keys)} questions")
-    places = (T - len(written)) // 2
-    weights = np.arange(1, places + 1) ** (power - 1.0)
-    chosen = random.choice(places, len(keys), replace=False, p=weights / weights.sum())
+    weights = np.arange(1, (T - len(written)) // 2 + 1) ** (power - 1.0)
+    chosen = draw_different(random, len(keys), weights / weights.sum())
     tokens = random.integers(vocab_size, size=T)
     tokens[: len(written)] = written
     tokens[len(written) + 2 * chosen] = keys
     return asked(tokens, len(written) + 2 * chosen, answers)
+
+
+def draw_different(random: np.random.Generator, count: int, p: Array) -> Array:
+    """Different places drawn with probabilities p, int64 [count], in the order of drawing.
+
+    They are those of ``random.choice(len(p), count, replace=False, p=p)``, which sorts in each of its rounds: many,
+    where almost all places are drawn and the last ones are improbable.
+
+    Args:
+        random: what is drawn from.
+        count: of places, at most those with a probability above 0.
+        p: [N] float64, with the sum 1.
+    """
+    left = p.copy()
+    places: dict[int, None] = {}
+    while len(places) < count:
+        x = random.random(count - len(places))
+        below = left.cumsum()
+        found = (below / below[-1]).searchsorted(x, side="right")
+        left[found] = 0
+        places |= dict.fromkeys(found.tolist())
+    return np.array(list(places), dtype=np.int64)

@@ -52,7 +52,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "steps=700", "batch_size=256", "data.context_length=64", "log_every=200", "eval_tokens=65536",
+                "steps=1000", "batch_size=128", "data.context_length=64", "log_every=200", "eval_tokens=65536",
                 "model={hidden_size: 128, num_heads: 4}", "optimizer.warmup_steps=100",
             ),
             lrs=(0.002, 0.005),

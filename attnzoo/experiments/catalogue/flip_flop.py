@@ -35,7 +35,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "steps=1200", "batch_size=64", "data.context_length=512", "log_every=200", "eval_tokens=65536",
+                "steps=1200", "batch_size=32", "data.context_length=512", "log_every=200", "eval_tokens=65536",
                 "model={hidden_size: 128, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=200",
             ),
             lrs=(0.001, 0.003),

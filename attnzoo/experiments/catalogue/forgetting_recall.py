@@ -38,7 +38,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "data.task_options={vocab_size: 1024, pairs: 32, updates: 16}", "steps=1800", "batch_size=64",
+                "data.task_options={vocab_size: 1024, pairs: 32, updates: 16}", "steps=1500", "batch_size=64",
                 "data.context_length=160", "log_every=200", "eval_tokens=65536",
                 "model={hidden_size: 128, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=200",
             ),

@@ -38,7 +38,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "data.task_options.digits=4", "steps=1000", "batch_size=32", "data.context_length=1024",
+                "data.task_options.digits=4", "steps=1000", "batch_size=16", "data.context_length=1024",
                 "log_every=100", "eval_tokens=131072", "model={hidden_size: 128, num_layers: 2, num_heads: 2}",
                 "optimizer.warmup_steps=100", "mixed_precision=bf16",
             ),

@@ -51,7 +51,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "data.task_options={vocab_size: 1024, pairs: 32}", "steps=2500", "batch_size=64",
+                "data.task_options={vocab_size: 1024, pairs: 32}", "steps=1500", "batch_size=128",
                 "data.context_length=128", "log_every=200", "eval_tokens=65536",
                 "model={hidden_size: 128, num_layers: 1, num_heads: 2}", "optimizer.warmup_steps=200",
             ),

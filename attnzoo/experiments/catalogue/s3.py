@@ -37,7 +37,7 @@ EXPERIMENT = Experiment(
         ),
         "gpu": Size(
             settings=(
-                "steps=800", "batch_size=256", "data.context_length=128", "log_every=200", "eval_tokens=65536",
+                "steps=1000", "batch_size=128", "data.context_length=128", "log_every=200", "eval_tokens=65536",
                 "model={hidden_size: 128, num_layers: 1, num_heads: 4}", "optimizer.warmup_steps=100",
             ),
             lrs=(0.002, 0.005),
