@@ -40,7 +40,7 @@ EXPERIMENT = Experiment(
     title="Mine",
     question="Is a <fox> better than none?",
     arms=(Arm("fox", "fox"), Arm("none, one head", "nope", settings=("model.num_heads=1",), lrs=(0.1,))),
-    sizes={"cpu": Size(SETTINGS, lrs=(0.01, 0.02), rows=4)},
+    sizes={"cpu": Size(SETTINGS, lrs=(0.01, 0.02), rows=4), "gpu": Size(SETTINGS, lrs=(0.01,))},
     settings=("data.source=task:mine.py", "data.context_length=8"),
     probes=(
         Wrong(ERROR, lengths=(1.0, 2.0)), Wrong("longer", lengths=(3.0,)), WrongOver("noise", "p_ignore", (0.0, 0.5))
@@ -337,12 +337,26 @@ def test_place_that_was_not_measured_is_named(done):
         ({"expectations": (Expectation("", "", AtMost(Value("a", "loss", 2.0), 1.0)),)}, "of 'loss', 1, got 2 for 'a'"),
         ({"maps": ("lost",)}, "did you mean 'loss'"),
         ({"seeds": 1}, "seeds must be at least 2, got 1"),
+        ({"arms": Arm("a", "fox")}, r"arms: expected a tuple, as \(a, b\) or \(a,\), got Arm\(name='a'"),
+        ({"settings": "steps=2"}, "settings: expected a tuple, .* got 'steps=2'"),
+        ({"sizes": Size((), (0.1,))}, r"sizes: expected some by name, .* got Size\("),
+        ({"probes": (Wrong("loss", lengths=1.0),)}, r"places of 'loss': expected a tuple, as \(1.0, 2.0\), got 1.0"),
+        (
+            {"expectations": (Expectation("It is.", "", AtMost(Value("a", "loss"), 1.0), ("gp",)),)},
+            "unknown size of the expectation 'It is.': 'gp': expected one of cpu",
+        ),
     ],
 )
 def test_experiment_that_contradicts_itself_is_refused(change, message):
     fine = Experiment("", "", (Arm("a", "fox"),), {"cpu": Size((), (0.1,))}, (Loss(),), ())
     with pytest.raises(ValueError, match=message):
         replace(fine, **change)
+
+
+def test_one_thing_in_place_of_a_tuple_is_refused():
+    for make in (lambda: Size((), 0.1), lambda: Arm("a", "fox", lrs=0.1), lambda: Expectation("", "", None, "cpu")):
+        with pytest.raises(ValueError, match=r"(lrs|sizes): expected a tuple, as \(a, b\) or \(a,\), got (0.1|'cpu')"):
+            make()
 
 
 @pytest.mark.parametrize(
