@@ -35,6 +35,14 @@ __all__ = [
     "to_yaml",
 ]
 T = TypeVar("T")
+KINDS = {  # of values that a file can hold
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a mapping",
+}
 
 
 @overload
@@ -99,6 +107,8 @@ def load_config(
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(_value_error(error)) from error
+    except ValueError as error:  # a section names its own field alone
+        raise ValueError(f"{_section(merged, str(error))}{error}") from error
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, Any]:
@@ -184,8 +194,35 @@ def _check_keys(given: Any, schema: type[Any], prefix: str = "") -> None:
 
 
 def _value_error(error: Exception) -> str:
-    key = getattr(error, "full_key", None)
-    return f"{key}: {_first_line(error)}" if key else _first_line(error)
+    """What is wrong with a value that OmegaConf refused: of the field's kind, where the field has one."""
+    key, name = getattr(error, "full_key", None), str(getattr(error, "key", None))
+    section = getattr(error, "object_type", None)
+    field = typing.get_type_hints(section).get(name) if dataclasses.is_dataclass(section) else None
+    kinds = (typing.get_origin(field) or field, *typing.get_args(field))  # int | None has int among its arguments
+    kind = next((KINDS[kind] for kind in kinds if kind in KINDS), None)
+    if kind is None:
+        return f"{key}: {_first_line(error)}" if key else _first_line(error)
+    empty = " or null" if type(None) in kinds else ""
+    return f"{key}: expected {kind}{empty}, got {getattr(error, 'value', None)!r}"
+
+
+def _section(config: Any, said: str) -> str:
+    """The section, such as "data.", whose field a message begins with; "" where it begins with none of a section."""
+    from omegaconf import OmegaConf
+
+    for key in config:
+        kind = OmegaConf.get_type(config, key)
+        if not dataclasses.is_dataclass(kind) or config[key] is None:
+            continue
+        try:
+            OmegaConf.to_object(config[key])
+        except ValueError as error:
+            if str(error) != said:
+                continue
+            inner = _section(config[key], said)
+            own = said.partition(":")[0] in (field.name for field in dataclasses.fields(kind))
+            return f"{key}.{inner}" if inner or own else ""
+    return ""
 
 
 def _first_line(error: Exception) -> str:

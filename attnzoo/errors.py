@@ -51,16 +51,18 @@ def nearest(name: object, options: Iterable[str]) -> str | None:
     return by_fold[close[0]] if close else None
 
 
-def unknown(kind: str, name: object, options: Iterable[str], other: str = "") -> ValueError:
+def unknown(kind: str, name: object, options: Iterable[str], other: str = "", of: str = "") -> ValueError:
     """The error for a `name` that is not among `options`; the caller raises it.
 
     `unknown("variant", "foks", ["fox", "nope"])` reads
-    "unknown variant 'foks': expected one of fox, nope; did you mean 'fox'?". What else is taken, in words, is `other`.
+    "unknown variant 'foks': expected one of fox, nope; did you mean 'fox'?". What else is taken, in words, is `other`;
+    what has these options is `of`: "unknown form 'chnk' of 'gla': ...".
     """
     listed = list(options)
+    said = f"unknown {kind} {name!r}{f' of {of}' if of else ''}"
     if not listed:
-        return ValueError(f"unknown {kind} {name!r}: none is expected")
-    message = f"unknown {kind} {name!r}: expected one of {', '.join(listed)}{f', or {other}' if other else ''}"
+        return ValueError(f"{said}: none is expected")
+    message = f"{said}: expected one of {', '.join(listed)}{f', or {other}' if other else ''}"
     close = nearest(name, listed)
     return ValueError(f"{message}; did you mean {close!r}?" if close else message)
 
@@ -69,23 +71,23 @@ def at_least(config: Any, minimum: float, *names: str, below: float | None = Non
     """Raise ValueError if a field of ``config`` in ``names`` is below ``minimum``, or ``below`` or more."""
     for name in names:
         if not getattr(config, name) >= minimum:
-            raise ValueError(f"{name} must be at least {minimum}, got {getattr(config, name)}")
+            raise ValueError(f"{name}: expected at least {minimum}, got {getattr(config, name)}")
         if below is not None and getattr(config, name) >= below:
-            raise ValueError(f"{name} must be below {below}, got {getattr(config, name)}")
+            raise ValueError(f"{name}: expected a number below {below}, got {getattr(config, name)}")
 
 
 def above(config: Any, minimum: float, *names: str) -> None:
     """Raise ValueError if a field of ``config`` in ``names`` is not above ``minimum``."""
     for name in names:
         if not getattr(config, name) > minimum:
-            raise ValueError(f"{name} must be above {minimum:g}, got {getattr(config, name)}")
+            raise ValueError(f"{name}: expected a number above {minimum:g}, got {getattr(config, name)}")
 
 
 def finite(config: Any, *names: str) -> None:
     """Raise ValueError if a field of ``config`` in ``names`` is infinite or not a number."""
     for name in names:
         if not math.isfinite(getattr(config, name)):
-            raise ValueError(f"{name} must be finite, got {getattr(config, name)}")
+            raise ValueError(f"{name}: expected a finite number, got {getattr(config, name)}")
 
 
 def several(config: Any, *names: str) -> None:

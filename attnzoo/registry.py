@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
@@ -14,14 +13,10 @@ from importlib.metadata import entry_points
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, cast
 
-import torch
-from torch import Tensor
-
 from attnzoo.algebra.gate import PARTS
-from attnzoo.algebra.validation import check_inputs
 from attnzoo.errors import UnavailableError, unknown
-from attnzoo.forms.cache import check_state
-from attnzoo.forms.protocol import REFERENCE, Call, FormSet, check_options
+from attnzoo.forms.checked import checked, checked_extend, form_set
+from attnzoo.forms.protocol import REFERENCE, Call, FormSet
 
 Side = Literal["linear", "softmax"]
 GATE_PARTS = tuple(PARTS)
@@ -287,7 +282,7 @@ def _get(name: str) -> Variant:
     pair = _pairs[name]
     side: Side = "linear" if name == pair.linear else "softmax"
     module = _module(pair, side)
-    forms = _form_set(module)
+    forms = form_set(module)
     return Variant(
         name=name,
         side=side,
@@ -295,8 +290,8 @@ def _get(name: str) -> Variant:
         paper=getattr(module, "PAPER", "") or pair.paper,
         requires=pair.requires,
         pair=pair,
-        forms=MappingProxyType({form: _checked(pair, name, forms, form) for form in forms.forms}),
-        extend=_checked_extend(pair, name, side, forms),
+        forms=MappingProxyType({form: checked(name, pair.requires, forms, form) for form in forms.forms}),
+        extend=checked_extend(name, pair.requires, side, forms),
         module=module,
     )
 
@@ -351,56 +346,6 @@ def dual(name: str) -> Variant:
         ValueError: no such variant.
     """
     return get(name).dual
-
-
-def _form_set(module: ModuleType) -> FormSet:
-    """What a variant's module ends in.
-
-    Raises:
-        TypeError: no ``FORMS``, or one that lacks a member of the protocol.
-    """
-    forms = getattr(module, "FORMS", None)
-    if forms is None:
-        raise TypeError(f"{module.__name__}: expected an object FORMS (LinearForms, SoftmaxForms, ...), got none")
-    for member in ("forms", "options", "refuses", "extend"):
-        if not hasattr(forms, member):
-            raise TypeError(f"{module.__name__}.FORMS: expected a {member} (attnzoo.forms.protocol), got {forms!r}")
-    return cast(FormSet, forms)
-
-
-def as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:
-    """A context without autocast on q's device: gates and states stay in float32. It costs nothing without autocast."""
-    on = not q.is_meta and torch.is_autocast_enabled(q.device.type)
-    return torch.autocast(q.device.type, enabled=False) if on else contextlib.nullcontext()
-
-
-def _checked(pair: Pair, name: str, forms: FormSet, form: str) -> Callable[..., Any]:
-    run, taken = forms.forms[form], forms.options(form)
-
-    @functools.wraps(run)
-    def checked(q: Any, k: Any, v: Any, gate: Any, **options: Any) -> Any:
-        check_options(f"{form!r} of {name!r}", options, taken)
-        check_inputs(name, pair.requires, q, k, v, gate, options.get("scale"), options.get("valid"))
-        with as_given(q):
-            return run(q, k, v, gate, **options)
-
-    return checked
-
-
-def _checked_extend(pair: Pair, name: str, side: Side, forms: FormSet) -> Callable[..., Any]:
-    taken = {form: forms.options(form) for form in (REFERENCE, *forms.forms)}
-
-    @functools.wraps(forms.extend)
-    def checked(q: Any, k: Any, v: Any, gate: Any, state: Any = None, *, form: str = REFERENCE, **options: Any) -> Any:
-        if form not in taken:
-            raise unknown(f"form of {name!r}", form, taken)
-        check_options(f"'extend' of {name!r}", options, taken[form])
-        check_inputs(name, pair.requires, q, k, v, gate, options.get("scale"), options.get("valid"))
-        check_state(side, state, q, k, v, gate)
-        with as_given(q):
-            return forms.extend(q, k, v, gate, state, form=form, **options)
-
-    return checked
 
 
 def broken_plugins() -> list[str]:

@@ -155,7 +155,7 @@ def test_a_folder_under_the_name_of_an_array_is_refused(tmp_path):
 
 @pytest.mark.parametrize("pattern", ["", ".", "/data/*.txt", "../*.txt", "a/../b"])
 def test_a_pattern_that_is_no_relative_path_is_refused(pattern):
-    with pytest.raises(ValueError, match="pattern must be a relative path without"):
+    with pytest.raises(ValueError, match="pattern: expected a relative path without"):
         DataConfig(pattern=pattern)
 
 
@@ -168,5 +168,5 @@ def test_a_pattern_of_something_that_is_no_folder_is_refused(tmp_path, shard, so
 
 
 def test_an_empty_source_is_refused():
-    with pytest.raises(ValueError, match="source must be a file, a folder or 'stdlib'"):
+    with pytest.raises(ValueError, match="source: expected a file, a folder or 'stdlib'"):
         DataConfig(source="")

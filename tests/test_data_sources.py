@@ -222,9 +222,9 @@ def test_sources_of_two_kinds_are_refused(tmp_path):
     [
         (["data.sources=[{source: a, wieght: 2}]"], r"'data\.sources\[0\]\.wieght'.*did you mean .*weight"),
         (["data.sources=[{weight: 2}]"], "source"),
-        (["data.sources=[{source: a, weight: 0}]"], "weight must be above 0"),
-        (["data.sources=[{source: a, weight: .inf}]"], "weight must be finite"),
-        (["data.sources=[{source: ''}]"], "source must be a file"),
+        (["data.sources=[{source: a, weight: 0}]"], "weight: expected a number above 0, got 0"),
+        (["data.sources=[{source: a, weight: .inf}]"], "weight: expected a finite number, got inf"),
+        (["data.sources=[{source: ''}]"], "source: expected a file"),
         (["data.sources=[a, b]"], r"data\.sources: expected a list of mappings"),
         (["data.sources={a: 1}"], r"data\.sources: expected a list of mappings"),
         (["data.source=a", "data.sources=[{source: b}]"], "sources: expected none beside source='a'"),

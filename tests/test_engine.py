@@ -115,6 +115,56 @@ def test_a_sequence_that_another_loop_began_goes_on(prompts):
     assert found[ids[0]] == found[ids[1]] == alone(model, prompts[1], 8)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("evict", [None, 1e-30], ids=["", "pages"])
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_it_goes_on_from_what_the_cache_was(name, evict):
+    """Its tokens that were taken back are not there, and those that came later neither."""
+    model = build(attention=name, attention_options={"qk_norm": "rms", **({} if name == "fox" else {"w_conv_size": 0})})
+    prompt, kept = torch.randint(0, 40, (140,), generator=torch.Generator().manual_seed(3)), 140
+    cache, generator = model.new_cache(evict), Generator(model, 2, 160, evict=evict)
+    model(prompt[None], cache=cache)
+    if name == "fox" or evict:
+        kept = 131
+        for one in cache:
+            one.crop(kept)
+    number = generator.resume(cache, 7, 9, Sampling(0.0))
+    model(prompt[None, :5], cache=cache)
+    assert generator.run()[number] == alone(model, torch.cat([prompt[:kept], torch.tensor([7])]), 9)
+    number = generator.resume(cache, 7, 9, Sampling(0.0))
+    assert generator.run()[number] == alone(model, torch.cat([prompt[:kept], prompt[:5], torch.tensor([7])]), 9)
+
+
+@torch.no_grad()
+def test_a_cache_that_no_sequence_can_go_on_from_is_refused(prompts):
+    model, other = build(attention=["mamba2", "fox"]), build(attention=["mamba2", "fox"])
+    generator, x = Generator(model, 2, 32), prompts[1][None]
+
+    def cache(tokens=x, **options):
+        found = model.new_cache()
+        model(tokens, cache=found, **options)
+        return found
+
+    mask = torch.ones_like(x)
+    mask[:, 0] = 0
+    for wrong, message in (
+        (model.new_cache(), r"cache: expected the same tokens in each layer, at least one, got \[0\] tokens"),
+        (cache()[:1], "cache: expected what 2 layers remember, got 1"),
+        ([*cache()[:1], *cache(x[:, 1:])[1:]], r"cache: expected the same tokens in each layer, .* got \[\d+, \d+\]"),
+        (cache(x.expand(2, -1)), "cache: expected one sequence, got 2"),
+        (cache(attention_mask=mask), "cache: expected a sequence without padding, got .* of .* tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generator.resume(wrong, 3, 9, Sampling(0.0))
+    with pytest.raises(ValueError, match="cache: expected what new_cache\\(\\) of this very model gave"):
+        Generator(other, 1, 32).resume(cache(), 3, 9, Sampling(0.0))
+    with pytest.raises(TypeError, match="cache: expected a list of LayerCache"):
+        generator.resume(cache()[0], 3, 9, Sampling(0.0))
+    with pytest.raises(TypeError, match="sampling: expected Sampling, got float"):
+        generator.resume(cache(), 3, 9, 0.5)
+    assert not generator.requests
+
+
 @pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
 def test_blocks_that_are_compiled_give_the_same_tokens_and_layers_share_the_code(fuse, prompts, monkeypatch):
     torch._dynamo.reset()

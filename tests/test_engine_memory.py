@@ -87,6 +87,25 @@ def test_eviction_that_no_step_can_promise_is_refused():
         Generator(build(), 1, 8, evict=0.1)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("away", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_a_cache_that_a_generator_goes_on_from_keeps_its_own_keys(name, away):
+    """However little the generator keeps; so tokens of it can still be taken back, and its own eps holds."""
+    model, draws = forgetful(name, **({"qk_norm": "none"} if away else {})), torch.Generator().manual_seed(2)
+    prompt = torch.randint(0, 40, (150,), generator=draws)
+    cache = model.new_cache("offload" if away else 1e-30)
+    known = int(model(prompt[None], cache=cache).logits[0, -1].argmax())
+    pool = cache[0].state.pool
+    live, used = pool.live().tolist(), pool.used()
+    generator = Generator(model, 1, 400, evict="offload" if away else 0.5)
+    generator.resume(cache, known, 9, Sampling(0.0))
+    generator.run()
+    assert min(generator.requests[0].kept[0]) < PAGE * max(live[0])
+    assert (pool.live().tolist(), pool.used(), int(pool.first.sum())) == (live, used, 0)
+    assert not away or not any(cache[0].state.evict.offload.pages[0])
+
+
 @pytest.mark.parametrize("away", [False, True], ids=["", "offload"])
 def test_keys_that_were_carried_to_the_last_token_go_on_in_pages(away):
     """Over the end of the page that is not whole, and from one on."""
@@ -151,7 +170,8 @@ def alone_within(model, prompt, new, limits):
 
 @pytest.mark.parametrize(("name", "limits"), [
     ("fox", {}), ("wall-decay", {}), *((name, {"budget": 4}) for name in ("path_fox", "rope-pairs")),
-    ("fox", {"budget": "1 KiB"}), ("fox", {"budget": 6, "evict": 1e-30}),
+    *((name, {"budget": "1 KiB"}) for name in FORGETTING), ("fox", {"budget": "1 KiB", "evict": 1e-30}),
+    ("fox", {"budget": 6, "evict": 1e-30}),
 ], ids=str)  # fmt: skip
 def test_layers_that_forget_go_on_as_each_sequence_does_alone(name, limits, prompts):
     model = that_forgets(**FORGETTING[name])

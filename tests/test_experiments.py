@@ -21,7 +21,7 @@ from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, names
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, layers_of, names
 from attnzoo.experiments.outcome import load_outcome, save_outcome
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace, Subject, Wrong
 from attnzoo.experiments.report.experiment import render_experiment
@@ -168,6 +168,25 @@ def test_probe_of_one_s_own_may_be_a_dataclass(tmp_path):
         find(str(path))
 
 
+def test_options_of_an_arm_at_a_size_stand_in_the_place_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arm = Arm("fox", "fox", {"qk_norm": "l2", "window": 4}, at={"gpu": {"window": 8}})
+    sizes = dict.fromkeys(("cpu", "gpu"), Size(TINY, lrs=(0.1,)))
+    experiment = Experiment("Mine", "?", (arm,), sizes, (Loss(),), ())
+    for size, window in (("cpu", 4), ("gpu", 8)):
+        [layer] = {str(layer.options) for layer in Plan("mine", size, Path("out"), 2)
+                   .config(experiment, arm, 0.1, 0).model.layers()}  # fmt: skip
+        assert layer == str({"qk_norm": "l2", "window": window})
+    assert layers_of(experiment, arm, "gpu") == "fox, qk_norm=l2, window=8"
+    assert layers_of(experiment, arm) == "fox, qk_norm=l2, window=4, at size gpu window=8"
+    Path("mine.py").write_text("from dataclasses import replace\n"
+                               "from attnzoo.experiments.catalogue.length import EXPERIMENT, Arm\n"
+                               "EXPERIMENT = replace(EXPERIMENT, expectations=(), overlays=(), "
+                               "arms=(Arm('a', 'fox', at={'tpu': {'window': 8}}),))\n")  # fmt: skip
+    with pytest.raises(ValueError, match="at, of the arm 'a',.*tpu"):
+        find("mine.py")
+
+
 def test_run_on_a_text_that_has_changed_is_another_run(own):
     experiment, keys = find(own), []
     for text in ("one and two. " * 200, "one and two. " * 200, "two and one. " * 200):
@@ -266,7 +285,7 @@ def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
     assert not running._finished(longer, experiment, experiment.arm("on"))[1]
     elsewhere = replace(plan, out=Path("out").rename("other"))
     assert len(running._finished(elsewhere, experiment, experiment.arm("on"))[1]) == 2
-    with pytest.raises(ValueError, match="unknown after, of the arm 'fox', 'on'"):
+    with pytest.raises(ValueError, match="unknown after 'on' of the arm 'fox'"):
         replace(experiment, arms=(replace(experiment.arm("fox"), after="on"), *experiment.arms[1:]))
     with pytest.raises(ValueError, match="expected an arm with one learning rate, got 'fox' with 2"):
         plan.config(experiment, replace(experiment.arm("on"), after="fox"), 0.1, 0)
@@ -332,11 +351,11 @@ def test_place_that_was_not_measured_is_named(done):
     [
         ({"arms": ()}, "arms: expected some"),
         ({"arms": (Arm("a", "fox"), Arm("a", "nope"))}, "distinct names, got a, a"),
-        ({"expectations": (Expectation("", "", AtMost(Value("b", "loss"), 1.0)),)}, "unknown arm of a claim .* 'b'"),
+        ({"expectations": (Expectation("", "", AtMost(Value("b", "loss"), 1.0)),)}, "unknown arm 'b' of a claim"),
         ({"expectations": (Expectation("", "", AtMost(Value("a", "los"), 1.0)),)}, "did you mean 'loss'"),
         ({"expectations": (Expectation("", "", AtMost(Value("a", "loss", 2.0), 1.0)),)}, "of 'loss', 1, got 2 for 'a'"),
         ({"maps": ("lost",)}, "did you mean 'loss'"),
-        ({"seeds": 1}, "seeds must be at least 2, got 1"),
+        ({"seeds": 1}, "seeds: expected at least 2, got 1"),
         ({"arms": Arm("a", "fox")}, r"arms: expected a tuple, as \(a, b\) or \(a,\), got Arm\(name='a'"),
         ({"settings": "steps=2"}, "settings: expected a tuple, .* got 'steps=2'"),
         ({"sizes": Size((), (0.1,))}, r"sizes: expected some by name, .* got Size\("),

@@ -166,3 +166,14 @@ def test_page_of_results_says_what_was_run():
         for each in measured:
             assert page.count(f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)") == 2
             assert f"(../figures/out/result-{name.replace('_', '-')}-{each.size}.svg)" in page
+
+
+def test_a_discount_looks_as_far_ahead_at_every_size_as_a_share_of_the_context():
+    for name, arm in (("learned_forgetting", "rope, discount"), ("forgetting_text", "discount"),
+                      ("forgetting_ablations", "discount")):  # fmt: skip
+        experiment, ahead = find(name), {}
+        for size in experiment.sizes:
+            config = Plan(name, size, Path("out"), 3).config(experiment, experiment.arm(arm), 0.01, 0)
+            [options] = {layer.options["forgetting"]["discount"] for layer in config.model.layers()}
+            ahead[size] = 1 / (1 - options) / config.data.context_length
+        assert ahead["gpu"] == pytest.approx(ahead["cpu"]), name

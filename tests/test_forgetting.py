@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 from layers import assert_same
 from strategies import assert_close
@@ -87,8 +88,11 @@ def by_panels(name, inputs, retention, options, tau, *, columns=4, sink=None, **
     variant = get(name)
     given = {**call, **({} if sink is None else {"sink": sink})}
     teacher, lse = variant.forms["parallel"](q, k, v, gate, return_lse=True, **given)
-    kept = 2**20 if q.shape[1] % 2 else 0  # few utilities are kept, many are found again
-    with mock.patch.object(panels, "COLUMNS", columns), mock.patch.object(forgetting_goal, "KEPT", kept):
+    kept = q.shape[1] % 2  # few utilities are kept, many are found again
+    with (
+        mock.patch.object(panels, "COLUMNS", columns), mock.patch.object(forgetting_goal, "KEEPS", kept),
+        mock.patch.object(forgetting_goal, "CHUNK", 3),
+    ):  # fmt: skip
         logits = panels.Logits(variant.form_set, q, k, gate, **call)
         found = forms.forgetful_attention(
             logits, v, lse, retention, options, tau, teacher=teacher.detach(), sink=sink, losses=True
@@ -154,6 +158,36 @@ def test_future_utility_is_a_soft_maximum_of_later_rows(pool):
             x = torch.stack([discount ** (i - t) * s[0, 0, i, j] for i in range(t, 7)])
             assert x.mean() - 1e-12 <= soft[t, j] <= x.max() + 1e-12
             assert torch.isclose(sharp[t, j], x.max(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("pool", ["power", "max"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_pooling_by_chunks_equals_the_definition(pool, dtype):
+    """Over many chunks and with a strong discount; float32 within the rounding of its logarithms times tau."""
+    R, n, tau = 300, 5, 20.0
+    log_s, there = 3 * drawn(1, 1, R, n) - 12, torch.arange(R)[:, None] >= torch.arange(n)
+    log_s[..., 100:150, 2] = -torch.inf
+    for discount in (1.0, 0.9):
+        options = Forgetting(pool=pool, discount=discount)
+        s = F.pad(log_s.exp(), (0, R - n))
+        exists = F.pad(there, (0, R - n))
+        expected = dense.future_utility(s, exists, options, tau)[..., :n]
+        got = forgetting_goal.pooled(log_s.to(dtype), there[None, None], options, tau).masked_fill(~there, 0.0)
+        assert got.dtype == dtype
+        rounding = 1e-10 if dtype == torch.float64 else 4 * 20 * tau * 2**-24
+        assert ((got - expected).abs() <= rounding * expected).all()
+
+
+def test_the_minimum_so_far_by_chunks_is_that_of_all_rows():
+    x = drawn(2, 1, 300, 3).requires_grad_()
+    found, expected = forms.least_so_far(x), x.cummin(-2).values
+    assert torch.equal(found, expected)
+    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)]
+    assert_same(*grads)
+
+
+def test_panels_are_wide_on_a_gpu_where_sequences_are_few():
+    assert [panels.wide(rows) for rows in (2**15, 3 * 2**13, 2**22, 64)] == [1024, 1344, 256, 2048]
 
 
 def test_power_pooling_does_not_depend_on_the_unit():

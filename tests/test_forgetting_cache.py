@@ -54,9 +54,11 @@ def test_pieces_through_a_cache_are_the_whole_sequence(name, data):
     attn = forgetful(name, network, seed=data.draw(st.integers(0, 3)), **options)
     T = data.draw(st.integers(2, 14))
     x = rows(2, T)
+    budget = data.draw(st.sampled_from([None, "1 MiB"]))  # the latter has room for all, in slots that heads share
     with mock.patch.object(panels, "COLUMNS", 4):
-        got, cache = stepped(attn, x, pieces(data.draw, T))
+        got, cache = stepped(attn, x, pieces(data.draw, T), budget=budget)
         assert_same(got, attn(x))
+    assert cache.state.shared == (budget is not None)
     assert len(cache.state) == T
 
 
@@ -80,9 +82,10 @@ def test_hard_rows_are_the_student_where_tau_is_sharp():
         assert_same(attn(rows(2, 30)), hard)
 
 
+@pytest.mark.parametrize("budget", [None, "1 MiB"])
 @pytest.mark.parametrize("network", ["key", "pair"])
 @pytest.mark.parametrize("name", ["fox", "rope", "path", "wall"])
-def test_padding_leaves_no_trace_in_a_cache(name, network):
+def test_padding_leaves_no_trace_in_a_cache(name, network, budget):
     attn = forgetful(name, network)
     x = rows(1, 9)
     pad = rows(1, 3, seed=8)
@@ -90,7 +93,7 @@ def test_padding_leaves_no_trace_in_a_cache(name, network):
     for left in (True, False):
         first = torch.cat([pad, x[:, :5]] if left else [x[:, :5], pad], 1)
         mask = torch.tensor([[0] * 3 + [1] * 5 if left else [1] * 5 + [0] * 3])
-        cache = attn.new_cache()
+        cache = attn.new_cache(budget=budget)
         with torch.no_grad():
             begun = attn(first, attention_mask=mask, cache=cache)[:, mask[0].bool()]
             after = attn(
@@ -181,15 +184,40 @@ def test_heads_compete_for_a_budget_in_bytes():
     assert bool((held[:, 0] != held[:, 1]).any())
 
 
-def test_what_no_row_needs_by_its_gates_goes_besides():
+def test_a_budget_in_bytes_is_spent_where_the_keys_are():
+    """One head remembers all, the other its window alone: no slot is kept for what only the first has."""
+    attn, T = forgetful("fox", remembers=2), 200
+    with torch.no_grad():
+        attn.forget.out.zero_()
+        attn.forget.bias.copy_(torch.tensor([60.0, -60.0]))
+    each, x = 2 * 8 * 8, rows(2, T)
+    steps = [(0, 100), *((t, t + 1) for t in range(100, T))]
+    for keys, first in ((150, 148), (1000, T)):  # within the budget, and what is wanted
+        _, cache = stepped(attn, x, steps, budget=f"{keys * each} B")
+        state = cache.state
+        assert state.settled().live.tolist() == [[first, 2]] * 2
+        slots = state.slots["k"].nbytes + state.slots["v"].nbytes
+        assert slots <= 2 * min(keys + 2, -(-(T + 4) // 64) * 64) * each
+        whole = stepped(attn, x, steps)[1].state.slots
+        assert slots < 0.7 * (whole["k"].nbytes + whole["v"].nbytes)
+
+
+def test_what_a_long_prompt_need_not_keep_is_given_back_at_once():
+    for budget in (20, f"{40 * 2 * 8 * 8} B"):
+        _, cache = stepped(forgetful("fox", remembers=2), rows(1, 500), [(0, 500)], budget=budget)
+        assert cache.state.slots["k"][..., 0, 0].numel() <= 2 * 64
+
+
+@pytest.mark.parametrize("budget", [None, "1 MiB"])
+def test_what_no_row_needs_by_its_gates_goes_besides(budget):
     """The certificate of pruning.11 holds with a bias: of all keys that it gives up no row loses more than eps."""
     attn = forgetful("fox", qk_norm="rms", remembers=40)
     x = rows(1, 400)
     with torch.no_grad():
         attn.gate.forget_proj.bias.fill_(-1.0)
     steps = [(0, 300), *((t, t + 1) for t in range(300, 400))]
-    exact, whole = stepped(attn, x, steps)
-    close, pruned = stepped(attn, x, steps, evict=1e-4)
+    exact, whole = stepped(attn, x, steps, budget=budget)
+    close, pruned = stepped(attn, x, steps, evict=1e-4, budget=budget)
     assert live(pruned).sum() < 0.8 * live(whole).sum()
     largest = attn.project(x).v.norm(dim=-1).max() * attn.o_proj.weight.norm()
     assert (exact - close).abs().max() < 2e-4 * largest
@@ -215,11 +243,12 @@ def test_swap_delete_keeps_what_stays_and_fills_the_holes(data):
             assert torch.equal(order[kept[:n]], first[kept[:n]])  # what may stay where it is does
 
 
+@pytest.mark.parametrize("budget", [None, "1 MiB"])
 @pytest.mark.parametrize("name", ["rope", "path_fox"])
-def test_rows_of_a_cache_are_reordered_and_a_failed_call_leaves_it(name):
+def test_rows_of_a_cache_are_reordered_and_a_failed_call_leaves_it(name, budget):
     attn = forgetful(name, "pair")
     x, index = rows(3, 20), torch.tensor([2, 0])
-    _, cache = stepped(attn, x[:, :15], [(0, 9), (9, 15)])
+    _, cache = stepped(attn, x[:, :15], [(0, 9), (9, 15)], budget=budget)
     with pytest.raises(ValueError, match="cache: expected 3 rows"):
         stepped(attn, x[:2, 15:], [(0, 5)], cache)
     cache.reorder(index)

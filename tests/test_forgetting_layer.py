@@ -145,7 +145,7 @@ def test_a_hybrid_model_forgets_where_its_config_says():
     model = LanguageModel(config)
     assert [layer.forget is not None for layer in model.attentions()] == [False, True]
     bad = replace(config, attention={"name": "fox", "options": {"forgetting": {"windw": 4}}})
-    with pytest.raises(ValueError, match="unknown option of forgetting 'windw'.*did you mean 'window'"):
+    with pytest.raises(ValueError, match="unknown option 'windw' of forgetting.*did you mean 'window'"):
         LanguageModel(bad)
 
 

@@ -206,6 +206,44 @@ def test_rows_are_named_by_their_numbers(name, index, error, message):
             reorder(index)
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("evict", [None, 1e-30])
+@pytest.mark.parametrize("options", [{}, {"rotary": 100.0}], ids=["", "rotary"])
+@torch.no_grad()
+def test_tokens_that_are_taken_back_leave_no_trace(options, evict, padding):
+    attn, x, other = layer("fox", qk_norm="rms", **options), rows(2, 9), rows(2, 1, seed=1)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :padding] = 0
+    cache, short = attn.new_cache(evict), attn.new_cache(evict)
+    attn(x, attention_mask=mask, cache=cache)
+    cache.crop(6)
+    attn(x[:, :6], attention_mask=mask[:, :6], cache=short)
+    assert (cache.tokens, cache.seen.tolist()) == (6, [6 - padding, 6])
+    torch.testing.assert_close(attn(other, cache=cache), attn(other, cache=short), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_what_cannot_take_tokens_back_says_so_and_stays():
+    for name, options, message in (
+        ("fox", {"block": "pro"}, r"tokens: expected all 5 \(k_shift, v_shift keep only the last ones\), got 4"),
+        ("mamba2", {}, r"tokens: expected all 5 \(k, q, v keep only the last ones\), got 4"),
+        ("gla", {}, r"tokens: expected all 5 \(a recurrent state forgets none\), got 4"),
+        ("path", {"w_conv_size": 0}, r"tokens: expected all 5 \(later tokens have changed the cached keys\), got 4"),
+    ):
+        attn, x = layer(name, **options), rows(2, 6)
+        cache, whole = attn.new_cache(), attn.new_cache()
+        with pytest.raises(ValueError, match="tokens: expected 0, as the cache is empty, got 1"):
+            cache.crop(1)
+        for filled in (cache, whole):
+            attn(x[:, :5], cache=filled)
+        with pytest.raises(ValueError, match=message):
+            cache.crop(4)
+        with pytest.raises(TypeError, match="tokens: expected"):
+            cache.crop(4.0)
+        cache.crop(5)
+        assert torch.equal(attn(x[:, 5:], cache=cache), attn(x[:, 5:], cache=whole))
+
+
 @pytest.mark.parametrize("name", ["fox", "gla"])
 @torch.no_grad()
 def test_a_state_is_cropped_to_a_number_of_tokens(name):

@@ -87,7 +87,7 @@ def test_bad_types_are_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"norm_eps": -1}, "norm_eps must be above 0, got -1"),
+        ({"norm_eps": -1}, "norm_eps: expected a number above 0, got -1"),
         ({"norm_eps": math.nan}, "norm_eps: expected a number that float32 holds, got nan"),
         ({"hidden_size": "64"}, "hidden_size: expected a whole number .*, got '64'"),
         ({"num_layers": 2.0}, "num_layers: expected a whole number .*, got 2.0"),

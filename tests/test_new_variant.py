@@ -204,7 +204,7 @@ def test_one_line_makes_a_pair_of_known_parts() -> None:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        ({"gate": ("forget", "rotary"), "gat_bias": 1.0}, "option in the layer of 'worn' 'gat_bias': .*'gate_bias'"),
+        ({"gate": ("forget", "rotary"), "gat_bias": 1.0}, "option 'gat_bias' of the layer of 'worn': .*'gate_bias'"),
         ({"gate": "forget"}, "gate: 'worn' needs the parts log_decay, angle; 'forget' provides log_decay"),
     ],
 )

@@ -360,7 +360,7 @@ def test_an_option_of_the_other_side_is_refused_with_what_there_is() -> None:
         get("fox").forms["parallel"](*random_inputs("fox"), windw=3)
     with pytest.raises(TypeError, match="'extend' of 'fox' .* 'cu_seqlens'"):
         get("fox").extend(*random_inputs("fox"), cu_seqlens=torch.tensor([0, 24]))
-    with pytest.raises(ValueError, match="unknown form of 'fox' 'tritn': .*did you mean 'triton'"):
+    with pytest.raises(ValueError, match="unknown form 'tritn' of 'fox': .*did you mean 'triton'"):
         get("fox").extend(*random_inputs("fox"), form="tritn")
     assert get("wall").options("parallel") == (
         "scale", "prune", "logit_bound", "window", "sink", "valid", "cu_seqlens", "return_lse",

@@ -354,7 +354,7 @@ def test_padding_and_steps_change_nothing_with_every_option(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"norm_eps": 1e-5}, r"unknown option for 'fox' 'norm_eps'.*did you mean '(output|qk)_norm_eps'"),
+        ({"norm_eps": 1e-5}, r"unknown option 'norm_eps' of 'fox'.*did you mean '(output|qk)_norm_eps'"),
         ({"num_qk_heads": 3}, "num_qk_heads: expected a divisor of num_heads = 4, got 3"),
         ({"num_qk_heads": 2, "num_kv_heads": 2}, "num_qk_heads: expected None with num_kv_heads = 2, got 2"),
         ({"expand": 0.3}, "expand: expected a whole number of channels per head, got 0.3"),

@@ -292,5 +292,5 @@ def test_blocks_without_an_mlp():
     assert model.blocks[0].mlp is None
     assert not any("mlp" in name for name in model.state_dict())
     assert math.isfinite(model(torch.randint(11, (1, 5)), targets=torch.randint(11, (1, 5))).loss.item())
-    with pytest.raises(ValueError, match="intermediate_size must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="intermediate_size: expected at least 0, got -1"):
         ModelConfig(intermediate_size=-1)

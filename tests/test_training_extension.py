@@ -168,7 +168,7 @@ def test_extensions_that_cannot_be_are_refused(finished):
         ((8, "constant"), {"lr": 0.1}, "steps: expected more than the 8 of the run's newest checkpoint, got 8"),
         ((12, "cosine"), {"lr": 0.1, "warmup_steps": 0}, "warmup_steps: expected at least 1"),
         ((12, "cosien"), {"lr": 0.1}, "unknown schedule 'cosien'.*did you mean 'cosine'"),
-        ((12, "cosine"), {"lr": -1.0}, "lr must be above 0"),
+        ((12, "cosine"), {"lr": -1.0}, "lr: expected a number above 0"),
         ((10, "cosine"), {"lr": 0.1}, r"extensions\[0\]: after=8 and warmup_steps=2 must leave updates before step 10"),
     ]:
         with pytest.raises(ValueError, match=message):

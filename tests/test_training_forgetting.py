@@ -158,7 +158,7 @@ def test_a_network_alone_learns_beside_frozen_weights(folder):
         (["forgetting.budget=2"], "forgetting: expected its defaults, since no layer of the model forgets"),
         ([*FORGETS, "forgetting.alone=true"], "alone: expected false without start_from"),
         (["forgetting.order=deepfirst"], "did you mean 'deep_first'"),
-        (["forgetting.blend=2"], r"blend must be in \[0, 1\]"),
+        (["forgetting.blend=2"], r"blend: expected a number in \[0, 1\]"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(folder, overrides, said):

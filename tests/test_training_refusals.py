@@ -22,7 +22,7 @@ def config_of(tmp_path):
 
 
 def test_an_unknown_option_of_the_pruning_is_refused(config_of):
-    with pytest.raises(ValueError, match=r"option of acp 'epz'.*did you mean 'eps'"):
+    with pytest.raises(ValueError, match=r"option 'epz' of acp.*did you mean 'eps'"):
         train(config_of("model.attention_options={acp: {epz: 1e-3}}"))
 
 

@@ -132,7 +132,7 @@ def test_sizes_that_no_tensor_has_are_refused(name):
 
 @pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
 def test_numbers_that_must_be_finite_are(name):
-    with pytest.raises(ValueError, match=f"{name} must be finite, got inf"):
+    with pytest.raises(ValueError, match=f"{name}: expected a finite number, got inf"):
         OptimizerConfig(**{name: math.inf})
     OptimizerConfig(clip_norm=math.inf)
 
@@ -142,8 +142,8 @@ def test_numbers_that_must_be_finite_are(name):
     [
         ("output_dir", "", "output_dir must name a folder"),
         ("output_dir", "~/run", "~ does not stand for a home folder"),
-        ("batch_size", 10**30, "batch_size must be below 2147483648"),
-        ("seed", 2**32, "seed must be below 4294967296"),
+        ("batch_size", 10**30, "batch_size: expected a number below 2147483648"),
+        ("seed", 2**32, "seed: expected a number below 4294967296"),
     ],
 )
 def test_fields_that_no_run_can_use_are_refused(field, value, message):

@@ -301,8 +301,9 @@ def divergence(target: Tensor, logits: Tensor, kind: str) -> Tensor:
     target = target.detach()
     if kind == "mse":
         return (logits.sigmoid() - target).square()
-    entropy = torch.xlogy(target, target) + torch.xlogy(1 - target, 1 - target)
-    return entropy - target * F.logsigmoid(logits) - (1 - target) * F.logsigmoid(-logits)
+    crossed = (1 - target) * logits - F.logsigmoid(logits)
+    found: Tensor = crossed - torch.special.entr(target) - torch.special.entr(1 - target)
+    return found
 
 
 def distillation_loss(target: Tensor, logits: Tensor, exists: Tensor, age: Tensor, options: Forgetting) -> Tensor:

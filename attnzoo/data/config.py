@@ -28,7 +28,7 @@ class WeightedSource:
 
     def __post_init__(self) -> None:
         if not self.source:
-            raise ValueError("source must be a file, a folder or 'stdlib', got an empty text")
+            raise ValueError("source: expected a file, a folder or 'stdlib', got an empty text")
         above(self, 0.0, "weight")
         finite(self, "weight")
 
@@ -77,13 +77,13 @@ class DataConfig:
         at_least(self, 1, "context_length")
         at_least(self, 0, "seed")
         if not 0 < self.heldout_fraction < 1:
-            raise ValueError(f"heldout_fraction must be between 0 and 1, got {self.heldout_fraction}")
+            raise ValueError(f"heldout_fraction: expected a number between 0 and 1, got {self.heldout_fraction}")
         for name in ("source", "heldout_source"):
             if getattr(self, name) == "":
-                raise ValueError(f"{name} must be a file, a folder or 'stdlib', got an empty text")
+                raise ValueError(f"{name}: expected a file, a folder or 'stdlib', got an empty text")
         parts = PurePath(self.pattern).parts
         if not parts or PurePath(self.pattern).is_absolute() or ".." in parts:
-            raise ValueError(f"pattern must be a relative path without '..', such as *.md, got {self.pattern!r}")
+            raise ValueError(f"pattern: expected a relative path without '..', such as *.md, got {self.pattern!r}")
         if self.sources and self.source != "stdlib":
             raise ValueError(f"sources: expected none beside source={self.source!r}, which is then another of them")
         self._check_task()

@@ -188,7 +188,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         """The text that follows each context."""
         for name in settings:
             if name not in SETTINGS:
-                raise unknown("setting of generate_until", name, SETTINGS)
+                raise unknown("setting", name, SETTINGS, of="generate_until")
         if settings.get("top_p", 1) != 1:
             raise ValueError(f"top_p: expected 1 in generate_until, got {settings['top_p']}")
         until = settings.get("until") or []

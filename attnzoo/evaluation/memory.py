@@ -30,7 +30,7 @@ from attnzoo.algebra.pruning import negligible
 from attnzoo.errors import unknown
 from attnzoo.evaluation.losses import Array, token_losses
 from attnzoo.forms.forgetting import remembered_of, retention_of
-from attnzoo.forms.forgetting_goal import pooled
+from attnzoo.forms.forgetting_goal import log_of_nothing, pooled
 from attnzoo.forms.panels import Logits
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.softmax import SoftmaxForms
@@ -46,6 +46,7 @@ _BY_PLACE = {"window": 0, "sinks": 4}  # and the first tokens that are kept besi
 OBSERVED = 16
 ROOM = 16  # M is so many times the number of rows for which room is made at a time
 PAIRS = {"cpu": 2**21, "cuda": 2**25}  # of a row and a key, in a pass, if a window has no more
+KEYS = 1024  # of which what later rows need is found at a time
 FOR_EVER = 1e9  # the score of what a rule never gives up
 
 
@@ -88,14 +89,21 @@ def needed(logits: Tensor, v: Tensor) -> Tensor:
         logits: ``[B, H, T, T]``, -inf where a row sees nothing.
         v: ``[B, T, G, V]``.
     """
-    causal, found = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(), []
+    T, found = logits.shape[-1], []
     for a, values in zip(logits, v.to(logits.dtype).transpose(1, 2), strict=True):  # few of them fit into memory
-        weights = a.softmax(-1).unflatten(0, (values.shape[0], -1))  # [G, R, T, T]
-        output = (weights @ values[:, None]).square().sum((1, 3))
-        log_s = least(weights.double().square().sum(1)).log() + least(values.double().square().sum(-1)).log()[:, None]
-        log_s = log_s - least(output.double()).log()[..., None]
-        found.append(pooled(log_s[None], causal, Forgetting(), 1.0).to(a.dtype).masked_fill(~causal, 0.0))
-    return torch.cat(found)
+        a = a.unflatten(0, (values.shape[0], -1))  # [G, R, T, T]
+        output = (a.softmax(-1) @ values[:, None]).square().sum((1, 3))
+        of_rows = least(output).log()[..., None]
+        of_keys = least(values.square().sum(-1)).log()[:, None]
+        lse, need = a.logsumexp(-1, keepdim=True), a.new_zeros(a.shape[0], T, T)
+        for start in range(0, T, KEYS):
+            keys, rows = slice(start, start + KEYS), slice(start, T)
+            there = torch.ones(T - start, of_keys[..., keys].shape[-1], dtype=torch.bool, device=a.device).tril()
+            log_s = (2 * (a[:, :, rows, keys] - lse[:, :, rows])).logsumexp(1) + of_keys[..., keys] - of_rows[:, rows]
+            log_s = log_s.clamp_(min=log_of_nothing(log_s))
+            need[:, rows, keys] = pooled(log_s[None], there, Forgetting(), 1.0)[0].masked_fill_(~there, 0.0)
+        found.append(need)
+    return torch.stack(found)
 
 
 def held_keys(

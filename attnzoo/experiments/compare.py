@@ -71,7 +71,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         for name in ("length_factor", "tokens", "batch_size", "block"):
             if getattr(self, name) < 1:
-                raise ValueError(f"evaluate.{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"evaluate.{name}: expected at least 1, got {getattr(self, name)}")
 
 
 @dataclass
@@ -134,10 +134,10 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
         raise ValueError(f"variants: expected a name or a mapping with a name, got {entry!r}")
     for key in entry:
         if key not in ENTRY_KEYS:
-            raise unknown("key of a variant", key, ENTRY_KEYS)
+            raise unknown("key", key, ENTRY_KEYS, of="a variant")
     options = entry.get("options") or {}
     if not isinstance(options, Mapping):
-        raise ValueError(f"variants: options of {entry['name']} must be a mapping, got {options!r}")
+        raise ValueError(f"variants: expected a mapping as options of {entry['name']}, got {options!r}")
     variant = get(entry["name"]).name
     extras = ", ".join(str(key) if value is True else f"{key}={value}" for key, value in options.items())
     given = entry.get("label")

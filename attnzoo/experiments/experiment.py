@@ -31,6 +31,7 @@ class Arm:
         settings: `key=value` of the training, after those of the size.
         lrs: the learning rates it is tried at, where they are not the size's.
         after: an arm before this one, with one learning rate: from the weights of its run with the same seed.
+        at: size -> options of its layers there, in the place of those of the same name.
     """
 
     name: str
@@ -39,6 +40,11 @@ class Arm:
     settings: tuple[str, ...] = ()
     lrs: tuple[float, ...] = ()
     after: str = ""
+    at: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def options_at(self, size: str) -> dict[str, Any]:
+        """The options of its layers at a size."""
+        return {**self.options, **self.at.get(size, {})}
 
     def __post_init__(self) -> None:
         several(self, "settings", "lrs")
@@ -211,9 +217,9 @@ class Experiment:
         shown = [value for overlay in self.overlays for value in overlay.values]
         for value in (*claimed, *gridded, *shown, *(Value(self.arms[0].name, probe) for probe in self.maps)):
             if value.arm not in self.arm_names:
-                raise unknown("arm of a claim or a picture", value.arm, self.arm_names)
+                raise unknown("arm", value.arm, self.arm_names, of="a claim or a picture")
             if value.probe not in (probe.name for probe in self.probes):
-                raise unknown("probe of a claim or a picture", value.probe, [probe.name for probe in self.probes])
+                raise unknown("probe", value.probe, [probe.name for probe in self.probes], of="a claim or a picture")
             places = {probe.name: getattr(probe, "at", None) for probe in self.probes}[value.probe]
             if places is not None and value.at is not None and value.at not in places:
                 known = ", ".join(f"{place:g}" for place in places)
@@ -222,7 +228,7 @@ class Experiment:
                 )
         for number, arm in enumerate(self.arms):
             if arm.after and arm.after not in self.arm_names[:number]:
-                raise unknown(f"after, of the arm {arm.name!r},", arm.after, self.arm_names[:number])
+                raise unknown("after", arm.after, self.arm_names[:number], of=f"the arm {arm.name!r}")
 
     @property
     def arm_names(self) -> list[str]:
@@ -237,12 +243,14 @@ class Experiment:
         return [expectation for expectation in self.expectations if size in (expectation.sizes or [size])]
 
 
-def layers_of(experiment: Experiment, arm: Arm) -> str:
-    """What an arm is and how it is trained, where other arms may differ, in words."""
-    given = [f"{key}={value}" for key, value in {**experiment.options, **arm.options}.items()]
+def layers_of(experiment: Experiment, arm: Arm, size: str = "") -> str:
+    """What an arm is and how it is trained, where other arms may differ, in words: at a size, or at all of them."""
+    given = [f"{key}={value}" for key, value in {**experiment.options, **arm.options_at(size)}.items()]
     rates = [f"learning rates {', '.join(f'{lr:g}' for lr in arm.lrs)}"] if arm.lrs else []
     after = [f"from the weights of {arm.after}"] if arm.after else []
-    return ", ".join([str(arm.variant), *given, *arm.settings, *rates, *after])
+    others = {} if size else arm.at
+    elsewhere = [f"at size {name} {key}={value}" for name, own in others.items() for key, value in own.items()]
+    return ", ".join([str(arm.variant), *given, *arm.settings, *rates, *after, *elsewhere])
 
 
 def cost_of(experiment: Experiment, name: str) -> str:
@@ -283,7 +291,8 @@ def find(name: str) -> Experiment:
     """An experiment by its name, or from a file that ends in ``EXPERIMENT``.
 
     Raises:
-        ValueError: neither is there (the built-in names are listed, and the nearest one is named), or the file fails.
+        ValueError: neither is there (the built-in names are listed, and the nearest one is named), the file fails, or
+            an arm has options at a size that there is not.
         TypeError: a file without an Experiment of that name.
     """
     path = CATALOGUE / f"{name}.py" if name in names() else Path(name)
@@ -292,6 +301,10 @@ def find(name: str) -> Experiment:
     experiment = given_by(path, "EXPERIMENT")
     if not isinstance(experiment, Experiment):
         raise TypeError(f"{path}: expected an Experiment as EXPERIMENT, got {experiment!r}")
+    for arm in experiment.arms:
+        for size in arm.at:
+            if size not in experiment.sizes:
+                raise unknown(f"at, of the arm {arm.name!r},", size, experiment.sizes)
     return experiment
 
 

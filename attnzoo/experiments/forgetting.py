@@ -1,5 +1,6 @@
 """What the experiments on forgetting share: the rules of their probes, and arms that train forget networks alone."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from attnzoo.experiments.experiment import Arm, Overlay, Size
@@ -8,50 +9,78 @@ RULES = {"sinks + window": "sinks", "H2O": "h2o", "SnapKV": "snapkv", "later use
 ALONE = ("forgetting={alone: true, distill_steps: 1000000, budget: 0.0}",)
 
 
-def network(name: str, after: str, settings: tuple[str, ...] = ALONE, **options: object) -> Arm:
-    """Forget networks beside the weights of another arm, which is named by its variant; by default in one phase."""
-    return Arm(name, after, {"forgetting": {"window": 2, "width": 16, **options}}, settings, (0.01,), after)
+def network(
+    name: str, after: str, settings: tuple[str, ...] = ALONE, at: Mapping[str, Mapping[str, object]] | None = None,
+    **options: object,
+) -> Arm:  # fmt: skip
+    """Forget networks beside the weights of another arm, which is named by its variant; by default in one phase.
+
+    Args:
+        at: size -> options of the network there.
+        options: of the network, beside those that all have.
+    """
+    given = {"window": 2, "width": 16, **options}
+    own = {size: {"forgetting": {**given, **changed}} for size, changed in (at or {}).items()}
+    return Arm(name, after, {"forgetting": given}, settings, (0.01,), after, own)
 
 
-def text_sizes(cpu: tuple[str, ...], gpu: tuple[str, ...]) -> dict[str, Size]:
+def reaching(tokens: int) -> float:
+    """The discount that looks so many tokens ahead: the mean distance of what it weighs."""
+    return 1 - 1 / tokens
+
+
+def text_sizes(cpu: tuple[str, ...], gpu: Size) -> dict[str, Size]:
     """Sizes of models that learn a text, beside whose weights forget networks are trained.
 
     Args:
-        cpu, gpu: `key=value` of the networks' training at each size.
+        cpu: `key=value` of the networks' training on a CPU.
+        gpu: the other size.
     """
-    return {
-        "cpu": Size(
-            settings=(
-                "steps=600", "batch_size=8", "data.context_length=256", "log_every=100", "eval_tokens=4096",
-                "model={hidden_size: 64, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=30",
-            ),
-            lrs=(0.004,),
-            tokens=4096,
-            after=cpu,
+    small = Size(
+        settings=(
+            "steps=600", "batch_size=8", "data.context_length=256", "log_every=100", "eval_tokens=4096",
+            "model={hidden_size: 64, num_layers: 2, num_heads: 2}", "optimizer.warmup_steps=30",
         ),
-        "gpu": Size(
-            settings=(
-                "steps=600", "batch_size=8", "data.context_length=4096", "log_every=100", "eval_tokens=65536",
-                "model={hidden_size: 256, num_layers: 4, num_heads: 4}", "optimizer.warmup_steps=60",
-                "mixed_precision=bf16",
-            ),
-            lrs=(0.002,),
-            tokens=16384,
-            after=gpu,
-        ),
-    }  # fmt: skip
+        lrs=(0.004,),
+        tokens=4096,
+        after=cpu,
+    )  # fmt: skip
+    return {"cpu": small, "gpu": gpu}
 
 
-def part_by_part(lr: float = 0.01) -> tuple[Arm, ...]:
+def on_gpu(context: int, heads: int, rows: int, tokens: int, after: tuple[str, ...]) -> Size:
+    """Models of four layers and 256 channels, which learn 6.6 million bytes.
+
+    Args:
+        context: tokens of a row.
+        heads: of a layer. What forget networks learn from costs context^2 times heads at each of their steps.
+        rows: in a batch.
+        tokens: of held-out text, that each probe reads.
+        after: `key=value` of the networks' training.
+    """
+    return Size(
+        settings=(
+            "steps=400", f"batch_size={rows}", f"data.context_length={context}", "log_every=100", "eval_tokens=65536",
+            f"model={{hidden_size: 256, num_layers: 4, num_heads: {heads}}}", "optimizer.warmup_steps=40",
+            "mixed_precision=bf16",
+        ),
+        lrs=(0.002,),
+        tokens=tokens,
+        after=after,
+    )  # fmt: skip
+
+
+def part_by_part(ahead: int, lr: float = 0.01) -> tuple[Arm, ...]:
     """Forget networks in two phases beside the weights of the arm `rope`, each with one thing changed: the ablations of
     "One-Pass Forgetting", section 4.
 
     Args:
+        ahead: tokens that the discount looks ahead at size `gpu`; on a CPU 20.
         lr: of the arm that trains all weights on.
     """
 
-    def arm(name: str, *settings: str, **options: object) -> Arm:
-        return network(name, "rope", ("forgetting.alone=true", *settings), **{"budget": 0.15, **options})
+    def arm(name: str, *settings: str, at: Mapping[str, Mapping[str, object]] | None = None, **options: object) -> Arm:
+        return network(name, "rope", ("forgetting.alone=true", *settings), at, **{"budget": 0.15, **options})
 
     return (
         arm("key"),
@@ -60,7 +89,7 @@ def part_by_part(lr: float = 0.01) -> tuple[Arm, ...]:
         arm("decay", network="decay"),
         arm("plain maximum", pool="max"),
         arm("plain soft maximum", pool="softmax"),
-        arm("discount", discount=0.95),
+        arm("discount", discount=reaching(20), at={"gpu": {"discount": reaching(ahead)}}),
         arm("sharp from the start", "forgetting.temperature=64"),
         arm("shallow layers first", "forgetting.order=shallow_first"),
         arm("deep layers first", "forgetting.order=deep_first"),

@@ -82,7 +82,7 @@ class Plan:
         settings.setdefault("optimizer", {})["lr"] = lr
         settings.setdefault("data", {})["seed"] = seed
         model = settings.get("model", {})
-        options = {**model.get("attention_options", {}), **experiment.options, **arm.options}
+        options = {**model.get("attention_options", {}), **experiment.options, **arm.options_at(self.size)}
         settings["model"] = {**model, "attention": arm.variant, "attention_options": options}
         settings["output_dir"] = self._folder(arm, lr, seed)
         if arm.after:

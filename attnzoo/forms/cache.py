@@ -23,10 +23,12 @@ class RecurrentState:
     Args:
         matrix: ``S^T``, ``[B, H, K, V]``, in float32 (float64 for float64 inputs).
         tokens: how many it has seen, padding included.
+        disposable: whether the call that continues it may write to ``matrix``, which nobody reads again.
     """
 
     matrix: Tensor
     tokens: int = 0
+    disposable: bool = False
 
     def __len__(self) -> int:
         return self.tokens

@@ -37,7 +37,8 @@ def extend(
     check_linear(LinearOptions(scale, valid, None, write, delta_rule), q, k, gate)
     past, seen = (None, 0) if state is None else (state.matrix.float(), len(state))
     write = gate.beta if delta_rule else write
-    o, matrix = linear_steps(q, k, v, gate, past, scale=scale, write=write, valid=valid)
+    in_place = state is not None and state.disposable
+    o, matrix = linear_steps(q, k, v, gate, past, scale=scale, write=write, valid=valid, in_place=in_place)
     return o, RecurrentState(matrix, seen + q.shape[1])
 
 

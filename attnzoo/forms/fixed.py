@@ -113,12 +113,16 @@ class MatrixMemory(Memory):
         return MatrixMemory(torch.zeros(len(rows.lengths), *matrix.shape[1:], dtype=matrix.dtype, device=device), rows)
 
     def step(self, call: Call, extend: Extend) -> Tensor:
-        once = self.rows.tokens == 1
-        matrix = self.matrix if once else self.matrix.clone()  # a kernel may write to the state that it is given
-        o, state = extend(replace(call, state=RecurrentState(matrix)))
-        if not once:
-            self.last = call, extend
-        elif state.matrix is not self.matrix:
+        if self.rows.tokens == 1:
+            return self._advance(call, extend)
+        self.last = call, extend
+        o: Tensor = extend(replace(call, state=RecurrentState(self.matrix)))[0]
+        return o
+
+    def _advance(self, call: Call, extend: Extend) -> Tensor:
+        """The output of a call, after which the states are those after its tokens."""
+        o, state = extend(replace(call, state=RecurrentState(self.matrix, disposable=True)))
+        if state.matrix is not self.matrix:
             self.matrix.copy_(state.matrix)
         return o  # type: ignore[no-any-return]
 
@@ -129,8 +133,7 @@ class MatrixMemory(Memory):
         T = call.q.shape[1]
         others = torch.arange(T, device=kept.device) >= kept[:, None] * (T // self.rows.tokens)
         gate, v = call.gate.per_token(call.q).neutral_where(others), call.v.masked_fill(others[..., None, None], 0.0)
-        state = extend(replace(call, gate=gate, v=v, state=RecurrentState(self.matrix.clone())))[1]
-        self.matrix.copy_(state.matrix)
+        self._advance(replace(call, gate=gate, v=v), extend)
 
     def admit(self, row: int, state: RecurrentState, tokens: int) -> None:
         self.matrix[row] = state.matrix[0]
@@ -142,7 +145,7 @@ class MatrixMemory(Memory):
         yield self.matrix
 
     def workspace(self, heads: int, tokens: int = 1) -> int:
-        return 0 if tokens == 1 else 2 * size_of(self.matrix)  # a copy, and the state after it
+        return 0 if tokens == 1 else size_of(self.matrix)  # the state after all of them
 
 
 def tokens_of(call: Call) -> Iterator[Call]:

@@ -71,7 +71,7 @@ class CarriedPages(PagedMemory):
 
     def admit(self, row: int, state: KVCache | PagedCache, tokens: int) -> None:
         if isinstance(state, PagedCache):
-            one = state.pool
+            one = cast(CarriedPool, state.keys())
         else:  # its keys stand as the last token has left them all: as if no token before had a factor
             one = _like(cast(CarriedPool, self.pool), 1, len(state), state.k.device)
             w = state.k.new_zeros(*state.k.shape[:3], *one.near_w.shape[3:])

@@ -143,15 +143,16 @@ class PagedMemory(Memory):
         self._adopt(row, pool_of(state), state, tokens)
 
     def _adopt(self, row: int, one: KeyPool, state: KVCache | PagedCache, tokens: int) -> None:
-        """The idle row ``row`` goes on from the keys of ``state``, which ``one`` holds."""
+        """The idle row ``row`` goes on from the keys of ``state``, which ``one`` holds; both stay as they are."""
         theirs = state.evict if isinstance(state, PagedCache) else None
         if self.evict is not None:
-            away = self.evict.offload
+            away, one = self.evict.offload, one.apart()
             if away is None:
                 self.evict.give_up(one)
             elif theirs is not None and theirs.offload is not None:
-                theirs.give_up(one)
-                away.adopt(row, theirs.offload)
+                kept = theirs.offload.copy()
+                replace(theirs, offload=kept).give_up(one)
+                away.adopt(row, kept)
             elif bool(one.first.any()):
                 raise ValueError("cache: expected that of new_cache(evict='offload'), got one whose keys are gone")
             tokens = min(tokens, one.lengths[0] + PAGE)
@@ -195,7 +196,7 @@ class PagedMemory(Memory):
 def pool_of(state: KVCache | PagedCache) -> KeyPool:
     """The keys of a state of one sequence, in pages."""
     if isinstance(state, PagedCache):
-        return state.pool
+        return state.keys()
     (S, G, K), gates = state.k.shape[1:], state.log_decay
     pool = KeyPool.empty(
         1, G, 1 if gates is None else gates.shape[2] // G, K, state.v.shape[3], dtype=state.v.dtype,

@@ -35,9 +35,9 @@ from attnzoo.algebra.forgetting import (
     squashed,
 )
 from attnzoo.algebra.values import in_transform
-from attnzoo.forms.forgetting_goal import Goal, counts
+from attnzoo.forms.forgetting_goal import CHUNK, Goal, counts
 from attnzoo.forms.options import existing
-from attnzoo.forms.panels import COLUMNS, Logits
+from attnzoo.forms.panels import Logits
 from attnzoo.forms.readout import least_logit
 
 
@@ -111,9 +111,9 @@ def forgetful_attention(
         a = logits.panel(start, stop, there)
         x, age, _ = retention_of(logits, a, start, stop, retention, options)
         r = remembered_of(x, age, there, options)
-        bias = forgetful_bias(r, options, temperature).repeat_interleave(H // G, 1)
+        bias = _by_query_head(forgetful_bias(r, options, temperature), H)
         weights = (a + bias - lse[..., start:, None]).exp()
-        N = weights @ values[:, :, start:stop].repeat_interleave(H // G, 1)
+        N = weights @ _by_query_head(values[:, :, start:stop], H)
         found = [torch.cat([N, weights.sum(-1, keepdim=True)], -1)]
         if losses:
             found.append(expected_kept(r, options, temperature).masked_fill(~there, 0.0).sum(-1))
@@ -191,9 +191,9 @@ def hard_attention(
         a = logits.panel(start, stop, there)
         x, age, mean = retention_of(logits, a, start, stop, retention, options)
         r = remembered_of(x, age, there, options)
-        gone = (r < options.threshold).repeat_interleave(H // G, 1)
+        gone = _by_query_head(r < options.threshold, H)
         a = a.clamp(min=nothing).masked_fill(gone, nothing)
-        part, own = a.softmax(-1) @ values[:, :, start:stop].repeat_interleave(H // G, 1), a.logsumexp(-1)
+        part, own = a.softmax(-1) @ _by_query_head(values[:, :, start:stop], H), a.logsumexp(-1)
         own, part = F.pad(own, (start, 0), value=nothing), F.pad(part, (0, 0, start, 0))
         both = torch.logaddexp(lse, own)
         o = o * (lse - both).exp()[..., None] + part * (own - both).exp()[..., None]
@@ -210,10 +210,34 @@ def hard_attention(
     return rearrange(o, "b h t v -> b t h v").to(v.dtype), found
 
 
+def _by_query_head(x: Tensor, heads: int) -> Tensor:
+    """``[B, G, ...]`` for each of the query heads ``[B, H, ...]``."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
 def remembered_of(x: Tensor, age: Tensor, there: Tensor, options: Forgetting) -> Tensor:
-    """:func:`attnzoo.algebra.forgetting.remembered` of a panel, from the logits of retention."""
+    """:func:`attnzoo.algebra.forgetting.remembered` of a panel, from the logits of retention.
+
+    What a network of keys gives falls with the age: it is its own minimum so far.
+    """
+    if not options.of_pairs:
+        return x.sigmoid().masked_fill(age < options.window, 1.0)
     r = x.sigmoid().masked_fill((age < options.window) | ~there, 1.0)
-    return r.cummin(-2).values if options.monotone else r
+    return least_so_far(r) if options.monotone else r
+
+
+def least_so_far(x: Tensor) -> Tensor:
+    """The minimum along the rows up to each, ``[..., R, n]``, within chunks of :data:`CHUNK` rows and over chunks.
+
+    A tie passes its gradient on to both sides, half each.
+    """
+    R, rows = x.shape[-2], CHUNK
+    if rows >= R:
+        return x.cummin(-2).values
+    whole = F.pad(x, (0, 0, 0, -R % rows), value=torch.inf)
+    inside = rearrange(whole, "... (m c) n -> ... m c n", c=rows).cummin(-2).values
+    before = F.pad(inside[..., :-1, -1, :].cummin(-2).values, (0, 0, 1, 0), value=torch.inf)
+    return inside.minimum(before[..., None, :]).flatten(-3, -2)[..., :R, :]
 
 
 def retention_of(
@@ -225,12 +249,12 @@ def retention_of(
         return retention(Panel(start, stop, age)), age, None
     a, own = a.detach(), logits.own.detach()[..., start:, None]
     share = reduce((a - own).sigmoid(), "b (g r) t j -> b g t j", "mean", g=G)
-    mean = running_mean(share, options.memory, logits.columns)
+    mean = running_mean(share, options.memory)
     logit = reduce(squashed(a), "b (g r) t j -> b g t j", "mean", g=G)
     return retention(Panel(start, stop, age, logit, mean)), age, mean
 
 
-def running_mean(x: Tensor, memory: float, rows: int = COLUMNS) -> Tensor:
+def running_mean(x: Tensor, memory: float, rows: int = CHUNK) -> Tensor:
     """:func:`attnzoo.algebra.forgetting.running_mean` of a panel ``[B, G, R, n]`` that begins with row and key 0.
 
     Within a chunk of ``rows``, and from chunk to chunk, it is a product with powers of ``memory``, none above 1.

@@ -3,6 +3,9 @@
 Each key head of each sequence holds its own keys, in slots without an order. A key that goes is replaced by the last
 one ("One-Pass Forgetting", section 3: swap-delete), so that the slots in use stay the first ones; when few are in use
 the tensors shrink, by pages of 64 slots. What is gone does not come back.
+
+Within a budget in bytes all heads of a sequence share their slots, and each slot says whose it is: memory is then what
+the budget says, however unequal the heads' keys are in number.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ class Policy:
     Args:
         options: of the layer that forgets.
         tokens: keys that each head may hold; None for as many as it wants.
-        bytes: keys and values that all heads of a sequence may hold together; None likewise. The heads compete.
+        bytes: keys and values that all heads of a sequence may hold together; None likewise. The heads compete, and
+            share their slots.
         log_eps: besides, keys go of which later rows can lose no more than this weight, as a logarithm; None: none do.
         bounds: of the rows to come, for that.
         window: of the layer, or None.
@@ -71,8 +75,9 @@ class ForgettingCache:
             heads: ``c`` and ``closed``, the running sum of the open gates and count of the closed ones up to the key,
             ``tail``, ``log n_b - c_b`` there (:mod:`attnzoo.algebra.pruning`), and ``longest``, the length of the
             longest key until then. Where slots are not in order (:mod:`attnzoo.forms.forgetting_fixed`), ``held`` says
-            which are in use, and ``live`` nothing.
-        live: slots in use, ``[B, G]`` int64.
+            which are in use, and ``live`` nothing. Where heads share slots, all are ``[B, S, 1, ...]``, as if each slot
+            were a head with one key, and ``head`` says which head it is of.
+        live: slots in use by each head, ``[B, G]`` int64.
         seen: tokens of each sequence so far, ``[B]`` int64.
         policy: by what keys go.
         tokens: how many tokens it has seen, padding included.
@@ -126,12 +131,62 @@ class ForgettingCache:
         live, seen = self.live.to(device), self.seen.to(device)
         return replace(self, slots=slots, sums=sums, live=live, seen=seen, phase=phase, angle=angle)
 
+    @property
+    def shared(self) -> bool:
+        """Whether all heads of a sequence share its slots."""
+        return "head" in self.slots
+
+    def by_slot(self, x: Tensor) -> Tensor:
+        """What heads have, ``[B, G, ...]``, as slots are laid out: ``[B, S, ...]`` where these are shared."""
+        return x[torch.arange(len(x), device=x.device)[:, None], self.slots["head"][:, :, 0]] if self.shared else x
+
+    def by_head(self, which: Tensor) -> Tensor:
+        """How many such slots ``[B, G, N]`` each head has, ``[B, G]``."""
+        if not self.shared:
+            return which.sum(-1)
+        return torch.zeros_like(self.live).scatter_add_(1, self.slots["head"][:, :, 0], which[:, :, 0].long())
+
     def in_use(self) -> Tensor:
         """Which slots hold a key, ``[B, G, N]`` bool."""
         if "held" in self.slots:
             return self.slots["held"]
-        N = self.slots["kept"].shape[2]
-        return torch.arange(N, device=self.live.device) < self.live[..., None]
+        number = torch.arange(self.size, device=self.live.device)
+        return (number < self.live.sum(1, keepdim=True))[..., None] if self.shared else number < self.live[..., None]
+
+    @property
+    def size(self) -> int:
+        """Slots of a head, or of a sequence where its heads share them."""
+        return self.slots["kept"].shape[1 if self.shared else 2]
+
+    def in_budget(self) -> int:
+        """Keys of a sequence that a budget in bytes has room for."""
+        assert self.policy.bytes is not None
+        each = sum(self.slots[name][0, 0, 0].numel() * self.slots[name].element_size() for name in ("k", "v"))
+        return self.policy.bytes // each
+
+    def most(self) -> int:
+        """Shared slots that a sequence can need: those of its budget, and one for a new key of each head."""
+        G = self.live.shape[1]
+        return max(self.in_budget(), G * self.policy.options.window) + G
+
+    def free(self) -> Tensor:
+        """A free slot for each head, ``[B, G]``."""
+        number = torch.arange(self.live.shape[1], device=self.live.device)
+        if "held" in self.slots:
+            held = self.slots["held"].int()
+            return held[:, :, 0].argsort(dim=1, stable=True)[:, : len(number)] if self.shared else held.argmin(-1)
+        return self.live.sum(1, keepdim=True) + number if self.shared else self.live
+
+    def with_room(self) -> ForgettingCache:
+        """A copy with free slots for one more key of each head."""
+        axis, slots = 1 if self.shared else 2, {}
+        needed = int((self.live + 1).sum(1).max() if self.shared else self.live.max() + 1)
+        size = max(self.size, -(-needed // PAGE) * PAGE if needed > self.size else 0)
+        size = min(size, max(self.most(), needed)) if self.shared else size  # a budget cuts when a call ends
+        for name, x in self.slots.items():
+            more = x.new_zeros(*x.shape[:axis], size - self.size, *x.shape[axis + 1 :])
+            slots[name] = torch.cat([x, more], axis)
+        return replace(self, slots=slots)
 
     def age(self) -> Tensor:
         """Tokens from each key to the last one, ``[B, G, N]``."""
@@ -149,8 +204,7 @@ class ForgettingCache:
         if policy.tokens is not None:
             gone = gone | (_rank(score, position) >= policy.tokens)
         if policy.bytes is not None:
-            each = sum(self.slots[name][0, 0, 0].numel() * self.slots[name].element_size() for name in ("k", "v"))
-            gone = gone | (_rank(score.flatten(1), position.flatten(1)).view_as(score) >= policy.bytes // each)
+            gone = gone | (_rank(score.flatten(1), position.flatten(1)).view_as(score) >= self.in_budget())
         return gone & held & ~safe
 
     def within_budget(self) -> ForgettingCache:
@@ -167,20 +221,34 @@ class ForgettingCache:
         if policy.window is not None:
             gone = gone | (self.age() >= policy.window - 1)
         if "c" in slots:
-            gone = gone | (slots["closed"] != self.sums["closed"][:, :, None]).all(-1)
+            gone = gone | (slots["closed"] != self.by_slot(self.sums["closed"])[:, :, None]).all(-1)
             if policy.log_eps is not None and policy.bounds is not None:
-                tails, total = slots["tail"].movedim(-1, 2).flatten(1, 2), self.sums["c"].flatten(1)
-                longest = slots["longest"].repeat_interleave(total.shape[1] // self.live.shape[1], 1)
-                found = negligible(longest, tails, total, policy.log_eps, policy.bounds)
-                gone = gone | found.unflatten(1, (self.live.shape[1], -1)).all(2)
+                tails, total = slots["tail"].movedim(-1, 2).flatten(1, 2), self.by_slot(self.sums["c"]).flatten(1)
+                longest = slots["longest"].repeat_interleave(total.shape[1] // gone.shape[1], 1)
+                found = negligible(longest, tails, total, policy.log_eps, self._bounds(policy.bounds))
+                gone = gone | found.unflatten(1, (gone.shape[1], -1)).all(2)
         return gone
+
+    def _bounds(self, bounds: QueryBounds) -> QueryBounds:
+        """Those of the query heads of each slot."""
+        (B, G), R = self.live.shape, self.sums["c"].shape[2]
+
+        def of_slots(x: Tensor) -> Tensor:
+            return self.by_slot(x.expand(B, G * R).unflatten(1, (G, R))).flatten(1)
+
+        score = None if bounds.score is None else of_slots(bounds.score)
+        return replace(bounds, query=of_slots(bounds.query), own=of_slots(bounds.own), score=score)
 
     def settled(self) -> ForgettingCache:
         """The same without the keys that no row to come sees."""
         gone = self.done_with() & self.in_use()
         if not bool(gone.any()):
             return self
-        slots, live = swap_delete(self.slots, self.live, gone)
+        if self.shared:
+            stays, live = self.in_use() & ~gone, self.live - self.by_head(gone)
+            slots = first_ones(self.slots, stays, min(_shrunk(int(live.sum(1).max()), self.size), self.most()))
+        else:
+            slots, live = swap_delete(self.slots, self.live, gone)
         return replace(self, slots=slots, live=live)
 
 
@@ -205,11 +273,22 @@ def swap_delete(slots: dict[str, Tensor], live: Tensor, gone: Tensor) -> tuple[d
     stays = (number < live[..., None]) & ~gone
     holes = (gone & (number < left[..., None])).nonzero(as_tuple=True)  # as many of each head as it has late ones
     late = (stays & (number >= left[..., None])).nonzero(as_tuple=True)
-    pages = max(1, -(-int(left.max()) // PAGE))
-    size = pages * PAGE if 2 * pages * PAGE <= gone.shape[2] else gone.shape[2]
-    moved = {}
+    size, moved = _shrunk(int(left.max()), gone.shape[2]), {}
     for name, x in slots.items():
         x = x.clone()
         x[holes] = x[late]
         moved[name] = x[:, :, :size].clone() if size < x.shape[2] else x
     return moved, left
+
+
+def _shrunk(used: int, size: int) -> int:
+    """Slots in whole pages where more than half of the pages would be free, else as many as there are."""
+    pages = max(1, -(-used // PAGE))
+    return pages * PAGE if 2 * pages * PAGE <= size else size
+
+
+def first_ones(slots: dict[str, Tensor], stay: Tensor, size: int) -> dict[str, Tensor]:
+    """Of shared slots ``[B, S, 1, ...]`` those that ``stay [B, S, 1]``, in their order; then others, up to ``size``."""
+    order = stay[:, :, 0].int().argsort(dim=1, descending=True, stable=True)[:, :size]
+    rows = torch.arange(len(order), device=order.device)[:, None]
+    return {name: x[rows, order] for name, x in slots.items()}

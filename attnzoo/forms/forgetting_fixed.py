@@ -25,7 +25,8 @@ AHEAD = 16  # steps at least between two looks at how many slots are in use
 class ForgettingMemory(Memory):
     """The keys that B sequences hold, in slots of each head; a new key takes the place of one that has gone.
 
-    A step reads all slots, and never waits for the device. With a budget in tokens there are as many as it allows;
+    A step reads all slots, and never waits for the device. With a budget there are as many as it allows, for each head
+    where it is in tokens, for all heads of a sequence together where it is in bytes;
     else the host looks now and then how many are in use, and makes more, or fewer. Several tokens come one after the
     other: into a copy of the slots, and when it is known which stay, into the slots.
 
@@ -34,7 +35,7 @@ class ForgettingMemory(Memory):
         network: of the layer.
         rows: see :class:`~attnzoo.forms.fixed.Rows`.
         cache: whose tensors are changed; its slots have no order.
-        most: slots that any head can need.
+        most: slots that any head can need, or any sequence where its heads share them.
         used: at least the slots that any head has in use.
         last: the step of several tokens that :meth:`keep` ends.
     """
@@ -61,8 +62,10 @@ class ForgettingMemory(Memory):
             return torch.zeros(B, *shape, dtype=x.dtype, device=device)
 
         G = state.live.shape[1]
-        slots = {name: zeros(x, G, N, *x.shape[3:]) for name, x in state.slots.items()}
-        slots["held"] = torch.zeros(B, G, N, dtype=torch.bool, device=device)
+        most = min(G * tokens, state.most()) if state.shared else most
+        shape = (most, 1) if state.shared else (G, N)
+        slots = {name: zeros(x, *shape, *x.shape[3:]) for name, x in state.slots.items()}
+        slots["held"] = torch.zeros(B, *shape, dtype=torch.bool, device=device)
         sums = {name: zeros(x, *x.shape[1:]) for name, x in state.sums.items()}
         phase = None if state.phase is None else zeros(state.phase, *state.phase.shape[1:])
         cache = ForgettingCache(slots, zeros(state.live, G), rows.length, policy, 0, sums, phase)
@@ -86,8 +89,7 @@ class ForgettingMemory(Memory):
         """One token of the sequences ``there [B]``, which changes the tensors of ``cache``; its output."""
         slots, given = cache.slots, replace(SoftmaxOptions(**call.options), valid=there[:, None])
         slots["held"] &= ~cache.done_with()
-        free = slots["held"].int().argmin(-1)  # [B, G]
-        o, after = take_token(self.forms, call.q, call.k, call.v, call.gate, self.network, cache, given, free)
+        o, after = take_token(self.forms, call.q, call.k, call.v, call.gate, self.network, cache, given)
         after = after.within_budget()
         for mine, new in ((slots, after.slots), (cache.sums, after.sums)):
             for name, x in mine.items():
@@ -99,15 +101,14 @@ class ForgettingMemory(Memory):
 
     def admit(self, row: int, state: ForgettingCache, tokens: int) -> None:
         state, slots = replace(state, policy=self.cache.policy).within_budget().settled(), self.cache.slots
-        n = int(state.live.max())
+        n = int(state.live.sum() if state.shared else state.live.max())
         self.used = max(self.used, n)
-        if n >= slots["held"].shape[2]:
+        if n >= self.cache.size and not state.shared:
             self._resize(n)
         self.clear(row)
-        held = state.in_use()[0, :, :n]
-        slots["held"][row, :, :n] = held
-        for name, x in state.slots.items():
-            slots[name][row, :, :n] = x[0, :, :n]
+        for name, x in {**state.slots, "held": state.in_use()}.items():
+            first = (row, slice(n)) if state.shared else (row, slice(None), slice(n))
+            slots[name][first] = x[(0, *first[1:])]
         for name, x in state.sums.items():
             self.cache.sums[name][row] = x[0]
         if self.cache.phase is not None and state.phase is not None:
@@ -122,7 +123,7 @@ class ForgettingMemory(Memory):
             self._take(replace(self.cache, seen=seen), one, kept > t)
 
     def ready(self, rows: Sequence[int]) -> bool:
-        N = self.cache.slots["held"].shape[2]
+        N = self.cache.size
         self.used += self.rows.tokens
         if self.most <= N or self.used <= N:
             return False
@@ -160,7 +161,7 @@ class ForgettingMemory(Memory):
         self.cache.slots["held"][row] = False
 
     def kept(self, row: int) -> list[int]:
-        return self._held()[row].sum(-1).tolist()
+        return self.cache.by_head(self._held())[row].tolist()
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.cache.slots.values()
@@ -170,5 +171,11 @@ class ForgettingMemory(Memory):
 
     def workspace(self, heads: int, tokens: int = 1) -> int:
         slots = self.cache.slots
-        copies = (slots["k"].numel() + slots["v"].numel()) * max(4, slots["v"].itemsize)  # to compute with
+        copies = slots["k"].numel() + slots["v"].numel()  # to compute with
+        if (
+            self.cache.shared
+        ):  # of each slot the queries of its head and their products with the key, and all heads' logits
+            per_head = heads // self.cache.live.shape[1]
+            copies += slots["held"].numel() * (2 * per_head * slots["k"].shape[-1] + 3 * heads)
+        copies *= max(4, slots["v"].itemsize)
         return copies if tokens == 1 else copies + sum(size_of(x) for x in slots.values())

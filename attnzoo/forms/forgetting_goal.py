@@ -11,10 +11,11 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from attnzoo.algebra.forgetting import Forgetting, least
+from attnzoo.forms.memory import available
 from attnzoo.forms.panels import Logits
 
-KEPT = 2**22  # utilities of a call up to which they are kept, and not found again where they are asked for
-NOTHING = math.log(torch.finfo(torch.float64).tiny)  # logarithm of a contribution of 0
+KEEPS = 1 / 64  # of the free memory, what the utilities of a call may take; more of them are found again where needed
+CHUNK = 128  # rows of a scan: a GPU takes the rows of one chunk one by one, but all chunks at once
 
 
 @torch.no_grad()
@@ -35,7 +36,7 @@ class Goal:
     Args:
         logits: the teacher's.
         lse: ``[B, H, T]``.
-        value: ``log |v|^2``, ``[B, G, T]`` float64.
+        value: ``log |v|^2``, ``[B, G, T]``.
         output: ``log |y|^2``, likewise.
         options: how utilities are pooled.
         temperature: tau.
@@ -58,14 +59,16 @@ class Goal:
         logits: Logits, values: Tensor, lse: Tensor, teacher: Tensor, options: Forgetting, temperature: float
     ) -> Goal:
         (B, _, T), G = logits.shape, logits.heads
-        output = reduce(teacher.double().square(), "b t (g r) v -> b g t", "sum", g=G)
+        value = least(values.square().sum(-1)).log()
+        output = least(reduce(teacher.to(value).square(), "b t (g r) v -> b g t", "sum", g=G)).log()
         unit = output.new_zeros(B, G, T)
-        value = least(values.double().square().sum(-1)).log()
-        goal = Goal(logits, lse, value, least(output).log(), options, temperature, unit)
+        goal = Goal(logits, lse, value, output, options, temperature, unit)
+        free = available(unit.device) or 0
+        kept = unit.itemsize * B * G * T * (T + logits.columns) / 2 <= KEEPS * free
         for start, stop in logits.panels():
             there = logits.exists(start, stop)
             utility = goal.utility(logits.panel(start, stop, there), there, start, stop)
-            if B * G * T * T <= KEPT:
+            if kept:
                 goal.found[start] = utility
             if options.normalize == "max":
                 unit[..., start:] = unit[..., start:].maximum(utility.amax(-1))
@@ -77,7 +80,7 @@ class Goal:
 
     @torch.no_grad()
     def panel(self, a: Tensor, there: Tensor, start: int, stop: int) -> Tensor:
-        """The target of a panel, ``[B, G, R, n]`` float64 in [0, 1]."""
+        """The target of a panel, ``[B, G, R, n]`` in [0, 1]."""
         unit, utility = self.unit[..., start:, None], self.found.get(start)
         if utility is None:
             utility = self.utility(a, there, start, stop)
@@ -87,14 +90,21 @@ class Goal:
 
     def utility(self, a: Tensor, there: Tensor, start: int, stop: int) -> Tensor:
         """S of a panel: the contributions of all rows, pooled from the last to the first."""
-        G = self.logits.heads
-        weights = 2 * (a.double() - self.lse.double()[..., start:, None])
-        log_s = weights
-        if weights.shape[1] != G:
-            log_s = rearrange(weights, "b (g r) t j -> b g r t j", g=G).logsumexp(2)
-        log_s = log_s + self.value[:, :, None, start:stop] - self.output[..., start:, None]
-        found = pooled(log_s.clamp(min=NOTHING), there, self.options, self.temperature)
-        return found.masked_fill(~there | (found < math.exp(NOTHING + 1)), 0.0)
+        G, rows = self.logits.heads, slice(start, None)
+        if a.shape[1] == G:
+            log_s = torch.add(self.value[:, :, None, start:stop], a, alpha=2)
+            log_s -= (self.output + 2 * self.lse)[..., rows, None]
+        else:
+            weights = rearrange(2 * (a - self.lse[..., rows, None]), "b (g r) t j -> b g r t j", g=G)
+            log_s = weights.logsumexp(2) + self.value[:, :, None, start:stop] - self.output[..., rows, None]
+        nothing = log_of_nothing(log_s)
+        found = pooled(log_s.clamp_(min=nothing), there, self.options, self.temperature)
+        return found.masked_fill_(~there | (found < math.exp(nothing + 1)), 0.0)
+
+
+def log_of_nothing(like: Tensor) -> float:
+    """The logarithm of a contribution of 0, in this dtype."""
+    return math.log(torch.finfo(like.dtype).tiny)
 
 
 def pooled(log_s: Tensor, there: Tensor, options: Forgetting, temperature: float) -> Tensor:
@@ -104,7 +114,7 @@ def pooled(log_s: Tensor, there: Tensor, options: Forgetting, temperature: float
     each row then sums over all later ones, in time O(T) for every pair.
 
     Args:
-        log_s: ``[B, G, R, n]`` float64.
+        log_s: ``[B, G, R, n]``.
         there: ``[B or 1, 1, R, n]``.
     """
     R = log_s.shape[-2]
@@ -116,11 +126,40 @@ def pooled(log_s: Tensor, there: Tensor, options: Forgetting, temperature: float
             w = (temperature * x).masked_fill(~there[..., t:, :], -torch.inf).softmax(-2)
             rows.append((w * x).sum(-2))
         return torch.stack(rows, -2).nan_to_num(0.0)
-    fade = torch.arange(R, dtype=log_s.dtype, device=log_s.device)[:, None] * math.log(options.discount)
-    log_x = (log_s + fade).masked_fill(~there, -torch.inf)  # all discounted from the panel's first row
+    last_first = there.flip(-2)
+    log_x = log_s.flip(-2).masked_fill_(~last_first, -torch.inf)
+    fade = math.log(options.discount)
     if options.pool == "max":
-        return (log_x.flip(-2).cummax(-2).values.flip(-2) - fade).exp()
-    logits = temperature * (log_x if options.pool == "power" else log_s.exp())
-    logits = logits.masked_fill(~there, -torch.inf)
-    total, weighed = (x.flip(-2).logcumsumexp(-2).flip(-2) for x in (logits, logits + log_x))
-    return (weighed - total - fade).exp().nan_to_num(0.0)
+        return so_far(log_x, fade, largest=True).flip(-2).exp_()
+    power = options.pool == "power"
+    logits = temperature * log_x if power else (temperature * log_x.exp()).masked_fill_(~last_first, -torch.inf)
+    total = so_far(logits, temperature * fade if power else 0.0)
+    weighed = so_far(logits.add_(log_x), (temperature + 1) * fade if power else 0.0)
+    return (weighed - total).flip(-2).exp_().nan_to_num_(0.0)
+
+
+def so_far(x: Tensor, fade: float, largest: bool = False) -> Tensor:
+    """``log sum_{i <= t} exp(x_i + (t - i) fade)`` along the rows, or the largest of these; fade <= 0.
+
+    Within chunks of :data:`CHUNK` rows, and from chunk to chunk in float64, where the fading of many rows adds up.
+
+    Args:
+        x: ``[..., R, n]``.
+    """
+    R, rows = x.shape[-2], min(CHUNK, x.shape[-2])
+    x = rearrange(F.pad(x, (0, 0, 0, -R % rows)), "... (m c) n -> ... m c n", c=rows)
+    inside = _scan(x, fade, largest)
+    if x.shape[-3] > 1:
+        before = _scan(inside[..., -1, :].double(), rows * fade, largest)[..., :-1, None, :]
+        late = torch.arange(1, rows + 1, dtype=before.dtype, device=x.device)[:, None] * fade
+        before = F.pad((before + late if fade else before).to(x.dtype), (0, 0, 0, 0, 1, 0), value=-torch.inf)
+        inside = (torch.maximum if largest else torch.logaddexp)(inside, before)
+    return inside.flatten(-3, -2)[..., :R, :]
+
+
+def _scan(x: Tensor, fade: float, largest: bool) -> Tensor:
+    """:func:`so_far`, one row after the other."""
+    if not fade:
+        return x.cummax(-2).values if largest else x.logcumsumexp(-2)
+    late = torch.arange(x.shape[-2], dtype=x.dtype, device=x.device)[:, None] * fade
+    return _scan(x - late, 0.0, largest) + late

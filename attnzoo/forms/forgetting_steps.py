@@ -14,9 +14,8 @@ from attnzoo.algebra.gate import Gate, expand_heads, is_closed
 from attnzoo.algebra.transitions import HeadGate, compute_dtype, heads_first
 from attnzoo.forms.additive import AdditiveForms
 from attnzoo.forms.forgetting import Panel, hard_attention
-from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy, swap_delete
+from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy, first_ones, swap_delete
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
-from attnzoo.forms.pages import PAGE
 from attnzoo.forms.panels import Logits
 from attnzoo.forms.readout import least_logit
 from attnzoo.forms.softmax import SoftmaxForms
@@ -46,6 +45,8 @@ def extend_forgetting(
     check_softmax(given, q, gate)
     if state is None:
         o, new = _prefill(forms, q, k, v, gate, network, policy, given)
+        if policy.tokens is not None or policy.bytes is not None:
+            return o, new.within_budget().settled()  # what goes is not held until the next call
     else:
         if len(state.seen) != q.shape[0]:
             raise ValueError(f"state: expected {q.shape[0]} sequences, got {len(state.seen)}")
@@ -94,9 +95,14 @@ def _prefill(
         slots["longest"] = longest
         sums = {name: slots[name][:, :, -1].clone() for name in ("c", "closed", "tail", "longest")}
     live, seen = torch.full((B, G), T, device=q.device), there.sum(1)
-    new = ForgettingCache(slots, live, seen, policy, T, sums, phase, angle)
-    slots, live = swap_delete(slots, live, ~there[:, None].expand(B, G, T)) if valid is not None else (slots, live)
-    return o, replace(new, slots=slots, live=live)
+    if policy.bytes is not None:
+        slots["head"] = torch.arange(G, device=q.device)[:, None].expand(B, G, T)
+        slots = {name: x.flatten(1, 2)[:, :, None] for name, x in slots.items()}
+        slots = slots if valid is None else first_ones(slots, there.repeat(1, G)[..., None], G * T)
+        live = seen[:, None].expand(B, G)
+    elif valid is not None:
+        slots, live = swap_delete(slots, live, ~there[:, None].expand(B, G, T))
+    return o, ForgettingCache(slots, live, seen, policy, T, sums, phase, angle)
 
 
 def _per_query_head(gate: Gate) -> bool:
@@ -109,16 +115,15 @@ def _step(
     given: SoftmaxOptions,
 ) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
     """One token of each sequence."""
-    state = state.settled()
-    state = replace(state, slots=_with_room(state.slots, int(state.live.max()) + 1))
-    return take_token(forms, q, k, v, gate, network, state, given, state.live)
+    state = state.settled().with_room()
+    return take_token(forms, q, k, v, gate, network, state, given)
 
 
 def take_token(
     forms: SoftmaxForms, q: Tensor, k: Tensor, v: Tensor, gate: Gate, network: Network, state: ForgettingCache,
-    given: SoftmaxOptions, at: Tensor,
+    given: SoftmaxOptions,
 ) -> tuple[Tensor, ForgettingCache]:  # fmt: skip
-    """One token of each sequence into the free slots ``at [B, G]``, and its output; nothing waits for the device.
+    """One token of each sequence into free slots, and its output; nothing waits for the device.
 
     The slots are written to where they stand. The other arguments are those of :func:`extend_forgetting`.
     """
@@ -134,17 +139,18 @@ def take_token(
         if given.valid is not None and phase is not None and state.phase is not None:
             phase = torch.where(there[:, None, None, None], phase, state.phase)
     else:
-        slots["k"] = _carry(forms, gate, q, k, slots["k"])
+        slots["k"] = _carry(forms, gate, q, k, state)
     r = slots["k"].shape[3]
     new: dict[str, Tensor] = {
         "k": expand_heads(k, G * r).reshape(B, G, r, K), "v": v[:, 0],
         "network": memory[:, :, 0], "position": state.seen[:, None].expand(B, G),
         "kept": torch.ones(B, G, device=q.device), "attention": torch.full((B, G), 0.5, device=q.device),
-        "held": there[:, None].expand(B, G),
+        "held": there[:, None].expand(B, G), "head": torch.arange(G, device=q.device).expand(B, G),
     }  # fmt: skip
     sums = _next_sums(state, gate.per_token(q).log_decay, k, there)
     new |= sums
-    place = torch.arange(B, device=q.device)[:, None], torch.arange(G, device=q.device), at
+    at, heads = state.free(), torch.arange(G, device=q.device)
+    place: Any = torch.arange(B, device=q.device)[:, None], *((at, 0) if state.shared else (heads, at))
     for name, x in slots.items():
         before = x[place]
         x[place] = torch.where(there.view(B, *(1,) * (before.ndim - 1)), new[name].to(x.dtype), before)
@@ -154,50 +160,55 @@ def take_token(
         phase=phase, angle=angle,
     )  # fmt: skip
 
-    scaled = heads_first(q, H, dtype)[:, :, 0].unflatten(1, (G, -1)) * (K**-0.5 if given.scale is None else given.scale)
-    keys = slots["k"].to(dtype).expand(-1, -1, -1, scaled.shape[2] if r > 1 else 1, -1)
-    a = (keys * scaled[:, :, None]).sum(-1).movedim(-1, 2) if r > 1 else scaled @ keys[:, :, :, 0].mT  # [B, G, R, N]
+    query = heads_first(q, H, dtype)[:, :, 0].unflatten(1, (G, -1)) * (K**-0.5 if given.scale is None else given.scale)
+    scaled, keys = after.by_slot(query), slots["k"].to(dtype)
+    apart = r > 1 or after.shared  # whether each slot has queries of its own
+    a = (keys * scaled[:, :, None]).sum(-1).movedim(-1, 2) if apart else scaled @ keys[:, :, :, 0].mT  # [B, G, R, N]
     if sums:
-        a = a + (sums["c"][..., None] - slots["c"].movedim(-1, 2)).to(dtype)
-        a = a.masked_fill(sums["closed"][..., None] != slots["closed"].movedim(-1, 2), -torch.inf)
+        c, closed = (after.by_slot(sums[name])[..., None] for name in ("c", "closed"))
+        a = a + (c - slots["c"].movedim(-1, 2)).to(dtype)
+        a = a.masked_fill(closed != slots["closed"].movedim(-1, 2), -torch.inf)
     held, age = after.in_use(), after.age()
     seen = held if given.window is None else held & (age < given.window)
     a = a.masked_fill(~seen[:, :, None], -torch.inf)
     panel = Panel(0, slots["kept"].shape[2], age[:, :, None])
     if options.of_pairs:
-        own = (scaled * heads_first(k, H, dtype)[:, :, 0].unflatten(1, (G, -1))).sum(-1)
+        own = after.by_slot((query * heads_first(k, H, dtype)[:, :, 0].unflatten(1, (G, -1))).sum(-1))
         share = (a - own[..., None]).sigmoid().mean(2)
         mean = torch.where(age == 0, share, options.memory * slots["attention"] + (1 - options.memory) * share)
         slots["attention"] = torch.where(there[:, None, None], mean, slots["attention"])
         logit = reduce(squashed(a), "b g r n -> b g 1 n", "mean")
         panel = replace(panel, logits=logit, attention=mean[:, :, None])
-    retention = network.join(slots["network"], rows)(panel)[:, :, 0].sigmoid()
+    retention = network.join(slots["network"], after.by_slot(rows))(panel)[:, :, 0].sigmoid()
     retention = retention.masked_fill((age < options.window) | ~there[:, None, None], 1.0)
     slots["kept"] = slots["kept"].minimum(retention.to(slots["kept"].dtype))
 
     sees = seen & (slots["kept"] >= options.threshold)
     a = a.clamp(min=least_logit(dtype)).masked_fill(~sees[:, :, None], least_logit(dtype))
-    values = slots["v"].to(dtype)
-    if given.sink is not None:
-        sink = given.sink.to(dtype).view(1, G, -1, 1).expand(B, -1, -1, 1)
-        a, values = torch.cat([a, sink], -1), torch.cat([values, values.new_zeros(B, G, 1, values.shape[-1])], 2)
-    o = a.softmax(-1) @ values
-    return o.flatten(1, 2)[:, None].to(v.dtype), after
+    return _read(after, a, slots["v"].to(dtype), given.sink).flatten(1, 2)[:, None].to(v.dtype), after
 
 
-def _with_room(slots: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    """Copies with room for ``size`` keys of each head."""
-    N = slots["kept"].shape[2]
-    more = max(0, -(-size // PAGE) * PAGE - N)
-    return {name: torch.cat([x, x.new_zeros(*x.shape[:2], more, *x.shape[3:])], 2) for name, x in slots.items()}
+def _read(state: ForgettingCache, a: Tensor, values: Tensor, sink: Tensor | None) -> Tensor:
+    """The readout ``[B, G, R, V]`` of logits ``[B, G, R, N]`` and values ``[B, G, N, V]``, as slots are laid out."""
+    B, G = state.live.shape
+    if state.shared:  # every head looks at all slots, and sees its own
+        mine = state.slots["head"].mT == torch.arange(G, device=a.device)[:, None]  # [B, G, S]
+        a = a[..., 0].mT[:, None].masked_fill(~mine[:, :, None], least_logit(a.dtype))  # [B, G, R, S]
+        values = values[:, None, :, 0]  # [B, 1, S, V]
+    if sink is not None:
+        sink = sink.to(a.dtype).view(1, G, -1, 1).expand(B, -1, -1, 1)
+        a, values = torch.cat([a, sink], -1), torch.cat([values, torch.zeros_like(values[:, :, :1])], 2)
+    return a.softmax(-1) @ values
 
 
-def _carry(forms: SoftmaxForms, gate: Gate, q: Tensor, k: Tensor, keys: Tensor) -> Tensor:
+def _carry(forms: SoftmaxForms, gate: Gate, q: Tensor, k: Tensor, state: ForgettingCache) -> Tensor:
     """The keys ``[B, G, N, r, K]`` after one more transition."""
-    B, G, N, r, K = keys.shape
+    keys = state.slots["k"]
+    r, G = keys.shape[3], state.live.shape[1]
     local = HeadGate.of(replace(gate, log_decay=None), q if r > 1 else k).at(0)
+    local = local.map(lambda part: state.by_slot(part.unflatten(1, (G, r))).flatten(1, 2))
     moved: Tensor = forms.transition.apply(local, keys.permute(0, 1, 3, 4, 2).flatten(1, 2))  # [B, H or G, K, N]
-    moved = moved.unflatten(1, (G, r))
+    moved = moved.unflatten(1, (-1, r))
     return moved.permute(0, 1, 4, 2, 3)
 
 

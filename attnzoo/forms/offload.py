@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -76,6 +76,10 @@ class Offload:
             for n in range(start, stop):
                 del self.pages[b][g][n]
             self.returned += stop - start
+
+    def copy(self) -> Offload:
+        """The same, to which pages may be added; what they hold is shared."""
+        return replace(self, pages=[[dict(head) for head in row] for row in self.pages])
 
     def adopt(self, row: int, other: Offload) -> None:
         """Row ``row`` goes on as the only one of ``other``, whose pages are shared: nobody writes to them."""

@@ -144,6 +144,18 @@ class PagedCache:
                 self.pool.compact()
             self.pool.looked = pages
 
+    def keys(self) -> KeyPool:
+        """The keys of this cache, to be read: its pool, or a copy where that still holds tokens that were taken back.
+
+        Raises:
+            ValueError: as a call that goes on from here.
+        """
+        if self.pool.mark == self.base and tuple(self.pool.lengths) == self.lengths:
+            return self.pool
+        own = replace(self, pool=copy.deepcopy(self.pool), notes=dict(self.notes))
+        own._settle()
+        return own.pool
+
     def _settle(self) -> None:
         """Make the pool what it was when this cache was made: without tokens that were taken back, or of a failed call.
 

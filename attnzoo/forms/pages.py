@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
@@ -269,6 +269,11 @@ class Pages:
             else:
                 setattr(self, name, x)
         self.table.copy_(kept)
+
+    def apart(self) -> Self:
+        """The same pages, to be given up without those of this pool: nothing may be added to them."""
+        own = {name: getattr(self, name).clone() for name in ("pages", "table", "first", "refs")}
+        return replace(self, **own, free=list(self.free))
 
     @torch.no_grad()
     def reset(self, row: int) -> None:

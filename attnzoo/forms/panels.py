@@ -18,7 +18,8 @@ from attnzoo.forms.readout import Band
 from attnzoo.forms.softmax import SoftmaxForms
 
 COLUMNS = 64  # keys of a panel
-WIDE = 256  # on a GPU, where what is small costs as much as what is large; transitions are cut into blocks of COLUMNS
+WIDE = 256, 2048  # at least and at most on a GPU, where what is small costs as much as what is large
+PAIRS = 2**25  # of a row, a key and a query head, up to which a panel is wide
 
 
 class Logits:
@@ -42,8 +43,9 @@ class Logits:
         (_, T, H, K), dtype, device = q.shape, compute_dtype(q), q.device
         if valid is not None:
             q, k = existing(valid, q, k)
-        wide = q.device.type != "cpu" and isinstance(forms, AdditiveForms)
-        self.heads, self.valid, self.columns = k.shape[2], valid, WIDE if wide else COLUMNS
+        self.heads, self.valid, self.columns = k.shape[2], valid, COLUMNS
+        if q.device.type != "cpu" and isinstance(forms, AdditiveForms):  # transitions are cut into blocks of COLUMNS
+            self.columns = wide(q.shape[0] * H * T)
         gate = forms.separated(gate, q, valid, cu_seqlens)
         local = None if isinstance(forms, AdditiveForms) else HeadGate.of(gate, q).cut(self.columns)
         if isinstance(forms, AdditiveForms):
@@ -115,6 +117,12 @@ class Logits:
             rows.append(blocks.q[:, :, m] @ keys)
             keys = self.carry(cast(Tensor, blocks.total)[:, :, m], keys)
         return torch.cat(rows, 2), keys
+
+
+def wide(rows: int) -> int:
+    """Keys of a panel on a GPU, for so many rows over all sequences and query heads: a multiple of ``COLUMNS``."""
+    least, most = WIDE
+    return max(least, min(most, PAIRS // rows // COLUMNS * COLUMNS))
 
 
 def _cut(x: Tensor, size: int) -> Tensor:

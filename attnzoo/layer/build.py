@@ -51,7 +51,7 @@ def build_attention(
     known = {field.name for field in fields(AttentionConfig)}
     for default in defaults:
         if default not in known | set(taken := gate_options(gate_classes(defaults.get("gate", "none")))):
-            raise unknown(f"option in the layer of {name!r}", default, sorted(known | set(taken)))
+            raise unknown("option", default, sorted(known | set(taken)), of=f"the layer of {name!r}")
     check_kinds(options, AttentionConfig.__annotations__)
     if block is not None:
         if not isinstance(block, str) or block not in BLOCKS:
@@ -60,7 +60,8 @@ def build_attention(
     classes = gate_classes(options.get("gate", settings.get("gate", "none")))
     for option in options:
         if option not in known | set(gate_options(classes)):
-            raise unknown(f"option for {name!r}", option, sorted(known | set(gate_options(classes)) | BUILD_OPTIONS))
+            known |= set(gate_options(classes)) | BUILD_OPTIONS
+            raise unknown("option", option, sorted(known), of=repr(name))
     if block is not None and any(cls.unit_keys for cls in classes):
         settings["qk_norm"] = "l2"
     settings |= options

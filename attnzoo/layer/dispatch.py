@@ -11,10 +11,11 @@ from torch import Tensor
 
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.cache import check_state
+from attnzoo.forms.checked import as_given
 from attnzoo.forms.protocol import REFERENCE, Call, FormSet, is_brief
 from attnzoo.forms.untraced import constant_in_traces
 from attnzoo.layer.exported import exported
-from attnzoo.registry import BUILT_IN, Variant, as_given, get
+from attnzoo.registry import BUILT_IN, Variant, get
 
 logger = logging.getLogger(__name__)
 

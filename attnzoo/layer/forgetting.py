@@ -11,6 +11,7 @@ from einops import reduce
 from torch import Tensor
 
 from attnzoo.algebra.forgetting import Forgetting, blended
+from attnzoo.forms.checked import as_given
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.forgetting import Forgotten, Panel, Retention, forgetful_attention, hard_attention
 from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy
@@ -23,7 +24,7 @@ from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.forms.untraced import untraced
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.precision import PreciseModule, fill, wide
-from attnzoo.registry import Variant, as_given
+from attnzoo.registry import Variant
 
 PAIR = 3  # features of a pair: its age, its logit, the mean attention to the key so far
 REMEMBERS = 3.0  # logit of retention at first, at age 0
@@ -152,9 +153,13 @@ class Forget(PreciseModule):
         return torch.stack([hidden @ self.out + self.bias[:, None], fade], -1)
 
     def of_rows(self, q: Tensor) -> Tensor:
-        """What the network sees of queries ``[B, T, H, K]``: ``[B, G, T, X]``, nothing where it looks at keys alone."""
+        """What the network sees of queries ``[B, T, H, K]``, and the bias of their key head: ``[B, G, T, X]``, nothing
+        where it looks at keys alone."""
         q = reduce(wide(q.detach()), "b t (g r) k -> b g t k", "mean", g=self.heads)
-        return _direction(q) @ self.query.mT if self.options.of_pairs else q[..., :0]
+        if not self.options.of_pairs:
+            return q[..., :0]
+        bias = self.bias[:, None, None].expand(*q.shape[:-1], 1)
+        return torch.cat([_direction(q) @ self.query.mT, bias], -1)
 
     def join(self, keys: Tensor, rows: Tensor) -> Retention:
         """The logits of retention for any panel of these keys ``[B, G, n, X]`` and queries ``[B, G, R, X]``."""
@@ -252,7 +257,7 @@ class _OfPairs:
 
     network: Forget
     keys: Tensor  # [B, G, T, W]
-    rows: Tensor
+    rows: Tensor  # [B, G, T, W + 1], the last of them the bias
 
     def __call__(self, panel: Panel) -> Tensor:
         network, attention, logits = self.network, panel.attention, panel.logits
@@ -261,7 +266,7 @@ class _OfPairs:
         age = _log_age(panel, self.keys).expand(attention.shape)
         pair = torch.stack([age / 8, logits.to(age.dtype), attention.to(age.dtype)], -1)  # [B, G, R, n, PAIR]
         keys, rows = self.keys[:, :, panel.start : panel.stop], self.rows[:, :, panel.start :]
-        bias = network.bias[:, None, None] - age
+        rows, bias = rows[..., :-1], rows[..., -1:] - age
         if network.options.network == "pair":
             hidden = keys[:, :, None] + rows[:, :, :, None] + pair @ network.pair.mT
             return F.silu(hidden) @ network.out + bias

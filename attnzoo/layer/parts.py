@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnzoo.forms.checked import as_given
 from attnzoo.layer.precision import wide
 from attnzoo.layer.stream import Stream
-from attnzoo.registry import as_given
 
 UNIT_EPS = 1e-6
 

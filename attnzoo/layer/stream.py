@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from attnzoo.algebra.pruning import Evict
-from attnzoo.forms.cache import check_rows
+from attnzoo.forms.cache import check_rows, whole
 
 
 class Owner(weakref.ref[nn.Module]):
@@ -65,6 +65,30 @@ class LayerCache:
         state = self.state.reorder(index)
         windows = {name: window[index] for name, window in self.windows.items()}
         self.state, self.windows, self.seen = state, windows, self.seen[index]
+
+    def crop(self, tokens: int) -> None:
+        """Go back to the first ``tokens`` tokens, padding among them, where that can be done exactly.
+
+        Raises:
+            TypeError, ValueError: no number from 0 to ``self.tokens``, or what is remembered cannot: a recurrent state,
+                keys that later tokens have changed, the windows of convolutions and shifts.
+        """
+        vars(self).update(vars(self.cropped(tokens)))
+
+    def cropped(self, tokens: int) -> LayerCache:
+        """What :meth:`crop` leaves, as another cache; only one of the two can go on."""
+        whole(tokens)
+        if self.windows and tokens != self.tokens:
+            kept = ", ".join(sorted(self.windows))
+            raise ValueError(f"tokens: expected all {self.tokens} ({kept} keep only the last ones), got {tokens}")
+        if self.state is None or self.seen is None:
+            if tokens != 0:
+                raise ValueError(f"tokens: expected 0, as the cache is empty, got {tokens}")
+            return self
+        state = self.state.crop(tokens)
+        valid = getattr(state, "valid", None)
+        there = self.seen.clamp(max=tokens) if valid is None else valid.sum(1)
+        return replace(self, state=state, seen=there)
 
     def check(self, layer: nn.Module, x: Tensor) -> None:
         """``layer`` can go on from here with the rows ``x [B, T, D]``.

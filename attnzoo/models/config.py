@@ -108,14 +108,14 @@ class ModelConfig:
             raise ValueError(f"attention: expected a name or a mapping with a name, got {entry!r}")
         for key in entry:
             if key not in ("name", "repeat", "options"):
-                raise unknown("key of attention", key, ["name", "repeat", "options"])
+                raise unknown("key", key, ["name", "repeat", "options"], of="attention")
         name, repeat, options = entry.get("name"), entry.get("repeat", 1), entry.get("options") or {}
         if not isinstance(name, str):
             raise ValueError(f"attention: expected a mapping with a name, got {dict(entry)!r}")
         if not isinstance(repeat, int) or isinstance(repeat, bool) or repeat < 1:
-            raise ValueError(f"attention: repeat of {name} must be a whole number of at least 1, got {repeat!r}")
+            raise ValueError(f"attention: expected a whole number of at least 1 as repeat of {name}, got {repeat!r}")
         if not isinstance(options, Mapping):
-            raise ValueError(f"attention: options of {name} must be a mapping, got {options!r}")
+            raise ValueError(f"attention: expected a mapping as options of {name}, got {options!r}")
         options = {**self.attention_options, **options}
         for option in options:
             if not isinstance(option, str):

@@ -356,7 +356,7 @@ def _from_file(options: dict[str, Any]) -> dict[str, Any]:
             known = [field.name for field in fields(kind)]
             for key in given:
                 if key not in known:
-                    raise unknown(f"option of {option}", key, known)
+                    raise unknown("option", key, known, of=option)
             made[option] = kind(**given)
     return {**options, **made}
 

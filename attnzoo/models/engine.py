@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections import deque
@@ -20,7 +21,7 @@ from attnzoo.layer.stream import LayerCache
 from attnzoo.models.batch import Batch
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.proposals import Draft
-from attnzoo.models.request import Drawn, Request
+from attnzoo.models.request import Drawn, Request, check_begun
 from attnzoo.models.sampling import Sampling
 
 logger = logging.getLogger(__name__)
@@ -143,12 +144,21 @@ class Generator:
         """Continue a sequence that another loop has begun; see :meth:`add`.
 
         Args:
-            cache: of :meth:`~attnzoo.models.decoder.LanguageModel.new_cache`, of one sequence. It is only read.
+            cache: of :meth:`~attnzoo.models.decoder.LanguageModel.new_cache`, of one sequence without padding. It is
+                only read, when the sequence joins the batch.
             token: the one that follows, which ``cache`` has not seen.
             sampling: of the tokens after it.
+
+        Raises:
+            TypeError, ValueError: a cache of another model or device, an empty one, or one of several sequences or with
+                padding; else as :meth:`add`.
         """
+        check_begun(cache, self.model.attentions(), self.device)
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling: expected Sampling, got {type(sampling).__name__}")
         self.model.check_tokens("token", torch.tensor([[token]], device="cpu"))
-        return self._wait((cache, token), cache[0].tokens, [token], max_new_tokens, sampling, stop)
+        begun = [copy.copy(one) for one in cache]  # as they are now
+        return self._wait((begun, token), cache[0].tokens, [token], max_new_tokens, sampling, stop)
 
     def _wait(
         self, start: Any, length: int, prompt: list[int], max_new_tokens: int, sampling: Sampling, stop: Collection[int]

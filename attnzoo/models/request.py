@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.sampling import Sampling
@@ -43,6 +45,31 @@ class Request:
     done: bool = False
     read: int = 0
     kept: list[list[int] | None] = field(default_factory=list)
+
+
+def check_begun(cache: Any, layers: Sequence[nn.Module], device: torch.device) -> None:
+    """``cache`` is what ``layers`` remember of the beginning of one sequence.
+
+    Raises:
+        TypeError, ValueError: it is not; see :meth:`Generator.resume`.
+    """
+    if not isinstance(cache, list) or not all(isinstance(one, LayerCache) for one in cache):
+        raise TypeError(f"cache: expected a list of LayerCache, as new_cache() gives it, got {type(cache).__name__}")
+    if len(cache) != len(layers):
+        raise ValueError(f"cache: expected what {len(layers)} layers remember, got {len(cache)}")
+    for one, layer in zip(cache, layers, strict=True):
+        if one.owner is not None and one.owner() is not layer:
+            raise ValueError("cache: expected what new_cache() of this very model gave, got that of another")
+        if one.seen is None or one.tokens != cache[0].tokens:
+            counts = sorted({other.tokens for other in cache})
+            raise ValueError(f"cache: expected the same tokens in each layer, at least one, got {counts} tokens")
+        if len(one.seen) != 1:
+            raise ValueError(f"cache: expected one sequence, got {len(one.seen)}")
+        if one.seen.device != device:
+            raise ValueError(f"cache: expected it on {device}, as the model is, got {one.seen.device}")
+    there = int(min(one.seen for one in cache if one.seen is not None))
+    if there < cache[0].tokens:
+        raise ValueError(f"cache: expected a sequence without padding, got {there} of {cache[0].tokens} tokens")
 
 
 @dataclass(eq=False)

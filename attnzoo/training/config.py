@@ -82,7 +82,7 @@ class OptimizerConfig:
         finite(self, "lr", "eps", "weight_decay")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+                raise ValueError(f"{name}: expected a number in [0, 1), got {getattr(self, name)}")
 
 
 @dataclass
@@ -120,7 +120,7 @@ class ForgettingConfig:
         above(self, 0.0, "temperature")
         finite(self, "temperature", "distillation", "budget")
         if not 0 <= self.blend <= 1:
-            raise ValueError(f"blend must be in [0, 1], got {self.blend}")
+            raise ValueError(f"blend: expected a number in [0, 1], got {self.blend}")
         one_of(self, "order", ["together", "shallow_first", "deep_first"])
 
 

@@ -22,7 +22,7 @@ _SHAPES = {name: tuple(tuple(axes.split(", ")) for axes in shapes) for name, sha
 
 def linear_steps(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None = None, *, scale: float | None = None,
-    write: Tensor | None = None, valid: Tensor | None = None,
+    write: Tensor | None = None, valid: Tensor | None = None, in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``S_t = S_{t-1} A_t + v_t k_t^T``, ``o_t = S_t (scale q_t)``, token by token in one kernel, without a gradient.
 
@@ -34,11 +34,13 @@ def linear_steps(
         k: [B, T, G, K], with G a divisor of H.
         v: [B, T, G, V].
         gate: any parts (:class:`attnzoo.Gate`): all that is given is multiplied.
-        state: [B, H, K, V] float32, ``S^T`` after the tokens before; None for zeros. It stays as it is.
+        state: [B, H, K, V] float32, ``S^T`` after the tokens before; None for zeros. It stays as it is unless
+            ``in_place``.
         scale: of the queries; default K ** -0.5.
         write: [B, T, G] or [B, T, H], the strength that a token writes with: ``v_t`` becomes ``write_t v_t``.
         valid: [B, T] bool, the tokens that exist, or None for all. The others leave the state as it is, whatever they
             hold; their outputs mean nothing.
+        in_place: write to ``state``, which must be contiguous, and return it.
 
     Returns:
         o [B, T, H, V] in v's dtype, and the state after the last token [B, H, K, V] float32.
@@ -51,12 +53,16 @@ def linear_steps(
     why = triton_unavailable(q, v)
     if why:
         raise ValueError(f"q, v: {why}")
-    from .recurrent import recurrent, recurrent_op
+    from .recurrent import recurrent, recurrent_in_place, recurrent_in_place_op, recurrent_op
 
-    step = recurrent_op if traced(q) else recurrent
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    parts = (gate.log_decay, gate.log_diag, gate.angle, gate.w, gate.beta)
-    o, after = step(q, k, v, *parts, write, valid, state, scale)
+    given = (q, k, v, gate.log_decay, gate.log_diag, gate.angle, gate.w, gate.beta, write, valid)
+    if in_place:
+        if state is None or not state.is_contiguous():
+            got = None if state is None else f"strides {state.stride()}"
+            raise ValueError(f"state: expected a contiguous one with in_place=True, got {got}")
+        return (recurrent_in_place_op if traced(q) else recurrent_in_place)(*given, state, scale), state
+    o, after = (recurrent_op if traced(q) else recurrent)(*given, state, scale)
     return o, after
 
 

@@ -69,6 +69,7 @@ def linear_recurrent_kernel(
         b_s += b_k[:, None] * b_v[None, :]
         b_o = tl.sum(b_q[:, None] * b_s, 0) * scale  # [BV]
         tl.store(p_o + (i_bt * H + i_h) * V + o_v, b_o, mask=m_v)
+    tl.debug_barrier()  # in place: every thread has read what will be written to
     tl.store(p_state + p_tile, b_s, mask=m_tile)
 
 
@@ -78,8 +79,26 @@ def recurrent(
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B, T, H, V] in v's dtype and the new state [B, H, K, V] float32; see :func:`attnzoo.kernels.linear.api`."""
+    (B, _, H, K), V = q.shape, v.shape[3]
+    after = q.new_empty(B, H, K, V, dtype=torch.float32)
+    return _launched(q, k, v, log_decay, log_diag, angle, w, beta, write, valid, state, scale, after), after
+
+
+def recurrent_in_place(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_diag: Tensor | None, angle: Tensor | None,
+    w: Tensor | None, beta: Tensor | None, write: Tensor | None, valid: Tensor | None, state: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """o, where the new state takes the place of the old one, which is contiguous: a program reads what it writes."""
+    return _launched(q, k, v, log_decay, log_diag, angle, w, beta, write, valid, state, scale, state)
+
+
+def _launched(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_diag: Tensor | None, angle: Tensor | None,
+    w: Tensor | None, beta: Tensor | None, write: Tensor | None, valid: Tensor | None, state: Tensor | None,
+    scale: float, after: Tensor,
+) -> Tensor:  # fmt: skip
     (B, T, H, K), (G, V) = q.shape, v.shape[2:]
-    o, after = q.new_empty(B, T, H, V, dtype=v.dtype), q.new_empty(B, H, K, V, dtype=torch.float32)
+    o = q.new_empty(B, T, H, V, dtype=v.dtype)
     given = (q, k, v, log_decay, log_diag, angle, w, beta, write, valid, state)
     dense = [after if x is None else x if x.is_contiguous() else x.contiguous() for x in given]
     gate_strides = (0, 0) if log_decay is None or log_decay.ndim == 1 else (T * H, H)
@@ -96,7 +115,7 @@ def recurrent(
             1 if write is None else write.shape[2], log_decay is not None, log_diag is not None, angle is not None,
             factors, write is not None, valid is not None, state is not None, num_warps=4,
         )  # fmt: skip
-    return o, after
+    return o
 
 
 recurrent_op = torch.library.custom_op("attnzoo::linear_recurrent", recurrent, mutates_args=())
@@ -110,3 +129,16 @@ def _recurrent_fake(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (B, T, H, K), V = q.shape, v.shape[3]
     return q.new_empty(B, T, H, V, dtype=v.dtype), q.new_empty(B, H, K, V, dtype=torch.float32)
+
+
+recurrent_in_place_op = torch.library.custom_op(
+    "attnzoo::linear_recurrent_in_place", recurrent_in_place, mutates_args=("state",)
+)
+
+
+@recurrent_in_place_op.register_fake
+def _in_place_fake(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, log_diag: Tensor | None, angle: Tensor | None,
+    w: Tensor | None, beta: Tensor | None, write: Tensor | None, valid: Tensor | None, state: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(*q.shape[:3], v.shape[3], dtype=v.dtype)

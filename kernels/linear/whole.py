@@ -165,6 +165,7 @@ def linear_finish_kernel(
 ):  # fmt: skip
     """What waits for all heads: norms of GROUPS of N channels in their programs, windows of q, k and v in others."""
     i_b, i_p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    is_active = tl.load(p_active + i_b) != 0
     if i_p < GROUPS:
         o_n = tl.arange(0, BN)
         m_n, o_x = o_n < N, i_p * N + o_n
@@ -172,9 +173,10 @@ def linear_finish_kernel(
         b_o = tl.load(p_raw + p_row, mask=m_n, other=0.0)  # [BN]
         p_weight, p_x = p_scale + (o_x % V if SHARED else o_x), p_gate + i_b * stride_gate + o_x
         b_o = finished(b_o, m_n, p_weight, p_x, N, eps, True, CENTRED, HAS_GATE, SWISH, GATE_FIRST)
+        b_o = tl.where(is_active, b_o, 0.0)  # the gate of an idle sequence may be anything
         tl.store(p_o + p_row, b_o.to(p_o.dtype.element_ty), mask=m_n)
         return
-    if tl.load(p_active + i_b) == 0:
+    if not is_active:
         return
     o_x = (i_p - GROUPS) * BX + tl.arange(0, BX)
     if SIZE > 1:
@@ -243,7 +245,7 @@ def whole_step(
         rest = 0 if moves or size < 2 else cdiv(max(HQ * K, HK * K, HV * V), CHANNELS)
         norms = 0 if here else groups or H
         if rest or norms:
-            N = H * V // max(1, norms)
+            N = H * V // norms if norms else 1
             linear_finish_kernel[(B, norms + rest)](
                 **pointers, **windows, **rows, **shape, p_raw=raw, p_o=o, eps=finish.eps, QX=HQ * K, KX=HK * K,
                 VX=HV * V, BX=CHANNELS, GROUPS=norms, N=N, BN=power_of_2(N), HAS_GATE=gate is not None,

@@ -132,13 +132,31 @@ def test_a_state_stays_as_it_was() -> None:
     assert torch.equal(state, before)
 
 
-def test_the_op_passes_opcheck() -> None:
-    from attnzoo.kernels.linear.recurrent import recurrent_op
+@torch.no_grad()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_state_is_written_to_where_that_is_asked_for(compiled: bool) -> None:
+    inputs = inputs_of("gated_deltanet")
+    _, state = linear_steps(*inputs)
+    o, after = linear_steps(*inputs, state)
+    place = state.data_ptr()
+    step = torch.compile(linear_steps, backend="aot_eager") if compiled else linear_steps
+    again, last = step(*inputs, state, in_place=True)
+    assert last.data_ptr() == state.data_ptr() == place
+    assert torch.equal(again, o)
+    assert torch.equal(state, after)
+    for wrong in (None, state.mT.contiguous().mT):
+        with pytest.raises(ValueError, match="state: expected a contiguous one with in_place=True, got "):
+            linear_steps(*inputs, wrong, in_place=True)
+
+
+def test_the_ops_pass_opcheck() -> None:
+    from attnzoo.kernels.linear.recurrent import recurrent_in_place_op, recurrent_op
 
     q, k, v, gate = random_inputs("gated_deltanet", 1, 2, 2, 1, 8, 8, dtype=torch.float32)
     parts = (gate.log_decay, None, None, gate.w, gate.beta)
     args = (q, k, v, *parts, None, None, torch.zeros(1, 2, 8, 8), 0.5)
-    torch.library.opcheck(recurrent_op, tuple(x.to(DEVICE) if isinstance(x, Tensor) else x for x in args))
+    for op in (recurrent_op, recurrent_in_place_op):
+        torch.library.opcheck(op, tuple(x.to(DEVICE) if isinstance(x, Tensor) else x for x in args))
 
 
 def test_what_it_does_not_serve_is_said() -> None:

@@ -51,7 +51,7 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
     known = inspect.signature(function).parameters
     for option in options:
         if option not in known:
-            raise unknown(f"option of the task {name!r}:", option, known)
+            raise unknown("option", option, known, of=f"the task {name!r}")
     check_kinds(options, {option: parameter.annotation for option, parameter in known.items()})
     task = function(**options)
     if name in TASKS:

@@ -20,7 +20,7 @@ EXPERIMENT = Experiment(
         "(6), the second phase (7). What is still found when a head may hold only so many keys, and when the "
         "networks decide by themselves how many that are?"
     ),
-    arms=(Arm("rope", "rope"), *part_by_part()),
+    arms=(Arm("rope", "rope"), *part_by_part(160)),
     options={"block": "pro"},
     settings=("data.source=task:needle",),
     sizes={

@@ -2,7 +2,7 @@
 
 from attnzoo.experiments.claims import All, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured
-from attnzoo.experiments.forgetting import one_thing_changed, part_by_part, text_sizes
+from attnzoo.experiments.forgetting import on_gpu, one_thing_changed, part_by_part, text_sizes
 from attnzoo.experiments.probes import AddedLoss, KeysHeld, Loss
 
 PAPER = "One-Pass Forgetting, section 4, ablation {}"
@@ -24,7 +24,7 @@ EXPERIMENT = Experiment(
         "(3), its order over the layers (4), the running minimum (5), the budget (6), the second phase (7). What is "
         "added to the loss when a head may hold only so many keys, and when the networks decide by themselves?"
     ),
-    arms=(Arm("rope", "rope"), *part_by_part(0.001)),
+    arms=(Arm("rope", "rope"), *part_by_part(320, 0.001)),
     options={"block": "pro"},
     settings=("data.source=stdlib",),
     sizes=text_sizes(
@@ -32,9 +32,12 @@ EXPERIMENT = Experiment(
             "steps=150", "batch_size=4", "optimizer.warmup_steps=10",
             "forgetting={distill_steps: 60, anneal_steps: 45}",
         ),
-        gpu=(
-            "steps=60", "batch_size=1", "optimizer.warmup_steps=10",
-            "forgetting={distill_steps: 24, anneal_steps: 18}",
+        gpu=on_gpu(
+            4096, heads=4, rows=4, tokens=16384,
+            after=(
+                "steps=100", "batch_size=2", "optimizer.warmup_steps=10",
+                "forgetting={distill_steps: 40, anneal_steps: 30}",
+            ),
         ),
     ),
     probes=(

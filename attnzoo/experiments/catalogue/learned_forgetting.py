@@ -2,7 +2,7 @@
 
 from attnzoo.experiments.claims import All, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Overlay
-from attnzoo.experiments.forgetting import RULES, network, text_sizes
+from attnzoo.experiments.forgetting import RULES, network, on_gpu, reaching, text_sizes
 from attnzoo.experiments.probes import AddedLoss, KeysHeld, Loss
 
 PAPER = "One-Pass Forgetting, section 4"
@@ -20,19 +20,21 @@ EXPERIMENT = Experiment(
     ),
     arms=(
         Arm("fox", "fox"),
-        network("fox, key", "fox"),
         Arm("rope", "rope"),
         network("rope, key", "rope"),
-        network("rope, pair", "rope", network="pair"),
-        network("rope, attention", "rope", network="attention"),
+        network("rope, discount", "rope", discount=reaching(10), at={"gpu": {"discount": reaching(640)}}),
+        network("fox, key", "fox"),
         network("rope, decay", "rope", network="decay"),
-        network("rope, discount", "rope", discount=0.9),
+        network("rope, attention", "rope", network="attention"),
+        network("rope, pair", "rope", network="pair"),
     ),
     options={"block": "pro"},
     settings=("data.source=stdlib",),
     sizes=text_sizes(
         cpu=("steps=200", "batch_size=4", "optimizer.warmup_steps=10"),
-        gpu=("steps=80", "batch_size=1", "optimizer.warmup_steps=10"),
+        gpu=on_gpu(
+            16384, heads=2, rows=1, tokens=32768, after=("steps=40", "batch_size=1", "optimizer.warmup_steps=10")
+        ),
     ),
     probes=(
         Loss(),

@@ -372,7 +372,7 @@ def measure(subject: Subject, name: str, options: Mapping[str, Any], common: Com
     if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
         for option in options:
             if option not in found.options:
-                raise unknown(f"option of the evaluation {name!r}:", option, found.options)
+                raise unknown("option", option, found.options, of=f"the evaluation {name!r}")
     for option, default in found.options.items():
         if default is inspect.Parameter.empty and option not in options:
             raise ValueError(f"{name}: expected {option}=..., got none")

@@ -119,7 +119,8 @@ def markdown(experiment: Experiment, outcome: Outcome) -> str:
         lines.append(f"| {arm.name} | {_rate(outcome, arm)} | {' | '.join(cells)} |")
     lines += ["", *(f"- *{probes}*: {meaning}" for meaning, probes in meanings_of(experiment).items()), "", TEST, ""]
     lines += [f"Settings, before those of the command: `{cost_of(experiment, outcome.size)}`.", ""]
-    return "\n".join([*lines, *(f"- {arm.name}: `{layers_of(experiment, arm)}`" for arm in experiment.arms), ""])
+    lines += [f"- {arm.name}: `{layers_of(experiment, arm, outcome.size)}`" for arm in experiment.arms]
+    return "\n".join([*lines, ""])
 
 
 def row_in_words(experiment: Experiment, outcome: Outcome, arm: Arm) -> str:
@@ -160,7 +161,7 @@ def _arm(experiment: Experiment, arm: Arm, kind: tuple[str, int, str], look: Loo
     runs = outcome.of(arm.name)
     return {
         "name": arm.name, "side": side, "pair": pair, "dual": dual, "color": figures.THEME[look.color],
-        "layers": layers_of(experiment, arm), "lr": _rate(outcome, arm),
+        "layers": layers_of(experiment, arm, outcome.size), "lr": _rate(outcome, arm),
         "parameters": f"{runs[0].parameters:,}" if runs else "–",
         "minutes": f"{sum(run.seconds for run in runs) / 60:.1f}",
     }  # fmt: skip

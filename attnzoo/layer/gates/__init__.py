@@ -130,7 +130,7 @@ def build_gate(classes: Sequence[type[GateProjection]], sizes: Sizes, options: d
     owner = gate_options(classes)
     for name in options:
         if name not in owner:
-            raise unknown("option of the gate", name, owner)
+            raise unknown("option", name, owner, of="the gate")
         takers = [cls for cls in classes if name in gate_options((cls,))]
         if len(takers) > 1:
             both = " and ".join(cls.__name__ for cls in takers)

@@ -90,22 +90,19 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         """
         self._keep(self._cropped(max_length))
 
-    def _cropped(self, max_length: int) -> tuple[Any, Tensor | None]:
-        """The state and the count of tokens after :meth:`crop`."""
-        state, seen = self.memory.state, self.memory.seen
+    def _cropped(self, max_length: int) -> LayerCache:
+        """What :meth:`crop` leaves."""
         length = self.get_seq_length()
         keep = max_length if max_length > 0 else length + max_length
-        if keep >= length or seen is None:
-            return state, seen
+        if keep >= length or self.memory.seen is None:
+            return self.memory
         if self.memory.windows:
             kept = ", ".join(sorted(self.memory.windows))
             raise ValueError(f"max_length: expected all {length} tokens ({kept} keep only the last ones), got {keep}")
-        state = state.crop(keep)
-        valid = getattr(state, "valid", None)
-        return state, torch.full_like(seen, keep) if valid is None else valid.sum(1)
+        return self.memory.cropped(keep)
 
-    def _keep(self, cropped: tuple[Any, Tensor | None]) -> None:
-        self.memory.state, self.memory.seen = cropped
+    def _keep(self, cropped: LayerCache) -> None:
+        vars(self.memory).update(vars(cropped))
 
 
 class ModelCache(Cache):  # type: ignore[misc]
