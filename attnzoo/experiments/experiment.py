@@ -207,7 +207,7 @@ class Experiment:
         for expectation in self.expectations:
             for size in expectation.sizes:
                 if size not in self.sizes:
-                    raise unknown(f"size of the expectation {expectation.text!r}:", size, self.sizes)
+                    raise unknown("size", size, self.sizes, of=f"the expectation {expectation.text!r}")
         for probe in self.probes:
             places = getattr(probe, "at", ())
             if not isinstance(places, tuple | list):
