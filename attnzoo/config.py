@@ -93,11 +93,11 @@ def load_config(
 
     merged = OmegaConf.structured(schema)
     for origin, layer in layers:
-        missing = sorted(OmegaConf.missing_keys(layer))
-        if missing:
-            raise ValueError(f"{', '.join(missing)}: ??? stands for a value that is missing; give one or leave it out")
-        _check_keys(OmegaConf.to_container(layer), schema)
         try:
+            missing = ", ".join(sorted(OmegaConf.missing_keys(layer)))
+            if missing:
+                raise ValueError(f"{missing}: ??? stands for a value that is missing; give one or leave it out")
+            _check_keys(OmegaConf.to_container(layer), schema)
             merged = OmegaConf.unsafe_merge(merged, layer)  # both are ours: nothing is copied
         except OmegaConfBaseException as error:
             raise ValueError(_value_error(error)) from error

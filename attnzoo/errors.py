@@ -44,6 +44,12 @@ class UnavailableError(RuntimeError):
     """What was asked for by name cannot serve here: a device, a kernel or a plugin is not as it needs."""
 
 
+class UnknownKeyError(ValueError, KeyError):
+    """A mapping lacks what was asked for: a ValueError like every unknown name, and the KeyError of mappings."""
+
+    __str__ = ValueError.__str__  # a KeyError would quote the message
+
+
 def nearest(name: object, options: Iterable[str]) -> str | None:
     """The option closest in spelling to `name` (case does not count), or None when none is close."""
     by_fold = {option.casefold(): option for option in options}

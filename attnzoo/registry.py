@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from attnzoo.algebra.gate import PARTS
 from attnzoo.errors import UnavailableError, unknown
-from attnzoo.forms.checked import checked, checked_extend, form_set
+from attnzoo.forms.checked import CheckedForms, checked_extend, form_set
 from attnzoo.forms.protocol import REFERENCE, Call, FormSet
 
 Side = Literal["linear", "softmax"]
@@ -116,7 +116,8 @@ class Variant:
         paper: source.
         requires: the gate parts it takes, all of them and no others.
         pair: its row of the table.
-        forms: name -> ``form(q, k, v, gate, *, ...) -> [B, T, H, V]``, inputs checked; see :meth:`options`.
+        forms: name -> ``form(q, k, v, gate, *, ...) -> [B, T, H, V]``, inputs checked; see :meth:`options`. Another
+            name raises a KeyError that is a ValueError, too, and says which there are.
         extend: ``extend(q, k, v, gate, state=None, *, form="reference", ...) -> (o, state)``, for one token or many.
         module: the module that holds all of this.
     """
@@ -290,7 +291,7 @@ def _get(name: str) -> Variant:
         paper=getattr(module, "PAPER", "") or pair.paper,
         requires=pair.requires,
         pair=pair,
-        forms=MappingProxyType({form: checked(name, pair.requires, forms, form) for form in forms.forms}),
+        forms=MappingProxyType(CheckedForms(name, pair.requires, forms)),
         extend=checked_extend(name, pair.requires, side, forms),
         module=module,
     )

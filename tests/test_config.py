@@ -84,6 +84,8 @@ def test_another_schema_may_nest_the_train_config():
         ("steps=???", r"steps: \?\?\? stands for a value that is missing"),
         ("model.attention_options={block: '???'}", r"model\.attention_options\.block: \?\?\? stands for"),
         ("data.source=~", "data.source: "),
+        ("data.source=${nope}", r"^data\.source: Interpolation key 'nope' not found$"),
+        ("device=cuda", r"^device: expected auto \(a GPU where there is one\) or cpu, got 'cuda'$"),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_by_name(override, message):

@@ -205,7 +205,16 @@ def test_a_budget_in_bytes_is_spent_where_the_keys_are():
 def test_what_a_long_prompt_need_not_keep_is_given_back_at_once():
     for budget in (20, f"{40 * 2 * 8 * 8} B"):
         _, cache = stepped(forgetful("fox", remembers=2), rows(1, 500), [(0, 500)], budget=budget)
-        assert cache.state.slots["k"][..., 0, 0].numel() <= 2 * 64
+        assert cache.state.slots["k"][..., 0, 0].numel() <= (42 if budget == 20 else 44)
+
+
+def test_a_budget_in_tokens_has_no_slots_beside_it_but_for_the_next_token():
+    attn, x = forgetful("fox", remembers=2), rows(2, 140)
+    with torch.no_grad():
+        attn.forget.bias.fill_(60.0)
+    for prompt in (3, 60, 100):
+        _, cache = stepped(attn, x, [(0, prompt), *((t, t + 1) for t in range(prompt, 140))], budget=66)
+        assert cache.state.slots["k"].shape[2] == 67
 
 
 @pytest.mark.parametrize("budget", [None, "1 MiB"])

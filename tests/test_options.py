@@ -360,6 +360,11 @@ def test_an_option_of_the_other_side_is_refused_with_what_there_is() -> None:
         get("fox").forms["parallel"](*random_inputs("fox"), windw=3)
     with pytest.raises(TypeError, match="'extend' of 'fox' .* 'cu_seqlens'"):
         get("fox").extend(*random_inputs("fox"), cu_seqlens=torch.tensor([0, 24]))
+    for error in (ValueError, KeyError):
+        with pytest.raises(error, match="^unknown form 'chnk' of 'mamba2': .*; did you mean 'chunk'"):
+            get("mamba2").forms["chnk"]
+    assert get("fox").forms.get("chunk") is None
+    assert "chunk" not in get("fox").forms
     with pytest.raises(ValueError, match="unknown form 'tritn' of 'fox': .*did you mean 'triton'"):
         get("fox").extend(*random_inputs("fox"), form="tritn")
     assert get("wall").options("parallel") == (

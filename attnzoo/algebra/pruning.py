@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.transitions import open_sums
+from attnzoo.errors import unknown
 
 Bound = Literal["tail", "paper"]
 
@@ -46,7 +47,7 @@ class Prune:
         if not isinstance(self.eps, (float, int)) or not 0.0 < self.eps < 1.0:  # torch 2.7 compiles no |
             raise ValueError(f"eps: expected a float in (0, 1), got {self.eps!r}")
         if self.bound not in get_args(Bound):
-            raise ValueError(f"bound: expected one of {get_args(Bound)}, got {self.bound!r}")
+            raise unknown("bound", self.bound, get_args(Bound))
 
     @property
     def log_eps(self) -> float:

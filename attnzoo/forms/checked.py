@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.validation import check_inputs
-from attnzoo.errors import unknown
+from attnzoo.errors import UnknownKeyError, unknown
 from attnzoo.forms.cache import check_state
 from attnzoo.forms.protocol import REFERENCE, FormSet, check_options
 
@@ -36,6 +36,21 @@ def as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context without autocast on q's device: gates and states stay in float32. It costs nothing without autocast."""
     on = not q.is_meta and torch.is_autocast_enabled(q.device.type)
     return torch.autocast(q.device.type, enabled=False) if on else contextlib.nullcontext()
+
+
+class CheckedForms(dict[str, Callable[..., Any]]):
+    """The forms of the variant of that name, which is told with a form that is not there.
+
+    Raises:
+        UnknownKeyError: asked for another form; the message lists them and names the nearest.
+    """
+
+    def __init__(self, name: str, requires: tuple[str, ...], forms: FormSet) -> None:
+        super().__init__({form: checked(name, requires, forms, form) for form in forms.forms})
+        self.name = name
+
+    def __missing__(self, form: object) -> Callable[..., Any]:
+        raise UnknownKeyError(str(unknown("form", form, self, of=repr(self.name))))
 
 
 def checked(name: str, requires: tuple[str, ...], forms: FormSet, form: str) -> Callable[..., Any]:

@@ -164,10 +164,12 @@ class ForgettingCache:
         each = sum(self.slots[name][0, 0, 0].numel() * self.slots[name].element_size() for name in ("k", "v"))
         return self.policy.bytes // each
 
-    def most(self) -> int:
-        """Shared slots that a sequence can need: those of its budget, and one for a new key of each head."""
-        G = self.live.shape[1]
-        return max(self.in_budget(), G * self.policy.options.window) + G
+    def most(self) -> int | None:
+        """Slots that a head can need, or a sequence whose heads share them: those of its budget, and for new keys."""
+        G, options = self.live.shape[1], self.policy.options
+        if self.shared:
+            return max(self.in_budget(), G * options.window) + G
+        return None if self.policy.tokens is None else max(self.policy.tokens, options.window) + 1
 
     def free(self) -> Tensor:
         """A free slot for each head, ``[B, G]``."""
@@ -181,8 +183,7 @@ class ForgettingCache:
         """A copy with free slots for one more key of each head."""
         axis, slots = 1 if self.shared else 2, {}
         needed = int((self.live + 1).sum(1).max() if self.shared else self.live.max() + 1)
-        size = max(self.size, -(-needed // PAGE) * PAGE if needed > self.size else 0)
-        size = min(size, max(self.most(), needed)) if self.shared else size  # a budget cuts when a call ends
+        size = self.size if needed <= self.size else _within(self.most(), needed, -(-needed // PAGE) * PAGE)
         for name, x in self.slots.items():
             more = x.new_zeros(*x.shape[:axis], size - self.size, *x.shape[axis + 1 :])
             slots[name] = torch.cat([x, more], axis)
@@ -246,9 +247,10 @@ class ForgettingCache:
             return self
         if self.shared:
             stays, live = self.in_use() & ~gone, self.live - self.by_head(gone)
-            slots = first_ones(self.slots, stays, min(_shrunk(int(live.sum(1).max()), self.size), self.most()))
+            used = int(live.sum(1).max())
+            slots = first_ones(self.slots, stays, _within(self.most(), used, _shrunk(used, self.size)))
         else:
-            slots, live = swap_delete(self.slots, self.live, gone)
+            slots, live = swap_delete(self.slots, self.live, gone, self.most())
         return replace(self, slots=slots, live=live)
 
 
@@ -260,20 +262,23 @@ def _rank(score: Tensor, position: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, number)
 
 
-def swap_delete(slots: dict[str, Tensor], live: Tensor, gone: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def swap_delete(
+    slots: dict[str, Tensor], live: Tensor, gone: Tensor, most: int | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
     """Put the last keys that stay in the place of those that go; shrink where more than half of the pages is free.
 
     Args:
         slots: ``[B, G, N, ...]``.
         live: slots in use, ``[B, G]``.
         gone: which of them go, ``[B, G, N]``.
+        most: slots of a head at most, if those that stay are not more.
     """
     number = torch.arange(gone.shape[2], device=live.device)
     left = live - gone.sum(-1)
     stays = (number < live[..., None]) & ~gone
     holes = (gone & (number < left[..., None])).nonzero(as_tuple=True)  # as many of each head as it has late ones
     late = (stays & (number >= left[..., None])).nonzero(as_tuple=True)
-    size, moved = _shrunk(int(left.max()), gone.shape[2]), {}
+    size, moved = _within(most, int(left.max()), _shrunk(int(left.max()), gone.shape[2])), {}
     for name, x in slots.items():
         x = x.clone()
         x[holes] = x[late]
@@ -285,6 +290,11 @@ def _shrunk(used: int, size: int) -> int:
     """Slots in whole pages where more than half of the pages would be free, else as many as there are."""
     pages = max(1, -(-used // PAGE))
     return pages * PAGE if 2 * pages * PAGE <= size else size
+
+
+def _within(most: int | None, used: int, size: int) -> int:
+    """So many slots, but no more than ``most`` or, within a call, after which a budget cuts, than are used."""
+    return size if most is None else min(size, max(most, used))
 
 
 def first_ones(slots: dict[str, Tensor], stay: Tensor, size: int) -> dict[str, Tensor]:

@@ -55,15 +55,14 @@ class ForgettingMemory(Memory):
     ) -> ForgettingMemory:  # fmt: skip
         """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""
         B, policy = len(rows.lengths), state.policy
-        most = tokens if policy.tokens is None else min(tokens, max(policy.tokens, policy.options.window) + 1)
-        N = min(most, PAGE) if policy.tokens is None else most
 
         def zeros(x: Tensor, *shape: int) -> Tensor:
             return torch.zeros(B, *shape, dtype=x.dtype, device=device)
 
         G = state.live.shape[1]
-        most = min(G * tokens, state.most()) if state.shared else most
-        shape = (most, 1) if state.shared else (G, N)
+        within, longest = state.most(), G * tokens if state.shared else tokens
+        most = longest if within is None else min(longest, within)
+        shape = (most, 1) if state.shared else (G, min(most, PAGE) if within is None else most)
         slots = {name: zeros(x, *shape, *x.shape[3:]) for name, x in state.slots.items()}
         slots["held"] = torch.zeros(B, *shape, dtype=torch.bool, device=device)
         sums = {name: zeros(x, *x.shape[1:]) for name, x in state.sums.items()}

@@ -199,7 +199,8 @@ class TrainConfig:
                 "mixed_precision=pure_bf16 leaves gates in float32, and sharding=fsdp gathers a block's weights in one "
                 "dtype: take bf16, whose float32 weights are shared out"
             )
-        one_of(self, "device", ["auto", "cpu"])
+        if self.device not in ("auto", "cpu"):
+            raise ValueError(f"device: expected auto (a GPU where there is one) or cpu, got {self.device!r}")
         one_of(self, "progress", ["auto", "bar", "lines", "quiet"])
         optimizer = self.optimizer
         ends = [*(extension.planned for extension in optimizer.extensions), self.steps]

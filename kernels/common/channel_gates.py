@@ -52,6 +52,14 @@ def add_gates(m, b_a, NP: tl.constexpr):
 
 
 @triton.jit
+def to_nearest(b, PREC: tl.constexpr):
+    """A factor of a product of precision PREC, such that TF32, which cuts off 13 bits, rounds it to the nearest."""
+    if PREC == "tf32":
+        b = (b.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+    return b
+
+
+@triton.jit
 def add_gates_of(b_da, m, b_x, PREC: tl.constexpr):
     """b_da plus, for each gate, b_x of the tokens whose spans m hold it. # [C, BC]"""
     return tl.dot(tl.trans(m.to(tl.float32)), b_x, b_da, input_precision=PREC)

@@ -102,10 +102,11 @@ def wall_attention(  # type: ignore[misc]  # the options above are these
         from .op import wall_forward_op
 
         q, k, v, log_diag = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, log_diag))
-        learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
+        scored = (x for x in (q, k, log_diag, log_decay, sink) if x is not None)
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in scored)
         o, lse, *_ = wall_forward_op(
             q, k, v, log_diag, log_decay, sink, cu_seqlens, logit_bound, scale, window or 0, *named(prune),
-            learns_decay, torch.are_deterministic_algorithms_enabled(), return_lse,
+            learns, torch.are_deterministic_algorithms_enabled(), return_lse,
         )  # fmt: skip
         return (o, lse) if return_lse else o
 

@@ -32,13 +32,11 @@ from .portable.carry_backward import carry_backward
 Some = Tensor | None
 
 
-def _plan(q: Tensor, v: Tensor, decay_gradient: bool, deterministic: bool, shortened: bool) -> Plan:
+def _plan(q: Tensor, v: Tensor, learns: bool, deterministic: bool, shortened: bool) -> Plan:
     """The plan of a call on real tensors, announced."""
     where = machine(q.device)
     described = v.shape[2] != q.shape[2] or can_describe(v)  # repeated heads are a new tensor
-    chosen = plan(
-        q.shape[1], q.shape[3], v.shape[3], q.dtype, deterministic, described, where, decay_gradient, shortened
-    )
+    chosen = plan(q.shape[1], q.shape[3], v.shape[3], q.dtype, deterministic, described, where, learns, shortened)
     announce("wall", chosen, where)
     return chosen
 
@@ -52,14 +50,16 @@ def _each(x: Tensor, H: int) -> Tensor:
 def wall_forward_op(
     q: Tensor, k: Tensor, v: Tensor, log_diag: Tensor, log_decay: Tensor | None, sink: Tensor | None,
     cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
-    learns_decay: bool, deterministic: bool, return_lse: bool,
+    learns: bool, deterministic: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o, row_lse, and lse, c, base, since, start, o_rest for the backward pass (empty where they do not apply).
 
-    Arguments as in ``path_forward_op``.
+    Args:
+        learns: whether gradients will be asked for that depend on what the rounding of o drops: all but v's.
+        window, bound, log_eps, return_lse: as in ``path_forward_op``.
     """
     (B, T, H, _), V = q.shape, v.shape[3]
-    chosen = _plan(q, v, learns_decay, deterministic, bool(bound))
+    chosen = _plan(q, v, learns, deterministic, bool(bound))
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
     start = q.new_zeros((B, H, -(-T // ROW_UNIT)), dtype=torch.int32) if bound else None
     with on_device_of(q):
@@ -88,13 +88,13 @@ def wall_forward_op(
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, log_diag: Tensor, log_decay: Tensor | None, sink: Tensor | None,
     cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int, bound: str, log_eps: float,
-    learns_decay: bool, deterministic: bool, return_lse: bool,
+    learns: bool, deterministic: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     # what the rounding drops is kept or not whatever the length is: it may be a symbol here
     K, V, where = int(q.shape[3]), int(v.shape[3]), machine(q.device)
     return fake_of_forward(
         q, v, q.shape[1], return_lse, gates=log_decay is not None, bands=window > 0 or cu_seqlens is not None,
-        starts=bool(bound), rest=plan(1, K, V, q.dtype, deterministic, True, where, learns_decay).keeps_rest,
+        starts=bool(bound), rest=plan(1, K, V, q.dtype, deterministic, True, where, learns).keeps_rest,
     )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def wall_backward_op(
             d_block, d_levels, d_key = levels_backward(
                 block, levels, group.queries(do), p_v, group.queries(o), lse[group.b, group.h], p_c, p_base, p_since,
                 p_start, scale, chosen, parts, group.heads(sink), group.rows(row_dlse), group.rows(drow), p_dv,
-                None if rest is None else group.queries(rest),
+                None if rest is None else group.queries(rest), unrounded=True,
             )  # fmt: skip
             if dkey is not None and d_key is not None:
                 dkey[group.b, group.h] = d_key

@@ -21,16 +21,16 @@ _CARRY: dict[str, dict[str, int]] = {
 
 def plan(
     T: int, K: int, V: int, dtype: torch.dtype, deterministic: bool, described: bool, machine: Machine,
-    decay_gradient: bool = False, shortened: bool = False,
+    learns: bool = False, shortened: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of a call on a machine.
 
     Args:
         described: whether descriptors can address v.
-        decay_gradient: whether that of a scalar decay will be asked for.
+        learns: whether gradients will be asked for: that of every operand but v reads what the rounding of o drops.
         shortened: whether pruning leaves short rows.
     """
-    return path_plan(Call(T, K, V, dtype, decay_gradient, deterministic, shortened, described), machine)
+    return path_plan(Call(T, K, V, dtype, learns, deterministic, shortened, described), machine)
 
 
 def launch(part: str) -> dict[str, int]:

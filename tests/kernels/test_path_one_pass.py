@@ -96,6 +96,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the one-pass backward with ``Pass`` in the place of its Gluon kernel."""
     from attnzoo.kernels.path import op
     from attnzoo.kernels.path.hopper import backward as one_pass
+    from attnzoo.kernels.wall import plan as wall_plan
 
     def merged(call: plan.Call, machine: Machine) -> Plan:
         return dataclasses.replace(plan.plan(call, machine), backward="hopper", keeps_rest=call.decay_gradient)
@@ -103,6 +104,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_pass, "path_bwd_hopper_kernel", Pass())
     monkeypatch.setattr(one_pass, "gluon_descriptor", lambda x, rows: SimpleNamespace(base=x))
     monkeypatch.setattr(op, "plan", merged)
+    monkeypatch.setattr(wall_plan, "path_plan", merged)
 
 
 SURROUNDED = [

@@ -19,10 +19,10 @@ EXPERIMENT = Experiment(
         "added over holding all keys, on held-out text. FoX also gives up what its gates certify."
     ),
     arms=(
+        Arm("fox", "fox"),
         Arm("rope", "rope"),
         network("rope, key", "rope"),
         network("rope, discount", "rope", discount=reaching(10), at={"gpu": {"discount": reaching(640)}}),
-        Arm("fox", "fox"),
         network("fox, key", "fox"),
         network("rope, decay", "rope", network="decay"),
         network("rope, attention", "rope", network="attention"),

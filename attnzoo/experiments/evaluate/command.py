@@ -45,7 +45,7 @@ def evaluate(
 
     import torch
 
-    from attnzoo.experiments.evaluate import saved, table
+    from attnzoo.experiments.evaluate import measures, saved, table
     from attnzoo.files import check_folder
     from attnzoo.training.subject import device_named
 
@@ -71,7 +71,7 @@ def evaluate(
         click.echo(subject.title)
     for name, options in asked:
         entry = table.evaluation(name)
-        found = table.measure(subject, name, options, table.Common(**common))
+        found = table.measure(subject, name, options, measures.Common(**common))
         settings = {**options, **{field: given[field] for field in entry.reads if field in given}}
         settings |= {"dtype": dtype} if dtype else {}
         content = saved.document(subject, name, settings, found)

@@ -20,7 +20,7 @@ from .pair import path_finish_kernel, path_pair_kernel
 def launch_hopper_backward(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, sink: Tensor | None,
-    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None,
+    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None, unrounded: bool,
 ) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
     """As ``portable.backward.levels_backward``, where the plan says so.
 
@@ -40,8 +40,10 @@ def launch_hopper_backward(
     sums, d_key = (lse.new_zeros((B * H, Tp // 2)), lse.new_empty((B, H, T))) if gate else (lse, lse)
     dq_tiles = lse.new_empty((n * B * H * Tx * BK // 256, 256))  # dq of the levels in float32, tile by tile
     own = lse.new_empty((B, G, Tp, BV))
-    d_block = Leaves(torch.empty_like(block.diag), torch.empty_like(block.q), torch.empty_like(block.k), block.m)
-    d_levels = Levels(torch.empty_like(levels.q), torch.empty_like(levels.k))
+    of_q = torch.float32 if unrounded else None
+    of_block = torch.empty_like(block.q, dtype=of_q), torch.empty_like(block.k)
+    d_block = Leaves(torch.empty_like(block.diag), *of_block, block.m)
+    d_levels = Levels(torch.empty_like(levels.q, dtype=of_q), torch.empty_like(levels.k))
     gates = (lse if c is None else c, lse if base is None else base)
     limits = (lse if since is None else since, lse if start is None else start)
     end, full = limits if since is None and start is None else key_bounds(since, start, B, T, H, T)

@@ -94,21 +94,25 @@ def path_backward(
 def levels_backward(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, sink: Tensor | None,
-    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None,
+    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None, unrounded: bool = False,
 ) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
-    """Gradients of the blocks (without m), of the levels and of the keys' bias, as far as wanted; fills dv, drow."""
+    """Gradients of the blocks (without m), of the levels and of the keys' bias, as far as wanted; fills dv, drow.
+
+    Args:
+        unrounded: whether those of the carried queries are wanted in float32.
+    """
     saved, rest = (block, levels, do, v, o, lse, c, base, since, start, scale), (wanted, sink, dlse, drow, dv)
     if plan.backward == "hopper":
         from attnzoo.kernels.path.hopper.backward import launch_hopper_backward
 
-        return launch_hopper_backward(*saved, *rest, o_rest)
-    return _launch(*saved, plan, *rest)
+        return launch_hopper_backward(*saved, *rest, o_rest, unrounded)
+    return _launch(*saved, plan, *rest, unrounded)
 
 
 def _launch(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, sink: Tensor | None,
-    dlse: Tensor | None, drow: Tensor | None, dv: Tensor,
+    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, unrounded: bool,
 ) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if do.stride(-1) != 1:
@@ -116,8 +120,10 @@ def _launch(
     gate = GATE_NONE if c is None else GATE_FULL
     rows = lse.new_empty((B, H, triton.cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
     d_key = lse.new_zeros((n + 1, B, H, T)) if gate else lse
-    d_block = Leaves(torch.empty_like(block.diag), torch.empty_like(block.q), torch.empty_like(block.k), block.m)
-    d_levels = Levels(torch.empty_like(levels.q), torch.empty_like(levels.k))
+    of_q = torch.float32 if unrounded else None
+    of_block = torch.empty_like(block.q, dtype=of_q), torch.empty_like(block.k)
+    d_block = Leaves(torch.empty_like(block.diag), *of_block, block.m)
+    d_levels = Levels(torch.empty_like(levels.q, dtype=of_q), torch.empty_like(levels.k))
     gates = (lse if c is None else c, lse if base is None else base)
     p_w, p_dlse = lse if drow is None else drow, lse if dlse is None else dlse
     row_delta_kernel[(B * H, rows.shape[2] // 64)](

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans
+from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans, to_nearest
 from attnzoo.kernels.common.launching import dot_precision
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves, Levels, level_count, level_rows
@@ -71,6 +71,7 @@ def wall_carry_kernel(
             m_to, m_after = spans(o_c, i)
             b_x = tl.exp2(add_gates(m_to, b_a, NP)) * load_tile(p_q, o_c, o_n, stride_qt, R, K, BK, True)
             b_y = tl.exp2(add_gates(m_after, b_a, NP)) * load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
+            b_x, b_y = to_nearest(b_x, PREC), to_nearest(b_y, PREC)
             b_s += tl.where(meet(o_c, i), tl.dot(b_x, tl.trans(b_y), input_precision=PREC), 0.0)
         m_to, m_after = spans(o_c, 6)
         o_x = o_c[:, None] * (H * K) + o_n[None, :]

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, meet, spans
+from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, meet, spans, to_nearest
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves, Levels, level_count
 from attnzoo.kernels.path.portable.inverse import tree_block
@@ -91,6 +91,7 @@ def wall_carry_bwd_kernel(
                 m_to, m_after = spans(o_c, i)
                 b_x = tl.exp2(add_gates(m_after, b_a, NP)) * load_tile(p_k, o_c, o_n, stride_kt, R, K, BK, True)
                 b_d = tl.load(p_d, mask=meet(o_c, i) & (o_c < R)[:, None], other=0.0)
+                b_d, b_x = to_nearest(b_d, PREC), to_nearest(b_x, PREC)
                 b_y = tl.dot(b_d, b_x, input_precision=PREC) * tl.exp2(add_gates(m_to, b_a, NP))
                 b_dq += b_y
                 if GATE:
@@ -126,6 +127,7 @@ def wall_carry_bwd_kernel(
                 m_to, m_after = spans(o_c, i)
                 b_x = tl.exp2(add_gates(m_to, b_a, NP)) * load_tile(p_qh, o_c, o_n, stride_qt, R, K, BK, True)
                 b_d = tl.load(p_d, mask=meet(o_c, i) & (o_c < R)[:, None], other=0.0)
+                b_d, b_x = to_nearest(b_d, PREC), to_nearest(b_x, PREC)
                 b_z = tl.dot(tl.trans(b_d), b_x, input_precision=PREC) * tl.exp2(add_gates(m_after, b_a, NP))
                 b_dk += b_z
                 if GATE:

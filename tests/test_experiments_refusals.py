@@ -1,0 +1,116 @@
+"""What an experiment, a probe and a command refuse before anything is trained, and what a probe compares."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+
+from attnzoo.cli import app
+from attnzoo.config import load_config
+from attnzoo.data.tasks import Examples, build_task
+from attnzoo.experiments.claims import AtMost, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace, Subject, Wrong
+from attnzoo.experiments.run import Plan, run_experiment
+from attnzoo.models import LanguageModel
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arms": ()}, "arms: expected some"),
+        ({"arms": (Arm("a", "fox"), Arm("a", "nope"))}, "distinct names, got a, a"),
+        ({"expectations": (Expectation("", "", AtMost(Value("b", "loss"), 1.0)),)}, "unknown arm 'b' of a claim"),
+        ({"expectations": (Expectation("", "", AtMost(Value("a", "los"), 1.0)),)}, "did you mean 'loss'"),
+        ({"expectations": (Expectation("", "", AtMost(Value("a", "loss", 2.0), 1.0)),)}, "of 'loss', 1, got 2 for 'a'"),
+        ({"maps": ("lost",)}, "did you mean 'loss'"),
+        ({"seeds": 1}, "seeds: expected at least 2, got 1"),
+    ],
+)
+def test_experiment_that_contradicts_itself_is_refused(change, message):
+    fine = Experiment("", "", (Arm("a", "fox"),), {"cpu": Size((), (0.1,))}, (Loss(),), ())
+    with pytest.raises(ValueError, match=message):
+        replace(fine, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"arms": (Arm("a", "fox"), Arm("b", "fox", {"kvshift": 1}))},
+            "arm 'b': unknown option .* did you mean 'kv",
+        ),
+        ({"probes": (Wrong("wrong"),)}, "arm 'a': 'wrong': expected a run on a task, got 'stdlib'"),
+        ({"settings": ("data.source=task:mqar",)}, "arm 'a': 'loss': expected a run on a text, got 'task:mqar'"),
+    ],
+)
+def test_mistake_is_found_before_any_training(change, message, tmp_path, monkeypatch):
+    mine = replace(Experiment("", "", (Arm("a", "fox"),), {"cpu": Size((), (0.1,))}, (Loss(),), ()), **change)
+    monkeypatch.setattr("attnzoo.experiments.run.find", lambda name: mine)
+    with pytest.raises(ValueError, match=message):
+        run_experiment(Plan("mine", "cpu", tmp_path / "out", 2), Console(quiet=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_probes_say_what_they_need():
+    config = load_config(None, ["data.source=text.txt"])
+    subject = Subject(LanguageModel(config.model), config, None, [], 2, 100)
+    with pytest.raises(ValueError, match=r"expected a run on a task, got one on 'text.txt'"):
+        Wrong("wrong").measure(subject)
+    config = load_config(None, ["data.source=task:parity"])
+    data = SimpleNamespace(heldout=Examples(build_task("parity"), 8))
+    with pytest.raises(ValueError, match=r"expected a run on a text, got one on 'task:parity'"):
+        Loss().measure(replace(subject, config=config, data=data))
+
+
+def test_a_longer_context_is_compared_on_the_same_text(monkeypatch):
+    """A model whose loss is the token asked for and, beyond 8 tokens, 0.5 more: all text costs what it costs."""
+
+    def losses(model, windows):
+        late = torch.arange(windows.shape[1] - 1) >= 8
+        return (windows[:, 1:] + 0.5 * late).double().numpy()
+
+    monkeypatch.setattr("attnzoo.experiments.probes.token_losses", losses)
+    windows = torch.arange(3 * 33).view(3, 33)
+    subject = SimpleNamespace(
+        model=None, windows=lambda factor: windows, config=load_config(None, ["data.context_length=8"])
+    )
+    assert AddedByLength().measure(subject) == {2.0: 0.5, 3.0: 0.5, 4.0: 0.5}
+    assert LossByPlace().measure(subject)[4.0] > LossByPlace().measure(subject)[1.0] + 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "party"], "unknown experiment 'party': expected one of .*; did you mean 'parity'"),
+        (["run", "parity", "--size", "gpus"], "unknown size 'gpus': expected one of cpu, gpu; did you mean 'gpu'"),
+        (["run", "parity", "optimizer.lr=1"], "optimizer.lr: the experiment sets it"),
+        (["run", "parity", "stepz=1"], "unknown configuration key 'stepz'.* did you mean 'steps'"),
+    ],
+)
+def test_mistake_names_what_exists(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = CliRunner().invoke(app, ["experiment", *arguments]).exception
+    assert isinstance(error, ValueError)
+    assert re.search(message, str(error))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_size_for_a_gpu_is_run_on_a_cpu_only_when_that_is_said(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(
+        "attnzoo.experiments.run.run_experiment", lambda plan, _, command, *rest: ran.append((plan.device, command))
+    )
+    command = ["experiment", "run", "parity", "--size", "gpu"]
+    error = CliRunner().invoke(app, command).exception
+    assert "--size gpu: expected a CUDA GPU, found none; `--device cpu` runs it all the same" in str(error)
+    CliRunner().invoke(app, [*command, "--device", "cpu"], catch_exceptions=False)
+    assert ran == [("cpu", "attnzoo experiment run parity --size gpu --device cpu")]
