@@ -19,7 +19,7 @@ from attnzoo.experiments.builtin import built_in, find_config
 from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
 from attnzoo.terminal import console, new_table, print_table
-from attnzoo.training.commands import export, extend, generate, import_
+from attnzoo.training.commands import export, extend, generate, import_, processes_option, train_by
 
 # Which extra installs a package, by the name under which it is imported.
 EXTRAS = dict.fromkeys(
@@ -188,10 +188,7 @@ def doctor(head_dim: int, dtype: str, as_json: bool) -> None:
 @app.command(epilog=f"Built in: {', '.join(built_in('train'))}.")
 @config_argument
 @overrides_argument
-@click.option(
-    "--processes", type=click.IntRange(min=1), default=1, show_default=True,
-    help="Processes on this machine: one for each GPU, or some that share a CPU.",
-)  # fmt: skip
+@processes_option
 def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
     """Train one model as CONFIG says, or go on training it.
 
@@ -202,20 +199,7 @@ def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
     path = find_config(config, "train")
     from attnzoo.config import load_config
 
-    loaded = load_config(path, overrides)
-    if processes > 1:
-        from attnzoo.training.launch import check_processes, launch
-
-        check_processes(processes, loaded.device)
-        loaded.rows_per_part(processes)
-        return launch([sys.executable, "-m", "attnzoo", "train", config, *overrides], processes)
-    from attnzoo.training import train as run
-    from attnzoo.training.launch import end_with_launcher
-
-    end_with_launcher()
-    folder = run(loaded)
-    if os.environ.get("RANK", "0") == "0":
-        click.echo(f"run: {folder}")
+    train_by(processes, load_config(path, overrides), "train", config, *overrides)
 
 
 @app.command(epilog=f"Built in: {', '.join(built_in('compare'))}.")

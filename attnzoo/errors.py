@@ -96,6 +96,14 @@ def finite(config: Any, *names: str) -> None:
             raise ValueError(f"{name}: expected a finite number, got {getattr(config, name)}")
 
 
+def several(config: Any, *names: str) -> None:
+    """Raise ValueError unless the fields of ``config`` in ``names`` are tuples or lists: a comma is soon forgotten."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, tuple | list):
+            raise ValueError(f"{name}: expected a tuple, as (a, b) or (a,), got {value!r}")
+
+
 def one_of(config: Any, name: str, options: list[str]) -> None:
     """Raise ValueError if the field ``name`` of ``config`` is none of ``options``."""
     if getattr(config, name) not in options:

@@ -6,6 +6,8 @@ import importlib
 import importlib.machinery
 import importlib.util
 import json
+import re
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,8 @@ from attnzoo.models import LanguageModel
 from attnzoo.registry import pairs
 from attnzoo.training.exchange import start_from
 
-RESULTS = Path(__file__).parents[1] / "docs/benchmarks/results"
+DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = DOCS / "benchmarks/results"
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +83,15 @@ def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(t
     assert "| - | 1.000 | - | - |" in ran.output
     assert "| 1 mamba2, 1 fox |" in (tmp_path / "speed/results.md").read_text()
     assert "| 1 mamba2, 1 fox |" in ran.output
+
+
+def test_commands_of_the_documentation_measure_what_can_be_shared_out() -> None:
+    texts = [path.read_text() for path in DOCS.rglob("*.md")]
+    commands = [words for text in texts for words in re.findall(r"attnzoo bench train (\w[^`#\n]*=[^`#\n]*)", text)]
+    assert len(commands) >= 2
+    for name, *overrides in map(shlex.split, commands):
+        given = [word for word in overrides if "=" in word]
+        load_config(find_config(name, "train"), given).rows_per_part(1)
 
 
 @pytest.mark.parametrize(

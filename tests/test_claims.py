@@ -8,7 +8,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Correlated, Value, correlation, tail
+from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Correlated, Value, correlation, in_order, tail
 
 A, B = Value("a", "p"), Value("b", "p")
 
@@ -92,6 +92,18 @@ def test_several_claims_are_seen_if_all_are():
     assert word(All(claims), a=low, b=low) == "seen"
     assert word(All(claims), a=low, b=both) == "undecided"
     assert word(All(claims), a=both, b=high) == "not seen"
+
+
+def test_an_order_is_that_of_neighbours():
+    low, high, top = [0.0, 0.1, 0.0], [2.0, 2.1, 2.0], [4.0, 4.1, 4.0]
+    assert in_order(A, B).claims == (Below(A, B),)
+    assert in_order(A, B, A, by=1.0).claims == (Below(A, B, by=1.0), Below(B, A, by=1.0))
+    assert word(in_order(A, B), a=low, b=high) == "seen"
+    assert word(in_order(B, A), a=high, b=top) == "not seen"
+    with pytest.raises(ValueError, match="values: expected at least two, the lowest first, got 1"):
+        in_order(A)
+    with pytest.raises(ValueError, match="claims: expected a tuple"):
+        All(AtMost(A, 1.0))
 
 
 def test_correlation_is_tested_by_every_pairing():

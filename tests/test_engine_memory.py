@@ -88,6 +88,44 @@ def test_eviction_that_no_step_can_promise_is_refused():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("evict", [None, math.exp(-10), "offload"], ids=["", "evicting", "offload"])
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_sequences_that_go_on_from_one_cache_share_its_whole_pages(name, evict):
+    """While they come and go, give up keys and check drafts; what they share is nobody's in the end."""
+    options = {} if evict != "offload" else {"qk_norm": "none"}
+    model, draws = forgetful(name, **options), torch.Generator().manual_seed(2)
+    prompt, other = (torch.randint(0, 40, (T,), generator=draws) for T in (150, 70))
+    cache = model.new_cache(evict)
+    model(prompt[None], cache=cache)
+    generator, expected = Generator(model, 3, 300, evict=evict), {}
+    memory = generator.batch.caches[0].memory
+
+    def resume(token, new):
+        number = generator.resume(cache, token, new, Sampling(0.0))
+        expected[number] = alone(model, torch.cat([prompt, torch.tensor([token])]), new)
+
+    for token, new in ((1, 3), (2, 140), (3, 90)):
+        resume(token, new)
+    number = generator.add(other, 20, temperature=0)
+    expected[number] = alone(model, other, 20)
+    generator.admit()
+    if name == "fox" or evict:  # PaTH's keys lie in no pages here else
+        pages = memory.pool.pages[:, :, : 150 // PAGE]
+        assert bool((pages == pages[:1]).all())
+        shared = int((pages[0] >= 0).sum())
+        assert shared > 0
+        assert memory.pool.used() == int(memory.pool.live().sum()) - 2 * shared
+    found = generator.run()
+    resume(4, 80)  # nobody has these pages any more
+    resume(5, 9)
+    found |= generator.run(draft=lambda request: expected[request.id][len(request.tokens) :][:5])
+    assert found == expected
+    if name == "fox" or evict:
+        assert memory.pool.used() == 0
+        assert sorted(memory.pool.free) == list(range(len(memory.pool.refs)))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("away", [False, True], ids=["", "offload"])
 @pytest.mark.parametrize("name", ["fox", "path_fox"])
 def test_a_cache_that_a_generator_goes_on_from_keeps_its_own_keys(name, away):
@@ -206,6 +244,25 @@ def test_slots_are_made_and_given_back_while_sequences_that_forget_come_and_go(p
     generator.add(torch.arange(200) % 40, 3, temperature=0)
     with pytest.raises(MemoryError, match="slots for 256 keys of each head that forgets: expected room for 0.00 GiB"):
         generator.run()
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("evict", [None, math.exp(-10)], ids=["", "evicting"])
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_graphs_read_the_pages_that_sequences_share(name, evict):
+    model = forgetful(name).cuda()
+    prompt = torch.randint(0, 40, (150,), generator=torch.Generator().manual_seed(2)).cuda()
+    cache, generator = model.new_cache(evict), Generator(model, 3, 300, evict=evict)
+    model(prompt[None], cache=cache)
+    pool = generator.batch.caches[0].memory.pool
+    numbers = [generator.resume(cache, token, 60, Sampling(0.0)) for token in (1, 2, 3)]
+    generator.admit()
+    assert (pool.used() < int(pool.live().sum())) == (name == "fox")
+    found = generator.run()
+    for token, number in zip((1, 2, 3), numbers, strict=True):
+        assert found[number] == alone(model, torch.cat([prompt, prompt.new_tensor([token])]), 60)
+    assert pool.used() == 0
 
 
 @pytest.mark.gpu

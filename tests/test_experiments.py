@@ -35,7 +35,7 @@ EXPERIMENT = Experiment(
     title="Mine",
     question="Is a <fox> better than none?",
     arms=(Arm("fox", "fox"), Arm("none, one head", "nope", settings=("model.num_heads=1",), lrs=(0.1,))),
-    sizes={"cpu": Size(SETTINGS, lrs=(0.01, 0.02), rows=4)},
+    sizes={"cpu": Size(SETTINGS, lrs=(0.01, 0.02), rows=4), "gpu": Size(SETTINGS, lrs=(0.01,))},
     settings=("data.source=task:mine.py", "data.context_length=8"),
     probes=(
         Wrong(ERROR, lengths=(1.0, 2.0)), Wrong("longer", lengths=(3.0,)), WrongOver("noise", "p_ignore", (0.0, 0.5))

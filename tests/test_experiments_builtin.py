@@ -42,7 +42,7 @@ def test_built_in_experiment_can_be_run(name, tmp_path, monkeypatch):
     Path("text.txt").write_text("one and two and three and four. " * 80)
     data = () if config.data.task else ("data.source=text.txt", "data.context_length=16")
     small = replace(experiment.sizes["cpu"], rows=2, tokens=600)
-    experiment = replace(experiment, sizes={"cpu": small})
+    experiment = replace(experiment, sizes={**experiment.sizes, "cpu": small})
     plan = Plan(name, "cpu", Path("out"), 3, (*TINY, *data), "cpu")
     missing = {probe.name for probe in experiment.probes}
     for arm in experiment.arms:
@@ -97,7 +97,9 @@ def test_arm_of_a_built_in_experiment_runs_on_a_gpu(name, arm, tmp_path, monkeyp
     experiment = find(name)
     few = ("steps=3", "optimizer.warmup_steps=1", "eval_tokens=4096", "log_every=1")
     size = experiment.sizes["gpu"]
-    experiment = replace(experiment, sizes={"gpu": replace(size, rows=8, tokens=min(size.tokens, 40_000))})
+    experiment = replace(
+        experiment, sizes={**experiment.sizes, "gpu": replace(size, rows=8, tokens=min(size.tokens, 40_000))}
+    )
     plan, measured = Plan(name, "gpu", Path("out"), 3, few), experiment.arm(arm)
     if measured.after:
         before = experiment.arm(measured.after)

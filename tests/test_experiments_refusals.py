@@ -31,12 +31,26 @@ from attnzoo.models import LanguageModel
         ({"expectations": (Expectation("", "", AtMost(Value("a", "loss", 2.0), 1.0)),)}, "of 'loss', 1, got 2 for 'a'"),
         ({"maps": ("lost",)}, "did you mean 'loss'"),
         ({"seeds": 1}, "seeds: expected at least 2, got 1"),
+        ({"arms": Arm("a", "fox")}, r"arms: expected a tuple, as \(a, b\) or \(a,\), got Arm\(name='a'"),
+        ({"settings": "steps=2"}, "settings: expected a tuple, .* got 'steps=2'"),
+        ({"sizes": Size((), (0.1,))}, r"sizes: expected some by name, .* got Size\("),
+        ({"probes": (Wrong("loss", lengths=1.0),)}, r"places of 'loss': expected a tuple, as \(1.0, 2.0\), got 1.0"),
+        (
+            {"expectations": (Expectation("It is.", "", AtMost(Value("a", "loss"), 1.0), ("gp",)),)},
+            "unknown size 'gp' of the expectation 'It is.': expected one of cpu",
+        ),
     ],
 )
 def test_experiment_that_contradicts_itself_is_refused(change, message):
     fine = Experiment("", "", (Arm("a", "fox"),), {"cpu": Size((), (0.1,))}, (Loss(),), ())
     with pytest.raises(ValueError, match=message):
         replace(fine, **change)
+
+
+def test_one_thing_in_place_of_a_tuple_is_refused():
+    for make in (lambda: Size((), 0.1), lambda: Arm("a", "fox", lrs=0.1), lambda: Expectation("", "", None, "cpu")):
+        with pytest.raises(ValueError, match=r"(lrs|sizes): expected a tuple, as \(a, b\) or \(a,\), got (0.1|'cpu')"):
+            make()
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,24 @@ def test_sizes_that_the_decoder_refuses_are_refused():
         build(num_hidden_layer=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("acp", r"acp: expected in attention_options, as \{'acp': 1\}"),
+        ("gate_bias", "gate_bias: expected in attention_options"),
+        ("num_key_value_heads", r"num_key_value_heads: expected in attention_options, as \{'num_kv_heads': 1\}"),
+        ("sliding_window", "as {'window': 1}"),
+        ("rope_theta", "as {'theta': 1}"),
+        ("rms_norm_eps", "rms_norm_eps: it is called norm_eps here"),
+    ],
+)
+def test_options_of_layers_are_not_taken_for_attributes(name, message):
+    with pytest.raises(ValueError, match=message):
+        AttnzooConfig(**{name: 1})
+    again = AttnzooConfig.from_dict(AttnzooConfig(attention_options={"num_kv_heads": 1}).to_dict())
+    assert again.native().attention_options == {"num_kv_heads": 1}
+
+
 # saving and loading
 
 
@@ -234,6 +252,11 @@ def test_states_of_all_blocks_are_given(tokens):
     assert len(out.hidden_states) == 3
     assert torch.equal(model.model.head(out.hidden_states[-1]), out.logits)
     assert torch.equal(out.hidden_states[0], model.model.embedding(tokens))
+
+
+def test_labels_have_the_shape_of_the_tokens(tokens):
+    with pytest.raises(ValueError, match=r"labels: expected \[B, T\] = \(2, 9\), got \(2, 5\)"):
+        build("fox")(tokens, labels=tokens[:, :5])
 
 
 def test_attention_matrices_are_refused_rather_than_left_out(tokens):

@@ -216,6 +216,20 @@ def test_weights_left_over_or_missing_are_named(tmp_path):
         from_peer(tmp_path)
 
 
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path, tokens):
+    from safetensors.torch import load_file, save_file
+
+    theirs = peer("Llama", {"tie_word_embeddings": True})
+    theirs.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    head = state["model.embed_tokens.weight"].clone()  # some releases write it too
+    save_file({**state, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    assert torch.allclose(from_peer(tmp_path)(tokens).logits, theirs(tokens).logits, atol=1e-5)
+    save_file({**state, "lm_head.weight": head + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tie_word_embeddings = True, and lm_head\.weight is another matrix"):
+        from_peer(tmp_path)
+
+
 @pytest.mark.parametrize("damage", [b"", b"garbage that is no safetensors file"])
 def test_weights_that_cannot_be_read_are_named(damage, tmp_path):
     peer("Llama", {}).save_pretrained(tmp_path)
@@ -226,6 +240,9 @@ def test_weights_that_cannot_be_read_are_named(damage, tmp_path):
 
 def test_an_empty_folder_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config\.json$"):
+        from_peer(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"an adapter, which `merge_and_unload` puts into its model"):
         from_peer(tmp_path)
     with pytest.raises(FileNotFoundError, match="hf download meta-llama/Llama-3.2-1B --local-dir"):
         from_peer("meta-llama/Llama-3.2-1B")

@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from attnzoo.errors import several
 
 Array = npt.NDArray[np.float64]
 LEVEL = 0.05
@@ -137,6 +139,9 @@ class All:
 
     claims: tuple[Claim, ...]
 
+    def __post_init__(self) -> None:
+        several(self, "claims")
+
     @property
     def values(self) -> tuple[Value, ...]:
         return tuple(value for claim in self.claims for value in claim.values)
@@ -146,6 +151,18 @@ class All:
         words = {verdict.word for verdict in verdicts}
         word = NOT_SEEN if NOT_SEEN in words else UNDECIDED if UNDECIDED in words else SEEN
         return Verdict(word, "; ".join(verdict.why for verdict in verdicts))
+
+
+def in_order(*values: Value, by: float = 0.0) -> All:
+    """Each value is below the next one.
+
+    Args:
+        values: at least two, the lowest first.
+        by: as of :class:`Below`.
+    """
+    if len(values) < 2:
+        raise ValueError(f"values: expected at least two, the lowest first, got {len(values)}")
+    return All(tuple(Below(lower, higher, by) for lower, higher in pairwise(values)))
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def show(name: str) -> None:
 @experiment.command()
 @click.argument("name")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--size", default="cpu", show_default=True, help="cpu: 15 minutes on two cores; gpu: on one H200.")
+@click.option("--size", help="cpu: 15 minutes on two cores; gpu: on one H200.  [default: cpu, or a file's only size]")
 @click.option("--seeds", type=click.IntRange(min=2), help="Runs per model.  [default: the experiment's own]")
 @click.option("--out", type=PATH, help="Folder to write to.  [default: runs/experiments/NAME-SIZE]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Models at a time.  [default: cores; 1 on a GPU unless small]")
@@ -68,7 +68,7 @@ def show(name: str) -> None:
 @click.option("--arm", "only", multiple=True, help="Only this model; may be given several times.")
 @click.option("--device", type=click.Choice(["auto", "cpu"]), help="[default: cpu for --size cpu, else auto]")
 def run(
-    name: str, overrides: tuple[str, ...], size: str, seeds: int | None, out: Path | None, jobs: int | None,
+    name: str, overrides: tuple[str, ...], size: str | None, seeds: int | None, out: Path | None, jobs: int | None,
     minutes: float | None, only: tuple[str, ...], device: str | None,
 ) -> None:  # fmt: skip
     """Train, measure, judge every expectation, and write a page.
@@ -83,6 +83,7 @@ def run(
     from attnzoo.experiments.run import Plan, run_experiment
 
     found = find(name)
+    size = size or (next(iter(found.sizes)) if len(found.sizes) == 1 else "cpu")
     find_size(found, size)
     if size == "gpu" and device != "cpu" and not torch.cuda.is_available():
         raise UnavailableError("--size gpu: expected a CUDA GPU, found none; `--device cpu` runs it all the same")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from attnzoo.errors import at_least, unknown
+from attnzoo.errors import at_least, several, unknown
 from attnzoo.experiments.claims import Claim, Value
 from attnzoo.experiments.probes import Probe
 from attnzoo.files import given_by
@@ -46,6 +46,9 @@ class Arm:
         """The options of its layers at a size."""
         return {**self.options, **self.at.get(size, {})}
 
+    def __post_init__(self) -> None:
+        several(self, "settings", "lrs")
+
 
 @dataclass(frozen=True)
 class Size:
@@ -66,6 +69,7 @@ class Size:
     after: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        several(self, "settings", "lrs", "after")
         at_least(self, 1, "rows", "tokens")
         if not self.lrs:
             raise ValueError("lrs: expected at least one learning rate, got none")
@@ -86,6 +90,9 @@ class Expectation:
     source: str
     claim: Claim
     sizes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        several(self, "sizes")
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,8 @@ class Experiment:
         measured: results that are recorded.
 
     Raises:
-        ValueError: names that are given twice, no arms, or a claim about an arm, a probe or a place that is not there.
+        ValueError: names that are given twice, no arms, a claim about an arm, a probe or a place that is not there or
+            for a size that is not, or one thing in place of a tuple.
     """
 
     title: str
@@ -188,11 +196,22 @@ class Experiment:
     measured: tuple[Measured, ...] = ()
 
     def __post_init__(self) -> None:
+        several(self, "arms", "probes", "expectations", "settings", "grids", "overlays", "maps", "measured")
         at_least(self, 2, "seeds")
+        if not isinstance(self.sizes, Mapping) or not self.sizes:
+            raise ValueError(f'sizes: expected some by name, as {{"cpu": Size(...)}}, got {self.sizes!r}')
         for kind in ("arms", "probes"):
             names = [thing.name for thing in getattr(self, kind)]
             if not names or len(set(names)) < len(names):
                 raise ValueError(f"{kind}: expected some, with distinct names, got {', '.join(names) or 'none'}")
+        for expectation in self.expectations:
+            for size in expectation.sizes:
+                if size not in self.sizes:
+                    raise unknown("size", size, self.sizes, of=f"the expectation {expectation.text!r}")
+        for probe in self.probes:
+            places = getattr(probe, "at", ())
+            if not isinstance(places, tuple | list):
+                raise ValueError(f"places of {probe.name!r}: expected a tuple, as (1.0, 2.0), got {places!r}")
         claimed = [value for expectation in self.expectations for value in expectation.claim.values]
         gridded = [Value(arm, grid.probe, grid.at) for grid in self.grids for row in grid.arms for arm in row if arm]
         shown = [value for overlay in self.overlays for value in overlay.values]

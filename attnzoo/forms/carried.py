@@ -178,8 +178,8 @@ class CarriedPool(KeyPool):
         self.known[row] = 0
 
     @torch.no_grad()
-    def adopt(self, row: int, other: Pages, tokens: int) -> None:
-        super().adopt(row, other, tokens)
+    def adopt(self, row: int, other: Pages, tokens: int, twin: int | None = None) -> None:
+        super().adopt(row, other, tokens, twin)
         self.known[row] = cast(CarriedPool, other).known[0]
 
 

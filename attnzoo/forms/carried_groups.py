@@ -115,10 +115,10 @@ class GroupedPool(KeyPool):
         return self.open_keys, self.open_factor, self.base
 
     @torch.no_grad()
-    def adopt(self, row: int, other: Any, tokens: int) -> None:
+    def adopt(self, row: int, other: Any, tokens: int, twin: int | None = None) -> None:
         """As :meth:`Pages.adopt`, of what :meth:`copy_of` gives, which has no products yet."""
         other.factors = self.factors[row : row + 1]
-        super().adopt(row, other, tokens)
+        super().adopt(row, other, tokens, twin)
 
 
 def _opened(B: int, G: int, K: int, device: torch.device | str, group: int) -> dict[str, Tensor]:

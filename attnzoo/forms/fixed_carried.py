@@ -93,6 +93,7 @@ class GroupedPages(PagedMemory):
     """The same in a :class:`~attnzoo.forms.carried_groups.GroupedPool`, for steps in kernels."""
 
     carried: ClassVar[int] = GROUP
+    shares: ClassVar[bool] = False
 
     @staticmethod
     def of(state: KVCache | PagedCache, rows: Rows, tokens: int, device: torch.device | str) -> GroupedPages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -43,6 +44,7 @@ class PagedMemory(Memory):
         evict: what keys are given up by, when a sequence has got as many tokens as a page has; None for none.
         looked: by row, how many tokens there were when it was last asked.
         last: the step of several tokens that :meth:`keep` ends.
+        starts: by row, the state that its sequence goes on from; those that go on from one share its whole pages.
     """
 
     pool: KeyPool
@@ -53,7 +55,9 @@ class PagedMemory(Memory):
     evict: Eviction | None = None
     looked: dict[int, int] = field(default_factory=dict)
     last: Call | None = None
+    starts: dict[int, weakref.ref[KVCache | PagedCache]] = field(default_factory=dict)
     carried: ClassVar[int] = 0  # pages of a group of keys that are carried
+    shares: ClassVar[bool] = True  # whether a whole page is never written to again
 
     @staticmethod
     def like(
@@ -156,7 +160,9 @@ class PagedMemory(Memory):
             elif bool(one.first.any()):
                 raise ValueError("cache: expected that of new_cache(evict='offload'), got one whose keys are gone")
             tokens = min(tokens, one.lengths[0] + PAGE)
-        self.pool.adopt(row, one, tokens)
+        twins = self.starts.items() if self.shares else ()
+        self.pool.adopt(row, one, tokens, next((other for other, start in twins if start() is state), None))
+        self.starts[row] = weakref.ref(state)
         self.looked[row] = one.lengths[0]
         if self.phase is not None and state.phase is not None:
             self.phase[row] = state.phase[0]
@@ -173,6 +179,7 @@ class PagedMemory(Memory):
 
     def clear(self, row: int) -> None:
         self.pool.reset(row)
+        self.starts.pop(row, None)
         if self.evict is not None and self.evict.offload is not None:
             self.evict.offload.clear(row)
 

@@ -284,23 +284,32 @@ class Pages:
             x[row] = -1 if name == "table" else 0
 
     @torch.no_grad()
-    def adopt(self, row: int, other: Pages, tokens: int) -> None:
+    def adopt(self, row: int, other: Pages, tokens: int, twin: int | None = None) -> None:
         """The empty sequence ``row`` becomes a copy of the only one of ``other``.
 
         Args:
             row: its number.
             other: with heads and channels as here.
             tokens: it has pages for so many, those of ``other`` among them.
+            twin: a sequence that became a copy of the same: the whole pages that it still has become those of both.
 
         Raises:
             MemoryError: as :meth:`reserve`.
         """
         n, end = -(-tokens // PAGE), -(-other.lengths[0] // PAGE)
         live = other.pages[0, :, :end] >= 0  # [G, end]
-        wanted = torch.cat([live, live.new_ones(len(live), n - end)], 1)
+        common, whole = torch.zeros_like(live), other.lengths[0] // PAGE
+        if twin is not None:
+            common[:, :whole] = live[:, :whole] & (self.pages[twin, :, :whole] >= 0)
+        copied = live & ~common
+        wanted = torch.cat([copied, live.new_ones(len(live), n - end)], 1)
         self._make_room(int(wanted.sum()) - len(self.free), n)
         self.pages[row, :, :n][wanted] = self.pages.new_tensor(self._take(int(wanted.sum())))
-        to, source = self.pages[row, :, :end][live].long(), other.pages[0, :, :end][live].long()
+        if twin is not None:
+            ids = self.pages[twin, :, :end][common]
+            self.pages[row, :, :end][common] = ids
+            self.refs[ids.long()] += 1
+        to, source = self.pages[row, :, :end][copied].long(), other.pages[0, :, :end][copied].long()
         for name, x in self.of_pages().items():
             x[to] = getattr(other, name)[source]
         for name, x in self._of_rows().items():

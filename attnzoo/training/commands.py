@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from attnzoo.data.command import PATH, to_option
+
+if TYPE_CHECKING:
+    from attnzoo.training.config import TrainConfig
+
+processes_option = click.option(
+    "--processes", type=click.IntRange(min=1), default=1, show_default=True,
+    help="Processes on this machine: one for each GPU, or some that share a CPU.",
+)  # fmt: skip
+
+
+def train_by(processes: int, config: TrainConfig, *words: str) -> None:
+    """Train in this process, or start several that do it.
+
+    Args:
+        processes: how many.
+        config: of the run.
+        words: of the command that each of several is to run, after `attnzoo`.
+
+    Raises:
+        ValueError: processes that cannot be, or that the batch does not divide among; and as `train`.
+        LaunchError: one of several failed.
+    """
+    from attnzoo.training import train
+    from attnzoo.training.launch import check_processes, end_with_launcher, launch
+
+    if processes > 1:
+        check_processes(processes, config.device)
+        config.rows_per_part(processes)
+        return launch([sys.executable, "-m", "attnzoo", *words], processes)
+    end_with_launcher()
+    folder = train(config)
+    if os.environ.get("RANK", "0") == "0":
+        click.echo(f"run: {folder}")
 
 
 def number_or_text(kind: type) -> Callable[[str], Any]:
@@ -34,16 +69,19 @@ def number_or_text(kind: type) -> Callable[[str], Any]:
 )
 @click.option("--lr", type=float, help="Learning rate to go on with; needed where a cosine has ended.")
 @click.option("--warmup-steps", type=click.IntRange(min=0), help="Updates of rising to --lr; as at first if not given.")
-def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps: int | None) -> None:
+@processes_option
+def extend(run: Path, steps: int, schedule: str, lr: float | None, warmup_steps: int | None, processes: int) -> None:
     """Train a run for longer than its configuration says.
 
     RUN is its folder. It goes on from its newest checkpoint, to the same numbers whenever it is interrupted: the same
     command, or `attnzoo train RUN/config.yaml`, resumes it.
     """
     from attnzoo.training import extend as extended
-    from attnzoo.training import train as go_on
 
-    click.echo(f"run: {go_on(extended(run, steps, schedule, lr=lr, warmup_steps=warmup_steps))}")
+    words = ["extend", str(run), f"--steps={steps}", f"--schedule={schedule}"]
+    words += [] if lr is None else [f"--lr={lr!r}"]
+    words += [] if warmup_steps is None else [f"--warmup-steps={warmup_steps}"]
+    train_by(processes, extended(run, steps, schedule, lr=lr, warmup_steps=warmup_steps), *words)
 
 
 @click.command()

@@ -1,6 +1,6 @@
 """Loss beyond the training context, blocks and orderings."""
 
-from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Value
+from attnzoo.experiments.claims import All, AtLeast, AtMost, Below, Value, in_order
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.probes import AddedByLength, Kept, Loss, LossByPlace, PrunedLoss, Speed
 
@@ -75,9 +75,8 @@ EXPERIMENT = Experiment(
                     stays("PaTH-FoX"), sizes=("cpu",)),
         Expectation("In loss: FoX (Pro) < Transformer (Pro) < FoX (LLaMA) < Transformer (LLaMA).",
                     f"{FOX}, Table 3",
-                    All((Below(Value("FoX (Pro)", "loss"), Value("Transformer (Pro)", "loss")),
-                         Below(Value("Transformer (Pro)", "loss"), Value("FoX (LLaMA)", "loss")),
-                         Below(Value("FoX (LLaMA)", "loss"), Value("Transformer (LLaMA)", "loss"))))),
+                    in_order(*(Value(arm, "loss") for arm in
+                               ("FoX (Pro)", "Transformer (Pro)", "FoX (LLaMA)", "Transformer (LLaMA)")))),
         Expectation("Pruning adds nothing to the loss (under 0.001 nats).", f"{ACP}, section 4",
                     AtMost(Value("FoX (Pro)", "loss added by pruning"), 0.001)),
         Expectation("A model trained with pruning is as good (within 0.02 nats).", f"{ACP}, section 4",

@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 
 from attnzoo.errors import unknown
+from attnzoo.layer.build import BUILD_OPTIONS
+from attnzoo.layer.config import AttentionConfig
+from attnzoo.layer.gates import GATES, gate_options
 from attnzoo.models.config import ModelConfig
 
 THEIRS = {
@@ -18,6 +21,14 @@ THEIRS = {
     "tie_embeddings": "tie_word_embeddings",
 }
 _FIELDS = {THEIRS.get(field.name, field.name): field for field in fields(ModelConfig)}
+_OF_LAYERS = BUILD_OPTIONS | {field.name for field in fields(AttentionConfig)} | {*gate_options(tuple(GATES.values()))}
+_OF_LAYERS -= {*_FIELDS, *vars(PretrainedConfig())}  # transformers 4 keeps a temperature in each configuration
+_ELSEWHERE = {  # what Llama and its like call a field or a layer's option
+    "num_key_value_heads": "num_kv_heads",
+    "sliding_window": "window",
+    "rope_theta": "theta",
+    "rms_norm_eps": "norm_eps",
+}
 
 
 class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
@@ -31,7 +42,8 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
         **options: further fields of `ModelConfig`, and whatever `PretrainedConfig` takes.
 
     Raises:
-        ValueError: sizes or patterns that `ModelConfig` refuses, or a name that is almost one of its fields'.
+        ValueError: sizes or patterns that `ModelConfig` refuses, a name that is almost one of its fields', or one of
+            the layers' options, which stand in `attention_options`.
     """
 
     model_type = "attnzoo"
@@ -48,6 +60,11 @@ class AttnzooConfig(PretrainedConfig):  # type: ignore[misc]
         for name in given:  # transformers takes any name as an attribute
             if get_close_matches(name, [*_FIELDS, *THEIRS], 1, cutoff=0.85):
                 raise unknown("field", name, _FIELDS)
+            option = _ELSEWHERE.get(name, name)
+            if option in _FIELDS:
+                raise ValueError(f"{name}: it is called {option} here")
+            if option in _OF_LAYERS:
+                raise ValueError(f"{name}: expected in attention_options, as {{{option!r}: {given[name]!r}}}")
         for name, value in own.items():
             if name != "tie_word_embeddings":
                 setattr(self, name, _plain(value))

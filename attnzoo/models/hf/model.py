@@ -223,8 +223,8 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             **kwargs: for the loss (`num_items_in_batch`), and `position_ids` [B, T].
 
         Raises:
-            ValueError: inputs that the decoder refuses, attention matrices asked for, or positions that neither rise
-                by one nor begin again (with a mask they follow from it).
+            ValueError: inputs that the decoder refuses, labels of another shape, attention matrices asked for, or
+                positions that neither rise by one nor begin again (with a mask they follow from it).
         """
         if output_attentions:
             raise ValueError("output_attentions: expected False (no form of a layer makes the matrix), got True")
@@ -256,6 +256,8 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 recompute=self._recompute if self.gradient_checkpointing and training else None,
                 states=states,
             )  # [B, T, D]
+            if labels is not None and labels.shape != x.shape[:2]:
+                raise ValueError(f"labels: expected [B, T] = {tuple(x.shape[:2])}, got {tuple(labels.shape)}")
             rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.model.head(x[:, rows])
             loss = None

@@ -158,6 +158,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         hub = not folder.exists() and len(folder.parts) == 2 and not folder.is_absolute()  # OWNER/NAME
         how = f" (a model of the hub: first `hf download {folder} --local-dir FOLDER`)" if hub else ""
+        if (folder / "adapter_config.json").is_file():
+            how = " (it is an adapter, which `merge_and_unload` puts into its model)"
         raise FileNotFoundError(f"no model in {str(folder)!r}: there is no config.json{how}")
     try:
         fields = json.loads(path.read_text())

@@ -62,6 +62,9 @@ def decoder(
         attention: `attention(take, index)` gives those of one layer's attention under our names, and
             `take("q_proj.weight")` is the peer's tensor of that name in that layer.
         tied: the head is the embedding.
+
+    Raises:
+        ValueError: `tied`, and there is a head that is not the embedding.
     """
 
     def scale(name: str) -> Tensor:
@@ -80,8 +83,10 @@ def decoder(
             yield from _mlp(weights, f"{layer}.mlp", f"blocks.{i}.mlp")
     yield "norm.weight", scale(layout.norm)
     if tied:
-        weights.skip("lm_head.weight")
-        yield "head.weight", weights(f"{layout.embedding}.weight")
+        embedding = weights(f"{layout.embedding}.weight")
+        if "lm_head.weight" in weights and not torch.equal(weights("lm_head.weight"), embedding):
+            raise ValueError("config.json: tie_word_embeddings = True, and lm_head.weight is another matrix")
+        yield "head.weight", embedding
     else:
         yield "head.weight", weights("lm_head.weight")
 
