@@ -338,7 +338,11 @@ class Attention(PreciseModule):
         return y
 
     def eviction(self, evict: Evict, pool: KeyPool, dtype: torch.dtype) -> Eviction:
-        """What a cache in ``pool`` gives up keys by, with q and k rounded to ``dtype``; see :meth:`new_cache`."""
+        """What a cache in ``pool`` gives up keys by, with q and k rounded to ``dtype``; see :meth:`new_cache`.
+
+        Raises:
+            ValueError: keys are to be dropped, and a device map keeps the weights of QK-norm elsewhere.
+        """
         if evict.offload:
             (B, G, _), H = pool.table.shape, self.config.num_heads
             kept = Offload.empty(B, G, H, pool.length.device)
