@@ -165,20 +165,22 @@ def test_the_network_is_precise_and_initialised_anew():
 @pytest.mark.parametrize("network", dense.NETWORKS)
 @pytest.mark.parametrize("name", ["rope", "fox", "path_fox"])
 def test_a_gpu_forgets_as_a_cpu(name, network):
-    """In float64: training with its terms, evaluation, and steps through a cache within a budget; in several panels,
+    """In float64: training with its terms, evaluation, and steps through caches within a budget; in several panels,
     which are wider on a GPU."""
     options = {"forgetting": Forgetting(network=network, window=3, width=8, temperature=8.0)}
     attn, other = layer(name, **options), layer(name, **options).cuda()
     x = rows(2, 300)
     found = []
     for one, inputs in ((attn, x), (other, x.cuda())):
-        y, forget = one(inputs), one.forget
-        (y.sin().sum() + forget.terms.distillation + forget.terms.budget).backward()
-        grads = torch.cat([p.grad.flatten() for p in one.parameters()]).cpu()
-        with torch.no_grad():
-            whole = one.eval()(inputs)
-            cache = one.new_cache(budget=40)
-            steps = torch.cat([one(inputs[:, :100], cache=cache), one(inputs[:, 100:103], cache=cache)], 1)
-        found.append([part.detach().cpu() for part in (y, grads, whole, steps)])
+        with mock.patch.object(panels, "WIDE", (128, 128)):
+            y, forget = one(inputs), one.forget
+            (y.sin().sum() + forget.terms.distillation + forget.terms.budget).backward()
+            grads = torch.cat([p.grad.flatten() for p in one.parameters()]).cpu()
+            with torch.no_grad():
+                whole, steps = one.eval()(inputs), []
+                for budget in (40, "8 KiB"):
+                    cache = one.new_cache(budget=budget)
+                    steps += [one(inputs[:, :100], cache=cache), one(inputs[:, 100:103], cache=cache)]
+        found.append([part.detach().cpu() for part in (y, grads, whole, *steps)])
     for got, expected in zip(found[1], found[0], strict=True):
         assert_same(got, expected)

@@ -38,55 +38,27 @@ def wall_kernel() -> Kernel:
     ) -> Output:  # fmt: skip
         """The fused kernel (``attnzoo.kernels.wall``) on whole sequences; with ``valid`` they run packed."""
         given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
-        return whole(q, k, v, gate, given)
-
-    def whole(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
-        from attnzoo.kernels.wall import wall_attention
-
-        check_softmax(given, q, gate)
-        a, g = cast(Tensor, gate.log_diag).float(), gate.per_token(q).log_decay
-        return on_whole(wall_attention, q, k, v, given, log_diag=a, log_decay=None if g is None else g.float())
+        return whole_wall(q, k, v, gate, given)
 
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
         prune: Prune | None = None, logit_bound: Tensor | None = None, window: int | None = None,
         sink: Tensor | None = None, valid: Tensor | None = None, return_lse: bool = False,
     ) -> tuple[Output, KVCache]:  # fmt: skip
-        from attnzoo.kernels.fox import fox_attention
         from attnzoo.kernels.path import refuse_gradients
 
         given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
         q, k, v, gate = step_inputs(q, k, v, gate, given)
-        a, H = cast(Tensor, gate.log_diag).float(), q.shape[2]
+        a, H, T = cast(Tensor, gate.log_diag).float(), q.shape[2], q.shape[1]
         if state is None or not len(state):
-            return whole(q, k, v, gate, given), KVCache(carried(k, a), v, gate.log_decay, valid, carried=True)
+            return whole_wall(q, k, v, gate, given), KVCache(carried(k, a), v, gate.log_decay, valid, carried=True)
         refuse_gradients(q, k, v, a, state.k, state.v)
-        S, rows = len(state), []
         parts, room = append_in_place(state, *growing(state, KVCache(k, v, gate.log_decay, valid), ("v",)), state.k)
-        keys, values, there = state.k.float(), expand_heads(parts["v"], H), parts.get("valid")
-        T, gates = q.shape[1], parts.get("log_decay")
-        if window is None and (T > WALL_STEPS or (T > 1 and valid is None)):
-            total, old = a.cumsum(1).exp(), torch.arange(S + T, device=q.device).expand(len(q), -1) < S
-            first = fox_attention(
-                (q * total).to(v.dtype), F.pad(keys.to(v.dtype), (0, 0, 0, 0, 0, T)), values,
-                log_decay=None if gates is None else gates.float(), scale=scale,
-                valid=old if there is None else old & there, return_lse=True, impl="triton",
-            )  # fmt: skip
-            own = run(q, k, v, gate, scale=scale, valid=valid, return_lse=True)
-            o, lse = together(first, cast(Pair, own), sink)
-            keys = torch.cat([keys * total[:, -1:], carried(k, a)], 1)
-            return (o, lse) if return_lse else o, GrowingCache(keys, parts["v"], gates, there, carried=True, room=room)
-        for t in range(T):
-            now, seen = slice(t, t + 1), slice(0, S + t + 1)
-            keys = torch.cat([keys * a[:, now].exp(), expand_heads(k[:, now], H).float()], 1)
-            o, lse = fox_attention(
-                q[:, now].to(v.dtype), keys.to(v.dtype), values[:, seen],
-                log_decay=None if gates is None else gates[:, seen].float(), scale=scale, window=window, sink=sink,
-                valid=None if there is None else there[:, seen], return_lse=True, impl="triton",
-            )  # fmt: skip
-            rows.append((o, lse))
-        o, lse = (torch.cat(x, 1) for x in zip(*rows, strict=True))
-        return (o, lse) if return_lse else o, GrowingCache(keys, parts["v"], gates, there, carried=True, room=room)
+        g, there = parts.get("log_decay"), parts.get("valid")
+        seen = KVCache(state.k.float(), expand_heads(parts["v"], H), None if g is None else g.float(), there)
+        at_once = window is None and (T > WALL_STEPS or (T > 1 and valid is None))
+        o, lse, keys = (_tokens_at_once if at_once else _token_by_token)(q, k, v, gate, seen, given)
+        return (o, lse) if return_lse else o, GrowingCache(keys, parts["v"], g, there, carried=True, room=room)
 
     def refuses(call: Call) -> str:
         from attnzoo.kernels.wall import triton_unavailable
@@ -116,6 +88,60 @@ def wall_kernel() -> Kernel:
 
 def _window(call: Call) -> bool:
     return call.options.get("window") is not None
+
+
+def whole_wall(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions) -> Output:
+    """Whole sequences through the kernels of Wall."""
+    from attnzoo.kernels.wall import wall_attention
+
+    check_softmax(given, q, gate)
+    a, g = cast(Tensor, gate.log_diag).float(), gate.per_token(q).log_decay
+    return on_whole(wall_attention, q, k, v, given, log_diag=a, log_decay=None if g is None else g.float())
+
+
+def _tokens_at_once(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, seen: KVCache, given: SoftmaxOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, lse and all carried keys: the T new tokens as a sequence, beside one pass over the S cached keys.
+
+    Args:
+        q, k, v, gate: of the new tokens, ``[B, T, ...]``.
+        seen: carried keys ``[B, S, H, K]`` float32 without the new tokens; values, gates and ``valid`` with them.
+        given: of the call, without a window.
+    """
+    from attnzoo.kernels.fox import fox_attention
+
+    a, S, T = cast(Tensor, gate.log_diag).float(), seen.k.shape[1], q.shape[1]
+    total, old = a.cumsum(1).exp(), torch.arange(S + T, device=q.device).expand(len(q), -1) < S
+    first = fox_attention(
+        (q * total).to(v.dtype), F.pad(seen.k.to(v.dtype), (0, 0, 0, 0, 0, T)), seen.v, log_decay=seen.log_decay,
+        scale=given.scale, valid=old if seen.valid is None else old & seen.valid, return_lse=True, impl="triton",
+    )  # fmt: skip
+    own = whole_wall(q, k, v, gate, SoftmaxOptions(given.scale, valid=given.valid, return_lse=True))
+    o, lse = together(first, cast(Pair, own), given.sink)
+    return o, lse, torch.cat([seen.k * total[:, -1:], carried(k, a)], 1)
+
+
+def _token_by_token(
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, seen: KVCache, given: SoftmaxOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with a step over all keys for each new token, which a window and absent tokens may be counted in."""
+    from attnzoo.kernels.fox import fox_attention
+
+    a, keys, rows = cast(Tensor, gate.log_diag).float(), seen.k, []
+    S, H = keys.shape[1], q.shape[2]
+    for t in range(q.shape[1]):
+        now, past = slice(t, t + 1), slice(0, S + t + 1)
+        keys = torch.cat([keys * a[:, now].exp(), expand_heads(k[:, now], H).float()], 1)
+        o, lse = fox_attention(
+            q[:, now].to(v.dtype), keys.to(v.dtype), seen.v[:, past],
+            log_decay=None if seen.log_decay is None else seen.log_decay[:, past], scale=given.scale,
+            window=given.window, sink=given.sink, valid=None if seen.valid is None else seen.valid[:, past],
+            return_lse=True, impl="triton",
+        )  # fmt: skip
+        rows.append((o, lse))
+    o, lse = (torch.cat(x, 1) for x in zip(*rows, strict=True))
+    return o, lse, keys
 
 
 def carried(k: Tensor, log_diag: Tensor) -> Tensor:
