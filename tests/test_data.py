@@ -1,6 +1,7 @@
 """Data: deterministic windows that leave the held-out text alone, and errors that say what is wrong."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -184,9 +185,22 @@ def test_no_data_is_refused(tmp_path):
         build_data(DataConfig(source=str(tmp_path / "nothing"), pattern="*.md"))
 
 
+def test_files_of_tokens_that_fill_no_row_are_left_out_with_a_line(tmp_path, caplog):
+    for name, length in (("a", 90), ("b", 33), ("c", 32), ("d", 5), ("e", 90)):
+        np.save(tmp_path / f"{name}.npy", np.arange(length) % 7)
+    heldout = tmp_path / "e.npy"
+    held = DataConfig(source=str(tmp_path), heldout_source=str(heldout), vocab_size=7, context_length=32)
+    build_data(held)
+    (record,) = caplog.records
+    assert "2 of 5 files, 37 of 250 tokens, are left out: a row of data.context_length=32" in record.getMessage()
+    caplog.clear()
+    build_data(replace(held, context_length=4))
+    assert not caplog.records
+
+
 def test_too_short_for_the_context_is_refused_with_both_numbers(tmp_path):
     (tmp_path / "short.txt").write_text("x" * 99)
-    with pytest.raises(ValueError, match=r"short\.txt.*95 tokens.*context of 256 needs at least 257"):
+    with pytest.raises(ValueError, match=r"short\.txt.*95 tokens.*data.context_length=256 needs at least 257"):
         build_data(DataConfig(source=str(tmp_path / "short.txt"), context_length=256))
     with pytest.raises(ValueError, match=r"held-out split.*5 tokens.*at least 51"):
         build_data(DataConfig(source=str(tmp_path / "short.txt"), context_length=50))

@@ -148,3 +148,8 @@ def test_processes_train_and_refuse_in_one_line(tmp_path):
     done = subprocess.run([*words, "batch_size=4"], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("run: ") == 1
+    words = [word.replace(str(tmp_path / "run"), str(tmp_path / "again")) for word in words]
+    again = [*words, "batch_size=4", f"start_from={tmp_path / 'run'}"]
+    done = subprocess.run(again, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("weights from") == 1  # by the first process alone

@@ -65,7 +65,7 @@ def test_a_folder_in_use_is_refused(config_of):
     ("overrides", "error", "message"),
     [
         (["data.source=nowhere.txt"], FileNotFoundError, "no data.*nowhere.txt"),
-        (["data.context_length=100000"], ValueError, "context of 100000 needs at least 100001"),
+        (["data.context_length=100000"], ValueError, "data.context_length=100000 needs at least 100001"),
         (["model.vocab_size=100"], ValueError, "vocab_size=100 is below the 256 tokens"),
         (["batch_size=5", "gradient_accumulation=2"], ValueError, "batch_size=5 does not divide evenly"),
         (["model.attention=foxx"], ValueError, "did you mean 'fox'"),

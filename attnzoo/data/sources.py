@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from attnzoo.data.texts import held_out_names, stdlib_files, text_files
 from attnzoo.data.windows import Joined, Mixture, Starts, Tokens, TokenWindows, Windows
 from attnzoo.errors import nearest
 from attnzoo.files import digest, remembered_digest
+
+logger = logging.getLogger(__name__)
 
 DOCUMENT_END = 0  # a byte that text does not contain
 BYTES = 256
@@ -106,7 +109,7 @@ def build_data(config: DataConfig) -> Data:
     if len(tokens) <= config.context_length:
         raise ValueError(
             f"the held-out split of {config.title!r} has {len(tokens)} tokens: "
-            f"a context of {config.context_length} needs at least {config.context_length + 1}"
+            f"data.context_length={config.context_length} needs at least {config.context_length + 1}"
         )
     for piece in held:
         if not piece.digest:
@@ -141,15 +144,26 @@ def _windows(
     source: _Source, pieces: Sequence[_Piece], vocab_size: int, packed: bool, config: DataConfig
 ) -> TokenWindows:
     shards = [[piece] for piece in pieces] if not source.text else [pieces]
+    tokens = [np.asarray(_join(shard)) if source.text else shard[0].tokens for shard in shards]
+    name = f"the training split of {source.name!r}"
+    _say_short(name, [len(shard) for shard in tokens], config.context_length)
     return TokenWindows(
-        [np.asarray(_join(shard)) if source.text else shard[0].tokens for shard in shards],
+        tokens,
         config.context_length,
         vocab_size,
         config.seed,
-        name=f"the training split of {source.name!r}",
+        name=name,
         starts=[_join_starts(shard) for shard in shards] if packed else None,
         table=source.text,
     )
+
+
+def _say_short(name: str, lengths: Sequence[int], context_length: int) -> None:
+    """A line of the log where files of tokens are left out, since a row does not go on from one into the next."""
+    short = [length for length in lengths if length <= context_length]
+    if short:
+        text = "%s: %d of %d files, %d of %d tokens, are left out: a row of data.context_length=%d needs one more each"
+        logger.warning(text, name, len(short), len(lengths), sum(short), sum(lengths), context_length)
 
 
 def _vocabulary(sources: Sequence[_Source], config: DataConfig) -> int:

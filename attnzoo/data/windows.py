@@ -75,7 +75,7 @@ class TokenWindows(Windows):
             longest = max((len(shard) for shard in shards), default=0)
             raise ValueError(
                 f"{name} has {longest} tokens at most in a piece: "
-                f"a context of {context_length} needs at least {context_length + 1}"
+                f"data.context_length={context_length} needs at least {context_length + 1}"
             )
         self.shards = [shards[number] for number in kept]
         self.starts = None if starts is None else [starts[number] for number in kept]
