@@ -65,6 +65,7 @@ def load_config(
 
     Raises:
         FileNotFoundError: no such file.
+        TypeError: no path and no mapping, or overrides that are one text.
         ValueError: a key that the schema lacks (the nearest one is named), a value that does not fit or is missing
             (`???`), or YAML that cannot be read or is empty.
     """
@@ -72,6 +73,10 @@ def load_config(
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    if not isinstance(path, str | Path | Mapping | None):
+        raise TypeError(f"path: expected a file, a mapping or None, got {path!r}")
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides: expected a list of key=value, got the text {overrides!r}")
     layers = []
     if isinstance(path, Mapping):
         layers.append(("the settings given", OmegaConf.create(dict(path))))

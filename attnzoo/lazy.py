@@ -8,7 +8,7 @@ from typing import Any
 def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of ``package``: ``homes`` names the module of each export, relative to the package.
 
-    Configurations and the command line thus start without torch.
+    Configurations and the command line thus start without torch. Asked for another name it raises AttributeError.
     """
 
     def get(name: str) -> Any:

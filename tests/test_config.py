@@ -124,6 +124,15 @@ def test_a_file_may_say_that_it_takes_the_defaults(tmp_path):
     assert load_config(tmp_path / "c.yaml") == TrainConfig()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((3,), "path: expected a file, a mapping or None, got 3"), ((None, "steps=3"), "overrides: expected a list")],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        load_config(*arguments)
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml"):
         load_config("nowhere.yaml")

@@ -332,7 +332,7 @@ def test_rows_of_somebody_s_own_task_are_checked(body, message, tmp_path):
     else:
         assert build_data(config).vocab_size == 4
         assert build_data(DataConfig(**{**vars(config), "task_options": {"n": 2}})).vocab_size == 2
-        with pytest.raises(ValueError, match="'m': expected one of n"):
+        with pytest.raises(ValueError, match=r"unknown option 'm' of the task '.*own\.py': expected one of n"):
             build_task(str(path), {"m": 1})
         with pytest.raises(ValueError, match="n: expected a whole number"):
             build_task(str(path), {"n": "two"})

@@ -76,6 +76,14 @@ def contenders(x: Inputs, official: Path | None, missing: list[str]) -> dict[str
 def measure(
     shape: tuple[int, ...], official: Path | None, bandwidth: float, missing: list[str]
 ) -> list[dict[str, Any]]:
+    """A row per contender of one shape, printed as it comes: its error, and what is right has a time.
+
+    Args:
+        shape: (B, H, S, K) with S cached tokens.
+        official: the authors' kernel, a file; None: without it.
+        bandwidth: TB/s of a copy, by which the floor is reckoned.
+        missing: peers that cannot be called are added to it.
+    """
     B, H, S, K = shape
     x = draw(B, H, S, K)
     x.q = x.q[:, -1:].contiguous()
@@ -98,6 +106,7 @@ def measure(
 
 
 def table(result: Result) -> str:
+    """The result as a page of Markdown."""
     m = result["machine"]
     lines = [
         f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, {m['date']}; bf16, one token, medians.",

@@ -243,6 +243,15 @@ def time_peer(peer: Contender, x: Inputs, rep: int) -> tuple[float, float]:
 def measure(
     shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, official: Path | None
 ) -> Result:
+    """Machine, errors, and a row of times for each contender and shape.
+
+    Args:
+        shapes: (B, H, T, K) each.
+        only: beginnings of the names of contenders; empty for all.
+        rep: milliseconds of measuring, for each time.
+        seconds: after which no further contender is begun.
+        official: the authors' kernel, a file; None: without it.
+    """
     found, missing = contenders(official)
     result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
     print(result["machine"], f"matmul {result['matmul_tflops']:.0f} TFLOP/s", flush=True)
@@ -327,6 +336,7 @@ def lengths(seconds: float, official: Path | None) -> list[dict[str, Any]]:
 
 
 def draw_lengths(result: Result, out: Path) -> None:
+    """Time against context length, as ``plot.svg`` in the folder ``out``."""
     import matplotlib
 
     matplotlib.use("svg")

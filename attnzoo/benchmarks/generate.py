@@ -226,6 +226,7 @@ def measure_llama(model: Any, static: bool, batch: int, tokens: int) -> dict[str
 
 
 def table(result: Result) -> str:
+    """The result as a page of Markdown."""
     m = result["machine"]
     lines = [
         f"{m['gpu']}, torch {m['torch']}, Triton {m['triton']}, {m['date']}; bf16, {result['sizes']}.",

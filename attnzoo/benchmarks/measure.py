@@ -160,6 +160,8 @@ def machine() -> dict[str, str]:
 
 
 class Named(Protocol):
+    """What can be chosen by its name."""
+
     @property
     def name(self) -> str: ...
 

@@ -76,6 +76,7 @@ class Inputs:
 
 
 def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
+    """Random inputs on the GPU: q, k, v and do in bfloat16, the gate in float32, w of unit length."""
     tau = decay_lengths(H, torch.Generator().manual_seed(seed)).cuda()
     torch.manual_seed(seed)
     q, k, v, w, do = (torch.randn(B, T, H, K, device="cuda") for _ in range(5))
@@ -155,6 +156,10 @@ def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> di
 
 
 def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool) -> Result:
+    """Machine, errors, and a row of times and memory for each contender and shape; with ``decode`` also cached steps.
+
+    Args: as of :func:`attnzoo.benchmarks.fox.measure`.
+    """
     found, missing = contenders()
     result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
     result |= {"copy_TBps": copy_bandwidth(), "decode": []}

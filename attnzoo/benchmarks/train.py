@@ -107,6 +107,7 @@ def rows(config: TrainConfig, steps: int, repeats: int, trained: bool = False) -
 
 
 def measure(config: TrainConfig, steps: int, repeats: int, trained: bool = False) -> Result:
+    """Tokens per second of training steps, one number for each repeat, and what they took; see :func:`rows`."""
     on_gpu = config.device != "cpu"
     parameters = sum(p.numel() for p in LanguageModel(config.model).parameters())
     if on_gpu:

@@ -62,6 +62,7 @@ class Inputs:
 
 
 def draw(B: int, H: int, T: int, K: int, seed: int = 0, device: str = "cuda") -> Inputs:
+    """Random inputs: q, k, v and do in bfloat16, the gates in float32."""
     tau = decay_lengths(H * K, torch.Generator().manual_seed(seed)).to(device).view(H, K)
     torch.manual_seed(seed)
     q, k, v, do = (torch.randn(B, T, H, K, device=device) for _ in range(4))
@@ -102,6 +103,10 @@ def errors(peer: Contender[Inputs], x: Inputs) -> dict[str, float]:
 
 
 def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float) -> Result:
+    """Machine, errors, and a row of times and memory for each contender and shape.
+
+    Args: as of :func:`attnzoo.benchmarks.fox.measure`.
+    """
     found, missing = contenders()
     result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
     result |= {"copy_TBps": copy_bandwidth(), "all_tiles": os.environ.get("ATTNZOO_FLA_TUNING") == "full"}

@@ -74,7 +74,11 @@ def held_out_names(names: Collection[str], fraction: float) -> set[str]:
 
 
 def check_readable(folder: Path) -> None:
-    """A search for files passes over folders that it may not read, and would train on less without a word."""
+    """Refuse a folder of which some part may not be read: a search for files passes over it without a word.
+
+    Raises:
+        OSError: as the system has it, with the folder's name.
+    """
 
     def refuse(error: OSError) -> None:
         raise type(error)(error.errno, "this folder of the data cannot be read", error.filename) from error

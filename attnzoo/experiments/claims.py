@@ -159,6 +159,9 @@ def in_order(*values: Value, by: float = 0.0) -> All:
     Args:
         values: at least two, the lowest first.
         by: as of :class:`Below`.
+
+    Raises:
+        ValueError: fewer than two values.
     """
     if len(values) < 2:
         raise ValueError(f"values: expected at least two, the lowest first, got {len(values)}")

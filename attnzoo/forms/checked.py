@@ -68,7 +68,10 @@ def checked(name: str, requires: tuple[str, ...], forms: FormSet, form: str) -> 
 
 
 def checked_extend(name: str, requires: tuple[str, ...], side: str, forms: FormSet) -> Callable[..., Any]:
-    """The same for its ``extend``, whose ``state`` is checked too: of the ``"linear"`` or the ``"softmax"`` side."""
+    """The same for its ``extend``, whose ``state`` is checked too: of the ``"linear"`` or the ``"softmax"`` side.
+
+    What it gives raises TypeError or ValueError, as a form does, and ValueError for an unknown ``form``.
+    """
     taken = {form: forms.options(form) for form in (REFERENCE, *forms.forms)}
 
     @functools.wraps(forms.extend)

@@ -111,7 +111,8 @@ def check_softmax(options: SoftmaxOptions, q: Tensor, gate: Gate) -> None:
     if prune is not None and gate.log_decay is None:
         raise ValueError("prune: expected None (nothing decays without log_decay), got " + repr(prune))
     if options.logit_bound is not None and prune is None:
-        raise ValueError("logit_bound: expected None without prune (nothing else reads it), got a tensor")
+        got = type(options.logit_bound).__name__
+        raise ValueError(f"logit_bound: expected None without prune (nothing else reads it), got {got}")
     check_window(options.window)
     for name, per_head in (("sink", options.sink), ("logit_bound", options.logit_bound)):
         if per_head is None:

@@ -17,13 +17,11 @@ from attnzoo.errors import unknown
 from attnzoo.forms.factors import outputs, sub_tokens
 from attnzoo.forms.fixed import MatrixMemory
 from attnzoo.forms.forgetting_cache import Policy
-from attnzoo.forms.offload import Offload
 from attnzoo.forms.options import check_borders
-from attnzoo.forms.paged import Eviction, PagedCache
-from attnzoo.forms.pool import KeyPool
+from attnzoo.forms.paged import PagedCache
 from attnzoo.forms.protocol import Call
 from attnzoo.layer import linear_step
-from attnzoo.layer.bounds import away, largest_score, longest_query
+from attnzoo.layer.bounds import eviction, largest_score, query_bounds
 from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, keys_per_token, valid_tokens
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, chosen, given_options, run
@@ -256,7 +254,7 @@ class Attention(PreciseModule):
         if state is None and cache is not None and cache.evict is not None and self.forget is None:
             forms: Any = self.variant.form_set
             pages = forms.new_pages(projected.q, projected.k, projected.v, projected.gate)
-            state = PagedCache.of(pages, self.eviction(cache.evict, pages, projected.q.dtype))
+            state = PagedCache.of(pages, eviction(self, cache.evict, pages, projected.q.dtype))
         call = Call(projected.q, projected.k, projected.v, projected.gate, state, cache is not None, options)
         form = chosen(self.variant, self.impl, call)
         if not torch.compiler.is_compiling():
@@ -337,23 +335,9 @@ class Attention(PreciseModule):
         y: Tensor = self.o_proj(o)
         return y
 
-    def eviction(self, evict: Evict, pool: KeyPool, dtype: torch.dtype) -> Eviction:
-        """What a cache in ``pool`` gives up keys by, with q and k rounded to ``dtype``; see :meth:`new_cache`."""
-        if evict.offload:
-            (B, G, _), H = pool.table.shape, self.config.num_heads
-            kept = Offload.empty(B, G, H, pool.length.device)
-            return Eviction(math.log(evict.eps), None, self.config.window, kept)
-        if self.config.qk_norm != "none" and away(self):
-            raise ValueError(
-                f"evict: expected 'offload', or a device map that leaves this layer's weights in one place (those of "
-                f"QK-norm bound later queries), got {evict.eps}"
-            )
-        return Eviction(math.log(evict.eps), self.query_bounds(dtype), self.config.window)
-
     def query_bounds(self, dtype: torch.dtype) -> QueryBounds | None:
         """What QK-norm promises of the rows to come; None without it."""
-        query, score = longest_query(self, dtype), self.logit_bound(dtype)
-        return None if query is None or score is None else QueryBounds(query, own=score, score=score)
+        return query_bounds(self, dtype)
 
     def rows(self, x: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of x ``[B, T, D]`` after projections and short convolutions, ``[B, T, heads * dim]``."""

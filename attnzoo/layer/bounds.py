@@ -1,4 +1,4 @@
-"""What the weights of QK-norm promise of all queries and keys, however long a text is."""
+"""What the weights of QK-norm promise of all queries and keys, however long a text is, and what is evicted by it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from attnzoo.algebra.pruning import Evict, QueryBounds
+from attnzoo.forms.offload import Offload
+from attnzoo.forms.paged import Eviction
+from attnzoo.forms.pool import KeyPool
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.parts import HeadNorm
 from attnzoo.registry import Variant
@@ -67,6 +71,31 @@ def longest_query(layer: Normed, dtype: torch.dtype) -> Tensor | None:
     channels = config.key_dim * (config.query_heads if config.qk_norm == "rms_full" else 1)
     longest = _weights(layer, layer.q_norm, config.query_heads).amax(-1)
     return (longest * (math.sqrt(channels) * scale)).expand(config.num_heads)
+
+
+def query_bounds(layer: Normed, dtype: torch.dtype) -> QueryBounds | None:
+    """Both for the rows to come, with q and k rounded to ``dtype``; None without QK-norm."""
+    query, score = longest_query(layer, dtype), largest_score(layer, dtype)
+    return None if query is None or score is None else QueryBounds(query, own=score, score=score)
+
+
+def eviction(layer: Normed, evict: Evict, pool: KeyPool, dtype: torch.dtype) -> Eviction:
+    """What a cache in ``pool`` gives up keys by, with q and k rounded to ``dtype``; see ``Attention.new_cache``.
+
+    Raises:
+        ValueError: keys are to be dropped, and a device map keeps the weights of QK-norm elsewhere.
+    """
+    config = layer.config
+    if evict.offload:
+        (B, G, _), H = pool.table.shape, config.num_heads
+        kept = Offload.empty(B, G, H, pool.length.device)
+        return Eviction(math.log(evict.eps), None, config.window, kept)
+    if config.qk_norm != "none" and away(layer):
+        raise ValueError(
+            f"evict: expected 'offload', or a device map that leaves this layer's weights in one place (those of "
+            f"QK-norm bound later queries), got {evict.eps}"
+        )
+    return Eviction(math.log(evict.eps), query_bounds(layer, dtype), config.window)
 
 
 def away(layer: Normed) -> bool:

@@ -45,9 +45,11 @@ def check_layer(
         raise ValueError(
             f"gate: {config.gate!r} says how strongly tokens write, and a softmax ({variant.name!r}) has no state"
         )
-    for name, given in (("window", config.window is not None), ("sinks", config.sinks)):
-        if given and variant.side == "linear":
-            raise ValueError(f"{name}: {variant.name!r} sums past tokens in one state, without a softmax")
+    for name, none in (("window", None), ("sinks", False)):
+        given = getattr(config, name)
+        if given != none and variant.side == "linear":
+            why = f"{variant.name!r} sums past tokens in one state, without a softmax"
+            raise ValueError(f"{name}: expected {none} ({why}), got {given!r}")
 
 
 def keys_per_token(config: AttentionConfig, classes: Sequence[type[GateProjection]], options: Mapping[str, Any]) -> int:

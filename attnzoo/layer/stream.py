@@ -76,7 +76,7 @@ class LayerCache:
         vars(self).update(vars(self.cropped(tokens)))
 
     def cropped(self, tokens: int) -> LayerCache:
-        """What :meth:`crop` leaves, as another cache; only one of the two can go on."""
+        """What :meth:`crop` leaves, as another cache; only one of the two can go on. It raises what that raises."""
         whole(tokens)
         if self.windows and tokens != self.tokens:
             kept = ", ".join(sorted(self.windows))

@@ -34,6 +34,9 @@ def needle(mode: str = "standard", digits: int = 4, depth: float | None = None) 
         mode: easy or standard.
         digits: of the number.
         depth: where the needle is, from 0 (the row's beginning) to 1 (right before the question); random if None.
+
+    Raises:
+        ValueError: an unknown mode, or a number out of range; of a row, a length without room for the needle.
     """
     if mode not in MODES:
         raise unknown("mode", mode, MODES)
@@ -125,6 +128,9 @@ def common_words(words: int = 2048, common: int = 10, often: int = 30, seldom: i
         common: words to find.
         often: times that each of them comes.
         seldom: times that each other comes, fewer.
+
+    Raises:
+        ValueError: a number out of range; of a row, too short for the common words, or longer than `words` can fill.
     """
     check_between("words", words, 1, MANY)
     check_between("common", common, 1, words)
@@ -157,6 +163,9 @@ def frequent_words(words: int = 2048, alpha: float = 2.0, count: int = 3) -> Tas
         words: that there are.
         alpha: how fast frequencies fall.
         count: words to find.
+
+    Raises:
+        ValueError: a number out of range; of a row, one so short that two of the words asked come equally often.
     """
     check_between("words", words, 3, MANY)
     check_between("alpha", alpha, 1, 10)

@@ -24,6 +24,9 @@ def flip_flop(p_ignore: float = 0.8) -> Task:
 
     Args:
         p_ignore: of each instruction between the first and the last.
+
+    Raises:
+        ValueError: a number that is no probability; of a row, an odd length, or one below 4.
     """
     check_between("p_ignore", p_ignore, 0, 1)
 
