@@ -22,6 +22,7 @@ from attnzoo.experiments.outcome import load_outcome, save_outcome
 from attnzoo.experiments.probes import Loss
 from attnzoo.experiments.report.experiment import render_experiment
 from attnzoo.experiments.run import Plan, run_experiment
+from attnzoo.training import CheckpointError
 
 OWN = """
 from attnzoo.data.tasks import TASKS
@@ -128,6 +129,12 @@ def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
     assert load_outcome(Path("out/result.json")) == replace(outcome, command="the <command>")
     with pytest.raises(AssertionError, match="again"):
         start(done, seeds=3)
+
+
+def test_other_settings_in_the_same_folder_are_refused_with_the_option_that_gives_another(done):
+    message = r"out/fox/lr0.01-seed0 holds another run: steps was 2 and is 3 now\. Give --out a new folder\.$"
+    with pytest.raises(CheckpointError, match=message):
+        start(done, overrides=("steps=3",))
 
 
 def test_task_of_an_experiment_s_own_file_is_asked_of_its_runs(done):

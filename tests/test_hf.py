@@ -197,6 +197,15 @@ def test_recomputing_blocks_changes_no_gradient(attention, how, tokens):
         assert torch.equal(kept, recomputed)
 
 
+def test_a_cache_beside_recomputed_blocks_is_refused(tokens):
+    model = build("fox").train()
+    model.gradient_checkpointing_enable()
+    assert model(tokens).past_key_values is None
+    with pytest.raises(ValueError, match="use_cache, past_key_values: expected neither with gradient checkpointing"):
+        model(tokens, use_cache=True)
+    assert model.eval()(tokens, use_cache=True).past_key_values.get_seq_length() == 9
+
+
 def test_each_block_or_every_nth_runs_twice_where_it_is_recomputed(tokens):
     model = build(num_hidden_layers=3).train()
     runs = []

@@ -257,3 +257,9 @@ def test_another_kind_of_cache_is_refused_by_name(tokens):
 def test_a_foreign_cache_is_refused(tokens):
     with pytest.raises(TypeError, match="past_key_values: expected .*ModelCache, got DynamicCache"):
         build()(tokens, past_key_values=transformers.DynamicCache())
+
+
+@pytest.mark.skipif(not hasattr(transformers.GenerationMixin, "generate_batch"), reason="this release has none")
+def test_continuous_batching_of_transformers_is_refused():
+    with pytest.raises(ValueError, match=r"continuous batching: expected attnzoo\.models\.Generator"):
+        build("fox").generate_batch([[1, 2, 3], [4, 5]])

@@ -8,6 +8,7 @@ from layers import assert_same, layer, rows
 
 from attnzoo.forms.fixed import Rows
 from attnzoo.layer.fixed import FixedCache
+from attnzoo.layer.parts import HeadNorm
 
 SERVED = {
     "fox-pro": ("fox", {"block": "pro"}),
@@ -71,6 +72,26 @@ def test_a_whole_step_is_that_of_the_parts(case):
 def test_layers_with_other_parts_step_part_by_part(case):
     name, options = OTHERS[case]
     assert not filled(layer(name, **options)).whole
+
+
+@torch.no_grad()
+def test_parts_that_a_user_has_exchanged_or_listens_to_are_called():
+    class Doubled(HeadNorm):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    exchanged, calls = layer("fox", output_norm="rms"), []
+    exchanged.output_norm.__class__ = Doubled
+    whole, parts = filled(exchanged), filled(exchanged)
+    parts.whole = False
+    assert torch.equal(exchanged(rows(3, 1), cache=whole), exchanged(rows(3, 1), cache=parts))
+    for name in ("output_norm", "gate"):
+        attn = layer("fox", output_norm="rms")
+        getattr(attn, name).register_forward_hook(lambda *_, name=name: calls.append(name))
+        fixed = filled(attn)
+        calls.clear()
+        attn(rows(3, 1), cache=fixed)
+        assert calls == [name]
 
 
 @torch.no_grad()

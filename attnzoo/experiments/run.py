@@ -33,7 +33,7 @@ from attnzoo.files import write_whole
 from attnzoo.models import LanguageModel
 from attnzoo.terminal import print_table
 from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
-from attnzoo.training.checkpoint import read_progress
+from attnzoo.training.checkpoint import CheckpointError, OtherRunError, read_progress
 
 ALWAYS = ("progress=quiet", "tensorboard=false", "eval_every=0", "checkpoint_every=0")
 OWN = ("output_dir", "seed", "data.seed", "optimizer.lr", "model.attention", "model.attention_options", "device")
@@ -327,6 +327,8 @@ def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int,
         train(config)
     except FloatingPointError as error:  # too large a learning rate is an answer, too
         found = Trained(arm.name, lr, seed, float("inf"), {}, note=str(error))
+    except OtherRunError as error:
+        raise CheckpointError(f"{error.found}. Give --out a new folder.") from error
     else:
         found = _measured(experiment, arm, config, size, measure)
     found = replace(found, date=datetime.date.today().isoformat())

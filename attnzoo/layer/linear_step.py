@@ -18,7 +18,7 @@ from attnzoo.layer.gates.base import GateProjection
 from attnzoo.layer.gates.channel import FullRankDiagonal, SoftplusDiagonal
 from attnzoo.layer.gates.decay import ForgetGate, SoftplusDecay
 from attnzoo.layer.gates.matrix import DeltaRule, LowRankDiagonal
-from attnzoo.layer.parts import UNIT_EPS
+from attnzoo.layer.parts import UNIT_EPS, as_built
 from attnzoo.recurrences.complex_linear import rotate_all
 
 SERVED = tuple(
@@ -39,7 +39,7 @@ def serves(layer: Any, memory: MatrixMemory) -> bool:
         and (layer.impl == "triton" or (layer.impl == "auto" and matrix.is_cuda))
         and all(type(member) in SERVED for member in members) and sum(member.writes for member in members) < 2
         and layer.keys_per_token == 1 and layer.k_shift is None and layer.forget is None
-        and config.qk_norm in ("none", "rms", "l2")
+        and as_built(layer) and config.qk_norm in ("none", "rms", "l2")
         and (layer.angle is None or (plain and config.qk_norm == "none" and not config.conv_size))
     ):  # fmt: skip
         return False

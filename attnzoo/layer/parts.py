@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -177,3 +178,14 @@ class Shift(nn.Module):
         before, now = (y.unflatten(-1, (self.heads, -1)) for y in (stream.before(name, x), x))
         shifted: Tensor = now.lerp(before, a).flatten(-2)
         return shifted
+
+
+def as_built(layer: Any) -> bool:
+    """Whether kernels may stand for the parts of an attention layer: none was exchanged for another, or has hooks."""
+    kinds = {
+        "q_norm": HeadNorm, "k_norm": HeadNorm, "output_norm": HeadNorm, "k_shift": Shift, "v_shift": Shift,
+        "q_conv": ShortConvolution, "k_conv": ShortConvolution, "v_conv": ShortConvolution,
+    }  # fmt: skip
+    parts = {name: part for name in kinds if (part := getattr(layer, name)) is not None}
+    heard = any(part._forward_hooks or part._forward_pre_hooks for part in (*parts.values(), *layer.gate.modules()))
+    return not heard and all(type(part) is kinds[name] for name, part in parts.items())

@@ -14,6 +14,7 @@ from attnzoo.kernels.decode import Forget, Shift
 from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.gates import GATES
 from attnzoo.layer.gates.decay import ForgetGate
+from attnzoo.layer.parts import as_built
 
 OF_X = tuple(GATES[name] for name in ("none", "alibi", "forget", "independent", "fixed", "softplus"))  # of x alone
 
@@ -27,6 +28,7 @@ def serves(layer: Any, memory: object) -> bool:
         and layer.skip is None and layer.keys_per_token == 1 and config.num_qk_heads is None
         and {config.feature_map, config.key_feature_map} <= {"identity", None}
         and config.qk_norm in ("none", "rms") and config.output_norm_groups is None and not config.gate_before_norm
+        and as_built(layer)
     )  # fmt: skip
 
 

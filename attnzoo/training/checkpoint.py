@@ -60,6 +60,19 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, read or continued from."""
 
 
+class OtherRunError(CheckpointError):
+    """A folder holds a run of other settings or data.
+
+    Args:
+        found: how it differs.
+        advice: what to do; who trains in folders of their own choice says something else.
+    """
+
+    def __init__(self, found: str, advice: str):
+        super().__init__(f"{found}. {advice}")
+        self.found = found
+
+
 @dataclass(frozen=True)
 class Progress:
     """Where a run stands; what a checkpoint holds besides accelerate's own files."""
@@ -209,10 +222,8 @@ def check_data(run_dir: Path, config: TrainConfig, progress: Progress, data: Dat
     if progress.data_fingerprint == data.earlier_fingerprint:
         logger.warning("%s is of a version that read only the ends of large files: their middle may differ", run_dir)
     else:
-        raise CheckpointError(
-            f"{run_dir} was trained on other data: {config.data.title!r} has changed since. "
-            "Give output_dir a new folder."
-        )
+        found = f"{run_dir} was trained on other data: {config.data.title!r} has changed since"
+        raise OtherRunError(found, "Give output_dir a new folder.")
 
 
 def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | None:
@@ -252,7 +263,7 @@ def _check_same(what: str, before: TrainConfig, now: TrainConfig, step: int = 0)
                 f" To train longer, `attnzoo extend {now.output_dir} --steps {now.steps} --schedule constant --lr "
                 "RATE` goes on at a level learning rate, and `--schedule cosine` along a new cosine."
             )
-        raise CheckpointError(f"{what}: {listed}. Give output_dir a new folder, or restore these.{hint}")
+        raise OtherRunError(f"{what}: {listed}", f"Give output_dir a new folder, or restore these.{hint}")
 
 
 def _extends(before: TrainConfig, now: TrainConfig, step: int) -> bool:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import overload
 
-import torch
 from torch import Tensor
 
 from attnzoo.kernels.path.levels import BLOCK, level_count
@@ -62,28 +59,6 @@ def head_groups(q: Tensor, k: Tensor, backward: bool, one_pass: bool = False, de
     return [
         HeadGroup(slice(b, b + 1), g, slice(g.start * rep, g.stop * rep)) for b in range(B) for g in _even(G, heads)
     ]
-
-
-def on_two_streams(groups: list[HeadGroup], x: Tensor) -> Iterator[HeadGroup]:
-    """The groups, for a loop that launches kernels on each: every other one on a second stream of x's GPU.
-
-    What kernels of one leave idle as they end, those of the other use. The current stream waits for the second one
-    before it goes on; what is allocated inside the loop must not leave it.
-    """
-    if len(groups) < 2 or not x.is_cuda:
-        yield from groups
-        return
-    here, beside = torch.cuda.current_stream(x.device), _second_stream(x.device)
-    beside.wait_stream(here)
-    for i, group in enumerate(groups):
-        with torch.cuda.stream(beside if i % 2 else here):
-            yield group
-    here.wait_stream(beside)
-
-
-@cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _even(n: int, most: int) -> list[slice]:

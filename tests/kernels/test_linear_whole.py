@@ -186,6 +186,22 @@ def test_layers_with_other_parts_step_part_by_part(case: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("part", ["q_conv", "output_norm", "gate"])
+def test_parts_that_a_user_has_exchanged_or_listens_to_are_called(part: str) -> None:
+    attn, calls = layer_of(CASES["mamba2"]), []
+    getattr(attn, part).register_forward_hook(lambda *_: calls.append(1))
+    fixed = empty(attn)
+    begin(attn, fixed, 0, 0)
+    calls.clear()
+    attn(tokens(1, 5, 3), cache=fixed)
+    assert calls == [1]
+    attn = layer_of(CASES["mamba2"])
+    kind = type(getattr(attn, part))
+    getattr(attn, part).__class__ = type("Another", (kind,), {})
+    assert not empty(attn).whole
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("case", ["mamba2", "mamba2-groups", "gated_deltanet-gqa"])
 def test_idle_sequences_stay_as_they_are_and_give_zeros(case: str) -> None:
     attn = layer_of(CASES[case])

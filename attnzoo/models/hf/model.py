@@ -152,6 +152,14 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                     f"{getattr(model.config, 'attention', type(model).__name__)!r}"
                 ) from reason
 
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refused: it would put the layers' keys into pages of its own.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("continuous batching: expected attnzoo.models.Generator around model.model, which does it")
+
     def release_engine(self) -> None:
         """Free the memory that :meth:`generate` has kept for its next call."""
         release(self)
@@ -223,8 +231,9 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             **kwargs: for the loss (`num_items_in_batch`), and `position_ids` [B, T].
 
         Raises:
-            ValueError: inputs that the decoder refuses, labels of another shape, attention matrices asked for, or
-                positions that neither rise by one nor begin again (with a mask they follow from it).
+            ValueError: inputs that the decoder refuses, labels of another shape, attention matrices asked for, a cache
+                beside gradient checkpointing, or positions that neither rise by one nor begin again (with a mask they
+                follow from it).
         """
         if output_attentions:
             raise ValueError("output_attentions: expected False (no form of a layer makes the matrix), got True")
@@ -241,6 +250,9 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             )
         if past_key_values is None and use_cache:
             past_key_values = ModelCache(self.model.new_cache())
+        recomputed = self.gradient_checkpointing and training
+        if recomputed and past_key_values is not None:  # a second run would add its tokens again
+            raise ValueError("use_cache, past_key_values: expected neither with gradient checkpointing in training")
         positions = kwargs.pop("position_ids", None)
         if positions is not None and attention_mask is None and cu_seq_lens_q is None:
             cu_seq_lens_q = _borders(positions)
@@ -253,7 +265,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 cu_seqlens=cu_seq_lens_q,
                 attention_mask=attention_mask,
                 cache=memories,
-                recompute=self._recompute if self.gradient_checkpointing and training else None,
+                recompute=self._recompute if recomputed else None,
                 states=states,
             )  # [B, T, D]
             if labels is not None and labels.shape != x.shape[:2]:
