@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -42,8 +43,11 @@ def train_by(processes: int, config: TrainConfig, *words: str) -> None:
         config.rows_per_part(processes)
         return launch([sys.executable, "-m", "attnzoo", *words], processes)
     end_with_launcher()
+    first = os.environ.get("RANK", "0") == "0"
+    if not first:  # what is said to all is said once
+        logging.getLogger("attnzoo").setLevel(logging.ERROR)
     folder = train(config)
-    if os.environ.get("RANK", "0") == "0":
+    if first:
         click.echo(f"run: {folder}")
 
 
