@@ -55,7 +55,9 @@ def add_gates(m, b_a, NP: tl.constexpr):
 def to_nearest(b, PREC: tl.constexpr):
     """A factor of a product of precision PREC, such that TF32, which cuts off 13 bits, rounds it to the nearest."""
     if PREC == "tf32":
-        b = (b.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+        b_bits = b.to(tl.uint32, bitcast=True)
+        b_near = tl.minimum((b_bits & 0x7FFFFFFF) + 0x1000, 0x7FFFFFFF)  # a NaN's bits and more may be a number's
+        b = (b_near | (b_bits & 0x80000000)).to(tl.float32, bitcast=True)
     return b
 
 

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from fox_cases import run
+import triton as tr
+import triton.language as tl
+from fox_cases import DEVICE, run
 from path_cases import large_tiles
 from test_path_one_pass import stand_in
 from wall_cases import Case, inputs, triton, within_budget
 
 from attnzoo import Prune
 from attnzoo.algebra.oracle import softmax
+from attnzoo.kernels.common.channel_gates import to_nearest
 from attnzoo.kernels.common.device import triton_version
 from attnzoo.kernels.wall import wall_attention
 from attnzoo.kernels.wall.reference import wall_reference
@@ -146,3 +149,19 @@ def test_the_queries_gradient_is_rounded_once(decay: str, monkeypatch: pytest.Mo
     exact = run(wall_reference, case, {n: t.double() for n, t in x.items()})["dq"]
     least = (exact.half().double() - exact).norm()
     assert (triton(case, x)["dq"].double() - exact).norm() <= 1.12 * least
+
+
+@tr.jit
+def to_nearest_kernel(p_x, p_y, N: tl.constexpr):
+    o_n = tl.arange(0, N)
+    tl.store(p_y + o_n, to_nearest(tl.load(p_x + o_n), "tf32"))
+
+
+def test_factors_round_to_the_nearest_and_what_is_no_number_stays() -> None:
+    nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # the first is what a GPU makes
+    x = torch.cat([torch.randn(60), torch.tensor([math.inf, -math.inf]), nan]).to(DEVICE)
+    y = torch.empty_like(x)
+    to_nearest_kernel[(1,)](x, y, 64)
+    assert not bool(y[60:].isfinite().any())
+    cut = (y[:60].view(torch.int32) & ~0x1FFF).view(torch.float32)
+    assert bool(((cut - x[:60]).abs() <= x[:60].abs() * 2**-11).all())
