@@ -171,9 +171,8 @@ class ForgettingMemory(Memory):
     def workspace(self, heads: int, tokens: int = 1) -> int:
         slots = self.cache.slots
         copies = slots["k"].numel() + slots["v"].numel()  # to compute with
-        if (
-            self.cache.shared
-        ):  # of each slot the queries of its head and their products with the key, and all heads' logits
+        if self.cache.shared:
+            # of each slot the queries of its head and their products with the key, and all heads' logits
             per_head = heads // self.cache.live.shape[1]
             copies += slots["held"].numel() * (2 * per_head * slots["k"].shape[-1] + 3 * heads)
         copies *= max(4, slots["v"].itemsize)
