@@ -21,7 +21,7 @@ from torch import Tensor
 from attnzoo.config import ModelConfig, TrainConfig, to_yaml
 from attnzoo.data import Data, build_data, heldout_windows
 from attnzoo.data.tasks import Examples
-from attnzoo.errors import unknown
+from attnzoo.errors import at_least, unknown
 from attnzoo.evaluation import gate_maps, token_losses
 from attnzoo.experiments import figures
 from attnzoo.experiments.processes import apart
@@ -69,9 +69,7 @@ class EvaluateConfig:
     block: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("length_factor", "tokens", "batch_size", "block"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"evaluate.{name}: expected at least 1, got {getattr(self, name)}")
+        at_least(self, 1, "length_factor", "tokens", "batch_size", "block")
 
 
 @dataclass

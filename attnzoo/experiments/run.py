@@ -34,6 +34,7 @@ from attnzoo.models import LanguageModel
 from attnzoo.terminal import print_table
 from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training.checkpoint import CheckpointError, OtherRunError, read_progress
+from attnzoo.training.throughput import Operations
 
 ALWAYS = ("progress=quiet", "tensorboard=false", "eval_every=0", "checkpoint_every=0")
 OWN = ("output_dir", "seed", "data.seed", "optimizer.lr", "model.attention", "model.attention_options", "device")
@@ -160,7 +161,7 @@ def run_experiment(
         try:
             config = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
             with torch.device("meta"):
-                weights = sum(parameter.numel() for parameter in LanguageModel(config.model).parameters())
+                weights = Operations(LanguageModel(config.model)).parameters
             operations = max(operations, 6 * weights * config.batch_size * config.data.context_length)
             for probe in experiment.probes:
                 if getattr(probe, "task", None) not in (None, config.data.task is not None):
