@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -73,6 +74,21 @@ def test_a_true_page_passes(tools):
 )
 def test_a_name_that_does_not_exist_is_refused(tools, change, words):
     assert any(words in complaint for complaint in complaints(tools, GOOD | change))
+
+
+def test_every_link_of_a_page_to_code_names_what_exists(tools):
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if not {"node_modules", "source"} & set(path.parts)]
+    links = [found for path in pages for found in re.findall(r"\]\((src|test):([^)]+)\)", path.read_text("utf-8"))]
+    assert len(links) > 100
+    for kind, target in links:
+        tools["sources"].locate(target, kind)  # raises for what does not exist
+
+
+def test_the_build_counts_its_warnings():
+    """MkDocs drops them under ``--quiet``, and ``--strict`` then has nothing to refuse."""
+    (line,) = [line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if "mkdocs build" in line]
+    assert "--strict" in line
+    assert "--quiet" not in line
 
 
 def test_numbering_and_missing_assertions_are_refused(tools):
