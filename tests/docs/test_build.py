@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import textwrap
@@ -147,6 +148,21 @@ def test_docstrings_become_markdown(tools):
     assert 'identifier="attnzoo.algebra.gate.Gate"' in tools["docstrings"].to_markdown(
         ":class:`Gate`", "attnzoo.algebra.gate"
     )
+
+
+def test_the_reference_says_where_a_name_is_imported_from(tools):
+    import griffe
+
+    library = griffe.load("attnzoo", search_paths=[ROOT])
+    fox = griffe.load("kernels", search_paths=[ROOT])["fox.api.fox_attention"]
+    homes = {tools["docstrings"].home(fox): ["fox_attention"]}
+    for module in ("layer.build", "algebra.gate", "algebra.pruning", "evaluation.losses", "training.loop"):
+        for name, member in library[module].members.items():
+            if not member.is_alias and (member.is_function or member.is_class) and not name.startswith("_"):
+                homes.setdefault(tools["docstrings"].home(member), []).append(name)
+    assert {"attnzoo", "attnzoo.kernels.fox", "attnzoo.evaluation", "attnzoo.training"} <= set(homes)
+    assert "build_attention" in homes["attnzoo"]
+    assert all(hasattr(importlib.import_module(home), name) for home, names in homes.items() for name in names)
 
 
 @pytest.mark.parametrize(("directories", "link"), [(False, "algebra.html#algebra.4"), (True, "../algebra/#algebra.4")])
