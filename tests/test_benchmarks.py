@@ -156,6 +156,16 @@ def test_the_tables_of_the_documentation_are_what_their_numbers_give(name: str) 
     assert module.table(json.loads((folder / "results.json").read_text())) == (folder / "results.md").read_text()
 
 
+def test_the_page_of_benchmarks_has_the_numbers_of_its_tables() -> None:
+    rows = re.findall(r"^\| (.*) \[all rows\]\(src:docs/(.*)\) \|$", (DOCS / "benchmarks/index.md").read_text(), re.M)
+    assert len(rows) == 7
+    for row, results in rows:
+        known = [float(number) for number in re.findall(r"\d+\.\d+", (DOCS / results).read_text())]
+        for number in re.findall(r"\d+\.\d+", row.partition(" | ")[2]):
+            digits = len(number.partition(".")[2])
+            assert any(abs(each - float(number)) <= 0.5001 * 10**-digits for each in known), (results, number)
+
+
 def test_fox_by_the_gates_of_flash_sparse_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the logits that it documents, scale (q k + alpha delta), and nothing skipped unless asked for."""
     asked: list[dict[str, Any]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,6 +167,9 @@ def test_page_of_results_says_what_was_run():
         for each in measured:
             assert page.count(f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)") == 2
             assert f"(../figures/out/result-{name.replace('_', '-')}-{each.size}.svg)" in page
+            words = Counter(verdict.word for _, verdict in load_outcome(RESULTS / each.result).verdicts(find(name)))
+            counts = ", ".join(f"{words[word]} {word}" for word in ("seen", "not seen", "undecided") if words[word])
+            assert f"{Path(each.result).stem}.md): {counts}" in row
 
 
 def test_a_discount_looks_as_far_ahead_at_every_size_as_a_share_of_the_context():

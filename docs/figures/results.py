@@ -25,11 +25,12 @@ DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | d
 
 
 def results() -> None:
-    """Draw every recorded result, and write the page's second half."""
+    """Draw every recorded result, and write the page's second half and the last column of its table."""
     _save("equal-memory", partial(equal_memory, RESULTS))
-    parts = []
+    parts, cells = [], {}
     for name in names():
         experiment = find(name)
+        cells[name] = []
         for measured in experiment.measured:
             outcome = load_outcome(RESULTS / measured.result)
             _, words, reading = picture(experiment, outcome)
@@ -38,6 +39,7 @@ def results() -> None:
             counts = Counter(verdict.word for _, verdict in outcome.verdicts(experiment))
             verdicts = ", ".join(f"{counts[word]} {word}" for word in ("seen", "not seen", "undecided") if counts[word])
             page = f"[{measured.size}, {measured.date}](src:docs/results/{Path(measured.result).stem}.md)"
+            cells[name].append(f"{page}: {verdicts}")
             page += f", on {measured.machine}"
             unseen = [each.text for each, verdict in outcome.verdicts(experiment) if verdict.word == "not seen"]
             verdicts += f". Not seen: *{' '.join(unseen)}*" if unseen else "."
@@ -50,6 +52,9 @@ def results() -> None:
             )
     index = RESULTS / "index.md"
     first = index.read_text().partition(BEGIN)[0].rstrip()
+    for name, cell in cells.items():
+        row = re.compile(rf"(?<=\n\| `attnzoo experiment run {name}` \| )(.*) \| .* \|")
+        first = row.sub(lambda found, cell=cell: f"{found[1]} | {'; '.join(cell) or 'not yet run'} |", first)
     index.write_text("\n\n".join([first, BEGIN, *parts]) + "\n")
 
 
