@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from attnzoo.cli import app
 from attnzoo.config import load_config
 from attnzoo.data.tasks import TASKS, Examples, build_task
+from attnzoo.data.tasks.task import Task, asked
 from attnzoo.evaluation import answers, scores
-from attnzoo.evaluation.answers import measure_answers
+from attnzoo.evaluation.answers import measure_answers, measure_guess
 from attnzoo.training import train
 from attnzoo.training.answers import evaluate
 
@@ -59,6 +60,25 @@ def test_rows_with_more_answers_count_more():
     found = measure_answers(Zero(), examples, 30)
     assert found.asked == (targets >= 0).sum()
     assert found.error == pytest.approx((targets == 4).sum() / found.asked)
+
+
+def test_guess_is_the_most_frequent_answer_of_training_counted_where_questions_are_held_out():
+    """A task whose held-out side answers otherwise, so that another choice or another count gives another number."""
+
+    def draw(random, T):
+        held_out = random.bit_generator.seed_seq.entropy[1]
+        share = 0.25 if held_out else 0.75
+        return asked(np.zeros(T, dtype=np.int64), slice(T - 4, T), (random.random(4) >= share).astype(np.int64))
+
+    examples = Examples(Task(("a", "b"), draw, 8), 8, seed=3, held_out=True)
+    right = np.array([(examples[row][1] == 0).sum() for row in range(50)])
+    found = measure_guess(examples, 50)
+    assert found.wrong == pytest.approx(1 - right.sum() / 200)
+    assert found.wrong > 0.6
+    assert found.uncertainty == pytest.approx((right / 4).std(ddof=1) / math.sqrt(50))
+    assert math.isnan(measure_guess(examples, 1).uncertainty)
+    with pytest.raises(ValueError, match="rows: expected at least 1, got 0"):
+        measure_guess(examples, 0)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import pickle
 import re
 import shutil
@@ -15,12 +16,13 @@ from rich.console import Console
 from tiny_runs import EXPERIMENT as TINY
 
 from attnzoo.cli import app
+from attnzoo.evaluation.answers import Guess
 from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, layers_of, names
 from attnzoo.experiments.outcome import load_outcome, save_outcome
 from attnzoo.experiments.probes import Loss
-from attnzoo.experiments.report.experiment import render_experiment
+from attnzoo.experiments.report.experiment import markdown, render_experiment
 from attnzoo.experiments.run import Plan, run_experiment
 from attnzoo.training import CheckpointError
 
@@ -92,6 +94,12 @@ def chained(own):
 def start(name, minutes=None, only=(), **options):
     plan = Plan(**{"name": name, "size": "cpu", "out": Path("out"), "seeds": 2, "device": "cpu", **options})
     return run_experiment(plan, Console(quiet=True), "the <command>", 1, minutes, only)
+
+
+def run_arm(plan, name):
+    """All runs of an arm that has one learning rate."""
+    for seed in range(plan.seeds):
+        running.run_seed(plan, name, seed)
 
 
 @pytest.mark.parametrize("setting", ["optimizer.lr=0.001", "optimizer={lr: 0.001}"])
@@ -295,15 +303,15 @@ def test_arm_after_another_starts_from_the_weights_of_the_same_seed(chained):
 
 def test_weights_that_stayed_behind_are_trained_again_where_an_arm_starts_from_them(chained, monkeypatch):
     plan, base = Plan(chained, "cpu", Path("out"), 2, device="cpu"), "none, one head"
-    running.run_arm(plan, base)
+    run_arm(plan, base)
     on, before = running.run_seed(plan, "on", 0), running.run_seed(plan, base, 1)
     for checkpoints in Path("out").glob("*/*/checkpoints"):
         shutil.rmtree(checkpoints)
     trained, folders = running.train, []
     monkeypatch.setattr(running, "train", lambda config: [folders.append(config.output_dir), trained(config)])
-    running.run_arm(plan, base)  # seed 0 is asked for by no arm any more
+    run_arm(plan, base)  # seed 0 is asked for by no arm any more
     assert folders == ["out/none-one-head/lr0.1-seed1"]
-    running.run_arm(plan, "on")
+    run_arm(plan, "on")
     assert folders[1:] == ["out/on/lr1e-12-seed1"]
     assert running.run_seed(plan, "on", 0) == on
     assert running.run_seed(plan, "on", 1).validation == pytest.approx(before.validation, rel=1e-6)
@@ -366,14 +374,60 @@ def test_command_runs(done):
     ran = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert ran.exit_code == 0
     assert "report: out/report.html" in ran.output
-    assert "[2/2] none, one head" in ran.output
+    loss = load_outcome(Path("out/result.json")).of("none, one head")[1].validation
+    assert f"[6/6] none, one head, seed 1: held-out loss {loss:.4g}" in ran.output
     row = next(line for line in Path("out/result.md").read_text().splitlines() if line.startswith("| none, one head |"))
     cells = row.split("|")[3].split()
     alone = CliRunner().invoke(app, [*arguments, "--arm", "none, one head"], catch_exceptions=False)
-    assert "[1/1] none, one head" in alone.output
+    assert "[1/2] none, one head, seed 0: held-out loss " in alone.output
     said = " ".join(alone.output.split())
     assert " ".join(["none, one head (learning rate 0.1): wrong answers at 1", *cells]) in said
     assert "attnzoo experiment run mine.py --seeds 2" in Path("out/report.html").read_text()
+
+
+def change(outcome, wrong, guess):
+    """The outcome with these shares of wrong answers in the runs of either arm, beside a guess."""
+    places = {1.0: Guess(guess, 0.02), 2.0: Guess(guess, 0.02)}
+    runs = [
+        replace(run, values={**run.values, "wrong answers": dict.fromkeys(places, wrong[run.arm] + run.seed / 100)},
+                guesses={**run.guesses, "wrong answers": places})
+        for run in outcome.runs
+    ]  # fmt: skip
+    return replace(outcome, runs=tuple(runs))
+
+
+def test_nothing_is_decided_where_no_model_is_better_than_a_guess(done):
+    whole, experiment = load_outcome(Path("out/result.json")), find(done)
+    claim = experiment.expectations[0].claim
+    never = change(whole, {"fox": 0.7, "none, one head": 0.8}, 0.75)
+    assert claim.judge(never.values).word == "seen"
+    assert never.verdict(claim).word == "undecided"
+    assert never.verdict(claim).why.endswith("no model is better than a guess")
+    assert "wrong answers" in never.unlearnt()
+    learnt = change(whole, {"fox": 0.6, "none, one head": 0.8}, 0.75)
+    assert learnt.verdict(claim).word == "seen"
+    assert "wrong answers" not in learnt.unlearnt()
+    older = change(whole, {"fox": 0.7, "none, one head": 0.8}, 0.75)
+    older = replace(older, runs=tuple(replace(run, guesses={}) for run in older.runs))
+    assert older.verdict(claim).word == "seen"  # of a result that is older than guesses
+    for outcome, is_said in ((never, True), (learnt, False)):
+        hint = "No model is better than a guess in 'wrong answers': always the same answer is 75% wrong."
+        assert (hint in markdown(experiment, outcome)) == is_said
+        assert (hint in html.unescape(render_experiment(experiment, outcome))) == is_said
+        assert "| *always the same answer* | | 75.00 % | 75.00 % |" in markdown(experiment, outcome)
+        save_outcome(outcome, Path("again.json"))
+        assert load_outcome(Path("again.json")) == outcome
+
+
+def test_guess_is_asked_what_the_probe_asks(done):
+    outcome = load_outcome(Path("out/result.json"))
+    for run in outcome.runs:
+        assert {probe: [*found] for probe, found in run.guesses.items()} == {
+            probe: [*found] for probe, found in run.values.items()
+        }
+        noise = run.guesses["noise"]  # rows of 8 tokens without noise ask more often
+        assert noise[0.0].uncertainty < noise[0.5].uncertainty
+    assert outcome.guess("noise", 0.0) == outcome.runs[0].guesses["noise"][0.0].wrong
 
 
 def test_gains_of_both_sides_are_drawn_with_every_run(done):

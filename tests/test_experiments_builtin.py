@@ -21,7 +21,7 @@ from attnzoo.experiments.claims import Correlated
 from attnzoo.experiments.experiment import find, names
 from attnzoo.experiments.outcome import load_outcome
 from attnzoo.experiments.report.experiment import markdown, render_experiment
-from attnzoo.experiments.run import Plan, run_once
+from attnzoo.experiments.run import Plan, device_of, run_once
 from attnzoo.models import LanguageModel
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -150,7 +150,7 @@ def test_command_of_a_recorded_result_makes_its_runs(name):
         outcome = load_outcome(RESULTS / measured.result)
         arm, size = experiment.arms[0], experiment.sizes[measured.size]
         overrides = tuple(word for word in shlex.split(outcome.command) if "=" in word)
-        plan = Plan(name, measured.size, Path(), 3, overrides, "cpu" if measured.size == "cpu" else "auto")
+        plan = Plan(name, measured.size, Path(), 3, overrides, device_of(measured.size))
         now = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
         assert load_config(yaml.safe_load(outcome.settings)) == now
         rates = {found.name: {run.lr for run in outcome.tried if run.arm == found.name} for found in experiment.arms}

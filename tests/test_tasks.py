@@ -78,10 +78,13 @@ def selective_copying(row, vocab_size=16, count=16):
     return [NOTHING] * (len(row) - count) + said
 
 
-def induction(row, vocab_size=16):
-    assert row.count("!") == 2
-    assert row[-1] == "!"
-    return [NOTHING] * (len(row) - 1) + [row[row.index("!") + 1]]
+def induction(row, vocab_size=16, questions=1):
+    places = [t for t, word in enumerate(row) if word == "!"]
+    assert len(places) == questions + 1
+    assert places[-1] == len(row) - 1
+    (said,) = {row[t + 1] for t in places[:-1]}
+    assert said != "!"
+    return [said if t in places[1:] else NOTHING for t in range(len(row))]
 
 
 def needle(row, mode="standard", digits=4, depth=None):
@@ -142,6 +145,7 @@ CASES = [
     ("nth_last_value", {}, 64), ("nth_last_value", {"n": 3, "vocab_size": 12}, 33), ("nth_last_value", {"n": 1}, 40),
     ("selective_copying", {}, 64), ("selective_copying", {"count": 3, "vocab_size": 4}, 6),
     ("induction", {}, 30), ("induction", {"vocab_size": 2}, 3),
+    ("induction", {"questions": 8}, 30), ("induction", {"questions": 4}, 9),
     ("needle", {}, 40), ("needle", {"mode": "easy"}, 12), ("needle", {"depth": 0.0}, 40), ("needle", {"digits": 1}, 5),
     ("several_keys", {}, 40), ("several_keys", {"needles": 8, "keys": 8, "digits": 1}, 64),
     ("variable_tracking", {}, 64), ("variable_tracking", {"chains": 3, "hops": 2, "names": 9, "values": 3}, 40),

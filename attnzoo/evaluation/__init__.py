@@ -1,6 +1,6 @@
 """What a model is measured by: loss by position, answers by length and depth, forget gates and what they prune."""
 
-from attnzoo.evaluation.answers import Answers, measure_answers
+from attnzoo.evaluation.answers import Answers, Guess, measure_answers, measure_guess
 from attnzoo.evaluation.context import EffectiveContext, measure_context
 from attnzoo.evaluation.gates import GateMap, PruneMap, decay_matrix, gate_maps, prune_maps
 from attnzoo.evaluation.lengths import LengthCurve, growing_lengths, measure_lengths
@@ -34,6 +34,7 @@ __all__ = [
     "EpsRow",
     "EpsSweep",
     "GateMap",
+    "Guess",
     "LayerMap",
     "LengthCurve",
     "LossCurve",
@@ -48,6 +49,7 @@ __all__ = [
     "mean_and_error",
     "measure_answers",
     "measure_context",
+    "measure_guess",
     "measure_lengths",
     "measure_losses",
     "measure_maps",

@@ -6,15 +6,18 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from attnzoo.evaluation.answers import Guess
 from attnzoo.experiments.claims import UNDECIDED, Array, Claim, Value, Verdict
 from attnzoo.experiments.experiment import Expectation, Experiment
 from attnzoo.files import write_whole
+
+BETTER = 4  # standard errors below a guess, so that it is no chance
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Trained:
         seconds: of training.
         note: why it has no numbers.
         date: when it was measured, as 2026-01-31.
+        guesses: how wrong it is to say always the same: probe -> place -> guess. Empty where nothing is asked.
     """
 
     arm: str
@@ -44,6 +48,13 @@ class Trained:
     seconds: float = 0.0
     note: str = ""
     date: str = ""
+    guesses: Mapping[str, Mapping[float, Guess]] = field(default_factory=dict)
+
+    def betters(self, probe: str) -> bool:
+        """Whether a number of a probe, at any of its places, is better than a guess."""
+        values = self.values.get(probe, {})
+        guesses = {place: self.guesses[probe][place] for place in values}
+        return any(values[place] < guess.wrong - BETTER * guess.uncertainty for place, guess in guesses.items())
 
 
 @dataclass(frozen=True)
@@ -99,9 +110,30 @@ class Outcome:
         return [(each, self.verdict(each.claim)) for each in experiment.judged(self.size)]
 
     def verdict(self, claim: Claim) -> Verdict:
-        """What became of a claim; undecided while runs that it is about are missing."""
+        """What became of a claim; undecided while runs that it is about are missing, or where no model is better than a
+        guess."""
         missing = self.missing(claim)
-        return Verdict(UNDECIDED, "; ".join(missing)) if missing else claim.judge(self.values)
+        if missing:
+            return Verdict(UNDECIDED, "; ".join(missing))
+        verdict = claim.judge(self.values)
+        if any(value.probe in self.unlearnt() for value in claim.values):
+            return Verdict(UNDECIDED, f"{verdict.why}; no model is better than a guess")
+        return verdict
+
+    def unlearnt(self) -> dict[str, float]:
+        """Probes that no run answers better than a guess, with the share of wrong answers of the guess."""
+        found = {}
+        for probe in {probe: None for run in self.runs for probe in run.guesses}:
+            asked = [run for run in self.runs if run.values.get(probe) and run.guesses.get(probe)]
+            spreads = [guess.uncertainty for run in asked for guess in run.guesses[probe].values()]
+            if asked and all(map(math.isfinite, spreads)) and not any(run.betters(probe) for run in asked):
+                found[probe] = min(guess.wrong for guess in asked[0].guesses[probe].values())
+        return found
+
+    def guess(self, probe: str, place: float) -> float | None:
+        """How wrong a guess is at a place of a probe; None if nothing is asked there, or of each arm something else."""
+        found = {run.guesses[probe][place].wrong for run in self.runs if place in run.guesses.get(probe, {})}
+        return found.pop() if len(found) == 1 else None
 
     def missing(self, claim: Claim) -> list[str]:
         """Which of the arms that a claim is about have fewer runs than planned, or were not asked it, in words."""
@@ -140,7 +172,11 @@ def load_outcome(path: Path) -> Outcome:
 def as_json(run: Trained) -> dict[str, Any]:
     """A run as what JSON can hold."""
     values = {probe: [[place, _number(x)] for place, x in found.items()] for probe, found in run.values.items()}
-    return {**asdict(run), "validation": _number(run.validation), "values": values}
+    guesses = {
+        probe: [[place, guess.wrong, _number(guess.uncertainty)] for place, guess in found.items()]
+        for probe, found in run.guesses.items()
+    }
+    return {**asdict(run), "validation": _number(run.validation), "values": values, "guesses": guesses}
 
 
 def from_json(kept: Mapping[str, Any]) -> Trained:
@@ -148,8 +184,12 @@ def from_json(kept: Mapping[str, Any]) -> Trained:
     values = {
         probe: {place: math.nan if x is None else x for place, x in found} for probe, found in kept["values"].items()
     }
+    guesses = {
+        probe: {place: Guess(wrong, math.nan if error is None else error) for place, wrong, error in found}
+        for probe, found in kept.get("guesses", {}).items()
+    }
     validation = math.inf if kept["validation"] is None else kept["validation"]
-    return Trained(**{**kept, "validation": validation, "values": values})
+    return Trained(**{**kept, "validation": validation, "values": values, "guesses": guesses})
 
 
 def chosen(tried: Sequence[Trained]) -> float:

@@ -15,7 +15,7 @@ from attnzoo.config import TrainConfig
 from attnzoo.data import Data, heldout_windows
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.evaluation import Array, gate_maps, token_losses
-from attnzoo.evaluation.answers import measure_answers
+from attnzoo.evaluation.answers import Guess, measure_answers, measure_guess
 from attnzoo.evaluation.memory import OF_NETWORKS, UNLIMITED, knows, limited, loss_within
 from attnzoo.evaluation.pruning import pruning
 from attnzoo.layer.attention import Attention
@@ -65,7 +65,9 @@ class Probe(Protocol):
     """What is measured, under which name, and what its places are called (nothing if there is one).
 
     A probe may have ``at``, its places, and ``task``, whether it asks answers of a task or reads a text: then a claim
-    about another place, or a run on other data, is refused before any training.
+    about another place, or a run on other data, is refused before any training. One that asks a task may have
+    ``guess``, with the arguments of ``measure``: how wrong it is to say always the same, for each place. Claims about
+    numbers that are no better than that in any model stay undecided.
     """
 
     @property
@@ -81,8 +83,21 @@ class Probe(Protocol):
         """A number for each place; none where the model has nothing to measure."""
 
 
+class _Asking:
+    """Questions of a task: their options and the length of the rows, in training contexts, for each place."""
+
+    def asked(self) -> dict[float, tuple[Mapping[str, Any], float]]:
+        raise NotImplementedError
+
+    def measure(self, subject: Subject) -> dict[float, float]:
+        return {place: _wrong(subject, *asked) for place, asked in self.asked().items()}
+
+    def guess(self, subject: Subject) -> dict[float, Guess]:
+        return {place: measure_guess(_examples(subject, *asked), subject.rows) for place, asked in self.asked().items()}
+
+
 @dataclass(frozen=True)
-class Wrong:
+class Wrong(_Asking):
     """The share of a task's answers that are wrong, on held-out rows.
 
     Args:
@@ -105,12 +120,12 @@ class Wrong:
     def places(self) -> str:
         return "length, in training contexts" if len(self.lengths) > 1 else ""
 
-    def measure(self, subject: Subject) -> dict[float, float]:
-        return {length: _wrong(subject, self.options, length) for length in self.lengths}
+    def asked(self) -> dict[float, tuple[Mapping[str, Any], float]]:
+        return {length: (self.options, length) for length in self.lengths}
 
 
 @dataclass(frozen=True)
-class WrongOver:
+class WrongOver(_Asking):
     """The share of a task's answers that are wrong, over the values of one of its options.
 
     Args:
@@ -133,8 +148,8 @@ class WrongOver:
     def places(self) -> str:
         return self.option
 
-    def measure(self, subject: Subject) -> dict[float, float]:
-        return {value: _wrong(subject, {**self.options, self.option: value}, self.length) for value in self.at}
+    def asked(self) -> dict[float, tuple[Mapping[str, Any], float]]:
+        return {value: ({**self.options, self.option: value}, self.length) for value in self.at}
 
 
 @dataclass(frozen=True)
@@ -350,6 +365,9 @@ class WrongWithin(_Within):
                 found[share] = _wrong(subject, {}, 1.0)
         return found
 
+    def guess(self, subject: Subject) -> dict[float, Guess]:
+        return dict.fromkeys(self.at, measure_guess(_examples(subject, {}, 1.0), subject.rows))
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -371,12 +389,15 @@ def _measures(subject: Subject, rule: str) -> bool:
 
 
 def _wrong(subject: Subject, options: Mapping[str, Any], length: float) -> float:
+    return measure_answers(subject.model, _examples(subject, options, length), subject.rows).error
+
+
+def _examples(subject: Subject, options: Mapping[str, Any], length: float) -> Examples:
     data = subject.config.data
     if data.task is None:
         raise ValueError(f"expected a run on a task, got one on {data.title!r}")
     task = build_task(data.task, {**data.task_options, **options})
-    examples = Examples(task, round(data.context_length * length), ROWS_SEED, held_out=True)
-    return measure_answers(subject.model, examples, subject.rows).error
+    return Examples(task, round(data.context_length * length), ROWS_SEED, held_out=True)
 
 
 def _losses(subject: Subject, factor: float) -> Array:

@@ -27,7 +27,7 @@ from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_siz
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, chosen, from_json, save_outcome
 from attnzoo.experiments.probes import Subject
 from attnzoo.experiments.processes import apart
-from attnzoo.experiments.report.experiment import markdown, row_in_words, verdict_table, write_page
+from attnzoo.experiments.report.experiment import hints, markdown, row_in_words, verdict_table, write_page
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.files import write_whole
 from attnzoo.models import LanguageModel
@@ -122,6 +122,11 @@ def folder_of(arm: Arm) -> str:
     return key
 
 
+def device_of(size: str) -> str:
+    """Where a size runs if nothing else is asked: a CPU if its name begins with `cpu`."""
+    return "cpu" if size.startswith("cpu") else "auto"
+
+
 def run_experiment(
     plan: Plan, console: Console, command: str = "", jobs: int | None = None, minutes: float | None = None,
     only: Sequence[str] = (),
@@ -150,6 +155,7 @@ def run_experiment(
         ValueError, OSError: the experiment, its settings, its data or its folder are not usable; found before any
             training.
     """
+    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     experiment = find(plan.name)
     size = find_size(experiment, plan.size)
     folders = [folder_of(arm) for arm in experiment.arms]
@@ -177,15 +183,11 @@ def run_experiment(
     jobs = jobs or _jobs_at_a_time(None if on_cpu else torch.cuda.mem_get_info()[1], operations)
     if on_cpu or jobs > 1:
         torch.set_num_threads(1)  # models this small gain nothing from more, and a result may depend on their number
-    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    if jobs > 1 or minutes is not None:
-        tasks, after = _tasks(plan, experiment, arms)
-        for number, label in enumerate(apart(tasks, jobs, until, after), 1):
-            console.print(f"[{number}/{len(tasks)}] {label}: done", markup=False, highlight=False)
-    else:
-        for number, arm in enumerate(arms, 1):
-            console.print(f"[{number}/{len(arms)}] {arm.name}", markup=False, highlight=False)
-            run_arm(plan, arm.name)
+    tasks, after = _tasks(plan, experiment, arms)
+    for number, label in enumerate(apart(tasks, jobs, until, after) if jobs > 1 or minutes is not None else tasks, 1):
+        run = tasks[label]()  # what another process has finished is only read
+        said = run.note or f"held-out loss {run.validation:.4g}"
+        console.print(f"[{number}/{len(tasks)}] {label}: {said}", markup=False, highlight=False)
     found = [_finished(plan, experiment, arm) for arm in experiment.arms]
     tried, runs = ([run for arm in found for run in arm[kind]] for kind in (0, 1))
     if not runs:
@@ -203,17 +205,10 @@ def run_experiment(
             console.print(row_in_words(experiment, outcome, arm), markup=False, highlight=False, soft_wrap=True)
     else:
         print_table(verdict_table(experiment, outcome), console)
+    for hint in hints(outcome):
+        console.print(hint, markup=False, highlight=False)
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     return page
-
-
-def run_arm(plan: Plan, name: str) -> None:
-    """Make all runs of an arm: one at each learning rate, then one with every seed at the rate chosen."""
-    experiment, arm = _find(plan, name)
-    for lr in _rates(plan, experiment, arm):
-        run_rate(plan, name, lr)
-    for seed in range(plan.seeds):
-        run_seed(plan, name, seed)
 
 
 def run_rate(plan: Plan, name: str, lr: float) -> Trained:
@@ -257,14 +252,14 @@ def _jobs_at_a_time(memory: int | None, operations: int) -> int:
 
 def _tasks(
     plan: Plan, experiment: Experiment, arms: Sequence[Arm]
-) -> tuple[dict[str, Callable[[], object]], dict[str, list[str]]]:
+) -> tuple[dict[str, Callable[[], Trained]], dict[str, list[str]]]:
     """Runs for processes, by label, and the labels of those that each waits for: that try its arm's learning rates, or
     that it starts from. Learning rates come first, then the seeds of all arms in turns."""
-    tasks: dict[str, Callable[[], object]] = {}
+    tasks: dict[str, Callable[[], Trained]] = {}
     after: dict[str, list[str]] = {}
     tries: dict[str, list[str]] = {arm.name: [] for arm in arms}
 
-    def add(label: str, task: Callable[[], object], arm: Arm, seed: int) -> None:
+    def add(label: str, task: Callable[[], Trained], arm: Arm, seed: int) -> None:
         tasks[label] = task
         after[label] = [*tries[arm.name], *([_seeded(arm.after, seed)] if arm.after else [])]
 
@@ -301,7 +296,7 @@ def _finished(plan: Plan, experiment: Experiment, arm: Arm) -> tuple[list[Traine
     seeds = range(plan.seeds) if len(tried) == len(rates) or len(rates) == 1 else ()
     best = rates[0] if len(rates) == 1 else chosen(tried) if seeds else 0.0
     runs = [run for seed in seeds if (run := _known(*_place(plan, experiment, arm, best, seed)))]
-    return [replace(run, values={}) for run in tried], [run for run in runs if run.note or run.values]
+    return [replace(run, values={}, guesses={}) for run in tried], [run for run in runs if run.note or run.values]
 
 
 def _place(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int) -> tuple[Path, str]:
@@ -361,6 +356,9 @@ def _measured(experiment: Experiment, arm: Arm, config: TrainConfig, size: Size,
         config.seed,
         validation=next(row["loss"] for row in reversed(metrics) if row["kind"] == "eval"),
         values={probe.name: probe.measure(subject) for probe in experiment.probes} if measure else {},
+        guesses={probe.name: probe.guess(subject) for probe in experiment.probes if hasattr(probe, "guess")}
+        if measure
+        else {},
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         tokens=progress.tokens,
         seconds=progress.seconds,

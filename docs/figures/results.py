@@ -44,9 +44,10 @@ def results() -> None:
             unseen = [each.text for each, verdict in outcome.verdicts(experiment) if verdict.word == "not seen"]
             verdicts += f". Not seen: *{' '.join(unseen)}*" if unseen else "."
             verdicts += f" {measured.tried}"
-            title = experiment.title + (f", {measured.size}" if len(experiment.measured) > 1 else "")
+            title = experiment.title + (f" ({measured.size})" if len(experiment.measured) > 1 else "")
+            command = f"attnzoo experiment run {name}" + (f" --size {measured.size}" if measured.size != "cpu" else "")
             parts.append(
-                f"## {title}\n\n`attnzoo experiment run {name}`, {page}: {verdicts.rstrip('. ')}.\n\n"
+                f"## {title}\n\n`{command}`, {page}: {verdicts.rstrip('. ')}.\n\n"
                 f"![{title.rstrip('?')}. {words[0].upper()}{words[1:]}](../figures/out/{drawing}.svg)\n\n"
                 f"*{words[0].upper()}{words[1:]}. {reading[0].upper()}{reading[1:]}.*"
             )

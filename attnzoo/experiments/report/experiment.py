@@ -52,6 +52,7 @@ def render_experiment(experiment: Experiment, outcome: Outcome) -> str:
         title=experiment.title,
         experiment=experiment,
         outcome=outcome,
+        hints=hints(outcome),
         verdicts=outcome.verdicts(experiment),
         later=[each for each in experiment.expectations if each not in experiment.judged(outcome.size)],
         arms=[_arm(experiment, arm, kinds[arm.name], looks[arm.name], outcome) for arm in experiment.arms],
@@ -99,6 +100,16 @@ def verdict_table(experiment: Experiment, outcome: Outcome) -> Table:
     return table
 
 
+def hints(outcome: Outcome) -> list[str]:
+    """What to do where no model has learnt anything, in sentences."""
+    return [
+        f"No model is better than a guess in {probe!r}: always the same answer is {100 * wrong:.3g}% wrong. Nothing "
+        "was learnt, so nothing is decided about it. More answers to learn from help (steps, batch_size, an option of "
+        "the task that asks more in each row), shorter rows, and other learning rates."
+        for probe, wrong in outcome.unlearnt().items()
+    ]
+
+
 def markdown(experiment: Experiment, outcome: Outcome) -> str:
     """The outcome for the documentation: verdicts, numbers, machine, command."""
     machine = ", ".join(f"{name} {value}" for name, value in outcome.machine.items())
@@ -110,6 +121,7 @@ def markdown(experiment: Experiment, outcome: Outcome) -> str:
     ]  # fmt: skip
     for expectation, verdict in outcome.verdicts(experiment):
         lines.append(f"| {expectation.text} | {expectation.source} | **{verdict.word}** | {verdict.why} |")
+    lines += [line for hint in hints(outcome) for line in ("", hint)]
     columns = _columns(experiment, outcome)
     lines += ["", "Mean ± standard error over the seeds (–: not measured, or a run diverged):", ""]
     lines.append(f"| | lr | {' | '.join(column['title'] for column in columns)} |")
@@ -117,6 +129,8 @@ def markdown(experiment: Experiment, outcome: Outcome) -> str:
     for number, arm in enumerate(experiment.arms):
         cells = [" ".join(column["cells"][number]) for column in columns]
         lines.append(f"| {arm.name} | {_rate(outcome, arm)} | {' | '.join(cells)} |")
+    if any(column["guess"] for column in columns):
+        lines.append(f"| *always the same answer* | | {' | '.join(column['guess'] for column in columns)} |")
     lines += ["", *(f"- *{probes}*: {meaning}" for meaning, probes in meanings_of(experiment).items()), "", TEST, ""]
     lines += [f"Settings, before those of the command: `{cost_of(experiment, outcome.size)}`.", ""]
     lines += [f"- {arm.name}: `{layers_of(experiment, arm, outcome.size)}`" for arm in experiment.arms]
@@ -188,7 +202,9 @@ def _columns(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
         for place in places:
             values = [_at(outcome, arm.name, probe.name, place) for arm in experiment.arms]
             title = probe.name if len(places) == 1 else f"{probe.name} at {place:g}"
-            columns.append({"title": title, "cells": [_cell(x, probe.percent) for x in values]})
+            guess = outcome.guess(probe.name, place)
+            said = "" if guess is None else _cell(np.array([guess]), probe.percent)[0]
+            columns.append({"title": title, "cells": [_cell(x, probe.percent) for x in values], "guess": said})
     return columns
 
 
