@@ -93,6 +93,8 @@ class Expectation:
 
     def __post_init__(self) -> None:
         several(self, "sizes")
+        if not hasattr(self.claim, "judge"):
+            raise ValueError(f"claim: expected one, as AtMost(Value(...), 0.01), got {self.claim!r}")
 
 
 @dataclass(frozen=True)
