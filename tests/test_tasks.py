@@ -82,9 +82,9 @@ def induction(row, vocab_size=16, questions=1):
     places = [t for t, word in enumerate(row) if word == "!"]
     assert len(places) == questions + 1
     assert places[-1] == len(row) - 1
-    (said,) = {row[t + 1] for t in places[:-1]}
-    assert said != "!"
-    return [said if t in places[1:] else NOTHING for t in range(len(row))]
+    said = dict(zip(places[1:], (row[t + 1] for t in places), strict=False))
+    assert "!" not in said.values()
+    return [said.get(t, NOTHING) for t in range(len(row))]
 
 
 def needle(row, mode="standard", digits=4, depth=None):

@@ -119,8 +119,7 @@ def induction(vocab_size: int = 16, questions: int = 1) -> Task:
     rows that are far longer.
 
     One answer in a row teaches little: Gu and Dao train on 200,000 rows. With more questions the special token comes so
-    many times more, with the same token behind it, and is asked each time but the first. Who counts may find the answer
-    of such a row, too: measure with one question.
+    many times more, and what followed it the last time is asked each time but the first.
 
     Args:
         vocab_size: the special token is the first.
@@ -134,7 +133,6 @@ def induction(vocab_size: int = 16, questions: int = 1) -> Task:
         tokens = random.integers(1, vocab_size, size=T)
         apart = np.arange(questions)  # never two in a row
         first = np.sort(random.choice(T - 1 - questions, questions, replace=False)) + apart
-        tokens[first + 1] = tokens[first[0] + 1]
         places = np.append(first, T - 1)
         tokens[places] = 0
         return asked(tokens, places[1:], tokens[first + 1])
