@@ -139,6 +139,10 @@ def test_a_longer_context_is_compared_on_the_same_text(monkeypatch):
     ("arguments", "message"),
     [
         (["show", "party"], "unknown experiment 'party': expected one of .*; did you mean 'parity'"),
+        (
+            ["show", "my.py"],
+            "unknown experiment 'my.py': .*, or a Python file, of which there is none of that path from h",
+        ),
         (["run", "parity", "--size", "gpus"], "unknown size 'gpus': expected one of cpu, gpu; did you mean 'gpu'"),
         (["run", "parity", "optimizer.lr=1"], "optimizer.lr: the experiment sets it"),
         (["run", "parity", "stepz=1"], "unknown configuration key 'stepz'.* did you mean 'steps'"),
