@@ -91,7 +91,7 @@ $(VENV)/.docs-installed: $(VENV)/.installed docs/package-lock.json
 
 docs-site: docs-install
 	$(BIN)/python docs/tools/prepare.py
-	PYTHONPATH=docs NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	PYTHONPATH=docs NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs: docs-install
 	$(BIN)/python docs/figures/make.py

@@ -149,11 +149,21 @@ def test_contenders_are_chosen_by_prefix() -> None:
         measure.chosen(every, ["fla"])
 
 
-@pytest.mark.parametrize("name", ["fox", "path", "decode"])
-def test_the_tables_of_the_documentation_are_what_their_numbers_give(name: str) -> None:
-    module: ModuleType = importlib.import_module(f"attnzoo.benchmarks.{name}")
-    (folder,) = RESULTS.glob(f"*-{name}")
+@pytest.mark.parametrize("folder", sorted(RESULTS.iterdir()), ids=lambda folder: folder.name)
+def test_the_tables_of_the_documentation_are_what_their_numbers_give(folder: Path) -> None:
+    module: ModuleType = importlib.import_module(f"attnzoo.benchmarks.{folder.name.rpartition('-')[2]}")
     assert module.table(json.loads((folder / "results.json").read_text())) == (folder / "results.md").read_text()
+
+
+def test_the_page_of_benchmarks_has_the_numbers_of_its_tables() -> None:
+    page = (DOCS / "benchmarks/index.md").read_text()
+    rows = re.findall(r"^\| (.*) \[all rows\]\(src:docs/([^)]*)\).* \|$", page, re.MULTILINE)
+    assert len(rows) == 7
+    for row, results in rows:
+        known = [float(number) for number in re.findall(r"\d+\.\d+", (DOCS / results).read_text())]
+        for number in re.findall(r"\d+\.\d+", row.partition(" | ")[2]):
+            digits = len(number.partition(".")[2])
+            assert any(abs(each - float(number)) <= 0.5001 * 10**-digits for each in known), (results, number)
 
 
 def test_fox_by_the_gates_of_flash_sparse_attn(monkeypatch: pytest.MonkeyPatch) -> None:

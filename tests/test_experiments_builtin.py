@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from attnzoo.experiments.claims import Correlated
 from attnzoo.experiments.experiment import find, names
 from attnzoo.experiments.outcome import load_outcome
 from attnzoo.experiments.report.experiment import markdown, render_experiment
-from attnzoo.experiments.run import Plan, run_once
+from attnzoo.experiments.run import Plan, device_of, run_once
 from attnzoo.models import LanguageModel
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -149,7 +150,7 @@ def test_command_of_a_recorded_result_makes_its_runs(name):
         outcome = load_outcome(RESULTS / measured.result)
         arm, size = experiment.arms[0], experiment.sizes[measured.size]
         overrides = tuple(word for word in shlex.split(outcome.command) if "=" in word)
-        plan = Plan(name, measured.size, Path(), 3, overrides, "cpu" if measured.size == "cpu" else "auto")
+        plan = Plan(name, measured.size, Path(), 3, overrides, device_of(measured.size))
         now = plan.config(experiment, arm, (arm.lrs or size.lrs)[0], 0)
         assert load_config(yaml.safe_load(outcome.settings)) == now
         rates = {found.name: {run.lr for run in outcome.tried if run.arm == found.name} for found in experiment.arms}
@@ -166,6 +167,9 @@ def test_page_of_results_says_what_was_run():
         for each in measured:
             assert page.count(f"[{each.size}, {each.date}](src:docs/results/{Path(each.result).stem}.md)") == 2
             assert f"(../figures/out/result-{name.replace('_', '-')}-{each.size}.svg)" in page
+            words = Counter(verdict.word for _, verdict in load_outcome(RESULTS / each.result).verdicts(find(name)))
+            counts = ", ".join(f"{words[word]} {word}" for word in ("seen", "not seen", "undecided") if words[word])
+            assert f"{Path(each.result).stem}.md): {counts}" in row
 
 
 def test_a_discount_looks_as_far_ahead_at_every_size_as_a_share_of_the_context():

@@ -167,4 +167,10 @@ def test_the_size_for_a_gpu_is_run_on_a_cpu_only_when_that_is_said(tmp_path, mon
     error = CliRunner().invoke(app, command).exception
     assert "--size gpu: expected a CUDA GPU, found none; `--device cpu` runs it all the same" in str(error)
     CliRunner().invoke(app, [*command, "--device", "cpu"], catch_exceptions=False)
-    assert ran == [("cpu", "attnzoo experiment run parity --size gpu --device cpu")]
+    larger = [*command[:2], "factorial", "--size"]
+    assert "--size gpu-medium: expected a CUDA GPU" in str(CliRunner().invoke(app, [*larger, "gpu-medium"]).exception)
+    CliRunner().invoke(app, [*larger, "cpu-medium"], catch_exceptions=False)
+    assert ran == [
+        ("cpu", "attnzoo experiment run parity --size gpu --device cpu"),
+        ("cpu", "attnzoo experiment run factorial --size cpu-medium"),
+    ]

@@ -66,7 +66,7 @@ def show(name: str) -> None:
 @click.option("--jobs", type=click.IntRange(min=1), help="Models at a time.  [default: cores; 1 on a GPU unless small]")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Stop then, and write what is finished.")
 @click.option("--arm", "only", multiple=True, help="Only this model; may be given several times.")
-@click.option("--device", type=click.Choice(["auto", "cpu"]), help="[default: cpu for --size cpu, else auto]")
+@click.option("--device", type=click.Choice(["auto", "cpu"]), help="[default: cpu for sizes cpu..., else auto]")
 def run(
     name: str, overrides: tuple[str, ...], size: str | None, seeds: int | None, out: Path | None, jobs: int | None,
     minutes: float | None, only: tuple[str, ...], device: str | None,
@@ -80,17 +80,17 @@ def run(
     from rich.console import Console
 
     from attnzoo.experiments.experiment import find, find_size
-    from attnzoo.experiments.run import Plan, run_experiment
+    from attnzoo.experiments.run import Plan, device_of, run_experiment
 
     found = find(name)
     size = size or (next(iter(found.sizes)) if len(found.sizes) == 1 else "cpu")
     find_size(found, size)
-    if size == "gpu" and device != "cpu" and not torch.cuda.is_available():
-        raise UnavailableError("--size gpu: expected a CUDA GPU, found none; `--device cpu` runs it all the same")
+    if size.startswith("gpu") and device != "cpu" and not torch.cuda.is_available():
+        raise UnavailableError(f"--size {size}: expected a CUDA GPU, found none; `--device cpu` runs it all the same")
     folder = out or Path("runs/experiments") / f"{Path(name).stem}-{size}"
     asked = [f"--size {size}"] if size != "cpu" else []
     asked += [f"--seeds {seeds}"] if seeds else []
     asked += [f"--device {device}"] if device else []
     command = " ".join(["attnzoo experiment run", name, *overrides, *asked])
-    plan = Plan(name, size, folder, seeds or found.seeds, overrides, device or ("cpu" if size == "cpu" else "auto"))
+    plan = Plan(name, size, folder, seeds or found.seeds, overrides, device or device_of(size))
     run_experiment(plan, Console(highlight=False), command, jobs, minutes, only)

@@ -122,6 +122,11 @@ def folder_of(arm: Arm) -> str:
     return key
 
 
+def device_of(size: str) -> str:
+    """Where a size runs if nothing else is asked: a CPU if its name begins with `cpu`."""
+    return "cpu" if size.startswith("cpu") else "auto"
+
+
 def run_experiment(
     plan: Plan, console: Console, command: str = "", jobs: int | None = None, minutes: float | None = None,
     only: Sequence[str] = (),
@@ -150,6 +155,7 @@ def run_experiment(
         ValueError, OSError: the experiment, its settings, its data or its folder are not usable; found before any
             training.
     """
+    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     experiment = find(plan.name)
     size = find_size(experiment, plan.size)
     folders = [folder_of(arm) for arm in experiment.arms]
@@ -175,7 +181,6 @@ def run_experiment(
     jobs = jobs or _jobs_at_a_time(None if on_cpu else torch.cuda.mem_get_info()[1], operations)
     if on_cpu or jobs > 1:
         torch.set_num_threads(1)  # models this small gain nothing from more, and a result may depend on their number
-    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     tasks, after = _tasks(plan, experiment, arms)
     for number, label in enumerate(apart(tasks, jobs, until, after) if jobs > 1 or minutes is not None else tasks, 1):
         run = tasks[label]()  # what another process has finished is only read

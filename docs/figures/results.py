@@ -25,11 +25,12 @@ DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | d
 
 
 def results() -> None:
-    """Draw every recorded result, and write the page's second half."""
+    """Draw every recorded result, and write the page's second half and the last column of its table."""
     _save("equal-memory", partial(equal_memory, RESULTS))
-    parts = []
+    parts, cells = [], {}
     for name in names():
         experiment = find(name)
+        cells[name] = []
         for measured in experiment.measured:
             outcome = load_outcome(RESULTS / measured.result)
             _, words, reading = picture(experiment, outcome)
@@ -38,18 +39,23 @@ def results() -> None:
             counts = Counter(verdict.word for _, verdict in outcome.verdicts(experiment))
             verdicts = ", ".join(f"{counts[word]} {word}" for word in ("seen", "not seen", "undecided") if counts[word])
             page = f"[{measured.size}, {measured.date}](src:docs/results/{Path(measured.result).stem}.md)"
+            cells[name].append(f"{page}: {verdicts}")
             page += f", on {measured.machine}"
             unseen = [each.text for each, verdict in outcome.verdicts(experiment) if verdict.word == "not seen"]
             verdicts += f". Not seen: *{' '.join(unseen)}*" if unseen else "."
             verdicts += f" {measured.tried}"
-            title = experiment.title + (f", {measured.size}" if len(experiment.measured) > 1 else "")
+            title = experiment.title + (f" ({measured.size})" if len(experiment.measured) > 1 else "")
+            command = f"attnzoo experiment run {name}" + (f" --size {measured.size}" if measured.size != "cpu" else "")
             parts.append(
-                f"## {title}\n\n`attnzoo experiment run {name}`, {page}: {verdicts.rstrip('. ')}.\n\n"
+                f"## {title}\n\n`{command}`, {page}: {verdicts.rstrip('. ')}.\n\n"
                 f"![{title.rstrip('?')}. {words[0].upper()}{words[1:]}](../figures/out/{drawing}.svg)\n\n"
                 f"*{words[0].upper()}{words[1:]}. {reading[0].upper()}{reading[1:]}.*"
             )
     index = RESULTS / "index.md"
     first = index.read_text().partition(BEGIN)[0].rstrip()
+    for name, cell in cells.items():
+        row = re.compile(rf"(?<=\n\| `attnzoo experiment run {name}` \| )(.*) \| .* \|")
+        first = row.sub(lambda found, cell=cell: f"{found[1]} | {'; '.join(cell) or 'not yet run'} |", first)
     index.write_text("\n\n".join([first, BEGIN, *parts]) + "\n")
 
 

@@ -42,6 +42,17 @@ def _display(match: re.Match[str]) -> str:
     return "\n".join(match["indent"] + line if line else "" for line in lines) + "\n"
 
 
+def home(obj: Object) -> str:
+    """The module that a function or class is imported from: the outermost package that offers it."""
+    module = place = obj.module
+    while module.parent is not None:
+        module = module.parent.module
+        offered = module.members.get(obj.name)
+        if offered is not None and offered.is_alias and offered.target_path == obj.path:
+            place = module
+    return place.path if place.path.startswith("attnzoo") else f"attnzoo.{place.path}"
+
+
 class Markdown(Extension):
     """Rewrites every docstring as it is loaded, and links each function and class of a module to its source."""
 
@@ -51,4 +62,4 @@ class Markdown(Extension):
         obj.docstring.value = to_markdown(obj.docstring.value, obj.module.path)
         if (obj.is_function or obj.is_class) and obj.parent is not None and obj.parent.is_module:
             path = Path(str(obj.filepath)).resolve().relative_to(ROOT)
-            obj.docstring.value += f"\n\n[source](src:{path}#{obj.name})"
+            obj.docstring.value += f"\n\nIn `{home(obj)}` ([source](src:{path}#{obj.name}))"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import posixpath
+import re
 from pathlib import Path
 
 from pygments import highlight
@@ -14,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("attnzoo", "recurrences", "kernels", "docs/benchmarks/results", "docs/results", "tests")
 ALONE = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "docs/benchmarks/NOTES.md", "pyproject.toml")
 SUFFIXES = (".md", ".py", ".yaml")
+LINK = re.compile(r"(?<=\]\()\.\.?/[^)#]+")
+BEGINS = re.compile(r"^(?!\||- |\s)(.+\n)(?=\||- )", re.MULTILINE)  # a table or a list right below a line of text
 
 
 @functools.cache
@@ -21,8 +25,9 @@ def paths() -> tuple[str, ...]:
     """Every file that gets a page, relative to the root of the repository."""
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
     found += [ROOT / name for name in ALONE]
-    # attnzoo/kernels and attnzoo/recurrences are links to the folders at the root
-    return tuple(sorted(str(path.relative_to(ROOT)) for path in found if path.resolve() == path))
+    # attnzoo/kernels and attnzoo/recurrences are links to the folders at the root; an index has a page already
+    found = [path for path in found if path.resolve() == path and path.name != "index.md"]
+    return tuple(sorted(str(path.relative_to(ROOT)) for path in found))
 
 
 @functools.cache
@@ -72,9 +77,24 @@ def page_of(path: str) -> str:
 
 
 def stub(path: str) -> str:
-    """Markdown of the page of ``path``; :func:`listing` takes the place of the comment."""
+    """Markdown of the page of ``path``; :func:`listing` takes the place of the comment.
+
+    What was measured and noted, Markdown below ``docs``, is shown as text and not as a listing.
+    """
+    if path.startswith("docs/"):
+        return _text(path)
     front = f"---\ntitle: {path}\nhide: [navigation, toc]\nsearch:\n  exclude: true\n---\n\n"
     return f"{front}# {path}\n\n<!-- listing {path} -->\n"
+
+
+def _text(path: str) -> str:
+    """Markdown of a page that is Markdown itself, with its links as they are from there."""
+    here, there = posixpath.dirname(page_of(path)), posixpath.dirname(path.removeprefix("docs/"))
+    written = (ROOT / path).read_text(encoding="utf-8")
+    written = LINK.sub(lambda link: posixpath.relpath(posixpath.join(there, link[0]), here), written)
+    written = BEGINS.sub(r"\1\n", written)  # Python-Markdown wants a blank line there, others do not
+    heading = "" if written.startswith("# ") else f"# {Path(path).parent.name}\n\n"
+    return f"---\ntitle: {path}\nhide: [navigation]\n---\n\n{heading}{written}"
 
 
 def index() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -75,6 +77,21 @@ def test_a_name_that_does_not_exist_is_refused(tools, change, words):
     assert any(words in complaint for complaint in complaints(tools, GOOD | change))
 
 
+def test_every_link_of_a_page_to_code_names_what_exists(tools):
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if not {"node_modules", "source"} & set(path.parts)]
+    links = [found for path in pages for found in re.findall(r"\]\((src|test):([^)]+)\)", path.read_text("utf-8"))]
+    assert len(links) > 100
+    for kind, target in links:
+        tools["sources"].locate(target, kind)  # raises for what does not exist
+
+
+def test_the_build_counts_its_warnings():
+    """MkDocs drops them under ``--quiet``, and ``--strict`` then has nothing to refuse."""
+    (line,) = [line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if "mkdocs build" in line]
+    assert "--strict" in line
+    assert "--quiet" not in line
+
+
 def test_numbering_and_missing_assertions_are_refused(tools):
     assert any("not in its front matter" in x for x in complaints(tools, {"fox.1": {"says": "one", "test": None}}))
     swapped = PAGE.replace("fox.1", "fox.9").replace("fox.2", "fox.1").replace("fox.9", "fox.2")
@@ -113,6 +130,17 @@ def test_symbols_of_a_file_have_their_lines(tools):
     assert listing.count('id="L-') == len(lines)
 
 
+def test_what_was_measured_is_shown_as_tables(tools):
+    results = tools["sources"].stub("docs/benchmarks/results/2026-11-21-h200-fox/results.md")
+    assert "\n# 2026-11-21-h200-fox\n" in results
+    assert re.search(r"\n\n\| \|[^\n]*ms[^\n]*\|\n\|---", results)
+    notes = tools["sources"].stub("docs/benchmarks/NOTES.md")
+    assert not re.search(r"^[^|\n].*\n\|", notes, re.MULTILINE)  # a blank line before each table
+    links = re.findall(r"\]\((\.\.[^)#]*)", notes)
+    assert links
+    assert all((ROOT / "docs" / "source" / "docs" / "benchmarks" / link).resolve().is_file() for link in links)
+
+
 def test_docstrings_become_markdown(tools):
     text = ":func:`~attnzoo.get` and :math:`x_t`.\n\n.. math:: a = b\n   + c\n\nend"
     link = '<autoref optional identifier="attnzoo.get"><code>get</code></autoref>'
@@ -120,6 +148,21 @@ def test_docstrings_become_markdown(tools):
     assert 'identifier="attnzoo.algebra.gate.Gate"' in tools["docstrings"].to_markdown(
         ":class:`Gate`", "attnzoo.algebra.gate"
     )
+
+
+def test_the_reference_says_where_a_name_is_imported_from(tools):
+    import griffe
+
+    library = griffe.load("attnzoo", search_paths=[ROOT])
+    fox = griffe.load("kernels", search_paths=[ROOT])["fox.api.fox_attention"]
+    homes = {tools["docstrings"].home(fox): ["fox_attention"]}
+    for module in ("layer.build", "algebra.gate", "algebra.pruning", "evaluation.losses", "training.loop"):
+        for name, member in library[module].members.items():
+            if not member.is_alias and (member.is_function or member.is_class) and not name.startswith("_"):
+                homes.setdefault(tools["docstrings"].home(member), []).append(name)
+    assert {"attnzoo", "attnzoo.kernels.fox", "attnzoo.evaluation", "attnzoo.training"} <= set(homes)
+    assert "build_attention" in homes["attnzoo"]
+    assert all(hasattr(importlib.import_module(home), name) for home, names in homes.items() for name in names)
 
 
 @pytest.mark.parametrize(("directories", "link"), [(False, "algebra.html#algebra.4"), (True, "../algebra/#algebra.4")])

@@ -104,5 +104,8 @@ EXPERIMENT = Experiment(
     ),
     measured=(
         Measured("cpu", "2026-11-22", "64 shared cores of an Intel Xeon", "2026-11-22-factorial-cpu.json"),
+        Measured(
+            "cpu-medium", "2026-11-23", "32 shared cores of an Intel Xeon", "2026-11-23-factorial-cpu-medium.json"
+        ),
     ),
 )  # fmt: skip

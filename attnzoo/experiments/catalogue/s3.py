@@ -73,5 +73,6 @@ EXPERIMENT = Experiment(
     ),
     measured=(
         Measured("cpu", "2026-11-22", "two shared cores of an Intel Xeon", "2026-11-22-s3-cpu.json"),
+        Measured("gpu", "2026-11-23", "one NVIDIA H200, beside other work", "2026-11-23-s3-gpu.json"),
     ),
 )  # fmt: skip
