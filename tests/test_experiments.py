@@ -19,9 +19,8 @@ from attnzoo.cli import app
 from attnzoo.evaluation.answers import Guess
 from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size, find, layers_of, names
+from attnzoo.experiments.experiment import Expectation, find, names
 from attnzoo.experiments.outcome import load_outcome, save_outcome
-from attnzoo.experiments.probes import Loss
 from attnzoo.experiments.report.experiment import markdown, render_experiment
 from attnzoo.experiments.run import Plan, run_experiment
 from attnzoo.training import CheckpointError
@@ -150,45 +149,6 @@ def test_task_of_an_experiment_s_own_file_is_asked_of_its_runs(done):
     found = CliRunner().invoke(app, ["evaluate", str(run), "--on", "mine.py:p_ignore=0", "--rows", "2", "--json"])
     assert '"evaluation": "mine.py", "options": {"p_ignore": 0, ' in found.output
     assert (run / "evaluations" / "mine.py-p_ignore=0-rows=2.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("\nx = = 1", r"mine\.py, line 2: SyntaxError: invalid syntax"),
-        ("from attnzoo import nothing", r"mine\.py, line 1: ImportError: cannot import name 'nothing'"),
-        ("Experiment = dict\n\nEXPERIMENT = Experiment(1)", r"mine\.py, line 3: TypeError: 'int' object"),
-        ("import math\nEXPERIMENT = math.sqrt(-1)", r"mine\.py, line 2: math domain error"),
-    ],
-    ids=["syntax", "import", "type", "value"],
-)
-def test_file_that_fails_is_named_with_its_line(text, message, tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        find(str(path))
-
-
-def test_probe_of_one_s_own_may_be_a_dataclass(tmp_path):
-    """Whose annotations are text: it looks for its module among those that are imported."""
-    path = tmp_path / "probe.py"
-    path.write_text("from __future__ import annotations\nfrom dataclasses import dataclass\n"
-                    "@dataclass\nclass Own:\n    kind: ClassVar[str] = ''\nEXPERIMENT = Own()\n")  # fmt: skip
-    with pytest.raises(TypeError, match=r"expected an Experiment as EXPERIMENT, got Own\("):
-        find(str(path))
-
-
-def test_options_of_an_arm_at_a_size_stand_in_the_place_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    arm = Arm("fox", "fox", {"qk_norm": "l2", "window": 4}, at={"gpu": {"window": 8}})
-    sizes = dict.fromkeys(("cpu", "gpu"), Size(TINY, lrs=(0.1,)))
-    experiment = Experiment("Mine", "?", (arm,), sizes, (Loss(),), ())
-    for size, window in (("cpu", 4), ("gpu", 8)):
-        [layer] = {str(layer.options) for layer in Plan("mine", size, Path("out"), 2)
-                   .config(experiment, arm, 0.1, 0).model.layers()}  # fmt: skip
-        assert layer == str({"qk_norm": "l2", "window": window})
-    assert layers_of(experiment, arm, "gpu") == "fox, qk_norm=l2, window=8"
-    assert layers_of(experiment, arm) == "fox, qk_norm=l2, window=4, at size gpu window=8"
 
 
 def test_run_on_a_text_that_has_changed_is_another_run(own):

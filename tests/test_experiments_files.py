@@ -1,0 +1,51 @@
+"""Experiments of one's own: what their files may hold, and what a run of them is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_runs import EXPERIMENT as TINY
+
+from attnzoo.experiments.experiment import Arm, Experiment, Size, find, layers_of
+from attnzoo.experiments.probes import Loss
+from attnzoo.experiments.run import Plan
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\nx = = 1", r"mine\.py, line 2: SyntaxError: invalid syntax"),
+        ("from attnzoo import nothing", r"mine\.py, line 1: ImportError: cannot import name 'nothing'"),
+        ("Experiment = dict\n\nEXPERIMENT = Experiment(1)", r"mine\.py, line 3: TypeError: 'int' object"),
+        ("import math\nEXPERIMENT = math.sqrt(-1)", r"mine\.py, line 2: math domain error"),
+    ],
+    ids=["syntax", "import", "type", "value"],
+)
+def test_file_that_fails_is_named_with_its_line(text, message, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        find(str(path))
+
+
+def test_probe_of_one_s_own_may_be_a_dataclass(tmp_path):
+    """Whose annotations are text: it looks for its module among those that are imported."""
+    path = tmp_path / "probe.py"
+    path.write_text("from __future__ import annotations\nfrom dataclasses import dataclass\n"
+                    "@dataclass\nclass Own:\n    kind: ClassVar[str] = ''\nEXPERIMENT = Own()\n")  # fmt: skip
+    with pytest.raises(TypeError, match=r"expected an Experiment as EXPERIMENT, got Own\("):
+        find(str(path))
+
+
+def test_options_of_an_arm_at_a_size_stand_in_the_place_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arm = Arm("fox", "fox", {"qk_norm": "l2", "window": 4}, at={"gpu": {"window": 8}})
+    sizes = dict.fromkeys(("cpu", "gpu"), Size(TINY, lrs=(0.1,)))
+    experiment = Experiment("Mine", "?", (arm,), sizes, (Loss(),), ())
+    for size, window in (("cpu", 4), ("gpu", 8)):
+        [layer] = {str(layer.options) for layer in Plan("mine", size, Path("out"), 2)
+                   .config(experiment, arm, 0.1, 0).model.layers()}  # fmt: skip
+        assert layer == str({"qk_norm": "l2", "window": window})
+    assert layers_of(experiment, arm, "gpu") == "fox, qk_norm=l2, window=8"
+    assert layers_of(experiment, arm) == "fox, qk_norm=l2, window=4, at size gpu window=8"
