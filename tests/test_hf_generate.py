@@ -96,6 +96,18 @@ def test_a_cache_that_cannot_give_tokens_back_says_so_and_stays_as_it_was(tokens
     assert [layer.get_seq_length() for layer in cache.layers] == [9, 9]
 
 
+@pytest.mark.parametrize("attention", ["fox", "mamba2"])
+def test_a_cache_that_forgets_everything_is_a_new_one(attention, tokens):
+    """What the weights of QK-norm promised, too: they may have changed since."""
+    model = build(attention, attention_options={"qk_norm": "rms", "acp": True} if attention == "fox" else {})
+    cache, new = (ModelCache(model.model.new_cache()) for _ in range(2))
+    model(tokens, past_key_values=cache)
+    assert any(vars(was) != vars(fresh) for was, fresh in zip(cache.memories, new.memories, strict=True))
+    cache.reset()
+    assert [vars(was) for was in cache.memories] == [vars(fresh) for fresh in new.memories]
+    assert torch.equal(model(tokens[:1], past_key_values=cache).logits, model(tokens[:1]).logits)
+
+
 def test_assisted_generation_is_greedy_generation(tokens):
     model, helper = build("fox"), build("fox", seed=1)
     row = tokens[:1]

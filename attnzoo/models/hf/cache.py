@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         return self.get_seq_length() + new, 0
 
     def reset(self) -> None:
-        """Forget everything."""
-        self.memory.state, self.memory.windows, self.memory.seen = None, {}, None
+        """Forget everything, as :meth:`attnzoo.layer.attention.Attention.new_cache` would give it again."""
+        self._keep(replace(self.memory, state=None, windows={}, seen=None, dtype=None, bound=None))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the rows `beam_idx`, in that order."""
