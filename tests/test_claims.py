@@ -58,6 +58,14 @@ def test_limit_is_tested_over_the_seeds(values, expected):
     assert word(AtLeast(A, 0.01), a=values) == opposite[expected]
 
 
+@pytest.mark.parametrize(("kind", "sign"), [(AtMost, -1), (AtLeast, 1)])
+def test_limit_is_tested_by_the_t_of_one_sample(kind, sign):
+    """t = (mean - limit) / (s / sqrt(n)), on the side that is claimed."""
+    values = np.array([0.1, 0.4, 0.25, 0.31])
+    t = (values.mean() - 0.3) / (values.std(ddof=1) / 2)
+    assert kind(A, 0.3).judge(lambda value: values).why.endswith(f"; p = {tail(sign * t, 3):.2g}")
+
+
 def test_equal_values_have_no_error():
     verdict = AtMost(A, 0.02).judge(lambda value: np.array([0.0125] * 3))
     assert verdict.why == "a: 0.0125 ± 0, limit 0.02; p = below 0.001"
@@ -84,6 +92,8 @@ def test_two_numbers_of_the_same_runs_are_compared_in_pairs():
     assert Below(start, end).judge(lambda value: np.array(values[value.at])).word == "seen"
     assert word(Below(A, B), a=values[1.0], b=values[4.0]) == "undecided"
     assert word(Below(A, B, paired=True), a=values[1.0], b=values[4.0]) == "seen"
+    assert word(Below(A, B, by=0.09, paired=True), a=values[1.0], b=values[4.0]) == "undecided"
+    assert word(Below(A, B, by=0.2, paired=True), a=values[1.0], b=values[4.0]) == "not seen"
 
 
 def test_several_claims_are_seen_if_all_are():
