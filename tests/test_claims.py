@@ -130,4 +130,7 @@ def test_gains_that_grow_together_are_seen():
     for sign, expected in [(1, "seen"), (-1, "not seen")]:
         both = losses | {f"y{n}": [3.0 - sign * 0.2 * n] * 3 for n in range(6)}
         assert word(Correlated(bases, pairs, "p"), **both) == expected
+        gains = Correlated(bases, pairs, "p").gains(lambda value, both=both: np.array(both[value.arm]))
+        for found, each in zip(gains, (0.1, sign * 0.2), strict=True):
+            assert np.allclose(found, each * np.arange(1, 6)[:, None].repeat(3, 1))  # lower losses are gains
     assert word(Correlated(bases, pairs, "p"), **losses, **{f"y{n}": [1.0] * 3 for n in range(6)}) == "undecided"
