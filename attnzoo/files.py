@@ -1,5 +1,6 @@
 """Files that are whole or as they were before, and what tells whether one has changed."""
 
+import fcntl
 import hashlib
 import importlib.util
 import itertools
@@ -20,17 +21,22 @@ logger = logging.getLogger(__name__)
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file beside its place, flush it to the disk and rename it, so that no reader meets a part of it.
 
+    Of several that write it at once, each waits for the one before it.
+
     Raises:
         OSError: it cannot be written; what was there before stays, and nothing is left beside it.
     """
     part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
-        sync(part)
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+    with _held(part, folder=False) as descriptor:
+        try:
+            os.ftruncate(descriptor, 0)
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+            os.fsync(descriptor)
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager
@@ -38,23 +44,54 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill beside its place; when all went well it is flushed to the disk and renamed to `folder`.
 
     Raises:
-        FileExistsError: there is something in `folder`.
+        FileExistsError: there is something in `folder`, or another process is filling it.
         OSError: it cannot be made; nothing is left.
     """
     check_free(folder)
     part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    with _held(part, folder=True):
+        try:
+            for left in part.iterdir():  # by a kill
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            yield part
+            for path in (*part.rglob("*"), part):
+                sync(path)
+            if folder.exists():
+                folder.rmdir()
+            os.replace(part, folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _held(part: Path, *, folder: bool) -> Iterator[int]:
+    """The descriptor of a file or a folder, made if it is not there, that nobody else who asks for it has meanwhile.
+
+    Raises:
+        FileExistsError: somebody else has the folder; a file is waited for.
+    """
+    while True:
+        if folder:
+            part.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(part, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if folder else 0))
+            except BlockingIOError as error:
+                raise FileExistsError(f"expected a folder to fill, got {str(part)!r}: another process does") from error
+            if _is_at(descriptor, part):  # who had it before may have renamed it
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
     try:
-        yield part
-        for path in (*part.rglob("*"), part):
-            sync(path)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(part, folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def check_free(folder: Path) -> None:

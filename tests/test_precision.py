@@ -113,6 +113,24 @@ def test_a_layer_from_the_meta_device_is_one_initialised_at_once(name):
     assert spared(meta) == spared(normal)
 
 
+@every_gate
+def test_a_checkpoint_in_16_bits_rounds_nothing_further(gate):
+    """Its tensors become those of the layer; what it never rounds has 32 bits all the same, and trains with them."""
+    attn = layer(gate)
+    given = {name: x.bfloat16() for name, x in attn.state_dict().items()}
+    attn.load_state_dict(given, assign=True)
+    assert attn.q_proj.weight.dtype == torch.bfloat16
+    assert {x.dtype for x in given.values()} == {torch.bfloat16}
+    trained = {name for name, x in layer(gate).named_parameters() if x.requires_grad}
+    for name, x in fixed_numbers(attn).items():
+        assert x.dtype in (torch.float32, torch.float64), name
+        assert x.is_leaf, name
+        assert x.requires_grad == (name in trained), name
+        if name in given:
+            assert torch.equal(x, given[name].to(x.dtype)), name
+    attn(torch.randn(1, 5, D).bfloat16())
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_layer_from_the_meta_device_loads_a_checkpoint_alone(assign):
     """What the checkpoint does not hold, retention's angle, is there too."""

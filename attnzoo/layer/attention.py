@@ -136,7 +136,7 @@ class Attention(PreciseModule):
         if self.forget is not None:
             self.forget.reset_parameters()
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Also restore the angle, which no checkpoint holds, where the layer was made on the meta device."""
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.angle is not None:

@@ -6,7 +6,7 @@ An angle is multiplied by the position, and a log-decay by the distance: the rou
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,9 @@ class PreciseModule(nn.Module):
     """A module that keeps some of its own tensors in at least float32, whatever dtype the model is cast to.
 
     ``.to(torch.bfloat16)``, ``.half()`` and their like move such a tensor to the device they name and leave its dtype;
-    ``.double()`` makes it float64. Weight decay spares them. FSDP casts all parameters of a group alike: give gates
-    a group of their own (docs/how-to/many_gpus.md).
+    ``.double()`` makes it float64, and ``load_state_dict(assign=True)`` of a checkpoint in 16 bits widens its numbers.
+    Weight decay spares them. FSDP casts all parameters of a group alike: give gates a group of their own
+    (docs/how-to/many_gpus.md).
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,15 @@ class PreciseModule(nn.Module):
             return out
 
         return super()._apply(at_least, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """With ``assign=True`` a module takes the very tensors of a checkpoint: those it keeps, in no fewer bits."""
+        for name, least in self._least.items():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, Tensor) and torch.promote_types(given.dtype, least) != given.dtype:
+                # in place, as hooks expect; load_state_dict has copied the dictionary
+                state_dict[prefix + name] = given.detach().to(torch.promote_types(given.dtype, least))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class GateLinear(nn.Linear, PreciseModule):
