@@ -175,6 +175,11 @@ def check_folder(folder: Path, name: str = "output_dir") -> None:
         raise PermissionError(f"{name}={str(folder)!r}: the folder {str(there)!r} may not be written to")
 
 
+def python_file(name: str) -> str:
+    """What is expected in place of a name that is no such file, in words; where it is meant as one, why not."""
+    return "a Python file" + (", of which there is none of that path from here" if name.endswith(".py") else "")
+
+
 def given_by(path: Path, name: str) -> Any:
     """What a Python file, which is run, calls `name`; None where it has nothing of that name.
 

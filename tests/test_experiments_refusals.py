@@ -14,9 +14,9 @@ from rich.console import Console
 from attnzoo.cli import app
 from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
-from attnzoo.experiments.claims import AtMost, Value
+from attnzoo.experiments.claims import AtLeast, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
-from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace, Subject, Wrong
+from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace, Subject, Wrong, WrongOver
 from attnzoo.experiments.run import Plan, run_experiment
 from attnzoo.models import LanguageModel
 
@@ -45,6 +45,42 @@ def test_experiment_that_contradicts_itself_is_refused(change, message):
     fine = Experiment("", "", (Arm("a", "fox"),), {"cpu": Size((), (0.1,))}, (Loss(),), ())
     with pytest.raises(ValueError, match=message):
         replace(fine, **change)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda value: AtMost(value, "0.05"), "limit: expected a number that float32 holds, got '0.05'"),
+        (lambda value: AtLeast(value, None), "limit: expected a number .*, got None"),
+        (lambda value: Below(value, value, by="a"), "by: expected a number .*, got 'a'"),
+        (lambda value: Value("a", "loss", "1"), "at: expected a number .* or None, got '1'"),
+        (lambda value: Expectation("It is.", "", value), r"claim: expected one, as AtMost.*, got Value\(arm='a'"),
+    ],
+)
+def test_claim_that_could_not_be_judged_is_refused_where_it_is_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(Value("a", "loss"))
+
+
+@pytest.mark.parametrize(
+    ("probe", "message"),
+    [
+        (Wrong("w", {"quests": 1}), "arm 'a': 'w': unknown option 'quests' .* did you mean 'questions'"),
+        (Wrong("w", {"questions": 0}), "arm 'a': 'w': questions: expected 1 to"),
+        (Wrong("w", {"vocab_size": 9}), "'w': expected the 16 tokens of training, got 9 others"),
+        (Wrong("w", lengths=(1.0, 0.1)), "arm 'a': 'w': length: expected at least 3 tokens"),
+        (WrongOver("w", "question", (1, 2)), "'w': unknown option 'question' .* did you mean 'questions'"),
+        (WrongOver("w", "questions", (1, 9)), "'w': length: expected at least 19 tokens"),
+    ],
+)
+def test_options_of_a_probe_are_tried_before_any_training(probe, message, tmp_path, monkeypatch):
+    settings = ("data.source=task:induction", "data.context_length=16")
+    sizes = {"cpu": Size((), (0.1,))}
+    mine = Experiment("", "", (Arm("a", "fox"),), sizes, (probe,), (), settings)
+    monkeypatch.setattr("attnzoo.experiments.run.find", lambda name: mine)
+    with pytest.raises(ValueError, match=message):
+        run_experiment(Plan("mine", "cpu", tmp_path / "out", 2), Console(quiet=True))
+    assert not (tmp_path / "out").exists()
 
 
 def test_one_thing_in_place_of_a_tuple_is_refused():
@@ -103,6 +139,10 @@ def test_a_longer_context_is_compared_on_the_same_text(monkeypatch):
     ("arguments", "message"),
     [
         (["show", "party"], "unknown experiment 'party': expected one of .*; did you mean 'parity'"),
+        (
+            ["show", "my.py"],
+            "unknown experiment 'my.py': .*, or a Python file, of which there is none of that path from h",
+        ),
         (["run", "parity", "--size", "gpus"], "unknown size 'gpus': expected one of cpu, gpu; did you mean 'gpu'"),
         (["run", "parity", "optimizer.lr=1"], "optimizer.lr: the experiment sets it"),
         (["run", "parity", "stepz=1"], "unknown configuration key 'stepz'.* did you mean 'steps'"),

@@ -80,11 +80,11 @@ def selective_copying(row, vocab_size=16, count=16):
 
 def induction(row, vocab_size=16, questions=1):
     places = [t for t, word in enumerate(row) if word == "!"]
-    assert len(places) == questions + 1
+    assert 2 <= len(places) <= questions + 1
     assert places[-1] == len(row) - 1
-    (said,) = {row[t + 1] for t in places[:-1]}
-    assert said != "!"
-    return [said if t in places[1:] else NOTHING for t in range(len(row))]
+    said = dict(zip(places[1:], (row[t + 1] for t in places), strict=False))
+    assert "!" not in said.values()
+    return [said.get(t, NOTHING) for t in range(len(row))]
 
 
 def needle(row, mode="standard", digits=4, depth=None):
@@ -212,6 +212,8 @@ def test_questions_and_noise_lie_where_the_definition_says(power):
         task = build_task(name, options)
         start = 32 if name == "nth_last_value" else 0
         assert agrees(np.concatenate([Examples(task, 65)[i][0][start + 1 :: 2] for i in range(40)]), np.ones(alike))
+    rows = [Examples(build_task("induction", {"questions": 4}), 16)[i][0] for i in range(400)]
+    assert agrees(np.array([(row == 0).sum() - 2 for row in rows]), np.ones(4))
     for name, first in (("selective_copying", 2), ("induction", 0)):
         rows = [Examples(build_task(name), 64)[i][0] for i in range(400)]
         where = [np.flatnonzero(row[:48] >= 2) if first else np.flatnonzero(row[:62] == 0) for row in rows]
@@ -286,7 +288,8 @@ def test_data_of_a_task():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": "task:flipflop"}, "unknown task 'flipflop'.*did you mean 'flip_flop'"),
+        ({"source": "task:flipflop"}, "unknown task 'flipflop'.*a Python file; did you mean 'flip_flop'"),
+        ({"source": "task:mine.py"}, "unknown task 'mine.py'.*file, of which there is none of that path from here"),
         ({"source": "flip_flop"}, "did you mean 'task:flip_flop'"),
         ({"task_options": {"p_ignor": 0.5}}, "p_ignor.*did you mean 'p_ignore'"),
         ({"task_options": {"p_ignore": "often"}}, "p_ignore: expected a number"),

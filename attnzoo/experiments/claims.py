@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from attnzoo.errors import several
+from attnzoo.errors import check_kinds, several
 
 Array = npt.NDArray[np.float64]
 LEVEL = 0.05
@@ -41,6 +41,9 @@ class Value:
     arm: str
     probe: str
     at: float | None = None
+
+    def __post_init__(self) -> None:
+        check_kinds(vars(self), Value.__annotations__)
 
     def __str__(self) -> str:
         return f"{self.arm}{'' if self.at is None else f' at {self.at:g}'}"
@@ -75,6 +78,9 @@ class _Limited:
     value: Value
     limit: float
     sign: ClassVar[int]  # of the differences from the limit that are claimed
+
+    def __post_init__(self) -> None:
+        check_kinds(vars(self), _Limited.__annotations__)
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -115,6 +121,9 @@ class Below:
     higher: Value
     by: float = 0.0
     paired: bool = False
+
+    def __post_init__(self) -> None:
+        check_kinds(vars(self), Below.__annotations__)
 
     @property
     def values(self) -> tuple[Value, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 from attnzoo.errors import at_least, several, unknown
 from attnzoo.experiments.claims import Claim, Value
 from attnzoo.experiments.probes import Probe
-from attnzoo.files import given_by
+from attnzoo.files import given_by, python_file
 
 CATALOGUE = Path(__file__).parent / "catalogue"
 
@@ -93,6 +93,8 @@ class Expectation:
 
     def __post_init__(self) -> None:
         several(self, "sizes")
+        if not hasattr(self.claim, "judge"):
+            raise ValueError(f"claim: expected one, as AtMost(Value(...), 0.01), got {self.claim!r}")
 
 
 @dataclass(frozen=True)
@@ -297,7 +299,7 @@ def find(name: str) -> Experiment:
     """
     path = CATALOGUE / f"{name}.py" if name in names() else Path(name)
     if path.suffix != ".py" or not path.is_file():
-        raise unknown("experiment", name, names(), "a Python file")
+        raise unknown("experiment", name, names(), python_file(name))
     experiment = given_by(path, "EXPERIMENT")
     if not isinstance(experiment, Experiment):
         raise TypeError(f"{path}: expected an Experiment as EXPERIMENT, got {experiment!r}")

@@ -67,7 +67,8 @@ class Probe(Protocol):
     A probe may have ``at``, its places, and ``task``, whether it asks answers of a task or reads a text: then a claim
     about another place, or a run on other data, is refused before any training. One that asks a task may have
     ``guess``, with the arguments of ``measure``: how wrong it is to say always the same, for each place. Claims about
-    numbers that are no better than that in any model stay undecided.
+    numbers that are no better than that in any model stay undecided. One with options may have ``check``: given the
+    configuration of a run before any training, it raises ValueError where nothing could be measured.
     """
 
     @property
@@ -89,11 +90,22 @@ class _Asking:
     def asked(self) -> dict[float, tuple[Mapping[str, Any], float]]:
         raise NotImplementedError
 
+    def check(self, config: TrainConfig) -> None:
+        known = build_task(config.data.task, config.data.task_options).words if config.data.task else ()
+        for options, length in self.asked().values() if config.data.task else ():
+            examples = _examples(config, options, length)
+            examples[0]
+            if list(examples.task.words) != list(known):
+                raise ValueError(f"expected the {len(known)} tokens of training, got {len(examples.task.words)} others")
+
     def measure(self, subject: Subject) -> dict[float, float]:
         return {place: _wrong(subject, *asked) for place, asked in self.asked().items()}
 
     def guess(self, subject: Subject) -> dict[float, Guess]:
-        return {place: measure_guess(_examples(subject, *asked), subject.rows) for place, asked in self.asked().items()}
+        return {
+            place: measure_guess(_examples(subject.config, *asked), subject.rows)
+            for place, asked in self.asked().items()
+        }
 
 
 @dataclass(frozen=True)
@@ -366,7 +378,7 @@ class WrongWithin(_Within):
         return found
 
     def guess(self, subject: Subject) -> dict[float, Guess]:
-        return dict.fromkeys(self.at, measure_guess(_examples(subject, {}, 1.0), subject.rows))
+        return dict.fromkeys(self.at, measure_guess(_examples(subject.config, {}, 1.0), subject.rows))
 
 
 @dataclass(frozen=True)
@@ -389,11 +401,11 @@ def _measures(subject: Subject, rule: str) -> bool:
 
 
 def _wrong(subject: Subject, options: Mapping[str, Any], length: float) -> float:
-    return measure_answers(subject.model, _examples(subject, options, length), subject.rows).error
+    return measure_answers(subject.model, _examples(subject.config, options, length), subject.rows).error
 
 
-def _examples(subject: Subject, options: Mapping[str, Any], length: float) -> Examples:
-    data = subject.config.data
+def _examples(config: TrainConfig, options: Mapping[str, Any], length: float) -> Examples:
+    data = config.data
     if data.task is None:
         raise ValueError(f"expected a run on a task, got one on {data.title!r}")
     task = build_task(data.task, {**data.task_options, **options})

@@ -25,7 +25,7 @@ from attnzoo.data.tasks import build_task
 from attnzoo.errors import at_least, unknown
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, chosen, from_json, save_outcome
-from attnzoo.experiments.probes import Subject
+from attnzoo.experiments.probes import Probe, Subject
 from attnzoo.experiments.processes import apart
 from attnzoo.experiments.report.experiment import hints, markdown, row_in_words, verdict_table, write_page
 from attnzoo.experiments.report.results import describe_machine
@@ -170,9 +170,7 @@ def run_experiment(
                 weights = Operations(LanguageModel(config.model)).parameters
             operations = max(operations, 6 * weights * config.batch_size * config.data.context_length)
             for probe in experiment.probes:
-                if getattr(probe, "task", None) not in (None, config.data.task is not None):
-                    wanted = "a task" if config.data.task is None else "a text"
-                    raise ValueError(f"{probe.name!r}: expected a run on {wanted}, got {config.data.title!r}")
+                _check_probe(probe, config)
         except ValueError as error:
             raise ValueError(f"arm {arm.name!r}: {error}") from error
         first = first or config
@@ -223,6 +221,18 @@ def run_seed(plan: Plan, name: str, seed: int) -> Trained:
     rates = _rates(plan, experiment, arm)
     best = rates[0] if len(rates) == 1 else chosen([run_rate(plan, name, lr) for lr in rates])
     return run_once(plan, experiment, arm, best, seed, measure=True)
+
+
+def _check_probe(probe: Probe, config: TrainConfig) -> None:
+    """Raise ValueError where a probe cannot be measured of a run."""
+    if getattr(probe, "task", None) not in (None, config.data.task is not None):
+        wanted = "a task" if config.data.task is None else "a text"
+        raise ValueError(f"{probe.name!r}: expected a run on {wanted}, got {config.data.title!r}")
+    if hasattr(probe, "check"):
+        try:
+            probe.check(config)
+        except ValueError as error:
+            raise ValueError(f"{probe.name!r}: {error}") from error
 
 
 def _with_those_before(experiment: Experiment, names: Sequence[str]) -> list[Arm]:

@@ -17,7 +17,7 @@ from attnzoo.data.tasks.recall import forgetting_mqar, induction, mqar, nth_last
 from attnzoo.data.tasks.states import flip_flop, parity, word_problem
 from attnzoo.data.tasks.task import UNASKED, Examples, Task, asked, checked
 from attnzoo.errors import check_kinds, unknown
-from attnzoo.files import given_by
+from attnzoo.files import given_by, python_file
 
 __all__ = ["TASKS", "UNASKED", "Examples", "Task", "asked", "build_task", "is_task", "options_of", "summary_of"]
 
@@ -65,7 +65,7 @@ def _function(name: str) -> Callable[..., Task]:
     if name in TASKS:
         return TASKS[name]
     if not is_task(name) or not Path(name).is_file():
-        raise unknown("task", name, TASKS, "a Python file")
+        raise unknown("task", name, TASKS, python_file(name))
     function = given_by(Path(name), "TASK")
     if not callable(function):
         raise TypeError(f"{name}: expected a function as TASK, got {function!r}")

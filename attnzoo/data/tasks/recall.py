@@ -118,23 +118,22 @@ def induction(vocab_size: int = 16, questions: int = 1) -> Task:
     before is asked. Gu and Dao, "Mamba" (2023), section 4.1.2, train on T = 256 with a vocabulary of 16, and test on
     rows that are far longer.
 
-    One answer in a row teaches little: Gu and Dao train on 200,000 rows. With more questions the special token comes so
-    many times more, with the same token behind it, and is asked each time but the first. Who counts may find the answer
-    of such a row, too: measure with one question.
+    One answer in a row teaches little: Gu and Dao train on 200,000 rows. With more questions a row has 1 to so many,
+    equally likely: the special token comes more often, and each time but the first it is asked what followed it the
+    last time.
 
     Args:
         vocab_size: the special token is the first.
-        questions: answers in a row.
+        questions: answers in a row, at most.
     """
     check_between("vocab_size", vocab_size, 2, LARGEST)
     check_between("questions", questions, 1, LARGEST)
 
     def draw(random: np.random.Generator, T: int) -> Row:
         check_room(T, 2 * questions + 1, f"the special token {questions + 1} times and what follows it")
-        tokens = random.integers(1, vocab_size, size=T)
-        apart = np.arange(questions)  # never two in a row
-        first = np.sort(random.choice(T - 1 - questions, questions, replace=False)) + apart
-        tokens[first + 1] = tokens[first[0] + 1]
+        tokens, count = random.integers(1, vocab_size, size=T), int(random.integers(1, questions + 1))
+        apart = np.arange(count)  # never two in a row
+        first = np.sort(random.choice(T - 1 - count, count, replace=False)) + apart
         places = np.append(first, T - 1)
         tokens[places] = 0
         return asked(tokens, places[1:], tokens[first + 1])
