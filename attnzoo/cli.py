@@ -150,6 +150,9 @@ def verify(names: tuple[str, ...], seed: int) -> None:
             table.add_row(name, check.form, "", "", "", f"not run: {check.skipped}", style="dim")
             continue
         passed, failed = passed + check.ok, failed + (not check.ok)
+        if check.failed:
+            table.add_row(name, check.form, "", "", "", f"FAILED: {check.failed}", style="bold red")
+            continue
         numbers = (f"{check.value:.1e}", f"{check.gradient:.1e}", f"{check.limit:.0e}")
         table.add_row(
             name, check.form, *numbers, "ok" if check.ok else "FAILED", style=None if check.ok else "bold red"

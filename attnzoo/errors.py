@@ -96,12 +96,16 @@ def finite(config: Any, *names: str) -> None:
             raise ValueError(f"{name}: expected a finite number, got {getattr(config, name)}")
 
 
-def several(config: Any, *names: str) -> None:
-    """Raise ValueError unless the fields of ``config`` in ``names`` are tuples or lists: a comma is soon forgotten."""
+def several(config: Any, *names: str, of: str = "") -> None:
+    """Raise ValueError unless the fields of ``config`` in ``names`` are tuples or lists: a comma is soon forgotten.
+
+    What ``config`` is may be said by ``of``.
+    """
     for name in names:
         value = getattr(config, name)
         if not isinstance(value, tuple | list):
-            raise ValueError(f"{name}: expected a tuple, as (a, b) or (a,), got {value!r}")
+            said = f"{name} of {of}" if of else name
+            raise ValueError(f"{said}: expected a tuple, as (a, b) or (a,), got {value!r}")
 
 
 def one_of(config: Any, name: str, options: list[str]) -> None:

@@ -184,3 +184,12 @@ def test_lengths_are_those_of_the_documents(tmp_path_factory, lengths):
     assert sum(length <= found.upper for length in lengths) >= 0.9 * len(lengths)
     assert found.upper in lengths
     assert found.in_longer == tuple(sum(x for x in lengths if x >= mark) / sum(lengths) for mark in MARKS)
+
+
+@pytest.mark.parametrize("name", ["notes.tar.md", "unpack.tar.sh", "tar"])
+def test_a_text_about_archives_is_none(name, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / name).write_bytes(text(name))
+    (tmp_path / "into").mkdir()
+    assert collect([tmp_path / "texts"], tmp_path / "into").documents == 1
+    assert (tmp_path / "into" / name).read_bytes() == text(name)

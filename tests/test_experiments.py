@@ -189,12 +189,6 @@ def test_options_of_an_arm_at_a_size_stand_in_the_place_of_its_own(tmp_path, mon
         assert layer == str({"qk_norm": "l2", "window": window})
     assert layers_of(experiment, arm, "gpu") == "fox, qk_norm=l2, window=8"
     assert layers_of(experiment, arm) == "fox, qk_norm=l2, window=4, at size gpu window=8"
-    Path("mine.py").write_text("from dataclasses import replace\n"
-                               "from attnzoo.experiments.catalogue.length import EXPERIMENT, Arm\n"
-                               "EXPERIMENT = replace(EXPERIMENT, expectations=(), overlays=(), "
-                               "arms=(Arm('a', 'fox', at={'tpu': {'window': 8}}),))\n")  # fmt: skip
-    with pytest.raises(ValueError, match="at, of the arm 'a',.*tpu"):
-        find("mine.py")
 
 
 def test_run_on_a_text_that_has_changed_is_another_run(own):

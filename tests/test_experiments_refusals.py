@@ -34,7 +34,11 @@ from attnzoo.models import LanguageModel
         ({"arms": Arm("a", "fox")}, r"arms: expected a tuple, as \(a, b\) or \(a,\), got Arm\(name='a'"),
         ({"settings": "steps=2"}, "settings: expected a tuple, .* got 'steps=2'"),
         ({"sizes": Size((), (0.1,))}, r"sizes: expected some by name, .* got Size\("),
-        ({"probes": (Wrong("loss", lengths=1.0),)}, r"places of 'loss': expected a tuple, as \(1.0, 2.0\), got 1.0"),
+        ({"probes": (Wrong("loss", lengths=1.0),)}, r"at of the probe 'loss': expected a tuple, .* got 1.0"),
+        (
+            {"arms": (Arm("a", "fox", at={"gp": {"window": 8}}),)},
+            "unknown size 'gp' of the arm 'a': expected one of cpu",
+        ),
         (
             {"expectations": (Expectation("It is.", "", AtMost(Value("a", "loss"), 1.0), ("gp",)),)},
             "unknown size 'gp' of the expectation 'It is.': expected one of cpu",

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from attnzoo import get, list_variants
 from attnzoo import verify as verification
+from attnzoo.cli import app
 from attnzoo.registry import PAIRS, PRODUCTS
 
 
@@ -51,6 +53,27 @@ def test_kernel_is_held_to_twice_the_error_of_the_reference_in_its_precision(nam
     assert good.value > 1e-5  # bfloat16, so the limit of float64 would refuse it
     bad = verification.verify_kernel(with_form(lambda *x, **more: 1.2 * parallel(*x, **more)), form, 0, "cpu")
     assert not bad.ok
+
+
+@pytest.mark.parametrize("error", [RuntimeError("an illegal memory access"), ValueError("shapes"), AssertionError()])
+def test_kernel_that_breaks_has_failed(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves these inputs, and what it raises is no reason to skip it."""
+    variant = get("fox")
+
+    def broken(*inputs: Any) -> torch.Tensor:
+        raise error
+
+    broken_one = dataclasses.replace(variant, forms=MappingProxyType({**variant.forms, "triton": broken}))
+    monkeypatch.setattr(type(variant), "refuses", lambda self, form, call: "")
+    check = verification.verify_kernel(broken_one, "triton", 0, "cpu")
+    assert not check.ok
+    assert not check.skipped
+    assert check.failed == (str(error) or repr(error))
+    monkeypatch.setattr(verification, "verify", lambda names, seed: iter([check]))
+    result = CliRunner().invoke(app, ["verify", "fox"])
+    assert result.exit_code == 1
+    assert "FAILED" in result.output
+    assert "1 failed, 0 not run" in result.output
 
 
 def test_kernel_of_few_tokens_is_verified_without_gradients() -> None:

@@ -24,6 +24,7 @@ from attnzoo.data.tokenizer import Tokenized, check_options, tokenize
 from attnzoo.files import check_free
 
 DECOMPRESS = {".gz": gzip.decompress, ".xz": lzma.decompress, ".bz2": bz2.decompress}
+TARS = (".tar", ".tgz", ".txz", ".tbz2", *(f".tar{packed}" for packed in (*DECOMPRESS, ".zst")))
 DAMAGE = (  # what readers of archives raise
     OSError, EOFError, RuntimeError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile,
 )  # fmt: skip
@@ -237,7 +238,7 @@ def _reading(file: Path) -> Iterator[None]:
 
 def _opened(file: Path, name: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """What a file holds, as names and functions that read."""
-    if ".tar" in file.suffixes[-2:] or file.suffix in (".tgz", ".txz", ".tbz2"):
+    if "".join(file.suffixes[-2:]).endswith(TARS):
         with tarfile.open(file) as archive:
             for member in archive:
                 content = archive.extractfile(member) if member.isfile() else None

@@ -179,8 +179,8 @@ class Experiment:
         measured: results that are recorded.
 
     Raises:
-        ValueError: names that are given twice, no arms, a claim about an arm, a probe or a place that is not there or
-            for a size that is not, or one thing in place of a tuple.
+        ValueError: names that are given twice, no arms, a claim about an arm, a probe or a place that is not there, a
+            size that is not, of a claim or of an arm's options, or one thing in place of a tuple.
     """
 
     title: str
@@ -206,31 +206,40 @@ class Experiment:
             names = [thing.name for thing in getattr(self, kind)]
             if not names or len(set(names)) < len(names):
                 raise ValueError(f"{kind}: expected some, with distinct names, got {', '.join(names) or 'none'}")
-        for expectation in self.expectations:
-            for size in expectation.sizes:
-                if size not in self.sizes:
-                    raise unknown("size", size, self.sizes, of=f"the expectation {expectation.text!r}")
         for probe in self.probes:
-            places = getattr(probe, "at", ())
-            if not isinstance(places, tuple | list):
-                raise ValueError(f"places of {probe.name!r}: expected a tuple, as (1.0, 2.0), got {places!r}")
+            if hasattr(probe, "at"):
+                several(probe, "at", of=f"the probe {probe.name!r}")
+        self._check_sizes()
+        self._check_values()
+        for number, arm in enumerate(self.arms):
+            if arm.after and arm.after not in self.arm_names[:number]:
+                raise unknown("after", arm.after, self.arm_names[:number], of=f"the arm {arm.name!r}")
+
+    def _check_sizes(self) -> None:
+        """Those that arms and expectations name are there."""
+        named = [(size, f"the expectation {each.text!r}") for each in self.expectations for size in each.sizes]
+        named += [(size, f"the arm {arm.name!r}") for arm in self.arms for size in arm.at]
+        for size, of in named:
+            if size not in self.sizes:
+                raise unknown("size", size, self.sizes, of=of)
+
+    def _check_values(self) -> None:
+        """The arms, probes and places that claims and pictures are about are there."""
         claimed = [value for expectation in self.expectations for value in expectation.claim.values]
         gridded = [Value(arm, grid.probe, grid.at) for grid in self.grids for row in grid.arms for arm in row if arm]
         shown = [value for overlay in self.overlays for value in overlay.values]
+        probes = {probe.name: getattr(probe, "at", None) for probe in self.probes}
         for value in (*claimed, *gridded, *shown, *(Value(self.arms[0].name, probe) for probe in self.maps)):
             if value.arm not in self.arm_names:
                 raise unknown("arm", value.arm, self.arm_names, of="a claim or a picture")
-            if value.probe not in (probe.name for probe in self.probes):
-                raise unknown("probe", value.probe, [probe.name for probe in self.probes], of="a claim or a picture")
-            places = {probe.name: getattr(probe, "at", None) for probe in self.probes}[value.probe]
+            if value.probe not in probes:
+                raise unknown("probe", value.probe, probes, of="a claim or a picture")
+            places = probes[value.probe]
             if places is not None and value.at is not None and value.at not in places:
                 known = ", ".join(f"{place:g}" for place in places)
                 raise ValueError(
                     f"at: expected a place of {value.probe!r}, {known}, got {value.at:g} for {value.arm!r}"
                 )
-        for number, arm in enumerate(self.arms):
-            if arm.after and arm.after not in self.arm_names[:number]:
-                raise unknown("after", arm.after, self.arm_names[:number], of=f"the arm {arm.name!r}")
 
     @property
     def arm_names(self) -> list[str]:
@@ -293,8 +302,7 @@ def find(name: str) -> Experiment:
     """An experiment by its name, or from a file that ends in ``EXPERIMENT``.
 
     Raises:
-        ValueError: neither is there (the built-in names are listed, and the nearest one is named), the file fails, or
-            an arm has options at a size that there is not.
+        ValueError: neither is there (the built-in names are listed, and the nearest one is named), or the file fails.
         TypeError: a file without an Experiment of that name.
     """
     path = CATALOGUE / f"{name}.py" if name in names() else Path(name)
@@ -303,10 +311,6 @@ def find(name: str) -> Experiment:
     experiment = given_by(path, "EXPERIMENT")
     if not isinstance(experiment, Experiment):
         raise TypeError(f"{path}: expected an Experiment as EXPERIMENT, got {experiment!r}")
-    for arm in experiment.arms:
-        for size in arm.at:
-            if size not in experiment.sizes:
-                raise unknown(f"at, of the arm {arm.name!r},", size, experiment.sizes)
     return experiment
 
 

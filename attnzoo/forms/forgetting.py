@@ -35,7 +35,7 @@ from attnzoo.algebra.forgetting import (
     squashed,
 )
 from attnzoo.algebra.values import in_transform
-from attnzoo.forms.forgetting_goal import CHUNK, Goal, counts
+from attnzoo.forms.forgetting_goal import CHUNK, Goal, counts, so_far
 from attnzoo.forms.options import existing
 from attnzoo.forms.panels import Logits
 from attnzoo.forms.readout import least_logit
@@ -223,21 +223,7 @@ def remembered_of(x: Tensor, age: Tensor, there: Tensor, options: Forgetting) ->
     if not options.of_pairs:
         return x.sigmoid().masked_fill(age < options.window, 1.0)
     r = x.sigmoid().masked_fill((age < options.window) | ~there, 1.0)
-    return least_so_far(r) if options.monotone else r
-
-
-def least_so_far(x: Tensor) -> Tensor:
-    """The minimum along the rows up to each, ``[..., R, n]``, within chunks of :data:`CHUNK` rows and over chunks.
-
-    A tie passes its gradient on to both sides, half each.
-    """
-    R, rows = x.shape[-2], CHUNK
-    if rows >= R:
-        return x.cummin(-2).values
-    whole = F.pad(x, (0, 0, 0, -R % rows), value=torch.inf)
-    inside = rearrange(whole, "... (m c) n -> ... m c n", c=rows).cummin(-2).values
-    before = F.pad(inside[..., :-1, -1, :].cummin(-2).values, (0, 0, 1, 0), value=torch.inf)
-    return inside.minimum(before[..., None, :]).flatten(-3, -2)[..., :R, :]
+    return -so_far(-r, 0.0, largest=True) if options.monotone else r  # the least so far
 
 
 def retention_of(

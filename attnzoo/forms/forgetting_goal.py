@@ -141,7 +141,8 @@ def pooled(log_s: Tensor, there: Tensor, options: Forgetting, temperature: float
 def so_far(x: Tensor, fade: float, largest: bool = False) -> Tensor:
     """``log sum_{i <= t} exp(x_i + (t - i) fade)`` along the rows, or the largest of these; fade <= 0.
 
-    Within chunks of :data:`CHUNK` rows, and from chunk to chunk in float64, where the fading of many rows adds up.
+    Within chunks of :data:`CHUNK` rows, and from chunk to chunk in float64, where the fading of many rows adds up. A
+    largest that stands in two chunks gives either half of its gradient.
 
     Args:
         x: ``[..., R, n]``.
