@@ -93,6 +93,15 @@ def test_dot_is_drawn_at_its_value_filled_or_hollow() -> None:
     assert drawn["series:mamba2"].get_markerfacecolor() == "none"
 
 
+def test_the_bar_of_an_error_larger_than_all_differences_is_drawn_whole() -> None:
+    figure = figures.pairs(
+        [[Dot("fox", "fox", 1.5, 0.4, LOOK, True)], [Dot("rope", "rope", 1.51, 0.3, LOOK, True)]], xlabel=""
+    )
+    low, high = figure.axes[0].get_xlim()
+    assert low < 1.1
+    assert high > 1.9
+
+
 def test_boundary_is_drawn_where_the_keys_are_cut() -> None:
     decay = np.tril(np.ones((16, 16)))
     figure = figures.decay_map(decay, 64, {"tail": np.array([0.0, 0.0, 16.0, 32.0]), "paper": np.zeros(4)}, block=16)

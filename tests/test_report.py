@@ -161,6 +161,13 @@ def test_groups_stand_side_by_side_each_with_the_looks_of_its_own(results: list[
     assert console.file.getvalue().count("bare <layers>") == len(results)
 
 
+def test_one_run_has_no_duals_to_compare(results: list[RunResult], page: str) -> None:
+    alone = render(results[:1])
+    assert "Duals side by side" in page
+    assert "Duals side by side" not in alone
+    parse(alone)
+
+
 def test_rows_stand_from_the_lowest_loss_to_the_highest(page: str) -> None:
     losses = [float(x) for x in re.findall(r'<td class="n"><b>([\d.]+)<', page)]
     assert len(losses) == len(NAMES)

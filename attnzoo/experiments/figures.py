@@ -169,7 +169,7 @@ def pairs(rows: Sequence[Sequence[Dot]], *, xlabel: str) -> Figure:
         xlabel: text under the axis.
     """
     figure, axes = panel(400, 44 + 40 * len(rows), left=8)
-    values = [dot.value for row in rows for dot in row]
+    reached: list[float] = []
     for y, row in enumerate(rows):
         ends = [min(dot.value for dot in row), max(dot.value for dot in row)]
         axes.plot(ends, [y, y], color=row[0].look.color, linewidth=2.2, alpha=0.35)
@@ -181,13 +181,14 @@ def pairs(rows: Sequence[Sequence[Dot]], *, xlabel: str) -> Figure:
                 va="top" if below else "bottom", fontsize=9.5, color=dot.look.color, parse_math=False,
             )  # fmt: skip
             ends = [dot.value - spread, dot.value + spread]
+            reached += ends
             (bar,) = axes.plot(ends, [y, y], color=dot.look.color, linewidth=1.0)
             face = dot.look.color if dot.filled else "none"
             (mark,) = axes.plot(dot.value, y, "o", ms=7.5, mec=dot.look.color, mfc=face, mew=1.8)
             for artist in (text, bar, mark):
                 artist.set_gid(f"series:{dot.key}")
-    margin = max((max(values) - min(values)) * 0.14, 1e-3)
-    axes.set_xlim(min(values) - margin, max(values) + margin)
+    margin = max((max(reached) - min(reached)) * 0.14, 1e-3)
+    axes.set_xlim(min(reached) - margin, max(reached) + margin)
     axes.set_ylim(len(rows) - 0.35, -0.75)
     axes.set_yticks([])
     axes.grid(True, axis="x", color=GRID, linewidth=0.8)

@@ -71,7 +71,7 @@ def render(results: Sequence[RunResult], *, title: str = "comparison", command: 
         groups=len(groups),
         summary=[sentence for of_group in groups.values() for sentence in _summary(_ordered(of_group))],
         layers=[_in_group(group, words) for group, of_group in groups.items() if (words := _layers(of_group))],
-        duals=_duals(groups, looks, "loss") + _duals(groups, looks, "speed"),
+        duals=_duals(groups, looks, "loss") + _duals(groups, looks, "speed") if len(results) > 1 else [],
         sections=[_training(results, looks), _token_loss(results, looks), _perplexity(results, looks)],
         gated=[_gates(result, looks[result.facts.key]) for result in results if result.gates],
         models=list(dict.fromkeys(result.facts.model for result in results)),
