@@ -87,5 +87,10 @@ EXPERIMENT = Experiment(
             "That runs are compared seed by seed was decided after this run: of two independent samples the claim on "
             "discounts is undecided (p = 0.25).",
         ),
+        Measured(
+            "gpu", "2026-11-23", "one NVIDIA H200, beside other work", "2026-11-23-learned_forgetting-gpu.json",
+            "After 400 rows of 16384 bytes RoPE looks little further back than 512: a window of as much adds 0.008 to "
+            "the loss, and no rule can add much less. FoX holds 21 keys by certificate.",
+        ),
     ),
 )  # fmt: skip
