@@ -155,6 +155,43 @@ def test_the_tables_of_the_documentation_are_what_their_numbers_give(folder: Pat
     assert module.table(json.loads((folder / "results.json").read_text())) == (folder / "results.md").read_text()
 
 
+@pytest.mark.parametrize("folder", sorted(RESULTS.iterdir()), ids=lambda folder: folder.name)
+def test_a_table_is_written_of_what_has_come_so_far(folder: Path) -> None:
+    module: ModuleType = importlib.import_module(f"attnzoo.benchmarks.{folder.name.rpartition('-')[2]}")
+    result = json.loads((folder / "results.json").read_text())
+    for rows in range(len(result["rows"])):
+        part = {**result, "rows": result["rows"][:rows]}
+        if "errors" in result:
+            part["errors"] = result["errors"][: rows + 1]
+        assert module.table(part) != module.table(result)
+
+
+def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    @dataclass
+    class Contender:
+        name: str
+
+    def times(contender: Contender, x: None) -> dict[str, float] | None:
+        if contender.name == "third":
+            raise KeyboardInterrupt
+        return {"both_ms": 1.0}
+
+    def table(result: dict[str, Any]) -> str:
+        return f"{len(result['rows'])} rows, {len(result['errors'])} errors\n"
+
+    peers = [Contender(name) for name in ("first", "second", "third")]
+    with pytest.raises(KeyboardInterrupt):
+        measure.race(
+            {}, peers, [(1, 2, 3, 4)], 60.0, draw=lambda *shape: None, errors=lambda peer, K: {"o": 0.0},
+            limits={"o": 1.0}, common=lambda x: {}, times=times, keep=measure.keeper(tmp_path / "out", table),
+        )  # fmt: skip
+    rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["first", "second"]
+    assert (tmp_path / "out/results.md").read_text() == "2 rows, 3 errors\n"
+
+
 def test_the_page_of_benchmarks_has_the_numbers_of_its_tables() -> None:
     page = (DOCS / "benchmarks/index.md").read_text()
     rows = re.findall(r"^\| (.*) \[all rows\]\(src:docs/([^)]*)\).* \|$", page, re.MULTILINE)
@@ -321,7 +358,7 @@ def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None
     peers = [Runner("right"), Runner("wrong", 0.2), Runner("broken"), Runner("short")]
     result: dict[str, Any] = {}
     shapes = [(1, 2, 8, 64), (1, 2, 16, 64)]
-    options: dict[str, Any] = {"errors": errors, "limits": {"o": 0.1}, "common": lambda x: {"kept": 0.5}}
+    options: dict[str, Any] = {"errors": errors, "limits": {"o": 0.1}, "common": lambda x: {"kept": 0.5}, "keep": lambda result: None}
     assert measure.race(result, peers, shapes, 60, draw=lambda *shape: shape, times=times, **options)
     assert [(r["name"], r["T"], r["ms"], r["kept"]) for r in result["rows"]] == [
         ("right", 8, 8, 0.5),

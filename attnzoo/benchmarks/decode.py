@@ -129,6 +129,7 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]], official: Path | None) -> 
     result: Result = {"machine": machine(), "bandwidth": copy_bandwidth(), "missing": missing, "rows": []}
     for shape in shapes or SHAPES:
         result["rows"] += measure(shape, official, result["bandwidth"], missing)
+        save(out, result, table(result))
         torch.cuda.empty_cache()
     result["missing"] = list(dict.fromkeys(missing))
     save(out, result, table(result))

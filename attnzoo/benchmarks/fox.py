@@ -38,6 +38,7 @@ from attnzoo.benchmarks.measure import (
     decay_lengths,
     error_lines,
     headline,
+    keeper,
     load_peer,
     machine,
     not_measured,
@@ -241,8 +242,9 @@ def time_peer(peer: Contender, x: Inputs, rep: int) -> tuple[float, float]:
 
 
 def measure(
-    shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, official: Path | None
-) -> Result:
+    shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, official: Path | None,
+    keep: Callable[[Result], None],
+) -> Result:  # fmt: skip
     """Machine, errors, and a row of times for each contender and shape.
 
     Args:
@@ -251,6 +253,7 @@ def measure(
         rep: milliseconds of measuring, for each time.
         seconds: after which no further contender is begun.
         official: the authors' kernel, a file; None: without it.
+        keep: called with what has been measured, whenever something has come.
     """
     found, missing = contenders(official)
     result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
@@ -281,7 +284,7 @@ def measure(
         }
 
     peers = chosen(found, only)
-    race(result, peers, shapes, seconds, draw=draw, errors=errors, limits=LIMITS, common=kept, times=times)
+    race(result, peers, shapes, seconds, draw=draw, errors=errors, limits=LIMITS, common=kept, times=times, keep=keep)
     return result
 
 
@@ -366,7 +369,7 @@ def run(
     plot: bool,
 ) -> None:
     """Measure, print the table, and write results.json, results.md and (for ``plot``) plot.svg to ``out``."""
-    result = measure(shapes or SHAPES, only, rep, seconds, official)
+    result = measure(shapes or SHAPES, only, rep, seconds, official, keeper(out, table))
     save(out, result, table(result))
     if plot:
         result["lengths"] = lengths(seconds, official)

@@ -279,6 +279,7 @@ def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[s
             if found:
                 result["rows"].append({"name": name, "batch": B, "tokens": S, **found})
                 print(json.dumps(result["rows"][-1]), flush=True)
+                save(out, result, table(result))
             gc.collect()
             torch.cuda.empty_cache()
             torch.compiler.reset()  # the guards of a cell are not asked in the next

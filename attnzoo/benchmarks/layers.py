@@ -24,6 +24,7 @@ from attnzoo import build_attention
 from attnzoo.benchmarks.measure import (
     Result,
     chosen,
+    keeper,
     machine,
     measured,
     race,
@@ -161,7 +162,7 @@ def run(out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: 
     race(
         result, chosen(contenders(), only), shapes or SHAPES, seconds, draw=draw, limits=dict.fromkeys(ERRORS, 1.0),
         errors=lambda layer, K: errors(layer, draw(1, 4, 512, K)), common=lambda x: {},
-        times=lambda layer, x: times(layer, x, rep),
+        times=lambda layer, x: times(layer, x, rep), keep=keeper(out, table),
     )  # fmt: skip
     save(out, result, table(result))
     print(table(result))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.errors import unknown
+from attnzoo.files import write_whole
 
 T = TypeVar("T")
 Result = dict[str, Any]
@@ -187,7 +188,7 @@ X = TypeVar("X")  # inputs of one shape
 def race(
     result: Result, peers: Sequence[N], shapes: Sequence[tuple[int, ...]], seconds: float, *,
     draw: Callable[..., X], errors: Callable[[N, int], dict[str, float]], limits: Mapping[str, float],
-    common: Callable[[X], Result], times: Callable[[N, X], Result | None],
+    common: Callable[[X], Result], times: Callable[[N, X], Result | None], keep: Callable[[Result], None],
 ) -> bool:  # fmt: skip
     """Time the peers that are right, shape by shape; rows and errors go into ``result``. Whether the time sufficed.
 
@@ -197,6 +198,7 @@ def race(
         errors: of a peer at a head dim, by name, measured once each; a peer beyond ``limits`` is not timed.
         common: what a shape's rows have in common.
         times: what is measured of a peer; None: not at this shape.
+        keep: called with ``result`` whenever something has come, as :func:`keeper` makes it.
     """
     deadline = time.time() + seconds
     result |= {"errors": [], "rows": []}
@@ -216,6 +218,7 @@ def race(
                     verdict = "" if right[peer.name, K] else "WRONG: not timed"
                     result["errors"].append({"name": peer.name, "K": K, **{n: f"{e:.1e}" for n, e in found.items()}})
                     print(json.dumps(result["errors"][-1]), verdict, flush=True)
+                    keep(result)
                 measured = times(peer, x) if right[peer.name, K] else None
             except Exception as error:
                 print({"name": peer.name, "shape": shape, "failed": repr(error)[:300]}, flush=True)
@@ -224,6 +227,7 @@ def race(
                 row = {"name": peer.name, **dict(zip("BHTK", shape, strict=True)), **measured, **shared}
                 result["rows"].append(row)
                 print(json.dumps(row), flush=True)
+                keep(result)
             torch.cuda.empty_cache()
     return True
 
@@ -262,5 +266,10 @@ def not_measured(missing: Sequence[str]) -> list[str]:
 def save(out: Path, result: Result, table: str) -> None:
     """Write ``result`` to results.json and ``table`` to results.md, in ``out``."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / "results.md").write_text(table)
+    write_whole(out / "results.json", json.dumps(result, indent=1) + "\n")
+    write_whole(out / "results.md", table)
+
+
+def keeper(out: Path, table: Callable[[Result], str]) -> Callable[[Result], None]:
+    """A function that saves a result that is not whole yet, so that an interruption loses nothing of it."""
+    return lambda result: save(out, result, table(result))

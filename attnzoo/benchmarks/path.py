@@ -35,6 +35,7 @@ from attnzoo.benchmarks.measure import (
     decay_lengths,
     error_lines,
     headline,
+    keeper,
     load_peer,
     machine,
     milliseconds,
@@ -155,7 +156,10 @@ def decode_row(B: int, H: int, S: int, K: int, bandwidth: float, rep: int) -> di
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool) -> Result:
+def measure(
+    shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool,
+    keep: Callable[[Result], None],
+) -> Result:  # fmt: skip
     """Machine, errors, and a row of times and memory for each contender and shape; with ``decode`` also cached steps.
 
     Args: as of :func:`attnzoo.benchmarks.fox.measure`.
@@ -174,10 +178,13 @@ def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, se
 
     limits = dict.fromkeys(ERRORS, LIMIT)
     peers = chosen(found, only)
-    whole = race(result, peers, shapes, seconds, draw=draw, errors=errors, limits=limits, common=kept, times=times)
+    whole = race(
+        result, peers, shapes, seconds, draw=draw, errors=errors, limits=limits, common=kept, times=times, keep=keep
+    )
     for shape in DECODE if decode and whole else ():
         result["decode"].append(decode_row(*shape, result["copy_TBps"], rep))
         print(json.dumps(result["decode"][-1]), flush=True)
+        keep(result)
         torch.cuda.empty_cache()
     return result
 
@@ -224,6 +231,6 @@ def run(
     out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, decode: bool
 ) -> None:
     """Measure, print the table, and write results.json and results.md to ``out``."""
-    result = measure(shapes or SHAPES, only, rep, seconds, decode)
+    result = measure(shapes or SHAPES, only, rep, seconds, decode, keeper(out, table))
     save(out, result, table(result))
     print(table(result))

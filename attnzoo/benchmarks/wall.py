@@ -33,6 +33,7 @@ from attnzoo.benchmarks.measure import (
     decay_lengths,
     error_lines,
     headline,
+    keeper,
     load_peer,
     machine,
     not_measured,
@@ -102,7 +103,9 @@ def errors(peer: Contender[Inputs], x: Inputs) -> dict[str, float]:
     return compare(peer, x, exact)
 
 
-def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float) -> Result:
+def measure(
+    shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float, keep: Callable[[Result], None]
+) -> Result:
     """Machine, errors, and a row of times and memory for each contender and shape.
 
     Args: as of :func:`attnzoo.benchmarks.fox.measure`.
@@ -114,7 +117,7 @@ def measure(shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, se
     race(
         result, chosen(found, only), shapes, seconds, draw=draw, limits=dict.fromkeys(ERRORS, LIMIT),
         errors=lambda peer, K: errors(peer, draw(1, 4, 2048, K)), common=lambda x: {},
-        times=lambda peer, x: time_and_memory(peer, x, rep),
+        times=lambda peer, x: time_and_memory(peer, x, rep), keep=keep,
     )  # fmt: skip
     return result
 
@@ -151,6 +154,6 @@ def table(result: Result) -> str:
 
 def run(out: Path, shapes: Sequence[tuple[int, ...]], only: Sequence[str], rep: int, seconds: float) -> None:
     """Measure, print the table, and write results.json and results.md to ``out``."""
-    result = measure(shapes or SHAPES, only, rep, seconds)
+    result = measure(shapes or SHAPES, only, rep, seconds, keeper(out, table))
     save(out, result, table(result))
     print(table(result))
