@@ -22,7 +22,10 @@ EXPERIMENT = Experiment(
         Arm("fox", "fox"),
         Arm("rope", "rope"),
         network("rope, key", "rope"),
-        network("rope, discount", "rope", discount=reaching(10), at={"gpu": {"discount": reaching(640)}}),
+        network(
+            "rope, discount", "rope", discount=reaching(10),
+            at={"gpu": {"discount": reaching(640)}, "gpu-4096": {"discount": reaching(160)}},
+        ),
         network("fox, key", "fox"),
         network("rope, decay", "rope", network="decay"),
         network("rope, attention", "rope", network="attention"),
@@ -32,9 +35,15 @@ EXPERIMENT = Experiment(
     settings=("data.source=stdlib",),
     sizes=text_sizes(
         cpu=("steps=200", "batch_size=4", "optimizer.warmup_steps=10"),
-        gpu=on_gpu(
-            16384, heads=2, rows=1, tokens=32768, after=("steps=40", "batch_size=1", "optimizer.warmup_steps=10")
-        ),
+        **{
+            "gpu": on_gpu(
+                16384, heads=2, rows=1, tokens=32768, after=("steps=40", "batch_size=1", "optimizer.warmup_steps=10")
+            ),
+            "gpu-4096": on_gpu(  # learns four times as much, and so looks further back
+                4096, heads=4, rows=4, tokens=32768, steps=1600,
+                after=("steps=100", "batch_size=2", "optimizer.warmup_steps=10"),
+            ),
+        },
     ),
     probes=(
         Loss(),
