@@ -28,6 +28,7 @@ def quicken() -> None:
     known_dtype = functools.cache(plain_dtype)
     interpreter._get_np_dtype = lambda dtype: (known_dtype if type(dtype) is tl.dtype else plain_dtype)(dtype)
 
+    spread_truths(interpreter)
     keep_types(tl.core)
     skip_what_agrees(tl.core, interpreter.TritonSemantic)
     patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
@@ -51,6 +52,20 @@ def quicken() -> None:
         return nothing
 
     interpreter._patch_lang = patch_once
+
+
+def spread_truths(interpreter: Any) -> None:
+    """A comparison of scalars, spread over a block, stays one of truths: Triton 3.9 makes integers of them, and refuses
+    these as masks."""
+    builder, numpy, tl = type(interpreter.interpreter_builder), interpreter.np, interpreter.tl
+    plain_splat = builder.create_splat
+
+    def splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        if arg.data.dtype != numpy.bool_:
+            return plain_splat(self, ret_ty, arg)
+        return interpreter.TensorHandle(numpy.full(ret_ty.shape, arg.data.flat[0]), tl.int1)
+
+    builder.create_splat = splat
 
 
 def keep_types(core: Any) -> None:

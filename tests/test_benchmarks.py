@@ -358,7 +358,12 @@ def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None
     peers = [Runner("right"), Runner("wrong", 0.2), Runner("broken"), Runner("short")]
     result: dict[str, Any] = {}
     shapes = [(1, 2, 8, 64), (1, 2, 16, 64)]
-    options: dict[str, Any] = {"errors": errors, "limits": {"o": 0.1}, "common": lambda x: {"kept": 0.5}, "keep": lambda result: None}
+    options: dict[str, Any] = {
+        "errors": errors,
+        "limits": {"o": 0.1},
+        "common": lambda x: {"kept": 0.5},
+        "keep": lambda result: None,
+    }
     assert measure.race(result, peers, shapes, 60, draw=lambda *shape: shape, times=times, **options)
     assert [(r["name"], r["T"], r["ms"], r["kept"]) for r in result["rows"]] == [
         ("right", 8, 8, 0.5),

@@ -47,7 +47,8 @@ def test_products_of_weights_are_those_that_a_counter_sees(tied):
     rows = zeros(5, 1)
     with FlopCounterMode(display=False) as counter:
         model(rows.inputs, targets=rows.targets, with_logits=False).loss.backward()
-    products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op))
+    counted = counter.get_flop_counts()["Global"].items()
+    products = sum(n for op, n in counted if "bmm" not in str(op) and "attention" not in str(op))  # torch 2.15 has both
     norms = sum(p.numel() for p in model.parameters() if p.ndim < 2)
     attention = 3 * 2 * 2 * (16 + 16) * 2 * 5  # layers, heads, K + V, tokens
     assert Operations(model).per_step([rows]) == products + 6 * norms * 5 + attention
