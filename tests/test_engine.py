@@ -289,7 +289,17 @@ def test_random_numbers_are_even_and_not_related():
         (lambda m: Generator(m, 1, 8, check_every=0), ValueError, "check_every: expected at least 1, got 0"),
         (lambda m: Generator(m, 1, 8, graph=True), ValueError, "graph: expected None or False on cpu"),
         (lambda m: Generator(m, 1, 8).add([], 3), ValueError, "prompt: expected .* at least one token"),
-        (lambda m: Generator(m, 1, 8).add([[1]], 3), ValueError, r"prompt: expected one sequence \[T\], got shape"),
+        (lambda m: Generator(m, 1, 8).add([[1]], 3), TypeError, r"prompt: expected whole numbers, got \[1\]"),
+        (
+            lambda m: Generator(m, 1, 8).add(torch.tensor([[1]]), 3),
+            ValueError,
+            r"prompt: expected one sequence \[T\], got shape \[1, 1\]",
+        ),
+        (lambda m: Generator(m, 1, 8).add([1.5, 2], 3), TypeError, "prompt: expected whole numbers, got 1.5"),
+        (lambda m: Generator(m, 1, 8).add("abc", 3), TypeError, "prompt: expected whole numbers, got 'a'"),
+        (lambda m: Generator(m, 1, 8).add(5, 3), TypeError, "prompt: expected a sequence of whole numbers, got 5"),
+        (lambda m: Generator(m, 1, 8).add([1], 3, stop=["a"]), TypeError, "stop: expected whole numbers, got 'a'"),
+        (lambda m: Generator(m, 1, 8).add([1], 3, stop=3), TypeError, "stop: expected a sequence of whole .*, got 3"),
         (lambda m: Generator(m, 1, 8).add([40], 3), ValueError, "prompt: expected tokens from 0 to 39, got 40"),
         (lambda m: Generator(m, 1, 8).add([1, 2], 7), ValueError, "max_new_tokens: expected at most 6 after 2 tokens"),
         (lambda m: Generator(m, 1, 8).cancel(3), ValueError, "number: expected one that add or resume gave, got 3"),
@@ -302,6 +312,14 @@ def test_random_numbers_are_even_and_not_related():
 def test_what_cannot_be_is_refused_by_name(make, error, message):
     with pytest.raises(error, match=message):
         make(build())
+
+
+def test_tokens_that_end_a_sequence_may_come_in_a_tensor():
+    model = build()
+    generator = Generator(model, 1, 32)
+    following = alone(model, torch.tensor([1, 2]), 9)
+    number = generator.add([1, 2], 9, temperature=0, stop=torch.tensor(following[:1]))
+    assert generator.run()[number] == following[:1]
 
 
 @pytest.mark.gpu

@@ -198,6 +198,9 @@ def test_a_draft_proposes_tokens_of_the_vocabulary():
     generator.add([1, 2], 3)
     with pytest.raises(ValueError, match="draft: expected tokens from 0 to 39, got 40"):
         generator.run(lambda request: [40])
+    for wrong, said in (([1.5], "whole numbers, got 1.5"), (None, "a sequence of whole numbers, got None")):
+        with pytest.raises(TypeError, match=f"draft: expected {said}"):
+            generator.run(lambda request, wrong=wrong: wrong)
 
 
 def test_tokens_that_were_known_when_a_draft_failed_are_given_by_the_next_call():

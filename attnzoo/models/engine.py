@@ -21,7 +21,7 @@ from attnzoo.layer.stream import LayerCache
 from attnzoo.models.batch import Batch
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.proposals import Draft
-from attnzoo.models.request import Drawn, Request, check_begun
+from attnzoo.models.request import Drawn, Request, check_begun, whole_numbers
 from attnzoo.models.sampling import Sampling
 
 logger = logging.getLogger(__name__)
@@ -130,13 +130,14 @@ class Generator:
             TypeError, ValueError: an empty prompt, tokens beyond the vocabulary, more than ``max_tokens`` in all, or a
                 number out of its range.
         """
-        tokens = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), dtype=torch.int64, device="cpu")
-        if tokens.ndim != 1:
-            raise ValueError(f"prompt: expected one sequence [T], got shape {list(tokens.shape)}")
-        self.model.check_tokens("prompt", tokens[None])
+        if not isinstance(prompt, Tensor):
+            prompt = torch.tensor(whole_numbers("prompt", prompt), dtype=torch.int64, device="cpu")
+        if prompt.ndim != 1:
+            raise ValueError(f"prompt: expected one sequence [T], got shape {list(prompt.shape)}")
+        self.model.check_tokens("prompt", prompt[None])
         sampling = Sampling(temperature, top_k, top_p, seed)
-        start = tokens.to(self.device, torch.int64)
-        return self._wait(start, len(tokens), tokens.tolist(), max_new_tokens, sampling, stop)
+        start = prompt.to(self.device, torch.int64)
+        return self._wait(start, len(prompt), prompt.tolist(), max_new_tokens, sampling, stop)
 
     def resume(
         self, cache: list[LayerCache], token: int, max_new_tokens: int, sampling: Sampling, stop: Collection[int] = ()
@@ -172,7 +173,8 @@ class Generator:
                 f"max_new_tokens: expected at most {self.max_tokens - length} after {length} tokens "
                 f"(max_tokens = {self.max_tokens}), got {max_new_tokens}"
             )
-        request = Request(next(self._numbers), start, length, prompt, max_new_tokens, sampling, frozenset(stop))
+        ends = frozenset(whole_numbers("stop", stop))
+        request = Request(next(self._numbers), start, length, prompt, max_new_tokens, sampling, ends)
         self.requests[request.id] = request
         self.waiting.append(request)
         return request.id
@@ -212,7 +214,7 @@ class Generator:
             that were still on their way.
 
         Raises:
-            ValueError: proposed tokens beyond the vocabulary.
+            TypeError, ValueError: proposed tokens that are none, or beyond the vocabulary.
             MemoryError: no room for what is taken as it is needed. Before a step nothing has changed then. Keys that
                 come back from the host are brought within it: no further step can follow.
             RuntimeError: an earlier step failed within.
@@ -290,7 +292,7 @@ class Generator:
         self._fetch()
         running = self._running()
         most = power_of_2(min([MOST_ROWS, *(request.left for _, request in running)]) // 2 + 1) - 1
-        offered = {row: list(draft(request))[:most] for row, request in running} if most else {}
+        offered = {row: whole_numbers("draft", draft(request))[:most] for row, request in running} if most else {}
         tokens = self.batch.proposals.offer(offered, self.model.config.vocab_size)
         if tokens == 1:
             return False

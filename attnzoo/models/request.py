@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 import torch
@@ -45,6 +46,23 @@ class Request:
     done: bool = False
     read: int = 0
     kept: list[list[int] | None] = field(default_factory=list)
+
+
+def whole_numbers(name: str, values: Any) -> list[int]:
+    """``values`` as integers: of Python, of numpy or tensors.
+
+    Raises:
+        TypeError: others, named ``name``.
+    """
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name}: expected a sequence of whole numbers, got {values!r}")
+    found: list[int] = []
+    for value in values:
+        try:
+            found.append(index(value))
+        except TypeError:
+            raise TypeError(f"{name}: expected whole numbers, got {value!r}") from None
+    return found
 
 
 def check_begun(cache: Any, layers: Sequence[nn.Module], device: torch.device) -> None:
