@@ -246,6 +246,26 @@ def test_slots_are_made_and_given_back_while_sequences_that_forget_come_and_go(p
         generator.run()
 
 
+def test_a_sequence_without_room_waits_while_others_go_on_and_is_refused_when_it_is_alone(monkeypatch):
+    model = that_forgets("fox", {"threshold": 1e-6})  # everything is kept, so that slots are made
+    small, large = torch.arange(20) % 40, torch.arange(200) % 40
+    generator, plenty = Generator(model, 2, 400, check_every=1), memory.available
+    first = generator.add(small, 20, temperature=0)
+    generator.step()
+    monkeypatch.setattr(memory, "available", lambda device: 1 << 10)
+    second, asked = generator.add(large, 3, temperature=0), list[int]()
+    begin = generator.batch.begin
+    monkeypatch.setattr(generator.batch, "begin", lambda row, request: (asked.append(request.id), begin(row, request)))
+    while not generator.requests[first].done:
+        generator.step()
+    assert generator.requests[first].tokens == alone(model, small, 20)
+    assert asked == [second]  # not prefilled again in each step
+    with pytest.raises(MemoryError, match="slots for 256 keys of each head that forgets: expected room"):
+        generator.run()
+    monkeypatch.setattr(memory, "available", plenty)
+    assert generator.run()[second] == alone(model, large, 3)
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("evict", [None, math.exp(-10)], ids=["", "evicting"])

@@ -154,6 +154,8 @@ def generator_of(model: LanguageModel, contender: Contender, batch: int, tokens:
     for row in range(batch):
         generator.resume(filled(model, tokens, row, contender.evict), 0, steps, Sampling(0.0))
         generator.admit()  # so that one cache at a time is held twice
+    if generator.waiting:
+        raise MemoryError(f"caches: expected room for {batch} sequences, got it for {batch - len(generator.waiting)}")
     return generator
 
 

@@ -94,6 +94,7 @@ class Generator:
         self.requests: dict[int, Request] = {}
         self._numbers = itertools.count()  # one that has ended may be taken out of `requests`
         self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[Drawn]()
+        self._crowded = False  # there was no room for the next sequence, and none has left since
         self._known: dict[int, list[int]] = {}  # tokens that no step has given yet
 
     def bytes(self) -> int:
@@ -257,12 +258,25 @@ class Generator:
 
     @torch.no_grad()
     def admit(self) -> None:
-        """Prefill waiting sequences into free rows, as each step begins; the first token that follows is drawn here."""
+        """Prefill waiting sequences into free rows, as each step begins; the first token that follows is drawn here.
+
+        One for which there is no memory now waits until another has left.
+
+        Raises:
+            MemoryError: there is none though no sequence is in the batch.
+        """
         for row, there in enumerate(self.rows):
-            if there is not None or not self.waiting:
+            if there is not None or not self.waiting or self._crowded:
                 continue
             request = self.waiting[0]
-            self.batch.begin(row, request)
+            try:
+                self.batch.begin(row, request)
+            except MemoryError as error:
+                if not self._running():
+                    raise
+                self._crowded = True
+                logger.info("sequence %d waits until another has left: %s", request.id, error)
+                return
             self.waiting.popleft()  # not before: without room for it, it goes on waiting
             start, request.start = request.start, None
             self.rows[row], request.left = request, request.max_new_tokens
@@ -278,7 +292,7 @@ class Generator:
                 self._release(row, request)
 
     def _release(self, row: int, request: Request) -> None:
-        self.rows[row], request.read = None, self.batch.rows.lengths[row]
+        self.rows[row], request.read, self._crowded = None, self.batch.rows.lengths[row], False
         request.kept = self.batch.end(row)
 
     def _running(self) -> list[tuple[int, Request]]:
