@@ -35,7 +35,7 @@ def decay_lengths(H: int, generator: torch.Generator) -> Tensor:
 
 def relative(a: Tensor, b: Tensor) -> float:
     """Norm of a - b over that of b."""
-    return float((a.double() - b).norm() / b.norm())
+    return float((a.detach().double() - b.detach()).norm() / b.detach().norm())
 
 
 def milliseconds(call: Callable[[], Any], rep: int) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import both_sides
 import style
 from equal_memory import equal_memory
 from matplotlib.figure import Figure
@@ -19,6 +20,7 @@ from attnzoo.experiments.report.experiment import picture
 
 RESULTS = Path(__file__).parents[1] / "results"
 BEGIN = "<!-- pictures: python docs/figures/make.py results -->"
+TABLE = "<!-- table: python docs/figures/make.py results -->"
 DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | dict(
     zip(PAIR_COLORS, style.DARK.pairs, strict=True)
 )
@@ -27,6 +29,9 @@ DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | d
 def results() -> None:
     """Draw every recorded result, and write the page's second half and the last column of its table."""
     _save("equal-memory", partial(equal_memory, RESULTS))
+    _save("both-sides", partial(both_sides.both_sides, RESULTS))
+    page = RESULTS / "both_sides.md"
+    page.write_text(f"{page.read_text().partition(TABLE)[0]}{TABLE}\n\n{both_sides.table(RESULTS)}\n")
     parts, cells = [], {}
     for name in names():
         experiment = find(name)

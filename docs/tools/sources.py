@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("attnzoo", "recurrences", "kernels", "docs/benchmarks/results", "docs/results", "tests")
 ALONE = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "docs/benchmarks/NOTES.md", "pyproject.toml")
 SUFFIXES = (".md", ".py", ".yaml")
+PAGES = ("index.md", "both_sides.md")  # of these folders, that are pages of the site
 LINK = re.compile(r"(?<=\]\()\.\.?/[^)#]+")
 BEGINS = re.compile(r"^(?!\||- |\s)(.+\n)(?=\||- )", re.MULTILINE)  # a table or a list right below a line of text
 
@@ -25,8 +26,8 @@ def paths() -> tuple[str, ...]:
     """Every file that gets a page, relative to the root of the repository."""
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
     found += [ROOT / name for name in ALONE]
-    # attnzoo/kernels and attnzoo/recurrences are links to the folders at the root; an index has a page already
-    found = [path for path in found if path.resolve() == path and path.name != "index.md"]
+    # attnzoo/kernels and attnzoo/recurrences are links to the folders at the root
+    found = [path for path in found if path.resolve() == path and path.name not in PAGES]
     return tuple(sorted(str(path.relative_to(ROOT)) for path in found))
 
 

@@ -40,6 +40,7 @@ _SHORTENED = _TILES._replace(hopper={kind: tiles | _HOPPER_PRUNED.get(kind, {}) 
 # KiB of shared memory per program, at head dims over 64: of the carries' backward with all its stages, and of the block
 # kernels in float32. In 16 bits what else they need fits 99 KiB with these releases of Triton (``make test-versions``).
 _STAGED, _FLOAT32_BLOCKS, _SMALL, _FITS = 160, 176, 163, ((3, 6), (3, 7), (3, 9))
+_FLOAT32_3_8 = 112  # of the block kernels in float32 at head dims up to 64 with Triton 3.8; with the others 99 suffice
 _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
 
@@ -100,6 +101,10 @@ def too_small(dtype: torch.dtype, head_dim: int, where: Machine) -> str:
     this = f"this GPU {where.capability} has {has} KiB of shared memory per program"
     if head_dim > 64 and dtype == torch.float32 and has < _FLOAT32_BLOCKS:
         return f"expected bfloat16 or float16 for head dims over 64 (float32 needs {_FLOAT32_BLOCKS} KiB), {this}"
+    if head_dim <= 64 and dtype == torch.float32 and has < _FLOAT32_3_8 and where.triton == (3, 8):
+        return (
+            f"expected bfloat16 or float16, or another Triton than 3.8 (float32 needs {_FLOAT32_3_8} KiB there), {this}"
+        )
     if head_dim > 64 and has < _SMALL and where.triton not in _FITS:
         *fits, got = (f"{major}.{minor}" for major, minor in (*_FITS, where.triton))
         return f"expected Triton {', '.join(fits)} for head dims over 64, got {got}: {this}"

@@ -356,6 +356,10 @@ def test_compiles_with_inductor() -> None:
         (torch.float32, 128, (9, 0), (3, 7), True),
         (torch.float32, 128, (8, 0), (3, 7), False),
         (torch.float32, 64, (8, 6), (3, 3), True),
+        (torch.float32, 64, (12, 0), (3, 8), False),  # its block kernels need 112 KiB
+        (torch.float32, 64, (8, 0), (3, 8), True),
+        (torch.float32, 64, (12, 0), (3, 9), True),
+        (torch.bfloat16, 64, (12, 0), (3, 8), True),
         (torch.float16, 128, (8, 9), (3, 7), True),
         (torch.float16, 128, (8, 9), (3, 5), False),
         (torch.bfloat16, 128, (8, 6), (3, 8), False),  # its block kernels need 104 KiB

@@ -1,0 +1,101 @@
+"""What a gate or a delta rule gains on either side, at every size that was measured; and the losses behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from attnzoo.experiments.catalogue.factorial import GATES, LINEAR, SOFTMAX
+from attnzoo.experiments.claims import Correlated, Value
+from attnzoo.experiments.experiment import find
+from attnzoo.experiments.figures import INK, MUTED, PAIR_COLORS, quiet
+from attnzoo.experiments.outcome import Outcome, load_outcome
+
+GATE_COLORS = {
+    "none": PAIR_COLORS[5],
+    "constant": PAIR_COLORS[1],
+    "scalar": PAIR_COLORS[2],
+    "per channel": PAIR_COLORS[3],
+}
+WIDTH, SIDE, LEFT, BETWEEN, BELOW, ABOVE = 680, 196, 46, 16, 86, 24  # points
+
+
+def measured(results: Path) -> list[tuple[int, Outcome]]:
+    """Hidden size and outcome of every size that is recorded, the smallest first."""
+    outcomes = [load_outcome(results / each.result) for each in find("factorial").measured]
+    return sorted(((yaml.safe_load(o.settings)["model"]["hidden_size"], o) for o in outcomes), key=lambda pair: pair[0])
+
+
+def claim() -> Correlated:
+    """That the gains of the two sides are correlated."""
+    [found] = [each.claim for each in find("factorial").expectations if isinstance(each.claim, Correlated)]
+    return found
+
+
+def both_sides(results: Path) -> Figure:
+    """A panel for each size; one legend, since a pair looks the same in all of them."""
+    outcomes, asked, height = measured(results), claim(), BELOW + SIDE + ABOVE
+    gates = {(a.name, b.name): (gate, rule) for gate in GATES
+             for rule, (a, b) in enumerate(zip(LINEAR[gate], SOFTMAX[gate], strict=True))}  # fmt: skip
+    figure, first, handles = Figure(figsize=(WIDTH / 72, height / 72)), None, {}
+    for number, (hidden_size, outcome) in enumerate(outcomes):
+        left = LEFT + number * (SIDE + BETWEEN)
+        box = (left / WIDTH, BELOW / height, SIDE / WIDTH, SIDE / height)
+        axes = figure.add_axes(box, sharex=first, sharey=first)
+        for pair, x, y in zip(asked.pairs, *asked.gains(outcome.values), strict=True):
+            gate, rule = gates[pair]
+            label = " | ".join(pair)
+            handles[label] = _dot(axes, x, y, GATE_COLORS[gate], "D" if rule else "o")
+        r = asked.judge(outcome.values).why.replace(" over 7 pairs of gains", "").replace("= below", "<")
+        axes.set_title(f"{hidden_size} channels: {r}", loc="left", fontsize=10, color=INK)
+        axes.tick_params(labelleft=number == 0)
+        first = first or axes
+    assert first is not None
+    for axes in figure.axes:
+        _frame(axes)
+    first.set_ylabel("gain of the softmax side, nats", loc="bottom", color=MUTED, fontsize=10)
+    first.set_xlabel("gain of the linear side, nats", loc="left")
+    figure.legend(
+        list(handles.values()), list(handles), loc="lower left", bbox_to_anchor=(LEFT / WIDTH - 0.012, 0), ncols=3,
+        frameon=False, fontsize=9.5, labelcolor="markeredgecolor", handletextpad=0.2, columnspacing=1.4, borderpad=0,
+    )  # fmt: skip
+    return figure
+
+
+def _dot(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, marker: str) -> Line2D:
+    """Means with standard errors both ways, and what it looks like in a legend."""
+    ex, ey = (v.std(ddof=1) / np.sqrt(v.size) for v in (x, y))
+    style = {"color": color, "marker": marker, "markersize": 6, "linestyle": "none"}
+    axes.errorbar(x.mean(), y.mean(), xerr=ex, yerr=ey, elinewidth=1.0, **style)
+    return Line2D([], [], **style)
+
+
+def _frame(axes: Axes) -> None:
+    quiet(axes)
+    limits = (-0.02, 0.56)
+    axes.plot(limits, limits, color=MUTED, linewidth=0.8, dashes=(2, 2), zorder=0)
+    axes.set(xlim=limits, ylim=limits, xticks=(0, 0.2, 0.4), yticks=(0, 0.2, 0.4))
+    axes.grid(True, axis="x", color=axes.yaxis.get_gridlines()[0].get_color(), linewidth=0.8)
+
+
+def table(results: Path) -> str:
+    """Held-out loss of every model and size, with standard errors, in Markdown."""
+    outcomes = measured(results)
+    titles = [f"{hidden_size}: {side}" for hidden_size, _ in outcomes for side in ("linear", "softmax")]
+    lines = ["| gate | delta rule | " + " | ".join(titles) + " |", "|---|---|" + "---|" * len(titles)]
+    for rule, word in enumerate(("no", "yes")):
+        for gate in GATES:
+            arms = (LINEAR[gate][rule].name, SOFTMAX[gate][rule].name)
+            cells = [_cell(outcome, arm) for _, outcome in outcomes for arm in arms]
+            lines.append(f"| {gate} | {word} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(outcome: Outcome, arm: str) -> str:
+    values = outcome.values(Value(arm, "loss"))
+    return f"{values.mean():.3f} ± {values.std(ddof=1) / np.sqrt(values.size):.3f}"
