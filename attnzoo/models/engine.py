@@ -71,6 +71,8 @@ class Generator:
             raise TypeError(f"model: expected LanguageModel, got {type(model).__name__}")
         counts = {"max_sequences": max_sequences, "max_tokens": max_tokens, "check_every": check_every}
         check_kinds(counts, dict.fromkeys(counts, "int"))
+        switches = {"graph": "bool | None", "compile": "bool", "fuse": "bool"}
+        check_kinds({"graph": graph, "compile": compile, "fuse": fuse}, switches)
         for name, number in counts.items():
             if number < 1:
                 raise ValueError(f"{name}: expected at least 1, got {number}")
