@@ -188,6 +188,12 @@ def test_caches_and_what_a_step_computes_in_are_refused_before_they_fill_the_mem
         Generator(model, 2, 300, evict=evict)
 
 
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_caches_larger_than_any_memory_are_counted_and_not_made(name):
+    with pytest.raises(MemoryError, match=r"caches of 1000 sequences of 1000000000 tokens .* GiB on cpu, got"):
+        Generator(build(attention=name), 1000, 10**9)
+
+
 FORGETTING = {
     "fox": {"attention": ["mamba2", "fox"]},
     "path_fox": {"attention": "path_fox"},

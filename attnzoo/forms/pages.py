@@ -92,6 +92,7 @@ class Pages:
             more: fields of a class that extends this one.
         """
         N, H, wide = max(CHUNK, -(-tokens // PAGE)), G * R, torch.promote_types(dtype, torch.float32)
+        host = "meta" if torch.device(device).type == "meta" else "cpu"  # only counted there
 
         def zeros(*shape: int, of: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=of, device=device)
@@ -105,9 +106,9 @@ class Pages:
             zeros(B, G, of=torch.int32), zeros(B, of=torch.int32), sums(B, H, N), sums(B, H),
             sums(B, H, of=torch.int32), sums(B, H, N), sums(B, H, N, of=torch.int64),
             zeros(B, G, N, of=torch.float32), [0] * B,
-            torch.full((B, G, N), -1, dtype=torch.int32, device="cpu"),
-            torch.zeros(pages, dtype=torch.int32, device="cpu"),
-            list(reversed(range(pages))), **more,
+            torch.full((B, G, N), -1, dtype=torch.int32, device=host),
+            torch.zeros(pages, dtype=torch.int32, device=host),
+            [] if host == "meta" else list(reversed(range(pages))), **more,
         )  # fmt: skip
 
     def new_mark(self) -> int:
