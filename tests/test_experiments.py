@@ -108,6 +108,32 @@ def test_a_setting_that_each_run_overrides_is_refused(own, setting):
         start(own)
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("optimizer.lr=0.1", "optimizer.lr"),
+        ("optimizer={lr: 0.1}", "optimizer.lr"),
+        ("model={attention: nope}", "model.attention"),
+        ("model={attention_options: {window: 2}}", "model.attention_options"),
+        ("model.attention_options.window=2", "model.attention_options"),
+        ("data={seed: 3}", "data.seed"),
+        ("start_from=elsewhere", "start_from"),
+    ],
+)
+def test_an_override_of_what_each_run_sets_is_refused(chained, override, key):
+    with pytest.raises(ValueError, match=rf"{re.escape(key)}: the experiment sets it for each run"):
+        start(chained, overrides=(override,))
+    assert not Path("out").exists()
+
+
+def test_a_source_of_weights_beside_an_arm_s_own_is_refused(chained):
+    text = Path(chained).read_text()
+    text = text.replace('num_heads=1",), lrs=(1e-12,)', 'num_heads=1", "start_from=x"), lrs=(1e-12,)')
+    Path(chained).write_text(text)
+    with pytest.raises(ValueError, match="arm 'on': settings: start_from is set for each run"):
+        start(chained)
+
+
 def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
     page = Path("out/report.html").read_text()
     outcome = load_outcome(Path("out/result.json"))

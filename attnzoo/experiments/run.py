@@ -67,17 +67,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         at_least(self, 2, "seeds")
-        for override in self.overrides:
-            key = override.partition("=")[0]
-            if key in OWN or key.startswith("model.attention_options."):
-                raise ValueError(f"{key}: the experiment sets it for each run; other settings can be given")
 
     def config(self, experiment: Experiment, arm: Arm, lr: float, seed: int) -> TrainConfig:
         """The training of one run."""
         size = find_size(experiment, self.size)
         given = (*experiment.settings, *size.settings, *(size.after if arm.after else ()), *arm.settings)
         settings = read_settings([*ALWAYS, *given])
-        for key in (key for key in OWN if key != "model.attention_options" and _names(settings, key)):
+        own = (*OWN, "start_from") if arm.after else OWN
+        for key in (key for key in own if key != "model.attention_options" and _names(settings, key)):
             raise ValueError(f"settings: {key} is set for each run (learning rates are lrs); other keys can be given")
         settings |= {"device": self.device, "seed": seed}
         settings.setdefault("optimizer", {})["lr"] = lr
@@ -95,6 +92,9 @@ class Plan:
                 )
             settings["start_from"] = self._folder(before, rates[0], seed)
         config = load_config(settings, self.overrides)
+        overrides = read_settings(self.overrides)
+        for key in (key for key in own if _names(overrides, key)):
+            raise ValueError(f"{key}: the experiment sets it for each run; other settings can be given")
         if config.data.task is not None:
             words = len(build_task(config.data.task, config.data.task_options).words)
             config = replace(config, model=replace(config.model, vocab_size=words))
