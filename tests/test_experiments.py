@@ -200,6 +200,46 @@ def test_run_that_lost_its_numbers_is_measured_and_not_trained(done, monkeypatch
     assert steps == []
 
 
+def test_probe_of_one_s_own_is_measured_once_whatever_it_is(done, monkeypatch):
+    """An object without a repr of its own, and one with a function among its options: both show places in memory."""
+    probes = """
+class Count:
+    name, places, percent = "count", "", False
+
+    def __init__(self, of):
+        self.of = of
+
+    def measure(self, subject):
+        return {1.0: float(self.of)}
+
+
+@dataclass(frozen=True)
+class Of:
+    what: object = len
+    name: str = "of"
+    places: str = ""
+    percent: bool = False
+
+    def measure(self, subject):
+        return {1.0: self.what("abc")}
+
+
+"""
+    text = Path(done).read_text().replace("    probes=(", "    probes=(Count(1), Of(), ")
+    Path(done).write_text(text.replace("EXPERIMENT =", f"from dataclasses import dataclass\n{probes}EXPERIMENT ="))
+    start(done)
+    outcome = load_outcome(Path("out/result.json"))
+    for arm in ("fox", "none, one head"):
+        assert outcome.values(Value(arm, "count")).tolist() == [1.0, 1.0]
+        assert outcome.values(Value(arm, "of")).tolist() == [3.0, 3.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "load_run", None)  # nothing is measured again
+        start(done)
+    Path(done).write_text(Path(done).read_text().replace("Count(1)", "Count(2)"))
+    start(done)
+    assert load_outcome(Path("out/result.json")).values(Value("fox", "count")).tolist() == [2.0, 2.0]
+
+
 def test_experiment_that_is_not_finished_says_what_is_missing(done):
     whole = load_outcome(Path("out/result.json"))
     for path in Path("out").glob("none*/lr0.1-seed1/measured.json"):

@@ -189,7 +189,8 @@ def run_experiment(
     found = [_finished(plan, experiment, arm) for arm in experiment.arms]
     tried, runs = ([run for arm in found for run in arm[kind]] for kind in (0, 1))
     if not runs:
-        raise TimeoutError(f"no model was trained and measured in {minutes:g} minutes; the same command goes on")
+        when = "" if minutes is None else f" in {minutes:g} minutes"
+        raise TimeoutError(f"no model was trained and measured{when}; the same command goes on")
     outcome = Outcome(
         Path(plan.name).stem, plan.size, tuple(runs), tuple(tried), max(run.date for run in runs), command,
         describe_machine(accelerator=not on_cpu),
@@ -379,9 +380,19 @@ def _key(config: TrainConfig, experiment: Experiment, size: Size, after: str) ->
     """Of all that decides what a run is and what is measured of it, but its place and that of the run before it: the
     text, too, since one source may hold another on another machine."""
     config = replace(config, output_dir="-", start_from=after or config.start_from)
-    text = f"{to_yaml(config)}{experiment.probes}{size.rows} {size.tokens}"
+    text = f"{to_yaml(config)}{_named(experiment.probes)}{size.rows} {size.tokens}"
     text += _fingerprint(json.dumps(asdict(replace(config.data, seed=0))))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _named(probes: Sequence[Probe]) -> str:
+    """Probes with their options, the same in every process: a default repr has the object's place in memory instead."""
+    plain = (probe for probe in probes if type(probe).__repr__ is object.__repr__)
+    options = [
+        {name: value for name in dir(probe) if name[0] != "_" and not callable(value := getattr(probe, name))}
+        for probe in plain
+    ]
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", f"{probes}{options or ''}")
 
 
 @cache
