@@ -356,6 +356,25 @@ def test_run_that_diverges_is_no_choice_and_decides_nothing(done, monkeypatch):
     assert page.count("the loss is not finite") == 2  # both seeds of the arm that has one rate
 
 
+def test_arm_after_one_that_diverged_has_no_numbers_and_says_why(chained, monkeypatch):
+    trained = running.train
+
+    def diverge(config):
+        if "none-one-head" in config.output_dir and config.seed == 1:
+            raise FloatingPointError("the loss is not finite")
+        return trained(config)
+
+    monkeypatch.setattr(running, "train", diverge)
+    page = start(chained, only=("on",)).read_text()
+    outcome = load_outcome(Path("out/result.json"))
+    one, other = outcome.of("on")
+    assert one.values
+    assert not one.note
+    assert not other.values
+    assert other.note == "none, one head, whose weights it would start from: the loss is not finite"
+    assert page.count("the loss is not finite") == 2
+
+
 def test_plan_goes_to_another_process(own):
     assert pickle.loads(pickle.dumps(Plan(own, "cpu", Path("out"), 3))) == Plan(own, "cpu", Path("out"), 3)
 

@@ -320,6 +320,14 @@ def _place(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int) -
     return Path(config.output_dir), key
 
 
+def _before(plan: Plan, experiment: Experiment, arm: Arm, seed: int) -> Trained | None:
+    """The run whose weights an arm's run starts from, where there is one."""
+    if not arm.after:
+        return None
+    before = experiment.arm(arm.after)
+    return _known(*_place(plan, experiment, before, _rates(plan, experiment, before)[0], seed))
+
+
 def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool) -> Trained:
     """A run, trained and measured unless it is already."""
     torch.set_flush_denormal(True)  # for what needs no training any more, as in training
@@ -331,6 +339,9 @@ def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int,
             train(config)
         return known
     try:
+        before = _before(plan, experiment, arm, seed)
+        if before is not None and before.note:
+            raise FloatingPointError(f"{before.arm}, whose weights it would start from: {before.note}")
         train(config)
     except FloatingPointError as error:  # too large a learning rate is an answer, too
         found = Trained(arm.name, lr, seed, float("inf"), {}, note=str(error))
@@ -338,6 +349,7 @@ def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int,
         raise CheckpointError(f"{error.found}. Give --out a new folder.") from error
     else:
         found = _measured(experiment, arm, config, size, measure)
+    folder.mkdir(parents=True, exist_ok=True)
     found = replace(found, date=datetime.date.today().isoformat())
     write_whole(folder / MEASURED, json.dumps({"key": key, "run": as_json(found)}, indent=1) + "\n")
     return found
