@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import json
 import pickle
 import re
 import shutil
@@ -16,11 +17,12 @@ from rich.console import Console
 from tiny_runs import EXPERIMENT as TINY
 
 from attnzoo.cli import app
-from attnzoo.evaluation.answers import Guess
+from attnzoo.data.tasks import Examples, build_task
+from attnzoo.evaluation.answers import Guess, measure_guess
 from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Expectation, find, names
-from attnzoo.experiments.outcome import load_outcome, save_outcome
+from attnzoo.experiments.outcome import Trained, as_json, from_json, load_outcome, save_outcome
 from attnzoo.experiments.report.experiment import markdown, render_experiment
 from attnzoo.experiments.run import Plan, run_experiment
 from attnzoo.training import CheckpointError
@@ -456,6 +458,17 @@ def test_nothing_is_decided_where_no_model_is_better_than_a_guess(done):
         assert "| *always the same answer* | | 75.00 % | 75.00 % |" in markdown(experiment, outcome)
         save_outcome(outcome, Path("again.json"))
         assert load_outcome(Path("again.json")) == outcome
+
+
+def test_a_model_that_is_right_by_chance_is_not_better_than_a_guess_that_never_is():
+    """Of 4,096 values any is as likely: 4,096 answers at random are right once in the mean, and some guesses never."""
+    examples = Examples(build_task("mqar", {"pairs": 16}), 256, seed=1000, held_out=True)
+    guess = measure_guess(examples, 256)
+    assert (guess.wrong, guess.uncertainty, guess.asked) == (1.0, 0.0, 4096)
+    for right, better in ((0, False), (1, False), (8, False), (40, True), (4096, True)):
+        run = Trained("a", 0.1, 0, 0.0, {"p": {1.0: 1 - right / 4096}}, guesses={"p": {1.0: guess}})
+        assert run.betters("p") == better
+        assert from_json(json.loads(json.dumps(as_json(run)))) == run
 
 
 def test_guess_is_asked_what_the_probe_asks(done):
