@@ -124,6 +124,17 @@ def test_forgets_is_what_the_layers_do_by_themselves(name):
     assert (token_losses(model, WINDOWS) == by_itself).all()  # the networks are back
 
 
+def test_keys_that_are_held_do_not_depend_on_the_batches():
+    model = model_of("fox")
+    with torch.no_grad():
+        for layer in model.attentions():
+            layer.forget.bias.fill_(1.5)
+    windows = torch.cat([WINDOWS, WINDOWS.flip(1), WINDOWS[:, :1].expand_as(WINDOWS)])
+    [together] = loss_within(model, windows, ["forgets"], [], batch_size=len(windows))
+    [apart] = loss_within(model, windows, ["forgets"], [], batch_size=len(windows) - 1)  # the last batch is smaller
+    assert (apart.held, apart.late) == pytest.approx((together.held, together.late), rel=1e-9)
+
+
 def test_certified_keys_matter_to_no_row():
     model = model_of("fox")
     with torch.no_grad():

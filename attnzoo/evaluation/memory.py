@@ -162,7 +162,7 @@ class Limited(nn.Module):
         eps: of ``certified``.
 
     Attributes:
-        held: by call, the mean number of keys that a row sees.
+        held: by sequence of all calls, the mean number of keys that a row sees.
         late: likewise, of the last quarter of the rows.
         last: which keys the rows of the last call saw, ``[B, G, T, T]``.
     """
@@ -189,8 +189,8 @@ class Limited(nn.Module):
         ], -1)  # fmt: skip
         held = self._held(call, panels, a)
         seen = held.sum(-1).double()
-        self.held.append(float(seen.mean()))
-        self.late.append(float(seen[..., T * 3 // 4 :].mean()))
+        self.held += seen.mean((1, 2)).tolist()
+        self.late += seen[..., T * 3 // 4 :].mean((1, 2)).tolist()
         self.last = held
         a = a.masked_fill(~held.repeat_interleave(H // G, 1), -torch.inf)
         if (sink := given.get("sink")) is not None:
