@@ -174,7 +174,9 @@ def test_the_size_for_a_gpu_is_run_on_a_cpu_only_when_that_is_said(tmp_path, mon
     larger = [*command[:2], "factorial", "--size"]
     assert "--size gpu-medium: expected a CUDA GPU" in str(CliRunner().invoke(app, [*larger, "gpu-medium"]).exception)
     CliRunner().invoke(app, [*larger, "cpu-medium"], catch_exceptions=False)
+    CliRunner().invoke(app, [*command[:2], "s3", "model={num_layers: 2}", "--seeds", "4"], catch_exceptions=False)
     assert ran == [
         ("cpu", "attnzoo experiment run parity --size gpu --device cpu"),
         ("cpu", "attnzoo experiment run factorial --size cpu-medium"),
+        ("cpu", "attnzoo experiment run s3 'model={num_layers: 2}' --seeds 4"),  # as a shell reads it
     ]
