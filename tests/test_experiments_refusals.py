@@ -14,7 +14,7 @@ from rich.console import Console
 from attnzoo.cli import app
 from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
-from attnzoo.experiments.claims import AtLeast, AtMost, Below, Value
+from attnzoo.experiments.claims import AtLeast, AtMost, Below, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
 from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace, Subject, Wrong, WrongOver
 from attnzoo.experiments.run import Plan, run_experiment
@@ -58,6 +58,8 @@ def test_experiment_that_contradicts_itself_is_refused(change, message):
         (lambda value: AtLeast(value, None), "limit: expected a number .*, got None"),
         (lambda value: Below(value, value, by="a"), "by: expected a number .*, got 'a'"),
         (lambda value: Value("a", "loss", "1"), "at: expected a number .* or None, got '1'"),
+        (lambda value: Correlated(("a", "b"), (("a", "b"),) * 9, "loss"), "pairs: expected 2 to 8, .* got 9"),
+        (lambda value: Correlated(("a", "b"), (("a", "b"),), "loss"), "pairs: expected 2 to 8, .* got 1"),
         (lambda value: Expectation("It is.", "", value), r"claim: expected one, as AtMost.*, got Value\(arm='a'"),
     ],
 )
