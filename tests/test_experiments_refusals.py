@@ -16,7 +16,7 @@ from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments.claims import AtLeast, AtMost, Below, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
-from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace, Subject, Wrong, WrongOver
+from attnzoo.experiments.probes import AddedByLength, Kept, Loss, LossByPlace, PrunedLoss, Subject, Wrong, WrongOver
 from attnzoo.experiments.run import Plan, run_experiment
 from attnzoo.models import LanguageModel
 
@@ -103,6 +103,17 @@ def test_one_thing_in_place_of_a_tuple_is_refused():
             "arm 'b': unknown option .* did you mean 'kv",
         ),
         ({"probes": (Wrong("wrong"),)}, "arm 'a': 'wrong': expected a run on a task, got 'stdlib'"),
+        ({"probes": (LossByPlace(bands=257),)}, "arm 'a': 'L.i.': bands: expected 1 to 256, .* got 257"),
+        ({"probes": (LossByPlace(bands=0),)}, "arm 'a': 'L.i.': bands: expected 1 to 256, .* got 0"),
+        *(
+            ({"probes": (Loss(), probe)}, f"{re.escape(probe.name)}': the held-out split has .* length of 2560000")
+            for probe in (
+                LossByPlace(factor=10**4),
+                AddedByLength(factor=10**4),
+                Kept(lengths=(1.0, 1e4)),
+                PrunedLoss(length=1e4),
+            )
+        ),
         ({"settings": ("data.source=task:mqar",)}, "arm 'a': 'loss': expected a run on a text, got 'task:mqar'"),
     ],
 )

@@ -22,6 +22,7 @@ from attnzoo.config import TrainConfig, load_config, read_settings, to_yaml
 from attnzoo.data import build_data
 from attnzoo.data.config import DataConfig
 from attnzoo.data.tasks import build_task
+from attnzoo.data.windows import heldout_starts
 from attnzoo.errors import at_least, unknown
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, chosen, from_json, save_outcome
@@ -175,7 +176,7 @@ def run_experiment(
             raise ValueError(f"arm {arm.name!r}: {error}") from error
         first = first or config
     assert first is not None
-    build_data(first.data)
+    _check_text(experiment.probes, first)
     arms = _with_those_before(experiment, only or experiment.arm_names)
     on_cpu = plan.device == "cpu" or not torch.cuda.is_available()
     jobs = jobs or _jobs_at_a_time(None if on_cpu else torch.cuda.mem_get_info()[1], operations)
@@ -232,6 +233,17 @@ def _check_probe(probe: Probe, config: TrainConfig) -> None:
     if hasattr(probe, "check"):
         try:
             probe.check(config)
+        except ValueError as error:
+            raise ValueError(f"{probe.name!r}: {error}") from error
+
+
+def _check_text(probes: Sequence[Probe], config: TrainConfig) -> None:
+    """Raise ValueError where the data are not usable, or their text is shorter than a window of a probe."""
+    held, T = build_data(config.data).heldout, config.data.context_length
+    for probe in probes:
+        try:
+            if config.data.task is None:
+                heldout_starts(len(held), int(T * getattr(probe, "longest", 1)), 1)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"{probe.name!r}: {error}") from error
 
