@@ -135,6 +135,20 @@ def test_keys_that_are_held_do_not_depend_on_the_batches():
     assert (apart.held, apart.late) == pytest.approx((together.held, together.late), rel=1e-9)
 
 
+@pytest.mark.parametrize("rule", [*RULES, "certified", "forgets"])
+def test_a_model_with_a_window_holds_no_key_beyond_it(rule):
+    model = model_of("fox", window=8)
+    with limited(model, "window", 32):
+        whole = token_losses(model, WINDOWS)
+    enough = 12 if rule == "sinks" else 8  # whose first four tokens are beyond the window
+    for budget in (enough, 32) if rule in RULES else (0,):
+        [point] = loss_within(model, WINDOWS, [rule], [budget])
+        assert point.late <= 8
+        if rule in RULES:  # these are all that a row sees: none of them has to go
+            assert point.loss == pytest.approx(whole.mean(), abs=1e-6)
+            assert (point.held, point.late) == pytest.approx((8 - 28 / 32, 8))
+
+
 def test_certified_keys_matter_to_no_row():
     model = model_of("fox")
     with torch.no_grad():
