@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import textwrap
@@ -220,8 +221,8 @@ def compare(config: str, overrides: tuple[str, ...], jobs: int) -> None:
     from attnzoo.experiments.compare import CompareConfig, run_comparison
 
     loaded = load_config(path, overrides, schema=CompareConfig)
-    at_a_time = [f"--jobs {jobs}"] if jobs > 1 else []  # no loss depends on it, but the speeds do
-    command = " ".join(["attnzoo compare", config, *overrides, *at_a_time])
+    at_a_time = ["--jobs", str(jobs)] if jobs > 1 else []  # no loss depends on it, but the speeds do
+    command = shlex.join(["attnzoo", "compare", config, *overrides, *at_a_time])
     run_comparison(loaded, console(), command=command, jobs=jobs)
 
 

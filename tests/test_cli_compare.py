@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import time
@@ -40,7 +41,9 @@ def test_compare_trains_measures_and_reports_and_does_not_do_it_twice(run: Any, 
     assert again.code == 0, again.err
     assert {path: path.read_bytes() for path in files} == files
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
-    assert 'data-series="nope"' in (tmp_path / "runs" / "report.html").read_text()
+    page = html.unescape((tmp_path / "runs" / "report.html").read_text())
+    assert 'data-series="nope"' in page
+    assert f"attnzoo compare {tiny} 'variants=[{{name: fox, options: {{acp: true}}}}, mamba2, nope]'" in page
 
 
 def test_compare_with_several_jobs_gives_the_same_losses(run: Any, tiny: Path, tmp_path: Path) -> None:

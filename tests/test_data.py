@@ -188,7 +188,9 @@ def test_no_data_is_refused(tmp_path):
 def test_files_of_tokens_that_fill_no_row_are_left_out_with_a_line(tmp_path, caplog):
     for name, length in (("a", 90), ("b", 33), ("c", 32), ("d", 5), ("e", 90)):
         np.save(tmp_path / f"{name}.npy", np.arange(length) % 7)
-    heldout = tmp_path / "e.npy"
+    heldout = tmp_path / "held" / "f.npy"
+    heldout.parent.mkdir()
+    np.save(heldout, np.arange(90) % 7)
     held = DataConfig(source=str(tmp_path), heldout_source=str(heldout), vocab_size=7, context_length=32)
     build_data(held)
     (record,) = caplog.records

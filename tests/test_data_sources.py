@@ -180,6 +180,36 @@ def test_several_sources_are_mixed_and_held_out_together(tmp_path):
     assert decode(data.heldout) == "a" * 199 + "\0" + "b" * 199 + "\0"
 
 
+def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
+    inner = tmp_path / "all" / "inner"
+    inner.mkdir(parents=True)
+    for number in range(20):
+        (inner / f"{number}.txt").write_text(f"{number:03d}" * 40)
+        (tmp_path / "all" / f"{number}.txt").write_text(f"{number:03d}." * 30)
+    (tmp_path / "elsewhere.txt").write_text("another text " * 20)
+    (tmp_path / "link.txt").symlink_to(inner / "7.txt")
+
+    def data(*sources, heldout=None):
+        entries = [WeightedSource(str(tmp_path / source)) for source in sources]
+        held = None if heldout is None else str(tmp_path / heldout)
+        return build_data(DataConfig(sources=entries, heldout_source=held, heldout_fraction=0.3, context_length=16))
+
+    for sources, heldout in (
+        (("all", "all/inner"), None), (("all",), "all"), (("all",), "all/inner"), (("all/inner",), "all"),
+        (("all/inner", "elsewhere.txt"), "link.txt"), (("all/inner/7.txt", "all"), None),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"data: expected held-out files that no source trains on, got '.*\.txt'"):
+            data(*sources, heldout=heldout)
+    data("all", heldout="elsewhere.txt")
+    data("all/inner", "elsewhere.txt")
+    twice = data("all", "all")  # both are cut in the same places
+    assert len(twice.heldout) == 2 * len(data("all").heldout)
+    assert len(data("elsewhere.txt", "elsewhere.txt").heldout) == 2 * len(data("elsewhere.txt").heldout)
+    source = folder(tmp_path / "tokens")
+    with pytest.raises(ValueError, match=r"no source trains on, got '.*\.bin'"):
+        build_data(DataConfig(source=source, heldout_source=source, context_length=16))
+
+
 def test_one_changed_token_of_a_folder_is_refused(tmp_path):
     source = folder(tmp_path / "a")
     config = DataConfig(source=source, context_length=16)

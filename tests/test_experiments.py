@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import json
 import pickle
 import re
 import shutil
@@ -16,11 +17,12 @@ from rich.console import Console
 from tiny_runs import EXPERIMENT as TINY
 
 from attnzoo.cli import app
-from attnzoo.evaluation.answers import Guess
+from attnzoo.data.tasks import Examples, build_task
+from attnzoo.evaluation.answers import Guess, measure_guess
 from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Expectation, find, names
-from attnzoo.experiments.outcome import load_outcome, save_outcome
+from attnzoo.experiments.outcome import Trained, as_json, from_json, load_outcome, save_outcome
 from attnzoo.experiments.report.experiment import markdown, render_experiment
 from attnzoo.experiments.run import Plan, run_experiment
 from attnzoo.training import CheckpointError
@@ -108,6 +110,32 @@ def test_a_setting_that_each_run_overrides_is_refused(own, setting):
         start(own)
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("optimizer.lr=0.1", "optimizer.lr"),
+        ("optimizer={lr: 0.1}", "optimizer.lr"),
+        ("model={attention: nope}", "model.attention"),
+        ("model={attention_options: {window: 2}}", "model.attention_options"),
+        ("model.attention_options.window=2", "model.attention_options"),
+        ("data={seed: 3}", "data.seed"),
+        ("start_from=elsewhere", "start_from"),
+    ],
+)
+def test_an_override_of_what_each_run_sets_is_refused(chained, override, key):
+    with pytest.raises(ValueError, match=rf"{re.escape(key)}: the experiment sets it for each run"):
+        start(chained, overrides=(override,))
+    assert not Path("out").exists()
+
+
+def test_a_source_of_weights_beside_an_arm_s_own_is_refused(chained):
+    text = Path(chained).read_text()
+    text = text.replace('num_heads=1",), lrs=(1e-12,)', 'num_heads=1", "start_from=x"), lrs=(1e-12,)')
+    Path(chained).write_text(text)
+    with pytest.raises(ValueError, match="arm 'on': settings: start_from is set for each run"):
+        start(chained)
+
+
 def test_experiment_trains_is_judged_and_writes_a_page(done, monkeypatch):
     page = Path("out/report.html").read_text()
     outcome = load_outcome(Path("out/result.json"))
@@ -172,6 +200,46 @@ def test_run_that_lost_its_numbers_is_measured_and_not_trained(done, monkeypatch
     after = load_outcome(Path("out/result.json"))
     assert [run.values for run in after.runs] == [run.values for run in before.runs]
     assert steps == []
+
+
+def test_probe_of_one_s_own_is_measured_once_whatever_it_is(done, monkeypatch):
+    """An object without a repr of its own, and one with a function among its options: both show places in memory."""
+    probes = """
+class Count:
+    name, places, percent = "count", "", False
+
+    def __init__(self, of):
+        self.of = of
+
+    def measure(self, subject):
+        return {1.0: float(self.of)}
+
+
+@dataclass(frozen=True)
+class Of:
+    what: object = len
+    name: str = "of"
+    places: str = ""
+    percent: bool = False
+
+    def measure(self, subject):
+        return {1.0: self.what("abc")}
+
+
+"""
+    text = Path(done).read_text().replace("    probes=(", "    probes=(Count(1), Of(), ")
+    Path(done).write_text(text.replace("EXPERIMENT =", f"from dataclasses import dataclass\n{probes}EXPERIMENT ="))
+    start(done)
+    outcome = load_outcome(Path("out/result.json"))
+    for arm in ("fox", "none, one head"):
+        assert outcome.values(Value(arm, "count")).tolist() == [1.0, 1.0]
+        assert outcome.values(Value(arm, "of")).tolist() == [3.0, 3.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "load_run", None)  # nothing is measured again
+        start(done)
+    Path(done).write_text(Path(done).read_text().replace("Count(1)", "Count(2)"))
+    start(done)
+    assert load_outcome(Path("out/result.json")).values(Value("fox", "count")).tolist() == [2.0, 2.0]
 
 
 def test_experiment_that_is_not_finished_says_what_is_missing(done):
@@ -290,6 +358,25 @@ def test_run_that_diverges_is_no_choice_and_decides_nothing(done, monkeypatch):
     assert page.count("the loss is not finite") == 2  # both seeds of the arm that has one rate
 
 
+def test_arm_after_one_that_diverged_has_no_numbers_and_says_why(chained, monkeypatch):
+    trained = running.train
+
+    def diverge(config):
+        if "none-one-head" in config.output_dir and config.seed == 1:
+            raise FloatingPointError("the loss is not finite")
+        return trained(config)
+
+    monkeypatch.setattr(running, "train", diverge)
+    page = start(chained, only=("on",)).read_text()
+    outcome = load_outcome(Path("out/result.json"))
+    one, other = outcome.of("on")
+    assert one.values
+    assert not one.note
+    assert not other.values
+    assert other.note == "none, one head, whose weights it would start from: the loss is not finite"
+    assert page.count("the loss is not finite") == 2
+
+
 def test_plan_goes_to_another_process(own):
     assert pickle.loads(pickle.dumps(Plan(own, "cpu", Path("out"), 3))) == Plan(own, "cpu", Path("out"), 3)
 
@@ -371,6 +458,17 @@ def test_nothing_is_decided_where_no_model_is_better_than_a_guess(done):
         assert "| *always the same answer* | | 75.00 % | 75.00 % |" in markdown(experiment, outcome)
         save_outcome(outcome, Path("again.json"))
         assert load_outcome(Path("again.json")) == outcome
+
+
+def test_a_model_that_is_right_by_chance_is_not_better_than_a_guess_that_never_is():
+    """Of 4,096 values any is as likely: 4,096 answers at random are right once in the mean, and some guesses never."""
+    examples = Examples(build_task("mqar", {"pairs": 16}), 256, seed=1000, held_out=True)
+    guess = measure_guess(examples, 256)
+    assert (guess.wrong, guess.uncertainty, guess.asked) == (1.0, 0.0, 4096)
+    for right, better in ((0, False), (1, False), (8, False), (40, True), (4096, True)):
+        run = Trained("a", 0.1, 0, 0.0, {"p": {1.0: 1 - right / 4096}}, guesses={"p": {1.0: guess}})
+        assert run.betters("p") == better
+        assert from_json(json.loads(json.dumps(as_json(run)))) == run
 
 
 def test_guess_is_asked_what_the_probe_asks(done):

@@ -14,9 +14,9 @@ from rich.console import Console
 from attnzoo.cli import app
 from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
-from attnzoo.experiments.claims import AtLeast, AtMost, Below, Value
+from attnzoo.experiments.claims import AtLeast, AtMost, Below, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
-from attnzoo.experiments.probes import AddedByLength, Loss, LossByPlace, Subject, Wrong, WrongOver
+from attnzoo.experiments.probes import AddedByLength, Kept, Loss, LossByPlace, PrunedLoss, Subject, Wrong, WrongOver
 from attnzoo.experiments.run import Plan, run_experiment
 from attnzoo.models import LanguageModel
 
@@ -58,6 +58,8 @@ def test_experiment_that_contradicts_itself_is_refused(change, message):
         (lambda value: AtLeast(value, None), "limit: expected a number .*, got None"),
         (lambda value: Below(value, value, by="a"), "by: expected a number .*, got 'a'"),
         (lambda value: Value("a", "loss", "1"), "at: expected a number .* or None, got '1'"),
+        (lambda value: Correlated(("a", "b"), (("a", "b"),) * 9, "loss"), "pairs: expected 2 to 8, .* got 9"),
+        (lambda value: Correlated(("a", "b"), (("a", "b"),), "loss"), "pairs: expected 2 to 8, .* got 1"),
         (lambda value: Expectation("It is.", "", value), r"claim: expected one, as AtMost.*, got Value\(arm='a'"),
     ],
 )
@@ -101,6 +103,17 @@ def test_one_thing_in_place_of_a_tuple_is_refused():
             "arm 'b': unknown option .* did you mean 'kv",
         ),
         ({"probes": (Wrong("wrong"),)}, "arm 'a': 'wrong': expected a run on a task, got 'stdlib'"),
+        ({"probes": (LossByPlace(bands=257),)}, "arm 'a': 'L.i.': bands: expected 1 to 256, .* got 257"),
+        ({"probes": (LossByPlace(bands=0),)}, "arm 'a': 'L.i.': bands: expected 1 to 256, .* got 0"),
+        *(
+            ({"probes": (Loss(), probe)}, f"{re.escape(probe.name)}': the held-out split has .* length of 2560000")
+            for probe in (
+                LossByPlace(factor=10**4),
+                AddedByLength(factor=10**4),
+                Kept(lengths=(1.0, 1e4)),
+                PrunedLoss(length=1e4),
+            )
+        ),
         ({"settings": ("data.source=task:mqar",)}, "arm 'a': 'loss': expected a run on a text, got 'task:mqar'"),
     ],
 )
@@ -174,7 +187,9 @@ def test_the_size_for_a_gpu_is_run_on_a_cpu_only_when_that_is_said(tmp_path, mon
     larger = [*command[:2], "factorial", "--size"]
     assert "--size gpu-medium: expected a CUDA GPU" in str(CliRunner().invoke(app, [*larger, "gpu-medium"]).exception)
     CliRunner().invoke(app, [*larger, "cpu-medium"], catch_exceptions=False)
+    CliRunner().invoke(app, [*command[:2], "s3", "model={num_layers: 2}", "--seeds", "4"], catch_exceptions=False)
     assert ran == [
         ("cpu", "attnzoo experiment run parity --size gpu --device cpu"),
         ("cpu", "attnzoo experiment run factorial --size cpu-medium"),
+        ("cpu", "attnzoo experiment run s3 'model={num_layers: 2}' --seeds 4"),  # as a shell reads it
     ]

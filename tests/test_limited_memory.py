@@ -124,6 +124,31 @@ def test_forgets_is_what_the_layers_do_by_themselves(name):
     assert (token_losses(model, WINDOWS) == by_itself).all()  # the networks are back
 
 
+def test_keys_that_are_held_do_not_depend_on_the_batches():
+    model = model_of("fox")
+    with torch.no_grad():
+        for layer in model.attentions():
+            layer.forget.bias.fill_(1.5)
+    windows = torch.cat([WINDOWS, WINDOWS.flip(1), WINDOWS[:, :1].expand_as(WINDOWS)])
+    [together] = loss_within(model, windows, ["forgets"], [], batch_size=len(windows))
+    [apart] = loss_within(model, windows, ["forgets"], [], batch_size=len(windows) - 1)  # the last batch is smaller
+    assert (apart.held, apart.late) == pytest.approx((together.held, together.late), rel=1e-9)
+
+
+@pytest.mark.parametrize("rule", [*RULES, "certified", "forgets"])
+def test_a_model_with_a_window_holds_no_key_beyond_it(rule):
+    model = model_of("fox", window=8)
+    with limited(model, "window", 32):
+        whole = token_losses(model, WINDOWS)
+    enough = 12 if rule == "sinks" else 8  # whose first four tokens are beyond the window
+    for budget in (enough, 32) if rule in RULES else (0,):
+        [point] = loss_within(model, WINDOWS, [rule], [budget])
+        assert point.late <= 8
+        if rule in RULES:  # these are all that a row sees: none of them has to go
+            assert point.loss == pytest.approx(whole.mean(), abs=1e-6)
+            assert (point.held, point.late) == pytest.approx((8 - 28 / 32, 8))
+
+
 def test_certified_keys_matter_to_no_row():
     model = model_of("fox")
     with torch.no_grad():

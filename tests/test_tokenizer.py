@@ -190,6 +190,18 @@ def test_two_files_of_one_name_are_refused_and_two_folders_are_not(folder, tmp_p
         tokenize([other / "file1.txt", folder / "deep" / "file1.txt"], tmp_path / "more", vocab_size=280)
 
 
+def test_a_file_under_two_names_is_refused(folder, tmp_path):
+    """It could be held out under the one and trained on under the other."""
+    inner = folder / "inner"
+    inner.mkdir()
+    (inner / "more.txt").write_text("more of it")
+    (tmp_path / "link.txt").symlink_to(inner / "more.txt")
+    for paths in ((folder, inner), (folder, tmp_path / "link.txt")):
+        with pytest.raises(ValueError, match=r"'.*more\.txt' and '.*\.txt' are one file: held out under one, it"):
+            tokenize(paths, tmp_path / "out", vocab_size=256)
+        assert not (tmp_path / "out").exists()
+
+
 def test_a_tokenizer_that_is_none_is_refused(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"tokenizer: expected a tokenizer\.json or a folder with one"):
         tokenize([folder], tmp_path / "tokens", tokenizer=folder)

@@ -54,6 +54,8 @@ class _Piece:
     tokens: Tokens
     starts: Starts | None = None  # of its documents, and its length; None: it is one
     digest: str = ""  # of all tokens where it is known without reading them; they are then of the vocabulary, too
+    file: Path | None = None
+    first: int = 0  # token of the file
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def build_data(config: DataConfig) -> Data:
         FileNotFoundError: a source does not exist.
         PermissionError: a folder in it cannot be read.
         ValueError: it holds no data, too little for one context, tokens that are no valid shard, or held-out tokens
-            outside the vocabulary; or several sources are not of one kind; or there is no such task.
+            outside the vocabulary, or that another source trains on; or several sources are not of one kind; or there
+            is no such task.
     """
     if config.task is not None:
         return _task_data(config, config.task)
@@ -105,6 +108,8 @@ def build_data(config: DataConfig) -> Data:
     trained = zip(sources, splits, strict=True)
     windows = [_windows(source, train, vocab_size, packed, config) for source, (train, _) in trained]
     held = elsewhere.everything if elsewhere else [piece for _, heldout in splits for piece in heldout]
+    if len(together) > 1:
+        _check_apart([piece for train, _ in splits for piece in train], held)
     tokens = _join(held)
     if len(tokens) <= config.context_length:
         raise ValueError(
@@ -216,7 +221,7 @@ def _read(source: str, config: DataConfig) -> _Source:
         files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SHARDS)
         if not files:
             raise _no_data(source, "the folder has no .npy or .bin file")
-        pieces = [_Piece(file.name, _read_shard(file, config.dtype)) for file in files]
+        pieces = [_Piece(file.name, _read_shard(file, config.dtype), file=file) for file in files]
         return _Source(source, pieces, text=False, knows_documents=False)
     return _Source(source, _read_text(path, config), vocab_size=BYTES)
 
@@ -226,7 +231,7 @@ def _read_folder(source: str) -> _Source:
     found = read_shards(source)
     found.check_newer()
     train, heldout = (
-        [_Piece(shard.path.name, shard.tokens, shard.starts, found.fingerprint) for shard in split]
+        [_Piece(shard.path.name, shard.tokens, shard.starts, found.fingerprint, shard.path) for shard in split]
         for split in (found.train, found.held_out)
     )
     tokenizer = digest(found.tokenizer) if found.tokenizer else ""
@@ -237,12 +242,12 @@ def _read_text(path: Path, config: DataConfig) -> list[_Piece]:
     if path.is_file():
         if not path.stat().st_size:
             raise _no_data(str(path), "the file is empty")
-        return [_Piece(path.name, _document(path))]
+        return [_Piece(path.name, _document(path), file=path)]
     return _documents(text_files(path, config.pattern))
 
 
 def _documents(files: Mapping[str, Path]) -> list[_Piece]:
-    return [_Piece(name, _document(file)) for name, file in files.items()]
+    return [_Piece(name, _document(file), file=file) for name, file in files.items()]
 
 
 def _check_range(name: str, tokens: Tokens, vocab_size: int) -> None:
@@ -304,7 +309,22 @@ def _part(piece: _Piece, first: int, last: int) -> _Piece:
     if piece.starts is not None:
         inside = piece.starts[(piece.starts > first) & (piece.starts < last)]
         piece = replace(piece, starts=np.array([first, *inside, last], dtype=np.int64) - first)
-    return replace(piece, tokens=piece.tokens[first:last])
+    return replace(piece, tokens=piece.tokens[first:last], first=piece.first + first)
+
+
+def _check_apart(trained: Sequence[_Piece], held: Sequence[_Piece]) -> None:
+    """Whether nothing of a file is held out of one source and trained on in another."""
+    by_file: dict[Path, list[_Piece]] = {}
+    for piece in trained:
+        if piece.file is not None:
+            by_file.setdefault(piece.file.resolve(), []).append(piece)
+    for piece in held:
+        for other in by_file.get(piece.file.resolve(), ()) if piece.file is not None else ():
+            if max(piece.first, other.first) < min(piece.first + len(piece.tokens), other.first + len(other.tokens)):
+                raise ValueError(
+                    f"data: expected held-out files that no source trains on, got {str(piece.file)!r}, of which "
+                    "another source has the same tokens; give sources of which none lies in another"
+                )
 
 
 def _join(pieces: Sequence[_Piece]) -> Tokens | Joined:

@@ -69,7 +69,7 @@ def tokenize(
         FileNotFoundError: a path or a tokenizer is not there.
         FileExistsError: there is something in `folder`.
         ValueError: both or none of `vocab_size` and `tokenizer`, a text that is not UTF-8, names that are not
-            different, or no token that ends a document.
+            different, one file under two names, or no token that ends a document.
         ModuleNotFoundError: tokenizers is not installed.
     """
     check_options(vocab_size, tokenizer, heldout_fraction)
@@ -251,6 +251,7 @@ def _special(files: Mapping[str, bytes], kind: str) -> str | None:
 def _named(paths: Sequence[Path], pattern: str) -> dict[str, Path]:
     """The files by name, each as it would be called were its folder alone; several folders' begin with the folder's."""
     named: dict[str, Path] = {}
+    read: dict[Path, str] = {}
     for path in paths:
         if not path.exists() and str(path) != "stdlib":
             raise FileNotFoundError(f"no data: there is no file or folder {str(path)!r}")
@@ -261,6 +262,9 @@ def _named(paths: Sequence[Path], pattern: str) -> dict[str, Path]:
             name = f"{path.resolve().name}/{name}" if len(paths) > 1 and path.is_dir() else name
             if name in named:
                 raise ValueError(f"{str(named[name])!r} and {str(file)!r} would both be called {name!r}")
+            other = read.setdefault(file.resolve(), name)
+            if other != name:
+                raise ValueError(f"{other!r} and {name!r} are one file: held out under one, it could be trained on")
             named[name] = file
     return named
 

@@ -47,10 +47,12 @@ class Guess:
     Args:
         wrong: share of the answers, in [0, 1].
         uncertainty: standard error of that over the rows; nan for one row.
+        asked: answers asked for in all rows; 0 where nobody said.
     """
 
     wrong: float
     uncertainty: float
+    asked: int = 0
 
 
 def measure_guess(examples: Examples, rows: int) -> Guess:
@@ -72,7 +74,7 @@ def measure_guess(examples: Examples, rows: int) -> Guess:
     for row in range(rows):
         _, targets = examples[row]
         asked[row], wrong[row] = (targets != UNASKED).sum(), ((targets != UNASKED) & (targets != said)).sum()
-    return Guess(*_ratio(wrong, asked))
+    return Guess(*_ratio(wrong, asked), int(asked.sum()))
 
 
 def measure_answers(model: nn.Module, examples: Examples, rows: int) -> Answers:

@@ -112,7 +112,7 @@ def held_keys(
     """Which keys each row sees, ``[B, G, T, T]`` bool: at most ``budget``, its own among them.
 
     Args:
-        logits: the teacher's, ``[B, H, T, T]``.
+        logits: the teacher's, ``[B, H, T, T]``, -inf where a row sees nothing.
         rule: one of :data:`RULES`.
         budget: M.
         given: scores of ``retention`` and ``utility`` ``[B, G, T, T]``; the other rules find theirs.
@@ -127,21 +127,21 @@ def held_keys(
     if budget < 1:
         raise ValueError(f"budget: expected at least 1 (the row's own key), got {budget}")
     B, H, T, _ = logits.shape
-    step, index = max(1, budget // ROOM), torch.arange(T, device=logits.device)
-    causal = index <= index[:, None]
+    step, index, there = max(1, budget // ROOM), torch.arange(T, device=logits.device), _visible(logits, heads)
     if rule in _BY_PLACE:
         first, begins = min(_BY_PLACE[rule], budget - 1), index // step * step
         oldest = (begins + step).clamp(max=T) - (budget - first)  # beside the first ones
-        return (causal & ((index < first) | (index >= oldest[:, None]))).expand(B, heads, T, T)
+        return there & ((index < first) | (index >= oldest[:, None]))
     held = torch.zeros(B, heads, T, dtype=torch.bool, device=logits.device)
     total, last, rows = logits.new_zeros(B, heads, T), logits.new_zeros(B, heads, 0, T), []
     for start in range(0, T, step):
         stop = min(start + step, T)
+        held = held & there[:, :, start]  # what no row sees any more takes no room
         if stop > budget:
             score = _SCORES[rule](_Seen(start, budget, start - index, total, last, given, window))
             best = score.masked_fill(~held, -torch.inf).topk(budget - (stop - start), -1).indices
             held = held & torch.zeros_like(held).scatter(-1, best, True)
-        now = (held[:, :, None] | (index >= start)) & causal[start:stop]  # [B, G, rows, T]
+        now = (held[:, :, None] | (index >= start)) & there[:, :, start:stop]  # [B, G, rows, T]
         rows.append(now)
         if rule in BY_ATTENTION:
             a = logits[:, :, start:stop].masked_fill(~now.repeat_interleave(H // heads, 1), -torch.inf)
@@ -149,6 +149,12 @@ def held_keys(
             total, last = total + weights.sum(2), torch.cat([last, weights], 2)[:, :, -OBSERVED:]
         held = now[:, :, -1]
     return torch.cat(rows, 2)
+
+
+def _visible(logits: Tensor, heads: int) -> Tensor:
+    """The keys that the model itself lets a row see, ``[B, G, T, T]`` bool: not what is beyond its own window."""
+    seen: Tensor = (logits > -torch.inf).unflatten(1, (heads, -1)).any(2).tril()
+    return seen
 
 
 class Limited(nn.Module):
@@ -162,7 +168,7 @@ class Limited(nn.Module):
         eps: of ``certified``.
 
     Attributes:
-        held: by call, the mean number of keys that a row sees.
+        held: by sequence of all calls, the mean number of keys that a row sees.
         late: likewise, of the last quarter of the rows.
         last: which keys the rows of the last call saw, ``[B, G, T, T]``.
     """
@@ -189,8 +195,8 @@ class Limited(nn.Module):
         ], -1)  # fmt: skip
         held = self._held(call, panels, a)
         seen = held.sum(-1).double()
-        self.held.append(float(seen.mean()))
-        self.late.append(float(seen[..., T * 3 // 4 :].mean()))
+        self.held += seen.mean((1, 2)).tolist()
+        self.late += seen[..., T * 3 // 4 :].mean((1, 2)).tolist()
         self.last = held
         a = a.masked_fill(~held.repeat_interleave(H // G, 1), -torch.inf)
         if (sink := given.get("sink")) is not None:
@@ -199,15 +205,15 @@ class Limited(nn.Module):
         return (a.softmax(-1)[..., :T] @ values).transpose(1, 2).to(call.v.dtype), None
 
     def _held(self, call: Call, panels: Logits, a: Tensor) -> Tensor:
-        G, T, causal = panels.heads, a.shape[-1], torch.ones(a.shape[-2:], dtype=torch.bool, device=a.device).tril()
+        G, T = panels.heads, a.shape[-1]
         if self.rule == "certified":
-            return ~self._certified(call) & causal
+            return ~self._certified(call) & _visible(a, G)
         scores, window = None, 1
         if self.rule in OF_NETWORKS:
             scores, window = self._retention(call, panels)
             if self.rule == "forgets":
                 assert isinstance(self.network, Forget)
-                return (scores >= self.network.options.threshold) & causal
+                return (scores >= self.network.options.threshold) & _visible(a, G)
         if self.rule == "utility":
             scores = needed(a, call.v)
         return held_keys(a, self.rule, min(self.budget, T), scores, heads=G, window=window)

@@ -22,6 +22,7 @@ from attnzoo.errors import check_kinds, several
 
 Array = npt.NDArray[np.float64]
 LEVEL = 0.05
+PAIRED = 8  # gains on either side, which stand beside each other in 40,320 ways
 Word = Literal["seen", "not seen", "undecided"]
 SEEN: Word = "seen"
 NOT_SEEN: Word = "not seen"
@@ -183,13 +184,22 @@ class Correlated:
 
     Args:
         bases: on the one side and on the other; smaller values are better.
-        pairs: further arms on the one side, with theirs on the other.
+        pairs: further arms on the one side, with theirs on the other; 2 to 8 of them, for every pairing is counted (4
+            or more for a p below 0.05).
         probe: what is measured of them.
+
+    Raises:
+        ValueError: fewer or more pairs.
     """
 
     bases: tuple[str, str]
     pairs: tuple[tuple[str, str], ...]
     probe: str
+
+    def __post_init__(self) -> None:
+        several(self, "pairs")
+        if not 2 <= len(self.pairs) <= PAIRED:
+            raise ValueError(f"pairs: expected 2 to {PAIRED}, whose every pairing is counted, got {len(self.pairs)}")
 
     @property
     def values(self) -> tuple[Value, ...]:

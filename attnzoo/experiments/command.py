@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -88,9 +89,9 @@ def run(
     if size.startswith("gpu") and device != "cpu" and not torch.cuda.is_available():
         raise UnavailableError(f"--size {size}: expected a CUDA GPU, found none; `--device cpu` runs it all the same")
     folder = out or Path("runs/experiments") / f"{Path(name).stem}-{size}"
-    asked = [f"--size {size}"] if size != "cpu" else []
-    asked += [f"--seeds {seeds}"] if seeds else []
-    asked += [f"--device {device}"] if device else []
-    command = " ".join(["attnzoo experiment run", name, *overrides, *asked])
+    asked = ["--size", size] if size != "cpu" else []
+    asked += ["--seeds", str(seeds)] if seeds else []
+    asked += ["--device", device] if device else []
+    command = shlex.join(["attnzoo", "experiment", "run", name, *overrides, *asked])
     plan = Plan(name, size, folder, seeds or found.seeds, overrides, device or device_of(size))
     run_experiment(plan, Console(highlight=False), command, jobs, minutes, only)

@@ -17,7 +17,7 @@ from attnzoo.experiments.claims import UNDECIDED, Array, Claim, Value, Verdict
 from attnzoo.experiments.experiment import Expectation, Experiment
 from attnzoo.files import write_whole
 
-BETTER = 4  # standard errors below a guess, so that it is no chance
+BETTER = 4  # standard errors of the difference below a guess, so that it is no chance
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,13 @@ class Trained:
     guesses: Mapping[str, Mapping[float, Guess]] = field(default_factory=dict)
 
     def betters(self, probe: str) -> bool:
-        """Whether a number of a probe, at any of its places, is better than a guess."""
+        """Whether a number of a probe, at any of its places, is better than a guess.
+
+        A guess that is never right by chance has no spread over its rows: what a model has right is uncertain, too.
+        """
         values = self.values.get(probe, {})
         guesses = {place: self.guesses[probe][place] for place in values}
-        return any(values[place] < guess.wrong - BETTER * guess.uncertainty for place, guess in guesses.items())
+        return any(_betters(values[place], guess) for place, guess in guesses.items())
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ def as_json(run: Trained) -> dict[str, Any]:
     """A run as what JSON can hold."""
     values = {probe: [[place, _number(x)] for place, x in found.items()] for probe, found in run.values.items()}
     guesses = {
-        probe: [[place, guess.wrong, _number(guess.uncertainty)] for place, guess in found.items()]
+        probe: [[place, guess.wrong, _number(guess.uncertainty), guess.asked] for place, guess in found.items()]
         for probe, found in run.guesses.items()
     }
     return {**asdict(run), "validation": _number(run.validation), "values": values, "guesses": guesses}
@@ -185,7 +188,7 @@ def from_json(kept: Mapping[str, Any]) -> Trained:
         probe: {place: math.nan if x is None else x for place, x in found} for probe, found in kept["values"].items()
     }
     guesses = {
-        probe: {place: Guess(wrong, math.nan if error is None else error) for place, wrong, error in found}
+        probe: {place: Guess(wrong, math.nan if error is None else error, *n) for place, wrong, error, *n in found}
         for probe, found in kept.get("guesses", {}).items()
     }
     validation = math.inf if kept["validation"] is None else kept["validation"]
@@ -195,6 +198,11 @@ def from_json(kept: Mapping[str, Any]) -> Trained:
 def chosen(tried: Sequence[Trained]) -> float:
     """The learning rate whose run had the lowest held-out loss at the end."""
     return min(tried, key=lambda run: run.validation).lr
+
+
+def _betters(wrong: float, guess: Guess) -> bool:
+    own = math.sqrt(wrong * (1 - wrong) / guess.asked) if guess.asked and 0 <= wrong <= 1 else 0.0
+    return wrong < guess.wrong - BETTER * math.hypot(guess.uncertainty, own)
 
 
 def _number(x: float) -> float | None:

@@ -64,8 +64,9 @@ class Subject:
 class Probe(Protocol):
     """What is measured, under which name, and what its places are called (nothing if there is one).
 
-    A probe may have ``at``, its places, and ``task``, whether it asks answers of a task or reads a text: then a claim
-    about another place, or a run on other data, is refused before any training. One that asks a task may have
+    A probe may have ``at``, its places, ``task``, whether it asks answers of a task or reads a text, and ``longest``,
+    the training contexts in its longest window of text: then a claim about another place, a run on other data or too
+    short a text is refused before any training. One that asks a task may have
     ``guess``, with the arguments of ``measure``: how wrong it is to say always the same, for each place. Claims about
     numbers that are no better than that in any model stay undecided. One with options may have ``check``: given the
     configuration of a run before any training, it raises ValueError where nothing could be measured.
@@ -199,6 +200,15 @@ class LossByPlace:
     def at(self) -> tuple[float, ...]:
         return tuple((band + 1) / self.bands for band in range(self.factor * self.bands))
 
+    @property
+    def longest(self) -> float:
+        return self.factor
+
+    def check(self, config: TrainConfig) -> None:
+        T = config.data.context_length
+        if not 1 <= self.bands <= T:
+            raise ValueError(f"bands: expected 1 to {T}, the tokens of the training context, got {self.bands}")
+
     def measure(self, subject: Subject) -> dict[float, float]:
         losses = _losses(subject, self.factor).mean(0)
         context = subject.config.data.context_length
@@ -225,6 +235,10 @@ class AddedByLength:
     @property
     def at(self) -> tuple[float, ...]:
         return tuple(float(n) for n in range(2, self.factor + 1))
+
+    @property
+    def longest(self) -> float:
+        return self.factor
 
     def measure(self, subject: Subject) -> dict[float, float]:
         windows, T = subject.windows(self.factor), subject.config.data.context_length
@@ -258,6 +272,10 @@ class Kept:
         return self.lengths
 
     @property
+    def longest(self) -> float:
+        return max(self.lengths)
+
+    @property
     def places(self) -> str:
         return "length, in training contexts"
 
@@ -281,6 +299,10 @@ class PrunedLoss:
     percent: bool = False
     at: ClassVar[tuple[float, ...]] = (1.0,)
     task: ClassVar[bool] = False
+
+    @property
+    def longest(self) -> float:
+        return self.length
 
     def measure(self, subject: Subject) -> dict[float, float]:
         if not any(isinstance(x, Attention) and x.variant.prunable for x in subject.model.modules()):

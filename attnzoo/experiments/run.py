@@ -22,6 +22,7 @@ from attnzoo.config import TrainConfig, load_config, read_settings, to_yaml
 from attnzoo.data import build_data
 from attnzoo.data.config import DataConfig
 from attnzoo.data.tasks import build_task
+from attnzoo.data.windows import heldout_starts
 from attnzoo.errors import at_least, unknown
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, chosen, from_json, save_outcome
@@ -67,17 +68,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         at_least(self, 2, "seeds")
-        for override in self.overrides:
-            key = override.partition("=")[0]
-            if key in OWN or key.startswith("model.attention_options."):
-                raise ValueError(f"{key}: the experiment sets it for each run; other settings can be given")
 
     def config(self, experiment: Experiment, arm: Arm, lr: float, seed: int) -> TrainConfig:
         """The training of one run."""
         size = find_size(experiment, self.size)
         given = (*experiment.settings, *size.settings, *(size.after if arm.after else ()), *arm.settings)
         settings = read_settings([*ALWAYS, *given])
-        for key in (key for key in OWN if key != "model.attention_options" and _names(settings, key)):
+        own = (*OWN, "start_from") if arm.after else OWN
+        for key in (key for key in own if key != "model.attention_options" and _names(settings, key)):
             raise ValueError(f"settings: {key} is set for each run (learning rates are lrs); other keys can be given")
         settings |= {"device": self.device, "seed": seed}
         settings.setdefault("optimizer", {})["lr"] = lr
@@ -95,6 +93,9 @@ class Plan:
                 )
             settings["start_from"] = self._folder(before, rates[0], seed)
         config = load_config(settings, self.overrides)
+        overrides = read_settings(self.overrides)
+        for key in (key for key in own if _names(overrides, key)):
+            raise ValueError(f"{key}: the experiment sets it for each run; other settings can be given")
         if config.data.task is not None:
             words = len(build_task(config.data.task, config.data.task_options).words)
             config = replace(config, model=replace(config.model, vocab_size=words))
@@ -175,7 +176,7 @@ def run_experiment(
             raise ValueError(f"arm {arm.name!r}: {error}") from error
         first = first or config
     assert first is not None
-    build_data(first.data)
+    _check_text(experiment.probes, first)
     arms = _with_those_before(experiment, only or experiment.arm_names)
     on_cpu = plan.device == "cpu" or not torch.cuda.is_available()
     jobs = jobs or _jobs_at_a_time(None if on_cpu else torch.cuda.mem_get_info()[1], operations)
@@ -189,7 +190,8 @@ def run_experiment(
     found = [_finished(plan, experiment, arm) for arm in experiment.arms]
     tried, runs = ([run for arm in found for run in arm[kind]] for kind in (0, 1))
     if not runs:
-        raise TimeoutError(f"no model was trained and measured in {minutes:g} minutes; the same command goes on")
+        when = "" if minutes is None else f" in {minutes:g} minutes"
+        raise TimeoutError(f"no model was trained and measured{when}; the same command goes on")
     outcome = Outcome(
         Path(plan.name).stem, plan.size, tuple(runs), tuple(tried), max(run.date for run in runs), command,
         describe_machine(accelerator=not on_cpu),
@@ -231,6 +233,17 @@ def _check_probe(probe: Probe, config: TrainConfig) -> None:
     if hasattr(probe, "check"):
         try:
             probe.check(config)
+        except ValueError as error:
+            raise ValueError(f"{probe.name!r}: {error}") from error
+
+
+def _check_text(probes: Sequence[Probe], config: TrainConfig) -> None:
+    """Raise ValueError where the data are not usable, or their text is shorter than a window of a probe."""
+    held, T = build_data(config.data).heldout, config.data.context_length
+    for probe in probes:
+        try:
+            if config.data.task is None:
+                heldout_starts(len(held), int(T * getattr(probe, "longest", 1)), 1)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"{probe.name!r}: {error}") from error
 
@@ -319,6 +332,14 @@ def _place(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int) -
     return Path(config.output_dir), key
 
 
+def _before(plan: Plan, experiment: Experiment, arm: Arm, seed: int) -> Trained | None:
+    """The run whose weights an arm's run starts from, where there is one."""
+    if not arm.after:
+        return None
+    before = experiment.arm(arm.after)
+    return _known(*_place(plan, experiment, before, _rates(plan, experiment, before)[0], seed))
+
+
 def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool) -> Trained:
     """A run, trained and measured unless it is already."""
     torch.set_flush_denormal(True)  # for what needs no training any more, as in training
@@ -330,6 +351,9 @@ def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int,
             train(config)
         return known
     try:
+        before = _before(plan, experiment, arm, seed)
+        if before is not None and before.note:
+            raise FloatingPointError(f"{before.arm}, whose weights it would start from: {before.note}")
         train(config)
     except FloatingPointError as error:  # too large a learning rate is an answer, too
         found = Trained(arm.name, lr, seed, float("inf"), {}, note=str(error))
@@ -337,6 +361,7 @@ def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int,
         raise CheckpointError(f"{error.found}. Give --out a new folder.") from error
     else:
         found = _measured(experiment, arm, config, size, measure)
+    folder.mkdir(parents=True, exist_ok=True)
     found = replace(found, date=datetime.date.today().isoformat())
     write_whole(folder / MEASURED, json.dumps({"key": key, "run": as_json(found)}, indent=1) + "\n")
     return found
@@ -379,9 +404,19 @@ def _key(config: TrainConfig, experiment: Experiment, size: Size, after: str) ->
     """Of all that decides what a run is and what is measured of it, but its place and that of the run before it: the
     text, too, since one source may hold another on another machine."""
     config = replace(config, output_dir="-", start_from=after or config.start_from)
-    text = f"{to_yaml(config)}{experiment.probes}{size.rows} {size.tokens}"
+    text = f"{to_yaml(config)}{_named(experiment.probes)}{size.rows} {size.tokens}"
     text += _fingerprint(json.dumps(asdict(replace(config.data, seed=0))))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _named(probes: Sequence[Probe]) -> str:
+    """Probes with their options, the same in every process: a default repr has the object's place in memory instead."""
+    plain = (probe for probe in probes if type(probe).__repr__ is object.__repr__)
+    options = [
+        {name: value for name in dir(probe) if name[0] != "_" and not callable(value := getattr(probe, name))}
+        for probe in plain
+    ]
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", f"{probes}{options or ''}")
 
 
 @cache
