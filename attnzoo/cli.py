@@ -20,7 +20,7 @@ from attnzoo.experiments.builtin import built_in, find_config
 from attnzoo.experiments.command import experiment
 from attnzoo.experiments.evaluate.command import evaluate
 from attnzoo.terminal import console, new_table, print_table
-from attnzoo.training.commands import export, extend, generate, import_, processes_option, train_by
+from attnzoo.training.commands import export, extend, generate, import_, processes_option, train_by, where_it_stands
 
 # Which extra installs a package, by the name under which it is imported.
 EXTRAS = dict.fromkeys(
@@ -198,12 +198,13 @@ def train(config: str, overrides: tuple[str, ...], processes: int) -> None:
 
     CONFIG is a YAML file with the fields of TrainConfig, or the name of a built-in one or of a preset, such as
     fox-pro-125m; KEY=VALUE overrides one of them, as in model.attention=gla. A run that was interrupted goes on
-    from its newest checkpoint.
+    from its newest checkpoint: RUN/config.yaml means the run in that folder, unless output_dir is given.
     """
     path = find_config(config, "train")
     from attnzoo.config import load_config
 
-    train_by(processes, load_config(path, overrides), "train", config, *overrides)
+    read = where_it_stands(load_config(path, overrides), path, overrides)
+    train_by(processes, read, "train", config, *overrides)
 
 
 @app.command(epilog=f"Built in: {', '.join(built_in('compare'))}.")

@@ -211,6 +211,16 @@ def test_train_trains(run: Any, tiny_train: Path, tmp_path: Path) -> None:
     assert len((tmp_path / "one" / "metrics.jsonl").read_text().splitlines()) == 4  # three steps and an evaluation
 
 
+def test_a_runs_own_configuration_goes_on_with_it_where_it_stands(run: Any, tiny_train: Path, tmp_path: Path) -> None:
+    run("train", tiny_train, f"output_dir={tmp_path}/one")
+    (tmp_path / "one").rename(tmp_path / "moved")
+    own = tmp_path / "moved" / "config.yaml"
+    assert run("train", own).out == f"run: {tmp_path}/moved\n"
+    assert not (tmp_path / "one").exists()
+    assert run("train", own, f"output_dir={tmp_path}/other", "steps=2").out == f"run: {tmp_path}/other\n"
+    assert len((tmp_path / "moved" / "metrics.jsonl").read_text().splitlines()) == 4  # as it was
+
+
 def test_an_interrupted_run_says_how_to_go_on(run: Any, tiny_train: Path, tmp_path: Path, monkeypatch: Any) -> None:
     plain, keys = Metrics.append, [signal.SIGINT]  # pressed once
 

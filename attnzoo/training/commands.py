@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,21 @@ processes_option = click.option(
     "--processes", type=click.IntRange(min=1), default=1, show_default=True,
     help="Processes on this machine: one for each GPU, or some that share a CPU.",
 )  # fmt: skip
+
+
+def where_it_stands(config: TrainConfig, path: Any, overrides: Sequence[str]) -> TrainConfig:
+    """A run's own configuration, for the folder that it is in, though the run began elsewhere or was moved since.
+
+    Args:
+        config: as read.
+        path: of the file that it was read from; anything else is none.
+        overrides: `key=value` each, `output_dir` perhaps among them, which then counts.
+    """
+    given = any(override.startswith("output_dir=") for override in overrides)
+    if given or not isinstance(path, Path) or path.name != "config.yaml":
+        return config
+    moved = (path.parent / "checkpoints").is_dir() and path.parent.resolve() != Path(config.output_dir).resolve()
+    return replace(config, output_dir=str(path.parent)) if moved else config
 
 
 def train_by(processes: int, config: TrainConfig, *words: str) -> None:
