@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import io
 import json
 import pickle
 import re
@@ -23,8 +24,9 @@ from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Expectation, find, names
 from attnzoo.experiments.outcome import Trained, as_json, from_json, load_outcome, save_outcome
-from attnzoo.experiments.report.experiment import markdown, render_experiment
+from attnzoo.experiments.report.experiment import markdown, render_experiment, verdict_table
 from attnzoo.experiments.run import Plan, run_experiment
+from attnzoo.terminal import print_table
 from attnzoo.training import CheckpointError
 
 OWN = """
@@ -386,6 +388,17 @@ def test_outcome_that_was_changed_is_refused(done):
     path.write_text(path.read_text().replace('"validation": ', '"validation": 1', 1))
     with pytest.raises(ValueError, match="not what was written"):
         load_outcome(path)
+
+
+def test_brackets_are_text_in_the_terminal(done):
+    outcome, experiment = load_outcome(Path("out/result.json")), find(done)
+    texts = ("With beta in [a, b] it is.", "It ends in [/a].")
+    expectations = tuple(replace(experiment.expectations[0], text=text) for text in texts)
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_table(verdict_table(replace(experiment, expectations=expectations), outcome), console)
+    said = console.export_text()
+    for text in texts:
+        assert text in said
 
 
 def test_place_that_was_not_measured_is_named(done):
