@@ -406,6 +406,10 @@ def test_place_that_was_not_measured_is_named(done):
     with pytest.raises(ValueError, match=r"expected a place of 'wrong answers', 1, 2, got 3"):
         outcome.values(Value("fox", "wrong answers", 3.0))
     assert outcome.verdict(AtMost(Value("fox", "speed"), 1.0)).why == "fox: speed was not measured"
+    nothing = tuple(replace(run, values={**run.values, "speed": {}}) for run in outcome.runs)  # a probe had none to say
+    for place in (None, 1.0):
+        verdict = replace(outcome, runs=nothing).verdict(AtMost(Value("fox", "speed", place), 1.0))
+        assert (verdict.word, verdict.why) == ("undecided", "fox: speed was not measured")
     save_outcome(outcome, Path("again.json"))
     assert load_outcome(Path("again.json")) == outcome
 
