@@ -89,6 +89,23 @@ def test_other_lengths_of_packed_sequences_take_the_same_graph(name):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"block": "hgrn2"}])
+def test_blocks_of_one_kind_share_a_graph(options):
+    """However deep a model is: past eight graphs torch runs a block as it is written."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "vocab_size": 20, "num_layers": 3}
+    plain = LanguageModel(ModelConfig(attention="gla", attention_options=options, **sizes))
+    tokens = torch.randint(20, (2, 5))
+    expected = loss_and_gradients(plain, plain, tokens)
+    for block in plain.blocks:
+        block.compile(backend="eager")
+    for got, want in zip(loss_and_gradients(plain, plain, tokens), expected, strict=True):
+        torch.testing.assert_close(got, want)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_padding_compiles_whole_where_the_batch_has_varied():
     """Its size is then a symbol of the graph, and that of a mask that is new is a number."""
     torch._dynamo.reset()

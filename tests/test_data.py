@@ -185,6 +185,14 @@ def test_no_data_is_refused(tmp_path):
         build_data(DataConfig(source=str(tmp_path / "nothing"), pattern="*.md"))
 
 
+def test_files_that_are_no_texts_are_refused_by_name(folder):
+    """A zero byte ends a document; files of tokens in a folder within would be read byte by byte."""
+    np.save(folder / "deep" / "tokens.npy", np.arange(500, dtype=np.uint16))
+    with pytest.raises(ValueError, match=r"deep/tokens\.npy' has a zero byte at \d+, .* data\.pattern"):
+        build_data(DataConfig(source=str(folder), context_length=8, vocab_size=500))
+    assert build_data(DataConfig(source=str(folder), context_length=8, pattern="*.txt")).vocab_size == 256
+
+
 def test_files_of_tokens_that_fill_no_row_are_left_out_with_a_line(tmp_path, caplog):
     for name, length in (("a", 90), ("b", 33), ("c", 32), ("d", 5), ("e", 90)):
         np.save(tmp_path / f"{name}.npy", np.arange(length) % 7)

@@ -169,6 +169,23 @@ def test_what_two_projections_of_a_gate_call_alike_starts_anew(tmp_path, caplog)
     assert torch.equal(two.blocks[0].attention.gate.members[1].dt_bias, one.blocks[0].attention.gate.dt_bias)
 
 
+def test_a_head_starts_as_the_embedding_that_it_was(run, tmp_path):
+    data = [f"data.source={run.parent / 'text.txt'}", f"output_dir={tmp_path / 'tied'}", "model.tie_embeddings=true"]
+    source, _ = load_run(train(load_config(None, [*SMALL, *data])))
+    for tied in (True, False):
+        model = LanguageModel(replace(source.config, tie_embeddings=tied))
+        exchange.start_from(model, str(tmp_path / "tied"), DataConfig())
+        assert torch.equal(model.embedding.weight, source.embedding.weight)
+        assert torch.equal(model.head.weight, source.embedding.weight)
+
+
+def test_a_head_of_its_own_is_not_taken_for_the_embedding(run, folder):
+    model = LanguageModel(replace(load_run(run)[0].config, tie_embeddings=True))
+    for source in (run, folder):
+        with pytest.raises(ValueError, match=r"start_from: the head of .* is not its embedding, .*tie_embeddings"):
+            exchange.start_from(model, str(source), DataConfig())
+
+
 def test_a_run_that_goes_on_does_not_start_again(run, tmp_path, caplog):
     options = ["model.attention=[mamba2,fox]", "checkpoint_every=1"]
     starting(tmp_path, run, *options)

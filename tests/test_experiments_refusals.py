@@ -15,7 +15,7 @@ from attnzoo.cli import app
 from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments.claims import AtLeast, AtMost, Below, Correlated, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.probes import (
     AddedByLength,
     AddedLoss,
@@ -54,6 +54,10 @@ from attnzoo.models import LanguageModel
         (
             {"expectations": (Expectation("It is.", "", AtMost(Value("a", "loss"), 1.0), ("gp",)),)},
             "unknown size 'gp' of the expectation 'It is.': expected one of cpu",
+        ),
+        (
+            {"measured": (Measured("cpu", "2026-01-31", "a laptop", "a.json", lacks=("b",)),)},
+            "unknown lacks 'b' of the result 'a.json': expected one of a",
         ),
     ],
 )

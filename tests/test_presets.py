@@ -180,7 +180,7 @@ def test_hgrn2_is_gla_with_keys_one_minus_f_and_rising_bounds():
 @pytest.mark.parametrize("low", [0.0, 2**-20, 0.25, 1 - 2**-10, 1.0])
 def test_hgrn2_gates_and_their_gradients_are_exact_for_any_logit(low: float) -> None:
     gate = BoundedForgetGate(Sizes(16, 2, 2, 8))
-    gate.shared = (lambda: torch.full((1, 16), low), 0)
+    gate.shared, gate.place = (lambda: torch.full((1, 16), low),), torch.tensor([0])
     z = torch.linspace(-70, 70, 320).view(1, 10, 2, 16)[..., :8].clone().requires_grad_()
     g = gate(torch.zeros(1, 10, 16), z, Stream(None, None, (1, 10), z.device))[0].log_diag
     (grad,) = torch.autograd.grad(g.sum(), z)
@@ -203,6 +203,24 @@ def test_lower_bounds_start_even_and_learn():
     model(torch.randint(11, (1, 9)), targets=torch.randint(11, (1, 9))).loss.backward()
     assert model.lower_bounds.logits.grad.abs().max() > 0
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["reset", "load", "assign"])
+def test_a_model_from_the_meta_device_knows_which_bound_is_whose(how):
+    normal, tokens = bounded().float(), torch.randint(11, (1, 9))
+    with torch.device("meta"):
+        meta = LanguageModel(normal.config)
+    if how != "assign":
+        meta.to_empty(device="cpu")
+        for block in meta.blocks:
+            block.attention.gate.place.fill_(-7)  # what an empty tensor may hold
+    if how == "reset":
+        for model in (normal, meta):
+            torch.manual_seed(0)
+            model.reset_parameters()
+    else:
+        meta.load_state_dict(normal.state_dict(), assign=how == "assign")
+    assert torch.equal(meta(tokens).logits, normal(tokens).logits)
 
 
 def test_copies_and_casts_of_a_model_keep_its_bounds_to_themselves():

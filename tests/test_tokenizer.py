@@ -134,6 +134,16 @@ def test_a_given_tokenizer_is_taken_and_carried(given, bpe, folder, tmp_path):
     assert len(decoded([*shards.train, *shards.held_out], bpe)) == 12
 
 
+@pytest.mark.parametrize("limits", ["cuts", "pads"])
+def test_a_given_tokenizer_neither_cuts_texts_nor_pads_them(limits, bpe, folder, tmp_path):
+    set_to = type(bpe).from_str(bpe.to_str())  # transformers saves what it last cut and padded to
+    set_to.enable_truncation(8) if limits == "cuts" else set_to.enable_padding(length=1024)
+    (tmp_path / "tokenizer.json").write_text(set_to.to_str())
+    shards = tokenize([folder], tmp_path / "tokens", tokenizer=tmp_path / "tokenizer.json", end=END).shards
+    texts = sorted(file.read_text() for file in folder.rglob("*.txt"))
+    assert sorted(decoded([*shards.train, *shards.held_out], bpe)) == texts
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

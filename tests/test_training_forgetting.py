@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_runs import StoppedError, config_of, outcome, stop_at, write_text
+from tiny_runs import StoppedError, config_of, numbers, outcome, stop_at, write_text
 from torch._dynamo.utils import counters
 
 from attnzoo.algebra.forgetting import Forgetting
@@ -150,6 +150,18 @@ def test_a_network_alone_learns_beside_frozen_weights(folder):
     bias = "blocks.1.attention.forget.bias"
     assert bias in added
     assert not torch.equal(after[bias], fresh[bias])
+
+
+def test_networks_alone_of_a_sharded_run_go_on_to_the_same_bits(folder):
+    alone = "forgetting={distill_steps: 2, anneal_steps: 4, alone: true}"
+    settings = (*FORGETS[:2], alone, f"start_from={folder / 'run'}", "sharding=fsdp")
+    train(config_of(folder, "alone", *settings))
+    with pytest.raises(StoppedError):
+        train(config_of(folder, "alone-stopped", *settings), on_row=stop_at(5))
+    train(config_of(folder, "alone-stopped", *settings))
+    assert numbers(folder / "alone-stopped") == numbers(folder / "alone")
+    whole, stopped = (load_run(folder / name)[0].state_dict() for name in ("alone", "alone-stopped"))
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,9 @@ def build_data(config: DataConfig) -> Data:
     Raises:
         FileNotFoundError: a source does not exist.
         PermissionError: a folder in it cannot be read.
-        ValueError: it holds no data, too little for one context, tokens that are no valid shard, or held-out tokens
-            outside the vocabulary, or that another source trains on; or several sources are not of one kind; or there
-            is no such task.
+        ValueError: it holds no data, too little for one context, a text with a zero byte, tokens that are no valid
+            shard, or held-out tokens outside the vocabulary, or that another source trains on; or several sources are
+            not of one kind; or there is no such task.
     """
     if config.task is not None:
         return _task_data(config, config.task)
@@ -266,7 +266,13 @@ def _no_data(source: str, why: str) -> ValueError:
 
 
 def _document(path: Path) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(path.read_bytes() + bytes([DOCUMENT_END]), dtype=np.uint8)
+    content, end = path.read_bytes(), bytes([DOCUMENT_END])
+    if end in content:
+        raise ValueError(
+            f"{str(path)!r} has a zero byte at {content.index(end)}, which would end a document: it is no text, and "
+            "data.pattern can leave it out of a folder"
+        )
+    return np.frombuffer(content + end, dtype=np.uint8)
 
 
 def _read_shard(path: Path, dtype: str) -> Tokens:

@@ -213,7 +213,8 @@ def read_tokenizer(path: Path) -> dict[str, bytes]:
 
 
 def parse_tokenizer(content: bytes) -> Any:
-    """The tokenizer, of tokenizers, that a `tokenizer.json` holds.
+    """The tokenizer, of tokenizers, that a `tokenizer.json` holds, without the truncation and the padding that
+    transformers may have saved in it.
 
     Raises:
         ValueError: it cannot be read.
@@ -222,9 +223,12 @@ def parse_tokenizer(content: bytes) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_buffer(content)
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises no kind of its own
         raise ValueError(f"tokenizer: {TOKENIZER} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:

@@ -40,6 +40,7 @@ TOKENIZER = (
     "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 BYTEWISE = "bytes"
+EMBEDDING, HEAD = "embedding.weight", "head.weight"
 KEPT = "tokenizer"  # in a run's folder: the files of the tokenizer of its data
 CODE = """import attnzoo  # registers the model's class
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -195,8 +196,11 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
 
     Raises:
         FileNotFoundError: neither is there.
-        ValueError: a weight of another shape, or none in common, or data by another tokenizer.
+        ValueError: a weight of another shape, or none in common, or data by another tokenizer; or a head of its own,
+            and a model without one.
     """
+    import torch
+
     from attnzoo.models.peers import Weights
 
     folder = Path(source)
@@ -215,6 +219,8 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
     once, homes = _by_projection([prefix + name for name in ours]), _by_projection(there.names)
     for name, tensor in ours.items():
         home = prefix + name
+        if name == HEAD and home not in there:  # a tied model's files hold it once
+            home = prefix + EMBEDDING
         if home not in there and _projection(home) in once:
             home = homes.get(_projection(home), home)
         if home not in there or (home != prefix + name and there.read(home).shape != tensor.shape):
@@ -228,9 +234,14 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
             )
     if not state:
         raise ValueError(f"start_from: {source!r} and this model have no weight in common")
-    model.load_state_dict(state, strict=False)
     if model.config.tie_embeddings:
-        new = [name for name in new if name != "head.weight"]
+        if {EMBEDDING, HEAD} <= state.keys() and not torch.equal(state[EMBEDDING], state[HEAD]):
+            raise ValueError(
+                f"start_from: the head of {source!r} is not its embedding, and model.tie_embeddings=true has one "
+                "matrix for both"
+            )
+        new = [name for name in new if name != HEAD]
+    model.load_state_dict(state, strict=False)
     left = sorted(name.removeprefix(prefix) for name in there.unread)
     logger.warning(
         "%d weights from %s; starting anew: %s; left there: %s",

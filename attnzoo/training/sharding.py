@@ -127,7 +127,11 @@ class TrainState:
                     load(state, checkpoint_id=checkpoint / name, no_dist=_alone())
         options = StateDictOptions(full_state_dict=has_all)
         set_model_state_dict(self.model, model, options=options)
+        before = [dict(group) for group in self.optimizer.param_groups]
         set_optimizer_state_dict(self.model, self.optimizer.optimizer, optimizer, options=options)
+        for group, settings in zip(self.optimizer.param_groups, before, strict=True):
+            for name, value in settings.items():  # torch forgets those of a group without parameters
+                group.setdefault(name, value)
 
     def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict

@@ -93,10 +93,7 @@ class Subject:
     def _tokenizer(self) -> Any:
         if not self.files:
             raise ValueError(f"{self.title} has no tokenizer ({TOKENIZER}): its tokens stand for no text so far")
-        tokenizer = parse_tokenizer(self.files[TOKENIZER])
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
+        return parse_tokenizer(self.files[TOKENIZER])
 
 
 def load_subject(

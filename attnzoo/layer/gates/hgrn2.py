@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ class BoundedForgetGate(GateProjection):
     """
 
     provides = ("log_diag",)
+    place: Tensor
 
     def __init__(self, sizes: Sizes, *, lower_bounds: bool = True) -> None:
         super().__init__(sizes)
@@ -37,14 +39,15 @@ class BoundedForgetGate(GateProjection):
                 f"num_kv_heads: expected num_heads = {sizes.num_heads} (the gate of each head is its key), "
                 f"got {sizes.num_kv_heads}"
             )
-        self.shared: tuple[LowerBounds, int] | None = None  # in a tuple: the module belongs to the model, not here
+        self.shared: tuple[LowerBounds] | None = None  # in a tuple: the module belongs to the model, not here
+        self.register_buffer("place", None, persistent=False)  # among them; a tensor, so that layers share a graph
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         z = wide(k)
         if self.shared is None:
             return Gate(log_diag=F.logsigmoid(z)), None
-        bounds, layer = self.shared
-        low = bounds()[layer].view(self.sizes.num_heads, -1)
+        [bounds] = self.shared
+        low = bounds().index_select(0, self.place).view(self.sizes.num_heads, -1)
         low = low.clamp(torch.finfo(low.dtype).tiny, 1 - torch.finfo(low.dtype).eps)  # with finite logarithms
         odds = torch.log1p(-low) - torch.logaddexp(z, low.log())  # log((1 - f) / f): no sum cancels, no exp overflows
         return Gate(log_diag=-torch.logaddexp(odds, odds.new_zeros(()))), None
@@ -72,11 +75,25 @@ class LowerBounds(PreciseModule):
         if len(widths) > 1:
             raise ValueError(f"attention: expected one width of all gates with lower bounds, got {widths}")
         self.keep("logits", torch.zeros(len(gates), widths[0]), trainable=True)
-        for place, gate in enumerate(gates):
-            gate.shared = (self, place)
+        self.gates = tuple(gates)  # in a tuple: they belong to the layers
+        for gate in gates:
+            gate.shared = (self,)
+        self._tell_places(self.logits.device)
 
     def reset_parameters(self) -> None:
         fill(self.logits, torch.zeros_like(self.logits))
+        for place, gate in enumerate(self.gates):
+            fill(gate.place, torch.tensor([place]))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Also restore the gates' places, which no checkpoint holds, where the model was made on the meta device."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._tell_places(state_dict.get(f"{prefix}logits", self.logits).device)
+
+    def _tell_places(self, device: torch.device) -> None:
+        for place, gate in enumerate(self.gates):
+            told = gate.place is None or gate.place.is_meta
+            gate.place = torch.tensor([place], device=device if told else gate.place.device)
 
     def forward(self) -> Tensor:
         """``[layers, H K]``, from 0 in the first row to below 1 in the last."""
