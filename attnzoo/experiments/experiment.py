@@ -107,7 +107,7 @@ class Grid:
         columns: names on top.
         arms: in its fields, row by row; an empty name leaves a field empty.
         probe: what is shown.
-        at: at which place; None for the last.
+        at: at which place; None for the largest.
     """
 
     title: str

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from rich.markup import escape
 from rich.table import Table
 
 from attnzoo.evaluation.memory import OF_NETWORKS
@@ -96,7 +97,7 @@ def verdict_table(experiment: Experiment, outcome: Outcome) -> Table:
     table = new_table("expected", "verdict", "numbers", prose=["expected", "numbers"])
     colors = {"seen": "green", "not seen": "red", "undecided": "yellow"}
     for expectation, verdict in outcome.verdicts(experiment):
-        table.add_row(expectation.text, f"[{colors[verdict.word]}]{verdict.word}[/]", verdict.why)
+        table.add_row(escape(expectation.text), f"[{colors[verdict.word]}]{verdict.word}[/]", escape(verdict.why))
     return table
 
 
