@@ -136,6 +136,20 @@ def test_what_cannot_be_imported_is_named(fields, message):
         peer_of(fields)
 
 
+@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_a_model_without_a_language_head_is_named(kind):
+    model = getattr(transformers, kind)(transformers.LlamaConfig(**SIZES))
+    with pytest.raises(ValueError, match=rf"^source: expected a causal language model with its head.*, got {kind}$"):
+        from_peer(model)
+
+
+def test_what_is_no_model_is_named():
+    with pytest.raises(ValueError, match=r"^source: expected a causal language model.*, got Linear$"):
+        from_peer(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"^source: expected a folder or a model, got int$"):
+        from_peer(3)
+
+
 def test_a_kind_of_scaling_that_is_not_known_is_refused():
     rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}
     with pytest.raises(ValueError, match="rope_type = 'yarn'"):

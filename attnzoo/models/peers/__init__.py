@@ -68,6 +68,9 @@ class Peer:
     notes: tuple[str, ...] = ()
 
 
+CAUSAL = "expected a causal language model with its head (of PEFT, what merge_and_unload() gives)"
+
+
 def from_peer(source: str | Path | nn.Module, *, dtype: torch.dtype | None = None) -> LanguageModel:
     """A peer's model as a :class:`~attnzoo.models.LanguageModel` in evaluation mode.
 
@@ -81,16 +84,27 @@ def from_peer(source: str | Path | nn.Module, *, dtype: torch.dtype | None = Non
     Raises:
         FileNotFoundError: no such folder, or no weights in it.
         ValueError: a kind of model that is not known, a setting that has no counterpart, or weights that are missing,
-            left over or of another shape.
+            left over or of another shape, as of a model without its head or inside an adapter.
+        TypeError: neither a folder nor a model.
     """
     if isinstance(source, nn.Module):
-        fields, weights = source.config.to_dict(), Weights.of_state(source.state_dict())  # type: ignore[union-attr, operator]
+        if not hasattr(getattr(source, "config", None), "to_dict"):
+            raise ValueError(f"source: {CAUSAL}, got {type(source).__name__}")
+        peer, weights = peer_of(source.config.to_dict()), _weights_of(source)  # type: ignore[union-attr, operator]
+    elif isinstance(source, (str, Path)):
+        peer, weights = peer_of(read_settings(Path(source))), Weights.of_folder(Path(source))
     else:
-        fields, weights = read_settings(Path(source)), Weights.of_folder(Path(source))
-    peer = peer_of(fields)
+        raise TypeError(f"source: expected a folder or a model, got {type(source).__name__}")
     for note in peer.notes:
         logger.warning(note)
     return build(peer, weights, dtype)
+
+
+def _weights_of(model: nn.Module) -> Weights:
+    weights = model.state_dict()
+    if "lm_head.weight" not in weights:
+        raise ValueError(f"source: {CAUSAL}, got {type(model).__name__}")
+    return Weights.of_state(weights)
 
 
 def peer_of(fields: dict[str, Any]) -> Peer:
