@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import io
 import json
 import pickle
 import re
@@ -23,8 +24,9 @@ from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Expectation, find, names
 from attnzoo.experiments.outcome import Trained, as_json, from_json, load_outcome, save_outcome
-from attnzoo.experiments.report.experiment import markdown, render_experiment
+from attnzoo.experiments.report.experiment import markdown, render_experiment, verdict_table
 from attnzoo.experiments.run import Plan, run_experiment
+from attnzoo.terminal import print_table
 from attnzoo.training import CheckpointError
 
 OWN = """
@@ -388,11 +390,26 @@ def test_outcome_that_was_changed_is_refused(done):
         load_outcome(path)
 
 
+def test_brackets_are_text_in_the_terminal(done):
+    outcome, experiment = load_outcome(Path("out/result.json")), find(done)
+    texts = ("With beta in [a, b] it is.", "It ends in [/a].")
+    expectations = tuple(replace(experiment.expectations[0], text=text) for text in texts)
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_table(verdict_table(replace(experiment, expectations=expectations), outcome), console)
+    said = console.export_text()
+    for text in texts:
+        assert text in said
+
+
 def test_place_that_was_not_measured_is_named(done):
     outcome = load_outcome(Path("out/result.json"))
     with pytest.raises(ValueError, match=r"expected a place of 'wrong answers', 1, 2, got 3"):
         outcome.values(Value("fox", "wrong answers", 3.0))
     assert outcome.verdict(AtMost(Value("fox", "speed"), 1.0)).why == "fox: speed was not measured"
+    nothing = tuple(replace(run, values={**run.values, "speed": {}}) for run in outcome.runs)  # a probe had none to say
+    for place in (None, 1.0):
+        verdict = replace(outcome, runs=nothing).verdict(AtMost(Value("fox", "speed", place), 1.0))
+        assert (verdict.word, verdict.why) == ("undecided", "fox: speed was not measured")
     save_outcome(outcome, Path("again.json"))
     assert load_outcome(Path("again.json")) == outcome
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tiny_runs import EXPERIMENT as TINY
 
+from attnzoo.experiments.claims import Value
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find, layers_of
+from attnzoo.experiments.outcome import load_outcome
 from attnzoo.experiments.probes import Loss
-from attnzoo.experiments.run import Plan
+from attnzoo.experiments.run import Plan, run_experiment
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,23 @@ def test_probe_of_one_s_own_may_be_a_dataclass(tmp_path):
                     "@dataclass\nclass Own:\n    kind: ClassVar[str] = ''\nEXPERIMENT = Own()\n")  # fmt: skip
     with pytest.raises(TypeError, match=r"expected an Experiment as EXPERIMENT, got Own\("):
         find(str(path))
+
+
+def test_an_experiment_may_read_several_texts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        Path(f"{name}.txt").write_text(f"{name} text. " * 300)
+    text = "data.sources=[{source: a.txt}, {source: b.txt, weight: 2}]"
+    sizes = {"cpu": Size((*TINY, text, "data.context_length=8"), (0.1,), tokens=64)}
+    mine = Experiment("Mine", "?", (Arm("fox", "fox"),), sizes, (Loss(),), ())
+    monkeypatch.setattr("attnzoo.experiments.run.find", lambda name: mine)
+    run_experiment(Plan("mine", "cpu", Path("out"), 2, device="cpu"), Console(quiet=True), jobs=1)
+    first = load_outcome(Path("out/result.json"))
+    assert len(first.values(Value("fox", "loss"))) == 2
+    Path("b.txt").write_text("another text. " * 300)
+    run_experiment(Plan("mine", "cpu", Path("new"), 2, device="cpu"), Console(quiet=True), jobs=1)
+    second = load_outcome(Path("new/result.json"))
+    assert (second.values(Value("fox", "loss")) != first.values(Value("fox", "loss"))).all()
 
 
 def test_options_of_an_arm_at_a_size_stand_in_the_place_of_its_own(tmp_path, monkeypatch):

@@ -15,8 +15,20 @@ from attnzoo.cli import app
 from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments.claims import AtLeast, AtMost, Below, Correlated, Value
-from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Size
-from attnzoo.experiments.probes import AddedByLength, Kept, Loss, LossByPlace, PrunedLoss, Subject, Wrong, WrongOver
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
+from attnzoo.experiments.probes import (
+    AddedByLength,
+    AddedLoss,
+    Kept,
+    KeysHeld,
+    Loss,
+    LossByPlace,
+    PrunedLoss,
+    Subject,
+    Wrong,
+    WrongOver,
+    WrongWithin,
+)
 from attnzoo.experiments.run import Plan, run_experiment
 from attnzoo.models import LanguageModel
 
@@ -43,6 +55,10 @@ from attnzoo.models import LanguageModel
             {"expectations": (Expectation("It is.", "", AtMost(Value("a", "loss"), 1.0), ("gp",)),)},
             "unknown size 'gp' of the expectation 'It is.': expected one of cpu",
         ),
+        (
+            {"measured": (Measured("cpu", "2026-01-31", "a laptop", "a.json", lacks=("b",)),)},
+            "unknown lacks 'b' of the result 'a.json': expected one of a",
+        ),
     ],
 )
 def test_experiment_that_contradicts_itself_is_refused(change, message):
@@ -66,6 +82,22 @@ def test_experiment_that_contradicts_itself_is_refused(change, message):
 def test_claim_that_could_not_be_judged_is_refused_where_it_is_made(make, message):
     with pytest.raises(ValueError, match=message):
         make(Value("a", "loss"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AddedLoss("x", "windo"), "unknown rule 'windo' of the probe 'x': .* did you mean 'window'"),
+        (lambda: WrongWithin("x", "forget"), "unknown rule 'forget' of the probe 'x': .* did you mean 'forgets'"),
+        (lambda: KeysHeld("x", "h2o"), "unknown rule 'h2o' of the probe 'x': expected one of certified, forgets"),
+        (lambda: AddedLoss("x", "h2o", (0.5, 0.0)), r"shares: expected numbers in \(0, 1\] of the probe 'x', got 0.0"),
+        (lambda: WrongWithin("x", "h2o", (1.5,)), r"shares: expected numbers in \(0, 1\] of the probe 'x', got 1.5"),
+        (lambda: WrongWithin("x", "h2o", 0.5), r"shares of the probe 'x': expected a tuple, .* got 0.5"),
+    ],
+)
+def test_rule_that_a_probe_does_not_know_is_refused_where_it_is_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 @pytest.mark.parametrize(

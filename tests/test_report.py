@@ -311,6 +311,18 @@ def test_infinite_loss_is_reported_not_hidden(results: list[RunResult]) -> None:
     assert "not finite" in page
 
 
+def test_brackets_in_names_are_text_in_the_terminal(results: list[RunResult]) -> None:
+    """And no styles, which rich would take away, or fail at."""
+    named = [replace(x, facts=replace(x.facts, label=f"{x.facts.variant} [beta]", group="a [/b]")) for x in results[:2]]
+    named.append(results[2])
+    console = Console(record=True, width=200, file=StringIO())
+    print_table(terminal_table(named), console)
+    text = console.export_text()
+    for result in named[:2]:
+        assert result.facts.label in text
+    assert text.count("a [/b]") == 2
+
+
 @pytest.mark.parametrize("width", [20, 80])
 def test_terminal_table_is_sorted_and_complete(results: list[RunResult], width: int) -> None:
     console = Console(width=width, record=True, file=StringIO())

@@ -20,7 +20,8 @@ class EffectiveContext:
     """The effective context of each head on one window: the smallest number of newest keys that hold 1 - eps of a row's
     weight, median over the rows of the window (of an even number, the lower of the middle two).
 
-    Row i has i keys, so a head that spreads its weight evenly has about half of the window.
+    Row i has i keys, so a head that spreads its weight evenly has about half of the window. What a forget network would
+    drop counts: the weights are those of the layer that has all its keys.
 
     Args:
         tokens: in the window.

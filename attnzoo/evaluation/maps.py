@@ -27,7 +27,7 @@ class LayerMap:
         variant: its name.
         weights: what token t (row) takes of token j's value (column), ``[H, T, T]``, 0 above the diagonal; of a token
             that writes several values, the sum. On the softmax side rows add up to 1, but for what a sink takes, and
-            pruning is left out; on the linear side weights may have any sign.
+            pruning and what a forget network drops are left out; on the linear side weights may have any sign.
         decay: exp(d_tj), the product of the forget gates between, ``[H, T, T]``, mean over channels where a gate has
             several; None for a layer without such a gate.
     """

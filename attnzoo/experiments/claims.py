@@ -36,7 +36,7 @@ class Value:
     Args:
         arm: whose runs.
         probe: what is measured of them.
-        at: the place, among those of the probe; None for its last one.
+        at: the place, among those of the probe; None for the largest.
     """
 
     arm: str

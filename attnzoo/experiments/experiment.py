@@ -107,7 +107,7 @@ class Grid:
         columns: names on top.
         arms: in its fields, row by row; an empty name leaves a field empty.
         probe: what is shown.
-        at: at which place; None for the last.
+        at: at which place; None for the largest.
     """
 
     title: str
@@ -150,6 +150,7 @@ class Measured:
         machine: what it ran on.
         result: the file in docs/results.
         tried: what else was tried where a claim was not seen, or was decided after the numbers were in.
+        lacks: arms that came after it, of which it has no runs.
     """
 
     size: str
@@ -157,6 +158,10 @@ class Measured:
     machine: str
     result: str
     tried: str = ""
+    lacks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        several(self, "lacks")
 
 
 @dataclass(frozen=True)
@@ -214,6 +219,10 @@ class Experiment:
         for number, arm in enumerate(self.arms):
             if arm.after and arm.after not in self.arm_names[:number]:
                 raise unknown("after", arm.after, self.arm_names[:number], of=f"the arm {arm.name!r}")
+        for each in self.measured:
+            for name in each.lacks:
+                if name not in self.arm_names:
+                    raise unknown("lacks", name, self.arm_names, of=f"the result {each.result!r}")
 
     def _check_sizes(self) -> None:
         """Those that arms and expectations name are there."""

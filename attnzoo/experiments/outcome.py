@@ -144,7 +144,7 @@ class Outcome:
         few = [f"{arm}: {n} of {self.planned} seeds" for arm, n in counts.items() if n < max(self.planned, 1)]
         ended = {arm: [run for run in self.of(arm) if not run.note] for arm in counts}
         asked = dict.fromkeys((value.arm, value.probe) for value in claim.values)
-        lacking = [(arm, probe) for arm, probe in asked if any(probe not in run.values for run in ended[arm])]
+        lacking = [(arm, probe) for arm, probe in asked if any(not run.values.get(probe) for run in ended[arm])]
         return few or [f"{arm}: {probe} was not measured" for arm, probe in lacking]
 
 

@@ -14,9 +14,10 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.config import TrainConfig
 from attnzoo.data import Data, heldout_windows
 from attnzoo.data.tasks import Examples, build_task
+from attnzoo.errors import several, unknown
 from attnzoo.evaluation import Array, gate_maps, token_losses
 from attnzoo.evaluation.answers import Guess, measure_answers, measure_guess
-from attnzoo.evaluation.memory import OF_NETWORKS, UNLIMITED, knows, limited, loss_within
+from attnzoo.evaluation.memory import OF_NETWORKS, RULES, UNLIMITED, knows, limited, loss_within
 from attnzoo.evaluation.pruning import pruning
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
@@ -322,6 +323,14 @@ class _Within:
     rule: str
     shares: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        several(self, "shares", of=f"the probe {self.name!r}")
+        if self.rule not in (*RULES, *UNLIMITED):
+            raise unknown("rule", self.rule, (*RULES, *UNLIMITED), of=f"the probe {self.name!r}")
+        for share in self.shares:
+            if not 0 < share <= 1:
+                raise ValueError(f"shares: expected numbers in (0, 1] of the probe {self.name!r}, got {share}")
+
     @property
     def at(self) -> tuple[float, ...]:
         return (1.0,) if self.rule in UNLIMITED else self.shares
@@ -366,6 +375,10 @@ class KeysHeld:
     places: str = ""
     percent: bool = True
     at: ClassVar[tuple[float, ...]] = (1.0,)
+
+    def __post_init__(self) -> None:
+        if self.rule not in UNLIMITED:
+            raise unknown("rule", self.rule, UNLIMITED, of=f"the probe {self.name!r}")
 
     def measure(self, subject: Subject) -> dict[float, float]:
         if not _measures(subject, self.rule):

@@ -422,7 +422,7 @@ def _named(probes: Sequence[Probe]) -> str:
 @cache
 def _fingerprint(data: str) -> str:
     """Of what a source holds now; `data` is a DataConfig as JSON."""
-    return build_data(DataConfig(**json.loads(data))).fingerprint
+    return build_data(load_config(json.loads(data), (), DataConfig)).fingerprint
 
 
 def _known(folder: Path, key: str) -> Trained | None:

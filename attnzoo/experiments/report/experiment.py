@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from rich.markup import escape
 from rich.table import Table
 
 from attnzoo.evaluation.memory import OF_NETWORKS
@@ -96,7 +97,7 @@ def verdict_table(experiment: Experiment, outcome: Outcome) -> Table:
     table = new_table("expected", "verdict", "numbers", prose=["expected", "numbers"])
     colors = {"seen": "green", "not seen": "red", "undecided": "yellow"}
     for expectation, verdict in outcome.verdicts(experiment):
-        table.add_row(expectation.text, f"[{colors[verdict.word]}]{verdict.word}[/]", verdict.why)
+        table.add_row(escape(expectation.text), f"[{colors[verdict.word]}]{verdict.word}[/]", escape(verdict.why))
     return table
 
 
@@ -289,15 +290,15 @@ def _overlays(experiment: Experiment, outcome: Outcome) -> list[dict[str, str]]:
 def overlaid(experiment: Experiment, number: int, outcome: Outcome) -> run_figures.Overlaid:
     """What one of an experiment's overlays shows; what has no number yet is left out.
 
-    A label has one colour in all of them. What a forget network decides is solid, what no network decides dashed, and
-    what looks ahead dotted.
+    A label has one colour in all of them. What a forget network decides is solid (or dashed and dotted, where colours
+    come again), what no network decides dashed, and what looks ahead dotted.
     """
     overlay = experiment.overlays[number]
     probes = {probe.name: probe for probe in experiment.probes}
     names = list(dict.fromkeys(label for each in experiment.overlays for label, *_ in each.curves))
-    colors = {name: figures.PAIR_COLORS[n % len(figures.PAIR_COLORS)] for n, name in enumerate(names)}
+    rounds = {name: divmod(n, len(figures.PAIR_COLORS)) for n, name in enumerate(names)}
     lines = [
-        replace(_line(arm, probes[name], outcome, Look(colors[label], _dash(probes[name]))), label=label, key=label)
+        replace(_line(arm, probes[name], outcome, _look(probes[name], *rounds[label])), label=label, key=label)
         for label, arm, name in overlay.curves
         if outcome.places(arm, name)
     ]
@@ -312,9 +313,10 @@ def overlaid(experiment: Experiment, number: int, outcome: Outcome) -> run_figur
     return run_figures.Overlaid(lines, points, first.places, overlay.axis, first.percent)
 
 
-def _dash(probe: Probe) -> tuple[float, ...]:
-    rule = getattr(probe, "rule", None)
-    return () if rule is None or rule in OF_NETWORKS else (1, 1.4) if rule == "utility" else (4, 1.6)
+def _look(probe: Probe, again: int, color: int) -> Look:
+    rule, solid = getattr(probe, "rule", None), figures.DASHES["softmax"][min(again, 1)]
+    dash = solid if rule is None or rule in OF_NETWORKS else (1, 1.4) if rule == "utility" else (4, 1.6)
+    return Look(figures.PAIR_COLORS[color], dash)
 
 
 def _limits_of(experiment: Experiment, probe: Probe) -> list[float]:

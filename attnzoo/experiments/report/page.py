@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from attnzoo.evaluation import Array, moving_mean
@@ -108,9 +109,9 @@ def terminal_table(results: Sequence[RunResult]) -> Table:
         loss, error = result.final_loss
         kept = result.kept("tail")
         table.add_row(
-            result.facts.label,
+            escape(result.facts.label),
             result.facts.side,
-            *([result.facts.group] if groups else []),
+            *([escape(result.facts.group)] if groups else []),
             f"{loss:.4f}",
             f"{error:.4f}",
             number(result.perplexity[context - 1]),
