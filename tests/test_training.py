@@ -162,7 +162,9 @@ def test_load_run_gives_the_trained_model_and_its_config(config_of, caplog):
     config = config_of("model.tie_embeddings=true", "eval_tokens=100000")
     run_dir = train(config)
     assert "shared tensor" not in caplog.text  # a tied weight is no news
+    random = torch.get_rng_state()
     model, loaded = load_run(run_dir)
+    assert torch.equal(torch.get_rng_state(), random)  # no first weights were drawn
     assert loaded == config
     assert not model.training
     heldout = torch.from_numpy(np.array(build_data(config.data).heldout, dtype=np.int64))

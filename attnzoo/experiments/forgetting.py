@@ -95,6 +95,7 @@ def part_by_part(ahead: int, lr: float = 0.01) -> tuple[Arm, ...]:
         arm("deep layers first", "forgetting.order=deep_first"),
         arm("pair, free", network="pair", monotone=False),
         arm("learned budget", learned_budget=True),
+        arm("budget of half", budget=0.5),
         arm("no second phase", "forgetting.distill_steps=1000000"),
         replace(arm("all weights", "forgetting.alone=false"), lrs=(lr,)),
     )
@@ -118,6 +119,6 @@ def one_thing_changed(axis: str, network: str, rules: tuple[tuple[str, str], ...
             ("What the network looks at, monotone or free", ("pair", "attention", "decay", "pair, free")),
             ("What it learns from", ("plain maximum", "plain soft maximum", "discount", "no second phase")),
             ("How it is trained", ("sharp from the start", "shallow layers first", "deep layers first",
-                                   "learned budget", "all weights")),
+                                   "learned budget", "budget of half", "all weights")),
         )
     )  # fmt: skip

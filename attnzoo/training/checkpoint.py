@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 from attnzoo.config import config_differences, load_config, to_yaml
 from attnzoo.files import damaged_name, digest, sync, write_whole
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.digests import MODEL, PARTS, WEIGHTS, damage, read_digests, weights_in, write_digests
+from attnzoo.training.digests import MODEL, WEIGHTS, damage, read_digests, weights_in, write_digests
 from attnzoo.training.forgetting import networks, set_phase
-from attnzoo.training.sharding import TrainState, join_parts
+from attnzoo.training.sharding import TrainState, read_weights
 
 if TYPE_CHECKING:
     from attnzoo.data import Data
@@ -352,7 +352,7 @@ def load_run(
         CheckpointError: the configuration is not the checkpoint's, does not fit the weights or cannot be read, or every
             checkpoint is damaged.
     """
-    from safetensors.torch import load_model
+    import torch
 
     from attnzoo.training.model import new_model
 
@@ -363,14 +363,17 @@ def load_run(
     if checkpoint is None:
         raise FileNotFoundError(f"the run in {str(run_dir)!r} has no checkpoint yet")
     config = config_of(run_dir, checkpoint)
-    model = new_model(config)
+    with torch.device("meta"):  # first weights would be drawn for nothing
+        model = new_model(config)
     try:
-        if (checkpoint / PARTS).is_dir():
-            model.load_state_dict(join_parts(checkpoint / PARTS))
-        else:
-            load_model(model, checkpoint / WEIGHTS)
+        state = read_weights(checkpoint)
+        if config.model.tie_embeddings:
+            state.setdefault("head.weight", state["embedding.weight"])  # safetensors holds a tied weight once
+        model.load_state_dict(state, assign=True)
     except Exception as error:
         raise CheckpointError(f"{checkpoint} does not fit {run_dir / 'config.yaml'}: {error}") from error
+    if config.model.tie_embeddings:
+        model.head.weight = model.embedding.weight
     at_once = config.forgetting.anneal_steps == 0  # nothing lies between the phases: the first ends in the second
     set_phase(networks(model), config.forgetting, step_of(checkpoint) + at_once)
     return model.to(device).eval(), config

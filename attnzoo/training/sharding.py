@@ -156,6 +156,19 @@ class TrainState:
         return model, {"state": state, "param_groups": groups}
 
 
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint, sharded or not, by name, in memory of their own.
+
+    Raises:
+        Exception: they cannot be read.
+    """
+    from safetensors.torch import load_file
+
+    if (checkpoint / PARTS).is_dir():
+        return join_parts(checkpoint / PARTS)
+    return {name: tensor.clone() for name, tensor in load_file(checkpoint / WEIGHTS).items()}
+
+
 def join_parts(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder of `torch.distributed.checkpoint`, put together in this process.
 

@@ -72,6 +72,6 @@ EXPERIMENT = Experiment(
     ),
     overlays=one_thing_changed("wrong answers", NETWORK, (("window", WINDOW), ("later use", LATER))),
     measured=(
-        Measured("cpu", "2026-11-22", "32 shared cores of an Intel Xeon", "2026-11-22-forgetting_ablations-cpu.json"),
+        Measured("cpu", "2026-11-23", "two busy cores of an Intel Xeon", "2026-11-23-forgetting_ablations-cpu.json"),
     ),
 )  # fmt: skip
