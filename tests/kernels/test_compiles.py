@@ -23,6 +23,7 @@ CASES = (
     "8.6:path bf16 128 heads$:carry_bwd",
     "8.9:wall bf16 64 gate$:carry_bwd",
     "10.0:fox bf16 64 gate$:fwd",
+    "10.0:path bf16 64 gate$:product_bwd",
     "12.0:fox bf16 64 gate$:fwd",
 )
 
@@ -71,5 +72,6 @@ def test_portable_kernels_fit_small_gpus(compiled: list[dict[str, Any]]) -> None
         ("8.6", "path_carry_bwd_kernel"),
         ("8.9", "wall_carry_bwd_kernel"),
         ("10.0", "fox_fwd_portable_kernel"),
+        ("10.0", "path_product_bwd_kernel"),
         ("12.0", "fox_fwd_portable_kernel"),
     }

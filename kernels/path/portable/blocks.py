@@ -23,7 +23,7 @@ from torch import Tensor
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves
 
-from .inverse import Kept, _mm, _mm_pair, _pieces, _tile_scale, _unit_rows, invert, launch, new_kept, tree_block
+from .inverse import Kept, _mm, _mm_pair, _pieces, _power_of_two, _unit_rows, invert, launch, new_kept, tree_block
 from .tree import new_tree
 
 
@@ -291,7 +291,7 @@ def path_product_bwd_kernel(
     if NG == 1:
         b_f = b_f.to(DT)
     d_x = _mm(b_f, tl.trans(b_w), cc, NG, NW, DT) + tl.load(p_dx + o_cc)
-    s, inv = _tile_scale(d_x)
+    s, inv = _power_of_two(tl.max(tl.abs(d_x)))  # over rows, then columns, Triton 3.6 and 3.7 fail for Blackwell
     d_l = _mm(tl.trans(b_v), d_x * inv, cc, NG, NG, DV)
     d_beta = tl.sum(tl.where(o_c[:, None] == o_c[None, :], d_l, 0.0), 1)
     d_l = tl.where(m_lo, -_mm(d_l * b_beta[None, :], tl.trans(b_v), cc, NG, NG, DV), 0.0)
