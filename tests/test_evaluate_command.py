@@ -19,7 +19,9 @@ from test_doc_outputs import DOCS, FENCE
 from attnzoo.cli import app
 from attnzoo.config import load_config
 from attnzoo.data import build_data, heldout_windows
+from attnzoo.data.config import WeightedSource
 from attnzoo.data.tasks import TASKS, Examples, build_task
+from attnzoo.data.texts import held_out_names, stdlib_files
 from attnzoo.evaluation import (
     Answers,
     EffectiveContext,
@@ -163,6 +165,19 @@ def test_other_text_may_be_given(run, tmp_path):
     for text, message in ((tmp_path / "c.txt", "file, a folder of them or 'stdlib', got"), (tmp_path, "not UTF-8")):
         with pytest.raises((FileNotFoundError, ValueError), match=message):
             held_out_text(subject, str(text))
+
+
+def test_standard_library_is_held_out_as_the_run_held_it_out(run):
+    subject = load_subject(run)
+    usual = len(held_out_text(subject, "stdlib"))
+    data = dataclasses.replace(subject.config.data, source="stdlib", heldout_fraction=0.01)
+    mixed = dataclasses.replace(data, heldout_fraction=0.02, sources=[WeightedSource("stdlib"), WeightedSource("a")])
+    fewer = [dataclasses.replace(subject.config, data=each) for each in (data, mixed)]
+    lengths = [len(held_out_text(dataclasses.replace(subject, config=config, texts={}), "stdlib")) for config in fewer]
+    files = stdlib_files()
+    held = held_out_names(list(files), 0.01)
+    assert lengths[0] == sum(len(files[name].read_bytes()) + 1 for name in held)
+    assert lengths[0] < lengths[1] < usual
 
 
 def test_rows_that_are_too_short_for_a_needle_are_left_out_and_said(run):

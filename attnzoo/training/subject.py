@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.data import DOCUMENT_END, build_data
+from attnzoo.data.config import DataConfig
 from attnzoo.data.shards import TOKENIZER, is_shards
 from attnzoo.data.sources import decode as decode_bytes
 from attnzoo.data.sources import encode as encode_bytes
@@ -223,7 +224,7 @@ def _own_text(subject: Subject) -> Tokens | Joined:
 def _tokens(subject: Subject, text: str) -> Tokens:
     found: list[int] = []
     end = [] if subject.end is None else [subject.end]
-    for file in _files(text):
+    for file in _files(text, _held_share(subject)):
         try:
             found += [*subject.encode(file.read_text(encoding="utf-8")), *end]
         except UnicodeDecodeError as error:
@@ -236,10 +237,19 @@ def _tokens(subject: Subject, text: str) -> Tokens:
     return np.array(found[:LONG], dtype=np.int64)
 
 
-def _files(text: str) -> Iterable[Path]:
+def _held_share(subject: Subject) -> float:
+    """The share of the standard library that the model has not seen."""
+    if subject.config is None:
+        return DataConfig.heldout_fraction
+    data = subject.config.data
+    sources = [entry.source for entry in data.sources] or [data.source]
+    return data.heldout_fraction if "stdlib" in sources else DataConfig.heldout_fraction
+
+
+def _files(text: str, share: float) -> Iterable[Path]:
     if text == "stdlib":
         files = stdlib_files()
-        held = held_out_names(list(files), 0.05)
+        held = held_out_names(list(files), share)
         return [files[name] for name in files if name in held]
     path = Path(text)
     if is_shards(path):
