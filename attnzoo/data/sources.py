@@ -52,9 +52,9 @@ class Data:
 class _Piece:
     name: str  # the path relative to the source, by which the split is decided
     tokens: Tokens
+    file: Path
     starts: Starts | None = None  # of its documents, and its length; None: it is one
     digest: str = ""  # of all tokens where it is known without reading them; they are then of the vocabulary, too
-    file: Path | None = None
     first: int = 0  # token of the file
 
 
@@ -221,7 +221,7 @@ def _read(source: str, config: DataConfig) -> _Source:
         files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SHARDS)
         if not files:
             raise _no_data(source, "the folder has no .npy or .bin file")
-        pieces = [_Piece(file.name, _read_shard(file, config.dtype), file=file) for file in files]
+        pieces = [_Piece(file.name, _read_shard(file, config.dtype), file) for file in files]
         return _Source(source, pieces, text=False, knows_documents=False)
     return _Source(source, _read_text(path, config), vocab_size=BYTES)
 
@@ -231,7 +231,7 @@ def _read_folder(source: str) -> _Source:
     found = read_shards(source)
     found.check_newer()
     train, heldout = (
-        [_Piece(shard.path.name, shard.tokens, shard.starts, found.fingerprint, shard.path) for shard in split]
+        [_Piece(shard.path.name, shard.tokens, shard.path, shard.starts, found.fingerprint) for shard in split]
         for split in (found.train, found.held_out)
     )
     tokenizer = digest(found.tokenizer) if found.tokenizer else ""
@@ -242,12 +242,12 @@ def _read_text(path: Path, config: DataConfig) -> list[_Piece]:
     if path.is_file():
         if not path.stat().st_size:
             raise _no_data(str(path), "the file is empty")
-        return [_Piece(path.name, _document(path), file=path)]
+        return [_Piece(path.name, _document(path), path)]
     return _documents(text_files(path, config.pattern))
 
 
 def _documents(files: Mapping[str, Path]) -> list[_Piece]:
-    return [_Piece(name, _document(file), file=file) for name, file in files.items()]
+    return [_Piece(name, _document(file), file) for name, file in files.items()]
 
 
 def _check_range(name: str, tokens: Tokens, vocab_size: int) -> None:
@@ -322,10 +322,9 @@ def _check_apart(trained: Sequence[_Piece], held: Sequence[_Piece]) -> None:
     """Whether nothing of a file is held out of one source and trained on in another."""
     by_file: dict[Path, list[_Piece]] = {}
     for piece in trained:
-        if piece.file is not None:
-            by_file.setdefault(piece.file.resolve(), []).append(piece)
+        by_file.setdefault(piece.file.resolve(), []).append(piece)
     for piece in held:
-        for other in by_file.get(piece.file.resolve(), ()) if piece.file is not None else ():
+        for other in by_file.get(piece.file.resolve(), ()):
             if max(piece.first, other.first) < min(piece.first + len(piece.tokens), other.first + len(other.tokens)):
                 raise ValueError(
                     f"data: expected held-out files that no source trains on, got {str(piece.file)!r}, of which "

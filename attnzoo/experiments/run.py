@@ -327,17 +327,14 @@ def _place(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int) -
     config = plan.config(experiment, arm, lr, seed)
     key = _key(config, experiment, find_size(experiment, plan.size), arm.after)
     if arm.after:
-        before = experiment.arm(arm.after)
-        key += _place(plan, experiment, before, _rates(plan, experiment, before)[0], seed)[1]
+        key += _place_before(plan, experiment, arm, seed)[1]
     return Path(config.output_dir), key
 
 
-def _before(plan: Plan, experiment: Experiment, arm: Arm, seed: int) -> Trained | None:
-    """The run whose weights an arm's run starts from, where there is one."""
-    if not arm.after:
-        return None
+def _place_before(plan: Plan, experiment: Experiment, arm: Arm, seed: int) -> tuple[Path, str]:
+    """The same of the run whose weights an arm's run starts from."""
     before = experiment.arm(arm.after)
-    return _known(*_place(plan, experiment, before, _rates(plan, experiment, before)[0], seed))
+    return _place(plan, experiment, before, _rates(plan, experiment, before)[0], seed)
 
 
 def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool) -> Trained:
@@ -351,7 +348,7 @@ def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int,
             train(config)
         return known
     try:
-        before = _before(plan, experiment, arm, seed)
+        before = _known(*_place_before(plan, experiment, arm, seed)) if arm.after else None
         if before is not None and before.note:
             raise FloatingPointError(f"{before.arm}, whose weights it would start from: {before.note}")
         train(config)

@@ -242,8 +242,8 @@ def _held_share(subject: Subject) -> float:
     if subject.config is None:
         return DataConfig.heldout_fraction
     data = subject.config.data
-    sources = [entry.source for entry in data.sources] or [data.source]
-    return data.heldout_fraction if "stdlib" in sources else DataConfig.heldout_fraction
+    seen = any(entry.source == "stdlib" for entry in data.weighted)
+    return data.heldout_fraction if seen else DataConfig.heldout_fraction
 
 
 def _files(text: str, share: float) -> Iterable[Path]:
