@@ -19,7 +19,8 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT
 from attnzoo.kernels.common.jit_constants import TL_CLOSED, TL_LOG2E
 
-UNITS = 16  # key units per program
+HEADS = 8  # per program of the sums: gates [B, S, H] in float32 are read in whole sectors of 32 bytes
+UNITS = 16  # key units per program of their gradient
 
 
 @triton.jit
@@ -35,31 +36,37 @@ def _maximum(a, b):
 
 
 @triton.jit
-def _load_gates(p_g, o_pos, S, stride_s):
-    """Log2 gates with the closed ones set to 0, and which were closed. # [BU, KU]"""
-    b_g = tl.load(p_g + o_pos.to(tl.int64) * stride_s, mask=o_pos < S, other=0.0).to(tl.float32)
+def _load_gates(p_g, o_pos, o_h, S, H, stride_s, stride_h):
+    """Log2 gates with the closed ones set to 0, and which were closed. # [KU, BH]"""
+    m_g = (o_pos < S)[:, None] & (o_h < H)[None, :]
+    p_tile = p_g + o_pos[:, None].to(tl.int64) * stride_s + o_h[None, :].to(tl.int64) * stride_h
+    b_g = tl.load(p_tile, mask=m_g, other=0.0).to(tl.float32)
     m_closed = b_g <= TL_CLOSED
     return tl.where(m_closed, 0.0, b_g).to(tl.float64) * TL_LOG2E, m_closed
 
 
+@triton.jit
+def _unit_and_heads(NU, H, BH: tl.constexpr):
+    """A program's row of the batch, its key unit, and its heads. # [], [], [BH]"""
+    i, i_u, n_h = tl.program_id(0) // NU, tl.program_id(0) % NU, tl.cdiv(H, BH)
+    return (i // n_h).to(tl.int64), i_u, i % n_h * BH + tl.arange(0, BH)
+
+
 @triton.jit(do_not_specialize=["S", "NU", "stride_b"])
 def gate_units_kernel(
-    p_g, p_base, p_tail, p_closed, S, NU, H, stride_b, stride_s, stride_h, BU: tl.constexpr, KU: tl.constexpr
+    p_g, p_base, p_tail, p_closed, S, NU, H, stride_b, stride_s, stride_h, BH: tl.constexpr, KU: tl.constexpr
 ):
     """Per key unit: sum of log2 gates, log2 sum_l 2^(c_end - c_l), last closed position."""
-    i_bh, i_c = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
-    o_u = i_c * BU + tl.arange(0, BU)
-    o_pos = o_u[:, None] * KU + tl.arange(0, KU)[None, :]  # [BU, KU]
-    b_g, m_closed = _load_gates(p_g + i_b * stride_b + i_h.to(tl.int64) * stride_h, o_pos, S, stride_s)
-    b_c = tl.cumsum(b_g, 1)  # [BU, KU]
-    b_sum = tl.sum(b_g, 1)  # [BU]
-    b_tail = tl.where(o_pos < S, tl.exp2((b_sum[:, None] - b_c).to(tl.float32)), 0.0)
-    p_out = i_bh.to(tl.int64) * NU + o_u
-    m_u = o_u < NU
-    tl.store(p_base + i_bh + p_out + 1, b_sum, mask=m_u)  # rows of NU + 1
-    tl.store(p_tail + p_out, tl.log2(tl.sum(b_tail, 1)), mask=m_u)
-    tl.store(p_closed + p_out, tl.max(tl.where(m_closed, o_pos, -1), 1), mask=m_u)
+    i_b, i_u, o_h = _unit_and_heads(NU, H, BH)
+    o_pos = i_u * KU + tl.arange(0, KU)
+    b_g, m_closed = _load_gates(p_g + i_b * stride_b, o_pos, o_h, S, H, stride_s, stride_h)
+    b_c = tl.cumsum(b_g, 0)  # [KU, BH]
+    b_sum = tl.sum(b_g, 0)  # [BH]
+    b_tail = tl.where((o_pos < S)[:, None], tl.exp2((b_sum[None, :] - b_c).to(tl.float32)), 0.0)
+    o_bh, m_h = i_b * H + o_h, o_h < H
+    tl.store(p_base + o_bh * (NU + 1) + i_u + 1, b_sum, mask=m_h)
+    tl.store(p_tail + o_bh * NU + i_u, tl.log2(tl.sum(b_tail, 0)), mask=m_h)
+    tl.store(p_closed + o_bh * NU + i_u, tl.max(tl.where(m_closed, o_pos[:, None], -1), 0), mask=m_h)
 
 
 @triton.jit(do_not_specialize=["NU"])
@@ -98,25 +105,21 @@ def gate_scan_kernel(p_base, p_tail, p_closed, p_tails, NU, BU: tl.constexpr):
 @triton.jit(do_not_specialize=["S", "NU", "stride_b", "window"])
 def gate_tokens_kernel(
     p_g, p_closed, p_doc, p_c, p_since, S, NU, H, stride_b, stride_s, stride_h, window,
-    HAS_DOC: tl.constexpr, BU: tl.constexpr, KU: tl.constexpr,
+    HAS_DOC: tl.constexpr, BH: tl.constexpr, KU: tl.constexpr,
 ):  # fmt: skip
     """Per token: the running sum within its unit [B, H, NU * KU], and the first visible key [B, H, S]."""
-    i_bh, i_c = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
-    o_u = i_c * BU + tl.arange(0, BU)
-    o_pos = o_u[:, None] * KU + tl.arange(0, KU)[None, :]  # [BU, KU]
-    m_pos = o_pos < S
-    b_g, m_closed = _load_gates(p_g + i_b * stride_b + i_h.to(tl.int64) * stride_h, o_pos, S, stride_s)
-    m_prev = (o_u > 0) & (o_u <= NU)
-    p_prev = i_bh.to(tl.int64) * NU + o_u - 1
-    b_since = tl.associative_scan(tl.where(m_closed, o_pos, 0), 1, _maximum)
-    b_since = tl.maximum(b_since, tl.load(p_closed + p_prev, mask=m_prev, other=0)[:, None])
-    b_since = tl.maximum(b_since, o_pos - window + 1)
+    i_b, i_u, o_h = _unit_and_heads(NU, H, BH)
+    o_pos = i_u * KU + tl.arange(0, KU)
+    b_g, m_closed = _load_gates(p_g + i_b * stride_b, o_pos, o_h, S, H, stride_s, stride_h)
+    o_bh, m_h, m_pos = i_b * H + o_h, o_h < H, (o_pos < S)[:, None]
+    b_since = tl.associative_scan(tl.where(m_closed, o_pos[:, None], 0), 0, _maximum)  # [KU, BH]
+    b_since = tl.maximum(b_since, tl.load(p_closed + o_bh * NU + i_u - 1, mask=m_h & (i_u > 0), other=0)[None, :])
+    b_since = tl.maximum(b_since, (o_pos - window + 1)[:, None])
     if HAS_DOC:
-        b_since = tl.maximum(b_since, tl.load(p_doc + o_pos, mask=m_pos, other=0))
-    b_c = tl.cumsum(b_g, 1).to(tl.float32)
-    tl.store(p_c + i_bh.to(tl.int64) * NU * KU + o_pos, b_c, mask=(o_u < NU)[:, None])
-    tl.store(p_since + i_bh.to(tl.int64) * S + o_pos, b_since, mask=m_pos)
+        b_since = tl.maximum(b_since, tl.load(p_doc + o_pos, mask=o_pos < S, other=0)[:, None])
+    b_c = tl.cumsum(b_g, 0).to(tl.float32)
+    tl.store(p_c + o_bh[None, :] * NU * KU + o_pos[:, None], b_c, mask=m_h[None, :])
+    tl.store(p_since + o_bh[None, :] * S + o_pos[:, None], b_since, mask=m_h[None, :] & m_pos)
 
 
 @triton.jit
@@ -185,12 +188,13 @@ def gate_sums(log_decay: Tensor, doc: Tensor | None, window: int) -> tuple[Tenso
     base, tails = new((B, H, NU + 1), dtype=torch.float64), new((B, H, NU), dtype=torch.float64)
     tail, closed = new((B, H, NU)), new((B, H, NU), dtype=torch.int32)
     c, since = new((B, H, NU * KEY_UNIT)), new((B, H, S), dtype=torch.int32)
-    grid, strides = (B * H, triton.cdiv(NU, UNITS)), log_decay.stride()
-    gate_units_kernel[grid](log_decay, base, tail, closed, S, NU, H, *strides, BU=UNITS, KU=KEY_UNIT)
+    BH, strides = min(HEADS, triton.next_power_of_2(H)), log_decay.stride()
+    grid = (B * triton.cdiv(H, BH) * NU,)
+    gate_units_kernel[grid](log_decay, base, tail, closed, S, NU, H, *strides, BH=BH, KU=KEY_UNIT, num_warps=1)
     gate_scan_kernel[(B * H,)](base, tail, closed, tails, NU, BU=min(1024, triton.next_power_of_2(NU)))
     gate_tokens_kernel[grid](
         log_decay, closed, closed if doc is None else doc, c, since, S, NU, H, *strides, window,
-        HAS_DOC=doc is not None, BU=UNITS, KU=KEY_UNIT,
+        HAS_DOC=doc is not None, BH=BH, KU=KEY_UNIT, num_warps=1,
     )  # fmt: skip
     return c, base, since, tails
 

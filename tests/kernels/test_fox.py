@@ -171,6 +171,34 @@ def test_gate_sums_do_not_lose_precision_with_length() -> None:
     assert worst[1] < 1e-4
 
 
+@pytest.mark.parametrize(("B", "S", "H"), [(2, 70, 3), (1, 130, 10), (3, 64, 1), (2, 200, 24)])
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize(("documents", "window"), [(False, None), (True, None), (False, 50)])
+def test_gate_sums_of_any_heads_and_strides(
+    B: int, S: int, H: int, heads_first: bool, documents: bool, window: int | None
+) -> None:
+    """Sums, first visible keys and tails of gates [B, S, H] in any order in memory, against float64."""
+    from attnzoo.kernels.common.gate_sums import gate_sums
+
+    torch.manual_seed(0)
+    g = -torch.rand((B, H, S) if heads_first else (B, S, H)).to(DEVICE)
+    g = g.transpose(1, 2) if heads_first else g
+    g[torch.rand_like(g) < 0.02] = -float("inf")
+    first = torch.arange(S, device=DEVICE, dtype=torch.int32) // 37 * 37 if documents else None
+    c, base, since, tails = gate_sums(g, first, window or S)
+
+    g = g.double().transpose(1, 2)  # [B, H, S]
+    pos, closed = torch.arange(S, device=DEVICE), g == -math.inf
+    exact = torch.where(closed, 0.0, g / math.log(2)).cumsum(2)
+    torch.testing.assert_close(base[:, :, pos // KEY_UNIT] + c[:, :, :S], exact, rtol=1e-6, atol=1e-5)
+    seen = torch.where(closed, pos, 0).cummax(2).values
+    seen = seen.maximum(pos - window + 1) if window else seen.maximum(first) if first is not None else seen
+    assert torch.equal(since.long(), seen.long())
+    last = torch.arange(tails.shape[2], device=DEVICE) * KEY_UNIT + KEY_UNIT - 1
+    mass = (-exact * math.log(2)).logcumsumexp(2) / math.log(2)
+    torch.testing.assert_close(tails, mass[:, :, last.clamp(max=S - 1)], rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.gpu
 def test_offsets_are_64_bit() -> None:
     """Keys and queries whose last tokens lie past 2^31 elements would wrap around in 32 bits."""
