@@ -12,7 +12,7 @@ EXPERIMENT = Experiment(
     title="Induction: two layers, or a recurrence",
     question=(
         "A special token comes a second time: what followed it the first time? One layer of attention would have to "
-        "know of each token what stood before it. Trained on rows with one to four questions, asked one, on rows as "
+        "know of each token what stood before it. Trained on rows with several questions, asked one, on rows as "
         "long as in training and longer ones."
     ),
     arms=(
@@ -63,5 +63,6 @@ EXPERIMENT = Experiment(
             "model learnt anything in 500 steps of 16 rows; with eight questions in every row two layers had 29% wrong "
             "where one was asked.",
         ),
+        Measured("gpu", "2026-11-23", "one NVIDIA H200, beside other work", "2026-11-23-induction-gpu.json"),
     ),
 )  # fmt: skip
