@@ -137,6 +137,29 @@ def test_cut_keys_weigh_at_most_eps_and_the_share_counts_them(regime: str) -> No
     assert (maps["tail"].kept <= maps["paper"].kept).all()
 
 
+@pytest.mark.parametrize("T", [64, 61])
+@pytest.mark.parametrize("window", [1, 8, 9, 20, 64, 100])
+def test_share_of_a_layer_with_a_window_is_of_the_blocks_that_a_row_sees(window: int, T: int) -> None:
+    block = 8
+    model = LanguageModel(
+        ModelConfig(attention="fox", attention_options={"window": window}, hidden_size=32, num_layers=1, num_heads=2)
+    ).eval()
+    with torch.no_grad():
+        [layer] = model.attentions()
+        layer.gate.forget_proj.bias.copy_(torch.tensor([-1.0, 20.0]))
+    [found] = gate_maps(model, torch.randint(0, 256, (T,)), block=block)
+    rows, keys = np.arange(T)[:, None], np.arange(T)
+    seen = (keys <= rows) & (keys > rows - window)
+    edges = np.arange(0, T, block)
+    for bound in found.prune.values():
+        for head in range(2):
+            pruned = seen & (keys >= bound.first[head].repeat(block)[:T, None])
+            blocks = [np.add.reduceat(np.add.reduceat(of, edges, 0), edges, 1) > 0 for of in (seen, pruned)]
+            assert bound.kept[head] == pytest.approx(blocks[1].sum() / blocks[0].sum())
+        assert bound.kept[1] == 1.0  # what hardly forgets keeps all that it sees
+    assert found.prune["tail"].kept[0] < 1 or window < 20
+
+
 def test_gate_maps_are_found_for_the_gated_layers_of_a_hybrid_only() -> None:
     torch.manual_seed(0)
     config = ModelConfig(attention=["nope", "fox", "rope", "gla"], hidden_size=32, num_layers=4, num_heads=2)
