@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from test_doc_outputs import DOCS, FENCE
 
 from attnzoo.cli import app
-from attnzoo.config import load_config
+from attnzoo.config import ModelConfig, load_config
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.data.config import WeightedSource
 from attnzoo.data.tasks import TASKS, Examples, build_task
@@ -34,6 +34,7 @@ from attnzoo.evaluation import (
 from attnzoo.experiments.evaluate import lines, memory
 from attnzoo.experiments.evaluate.saved import as_json, file_name, find_subject
 from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
+from attnzoo.models import LanguageModel
 from attnzoo.training import load_run, train
 from attnzoo.training.checkpoint import checkpoints_in
 from attnzoo.training.subject import held_out_text, load_subject
@@ -334,11 +335,22 @@ def test_no_evaluation_has_the_name_of_a_task():
 
 def test_text_is_the_more_coloured_the_sooner_a_token_was_given_up():
     ages = (np.array([[2.0, 2.0, -1.0, -1.0]]), np.array([[1.0, -1.0, 1.0, -1.0]]))
-    text = memory.ForgottenText("h2o", 2, ("a", "<b", "c", "d"), ages)
+    text = memory.ForgottenText("h2o", 2, ("a", "<b", "c", "d"), (1, 3), ages)
     page = memory.page(memory.MemoryCurves(4, 1, 1.0, (), text), "a model")
     assert "&lt;b" in page
+    assert re.findall(r"layer \d, key head \d", page) == ["layer 1, key head 0", "layer 3, key head 0"]
     found = re.findall(r'<span style="--s: (\d+)%" title="(never given up|given up after \d tokens)">', page)
     expected = [100 * (1 - math.log1p(age) / math.log1p(most)) for age, most in ((2, 4), (2, 3), (1, 4), (1, 2))]
     a, b, c, d = (f"{share:.0f}" for share in expected)
     assert [share for share, _ in found] == [a, b, "0", "0", c, "0", d, "0"]
     assert [said for _, said in found[:3]] == ["given up after 2 tokens"] * 2 + ["never given up"]
+
+
+def test_layers_of_a_forgotten_text_have_the_numbers_that_they_have_in_the_model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_layers": 4, "num_heads": 2}
+    model = LanguageModel(ModelConfig(attention=["gla", "fox"], **sizes)).eval()
+    tokens = torch.randint(0, 256, (2, 25))
+    found = memory.measure_memory(model, tokens, tokens[0, :-1], ["a"] * 24, 1, None)
+    assert found.text.layers == (1, 3)
+    assert len(found.text.ages) == 2

@@ -17,6 +17,7 @@ from attnzoo.experiments import run_figures
 from attnzoo.experiments.evaluate.lines import table
 from attnzoo.experiments.figures import PAIR_COLORS, Line, Look
 from attnzoo.experiments.report.shell import fill
+from attnzoo.layer.attention import Attention
 
 WORDS = {
     "window": "window", "sinks": "sinks + window", "h2o": "H2O", "snapkv": "SnapKV", "retention": "forget network",
@@ -33,12 +34,14 @@ class ForgottenText:
         rule: by which it went.
         budget: keys that a head could hold; 0 for no limit.
         tokens: in words, T of them.
+        layers: numbers of the softmax layers.
         ages: by layer, ``[G, T]``: rows that saw the token; -1 of what was never given up.
     """
 
     rule: str
     budget: int
     tokens: tuple[str, ...]
+    layers: tuple[int, ...]
     ages: tuple[Array, ...]
 
     @property
@@ -111,7 +114,9 @@ def measure_memory(
     points = loss_within(model, windows, known, budgets)
     budget = 0 if rule in UNLIMITED else max(1, len(piece) // 4)
     ages = ages_of_forgetting(model, piece, rule, budget)
-    text = ForgottenText(rule, budget, tuple(words), tuple(age.cpu().double().numpy() for age in ages))
+    attentions = [layer for layer in model.modules() if isinstance(layer, Attention)]
+    numbers = tuple(number for number, layer in enumerate(attentions) if layer.variant.side == "softmax")
+    text = ForgottenText(rule, budget, tuple(words), numbers, tuple(age.cpu().double().numpy() for age in ages))
     return MemoryCurves(length, len(windows), whole.loss, tuple(points), text)
 
 
@@ -155,7 +160,7 @@ def page(found: MemoryCurves, title: str) -> str:
     text = found.text
     lives, every = text.lives, np.concatenate(text.lives)
     parts = [("all heads", "mean", _spans(text, every.mean(0), None))]
-    for layer, (life, ages) in enumerate(zip(lives, text.ages, strict=True)):
+    for layer, life, ages in zip(text.layers, lives, text.ages, strict=True):
         for head in range(len(life)):
             gone = f"{100 * (ages[head] >= 0).mean():.0f} % given up"
             parts.append((f"layer {layer}, key head {head}", gone, _spans(text, life[head], ages[head])))
