@@ -128,6 +128,9 @@ def test_task_is_asked_at_growing_lengths(tmp_path):
     longer = torch.from_numpy(Examples(build_task("parity"), 40, held_out=True)[0][0])
     [shares] = measure(subject, "pruning", {"history": False}, Common(length=(40,))).steps
     assert shares.heads == measure_pruning(subject.model, longer).heads
+    others = Common(length=(5, 9), seed=3)  # which a task asked beside them reads
+    assert measure(subject, "maps", {"tokens": 6, "start": 2}, others).tokens == maps.tokens
+    assert measure(subject, "context", {}, Common(seed=3)) == measure(subject, "context", {}, Common())
     with pytest.raises(ValueError, match="expected room for 17 tokens in the 16 of the row"):
         measure(subject, "maps", {"tokens": 17}, Common())
     with pytest.raises(ValueError, match="is of 'parity'"):
