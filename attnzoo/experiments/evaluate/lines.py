@@ -131,8 +131,9 @@ def harness(found: HarnessScores) -> list[str]:
     rows = []
     for task, scores in found.scores.items():
         for metric, value in scores.items():
-            if not metric.endswith("_stderr") and metric != "sample_len":
-                error = scores.get(f"{metric}_stderr", float("nan"))
+            what, comma, answers = metric.partition(",")  # a task may read its answers in several ways
+            if not what.endswith("_stderr") and metric != "sample_len":
+                error = scores.get(f"{what}_stderr{comma}{answers}", float("nan"))
                 spread = "-" if np.isnan(error) else f"{error:.4f}"
                 rows.append([task, f"{found.samples.get(task, 0):,}", metric, f"{value:.4f}", spread])
     window = "any length" if found.window is None else f"{found.window:,} tokens"
