@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attnzoo import Gate, Prune, get, list_variants, oracle
 from attnzoo.config import ModelConfig
 from attnzoo.evaluation import (
+    LossCurve,
     decay_matrix,
     gate_maps,
     mean_and_error,
@@ -61,14 +62,15 @@ def test_loss_of_a_token_depends_on_nothing_after_it() -> None:
     assert abs(before[0, 25] - after[0, 25]) > 1e-4
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 40])
+@pytest.mark.parametrize("window", [1, 2, 5, 22, 23, 30, 40, 45, 101])
 def test_moving_mean_is_the_mean_of_its_neighbourhood(window: int) -> None:
     values = np.random.default_rng(0).normal(size=23)
     smooth = moving_mean(values, window)
-    width = min(window, values.size)
+    curve = LossCurve(None, 1, values, values, values)
     for i in range(values.size):
-        near = values[max(0, i - width // 2) : i + (width - 1) // 2 + 1]
+        near = values[max(0, i - window // 2) : i + (window - 1) // 2 + 1]
         assert math.isclose(smooth[i], near.mean(), rel_tol=1e-9, abs_tol=1e-12)
+        assert math.isclose(curve.around(i + 1, window), near.mean(), rel_tol=1e-9, abs_tol=1e-12)
 
 
 def test_moving_mean_of_no_positions_is_refused() -> None:
