@@ -32,6 +32,7 @@ from attnzoo.evaluation import (
     measure_losses,
     measure_pruning,
 )
+from attnzoo.evaluation.memory import RULES, UNLIMITED, Point
 from attnzoo.experiments.evaluate import lines, memory
 from attnzoo.experiments.evaluate.saved import as_json, file_name, find_subject
 from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
@@ -329,7 +330,17 @@ def test_tables_of_large_numbers_fit_eighty_columns():
     large = Answers(2**20, 256, 2**28, 1.0, 1.0, 1.0, 12.3456)
     curve = LossCurve(2**20, 3, *(np.full(2**20, number) for number in (12.3, 1.2345, 123456.789)))
     context = EffectiveContext(2**20, 1e-5, tuple(range(100)), ((2**20,) * 32,) * 100, ((2**20,) * 32,) * 100)
-    for found in (lines.answers(LengthCurve(2**20, (large,))), lines.loss(curve), lines.context(context)):
+    limits = [2**n for n in range(20)]
+    points = [Point(rule, limit, 1e6, 123.4567, 1e6) for rule in RULES for limit in limits]
+    points += [Point(rule, 0, 1e6, 123.4567, 1e6) for rule in UNLIMITED]
+    words = tuple(f"incomprehensibility{n % 16}" for n in range(64))
+    text = memory.ForgottenText("h2o", 16, words, (0,), (np.ones((2, 64)),))
+    within = memory.lines(memory.MemoryCurves(2**20, 3, 1.2345, tuple(points), text))
+    assert [len(re.findall(r"\+122.2222", line)) for line in within if "H2O" in line] == [6, 6, 6, 2]
+    assert sum("incomprehensibility" in word for line in within for word in line.split()) == 16
+    assert "certified, without a limit: 1,000,000 keys, +122.2222 nats" in within
+    tables = (lines.answers(LengthCurve(2**20, (large,))), lines.loss(curve), lines.context(context), within)
+    for found in tables:
         assert max(map(len, found)) <= 80
 
 
