@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.algebra.transitions import cut, heads_first
 from attnzoo.algebra.validation import check_scale
-from attnzoo.algebra.values import reads_values
+from attnzoo.algebra.values import as_given, reads_values
 from attnzoo.kernels.common.arguments import check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import traced
 from attnzoo.kernels.path.chunk import CHUNK, chunk_of
@@ -222,7 +222,7 @@ def carry_keys(
         w, beta = _existing(w, valid), _existing(beta, valid)
         log_diag = None if log_diag is None else _existing(log_diag, valid)
     check_values(k, w=w, beta=beta, log_diag=log_diag)
-    with torch.autocast(k.device.type, enabled=False):
+    with as_given(k):
         return _carry_keys(k, w, beta, log_diag)
 
 

@@ -101,6 +101,15 @@ def test_autocast_casts_the_operands_and_keeps_the_gate() -> None:
     assert torch.equal(o, want)
 
 
+def test_autocast_does_not_reach_inside_the_reference() -> None:
+    x = inputs(Case(T=66, S=66, K=8, V=8, gate="open"), torch.float32)
+    options: dict[str, Any] = {"log_decay": x["log_decay"], "return_lse": True, "impl": "reference"}
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        got = fox_attention(x["q"], x["k"], x["v"], **options)
+    want = fox_attention(*(x[n].bfloat16() for n in "qkv"), **options)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_inputs_need_not_be_contiguous() -> None:
     case = Case(T=66, S=66, H=2, G=2, K=8, V=8)
     x = inputs(case, torch.float32)

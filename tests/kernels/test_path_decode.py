@@ -69,6 +69,13 @@ def test_carried_keys_are_those_of_the_reference() -> None:
     torch.testing.assert_close(carry_keys(x["k"], x["w"], x["beta"]), state.k, rtol=1e-12, atol=1e-12)
 
 
+def test_shapes_alone_are_enough_to_carry_keys() -> None:
+    k, beta = torch.empty(2, 5, 3, 16, device="meta"), torch.empty(2, 5, 3, device="meta")
+    keys = carry_keys(k, k, beta)
+    assert keys.is_meta
+    assert keys.shape == k.shape
+
+
 @pytest.mark.parametrize("pieces", [(9, 1, 1, 5), (15, 1)], ids=str)
 def test_several_factors_per_token(pieces: tuple[int, ...]) -> None:
     """In single steps and in a chunk, and the keys that they leave."""
