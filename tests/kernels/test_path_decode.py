@@ -12,7 +12,7 @@ from path_cases import DEVICE, Case, inputs
 from torch import Tensor
 
 from attnzoo import Gate, get
-from attnzoo.kernels.path import cache, carry_keys, path_extend
+from attnzoo.kernels.path import cache, carry_keys, path_extend, path_step
 from attnzoo.kernels.path.portable import decode
 from attnzoo.kernels.path.reference import path_reference, path_reference_lse
 from attnzoo.samples import random_inputs
@@ -330,6 +330,9 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
         ("sink", lambda x: x + torch.inf, r"sink: expected logits that are finite or -inf"),
         ("scale", lambda x: math.nan, r"scale: expected a positive finite number"),
         ("values", lambda x: None, r"values: expected a tensor, got NoneType"),
+        ("q", lambda x: x.double(), r"q: expected bfloat16, float16 or float32, got torch.float64"),
+        ("k", lambda x: x.double(), r"k: expected bfloat16, float16 or float32, got torch.float64"),
+        ("values", lambda x: x.double(), r"values: expected bfloat16, float16 or float32, got torch.float64"),
     ],
     ids=[
         "no keys",
@@ -348,6 +351,9 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
         "infinite sink",
         "nan scale",
         "missing values",
+        "double q",
+        "double k",
+        "double values",
     ],
 )
 def test_wrong_cache_is_refused(name: str, change: Any, message: str) -> None:
@@ -363,3 +369,19 @@ def test_wrong_cache_is_refused(name: str, change: Any, message: str) -> None:
     path_extend(**call)
     with pytest.raises((ValueError, TypeError), match=message):
         path_extend(**call | {name: change(call[name])})
+
+
+def test_a_step_in_place_needs_keys() -> None:
+    x = inputs(Case(T=8, H=1, G=1), torch.float32)
+    with pytest.raises(TypeError, match="keys: expected a tensor, got NoneType"):
+        path_step(*parts(x, 7, 8), None, x["v"])  # type: ignore[arg-type]
+
+
+def test_no_kernel_runs_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = {name: t.cpu() for name, t in inputs(Case(T=8, H=1, G=1), torch.float32).items()}
+    keys = carry_keys(*parts(x, 0, 7)[1:])
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="q: expected CUDA tensors"):
+        path_extend(*parts(x, 7, 8), keys, x["v"])
+    with pytest.raises(ValueError, match="q: expected CUDA tensors"):
+        path_step(*parts(x, 7, 8), torch.cat([keys, keys[:, :1]], 1), x["v"])
