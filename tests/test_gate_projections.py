@@ -59,6 +59,18 @@ def test_mamba3_steps_scale_the_decay_the_angle_and_what_is_written():
     same(attn.project(x).gate.log_decay, -1e-4 * F.softplus(x @ gate.dt_proj.weight.T + gate.dt_bias))
 
 
+def test_the_write_strengths_of_two_projections_are_multiplied_with_fewer_key_heads_too():
+    attn = layer("gated_deltanet", gate=("mamba2", "delta"))
+    steps, delta = attn.gate.members
+    x = rows(2, T)
+    dt = F.softplus(x @ steps.dt_proj.weight.T + steps.dt_bias)
+    beta = (x @ delta.beta_proj.weight.T).sigmoid()
+    assert (dt.shape[2], beta.shape[2]) == (H, G)
+    assert G < H
+    same(attn.project(x).write, dt * beta.repeat_interleave(H // G, 2))
+    assert attn(x).shape == x.shape
+
+
 def test_full_rank_channel_gates_are_wall_s():
     gate, made = gate_of("wall", gate="full_rank")
     proj = gate.channel_proj

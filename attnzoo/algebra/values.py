@@ -1,7 +1,8 @@
-"""When Python may look at the numbers in a tensor, to check them or to save work; and when a gradient is recorded."""
+"""When Python may look at the numbers in a tensor, when a gradient is recorded, and what runs without autocast."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import torch
@@ -58,3 +59,9 @@ def in_transform(kind: str = "") -> bool:
         return False
     levels = _functorch.get_interpreter_stack() if kind else []
     return not kind or any(level.key() == getattr(_functorch.TransformType, kind) for level in levels)
+
+
+def as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context without autocast on q's device: gates and states stay in float32. It costs nothing without autocast."""
+    on = not q.is_meta and torch.is_autocast_enabled(q.device.type)
+    return torch.autocast(q.device.type, enabled=False) if on else contextlib.nullcontext()

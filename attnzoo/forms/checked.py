@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-
 from attnzoo.algebra.validation import check_inputs
+from attnzoo.algebra.values import as_given
 from attnzoo.errors import UnknownKeyError, unknown
 from attnzoo.forms.cache import check_state
 from attnzoo.forms.protocol import REFERENCE, FormSet, check_options
@@ -30,12 +27,6 @@ def form_set(module: ModuleType) -> FormSet:
         if not hasattr(forms, member):
             raise TypeError(f"{module.__name__}.FORMS: expected a {member} (attnzoo.forms.protocol), got {forms!r}")
     return cast(FormSet, forms)
-
-
-def as_given(q: Tensor) -> contextlib.AbstractContextManager[object]:
-    """A context without autocast on q's device: gates and states stay in float32. It costs nothing without autocast."""
-    on = not q.is_meta and torch.is_autocast_enabled(q.device.type)
-    return torch.autocast(q.device.type, enabled=False) if on else contextlib.nullcontext()
 
 
 class CheckedForms(dict[str, Callable[..., Any]]):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.values import as_given
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.cache import check_state
-from attnzoo.forms.checked import as_given
 from attnzoo.forms.protocol import REFERENCE, Call, FormSet, is_brief
 from attnzoo.forms.untraced import constant_in_traces
 from attnzoo.layer.exported import exported

@@ -11,7 +11,7 @@ from einops import reduce
 from torch import Tensor
 
 from attnzoo.algebra.forgetting import Forgetting, blended
-from attnzoo.forms.checked import as_given
+from attnzoo.algebra.values import as_given
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.forgetting import Forgotten, Panel, Retention, forgetful_attention, hard_attention
 from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.forms.checked import as_given
+from attnzoo.algebra.values import as_given
 from attnzoo.layer.precision import wide
 from attnzoo.layer.stream import Stream
 

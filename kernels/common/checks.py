@@ -36,6 +36,8 @@ def check_inputs(
         TypeError: something that is no tensor, or no number.
         ValueError: all else; the message names the argument.
     """
+    if gate_sums is not None and not isinstance(gate_sums, GateSums):
+        raise TypeError(f"gate_sums: expected GateSums or None, got {type(gate_sums).__name__}")
     tensors = {
         "q": q, "k": k, "v": v, "log_decay": log_decay, "sink": sink, "cu_seqlens": cu_seqlens,
         "logit_bound": logit_bound, "valid": valid, "gate_sums": None if gate_sums is None else gate_sums.c,
@@ -101,9 +103,13 @@ def check_inputs(
 
 
 def check_receivers(receivers: tuple[Tensor, ...] | None, *of: Tensor) -> None:
-    """Raise ValueError unless there is a float32 tensor of each shape, or None."""
+    """Raise TypeError unless they are a tuple of tensors or None, and ValueError unless there is one of each shape."""
+    if receivers is None:
+        return
+    if not isinstance(receivers, tuple | list) or not all(isinstance(x, Tensor) for x in receivers):
+        raise TypeError(f"receivers: expected a tuple of tensors or None, got {receivers!r}")
     expected = [x.shape for x in of]
-    if receivers is not None and [x.shape for x in receivers if x.dtype == torch.float32] != expected:
+    if [x.shape for x in receivers if x.dtype == torch.float32] != expected:
         got = [f"{x.dtype} {tuple(x.shape)}" for x in receivers]
         raise ValueError(f"receivers: expected float32 tensors of shapes {[*map(tuple, expected)]}, got {got}")
 

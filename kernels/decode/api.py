@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_scale
+from attnzoo.algebra.values import as_given
 from attnzoo.kernels.common.arguments import check_shapes, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation, traced
 from attnzoo.kernels.common.device import multiprocessors
@@ -108,10 +109,11 @@ def paged_attention(
     check_values(q, log_decay=log_decay, sink=sink, logit_bound=logit_bound)
     why = triton_unavailable(q, v) or refuse_gradients(q, k, v, decay, sink)
     if pick_implementation("decode_attention", impl, why) == "reference":
-        return paged_reference(
-            q, k, v, table, first, length, decay=decay, page_sum=page_sum, since=since, log_decay=log_decay,
-            scale=scale, window=window, sink=sink, prune=prune, k_norm=k_norm, n_log=n_log, logit_bound=logit_bound,
-        )  # fmt: skip
+        with as_given(q):
+            return paged_reference(
+                q, k, v, table, first, length, decay=decay, page_sum=page_sum, since=since, log_decay=log_decay,
+                scale=scale, window=window, sink=sink, prune=prune, k_norm=k_norm, n_log=n_log, logit_bound=logit_bound,
+            )  # fmt: skip
     infer = _op().paged_infer_op if traced(q) else _op().paged_infer
     q = q if q.stride(3) == 1 else q.contiguous()
     scale = K**-0.5 if scale is None else float(scale)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_scale
+from attnzoo.algebra.values import as_given
 from attnzoo.kernels.common.arguments import check_shapes, check_window
 from attnzoo.kernels.common.checks import Impl, pick_implementation
 from attnzoo.kernels.common.parts import Finish, Norm
@@ -131,7 +132,8 @@ def paged_step(
     read: dict[str, Any] = {"decay": decay, "page_sum": page_sum, "since": None if g is None else seen}
     if prune is not None:
         read |= {"prune": prune, "k_norm": k_norm, "n_log": n_log, "logit_bound": logit_bound}
-    o = paged_reference(q, keys, values, table, first, length, scale=scale, window=window, sink=sink, **read)
+    with as_given(q):
+        o = paged_reference(q, keys, values, table, first, length, scale=scale, window=window, sink=sink, **read)
     return _finished(o, finish)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
+from attnzoo.algebra.values import as_given
 from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import (
     Impl,
@@ -136,10 +137,11 @@ def fox_attention(
         why = f"{name} has no gradient in the kernels: expected torch.no_grad() or inputs that require none"
     if pick_implementation("fox_attention", impl, why) == "reference":
         refuse_receivers(receivers, why)
-        o, lse = fox_reference_with_lse(
-            q, k, v, log_decay=log_decay, scale=scale, prune=prune, window=window, sink=sink, cu_seqlens=cu_seqlens,
-            logit_bound=logit_bound, valid=valid, gate_sums=gate_sums,
-        )  # fmt: skip
+        with as_given(q):  # products of what has been cast are not rounded again
+            o, lse = fox_reference_with_lse(
+                q, k, v, log_decay=log_decay, scale=scale, prune=prune, window=window, sink=sink, cu_seqlens=cu_seqlens,
+                logit_bound=logit_bound, valid=valid, gate_sums=gate_sums,
+            )  # fmt: skip
         return (o, lse) if return_lse else o
     op = _op()
 

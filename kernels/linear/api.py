@@ -48,6 +48,7 @@ def linear_steps(
     Raises:
         ValueError: a shape, dtype, device or option is wrong, a value is (read on a CPU, on a GPU only with
             ATTNZOO_VALIDATE=1), or an input requires a gradient while gradients are recorded.
+        TypeError: something that is no tensor, or no gate.
     """
     _check(q, k, v, gate, state, scale, write, valid)
     why = triton_unavailable(q, v)
@@ -77,6 +78,8 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None, write: Tensor | None,
     valid: Tensor | None,
 ) -> None:  # fmt: skip
+    if not isinstance(gate, Gate):
+        raise TypeError(f"gate: expected attnzoo.Gate, got {type(gate).__name__}")
     parts: dict[str, Tensor] = {name: getattr(gate, name) for name in gate.parts}
     given: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "state": state, "write": write, "valid": valid, **parts}
     check_tensors(given, needed=("q", "k", "v"))
@@ -100,6 +103,11 @@ def _check(
         raise ValueError(f"gate: expected an axis of factors in both w and beta or in none, got {got}")
     if gate.angle is not None and K % 2:
         raise ValueError(f"gate.angle: expected an even K, got {K}")
+    for name, x in given.items():
+        exact = name in parts and not PARTS[name].rounded
+        if x is not None and name != "valid" and (not x.is_floating_point() or (exact and x.dtype.itemsize < 4)):
+            label, wanted = f"gate.{name}" if name in parts else name, "float32" if exact else "a floating dtype"
+            raise ValueError(f"{label}: expected {wanted}, got {x.dtype}")
     for name, dtype in (("state", torch.float32), ("valid", torch.bool)):
         x = given[name]
         if x is not None and x.dtype != dtype:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from attnzoo.algebra.transitions import cut, heads_first
 from attnzoo.algebra.validation import check_scale
-from attnzoo.algebra.values import reads_values
-from attnzoo.kernels.common.arguments import check_tensors, check_values, check_window
-from attnzoo.kernels.common.checks import traced
+from attnzoo.algebra.values import as_given, reads_values
+from attnzoo.kernels.common.arguments import MOST, check_tensors, check_values, check_window
+from attnzoo.kernels.common.checks import kernels_unavailable, traced
 from attnzoo.kernels.path.chunk import CHUNK, chunk_of
 
 SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill
@@ -68,6 +68,10 @@ def _check(
         raise ValueError(f"valid: expected bool, got {valid.dtype}")
     check_window(window)
     check_scale(scale)
+    for name, x in {x.dtype: (name, x) for name, x in (("values", values), ("k", k), ("q", q))}.values():
+        why = kernels_unavailable(x, values, multiple=1, most=MOST)
+        if why:
+            raise ValueError(f"{name}: {why}")
     if reads_values(q):
         if valid is not None:
             w, beta = _existing(w, valid[:, S:]), _existing(beta, valid[:, S:])
@@ -171,6 +175,7 @@ def path_step(
     Raises:
         ValueError: as ``path_extend``; or more than 64 query heads of a key head (32 with head dims above 64).
     """
+    check_tensors({"keys": keys}, needed=("keys",))
     _check(q, k, w, beta, keys[:, :-1], values, gates, valid, scale, window, sink, log_diag)
     refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink) if x is not None))
     from attnzoo.kernels.path.portable.decode import advance_into, in_place
@@ -222,7 +227,7 @@ def carry_keys(
         w, beta = _existing(w, valid), _existing(beta, valid)
         log_diag = None if log_diag is None else _existing(log_diag, valid)
     check_values(k, w=w, beta=beta, log_diag=log_diag)
-    with torch.autocast(k.device.type, enabled=False):
+    with as_given(k):
         return _carry_keys(k, w, beta, log_diag)
 
 

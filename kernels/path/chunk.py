@@ -10,6 +10,7 @@ from torch import Tensor
 from attnzoo.algebra.diagonal import Diagonal
 from attnzoo.algebra.transitions import ClosedForm, HeadGate, heads_first
 from attnzoo.algebra.triangular import householder_block, in_order, rank_one_block
+from attnzoo.algebra.values import as_given
 
 CHUNK = 64  # most tokens that one pass over the cache takes
 
@@ -35,7 +36,7 @@ def close_chunk(
     rep = H // k.shape[2]
     qh, kh, wh, bh = (heads_first(x, H, torch.float32) for x in (q, k, w, beta))
     decay = None if log_diag is None else heads_first(log_diag, H, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    with as_given(q):
         block = chunk_of(qh, kh, wh, bh, decay)
     total = cast(Tensor, block.total)[:, ::rep].contiguous()
     return block.scores.contiguous(), block.q.transpose(1, 2).contiguous(), block.k[:, ::rep].transpose(1, 2), total

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
+from attnzoo.algebra.values import as_given
 from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
 from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, named, pick_implementation
 
@@ -92,7 +93,7 @@ def wall_attention(  # type: ignore[misc]  # the options above are these
     _check(q, k, v, log_diag, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound)
     check_flag("return_lse", return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    with torch.autocast(q.device.type, enabled=False):
+    with as_given(q):
         if pick_implementation("wall_attention", impl, triton_unavailable(q, v)) == "reference":
             o, lse = wall_reference_lse(
                 q, k, v, log_diag=log_diag, log_decay=log_decay, scale=scale, prune=prune, window=window, sink=sink,

@@ -37,6 +37,7 @@ from attnzoo.kernels.decode import api as decode
 from attnzoo.kernels.decode import carried, step
 from attnzoo.kernels.fox import api as fox
 from attnzoo.kernels.path import api as path
+from attnzoo.kernels.path import cache as path_cache
 from attnzoo.kernels.path.cache import path_extend
 from attnzoo.kernels.path.plan import too_small
 from attnzoo.kernels.rotation import api as rotation
@@ -285,7 +286,7 @@ def main() -> int:
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     device.capability = lambda of: here.capability
     device.triton_version = lambda: release
-    for api in (decode, carried, fox, linear.api, path, rotation, wall):
+    for api in (decode, carried, fox, linear.api, path, path_cache, rotation, wall):
         api.kernels_unavailable = lambda *given, **limits: ""
     for case in args.cases:
         which, names, kernels = [*case.split(":"), "", ""][:3]

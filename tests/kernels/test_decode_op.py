@@ -55,6 +55,14 @@ def new_tokens(seed: int) -> list[torch.Tensor]:
     return [q, k, -torch.rand(2, 2, 2, generator=generator).to(DEVICE)]
 
 
+def test_autocast_does_not_reach_inside_the_reference() -> None:
+    x = inputs(CASE, torch.float32)
+    pages = [x.pool[name].to(DEVICE) for name in ("k", "v", "table", "first", "length")]
+    want = paged_attention(x.q, *pages, impl="reference")
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert torch.equal(paged_attention(x.q, *pages, impl="reference"), want)
+
+
 def test_a_compiled_step_changes_the_same_pages() -> None:
     x, compiled = inputs(CASE, torch.float32), torch.compile(step, fullgraph=True, backend="aot_eager")
     kept = [state(CASE, x) for _ in range(2)]

@@ -101,6 +101,15 @@ def test_autocast_casts_the_operands_and_keeps_the_gate() -> None:
     assert torch.equal(o, want)
 
 
+def test_autocast_does_not_reach_inside_the_reference() -> None:
+    x = inputs(Case(T=66, S=66, K=8, V=8, gate="open"), torch.float32)
+    options: dict[str, Any] = {"log_decay": x["log_decay"], "return_lse": True, "impl": "reference"}
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        got = fox_attention(x["q"], x["k"], x["v"], **options)
+    want = fox_attention(*(x[n].bfloat16() for n in "qkv"), **options)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_inputs_need_not_be_contiguous() -> None:
     case = Case(T=66, S=66, H=2, G=2, K=8, V=8)
     x = inputs(case, torch.float32)
@@ -193,6 +202,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(1, 4, 2, 0), "k": torch.zeros(1, 4, 2, 0)}, r"q: expected at least one channel"),
     ({"prune": Prune(), "log_decay": None}, r"prune: expected a log_decay"),
     ({"prune": 1e-3}, r"prune: expected attnzoo.Prune\(eps=0.001\) or None, got float"),
+    ({"gate_sums": torch.zeros(1, 4, 2), "log_decay": None}, r"gate_sums: expected GateSums or None, got Tensor"),
+    ({"receivers": 3}, r"receivers: expected a tuple of tensors or None, got 3"),
+    ({"receivers": (1, 2)}, r"receivers: expected a tuple of tensors or None, got \(1, 2\)"),
     ({"receivers": (torch.zeros(1, 4, 2, 8),)}, r"receivers: expected float32 tensors of shapes"),
     ({"receivers": (torch.zeros(1, 4, 2, 8),) * 2, "impl": "reference"}, r"receivers: expected None in the reference"),
     ({"impl": "cuda"}, r"impl: expected one of"),

@@ -178,6 +178,13 @@ def test_what_it_does_not_serve_is_said() -> None:
         linear_steps(q, k, v, Gate(beta=torch.ones(2, 9, 2, device=DEVICE)))
     with pytest.raises(ValueError, match="gate: expected an axis of factors in both w and beta or in none"):
         linear_steps(q, k, v, Gate(w=q[:, :, :2], beta=q[:, :, :2, :1]))
+    with pytest.raises(TypeError, match=r"gate: expected attnzoo.Gate, got NoneType"):
+        linear_steps(q, k, v, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"k: expected a floating dtype, got torch.int32"):
+        linear_steps(q, k.int(), v, gate)
+    for rounded in (torch.float16, torch.bfloat16):
+        with pytest.raises(ValueError, match=rf"gate.log_decay: expected float32, got {rounded}"):
+            linear_steps(q, k, v, gate.map(lambda part, to=rounded: part.to(to)))  # type: ignore[misc]
     long = [x.repeat(1, 8, 1, 1) for x in (q, k, v)]
     assert f"1 to {MOST_TOKENS} tokens at a time, got 72" in mamba2.refuses("triton", Call(*long, Gate()))
     double = Call(*(x.double() for x in (q, k, v)), gate)

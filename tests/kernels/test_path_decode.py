@@ -12,7 +12,7 @@ from path_cases import DEVICE, Case, inputs
 from torch import Tensor
 
 from attnzoo import Gate, get
-from attnzoo.kernels.path import cache, carry_keys, path_extend
+from attnzoo.kernels.path import cache, carry_keys, path_extend, path_step
 from attnzoo.kernels.path.portable import decode
 from attnzoo.kernels.path.reference import path_reference, path_reference_lse
 from attnzoo.samples import random_inputs
@@ -67,6 +67,13 @@ def test_carried_keys_are_those_of_the_reference() -> None:
     gate = Gate(log_decay=x["log_decay"], w=x["w"], beta=x["beta"])
     _, state = get("path_fox").extend(x["q"], x["k"], x["v"], gate)
     torch.testing.assert_close(carry_keys(x["k"], x["w"], x["beta"]), state.k, rtol=1e-12, atol=1e-12)
+
+
+def test_shapes_alone_are_enough_to_carry_keys() -> None:
+    k, beta = torch.empty(2, 5, 3, 16, device="meta"), torch.empty(2, 5, 3, device="meta")
+    keys = carry_keys(k, k, beta)
+    assert keys.is_meta
+    assert keys.shape == k.shape
 
 
 @pytest.mark.parametrize("pieces", [(9, 1, 1, 5), (15, 1)], ids=str)
@@ -323,6 +330,9 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
         ("sink", lambda x: x + torch.inf, r"sink: expected logits that are finite or -inf"),
         ("scale", lambda x: math.nan, r"scale: expected a positive finite number"),
         ("values", lambda x: None, r"values: expected a tensor, got NoneType"),
+        ("q", lambda x: x.double(), r"q: expected bfloat16, float16 or float32, got torch.float64"),
+        ("k", lambda x: x.double(), r"k: expected bfloat16, float16 or float32, got torch.float64"),
+        ("values", lambda x: x.double(), r"values: expected bfloat16, float16 or float32, got torch.float64"),
     ],
     ids=[
         "no keys",
@@ -341,6 +351,9 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
         "infinite sink",
         "nan scale",
         "missing values",
+        "double q",
+        "double k",
+        "double values",
     ],
 )
 def test_wrong_cache_is_refused(name: str, change: Any, message: str) -> None:
@@ -356,3 +369,19 @@ def test_wrong_cache_is_refused(name: str, change: Any, message: str) -> None:
     path_extend(**call)
     with pytest.raises((ValueError, TypeError), match=message):
         path_extend(**call | {name: change(call[name])})
+
+
+def test_a_step_in_place_needs_keys() -> None:
+    x = inputs(Case(T=8, H=1, G=1), torch.float32)
+    with pytest.raises(TypeError, match="keys: expected a tensor, got NoneType"):
+        path_step(*parts(x, 7, 8), None, x["v"])  # type: ignore[arg-type]
+
+
+def test_no_kernel_runs_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = {name: t.cpu() for name, t in inputs(Case(T=8, H=1, G=1), torch.float32).items()}
+    keys = carry_keys(*parts(x, 0, 7)[1:])
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="q: expected CUDA tensors"):
+        path_extend(*parts(x, 7, 8), keys, x["v"])
+    with pytest.raises(ValueError, match="q: expected CUDA tensors"):
+        path_step(*parts(x, 7, 8), torch.cat([keys, keys[:, :1]], 1), x["v"])

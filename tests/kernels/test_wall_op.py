@@ -89,6 +89,13 @@ def test_autocast_casts_the_operands_and_keeps_the_gates() -> None:
     assert torch.equal(o, want)
 
 
+def test_shapes_alone_are_enough() -> None:
+    q, k = (torch.empty(2, 5, heads, 16, device="meta") for heads in (4, 2))
+    o = wall_attention(q, k, k, log_diag=torch.empty(2, 5, 4, 16, device="meta"))
+    assert o.is_meta
+    assert o.shape == q.shape
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"log_diag": None}, r"log_diag: expected a tensor, got NoneType"),
     ({"log_diag": torch.zeros(1, 4, 1, 16)}, r"log_diag: expected \[B=1, T=4, H=2, K=16\] as q"),

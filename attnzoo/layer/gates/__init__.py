@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.errors import check_kinds, unknown
 from attnzoo.layer.gates.angles import Mamba3Decay, SelectiveAngles
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write
@@ -51,7 +51,9 @@ class Combined(GateProjection):
         if len(strengths) < 2:
             return Gate(**parts), strengths[0] if strengths else None
         factors = [parts["beta"] if isinstance(strength, str) else strength for strength in strengths]
-        return Gate(**parts), math.prod(factors[1:], start=factors[0])
+        heads = max(factor.shape[2] for factor in factors)  # of a key head, or of each query head
+        first, *rest = (expand_heads(factor, heads) for factor in factors)
+        return Gate(**parts), math.prod(rest, start=first)
 
     def keys(self, k: Tensor, gate: Gate) -> Tensor:
         for member in self.members:
