@@ -10,9 +10,10 @@ import torch
 
 from attnzoo.config import DataConfig, ModelConfig, load_config
 from attnzoo.data.sources import decode, encode
-from attnzoo.data.tokenizer import tokenize
+from attnzoo.data.tokenizer import parse_tokenizer, tokenize
 from attnzoo.models import LanguageModel
 from attnzoo.training import exchange, load_run, train
+from attnzoo.training.subject import load_subject
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,6 +91,11 @@ def test_a_run_keeps_the_tokenizer_of_its_tokens_and_export_carries_it(tmp_path)
     options = ["model.vocab_size=310", f"data.source={shards.folder}", f"output_dir={tmp_path / 'run'}"]
     run = train(load_config(None, [*SMALL, *options]))
     shutil.rmtree(shards.folder)
+    subject = load_subject(run)
+    assert (
+        subject.encode("3 and 4 make") == parse_tokenizer(content).encode("3 and 4 make").ids != encode("3 and 4 make")
+    )
+    assert subject.decode(subject.encode("3 and 4 make")) == "3 and 4 make"
     folder = exchange.export_run(run, tmp_path / "model")
     assert (folder / "tokenizer.json").read_bytes() == content
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -4,6 +4,7 @@ import re
 import shutil
 
 import click
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -55,6 +56,34 @@ def test_a_model_folder_and_its_run_say_the_same(run, tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"tokenizer: expected a tokenizer.json"):
         ran(folder, *options)
+
+
+def test_text_beside_a_larger_vocabulary_is_bytes(tmp_path):
+    write_text(tmp_path)
+    source = train(config_of(tmp_path, "run", "data.vocab_size=300", "model.vocab_size=300"))
+    folder = exchange.export_run(source, tmp_path / "model")
+    assert (
+        load_text_model(source, "cpu").encode(PROMPT) == load_text_model(folder, "cpu").encode(PROMPT) == encode(PROMPT)
+    )
+    options = ("--prompt", PROMPT, "--max-tokens", 8, "--device", "cpu")
+    assert ran(source, *options)[0] == ran(folder, *options)[0]
+    assert decode([*encode(PROMPT), 299, 256]) == PROMPT  # as the tokenizer leaves them out
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "gone"])
+def test_tokens_of_a_file_are_not_taken_for_bytes(kind, tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(600, dtype=np.uint16) % 300)
+    source = tmp_path / "tokens.npy"
+    if kind != "file":
+        source = tmp_path / "folder"
+        source.mkdir()
+        (tmp_path / "tokens.npy").rename(source / "tokens.npy")
+    options = (f"data.source={source}", "data.vocab_size=300", "model.vocab_size=300")
+    run = train(config_of(tmp_path, "run", *options))
+    if kind == "gone":
+        shutil.rmtree(source)
+    with pytest.raises(ValueError, match="was trained on tokens whose text is not known here"):
+        load_text_model(run, "cpu")
 
 
 def test_keys_given_up_are_said_by_layer_and_head(run):

@@ -201,8 +201,12 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """Byte tokens as text; what is not valid UTF-8 shows as replacement characters."""
-    return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")
+    """Byte tokens as text; what is not valid UTF-8 shows as replacement characters, tokens beyond the bytes not at all.
+
+    Raises:
+        ValueError: a token below 0.
+    """
+    return bytes(int(token) for token in tokens if token < BYTES).decode("utf-8", errors="replace")
 
 
 def _read(source: str, config: DataConfig) -> _Source:
@@ -217,13 +221,31 @@ def _read(source: str, config: DataConfig) -> _Source:
         raise FileNotFoundError(f"no data: there is no file or folder {source!r}{hint}")
     if path.is_dir() and is_shards(path):
         return _read_folder(source)
-    if path.suffix in SHARDS or (path.is_dir() and any(file.suffix in SHARDS for file in path.iterdir())):
+    if _holds_numbers(path):
         files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SHARDS)
         if not files:
             raise _no_data(source, "the folder has no .npy or .bin file")
         pieces = [_Piece(file.name, _read_shard(file, config.dtype), file) for file in files]
         return _Source(source, pieces, text=False, knows_documents=False)
     return _Source(source, _read_text(path, config), vocab_size=BYTES)
+
+
+def _holds_numbers(path: Path) -> bool:
+    return path.suffix in SHARDS or (path.is_dir() and any(file.suffix in SHARDS for file in path.iterdir()))
+
+
+def is_text(source: str, numbers: bool = False) -> bool:
+    """Whether a source is read byte by byte.
+
+    Args:
+        source: as `DataConfig` takes it, but no task.
+        numbers: whether one that is there no more may have been `.npy` or `.bin` files, as where `data.vocab_size`
+            is given, which these need.
+    """
+    path = Path(source)
+    if source == "stdlib":
+        return True
+    return not is_shards(path) and not _holds_numbers(path) and (path.exists() or not numbers)
 
 
 def _read_folder(source: str) -> _Source:

@@ -17,7 +17,7 @@ from attnzoo import __version__
 from attnzoo.config import load_config, to_yaml
 from attnzoo.data.shards import TOKENIZER as TOKENS
 from attnzoo.data.shards import is_shards, read_shards
-from attnzoo.data.sources import BYTES
+from attnzoo.data.sources import BYTES, is_text
 from attnzoo.data.tokenizer import byte_tokenizer, read_tokenizer, special_tokens, tokenizer_files
 from attnzoo.files import whole_folder
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
@@ -107,7 +107,8 @@ def tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
 
 def is_bytes(data: DataConfig) -> bool:
     """Whether tokens are bytes of a text."""
-    return data.task is None and data.vocab_size is None and not any(is_shards(entry.source) for entry in data.weighted)
+    numbers = data.vocab_size is not None
+    return data.task is None and all(is_text(entry.source, numbers) for entry in data.weighted)
 
 
 def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -> tuple[str, ...]:
