@@ -251,6 +251,9 @@ def test_positions_that_cannot_be_are_refused(tokens):
     for wrong in (2 * rising, rising.flip(1), torch.cat([rising[:, :4], rising[:, :5]], 1)):
         with pytest.raises(ValueError, match="position_ids: expected positions that rise by one"):
             model(tokens, position_ids=wrong)
+    for shape in ((2, 8), (9,), (3, 9)):
+        with pytest.raises(ValueError, match=r"position_ids: expected \[B, T\] = \(2, 9\) or \(1, 9\), got"):
+            model(tokens, position_ids=torch.arange(9)[: shape[-1]].expand(shape))
     with pytest.raises(ValueError, match=r"from 0 each, got \[\[0, 1, 1, 2\]\]"):
         model(tokens[:1, :4], position_ids=torch.tensor([[0, 1, 1, 2]]))
 
@@ -266,6 +269,36 @@ def test_states_of_all_blocks_are_given(tokens):
 def test_labels_have_the_shape_of_the_tokens(tokens):
     with pytest.raises(ValueError, match=r"labels: expected \[B, T\] = \(2, 9\), got \(2, 5\)"):
         build("fox")(tokens, labels=tokens[:, :5])
+
+
+def test_labels_that_cannot_be_are_refused_by_name(tokens):
+    model = build("fox")
+    beyond = model.config.vocab_size
+    for wrong in (beyond, -1):
+        labels = torch.where(tokens == tokens[0, 3], wrong, tokens)
+        with pytest.raises(ValueError, match=rf"labels: expected tokens from 0 to {beyond - 1}, got {wrong}"):
+            model(tokens, labels=labels)
+    assert model(tokens, labels=torch.where(tokens == tokens[0, 3], -1, tokens), ignore_index=-1).loss.isfinite()
+    with pytest.raises(ValueError, match=r"labels: expected int64 tokens, got torch.float32"):
+        model(tokens, labels=tokens.float())
+    for some in (3, torch.arange(9)):
+        with pytest.raises(ValueError, match="logits_to_keep: expected 0 beside labels, got"):
+            model(tokens, labels=tokens, logits_to_keep=some)
+    nothing = torch.full_like(tokens, -100)  # of the pieces of a batch, one may ask for nothing
+    assert model(tokens, labels=nothing, num_items_in_batch=torch.tensor(7)).loss == 0
+
+
+def test_the_configuration_says_what_is_given(tokens, tmp_path):
+    build("fox").save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_hidden_states=True)
+    assert len(model(tokens).hidden_states) == model.config.num_hidden_layers + 1
+    assert model(tokens, output_hidden_states=False).hidden_states is None
+    model.config.return_dict = False
+    assert isinstance(model(tokens), tuple)
+    assert model(tokens, return_dict=True).hidden_states is not None
+    model.config._output_attentions = True  # what `output_attentions=True` sets
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(tokens)
 
 
 def test_attention_matrices_are_refused_rather_than_left_out(tokens):

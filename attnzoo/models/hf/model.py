@@ -13,12 +13,14 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnzoo.algebra.pruning import Evict
+from attnzoo.algebra.values import reads_values
 from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.hf.cache import ModelCache
 from attnzoo.models.hf.config import AttnzooConfig
 from attnzoo.models.hf.generate import LEAST, NeedsLoopError, asked, release, run
+from attnzoo.models.loss import IGNORED
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +221,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             past_key_values: from an earlier call.
             inputs_embeds: [B, T, D] instead of `input_ids`.
             labels: [B, T], the same tokens as `input_ids` (shifted here, unlike the decoder's targets), -100 where
-                nothing is asked.
+                nothing is asked; beside them `logits_to_keep` is 0.
             use_cache: give `past_key_values`; the configuration's `use_cache` by default, never while training, and
                 where keys are forgotten under `torch.no_grad()` alone.
             logits_to_keep: logits of that many last tokens only, or of these positions; 0 for all.
@@ -227,15 +229,19 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 again say where they are.
             output_hidden_states: also what each block takes, and what the head reads.
             output_attentions: refused: no form of a layer makes the matrix.
-            return_dict: False gives a tuple.
+            return_dict: False gives a tuple; None of these three is as the configuration says.
             **kwargs: for the loss (`num_items_in_batch`), and `position_ids` [B, T].
 
         Raises:
-            ValueError: inputs that the decoder refuses, labels of another shape, attention matrices asked for, a cache
-                beside gradient checkpointing, or positions that neither rise by one nor begin again (with a mask they
-                follow from it).
+            ValueError: inputs that the decoder refuses, labels of another shape, kind or vocabulary, attention matrices
+                asked for, a cache beside gradient checkpointing, or positions of another shape, or that neither rise
+                by one nor begin again (with a mask they follow from it).
         """
-        if output_attentions:
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions: expected False (no form of a layer makes the matrix), got True")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
@@ -254,6 +260,8 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         if recomputed and past_key_values is not None:  # a second run would add its tokens again
             raise ValueError("use_cache, past_key_values: expected neither with gradient checkpointing in training")
         positions = kwargs.pop("position_ids", None)
+        if positions is not None:
+            _check_positions(positions, input_ids if inputs_embeds is None else inputs_embeds)
         if positions is not None and attention_mask is None and cu_seq_lens_q is None:
             cu_seq_lens_q = _borders(positions)
         states: list[Tensor] | None = [] if output_hidden_states else None
@@ -268,8 +276,10 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 recompute=self._recompute if recomputed else None,
                 states=states,
             )  # [B, T, D]
-            if labels is not None and labels.shape != x.shape[:2]:
-                raise ValueError(f"labels: expected [B, T] = {tuple(x.shape[:2])}, got {tuple(labels.shape)}")
+            if labels is not None:
+                self._check_labels(labels, x.shape[:2], kwargs.get("ignore_index", IGNORED))
+                if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
+                    raise ValueError(f"logits_to_keep: expected 0 beside labels, got {logits_to_keep}")
             rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.model.head(x[:, rows])
             loss = None
@@ -282,6 +292,23 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             hidden_states=None if states is None else tuple(states),
         )
         return out.to_tuple() if return_dict is False else out
+
+    def _check_labels(self, labels: Tensor, shape: torch.Size, ignored: int) -> None:
+        """Tokens of the vocabulary, or `ignored`, which may be alone: of a batch in pieces, some ask for nothing."""
+        if labels.shape != shape:
+            raise ValueError(f"labels: expected [B, T] = {tuple(shape)}, got {tuple(labels.shape)}")
+        if labels.dtype != torch.int64:
+            raise ValueError(f"labels: expected int64 tokens, got {labels.dtype}")
+        if reads_values(labels) and bool((labels != ignored).any()):
+            self.model.check_tokens("labels", labels, shape, ignored)
+
+
+def _check_positions(positions: Tensor, given: Tensor | None) -> None:
+    """One for each token, of all rows alike or of each."""
+    assert given is not None
+    B, T = given.shape[:2]
+    if tuple(positions.shape) not in ((1, T), (B, T)):
+        raise ValueError(f"position_ids: expected [B, T] = {(B, T)} or {(1, T)}, got {tuple(positions.shape)}")
 
 
 def _borders(positions: Tensor) -> Tensor | None:
