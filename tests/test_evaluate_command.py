@@ -8,6 +8,7 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from click.testing import CliRunner
 from test_doc_outputs import DOCS, FENCE
 
 from attnzoo.cli import app
-from attnzoo.config import load_config
+from attnzoo.config import ModelConfig, load_config
 from attnzoo.data import build_data, heldout_windows
 from attnzoo.data.config import WeightedSource
 from attnzoo.data.tasks import TASKS, Examples, build_task
@@ -31,9 +32,11 @@ from attnzoo.evaluation import (
     measure_losses,
     measure_pruning,
 )
+from attnzoo.evaluation.memory import RULES, UNLIMITED, Point
 from attnzoo.experiments.evaluate import lines, memory
 from attnzoo.experiments.evaluate.saved import as_json, file_name, find_subject
 from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
+from attnzoo.models import LanguageModel
 from attnzoo.training import load_run, train
 from attnzoo.training.checkpoint import checkpoints_in
 from attnzoo.training.subject import held_out_text, load_subject
@@ -127,6 +130,9 @@ def test_task_is_asked_at_growing_lengths(tmp_path):
     longer = torch.from_numpy(Examples(build_task("parity"), 40, held_out=True)[0][0])
     [shares] = measure(subject, "pruning", {"history": False}, Common(length=(40,))).steps
     assert shares.heads == measure_pruning(subject.model, longer).heads
+    others = Common(length=(5, 9), seed=3)  # which a task asked beside them reads
+    assert measure(subject, "maps", {"tokens": 6, "start": 2}, others).tokens == maps.tokens
+    assert measure(subject, "context", {}, Common(seed=3)) == measure(subject, "context", {}, Common())
     with pytest.raises(ValueError, match="expected room for 17 tokens in the 16 of the row"):
         measure(subject, "maps", {"tokens": 17}, Common())
     with pytest.raises(ValueError, match="is of 'parity'"):
@@ -324,7 +330,17 @@ def test_tables_of_large_numbers_fit_eighty_columns():
     large = Answers(2**20, 256, 2**28, 1.0, 1.0, 1.0, 12.3456)
     curve = LossCurve(2**20, 3, *(np.full(2**20, number) for number in (12.3, 1.2345, 123456.789)))
     context = EffectiveContext(2**20, 1e-5, tuple(range(100)), ((2**20,) * 32,) * 100, ((2**20,) * 32,) * 100)
-    for found in (lines.answers(LengthCurve(2**20, (large,))), lines.loss(curve), lines.context(context)):
+    limits = [2**n for n in range(20)]
+    points = [Point(rule, limit, 1e6, 123.4567, 1e6) for rule in RULES for limit in limits]
+    points += [Point(rule, 0, 1e6, 123.4567, 1e6) for rule in UNLIMITED]
+    words = tuple(f"incomprehensibility{n % 16}" for n in range(64))
+    text = memory.ForgottenText("h2o", 16, words, (0,), (np.ones((2, 64)),))
+    within = memory.lines(memory.MemoryCurves(2**20, 3, 1.2345, tuple(points), text))
+    assert [len(re.findall(r"\+122.2222", line)) for line in within if "H2O" in line] == [6, 6, 6, 2]
+    assert sum("incomprehensibility" in word for line in within for word in line.split()) == 16
+    assert "certified, without a limit: 1,000,000 keys, +122.2222 nats" in within
+    tables = (lines.answers(LengthCurve(2**20, (large,))), lines.loss(curve), lines.context(context), within)
+    for found in tables:
         assert max(map(len, found)) <= 80
 
 
@@ -334,11 +350,31 @@ def test_no_evaluation_has_the_name_of_a_task():
 
 def test_text_is_the_more_coloured_the_sooner_a_token_was_given_up():
     ages = (np.array([[2.0, 2.0, -1.0, -1.0]]), np.array([[1.0, -1.0, 1.0, -1.0]]))
-    text = memory.ForgottenText("h2o", 2, ("a", "<b", "c", "d"), ages)
+    text = memory.ForgottenText("h2o", 2, ("a", "<b", "c", "d"), (1, 3), ages)
     page = memory.page(memory.MemoryCurves(4, 1, 1.0, (), text), "a model")
     assert "&lt;b" in page
+    assert re.findall(r"layer \d, key head \d", page) == ["layer 1, key head 0", "layer 3, key head 0"]
     found = re.findall(r'<span style="--s: (\d+)%" title="(never given up|given up after \d tokens)">', page)
     expected = [100 * (1 - math.log1p(age) / math.log1p(most)) for age, most in ((2, 4), (2, 3), (1, 4), (1, 2))]
     a, b, c, d = (f"{share:.0f}" for share in expected)
     assert [share for share, _ in found] == [a, b, "0", "0", c, "0", d, "0"]
     assert [said for _, said in found[:3]] == ["given up after 2 tokens"] * 2 + ["never given up"]
+
+
+def test_layers_of_a_forgotten_text_have_the_numbers_that_they_have_in_the_model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_layers": 4, "num_heads": 2}
+    model = LanguageModel(ModelConfig(attention=["gla", "fox"], **sizes)).eval()
+    tokens = torch.randint(0, 256, (2, 25))
+    found = memory.measure_memory(model, tokens, tokens[0, :-1], ["a"] * 24, 1, None)
+    assert found.text.layers == (1, 3)
+    assert len(found.text.ages) == 2
+
+
+def test_each_way_to_read_an_answer_has_its_error_beside_it():
+    scores = {"sample_len": 9.0, "match,strict": 0.5, "match_stderr,strict": 0.25, "acc": 0.75, "acc_stderr": 0.125}
+    found = SimpleNamespace(window=8, samples={"sums": 9}, scores={"sums": scores})
+    assert [line.split() for line in lines.harness(found)[2:]] == [
+        ["sums", "9", "match,strict", "0.5000", "0.2500"],
+        ["sums", "9", "acc", "0.7500", "0.1250"],
+    ]

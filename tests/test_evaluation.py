@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attnzoo import Gate, Prune, get, list_variants, oracle
 from attnzoo.config import ModelConfig
 from attnzoo.evaluation import (
+    LossCurve,
     decay_matrix,
     gate_maps,
     mean_and_error,
@@ -61,14 +62,15 @@ def test_loss_of_a_token_depends_on_nothing_after_it() -> None:
     assert abs(before[0, 25] - after[0, 25]) > 1e-4
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 40])
+@pytest.mark.parametrize("window", [1, 2, 5, 22, 23, 30, 40, 45, 101])
 def test_moving_mean_is_the_mean_of_its_neighbourhood(window: int) -> None:
     values = np.random.default_rng(0).normal(size=23)
     smooth = moving_mean(values, window)
-    width = min(window, values.size)
+    curve = LossCurve(None, 1, values, values, values)
     for i in range(values.size):
-        near = values[max(0, i - width // 2) : i + (width - 1) // 2 + 1]
+        near = values[max(0, i - window // 2) : i + (window - 1) // 2 + 1]
         assert math.isclose(smooth[i], near.mean(), rel_tol=1e-9, abs_tol=1e-12)
+        assert math.isclose(curve.around(i + 1, window), near.mean(), rel_tol=1e-9, abs_tol=1e-12)
 
 
 def test_moving_mean_of_no_positions_is_refused() -> None:
@@ -135,6 +137,29 @@ def test_cut_keys_weigh_at_most_eps_and_the_share_counts_them(regime: str) -> No
                 kept[head] += row + 1 - first // block
         np.testing.assert_allclose(bound.kept, kept / 36)  # 8 * 9 / 2 causal blocks
     assert (maps["tail"].kept <= maps["paper"].kept).all()
+
+
+@pytest.mark.parametrize("T", [64, 61])
+@pytest.mark.parametrize("window", [1, 8, 9, 20, 64, 100])
+def test_share_of_a_layer_with_a_window_is_of_the_blocks_that_a_row_sees(window: int, T: int) -> None:
+    block = 8
+    model = LanguageModel(
+        ModelConfig(attention="fox", attention_options={"window": window}, hidden_size=32, num_layers=1, num_heads=2)
+    ).eval()
+    with torch.no_grad():
+        [layer] = model.attentions()
+        layer.gate.forget_proj.bias.copy_(torch.tensor([-1.0, 20.0]))
+    [found] = gate_maps(model, torch.randint(0, 256, (T,)), block=block)
+    rows, keys = np.arange(T)[:, None], np.arange(T)
+    seen = (keys <= rows) & (keys > rows - window)
+    edges = np.arange(0, T, block)
+    for bound in found.prune.values():
+        for head in range(2):
+            pruned = seen & (keys >= bound.first[head].repeat(block)[:T, None])
+            blocks = [np.add.reduceat(np.add.reduceat(of, edges, 0), edges, 1) > 0 for of in (seen, pruned)]
+            assert bound.kept[head] == pytest.approx(blocks[1].sum() / blocks[0].sum())
+        assert bound.kept[1] == 1.0  # what hardly forgets keeps all that it sees
+    assert found.prune["tail"].kept[0] < 1 or window < 20
 
 
 def test_gate_maps_are_found_for_the_gated_layers_of_a_hybrid_only() -> None:

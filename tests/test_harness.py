@@ -149,6 +149,12 @@ def test_generation_goes_on_until_a_text_comes_up_alike_in_any_batch(model):
             adapter.generate_until([Request("ab", {name: 0.5})])
 
 
+@pytest.mark.parametrize(("name", "number"), [("limit", 0), ("limit", -1), ("shots", -1)])
+def test_number_out_of_range_is_named(model, name, number):
+    with pytest.raises(ValueError, match=f"{name}: expected at least ., got {number}"):
+        run_harness(model, encode, decode, END, "task.yaml", **{name: number})
+
+
 @pytest.mark.skipif(not INSTALLED, reason="needs lm-eval")
 def test_task_of_a_file_is_asked_without_a_network(model, tmp_path):
     rows = [

@@ -27,7 +27,8 @@ class PruneMap:
 
     Args:
         first: the first key that is kept, per head and block of rows, ``[H, blocks]``.
-        kept: share of the causal blocks that is kept, per head, ``[H]``, in (0, 1].
+        kept: share of the blocks that causality and the layer's window leave that is kept, per head, ``[H]``, in
+            (0, 1].
         block: rows and keys per block.
     """
 
@@ -78,7 +79,7 @@ def gate_maps(model: nn.Module, tokens: Tensor, samples: int = 128, block: int =
         prune = {}
         if layer.variant.prunable:
             eps = (layer.prune or Prune()).eps
-            prune = prune_maps(core.q, core.k, core.gate, layer.scale, eps, block)
+            prune = prune_maps(core.q, core.k, core.gate, layer.scale, eps, block, layer.config.window)
         maps.append(GateMap(index, decay_matrix(gate.slice(0, length), samples), length, T, prune))
     return maps
 
@@ -122,21 +123,30 @@ def decay_matrix(gate: Gate, samples: int) -> Array:
     return np.asarray(decay.tril().cpu().numpy(), dtype=np.float64)
 
 
-def prune_maps(q: Tensor, k: Tensor, gate: Gate, scale: float | None, eps: float, block: int) -> dict[str, PruneMap]:
+def prune_maps(
+    q: Tensor, k: Tensor, gate: Gate, scale: float | None, eps: float, block: int, window: int | None = None
+) -> dict[str, PruneMap]:
     """What each bound prunes from the first sequence; q ``[B, T, H, K]``, k ``[B, T, G, K]``, a scalar decay.
+
+    Beyond a window there is nothing to prune: what no row of a block sees counts neither as kept nor as pruned.
 
     Raises:
         ValueError: a gate without one.
     """
     if gate.log_decay is None:
         raise ValueError("gate: expected log_decay, got none")
+    T = q.shape[1]
+    oldest = torch.arange(0, T, block, device=q.device) - (T if window is None else window) + 1
+    seen = (oldest.clamp_min(0) // block * block).expand(1, q.shape[2], -1)
+    there = kept_fraction(seen, T, rows=block, cols=block)
     scaled = q[:1].transpose(1, 2) * (default_scale(q) if scale is None else scale)
     keys = expand_heads(k[:1], q.shape[2]).transpose(1, 2)
     maps: dict[str, PruneMap] = {}
     for bound in BOUNDS:
         prune = Prune(eps=eps, bound=bound)
         first = first_kept_keys(scaled, keys, gate.log_decay[:1].transpose(1, 2), prune, rows=block, cols=block)
-        kept = kept_fraction(first, q.shape[1], rows=block, cols=block)
+        first = first.maximum(seen)
+        kept = kept_fraction(first, T, rows=block, cols=block) / there
         maps[bound] = PruneMap(_numpy(first[0]), _numpy(kept), block)
     return maps
 

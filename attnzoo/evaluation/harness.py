@@ -255,8 +255,12 @@ def run_harness(
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file that is no task, a name that lm-eval does not know, or what it refuses.
+        ValueError: a number out of range, a file that is no task, a name that lm-eval does not know, or what it
+            refuses.
     """
+    for name, least, number in (("limit", 1, limit), ("shots", 0, shots)):
+        if number is not None and number < least:
+            raise ValueError(f"{name}: expected at least {least}, got {number}")
     adapter = HarnessModel(model, encode, decode, end, window)
     own = task.endswith((".yaml", ".yml", ".json"))
     asked: Any = _definition(Path(task)) if own else task

@@ -42,7 +42,7 @@ class LossCurve:
     def around(self, index: int, width: int = 101) -> float:
         """L(i) averaged over ``width`` indices around ``index >= 1`` (the paper's 101), or those that exist."""
         first = max(0, index - 1 - width // 2)
-        return float(self.loss[first : index + width // 2].mean())
+        return float(self.loss[first : index + (width - 1) // 2].mean())
 
 
 def measure_losses(model: nn.Module, windows: Tensor, context: int | None = None) -> LossCurve:
@@ -89,9 +89,12 @@ def moving_mean(values: Array, window: int) -> Array:
     """
     if window < 1:
         raise ValueError(f"window: expected at least 1, got {window}")
-    ones = np.ones(min(window, values.size))
-    total = np.convolve(values, ones, mode="same")
-    return np.asarray(total / np.convolve(np.ones_like(values), ones, mode="same"), dtype=np.float64)
+    before = min(window // 2, values.size)
+    sides = before, min((window - 1) // 2, values.size)
+    total, count = (
+        np.convolve(np.pad(of, sides), np.ones(sum(sides) + 1), mode="valid") for of in (values, np.ones_like(values))
+    )
+    return np.asarray(total / count, dtype=np.float64)
 
 
 def perplexity_over_lengths(loss: Array) -> Array:

@@ -226,7 +226,7 @@ def decay_map(decay: Array, length: int, cuts: Mapping[str, Array], block: int =
 
 
 def kept_blocks(heads: Sequence[str], kept: Mapping[str, Array], look: Look) -> Figure:
-    """Share of the causal blocks kept per head: a bar per head and bound, the first bound filled.
+    """Share of the blocks kept per head: a bar per head and bound, the first bound filled.
 
     Args:
         heads: a name per head.

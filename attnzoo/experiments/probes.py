@@ -253,8 +253,8 @@ class AddedByLength:
 
 @dataclass(frozen=True)
 class Kept:
-    """The share of the causal blocks of a held-out window that pruning with the tail bound keeps: the mean over heads
-    and layers.
+    """The share of the blocks of a held-out window, of those that causality and a layer's window leave, that pruning
+    with the tail bound keeps: the mean over heads and layers.
 
     Args:
         name: what a reader sees.

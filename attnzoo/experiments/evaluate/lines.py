@@ -85,7 +85,7 @@ def pruning(found: Any) -> list[str]:
         f"local heads (more than half pruned): {percent(now.local, 1)} %",
     ]
     for number, heads in zip(now.layers, now.heads, strict=True):
-        lines += _wrapped(f"layer {number:3}:", [percent(share, 1).rjust(5) for share in heads])
+        lines += wrapped(f"layer {number:3}:", [percent(share, 1).rjust(5) for share in heads])
     if len(found.steps) > 1:
         rows = [[f"{step.step:,}", percent(step.share, 1), percent(step.local, 1)] for step in found.steps]
         lines += table(["step", "pruned %", "local heads %"], rows)
@@ -110,9 +110,9 @@ def context(found: EffectiveContext) -> list[str]:
     """A line per layer, and one for what its gates promise."""
     lines = [f"newest keys that hold {1 - found.eps:g} of a row, median of {found.tokens:,} rows, per head"]
     for number, heads, bounds in zip(found.layers, found.heads, found.bounds, strict=True):
-        lines += _wrapped(f"layer {number:3}:", [f"{tokens:,}".rjust(7) for tokens in heads])
+        lines += wrapped(f"layer {number:3}:", [f"{tokens:,}".rjust(7) for tokens in heads])
         if bounds is not None:
-            lines += _wrapped("by gates: ", [f"{tokens:,}".rjust(7) for tokens in bounds])
+            lines += wrapped("by gates: ", [f"{tokens:,}".rjust(7) for tokens in bounds])
     return lines
 
 
@@ -122,7 +122,7 @@ def maps(found: AttentionMaps) -> list[str]:
     for layer in found.layers:
         most = [int(np.abs(head[-1]).argmax()) for head in layer.weights]
         seen = [f"{found.tokens[j]!r} {head[-1, j]:.2f}" for j, head in zip(most, layer.weights, strict=True)]
-        lines += _wrapped(f"layer {layer.layer:3}:", seen)
+        lines += wrapped(f"layer {layer.layer:3}:", seen)
     return lines
 
 
@@ -131,15 +131,16 @@ def harness(found: HarnessScores) -> list[str]:
     rows = []
     for task, scores in found.scores.items():
         for metric, value in scores.items():
-            if not metric.endswith("_stderr") and metric != "sample_len":
-                error = scores.get(f"{metric}_stderr", float("nan"))
+            what, comma, answers = metric.partition(",")  # a task may read its answers in several ways
+            if not what.endswith("_stderr") and metric != "sample_len":
+                error = scores.get(f"{what}_stderr{comma}{answers}", float("nan"))
                 spread = "-" if np.isnan(error) else f"{error:.4f}"
                 rows.append([task, f"{found.samples.get(task, 0):,}", metric, f"{value:.4f}", spread])
     window = "any length" if found.window is None else f"{found.window:,} tokens"
     return [f"the model is given {window}", *table(["task", "asked", "metric", "value", "+-"], rows)]
 
 
-def _wrapped(name: str, cells: Sequence[str]) -> list[str]:
+def wrapped(name: str, cells: Sequence[str]) -> list[str]:
     """Cells behind a name, in as many lines as they need."""
     lines = [name]
     for cell in cells:

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from attnzoo.evaluation.losses import Array
 from attnzoo.evaluation.memory import RULES, UNLIMITED, Point, ages_of_forgetting, knows, loss_within
 from attnzoo.experiments import run_figures
-from attnzoo.experiments.evaluate.lines import table
+from attnzoo.experiments.evaluate.lines import table, wrapped
 from attnzoo.experiments.figures import PAIR_COLORS, Line, Look
 from attnzoo.experiments.report.shell import fill
+from attnzoo.layer.attention import Attention
 
 WORDS = {
     "window": "window", "sinks": "sinks + window", "h2o": "H2O", "snapkv": "SnapKV", "retention": "forget network",
     "utility": "later use", "certified": "certified", "forgets": "network, by itself",
 }  # fmt: skip
+IN_A_LINE = 6  # limits, of a table in the terminal
 SEEN_OFTEN = 4  # a token whose life is told stands in the text so often
 
 
@@ -33,12 +35,14 @@ class ForgottenText:
         rule: by which it went.
         budget: keys that a head could hold; 0 for no limit.
         tokens: in words, T of them.
+        layers: numbers of the softmax layers.
         ages: by layer, ``[G, T]``: rows that saw the token; -1 of what was never given up.
     """
 
     rule: str
     budget: int
     tokens: tuple[str, ...]
+    layers: tuple[int, ...]
     ages: tuple[Array, ...]
 
     @property
@@ -106,33 +110,38 @@ def measure_memory(
     if rule not in known:
         raise ValueError(f"rule: expected one of {', '.join(known)}, got {rule!r}")
     length = windows.shape[1] - 1
-    budgets = [max(1, length >> n) for n in range(1, halvings + 1)]
+    budgets = [*dict.fromkeys(max(1, length >> n) for n in range(1, halvings + 1))]
     [whole] = loss_within(model, windows, ["window"], [length])
     points = loss_within(model, windows, known, budgets)
     budget = 0 if rule in UNLIMITED else max(1, len(piece) // 4)
     ages = ages_of_forgetting(model, piece, rule, budget)
-    text = ForgottenText(rule, budget, tuple(words), tuple(age.cpu().double().numpy() for age in ages))
+    attentions = [layer for layer in model.modules() if isinstance(layer, Attention)]
+    numbers = tuple(number for number, layer in enumerate(attentions) if layer.variant.side == "softmax")
+    text = ForgottenText(rule, budget, tuple(words), numbers, tuple(age.cpu().double().numpy() for age in ages))
     return MemoryCurves(length, len(windows), whole.loss, tuple(points), text)
 
 
 def lines(found: MemoryCurves) -> list[str]:
     """Added loss by rule and limit, and the tokens that go first and last."""
+    added = {(point.rule, point.budget): point.loss - found.whole for point in found.points}
     limits = sorted({point.budget for point in found.points} - {0}, reverse=True)
-    rows = []
-    for rule in found.rules:
-        by_limit = {point.budget: point.loss - found.whole for point in found.of(rule)}
-        free = [f"{found.of(rule)[0].late:.0f} keys: {by_limit[0]:+.4f}"] if 0 in by_limit else [""]
-        rows.append([WORDS[rule], *(f"{by_limit[n]:+.4f}" if n in by_limit else "" for n in limits), *free])
-    header = ["nats added, keys held:", *(f"{limit:,}" for limit in limits), "as many as wanted"]
-    often = found.text.by_word()
+    limited = [rule for rule in found.rules if rule not in UNLIMITED]
     said = [
         f"{found.windows} windows of {found.length:,} tokens; with all keys {found.whole:.4f} nats",
-        *(line.rstrip() for line in table(header, rows)),
+        "nats added by how many keys a head may hold",
     ]
-    some = min(8, len(often) // 2)
-    for name, part in (("soonest", often[:some]), ("latest", often[: -some - 1 : -1])):
+    for first in range(0, len(limits), IN_A_LINE):
+        some = limits[first : first + IN_A_LINE]
+        rows = [[WORDS[rule], *(f"{added[rule, limit]:+.4f}" for limit in some)] for rule in limited]
+        said += table(["keys held:", *(f"{limit:,}" for limit in some)], rows)
+    for rule in found.rules:
+        for point in found.of(rule) if rule in UNLIMITED else ():
+            said.append(f"{WORDS[rule]}, without a limit: {point.late:,.0f} keys, {added[rule, 0]:+.4f} nats")
+    often = found.text.by_word()
+    most = min(8, len(often) // 2)
+    for name, part in (("soonest", often[:most]), ("latest", often[: -most - 1 : -1])):
         if part:
-            said.append(f"given up {name}: {' '.join(repr(word) for word, _, _ in part)}"[:80])
+            said += wrapped(f"given up {name}:", [repr(word) for word, _, _ in part])
     return said
 
 
@@ -155,7 +164,7 @@ def page(found: MemoryCurves, title: str) -> str:
     text = found.text
     lives, every = text.lives, np.concatenate(text.lives)
     parts = [("all heads", "mean", _spans(text, every.mean(0), None))]
-    for layer, (life, ages) in enumerate(zip(lives, text.ages, strict=True)):
+    for layer, life, ages in zip(text.layers, lives, text.ages, strict=True):
         for head in range(len(life)):
             gone = f"{100 * (ages[head] >= 0).mean():.0f} % given up"
             parts.append((f"layer {layer}, key head {head}", gone, _spans(text, life[head], ages[head])))

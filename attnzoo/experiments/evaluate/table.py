@@ -89,12 +89,13 @@ def measure(subject: Subject, name: str, options: Mapping[str, Any], common: Com
         subject: what is measured.
         name: of the evaluation or of a task.
         options: of it, by name.
-        common: what several read.
+        common: what several read; of it this one is given what it reads.
 
     Raises:
         ValueError: no such evaluation or option, or one of the wrong kind or out of range.
     """
     found = evaluation(name)
+    common = Common(**{field: getattr(common, field) for field in found.reads})
     if is_task(name):
         return measures.ask_task(subject, common, name, options)
     signature = inspect.signature(found.measure)
