@@ -149,4 +149,4 @@ def _layer(variant: Variant) -> Iterator[str]:
     if settings:
         yield ", ".join(f"{key}={value!r}" for key, value in settings.items())
     elif gate == "none":
-        yield "projections alone"
+        yield "none by default: build_attention takes gate=..." if variant.requires else "projections alone"

@@ -157,7 +157,7 @@ def maps(found: AttentionMaps) -> Figure:
     T = len(found.tokens)
     lines = [(layer, matrices) for layer in found.layers for matrices in _matrices(layer)]
     widest = max(len(matrices[1]) for _, matrices in lines)
-    side, left, top = max(120, 8 * T), 56, 56
+    side, left, top = max(120, 8 * T), 56, 66
     width, height = widest * (side + left) + 12, len(lines) * (side + top) + 12
     figure = Figure(figsize=(width / 72, height / 72))
     words = [_shown(word) for word in found.tokens]
@@ -172,7 +172,7 @@ def maps(found: AttentionMaps) -> Figure:
             hidden = np.ma.masked_where(np.triu(np.ones((T, T), dtype=bool), 1), matrix)
             options: dict[str, Any] = {"cmap": "RdBu", "vmin": -largest, "vmax": largest}
             axes.imshow(hidden, interpolation="nearest", **(options if signed else {"cmap": DECAY_COLORS, "vmin": 0}))
-            title = f"layer {layer.layer} ({layer.variant}), head {head}: {name} up to {largest:.2f}"
+            title = f"layer {layer.layer} ({layer.variant}), head {head}\n{name} up to {largest:.2f}"
             axes.set_title(title, loc="left", fontsize=8)
             axes.xaxis.tick_top()
             step = range(0, T, 1 if T <= LABELS else -(-T // LABELS))
