@@ -21,7 +21,8 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
 
     Args:
         name: any of ``list_variants()``.
-        ascii_only: for a terminal that shows nothing else: ``gⱼ₊₁`` becomes ``g_{j+1}``.
+        ascii_only: for a terminal that shows nothing else: ``gⱼ₊₁`` becomes ``g_{j+1}``, line by line, and the longest
+            are then wider.
 
     Raises:
         ValueError: no such variant; the message lists them and names the nearest.

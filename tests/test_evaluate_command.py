@@ -34,6 +34,8 @@ from attnzoo.evaluation import (
     LayerMap,
     LengthCurve,
     LossCurve,
+    NeedlePicture,
+    PrunedShares,
     measure_context,
     measure_losses,
     measure_pruning,
@@ -404,3 +406,25 @@ def test_titles_of_maps_do_not_run_into_each_other():
     assert len(boxes) == 6
     for line in (boxes[:3], boxes[3:]):
         assert all(one.x1 < other.x0 for one, other in itertools.pairwise(line))
+
+
+def test_words_of_small_pictures_stay_within_them():
+    answers = tuple(Answers(length, 4, 8, 0.0, 0.0, 1.0, 0.1) for length in (32, 64, 128))
+    needles = [NeedlePicture(mode, 64, (0.0, 1.0), (32, 64, 128), (answers,) * 2) for mode in ("easy", "standard")]
+    shares = PrunedShares(1, 9, 0.1, "tail", (0,), ((0.5, 0.5),))
+    found = measures.NeedlePictures(tuple(needles)), measures.PruningHistory((shares, shares))
+    for figure in (pictures.haystack(found[0]), pictures.pruning(found[1]), pictures.lengths(LengthCurve(32, answers))):
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        panels = [axes.get_tightbbox(renderer) for axes in figure.axes]
+        assert all(one.x1 < other.x0 for one, other in itertools.pairwise(panels))
+        assert panels[-1].x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize(("wrong", "spread"), [(0.0, 0.0), (0.006, 0.002), (0.5, math.nan), (1.0, 0.0)])
+def test_picture_of_wrong_answers_has_no_share_below_none(wrong, spread):
+    answers = (Answers(8, 4, 8, 0.0, 0.0, 1.0, 0.1), Answers(16, 4, 8, wrong, spread, 0.0, 0.1))
+    [axes] = pictures.lengths(LengthCurve(8, answers)).axes
+    bottom, top = axes.get_ylim()
+    assert -0.05 * top < bottom < 0
+    assert top > 100 * (wrong + (0.0 if math.isnan(spread) else spread))
+    assert min(tick for tick in axes.get_yticks() if bottom <= tick <= top) == 0
