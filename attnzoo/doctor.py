@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from attnzoo.errors import UnavailableError
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.kernels.common.device import installed_triton
 from attnzoo.layer.attention import Attention
@@ -45,7 +46,8 @@ class Row:
     """What one variant's layer runs on in one situation.
 
     Attributes:
-        form: "triton", "fla" or "reference".
+        when: one of ``WHEN``, or "always" where there is no such layer.
+        form: "triton", "fla" or "reference"; "nothing" where there is no such layer.
         kernels: of the triton form, which.
         why: why nothing faster, one reason each.
     """
@@ -121,7 +123,7 @@ class _Listener:
 def examine(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Report:
     """What every variant's layer would run on here, with its defaults."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = [row for name in list_variants() for row in _rows(get(name), head_dim, dtype, device)]
+    rows = [row for name in list_variants() for row in _rows(name, head_dim, dtype, device)]
     gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [_no_gpu()]
     where = " on cuda:0" if len(gpus) > 1 else ""
     return Report(
@@ -132,8 +134,13 @@ def examine(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Report:
     )  # fmt: skip
 
 
-def _rows(variant: Variant, head_dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[Row]:
-    attn = build_attention(variant.name, hidden_size=_HEADS * head_dim, num_heads=_HEADS).to(dtype)
+def _rows(name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[Row]:
+    try:
+        variant = get(name)
+        attn = build_attention(name, hidden_size=_HEADS * head_dim, num_heads=_HEADS).to(dtype)
+    except (UnavailableError, TypeError, ValueError) as error:
+        yield Row(name, "always", "nothing", why=(f"no layer: {error}",))
+        return
     attn.variant = _Listener(variant)  # type: ignore[assignment]
     for when in WHEN:
         with torch.set_grad_enabled("training" in when):

@@ -21,7 +21,8 @@ def describe(name: str, *, ascii_only: bool = False) -> str:
 
     Args:
         name: any of ``list_variants()``.
-        ascii_only: for a terminal that shows nothing else: ``gⱼ₊₁`` becomes ``g_{j+1}``.
+        ascii_only: for a terminal that shows nothing else: ``gⱼ₊₁`` becomes ``g_{j+1}``, line by line, and the longest
+            are then wider.
 
     Raises:
         ValueError: no such variant; the message lists them and names the nearest.
@@ -149,4 +150,4 @@ def _layer(variant: Variant) -> Iterator[str]:
     if settings:
         yield ", ".join(f"{key}={value!r}" for key, value in settings.items())
     elif gate == "none":
-        yield "projections alone"
+        yield "none by default: build_attention takes gate=..." if variant.requires else "projections alone"

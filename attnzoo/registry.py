@@ -141,7 +141,13 @@ class Variant:
         return get(self.pair.softmax if self.side == "linear" else self.pair.linear)
 
     def options(self, form: str = REFERENCE) -> tuple[str, ...]:
-        """The keyword options that a form honours; ``"reference"``: those of ``extend``."""
+        """The keyword options that a form honours; ``"reference"``: those of ``extend``.
+
+        Raises:
+            ValueError: no such form; the message lists them and names the nearest.
+        """
+        if form not in (known := (REFERENCE, *self.forms)):
+            raise unknown("form", form, known, of=repr(self.name))
         return self.form_set.options(form)
 
     def refuses(self, form: str, call: Call) -> str:
@@ -226,11 +232,17 @@ def unregister(pair: Pair) -> None:
     """Take a pair out again.
 
     Raises:
-        ValueError: one of its names is not registered.
+        TypeError: not a :class:`Pair`.
+        ValueError: one of its names is not registered, or as another pair's.
     """
+    if not isinstance(pair, Pair):
+        raise TypeError(f"pair: expected attnzoo.Pair, got {type(pair).__name__}")
     for name in (pair.linear, pair.softmax):
         if name not in _pairs:
             raise unknown("variant", name, _pairs)
+        if _pairs[name] != pair:
+            raise ValueError(f"pair: expected the one that is registered as {name!r}, got another of that name")
+    for name in (pair.linear, pair.softmax):
         del _pairs[name]
     _get.cache_clear()
 

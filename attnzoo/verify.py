@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnzoo.algebra import oracle
 from attnzoo.algebra.gate import Gate
+from attnzoo.errors import UnavailableError
 from attnzoo.forms.protocol import Call, is_brief
 from attnzoo.registry import Variant, get, list_variants
 from attnzoo.samples import Regime, random_inputs
@@ -52,16 +53,23 @@ class Check:
 
 
 def verify(names: Sequence[str] = (), seed: int = 0) -> Iterator[Check]:
-    """Check every form of the variants ``names`` (none given: all), one result per form.
+    """Check every form of the variants ``names`` (none given: all), one result per form; of a variant whose module
+    cannot be imported one that has failed.
 
     The inputs go through every gate regime of :func:`~attnzoo.samples.random_inputs` and ``LENGTHS``, in float64
     with fewer key heads than query heads and K != V.
 
     Raises:
         ValueError: an unknown name.
+        UnavailableError: the module of a variant that is named cannot be imported.
     """
-    for variant in [get(name) for name in names or list_variants()]:
-        yield from _verify_variant(variant, seed)
+    for name in [get(name).name for name in names] or list_variants():
+        try:
+            variant = get(name)
+        except (UnavailableError, TypeError) as error:  # a plugin's: the others are checked all the same
+            yield Check(name, "", 0.0, 0.0, failed=str(error))
+        else:
+            yield from _verify_variant(variant, seed)
 
 
 def _verify_variant(variant: Variant, seed: int) -> Iterator[Check]:

@@ -239,3 +239,7 @@ def test_a_vocabulary_that_does_not_hold_the_tokens_is_refused(tmp_path):
         build_data(DataConfig(source=source, context_length=8, vocab_size=7)).train[0]
     with pytest.raises(ValueError, match="byte by byte and needs 256"):
         build_data(DataConfig(vocab_size=100))
+
+
+def test_a_token_that_is_no_byte_shows_as_a_replacement_character() -> None:
+    assert decode([*encode("né"), 256, 2999, 255, *encode("x")]) == "né\ufffd\ufffd\ufffdx"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -15,8 +16,11 @@ import pytest
 import tiny_runs
 import torch
 from click.testing import CliRunner
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 from test_doc_outputs import DOCS, FENCE
 
+from attnzoo import list_variants
 from attnzoo.cli import app
 from attnzoo.config import ModelConfig, load_config
 from attnzoo.data import build_data, heldout_windows
@@ -25,15 +29,19 @@ from attnzoo.data.tasks import TASKS, Examples, build_task
 from attnzoo.data.texts import held_out_names, stdlib_files
 from attnzoo.evaluation import (
     Answers,
+    AttentionMaps,
     EffectiveContext,
+    LayerMap,
     LengthCurve,
     LossCurve,
+    NeedlePicture,
+    PrunedShares,
     measure_context,
     measure_losses,
     measure_pruning,
 )
 from attnzoo.evaluation.memory import RULES, UNLIMITED, Point
-from attnzoo.experiments.evaluate import lines, memory
+from attnzoo.experiments.evaluate import lines, measures, memory, pictures
 from attnzoo.experiments.evaluate.saved import as_json, file_name, find_subject
 from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
 from attnzoo.models import LanguageModel
@@ -261,6 +269,7 @@ def test_commands_of_the_how_to_run(tmp_path, monkeypatch):
         (["--on", "los"], "did you mean 'loss'"),
         (["--on", "loss:fctor=2"], "did you mean 'factor'"),
         (["--on", "loss:factor=two"], "factor: expected a whole number"),
+        (["--on", "loss:factor=2,factor=3"], "option 'factor=3': expected factor once, got it twice"),
         (["--on", "loss:factor=0"], "expected at least 1, got 0"),
         (["--on", "loss", "--rows", "3"], "--rows: loss does not read it"),
         (["--on", "loss", "--length", "8", "--length", "9"], r"expected one, .* got \[8, 9\]"),
@@ -378,3 +387,44 @@ def test_each_way_to_read_an_answer_has_its_error_beside_it():
         ["sums", "9", "match,strict", "0.5000", "0.2500"],
         ["sums", "9", "acc", "0.7500", "0.1250"],
     ]
+
+
+def test_earlier_checkpoints_are_measured_in_the_weights_dtype_that_was_asked_for(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(measures, "measure_pruning", lambda model, *_: seen.append(model.embedding.weight.dtype))
+    measure(load_subject(run, dtype=torch.bfloat16), "pruning", {}, Common())
+    assert seen == [torch.bfloat16] * 2
+
+
+def test_titles_of_maps_do_not_run_into_each_other():
+    names = max(list_variants(), key=len)
+    matrix = np.tril(np.ones((3, 8, 8)))
+    figure = pictures.maps(AttentionMaps(tuple("abcdefgh"), (LayerMap(10, names, matrix, matrix),)))
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    titles = [text for text in figure.findobj(Text) if text.get_text().startswith("layer 10")]
+    boxes = [title.get_window_extent(renderer) for title in titles]
+    assert len(boxes) == 6
+    for line in (boxes[:3], boxes[3:]):
+        assert all(one.x1 < other.x0 for one, other in itertools.pairwise(line))
+
+
+def test_words_of_small_pictures_stay_within_them():
+    answers = tuple(Answers(length, 4, 8, 0.0, 0.0, 1.0, 0.1) for length in (32, 64, 128))
+    needles = [NeedlePicture(mode, 64, (0.0, 1.0), (32, 64, 128), (answers,) * 2) for mode in ("easy", "standard")]
+    shares = PrunedShares(1, 9, 0.1, "tail", (0,), ((0.5, 0.5),))
+    found = measures.NeedlePictures(tuple(needles)), measures.PruningHistory((shares, shares))
+    for figure in (pictures.haystack(found[0]), pictures.pruning(found[1]), pictures.lengths(LengthCurve(32, answers))):
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        panels = [axes.get_tightbbox(renderer) for axes in figure.axes]
+        assert all(one.x1 < other.x0 for one, other in itertools.pairwise(panels))
+        assert panels[-1].x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize(("wrong", "spread"), [(0.0, 0.0), (0.006, 0.002), (0.5, math.nan), (1.0, 0.0)])
+def test_picture_of_wrong_answers_has_no_share_below_none(wrong, spread):
+    answers = (Answers(8, 4, 8, 0.0, 0.0, 1.0, 0.1), Answers(16, 4, 8, wrong, spread, 0.0, 0.1))
+    [axes] = pictures.lengths(LengthCurve(8, answers)).axes
+    bottom, top = axes.get_ylim()
+    assert -0.05 * top < bottom < 0
+    assert top > 100 * (wrong + (0.0 if math.isnan(spread) else spread))
+    assert min(tick for tick in axes.get_yticks() if bottom <= tick <= top) == 0

@@ -85,6 +85,7 @@ def test_effective_context_of_a_head_that_forgets_is_bounded_by_its_gate():
     found = measure_context(model, ids(200), 0.01)
     assert max(found.bounds[0]) < 20
     assert measure_context(sharpened(tiny("fox"), by=1.0, decay=-30.0), ids(200)).bounds == ((100,) * 4,)
+    assert measure_context(sharpened(tiny("fox", window=30), by=1.0, decay=-30.0), ids(200)).bounds == ((30,) * 4,)
 
 
 def test_layers_without_weights_have_no_effective_context():

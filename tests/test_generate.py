@@ -67,7 +67,6 @@ def test_text_beside_a_larger_vocabulary_is_bytes(tmp_path):
     )
     options = ("--prompt", PROMPT, "--max-tokens", 8, "--device", "cpu")
     assert ran(source, *options)[0] == ran(folder, *options)[0]
-    assert decode([*encode(PROMPT), 299, 256]) == PROMPT  # as the tokenizer leaves them out
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "gone"])

@@ -371,6 +371,9 @@ def test_an_option_of_the_other_side_is_refused_with_what_there_is() -> None:
         "scale", "prune", "logit_bound", "window", "sink", "valid", "cu_seqlens", "return_lse",
     )  # fmt: skip
     assert get("gla").options("chunk") == ("scale", "valid", "cu_seqlens", "write", "delta_rule")
+    for form in ("paralel", "fla"):
+        with pytest.raises(ValueError, match=f"unknown form '{form}' of 'wall': expected one of reference, recurrent"):
+            get("wall").options(form)
 
 
 @pytest.mark.parametrize("name", list_variants())

@@ -223,6 +223,15 @@ def test_registering_again_changes_nothing(registered: Pair) -> None:
     assert pairs() == before
 
 
+def test_only_a_registered_pair_is_taken_out() -> None:
+    with pytest.raises(TypeError, match="pair: expected attnzoo.Pair, got str"):
+        unregister("fox")  # type: ignore[arg-type]
+    for other in (Pair("mamba2", "nobody", ("log_decay",)), Pair("mamba2", "fox", ("log_decay",), note="another")):
+        with pytest.raises(ValueError, match="unknown variant 'nobody'|the one that is registered as 'mamba2'"):
+            unregister(other)
+    assert get("fox").dual is get("mamba2")
+
+
 def test_unregistered_pair_is_gone() -> None:
     register(NEW)
     get("new_linear")

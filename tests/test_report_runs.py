@@ -114,3 +114,13 @@ def test_runs_with_different_heldout_text_are_not_compared(folder):
     with pytest.raises(ValueError, match="same held-out text"):
         render([one, other])
     assert json.loads((folder / "own" / "evaluation.json").read_text())["facts"]["heldout"] == other.facts.heldout
+
+
+def test_parts_of_the_layers_and_what_a_token_is_are_said(folder):
+    config = config_of(folder, "parts", "steps=3", "model.vocab_size=300", "model.attention=fox")
+    config.model.attention_options = {"window": 4, "sinks": True, "num_kv_heads": 1, "forgetting": {}}
+    train(config)
+    facts = result_of(folder / "parts").facts
+    assert {"window", "sinks", "grouped heads", "forget network"} <= {*facts.parts}
+    assert facts.unit == "byte"
+    assert not {"window", "sinks", "grouped heads", "forget network"} & {*result_of(folder / "run").facts.parts}

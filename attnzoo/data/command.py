@@ -180,15 +180,17 @@ def read_options(texts: tuple[str, ...] | list[str]) -> dict[str, Any]:
     """KEY=VALUE as options of a task.
 
     Raises:
-        ValueError: a text of another form, or a value that is no YAML.
+        ValueError: a text of another form, a value that is no YAML, or a key that is given twice.
     """
     import yaml  # type: ignore[import-untyped]
 
-    options = {}
+    options: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not key or not equals:
             raise ValueError(f"option {text!r}: expected key=value")
+        if key in options:
+            raise ValueError(f"option {text!r}: expected {key} once, got it twice")
         try:
             options[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:

@@ -201,12 +201,9 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """Byte tokens as text; what is not valid UTF-8 shows as replacement characters, tokens beyond the bytes not at all.
-
-    Raises:
-        ValueError: a token below 0.
-    """
-    return bytes(int(token) for token in tokens if token < BYTES).decode("utf-8", errors="replace")
+    """Byte tokens as text; what is not valid UTF-8 shows as replacement characters, and so does a token above 255."""
+    no_letter = 255  # which UTF-8 never has
+    return bytes(min(int(token), no_letter) for token in tokens).decode("utf-8", errors="replace")
 
 
 def _read(source: str, config: DataConfig) -> _Source:

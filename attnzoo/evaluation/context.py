@@ -29,7 +29,7 @@ class EffectiveContext:
         layers: numbers of the softmax layers.
         heads: tokens, per layer and head.
         bounds: the number of newest keys for which the gate promises as much whatever the weights are, by the
-            certificate of pruning, median too; None for layers that have no scalar decay.
+            certificate of pruning, median too, at most the layer's window; None for layers that have no scalar decay.
     """
 
     tokens: int
@@ -111,4 +111,5 @@ def _bound(layer: Attention, core: Projected, lse: Tensor, prune: Prune) -> tupl
     decay, bound = decay.transpose(1, 2), layer.logit_bound(torch.float64)
     first = first_kept_keys(scaled, keys, decay, prune, bound, lower=lse.T[None], rows=1, cols=1)[0]  # [H, T]
     rows = torch.arange(first.shape[1], device=first.device)
-    return tuple((rows - first + 1).median(-1).values.tolist())
+    kept = (rows - first + 1).clamp_max(layer.config.window or len(rows))
+    return tuple(kept.median(-1).values.tolist())

@@ -42,6 +42,7 @@ from attnzoo.training.checkpoint import (
 )
 from attnzoo.training.config import check_folder_name
 from attnzoo.training.digests import MODEL
+from attnzoo.training.exchange import is_bytes
 from attnzoo.training.metrics import rows_until
 
 ENTRY_KEYS = ("name", "label", "options", "group")
@@ -285,7 +286,8 @@ def _digest(windows: Tensor) -> str:
 
 def _parts(model: LanguageModel) -> list[str]:
     """What the attention layers have besides projections, gate and core."""
-    layers = [module.config for module in model.modules() if isinstance(module, Attention)]
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = [layer.config for layer in attentions]
     present = {
         "short convolution": any(layer.conv_size for layer in layers),
         "KV-shift": any(layer.kv_shift for layer in layers),
@@ -294,6 +296,11 @@ def _parts(model: LanguageModel) -> list[str]:
         "rotation": any(layer.rotary is not None for layer in layers),
         "output norm": any(layer.output_norm != "none" for layer in layers),
         "output gate": any(layer.output_gate != "none" for layer in layers),
+        "skip": any(layer.skip for layer in layers),
+        "grouped heads": any(min(layer.query_heads, layer.kv_heads) < layer.num_heads for layer in layers),
+        "window": any(layer.window is not None for layer in layers),
+        "sinks": any(layer.sinks for layer in layers),
+        "forget network": any(layer.forget is not None for layer in attentions),
     }
     return [name for name, there in present.items() if there]
 
@@ -340,7 +347,7 @@ def measure(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> Run
         tokens=progress.tokens,
         seconds=progress.seconds,
         tokens_per_second=statistics.median(speeds),
-        unit="byte" if config.model.vocab_size == 256 else "token",
+        unit="byte" if is_bytes(config.data) else "token",
         model=_model_words(config.model),
         parts=_parts(model),
         text="the Python standard library's own source" if config.data.title == "stdlib" else config.data.title,

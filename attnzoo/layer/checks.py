@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from attnzoo.algebra.forgetting import Forgetting, room
 from attnzoo.algebra.pruning import Evict, Prune
 from attnzoo.algebra.values import reads_values
+from attnzoo.errors import UnavailableError
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.gates import GateProjection
 from attnzoo.layer.gates.matrix import checked_factors
@@ -26,7 +28,7 @@ def check_layer(
         ValueError: parts of the gate that are missing or too many, or options of the other side.
     """
     if prune is not None and not variant.prunable:
-        able = ", ".join(name for name in list_variants("softmax") if get(name).prunable)
+        able = _able(lambda other: other.prunable)
         why = "has no scalar decay to certify pruning by"
         if variant.expands:
             why = "makes vectors longer, so nothing bounds what a key may weigh later"
@@ -88,9 +90,9 @@ def check_cache(
     if forgetting is not None and settings is not None and settings.offload:
         raise ValueError("evict: expected a weight where the layer forgets, got 'offload'")
     if settings is not None and not evicts(variant, config):
-        able = [name for name in list_variants("softmax") if get(name).prunable and _has_pages(get(name))]
+        able = _able(lambda other: other.prunable and _has_pages(other))
         lacks = "its keys lie in no pages" if not _has_pages(variant) else "nothing decays"
-        why = f"{variant.name!r} needs all its keys: {lacks} (it serves {', '.join(able)} and windows)"
+        why = f"{variant.name!r} needs all its keys: {lacks} (it serves {able} and windows)"
         if variant.side == "linear":
             why = f"{variant.name!r} is the linear side, whose state does not grow"
         raise ValueError(f"evict: {why}")
@@ -103,6 +105,15 @@ def check_cache(
 def evicts(variant: Variant, config: AttentionConfig) -> bool:
     """Whether some keys of a sequence may be given up: those of a head that forgets, or that a window hides."""
     return (variant.prunable or config.window is not None) and _has_pages(variant)
+
+
+def _able(serves: Callable[[Variant], bool]) -> str:
+    """Names of the softmax side's variants that something ``serves``, but for plugins that cannot be imported."""
+    found = []
+    for name in list_variants("softmax"):
+        with suppress(UnavailableError, TypeError):
+            found += [name] if serves(get(name)) else []
+    return ", ".join(found)
 
 
 def _has_pages(variant: Variant) -> bool:

@@ -30,6 +30,11 @@ class Machine(NamedTuple):
         return self.capability == (9, 0) and not self.rocm
 
     @property
+    def blackwell(self) -> bool:
+        """Whether sums of products may lie in tensor memory: Blackwell of data centres."""
+        return self.capability[0] == 10 and not self.rocm
+
+    @property
     def descriptors(self) -> bool:
         """Whether this Triton has host-side tensor descriptors."""
         return self.triton >= (3, 4)
@@ -49,6 +54,14 @@ def capability(device: torch.device) -> tuple[int, int]:
 def shared_memory(capability: tuple[int, int]) -> int:
     """KiB of shared memory that a program may have (CUDA's programming guide, "compute capabilities")."""
     return _SHARED.get(capability, 99)
+
+
+def sums_over_loops(where: Machine) -> dict[str, int]:
+    """Launch options of a kernel in which several loops add products to one sum.
+
+    Triton 3.5 does not compile it where the sum lies in tensor memory, which programs of 16 warps do not use.
+    """
+    return {"num_warps": 16} if where.blackwell and where.triton == (3, 5) else {}
 
 
 @functools.cache

@@ -41,11 +41,15 @@ class TileTable(NamedTuple):
     float32: Mapping[Kind, Mapping[int, Tiles]]
 
     def of(self, kind: Kind, size: int, dtype: torch.dtype, machine: Machine) -> Tiles:
-        """Tiles for head dims up to ``size``; a Triton without descriptors gets none, nor a limit of registers."""
+        """Tiles for head dims up to ``size``; a Triton without descriptors gets none, nor a limit of registers.
+
+        Triton 3.4 does not compile dkdv where its sums lie in tensor memory, which tiles of 32 keys do not use.
+        """
         if dtype == torch.float32:
             return self.float32[kind][size]
         if not machine.hopper:
-            return self.safe[kind][size]
+            t = self.safe[kind][size]
+            return replace(t, BS=32) if kind == "dkdv" and machine.blackwell and machine.triton == (3, 4) else t
         t = self.hopper[kind][size]
         return t if machine.descriptors else replace(t, tma=False, maxnreg=None)
 

@@ -75,6 +75,9 @@ def fox_attention(
 
     A log gate of -inf (anything <= -1e4) cuts off the past exactly. To neutralise padding on the left, close
     the gate of the first real token; padding on the right is never seen by real tokens.
+    Mask with it, not with a large finite number: the Triton implementation knows a logit to 2^-24 of the sum of the log
+    gates before it in its 128 rows (to 0.01 where they are -1000 each). A constant gate of -inf is one of -1e4 there:
+    with a sink, or for log-sum-exps, close a head by [B, S, H].
 
     Args:
         q: [B, T, H, K], the last T of S positions (T <= S: chunked prefill). bfloat16, float16 or float32; head dims

@@ -67,6 +67,8 @@ def path_attention(  # type: ignore[misc]  # the options above are these
     The log gate is added unscaled: beta = 0 is FoX exactly. A log gate of -inf (anything <= -1e4) cuts off the past
     exactly. To neutralise padding on the left, close the gate of the first real token (or pack); padding
     on the right is never seen by real tokens.
+    Mask with it, not with a large finite number: the Triton implementation knows a logit to 2^-24 of the sum of the log
+    gates before it in its 128 rows (to 0.01 where they are -1000 each).
 
     Args:
         q: [B, T, H, K]. bfloat16, float16 or float32; the Triton implementation takes K and V that are multiples of 16

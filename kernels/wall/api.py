@@ -51,6 +51,8 @@ def wall_attention(  # type: ignore[misc]  # the options above are these
     A log gate of -inf (anything <= -1e4) closes its channel exactly. It takes the channel's share of the score to 0,
     not the weight: every earlier key keeps its place in the softmax, so without log_decay no key may be skipped,
     however small its decay.
+    Mask with -inf in log_decay, too, not with a large finite number: the Triton implementation knows a logit to 2^-24
+    of the sum of the log gates before it in its 128 rows (to 0.01 where they are -1000 each).
 
     Args:
         q: [B, T, H, K]. bfloat16, float16 or float32; the Triton implementation takes K and V that are multiples of 16

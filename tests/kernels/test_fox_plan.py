@@ -10,7 +10,7 @@ import torch
 from fox_cases import SMALL, Case, inputs, triton
 
 from attnzoo.kernels.common import checks, plans
-from attnzoo.kernels.common.device import GLUON, Machine
+from attnzoo.kernels.common.device import GLUON, Machine, sums_over_loops
 from attnzoo.kernels.common.plans import Plan, announce
 from attnzoo.kernels.fox.plan import Call, override, plan
 
@@ -81,6 +81,21 @@ def test_tiles_follow_capability_and_triton() -> None:
     assert not decide(Machine((9, 0), (3, 3)), K=128).of("fwd").tma  # no host-side descriptors yet
     assert decide(AMPERE, K=128).of("fwd") == decide(Machine((12, 0), (3, 6)), K=128).of("fwd")
     assert decide(dtype=torch.float32).of("fwd").BT == 32
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_blackwell_keeps_sums_out_of_tensor_memory_where_triton_does_not_compile_them(
+    capability: tuple[int, int],
+) -> None:
+    def keys(release: tuple[int, int], **given: Any) -> int:
+        return decide(Machine(capability, release), **given).of("dkdv").BS
+
+    assert [keys((3, minor)) for minor in (3, 4, 5, 6)] == [64, 32, 64, 64]
+    assert keys((3, 4), K=128, V=128) == 32
+    assert decide(Machine((8, 0), (3, 4))).of("dkdv").BS == 64
+    assert sums_over_loops(Machine(capability, (3, 5))) == {"num_warps": 16}
+    assert not sums_over_loops(Machine(capability, (3, 6)))
+    assert not sums_over_loops(Machine((9, 0), (3, 5)))
 
 
 def test_a_plan_is_logged_once_and_a_reason_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

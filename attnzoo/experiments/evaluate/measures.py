@@ -179,12 +179,11 @@ def pruning(
     """
     window = _row(subject, common)[0]
     prune = Prune(eps, bound)  # type: ignore[arg-type]
-    device = str(next(subject.model.parameters()).device)
-    steps = []
+    weight, steps = next(subject.model.parameters()), []
     if history and subject.folder is not None and subject.checkpoint is not None:
         for checkpoint in checkpoints_in(subject.folder / "checkpoints"):
             if step_of(checkpoint) < step_of(subject.checkpoint):
-                earlier = load_subject(subject.folder, device, checkpoint=checkpoint)
+                earlier = load_subject(subject.folder, str(weight.device), weight.dtype, checkpoint)
                 steps.append(measure_pruning(earlier.model, window, prune, step_of(checkpoint)))
     now = None if subject.checkpoint is None else step_of(subject.checkpoint)
     return PruningHistory((*steps, measure_pruning(subject.model, window, prune, now)))

@@ -54,7 +54,8 @@ def lengths(found: LengthCurve) -> Figure:
     axes.errorbar(x, y, yerr=spread, color=COLOR, marker="o", markersize=5, linewidth=1.6)
     axes.set_xscale("log", base=2)
     _plain_ticks(axes, x)
-    axes.set_ylim(bottom=min(0.0, min(y) - 1))
+    most = max(error + above for error, above in zip(y, spread, strict=True)) or 1.0
+    axes.set_ylim(-0.04 * most, 1.08 * most)
     axes.set_title("wrong answers, %", loc="left", color=INK, fontsize=11)
     axes.set_xlabel("tokens in a row", loc="left")
     _mark(axes, found.context)
@@ -65,7 +66,7 @@ def haystack(found: Any) -> Figure:
     """Depth downwards, length to the right, a cell's colour and number the share of numbers that were found."""
     pictures: Sequence[NeedlePicture] = found.pictures
     rows, columns = len(pictures[0].depths), len(pictures[0].lengths)
-    figure, panels = _panels([(60 + 44 * columns, 60 + 28 * rows)] * len(pictures), bottom=34, left=52)
+    figure, panels = _panels([(max(250, 60 + 44 * columns), 60 + 28 * rows)] * len(pictures), bottom=34, left=52)
     for axes, picture in zip(panels, pictures, strict=True):
         whole = picture.whole
         axes.imshow(whole, vmin=0, vmax=1, cmap=DECAY_COLORS, aspect="auto", interpolation="nearest")
@@ -88,7 +89,7 @@ def pruning(found: Any) -> Figure:
     """Pruned share of every head by layer, and over training where there are several checkpoints."""
     now: PrunedShares = found.steps[-1]
     widest = max(len(heads) for heads in now.heads)
-    sizes = [(60 + 26 * widest, 60 + 22 * len(now.heads))]
+    sizes = [(max(170, 60 + 26 * widest), 60 + 22 * len(now.heads))]
     steps = found.steps if len(found.steps) > 1 else ()
     figure, panels = _panels([*sizes, (320, 220)] if steps else sizes, left=52)
     table = np.full((len(now.heads), widest), np.nan)
@@ -157,7 +158,7 @@ def maps(found: AttentionMaps) -> Figure:
     T = len(found.tokens)
     lines = [(layer, matrices) for layer in found.layers for matrices in _matrices(layer)]
     widest = max(len(matrices[1]) for _, matrices in lines)
-    side, left, top = max(120, 8 * T), 56, 56
+    side, left, top = max(120, 8 * T), 56, 66
     width, height = widest * (side + left) + 12, len(lines) * (side + top) + 12
     figure = Figure(figsize=(width / 72, height / 72))
     words = [_shown(word) for word in found.tokens]
@@ -172,7 +173,7 @@ def maps(found: AttentionMaps) -> Figure:
             hidden = np.ma.masked_where(np.triu(np.ones((T, T), dtype=bool), 1), matrix)
             options: dict[str, Any] = {"cmap": "RdBu", "vmin": -largest, "vmax": largest}
             axes.imshow(hidden, interpolation="nearest", **(options if signed else {"cmap": DECAY_COLORS, "vmin": 0}))
-            title = f"layer {layer.layer} ({layer.variant}), head {head}: {name} up to {largest:.2f}"
+            title = f"layer {layer.layer} ({layer.variant}), head {head}\n{name} up to {largest:.2f}"
             axes.set_title(title, loc="left", fontsize=8)
             axes.xaxis.tick_top()
             step = range(0, T, 1 if T <= LABELS else -(-T // LABELS))

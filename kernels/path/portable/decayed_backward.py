@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, spans
+from attnzoo.kernels.common.device import machine, sums_over_loops
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves
 
@@ -237,6 +238,7 @@ def decayed_backward(
     (B, T, H, _), given = q.shape, options(q)
     dq, dk, dw, dbeta = out
     grid, gates = (triton.cdiv(T, BLOCK) * B * H,), (*w.stride()[:3], *log_diag.stride()[:3])
+    of_pairs = given | sums_over_loops(machine(q.device))
     dpairs = torch.empty_like(kept.pairs[1:])
     back, forward = (q.new_empty(q.shape, dtype=torch.float32) for _ in range(2))
     path_decayed_block_bwd_kernel[grid](
@@ -256,7 +258,7 @@ def decayed_backward(
     ) -> None:  # fmt: skip
         path_decayed_pairs_bwd_kernel[grid](
             x, y, w, log_diag, dy, dz, carried, dx if part is None else part, dx, g, d.m, T, N, *x.stride()[:3],
-            *y.stride()[:3], *gates, *dx.stride()[:3], *g.stride()[:3], **given, EARLY=early, OWN=own,
+            *y.stride()[:3], *gates, *dx.stride()[:3], *g.stride()[:3], **of_pairs, EARLY=early, OWN=own,
             GATE=dw is not None, PART=part is not None, LAST=part is not None,
         )  # fmt: skip
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, meet, spans, to_nearest
+from attnzoo.kernels.common.device import machine, sums_over_loops
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves, Levels, level_count
 from attnzoo.kernels.path.portable.inverse import tree_block
@@ -208,7 +209,7 @@ def carry_backward(
         sums if start is None else start, T, B, d_levels.q.shape[2], d_levels.k.shape[2], n, *q.stride()[:3],
         *k.stride()[:3], *log_diag.stride()[:3], *dq.stride()[:3], *dk.stride()[:3], *z.stride()[:3], H=H, REP=H // G,
         K=K, BK=BK, C=BLOCK, GATE=da is not None, HAS_START=start is not None, **precision(q.dtype),
-        **launch("carry_bwd"),
+        **(launch("carry_bwd") | sums_over_loops(machine(q.device))),
     )  # fmt: skip
     if da is not None and n:
         wall_gates_bwd_kernel[(n_c * B * H,)](part, da, T, B, n, *da.stride()[:3], H=H, K=K, BK=BK, BN=16, C=BLOCK)
