@@ -193,6 +193,18 @@ def test_room_for_what_a_step_with_proposals_computes_in_is_asked_for_before_it(
     assert generator.requests[number].tokens == known
 
 
+@pytest.mark.parametrize("draft", [look_up, lambda tokens: from_model(build(), tokens)], ids=["look_up", "from_model"])
+def test_how_many_are_proposed_is_a_number_from_one_on(draft):
+    for wrong in (0, -3):
+        with pytest.raises(ValueError, match=f"tokens: expected at least 1, got {wrong}"):
+            draft(wrong)
+    for wrong in (1.5, "3"):
+        with pytest.raises((TypeError, ValueError), match=rf"tokens: expected .*, got {wrong!r}"):
+            draft(wrong)
+    with pytest.raises(TypeError, match="model: expected LanguageModel, got str"):
+        from_model("model")
+
+
 def test_a_draft_proposes_tokens_of_the_vocabulary():
     generator = Generator(build(), 1, 20)
     generator.add([1, 2], 3)

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from attnzoo.errors import check_kinds
 from attnzoo.kernels.decode.plan import MOST_ROWS
 from attnzoo.layer.stream import LayerCache
 from attnzoo.models.decoder import LanguageModel
@@ -91,13 +92,11 @@ def look_up(tokens: int = 8, ngram: int = 3) -> Draft:
         ngram: the longest piece that is looked for; the latest place of the longest one counts.
 
     Raises:
-        ValueError: a number below 1.
+        TypeError, ValueError: no whole number, or one below 1.
 
     Source: Saxena, "Prompt Lookup Decoding", 2023.
     """
-    for name, number in (("tokens", tokens), ("ngram", ngram)):
-        if number < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}")
+    _check_counts(tokens=tokens, ngram=ngram)
 
     def draft(request: Request) -> list[int]:
         known = [*request.prompt, *request.tokens]
@@ -116,7 +115,13 @@ def from_model(model: LanguageModel, tokens: int = 5) -> Draft:
     Args:
         model: with the tokens of the larger one, in evaluation mode.
         tokens: so many are proposed.
+
+    Raises:
+        TypeError, ValueError: another model, no whole number, or one below 1.
     """
+    if not isinstance(model, LanguageModel):
+        raise TypeError(f"model: expected LanguageModel, got {type(model).__name__}")
+    _check_counts(tokens=tokens)
     caches: WeakKeyDictionary[Request, tuple[list[LayerCache], int, list[int]]] = WeakKeyDictionary()
 
     @torch.no_grad()
@@ -136,3 +141,10 @@ def from_model(model: LanguageModel, tokens: int = 5) -> Draft:
         return proposed
 
     return draft
+
+
+def _check_counts(**counts: int) -> None:
+    check_kinds(counts, dict.fromkeys(counts, "int"))
+    for name, number in counts.items():
+        if number < 1:
+            raise ValueError(f"{name}: expected at least 1, got {number}")
