@@ -60,6 +60,7 @@ class Call(NamedTuple):
     deterministic: bool = False
     masked: bool = False  # with ``valid``
     described: bool = True  # descriptors can address q, k and v: 16-byte strides and addresses
+    lags: bool = False  # the gradient of a constant gate will be asked for
 
 
 def plan(call: Call, machine: Machine) -> Plan:
@@ -89,6 +90,7 @@ def _plan(call: Call, few: bool, many: bool, machine: Machine, forced: tuple[tup
     gluon = not_gluon(machine, call.K, call.V, call.dtype)
     here = gluon or ("" if call.described else "descriptors cannot address q, k and v (strides of 16 bytes)")
     once = gluon or ("deterministic algorithms are asked for" if call.deterministic else "")
+    once = once or ("the gradient of a constant gate is asked for" if call.lags else "")
     rest = call.gate_gradient and not once and not {"dq", "dkdv"} & dict(forced).keys()
     backward = once or here or ("tiles are forced" if {"dq", "dkdv"} & dict(forced).keys() else "")
     forward: Literal["split", "hopper", "portable"] = "portable"

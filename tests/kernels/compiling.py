@@ -159,14 +159,15 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                 " sink": {"sink": wide(4), "return_lse": True, "window": 200},
             }
             for extra, given in options.items():
-                for gate, g in (("gate", full), ("slope", wide(4)), ("none", None)):
-                    if g is None and "prune" in given:
+                slope = wide(4)
+                for gate, g in (("gate", full), ("slope", slope.detach()), ("learnt slope", slope), ("none", None)):
+                    if (g is None and "prune" in given) or (gate == "learnt slope" and extra):
                         continue
                     yield (
                         f"fox {kind} {K} {gate}{extra}",
                         functools.partial(fox.fox_attention, *qkv, log_decay=g, impl="triton", **given),
                     )
-                    if K <= 128 and gate != "slope":
+                    if K <= 128 and (g is None or g is full):
                         yield (
                             f"path {kind} {K} {gate}{extra}",
                             functools.partial(path.path_attention, *qkv, w=w, beta=beta, log_decay=g, impl="triton",

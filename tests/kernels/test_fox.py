@@ -171,6 +171,27 @@ def test_gate_sums_do_not_lose_precision_with_length() -> None:
     assert worst[1] < 1e-4
 
 
+@pytest.mark.parametrize(("kind", "options"), [("constant", {}), ("constant", {"sink": True}), ("per token", {})])
+def test_gate_gradients_do_not_lose_precision_with_length(kind: str, options: dict[str, Any]) -> None:
+    """The gradient of log gates of -0.5 and -2 after 1024 tokens, against float64."""
+    S, H = 1024, 2
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, S, H, K, generator=generator).to(DEVICE) for K in (8, 8, 40, 40))
+    g = torch.tensor([-0.5, -2.0], device=DEVICE)
+    g = g if kind == "constant" else g.expand(1, S, H).contiguous()
+    given = {**options, "sink": torch.zeros(H, device=DEVICE)} if "sink" in options else options
+
+    def gradient(dtype: torch.dtype, impl: str) -> torch.Tensor:
+        x = [t.to(dtype) for t in (q, k, v)]
+        log_decay = g.to(dtype).requires_grad_()
+        kwargs = {name: t.to(dtype) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+        o = fox_attention(*x, log_decay=log_decay, impl=impl, **kwargs)
+        return torch.autograd.grad((o * do.to(dtype)).sum(), log_decay)[0].double()
+
+    exact, found = gradient(torch.float64, "reference"), gradient(torch.float32, "triton")
+    assert (found - exact).abs().max() <= 1e-4 * exact.abs().max()
+
+
 @pytest.mark.parametrize(("B", "S", "H"), [(2, 70, 3), (1, 130, 10), (3, 64, 1), (2, 200, 24)])
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize(("documents", "window"), [(False, None), (True, None), (False, 50)])

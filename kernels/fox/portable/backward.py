@@ -148,7 +148,7 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_settled,
                BK: tl.constexpr, BV: tl.constexpr, RU: tl.constexpr, GATE: tl.constexpr, HAS_SINCE: tl.constexpr,
                HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr, UNROUNDED: tl.constexpr,
                MASK: tl.constexpr):  # fmt: skip
-    """dK, dV and column sums of dS from the row tile that starts at row i."""
+    """dK, dV and column sums of dS, or of its lags if gates are constant, from the row tile that starts at row i."""
     if TMA:  # zeros past T and past the head dims
         b_q = p_q.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BK])
         b_do = p_do.load([i_b, i, i_h, 0]).reshape([o_t.shape[0], BV])
@@ -175,11 +175,13 @@ def _dkdv_tile(b_dk, b_dv, b_dc, b_k, b_v, b_bias, p_q, p_do, p_rows, p_settled,
     b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
     b_ds = b_p * (b_dp - b_delta[None, :])
     if GATE != 0:
+        b_dy = b_ds
         if UNROUNDED:  # the gates' gradient alone takes delta corrected
             b_settled = tl.load(p_settled + i + o_t, mask=i + o_t < T, other=0.0)
-            b_dc += tl.sum(b_p * (b_dp - b_settled[None, :]), 1)
-        else:
-            b_dc += tl.sum(b_ds, 1)
+            b_dy = b_p * (b_dp - b_settled[None, :])
+        if GATE == 1:  # a constant gate counts once for each token of the lag
+            b_dy *= ((off + i + o_t)[None, :] - b_s[:, None]).to(tl.float32)
+        b_dc += tl.sum(b_dy, 1)
     b_dsh = b_ds.to(b_q.dtype)
     b_dk = tl.dot(b_dsh, b_q, b_dk, input_precision=PREC)
     return b_dk, b_dv, b_dc
@@ -195,7 +197,7 @@ def fox_dkdv_portable_kernel(
     BT: tl.constexpr, BS: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr, GATE: tl.constexpr,
     HAS_SINCE: tl.constexpr, HAS_START: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr, UNROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """dK [B, S, G, K], dV [B, S, G, V], column sums of dS [B, H, S]; one program per key tile and key head.
+    """dK [B, S, G, K], dV [B, S, G, V], column sums [B, H, S] of dS or its lags; one program per key tile and key head.
 
     Key tiles with the most rows (the first) run first.
     """
