@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import json
 import os
+import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -72,6 +74,20 @@ def test_a_run_that_fails_in_a_process_of_its_own_is_named() -> None:
         list(processes.apart({"gone": partial(os._exit, 7)}, 1))
 
 
+def test_a_run_that_is_done_as_it_is_told_to_stop_ends_too(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    tasks = {"done": partial(_done_when_told_to_stop, ready), "third": partial(_fails_after, ready)}
+    ended = threading.Event()
+
+    def run() -> None:
+        with pytest.raises(ChildProcessError, match="third: it failed"):
+            list(processes.apart(tasks, 2))
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert ended.wait(60)
+
+
 def test_a_process_goes_on_to_another_task_when_what_that_waits_for_is_done(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     tasks = {name: partial(_note, seen, name, seconds) for name, seconds in (("c", 0), ("a", 1), ("b", 0), ("d", 0))}
@@ -81,6 +97,21 @@ def test_a_process_goes_on_to_another_task_when_what_that_waits_for_is_done(tmp_
     lines = [line.split() for line in seen.read_text().splitlines()]
     assert sorted(name for name, _ in lines) == ["a", "b", "c", "d"]
     assert len({process for _, process in lines}) == 2
+
+
+def _done_when_told_to_stop(ready: Path) -> None:
+    """As a training whose last step is under way when it is told."""
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    ready.touch()
+    while not told:
+        time.sleep(0.01)
+
+
+def _fails_after(ready: Path) -> None:
+    while not ready.exists():
+        time.sleep(0.01)
+    raise ValueError("it failed")
 
 
 def _note(path: Path, name: str, seconds: float) -> None:

@@ -63,10 +63,10 @@ def apart(
         finally:
             workers = [*idle, *(worker for _, worker in running.values())]
             for worker in workers:
+                worker.channel.close()  # one that is just done waits for another task, not for SIGTERM
                 worker.process.terminate()
             for worker in workers:
                 worker.process.join()
-                worker.channel.close()
 
 
 class _Worker:
@@ -102,14 +102,20 @@ def _work(channel: connection.Connection, threads: int) -> None:
         torch.set_num_threads(threads)
     sys.stderr = _Lines(sys.stderr.buffer, line_buffering=True)
     with open(os.devnull, "w") as sys.stdout:
-        while True:
-            try:
-                channel.recv()()
-                channel.send(None)
-            except (KeyboardInterrupt, EOFError):
-                sys.exit(130)
-            except Exception as error:
-                channel.send(str(error) or repr(error))
+        try:
+            while True:
+                channel.send(_failure(channel.recv()))
+        except (KeyboardInterrupt, EOFError, ConnectionError):  # the last two: nobody waits for it any more
+            sys.exit(130)
+
+
+def _failure(task: Callable[[], object]) -> str | None:
+    """Do a task; its message if it failed."""
+    try:
+        task()
+    except Exception as error:
+        return str(error) or repr(error)
+    return None
 
 
 @contextmanager
