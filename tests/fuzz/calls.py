@@ -99,7 +99,7 @@ def retyped(x: Tensor, rng: random.Random) -> Any:
     if kind < 6:
         dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool]
         return x.nan_to_num().clamp(-9, 9).to(dtypes[kind])
-    return [x.tolist, lambda: x.to("meta"), lambda: np.asarray(x.detach()), lambda: x.to_sparse()][kind - 6]()
+    return [x.tolist, lambda: x.to("meta"), lambda: np.asarray(x.detach().float()), lambda: x.to_sparse()][kind - 6]()
 
 
 def spoiled(x: Any, rng: random.Random) -> Any:
