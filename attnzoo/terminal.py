@@ -25,7 +25,12 @@ def new_table(*columns: str, numbers: Collection[str] = (), prose: Collection[st
 
 def print_table(table: Table, to: Console) -> None:
     """Print it whole: in a terminal that is too narrow its rows go on in the next line, and no number is cut."""
-    least = to.measure(table, options=to.options.update(max_width=sys.maxsize)).minimum
+    unlimited = to.options.update(max_width=sys.maxsize)
+    for column in table.columns:
+        if column.no_wrap:  # rich takes the longest word for the least width of a cell
+            cells = (column.header, *column.cells)
+            column.min_width = max(to.measure(cell, options=unlimited).maximum for cell in cells)
+    least = to.measure(table, options=unlimited).minimum
     table.width = least if least > to.width else None
     to.print(table, crop=False)
 

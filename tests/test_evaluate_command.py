@@ -149,6 +149,15 @@ def test_task_is_asked_at_growing_lengths(tmp_path):
         measure(load_subject(tmp_path / "run"), "haystack", {}, Common())
 
 
+def test_needles_have_the_digits_that_the_run_was_trained_to_find(tmp_path):
+    task = ("data.source=task:needle", "data.task_options.digits=2", "model.vocab_size=141", "steps=3")
+    train(load_config(None, [f"output_dir={tmp_path / 'run'}", *tiny_runs.SMALL, *task]))
+    subject = load_subject(tmp_path / "run")
+    for options, digits in (({}, 2), ({"digits": 3}, 3)):
+        found = measure(subject, "haystack", {"depths": 1, **options}, Common(rows=5))
+        assert {answers.asked for picture in found.pictures for (answers, *_) in picture.answers} == {5 * digits}
+
+
 def test_name_of_a_configuration_is_measured_with_fresh_weights(tmp_path):
     path = tmp_path / "mine.yaml"
     tiny_runs.write_text(tmp_path)

@@ -24,7 +24,7 @@ from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Expectation, find, names
 from attnzoo.experiments.outcome import Trained, as_json, from_json, load_outcome, save_outcome
-from attnzoo.experiments.report.experiment import markdown, render_experiment, verdict_table
+from attnzoo.experiments.report.experiment import hints, markdown, render_experiment, verdict_table
 from attnzoo.experiments.run import Plan, run_experiment
 from attnzoo.terminal import print_table
 from attnzoo.training import CheckpointError
@@ -475,6 +475,16 @@ def test_nothing_is_decided_where_no_model_is_better_than_a_guess(done):
         assert "| *always the same answer* | | 75.00 % | 75.00 % |" in markdown(experiment, outcome)
         save_outcome(outcome, Path("again.json"))
         assert load_outcome(Path("again.json")) == outcome
+
+
+def test_a_model_that_may_be_better_than_a_guess_is_not_said_to_have_learnt_nothing(done):
+    whole = load_outcome(Path("out/result.json"))
+    nearly = change(whole, {"fox": 0.7, "none, one head": 0.8}, 0.75)
+    never = change(whole, {"fox": 0.74, "none, one head": 0.8}, 0.75)
+    few, nothing = (hint for outcome in (nearly, never) for hint in hints(outcome) if "'wrong answers'" in hint)
+    assert "may be chance: it takes 4." in few
+    assert "Nothing was learnt" not in few
+    assert "Nothing was learnt" in nothing
 
 
 def test_a_model_that_is_right_by_chance_is_not_better_than_a_guess_that_never_is():

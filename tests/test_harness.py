@@ -149,6 +149,15 @@ def test_generation_goes_on_until_a_text_comes_up_alike_in_any_batch(model):
             adapter.generate_until([Request("ab", {name: 0.5})])
 
 
+def test_a_window_without_room_for_a_context_beside_what_is_generated_is_refused(model):
+    settings = {"until": [], "max_gen_toks": 6}
+    narrow, wide = (HarnessModel(model, encode, decode, END, window) for window in (6, 9))
+    with pytest.raises(ValueError, match="window: expected more than the 6 tokens to generate .max_gen_toks., got 6"):
+        narrow.generate_until([Request("hello there", settings)])
+    [text], [end] = (wide.generate_until([Request(context, settings)]) for context in ("hello there", "ere"))
+    assert text == end  # the last tokens count
+
+
 @pytest.mark.parametrize(("name", "number"), [("limit", 0), ("limit", -1), ("shots", -1)])
 def test_number_out_of_range_is_named(model, name, number):
     with pytest.raises(ValueError, match=f"{name}: expected at least ., got {number}"):

@@ -161,6 +161,25 @@ def test_groups_stand_side_by_side_each_with_the_looks_of_its_own(results: list[
     assert console.file.getvalue().count("bare <layers>") == len(results)
 
 
+def test_narrow_terminal_gets_every_word_and_number_of_the_table(results: list[RunResult]) -> None:
+    again = [
+        replace(result, facts=replace(result.facts, label=f"{result.facts.label} (in a block)")) for result in results
+    ]
+    both = [
+        replace(result, facts=replace(result.facts, key=f"{group}-{result.facts.key}", group=f"{group} layers"))
+        for group, side in (("own", results), ("equal", again))
+        for result in side
+    ]
+    wide, narrow = (Console(file=StringIO(), width=width) for width in (200, 40))
+    for console in (wide, narrow):
+        print_table(terminal_table(both), console)
+    rows, cut = (
+        [" ".join(row.split()) for row in c.file.getvalue().splitlines() if "layers" in row] for c in (wide, narrow)
+    )
+    assert len(rows) == len(both)
+    assert cut == rows
+
+
 def test_one_run_has_no_duals_to_compare(results: list[RunResult], page: str) -> None:
     alone = render(results[:1])
     assert "Duals side by side" in page

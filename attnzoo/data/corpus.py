@@ -159,11 +159,14 @@ def _text(name: str, content: bytes | None, json_field: str | None, min_bytes: i
     if json_field is not None and name.endswith(".json"):
         try:
             text = "\n".join(_plain(found) for found in _under(json.loads(text), json_field))
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name!r} is not readable as JSON: {error}") from error
     if not text:
         return b"", "empty"
-    encoded = text.encode()
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:  # JSON may escape half of a surrogate pair
+        return b"", "not UTF-8"
     return encoded, f"shorter than {min_bytes:,} bytes" if len(encoded) < min_bytes else ""
 
 

@@ -124,7 +124,7 @@ class HarnessModel(LM):  # type: ignore[misc]
                 `max_gen_toks`, `do_sample` with `temperature` and `top_k`; `top_p` must be 1.
 
         Raises:
-            ValueError: another setting.
+            ValueError: another setting, or a window without room for a context.
         """
         order = sorted(range(len(requests)), key=lambda n: (str(requests[n].args[1]), -len(requests[n].args[0])))
         texts, first = [""] * len(requests), 0
@@ -132,10 +132,14 @@ class HarnessModel(LM):  # type: ignore[misc]
             settings = requests[order[first]].args[1]
             contexts: list[list[int]] = []
             most = int(settings.get("max_gen_toks", MOST))
+            if self.window is not None and self.window <= most:
+                raise ValueError(
+                    f"window: expected more than the {most} tokens to generate (max_gen_toks), got {self.window}"
+                )
             for number in order[first:]:
                 context, other = requests[number].args
                 tokens = [*self._start(context), *self._tokens(context)]
-                tokens = tokens[-max(1, self.window - most) :] if self.window is not None else tokens
+                tokens = tokens[most - self.window :] if self.window is not None else tokens
                 longest = max(map(len, [*contexts, tokens])) + most
                 if other != settings or (contexts and longest * (len(contexts) + 1) > TOKENS):
                     break

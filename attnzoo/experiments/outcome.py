@@ -17,7 +17,7 @@ from attnzoo.experiments.claims import UNDECIDED, Array, Claim, Value, Verdict
 from attnzoo.experiments.experiment import Expectation, Experiment
 from attnzoo.files import write_whole
 
-BETTER = 4  # standard errors of the difference below a guess, so that it is no chance
+BETTER = 4.0  # standard errors of the difference below a guess, so that it is no chance
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Trained:
     date: str = ""
     guesses: Mapping[str, Mapping[float, Guess]] = field(default_factory=dict)
 
-    def betters(self, probe: str) -> bool:
-        """Whether a number of a probe, at any of its places, is better than a guess.
+    def betters(self, probe: str, by: float = BETTER) -> bool:
+        """Whether a number of a probe, at any of its places, is better than a guess by so many standard errors.
 
         A guess that is never right by chance has no spread over its rows: what a model has right is uncertain, too.
         """
         values = self.values.get(probe, {})
         guesses = {place: self.guesses[probe][place] for place in values}
-        return any(_betters(values[place], guess) for place, guess in guesses.items())
+        return any(_betters(values[place], guess, by) for place, guess in guesses.items())
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,9 @@ def chosen(tried: Sequence[Trained]) -> float:
     return min(tried, key=lambda run: run.validation).lr
 
 
-def _betters(wrong: float, guess: Guess) -> bool:
+def _betters(wrong: float, guess: Guess, by: float) -> bool:
     own = math.sqrt(wrong * (1 - wrong) / guess.asked) if guess.asked and 0 <= wrong <= 1 else 0.0
-    return wrong < guess.wrong - BETTER * math.hypot(guess.uncertainty, own)
+    return wrong < guess.wrong - by * math.hypot(guess.uncertainty, own)
 
 
 def _number(x: float) -> float | None:

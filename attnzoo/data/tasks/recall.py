@@ -31,8 +31,8 @@ def mqar(vocab_size: int = 8192, pairs: int = 4, power: float = 0.01) -> Task:
 def forgetting_mqar(vocab_size: int = 8192, pairs: int = 8, updates: int = 4, power: float = 0.01) -> Task:
     """Multi-query associative recall where some keys get another value, and the last value is asked.
 
-    A variant of `mqar` of this library's own: the other values come behind all pairs, each different from the key's
-    first; the rest is as there.
+    As `forgetting_mqar` in the code of the authors of `mqar` (HazyResearch/zoology): the other values come behind all
+    pairs; the rest is as there. Here each is different from the key's own first value; there, from that of some key.
 
     Args:
         vocab_size: as of `mqar`.

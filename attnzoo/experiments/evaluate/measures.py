@@ -126,13 +126,13 @@ def ask_task(subject: Subject, common: Common, name: str, options: Mapping[str, 
 
 
 def haystack(
-    subject: Subject, common: Common, *, mode: str = "both", digits: int = 4, depths: int = 5
+    subject: Subject, common: Common, *, mode: str = "both", digits: int | None = None, depths: int = 5
 ) -> NeedlePictures:
     """A needle by depth and length: in a text for models of texts, else by the task `needle`.
 
     Args:
         mode: easy, standard or both.
-        digits: of the number in the needle.
+        digits: of the number in the needle; none for as many as a run on `needle` was trained with, else 4.
         depths: how many, evenly spaced from the row's beginning to the question.
     """
     if mode not in (*MODES, "both"):
@@ -141,6 +141,9 @@ def haystack(
         raise ValueError(f"depths: expected at least 1, got {depths}")
     at = tuple(number / max(depths - 1, 1) for number in range(depths))
     own = subject.task is not None
+    if digits is None:
+        trained = subject.config.data.task_options if subject.config and subject.task == "needle" else {}
+        digits = int(trained.get("digits", 4))
     hay = None if own and common.text is None else held_out_text(subject, common.text)
     needles = {}
     for one in MODES if mode == "both" else (mode,):

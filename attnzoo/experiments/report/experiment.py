@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from attnzoo.experiments import figures, run_figures
 from attnzoo.experiments.claims import LEVEL, Array, AtLeast, AtMost, Correlated, Value, mean_error
 from attnzoo.experiments.experiment import Arm, Experiment, Grid, cost_of, layers_of, meanings_of
 from attnzoo.experiments.figures import Line, Look, to_svg
-from attnzoo.experiments.outcome import Outcome, Trained
+from attnzoo.experiments.outcome import BETTER, Outcome, Trained
 from attnzoo.experiments.probes import Probe
 from attnzoo.experiments.report.shell import fill
 from attnzoo.files import write_whole
@@ -102,13 +103,24 @@ def verdict_table(experiment: Experiment, outcome: Outcome) -> Table:
 
 
 def hints(outcome: Outcome) -> list[str]:
-    """What to do where no model has learnt anything, in sentences."""
+    """What to do where no model has learnt anything, or may not have, in sentences."""
     return [
-        f"No model is better than a guess in {probe!r}: always the same answer is {100 * wrong:.3g}% wrong. Nothing "
-        "was learnt, so nothing is decided about it. More answers to learn from help (steps, batch_size, an option of "
-        "the task that asks more in each row), shorter rows, and other learning rates."
+        f"No model is better than a guess in {probe!r}: always the same answer is {100 * wrong:.3g}% wrong. "
+        + _advice([run for run in outcome.runs if run.values.get(probe) and run.guesses.get(probe)], probe)
         for probe, wrong in outcome.unlearnt().items()
     ]
+
+
+def _advice(runs: Sequence[Trained], probe: str) -> str:
+    if any(run.betters(probe, by=2) for run in runs):
+        return (
+            f"One is by two standard errors, but that may be chance: it takes {BETTER:g}. Nothing is decided; "
+            "asking more rows (`rows` of the size) would tell."
+        )
+    return (
+        "Nothing was learnt, so nothing is decided about it. More answers to learn from help (steps, batch_size, an "
+        "option of the task that asks more in each row), shorter rows, and other learning rates."
+    )
 
 
 def markdown(experiment: Experiment, outcome: Outcome) -> str:
