@@ -244,6 +244,15 @@ def test_flattened_rows_are_separate_sequences(attention, borders):
     torch.testing.assert_close(model(**packed).logits, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
 
 
+def test_packed_rows_without_their_borders_are_refused():
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6, 7]}]
+    packed = transformers.DataCollatorWithFlattening(return_seq_idx=True)(rows)
+    assert build()(**packed).loss.isfinite()
+    del packed["position_ids"]  # as with return_position_ids=False
+    with pytest.raises(ValueError, match="seq_idx: expected position_ids or cu_seq_lens_q beside it"):
+        build()(**packed)
+
+
 def test_positions_that_cannot_be_are_refused(tokens):
     model = build("rope")
     rising = torch.arange(9).expand(2, 9)

@@ -227,7 +227,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 where keys are forgotten under `torch.no_grad()` alone.
             logits_to_keep: logits of that many last tokens only, or of these positions; 0 for all.
             cu_seq_lens_q: borders [N + 1] of sequences packed into one row; without it, `position_ids` that begin
-                again say where they are.
+                again say where they are (`seq_idx` alone is refused).
             output_hidden_states: also what each block takes, and what the head reads.
             output_attentions: refused: no form of a layer makes the matrix.
             return_dict: False gives a tuple; None of these three is as the configuration says.
@@ -271,6 +271,10 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 check_borders(positions, cu_seq_lens_q)
             else:
                 origin = follow(positions, batch, attention_mask, past_key_values)
+        if kwargs.get("seq_idx") is not None and cu_seq_lens_q is None and positions is None:
+            raise ValueError(
+                "seq_idx: expected position_ids or cu_seq_lens_q beside it, which say where packed sequences start"
+            )
         states: list[Tensor] | None = [] if output_hidden_states else None
         memories = None if past_key_values is None else past_key_values.memories
         with AllOrNone(memories or ()):
