@@ -244,6 +244,15 @@ def test_flattened_rows_are_separate_sequences(attention, borders):
     torch.testing.assert_close(model(**packed).logits, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
 
 
+def test_packed_rows_without_their_borders_are_refused():
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6, 7]}]
+    packed = transformers.DataCollatorWithFlattening(return_seq_idx=True)(rows)
+    assert build()(**packed).loss.isfinite()
+    del packed["position_ids"]  # as with return_position_ids=False
+    with pytest.raises(ValueError, match="seq_idx: expected position_ids or cu_seq_lens_q beside it"):
+        build()(**packed)
+
+
 def test_positions_that_cannot_be_are_refused(tokens):
     model = build("rope")
     rising = torch.arange(9).expand(2, 9)
@@ -256,6 +265,32 @@ def test_positions_that_cannot_be_are_refused(tokens):
             model(tokens, position_ids=torch.arange(9)[: shape[-1]].expand(shape))
     with pytest.raises(ValueError, match=r"from 0 each, got \[\[0, 1, 1, 2\]\]"):
         model(tokens[:1, :4], position_ids=torch.tensor([[0, 1, 1, 2]]))
+
+
+def test_positions_follow_the_mask_and_the_cached_tokens(tokens):
+    model = build("rope")
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0  # padding on the left
+    counted = (mask.cumsum(1) - 1).clamp(min=0)
+    right = model(tokens, attention_mask=mask).logits
+    for positions in (counted, counted + 5, torch.arange(9)[None]):
+        assert torch.equal(model(tokens, attention_mask=mask, position_ids=positions).logits, right)
+        cache = model(tokens[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5]).past_key_values
+        with pytest.raises(ValueError, match="position_ids: expected positions that go on from the cached tokens"):
+            model(tokens[:, 5:], attention_mask=mask, position_ids=positions[:, 5:] + 2, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        given = {"attention_mask": mask.flip(0), "position_ids": positions[:, 5:].flip(0), "past_key_values": cache}
+        torch.testing.assert_close(model(tokens[:, 5:].flip(0), **given).logits, right[:, 5:].flip(0))
+    gap = torch.tensor([[0, 1, 2, 3, 20, 21, 22, 23, 24]])
+    with pytest.raises(ValueError, match="position_ids: expected positions that rise by one over the tokens that att"):
+        model(tokens, attention_mask=mask, position_ids=gap)
+    with pytest.raises(ValueError, match="position_ids: expected positions that rise by one over the tokens that att"):
+        model(tokens[1:], attention_mask=mask[1:], position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]))  # packed
+    cache = model(tokens[:, :5]).past_key_values
+    with pytest.raises(ValueError, match=r"go on from the cached tokens, at \[5, 5\], got \[\[0, 1, 2, 3\]"):
+        model(tokens[:, 5:], position_ids=torch.arange(4)[None], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"position_ids: expected positions that rise by one between the borders"):
+        model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 9], dtype=torch.int32), position_ids=gap)
 
 
 def test_states_of_all_blocks_are_given(tokens):

@@ -115,11 +115,35 @@ class ModelCache(Cache):  # type: ignore[misc]
 
     def __init__(self, memories: list[LayerCache]) -> None:
         super().__init__(layers=[LayerMemory(memory) for memory in memories])
+        self.origin: Tensor | None = None  # [B], the position that each row's first token was given, where it was
 
     @property
     def memories(self) -> list[LayerCache]:
         """What `LanguageModel` takes as `cache`."""
         return [layer.memory for layer in self.layers]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.origin = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the rows `beam_idx`, in that order."""
+        super().reorder_cache(beam_idx)
+        if self.origin is not None:
+            self.origin = self.origin[beam_idx.to(self.origin.device)]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`."""
+        super().batch_select_indices(indices)
+        if self.origin is not None:
+            self.origin = self.origin[indices.to(self.origin.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        if self.origin is not None:
+            self.origin = self.origin.repeat_interleave(repeats)
 
     def crop(self, max_length: int) -> None:
         """Take tokens back in all layers, or in none where one refuses; see :meth:`LayerMemory.crop`."""

@@ -20,6 +20,7 @@ from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.hf.cache import ModelCache
 from attnzoo.models.hf.config import AttnzooConfig
 from attnzoo.models.hf.generate import LEAST, NeedsLoopError, asked, release, run
+from attnzoo.models.hf.positions import borders, check_borders, check_shape, follow
 from attnzoo.models.loss import IGNORED
 
 logger = logging.getLogger(__name__)
@@ -226,7 +227,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
                 where keys are forgotten under `torch.no_grad()` alone.
             logits_to_keep: logits of that many last tokens only, or of these positions; 0 for all.
             cu_seq_lens_q: borders [N + 1] of sequences packed into one row; without it, `position_ids` that begin
-                again say where they are.
+                again say where they are (`seq_idx` alone is refused).
             output_hidden_states: also what each block takes, and what the head reads.
             output_attentions: refused: no form of a layer makes the matrix.
             return_dict: False gives a tuple; None of these three is as the configuration says.
@@ -235,7 +236,8 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         Raises:
             ValueError: inputs that the decoder refuses, labels of another shape, kind or vocabulary, attention matrices
                 asked for, a cache beside gradient checkpointing, or positions of another shape, or that neither rise
-                by one nor begin again (with a mask they follow from it).
+                by one nor begin again; beside a mask, they rise by one from token to token that it keeps, and beside
+                cached tokens they go on from those (read on a CPU, on a GPU with `ATTNZOO_VALIDATE=1`).
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -259,11 +261,20 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         recomputed = self.gradient_checkpointing and training
         if recomputed and past_key_values is not None:  # a second run would add its tokens again
             raise ValueError("use_cache, past_key_values: expected neither with gradient checkpointing in training")
-        positions = kwargs.pop("position_ids", None)
+        positions, origin = kwargs.pop("position_ids", None), None
         if positions is not None:
-            _check_positions(positions, input_ids if inputs_embeds is None else inputs_embeds)
-        if positions is not None and attention_mask is None and cu_seq_lens_q is None:
-            cu_seq_lens_q = _borders(positions)
+            batch = check_shape(positions, input_ids if inputs_embeds is None else inputs_embeds)
+            empty = past_key_values is None or past_key_values.get_seq_length() == 0
+            if attention_mask is None and cu_seq_lens_q is None and empty:
+                cu_seq_lens_q = borders(positions)
+            if cu_seq_lens_q is not None:
+                check_borders(positions, cu_seq_lens_q)
+            else:
+                origin = follow(positions, batch, attention_mask, past_key_values)
+        if kwargs.get("seq_idx") is not None and cu_seq_lens_q is None and positions is None:
+            raise ValueError(
+                "seq_idx: expected position_ids or cu_seq_lens_q beside it, which say where packed sequences start"
+            )
         states: list[Tensor] | None = [] if output_hidden_states else None
         memories = None if past_key_values is None else past_key_values.memories
         with AllOrNone(memories or ()):
@@ -285,6 +296,8 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             loss = None
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if past_key_values is not None and origin is not None:
+            past_key_values.origin = origin
         out = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -301,28 +314,6 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             raise ValueError(f"labels: expected int64 tokens, got {labels.dtype}")
         if reads_values(labels) and bool((labels != ignored).any()):
             self.model.check_tokens("labels", labels, shape, ignored)
-
-
-def _check_positions(positions: Tensor, given: Tensor | None) -> None:
-    """One for each token, of all rows alike or of each."""
-    assert given is not None
-    B, T = given.shape[:2]
-    if tuple(positions.shape) not in ((1, T), (B, T)):
-        raise ValueError(f"position_ids: expected [B, T] = {(B, T)} or {(1, T)}, got {tuple(positions.shape)}")
-
-
-def _borders(positions: Tensor) -> Tensor | None:
-    """Where sequences packed into one row start, and its length, by positions that begin again; None for one each."""
-    starts = positions.diff(dim=-1) != 1  # [B, T - 1]
-    if not bool(starts.any()):
-        return None
-    first = starts[0].nonzero()[:, 0] + 1
-    if len(positions) > 1 or bool((positions[0, first] != 0).any()):
-        raise ValueError(
-            "position_ids: expected positions that rise by one, or of several sequences in one row [1, T] from 0 each, "
-            f"got {positions.tolist() if positions.numel() <= 32 else list(positions.shape)}"
-        )
-    return torch.tensor([0, *first.tolist(), positions.shape[1]], dtype=torch.int32, device=positions.device)
 
 
 def _precise(model: nn.Module) -> list[str]:
