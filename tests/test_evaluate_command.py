@@ -157,8 +157,13 @@ def test_task_is_asked_at_growing_lengths(tmp_path):
     assert measure(subject, "context", {}, Common(seed=3)) == measure(subject, "context", {}, Common())
     with pytest.raises(ValueError, match="expected room for 17 tokens in the 16 of the row"):
         measure(subject, "maps", {"tokens": 17}, Common())
-    with pytest.raises(ValueError, match="is of 'parity'"):
-        measure(subject, "loss", {}, Common())
+    says = "is of 'parity', whose tokens stand for no text.*evaluated on parity, lengths, pruning, context and maps"
+    for name, text in itertools.product(("loss", "eps", "memory"), (None, "stdlib")):
+        with pytest.raises(ValueError, match=says):
+            measure(subject, name, {}, Common(text=text))
+    for name in ("haystack", "pruning", "context", "maps"):
+        with pytest.raises(ValueError, match=says + ".*"):
+            measure(subject, name, {}, Common(text="stdlib"))
     with pytest.raises(ValueError, match="tokens are others than those of 'needle'"):
         measure(load_subject(tmp_path / "run"), "haystack", {}, Common())
 
