@@ -113,6 +113,12 @@ def test_result_goes_beside_the_run_and_pruning_is_followed_over_its_checkpoints
     steps = saved["result"]["steps"]
     assert [step["step"] for step in steps] == [2, 4]
     assert "local heads" in done.output
+    too_short = "nothing can be pruned of 128 tokens or fewer"
+    assert too_short in done.output
+    for length, said in ((128, True), (129, False)):
+        found = measure(load_subject(run), "pruning", {"eps": 0.9, "history": False}, Common(length=(length,)))
+        assert (too_short in " ".join(lines.pruning(found))) is said
+        assert not said or found.steps[0].share == 0
     first = load_subject(run, checkpoint=checkpoints_in(run / "checkpoints")[0])
     window = torch.from_numpy(heldout_windows(held_out_text(first), 32, 1))[0, :-1]
     assert steps[0]["heads"][0] == pytest.approx(measure_pruning(first.model, window).heads[0], abs=1e-6)
