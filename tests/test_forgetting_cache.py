@@ -298,6 +298,10 @@ def test_caches_that_cannot_forget_say_why():
         layer("rope").new_cache(budget=9)
     with pytest.raises(ValueError, match="evict: expected a weight where the layer forgets"):
         layer("fox", forgetting=Forgetting(), qk_norm="rms").new_cache(evict="offload")
+    with pytest.raises(
+        ValueError, match="evict: expected None or a layer with qk_norm, whose weights bound later queries, got"
+    ):
+        layer("fox", forgetting=Forgetting()).new_cache(evict=1e-3)  # offloading would be refused as well
 
 
 def test_budgets_are_tokens_or_bytes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from unittest import mock
 
@@ -159,6 +160,18 @@ def test_the_network_is_precise_and_initialised_anew():
     assert not torch.equal(before["key"], half.forget.key)
     assert torch.equal(before["bias"], half.forget.bias)
     assert half(torch.randn(1, 9, D, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_a_layer_can_be_copied_after_a_call_in_training():
+    """As those do who average weights; the losses of the call stay with the layer that it was of."""
+    attn = layer("fox", forgetting=Forgetting(window=2))
+    y = attn(rows(1, 9))
+    other = deepcopy(attn)
+    assert other.forget.terms is None
+    assert_same(other(rows(1, 9)), y)
+    (attn.forget.terms.distillation + attn.forget.terms.budget).backward()
+    assert attn.forget.key.grad is not None
+    assert other.forget.key.grad is None
 
 
 @pytest.mark.gpu

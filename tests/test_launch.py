@@ -153,3 +153,12 @@ def test_processes_train_and_refuse_in_one_line(tmp_path):
     done = subprocess.run(again, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("weights from") == 1  # by the first process alone
+
+
+def test_processes_share_a_cpu_where_there_is_no_gpu(tmp_path):
+    """`device=auto` is the CPU then, for all of them together."""
+    small = ["train", "tiny", f"output_dir={tmp_path / 'run'}", "steps=2", "optimizer.warmup_steps=1", "batch_size=2"]
+    words = [sys.executable, "-m", "attnzoo", *small, "--processes", "2"]
+    done = subprocess.run(words, env={**environment(), "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("run: ") == 1

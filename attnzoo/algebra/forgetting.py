@@ -52,7 +52,8 @@ class Forgetting:
         temperature: tau, how sharply, above 0, where no schedule of a training run says it.
         limit: B_max: no bias is below minus this, in (0, 60].
         blend: lambda, the student's share of the output, in [0, 1], where no schedule says it.
-        monotone: nothing is remembered again once it was forgotten (the running minimum). False is for comparison.
+        monotone: nothing is remembered again once it was forgotten (the running minimum). False is for comparison: rows
+            of a layer in evaluation then see what earlier ones had forgotten, and caches refuse it.
         memory: how much of the running mean of past attention to a key remains after a token, in [0, 1); networks of
             pairs read it, others refuse another one than the default.
         pool: how the contributions of later rows become one utility, see :func:`future_utility`.

@@ -98,7 +98,8 @@ def check_cache(
         raise ValueError(f"evict: {why}")
     bounded = config.qk_norm != "none" or config.window is not None
     if settings is not None and not bounded and not settings.offload:
-        how = "expected None or a layer with qk_norm, whose weights bound later queries, or 'offload'"
+        how = "expected None or a layer with qk_norm, whose weights bound later queries"
+        how += ", or 'offload'" if forgetting is None else ""
         raise ValueError(f"evict: {how}, got {evict!r} and qk_norm='none'")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +116,10 @@ class Forget(PreciseModule):
         for name, shape in shapes.items():
             self.keep(name, torch.zeros(shape), trainable=True)
         self.reset_parameters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the terms of the last call: their graph is that call's, and cannot be copied."""
+        return {**vars(self), "terms": None}
 
     def reset_parameters(self) -> None:
         """Matrices uniform by their inputs, as ``nn.Linear``; those behind them are 0, so that at first all keys are

@@ -231,7 +231,7 @@ def _build_accelerator(config: TrainConfig) -> Accelerator:
     # A plugin, because the plain argument gives way to a launcher's environment variable.
     plugin = GradientAccumulationPlugin(num_steps=config.gradient_accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(
-        cpu=config.device == "cpu",
+        cpu=config.device == "cpu" or not torch.accelerator.is_available(),  # else its processes would be strangers
         mixed_precision=config.mixed_precision if config.mixed_precision in ("bf16", "fp16") else "no",
         gradient_accumulation_plugin=plugin,
         log_with="tensorboard" if config.tensorboard else None,
