@@ -37,15 +37,20 @@ def random_gate(
         factors: Householder-like factors per token; None for one, and no axis of them.
 
     Raises:
-        ValueError: no such variant or regime; the message names the nearest.
+        ValueError: no such variant or regime (the message names the nearest), or `factors` below 1 or of a variant
+            without `w`.
     """
     if regime not in get_args(Regime):
         raise unknown("regime", regime, get_args(Regime))
+    requires = get(name).requires
+    if factors is not None and "w" not in requires:
+        raise ValueError(f"factors: expected None, for gates of {name!r} have no w, got {factors}")
+    if factors is not None and factors < 1:
+        raise ValueError(f"factors: expected at least 1, got {factors}")
 
     draws = Draws(regime, dtype, generator)
     sizes = {"B": B, "T": T, "H": H, "G": G, "K": K, "K/2": K // 2, "H or 1": H, "n": factors or 1}
     several = factors is not None
-    requires = get(name).requires
     return Gate(
         **{
             part: declared.sample(draws, tuple(sizes[axis] for axis in _shape(declared, several).split(", ")))

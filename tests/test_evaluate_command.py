@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ from attnzoo.experiments.evaluate.saved import as_json, file_name, find_subject
 from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
 from attnzoo.models import LanguageModel
 from attnzoo.training import load_run, train
-from attnzoo.training.checkpoint import checkpoints_in
+from attnzoo.training.checkpoint import CheckpointError, checkpoints_in
 from attnzoo.training.subject import held_out_text, load_subject
 
 
@@ -112,11 +113,30 @@ def test_result_goes_beside_the_run_and_pruning_is_followed_over_its_checkpoints
     steps = saved["result"]["steps"]
     assert [step["step"] for step in steps] == [2, 4]
     assert "local heads" in done.output
+    too_short = "nothing can be pruned of 128 tokens or fewer"
+    assert too_short in done.output
+    for length, said in ((128, True), (129, False)):
+        found = measure(load_subject(run), "pruning", {"eps": 0.9, "history": False}, Common(length=(length,)))
+        assert (too_short in " ".join(lines.pruning(found))) is said
+        assert not said or found.steps[0].share == 0
     first = load_subject(run, checkpoint=checkpoints_in(run / "checkpoints")[0])
     window = torch.from_numpy(heldout_windows(held_out_text(first), 32, 1))[0, :-1]
     assert steps[0]["heads"][0] == pytest.approx(measure_pruning(first.model, window).heads[0], abs=1e-6)
     alone = measure(load_subject(run), "pruning", {"history": False}, Common())
     assert [step.step for step in alone.steps] == [4]
+
+
+def test_damaged_earlier_checkpoint_is_named_with_what_to_do(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    first = checkpoints_in(tmp_path / "run" / "checkpoints")[0]
+    weights = first / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 1  # it can still be read
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"history: {weights}.*; move {first} away .* or give history=false"):
+        measure(load_subject(tmp_path / "run"), "pruning", {}, Common())
+    first.rename(tmp_path / "away")
+    assert [step.step for step in measure(load_subject(tmp_path / "run"), "pruning", {}, Common()).steps] == [4]
 
 
 def test_task_is_asked_at_growing_lengths(tmp_path):
@@ -143,8 +163,13 @@ def test_task_is_asked_at_growing_lengths(tmp_path):
     assert measure(subject, "context", {}, Common(seed=3)) == measure(subject, "context", {}, Common())
     with pytest.raises(ValueError, match="expected room for 17 tokens in the 16 of the row"):
         measure(subject, "maps", {"tokens": 17}, Common())
-    with pytest.raises(ValueError, match="is of 'parity'"):
-        measure(subject, "loss", {}, Common())
+    says = "is of 'parity', whose tokens stand for no text.*evaluated on parity, lengths, pruning, context and maps"
+    for name, text in itertools.product(("loss", "eps", "memory"), (None, "stdlib")):
+        with pytest.raises(ValueError, match=says):
+            measure(subject, name, {}, Common(text=text))
+    for name in ("haystack", "pruning", "context", "maps"):
+        with pytest.raises(ValueError, match=says + ".*"):
+            measure(subject, name, {}, Common(text="stdlib"))
     with pytest.raises(ValueError, match="tokens are others than those of 'needle'"):
         measure(load_subject(tmp_path / "run"), "haystack", {}, Common())
 

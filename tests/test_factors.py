@@ -19,7 +19,7 @@ from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.recurrences.complex_linear import Rotation
 from attnzoo.recurrences.deltanet import Householder
-from attnzoo.samples import Regime, random_inputs
+from attnzoo.samples import Regime, random_gate, random_inputs
 
 B, T, H, G, K = 2, 13, 4, 2, 6
 NAMES = ("deltanet", "gated_deltanet", "path", "path_fox")
@@ -219,3 +219,12 @@ def test_values_of_every_factor_are_read() -> None:
     beta = torch.ones_like(cast(Tensor, gate.beta))
     with pytest.raises(ValueError, match="gate.w: expected lengths of at most 1, got 1.1"):
         get("path").forms["parallel"](q, k, v, replace(gate, w=long, beta=beta))
+
+
+def test_factors_of_a_gate_without_any_are_refused() -> None:
+    with pytest.raises(ValueError, match="factors: expected None, for gates of 'fox' have no w, got 3"):
+        random_gate("fox", B, T, H, G, K, factors=3)
+    with pytest.raises(ValueError, match="factors: expected None"):
+        random_inputs("gla", factors=1)
+    with pytest.raises(ValueError, match="factors: expected at least 1, got 0"):
+        random_gate("path", B, T, H, G, K, factors=0)

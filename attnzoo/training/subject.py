@@ -202,8 +202,14 @@ def held_out_text(subject: Subject, text: str | Path | None = None) -> Tokens | 
     Raises:
         FileNotFoundError: no such file.
         CheckpointError: a run's data have changed since.
-        ValueError: no text, or tokens that nobody has said the meaning of.
+        ValueError: no text, tokens that nobody has said the meaning of, or a model of a task.
     """
+    if subject.task is not None:
+        given = "" if text is None else f", got {str(text)!r}"
+        raise ValueError(
+            f"text: {subject.title} is of {subject.task!r}, whose tokens stand for no text{given}; such a run can be "
+            f"evaluated on {subject.task}, lengths, pruning, context and maps, without a text"
+        )
     name = None if text is None else str(text)
     if name not in subject.texts:
         subject.texts[name] = _own_text(subject) if name is None else _tokens(subject, name)
@@ -213,8 +219,6 @@ def held_out_text(subject: Subject, text: str | Path | None = None) -> Tokens | 
 def _own_text(subject: Subject) -> Tokens | Joined:
     if subject.config is None:
         raise ValueError(f"text: expected a file, a folder or 'stdlib', for {subject.title} names no data of its own")
-    if subject.task is not None:
-        raise ValueError(f"text: expected a file, a folder or 'stdlib', for {subject.title} is of {subject.task!r}")
     data = build_data(subject.config.data)
     if subject.folder is not None and subject.checkpoint is not None:
         check_data(subject.folder, subject.config, read_progress(subject.checkpoint), data)

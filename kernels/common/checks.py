@@ -166,28 +166,40 @@ def share_kept(since: Tensor | None, start: Tensor | None, q: Tensor, S: int) ->
     return (stop - begin).sum(-1).float() / stop.sum()
 
 
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def device_unavailable(x: Tensor) -> str:
+    """Why Triton kernels cannot run on the device of x, or ""."""
+    if not HAS_TRITON:
+        return NO_TRITON
+    if not x.is_cuda and not interpreted():
+        return f"expected CUDA tensors (or TRITON_INTERPRET=1), got {x.device}"
+    if torch.version.hip is not None:
+        return "expected an NVIDIA GPU: the kernels were never run on ROCm"
+    if x.is_cuda and capability(x.device) < LEAST_CAPABILITY:
+        return f"expected compute capability >= 8.0, got {capability(x.device)}"
+    return ""
+
+
 def kernels_unavailable(q: Tensor, v: Tensor, multiple: int, most: int) -> str:
     """Why Triton kernels for head dims that are a ``multiple`` up to ``most`` cannot take these tensors, or "".
 
     Args:
         q: [..., K]; v: [..., V].
     """
-    if not HAS_TRITON:
-        return NO_TRITON
-    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-    if not q.is_cuda and not interpreted:
-        return f"expected CUDA tensors (or TRITON_INTERPRET=1), got {q.device}"
-    if torch.version.hip is not None:
-        return "expected an NVIDIA GPU: the kernels were never run on ROCm"
-    if q.is_cuda and capability(q.device) < LEAST_CAPABILITY:
-        return f"expected compute capability >= 8.0, got {capability(q.device)}"
+    why = device_unavailable(q)
+    if why:
+        return why
     if not q.shape[0]:
         return f"expected at least one sequence, got shape {tuple(q.shape)}"
     if in_transform():
         return OPAQUE
     if q.dtype not in KERNEL_DTYPES:
         return f"expected bfloat16, float16 or float32, got {q.dtype}"
-    if interpreted and q.dtype == torch.bfloat16:
+    if interpreted() and q.dtype == torch.bfloat16:
         return "the Triton interpreter computes bfloat16 wrongly"
     for name, dim in (("K", q.shape[-1]), ("V", v.shape[-1])):
         if dim % multiple or not 0 < dim <= most:

@@ -52,12 +52,19 @@ class GateSums:
         """Sums of log_decay [B, S, H] float32, S >= 1, on a device that runs Triton; k [B, S, G, K] the keys.
 
         Raises:
-            ValueError: the shape or dtype is wrong, a gate is positive or NaN, or a gradient would be expected.
+            ImportError: Triton is not installed.
+            ValueError: the shape or dtype is wrong, a gate is positive or NaN, the device does not run Triton, or a
+                gradient would be expected.
         """
+        from attnzoo.kernels.common.checks import HAS_TRITON, device_unavailable
         from attnzoo.kernels.common.device import on_device_of
-        from attnzoo.kernels.common.gate_sums import gate_sums
 
         _check(log_decay, k)
+        why = device_unavailable(log_decay)
+        if why:
+            raise (ValueError if HAS_TRITON else ImportError)(f"log_decay: {why}")
+        from attnzoo.kernels.common.gate_sums import gate_sums
+
         S = log_decay.shape[1]
         with on_device_of(log_decay):
             c, base, since, tails = gate_sums(log_decay, None, S)

@@ -117,6 +117,7 @@ def fox_attention(
             borders that do not rise, bounds below 0, NaN) are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1.
         TypeError: something that is no tensor, or no number.
         ImportError: ``impl="triton"`` without Triton.
+        RuntimeError: a gradient of a gradient of the kernels, which have none.
 
     Source: Lin et al., "Forgetting Transformer", 2025, section 3; Press et al., "Train Short, Test Long", 2022;
     pruning: see ``kernels/common/pruning.py``.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.common.autograd import refuse_second_derivatives
 from attnzoo.kernels.common.constants import CLOSED, GATE_CONST, GATE_FULL, KEY_UNIT
 from attnzoo.kernels.common.dense import segment_starts, window_starts
 from attnzoo.kernels.common.device import machine, on_device_of
@@ -282,5 +283,6 @@ def _backward(ctx: Any, do: Some, dlse: Some, *_: Some) -> tuple[Some, ...]:
 
 
 fox_forward_op.register_autograd(_backward, setup_context=_setup)
+refuse_second_derivatives(fox_backward_op)
 
 __all__ = ["bounds", "fox_backward_op", "fox_forward_op", "fox_infer", "fox_infer_op"]

@@ -109,6 +109,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
             on a GPU only with ATTNZOO_VALIDATE=1.
         TypeError: something that is no tensor, or no number.
         ImportError: ``impl="triton"`` without Triton.
+        RuntimeError: a gradient of a gradient of the kernels, which have none.
 
     Source: Yang et al., "PaTH Attention", 2025, sections 2.2 and 3; pruning: ``kernels/common/pruning.py``.
     """

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.common.autograd import refuse_second_derivatives
 from attnzoo.kernels.common.dense import segment_starts
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
@@ -189,3 +190,4 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: Tensor | Non
 
 
 path_forward_op.register_autograd(_backward, setup_context=_setup)
+refuse_second_derivatives(path_backward_op)

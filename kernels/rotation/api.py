@@ -51,6 +51,7 @@ def rotate(
     Raises:
         ValueError: a shape, dtype or device is wrong, or the kernels cannot run here.
         TypeError: something that is no tensor.
+        RuntimeError: a gradient of a gradient, which the kernels do not have.
     """
     _check(angle, q, k, w, dtype)
     why = triton_unavailable(angle, q, k, w)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.common.autograd import refuse_second_derivatives
 from attnzoo.kernels.common.checks import traced
 from attnzoo.kernels.common.device import on_device_of
 from attnzoo.kernels.rotation.turning import angle_gradient, blocks, phase_sums, turn_all
@@ -104,6 +105,7 @@ def _backward(ctx: Any, *grads: Some) -> tuple[Some, ...]:
 
 
 forward_op.register_autograd(_backward, setup_context=_setup)
+refuse_second_derivatives(backward_op)
 
 
 def rotate_vectors(

@@ -83,6 +83,7 @@ def wall_attention(  # type: ignore[misc]  # the options above are these
             borders that do not rise, NaN) are read on a CPU, on a GPU only with ATTNZOO_VALIDATE=1.
         TypeError: something that is no tensor, or no number.
         ImportError: ``impl="triton"`` without Triton.
+        RuntimeError: a gradient of a gradient of the kernels, which have none.
 
     Source: Averbuch and Pai (Tilde Research), Wall attention, in flash-linear-attention 0.6.
     """

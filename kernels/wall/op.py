@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.kernels.common.autograd import refuse_second_derivatives
 from attnzoo.kernels.common.constants import ROW_UNIT
 from attnzoo.kernels.common.dense import segment_starts
 from attnzoo.kernels.common.device import machine, on_device_of
@@ -187,3 +188,4 @@ def _backward(ctx: Any, do: Some, dlse: Some, *_: Some) -> tuple[Some, ...]:
 
 
 wall_forward_op.register_autograd(_backward, setup_context=_setup)
+refuse_second_derivatives(wall_backward_op)

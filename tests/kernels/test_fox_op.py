@@ -229,6 +229,12 @@ def test_sums_of_gates_above_zero_are_refused() -> None:
         GateSums.of([0.0])  # type: ignore[arg-type]
 
 
+def test_sums_on_a_device_without_triton_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match=r"log_decay: expected CUDA tensors \(or TRITON_INTERPRET=1\), got cpu"):
+        GateSums.of(torch.zeros(1, 4, 2))
+
+
 def test_transforms_of_functions_take_the_reference() -> None:
     """``torch.func`` has no way into a kernel: an explicit choice says so, ``auto`` takes what can be transformed."""
     x = inputs(Case(T=9, S=9, gate="open"), torch.float32)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnzoo.evaluation import AttentionMaps, EffectiveContext, EpsSweep, LengthCurve, LossCurve, PrunedShares
+from attnzoo.kernels.common.constants import ROW_UNIT
 
 if TYPE_CHECKING:
     from attnzoo.evaluation.harness import HarnessScores
@@ -84,6 +85,8 @@ def pruning(found: Any) -> list[str]:
         f"pruned at eps {now.eps:.3g} ({now.bound}) on {now.tokens:,} tokens: {percent(now.share, 1)} % of the blocks;",
         f"local heads (more than half pruned): {percent(now.local, 1)} %",
     ]
+    if now.tokens <= ROW_UNIT:
+        lines.append(f"(nothing can be pruned of {ROW_UNIT} tokens or fewer, a block's rows; see --length)")
     for number, heads in zip(now.layers, now.heads, strict=True):
         lines += wrapped(f"layer {number:3}:", [percent(share, 1).rjust(5) for share in heads])
     if len(found.steps) > 1:

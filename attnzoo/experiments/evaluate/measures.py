@@ -39,7 +39,8 @@ from attnzoo.evaluation import (
 )
 from attnzoo.experiments.evaluate.memory import MemoryCurves, measure_memory
 from attnzoo.training.answers import task_for
-from attnzoo.training.checkpoint import checkpoints_in, step_of
+from attnzoo.training.checkpoint import CheckpointError, checkpoints_in, step_of
+from attnzoo.training.digests import MODEL, damage
 from attnzoo.training.subject import Subject, held_out_text, load_subject
 
 if TYPE_CHECKING:
@@ -186,10 +187,23 @@ def pruning(
     if history and subject.folder is not None and subject.checkpoint is not None:
         for checkpoint in checkpoints_in(subject.folder / "checkpoints"):
             if step_of(checkpoint) < step_of(subject.checkpoint):
-                earlier = load_subject(subject.folder, str(weight.device), weight.dtype, checkpoint)
+                earlier = _earlier(subject.folder, checkpoint, weight)
                 steps.append(measure_pruning(earlier.model, window, prune, step_of(checkpoint)))
     now = None if subject.checkpoint is None else step_of(subject.checkpoint)
     return PruningHistory((*steps, measure_pruning(subject.model, window, prune, now)))
+
+
+def _earlier(folder: Path, checkpoint: Path, like: Tensor) -> Subject:
+    """The model of an earlier checkpoint, on the device and in the dtype of ``like``."""
+    try:
+        wrong = damage(checkpoint, MODEL)
+        if wrong is not None:
+            raise CheckpointError(wrong)
+        return load_subject(folder, str(like.device), like.dtype, checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"history: {error}; move {checkpoint} away to measure the others, or give history=false for the newest"
+        ) from error
 
 
 def eps(
