@@ -28,8 +28,7 @@ from attnzoo.forms.fla_tuning import shorten, will_run
 from attnzoo.forms.options import LinearOptions, check_linear, existing
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.untraced import untraced
-from attnzoo.kernels.common.checks import HAS_TRITON, NO_TRITON
-from attnzoo.kernels.common.device import LEAST_CAPABILITY, installed_triton, machine
+from attnzoo.kernels.common.device import HAS_TRITON, LEAST_CAPABILITY, NO_TRITON, installed_triton, machine
 
 logger = logging.getLogger("attnzoo.fla")
 

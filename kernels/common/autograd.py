@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
 
 
 def refuse_second_derivatives(op: CustomOpDef) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
 from typing import Literal, get_args
 
 import torch
@@ -15,13 +13,11 @@ from attnzoo.algebra.validation import check_scale
 from attnzoo.algebra.values import OPAQUE, in_transform
 from attnzoo.kernels.common.arguments import check_log_dtype, check_tensors, check_values, check_window
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.device import LEAST_CAPABILITY, capability
+from attnzoo.kernels.common.device import device_unavailable, interpreted
 from attnzoo.kernels.common.running_gates import GateSums
 
 Impl = Literal["auto", "triton", "reference"]
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-NO_TRITON = "the triton package is not installed (pip install 'attnzoo[triton]')"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 _said: set[tuple[str, str]] = set()
 
 
@@ -164,24 +160,6 @@ def share_kept(since: Tensor | None, start: Tensor | None, q: Tensor, S: int) ->
     if start is not None:
         begin = begin.maximum(start.long() // KEY_UNIT)
     return (stop - begin).sum(-1).float() / stop.sum()
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
-def device_unavailable(x: Tensor) -> str:
-    """Why Triton kernels cannot run on the device of x, or ""."""
-    if not HAS_TRITON:
-        return NO_TRITON
-    if not x.is_cuda and not interpreted():
-        return f"expected CUDA tensors (or TRITON_INTERPRET=1), got {x.device}"
-    if torch.version.hip is not None:
-        return "expected an NVIDIA GPU: the kernels were never run on ROCm"
-    if x.is_cuda and capability(x.device) < LEAST_CAPABILITY:
-        return f"expected compute capability >= 8.0, got {capability(x.device)}"
-    return ""
 
 
 def kernels_unavailable(q: Tensor, v: Tensor, multiple: int, most: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
+import os
 from typing import NamedTuple, cast
 
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 
 # Releases of Triton that compile every Gluon kernel for sm_90a (``make test-versions``): an experimental interface.
 GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
+NO_TRITON = "the triton package is not installed (pip install 'attnzoo[triton]')"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 LEAST_CAPABILITY = (8, 0)  # what Triton compiles for
 TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")  # what packages of it are called
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
@@ -89,6 +93,24 @@ def installed_triton() -> str:
 def triton_version() -> tuple[int, int]:
     """Its first two numbers; (0, 0) if there is none."""
     return cast(tuple[int, int], _RELEASE)
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def device_unavailable(x: Tensor) -> str:
+    """Why Triton kernels cannot run on the device of x, or ""."""
+    if not HAS_TRITON:
+        return NO_TRITON
+    if not x.is_cuda and not interpreted():
+        return f"expected CUDA tensors (or TRITON_INTERPRET=1), got {x.device}"
+    if torch.version.hip is not None:
+        return "expected an NVIDIA GPU: the kernels were never run on ROCm"
+    if x.is_cuda and capability(x.device) < LEAST_CAPABILITY:
+        return f"expected compute capability >= 8.0, got {capability(x.device)}"
+    return ""
 
 
 def not_gluon(where: Machine, K: int, V: int, dtype: torch.dtype) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.arguments import check_tensors, check_values
 from attnzoo.kernels.common.constants import CLOSED, KEY_UNIT, LOG2E
+from attnzoo.kernels.common.device import HAS_TRITON, device_unavailable, on_device_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +57,6 @@ class GateSums:
             ValueError: the shape or dtype is wrong, a gate is positive or NaN, the device does not run Triton, or a
                 gradient would be expected.
         """
-        from attnzoo.kernels.common.checks import HAS_TRITON, device_unavailable
-        from attnzoo.kernels.common.device import on_device_of
-
         _check(log_decay, k)
         why = device_unavailable(log_decay)
         if why:
@@ -84,7 +82,6 @@ class GateSums:
         Raises:
             ValueError: the shape, dtype or device is wrong, a gate is positive or NaN, or a gradient would be expected.
         """
-        from attnzoo.kernels.common.device import on_device_of
         from attnzoo.kernels.common.gate_sums import append_gates
 
         _check(log_decay, k)
@@ -135,7 +132,6 @@ def _check(log_decay: Tensor, k: Tensor | None) -> None:
 
 def _longest(k: Tensor, before: Tensor | None) -> Tensor:
     """The largest |k|^2 of each head of k [B, n, G, K] and of those ``before``. # [B, G] float32"""
-    from attnzoo.kernels.common.device import on_device_of
     from attnzoo.kernels.common.pruning import norm_max
 
     k = k.detach() if k.stride(-1) == 1 else k.detach().contiguous()
