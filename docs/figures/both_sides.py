@@ -1,4 +1,4 @@
-"""What a gate or a delta rule gains on either side, at every size that was measured; and the losses behind it."""
+"""What a gate or a delta rule gains on either side, by size; and the losses behind it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ GATE_COLORS = {
 WIDTH, SIDE, LEFT, BETWEEN, BELOW, ABOVE = 680, 196, 46, 16, 86, 24  # points
 
 
-def measured(results: Path) -> list[tuple[int, Outcome]]:
-    """Hidden size and outcome of every size that is recorded, the smallest first."""
-    outcomes = [load_outcome(results / each.result) for each in find("factorial").measured]
-    return sorted(((yaml.safe_load(o.settings)["model"]["hidden_size"], o) for o in outcomes), key=lambda pair: pair[0])
+def measured(results: Path) -> list[tuple[int, int, Outcome]]:
+    """Tokens of a run, hidden size and outcome of every size that is recorded, sorted by both numbers."""
+    sizes = []
+    for each in find("factorial").measured:
+        outcome = load_outcome(results / each.result)
+        settings = yaml.safe_load(outcome.settings)
+        tokens = settings["steps"] * settings["batch_size"] * settings["data"]["context_length"]
+        sizes.append((tokens, settings["model"]["hidden_size"], outcome))
+    return sorted(sizes, key=lambda size: size[:2])
 
 
 def claim() -> Correlated:
@@ -38,8 +43,9 @@ def claim() -> Correlated:
 
 
 def both_sides(results: Path) -> Figure:
-    """A panel for each size; one legend, since a pair looks the same in all of them."""
-    outcomes, asked, height = measured(results), claim(), BELOW + SIDE + ABOVE
+    """A panel for each size of the shortest training; one legend, since a pair looks the same in all of them."""
+    sizes, asked, height = measured(results), claim(), BELOW + SIDE + ABOVE
+    outcomes = [(hidden_size, outcome) for tokens, hidden_size, outcome in sizes if tokens == sizes[0][0]]
     gates = {(a.name, b.name): (gate, rule) for gate in GATES
              for rule, (a, b) in enumerate(zip(LINEAR[gate], SOFTMAX[gate], strict=True))}  # fmt: skip
     figure, first, handles = Figure(figsize=(WIDTH / 72, height / 72)), None, {}
@@ -85,13 +91,15 @@ def _frame(axes: Axes) -> None:
 
 def table(results: Path) -> str:
     """Held-out loss of every model and size, with standard errors, in Markdown."""
-    outcomes = measured(results)
-    titles = [f"{hidden_size}: {side}" for hidden_size, _ in outcomes for side in ("linear", "softmax")]
+    sizes = measured(results)
+    shortest, outcomes = sizes[0][0], [outcome for *_, outcome in sizes]
+    words = [f"{size}" if tokens == shortest else f"{size}, {tokens / 1e6:.1f} MB" for tokens, size, _ in sizes]
+    titles = [f"{word}: {side}" for word in words for side in ("linear", "softmax")]
     lines = ["| gate | delta rule | " + " | ".join(titles) + " |", "|---|---|" + "---|" * len(titles)]
     for rule, word in enumerate(("no", "yes")):
         for gate in GATES:
             arms = (LINEAR[gate][rule].name, SOFTMAX[gate][rule].name)
-            cells = [_cell(outcome, arm) for _, outcome in outcomes for arm in arms]
+            cells = [_cell(outcome, arm) for outcome in outcomes for arm in arms]
             lines.append(f"| {gate} | {word} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import both_sides
+import held
 import style
 from equal_memory import equal_memory
 from matplotlib.figure import Figure
@@ -20,7 +21,13 @@ from attnzoo.experiments.report.experiment import picture
 
 RESULTS = Path(__file__).parents[1] / "results"
 BEGIN = "<!-- pictures: python docs/figures/make.py results -->"
-TABLE = "<!-- table: python docs/figures/make.py results -->"
+TABLES = {  # by page and the words of their markers
+    RESULTS / "both_sides.md": {"both sides": both_sides.table},
+    RESULTS.parent / "how-to" / "forget.md": {
+        f"{name} {size}": partial(held.table, name=name, size=size)
+        for name, size in (("needle_memory", "cpu"), ("needle_memory", "gpu"), ("learned_forgetting", "cpu"))
+    },
+}
 DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | dict(
     zip(PAIR_COLORS, style.DARK.pairs, strict=True)
 )
@@ -30,8 +37,8 @@ def results() -> None:
     """Draw every recorded result, and write the page's second half and the last column of its table."""
     _save("equal-memory", partial(equal_memory, RESULTS))
     _save("both-sides", partial(both_sides.both_sides, RESULTS))
-    page = RESULTS / "both_sides.md"
-    page.write_text(f"{page.read_text().partition(TABLE)[0]}{TABLE}\n\n{both_sides.table(RESULTS)}\n")
+    for page in TABLES:
+        page.write_text(with_tables(page))
     parts, cells = [], {}
     for name in names():
         experiment = find(name)
@@ -62,6 +69,17 @@ def results() -> None:
         row = re.compile(rf"(?<=\n\| `attnzoo experiment run {name}` \| )(.*) \| .* \|")
         first = row.sub(lambda found, cell=cell: f"{found[1]} | {'; '.join(cell) or 'not yet run'} |", first)
     index.write_text("\n\n".join([first, BEGIN, *parts]) + "\n")
+
+
+def with_tables(page: Path) -> str:
+    """The page with its tables as the records have them, each below its marker."""
+    text = page.read_text()
+    for name, table in TABLES[page].items():
+        marker = f"<!-- table of {name}: python docs/figures/make.py results -->\n"
+        text, found = re.subn(rf"(?<={re.escape(marker)})\n(\|.*\n)*", f"\n{table(RESULTS)}\n", text)
+        if found != 1:
+            raise ValueError(f"{page.name}: expected one {marker.strip()!r}, got {found}")
+    return text
 
 
 def _picture(experiment: Experiment, outcome: Outcome) -> Figure:

@@ -20,8 +20,8 @@ FIGURES = ROOT / "docs" / "figures"
 def code(monkeypatch, tmp_path):
     """The drawing code, which writes to a temporary folder here."""
     monkeypatch.syspath_prepend(str(FIGURES))
-    for name in ("forgotten", "home", "lattice", "make", "parts", "schematics", "style", "trained", "triangles", "zoo"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for path in FIGURES.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
     import lattice
     import make
     import style
@@ -41,6 +41,16 @@ def test_committed_figures_are_drawn_anew_to_the_letter(code, name):
     assert len(drawn) >= 2
     for path in drawn:
         assert path.read_bytes() == (FIGURES / "out" / path.name).read_bytes(), path.name
+
+
+def test_tables_of_results_are_those_of_the_records(code):
+    import results
+
+    assert results.TABLES
+    for page in results.TABLES:
+        assert results.with_tables(page) == page.read_text(encoding="utf-8"), (
+            f"{page.name}: python docs/figures/make.py results"
+        )
 
 
 def test_every_built_in_pair_has_its_place_in_the_lattice(code):

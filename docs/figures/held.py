@@ -1,0 +1,71 @@
+"""The tables of what is lost where a head may hold only so many keys, from the records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from attnzoo.experiments.claims import Value
+from attnzoo.experiments.experiment import find
+from attnzoo.experiments.outcome import Outcome, load_outcome
+
+RULES = "window", "sinks + window", "H2O", "SnapKV"
+LATER = "later use (looks ahead)"
+# Row, arm and probe, by experiment.
+ROWS = {
+    "needle_memory": (
+        ("RoPE: network of keys", "rope, key", "network"),
+        ("network of pairs", "rope, pair", "network"),
+        ("network with a dot product", "rope, attention", "network"),
+        ("decay per key", "rope, decay", "network"),
+        *((rule, "rope", rule) for rule in RULES),
+        (LATER, "rope", "later use"),
+        ("FoX: network of keys", "fox, key", "network"),
+        ("FoX: window", "fox", "window"),
+    ),
+    "learned_forgetting": (
+        ("RoPE: network of keys", "rope, key", "network"),
+        ("the same, learnt with `discount: 0.9`", "rope, discount", "network"),
+        ("network of pairs", "rope, pair", "network"),
+        ("network with a dot product", "rope, attention", "network"),
+        ("the same, learnt with `discount: 0.9`", "rope, attention, discount", "network"),
+        ("decay per key", "rope, decay", "network"),
+        *((rule, "rope", rule) for rule in RULES),
+        (LATER, "rope", "later use"),
+        ("FoX: network of keys", "fox, key", "network"),
+        ("FoX: window", "fox", "window"),
+    ),
+}
+WRONG = "wrong, forgotten by itself"
+
+
+def table(results: Path, name: str, size: str) -> str:
+    """Means over the seeds of wrong answers in percent, or of nats added, by keys held; in Markdown."""
+    [measured] = [each for each in find(name).measured if each.size == size]
+    outcome = load_outcome(results / measured.result)
+    tokens = yaml.safe_load(outcome.settings)["data"]["context_length"]
+    wrong = name == "needle_memory"
+    shares = sorted({x for run in outcome.runs for x in run.values["network"] if x < 1})
+    titles = [f"keys held, of {tokens}", *(f"{x * tokens:g}" for x in shares), *["by itself (keys held)"] * wrong]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for label, arm, probe in ROWS[name]:
+        means = [_mean(outcome, Value(arm, probe, x)) for x in shares]
+        cells = [_percent(x) if wrong else f"{round(x, 3) + 0.0:.3f}" for x in means]
+        if wrong and probe == "network":
+            held = _mean(outcome, Value(arm, "keys held by itself")) * tokens
+            cells.append(f"{_percent(_mean(outcome, Value(arm, WRONG)))} ({held:.0f})")
+        elif wrong:
+            cells.append("")
+        lines.append(f"| {label} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    lines[2] = lines[2].replace("% |", "% wrong |", 1) if wrong else lines[2]
+    return "\n".join(lines)
+
+
+def _mean(outcome: Outcome, value: Value) -> float:
+    return float(outcome.values(value).mean())
+
+
+def _percent(share: float) -> str:
+    digits = 0 if share == 0 or share >= 0.0995 else 1
+    return f"{100 * share:.{digits}f}%"
