@@ -322,3 +322,9 @@ def test_gradients_are_refused():
     attn = forgetful()
     with pytest.raises(ValueError, match=r"state: expected torch.no_grad\(\)"):
         attn(rows(1, 4), cache=attn.new_cache(evict=1e-4))
+
+
+@pytest.mark.parametrize("offload", ["no", 1, None])
+def test_offload_is_true_or_false(offload: object) -> None:
+    with pytest.raises(TypeError, match="offload: expected True or False"):
+        Evict(TINY, offload=offload)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.transitions import open_sums
+from attnzoo.algebra.validation import check_flag
 from attnzoo.errors import unknown
 
 Bound = Literal["tail", "paper"]
@@ -64,6 +65,7 @@ class Evict:
             more. Then nothing need be known of later queries.
 
     Raises:
+        TypeError: ``offload`` is neither True nor False.
         ValueError: ``eps`` outside (0, 1).
     """
 
@@ -73,6 +75,7 @@ class Evict:
     def __post_init__(self) -> None:
         if isinstance(self.eps, bool) or not isinstance(self.eps, (float, int)) or not 0.0 < self.eps < 1.0:
             raise ValueError(f"evict: expected a weight in (0, 1), got {self.eps!r}")
+        check_flag("offload", self.offload)
 
     @staticmethod
     def of(evict: float | str | Evict) -> Evict:
