@@ -132,13 +132,15 @@ def relative_error(got: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], limit: float = LIMIT, what: str = "") -> None:
     """Every entry of ``got`` within ``limit`` of ``expected``, with all that are off in the message.
 
-    A gradient that should be zero comes out as the rounding of terms that cancel: it is measured against the others.
+    A gradient that should be zero comes out as the rounding of terms that cancel: it is measured against the others,
+    and one that all tokens share against as many of them.
     """
     assert got.keys() == expected.keys()
     for name, x in got.items():
         assert x.shape == expected[name].shape, f"{what} {name}: shape {tuple(x.shape)}"
     floor = 1e-4 * max(float(x.abs().max()) for x in expected.values())
-    off = {name: relative_error(x, expected[name], floor) for name, x in got.items()}
+    tokens = expected["q"][..., 0, 0].numel() if "q" in expected else 1
+    off = {name: relative_error(x, expected[name], floor * (tokens if x.ndim == 1 else 1)) for name, x in got.items()}
     wrong = {name: f"{error:.2e}" for name, error in off.items() if not error <= limit}
     assert not wrong, f"{what}: relative errors over {limit:g}: {wrong}"
 

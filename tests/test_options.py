@@ -81,6 +81,15 @@ def test_window_sink_and_lse_equal_oracle(name: str, data: st.DataObject) -> Non
             assert_close(on(case.variant.forms[form]), expected, what=f"{form}, {options}, sink {sink} of {case}")
 
 
+def test_gradient_that_cancels_for_every_token_is_zero_to_its_rounding() -> None:
+    """A row that sees itself alone has the same angle on both sides; 50 tokens share it, each with its suffix."""
+    case = Case("fox_rope", T=25, H=1, G=1, K=2, V=3, block=4, shared_angle=True)
+    expected = value_and_gradients(with_lse(oracle.softmax, window=1), case.inputs())
+    assert not expected["angle"].any()
+    for form in ("parallel", "recurrent"):
+        assert_close(value_and_gradients(with_lse(case.variant.forms[form], window=1), case.inputs()), expected)
+
+
 @pytest.mark.parametrize("name", SOFTMAX)
 @given_variant(data=st.data())
 def test_segmented_equals_full_with_window_and_sink(name: str, data: st.DataObject) -> None:
