@@ -1,0 +1,82 @@
+"""Where a scalar gate begins, beside a constant one that never moves."""
+
+from typing import Any
+
+from attnzoo.experiments.catalogue.factorial import DELTA, FORGETTING, GATED_DELTA, HALF, KEY, LINEAR, SOFTMAX, size
+from attnzoo.experiments.claims import All, Below, Value
+from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Grid
+from attnzoo.experiments.probes import Loss
+
+LOSS = "loss"
+STARTS = {
+    "half closed": 0.0,
+    "nearly open": 3.0,
+    "open": 6.0,
+}  # each token takes 50%, 5% and 0.2% of what was before it
+SCALAR: dict[str, dict[str, Any]] = {
+    "mamba2": {"gate": "forget"}, "fox": {},
+    "gated_deltanet": {"gate": ["forget", "delta"], **DELTA}, "path_fox": KEY,
+}  # fmt: skip
+CONSTANT = {
+    "mamba2": LINEAR["constant"][0], "fox": SOFTMAX["constant"][0],
+    "gated_deltanet": LINEAR["constant"][1], "path_fox": SOFTMAX["constant"][1],
+}  # fmt: skip
+
+
+def name_of(variant: str, start: str) -> str:
+    return f"{variant}, {start}"
+
+
+ARMS = {
+    name_of(v, s): Arm(name_of(v, s), v, {**SCALAR[v], "gate_bias": STARTS[s]})
+    for v in SCALAR
+    for s in (STARTS if v in ("mamba2", "fox") else ("half closed", "open"))
+}
+
+
+def loss(variant: str, start: str = "open") -> Value:
+    return Value(name_of(variant, start), LOSS)
+
+
+def below_constant(variant: str) -> Below:
+    return Below(loss(variant), Value(CONSTANT[variant].name, LOSS))
+
+
+EXPERIMENT = Experiment(
+    title="Where a scalar gate begins",
+    question=(
+        "A gate that depends on the data begins half closed in FoX's paper: each token takes half of what was before "
+        "it. A constant gate looks as far back as its slopes say from the first step on. So a comparison of the two "
+        "after little training also compares where they begin. Here scalar gates begin half closed, nearly open and "
+        "open, on both sides, without a delta rule and with one, beside constant gates; the text and the layers are "
+        "those of the factorial."
+    ),
+    arms=(*ARMS.values(), *CONSTANT.values()),
+    options={"block": "pro"},
+    sizes={
+        "cpu": size(64, 2, 300, 8, 128, 0.003, 0.006, tokens=32768),
+        "gpu": size(128, 4, 600, 32, 512, 0.001, 0.003, settings=HALF),
+    },
+    probes=(Loss(),),
+    expectations=(
+        Expectation("A softmax whose gates begin open learns more than one whose gates begin half closed.",
+                    "our own question, after the factorial",
+                    All(tuple(Below(loss(v), loss(v, "half closed")) for v in ("fox", "path_fox")))),
+        Expectation("So does a recurrence.", "our own question, after the factorial",
+                    All(tuple(Below(loss(v), loss(v, "half closed")) for v in ("mamba2", "gated_deltanet")))),
+        Expectation("Begun open, a gate that depends on the data is better than a constant one on the softmax side.",
+                    f"{FORGETTING}, Figure 7", below_constant("fox")),
+        Expectation("And on the linear side.", f"{FORGETTING}, Figure 7, is about softmax", below_constant("mamba2")),
+        Expectation("With a delta rule it is better on both sides, too.", "our own question",
+                    All(tuple(below_constant(v) for v in ("gated_deltanet", "path_fox")))),
+        Expectation("Gate and delta rule together are better than the gate alone, on the linear side.", GATED_DELTA,
+                    Below(loss("gated_deltanet"), loss("mamba2"))),
+        Expectation("And on the softmax side.", "Yang et al., PaTH Attention (2025), PaTH-FoX",
+                    Below(loss("path_fox"), loss("fox"))),
+    ),
+    grids=(
+        Grid("loss", tuple(SCALAR), ("constant", *STARTS),
+             tuple((CONSTANT[v].name, *(n if (n := name_of(v, s)) in ARMS else "" for s in STARTS)) for v in SCALAR),
+             "loss"),
+    ),
+)  # fmt: skip
