@@ -24,8 +24,9 @@ from attnzoo.experiments import run as running
 from attnzoo.experiments.claims import AtMost, Correlated, Value
 from attnzoo.experiments.experiment import Expectation, find, names
 from attnzoo.experiments.outcome import Trained, as_json, from_json, load_outcome, save_outcome
+from attnzoo.experiments.plan import Plan
 from attnzoo.experiments.report.experiment import hints, markdown, render_experiment, verdict_table
-from attnzoo.experiments.run import Plan, run_experiment
+from attnzoo.experiments.run import run_experiment
 from attnzoo.terminal import print_table
 from attnzoo.training import CheckpointError
 

@@ -20,8 +20,9 @@ from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments.claims import Correlated
 from attnzoo.experiments.experiment import find, names
 from attnzoo.experiments.outcome import load_outcome
+from attnzoo.experiments.plan import Plan, device_of
 from attnzoo.experiments.report.experiment import markdown, render_experiment
-from attnzoo.experiments.run import Plan, device_of, run_once
+from attnzoo.experiments.run import run_once
 from attnzoo.models import LanguageModel
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"

@@ -11,8 +11,9 @@ from tiny_runs import EXPERIMENT as TINY
 from attnzoo.experiments.claims import Value
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find, layers_of
 from attnzoo.experiments.outcome import load_outcome
+from attnzoo.experiments.plan import Plan
 from attnzoo.experiments.probes import Loss
-from attnzoo.experiments.run import Plan, run_experiment
+from attnzoo.experiments.run import run_experiment
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments.claims import AtLeast, AtMost, Below, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
+from attnzoo.experiments.plan import Plan
 from attnzoo.experiments.probes import (
     AddedByLength,
     AddedLoss,
@@ -29,7 +30,7 @@ from attnzoo.experiments.probes import (
     WrongOver,
     WrongWithin,
 )
-from attnzoo.experiments.run import Plan, run_experiment
+from attnzoo.experiments.run import run_experiment
 from attnzoo.models import LanguageModel
 
 

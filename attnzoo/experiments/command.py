@@ -81,7 +81,8 @@ def run(
     from rich.console import Console
 
     from attnzoo.experiments.experiment import find, find_size
-    from attnzoo.experiments.run import Plan, device_of, run_experiment
+    from attnzoo.experiments.plan import Plan, device_of
+    from attnzoo.experiments.run import run_experiment
 
     found = find(name)
     size = size or (next(iter(found.sizes)) if len(found.sizes) == 1 else "cpu")

@@ -10,22 +10,21 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
-from attnzoo.config import TrainConfig, load_config, read_settings, to_yaml
+from attnzoo.config import TrainConfig, load_config, to_yaml
 from attnzoo.data import build_data
 from attnzoo.data.config import DataConfig
-from attnzoo.data.tasks import build_task
 from attnzoo.data.windows import heldout_starts
-from attnzoo.errors import at_least, unknown
+from attnzoo.errors import unknown
 from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, chosen, from_json, save_outcome
+from attnzoo.experiments.plan import Plan, folder_of
 from attnzoo.experiments.probes import Probe, Subject
 from attnzoo.experiments.processes import apart
 from attnzoo.experiments.report.experiment import hints, markdown, row_in_words, verdict_table, write_page
@@ -37,95 +36,11 @@ from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
 from attnzoo.training.checkpoint import CheckpointError, OtherRunError, read_progress
 from attnzoo.training.throughput import Operations
 
-ALWAYS = ("progress=quiet", "tensorboard=false", "eval_every=0", "checkpoint_every=0")
-OWN = ("output_dir", "seed", "data.seed", "optimizer.lr", "model.attention", "model.attention_options", "device")
 # Below so many operations per step a model is small: launching its kernels takes the host longer than a GPU takes to
 # run them, and a GPU does the work of several processes, each of which keeps a CPU core busy.
 SMALL = 1e12
 ROOM = 8 * 2**30  # bytes of a GPU for a small model in a process of its own
 PAGE, RESULT, SUMMARY, MEASURED = "report.html", "result.json", "result.md", "measured.json"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is run.
-
-    Args:
-        name: of a built-in experiment, or the path of a file with one.
-        size: its name.
-        out: the folder of its runs and its page.
-        seeds: runs per arm.
-        overrides: `key=value` of the training, for all runs.
-        device: `auto` or `cpu`.
-    """
-
-    name: str
-    size: str
-    out: Path
-    seeds: int
-    overrides: tuple[str, ...] = ()
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        at_least(self, 2, "seeds")
-
-    def config(self, experiment: Experiment, arm: Arm, lr: float, seed: int) -> TrainConfig:
-        """The training of one run."""
-        size = find_size(experiment, self.size)
-        given = (*experiment.settings, *size.settings, *(size.after if arm.after else ()), *arm.settings)
-        settings = read_settings([*ALWAYS, *given])
-        own = (*OWN, "start_from") if arm.after else OWN
-        for key in (key for key in own if key != "model.attention_options" and _names(settings, key)):
-            raise ValueError(f"settings: {key} is set for each run (learning rates are lrs); other keys can be given")
-        settings |= {"device": self.device, "seed": seed}
-        settings.setdefault("optimizer", {})["lr"] = lr
-        settings.setdefault("data", {})["seed"] = seed
-        model = settings.get("model", {})
-        options = {**model.get("attention_options", {}), **experiment.options, **arm.options_at(self.size)}
-        settings["model"] = {**model, "attention": arm.variant, "attention_options": options}
-        settings["output_dir"] = self._folder(arm, lr, seed)
-        if arm.after:
-            before = experiment.arm(arm.after)
-            rates = before.lrs or size.lrs
-            if len(rates) > 1:
-                raise ValueError(
-                    f"after: expected an arm with one learning rate, got {before.name!r} with {len(rates)}"
-                )
-            settings["start_from"] = self._folder(before, rates[0], seed)
-        config = load_config(settings, self.overrides)
-        overrides = read_settings(self.overrides)
-        for key in (key for key in own if _names(overrides, key)):
-            raise ValueError(f"{key}: the experiment sets it for each run; other settings can be given")
-        if config.data.task is not None:
-            words = len(build_task(config.data.task, config.data.task_options).words)
-            config = replace(config, model=replace(config.model, vocab_size=words))
-        return config
-
-    def _folder(self, arm: Arm, lr: float, seed: int) -> str:
-        return str(self.out / folder_of(arm) / f"lr{lr:g}-seed{seed}")
-
-
-def _names(settings: Any, key: str) -> bool:
-    """Whether nested settings have a key, given with dots."""
-    first, _, rest = key.partition(".")
-    return isinstance(settings, dict) and first in settings and (not rest or _names(settings[first], rest))
-
-
-def folder_of(arm: Arm) -> str:
-    """The name of the folder of an arm's runs.
-
-    Raises:
-        ValueError: its name has neither a letter nor a digit.
-    """
-    key = re.sub(r"[^\w.=]+", "-", arm.name).strip("-.")
-    if not key:
-        raise ValueError(f"arm {arm.name!r}: expected a letter or digit in its name")
-    return key
-
-
-def device_of(size: str) -> str:
-    """Where a size runs if nothing else is asked: a CPU if its name begins with `cpu`."""
-    return "cpu" if size.startswith("cpu") else "auto"
 
 
 def run_experiment(
