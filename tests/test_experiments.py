@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from rich.console import Console
 from tiny_runs import EXPERIMENT as TINY
@@ -340,6 +341,37 @@ def test_weights_that_stayed_behind_are_trained_again_where_an_arm_starts_from_t
     assert folders[1:] == ["out/on/lr1e-12-seed1"]
     assert running.run_seed(plan, "on", 0) == on
     assert running.run_seed(plan, "on", 1).validation == pytest.approx(before.validation, rel=1e-6)
+
+
+def test_weights_that_another_training_gives_are_measured_with_those_that_start_from_them(chained, monkeypatch):
+    """On a GPU training does not repeat itself to the bit; what is compared in pairs starts from the same weights."""
+    plan, base, experiment = Plan(chained, "cpu", Path("out"), 2, device="cpu"), "none, one head", find(chained)
+    run_arm(plan, base)
+    before = [running.run_seed(plan, base, 1), running.run_seed(plan, "on", 0)]
+    trained, seeded = running.train, torch.manual_seed
+
+    def lose_and_train_otherwise():
+        for checkpoints in Path("out").glob("*/*/checkpoints"):
+            shutil.rmtree(checkpoints)
+
+        def train(config):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "manual_seed", lambda seed: seeded(seed + 100))
+                trained(config)
+
+        monkeypatch.setattr(running, "train", train)
+
+    lose_and_train_otherwise()
+    again = running.run_seed(plan, base, 1)
+    assert again.validation != before[0].validation
+    assert running.run_seed(plan, base, 1) == again
+    assert running.run_seed(plan, "on", 1).validation == pytest.approx(again.validation, rel=1e-6)
+    assert running.run_seed(plan, "on", 0) == before[1]  # its own base was not trained again
+    Path("out/none-one-head/lr0.1-seed0/measured.json").unlink()
+    running.run_seed(plan, base, 0)
+    assert [run.seed for run in running._finished(plan, experiment, experiment.arm("on"))[1]] == [1]
+    run_arm(plan, "on")
+    assert running.run_seed(plan, "on", 0).validation == pytest.approx(running.run_seed(plan, base, 0).validation)
 
 
 def test_run_that_diverges_is_no_choice_and_decides_nothing(done, monkeypatch):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -33,7 +34,7 @@ from attnzoo.files import write_whole
 from attnzoo.models import LanguageModel
 from attnzoo.terminal import print_table
 from attnzoo.training import load_run, newest_checkpoint, read_metrics, train
-from attnzoo.training.checkpoint import CheckpointError, OtherRunError, read_progress
+from attnzoo.training.checkpoint import CheckpointError, OtherRunError, identity, read_progress
 from attnzoo.training.throughput import Operations
 
 # Below so many operations per step a model is small: launching its kernels takes the host longer than a GPU takes to
@@ -242,7 +243,8 @@ def _place(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int) -
     config = plan.config(experiment, arm, lr, seed)
     key = _key(config, experiment, find_size(experiment, plan.size), arm.after)
     if arm.after:
-        key += _place_before(plan, experiment, arm, seed)[1]
+        before, key_before = _place_before(plan, experiment, arm, seed)
+        key += key_before + _weights_measured(before, key_before)
     return Path(config.output_dir), key
 
 
@@ -253,15 +255,21 @@ def _place_before(plan: Plan, experiment: Experiment, arm: Arm, seed: int) -> tu
 
 
 def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int, measure: bool) -> Trained:
-    """A run, trained and measured unless it is already."""
+    """A run, trained and measured unless it is already.
+
+    Where only its weights are gone, and a run that is not finished starts from them, it is trained once more. On a GPU
+    other weights may come out; then it is measured anew, and so is all that starts from it.
+    """
     torch.set_flush_denormal(True)  # for what needs no training any more, as in training
     config, size = plan.config(experiment, arm, lr, seed), find_size(experiment, plan.size)
     folder, key = _place(plan, experiment, arm, lr, seed)
     known = _known(folder, key)
     if known is not None and (known.note or known.values or not measure):
-        if not known.note and newest_checkpoint(folder) is None and _to_start_from(plan, experiment, arm, seed):
-            train(config)
-        return known
+        if known.note or newest_checkpoint(folder) or not _to_start_from(plan, experiment, arm, seed):
+            return known
+        train(config)
+        if _weights(folder) == _weights_measured(folder, key):
+            return known
     try:
         before = _known(*_place_before(plan, experiment, arm, seed)) if arm.after else None
         if before is not None and before.note:
@@ -275,7 +283,8 @@ def run_once(plan: Plan, experiment: Experiment, arm: Arm, lr: float, seed: int,
         found = _measured(experiment, arm, config, size, measure)
     folder.mkdir(parents=True, exist_ok=True)
     found = replace(found, date=datetime.date.today().isoformat())
-    write_whole(folder / MEASURED, json.dumps({"key": key, "run": as_json(found)}, indent=1) + "\n")
+    kept = {"key": key, "weights": _weights(folder), "run": as_json(found)}
+    write_whole(folder / MEASURED, json.dumps(kept, indent=1) + "\n")
     return found
 
 
@@ -337,10 +346,29 @@ def _fingerprint(data: str) -> str:
     return build_data(load_config(json.loads(data), (), DataConfig)).fingerprint
 
 
+def _weights(folder: Path) -> str:
+    """What the newest checkpoint's weights are known by; empty without one."""
+    checkpoint = newest_checkpoint(folder)
+    return "" if checkpoint is None else identity(checkpoint)
+
+
+def _weights_measured(folder: Path, key: str) -> str:
+    """What the weights are known by that were measured of a run; empty if none were."""
+    return str(_kept(folder, key).get("weights", ""))
+
+
 def _known(folder: Path, key: str) -> Trained | None:
     """What was measured of a run before; None if nothing was, or of another run or in another way."""
     try:
-        kept = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
-        return from_json(kept["run"]) if kept["key"] == key else None
-    except (OSError, KeyError, TypeError, AttributeError, ValueError):
+        return from_json(_kept(folder, key)["run"])
+    except (KeyError, TypeError, AttributeError, ValueError):
         return None
+
+
+def _kept(folder: Path, key: str) -> dict[str, Any]:
+    """What a run's folder holds of what was measured by this key; nothing if that is damaged."""
+    try:
+        kept = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
+        return kept if kept["key"] == key else {}
+    except (OSError, KeyError, TypeError, ValueError):
+        return {}
