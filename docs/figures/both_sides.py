@@ -104,6 +104,19 @@ def table(results: Path) -> str:
     return "\n".join(lines)
 
 
+def gates_table(results: Path) -> str:
+    """Held-out loss of every seed by where the gates begin, after the longest training, in Markdown."""
+    experiment = find("open_gates")
+    [recorded], [grid] = [each for each in experiment.measured if each.size == "gpu"], experiment.grids
+    outcome = load_outcome(results / recorded.result)
+    lines = [f"| | {' | '.join(grid.columns)} |", "|---" * (1 + len(grid.columns)) + "|"]
+    for row, arms in zip(grid.rows, grid.arms, strict=True):
+        seeds = [sorted(outcome.values(Value(arm, grid.probe))) if arm else [] for arm in arms]
+        cells = [", ".join(f"{x:.2f}" for x in values) for values in seeds]
+        lines.append(f"| {row} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
 def _cell(outcome: Outcome, arm: str) -> str:
     values = outcome.values(Value(arm, "loss"))
     return f"{values.mean():.3f} ± {values.std(ddof=1) / np.sqrt(values.size):.3f}"

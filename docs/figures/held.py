@@ -26,10 +26,10 @@ ROWS = {
     ),
     "learned_forgetting": (
         ("RoPE: network of keys", "rope, key", "network"),
-        ("the same, learnt with `discount: 0.9`", "rope, discount", "network"),
+        ("the same, learnt with a discount", "rope, discount", "network"),
         ("network of pairs", "rope, pair", "network"),
         ("network with a dot product", "rope, attention", "network"),
-        ("the same, learnt with `discount: 0.9`", "rope, attention, discount", "network"),
+        ("the same, learnt with a discount", "rope, attention, discount", "network"),
         ("decay per key", "rope, decay", "network"),
         *((rule, "rope", rule) for rule in RULES),
         (LATER, "rope", "later use"),

@@ -22,10 +22,13 @@ from attnzoo.experiments.report.experiment import picture
 RESULTS = Path(__file__).parents[1] / "results"
 BEGIN = "<!-- pictures: python docs/figures/make.py results -->"
 TABLES = {  # by page and the words of their markers
-    RESULTS / "both_sides.md": {"both sides": both_sides.table},
+    RESULTS / "both_sides.md": {"both sides": both_sides.table, "open gates": both_sides.gates_table},
     RESULTS.parent / "how-to" / "forget.md": {
         f"{name} {size}": partial(held.table, name=name, size=size)
-        for name, size in (("needle_memory", "cpu"), ("needle_memory", "gpu"), ("learned_forgetting", "cpu"))
+        for name, size in (
+            *(("needle_memory", size) for size in ("cpu", "gpu")),
+            *(("learned_forgetting", size) for size in ("cpu", "gpu-4096")),
+        )
     },
 }
 DARK = {INK: style.DARK.ink, MUTED: style.DARK.muted, GRID: style.DARK.grid} | dict(

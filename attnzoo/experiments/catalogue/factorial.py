@@ -121,8 +121,8 @@ EXPERIMENT = Experiment(
             "nats per byte, its dual at 1.8 and all others between 1.2 and 1.55. So every part gains more on the "
             "linear side, and which gains most differs: the gains correlate with r = -0.82. The lowest losses are of "
             "models that look far back from the first step (ALiBi 1.21, Wall 1.23, the delta rules of the linear side "
-            "1.29 and 1.30); scalar gates begin half closed (FoX 1.37, Mamba-2 1.39). Whether this is why was not "
-            "tested.",
+            "1.29 and 1.30); scalar gates begin half closed (FoX 1.37, Mamba-2 1.39). `attnzoo experiment run "
+            "open_gates` asks whether this is why: for FoX it is.",
         ),
     ),
 )  # fmt: skip
