@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT
 from attnzoo.kernels.common.jit_constants import TL_CLOSED, TL_LOG2E
+from attnzoo.kernels.common.launching import cdiv
 
 HEADS = 8  # per program of the sums: gates [B, S, H] in float32 are read in whole sectors of 32 bytes
 UNITS = 16  # key units per program of their gradient
@@ -184,12 +185,12 @@ def gate_sums(log_decay: Tensor, doc: Tensor | None, window: int) -> tuple[Tenso
         the unit; since [B, H, S] int32; tails [B, H, U] float64, log2 sum_{l <= b} 2^(-c_l) at the last key b of each.
     """
     B, S, H = log_decay.shape
-    NU, new = triton.cdiv(S, KEY_UNIT), log_decay.new_empty
+    NU, new = cdiv(S, KEY_UNIT), log_decay.new_empty
     base, tails = new((B, H, NU + 1), dtype=torch.float64), new((B, H, NU), dtype=torch.float64)
     tail, closed = new((B, H, NU)), new((B, H, NU), dtype=torch.int32)
     c, since = new((B, H, NU * KEY_UNIT)), new((B, H, S), dtype=torch.int32)
     BH, strides = min(HEADS, triton.next_power_of_2(H)), log_decay.stride()
-    grid = (B * triton.cdiv(H, BH) * NU,)
+    grid = (B * cdiv(H, BH) * NU,)
     gate_units_kernel[grid](log_decay, base, tail, closed, S, NU, H, *strides, BH=BH, KU=KEY_UNIT, num_warps=1)
     gate_scan_kernel[(B * H,)](base, tail, closed, tails, NU, BU=min(1024, triton.next_power_of_2(NU)))
     gate_tokens_kernel[grid](
@@ -202,10 +203,10 @@ def gate_sums(log_decay: Tensor, doc: Tensor | None, window: int) -> tuple[Tenso
 def gate_gradient(dkey: Tensor, drow: Tensor | None, log_decay: Tensor, doc: Tensor | None, T: int) -> Tensor:
     """Gradient of log_decay [B, S, H] from dS: column sums dkey [B, H, S] and, with a sink, row sums drow [B, H, T]."""
     B, S, H = log_decay.shape
-    NU, row = triton.cdiv(S, KEY_UNIT), dkey if drow is None else drow
+    NU, row = cdiv(S, KEY_UNIT), dkey if drow is None else drow
     total = dkey.new_empty((B, H, NU), dtype=torch.float64)
     dg = dkey.new_empty((B, S, H))
-    grid, has_row = (B * H, triton.cdiv(NU, UNITS)), drow is not None
+    grid, has_row = (B * H, cdiv(NU, UNITS)), drow is not None
     dgate_units_kernel[grid](dkey, row, total, S, T, NU, HAS_ROW=has_row, BU=UNITS, KU=KEY_UNIT)
     dgate_tokens_kernel[grid](
         dkey, row, total, log_decay, log_decay if doc is None else doc, dg, S, T, NU, H, *log_decay.stride(),

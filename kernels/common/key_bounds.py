@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
-from attnzoo.kernels.common.launching import since_strides
+from attnzoo.kernels.common.launching import cdiv, since_strides
 
 
 @triton.jit
@@ -59,10 +59,10 @@ def key_bounds(since: Tensor | None, start: Tensor | None, B: int, T: int, H: in
     """
     some = since if since is not None else start
     assert some is not None
-    n_u = triton.cdiv(S, KEY_UNIT)
+    n_u = cdiv(S, KEY_UNIT)
     end = torch.empty((B, H, n_u), dtype=torch.int32, device=some.device)
     full = torch.empty_like(end)
-    key_bounds_kernel[(B * H, triton.cdiv(n_u, 128))](
+    key_bounds_kernel[(B * H, cdiv(n_u, 128))](
         some if since is None else since, some if start is None else start, end, full, T, S, T.bit_length() + 1,
         *since_strides(since), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_SINCE=since is not None,
         HAS_START=start is not None,

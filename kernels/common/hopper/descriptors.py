@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -14,11 +16,20 @@ _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 def gluon_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Descriptor of x [B, R, H, D] for tiles of ``rows`` tokens of one head."""
-    block = [1, rows, 1, head_block(x.shape[3])]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    width = head_block(x.shape[3])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, width], _layout(rows, width, x.dtype))
 
 
 def plain_descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
     """Descriptor of a contiguous float32 matrix, its tiles in plain row order."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout(0, 32, 2))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _plain_layout())
+
+
+@cache  # Gluon takes microseconds to make one
+def _layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, width], _GLUON[dtype])
+
+
+@cache
+def _plain_layout() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(0, 32, 2)

@@ -11,7 +11,7 @@ from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.hopper.backward_tile import tile_order
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
-from attnzoo.kernels.common.launching import can_describe, gate_kind, head_block, since_strides
+from attnzoo.kernels.common.launching import can_describe, cdiv, gate_kind, head_block, since_strides
 from attnzoo.kernels.common.row_delta import sink_weight
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.common.tiles import HOPPER_BACKWARD
@@ -98,7 +98,7 @@ def fox_backward_hopper(
     gate, has_sink = gate_kind(log_decay), sink is not None
     if do.stride(-1) != 1 or not can_describe(do):
         do = do.contiguous()
-    n_t = triton.cdiv(T, ROW_UNIT) * (ROW_UNIT // t.BT)
+    n_t = cdiv(T, ROW_UNIT) * (ROW_UNIT // t.BT)
     rows, delta = lse.new_empty((B * H, n_t * t.BT)), lse.new_empty((B * H, n_t * t.BT))
     sums = lse.new_zeros((B * H, n_t * t.BT // 2)) if gate else lse
     has_row = has_sink or (gate != 0 and dlse is not None)
@@ -119,7 +119,7 @@ def fox_backward_hopper(
         end, full = key_bounds(since, start, B, T, H, S)
     d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
     d_k, d_v, d_dv = (gluon_descriptor(y, t.BS) for y in (k, v, dv))
-    fox_bwd_hopper_kernel[(triton.cdiv(S, t.BS) * B * G,)](
+    fox_bwd_hopper_kernel[(cdiv(S, t.BS) * B * G,)](
         gluon_descriptor(q, t.BT), d_k, d_v, gluon_descriptor(do, t.BT), *d_rows,
         plain_descriptor(dq_tiles, [t.BT * BK // 256, 256]), dk if unrounded else gluon_descriptor(dk, t.BS), d_dv,
         sums, p_dc, *gates, lse if since is None else since, lse if start is None else start, end, full, T, S,
@@ -128,7 +128,7 @@ def fox_backward_hopper(
         HAS_START=start is not None, STAGES=t.num_stages, UNROUNDED=unrounded, num_warps=t.num_warps,
     )  # fmt: skip
     M = t.BT // 16
-    fox_finish_kernel[(B * H, triton.cdiv(T, t.BT))](
+    fox_finish_kernel[(B * H, cdiv(T, t.BT))](
         dq_tiles, dq, sums, p_w, p_dc, T, S, scale, H=H, K=K, BK=BK, BT=t.BT, RU=ROW_UNIT, M=M, N=t.num_warps // M,
         GATE=gate, HAS_ROW=has_row, num_warps=8,
     )  # fmt: skip

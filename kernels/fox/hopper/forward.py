@@ -8,7 +8,6 @@ a key tile run beside the product of the last one's weights and v.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +27,7 @@ from attnzoo.kernels.common.hopper.forward_steps import (
 )
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import gate_kind, head_block, since_strides
+from attnzoo.kernels.common.launching import cdiv, gate_kind, head_block, since_strides
 from attnzoo.kernels.common.tile_loads import schedule
 from attnzoo.kernels.fox.plan import HOPPER_FORWARD
 
@@ -172,7 +171,7 @@ def fox_forward_hopper(
     o, lse = q.new_empty((B, T, H, V)), q.new_empty((B, H, T), dtype=torch.float32)
     BK, BV = head_block(K), head_block(V)
     t = HOPPER_FORWARD
-    fox_fwd_hopper_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+    fox_fwd_hopper_kernel[(cdiv(T, t.BT) * B * H,)](
         gluon_descriptor(q, t.BT // 2), gluon_descriptor(k, t.BS), gluon_descriptor(v, t.BS), o,
         o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
         lse if log_decay is None else log_decay, lse if since is None else since, lse if start is None else start,

@@ -28,6 +28,7 @@ from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, ga
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import (
     can_describe,
+    cdiv,
     dot_precision,
     gate_kind,
     head_block,
@@ -297,7 +298,7 @@ def fox_backward(
     gate, has_sink = gate_kind(log_decay), sink is not None
     if do.stride(-1) != 1:
         do = do.contiguous()
-    row_pairs = lse.new_empty((B, H, triton.cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
+    row_pairs = lse.new_empty((B, H, cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
     settled = lse.new_empty(row_pairs.shape[:3]) if unrounded and gate else lse
     drow = torch.empty_like(lse) if has_sink or (gate and dlse is not None) else None
     dkey = lse.new_empty((B, H, S)) if gate else None
@@ -319,7 +320,7 @@ def fox_backward(
         t = dq_tiles
         tma = t.tma and can_describe(k, v)
         p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
-        fox_dq_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+        fox_dq_portable_kernel[(cdiv(T, t.BT) * B * H,)](
             q, p_k, p_v, do, row_pairs, settled, p_w, p_dlse, dq, *gates, *limits, T, S, min(t.heads, B * H), scale,
             scale * LOG2E, *strides, **dims, **flags, BT=t.BT, BS=t.BS, HAS_SINK=has_sink, HAS_DLSE=dlse is not None,
             TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
@@ -329,7 +330,7 @@ def fox_backward(
         t = dkdv_tiles
         tma = t.tma and can_describe(q, do)
         p_q, p_do = (tile_descriptor(q, t.BT), tile_descriptor(do, t.BT)) if tma else (q, do)
-        fox_dkdv_portable_kernel[(triton.cdiv(S, t.BS) * B * G,)](
+        fox_dkdv_portable_kernel[(cdiv(S, t.BS) * B * G,)](
             p_q, k, v, p_do, row_pairs, settled, dk, dv, lse if dkey is None else dkey, *gates, *limits, end, full, T,
             S, min(t.heads, B * G), scale, scale * LOG2E, *strides, **dims, **flags,
             BT=t.BT, BS=t.BS, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,

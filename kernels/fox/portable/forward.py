@@ -17,6 +17,7 @@ from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, ga
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import (
     can_describe,
+    cdiv,
     dot_precision,
     gate_kind,
     head_block,
@@ -143,7 +144,7 @@ def fox_forward(
     there = lse if valid is None else valid
     tma = t.tma and can_describe(k, v)
     p_k, p_v = (tile_descriptor(k, t.BS), tile_descriptor(v, t.BS)) if tma else (k, v)
-    fox_fwd_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+    fox_fwd_portable_kernel[(cdiv(T, t.BT) * B * H,)](
         q, p_k, p_v, o, o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,
         lse if log_decay is None else log_decay, lse if since is None else since, lse if start is None else start,
         lse if sink is None else sink, there, T, S, min(t.heads, B * H), scale * LOG2E, *q.stride()[:3],

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
-from attnzoo.kernels.common.launching import can_describe, head_block, since_strides
+from attnzoo.kernels.common.launching import can_describe, cdiv, head_block, since_strides
 from attnzoo.kernels.path.levels import Leaves, Levels, Wanted, levels_of
 from attnzoo.kernels.path.plan import one_pass_tiles
 
@@ -33,9 +32,9 @@ def launch_hopper_backward(
     t, BK, BV, Tq = one_pass_tiles(start is not None), head_block(K), head_block(V), levels.q.shape[2]
     for level, x in zip(levels_of(T), levels.q, strict=True):
         if level.queries % t.BT:  # the last tile reads whole; rows that do not exist must not be NaN
-            x[:, level.queries : triton.cdiv(level.queries, t.BT) * t.BT].zero_()
+            x[:, level.queries : cdiv(level.queries, t.BT) * t.BT].zero_()
     gate = GATE_NONE if c is None else GATE_FULL
-    Tp, Tx = (triton.cdiv(rows, ROW_UNIT) * ROW_UNIT for rows in (T, Tq))
+    Tp, Tx = (cdiv(rows, ROW_UNIT) * ROW_UNIT for rows in (T, Tq))
     rows, delta = lse.new_empty((B * H, Tp)), lse.new_empty((B * H, Tp))
     sums, d_key = (lse.new_zeros((B * H, Tp // 2)), lse.new_empty((B, H, T))) if gate else (lse, lse)
     dq_tiles = lse.new_empty((n * B * H * Tx * BK // 256, 256))  # dq of the levels in float32, tile by tile

@@ -8,7 +8,6 @@ that one has been read by the time there is room for the key tile.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +27,7 @@ from attnzoo.kernels.common.hopper.forward_steps import (
 )
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import head_block, since_strides
+from attnzoo.kernels.common.launching import cdiv, head_block, since_strides
 from attnzoo.kernels.common.tile_loads import schedule
 from attnzoo.kernels.path.levels import UNIT, Leaves, Levels
 from attnzoo.kernels.path.plan import HOPPER_FORWARD
@@ -205,7 +204,7 @@ def path_forward_hopper(
     """
     (B, T, H, K), (G, V) = block.q.shape, v.shape[2:]
     t = HOPPER_FORWARD[64 if max(K, V) <= 64 else 128]
-    path_fwd_hopper_kernel[(triton.cdiv(T, UNIT) * B * H,)](
+    path_fwd_hopper_kernel[(cdiv(T, UNIT) * B * H,)](
         gluon_descriptor(block.q, UNIT // 2), gluon_descriptor(block.k, UNIT), gluon_descriptor(levels.q.flatten(0, 1),
         UNIT // 2), gluon_descriptor(levels.k.flatten(0, 1), UNIT), gluon_descriptor(v, UNIT), block.diag, o,
         o if o_rest is None else o_rest, lse, lse if c is None else c, lse if base is None else base,

@@ -9,12 +9,18 @@ The results are gradients of the carried operands, which carry.py and blocks.py 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.key_bounds import key_bounds
-from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, since_strides, tile_descriptor
+from attnzoo.kernels.common.launching import (
+    can_describe,
+    cdiv,
+    dot_precision,
+    head_block,
+    since_strides,
+    tile_descriptor,
+)
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.row_delta import row_delta_kernel
 from attnzoo.kernels.path.head_groups import head_groups
@@ -118,7 +124,7 @@ def _launch(
     if do.stride(-1) != 1:
         do = do.contiguous()
     gate = GATE_NONE if c is None else GATE_FULL
-    rows = lse.new_empty((B, H, triton.cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
+    rows = lse.new_empty((B, H, cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
     d_key = lse.new_zeros((n + 1, B, H, T)) if gate else lse
     of_q = torch.float32 if unrounded else None
     of_block = torch.empty_like(block.q, dtype=of_q), torch.empty_like(block.k)
@@ -142,14 +148,14 @@ def _launch(
         t = plan.of("dq")
         tma = t.tma and n > 0 and can_describe(v)
         p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
-        path_dq_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+        path_dq_portable_kernel[(cdiv(T, t.BT) * B * H,)](
             block.diag, block.q, block.k, levels.q, p_k, v, p_vd, do, rows, p_w, p_dlse, d_block.q, d_levels.q,
             *gates, *limits, *sizes, min(t.heads, B * H), scale, scale * LOG2E, *strides, *since_strides(since),
             **options, BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), HAS_SINK=sink is not None,
             HAS_DLSE=dlse is not None, TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
     t = plan.of("dkdv")
-    path_dkdv_portable_kernel[(triton.cdiv(T, t.BS) * B * G,)](
+    path_dkdv_portable_kernel[(cdiv(T, t.BS) * B * G,)](
         block.diag, block.q, block.k, levels.q, levels.k, v, do, rows, d_block.diag, d_block.k, d_levels.k, dv, d_key,
         *gates, *limits, end, full, *sizes, min(t.heads, B * G), scale, scale * LOG2E, *strides, *dv.stride()[:3],
         *since_strides(since), **options, BT=t.BT, BS=t.BS, num_warps=t.num_warps, num_stages=t.num_stages,

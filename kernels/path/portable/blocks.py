@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves
 
@@ -321,7 +322,7 @@ def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None
     """
     B, T, H, K = q.shape
     G = k.shape[2]
-    n = triton.cdiv(T, BLOCK)
+    n = cdiv(T, BLOCK)
     diag = q.new_empty((B, n, H, BLOCK, BLOCK), dtype=torch.float32)
     m = new_tree(q, n, G)
     qb, kb = q.new_empty((B, T, H, K)), k.new_empty((B, T, G, K))
@@ -364,7 +365,7 @@ def block_level_backward(
         kept = new_kept(q, w)
         invert(w, beta, kept)
     w = kept.w
-    n, pieces = triton.cdiv(T, BLOCK), 2 if fine and w.dtype == torch.float32 else 1
+    n, pieces = cdiv(T, BLOCK), 2 if fine and w.dtype == torch.float32 else 1
     dtype = tl.float32 if exact else tl.float16 if fine else tl.bfloat16
     dx = torch.empty_like(kept.v, dtype=torch.float32)
     part = dw if dw is not None and dw.dtype == torch.float32 else w.new_empty(w.shape, dtype=torch.float32)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.path.levels import (
     BLOCK,
     EVERYTHING,
@@ -219,7 +220,7 @@ def carry(block: Leaves, start: Tensor | None = None) -> Carried:
         tree(nodes, T, start)
         p_start, *strides = starts(start, nodes)
         for x, level, query in ((block.q, levels.q, True), (block.k, levels.k, False)):
-            path_carry_kernel[(triton.cdiv(T, UNIT) * B * x.shape[2],)](
+            path_carry_kernel[(cdiv(T, UNIT) * B * x.shape[2],)](
                 x, level, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], *strides,
                 **_options("carry", x, start, nodes, query),
             )  # fmt: skip
@@ -239,7 +240,7 @@ def carry_backward(
         staged: whether there is shared memory for the nodes of several steps.
     """
     nodes, (B, T, H, K), G = carried.nodes, block.q.shape, block.k.shape[2]
-    n, n_t, dtype = level_count(T), triton.cdiv(T, UNIT), block.q.dtype
+    n, n_t, dtype = level_count(T), cdiv(T, UNIT), block.q.dtype
     zero = Levels(dq.new_empty((B, n_t * BLOCK, H, K), dtype=dtype), dk.new_empty((B, n_t * BLOCK, G, K), dtype=dtype))
     out = torch.empty_like(block.q), torch.empty_like(block.k)
     p_start, *strides = starts(start, nodes)

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans
+from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves
 
@@ -248,7 +249,7 @@ def decayed_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_diag: Tenso
         beta: [B, T, H], any floating dtype.
     """
     B, T, H, K = q.shape
-    n, given = triton.cdiv(T, BLOCK), options(q)
+    n, given = cdiv(T, BLOCK), options(q)
     pairs = q.new_empty((4, B, n, H, BLOCK, BLOCK), dtype=torch.float32)
     kept = DecayedKept(pairs, torch.empty_like(pairs[0]), torch.empty_like(pairs[0]))
     block = Leaves(pairs[0], q.new_empty((B, T, H, K)), q.new_empty((B, T, H, K)), new_tree(q, n, H))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, spans
 from attnzoo.kernels.common.device import machine, sums_over_loops
+from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves
 
@@ -237,7 +238,7 @@ def decayed_backward(
     """
     (B, T, H, _), given = q.shape, options(q)
     dq, dk, dw, dbeta = out
-    grid, gates = (triton.cdiv(T, BLOCK) * B * H,), (*w.stride()[:3], *log_diag.stride()[:3])
+    grid, gates = (cdiv(T, BLOCK) * B * H,), (*w.stride()[:3], *log_diag.stride()[:3])
     of_pairs = given | sums_over_loops(machine(q.device))
     dpairs = torch.empty_like(kept.pairs[1:])
     back, forward = (q.new_empty(q.shape, dtype=torch.float32) for _ in range(2))

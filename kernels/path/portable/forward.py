@@ -18,7 +18,14 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, gates_from
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import can_describe, dot_precision, head_block, since_strides, tile_descriptor
+from attnzoo.kernels.common.launching import (
+    can_describe,
+    cdiv,
+    dot_precision,
+    head_block,
+    since_strides,
+    tile_descriptor,
+)
 from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
@@ -211,7 +218,7 @@ def path_forward(
     if window and since is not None:  # keys outside of the window need no carries either
         start = (since[..., ::ROW_UNIT] // KEY_UNIT * KEY_UNIT).repeat(B // since.shape[0], H // since.shape[1], 1)
     elif bound:
-        start = torch.zeros((B, H, triton.cdiv(T, ROW_UNIT)), dtype=torch.int32, device=q.device)
+        start = torch.zeros((B, H, cdiv(T, ROW_UNIT)), dtype=torch.int32, device=q.device)
     for group in head_groups(q, k, backward=False, decayed=log_diag is not None):
         p_q, p_k = group.queries(q), group.keys(k)
         p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
@@ -253,7 +260,7 @@ def attend_levels(
     t = plan.of("fwd")
     tma = t.tma and n > 0 and can_describe(v)
     p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
-    path_fwd_portable_kernel[(triton.cdiv(T, t.BT) * B * H,)](
+    path_fwd_portable_kernel[(cdiv(T, t.BT) * B * H,)](
         block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, o if o_rest is None else o_rest, lse,
         lse if c is None else c, lse if base is None else base, lse if since is None else since,
         lse if start is None else start, lse if sink is None else sink, B, T, levels.q.shape[2], levels.k.shape[2], n,

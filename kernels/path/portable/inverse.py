@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.device import triton_version
-from attnzoo.kernels.common.launching import head_block
+from attnzoo.kernels.common.launching import cdiv, head_block
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK
 
@@ -205,7 +205,7 @@ def new_kept(q: Tensor, w: Tensor) -> Kept:
     """Room for what block_level leaves for the backward pass."""
     B, T, G, _ = w.shape
     coarse = q.dtype == torch.bfloat16
-    v = w.new_empty((B, triton.cdiv(T, BLOCK), G, BLOCK, BLOCK), dtype=torch.float16 if coarse else torch.float32)
+    v = w.new_empty((B, cdiv(T, BLOCK), G, BLOCK, BLOCK), dtype=torch.float16 if coarse else torch.float32)
     x = v.new_empty((2, *v.shape), dtype=q.dtype) if coarse else torch.empty_like(v)
     return Kept(v, x, w.new_empty(w.shape, dtype=q.dtype) if coarse and w.dtype != q.dtype else w)
 
@@ -216,9 +216,9 @@ def invert(w: Tensor, beta: Tensor, kept: Kept | None) -> Tensor:
     if kept is not None and kept.x.dtype == torch.float32:
         x = kept.x
     else:
-        x = w.new_empty((B, triton.cdiv(T, BLOCK), G, BLOCK, BLOCK), dtype=torch.float32)
+        x = w.new_empty((B, cdiv(T, BLOCK), G, BLOCK, BLOCK), dtype=torch.float32)
     kv, kx, kw = (x, x, w) if kept is None else kept
-    path_inverse_kernel[(triton.cdiv(T, BLOCK) * B * G,)](
+    path_inverse_kernel[(cdiv(T, BLOCK) * B * G,)](
         w, beta, x, kv, kx, kw, T, B, *w.stride()[:3], *beta.stride(), G=G, K=K, BK=tree_block(K),
         BC=min(64, tree_block(K)), C=BLOCK, NW=2 if w.dtype == torch.float32 else 1, KV=kv is not x, KX=kx is not x,
         KW=kw is not w, DT=tl.float16, num_stages=1, **launch("inverse", K),

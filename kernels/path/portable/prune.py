@@ -19,7 +19,7 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT, SLACK
 from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import dot_precision, head_block, since_strides
+from attnzoo.kernels.common.launching import cdiv, dot_precision, head_block, since_strides
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.head_groups import head_groups
@@ -108,7 +108,7 @@ def block_starts(
         [B, H, ceil(T / ROW_UNIT)] int32, non-decreasing along the rows.
     """
     (B, T, H, K), G = q.shape, k.shape[2]
-    tail, BK, n_t = bound == "tail", head_block(K), triton.cdiv(T, ROW_UNIT)
+    tail, BK, n_t = bound == "tail", head_block(K), cdiv(T, ROW_UNIT)
     start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device)
     need = torch.empty((B, H, n_t), dtype=torch.float64, device=q.device)
     longest = norm_max(k)
@@ -122,7 +122,7 @@ def block_starts(
         PREC=dot_precision(q.dtype), num_warps=4,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
-        need, base, longest, tails, start, T, T, base.shape[2] - 1, log_eps * LOG2E - SLACK, triton.cdiv(T,
+        need, base, longest, tails, start, T, T, base.shape[2] - 1, log_eps * LOG2E - SLACK, cdiv(T,
         KEY_UNIT).bit_length() + 1, H=H, RU=ROW_UNIT, KU=KEY_UNIT, BN=min(1024, max(16, triton.next_power_of_2(n_t))),
         GATE=2, TAIL=tail,
     )  # fmt: skip
@@ -134,7 +134,7 @@ def path_starts(
     *, bound: str, log_eps: float, logit_bound: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """``block_starts`` of all heads, by itself: without attention."""
-    start = torch.empty((*c.shape[:2], triton.cdiv(q.shape[1], ROW_UNIT)), dtype=torch.int32, device=q.device)
+    start = torch.empty((*c.shape[:2], cdiv(q.shape[1], ROW_UNIT)), dtype=torch.int32, device=q.device)
     for group in head_groups(q, k, backward=False):
         p_q, p_k = group.queries(q), group.keys(k)
         block = block_level(p_q, p_k, group.keys(w), group.keys(beta)) if bound == "tail" else None

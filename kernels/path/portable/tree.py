@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.path.levels import BLOCK, Carried, Leaves, Levels, tree_offset, tree_scales
 
 from .inverse import _tile_scale, launch, tree_block
@@ -281,12 +282,12 @@ def new_tree(q: Tensor, units: int, G: int) -> Tensor:
 def tree(nodes: Tensor, T: int, start: Tensor | None) -> None:
     """Fill a tree [2, B, total, G, K, K] over T tokens in place from its leaves."""
     _, B, N, G, K, _ = nodes.shape
-    n, units = tree_scales(triton.cdiv(T, BLOCK)), triton.cdiv(T, BLOCK)
+    n, units = tree_scales(cdiv(T, BLOCK)), cdiv(T, BLOCK)
     if n == 1:
         return
     done = torch.zeros((B, N, G), dtype=torch.int32, device=nodes.device)
     p_start, *strides = starts(start, nodes)
-    path_tree_kernel[(triton.cdiv(units, 2) * G, B)](
+    path_tree_kernel[(cdiv(units, 2) * G, B)](
         nodes, done, p_start, T, n, B, N, *strides, G=G, REP=1 if start is None else start.shape[1] // G, K=K, BC=32,
         HAS_START=start is not None, **options("tree", K, True),
     )  # fmt: skip
@@ -299,7 +300,7 @@ def node_gradients(block: Leaves, carried: Carried, zero: Levels, d: Levels, T: 
         zero, d: what path_carry_bwd_kernel left of D, for scale 0 and for the scales from 1 on.
     """
     nodes, (B, _, H, K), G = carried.nodes, block.q.shape, block.k.shape[2]
-    N, units, bf16 = nodes.shape[2], triton.cdiv(T, BLOCK), block.q.dtype == torch.bfloat16
+    N, units, bf16 = nodes.shape[2], cdiv(T, BLOCK), block.q.dtype == torch.bfloat16
     NP = 1 if bf16 else 2
     leaves = nodes.new_empty((B, units, G, K, K), dtype=torch.bfloat16 if bf16 else torch.float32)
     above = nodes.new_empty((NP, B, N - units, G, K, K))

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans, to_nearest
-from attnzoo.kernels.common.launching import dot_precision
+from attnzoo.kernels.common.launching import cdiv, dot_precision
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves, Levels, level_count, level_rows
 from attnzoo.kernels.path.portable.inverse import tree_block
@@ -116,7 +116,7 @@ def carry(q: Tensor, k: Tensor, log_diag: Tensor) -> tuple[Leaves, Levels]:
         [B, nC, H, K] float32.
     """
     (B, T, H, K), G = q.shape, k.shape[2]
-    n_c, n, (Tq, Tk) = triton.cdiv(T, BLOCK), level_count(T), level_rows(T)
+    n_c, n, (Tq, Tk) = cdiv(T, BLOCK), level_count(T), level_rows(T)
     new = q.new_empty
     sums = new((B, n_c, H, K), dtype=torch.float32)
     block = Leaves(new((B, n_c, H, BLOCK, BLOCK), dtype=torch.float32), new((B, T, H, K)), new((B, T, H, K)), sums)

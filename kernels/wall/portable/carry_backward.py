@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, meet, spans, to_nearest
 from attnzoo.kernels.common.device import machine, sums_over_loops
+from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves, Levels, level_count
 from attnzoo.kernels.path.portable.inverse import tree_block
@@ -201,7 +202,7 @@ def carry_backward(
             ``d_levels`` is not read.
     """
     (B, T, H, K), G = q.shape, k.shape[2]
-    n_c, n, BK = triton.cdiv(T, BLOCK), level_count(T), tree_block(K)
+    n_c, n, BK = cdiv(T, BLOCK), level_count(T), tree_block(K)
     part = sums if da is None else sums.new_empty((n, B, n_c, H, K))
     z = sums if da is None else da
     wall_carry_bwd_kernel[(n_c * B * G,)](
