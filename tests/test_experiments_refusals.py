@@ -16,20 +16,9 @@ from attnzoo.config import load_config
 from attnzoo.data.tasks import Examples, build_task
 from attnzoo.experiments.claims import AtLeast, AtMost, Below, Correlated, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
+from attnzoo.experiments.memory_probes import AddedLoss, KeysHeld, WrongWithin
 from attnzoo.experiments.plan import Plan
-from attnzoo.experiments.probes import (
-    AddedByLength,
-    AddedLoss,
-    Kept,
-    KeysHeld,
-    Loss,
-    LossByPlace,
-    PrunedLoss,
-    Subject,
-    Wrong,
-    WrongOver,
-    WrongWithin,
-)
+from attnzoo.experiments.probes import AddedByLength, Kept, Loss, LossByPlace, PrunedLoss, Subject, Wrong, WrongOver
 from attnzoo.experiments.run import run_experiment
 from attnzoo.models import LanguageModel
 

@@ -14,10 +14,8 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.config import TrainConfig
 from attnzoo.data import Data, heldout_windows
 from attnzoo.data.tasks import Examples, build_task
-from attnzoo.errors import several, unknown
 from attnzoo.evaluation import Array, gate_maps, token_losses
 from attnzoo.evaluation.answers import Guess, measure_answers, measure_guess
-from attnzoo.evaluation.memory import OF_NETWORKS, RULES, UNLIMITED, knows, limited, loss_within
 from attnzoo.evaluation.pruning import pruning
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
@@ -96,17 +94,17 @@ class _Asking:
     def check(self, config: TrainConfig) -> None:
         known = build_task(config.data.task, config.data.task_options).words if config.data.task else ()
         for options, length in self.asked().values() if config.data.task else ():
-            examples = _examples(config, options, length)
+            examples = examples_of(config, options, length)
             examples[0]
             if list(examples.task.words) != list(known):
                 raise ValueError(f"expected the {len(known)} tokens of training, got {len(examples.task.words)} others")
 
     def measure(self, subject: Subject) -> dict[float, float]:
-        return {place: _wrong(subject, *asked) for place, asked in self.asked().items()}
+        return {place: wrong_share(subject, *asked) for place, asked in self.asked().items()}
 
     def guess(self, subject: Subject) -> dict[float, Guess]:
         return {
-            place: measure_guess(_examples(subject.config, *asked), subject.rows)
+            place: measure_guess(examples_of(subject.config, *asked), subject.rows)
             for place, asked in self.asked().items()
         }
 
@@ -317,107 +315,6 @@ class PrunedLoss:
 
 
 @dataclass(frozen=True)
-class _Within:
-    """A number by how many keys a head may hold; see :class:`AddedLoss`."""
-
-    name: str
-    rule: str
-    shares: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        several(self, "shares", of=f"the probe {self.name!r}")
-        if self.rule not in (*RULES, *UNLIMITED):
-            raise unknown("rule", self.rule, (*RULES, *UNLIMITED), of=f"the probe {self.name!r}")
-        for share in self.shares:
-            if not 0 < share <= 1:
-                raise ValueError(f"shares: expected numbers in (0, 1] of the probe {self.name!r}, got {share}")
-
-    @property
-    def at(self) -> tuple[float, ...]:
-        return (1.0,) if self.rule in UNLIMITED else self.shares
-
-    @property
-    def places(self) -> str:
-        return "" if self.rule in UNLIMITED else "keys held, of the training context"
-
-
-@dataclass(frozen=True)
-class AddedLoss(_Within):
-    """What a limit on the keys that a head may hold adds to the loss of the same model, nats per token.
-
-    Args:
-        name: what a reader sees.
-        rule: which keys go (:mod:`attnzoo.evaluation.memory`); nothing is measured where the layers do not know it,
-            nor what is that of another run: a rule that asks no network, where a network alone was trained.
-        shares: of the training context, that a head may hold; for ``certified`` and ``forgets`` the limit is their own.
-    """
-
-    shares: tuple[float, ...] = (0.125, 0.25, 0.5)
-    percent: bool = False
-    task: ClassVar[bool] = False
-
-    def measure(self, subject: Subject) -> dict[float, float]:
-        if not _measures(subject, self.rule):
-            return {}
-        windows, T = subject.windows(1.0), subject.config.data.context_length
-        [whole] = loss_within(subject.model, windows, ["window"], [T])
-        budgets = [max(1, round(share * T)) for share in self.shares]
-        found = loss_within(subject.model, windows, [self.rule], budgets)
-        return {at: point.loss - whole.loss for at, point in zip(self.at, found, strict=True)}
-
-
-@dataclass(frozen=True)
-class KeysHeld:
-    """What a head holds with ``certified`` or ``forgets``, as a share of the training context: the mean over heads,
-    layers and the last quarter of the rows."""
-
-    name: str
-    rule: str
-    places: str = ""
-    percent: bool = True
-    at: ClassVar[tuple[float, ...]] = (1.0,)
-
-    def __post_init__(self) -> None:
-        if self.rule not in UNLIMITED:
-            raise unknown("rule", self.rule, UNLIMITED, of=f"the probe {self.name!r}")
-
-    def measure(self, subject: Subject) -> dict[float, float]:
-        if not _measures(subject, self.rule):
-            return {}
-        T = subject.config.data.context_length
-        if subject.config.data.task is None:
-            [point] = loss_within(subject.model, subject.windows(1.0), [self.rule], [])
-            return {1.0: point.late / T}
-        with limited(subject.model, self.rule) as layers:
-            _wrong(subject, {}, 1.0)
-        return {1.0: statistics.fmean(x for layer in layers for x in layer.late) / T}
-
-
-@dataclass(frozen=True)
-class WrongWithin(_Within):
-    """The share of a task's answers that are wrong while a head may hold so many keys.
-
-    Its arguments are those of :class:`AddedLoss`.
-    """
-
-    shares: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0)
-    percent: bool = True
-    task: ClassVar[bool] = True
-
-    def measure(self, subject: Subject) -> dict[float, float]:
-        if not _measures(subject, self.rule):
-            return {}
-        found = {}
-        for share in self.at:
-            with limited(subject.model, self.rule, max(1, round(share * subject.config.data.context_length))):
-                found[share] = _wrong(subject, {}, 1.0)
-        return found
-
-    def guess(self, subject: Subject) -> dict[float, Guess]:
-        return dict.fromkeys(self.at, measure_guess(_examples(subject.config, {}, 1.0), subject.rows))
-
-
-@dataclass(frozen=True)
 class Speed:
     """Thousand tokens trained per second, median over the logged steps."""
 
@@ -432,15 +329,13 @@ class Speed:
         }
 
 
-def _measures(subject: Subject, rule: str) -> bool:
-    return knows(subject.model, rule) and (rule in OF_NETWORKS or not subject.config.forgetting.alone)
+def wrong_share(subject: Subject, options: Mapping[str, Any], length: float) -> float:
+    """The share of a task's answers that are wrong, with these options and rows of so many training contexts."""
+    return measure_answers(subject.model, examples_of(subject.config, options, length), subject.rows).error
 
 
-def _wrong(subject: Subject, options: Mapping[str, Any], length: float) -> float:
-    return measure_answers(subject.model, _examples(subject.config, options, length), subject.rows).error
-
-
-def _examples(config: TrainConfig, options: Mapping[str, Any], length: float) -> Examples:
+def examples_of(config: TrainConfig, options: Mapping[str, Any], length: float) -> Examples:
+    """Held-out rows of a run's task; ValueError for one on a text."""
     data = config.data
     if data.task is None:
         raise ValueError(f"expected a run on a task, got one on {data.title!r}")

@@ -3,7 +3,7 @@
 from attnzoo.experiments.claims import All, AtMost, Below, Value
 from attnzoo.experiments.experiment import Arm, Expectation, Experiment, Measured, Size
 from attnzoo.experiments.forgetting import one_thing_changed, part_by_part
-from attnzoo.experiments.probes import KeysHeld, WrongWithin
+from attnzoo.experiments.memory_probes import KeysHeld, WrongWithin
 
 PAPER = "One-Pass Forgetting, section 4, ablation {}"
 NETWORK, WINDOW, LATER = "network", "window", "later use"
