@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ KINDS = {  # of values that a file can hold
     list: "a list",
     dict: "a mapping",
 }
+OCTAL, BASE_60 = re.compile(r"[-+]?0[0-7_]+"), re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 
 @overload
@@ -89,6 +91,7 @@ def load_config(
         if not key or not equals:
             raise ValueError(f"override {override!r}: expected key=value")
         try:
+            _check_numbers(override.partition("=")[2], f"override {override!r}")
             layers.append((f"override {override!r}", OmegaConf.from_dotlist([override])))
         except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
             value = override.partition("=")[2]
@@ -123,6 +126,8 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
     """
     from omegaconf import OmegaConf
 
+    for setting in settings:
+        _check_numbers(setting.partition("=")[2], f"setting {setting!r}")
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(settings))))
 
 
@@ -139,6 +144,7 @@ def _read_yaml(path: Path) -> Any:
     try:
         if yaml.safe_load(text) is None:
             raise ValueError(f"{path} is empty: expected keys and values, or {{}} for the defaults")
+        _check_numbers(text, str(path))
         layer = OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ValueError(f"{path} is not readable as YAML: {error}") from error
@@ -147,6 +153,33 @@ def _read_yaml(path: Path) -> Any:
     if not isinstance(layer, DictConfig):
         raise ValueError(f"{path}: expected a mapping of keys to values at the top")
     return layer
+
+
+def _check_numbers(text: str, origin: str) -> None:
+    """Raise ValueError for a number that YAML 1.1 reads otherwise than it looks: 010 as 8, 1:30 as 90."""
+    import yaml
+
+    if not (OCTAL.search(text) or BASE_60.search(text)):
+        return
+    for node in _scalars(yaml.compose(text, Loader=yaml.SafeLoader)):
+        said, digits = node.value, node.value.replace("_", "")
+        if node.style is not None or not node.tag.endswith((":int", ":float")):
+            continue
+        octal = OCTAL.fullmatch(said) and int(digits, 8) != int(digits)
+        if octal or BASE_60.fullmatch(said):
+            read = yaml.safe_load(said)
+            base = "base 8" if octal else "base 60"
+            raise ValueError(f'{origin}: {said} would be read as {read} ({base}); as a text, it needs quotes: "{said}"')
+
+
+def _scalars(node: Any) -> Iterator[Any]:
+    """The single values of a YAML node, keys included."""
+    if isinstance(node.value, str):
+        yield node
+        return
+    for item in node.value:
+        for inner in item if isinstance(item, tuple) else (item,):
+            yield from _scalars(inner)
 
 
 def save_config(config: Any, path: str | Path) -> None:

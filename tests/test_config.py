@@ -12,6 +12,7 @@ from attnzoo.config import (
     TrainConfig,
     config_differences,
     load_config,
+    read_settings,
     save_config,
 )
 from attnzoo.errors import unknown
@@ -85,6 +86,12 @@ def test_another_schema_may_nest_the_train_config():
         ("model.attention_options={block: '???'}", r"model\.attention_options\.block: \?\?\? stands for"),
         ("data.source=~", "data.source: "),
         ("data.source=${nope}", r"^data\.source: Interpolation key 'nope' not found$"),
+        (
+            "steps=010",
+            r"^override 'steps=010': 010 would be read as 8 \(base 8\); as a text, it needs quotes: \"010\"$",
+        ),
+        ("model={num_heads: 0__17}", r"0__17 would be read as 15 \(base 8\)"),
+        ("data.source=1:30", r"1:30 would be read as 90 \(base 60\); as a text, it needs quotes: \"1:30\"$"),
         ("device=cuda", r"^device: expected auto \(a GPU where there is one\) or cpu, got 'cuda'$"),
     ],
 )
@@ -108,6 +115,7 @@ def test_a_wrong_file_is_refused(tmp_path, text):
         (b"# steps: 3\n", r"c\.yaml is empty"),
         (b"3", r"c\.yaml: expected a mapping"),
         (b"steps: ???", "steps: .* missing"),
+        (b"model: {options: [3, 1:30:00]}", r"c\.yaml: 1:30:00 would be read as 5400 \(base 60\)"),
         (b"output_dir: \xff\xfe", r"c\.yaml is not UTF-8 text"),
         (b"output_dir: \0", r"c\.yaml is not readable as YAML"),
         (b"model: " + b"[" * 5000, r"c\.yaml is not readable as YAML"),
@@ -117,6 +125,27 @@ def test_a_file_without_a_configuration_is_refused_by_name(tmp_path, content, me
     (tmp_path / "c.yaml").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_config(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("a=07", 7),
+        ("a=1_000", 1000),
+        ("a=0x10", 16),
+        ("a='010'", "010"),
+        ("a=8:x", "8:x"),
+        ("a=0.25", 0.25),
+        ("a=0", 0),
+    ],
+)
+def test_numbers_and_texts_that_are_read_as_they_look_stay(setting, value):
+    assert read_settings([setting]) == {"a": value}
+
+
+def test_settings_of_an_experiment_are_read_as_they_look():
+    with pytest.raises(ValueError, match=r"^setting 'steps=010': 010 would be read as 8"):
+        read_settings(["steps=010"])
 
 
 def test_a_file_may_say_that_it_takes_the_defaults(tmp_path):
