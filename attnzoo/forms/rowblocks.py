@@ -9,7 +9,8 @@ For a block of rows that starts after key p the logits are
 and the gradient of that channel is the gradient of the gate. All sums are relative to p, so they stay
 accurate at any length. The parts left of the block and inside it are merged by their log-sum-exps, and each
 part's backward runs with the merged one. Heads with closed or strong gates see few keys; they take plain operations,
-and so do windows.
+and so do windows. The fused kernel has first derivatives only: where a gradient is to have a gradient itself, it comes
+from plain operations too.
 """
 
 from __future__ import annotations
@@ -74,15 +75,17 @@ def causal_attention(
     """
     B, H, T, K = q.shape
     S, V = k.shape[2], v.shape[3]
+    fused = _forward is not None and _backward is not None and readable(q) and not in_transform()
     plain = log_decay is None and valid is None and T in (1, S) and band is None and not with_lse
     if plain and not in_transform("Jvp"):  # PyTorch's own kernel has no forward derivative
         width = -(-max(K, V) // 8) * 8
         q, k, v = (_widen(x, width) for x in (q, k, v))
         causal = True if T > 1 else False  # noqa: SIM210  a plain bool where T is symbolic
+        if fused and q.numel() and records(q, k, v):
+            return cast(Tensor, _Whole.apply(q, k, v, causal))[..., :V], None  # type: ignore[no-untyped-call]
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0)[..., :V], None
     if log_decay is None:
         log_decay = q.new_zeros(B, H, S)
-    fused = _forward is not None and _backward is not None and readable(q) and not in_transform()
     if T <= 2 * PLAIN or not fused or band is not None:
         there = None if valid is None else valid[:, None]
         return _plain_rows(q, k, v, log_decay, there, first_kept, rows, band, with_lse)
@@ -167,6 +170,40 @@ def _plain_block(
     return readout(block_logits(q @ k.mT, log_decay, valid, first_kept, hidden), v, with_lse)
 
 
+class _Whole(torch.autograd.Function):
+    """All rows at once on the fused kernel, without gates."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        o, lse = cast(Any, _forward)(q, k, v, is_causal=causal, scale=1.0)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.causal = causal
+        return cast(Tensor, o)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_twice(ctx, _open_rows, (q, k, v), grads), None
+        return *cast(Any, _backward)(grads[0].contiguous(), q, k, v, o, lse, 0.0, ctx.causal, scale=1.0), None
+
+
+def _open_rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    return _plain_rows(q, k, v, q.new_zeros(k.shape[:3]), None, None, PLAIN)
+
+
+def _twice(
+    ctx: Any, form: Callable[..., Sequence[Tensor | None]], inputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of ``inputs`` through ``form``, which have gradients themselves; None where none is expected."""
+    own = [x.view_as(x) for x in inputs]  # one of them may be computed from another
+    outputs = [x for x in form(*own) if x is not None]
+    asked = [n for n in range(len(own)) if ctx.needs_input_grad[n]]
+    found = torch.autograd.grad(outputs, [own[n] for n in asked], grads[: len(outputs)], create_graph=True)
+    by_place = dict(zip(asked, found, strict=True))
+    return tuple(by_place.get(n) for n in range(len(own)))
+
+
 class _RowBlocks(torch.autograd.Function):
     """Row blocks on the fused kernel, for gates that are finite and calm in the rows."""
 
@@ -192,6 +229,12 @@ class _RowBlocks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, valid, first_kept, o, lse = ctx.saved_tensors
         T, S, K, V = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+        if torch.is_grad_enabled():
+
+            def plain(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor | None]:
+                return _plain_rows(q, k, v, log_decay, valid, first_kept, ctx.rows, with_lse=ctx.with_lse)
+
+            return *_twice(ctx, plain, (q, k, v, log_decay), grads), None, None, None, None
         plan = _Plan(q, k, v, log_decay, valid, first_kept, ctx.rows, ctx.with_lse)
         do = plan.rows_of(F.pad(grads[0], (0, o.shape[-1] - V)))
         if ctx.with_lse:

@@ -21,13 +21,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("fox", "nope", "rope", "path", "path_fox", "wall")
 
 
-def second(form: Callable[..., Tensor], name: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def second(
+    form: Callable[..., Any], name: str, dtype: torch.dtype, tokens: int = 20, regime: str = "open", **options: Any
+) -> tuple[Tensor, ...]:
     """Gradients of the gradients' squares, with respect to q, k, v and the gate's parts."""
-    q, k, v, gate = random_inputs(name, 1, 20, 2, 1, 16, 16, dtype=torch.float32, regime="open")
+    q, k, v, gate = random_inputs(name, 1, tokens, 2, 1, 16, 16, dtype=torch.float32, regime=regime)
     leaves = [x.to(DEVICE, dtype).requires_grad_() for x in (q, k, v, *(getattr(gate, part) for part in gate.parts))]
     parts: dict[str, Any] = dict(zip(gate.parts, leaves[3:], strict=True))
-    o = form(*leaves[:3], replace(gate, **parts) if parts else Gate())
-    first = torch.autograd.grad(o.square().sum(), leaves, create_graph=True)
+    found = form(*leaves[:3], replace(gate, **parts) if parts else Gate(), **options)
+    of = sum(x.square().sum() for x in (found if isinstance(found, tuple) else (found,)))
+    first = torch.autograd.grad(cast(Tensor, of), leaves, create_graph=True)
     return torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), leaves)
 
 
@@ -52,6 +55,35 @@ def test_the_reference_has_them(name: str) -> None:
     want = second(oracle.softmax, name, torch.float64)
     for x, y in zip(second(of_kernels, name, torch.float64), want, strict=True):
         assert (x - y).norm() < 1e-10 * y.norm()
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 270])
+@pytest.mark.parametrize("name", ["nope", "rope", "alibi", "fox", "fox_rope"])
+def test_parallel_forms_have_them(name: str, tokens: int) -> None:
+    regimes = ("open", "closed") if name == "fox" else ("open",)
+    for regime, lse in [(regime, lse) for regime in regimes for lse in (False, True)]:
+        want, found = (
+            second(form, name, torch.float64, tokens, regime, return_lse=lse)
+            for form in (oracle.softmax, get(name).forms["parallel"])
+        )
+        for x, y in zip(found, want, strict=True):
+            assert (x - y).norm() < 1e-10 * max(y.norm(), 1e-3)
+
+
+@pytest.mark.parametrize("tokens", [20, 270])
+def test_a_query_computed_from_a_key_has_them(tokens: int) -> None:
+    x = torch.randn(1, tokens, 2, 8, dtype=torch.float64, requires_grad=True)
+    frozen = torch.randn(1, tokens, 2, 8, dtype=torch.float64)
+
+    def twice(form: Callable[..., Tensor], name: str) -> Tensor:
+        gate = Gate() if name == "nope" else Gate(log_decay=torch.full((1, tokens, 2), -0.01, dtype=torch.float64))
+        k = x.sin()
+        first = torch.autograd.grad(form(k * 2, k, frozen, gate).square().sum(), x, create_graph=True)[0]
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    for name in ("nope", "fox"):
+        want, found = (twice(form, name) for form in (oracle.softmax, get(name).forms["parallel"]))
+        assert (found - want).norm() < 1e-10 * want.norm()
 
 
 def test_the_loss_in_chunks_has_them() -> None:
