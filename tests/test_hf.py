@@ -384,6 +384,29 @@ def test_lora_adapts_the_projections_alone(tokens):
     assert trained == {"q_proj", "v_proj"}
 
 
+def test_virtual_tokens_and_rows_of_the_embedding_are_trained(tokens):
+    peft = pytest.importorskip("peft")
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    for given in (
+        peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2], task_type="CAUSAL_LM"),
+    ):
+        adapted = peft.get_peft_model(build(HYBRID), given)
+        adapted(input_ids=tokens, attention_mask=mask, labels=tokens).loss.backward()
+        assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+        made = adapted.eval().generate(input_ids=tokens, attention_mask=mask, max_new_tokens=3, do_sample=False)
+        assert made.shape == (len(tokens), tokens.shape[1] + 3)
+
+
+def test_a_mask_of_floats_holds_0_and_1(tokens):
+    model, mask = build(), torch.ones(tokens.shape)
+    mask[0, :3] = 0
+    assert torch.equal(model(tokens, attention_mask=mask).logits, model(tokens, attention_mask=mask.long()).logits)
+    with pytest.raises(ValueError, match=r"attention_mask: expected 1 for tokens and 0 for padding, got \[-inf, 0"):
+        model(tokens, attention_mask=mask.log())
+
+
 def test_adapters_are_saved_loaded_and_merged(tokens, tmp_path):
     peft = pytest.importorskip("peft")
     names = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

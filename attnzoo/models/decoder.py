@@ -248,7 +248,7 @@ class LanguageModel(nn.Module):
                 raise ValueError(f"{name}: expected at least one that counts, got {ignored} alone")
         if not tokens.numel():
             return
-        size = self.embedding.num_embeddings
+        size = self.config.vocab_size
         low, high = (int(x) for x in tokens.aminmax())
         if low < 0 or high >= size:
             raise ValueError(f"{name}: expected tokens from 0 to {size - 1}, got {low if low < 0 else high}")

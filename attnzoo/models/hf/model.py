@@ -13,7 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnzoo.algebra.pruning import Evict
-from attnzoo.algebra.values import reads_values
+from attnzoo.algebra.values import has_values, reads_values
 from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone
 from attnzoo.models.decoder import LanguageModel
@@ -218,7 +218,8 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
 
         Args:
             input_ids: integers [B, T].
-            attention_mask: [B, T], or [B, S + T] with S cached tokens; 0 at padding, on either side.
+            attention_mask: [B, T], or [B, S + T] with S cached tokens; 0 at padding, on either side. PEFT's virtual
+                tokens make it one of floats, 0 and 1.
             past_key_values: from an earlier call.
             inputs_embeds: [B, T, D] instead of `input_ids`.
             labels: [B, T], the same tokens as `input_ids` (shifted here, unlike the decoder's targets), -100 where
@@ -261,6 +262,7 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         recomputed = self.gradient_checkpointing and training
         if recomputed and past_key_values is not None:  # a second run would add its tokens again
             raise ValueError("use_cache, past_key_values: expected neither with gradient checkpointing in training")
+        attention_mask = _whole(attention_mask)
         positions, origin = kwargs.pop("position_ids", None), None
         if positions is not None:
             batch = check_shape(positions, input_ids if inputs_embeds is None else inputs_embeds)
@@ -328,3 +330,12 @@ def _gives_tokens_back(block: Any) -> bool:
     carried = set(attention.variant.requires) - {"log_decay", "angle"}
     windows = attention.config.conv_size or attention.config.kv_shift
     return attention.variant.side == "softmax" and not carried and not windows and attention.forget is None
+
+
+def _whole(mask: Tensor | None) -> Tensor | None:
+    """A mask of floats as one of bools, where its numbers are those of a mask of tokens."""
+    if mask is None or not mask.is_floating_point():
+        return mask
+    if has_values(mask) and bool(((mask != 0) & (mask != 1)).any()):  # on a GPU, too: others add such masks to logits
+        raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {mask.unique().tolist()}")
+    return mask == 1
