@@ -14,6 +14,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
+from attnzoo.algebra.values import records
 from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
 from attnzoo.kernels.common.checks import (
     Impl,
@@ -57,6 +58,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
     logit_bound: Tensor | None = None,
     receivers: tuple[Tensor, ...] | None = None,
     return_lse: bool = False,
+    keep_carries: bool = False,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal softmax attention with keys carried by Householder-like transitions (PaTH), and a forget gate (PaTH-FoX).
@@ -92,6 +94,10 @@ def path_attention(  # type: ignore[misc]  # the options above are these
         receivers: float32 tensors of the shapes of q, k and w that get the gradients of these, unrounded, in their
             place. What they hold is not read: a 0 that is expanded takes no memory. Needs the Triton implementation.
         return_lse: also return the log-sum-exp of each row's logits, the sink's included; differentiable.
+        keep_carries: keep what the forward makes of the transitions for the backward, which makes it again otherwise:
+            the backward is faster by about half of the forward, for 33 to 41 K bytes a token and key head in 16 bits
+            (``kernels/path/keeping.py``). Values and gradients are the same. Not with log_diag. Without a gradient to
+            come nothing is kept, and the reference keeps everything in any case.
         impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports (GPUs
             of compute capability 8.0 and up; float32 and head dims over 64 need 9.0 or 10.0).
 
@@ -124,12 +130,15 @@ def path_attention(  # type: ignore[misc]  # the options above are these
                 q.to(dtype), k.to(dtype), v.to(dtype), w=w.float(), beta=beta.float(),
                 **{name: None if x is None else x.float() for name, x in gates.items()}, scale=scale, prune=prune,
                 window=window, sink=sink, cu_seqlens=cu_seqlens, logit_bound=logit_bound, receivers=receivers,
-                return_lse=return_lse, impl=impl,
+                return_lse=return_lse, keep_carries=keep_carries, impl=impl,
             )  # fmt: skip
             return result
     _check(q, k, v, w, beta, log_decay, scale, prune, window, sink, cu_seqlens, logit_bound, log_diag)
     check_receivers(receivers, q, k, w)
     check_flag("return_lse", return_lse)
+    check_flag("keep_carries", keep_carries)
+    if keep_carries and log_diag is not None:
+        raise ValueError("keep_carries: expected False with log_diag (decays of the channels are made again), got True")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     why = triton_unavailable(q, v)
     if pick_implementation("path_attention", impl, why) == "reference":
@@ -147,9 +156,10 @@ def path_attention(  # type: ignore[misc]  # the options above are these
         log_diag = log_diag if log_diag.stride(-1) == 1 else log_diag.contiguous()
     q, k, v, w, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, w, beta.float()))
     learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
+    keep = keep_carries and records(q, k, v, w, beta, log_decay, sink, *(receivers or ()))
     o, lse, *_ = path_forward_op(
         q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, logit_bound, scale, window or 0, *named(prune),
-        learns_decay, torch.are_deterministic_algorithms_enabled(), return_lse, *(receivers or ()),
+        learns_decay, torch.are_deterministic_algorithms_enabled(), return_lse, keep, *(receivers or ()),
     )  # fmt: skip
     return (o, lse) if return_lse else o
 

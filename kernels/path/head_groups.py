@@ -11,6 +11,7 @@ from torch import Tensor
 from attnzoo.kernels.path.levels import BLOCK, level_count
 
 BUDGET = 5 << 28  # bytes of workspace for carried operands and their gradients (one key head may need more)
+KEPT_BUDGET = 2 << 30  # where the operands are kept beside it, and time counts for more than memory
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,22 @@ class HeadGroup:
         return x if x is None else x[self.h]
 
 
-def head_groups(q: Tensor, k: Tensor, backward: bool, one_pass: bool = False, decayed: bool = False) -> list[HeadGroup]:
-    """Parts whose workspaces stay below BUDGET, as even as possible: (batches or key heads) of q [B, T, H, K].
+def head_groups(
+    q: Tensor, k: Tensor, backward: bool, one_pass: bool = False, decayed: bool = False, kept: bool = False
+) -> list[HeadGroup]:
+    """Parts whose workspaces stay below their budget, as even as possible: (batches or key heads) of q [B, T, H, K].
 
     Args:
         decayed: whether channels decay, too: then a block keeps the products of its pairs.
+        kept: whether the carried operands are kept elsewhere, so that only their gradients need a workspace.
     """
     (B, T, H, K), G = q.shape, k.shape[2]
     rep, n = H // G, level_count(T)
     rows = T * (rep + 1) * K * q.element_size() * (n / 2 + 2)
     squares = T * rep * BLOCK * 4 * (6 if decayed else 1) + T * K * K * 4 * 2 / BLOCK
     sums = T * (rep * n / 2 + 1) * K * 4 if one_pass else 0  # dq of the levels and dv in float32
-    heads = max(1, int(BUDGET / ((rows + squares) * (2 if backward else 1) + sums)))
+    budget, copies = (KEPT_BUDGET, 1) if kept else (BUDGET, 2 if backward else 1)
+    heads = max(1, int(budget / ((rows + squares) * copies + sums)))
     if heads >= G:
         return [HeadGroup(b, slice(0, G), slice(0, H)) for b in _even(B, heads // G)]
     return [

@@ -45,6 +45,20 @@ class Leaves(NamedTuple):
     m: Tensor
 
 
+class Kept(NamedTuple):
+    """What block_level leaves for block_level_backward: float32 and w, or 16 bits where q and k are bf16.
+
+    Attributes:
+        v: [B, nC, G, C, C], inverses of the blocks' I + diag(beta) tril(W W^T, -1); float16.
+        x: [B, nC, G, C, C], X = V diag(beta); two pieces of bf16, a plane apart.
+        w: [B, T, G, K]; bf16.
+    """
+
+    v: Tensor
+    x: Tensor
+    w: Tensor
+
+
 class Levels(NamedTuple):
     """Levels 1 .. n, packed: q [n, B, Tq, H, K], k [n, B, Tk, G, K]; rows past a level's own are undefined."""
 
@@ -118,6 +132,13 @@ def level_count(T: int) -> int:
 def levels_of(T: int) -> list[Level]:
     """Levels 1 .. n of T tokens."""
     return [Level(BLOCK << s, T) for s in range(1, level_count(T) + 1)]
+
+
+def clear_tails(levels: Levels, T: int) -> None:
+    """Zeros in the rows after a level's own: one pass reads its last tile whole, and there may be NaN."""
+    for level, x in zip(levels_of(T), levels.q, strict=True):
+        if level.queries % BLOCK:
+            x[:, level.queries : -(-level.queries // BLOCK) * BLOCK].zero_()
 
 
 def level_rows(T: int) -> tuple[int, int]:

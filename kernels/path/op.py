@@ -18,6 +18,7 @@ from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.plans import Plan, announce
 from attnzoo.kernels.common.rows import fake_of_forward, kept_of_forward, row_lse, since_without_gate
+from attnzoo.kernels.path.keeping import kept_bytes
 from attnzoo.kernels.path.levels import Wanted
 from attnzoo.kernels.path.portable.backward import path_backward
 from attnzoo.kernels.path.portable.forward import path_forward
@@ -66,51 +67,56 @@ def _plan(q: Tensor, v: Tensor, decay_gradient: bool, deterministic: bool, short
 def path_forward_op(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, sink: Tensor | None,
     log_diag: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int,
-    bound: str, log_eps: float, learns_decay: bool, deterministic: bool, return_lse: bool, to_q: Tensor | None = None,
-    to_k: Tensor | None = None, to_w: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns o, row_lse, and lse, c, base, since, start, o_rest for the backward pass (empty where they do not apply).
+    bound: str, log_eps: float, learns_decay: bool, deterministic: bool, return_lse: bool, keep: bool,
+    to_q: Tensor | None = None, to_k: Tensor | None = None, to_w: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns o, row_lse, and for the backward lse, c, base, since, start, o_rest, made (empty if not needed).
 
     Args:
         window: visible keys per row, 0 for no window.
         return_lse: whether row_lse holds the log-sum-exp of each row [B, T, H].
         learns_decay: whether a gradient of log_decay will be asked for; only then may o_rest [B, T, H, V], what the
             rounding of o drops, be there.
+        keep: whether made holds the carried operands (``keeping.py``).
         to_q, to_k, to_w: if given, the gradients of q, k and w go there, unrounded.
     """
     chosen = _plan(q, v, learns_decay, deterministic, window > 0 or bool(bound))
     with on_device_of(q):
         c, base, since, tails = gates(q, log_decay, cu_seqlens, window)
         o_rest = q.new_empty((*q.shape[:3], v.shape[3])) if chosen.keeps_rest else None
+        made = q.new_empty(kept_bytes(q, k, w), dtype=torch.uint8) if keep else None
         o, lse, start = path_forward(
             q, k, v, w, beta, c, base, tails, since, scale, chosen, window=window, bound=bound, log_eps=log_eps,
-            logit_bound=logit_bound, sink=sink, o_rest=o_rest, log_diag=log_diag,
+            logit_bound=logit_bound, sink=sink, o_rest=o_rest, log_diag=log_diag, made=made,
         )  # fmt: skip
         rows = row_lse(lse, log_decay, c, base, q.shape[1]) if return_lse else lse.new_empty(0)
-    return o, rows, lse, *kept_of_forward(lse, c, base, since, start), q.new_empty(0) if o_rest is None else o_rest
+    rest, made = (q.new_empty(0) if x is None else x for x in (o_rest, made))
+    return o, rows, lse, *kept_of_forward(lse, c, base, since, start), rest, made
 
 
 @path_forward_op.register_fake
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_decay: Tensor | None, sink: Tensor | None,
     log_diag: Tensor | None, cu_seqlens: Tensor | None, logit_bound: Tensor | None, scale: float, window: int,
-    bound: str, log_eps: float, learns_decay: bool, deterministic: bool, return_lse: bool, to_q: Tensor | None = None,
-    to_k: Tensor | None = None, to_w: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    bound: str, log_eps: float, learns_decay: bool, deterministic: bool, return_lse: bool, keep: bool,
+    to_q: Tensor | None = None, to_k: Tensor | None = None, to_w: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     # what the rounding drops is kept or not whatever the length is: it may be a symbol here
     call = Call(1, int(q.shape[3]), int(v.shape[3]), q.dtype, learns_decay, deterministic)
-    return fake_of_forward(
+    given = fake_of_forward(
         q, v, q.shape[1], return_lse, gates=log_decay is not None, bands=window > 0 or cu_seqlens is not None,
         starts=window > 0 or bool(bound), rest=plan(call, machine(q.device)).keeps_rest,
     )  # fmt: skip
+    made = q.new_empty(kept_bytes(q, k, w), dtype=torch.uint8) if keep else q.new_empty(0)
+    return *given, made
 
 
 @torch.library.custom_op("attnzoo::path_backward", mutates_args=())
 def path_backward_op(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
     log_decay: Tensor | None, sink: Tensor | None, log_diag: Tensor | None, cu_seqlens: Tensor | None, c: Tensor,
-    base: Tensor, since: Tensor, start: Tensor, o_rest: Tensor, scale: float, deterministic: bool, unrounded: bool,
-    wanted: list[bool],
+    base: Tensor, since: Tensor, start: Tensor, o_rest: Tensor, made: Tensor, scale: float, deterministic: bool,
+    unrounded: bool, wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, w, beta, log_decay, sink, log_diag, contiguous; empty where not ``wanted`` (in this order).
 
@@ -127,7 +133,7 @@ def path_backward_op(
             do, q, k, v, w, beta, o, lse, c if c.numel() else None, base if base.numel() else None,
             since if since.numel() else None, start if start.numel() else None, scale, chosen, Wanted(*wanted),
             o_rest=o_rest if o_rest.numel() else None, sink=sink, dlse=row_dlse, log_diag=log_diag,
-            unrounded=unrounded,
+            made=made if made.numel() else None, unrounded=unrounded,
         )  # fmt: skip
     dq, dk, dv, dw, dbeta = (
         x.new_empty(0) if g is None or not asked else g
@@ -147,8 +153,8 @@ def path_backward_op(
 def _backward_fake(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor,
     log_decay: Tensor | None, sink: Tensor | None, log_diag: Tensor | None, cu_seqlens: Tensor | None, c: Tensor,
-    base: Tensor, since: Tensor, start: Tensor, o_rest: Tensor, scale: float, deterministic: bool, unrounded: bool,
-    wanted: list[bool],
+    base: Tensor, since: Tensor, start: Tensor, o_rest: Tensor, made: Tensor, scale: float, deterministic: bool,
+    unrounded: bool, wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     like = (q, k, v, w, beta, *(lse if x is None else x for x in (log_decay, sink, log_diag)))
     dq, dk, dv, dw, dbeta, dgate, dsink, da = (
@@ -159,7 +165,9 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, _, scale, *_, deterministic, return_lse, _, _, _ = inputs
+    q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, _, scale, *_, deterministic, return_lse, _, _, _, _ = (
+        inputs
+    )
     o, _, *kept = output
     ctx.save_for_backward(q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, o, *kept)
     ctx.scale, ctx.deterministic, ctx.return_lse = scale, deterministic, return_lse
@@ -168,8 +176,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, w, beta, log_decay, sink, log_diag, cu_seqlens, o, *kept = ctx.saved_tensors
-    wanted, none = list(ctx.needs_input_grad[:8]), (None,) * 20
-    received = list(ctx.needs_input_grad[17:])
+    wanted, none = list(ctx.needs_input_grad[:8]), (None,) * 21
+    received = list(ctx.needs_input_grad[18:])
     unrounded = any(received)
     if unrounded:
         wanted[0], wanted[1], wanted[3] = received
@@ -186,7 +194,7 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *_: Tensor | Non
     if not unrounded:
         return (*grads, *none[8:])
     dq, dk, dv, dw, *others = grads
-    return (None, None, dv, None, *others, *none[8:17], dq, dk, dw)
+    return (None, None, dv, None, *others, *none[8:18], dq, dk, dw)
 
 
 path_forward_op.register_autograd(_backward, setup_context=_setup)

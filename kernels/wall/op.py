@@ -20,7 +20,7 @@ from attnzoo.kernels.common.launching import can_describe
 from attnzoo.kernels.common.plans import Plan, announce
 from attnzoo.kernels.common.rows import fake_of_forward, kept_of_forward, row_lse
 from attnzoo.kernels.path.head_groups import head_groups
-from attnzoo.kernels.path.levels import Wanted
+from attnzoo.kernels.path.levels import Wanted, clear_tails
 from attnzoo.kernels.path.op import gates
 from attnzoo.kernels.path.portable.backward import levels_backward
 from attnzoo.kernels.path.portable.forward import attend_levels
@@ -128,6 +128,8 @@ def wall_backward_op(
             p_v = _each(group.keys(v), x[0].shape[2])
             p_dv = p_v.new_empty(p_v.shape)
             block, levels = carry(*x)
+            if chosen.backward == "hopper":
+                clear_tails(levels, q.shape[1])
             p_c, p_base, p_since, p_start = (group.rows(y) for y in saved)
             d_block, d_levels, d_key = levels_backward(
                 block, levels, group.queries(do), p_v, group.queries(o), lse[group.b, group.h], p_c, p_base, p_since,

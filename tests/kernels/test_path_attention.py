@@ -74,9 +74,9 @@ def test_pruned_carries_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     spared = 0
 
     def poison(carry: Any) -> Any:
-        def spoiled(block: Leaves, start: torch.Tensor) -> Carried:
+        def spoiled(block: Leaves, start: torch.Tensor, out: Levels | None = None) -> Carried:
             nonlocal spared
-            carried = carry(block, start)
+            carried = carry(block, start, out)
             levels = Levels(torch.full_like(carried.levels.q, torch.nan), torch.full_like(carried.levels.k, torch.nan))
             for s, level in enumerate(levels_of(PRUNED.T)):
                 m_q, m_k = needed(start, level, PRUNED.G)

@@ -20,10 +20,10 @@ from attnzoo.kernels.path import path_attention, plan
 from attnzoo.kernels.path.reference import path_reference
 
 ORDER = ("q", "k", "v", "w", "beta", "log_decay", "sink", "log_diag")
-FORWARD = (0.3, 0, "", 0.0, True, False, True)  # scale, no window, no pruning; gradient of the gate, log-sum-exp
+FORWARD = (0.3, 0, "", 0.0, True, False, True, False)  # scale, no window, no pruning; gate's gradient, log-sum-exp
 
 
-@pytest.mark.parametrize("kind", ["pruned", "packed", "window", "none"])
+@pytest.mark.parametrize("kind", ["pruned", "packed", "window", "none", "kept"])
 def test_opcheck(kind: str) -> None:
     from attnzoo.kernels.path.op import path_forward_op
 
@@ -33,7 +33,7 @@ def test_opcheck(kind: str) -> None:
     borders = torch.tensor([0, 30, 40], device=DEVICE) if kind == "packed" else None
     window = 9 if kind == "window" else 0
     rows = [x.get(n) for n in ORDER]
-    args = (*rows, borders, None, 0.3, window, *prune, True, False, kind == "window")
+    args = (*rows, borders, None, 0.3, window, *prune, True, False, kind == "window", kind == "kept")
     torch.library.opcheck(path_forward_op, args)
 
 

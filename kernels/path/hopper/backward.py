@@ -9,7 +9,7 @@ from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import can_describe, cdiv, head_block, since_strides
-from attnzoo.kernels.path.levels import Leaves, Levels, Wanted, levels_of
+from attnzoo.kernels.path.levels import Leaves, Levels, Wanted
 from attnzoo.kernels.path.plan import one_pass_tiles
 
 from .backward_kernel import path_bwd_hopper_kernel
@@ -21,7 +21,7 @@ def launch_hopper_backward(
     since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, sink: Tensor | None,
     dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None, unrounded: bool,
 ) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
-    """As ``portable.backward.levels_backward``, where the plan says so.
+    """As ``portable.backward.levels_backward``, where the plan says so. ``clear_tails`` has seen the levels.
 
     o_rest is what the rounding of o dropped, laid out as o.
     Works on the queries of the levels in float32 beside its results. Not deterministic.
@@ -30,9 +30,6 @@ def launch_hopper_backward(
     if do.stride(-1) != 1 or not can_describe(do):
         do = do.contiguous()
     t, BK, BV, Tq = one_pass_tiles(start is not None), head_block(K), head_block(V), levels.q.shape[2]
-    for level, x in zip(levels_of(T), levels.q, strict=True):
-        if level.queries % t.BT:  # the last tile reads whole; rows that do not exist must not be NaN
-            x[:, level.queries : cdiv(level.queries, t.BT) * t.BT].zero_()
     gate = GATE_NONE if c is None else GATE_FULL
     Tp, Tx = (cdiv(rows, ROW_UNIT) * ROW_UNIT for rows in (T, Tq))
     rows, delta = lse.new_empty((B * H, Tp)), lse.new_empty((B * H, Tp))

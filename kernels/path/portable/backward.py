@@ -24,7 +24,8 @@ from attnzoo.kernels.common.launching import (
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.row_delta import row_delta_kernel
 from attnzoo.kernels.path.head_groups import head_groups
-from attnzoo.kernels.path.levels import Leaves, Levels, Wanted
+from attnzoo.kernels.path.keeping import places
+from attnzoo.kernels.path.levels import Carried, Kept, Leaves, Levels, Wanted, clear_tails
 from attnzoo.kernels.path.plan import pair_width
 
 from .blocks import block_level, block_level_backward
@@ -42,15 +43,17 @@ Some = Tensor | None
 def path_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, o: Tensor, lse: Tensor, c: Tensor | None,
     base: Tensor | None, since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, *,
-    o_rest: Some = None, sink: Some = None, dlse: Some = None, log_diag: Some = None, unrounded: bool = False,
+    o_rest: Some = None, sink: Some = None, dlse: Some = None, log_diag: Some = None, made: Some = None,
+    unrounded: bool = False,
 ) -> tuple[Some, Some, Tensor, Some, Some, Some, Some, Some]:  # fmt: skip
-    """Launch the backward kernels on what the forward pass saved, some heads at a time; the carries are made again.
+    """Launch the backward kernels on what the forward pass saved, some heads at a time; the carries are made again
+    where they are not kept.
 
     Args:
         wanted: kernels that serve no gradient of these are not launched.
         o_rest: [B, T, H, V], what the rounding of o dropped: one pass needs it for the gradient of a gate.
         dlse: [B, H, T] float32, contiguous: gradient of the rows' log-sum-exp.
-        log_diag: as in ``path_forward``.
+        log_diag, made: as in ``path_forward``.
         unrounded: whether dq, dk and dw are wanted in float32.
 
     Returns:
@@ -67,16 +70,24 @@ def path_backward(
     dkey = torch.empty_like(lse) if wanted.log_decay else None
     drow = torch.empty_like(lse) if sink is not None or (c is not None and dlse is not None) else None
     decayed = log_diag is not None
-    for group in head_groups(q, k, backward=True, one_pass=plan.backward == "hopper", decayed=decayed):
+    once = plan.backward == "hopper"
+    groups = ((group, None) for group in head_groups(q, k, backward=True, one_pass=once, decayed=decayed))
+    for group, there in groups if made is None else places(made, q, k, w):
         x = group.queries(q), group.keys(k), group.keys(w), group.keys(beta)
         p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
-        if log_diag is None:
+        kept: Kept | None
+        if there is not None:
+            kept, block, carried = there.kept, there.block, Carried(there.levels, there.block.m)
+        elif log_diag is None:
             kept = None if dq is None else new_kept(x[0], x[2])
             block = block_level(*x, kept)
+            carried = carry(block, p_start)
         else:
             p_a = group.queries(log_diag)
-            block, made = decayed_level(*x, p_a)
-        carried = carry(block, p_start)
+            block, kept_decays = decayed_level(*x, p_a)
+            carried = carry(block, p_start)
+        if once and there is None:
+            clear_tails(carried.levels, q.shape[1])
         saved = group.queries(do), group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start
         extra = group.heads(sink), group.rows(dlse), group.rows(drow)
         p_rest = None if o_rest is None else group.queries(o_rest)
@@ -93,7 +104,7 @@ def path_backward(
         if log_diag is None:
             block_level_backward(*x, d_leaves, out, kept)
         else:
-            decayed_backward(*x, p_a, d_leaves, made, out, None if da is None else group.queries(da))
+            decayed_backward(*x, p_a, d_leaves, kept_decays, out, None if da is None else group.queries(da))
     return dq, dk, dv, dw, dbeta, dkey, drow, da
 
 

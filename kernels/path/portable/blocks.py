@@ -22,9 +22,9 @@ from torch import Tensor
 
 from attnzoo.kernels.common.launching import cdiv
 from attnzoo.kernels.common.tile_loads import load_tile
-from attnzoo.kernels.path.levels import BLOCK, Leaves
+from attnzoo.kernels.path.levels import BLOCK, Kept, Leaves
 
-from .inverse import Kept, _mm, _mm_pair, _pieces, _power_of_two, _unit_rows, invert, launch, new_kept, tree_block
+from .inverse import _mm, _mm_pair, _pieces, _power_of_two, _unit_rows, invert, launch, new_kept, tree_block
 from .tree import new_tree
 
 
@@ -312,33 +312,36 @@ def path_product_bwd_kernel(
     tl.store(p_dw, d_w.to(p_dw.dtype.element_ty), mask=m_ck)
 
 
-def block_level(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None = None) -> Leaves:
+def block_level(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, kept: Kept | None = None, out: Leaves | None = None
+) -> Leaves:
     """The closed form of the blocks, with only the leaves of its tree m filled; ``carry`` fills the other nodes.
 
     Args:
         q, k, w, beta: [B, T, H, K], [B, T, G, K] twice, [B, T, G]; views with contiguous last dims (any for beta). w in
             q's dtype or float32, beta in any floating dtype.
         kept: filled for the backward pass (see ``inverse.new_kept``).
+        out: where to put the result; default: new tensors.
     """
     B, T, H, K = q.shape
     G = k.shape[2]
     n = cdiv(T, BLOCK)
-    diag = q.new_empty((B, n, H, BLOCK, BLOCK), dtype=torch.float32)
-    m = new_tree(q, n, G)
-    qb, kb = q.new_empty((B, T, H, K)), k.new_empty((B, T, G, K))
+    if out is None:
+        diag = q.new_empty((B, n, H, BLOCK, BLOCK), dtype=torch.float32)
+        out = Leaves(diag, q.new_empty((B, T, H, K)), k.new_empty((B, T, G, K)), new_tree(q, n, G))
     pieces = 2 if w.dtype == torch.float32 else 1
     fine = q.dtype != torch.bfloat16
     x = invert(w, beta, kept)
     path_product_kernel[(n * B * G,)](
-        w, x, m, T, B, m.shape[2], *w.stride()[:3], G=G, K=K, BK=tree_block(K), C=BLOCK, NW=pieces, DT=tl.float16,
-        num_stages=1, **launch("product", K),
+        w, x, out.m, T, B, out.m.shape[2], *w.stride()[:3], G=G, K=K, BK=tree_block(K), C=BLOCK, NW=pieces,
+        DT=tl.float16, num_stages=1, **launch("product", K),
     )  # fmt: skip
     path_block_fwd_kernel[(n * B * G,)](
-        q, k, w, x, diag, qb, kb, T, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], H=H, G=G, K=K, BK=tree_block(K),
-        C=BLOCK, NI=2 if q.dtype == torch.float32 else 1, NW=pieces if fine else 1,
+        q, k, w, x, out.diag, out.q, out.k, T, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], H=H, G=G, K=K,
+        BK=tree_block(K), C=BLOCK, NI=2 if q.dtype == torch.float32 else 1, NW=pieces if fine else 1,
         NP=2 if fine else 1, DT=tl.float16, num_stages=1, **launch("block", K),
     )  # fmt: skip
-    return Leaves(diag, qb, kb, m)
+    return out
 
 
 Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]

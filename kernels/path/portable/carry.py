@@ -207,15 +207,15 @@ def _options(
     }  # fmt: skip
 
 
-def carry(block: Leaves, start: Tensor | None = None) -> Carried:
+def carry(block: Leaves, start: Tensor | None = None, out: Levels | None = None) -> Carried:
     """The levels of a Leaves from ``blocks.block_level``; the nodes of its tree are filled here.
 
     With ``start`` (int32, last dim contiguous) the nodes and carries that no row needs are not computed; keys come by
-    whole units of 128, as the one-pass backward reads them.
+    whole units of 128, as the one-pass backward reads them. ``out`` is where to put the levels.
     """
     nodes, (B, T, H, K), G = block.m, block.q.shape, block.k.shape[2]
     n, (Tq, Tk) = level_count(T), level_rows(T)
-    levels = Levels(block.q.new_empty((n, B, Tq, H, K)), block.k.new_empty((n, B, Tk, G, K)))
+    levels = out or Levels(block.q.new_empty((n, B, Tq, H, K)), block.k.new_empty((n, B, Tk, G, K)))
     if n:
         tree(nodes, T, start)
         p_start, *strides = starts(start, nodes)

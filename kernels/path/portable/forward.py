@@ -30,7 +30,8 @@ from attnzoo.kernels.common.online_softmax import row_bounds, softmax_tile
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tile_loads import load_keys, load_tile, schedule
 from attnzoo.kernels.path.head_groups import head_groups
-from attnzoo.kernels.path.levels import Leaves, Levels
+from attnzoo.kernels.path.keeping import places
+from attnzoo.kernels.path.levels import Leaves, Levels, clear_tails
 from attnzoo.kernels.path.plan import pair_width
 
 from .blocks import block_level
@@ -196,7 +197,7 @@ def path_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, c: Tensor | None, base: Tensor | None,
     tails: Tensor | None, since: Tensor | None, scale: float, plan: Plan, *, window: int = 0, bound: str = "",
     log_eps: float = 0.0, logit_bound: Tensor | None = None, sink: Tensor | None = None, o_rest: Tensor | None = None,
-    log_diag: Tensor | None = None,
+    log_diag: Tensor | None = None, made: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch the forward kernels, some heads at a time. Shapes as in ``path_attention``; last dims contiguous.
 
@@ -207,6 +208,7 @@ def path_forward(
         bound: "" for no pruning, else "paper" or "tail" (they need a gate).
         o_rest: [B, T, H, V] in q's dtype, contiguous, filled with what the rounding of o dropped.
         log_diag: [B, T, H, K], or None; with it there is a key head for each query head.
+        made: a buffer of ``keeping.kept_bytes`` that is filled for the backward pass, or None.
 
     Returns:
         o [B, T, H, V] in q's dtype; lse [B, H, T] float32, log2-sum-exp in the frame of the row unit; start
@@ -219,11 +221,13 @@ def path_forward(
         start = (since[..., ::ROW_UNIT] // KEY_UNIT * KEY_UNIT).repeat(B // since.shape[0], H // since.shape[1], 1)
     elif bound:
         start = torch.zeros((B, H, cdiv(T, ROW_UNIT)), dtype=torch.int32, device=q.device)
-    for group in head_groups(q, k, backward=False, decayed=log_diag is not None):
+    groups = ((group, None) for group in head_groups(q, k, backward=False, decayed=log_diag is not None))
+    for group, room in groups if made is None else places(made, q, k, w):
         p_q, p_k = group.queries(q), group.keys(k)
         p_c, p_base, p_since, p_start = group.rows(c), group.rows(base), group.rows(since), group.rows(start)
         if log_diag is None:
-            block = block_level(p_q, p_k, group.keys(w), group.keys(beta))
+            own = (None, None) if room is None else (room.kept, room.block)
+            block = block_level(p_q, p_k, group.keys(w), group.keys(beta), *own)
         else:
             block, _ = decayed_level(p_q, p_k, group.keys(w), group.keys(beta), group.queries(log_diag))
         if bound:
@@ -236,7 +240,9 @@ def path_forward(
                 p_q, p_k, block, p_c, p_base, group.rows(tails), p_since, scale, bound, log_eps,
                 group.heads(logit_bound),
             ), out=p_start)  # fmt: skip
-        levels = carry(block, p_start).levels
+        levels = carry(block, p_start, None if room is None else room.levels).levels
+        if room is not None:
+            clear_tails(levels, T)
         p_rest = None if o_rest is None else group.queries(o_rest)
         attend_levels(
             block, levels, group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start, scale,

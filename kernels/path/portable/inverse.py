@@ -6,8 +6,6 @@ kernels that work on the transitions. blocks.py uses X.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from torch import Tensor
 from attnzoo.kernels.common.device import triton_version
 from attnzoo.kernels.common.launching import cdiv, head_block
 from attnzoo.kernels.common.tile_loads import load_tile
-from attnzoo.kernels.path.levels import BLOCK
+from attnzoo.kernels.path.levels import BLOCK, Kept
 
 # Warps and registers per thread of each kernel, for head dims up to 64 and up to 128.
 LAUNCH: dict[str, tuple[tuple[int, int | None], tuple[int, int | None]]] = {
@@ -36,20 +34,6 @@ def launch(part: str, K: int) -> dict[str, int | None]:
     """Launch options of a kernel."""
     num_warps, maxnreg = LAUNCH[part][K > 64]
     return {"num_warps": num_warps, "maxnreg": maxnreg if triton_version() >= (3, 4) else None}
-
-
-class Kept(NamedTuple):
-    """What block_level leaves for block_level_backward: float32 and w, or 16 bits where q and k are bf16.
-
-    Attributes:
-        v: [B, nC, G, C, C], inverses of the blocks' I + diag(beta) tril(W W^T, -1); float16.
-        x: [B, nC, G, C, C], X = V diag(beta); two pieces of bf16, a plane apart.
-        w: [B, T, G, K]; bf16.
-    """
-
-    v: Tensor
-    x: Tensor
-    w: Tensor
 
 
 @triton.jit
@@ -221,6 +205,6 @@ def invert(w: Tensor, beta: Tensor, kept: Kept | None) -> Tensor:
     path_inverse_kernel[(cdiv(T, BLOCK) * B * G,)](
         w, beta, x, kv, kx, kw, T, B, *w.stride()[:3], *beta.stride(), G=G, K=K, BK=tree_block(K),
         BC=min(64, tree_block(K)), C=BLOCK, NW=2 if w.dtype == torch.float32 else 1, KV=kv is not x, KX=kx is not x,
-        KW=kw is not w, DT=tl.float16, num_stages=1, **launch("inverse", K),
+        KW=kw.dtype != w.dtype, DT=tl.float16, num_stages=1, **launch("inverse", K),
     )  # fmt: skip
     return x

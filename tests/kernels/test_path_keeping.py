@@ -1,0 +1,107 @@
+"""Carries that the forward keeps for the backward: the same numbers to the last bit, and as much memory as is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from path_cases import DEVICE, Case, inputs, large_tiles  # noqa: F401  (a fixture)
+
+from attnzoo.algebra.pruning import Prune
+from attnzoo.kernels.path import head_groups, keeping, path_attention
+from attnzoo.kernels.path.portable import backward
+
+CASES = {
+    "one block": (Case(T=1, gate="none"), torch.float32),
+    "levels": (Case(B=2, T=330, H=4, G=2), torch.float32),
+    "half": (Case(T=200, H=2, G=2, K=48, V=32, gate="open"), torch.float16),
+    "pruned": (Case(T=400, H=2, G=2, gate="strong", options={"prune": Prune(1e-4)}), torch.float32),
+    "window": (Case(T=300, H=2, G=1, gate="none", options={"window": 100}), torch.float32),
+}
+
+
+@pytest.mark.parametrize("groups", ["together", "one by one"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in CASES.items()),
+        # the interpreter computes bfloat16 wrongly
+        *(
+            pytest.param((case, torch.bfloat16), id=f"{name} bf16", marks=pytest.mark.gpu)
+            for name, (case, _) in CASES.items()
+        ),
+    ],
+)
+def test_kept_carries_change_no_bit(case: Any, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they change with a second backward pass; nothing of the transitions is made again."""
+    call, dtype = case
+    x = inputs(call, dtype)
+    if groups == "one by one":
+        monkeypatch.setattr(head_groups, "BUDGET", 1)
+        monkeypatch.setattr(head_groups, "KEPT_BUDGET", 1)
+    do = x.pop("do")
+    leaves = [t.requires_grad_() for t in x.values()]
+    with torch.no_grad():
+        before = [t.clone() for t in leaves]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # one pass adds up in an order that varies
+    try:
+        want = path_attention(**x, **call.options, impl="triton")
+        want_grads = torch.autograd.grad(want, leaves, do)
+        o = path_attention(**x, **call.options, impl="triton", keep_carries=True)
+        for name in ("block_level", "carry"):
+            monkeypatch.setattr(backward, name, None)
+        for again in (True, False):
+            for g, expected in zip(torch.autograd.grad(o, leaves, do, retain_graph=again), want_grads, strict=True):
+                assert torch.equal(g, expected)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    assert torch.equal(o, want)
+    assert all(torch.equal(a, b) for a, b in zip(leaves, before, strict=True))
+
+
+def test_places_do_not_overlap_but_for_pieces_that_the_backward_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(head_groups, "KEPT_BUDGET", 1)
+    q = torch.randn(2, 330, 4, 16, device=DEVICE).bfloat16()
+    k, w = q[:, :, :2], q[:, :, :2].float()
+    buffer = torch.zeros(keeping.kept_bytes(q, k, w), dtype=torch.uint8, device=DEVICE)
+    end = 0
+    for _, made in keeping.places(buffer, q, k, w):
+        leaves = made.block
+        for x in (*made.kept[:2], leaves.diag, leaves.q, leaves.k, *made.levels, made.kept.w, leaves.m[0]):
+            at = x.data_ptr() - buffer.data_ptr()
+            assert at >= end
+            end = at + x.numel() * x.element_size()
+        assert made.block.m.data_ptr() + made.block.m.numel() * 2 <= buffer.data_ptr() + buffer.numel()
+
+
+def test_size_is_what_is_said() -> None:
+    """33 to 41 K bytes a token and key head in bf16, at the lengths and head dims of the benchmark."""
+    for B, T, K, H in ((2, 16384, 64, 24), (2, 16384, 128, 16), (1, 16384, 128, 16)):
+        q = torch.empty(B, T, H, K, dtype=torch.bfloat16, device="meta")
+        assert 33 * K <= keeping.kept_bytes(q, q, q.float()) / (B * T * H) <= 41 * K
+
+
+def test_only_a_gradient_keeps_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnzoo.kernels.path import op
+
+    def never(*_: Any) -> int:
+        raise AssertionError("kept without a gradient to come")
+
+    x = inputs(Case(T=70), torch.float32)
+    x.pop("do")
+    monkeypatch.setattr(op, "kept_bytes", never)
+    path_attention(**x, impl="triton", keep_carries=True)
+
+
+def test_refusals() -> None:
+    x = inputs(Case(T=20, H=2, G=2, diag="open"), torch.float32)
+    x.pop("do")
+    with pytest.raises(ValueError, match="keep_carries: expected False with log_diag"):
+        path_attention(**x, impl="triton", keep_carries=True)
+    x.pop("log_diag")
+    with pytest.raises((TypeError, ValueError), match="keep_carries: expected"):
+        path_attention(**x, impl="triton", keep_carries=1)  # type: ignore[arg-type]
