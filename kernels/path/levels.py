@@ -66,6 +66,20 @@ class Levels(NamedTuple):
     k: Tensor
 
 
+class Tiles(NamedTuple):
+    """Gradients of the levels' queries as Hopper's one pass has added them up: in float32, unscaled.
+
+    Attributes:
+        x: [n, B, H, Tq rounded up to UNIT, K rounded up], each 64 rows in the order of ``common/tile_order.py``.
+        scale: what they must be multiplied by.
+        warps: that its products ran on.
+    """
+
+    x: Tensor
+    scale: float
+    warps: int
+
+
 class Carried(NamedTuple):
     """What carry gives: the levels, and the tree with the products of all nodes, scale by scale."""
 

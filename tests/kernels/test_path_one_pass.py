@@ -113,13 +113,15 @@ SURROUNDED = [
     Case(T=390, H=1, gate="strong", options={"prune": Prune(), "scale": 0.1}),
     Case(T=260, cu_seqlens=(0, 100, 260)),
     Case(T=201, gate="open", sink=True, options={"window": 90}),
+    Case(T=650, H=2, K=64, gate="strong", options={"prune": Prune(), "scale": 0.1}),
+    Case(T=530, H=2, K=80, gate="none"),
 ]
 
 
 @gluon
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, torch.float32) for case in SURROUNDED] + [(SURROUNDED[n], torch.float16) for n in (0, 2, 4)],
+    [(case, torch.float32) for case in SURROUNDED] + [(SURROUNDED[n], torch.float16) for n in (0, 2, 4, 6)],
     ids=str,
 )
 def test_what_surrounds_the_pass(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +136,16 @@ def test_what_surrounds_the_pass_with_a_gradient_of_the_log_sum_exp(gate: str, m
     stand_in(monkeypatch)
     case = Case(T=201, H=1, gate=gate, sink=True)
     lse_within_budget(case, inputs(case, torch.float32))
+
+
+@gluon
+@pytest.mark.parametrize("case", [SURROUNDED[1], SURROUNDED[5]], ids=str)
+def test_kept_carries_change_no_bit_of_what_surrounds_the_pass(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    x = inputs(case, torch.float32)
+    want = triton(case, x)
+    kept = triton(dataclasses.replace(case, options=case.options | {"keep_carries": True}), x)
+    assert all(torch.equal(kept[name], want[name]) for name in want)
 
 
 def test_without_what_rounding_dropped_the_two_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -110,9 +108,3 @@ def backward_tile(b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s
     b_dk = warpgroup_mma_wait(0, [b_dk])
     mbarrier.arrive(empty.index(b), count=1)
     return b_dk, b_dv, b_dc
-
-
-@triton.jit
-def tile_order(b_x, BT: tl.constexpr, BK: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """A tile of dQ from the order in which M by N warps of the product hold it. # [BT, BK]"""
-    return tl.reshape(tl.permute(tl.reshape(b_x, [BK // N // 8, N, M, 8, 4, 2, 2]), [2, 5, 3, 1, 0, 4, 6]), [BT, BK])

@@ -8,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
-from attnzoo.kernels.common.hopper.backward_tile import tile_order
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import can_describe, cdiv, gate_kind, head_block, since_strides
 from attnzoo.kernels.common.row_delta import sink_weight
 from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tile_order import tile_order
 from attnzoo.kernels.common.tiles import HOPPER_BACKWARD
 
 from .backward_kernel import fox_bwd_hopper_kernel

@@ -9,7 +9,7 @@ from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import can_describe, cdiv, head_block, since_strides
-from attnzoo.kernels.path.levels import Leaves, Levels, Wanted
+from attnzoo.kernels.path.levels import Leaves, Levels, Tiles, Wanted
 from attnzoo.kernels.path.plan import one_pass_tiles
 
 from .backward_kernel import path_bwd_hopper_kernel
@@ -19,8 +19,8 @@ from .pair import path_finish_kernel, path_pair_kernel
 def launch_hopper_backward(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, sink: Tensor | None,
-    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None, unrounded: bool,
-) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
+    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None, unrounded: bool, tiled: bool,
+) -> tuple[Leaves, Levels, Tensor | None, Tiles | None]:  # fmt: skip
     """As ``portable.backward.levels_backward``, where the plan says so. ``clear_tails`` has seen the levels.
 
     o_rest is what the rounding of o dropped, laid out as o.
@@ -63,9 +63,10 @@ def launch_hopper_backward(
         BT=t.BT, BS=t.BS, KU=KEY_UNIT, STAGES=t.num_stages, **bounded, num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     M = t.BT // 16
-    if wanted.queries or wanted.log_decay:
+    if (wanted.queries and not tiled) or wanted.log_decay:
         path_finish_kernel[(Tp // ROW_UNIT * B * H,)](
-            dq_tiles, d_levels.q, sums, p_w, d_key, limits[1], B, T, Tq, n, scale, H=H, K=K, BK=BK, BT=t.BT, M=M,
-            N=t.num_warps // M, HAS_ROW=drow is not None, **flags, num_warps=8,
+            dq_tiles, d_levels.q, sums, p_w, d_key, limits[1], B, T, Tq, 0 if tiled else n, scale, H=H, K=K, BK=BK,
+            BT=t.BT, M=M, N=t.num_warps // M, HAS_ROW=drow is not None, **flags, num_warps=8,
         )  # fmt: skip
-    return d_block, d_levels, d_key if wanted.log_decay else None
+    tiles = Tiles(dq_tiles, scale, t.num_warps) if tiled else None
+    return d_block, d_levels, d_key if wanted.log_decay else None, tiles

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from attnzoo.kernels.common.gate_bias import gate_at, gates_from
-from attnzoo.kernels.common.hopper.backward_tile import tile_order
 from attnzoo.kernels.common.row_delta import sink_weight
 from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tile_order import tile_order
 from attnzoo.kernels.path.portable.dkdv import _dkdv_scores
 
 

@@ -25,7 +25,7 @@ from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.row_delta import row_delta_kernel
 from attnzoo.kernels.path.head_groups import head_groups
 from attnzoo.kernels.path.keeping import places
-from attnzoo.kernels.path.levels import Carried, Kept, Leaves, Levels, Wanted, clear_tails
+from attnzoo.kernels.path.levels import Carried, Kept, Leaves, Levels, Tiles, Wanted, clear_tails
 from attnzoo.kernels.path.plan import pair_width
 
 from .blocks import block_level, block_level_backward
@@ -35,7 +35,7 @@ from .decayed_backward import decayed_backward
 from .dkdv import path_dkdv_portable_kernel
 from .dq import path_dq_portable_kernel
 from .forward import levels_descriptor
-from .inverse import new_kept
+from .inverse import new_kept, tree_block
 
 Some = Tensor | None
 
@@ -71,6 +71,7 @@ def path_backward(
     drow = torch.empty_like(lse) if sink is not None or (c is not None and dlse is not None) else None
     decayed = log_diag is not None
     once = plan.backward == "hopper"
+    tiled = once and tree_block(q.shape[3]) == head_block(q.shape[3])
     groups = ((group, None) for group in head_groups(q, k, backward=True, one_pass=once, decayed=decayed))
     for group, there in groups if made is None else places(made, q, k, w):
         x = group.queries(q), group.keys(k), group.keys(w), group.keys(beta)
@@ -91,14 +92,14 @@ def path_backward(
         saved = group.queries(do), group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start
         extra = group.heads(sink), group.rows(dlse), group.rows(drow)
         p_rest = None if o_rest is None else group.queries(o_rest)
-        d_block, d_levels, d_key = levels_backward(
-            block, carried.levels, *saved, scale, plan, wanted, *extra, group.keys(dv), p_rest
+        d_block, d_levels, d_key, tiles = levels_backward(
+            block, carried.levels, *saved, scale, plan, wanted, *extra, group.keys(dv), p_rest, tiled=tiled
         )
         if dkey is not None and d_key is not None:
             dkey[group.b, group.h] = d_key
         if dq is None or dk is None:
             continue
-        total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted, plan.staged)
+        total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted, plan.staged, tiles)
         d_w, d_beta = (None if y is None else group.keys(y) for y in (dw, dbeta))
         d_leaves, out = Leaves(d_block.diag, *total), (group.queries(dq), group.keys(dk), d_w, d_beta)
         if log_diag is None:
@@ -112,18 +113,22 @@ def levels_backward(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, sink: Tensor | None,
     dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None, unrounded: bool = False,
-) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
+    tiled: bool = False,
+) -> tuple[Leaves, Levels, Tensor | None, Tiles | None]:  # fmt: skip
     """Gradients of the blocks (without m), of the levels and of the keys' bias, as far as wanted; fills dv, drow.
+
+    Those of the levels' queries are in the tiles, where there are any.
 
     Args:
         unrounded: whether those of the carried queries are wanted in float32.
+        tiled: whether tiles are, from Hopper's one pass; then those in the levels are undefined.
     """
     saved, rest = (block, levels, do, v, o, lse, c, base, since, start, scale), (wanted, sink, dlse, drow, dv)
     if plan.backward == "hopper":
         from attnzoo.kernels.path.hopper.backward import launch_hopper_backward
 
-        return launch_hopper_backward(*saved, *rest, o_rest, unrounded)
-    return _launch(*saved, plan, *rest, unrounded)
+        return launch_hopper_backward(*saved, *rest, o_rest, unrounded, tiled)
+    return *_launch(*saved, plan, *rest, unrounded), None
 
 
 def _launch(

@@ -9,12 +9,15 @@ can make it alone.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.launching import cdiv
+from attnzoo.kernels.common.tile_order import pair_of_tiles
 from attnzoo.kernels.path.levels import (
     BLOCK,
     EVERYTHING,
@@ -22,6 +25,7 @@ from attnzoo.kernels.path.levels import (
     Carried,
     Leaves,
     Levels,
+    Tiles,
     Wanted,
     level_count,
     level_rows,
@@ -151,14 +155,14 @@ def _down(act, b_key, i_t, first, o_t, T, p_level, p_d, stride, BTr, QUERY: tl.c
 
 @triton.jit(do_not_specialize=["T", "Tr", "B", "n", "N", "stride_sb", "stride_sh"])
 def path_carry_bwd_kernel(
-    p_d, p_level, p_zero, p_out, p_node, p_start, T, Tr, B, n, N, stride_sb, stride_sh,
+    p_d, p_level, p_tiles, p_zero, p_out, p_node, p_start, T, Tr, B, n, N, scale, stride_sb, stride_sh,
     H: tl.constexpr, G: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, QUERY: tl.constexpr,
-    NS: tl.constexpr, HAS_START: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
+    NS: tl.constexpr, HAS_START: tl.constexpr, NP: tl.constexpr, WARPS: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Gradient [B, T, H, K] of x, from those of the levels and of level 0 (p_d [B, T, H, K]).
 
-    The running gradient D, that of x at the next scale, replaces a level's own where there is one; level 0's goes to
-    p_zero, packed.
+    Those of the levels are in p_level, or with WARPS in p_tiles (``levels.Tiles``). The running gradient D, that of x
+    at the next scale, goes to p_level, in place of a level's own; level 0's goes to p_zero, packed.
     """
     BT: tl.constexpr = 128
     n_t = tl.cdiv(T, BT)
@@ -177,11 +181,16 @@ def path_carry_bwd_kernel(
     at = ((i_b * T + first) * H + i_h) * K
     p_d += at
     p_zero += ((i_b * (n_t * 64) + (i_t - QUERY) * 64) * H + i_h) * K
+    p_tiles += (i_b * H + i_h) * (tl.cdiv(Tr, BT) * BT * BK)
     p, m, s, act = _down(act, b_key, i_t, first, o_t, T, p_level, p_d, H * K, BTr, QUERY, HAS_START)
     b_s, b_y = tl.full([BT], 1.0, tl.float32), tl.zeros([BT, BK], tl.float32)
     b_x = b_y.to(DT) if NP == 1 else b_y
     for i in tl.range(0, count, num_stages=NS):
-        b_g = tl.load(p + o_x, mask=m_t & m[:, None], other=0.0)  # before D takes its place
+        if WARPS:
+            i_r = s * (B * H).to(tl.int64) * (tl.cdiv(Tr, BT) * BT) + _unit_row(i_t, s, QUERY)
+            b_g = pair_of_tiles(p_tiles + i_r * BK, 64, BK, 4, WARPS // 4) * scale
+        else:
+            b_g = tl.load(p + o_x, mask=m_t & m[:, None], other=0.0)  # before D takes its place
         tl.store(p + o_x, (b_x * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_t & (i > 0))
         b_s, b_x = _scaled(b_y * b_s[:, None] + b_g.to(tl.float32), NP, DT)
         p, m, s, act = _down(act, b_key, i_t, first, o_t, T, p_level, p_d, H * K, BTr, QUERY, HAS_START)
@@ -229,12 +238,13 @@ def carry(block: Leaves, start: Tensor | None = None, out: Levels | None = None)
 
 def carry_backward(
     block: Leaves, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None,
-    wanted: Wanted = EVERYTHING, staged: bool = True,
+    wanted: Wanted = EVERYTHING, staged: bool = True, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of block.q and block.k in their dtypes, and of the leaves of block.m; undefined where not wanted.
 
     Args:
         d: gradients of the levels; rows that do not exist or that no row needs are not read. Overwritten.
+        tiles: those of the queries, if they are not in d.
         dq, dk: gradients of level 0: rows of odd blocks of q, rows of even blocks of k that another block follows; the
             other rows are not read.
         staged: whether there is shared memory for the nodes of several steps.
@@ -250,8 +260,12 @@ def carry_backward(
     ):
         if not read:
             continue
+        p_tiles, scale, warps = tiles if tiles is not None and query else (level, 1.0, 0)
+        options = _options("carry_bwd", x, start, nodes, query, staged)
+        if warps and x.shape[3] > 64:  # or the tiles leave the nodes of a third step no shared memory
+            options["NS"] = min(2, cast(int, options["NS"]))
         path_carry_bwd_kernel[(n_t * B * x.shape[2],)](
-            g, level, z, o, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], *strides,
-            **_options("carry_bwd", x, start, nodes, query, staged),
+            g, level, p_tiles, z, o, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], scale, *strides,
+            WARPS=warps, **options,
         )  # fmt: skip
     return *out, node_gradients(block, carried, zero, d, T, start) if wanted.transitions else nodes
