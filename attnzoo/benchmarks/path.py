@@ -5,7 +5,8 @@
 Each contender is checked against float64 (output and all gradients) before it is timed; a wrong result gets no speed.
 Writes results.json and results.md. Decoding: one token after a cache, beside the same step in PyTorch operations.
 
-q and k are RMS-normed per head, w is of unit length and beta uniform in 0..2, both float32; gates as in fox.py.
+q and k are RMS-normed per head, w is of unit length and beta uniform in 0..2, both float32; gates as in fox.py. "Kept" is
+``keep_carries``; what it keeps counts as extra memory.
 flash-linear-attention multiplies the log gate by the scale; it is given log_decay / scale, so that all compute the
 same function.
 """
@@ -58,6 +59,9 @@ YARDSTICK = {  # the peer that computes the same function
     "PaTH": "FLA PaTH",
     "PaTH-FoX": "FLA PaTH-FoX",
     "PaTH-FoX, pruned": "FLA PaTH-FoX",
+    "PaTH, kept": "FLA PaTH",
+    "PaTH-FoX, kept": "FLA PaTH-FoX",
+    "PaTH-FoX, pruned, kept": "FLA PaTH-FoX",
     "FLA PaTH": "FLA PaTH",
     "FLA PaTH-FoX": "FLA PaTH-FoX",
 }
@@ -90,10 +94,11 @@ def draw(B: int, H: int, T: int, K: int, seed: int = 0) -> Inputs:
 def contenders() -> tuple[list[Contender[Inputs]], list[str]]:
     """Everything that can be called here, and why the rest cannot."""
 
-    def path(gated: bool, prune: Prune | None = None) -> Callable[[Inputs], Tensor]:
+    def path(gated: bool, prune: Prune | None = None, keep: bool = False) -> Callable[[Inputs], Tensor]:
         return lambda x: path_attention(
-            x.q, x.k, x.v, w=x.w, beta=x.beta, log_decay=x.g if gated else None, prune=prune, impl="triton"
-        )
+            x.q, x.k, x.v, w=x.w, beta=x.beta, log_decay=x.g if gated else None, prune=prune, impl="triton",
+            keep_carries=keep,
+        )  # fmt: skip
 
     def fox(prune: Prune | None) -> Callable[[Inputs], Tensor]:
         return lambda x: fox_attention(x.q, x.k, x.v, log_decay=x.g, prune=prune, impl="triton")
@@ -102,6 +107,9 @@ def contenders() -> tuple[list[Contender[Inputs]], list[str]]:
         Contender("PaTH", path(False), "q k v w beta"),
         Contender("PaTH-FoX", path(True), "q k v w beta g"),
         Contender("PaTH-FoX, pruned", path(True, PRUNE), "q k v w beta g"),
+        Contender("PaTH, kept", path(False, keep=True), "q k v w beta"),
+        Contender("PaTH-FoX, kept", path(True, keep=True), "q k v w beta g"),
+        Contender("PaTH-FoX, pruned, kept", path(True, PRUNE, keep=True), "q k v w beta g"),
         Contender("FoX", fox(None), "q k v g"),
         Contender("FoX, pruned", fox(PRUNE), "q k v g"),
     ]

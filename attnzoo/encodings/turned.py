@@ -49,7 +49,10 @@ def turned(kernel: Kernel) -> Kernel:
     @functools.wraps(inner)
     def run(q: Tensor, k: Tensor, v: Tensor, gate: Gate, **options: Any) -> Any:
         rest, _, receivers = fold(q, k, v, gate, options.get("valid"), whole=True)
-        return inner(*rest, **options) if receivers is None else whole_path(*rest, SoftmaxOptions(**options), receivers)
+        if receivers is None:
+            return inner(*rest, **options)
+        keep = options.pop("keep_carries", False)
+        return whole_path(*rest, SoftmaxOptions(**options), receivers, keep)
 
     @functools.wraps(then)
     def extend(

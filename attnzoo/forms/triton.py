@@ -153,10 +153,11 @@ def path_kernel() -> Kernel:
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, *, scale: float | None = None, prune: Prune | None = None,
         logit_bound: Tensor | None = None, window: int | None = None, sink: Tensor | None = None,
         valid: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
+        keep_carries: bool = False,
     ) -> Output:  # fmt: skip
         """The fused kernel (``attnzoo.kernels.path``) on whole sequences; with ``valid`` they run packed."""
         given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, cu_seqlens, return_lse)
-        return whole_path(q, k, v, gate, given)
+        return whole_path(q, k, v, gate, given, keep_carries=keep_carries)
 
     def extend(
         q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: KVCache | None, *, scale: float | None = None,
@@ -195,6 +196,8 @@ def path_kernel() -> Kernel:
             return NO_GRADIENT
         if call.gate.factors is not None and (call.state is None or not len(call.state)):
             return f"its kernels of whole sequences take one factor per token, got {call.gate.factors}"
+        if call.options.get("keep_carries") and call.gate.log_diag is not None:
+            return "its kernels keep no carries where channels decay (keep_carries)"
         return refused(call) or triton_unavailable(call.q, call.v)
 
     def explain(call: Call) -> tuple[str, str]:
@@ -233,15 +236,16 @@ def step_inputs(
 
 
 def whole_path(
-    q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, receivers: tuple[Tensor, ...] | None = None
-) -> Output:
+    q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOptions, receivers: tuple[Tensor, ...] | None = None,
+    keep_carries: bool = False,
+) -> Output:  # fmt: skip
     """Whole sequences through the kernels of PaTH; without ``valid`` they take receivers (``path_attention``)."""
     from attnzoo.kernels.path import path_attention
 
     check_softmax(given, q, gate)
     gate = gate.per_token(q)
     a = None if gate.log_diag is None else gate.log_diag.float()
-    attention = path_attention if receivers is None else partial(path_attention, receivers=receivers)
+    attention: Callable[..., Output] = partial(path_attention, receivers=receivers, keep_carries=keep_carries)
     return on_whole(attention, q, k, v, given, w=gate.w, beta=gate.beta, log_diag=a, log_decay=gate.log_decay)
 
 

@@ -22,7 +22,15 @@ from attnzoo.forms.paged import PagedCache
 from attnzoo.forms.protocol import Call
 from attnzoo.layer import linear_step
 from attnzoo.layer.bounds import eviction, largest_score, query_bounds
-from attnzoo.layer.checks import check_cache, check_hidden, check_layer, evicts, keys_per_token, valid_tokens
+from attnzoo.layer.checks import (
+    check_cache,
+    check_hidden,
+    check_keeps,
+    check_layer,
+    evicts,
+    keys_per_token,
+    valid_tokens,
+)
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.dispatch import IMPLS, chosen, given_options, run
 from attnzoo.layer.fixed import FixedCache, FixedStream
@@ -46,7 +54,7 @@ class Attention(PreciseModule):
         variant: what its core is.
         config: its parts.
         gate_options: those of the gate projection, by name.
-        prune, impl, forgetting: as ``acp``, ``impl`` and ``forgetting`` there.
+        prune, impl, forgetting, keep_carries: as ``acp``, ``impl``, ``forgetting`` and ``keep_carries`` there.
 
     Raises:
         TypeError: no AttentionConfig.
@@ -66,6 +74,7 @@ class Attention(PreciseModule):
         prune: Prune | None = None,
         impl: str = "auto",
         forgetting: Forgetting | None = None,
+        keep_carries: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(config, AttentionConfig):
@@ -76,7 +85,9 @@ class Attention(PreciseModule):
         check_layer(variant, config, classes, prune)
         if forgetting is not None:
             check_forgetting(variant, forgetting, impl, prune is not None)
+        check_keeps(variant, keep_carries, forgetting is not None)
         self.variant, self.config, self.prune, self.impl = variant, config, prune, impl
+        self.keep_carries = keep_carries
         self.scale = config.scale
         self.keys_per_token = keys_per_token(config, classes, gate_options or {})  # and values
         D, H, G, K, V = config.hidden_size, config.num_heads, config.kv_heads, config.key_dim, config.v_dim
@@ -259,6 +270,8 @@ class Attention(PreciseModule):
         form = chosen(self.variant, self.impl, call)
         if not torch.compiler.is_compiling():
             self.picked = f"{form} on {x.device.type}"
+        if self.keep_carries and form == "triton" and cache is None:
+            call = replace(call, options={**call.options, "keep_carries": True})
         if self.forget is None:
             o, state = run(self.variant, form, call)
         else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.forgetting import Forgetting, room
 from attnzoo.algebra.pruning import Evict, Prune
+from attnzoo.algebra.validation import check_flag
 from attnzoo.algebra.values import reads_values
 from attnzoo.errors import KINDS, UnavailableError
 from attnzoo.layer.config import AttentionConfig
@@ -52,6 +53,28 @@ def check_layer(
         if given != none and variant.side == "linear":
             why = f"{variant.name!r} sums past tokens in one state, without a softmax"
             raise ValueError(f"{name}: expected {none} ({why}), got {given!r}")
+
+
+def check_keeps(variant: Variant, keep_carries: bool, forgets: bool) -> None:
+    """If carries are to be kept, there are some that the kernels of a variant can keep for the backward pass.
+
+    Raises:
+        TypeError: not True or False.
+        ValueError: there are none, or the layer learns what to forget, which no kernel serves.
+    """
+    check_flag("keep_carries", keep_carries)
+    if not keep_carries:
+        return
+    if forgets:
+        raise ValueError("keep_carries: expected False with forgetting (no kernel serves what learns it), got True")
+    if not _keeps(variant):
+        why = f"the kernels of {variant.name!r} carry nothing that they could keep"
+        raise ValueError(f"keep_carries: expected False ({why}; it serves {_able(_keeps)}), got True")
+
+
+def _keeps(variant: Variant) -> bool:
+    forms = variant.form_set
+    return "triton" in forms.forms and "keep_carries" in forms.options("triton") and "log_diag" not in variant.requires
 
 
 def keys_per_token(config: AttentionConfig, classes: Sequence[type[GateProjection]], options: Mapping[str, Any]) -> int:

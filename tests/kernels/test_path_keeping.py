@@ -8,6 +8,7 @@ import pytest
 import torch
 from path_cases import DEVICE, Case, inputs, large_tiles  # noqa: F401  (a fixture)
 
+from attnzoo import Forgetting, build_attention
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.path import head_groups, keeping, path_attention
 from attnzoo.kernels.path.portable import backward
@@ -95,6 +96,45 @@ def test_only_a_gradient_keeps_anything(monkeypatch: pytest.MonkeyPatch) -> None
     x.pop("do")
     monkeypatch.setattr(op, "kept_bytes", never)
     path_attention(**x, impl="triton", keep_carries=True)
+
+
+@pytest.mark.parametrize("name", ["path", "path_fox", "rope_path", "rope_path_fox"])
+def test_layers_keep_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With padding, too; a layer without gradients and its caches are as they were."""
+    torch.manual_seed(0)
+    plain = build_attention(name, hidden_size=32, num_heads=2, impl="triton").to(DEVICE)
+    kept = build_attention(name, hidden_size=32, num_heads=2, impl="triton", keep_carries=True).to(DEVICE)
+    kept.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 150, 32, device=DEVICE)
+    mask = torch.ones(2, 150, dtype=torch.int32, device=DEVICE)
+    mask[1, 100:] = 0
+    for given in (None, mask):
+        want, o = (layer(x, attention_mask=given) for layer in (plain, kept))
+        assert torch.equal(o, want)
+        plain.zero_grad()
+        kept.zero_grad()
+        want.square().sum().backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(backward, "block_level", None)
+            o.square().sum().backward()
+        for (n, p), q in zip(plain.named_parameters(), kept.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6, msg=n)
+    with torch.no_grad():
+        assert torch.equal(kept(x[:, :9], cache=kept.new_cache()), plain(x[:, :9], cache=plain.new_cache()))
+    assert torch.equal(
+        build_attention("path", hidden_size=32, num_heads=2, keep_carries=True)(torch.ones(1, 5, 32)).isfinite(),
+        torch.ones(1, 5, 32, dtype=torch.bool),
+    )
+
+
+def test_layers_without_carries_refuse() -> None:
+    for name in ("fox", "mamba2", "wall", "path_wall"):
+        with pytest.raises(ValueError, match="keep_carries: expected False .* it serves path, path_fox, rope_path"):
+            build_attention(name, keep_carries=True)
+    with pytest.raises(ValueError, match="keep_carries: expected False with forgetting"):
+        build_attention("path", forgetting=Forgetting(), keep_carries=True)
+    with pytest.raises((TypeError, ValueError), match="keep_carries: expected"):
+        build_attention("path", keep_carries="yes")  # type: ignore[arg-type]
 
 
 def test_refusals() -> None:
