@@ -5,8 +5,8 @@
 Each contender is checked against float64 (output and all gradients) before it is timed; a wrong result gets no speed.
 Writes results.json and results.md. Decoding: one token after a cache, beside the same step in PyTorch operations.
 
-q and k are RMS-normed per head, w is of unit length and beta uniform in 0..2, both float32; gates as in fox.py. "Kept" is
-``keep_carries``; what it keeps counts as extra memory.
+q and k are RMS-normed per head, w is of unit length and beta uniform in 0..2, both float32; gates as in fox.py.
+"Kept" is ``keep_carries``; what it keeps counts as extra memory.
 flash-linear-attention multiplies the log gate by the scale; it is given log_decay / scale, so that all compute the
 same function.
 """

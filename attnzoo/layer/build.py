@@ -42,7 +42,7 @@ def build_attention(
         forgetting: learn which keys can be forgotten (One-Pass Forgetting), by an :class:`~attnzoo.Forgetting`; for
             the softmax side. None: no key is.
         keep_carries: PaTH's kernels keep what the forward makes of the transitions for the backward, which makes it
-            again otherwise: faster, for 33 to 41 K bytes a token and key head in 16 bits, K being the head dim. Outputs
+            again otherwise: faster, for about 33 K bytes a token and key head in 16 bits, K being the head dim. Outputs
             and gradients are the same, and so are the reference forms, which keep everything. For ``path``,
             ``path_fox`` and these with a rotation.
         options: fields of :class:`AttentionConfig` and options of the variant's gate projection.

@@ -95,7 +95,7 @@ def path_attention(  # type: ignore[misc]  # the options above are these
             place. What they hold is not read: a 0 that is expanded takes no memory. Needs the Triton implementation.
         return_lse: also return the log-sum-exp of each row's logits, the sink's included; differentiable.
         keep_carries: keep what the forward makes of the transitions for the backward, which makes it again otherwise:
-            the backward is faster by about half of the forward, for 33 to 41 K bytes a token and key head in 16 bits
+            the backward is faster by about half of the forward, for about 33 K bytes a token and key head in 16 bits
             (``kernels/path/keeping.py``). Values and gradients are the same. Not with log_diag. Without a gradient to
             come nothing is kept, and the reference keeps everything in any case.
         impl: "triton", "reference" (dense PyTorch, O(T^2) memory), or "auto": Triton on CUDA tensors it supports (GPUs

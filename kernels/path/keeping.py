@@ -1,8 +1,8 @@
 """What the forward pass makes of the transitions, kept for the backward pass in one buffer (``keep_carries``).
 
-Groups of heads lie one after the other, each with its tensors in the order of ``_parts``. The products of the nodes
-come last. They are made in two pieces of 16 bits, of which the backward pass reads the first alone where q is bf16:
-there the second lies where the next group begins, which is written later.
+Groups of heads lie one after the other, each with its tensors in the order of ``_parts``. The products of the nodes are
+made in two pieces of 16 bits, of which carries and the backward pass read the first alone where q is bf16: there the
+second lies where the carried queries and keys are written later.
 """
 
 from __future__ import annotations
@@ -44,31 +44,25 @@ def kept_groups(q: Tensor, k: Tensor) -> list[HeadGroup]:
 
 
 def kept_bytes(q: Tensor, k: Tensor, w: Tensor) -> int:
-    """Size of the buffer, the second piece of the last group's products included."""
-    total = last = 0
-    for group in kept_groups(q, k):
-        parts = _parts(group.queries(q), group.keys(k), group.keys(w))
-        total += sum(_aligned(part.nbytes) for part in parts.values())
-        last = _second_piece(q.dtype, parts["nodes"])
-    return total + last
+    """Size of the buffer."""
+    return sum(_size(_parts(g.queries(q), g.keys(k), g.keys(w)), q.dtype) for g in kept_groups(q, k))
 
 
 def places(buffer: Tensor, q: Tensor, k: Tensor, w: Tensor) -> Iterator[tuple[HeadGroup, Made]]:
     """Each group of heads and its tensors in a buffer of ``kept_bytes`` bytes."""
-    at = 0
+    begin = 0
     for group in kept_groups(q, k):
         own_w = group.keys(w)
-        found: dict[str, Tensor] = {}
-        for name, part in _parts(group.queries(q), group.keys(k), own_w).items():
-            size = part.nbytes
-            shape = part.shape
-            if name == "nodes" and _second_piece(q.dtype, part):
-                shape, size = (2, *shape[1:]), 2 * size
-            found[name] = buffer[at : at + size].view(part.dtype).view(shape)
+        parts = _parts(group.queries(q), group.keys(k), own_w)
+        found, at = {}, begin
+        for name, part in parts.items():
+            whole = part._replace(shape=(2, *part.shape[1:])) if name == "nodes" else part
+            found[name] = buffer[at : at + whole.nbytes].view(part.dtype).view(whole.shape)
             at += _aligned(part.nbytes)
         levels = Levels(found["level_q"], found["level_k"])
         block = Leaves(found["diag"], found["q"], found["k"], found["nodes"])
         yield group, Made(Kept(found["v"], found["x"], found.get("w", own_w)), block, levels)
+        begin += _size(parts, q.dtype)
 
 
 def _parts(q: Tensor, k: Tensor, w: Tensor) -> dict[str, Part]:
@@ -83,18 +77,22 @@ def _parts(q: Tensor, k: Tensor, w: Tensor) -> dict[str, Part]:
         "diag": Part((B, units, H, BLOCK, BLOCK), torch.float32),
         "q": Part((B, T, H, K), q.dtype),
         "k": Part((B, T, G, K), k.dtype),
-        "level_q": Part((n, B, Tq, H, K), q.dtype),
-        "level_k": Part((n, B, Tk, G, K), k.dtype),
     }
     if coarse and w.dtype != q.dtype:
         parts["w"] = Part((B, T, G, K), q.dtype)
     nodes = tree_offset(units, tree_scales(units))
-    return parts | {"nodes": Part((1 if coarse else 2, B, nodes, G, K, K), torch.float16)}
+    return parts | {
+        "nodes": Part((1 if coarse else 2, B, nodes, G, K, K), torch.float16),
+        "level_q": Part((n, B, Tq, H, K), q.dtype),
+        "level_k": Part((n, B, Tk, G, K), k.dtype),
+    }
 
 
-def _second_piece(dtype: torch.dtype, nodes: Part) -> int:
-    """Bytes of the second piece of the products, where it is not kept."""
-    return nodes.nbytes if dtype == torch.bfloat16 else 0
+def _size(parts: dict[str, Part], dtype: torch.dtype) -> int:
+    """Bytes of one group: of its tensors, and of what the second piece of the nodes needs after them."""
+    second = parts["nodes"].nbytes if dtype == torch.bfloat16 else 0
+    levels = sum(_aligned(parts[name].nbytes) for name in ("level_q", "level_k"))
+    return sum(_aligned(part.nbytes) for part in parts.values()) + max(0, _aligned(second) - levels)
 
 
 def _aligned(size: int) -> int:

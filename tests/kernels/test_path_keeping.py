@@ -62,28 +62,50 @@ def test_kept_carries_change_no_bit(case: Any, groups: str, monkeypatch: pytest.
     assert all(torch.equal(a, b) for a, b in zip(leaves, before, strict=True))
 
 
-def test_places_do_not_overlap_but_for_pieces_that_the_backward_does_not_read(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("T", [1, 150, 330])
+def test_places_overlap_only_where_carries_replace_the_second_piece_of_the_nodes(
+    T: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_groups, "KEPT_BUDGET", 1)
-    q = torch.randn(2, 330, 4, 16, device=DEVICE).bfloat16()
+    q = torch.randn(2, T, 4, 16, device=DEVICE).bfloat16()
     k, w = q[:, :, :2], q[:, :, :2].float()
     buffer = torch.zeros(keeping.kept_bytes(q, k, w), dtype=torch.uint8, device=DEVICE)
     end = 0
     for _, made in keeping.places(buffer, q, k, w):
         leaves = made.block
-        for x in (*made.kept[:2], leaves.diag, leaves.q, leaves.k, *made.levels, made.kept.w, leaves.m[0]):
+        for x in (*made.kept[:2], leaves.diag, leaves.q, leaves.k, made.kept.w, leaves.m[0], *made.levels):
             at = x.data_ptr() - buffer.data_ptr()
-            assert at >= end
-            end = at + x.numel() * x.element_size()
-        assert made.block.m.data_ptr() + made.block.m.numel() * 2 <= buffer.data_ptr() + buffer.numel()
+            assert not x.numel() or at >= end
+            end = max(end, at + x.numel() * x.element_size())
+        second = leaves.m[1].data_ptr() - buffer.data_ptr()
+        assert second >= leaves.m[0].data_ptr() - buffer.data_ptr() + leaves.m[0].numel() * 2
+        end = max(end, second + leaves.m[1].numel() * 2)
+    assert end <= buffer.numel()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has the cases above in bfloat16")
+@pytest.mark.parametrize("case", [Case(T=100, gate="none"), Case(B=2, T=330, H=4, G=2, gate="none")], ids=str)
+def test_what_the_second_piece_leaves_is_enough(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, which the interpreter rounds wrongly, but alike for kept carries and others."""
+    from attnzoo.kernels.path import api
+
+    monkeypatch.setattr(api, "triton_unavailable", lambda *_: "")
+    monkeypatch.setattr(head_groups, "KEPT_BUDGET", 1)
+    x = inputs(case, torch.bfloat16)
+    do = x.pop("do")
+    leaves = [t.requires_grad_() for t in x.values()]
+    want, kept = (
+        torch.autograd.grad(path_attention(**x, impl="triton", keep_carries=keep), leaves, do) for keep in (False, True)
+    )
+    assert all(bool(g.isfinite().all()) for g in want)
+    assert all(torch.equal(a, b) for a, b in zip(kept, want, strict=True))
 
 
 def test_size_is_what_is_said() -> None:
-    """33 to 41 K bytes a token and key head in bf16, at the lengths and head dims of the benchmark."""
+    """33 K bytes a token and key head in bf16 with K = 128, 34 K with 64."""
     for B, T, K, H in ((2, 16384, 64, 24), (2, 16384, 128, 16), (1, 16384, 128, 16)):
         q = torch.empty(B, T, H, K, dtype=torch.bfloat16, device="meta")
-        assert 33 * K <= keeping.kept_bytes(q, q, q.float()) / (B * T * H) <= 41 * K
+        assert 32.9 * K <= keeping.kept_bytes(q, q, q.float()) / (B * T * H) <= 34 * K
 
 
 def test_only_a_gradient_keeps_anything(monkeypatch: pytest.MonkeyPatch) -> None:
