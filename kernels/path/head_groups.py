@@ -52,7 +52,7 @@ def head_groups(
         decayed: whether channels decay, too: then a block keeps the products of its pairs.
         kept: whether the carried operands are kept elsewhere, so that only their gradients need a workspace.
     """
-    (B, T, H, K), G = q.shape, k.shape[2]
+    (B, T, H, K), G = map(int, q.shape), int(k.shape[2])  # a compiler may have symbols there
     rep, n = H // G, level_count(T)
     rows = T * (rep + 1) * K * q.element_size() * (n / 2 + 2)
     squares = T * rep * BLOCK * 4 * (6 if decayed else 1) + T * K * K * 4 * 2 / BLOCK

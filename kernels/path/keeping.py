@@ -67,7 +67,7 @@ def places(buffer: Tensor, q: Tensor, k: Tensor, w: Tensor) -> Iterator[tuple[He
 
 def _parts(q: Tensor, k: Tensor, w: Tensor) -> dict[str, Part]:
     """The tensors of one group of heads, of ``inverse.new_kept``, ``blocks.block_level`` and ``carry.carry``."""
-    (B, T, H, K), G = q.shape, k.shape[2]
+    (B, T, H, K), G = map(int, q.shape), int(k.shape[2])
     n, units, (Tq, Tk) = level_count(T), cdiv(T, BLOCK), level_rows(T)
     coarse = q.dtype == torch.bfloat16
     squares = (B, units, G, BLOCK, BLOCK)

@@ -101,6 +101,21 @@ def test_what_the_second_piece_leaves_is_enough(case: Case, monkeypatch: pytest.
     assert all(torch.equal(a, b) for a, b in zip(kept, want, strict=True))
 
 
+def test_kept_carries_compile() -> None:
+    """As one graph, also where lengths are symbols: each length has its own, since a buffer's size depends on it."""
+
+    def call(q: Any, k: Any, v: Any, w: Any, beta: Any) -> torch.Tensor:
+        return path_attention(q, k, v, w=w, beta=beta, impl="triton", keep_carries=True)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for T in (40, 66, 150):
+        x = inputs(Case(T=T, H=2, G=1, gate="none"), torch.float32)
+        do = x.pop("do")
+        leaves = [t.requires_grad_() for t in x.values()]
+        got, want = (torch.autograd.grad(f(*leaves), leaves, do) for f in (compiled, call))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_size_is_what_is_said() -> None:
     """33 K bytes a token and key head in bf16 with K = 128, 34 K with 64."""
     for B, T, K, H in ((2, 16384, 64, 24), (2, 16384, 128, 16), (1, 16384, 128, 16)):
