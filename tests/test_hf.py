@@ -293,6 +293,23 @@ def test_positions_follow_the_mask_and_the_cached_tokens(tokens):
         model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 9], dtype=torch.int32), position_ids=gap)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("attention_masks", "attention_mask"), ("label", "labels"), ("positions_ids", "position_ids"),
+     ("past_key_value", "past_key_values"), ("cu_seqlens_q", "cu_seq_lens_q")],
+)  # fmt: skip
+def test_misspelt_keywords_are_refused(name, meant, tokens):
+    with pytest.raises(TypeError, match=f"unknown keyword '{name}'; did you mean '{meant}'"):
+        build()(tokens, **{name: tokens})
+
+
+def test_keywords_of_other_models_are_no_concern(tokens):
+    """Such as collators and trainers hand to every model."""
+    others = {"token_type_ids": tokens, "cache_position": tokens[0], "pixel_values": None, "cu_seq_lens_k": None}
+    model = build()
+    assert torch.equal(model(tokens, **others).logits, model(tokens).logits)
+
+
 def test_states_of_all_blocks_are_given(tokens):
     model = build()
     out = model(tokens, output_hidden_states=True)

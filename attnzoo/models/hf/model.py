@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.hf.cache import ModelCache
 from attnzoo.models.hf.config import AttnzooConfig
 from attnzoo.models.hf.generate import LEAST, NeedsLoopError, asked, release, run
+from attnzoo.models.hf.keywords import check_keywords
 from attnzoo.models.hf.positions import borders, check_borders, check_shape, follow
 from attnzoo.models.loss import IGNORED
 
@@ -232,14 +234,17 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             output_hidden_states: also what each block takes, and what the head reads.
             output_attentions: refused: no form of a layer makes the matrix.
             return_dict: False gives a tuple; None of these three is as the configuration says.
-            **kwargs: for the loss (`num_items_in_batch`), and `position_ids` [B, T].
+            **kwargs: for the loss (`num_items_in_batch`), and `position_ids` [B, T]; others, which collators make for
+                other models, are ignored.
 
         Raises:
+            TypeError: a keyword that is nearly a parameter (`attention_masks`), or a cache of another kind.
             ValueError: inputs that the decoder refuses, labels of another shape, kind or vocabulary, attention matrices
                 asked for, a cache beside gradient checkpointing, or positions of another shape, or that neither rise
                 by one nor begin again; beside a mask, they rise by one from token to token that it keeps, and beside
                 cached tokens they go on from those (read on a CPU, on a GPU with `ATTNZOO_VALIDATE=1`).
         """
+        check_keywords(kwargs, _PARAMETERS)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if return_dict is None:
@@ -316,6 +321,9 @@ class AttnzooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             raise ValueError(f"labels: expected int64 tokens, got {labels.dtype}")
         if reads_values(labels) and bool((labels != ignored).any()):
             self.model.check_tokens("labels", labels, shape, ignored)
+
+
+_PARAMETERS = frozenset(inspect.signature(AttnzooForCausalLM.forward).parameters) - {"self", "kwargs"}
 
 
 def _precise(model: nn.Module) -> list[str]:

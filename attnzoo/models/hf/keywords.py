@@ -1,0 +1,30 @@
+"""Which keywords `forward` of the Hugging Face class takes besides its parameters."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+
+# Of the loss, of collators and of other models: what does not concern this one is passed to every model.
+OTHERS = frozenset({
+    "num_items_in_batch", "ignore_index", "shift_labels", "position_ids", "seq_idx", "cu_seq_lens_k", "max_length_q",
+    "max_length_k", "cache_position", "token_type_ids", "head_mask", "output_router_logits", "task_ids",
+})  # fmt: skip
+CLOSE = 0.8  # of two words' letters; "attention_masks" and "label" are, "pixel_values" is not
+
+
+def check_keywords(given: Iterable[str], parameters: Collection[str]) -> None:
+    """Misspelt parameters are not taken for keywords of others, which are ignored.
+
+    Args:
+        given: names that are none of the parameters.
+        parameters: of `forward`.
+
+    Raises:
+        TypeError: a name that is nearly one of a parameter or of a keyword that counts.
+    """
+    for name in given:
+        if name not in OTHERS:
+            near = difflib.get_close_matches(name, sorted({*parameters, *OTHERS}), n=1, cutoff=CLOSE)
+            if near:
+                raise TypeError(f"forward: unknown keyword {name!r}; did you mean {near[0]!r}?")
