@@ -15,10 +15,10 @@ from attnzoo.kernels.path.portable import backward
 
 CASES = {
     "one block": (Case(T=1, gate="none"), torch.float32),
-    "levels": (Case(B=2, T=330, H=4, G=2), torch.float32),
-    "half": (Case(T=200, H=2, G=2, K=48, V=32, gate="open"), torch.float16),
-    "pruned": (Case(T=400, H=2, G=2, gate="strong", options={"prune": Prune(1e-4)}), torch.float32),
-    "window": (Case(T=300, H=2, G=1, gate="none", options={"window": 100}), torch.float32),
+    "levels": (Case(B=2, T=201, H=2, G=2), torch.float32),
+    "half": (Case(T=200, H=2, G=1, K=48, V=32, gate="open"), torch.float16),
+    "pruned": (Case(T=300, H=2, G=2, gate="strong", options={"prune": Prune(1e-4)}), torch.float32),
+    "window": (Case(T=201, H=2, G=2, gate="none", options={"window": 100}), torch.float32),
 }
 
 
@@ -84,7 +84,7 @@ def test_places_overlap_only_where_carries_replace_the_second_piece_of_the_nodes
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has the cases above in bfloat16")
-@pytest.mark.parametrize("case", [Case(T=100, gate="none"), Case(B=2, T=330, H=4, G=2, gate="none")], ids=str)
+@pytest.mark.parametrize("case", [Case(T=100, gate="none"), Case(T=330, H=4, G=2, gate="none")], ids=str)
 def test_what_the_second_piece_leaves_is_enough(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, which the interpreter rounds wrongly, but alike for kept carries and others."""
     from attnzoo.kernels.path import api
@@ -108,7 +108,7 @@ def test_kept_carries_compile() -> None:
         return path_attention(q, k, v, w=w, beta=beta, impl="triton", keep_carries=True)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
-    for T in (40, 66, 150):
+    for T in (40, 150):
         x = inputs(Case(T=T, H=2, G=1, gate="none"), torch.float32)
         do = x.pop("do")
         leaves = [t.requires_grad_() for t in x.values()]
@@ -142,9 +142,9 @@ def test_layers_keep_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build_attention(name, hidden_size=32, num_heads=2, impl="triton").to(DEVICE)
     kept = build_attention(name, hidden_size=32, num_heads=2, impl="triton", keep_carries=True).to(DEVICE)
     kept.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 150, 32, device=DEVICE)
-    mask = torch.ones(2, 150, dtype=torch.int32, device=DEVICE)
-    mask[1, 100:] = 0
+    x = torch.randn(2, 70, 32, device=DEVICE)
+    mask = torch.ones(2, 70, dtype=torch.int32, device=DEVICE)
+    mask[1, 40:] = 0
     for given in (None, mask):
         want, o = (layer(x, attention_mask=given) for layer in (plain, kept))
         assert torch.equal(o, want)
