@@ -50,10 +50,13 @@ class UnknownKeyError(ValueError, KeyError):
     __str__ = ValueError.__str__  # a KeyError would quote the message
 
 
-def nearest(name: object, options: Iterable[str]) -> str | None:
-    """The option closest in spelling to `name` (case does not count), or None when none is close."""
+def nearest(name: object, options: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The option closest in spelling to `name` (case does not count), or None when none is close.
+
+    `cutoff` is the least share of letters that both have in common, in order (`difflib`).
+    """
     by_fold = {option.casefold(): option for option in options}
-    close = difflib.get_close_matches(str(name).casefold(), by_fold, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name).casefold(), by_fold, n=1, cutoff=cutoff)
     return by_fold[close[0]] if close else None
 
 

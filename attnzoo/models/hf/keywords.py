@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable
+
+from attnzoo.errors import nearest
 
 # Of the loss, of collators and of other models: what does not concern this one is passed to every model.
 OTHERS = frozenset({
@@ -25,6 +26,6 @@ def check_keywords(given: Iterable[str], parameters: Collection[str]) -> None:
     """
     for name in given:
         if name not in OTHERS:
-            near = difflib.get_close_matches(name, sorted({*parameters, *OTHERS}), n=1, cutoff=CLOSE)
+            near = nearest(name, sorted({*parameters, *OTHERS}), CLOSE)
             if near:
-                raise TypeError(f"forward: unknown keyword {name!r}; did you mean {near[0]!r}?")
+                raise TypeError(f"forward: unknown keyword {name!r}; did you mean {near!r}?")

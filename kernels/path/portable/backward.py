@@ -79,16 +79,16 @@ def path_backward(
         kept: Kept | None
         if there is not None:
             kept, block, carried = there.kept, there.block, Carried(there.levels, there.block.m)
-        elif log_diag is None:
-            kept = None if dq is None else new_kept(x[0], x[2])
-            block = block_level(*x, kept)
-            carried = carry(block, p_start)
         else:
-            p_a = group.queries(log_diag)
-            block, kept_decays = decayed_level(*x, p_a)
+            if log_diag is None:
+                kept = None if dq is None else new_kept(x[0], x[2])
+                block = block_level(*x, kept)
+            else:
+                p_a = group.queries(log_diag)
+                block, kept_decays = decayed_level(*x, p_a)
             carried = carry(block, p_start)
-        if once and there is None:
-            clear_tails(carried.levels, q.shape[1])
+            if once:
+                clear_tails(carried.levels, q.shape[1])
         saved = group.queries(do), group.keys(v), group.queries(o), lse[group.b, group.h], p_c, p_base, p_since, p_start
         extra = group.heads(sink), group.rows(dlse), group.rows(drow)
         p_rest = None if o_rest is None else group.queries(o_rest)
