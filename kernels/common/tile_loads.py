@@ -24,10 +24,16 @@ def load_tile(p, o_r, o_d, stride_r, R, D: tl.constexpr, BD: tl.constexpr, MASK_
 @triton.jit
 def schedule(n_blocks, n_heads):
     """Block and head of this program: groups of n_heads heads (they share the L2 cache), in a group block by block."""
+    return nth(tl.program_id(0), tl.num_programs(0), n_blocks, n_heads)
+
+
+@triton.jit
+def nth(n, n_all, n_blocks, n_heads):
+    """Block and head of the n-th of n_all tasks, in that order."""
     per = n_blocks * n_heads
-    i_g = tl.program_id(0) // per
-    n = tl.minimum(n_heads, tl.num_programs(0) // n_blocks - i_g * n_heads)  # the last group may be smaller
-    return tl.program_id(0) % per // n, i_g * n_heads + tl.program_id(0) % per % n
+    i_g = n // per
+    n_last = tl.minimum(n_heads, n_all // n_blocks - i_g * n_heads)  # the last group may be smaller
+    return n % per // n_last, i_g * n_heads + n % per % n_last
 
 
 @triton.jit

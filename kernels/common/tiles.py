@@ -54,10 +54,6 @@ class TileTable(NamedTuple):
         return t if machine.descriptors else replace(t, tma=False, maxnreg=None)
 
 
-# The Gluon backwards; head dims up to 128.
-HOPPER_BACKWARD = Tiles(64, 128, 8, 2, tma=True, heads=2)
-
-
 @contextlib.contextmanager
 def override(forced: dict[Kind, Tiles], tiles: dict[Kind, Tiles]) -> Iterator[None]:
     """Force ``tiles``, by kernel, for tests and sweeps; affects every head dim while the context is open.

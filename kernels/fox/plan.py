@@ -31,7 +31,12 @@ _HOPPER: dict[Kind, dict[int, Tiles]] = {
 }
 # The Gluon forward; num_warps are those of each of its two warpgroups. Head dims over 64 up to 128: at 64 it is no
 # faster than the portable one.
-HOPPER_FORWARD = Tiles(128, 128, 4, 2, tma=True, heads=2)
+HOPPER_FORWARD = Tiles(128, 128, 4, 2, tma=True, heads=4)
+# The Gluon backward, by the larger head dim; up to 64, two programs share a multiprocessor.
+HOPPER_BACKWARD = {
+    64: Tiles(64, 64, 4, 3, maxnreg=128, tma=True, heads=2),
+    128: Tiles(64, 128, 8, 2, tma=True, heads=4),
+}
 # Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
 _SAFE: dict[Kind, dict[int, Tiles]] = {
     "fwd": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 1)},

@@ -11,7 +11,7 @@ import torch
 from attnzoo.kernels.common import tiles as tile_sizes
 from attnzoo.kernels.common.device import Machine, not_gluon, shared_memory
 from attnzoo.kernels.common.plans import Plan
-from attnzoo.kernels.common.tiles import HOPPER_BACKWARD, Kind, Tiles, TileTable
+from attnzoo.kernels.common.tiles import Kind, Tiles, TileTable
 
 from .levels import BLOCK, level_count
 
@@ -28,6 +28,8 @@ _HOPPER_PRUNED: dict[Kind, dict[int, Tiles]] = {
 }
 # The Gluon forward (``hopper/forward.py``), pruned or not; num_warps are those of each of its two warpgroups.
 HOPPER_FORWARD = {64: Tiles(128, 128, 4, 3, tma=True, heads=8), 128: Tiles(128, 128, 4, 2, tma=True, heads=8)}
+# The Gluon backward.
+HOPPER_BACKWARD = Tiles(64, 128, 8, 2, tma=True, heads=2)
 # Fits the 99 KiB of shared memory of capability 8.6 / 8.9, so it is safe on anything from 8.0 up.
 _SAFE: dict[Kind, dict[int, Tiles]] = {
     "fwd": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2)},
@@ -112,7 +114,7 @@ def too_small(dtype: torch.dtype, head_dim: int, where: Machine) -> str:
 
 
 def one_pass_tiles(shortened: bool) -> Tiles:
-    """Tiles of the one-pass backward: FoX's; where pruning leaves heads of different lengths, all of them together."""
+    """Tiles of the one-pass backward; where pruning leaves heads of different lengths, all of them together."""
     return dataclasses.replace(HOPPER_BACKWARD, heads=1 << 20) if shortened else HOPPER_BACKWARD
 
 

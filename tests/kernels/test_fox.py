@@ -258,6 +258,10 @@ ONE_PASS = [
     Case(T=900, S=1000, K=64, V=64, gate="none", sink=True, options={"window": 100}),
     Case(T=1, S=130, K=64, V=64),
     Case(T=130, S=130, K=64, V=64, gate="shut"),
+    # more blocks of rows than a GPU has multiprocessors
+    Case(B=2, T=1300, S=1300, H=16, G=8, K=128, V=128, sink=True),
+    Case(B=2, T=1250, S=1400, H=16, G=16, K=128, V=128, gate="strong", options={"prune": Prune()}),
+    Case(B=2, T=1300, S=1300, H=16, G=16, K=64, V=64, gate="open", options={"prune": Prune(), "window": 700}),
 ]
 
 

@@ -8,23 +8,23 @@ from fox_cases import DEVICE, SMALL
 
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.device import triton_version
-from attnzoo.kernels.common.tiles import HOPPER_BACKWARD
+from attnzoo.kernels.fox.plan import HOPPER_BACKWARD
 from attnzoo.kernels.fox.portable.forward import fox_forward
 from attnzoo.kernels.fox.reference import fox_reference
 
 pytestmark = pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
-B, H, K = 2, 3, 40
-BT, BK, RU = HOPPER_BACKWARD.BT, 64, ROW_UNIT
-M = BT // 16
-N = HOPPER_BACKWARD.num_warps // M
+B, H, K, RU = 2, 3, 40, ROW_UNIT
 
 
-@pytest.mark.parametrize("T", [130, 201])
+@pytest.mark.parametrize(("T", "K", "BK"), [(130, 40, 64), (201, 40, 64), (130, 100, 128)])
 @pytest.mark.parametrize("sink", [False, True])
-def test_dq_and_row_sums_reach_their_places(T: int, sink: bool) -> None:
+def test_dq_and_row_sums_reach_their_places(T: int, K: int, BK: int, sink: bool) -> None:
     """dQ stored as the products' threads hold it, and sums per pair of rows, come out per row and column."""
     from attnzoo.kernels.fox.hopper import backward as one_pass
 
+    tiles = HOPPER_BACKWARD[BK]
+    BT, M = tiles.BT, tiles.BT // 16
+    N = tiles.num_warps // M
     S, Tp = T + 9, -(-T // RU) * RU
     generator = torch.Generator().manual_seed(0)
 

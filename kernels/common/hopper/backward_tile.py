@@ -15,16 +15,27 @@ from attnzoo.kernels.common.hopper.releases import barrier, tma_load
 
 
 @gluon.jit
-def load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_x, i_b, i_bh, i_h, i, back, b_at,
-              b_ref, GATE: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The it-th row tile: dO, lse and delta from row i, q of i_x from ``back`` rows before; and what the gates say
-    between the frames of rows and keys, b_at - b_ref."""
-    q_s, do_s, lse_s, delta_s, shift_s = rings
+def load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_x, i_b, i_bh, i_h, i, back, b_at, b_ref, p_since,
+              p_start, i_full, T, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr,
+              BT: gl.constexpr, RU: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The it-th row tile: dO, lse and delta from row i, q of i_x from ``back`` rows before; what the gates say between
+    the frames of rows and keys, b_at - b_ref; and the rows' first keys, where a row is not before i_full."""
+    q_s, do_s, lse_s, delta_s, shift_s, first_s = rings
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     b = it % STAGES
+    o_t = i + gl.arange(0, BT, one)
+    m_late = i + BT > i_full
+    b_first = o_t * 0
+    if HAS_SINCE:
+        b_first = gl.load(p_since + o_t, mask=(o_t < T) & m_late, other=0)
+    if HAS_START:
+        b_first = gl.maximum(b_first, gl.load(p_start + i // RU, mask=m_late, other=0))
     mbarrier.wait(empty.index(b), (it // STAGES & 1) ^ 1)
+    if HAS_SINCE or HAS_START:
+        first_s.index(b).store(b_first)
     if GATE != 0:
         shift_s.index(b).store(gl.full([1], 0.0, gl.float32, one) + (b_at - b_ref).to(gl.float32))
+    if GATE != 0 or HAS_SINCE or HAS_START:
         barrier()
     mbarrier.expect(full.index(b), d_q.block_type.nbytes + d_do.block_type.nbytes + 2 * d_lse.block_type.nbytes)
     tma_load(d_q, [i_x, i - back, i_h, 0], full.index(b), q_s.index(b))
@@ -34,16 +45,15 @@ def load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_x, i_b, i_bh,
 
 
 @gluon.jit
-def backward_tile(b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,
-                  dq_empty, it, i, b_bias, b_s, p_sum, p_since, p_start, off, T, scale2, BT: gl.constexpr,
-                  BS: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr,
-                  HAS_START: gl.constexpr, RU: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr, L_K: gl.constexpr,
-                  L_V: gl.constexpr, L_Q: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def backward_tile(b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it, i, b_bias, b_s,
+                  p_sum, off, scale2, BT: gl.constexpr, BS: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
+                  GATE: gl.constexpr, BOUNDED: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr,
+                  L_K: gl.constexpr, L_V: gl.constexpr, L_Q: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """dK, dV, column sums of dS, and this tile's part of dQ, from the row tile at row i.
 
-    All products of a tile have ended when the next tile starts: ptxas serialises those that cross a loop's end. With a
-    mask, fewer are in flight at once, which leaves registers for the mask.
+    All products of a tile have ended when the next tile starts: ptxas serialises those that cross a loop's end.
     """
+    q_s, do_s, lse_s, delta_s, shift_s, first_s = rings
     dtype: gl.constexpr = k_s.dtype
     b = it % STAGES
     q_t, do_t = q_s.index(b).reshape([BT, BK]), do_s.index(b).reshape([BT, BV])
@@ -51,32 +61,24 @@ def backward_tile(b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s
     zero = gl.zeros([BS, BT], gl.float32, L_S)
     mbarrier.wait(full.index(b), it // STAGES & 1)
     b_y = warpgroup_mma(k_s, q_t.permute([1, 0]), zero, use_acc=False, is_async=True)  # [BS, BT]
-    if not MASK:
-        b_dp = warpgroup_mma(v_s, do_t.permute([1, 0]), zero, use_acc=False, is_async=True)  # [BS, BT]
+    b_dp = warpgroup_mma(v_s, do_t.permute([1, 0]), zero, use_acc=False, is_async=True)  # [BS, BT]
     b_lse = lse_s.index(b).load(L_S)  # [1, BT]
     if GATE != 0:
         b_bias += shift_s.index(b).load(gl.SliceLayout(1, L_S))
-    b_y = warpgroup_mma_wait(0 if MASK else 1, [b_y])
+    b_y = warpgroup_mma_wait(1, [b_y])
     b_y = b_y * scale2
     if GATE != 0:
         b_y += b_bias[:, None]
     b_p = gl.exp2(b_y - b_lse)
     if MASK:
         m_y = b_s[:, None] <= (off + i + o_t)[None, :]
-        if HAS_SINCE:
-            b_since = gl.load(p_since + off + i + o_t, mask=i + o_t < T, other=0)
-            m_y = m_y & (b_s[:, None] >= b_since[None, :])
-        if HAS_START:
-            m_y = m_y & (b_s >= gl.load(p_start + i // RU))[:, None]
+        if BOUNDED:
+            m_y = m_y & (b_s[:, None] >= first_s.index(b).load(gl.SliceLayout(0, L_S))[None, :])
         b_p = gl.where(m_y, b_p, 0.0)
-        b_dp = warpgroup_mma(v_s, do_t.permute([1, 0]), zero, use_acc=False, is_async=True)
     b_ph = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, L_V, 2))
     b_dv = warpgroup_mma(b_ph, do_t, b_dv, is_async=True)
     b_delta = delta_s.index(b).load(L_S)  # [1, BT]
-    if MASK:
-        b_dp, b_dv = warpgroup_mma_wait(0, [b_dp, b_dv])
-    else:
-        b_dp = warpgroup_mma_wait(1, [b_dp])
+    b_dp = warpgroup_mma_wait(1, [b_dp])
     b_ds = b_p * (b_dp - b_delta)
     b_dsh = b_ds.to(dtype)
     ds_s.store(b_dsh)
@@ -93,10 +95,7 @@ def backward_tile(b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s
         o_e = gl.arange(0, BT // 2, gl.SliceLayout(0, gl.SliceLayout(1, L_R)))
         o_e = o_e[None, :] + gl.zeros([W, BT // 2], gl.int32, gl.SliceLayout(1, L_R))
         gl.atomic_add(p_sum + i // 2 + o_e, b_e, sem="relaxed")
-    if MASK:
-        b_dq = warpgroup_mma_wait(1, [b_dq])
-    else:
-        b_dq, b_dv = warpgroup_mma_wait(1, [b_dq, b_dv])
+    b_dq, b_dv = warpgroup_mma_wait(1, [b_dq, b_dv])
     mbarrier.wait(dq_empty, (it & 1) ^ 1)
     # In the order in which threads hold it (``tile_order`` undoes it): whole 16-byte writes without bank conflicts.
     M: gl.constexpr = L_Q.warps_per_cta[0]

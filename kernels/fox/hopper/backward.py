@@ -14,7 +14,7 @@ from attnzoo.kernels.common.launching import can_describe, cdiv, gate_kind, head
 from attnzoo.kernels.common.row_delta import sink_weight
 from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.common.tile_order import tile_order
-from attnzoo.kernels.common.tiles import HOPPER_BACKWARD
+from attnzoo.kernels.fox.plan import HOPPER_BACKWARD
 
 from .backward_kernel import fox_bwd_hopper_kernel
 
@@ -94,7 +94,8 @@ def fox_backward_hopper(
     """
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
-    t, BK, BV = HOPPER_BACKWARD, head_block(K), head_block(V)
+    BK, BV = head_block(K), head_block(V)
+    t = HOPPER_BACKWARD[64 if max(BK, BV) <= 64 else 128]
     gate, has_sink = gate_kind(log_decay), sink is not None
     if do.stride(-1) != 1 or not can_describe(do):
         do = do.contiguous()
@@ -126,6 +127,7 @@ def fox_backward_hopper(
         min(t.heads, B * G), scale, scale * LOG2E, *since_strides(since), H=H, REP=H // G, K=K,
         BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINCE=since is not None,
         HAS_START=start is not None, STAGES=t.num_stages, UNROUNDED=unrounded, num_warps=t.num_warps,
+        maxnreg=t.maxnreg,
     )  # fmt: skip
     M = t.BT // 16
     fox_finish_kernel[(B * H, cdiv(T, t.BT))](

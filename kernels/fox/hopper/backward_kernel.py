@@ -1,8 +1,9 @@
 """Backward in one pass for Hopper, in Gluon: five products where the two portable kernels need seven.
 
-A program owns 128 keys. A loader warp copies q, dO and the rows' (lse, delta) into shared memory, eight warps compute,
-and a reducer warp adds dQ of each tile to a float32 buffer by the bulk copy engine, so the order of the sums, and the
-last bits of dq and of the gate's gradient, vary between runs.
+A program owns 128 keys, at head dims up to 64 half of them. A loader warp copies q, dO and the rows' (lse, delta, first
+key) into shared memory, a warpgroup for 64 keys each computes, and a reducer warp adds dQ of each tile to a float32
+buffer by the bulk copy engine, so the order of the sums, and the last bits of dq and of the gate's gradient, vary
+between runs.
 
 delta is not exact here (the portable backward says why it must be for the gate), so with E_i = sum_j dS_ij, which
 should be 0, the gate's gradient takes column sums minus E: what delta's error adds to the columns of a row, E takes off
@@ -30,7 +31,7 @@ from attnzoo.kernels.common.tile_loads import schedule
 @gluon.jit
 def _row_tiles(p_end, p_full, s, T, S, BT: gl.constexpr, BS: gl.constexpr, KU: gl.constexpr, BOUNDED: gl.constexpr):
     """Row tiles that see the keys from s: n_mask of them need a mask (n_head from i_lo, the rest from i_tail), then
-    n_mid from i_mid do not."""
+    n_mid from i_mid do not. Rows before i_full see all keys up to their own."""
     off = S - T
     i_lo = gl.maximum(s - off, 0) // BT * BT
     i_mid = gl.cdiv(gl.maximum(s + BS - 1 - off, 0), BT) * BT
@@ -42,41 +43,44 @@ def _row_tiles(p_end, p_full, s, T, S, BT: gl.constexpr, BS: gl.constexpr, KU: g
     n_head = gl.cdiv(gl.maximum(gl.minimum(i_mid, i_end) - i_lo, 0), BT)
     n_mask = n_head + gl.cdiv(gl.maximum(i_end - i_tail, 0), BT)
     n_mid = gl.cdiv(gl.maximum(gl.minimum(i_tail, i_end) - i_mid, 0), BT)
-    return i_lo, i_tail, i_mid, n_head, n_mask, n_mid
+    return i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full
 
 
 @gluon.jit
-def _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT: gl.constexpr):
+def _row(n, tiles, BT: gl.constexpr):
     """First row of the n-th tile."""
+    i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full = tiles
     i = gl.where(n < n_head, i_lo + n * BT, i_tail + (n - n_head) * BT)
     return gl.where(n < n_mask, i, i_mid + (n - n_mask) * BT)
 
 
 @gluon.jit
-def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, keys_in, full, empty, p_c,
-          p_base, p_g, p_end, p_full, i_b, i_g, s, T, S, REP: gl.constexpr, H: gl.constexpr, BT: gl.constexpr,
-          BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
-          STAGES: gl.constexpr):  # fmt: skip
-    """Loader: k and v once; per row tile q, dO, lse, delta and the gates between the frames of rows and keys."""
+def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, empty, p_c, p_base, p_g, p_since,
+          p_start, p_end, p_full, i_b, i_g, s, T, S, stride_lb, stride_lh, REP: gl.constexpr, H: gl.constexpr,
+          BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
+          HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Loader: k and v once; per row tile q, dO, lse, delta, first keys and the gates between the frames of rows and
+    keys."""
     mbarrier.expect(keys_in, d_k.block_type.nbytes + d_v.block_type.nbytes)
     tma_load(d_k, [i_b, s, i_g, 0], keys_in, k_s)
     tma_load(d_v, [i_b, s, i_g, 0], keys_in, v_s)
-    n_u = gl.cdiv(S, KU)
+    n_u, off = gl.cdiv(S, KU), S - T
     it = 0
     for i_r in range(REP):
         i_h = i_g * REP + i_r
         i_bh = i_b * H + i_h
         p_unit = i_bh.to(gl.int64) * n_u
-        i_lo, i_tail, i_mid, n_head, n_mask, n_mid = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU,
-                                                                BOUNDED)  # fmt: skip
+        tiles = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU, HAS_SINCE or HAS_START)
         p_ch, p_baseh = p_c + p_unit * KU, p_base + p_unit + i_bh
+        p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + i_h * stride_lh + off
+        p_starth = p_start + i_bh.to(gl.int64) * gl.cdiv(T, RU)
         b_slope = gluon_slope(p_g, i_h, GATE)
         b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
-        for n in range(n_mask + n_mid):
-            i = _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT)
-            b_at = gluon_gate_at(p_ch, p_baseh, b_slope, gl.minimum(i // RU * RU + S - T, S - 1), GATE, KU)
-            load_rows(d_q, d_do, d_lse, d_delta, (q_s, do_s, lse_s, delta_s, shift_s), full, empty, it, i_b, i_b, i_bh,
-                      i_h, i, 0, b_at, b_ref, GATE, STAGES)  # fmt: skip
+        for n in range(tiles[4] + tiles[5]):
+            i = _row(n, tiles, BT)
+            b_at = gluon_gate_at(p_ch, p_baseh, b_slope, gl.minimum(i // RU * RU + off, S - 1), GATE, KU)
+            load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_b, i_b, i_bh, i_h, i, 0, b_at, b_ref,
+                      p_sinceh, p_starth, tiles[6], T, GATE, HAS_SINCE, HAS_START, BT, RU, STAGES)  # fmt: skip
             it += 1
 
 
@@ -89,10 +93,9 @@ def _reduce(d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP
     for i_r in range(REP):
         i_bh = i_b * H + i_g * REP + i_r
         p_unit = i_bh.to(gl.int64) * n_u
-        i_lo, i_tail, i_mid, n_head, n_mask, n_mid = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU,
-                                                                BOUNDED)  # fmt: skip
-        for n in range(n_mask + n_mid):
-            i = _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT)
+        tiles = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU, BOUNDED)
+        for n in range(tiles[4] + tiles[5]):
+            i = _row(n, tiles, BT)
             mbarrier.wait(dq_full, it & 1)
             tma_add(d_dq, [(i_bh * n_t + i // BT) * dq_s.shape[0], 0], dq_s)
             tma.store_wait(0)
@@ -101,11 +104,10 @@ def _reduce(d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP
 
 
 @gluon.jit
-def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, keys_in, full, empty, dq_full,
-             dq_empty, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, i_b, i_g, s, T, S, scale, scale2,
-             stride_lb, stride_lh, REP: gl.constexpr, H: gl.constexpr, K: gl.constexpr, BK: gl.constexpr,
-             BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
-             GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr,
+def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq_full, dq_empty, p_sum, p_dc, p_c,
+             p_base, p_g, p_end, p_full, i_b, i_g, s, T, S, scale, scale2, REP: gl.constexpr, H: gl.constexpr,
+             K: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr,
+             KU: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr, STAGES: gl.constexpr,
              UNROUNDED: gl.constexpr):  # fmt: skip
     """Products and exponentials: each warpgroup holds dK and dV of 64 keys in registers."""
     W: gl.constexpr = gl.num_warps()
@@ -116,9 +118,8 @@ def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, d
     L_Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M, W // M], [16, BK * M // W, 16])
     k_s, v_s = k4_s.reshape([BS, BK]), v4_s.reshape([BS, BV])
     b_dk, b_dv = gl.zeros([BS, BK], gl.float32, L_K), gl.zeros([BS, BV], gl.float32, L_V)
-    off = S - T
     b_s = s + gl.arange(0, BS, gl.SliceLayout(1, L_S))
-    n_u = gl.cdiv(S, KU)
+    n_u, off = gl.cdiv(S, KU), S - T
     it = 0
     mbarrier.wait(keys_in, 0)
     for i_r in range(REP):
@@ -126,26 +127,22 @@ def _compute(d_dk, d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, d
         i_bh = i_b.to(gl.int64) * H + i_h
         p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
         p_sumh = p_sum + i_bh * (gl.cdiv(T, RU) * (RU // 2))
-        p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + i_h * stride_lh
-        p_starth = p_start + i_bh * gl.cdiv(T, RU)
         b_slope = gluon_slope(p_g, i_h, GATE)
         b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
         b_bias = gluon_bias_at(p_ch, p_baseh, b_slope, b_ref, b_s, S, GATE, KU)
-        i_lo, i_tail, i_mid, n_head, n_mask, n_mid = _row_tiles(p_end + i_bh * n_u, p_full + i_bh * n_u, s, T, S, BT,
-                                                                BS, KU, HAS_SINCE or HAS_START)  # fmt: skip
+        tiles = _row_tiles(p_end + i_bh * n_u, p_full + i_bh * n_u, s, T, S, BT, BS, KU, BOUNDED)
         b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
-        for n in range(n_mask):
-            i = _row(n, i_lo, i_tail, i_mid, n_head, n_mask, BT)
+        for n in range(tiles[4]):
             b_dk, b_dv, b_dc = backward_tile(
-                b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,
-                dq_empty, it, i, b_bias, b_s, p_sumh, p_sinceh, p_starth, off, T, scale2, BT, BS, BK, BV, GATE,
-                HAS_SINCE, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q, True)  # fmt: skip
+                b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it, _row(n, tiles, BT),
+                b_bias, b_s, p_sumh, off, scale2, BT, BS, BK, BV, GATE, BOUNDED, STAGES, L_S, L_K, L_V, L_Q,
+                True)  # fmt: skip
             it += 1
-        for n in range(n_mid):
+        for n in range(tiles[5]):
             b_dk, b_dv, b_dc = backward_tile(
-                b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty, dq_full,
-                dq_empty, it, i_mid + n * BT, b_bias, b_s, p_sumh, p_sinceh, p_starth, off, T, scale2, BT, BS, BK, BV,
-                GATE, HAS_SINCE, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q, False)  # fmt: skip
+                b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it, tiles[2] + n * BT,
+                b_bias, b_s, p_sumh, off, scale2, BT, BS, BK, BV, GATE, BOUNDED, STAGES, L_S, L_K, L_V, L_Q,
+                False)  # fmt: skip
             it += 1
         if GATE != 0:
             gl.store(p_dc + i_bh * S + b_s, b_dc, mask=b_s < S)
@@ -183,6 +180,8 @@ def fox_bwd_hopper_kernel(
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BT], d_lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BT], d_delta.layout)
     shift_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    first_s = gl.allocate_shared_memory(gl.int32, [STAGES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rings = (q_s, do_s, lse_s, delta_s, shift_s, first_s)
     k_s = gl.allocate_shared_memory(dtype, d_k.block_type.shape, d_k.layout)
     v_s = gl.allocate_shared_memory(dtype, d_v.block_type.shape, d_v.layout)
     ds_s = gl.allocate_shared_memory(dtype, [BS, BT], gl.NVMMASharedLayout.get_default_for([BS, BT], dtype))
@@ -200,13 +199,12 @@ def fox_bwd_hopper_kernel(
         mbarrier.init(empty.index(b), count=1)
     gl.warp_specialize(
         [
-            (_compute, (d_dk, d_dv, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, keys_in, full, empty,
-                        dq_full, dq_empty, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start, p_end, p_full, i_b, i_g, s,
-                        T, S, scale, scale2, stride_lb, stride_lh, REP, H, K, BK, BV, BT, BS, RU, KU, GATE, HAS_SINCE,
-                        HAS_START, STAGES, UNROUNDED)),
-            (_load, (d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, keys_in, full,
-                     empty, p_c, p_base, p_g, p_end, p_full, i_b, i_g, s, T, S, REP, H, BT, BS, RU, KU, GATE,
-                     HAS_SINCE or HAS_START, STAGES)),
+            (_compute, (d_dk, d_dv, rings, k_s, v_s, ds_s, dq_s, keys_in, full, empty, dq_full, dq_empty, p_sum, p_dc,
+                        p_c, p_base, p_g, p_end, p_full, i_b, i_g, s, T, S, scale, scale2, REP, H, K, BK, BV, BT, BS,
+                        RU, KU, GATE, HAS_SINCE or HAS_START, STAGES, UNROUNDED)),
+            (_load, (d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, empty, p_c, p_base, p_g,
+                     p_since, p_start, p_end, p_full, i_b, i_g, s, T, S, stride_lb, stride_lh, REP, H, BT, BS, RU, KU,
+                     GATE, HAS_SINCE, HAS_START, STAGES)),
             (_reduce, (d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP, H, BT, BS, RU, KU,
                        HAS_SINCE or HAS_START)),
         ],

@@ -74,12 +74,13 @@ def _row(n, r0, i_tail, n_mask, BT: gl.constexpr):
 
 
 @gluon.jit
-def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, values_in, keys_in,
-          keys_out, full, empty, p_c, p_base, p_cut, p_end, p_full, B, T, n_levels, i_b, i_g, s, REP: gl.constexpr,
-          H: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr,
-          HAS_START: gl.constexpr, BOUNDED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Loader: v once, k^s per level; per row tile q^s, dO, lse, delta and the gates between the frames of rows and
-    keys."""
+def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, values_in, keys_in, keys_out, full, empty, p_c, p_base,
+          p_since, p_start, p_cut, p_end, p_full, B, T, n_levels, i_b, i_g, s, stride_lb, stride_lh,
+          REP: gl.constexpr, H: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr,
+          GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Loader: v once, k^s per level; per row tile q^s, dO, lse, delta, first keys and the gates between the frames of
+    rows and keys."""
+    BOUNDED: gl.constexpr = HAS_SINCE or HAS_START
     mbarrier.expect(values_in, d_v.block_type.nbytes)
     tma_load(d_v, [i_b, s, i_g, 0], values_in, v_s)
     n_u = gl.cdiv(T, KU)
@@ -108,12 +109,15 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta
                     i_end, i_full = _bounds(p_end, p_full, i_bh, s, T, BS, KU, BOUNDED)
                     p_ch, p_baseh = p_c + i_bh.to(gl.int64) * (n_u * KU), p_base + i_bh.to(gl.int64) * (n_u + 1)
                     b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
+                p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + i_h * stride_lh
+                p_starth = p_start + i_bh.to(gl.int64) * gl.cdiv(T, RU)
                 i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, BOUNDED)
                 for n in range(n_mask + n_mid):
                     i = _row(n, r0, i_tail, n_mask, BT)
                     b_at = gluon_gate_at(p_ch, p_baseh, b_slope, i // RU * RU, GATE, KU)
-                    load_rows(d_q, d_do, d_lse, d_delta, (q_s, do_s, lse_s, delta_s, shift_s), full, empty, it, i_lb,
-                              i_b, i_bh, i_h, i, back, b_at, b_ref, GATE, STAGES)  # fmt: skip
+                    load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_lb, i_b, i_bh, i_h, i, back, b_at,
+                              b_ref, p_sinceh, p_starth, i_full, T, GATE, HAS_SINCE, HAS_START, BT, RU,
+                              STAGES)  # fmt: skip
                     it += 1
 
 
@@ -167,11 +171,10 @@ def _bias(p_c, p_base, i_bh, b_s, s, T, GATE: gl.constexpr, KU: gl.constexpr):
 
 
 @gluon.jit
-def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, values_in, keys_in, dk_full, full,
-             empty, dq_full, dq_empty, p_own, p_sum, p_dc, p_c, p_base, p_since, p_start, p_cut, p_end, p_full, T,
-             n_levels, i_b, i_g, s, scale, scale2, stride_lb, stride_lh, REP: gl.constexpr, H: gl.constexpr,
-             BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr, RU: gl.constexpr,
-             KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr, HAS_START: gl.constexpr,
+def _compute(d_dv, rings, k4_s, v4_s, ds_s, dq_s, values_in, keys_in, dk_full, full, empty, dq_full, dq_empty, p_own,
+             p_sum, p_dc, p_c, p_base, p_cut, p_end, p_full, T, n_levels, i_b, i_g, s, scale, scale2,
+             REP: gl.constexpr, H: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, BS: gl.constexpr,
+             RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_START: gl.constexpr, BOUNDED: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
     """Products and exponentials: each warpgroup holds dK^s and dV of 64 keys in registers."""
     W: gl.constexpr = gl.num_warps()
@@ -185,7 +188,7 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
     i_bg = i_b * (H // REP) + i_g
     i_bh = i_bg.to(gl.int64) * REP
     stop = _stop(p_cut, i_bg, s, T, REP, BS, KU, HAS_START)
-    i_end, i_full = _bounds(p_end, p_full, i_bh, s, T, BS, KU, HAS_SINCE or HAS_START)
+    i_end, i_full = _bounds(p_end, p_full, i_bh, s, T, BS, KU, BOUNDED)
     o_v = gl.arange(0, BS, gl.SliceLayout(1, L_V))[:, None] * BV + gl.arange(0, BV, gl.SliceLayout(0, L_V))[None, :]
     b_dv = gl.load(p_own + (i_bg.to(gl.int64) * (gl.cdiv(T, RU) * RU) + s) * BV + o_v)
     b_bias = _bias(p_c, p_base, i_bh, b_s, s, T, GATE, KU)
@@ -203,26 +206,22 @@ def _compute(d_dv, q_s, k4_s, v4_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, v
             for i_r in range(REP):
                 i_hh = i_bh + i_r
                 if REP > 1:
-                    i_end, i_full = _bounds(p_end, p_full, i_hh, s, T, BS, KU, HAS_SINCE or HAS_START)
+                    i_end, i_full = _bounds(p_end, p_full, i_hh, s, T, BS, KU, BOUNDED)
                     b_bias = _bias(p_c, p_base, i_hh, b_s, s, T, GATE, KU)
                     b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
                 p_sumh = p_sum + i_hh * (gl.cdiv(T, RU) * (RU // 2))
-                p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + (i_g * REP + i_r) * stride_lh
-                p_starth = p_start + i_hh * gl.cdiv(T, RU)
-                i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, HAS_SINCE or HAS_START)
-                if HAS_SINCE or HAS_START:
+                i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, BOUNDED)
+                if BOUNDED:
                     for n in range(n_mask):
                         b_dk, b_dv, b_dc = backward_tile(
-                            b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty,
-                            dq_full, dq_empty, it, i_tail + n * BT, b_bias, b_s, p_sumh, p_sinceh, p_starth, 0, T,
-                            scale2, BT, BS, BK, BV, GATE, HAS_SINCE, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q,
-                            True)  # fmt: skip
+                            b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it,
+                            i_tail + n * BT, b_bias, b_s, p_sumh, 0, scale2, BT, BS, BK, BV, GATE, BOUNDED, STAGES,
+                            L_S, L_K, L_V, L_Q, True)  # fmt: skip
                         it += 1
                 for n in range(n_mid):
                     b_dk, b_dv, b_dc = backward_tile(
-                        b_dk, b_dv, b_dc, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, full, empty,
-                        dq_full, dq_empty, it, r0 + n * BT, b_bias, b_s, p_sumh, p_sinceh, p_starth, 0, T, scale2,
-                        BT, BS, BK, BV, GATE, HAS_SINCE, HAS_START, RU, STAGES, L_S, L_K, L_V, L_Q,
+                        b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it, r0 + n * BT,
+                        b_bias, b_s, p_sumh, 0, scale2, BT, BS, BK, BV, GATE, BOUNDED, STAGES, L_S, L_K, L_V, L_Q,
                         False)  # fmt: skip
                     it += 1
                 if GATE != 0 and REP > 1:
@@ -258,6 +257,8 @@ def path_bwd_hopper_kernel(
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BT], d_lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BT], d_delta.layout)
     shift_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    first_s = gl.allocate_shared_memory(gl.int32, [STAGES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rings = (q_s, do_s, lse_s, delta_s, shift_s, first_s)
     k_s = gl.allocate_shared_memory(dtype, [2, 1, BS, 1, BK], d_k.layout)
     v_s = gl.allocate_shared_memory(dtype, d_v.block_type.shape, d_v.layout)
     ds_s = gl.allocate_shared_memory(dtype, [BS, BT], gl.NVMMASharedLayout.get_default_for([BS, BT], dtype))
@@ -282,13 +283,12 @@ def path_bwd_hopper_kernel(
         mbarrier.init(empty.index(b), count=1)
     gl.warp_specialize(
         [
-            (_compute, (d_dv, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, ds_s, dq_s, values_in, keys_in, dk_full,
-                        full, empty, dq_full, dq_empty, p_own, p_sum, p_dc, p_c, p_base, p_since, p_start, p_cut, p_end,
-                        p_full, T, n_levels, i_b, i_g, s, scale, scale2, stride_lb, stride_lh, REP, H, BK, BV, BT, BS,
-                        RU, KU, GATE, HAS_SINCE, HAS_START, STAGES)),
-            (_load, (d_q, d_k, d_v, d_do, d_lse, d_delta, q_s, k_s, v_s, do_s, lse_s, delta_s, shift_s, values_in,
-                     keys_in, keys_out, full, empty, p_c, p_base, p_cut, p_end, p_full, B, T, n_levels, i_b, i_g, s,
-                     REP, H, BT, BS, RU, KU, GATE, HAS_START, HAS_SINCE or HAS_START, STAGES)),
+            (_compute, (d_dv, rings, k_s, v_s, ds_s, dq_s, values_in, keys_in, dk_full, full, empty, dq_full, dq_empty,
+                        p_own, p_sum, p_dc, p_c, p_base, p_cut, p_end, p_full, T, n_levels, i_b, i_g, s, scale, scale2,
+                        REP, H, BK, BV, BT, BS, RU, KU, GATE, HAS_START, HAS_SINCE or HAS_START, STAGES)),
+            (_load, (d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, values_in, keys_in, keys_out, full, empty,
+                     p_c, p_base, p_since, p_start, p_cut, p_end, p_full, B, T, n_levels, i_b, i_g, s, stride_lb,
+                     stride_lh, REP, H, BT, BS, RU, KU, GATE, HAS_SINCE, HAS_START, STAGES)),
             (_reduce, (d_dq, d_dk, dq_s, k_s, dq_full, dq_empty, dk_full, keys_out, p_cut, p_end, p_full, B, T, Tq,
                        n_levels, i_b, i_g, s, REP, H, BT, BS, RU, KU, HAS_START, HAS_SINCE or HAS_START)),
         ],
