@@ -95,7 +95,7 @@ def fox_backward_hopper(
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     BK, BV = head_block(K), head_block(V)
-    t = HOPPER_BACKWARD[64 if max(BK, BV) <= 64 else 128]
+    t = HOPPER_BACKWARD[max(BK, BV)]
     gate, has_sink = gate_kind(log_decay), sink is not None
     if do.stride(-1) != 1 or not can_describe(do):
         do = do.contiguous()

@@ -71,16 +71,17 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, e
         i_bh = i_b * H + i_h
         p_unit = i_bh.to(gl.int64) * n_u
         tiles = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU, HAS_SINCE or HAS_START)
+        i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full = tiles
         p_ch, p_baseh = p_c + p_unit * KU, p_base + p_unit + i_bh
         p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + i_h * stride_lh + off
         p_starth = p_start + i_bh.to(gl.int64) * gl.cdiv(T, RU)
         b_slope = gluon_slope(p_g, i_h, GATE)
         b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
-        for n in range(tiles[4] + tiles[5]):
+        for n in range(n_mask + n_mid):
             i = _row(n, tiles, BT)
             b_at = gluon_gate_at(p_ch, p_baseh, b_slope, gl.minimum(i // RU * RU + off, S - 1), GATE, KU)
             load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_b, i_b, i_bh, i_h, i, 0, b_at, b_ref,
-                      p_sinceh, p_starth, tiles[6], T, GATE, HAS_SINCE, HAS_START, BT, RU, STAGES)  # fmt: skip
+                      p_sinceh, p_starth, i_full, T, GATE, HAS_SINCE, HAS_START, BT, RU, STAGES)  # fmt: skip
             it += 1
 
 
@@ -94,7 +95,8 @@ def _reduce(d_dq, dq_s, dq_full, dq_empty, p_end, p_full, i_b, i_g, s, T, S, REP
         i_bh = i_b * H + i_g * REP + i_r
         p_unit = i_bh.to(gl.int64) * n_u
         tiles = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU, BOUNDED)
-        for n in range(tiles[4] + tiles[5]):
+        i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full = tiles
+        for n in range(n_mask + n_mid):
             i = _row(n, tiles, BT)
             mbarrier.wait(dq_full, it & 1)
             tma_add(d_dq, [(i_bh * n_t + i // BT) * dq_s.shape[0], 0], dq_s)
@@ -131,16 +133,17 @@ def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq
         b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
         b_bias = gluon_bias_at(p_ch, p_baseh, b_slope, b_ref, b_s, S, GATE, KU)
         tiles = _row_tiles(p_end + i_bh * n_u, p_full + i_bh * n_u, s, T, S, BT, BS, KU, BOUNDED)
+        i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full = tiles
         b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
-        for n in range(tiles[4]):
+        for n in range(n_mask):
             b_dk, b_dv, b_dc = backward_tile(
                 b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it, _row(n, tiles, BT),
                 b_bias, b_s, p_sumh, off, scale2, BT, BS, BK, BV, GATE, BOUNDED, STAGES, L_S, L_K, L_V, L_Q,
                 True)  # fmt: skip
             it += 1
-        for n in range(tiles[5]):
+        for n in range(n_mid):
             b_dk, b_dv, b_dc = backward_tile(
-                b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it, tiles[2] + n * BT,
+                b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it, i_mid + n * BT,
                 b_bias, b_s, p_sumh, off, scale2, BT, BS, BK, BV, GATE, BOUNDED, STAGES, L_S, L_K, L_V, L_Q,
                 False)  # fmt: skip
             it += 1
