@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from lattice import lattice
 from parts import parts
-from style import save
+from style import own_fonts, save
 
 
 def draw_lattice() -> None:
@@ -95,6 +95,7 @@ DRAWINGS: dict[str, Callable[[], None]] = {
 
 
 def main(names: list[str]) -> None:
+    own_fonts()
     for name in names or DRAWINGS:
         if name not in DRAWINGS:
             raise SystemExit(f"no drawing {name!r}: expected one of {', '.join(DRAWINGS)}")

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib import rc_context
+from matplotlib import get_data_path, rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from matplotlib.patches import FancyArrowPatch
 
 from attnzoo.experiments.figures import DECAY_COLORS, PAIR_COLORS
@@ -89,6 +90,13 @@ def save(name: str, draw: Callable[[Theme], Figure]) -> None:
             )  # fmt: skip
         text = re.sub(r' d="[^"]*"', _rounded, buffer.getvalue())
         (OUT / f"{name}{theme.suffix}.svg").write_text(text, encoding="utf-8")
+
+
+def own_fonts() -> None:
+    """Letters are matplotlib's own, whatever fonts the machine and the cached list of an earlier process have."""
+    fontManager.ttflist.clear()
+    for path in sorted(Path(get_data_path(), "fonts", "ttf").glob("*.ttf")):
+        fontManager.addfont(path)
 
 
 def _rounded(path: re.Match[str]) -> str:

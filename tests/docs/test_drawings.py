@@ -7,6 +7,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 from attnzoo import Pair, get, register
@@ -41,6 +42,17 @@ def test_committed_figures_are_drawn_anew_to_the_letter(code, name):
     assert len(drawn) >= 2
     for path in drawn:
         assert path.read_bytes() == (FIGURES / "out" / path.name).read_bytes(), path.name
+
+
+def test_letters_are_matplotlibs_own(code, monkeypatch):
+    """Also where the cached list lacks them, as after a process whose matplotlib was deleted meanwhile."""
+    from matplotlib.font_manager import findfont, fontManager
+
+    monkeypatch.setattr(fontManager, "ttflist", [])
+    fontManager._findfont_cached.cache_clear()
+    code["style"].own_fonts()
+    for family in ("DejaVu Sans", "cmr10", "cmmi10", "cmsy10"):
+        assert Path(findfont(family, fallback_to_default=False)).is_relative_to(matplotlib.get_data_path())
 
 
 def test_tables_of_results_are_those_of_the_records(code):
