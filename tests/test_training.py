@@ -133,6 +133,16 @@ def test_a_stopped_run_goes_on_to_the_same_bits(config_of, stop):
     assert weights(config.output_dir) == weights(reference)
 
 
+def test_a_stopped_run_goes_on_in_other_parts(config_of):
+    whole = numbers(train(config_of("batch_size=6", run="whole")))
+    with pytest.raises(StoppedError):
+        train(config_of("batch_size=6", "gradient_accumulation=3", "checkpoint_every=1"), on_row=stop_at(4))
+    parts = numbers(train(config_of("batch_size=6", "gradient_accumulation=2")))
+    assert [row["loss"] for row in parts] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
+    norms = [[row["grad_norm"] for row in rows if row["kind"] == "train"] for rows in (whole, parts)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
 def test_random_states_are_restored(config_of, monkeypatch):
     plain = SwiGLU.forward
     monkeypatch.setattr(SwiGLU, "forward", lambda self, x: torch.dropout(plain(self, x), 0.2, self.training))

@@ -110,6 +110,7 @@ class TrainState:
         has_all = (checkpoint / WEIGHTS).is_file()
         if has_all and not self.sharded:
             self.accelerator.load_state(str(checkpoint))
+            self.accelerator.step = 0  # parts counted since an update: there may be another number of them now
             return
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
