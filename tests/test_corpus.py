@@ -135,14 +135,15 @@ def test_the_texts_under_a_name_of_json(tmp_path):
         ("x.json", b"{", "'x.json' is not readable as JSON"),
         ("x.json", b"[" + b"9" * 5000 + b"]", "'x.json' is not readable as JSON"),
         ("x.json", b'{"documentation": "half a letter: \\ud83d"}', "no documents in .*: 1 not UTF-8"),
+        ("x.json", b'{"documentation": "an end: \\u0000"}', "no documents in .*: 1 with a zero byte"),
         ("x.zip", packed({"a.c": text("a"), "./a.c": text("b")}), "'x.zip/a.c': two documents"),
         ("x.zip", packed({"a": text("a"), "a/b": text("b")}), "'x.zip/a/b': two documents"),
         ("x.c", b"", "no documents in .*: 1 empty"),
     ],
     ids=[
         "no tar", "a cut tar", "a cut zip", "a cut gzip", "a wrong gzip", "no JSON",
-        "a number that Python refuses", "half of a surrogate pair", "one name twice",
-        "a file and a folder of one name", "nothing",
+        "a number that Python refuses", "half of a surrogate pair", "a zero byte of JSON",
+        "one name twice", "a file and a folder of one name", "nothing",
     ],  # an archive holds the time: its bytes are no names of tests
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path, name, content, said):

@@ -150,8 +150,9 @@ def _text(name: str, content: bytes | None, json_field: str | None, min_bytes: i
     """The document in UTF-8, and why it is left out, or ""."""
     if content is None:
         return b"", "hidden"
+    zero = "with a zero byte"
     if b"\0" in content:
-        return b"", "with a zero byte"
+        return b"", zero
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -161,11 +162,13 @@ def _text(name: str, content: bytes | None, json_field: str | None, min_bytes: i
             text = "\n".join(_plain(found) for found in _under(json.loads(text), json_field))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name!r} is not readable as JSON: {error}") from error
+    if "\0" in text:  # which JSON may escape, like half of a surrogate pair
+        return b"", zero
     if not text:
         return b"", "empty"
     try:
         encoded = text.encode()
-    except UnicodeEncodeError:  # JSON may escape half of a surrogate pair
+    except UnicodeEncodeError:
         return b"", "not UTF-8"
     return encoded, f"shorter than {min_bytes:,} bytes" if len(encoded) < min_bytes else ""
 
