@@ -202,10 +202,10 @@ def test_name_of_a_configuration_is_measured_with_fresh_weights(tmp_path):
 
 def test_other_text_may_be_given(run, tmp_path):
     (tmp_path / "b.txt").write_text("two" * 50)
-    (tmp_path / "a.txt").write_text("one" * 50)
+    (tmp_path / "a.txt").write_bytes(b"one\r\n" * 50)
     subject = load_subject(run)
     tokens = held_out_text(subject, str(tmp_path))
-    assert bytes(tokens.tolist()) == b"one" * 50 + b"\0" + b"two" * 50 + b"\0"
+    assert bytes(tokens.tolist()) == b"one\r\n" * 50 + b"\0" + b"two" * 50 + b"\0"
     assert held_out_text(subject, tmp_path) is tokens  # read once
     assert len(held_out_text(subject, "stdlib")) > 10**5
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")

@@ -231,7 +231,7 @@ def _tokens(subject: Subject, text: str) -> Tokens:
     end = [] if subject.end is None else [subject.end]
     for file in _files(text, _held_share(subject)):
         try:
-            found += [*subject.encode(file.read_text(encoding="utf-8")), *end]
+            found += [*subject.encode(file.read_bytes().decode("utf-8")), *end]
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: {error}") from error
         if len(found) >= LONG:
