@@ -69,6 +69,18 @@ def test_no_cast_rounds_them(gate, cast):
 
 
 @every_gate
+def test_a_layer_made_in_16_bits_has_the_dtypes_of_one_cast_to_them(gate):
+    torch.set_default_dtype(torch.bfloat16)  # as transformers does for `from_config(config, dtype=torch.bfloat16)`
+    try:
+        attn = layer(gate)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    cast = layer(gate).bfloat16()
+    for name, x in fixed_numbers(attn).items():
+        assert x.dtype == fixed_numbers(cast)[name].dtype, name
+
+
+@every_gate
 def test_a_layer_made_double_is_double_altogether(gate):
     attn = layer(gate).double()
     assert {x.dtype for x in [*attn.parameters(), *attn.buffers()]} == {torch.float64}

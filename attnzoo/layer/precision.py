@@ -97,6 +97,7 @@ class GateLinear(nn.Linear, PreciseModule):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
         self._least["bias"] = torch.float32
+        self.bias = nn.Parameter(wide(self.bias.detach()))  # whatever torch's default dtype is
 
     def forward(self, x: Tensor) -> Tensor:
         """``W x + b`` in at least float32; where x has 16 bits, the bias is added to the product in float32."""
