@@ -192,6 +192,29 @@ def test_kinds_of_layers_that_no_list_names(case, tokens):
     assert torch.equal(ours(tokens).logits, from_peer(theirs)(tokens).logits)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("Llama", {"sliding_window": 5}),
+        ("Qwen2", {"sliding_window": 5, "max_window_layers": 0}),
+        ("Qwen2", {"sliding_window": 5, "use_sliding_window": True}),
+        ("Mistral", {"sliding_window": 5, "max_window_layers": 1, "use_sliding_window": False}),
+    ],
+)
+def test_windows_are_those_that_the_peer_reads(name, fields, tokens, tmp_path):
+    """A file may lack what decides on them, or have what this kind of model does not read."""
+    peer(name, {}).save_pretrained(tmp_path)
+    known = json.loads((tmp_path / "config.json").read_text())
+    for field in ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"):
+        known.pop(field, None)
+    (tmp_path / "config.json").write_text(json.dumps({**known, **fields}))
+    theirs = getattr(transformers, f"{name}ForCausalLM").from_pretrained(tmp_path, attn_implementation="eager").eval()
+    torch.testing.assert_close(from_peer(tmp_path)(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+    (tmp_path / "config.json").write_text(json.dumps(known))
+    window = transformers.AutoConfig.from_pretrained(tmp_path).to_dict().get("sliding_window")
+    assert peer_of(known).config.layers()[0].options.get("window") == window
+
+
 def test_tables_of_angles_are_left_unread(tokens):
     theirs = peer("Llama", {})
     state = {**theirs.state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}

@@ -76,9 +76,14 @@ def _peer(settings: Settings, *, biases: bool, normed: bool) -> Peer:
 
 
 def _windows(settings: Settings, layers: int) -> list[int | None]:
-    """How far each layer looks back; None for all the way."""
-    window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
-    first = settings.get("max_window_layers", 0)  # Qwen's, where `layer_types` is not written out
+    """How far each layer looks back; None for all the way. Defaults are those of the peers' own classes."""
+    model = settings.fields["model_type"]
+    if model == "llama":
+        return [None] * layers
+    window, first = settings.fields.get("sliding_window", 4096), 0  # null: none
+    if model != "mistral":
+        window = window if settings.get("use_sliding_window", False) else None
+        first = settings.get("max_window_layers", 28)  # where `layer_types` is not written out
     default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
     kinds = settings.get("layer_types", default)
     for kind in kinds:
