@@ -252,6 +252,21 @@ def test_activation_checkpointing_changes_nothing(model, tokens):
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("attention", ["fox", "linear_attention"])
+def test_blocks_that_are_computed_again_have_the_same_gradients_beside_a_cache(attention, tokens):
+    model = build(attention)
+    wanted, results = list(model.parameters()), []
+    for model.recompute in (False, True):
+        cache = model.new_cache()
+        with torch.no_grad():
+            model(tokens[:, :6], cache=cache)
+        loss = model(tokens[:, 6:], targets=tokens[:, 6:], cache=cache).loss
+        results.append(torch.autograd.grad(loss, wanted))
+        assert {layer.tokens for layer in cache} == {13}
+    for kept, again in zip(*results, strict=True):
+        torch.testing.assert_close(again, kept)
+
+
 def test_options_of_every_layer_reach_it(tokens):
     model = build(attention_options={"window": 4, "sinks": True})
     assert [block.attention.config.window for block in model.blocks] == [4, 4]

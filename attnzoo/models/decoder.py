@@ -102,7 +102,8 @@ class LanguageModel(nn.Module):
 
     Linear and embedding weights are N(0, initializer_range^2) and biases 0, except for what a `PreciseModule` of an
     attention keeps precise (biases of gates), which has the initialisation of its own. With `recompute = True` a block
-    keeps only what it was given, and computes its inside again in the backward pass.
+    keeps only what it was given, and computes its inside again in the backward pass; not beside a cache, which it has
+    changed by then.
 
     Args:
         config: its sizes and the variant of each layer.
@@ -172,12 +173,13 @@ class LanguageModel(nn.Module):
             self.check_tokens("input_ids", input_ids)
             self.check_tokens("targets", targets, input_ids.shape, IGNORED)
         with _all_or_none(cache, len(self.blocks)):
+            again = self.recompute and cache is None and torch.is_grad_enabled()
             x = self.hidden(
                 input_ids,
                 cu_seqlens=cu_seqlens,
                 attention_mask=attention_mask,
                 cache=cache,
-                recompute=_recompute if self.recompute and torch.is_grad_enabled() else None,
+                recompute=_recompute if again else None,
             )
             if targets is not None and not with_logits:
                 rows, weight, each = x.flatten(0, 1), self.head.weight, self.chunk_loss
