@@ -134,7 +134,7 @@ def test_joined_maps_read_as_one(tmp_path):
     whole = np.arange(100)
     joined = Joined([whole[:30], whole[30:31], whole[31:]])
     assert len(joined) == 100
-    for start, stop in [(0, 100), (29, 32), (30, 31), (31, 99), (5, 10)]:
+    for start, stop in [(0, 100), (29, 32), (30, 31), (31, 99), (5, 10), (100, 132), (7, 7)]:
         np.testing.assert_array_equal(joined[start:stop], whole[start:stop])
 
 

@@ -194,7 +194,7 @@ class Joined:
             first = end - len(part)
             if start < end and first < stop:
                 found.append(part[max(start - first, 0) : stop - first])
-        return np.concatenate(found)
+        return np.concatenate(found) if found else self.parts[0][:0]
 
 
 def begins_within(starts: Starts, first: int, length: int) -> Starts:
