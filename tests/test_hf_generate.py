@@ -127,6 +127,19 @@ def test_assisted_generation_is_greedy_generation(tokens):
         path.generate(row, **{**lookup, "engine": None})
 
 
+@pytest.mark.parametrize(
+    ("attention", "options"), [("fox_rope", {}), ("rope", {"gate": "selective", "angle_conv_size": 0})]
+)
+def test_proposals_are_refused_by_name_where_angles_come_from_the_input(attention, options, tokens):
+    model, row = build(attention, attention_options=options), tokens[:1]
+    given = {"max_new_tokens": 8, "do_sample": False}
+    with pytest.raises(ValueError, match="assistant_model: expected layers that take rejected tokens back"):
+        model.generate(row, assistant_model=build(seed=1), **given)
+    assert torch.equal(
+        model.generate(row, prompt_lookup_num_tokens=3, engine=True, **given), model.generate(row, **given)
+    )
+
+
 def test_a_budget_holds_in_the_loop_and_on_the_engine(tokens):
     model = build("rope", attention_options={"forgetting": {"window": 2, "width": 4}})
     given = {"max_new_tokens": 6, "do_sample": False}

@@ -15,6 +15,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnzoo.algebra.pruning import Evict
 from attnzoo.algebra.values import has_values, reads_values
+from attnzoo.layer.gates import GateProjection
+from attnzoo.layer.gates.matrix import RotaryAngles
 from attnzoo.layer.precision import PreciseModule
 from attnzoo.layer.stream import AllOrNone
 from attnzoo.models.decoder import LanguageModel
@@ -337,7 +339,10 @@ def _gives_tokens_back(block: Any) -> bool:
     attention = block.attention
     carried = set(attention.variant.requires) - {"log_decay", "angle"}
     windows = attention.config.conv_size or attention.config.kv_shift
-    return attention.variant.side == "softmax" and not carried and not windows and attention.forget is None
+    gates = [part for part in attention.gate.modules() if isinstance(part, GateProjection)]
+    turning = any("angle" in gate.provides and not isinstance(gate, RotaryAngles) for gate in gates)
+    kept = carried or windows or turning
+    return attention.variant.side == "softmax" and not kept and attention.forget is None
 
 
 def _whole(mask: Tensor | None) -> Tensor | None:
