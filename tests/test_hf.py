@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 from hf_models import HYBRID, build, ids, load
 
+from attnzoo.algebra.forgetting import Forgetting
+from attnzoo.algebra.pruning import Prune
 from attnzoo.models.config import ModelConfig
 from attnzoo.registry import list_variants
 
@@ -34,6 +37,15 @@ def test_configuration_holds_every_field_of_the_decoder():
     again = AttnzooConfig.from_dict(json.loads(theirs.to_json_string()))
     assert again.native() == native
     assert (again.num_hidden_layers, again.num_attention_heads, again.tie_word_embeddings) == (4, 3, True)
+
+
+def test_options_that_are_objects_are_written_as_a_file_spells_them():
+    options = {"acp": Prune(1e-3), "forgetting": Forgetting(window=4)}
+    theirs = AttnzooConfig.of(ModelConfig(["fox", {"name": "rope", "options": options}], {"acp": Prune(1e-4)}))
+    again = AttnzooConfig.from_dict(json.loads(theirs.to_json_string())).native()
+    assert again.attention_options == {"acp": {"eps": 1e-4, "bound": "tail"}}
+    kept = again.layers()[1].options
+    assert (kept["acp"]["eps"], kept["forgetting"]) == (1e-3, asdict(options["forgetting"]))
 
 
 @pytest.mark.parametrize(("ours", "theirs"), sorted(THEIRS.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
@@ -87,7 +87,9 @@ def _default(field: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Lists and dicts of whatever mapping or sequence a file gave, as JSON holds them."""
+    """Lists and dicts of whatever mapping, sequence or object an option is, as JSON holds them."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
