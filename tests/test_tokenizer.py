@@ -17,7 +17,15 @@ from attnzoo.data.shards import read_shards
 tokenizers = pytest.importorskip("tokenizers")
 
 from attnzoo.data import tokenizer as module  # noqa: E402
-from attnzoo.data.tokenizer import END, byte_tokenizer, tokenize, tokenizer_files, train_bpe  # noqa: E402
+from attnzoo.data.tokenizer import (  # noqa: E402
+    END,
+    byte_tokenizer,
+    read_tokenizer,
+    special_tokens,
+    tokenize,
+    tokenizer_files,
+    train_bpe,
+)
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20 + "naïve 漢字 \t\r\n  x = 'it''s'\n"
 
@@ -132,6 +140,21 @@ def test_a_given_tokenizer_is_taken_and_carried(given, bpe, folder, tmp_path):
     assert shards.tokenizer.read_bytes() == (theirs / "tokenizer.json").read_bytes()
     assert json.loads((shards.folder / "tokenizer_config.json").read_text())["eos_token"] == END
     assert len(decoded([*shards.train, *shards.held_out], bpe)) == 12
+
+
+@pytest.mark.parametrize("settings", [{}, {"eos_token": "</s>"}])
+def test_the_token_that_ends_documents_ends_texts_too(settings, bpe, folder, tmp_path):
+    theirs, other = tmp_path / "theirs", type(bpe).from_str(bpe.to_str())
+    other.add_special_tokens(["</s>"])
+    theirs.mkdir()
+    (theirs / "tokenizer.json").write_text(other.to_str())
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (theirs / name).write_text(json.dumps({**settings, "unk_token": "?"}))
+    tokenize([folder], tmp_path / "tokens", tokenizer=theirs, end=END)
+    carried = read_tokenizer(tmp_path / "tokens")
+    assert special_tokens(carried)["eos_token_id"] == bpe.token_to_id(END)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        assert json.loads(carried[name]) == {"eos_token": END, "unk_token": "?"}
 
 
 @pytest.mark.parametrize("limits", ["cuts", "pads"])

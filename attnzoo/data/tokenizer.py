@@ -21,7 +21,8 @@ from attnzoo.data.windows import Tokens
 
 END = "<|end|>"  # ends each document; token 0
 SETTINGS = "tokenizer_config.json"
-FILES = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+NAMING = (SETTINGS, "special_tokens_map.json")  # of special tokens
+FILES = (TOKENIZER, *NAMING, "added_tokens.json", "chat_template.jinja")
 LONG = 2**20  # characters that are encoded at once, for a bounded memory
 
 
@@ -103,6 +104,9 @@ def tokenize(
     token = made.token_to_id(end) if end else None
     if token is None:
         raise ValueError(f"end: expected a token of the tokenizer that ends documents, got {end!r}")
+    if _special(files, "eos_token") != end:  # a model stops at what it has seen documents end in
+        named = {name: {**json.loads(files[name]), "eos_token": end} for name in NAMING if name in files}
+        files |= {name: json.dumps(settings, indent=1).encode() for name, settings in named.items()}
     shards = write_shards(
         folder,
         max(made.get_vocab(with_added_tokens=True).values()) + 1,
@@ -241,7 +245,7 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def _special(files: Mapping[str, bytes], kind: str) -> str | None:
-    for name in (SETTINGS, "special_tokens_map.json"):
+    for name in NAMING:
         token = json.loads(files.get(name, b"{}")).get(kind)
         if token:
             return str(token["content"] if isinstance(token, dict) else token)
