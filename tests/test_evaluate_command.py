@@ -28,6 +28,7 @@ from attnzoo.data import build_data, heldout_windows
 from attnzoo.data.config import WeightedSource
 from attnzoo.data.tasks import TASKS, Examples, build_task
 from attnzoo.data.texts import held_out_names, stdlib_files
+from attnzoo.data.tokenizer import END, read_tokenizer, tokenize, train_bpe
 from attnzoo.evaluation import (
     Answers,
     AttentionMaps,
@@ -48,7 +49,7 @@ from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
 from attnzoo.models import LanguageModel
 from attnzoo.training import load_run, train
 from attnzoo.training.checkpoint import CheckpointError, checkpoints_in
-from attnzoo.training.subject import held_out_text, load_subject
+from attnzoo.training.subject import Subject, held_out_text, load_subject
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +199,29 @@ def test_name_of_a_configuration_is_measured_with_fresh_weights(tmp_path):
     assert losses.mean() == pytest.approx(math.log(256), rel=0.05)
     again = find_subject(str(path)).model.embedding.weight
     assert torch.equal(again, subject.model.embedding.weight)
+
+
+def test_a_text_has_the_tokens_that_training_would_have(tmp_path):
+    pytest.importorskip("tokenizers")
+    from tokenizers.processors import TemplateProcessing
+
+    texts, theirs = tmp_path / "texts", tmp_path / "tokenizer.json"
+    texts.mkdir()
+    for number in range(4):
+        (texts / f"{number}.txt").write_text(f"number {number}, not the {END} of a text\n" * 5)
+    tokenizer = train_bpe([file.read_text() for file in texts.iterdir()], 290)
+    tokenizer.add_special_tokens(["<s>"])
+    first = [("<s>", tokenizer.token_to_id("<s>"))]
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=first)  # as Llama's
+    tokenizer.save(str(theirs))
+    shards = tokenize([texts], tmp_path / "tokens", tokenizer=theirs, end=END).shards
+    held = [int(name[0]) for name in held_out_names([f"{number}.txt" for number in range(4)], 0.05)]
+    config = tiny_runs.config_of(tmp_path, "run", f"data.source={tmp_path / 'tokens'}", "model.vocab_size=300")
+    subject = Subject("a run", LanguageModel(config.model), config=config, files=read_tokenizer(tmp_path / "tokens"))
+    for number in held:
+        found = held_out_text(subject, texts / f"{number}.txt")
+        assert found.tolist() == shards.held_out[0].tokens.tolist()
+    assert subject.encode("a")[0] == first[0][1]  # a prompt begins as the tokenizer has it
 
 
 def test_other_text_may_be_given(run, tmp_path):

@@ -77,6 +77,14 @@ class Subject:
         """
         return encode_bytes(text) if self._bytes else list(self._tokenizer.encode(text).ids)
 
+    def document(self, text: str) -> list[int]:
+        """A document's tokens but the one that ends it; of a run as `attnzoo tokenize` writes those that it learns:
+        nothing stands before them, and a special token's name within a text is text. ValueError as :meth:`encode`.
+        """
+        if self._bytes or self.config is None:
+            return self.encode(text)
+        return list(self._plain_tokenizer.encode(text, add_special_tokens=False).ids)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens; ValueError as :meth:`encode`."""
         return decode_bytes(tokens) if self._bytes else str(self._tokenizer.decode(list(tokens)))
@@ -92,6 +100,15 @@ class Subject:
 
     @cached_property
     def _tokenizer(self) -> Any:
+        return self._parsed()
+
+    @cached_property
+    def _plain_tokenizer(self) -> Any:
+        tokenizer = self._parsed()
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def _parsed(self) -> Any:
         if not self.files:
             raise ValueError(f"{self.title} has no tokenizer ({TOKENIZER}): its tokens stand for no text so far")
         return parse_tokenizer(self.files[TOKENIZER])
@@ -231,7 +248,7 @@ def _tokens(subject: Subject, text: str) -> Tokens:
     end = [] if subject.end is None else [subject.end]
     for file in _files(text, _held_share(subject)):
         try:
-            found += [*subject.encode(file.read_bytes().decode("utf-8")), *end]
+            found += [*subject.document(file.read_bytes().decode("utf-8")), *end]
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: {error}") from error
         if len(found) >= LONG:
