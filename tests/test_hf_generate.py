@@ -201,6 +201,21 @@ def test_the_engine_is_kept_until_another_one_is_needed(tokens):
     assert isinstance(copy.deepcopy(model), AttnzooForCausalLM)
 
 
+def test_the_engine_has_the_adapters_of_the_call(tokens):
+    """What a GPU has recorded adds the adapters of then, whatever the model's settings are by now."""
+    peft = pytest.importorskip("peft")
+    model, given = build("fox"), {"max_new_tokens": 6, "do_sample": False, "engine": True}
+    alone = model.generate(tokens, **given)
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_alpha=64))
+    adapted, with_adapters = model.generate(tokens, **given), generators[model][1]
+    assert not torch.equal(adapted, alone)
+    assert torch.equal(model.generate(tokens, **given), adapted)
+    assert generators[model][1] is with_adapters
+    model.disable_adapters()
+    assert torch.equal(model.generate(tokens, **given), alone)
+    assert generators[model][1] is not with_adapters
+
+
 def test_the_engine_samples_from_the_models_distribution(tokens):
     model = build()
     for settings in ({"top_k": 5}, {"top_p": 0.6, "top_k": 5}, {"temperature": 0.5, "top_k": 0}):

@@ -232,7 +232,8 @@ def _drawn(logits: Tensor, settings: Mapping[str, Any], random: torch.Generator)
     if settings.get("top_k"):
         smallest = logits.topk(min(int(settings["top_k"]), logits.shape[-1]), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, however small the temperature is
+    return torch.multinomial(logits.softmax(-1), 1, generator=random)
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:

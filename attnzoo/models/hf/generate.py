@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ def run(model: Any, call: Asked) -> Tensor:
 
 def _engine(model: Any, rows: int, tokens: int, limits: dict[str, Any]) -> Generator:
     """The engine of the last call if it serves this one too, or a new one in its place."""
-    places = [x.data_ptr() for x in model.parameters()]
+    places = [x.data_ptr() for x in model.parameters()], _adapters(model)
     key, generator = _engines.get(model, (None, None))
     if generator is None or key != (rows, places, limits) or generator.max_tokens < tokens:
         _engines.pop(model, None)
@@ -178,6 +179,16 @@ def _engine(model: Any, rows: int, tokens: int, limits: dict[str, Any]) -> Gener
             raise NeedsLoopError(str(error)) from error
         _engines[model] = (rows, places, limits), generator
     return generator
+
+
+def _adapters(model: nn.Module) -> list[Any]:
+    """Which adapters PEFT's layers add, and how much of them: steps that were recorded go on adding what they did."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    layers = [] if peft is None else [part for part in model.modules() if isinstance(part, peft.BaseTunerLayer)]
+    return [
+        (x.disable_adapters, list(x.active_adapters), list(x.merged_adapters), dict(getattr(x, "scaling", {})))
+        for x in layers
+    ]
 
 
 def release(model: nn.Module) -> None:
