@@ -61,6 +61,19 @@ def test_delta_rules_of_wide_heads_are_refused(name: str, K: int, said: str, mon
     )
 
 
+@pytest.mark.parametrize(
+    ("version", "said"), [("0.5.0", "0.6 or later, got 0.5.0"), ("0.6.0", ""), ("0.10", ""), ("", "")]
+)
+def test_versions_that_compute_otherwise_are_refused(version: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0 takes packed sequences beside an empty one for others."""
+    monkeypatch.setattr(fla, "DEVICE", "cpu")
+    monkeypatch.setattr(fla, "INSTALLED", True)
+    monkeypatch.setattr(fla, "OUTDATED", fla.outdated(version))
+    q, k, v, gate = random_inputs("mamba2", 1, 2, 1, 1, 16, 16, dtype=torch.float16)
+    why = fla_unavailable(Call(q, k, v, gate))
+    assert why == (said and f"expected flash-linear-attention {said} (pip install -U 'attnzoo[fla]')")
+
+
 @pytest.mark.parametrize("name", [name for name in SERVED if "w" in get(name).requires])
 def test_fla_delta_rule_refuses_another_erasing_key(name: str) -> None:
     inputs = random_inputs(name, dtype=torch.float32)

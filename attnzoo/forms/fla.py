@@ -7,8 +7,10 @@ through is below the rounding of float32.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
 import weakref
@@ -32,7 +34,28 @@ from attnzoo.kernels.common.device import HAS_TRITON, LEAST_CAPABILITY, NO_TRITO
 
 logger = logging.getLogger("attnzoo.fla")
 
+
+def _version() -> str:
+    for name in ("fla-core", "flash-linear-attention"):  # the kernels, or all of it
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
+
+
+def outdated(version: str) -> str:
+    """Why a version of flash-linear-attention does not serve, or "".
+
+    Before 0.6 packed sequences beside an empty one are computed as others, and on Hopper the backward of a scalar decay
+    is refused with any Triton from 3.4 on, or wrong.
+    """
+    if not version or Version(version).release >= (0, 6):
+        return ""
+    return f"expected flash-linear-attention 0.6 or later, got {version} (pip install -U 'attnzoo[fla]')"
+
+
 INSTALLED = importlib.util.find_spec("fla") is not None
+VERSION = _version()  # read here, as compilers cannot trace the reading; "" if there is none, or none is said
+OUTDATED = outdated(VERSION)
 DEVICE = "cuda"  # its kernels run there
 CLOSED_AS = -80.0  # exp of it is 2e-35
 LEAST_CHANNELS = 16  # of a product on tensor cores
@@ -56,6 +79,8 @@ def fla_unavailable(call: Call) -> str:
         return f"flash-linear-attention needs CUDA tensors, got {q.device.type}"
     if not INSTALLED:
         return "flash-linear-attention is not installed (pip install 'attnzoo[fla]')"
+    if OUTDATED:
+        return OUTDATED
     if not HAS_TRITON:
         return f"flash-linear-attention runs on triton: {NO_TRITON}"
     where = machine(q.device)
