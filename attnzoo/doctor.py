@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnzoo.errors import UnavailableError
+from attnzoo.forms import fla
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.kernels.common.device import installed_triton
 from attnzoo.layer.attention import Attention
@@ -240,6 +241,8 @@ def _slow() -> Iterator[str]:
 def _version(package: str) -> str:
     if package == "triton" and installed_triton():
         return installed_triton()
+    if package == "flash-linear-attention" and fla.VERSION:  # its kernels alone are a package of another name
+        return fla.VERSION
     try:
         return version(package)
     except PackageNotFoundError:

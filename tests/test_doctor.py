@@ -92,6 +92,13 @@ def test_what_slows_a_whole_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert text.count("slow: ") == 2
 
 
+def test_the_kernels_of_the_peer_have_a_version_where_the_rest_of_it_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fla, "VERSION", "0.6.0")  # of fla-core
+    assert doctor._version("flash-linear-attention") == "0.6.0"
+
+
 @pytest.mark.parametrize(("cuda", "said"), [(None, "built without CUDA"), ("13.0", "built for 13.0, and finds no")])
 def test_a_machine_without_a_gpu_says_why(cuda: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
