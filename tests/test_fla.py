@@ -74,6 +74,14 @@ def test_versions_that_compute_otherwise_are_refused(version: str, said: str, mo
     assert why == (said and f"expected flash-linear-attention {said} (pip install -U 'attnzoo[fla]')")
 
 
+def test_what_triton_interprets_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(fla, "DEVICE", "cpu")
+    monkeypatch.setattr(fla, "INSTALLED", True)
+    q, k, v, gate = random_inputs("mamba2", 1, 2, 1, 1, 16, 16, dtype=torch.bfloat16)
+    assert fla_unavailable(Call(q, k, v, gate)).startswith("the Triton interpreter computes bfloat16 wrongly")
+
+
 @pytest.mark.parametrize("name", [name for name in SERVED if "w" in get(name).requires])
 def test_fla_delta_rule_refuses_another_erasing_key(name: str) -> None:
     inputs = random_inputs(name, dtype=torch.float32)

@@ -30,7 +30,14 @@ from attnzoo.forms.fla_tuning import shorten, will_run
 from attnzoo.forms.options import LinearOptions, check_linear, existing
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.untraced import untraced
-from attnzoo.kernels.common.device import HAS_TRITON, LEAST_CAPABILITY, NO_TRITON, installed_triton, machine
+from attnzoo.kernels.common.device import (
+    HAS_TRITON,
+    LEAST_CAPABILITY,
+    NO_TRITON,
+    installed_triton,
+    interpreted,
+    machine,
+)
 
 logger = logging.getLogger("attnzoo.fla")
 
@@ -90,6 +97,8 @@ def fla_unavailable(call: Call) -> str:
         return OPAQUE
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"flash-linear-attention takes float16, bfloat16 or float32, got {q.dtype}"
+    if q.dtype == torch.bfloat16 and interpreted():
+        return "the Triton interpreter computes bfloat16 wrongly (unset TRITON_INTERPRET)"
     if min(q.shape[3], call.v.shape[3]) < LEAST_CHANNELS:
         return f"its kernels take K and V from {LEAST_CHANNELS}, got {q.shape[3]} and {call.v.shape[3]} (larger heads)"
     if q.dtype != torch.float32 and (q.shape[3] % 2 or call.v.shape[3] % 2):
