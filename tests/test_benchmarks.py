@@ -23,7 +23,7 @@ from attnzoo.benchmarks import fox, generate, layers, measure, wall
 from attnzoo.benchmarks.train import trained_gates
 from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
-from attnzoo.forms import fla_tuning
+from attnzoo.forms import fla, fla_tuning
 from attnzoo.kernels.fox.reference import fox_reference
 from attnzoo.kernels.wall.reference import wall_reference
 from attnzoo.models import LanguageModel
@@ -135,6 +135,12 @@ def test_a_peer_that_is_missing_or_broken_is_named_with_the_reason() -> None:
         "Not measured: gone: not installed (No module named 'no_such_peer').",
         "Not measured: broken: IndexError('list index out of range').",
     ]
+
+
+def test_a_record_names_kernels_whatever_package_they_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla, "VERSION", "0.6.0")  # of fla-core
+    monkeypatch.setattr(measure, "installed_triton", lambda: "3.7.1+git0")  # of pytorch-triton
+    assert {name: measure.machine()[name] for name in ("fla", "triton")} == {"fla": "0.6.0", "triton": "3.7.1+git0"}
 
 
 def test_contenders_are_chosen_by_prefix() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.metadata
 import json
 import math
 import platform
@@ -20,6 +19,8 @@ from torch import Tensor
 
 from attnzoo.errors import unknown
 from attnzoo.files import write_whole
+from attnzoo.forms import fla
+from attnzoo.kernels.common.device import installed_triton
 
 T = TypeVar("T")
 Result = dict[str, Any]
@@ -142,18 +143,11 @@ def copy_bandwidth() -> float:
 
 def machine() -> dict[str, str]:
     """The processor, the versions of what runs on it, and the date."""
-
-    def version(name: str) -> str:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return "not installed"
-
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "torch": torch.__version__,
-        "triton": version("triton"),
-        "fla": version("flash-linear-attention"),
+        "triton": installed_triton() or "not installed",
+        "fla": fla.VERSION or "not installed",
         "cudnn": str(torch.backends.cudnn.version()),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
