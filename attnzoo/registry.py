@@ -56,9 +56,10 @@ class Pair:
     softmax_layer: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        factors = [factor for part, factor in FACTORS.items() if part in self.requires]
+        parts = self.requires if isinstance(self.requires, tuple) else ()  # register says what is wrong
+        factors = [factor for part, factor in FACTORS.items() if part in parts]
         R = factors[0] if len(factors) == 1 else " ".join(f"({f})" if "-" in f else f for f in factors) or "I"
-        object.__setattr__(self, "g", self.g or ("g_t" if "log_decay" in self.requires else "0"))
+        object.__setattr__(self, "g", self.g or ("g_t" if "log_decay" in parts else "0"))
         object.__setattr__(self, "R", self.R or R)
 
 
@@ -183,7 +184,8 @@ def register(pair: Pair) -> None:
         pair: the row, with the modules that hold its two sides.
 
     Raises:
-        TypeError: not a :class:`Pair`, one whose names are none, whose parts are no tuple, or whose layers no mappings.
+        TypeError: not a :class:`Pair`, one whose names (of modules, too) are none, whose parts are no tuple, or whose
+            layers are no mappings.
         ValueError: a name that is taken, given twice or none for a file, an unknown gate part, one given twice, w
             without beta or the other way round, or a layer beside a module.
     """
@@ -196,6 +198,9 @@ def register(pair: Pair) -> None:
         raise ValueError(f"pair.requires: expected each part once, got {', '.join(pair.requires)}")
     for side in ("linear", "softmax"):
         layer, module = getattr(pair, f"{side}_layer"), getattr(pair, f"{side}_module")
+        if not isinstance(module, str):
+            said = f"expected the name of a module, such as 'package.file', got {module!r}"
+            raise TypeError(f"pair.{side}_module: {said}")
         if not isinstance(layer, Mapping):
             raise TypeError(f"pair.{side}_layer: expected options by name, such as {{'gate': 'forget'}}, got {layer!r}")
         if layer and module:

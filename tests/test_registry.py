@@ -250,6 +250,8 @@ def test_unregistered_pair_is_gone() -> None:
         (replace(NEW, requires="angle"), r"pair.requires: expected a tuple of names .* got 'angle'"),
         (replace(NEW, requires=["angle"]), r"pair.requires: expected a tuple of names .* got \['angle'\]"),  # type: ignore[arg-type]
         (replace(NEW, requires=("angle", "angle")), "pair.requires: expected each part once, got angle, angle"),
+        (replace(NEW, requires=None), "pair.requires: expected a tuple of names .* got None"),  # type: ignore[arg-type]
+        (replace(NEW, linear_module=pytest), "pair.linear_module: expected the name of a module, .* got <module"),  # type: ignore[arg-type]
         (replace(NEW, linear=3), "pair: expected two names, got 3"),  # type: ignore[arg-type]
         (replace(NEW, linear="a name"), "pair: expected names of letters, digits and _ .* got 'a name'"),
         (replace(NEW, softmax="../up"), "pair: expected names of letters, .* got '../up'"),
