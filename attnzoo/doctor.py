@@ -39,6 +39,7 @@ SETTINGS = {
     "ATTNZOO_FLA_TUNING": "flash-linear-attention measures all tiles that it knows, which takes minutes",
     "TRITON_ALWAYS_COMPILE": "Triton compiles every kernel again in each process",
 }
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # the GPUs that a process may see
 _HEADS, _TOKENS = 2, 320  # tokens enough for the kernels of long sequences
 
 
@@ -226,7 +227,9 @@ def _no_gpu() -> str:
     built = torch.version.cuda or torch.version.hip
     if built is None:
         return "no CUDA GPU: this torch is built without CUDA (https://pytorch.org/get-started has one with it)"
-    return f"no CUDA GPU: this torch is built for {built}, and finds no driver or none that is new enough (nvidia-smi)"
+    hidden = "".join(f", or {name}={os.environ[name]!r} hides it (unset it)" for name in VISIBLE if name in os.environ)
+    why = f"finds no driver or none that is new enough (nvidia-smi){hidden}"
+    return f"no CUDA GPU: this torch is built for {built}, and {why}"
 
 
 def _slow() -> Iterator[str]:

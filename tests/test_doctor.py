@@ -102,10 +102,17 @@ def test_the_kernels_of_the_peer_have_a_version_where_the_rest_of_it_is_not_inst
 @pytest.mark.parametrize(("cuda", "said"), [(None, "built without CUDA"), ("13.0", "built for 13.0, and finds no")])
 def test_a_machine_without_a_gpu_says_why(cuda: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(doctor, "list_variants", list)
     assert f"- no CUDA GPU: this torch is {said}" in doctor.examine().text()
+
+
+def test_a_variable_that_may_hide_the_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert doctor._no_gpu().endswith("(nvidia-smi), or CUDA_VISIBLE_DEVICES='' hides it (unset it)")
 
 
 def test_old_gpus_and_rocm_run_no_kernel_of_ours(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
