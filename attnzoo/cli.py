@@ -131,7 +131,9 @@ def _show_preset(name: str) -> None:
 
 @app.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random inputs.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Seed of the random inputs."
+)
 def verify(names: tuple[str, ...], seed: int) -> None:
     """Check every form against the float64 oracle.
 

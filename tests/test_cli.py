@@ -116,6 +116,7 @@ def test_forms_that_need_a_gpu_are_not_counted_as_verified_without_one(run: Any)
         (["train", "fox-pro-12m"], ["did you mean 'fox-pro-125m'", "attnzoo list --presets"]),
         (["verify", "--sed", "1"], ["'--seed'"]),
         (["verify", "--seed", "x"], ["'x'"]),
+        (["verify", "--seed", "9223372036854775808"], ["'--seed'", "0<=x<=2147483647"]),
         (["train", "missing.yaml"], ["missing.yaml", "fox_small, tiny"]),
         (["train", "tinny"], ["'tinny'", "did you mean 'tiny'"]),
         (["train", "configs/tiny.yaml"], ["'configs/tiny.yaml'", "did you mean 'tiny'"]),
