@@ -137,6 +137,16 @@ def test_a_peer_that_is_missing_or_broken_is_named_with_the_reason() -> None:
     ]
 
 
+@pytest.mark.parametrize("command", [["fox"], ["generate"], ["train", "tiny"]])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(
+    command: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "taken").write_text("a file")
+    ran = run(*command, "--out", "taken/here")
+    assert str(ran.exception).startswith("--out='taken/here': ")
+    assert str(ran.exception).endswith("is not a folder")
+
+
 def test_a_record_names_kernels_whatever_package_they_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "VERSION", "0.6.0")  # of fla-core
     monkeypatch.setattr(measure, "installed_triton", lambda: "3.7.1+git0")  # of pytorch-triton

@@ -32,8 +32,17 @@ def out(folder: str) -> Option:
         type=click.Path(path_type=Path),
         default=f"runs/bench/{folder}",
         show_default=True,
+        callback=_writable,
         help="Folder to write results.json and results.md to.",
     )
+
+
+def _writable(context: click.Context, option: click.Parameter, folder: Path) -> Path:
+    """Said before minutes of measuring."""
+    from attnzoo.files import check_folder
+
+    check_folder(folder, "--out")
+    return folder
 
 
 shapes = click.option(
