@@ -352,6 +352,11 @@ def test_the_table_of_layers_has_a_row_for_each_pair_that_was_measured() -> None
         "| gla | triton | 5.00 | 4.00 | wall | - | - | - | - | - |",
     ]
     assert lines[-1] == "Not right, and not timed: wall (y 1.2e+00)."
+    failed = layers.table(result | {"errors": [], "missing": ["gla at (4, 24, 4096, 64): OSError()"]}).splitlines()
+    assert failed[-2:] == [
+        "Not measured: gla at (4, 24, 4096, 64): OSError().",
+        "Every layer that was checked was within its error.",
+    ]
 
 
 @dataclass(frozen=True)
@@ -394,6 +399,10 @@ def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None
     assert not measure.race(result, peers, shapes, -1, draw=lambda *shape: shape, times=times, **options)
     assert result["rows"] == []
     assert "out of time at (1, 2, 8, 64) right" in capsys.readouterr().out
+    assert result["missing"] == [
+        "broken at (1, 2, 8, 64): ZeroDivisionError('division by zero')",
+        "right at (1, 2, 8, 64) and what comes after it: no time was left",
+    ]
     assert measure.error_lines({"errors": [{"name": "right", "K": 64, "o": "1e-3"}]}, ("o", "dq"))[2:] == [
         "| | K | o | dq |",
         "|---|---|---|---|",

@@ -27,6 +27,7 @@ from attnzoo.benchmarks.measure import (
     keeper,
     machine,
     measured,
+    not_measured,
     race,
     relative,
     save,
@@ -151,8 +152,10 @@ def table(result: Result) -> str:
                 sides = [pair.linear, *cells(linear), pair.softmax, *cells(softmax), cells(pruned)[2], ratio]
                 lines.append(f"| {' | '.join(sides)} |")
         lines.append("")
+    lines += not_measured(missing := result.get("missing", []))
     wrong = [f"{e['name']} ({n} {e[n]})" for e in result["errors"] for n in ERRORS if not float(e[n]) <= 1]
-    lines.append(f"Not right, and not timed: {', '.join(wrong)}." if wrong else "Every layer was within its error.")
+    every = "Every layer that was checked" if missing else "Every layer"
+    lines.append(f"Not right, and not timed: {', '.join(wrong)}." if wrong else f"{every} was within its error.")
     return "\n".join(lines) + "\n"
 
 

@@ -186,6 +186,8 @@ def race(
 ) -> bool:  # fmt: skip
     """Time the peers that are right, shape by shape; rows and errors go into ``result``. Whether the time sufficed.
 
+    What failed, and where the time was over, is added to what ``result`` has as "missing".
+
     Args:
         shapes: (B, H, T, K) each.
         draw: inputs of a shape.
@@ -196,6 +198,7 @@ def race(
     """
     deadline = time.time() + seconds
     result |= {"errors": [], "rows": []}
+    missing: list[str] = result.setdefault("missing", [])
     right: dict[tuple[str, int], bool] = {}
     for shape in shapes:
         x, K = draw(*shape), shape[3]
@@ -203,6 +206,7 @@ def race(
         for peer in peers:
             if time.time() > deadline:
                 print("out of time at", shape, peer.name, flush=True)
+                missing.append(f"{peer.name} at {shape} and what comes after it: no time was left")
                 return False
             try:
                 if (peer.name, K) not in right:
@@ -216,6 +220,7 @@ def race(
                 measured = times(peer, x) if right[peer.name, K] else None
             except Exception as error:
                 print({"name": peer.name, "shape": shape, "failed": repr(error)[:300]}, flush=True)
+                missing.append(f"{peer.name} at {shape}: {repr(error)[:200]}")
                 continue
             if measured is not None:
                 row = {"name": peer.name, **dict(zip("BHTK", shape, strict=True)), **measured, **shared}
