@@ -263,6 +263,23 @@ def test_flash_sparse_attn_that_is_not_installed_is_named() -> None:
     assert missing == ["flash-sparse-attn: not installed (No module named 'flash_sparse_attn')"]
 
 
+def test_the_plot_shows_what_was_asked_for_and_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = [fox.Contender(name, lambda x: x.q) for name in ("ours", "official", "FLA")]
+    pictured: list[dict[str, Any]] = []
+    fakes: dict[str, Any] = {
+        "measure": lambda *given: {"rows": [{"name": "ours", "K": 64}]},
+        "contenders": lambda official: (peers, []),
+        "draw": lambda *shape: None,
+        "time_peer": lambda peer, x, rep: (1.0, 2.0),
+        "table": lambda result: "",
+        "draw_lengths": lambda result, out: pictured.extend(result["lengths"]),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(fox, name, fake)
+    fox.run(tmp_path, [], ["ours", "official"], 1, 60.0, None, plot=True)
+    assert {row["name"] for row in pictured} == {"ours"}  # the official kernel was not right
+
+
 def test_wall_is_checked_against_float64_with_and_without_its_decays() -> None:
     def attend(name: str, leaves: str, power: float) -> measure.Contender[wall.Inputs]:
         def call(x: wall.Inputs) -> torch.Tensor:

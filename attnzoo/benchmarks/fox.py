@@ -19,7 +19,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -320,11 +320,11 @@ def table(result: Result) -> str:
     return "\n".join([*lines, *error_lines(result, ("o", "dq", "dk", "dv", "dg"))]) + "\n"
 
 
-def lengths(seconds: float, official: Path | None) -> list[dict[str, Any]]:
-    """Forward + backward per token against context length; B shrinks so that B T = 131072."""
+def lengths(seconds: float, official: Path | None, timed: Collection[str]) -> list[dict[str, Any]]:
+    """Forward + backward against context length of what was asked for, and right; B shrinks so that B T = 131072."""
     deadline = time.time() + seconds
     wanted = ("ours", "ours, pruned (tail)", "SDPA cuDNN (no gate)", "official", "official, pruned", "FLA")
-    peers = [p for p in contenders(official)[0] if p.name in wanted]
+    peers = [p for p in contenders(official)[0] if p.name in wanted and p.name in timed]
     rows: list[dict[str, Any]] = []
     for T in (2**n for n in range(10, 18)):
         x = draw(131072 // T, 8, T, 64)
@@ -372,7 +372,7 @@ def run(
     result = measure(shapes or SHAPES, only, rep, seconds, official, keeper(out, table))
     save(out, result, table(result))
     if plot:
-        result["lengths"] = lengths(seconds, official)
+        result["lengths"] = lengths(seconds, official, {row["name"] for row in result["rows"]})
         save(out, result, table(result))
         draw_lengths(result, out)
     print(table(result))
