@@ -469,6 +469,23 @@ def test_what_does_not_fit_into_memory_is_said_and_what_fails_has_a_row(
     assert "RoPE at batch 4 and 4096 tokens: caches of 4 sequences: expected room for 99.00 GiB on cuda, got" in text
 
 
+def test_models_to_generate_with_are_chosen_by_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(model: Any, *given: Any) -> dict[str, Any]:
+        return {"ms": 1.0, "cache_gb": 2.0}
+
+    for name in ("build", "llama"):
+        monkeypatch.setattr(generate, name, lambda *given: None)
+    for name in ("measure", "measure_llama"):
+        monkeypatch.setattr(generate, name, measure)
+    monkeypatch.setattr(generate, "load_peer", lambda name, load, missing: True)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    generate.run(tmp_path, [64], [1], ["Llama, s", "RoPE"], 60.0)
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["RoPE", "Llama, static cache, compiled"]
+    with pytest.raises(ValueError, match="unknown contender 'Llama, statisch'.*did you mean 'Llama, static"):
+        generate.run(tmp_path, [64], [1], ["Llama, statisch"], 60.0)
+
+
 @pytest.mark.parametrize("contender", generate.OURS, ids=lambda contender: contender.name)
 def test_generation_is_measured_from_full_caches(contender: generate.Contender) -> None:
     sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 50, "device": "cpu"}

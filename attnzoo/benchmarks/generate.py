@@ -82,6 +82,10 @@ OURS = (
     Contender("Mamba-2", "mamba2", fuse=True),
     Contender("Gated DeltaNet", "gated_deltanet", fuse=True),
 )
+PEERS = (  # of transformers
+    Contender("Llama, dynamic cache", "llama", compile=False),
+    Contender("Llama, static cache, compiled", "llama"),
+)
 
 
 def build(contender: Contender, device: str = "cuda", **sizes: Any) -> LanguageModel:
@@ -248,18 +252,18 @@ def run(out: Path, tokens: Sequence[int], batch: Sequence[int], only: Sequence[s
     """Measure, print the table, and write results.json and results.md to ``out``."""
     missing: list[str] = []
     Measure = Callable[[Any, int, int], dict[str, Any]]
-    ours = [x for x in only if not "Llama".startswith(x[:5])]
+    asked = {contender.name for contender in chosen([*OURS, *PEERS], only)}
     runs: dict[str, tuple[Callable[[], Any], Measure]] = {
         contender.name: (partial(build, contender), lambda model, B, S, by=contender: measure(model, by, B, S))  # type: ignore[misc]
-        for contender in chosen(list(OURS), ours)
+        for contender in OURS
     }
-    asked = not only or len(ours) < len(only)
-    if asked and load_peer("Llama", lambda: __import__("transformers"), missing) is not None:
+    wanted = asked & {peer.name for peer in PEERS}
+    if wanted and load_peer("Llama", lambda: __import__("transformers"), missing) is not None:
         runs |= {
-            "Llama, dynamic cache": (llama, lambda model, B, S: measure_llama(model, False, B, S)),
-            "Llama, static cache, compiled": (llama, lambda model, B, S: measure_llama(model, True, B, S)),
+            peer.name: (llama, lambda model, B, S, static=peer.compile: measure_llama(model, static, B, S))  # type: ignore[misc]
+            for peer in PEERS
         }
-    runs = {name: run for name, run in runs.items() if not only or name.startswith(tuple(only))}
+    runs = {name: run for name, run in runs.items() if name in asked}
     result: Result = {"machine": machine(), "sizes": str(SIZES), "missing": missing, "rows": []}
     end = time.perf_counter() + seconds
     cells = [(B, S) for B in batch or (4,) for S in tokens or (16384,)]
