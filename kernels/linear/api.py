@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, Gate
-from attnzoo.algebra.validation import check_scale
+from attnzoo.algebra.validation import check_flag, check_scale
 from attnzoo.algebra.values import reads_values
 from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import kernels_unavailable, traced
@@ -50,7 +50,7 @@ def linear_steps(
             ATTNZOO_VALIDATE=1), or an input requires a gradient while gradients are recorded.
         TypeError: something that is no tensor, or no gate.
     """
-    _check(q, k, v, gate, state, scale, write, valid)
+    _check(q, k, v, gate, state, scale, write, valid, in_place)
     why = triton_unavailable(q, v)
     if why:
         raise ValueError(f"q, v: {why}")
@@ -76,7 +76,7 @@ def triton_unavailable(q: Tensor, v: Tensor) -> str:
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, gate: Gate, state: Tensor | None, scale: float | None, write: Tensor | None,
-    valid: Tensor | None,
+    valid: Tensor | None, in_place: bool,
 ) -> None:  # fmt: skip
     if not isinstance(gate, Gate):
         raise TypeError(f"gate: expected attnzoo.Gate, got {type(gate).__name__}")
@@ -113,6 +113,7 @@ def _check(
         if x is not None and x.dtype != dtype:
             raise ValueError(f"{name}: expected {dtype}, got {x.dtype}")
     check_scale(scale)
+    check_flag("in_place", in_place)
     tensors = [x for x in given.values() if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError("a fused step has no gradient: expected torch.no_grad() or inputs that require none")

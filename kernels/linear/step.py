@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.algebra.validation import check_scale
+from attnzoo.algebra.validation import check_flag, check_scale
 from attnzoo.errors import unknown
-from attnzoo.kernels.common.arguments import check_shapes
+from attnzoo.kernels.common.arguments import check_shapes, check_tensors
 from attnzoo.kernels.common.parts import Finish, Norm
 from attnzoo.kernels.linear.api import triton_unavailable
 from attnzoo.kernels.linear.parts import MAPS, Convolution, Decay
@@ -64,9 +64,12 @@ def linear_step(
         [B, 1, H, V] in the dtype of v.
 
     Raises:
-        ValueError: a shape, a dtype or an option is wrong, or no kernel can run here.
+        ValueError: a shape, a dtype, a device or an option is wrong, or no kernel can run here.
+        TypeError: something that is no tensor, or no part.
     """
-    for name, x in (("q", q), ("k", k), ("v", v), ("state", state)):
+    rows = {"q": q, "k": k, "v": v, "state": state}
+    check_tensors({**rows, "active": active, "beta": beta, "skip": skip}, needed=(*rows, "active"))
+    for name, x in rows.items():
         if x.ndim != 4:
             raise ValueError(f"{name}: expected 4 axes, got shape {tuple(x.shape)}")
     (B, T, HQ, K), HK, (G, V), H = q.shape, k.shape[2], v.shape[2:], state.shape[1]
@@ -75,9 +78,18 @@ def linear_step(
     for name, heads in (("q", HQ), ("k", HK), ("v", G)):
         if not heads or H % heads:
             raise ValueError(f"{name}: expected a divisor of the state's H={H} heads, got {heads}")
+    if not isinstance(maps, tuple | list) or len(maps) != 2:
+        raise ValueError(f"maps: expected two names, of the maps of q and of k, got {maps!r}")
     for name in maps:
         if name not in MAPS:
             raise unknown("maps", name, MAPS)
+    for name, flag in (("writes", writes), ("gate_first", gate_first)):
+        check_flag(name, flag)
+    if norm is not None and not isinstance(norm, Norm | float | int):
+        raise TypeError(f"norm: expected a Norm, a number or None, got {norm!r}")
+    for name, given, able in (("decay", decay, Decay | Tensor), ("diag", diag, Decay)):
+        if given is not None and not isinstance(given, able):
+            raise TypeError(f"{name}: expected a Decay{' or a tensor' * (name == 'decay')} or None, got {given!r}")
     if writes and not (isinstance(decay, Decay) and decay.opposite):
         raise ValueError("writes: expected False unless the decay is made of a softplus (opposite), got True")
     if groups is not None and (groups < 1 or H % groups):
@@ -107,6 +119,7 @@ def linear_step(
             f"conv.{name}.weight": (one.weight, (X, size), None), f"conv.{name}.bias": (one.bias, (X,), None),
             f"conv.{name}.before": (one.before, (B, size - 1, X), None),
         }  # fmt: skip
+    check_tensors({name: x for name, (x, _, _) in wanted.items()})
     check_shapes(wanted, strided=("q", "k", "v", "beta", "finish.gate", "decay.logits", "diag.logits"))
     for name in ("q", "k", "v", "beta", "finish.gate", "decay.logits", "diag.logits"):
         given = wanted[name][0] if name in wanted else None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo import Gate, get, list_variants, oracle
 from attnzoo.forms.protocol import Call
-from attnzoo.kernels.linear import MOST_TOKENS, linear_steps
+from attnzoo.kernels.linear import MOST_TOKENS, linear_step, linear_steps
 from attnzoo.samples import random_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -189,3 +189,28 @@ def test_what_it_does_not_serve_is_said() -> None:
     assert f"1 to {MOST_TOKENS} tokens at a time, got 72" in mamba2.refuses("triton", Call(*long, Gate()))
     double = Call(*(x.double() for x in (q, k, v)), gate)
     assert "expected bfloat16, float16 or float32, got torch.float64" in mamba2.refuses("triton", double)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"state": torch.zeros(2, 2, 8, 8, device="meta")}, ValueError, "state: expected the device of q .*, got meta"),
+        ({"active": [1, 1]}, TypeError, "active: expected a tensor, got list"),
+        ({"decay": 0.5}, TypeError, "decay: expected a Decay or a tensor or None, got 0.5"),
+        ({"norm": "l2"}, TypeError, "norm: expected a Norm, a number or None, got 'l2'"),
+        ({"maps": ("silu",)}, ValueError, "maps: expected two names"),
+        ({"gate_first": "no"}, TypeError, "gate_first: expected True or False, got 'no'"),
+    ],
+)
+def test_what_a_whole_step_cannot_take_is_named(given: dict[str, Any], error: type[Exception], said: str) -> None:
+    x, state = torch.randn(2, 1, 2, 8, device=DEVICE), torch.zeros(2, 2, 8, 8, device=DEVICE)
+    usual = {"state": state, "active": torch.ones(2, dtype=torch.int32, device=DEVICE)}
+    with pytest.raises(error, match=said):
+        linear_step(x, x, x, **{**usual, **given})
+
+
+def test_a_state_is_not_written_to_by_mistake() -> None:
+    x, state = torch.randn(2, 1, 2, 8, device=DEVICE), torch.zeros(2, 2, 8, 8, device=DEVICE)
+    with pytest.raises(TypeError, match="in_place: expected True or False, got 'no'"):
+        linear_steps(x, x, x, Gate(), state, in_place="no")  # type: ignore[arg-type]
+    assert not state.any()
