@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import sysconfig
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -239,6 +241,8 @@ def _slow() -> Iterator[str]:
             yield f"{name}={value}: {effect} (unset it)"
     if not (os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")):
         yield "no C compiler, without which Triton launches no kernel (install gcc, or set CC)"
+    if not (Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h").exists():
+        yield "no headers of Python, without which Triton launches no kernel (install python3-dev)"
 
 
 def _version(package: str) -> str:

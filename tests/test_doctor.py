@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,18 +79,22 @@ def test_a_triton_that_miscompiles_scalar_decays_is_named(pretend: Pretend, monk
     assert row(report, "mamba2", "prefill").kernels == row(report, "deltanet", "training").kernels == ""
 
 
-def test_what_slows_a_whole_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slows_a_whole_machine_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in (*doctor.SETTINGS, "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/gcc")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda *scheme: str(tmp_path))
     assert not list(doctor._slow())
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("ATTNZOO_VALIDATE", "0")  # makes nothing slow
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda *scheme: "nowhere")
     text = doctor.Report("a system", (), {}, "layers", (), tuple(doctor._slow())).text()
     assert "- slow: CUDA_LAUNCH_BLOCKING=1: Python waits for every kernel (unset it)" in text
     assert "- slow: no C compiler" in text
-    assert text.count("slow: ") == 2
+    assert "- slow: no headers of Python, without which Triton launches no kernel (install python3-dev)" in text
+    assert text.count("slow: ") == 3
 
 
 def test_the_kernels_of_the_peer_have_a_version_where_the_rest_of_it_is_not_installed(
