@@ -60,9 +60,12 @@ def verify(names: Sequence[str] = (), seed: int = 0) -> Iterator[Check]:
     with fewer key heads than query heads and K != V.
 
     Raises:
+        TypeError: one name in place of a sequence of them.
         ValueError: an unknown name.
         UnavailableError: the module of a variant that is named cannot be imported.
     """
+    if isinstance(names, str):
+        raise TypeError(f"names: expected a sequence of names such as ['fox'], got {names!r}")
     for name in [get(name).name for name in names] or list_variants():
         try:
             variant = get(name)

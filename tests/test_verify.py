@@ -26,6 +26,11 @@ def test_verify_checks_every_variant_by_default(monkeypatch: pytest.MonkeyPatch)
     assert list(verification.verify()) == list(list_variants())
 
 
+def test_one_name_in_place_of_several_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"names: expected a sequence of names such as \['fox'\], got 'nope'"):
+        list(verification.verify("nope"))
+
+
 def test_verify_checks_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "LENGTHS", (1, 13))  # test_forms has longer ones
     some = (*PAIRS[2:4], PAIRS[-1], PRODUCTS[0])  # without a matrix, and one of each kind
