@@ -166,6 +166,17 @@ def test_the_protocol_is_enough() -> None:
         unregister(pair)
 
 
+def test_forms_of_other_names_serve_a_layer_by_what_continues_a_state() -> None:
+    forms = Bare()
+    forms.forms = {"scan": forms.theirs.parallel}
+    pair = registered(forms, Bare())
+    try:
+        attn, x = build_attention(NAMES[0], hidden_size=16, num_heads=2).double(), torch.randn(1, 5, 16).double()
+        assert torch.equal(attn(x), attn(x, cache=attn.new_cache()))
+    finally:
+        unregister(pair)
+
+
 def test_a_gate_of_their_own_is_shown_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     class TheirGate(ForgetGate):
         """g_t of their own."""

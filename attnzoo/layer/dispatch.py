@@ -116,7 +116,9 @@ def run(variant: Variant, form: str, call: Call) -> tuple[Any, Any]:
         with as_given(call.q):
             return variant.form_set.extend(*inputs, call.state, form=form, **call.options)
     if form == REFERENCE:
-        form = next(name for name in REFERENCES if name in variant.forms)
+        form = next((name for name in REFERENCES if name in variant.forms), REFERENCE)
+        if form == REFERENCE:  # a third party's forms may have other names
+            return variant.extend(*inputs, **call.options)[0], None
         # torch 2.11's compiler takes is_exporting for true
         if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
             return exported(variant.name, form, *inputs, call.options), None
