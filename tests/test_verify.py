@@ -81,6 +81,19 @@ def test_kernel_that_breaks_has_failed(error: Exception, monkeypatch: pytest.Mon
     assert "1 failed, 0 not run" in result.output
 
 
+def test_a_form_that_raises_has_failed_and_the_others_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "LENGTHS", (1,))
+    variant = get("nope")
+
+    def broken(*inputs: Any) -> torch.Tensor:
+        raise NotImplementedError("one head for all")
+
+    theirs = dataclasses.replace(variant, forms=MappingProxyType({"scan": broken, **variant.forms}))
+    checks = {check.form: check for check in verification._verify_variant(theirs, 0)}
+    assert (checks["scan"].ok, checks["scan"].failed) == (False, "one head for all")
+    assert checks["parallel"].ok
+
+
 def test_kernel_of_few_tokens_is_verified_without_gradients() -> None:
     variant = get("gla")
 
