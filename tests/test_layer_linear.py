@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +107,27 @@ def test_each_reason_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, ca
         with torch.no_grad():
             refused = fla.fla_unavailable(Call(q, q, v, attnzoo.Gate()))
         assert refused == (found and f"its kernels take K and V from 16, got {found} (larger heads)")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_peer_that_cannot_be_imported_is_a_warning_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "fla.py").write_text("raise ImportError('tokenizers<=0.23.0 is required')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, value in {"DEVICE": HERE, "INSTALLED": True, "VERSION": "0.6.0"}.items():
+        monkeypatch.setattr(fla, name, value)
+    fla._broken.cache_clear()
+    try:
+        layer("mamba2")(torch.randn(1, T, D, device=HERE))
+    finally:
+        fla._broken.cache_clear()
+    assert warnings_of(caplog) == [
+        "mamba2: no kernel runs, and the reference is slower: fla: flash-linear-attention cannot be imported: "
+        "ImportError('tokenizers<=0.23.0 is required') (pip install -U 'attnzoo[fla]')"
+    ]
 
 
 @pytest.mark.usefixtures("gpu")

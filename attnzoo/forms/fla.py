@@ -29,7 +29,7 @@ from attnzoo.forms.cache import RecurrentState
 from attnzoo.forms.fla_tuning import shorten, will_run
 from attnzoo.forms.options import LinearOptions, check_linear, existing
 from attnzoo.forms.protocol import Call, Kernel
-from attnzoo.forms.untraced import untraced
+from attnzoo.forms.untraced import constant_in_traces, untraced
 from attnzoo.kernels.common.device import (
     HAS_TRITON,
     LEAST_CAPABILITY,
@@ -88,6 +88,8 @@ def fla_unavailable(call: Call) -> str:
         return "flash-linear-attention is not installed (pip install 'attnzoo[fla]')"
     if OUTDATED:
         return OUTDATED
+    if VERSION and (why := _broken()):
+        return why
     if not HAS_TRITON:
         return f"flash-linear-attention runs on triton: {NO_TRITON}"
     where = machine(q.device)
@@ -107,6 +109,17 @@ def fla_unavailable(call: Call) -> str:
         return "its delta-rule kernels do not take float32 (bfloat16 and float16 they do, under autocast too)"
     if gate.w is not None and q.shape[3] > MOST_DELTA_CHANNELS:
         return f"its delta-rule kernels take K up to {MOST_DELTA_CHANNELS}, got {q.shape[3]} (smaller heads)"
+    return ""
+
+
+@functools.cache
+@constant_in_traces
+def _broken() -> str:
+    """Why flash-linear-attention cannot be imported, or "": it imports transformers where that is installed."""
+    try:
+        importlib.import_module("fla")
+    except Exception as error:  # what other packages raise
+        return f"flash-linear-attention cannot be imported: {error!r} (pip install -U 'attnzoo[fla]')"
     return ""
 
 
