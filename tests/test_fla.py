@@ -74,6 +74,15 @@ def test_versions_that_compute_otherwise_are_refused(version: str, said: str, mo
     assert why == (said and f"expected flash-linear-attention {said} (pip install -U 'attnzoo[fla]')")
 
 
+@pytest.mark.parametrize(("version", "found"), [("3.3.1", ""), ("3.6.0", "3.6.0"), ("3.7.1+git1", ""), ("", "")])
+def test_tritons_that_miscompile_are_known_by_their_version(
+    version: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a package of another name none is known."""
+    monkeypatch.setattr(fla, "installed_triton", lambda: version)
+    assert fla._miscompiling.__wrapped__() == found
+
+
 def test_what_triton_interprets_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(fla, "DEVICE", "cpu")

@@ -131,7 +131,7 @@ def _hopper(q: Tensor) -> bool:
 def _miscompiling() -> str:
     """The version of Triton that is here, if it is one that miscompiles the gated backward, else ""."""
     triton = installed_triton()
-    return triton if Version("3.4") <= Version(triton) < Version("3.7.1") else ""
+    return triton if triton and Version("3.4") <= Version(triton) < Version("3.7.1") else ""
 
 
 def _per_token(gate: Gate) -> bool:
