@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attnzoo.errors import UnavailableError
 from attnzoo.forms import fla
 from attnzoo.forms.protocol import REFERENCE, Call
-from attnzoo.kernels.common.device import installed_triton
+from attnzoo.kernels.common.device import ON, installed_triton
 from attnzoo.layer.attention import Attention
 from attnzoo.layer.build import build_attention
 from attnzoo.layer.dispatch import KERNELS, choose, expected
@@ -237,7 +237,7 @@ def _no_gpu() -> str:
 def _slow() -> Iterator[str]:
     for name, effect in SETTINGS.items():
         value = os.environ.get(name, "")
-        if value not in ("", "0"):
+        if value == "full" if name == "ATTNZOO_FLA_TUNING" else value.lower() in ON:
             yield f"{name}={value}: {effect} (unset it)"
     if not (os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")):
         yield "no C compiler, without which Triton launches no kernel (install gcc, or set CC)"

@@ -88,13 +88,16 @@ def test_what_slows_a_whole_machine_is_said(monkeypatch: pytest.MonkeyPatch, tmp
     assert not list(doctor._slow())
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("ATTNZOO_VALIDATE", "0")  # makes nothing slow
+    monkeypatch.setenv("TRITON_INTERPRET", "false")  # nor this
+    monkeypatch.setenv("ATTNZOO_FLA_TUNING", "full")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(sysconfig, "get_path", lambda *scheme: "nowhere")
     text = doctor.Report("a system", (), {}, "layers", (), tuple(doctor._slow())).text()
     assert "- slow: CUDA_LAUNCH_BLOCKING=1: Python waits for every kernel (unset it)" in text
     assert "- slow: no C compiler" in text
     assert "- slow: no headers of Python, without which Triton launches no kernel (install python3-dev)" in text
-    assert text.count("slow: ") == 3
+    assert "- slow: ATTNZOO_FLA_TUNING=full: flash-linear-attention measures all tiles" in text
+    assert text.count("slow: ") == 4
 
 
 def test_the_kernels_of_the_peer_have_a_version_where_the_rest_of_it_is_not_installed(
@@ -151,6 +154,14 @@ def test_variants_that_run_alike_share_their_lines() -> None:
         ["", "cached step", "triton", "[1]"],
     ]
     assert text.endswith("\n[1] a step\n[2] no kernel\n")
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("TRUE", True), ("0", False), ("false", False), ("", False)])
+def test_the_interpreter_is_on_where_triton_says_so(value: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert device.interpreted() == on
+    knobs = pytest.importorskip("triton.knobs")  # from Triton 3.4 on
+    assert knobs.getenv_bool("TRITON_INTERPRET", False) == on
 
 
 def test_a_kernel_that_only_the_interpreter_would_run_says_why_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

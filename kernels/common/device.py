@@ -18,6 +18,7 @@ NO_TRITON = "the triton package is not installed (pip install 'attnzoo[triton]')
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 LEAST_CAPABILITY = (8, 0)  # what Triton compiles for
 TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")  # what packages of it are called
+ON = ("1", "true", "on", "yes", "y")  # values of variables that Triton takes for set, in any case
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
@@ -97,7 +98,7 @@ def triton_version() -> tuple[int, int]:
 
 def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ON
 
 
 def device_unavailable(x: Tensor) -> str:
