@@ -68,6 +68,9 @@ def test_the_owner_may_keep_their_tuning(tuner: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ATTNZOO_FLA_TUNING", "full")
     fla_tuning.shorten()
     assert len(tuner.configs) == 24
+    monkeypatch.setenv("ATTNZOO_FLA_TUNING", "all")
+    with pytest.raises(ValueError, match=r"ATTNZOO_FLA_TUNING: expected full \(all tiles\) or unset .* got 'all'"):
+        fla_tuning.shorten()
 
 
 def test_a_tuning_is_announced_once_for_a_shape(

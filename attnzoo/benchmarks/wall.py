@@ -13,7 +13,6 @@ so it runs with one of them (``TILES`` of ``forms/fla_tuning.py``); ``ATTNZOO_FL
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +111,7 @@ def measure(
     """
     found, missing = contenders()
     result: Result = {"machine": machine(), "missing": missing, "matmul_tflops": ceiling()}
-    result |= {"copy_TBps": copy_bandwidth(), "all_tiles": os.environ.get("ATTNZOO_FLA_TUNING") == "full"}
+    result |= {"copy_TBps": copy_bandwidth(), "all_tiles": fla_tuning.all_tiles()}
     print(result, flush=True)
     race(
         result, chosen(found, only), shapes, seconds, draw=draw, limits=dict.fromkeys(ERRORS, LIMIT),

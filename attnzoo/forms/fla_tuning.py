@@ -45,12 +45,21 @@ def will_run(shape: str) -> None:
     _coming = shape
 
 
-def shorten() -> None:
-    """Take over the tuning of all kernels of flash-linear-attention that are loaded by now.
+def all_tiles() -> bool:
+    """Whether the tuning is left as it is, which ``ATTNZOO_FLA_TUNING=full`` asks for.
 
-    ``ATTNZOO_FLA_TUNING=full`` leaves it as it is.
+    Raises:
+        ValueError: another value.
     """
-    if os.environ.get("ATTNZOO_FLA_TUNING") == "full":
+    setting = os.environ.get("ATTNZOO_FLA_TUNING", "")
+    if setting not in ("", "0", "full"):
+        raise ValueError(f"ATTNZOO_FLA_TUNING: expected full (all tiles) or unset (a few), got {setting!r}")
+    return setting == "full"
+
+
+def shorten() -> None:
+    """Take over the tuning of those kernels of flash-linear-attention that are loaded, unless :func:`all_tiles`."""
+    if all_tiles():
         return
     for name, tuner in tuners():
         if id(tuner) in _shortened:
