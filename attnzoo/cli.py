@@ -170,7 +170,10 @@ def verify(names: tuple[str, ...], seed: int) -> None:
 
 
 @app.command()
-@click.option("--head-dim", type=click.IntRange(min=8), default=64, show_default=True, help="K and V of the layers.")
+@click.option(
+    "--head-dim", type=click.IntRange(min=8), default=64, show_default=True,
+    help="hidden_size / num_heads, which is K and V of most layers.",
+)  # fmt: skip
 @click.option(
     "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True,
     help="Dtype of the layers' weights and inputs.",
