@@ -42,6 +42,7 @@ SETTINGS = {
     "TRITON_ALWAYS_COMPILE": "Triton compiles every kernel again in each process",
 }
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # the GPUs that a process may see
+NOTHING = "nothing"  # in the place of a form
 _HEADS, _TOKENS = 2, 320  # tokens enough for the kernels of long sequences
 
 
@@ -51,7 +52,7 @@ class Row:
 
     Attributes:
         when: one of ``WHEN``, or "always" where there is no such layer.
-        form: "triton", "fla" or "reference"; "nothing" where there is no such layer.
+        form: "triton", "fla" or "reference"; "nothing" where there is no such layer, or none of its forms serves it.
         kernels: of the triton form, which.
         why: why nothing faster, one reason each.
     """
@@ -143,7 +144,7 @@ def _rows(name: str, head_dim: int, dtype: torch.dtype, device: torch.device) ->
         variant = get(name)
         attn = build_attention(name, hidden_size=_HEADS * head_dim, num_heads=_HEADS).to(dtype)
     except (UnavailableError, TypeError, ValueError) as error:
-        yield Row(name, "always", "nothing", why=(f"no layer: {error}",))
+        yield Row(name, "always", NOTHING, why=(f"no layer: {error}",))
         return
     attn.variant = _Listener(variant)  # type: ignore[assignment]
     for when in WHEN:
@@ -193,10 +194,15 @@ def _moved(call: Call, device: torch.device) -> Call:
 
 
 def _row(variant: Variant, when: str, call: Call) -> Row:
-    form = choose(variant, "auto", call)
+    try:
+        form = choose(variant, "auto", call)
+    except UnavailableError:  # a third party's forms may not take padding, say
+        form = NOTHING
     faster = KERNELS[: KERNELS.index(form)] if form in KERNELS else KERNELS
     offered = [name for name in expected(variant, call) if name in faster]
     why = [f"{name}: {variant.refuses(name, call) or 'auto looks for it on a GPU alone'}" for name in offered]
+    if form == NOTHING:
+        why.append(f"{REFERENCE}: {variant.refuses(REFERENCE, call)}")
     if form == REFERENCE and not offered:
         why = ["it has no kernel: neither ours nor flash-linear-attention's serves its gate"]
     kernels = ""

@@ -13,8 +13,9 @@ from strategies import relative_error
 from torch import Tensor
 
 import attnzoo.layer.dispatch
-from attnzoo import Gate, Pair, build_attention, describe, get, register
+from attnzoo import Gate, Pair, build_attention, describe, doctor, get, register
 from attnzoo.algebra.transitions import Identity
+from attnzoo.errors import UnavailableError
 from attnzoo.forms.linear import LinearForms
 from attnzoo.forms.protocol import Call, FormSet, Kernel
 from attnzoo.forms.softmax import SoftmaxForms
@@ -160,8 +161,23 @@ def test_the_protocol_is_enough() -> None:
         cache = kernel.new_cache()
         kernel(x, cache=cache)
         assert asked == ["bare run", "bare extend by triton"]
+        with pytest.raises(UnavailableError, match="no form of 'their_softmax' serves this call: it takes no options"):
+            kernel(x, attention_mask=torch.arange(5)[None] > 1)
         with pytest.raises(TypeError, match="'parallel' of 'their_softmax' .* 'window': it takes scale"):
             get(NAMES[1]).forms["parallel"](*(torch.zeros(1, 1, 1, 2),) * 3, Gate(log_decay=torch.zeros(1)), window=1)
+    finally:
+        unregister(pair)
+
+
+def test_the_doctor_says_what_their_forms_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    pair = registered(Bare(), Bare())
+    try:
+        monkeypatch.setattr(doctor, "list_variants", lambda: [NAMES[1], "nope"])
+        rows = {(row.variant, row.when): row for row in doctor.examine().rows}
+        padded = rows[NAMES[1], "padded training"]
+        assert (padded.form, padded.why[-1]) == ("nothing", "reference: it takes no options")
+        assert rows[NAMES[1], "training"].form == rows["nope", "padded training"].form == "reference"
     finally:
         unregister(pair)
 

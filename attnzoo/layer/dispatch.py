@@ -41,7 +41,10 @@ def choose(variant: Variant, impl: str, call: Call) -> str:
             for form in KERNELS:
                 if not variant.refuses(form, call):
                     return form
-        impl = REFERENCE
+        reason = variant.refuses(REFERENCE, call)
+        if reason:
+            raise UnavailableError(f"no form of {variant.name!r} serves this call: {reason}")
+        return REFERENCE
     reason = variant.refuses(impl, call)
     if reason:
         raise UnavailableError(f"impl={impl!r}: {reason}; use impl='auto' or 'reference'")
