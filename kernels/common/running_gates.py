@@ -91,6 +91,9 @@ class GateSums:
                 f"log_decay: expected [B={B}, n, H={H}] on {self.c.device}, "
                 f"got {tuple(log_decay.shape)} on {log_decay.device}"
             )
+        if self.longest is not None and k is not None and k.shape[2] != self.longest.shape[1]:
+            heads = self.longest.shape[1]
+            raise ValueError(f"k: expected the keys of G={heads} heads, as before, got {tuple(k.shape)}")
         end = self.length + log_decay.shape[1]
         buffers, mark = (self.c, self.base, self.since, self.tails), self._end
         if mark[0] != self.length or end > self.c.shape[2]:

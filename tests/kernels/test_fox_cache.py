@@ -221,6 +221,9 @@ def test_wrong_sums_are_refused() -> None:
     others = GateSums.of(x["log_decay"], torch.cat([x["k"]] * 3, 2))
     with pytest.raises(ValueError, match="gate_sums: expected the longest of keys with B=1, G=1 heads, got B=1, G=3"):
         fox_attention(*args, log_decay=None, gate_sums=others, impl="triton")
+    for heads in (1, 6):
+        with pytest.raises(ValueError, match=r"k: expected the keys of G=3 heads, as before, got \(1, 20, \d, 16\)"):
+            others.append(x["log_decay"], torch.cat([x["k"]] * heads, 2))
     with pytest.raises(ValueError, match="no gradient"):
         GateSums.of(x["log_decay"].clone().requires_grad_())
     with pytest.raises(ValueError, match=r"valid: expected bool \[B=1, S=20\]"):
