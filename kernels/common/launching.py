@@ -42,6 +42,11 @@ def valid_strides(valid: Tensor | None) -> tuple[int, int]:
     return (0, 0) if valid is None else (valid.stride(0), valid.stride(1))
 
 
+def per_head(x: Tensor | None) -> Tensor | None:
+    """A number of each head [H] as kernels read it, one beside the next; a gate of each token, or None, as it is."""
+    return x if x is None or x.ndim != 1 else x.contiguous()
+
+
 def can_describe(*xs: Tensor) -> bool:
     """Whether tensor descriptors can address these [B, R, H, D] tensors: 16-byte strides and base, no broadcast."""
     strides = [n * x.element_size() for x in xs for n in x.stride()[:3]]

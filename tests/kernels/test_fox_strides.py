@@ -57,6 +57,23 @@ def test_kept_fraction_takes_any_strides() -> None:
     assert torch.equal(kept_fraction(**turned, **options), kept_fraction(x["q"], x["k"], **options))
 
 
+@pytest.mark.parametrize("spread", [lambda x: torch.stack([x, -x], -1)[:, 0], lambda x: x[:1].expand(3)])
+def test_numbers_of_the_heads_may_have_any_strides(spread: Any) -> None:
+    x = inputs(Case(T=200, S=200, H=3, gate="const", sink=True), torch.float32)
+    slope, sink, bound = (spread(y) for y in (4.0 * x["log_decay"], x["sink"], torch.tensor([1e-3, 4.0, 9.0])))
+    results = []
+    for g, s, b in ((slope, sink, bound), [y.contiguous() for y in (slope, sink, bound)]):
+        leaves = [y.detach().requires_grad_() for y in (x["q"], x["k"], x["v"], g, s)]
+        assert leaves[3].stride() == g.stride()
+        options: dict[str, Any] = {"prune": Prune(0.1), "logit_bound": b.to(DEVICE), "impl": "triton"}
+        o = fox_attention(*leaves[:3], log_decay=leaves[3], sink=leaves[4], **options)
+        kept = kept_fraction(x["q"], x["k"], log_decay=g, **options)
+        results.append([o, kept, *torch.autograd.grad(o, leaves, x["do"])])
+    assert not results[0][1].eq(1).all()
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_kernels_launch_on_the_gpu_that_holds_the_tensors() -> None:

@@ -222,15 +222,16 @@ def test_nothing_that_is_given_is_changed() -> None:
 
 
 def test_a_cache_may_be_strided() -> None:
-    """As another engine left it: heads before tokens, values cut from wider rows, gates and validity transposed."""
+    """As another engine left it: heads before tokens, values cut from wider rows, the rest transposed or spread."""
     x = inputs(Case(T=40, B=2, H=4, G=2), torch.float32)
     keys = carry_keys(*parts(x, 0, 38)[1:])
     valid = torch.rand(2, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.8
-    want = path_extend(*parts(x, 38, 40), keys, x["v"], x["log_decay"], valid)
+    sink = torch.randn(4, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)[:, 0]
+    want = path_extend(*parts(x, 38, 40), keys, x["v"], x["log_decay"], valid, sink=sink.contiguous())
     turned = keys.transpose(1, 2).contiguous().transpose(1, 2)
     values = torch.cat([x["v"], x["v"]], 3)[..., :16]
     gates = x["log_decay"].transpose(1, 2).contiguous().transpose(1, 2)
-    got = path_extend(*parts(x, 38, 40), turned, values, gates, valid.t().contiguous().t())
+    got = path_extend(*parts(x, 38, 40), turned, values, gates, valid.t().contiguous().t(), sink=sink)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 

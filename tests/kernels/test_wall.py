@@ -136,6 +136,14 @@ def test_inputs_need_not_be_contiguous() -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+def test_numbers_of_the_heads_may_have_any_strides() -> None:
+    x = inputs(Case(T=40, H=2, G=2, sink=True), torch.float32)
+    x.pop("do")
+    sink = torch.stack([x.pop("sink"), torch.zeros(2, device=DEVICE)], 1)[:, 0]
+    got, want = (wall_attention(**x, sink=y, impl="triton") for y in (sink, sink.contiguous()))
+    assert torch.equal(got, want)
+
+
 @pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6 for Gluon")
 @pytest.mark.parametrize("decay", ["", "open"])
 def test_the_queries_gradient_is_rounded_once(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
