@@ -121,6 +121,8 @@ def paged_step(
         from attnzoo.kernels.decode.op import step
 
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        if finish.gate is not None and finish.gate.stride(3) != 1:
+            finish = finish._replace(gate=finish.gate.contiguous())
         log_eps = None if prune is None else prune.log_eps
         return step(
             q, k, v, gate, shift, norm, past, count, first, *kept, sink, logit_bound, scale, window or 0, log_eps,

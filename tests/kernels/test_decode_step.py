@@ -104,6 +104,15 @@ def test_a_step_is_its_definition(step: Step) -> None:
         assert int(ours["length"][step.idle]) == step.case.lengths[step.idle] - step.case.T
 
 
+def test_rows_and_gates_of_outputs_may_have_any_strides() -> None:
+    outputs = []
+    for turn in (lambda x: x, lambda x: x.mT.contiguous().mT):
+        rows, given = drawn(STEPS[4], torch.float32)
+        given["finish"] = given["finish"]._replace(gate=turn(given["finish"].gate))
+        outputs.append(paged_step(*map(turn, rows), impl="triton", **given))
+    assert torch.equal(*(o[1:] for o in outputs))
+
+
 def test_gates_are_log_sigmoids_to_rounding_however_near_to_one() -> None:
     """A gate of -1e-7 must not become 0: a sequence adds up thousands of them."""
     logits = torch.tensor([-80.0, -6.0, -0.1, 0.0, 0.1, 3.0, 9.0, 16.0], device=DEVICE)
