@@ -132,7 +132,7 @@ def attention_by_scores(
     if prune is not None:
         exact = [x.detach().double() for x in gates]
         start = starts_by_scores(lambda q, k: scores(q, k, *exact), q, k, c, since, scale, prune, logit_bound)
-        visible &= pos >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
+        visible = visible & (pos >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None])
     decay = (c[..., :, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)
     logits = (scores(q, k, *gates, compute_dtype) * scale + decay).masked_fill(~visible, -math.inf)
     o, lse = dense_readout(logits, repeat(v.to(cd), "b t g v -> b (g r) t v", r=H // v.shape[2]), sink)

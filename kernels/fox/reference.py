@@ -109,7 +109,7 @@ def fox_reference_with_lse(
         k, v = (x.masked_fill(~valid[..., None, None], 0.0) for x in (k, v))  # they may hold anything
     if prune is not None:
         start = prune_starts_reference(q, k, c, since, scale, prune, logit_bound, valid)
-        visible &= j >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None]
+        visible = visible & (j >= start.repeat_interleave(ROW_UNIT, -1)[..., :T, None])
     qh = rearrange(q.to(cd), "b t h k -> b h t k")
     kh, vh = (repeat(x.to(cd), "b s g d -> b (g r) s d", r=H // G) for x in (k, v))
     decay = (c[..., off:, None] - c[..., None, :]).masked_fill(~visible, 0.0).to(wide)

@@ -235,12 +235,14 @@ def test_sums_on_a_device_without_triton_are_refused(monkeypatch: pytest.MonkeyP
         GateSums.of(torch.zeros(1, 4, 2))
 
 
-def test_transforms_of_functions_take_the_reference() -> None:
+@pytest.mark.parametrize("prune", [None, Prune()])
+def test_transforms_of_functions_take_the_reference(prune: Prune | None) -> None:
     """``torch.func`` has no way into a kernel: an explicit choice says so, ``auto`` takes what can be transformed."""
     x = inputs(Case(T=9, S=9, gate="open"), torch.float32)
 
     def loss(q: torch.Tensor, impl: Any) -> torch.Tensor:
-        return fox_attention(q, x["k"], x["v"], log_decay=x["log_decay"], impl=impl).square().sum()
+        o = fox_attention(q, x["k"], x["v"], log_decay=x["log_decay"], prune=prune, impl=impl)
+        return o.square().sum()
 
     assert_only_auto_is_transformed(loss, x["q"])
 

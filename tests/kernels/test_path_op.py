@@ -304,16 +304,14 @@ def test_an_idle_factor_needs_no_direction() -> None:
     path_attention(x, x, x, w=torch.zeros_like(x), beta=torch.zeros(1, 4, 2))
 
 
-def test_transforms_of_functions_take_the_reference() -> None:
+@pytest.mark.parametrize("prune", [None, Prune()])
+def test_transforms_of_functions_take_the_reference(prune: Prune | None) -> None:
     """``torch.func`` has no way into a kernel: an explicit choice says so, ``auto`` takes what can be transformed."""
     x = inputs(Case(T=9, gate="open"), torch.float32)
 
     def loss(q: torch.Tensor, impl: Any) -> torch.Tensor:
-        return (
-            path_attention(q, x["k"], x["v"], log_decay=x["log_decay"], w=x["w"], beta=x["beta"], impl=impl)
-            .square()
-            .sum()
-        )
+        parts = {name: x[name] for name in ("k", "v", "w", "beta", "log_decay")}
+        return path_attention(q, **parts, prune=prune, impl=impl).square().sum()
 
     assert_only_auto_is_transformed(loss, x["q"])
 
