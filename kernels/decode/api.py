@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_scale
-from attnzoo.algebra.values import as_given
+from attnzoo.algebra.values import as_given, reads_values
 from attnzoo.kernels.common.arguments import check_shapes, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation, traced
 from attnzoo.kernels.common.device import multiprocessors
@@ -107,6 +107,7 @@ def paged_attention(
     check_window(window)
     check_scale(scale)
     check_values(q, log_decay=log_decay, sink=sink, logit_bound=logit_bound)
+    check_table(table, k.shape[1], length)
     why = triton_unavailable(q, v) or refuse_gradients(q, k, v, decay, sink)
     if pick_implementation("decode_attention", impl, why) == "reference":
         with as_given(q):
@@ -185,6 +186,7 @@ def paged_append(
         "count": (count, (B,), torch.int32),
     }, strided=("k", "v", "log_decay"))  # fmt: skip
     check_values(k, log_decay=log_decay)
+    check_table(table, keys.shape[1], length, count, T)
     given = (k, v, log_decay, count, keys, values, table, length, k_norm, decay, page_sum, total, since, n_log, closed)
     if pick_implementation("decode_append", impl, triton_unavailable(k, v)) == "reference":
         seen = append_reference(*given)
@@ -238,6 +240,16 @@ def check_pages(
         v: (values, (*keys.shape[:2], values.shape[-1]), None if mixed else keys.dtype),
         "table": (table, tuple(table.shape), torch.int32), "length": (pool["length"], x.shape[:1], torch.int32),
     })  # fmt: skip
+
+
+def check_table(table: Tensor, page: int, length: Tensor, count: Tensor | None = None, T: int = 0) -> None:
+    """The table has an entry for every token, the T new ones of a step too; read as other values are, but in no capture
+    of a graph, which cannot wait for a GPU."""
+    if reads_values(length) and not (length.is_cuda and torch.cuda.is_current_stream_capturing()):
+        most = int((length + (T if count is None else count.clamp(max=T))).max())
+        if most > table.shape[2] * page:
+            got = f"{table.shape[2]} entries for pages of {page} tokens"
+            raise ValueError(f"table: expected an entry for each page of {most} tokens, got {got}")
 
 
 def check_tokens(name: str, T: int) -> None:

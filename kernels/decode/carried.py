@@ -13,6 +13,7 @@ from attnzoo.kernels.decode.api import (
     check_pages,
     check_prune,
     check_sums,
+    check_table,
     check_tokens,
     refuse_gradients,
     shapes_of_sums,
@@ -112,6 +113,7 @@ def paged_path_step(
     check_window(window)
     check_scale(scale)
     check_values(q, w=w, beta=beta, log_decay=log_decay, sink=sink, logit_bound=logit_bound)
+    check_table(table, PAGE, length, count, T)
     why = path_unavailable(keys, values) or refuse_gradients(q, k, v, w, beta, sink)
     if why:
         raise ValueError(f"paged_path_step: {why}")

@@ -18,6 +18,7 @@ from attnzoo.kernels.decode.api import (
     check_pages,
     check_prune,
     check_sums,
+    check_table,
     check_tokens,
     of_gates,
     shapes_of_sums,
@@ -115,6 +116,7 @@ def paged_step(
     check_prune(prune, decay, None, k_norm, n_log, logit_bound)
     check_window(window)
     check_scale(scale)
+    check_table(table, PAGE, length, count, T)
     scale = K**-0.5 if scale is None else float(scale)
     kept = (keys, values, table, length, k_norm, decay, page_sum, total, since, n_log, closed)
     if pick_implementation("decode_step", impl, triton_unavailable(keys, values)) == "triton":

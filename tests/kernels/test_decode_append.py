@@ -104,3 +104,19 @@ def test_a_sequence_without_a_page_is_not_written() -> None:
     write(pool, x, [64, 64], [1, 1], 1, "triton")
     changed = (pool["keys"] != before) & ~(pool["keys"].isnan() & before.isnan())
     assert changed.flatten(1).any(1).nonzero().flatten().tolist() == [int(pool["table"][1, 0, 1])]
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_tokens_beyond_the_table_are_refused(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be written to the pages of the next head."""
+    monkeypatch.setenv("ATTNZOO_VALIDATE", "1")
+    x = inputs(Case(lengths=(128, 64), G=1, gate="open"), torch.float32)
+    pool = emptied(Case(lengths=(128, 64), G=1, gate="open"), x, [128, 64])
+    end = pool["table"].shape[2] * 64
+    pool["length"][0] = end - 1
+    write(pool, x, [1, 1], [1, 0], 2, impl)
+    with pytest.raises(ValueError, match=rf"table: expected an entry for each page of {end + 1} tokens, got"):
+        write(pool, x, [1, 1], [1, 2], 2, impl)
+    pool["length"][0] = end + 1
+    with pytest.raises(ValueError, match=rf"table: expected an entry for each page of {end + 1} tokens, got"):
+        paged_attention(x.q, x.pool["k"], x.pool["v"], pool["table"], x.pool["first"], pool["length"], impl=impl)
