@@ -127,6 +127,12 @@ def test_result_goes_beside_the_run_and_pruning_is_followed_over_its_checkpoints
     assert [step.step for step in alone.steps] == [4]
 
 
+@pytest.mark.parametrize(("length", "said"), [(128, True), (129, False)])
+def test_sweep_of_eps_says_where_nothing_can_be_pruned(run, length, said):
+    swept = measure(load_subject(run), "eps", {"count": 2, "tokens": 129}, Common(length=(length,)))
+    assert ("nothing can be pruned of 128 tokens or fewer" in " ".join(lines.eps(swept))) is said
+
+
 def test_damaged_earlier_checkpoint_is_named_with_what_to_do(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     first = checkpoints_in(tmp_path / "run" / "checkpoints")[0]

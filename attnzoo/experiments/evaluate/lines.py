@@ -78,6 +78,12 @@ def haystack(found: Any) -> list[str]:
     return lines
 
 
+def too_short_to_prune(tokens: int) -> list[str]:
+    """A line that says why nothing is pruned of so few tokens; none of more."""
+    said = f"(nothing can be pruned of {ROW_UNIT} tokens or fewer, a block's rows; see --length)"
+    return [said] if tokens <= ROW_UNIT else []
+
+
 def pruning(found: Any) -> list[str]:
     """Shares of the model as it is, a line per layer, and of its earlier checkpoints."""
     now: PrunedShares = found.steps[-1]
@@ -85,8 +91,7 @@ def pruning(found: Any) -> list[str]:
         f"pruned at eps {now.eps:.3g} ({now.bound}) on {now.tokens:,} tokens: {percent(now.share, 1)} % of the blocks;",
         f"local heads (more than half pruned): {percent(now.local, 1)} %",
     ]
-    if now.tokens <= ROW_UNIT:
-        lines.append(f"(nothing can be pruned of {ROW_UNIT} tokens or fewer, a block's rows; see --length)")
+    lines += too_short_to_prune(now.tokens)
     for number, heads in zip(now.layers, now.heads, strict=True):
         lines += wrapped(f"layer {number:3}:", [percent(share, 1).rjust(5) for share in heads])
     if len(found.steps) > 1:
@@ -106,6 +111,7 @@ def eps(found: EpsSweep) -> list[str]:
     return [
         f"{found.windows} windows of {found.tokens:,} tokens, bound {found.bound}; speed of a forward pass",
         *table(["eps", "loss", "change", "+-", "kept %", "speed"], rows),
+        *too_short_to_prune(found.tokens),
     ]
 
 
