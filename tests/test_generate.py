@@ -85,6 +85,14 @@ def test_tokens_of_a_file_are_not_taken_for_bytes(kind, tmp_path):
         load_text_model(run, "cpu")
 
 
+def test_run_on_a_task_has_no_text_to_go_on_with(tmp_path):
+    run = train(config_of(tmp_path, "a run", "data.source=task:parity", "model.vocab_size=2"))
+    with pytest.raises(
+        ValueError, match="on the task 'parity', whose tokens stand for no text; `attnzoo evaluate '.*run'` asks"
+    ):
+        load_text_model(run, "cpu")
+
+
 def test_keys_given_up_are_said_by_layer_and_head(run):
     options = ("--prompt", PROMPT, "--max-tokens", 9, "--temperature", 0, "--device", "cpu")
     text, said = ran(run, *options, "--evict", 1e-4)

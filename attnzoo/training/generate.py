@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import abc
 from collections.abc import Callable, Sequence
@@ -51,12 +52,17 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
 
     Raises:
         FileNotFoundError: neither is there, or no checkpoint, or no tokenizer.
-        ValueError: a model of another library, or tokens whose text nobody has said.
+        ValueError: a model of another library, or tokens whose text nobody has said, or that are those of a task.
         ModuleNotFoundError: tokenizers, or for a model folder transformers, is not installed.
     """
     if (source / "config.yaml").is_file():
         model, config = load_run(source, device)
         files = tokenizer_of(source, config.data)
+        if not files and config.data.task is not None:
+            raise ValueError(
+                f"{str(source)!r} was trained on the task {config.data.task!r}, whose tokens stand for no text; "
+                f"`attnzoo evaluate {shlex.quote(str(source))}` asks it"
+            )
         if not files:
             raise ValueError(
                 f"{str(source)!r} was trained on tokens whose text is not known here: export it, and put its "
