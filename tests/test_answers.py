@@ -128,6 +128,13 @@ def test_question_that_has_no_answer_is_refused(run, on, message):
         list(evaluate(run, on))
 
 
+def test_option_that_gives_the_same_task_other_tokens_is_named(tmp_path):
+    task = ("data.source=task:mqar", "data.task_options={vocab_size: 16, pairs: 2}", "model.vocab_size=16", "steps=3")
+    trained = train(load_config(None, [f"output_dir={tmp_path / 'run'}", *tiny_runs.SMALL, *task]))
+    with pytest.raises(ValueError, match="'mqar', whose tokens are others than those of 'mqar, vocab_size=32"):
+        list(evaluate(trained, [("mqar", {"vocab_size": 32})]))
+
+
 def test_model_of_texts_is_asked_no_task(run):
     for on in ((), [("flip_flop", {})]):
         with pytest.raises(ValueError, match="not of a task"):

@@ -55,13 +55,14 @@ def task_for(subject: Subject, name: str, options: Mapping[str, Any]) -> tuple[s
     """
     own = {} if subject.config is None or name != subject.task else subject.config.data.task_options
     options = {**own, **options}
-    task = build_task(name, options)
+    task, title = build_task(name, options), ", ".join([name, *(f"{key}={value}" for key, value in options.items())])
     if subject.config is not None and subject.folder is not None:  # fresh weights know no tokens yet
         trained = subject.config.data
         if trained.task is None:
             raise ValueError(f"{subject.title} is of {trained.title!r}, not of a task: it cannot be asked {name!r}")
         if list(task.words) != list(build_task(trained.task, trained.task_options).words):
-            raise ValueError(f"the run was trained on {trained.task!r}, whose tokens are others than those of {name!r}")
+            others = f"whose tokens are others than those of {title!r}"
+            raise ValueError(f"the run was trained on {trained.task!r}, {others}")
     if len(task.words) > subject.model.config.vocab_size:
         raise ValueError(f"the task {name!r} has {len(task.words)} tokens, the model {subject.model.config.vocab_size}")
-    return ", ".join([name, *(f"{key}={value}" for key, value in options.items())]), task
+    return title, task
