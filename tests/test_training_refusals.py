@@ -8,6 +8,7 @@ import tiny_runs
 from tiny_runs import StoppedError, stop_at, write_text
 
 from attnzoo.config import TrainConfig
+from attnzoo.experiments.builtin import find_config
 from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_metrics, train
 
 
@@ -39,6 +40,16 @@ def test_another_configuration_is_not_mixed_into_a_run(config_of):
         train(config_of("model.hidden_size=32", "optimizer.lr=0.01"))
     train(config_of("log_every=5", "keep_checkpoints=1", "gradient_accumulation=2"))  # these may change
     assert load_run(run_dir)[1].log_every == 5
+
+
+def test_a_command_that_a_refusal_names_is_quoted_as_a_shell_reads_it(config_of):
+    run_dir = train(config_of(run="a run"))
+    with pytest.raises(CheckpointError, match=f"`attnzoo extend '{run_dir}' --steps 12 "):
+        train(config_of("steps=12", run="a run"))
+    with pytest.raises(FileNotFoundError, match=f"`attnzoo train '{run_dir}/config.yaml'` goes on"):
+        find_config(str(run_dir), "train")
+    with pytest.raises(FileNotFoundError, match=f"'data.source={run_dir}/checkpoints' trains on it"):
+        find_config(str(run_dir / "checkpoints"), "train")
 
 
 def test_other_data_is_not_mixed_into_a_run(config_of, tmp_path):

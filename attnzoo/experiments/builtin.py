@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def find_config(config: str | Path, command: str) -> Path | Mapping[str, Any]:
             return presets.preset(str(config)).train_settings()
     if Path(config).is_dir() and command == "train":
         run = Path(config) / "config.yaml"
-        how = f"`attnzoo train {run}` goes on with this run" if run.is_file() else f"data.source={config} trains on it"
+        goes_on, source = shlex.join(["attnzoo", "train", str(run)]), shlex.quote(f"data.source={config}")
+        how = f"`{goes_on}` goes on with this run" if run.is_file() else f"{source} trains on it"
         raise FileNotFoundError(f"{str(config)!r} is a folder: expected a configuration; {how}")
     close = nearest(Path(config).stem, [*known, *names])
     also = ", or a preset (`attnzoo list --presets`)" if names else ""

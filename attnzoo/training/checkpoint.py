@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from attnzoo.config import config_differences, load_config, to_yaml
@@ -260,8 +261,8 @@ def _check_same(what: str, before: TrainConfig, now: TrainConfig, step: int = 0)
         hint = ""
         if now.steps > before.steps:
             hint = (
-                f" To train longer, `attnzoo extend {now.output_dir} --steps {now.steps} --schedule constant --lr "
-                "RATE` goes on at a level learning rate, and `--schedule cosine` along a new cosine."
+                f" To train longer, `attnzoo extend {quote(now.output_dir)} --steps {now.steps} --schedule constant "
+                "--lr RATE` goes on at a level learning rate, and `--schedule cosine` along a new cosine."
             )
         raise OtherRunError(f"{what}: {listed}", f"Give output_dir a new folder, or restore these.{hint}")
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import re
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Collection
@@ -276,7 +277,9 @@ def _check_tokenizer(folder: Path, data: DataConfig) -> None:
             continue
         if (BYTEWISE if tokenizer is None else _vocabulary(tokenizer)) != expected:
             found = "is read byte by byte" if tokenizer is None else "has tokens of another one"
-            how = "bytes are" if known is None else f"`attnzoo tokenize --tokenizer {known.parent}` writes"
+            how = "bytes are"
+            if known is not None:
+                how = f"`attnzoo tokenize --tokenizer {shlex.quote(str(known.parent))}` writes"
             raise ValueError(
                 f"start_from: data.source={entry.source!r} {found}, and {str(folder)!r} has a tokenizer of its own: "
                 f"{how} what it understands"
