@@ -9,7 +9,7 @@ from tiny_runs import StoppedError, stop_at, write_text
 
 from attnzoo.config import TrainConfig
 from attnzoo.experiments.builtin import find_config
-from attnzoo.training import CheckpointError, load_run, newest_checkpoint, read_metrics, train
+from attnzoo.training import CheckpointError, extend, load_run, newest_checkpoint, read_metrics, train
 
 
 @pytest.fixture
@@ -50,6 +50,16 @@ def test_a_command_that_a_refusal_names_is_quoted_as_a_shell_reads_it(config_of)
         find_config(str(run_dir), "train")
     with pytest.raises(FileNotFoundError, match=f"'data.source={run_dir}/checkpoints' trains on it"):
         find_config(str(run_dir / "checkpoints"), "train")
+
+
+def test_a_checkpoint_is_not_taken_for_a_run(config_of):
+    run_dir = train(config_of())
+    checkpoint = newest_checkpoint(run_dir)
+    for use in (load_run, lambda folder: extend(folder, 12, "constant", lr=0.01)):
+        with pytest.raises(
+            FileNotFoundError, match=f"is one checkpoint of a run: expected the run's folder, '{run_dir}'"
+        ):
+            use(checkpoint)
 
 
 def test_other_data_is_not_mixed_into_a_run(config_of, tmp_path):

@@ -106,6 +106,7 @@ def usable_checkpoint(run_dir: Path, names: Collection[str] = ()) -> Path | None
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
+        FileNotFoundError: the folder is that of a checkpoint.
     """
     problems: list[str] = []
     for checkpoint in reversed(checkpoints_in(run_dir / "checkpoints")):
@@ -117,6 +118,9 @@ def usable_checkpoint(run_dir: Path, names: Collection[str] = ()) -> Path | None
         problems.append(problem)
     if problems:
         raise CheckpointError(f"{'; '.join(problems)}; no other checkpoint is left in {run_dir}")
+    if (run_dir / "progress.json").is_file():
+        run = str(run_dir.absolute().parents[1])
+        raise FileNotFoundError(f"{str(run_dir)!r} is one checkpoint of a run: expected the run's folder, {run!r}")
     return None
 
 
