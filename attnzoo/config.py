@@ -12,6 +12,7 @@ import io
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
 
@@ -106,6 +107,7 @@ def load_config(
             if missing:
                 raise ValueError(f"{missing}: ??? stands for a value that is missing; give one or leave it out")
             _check_keys(OmegaConf.to_container(layer), schema)
+            _replace_other_kinds(merged, layer)
             merged = OmegaConf.unsafe_merge(merged, layer)  # both are ours: nothing is copied
         except OmegaConfBaseException as error:
             raise ValueError(_value_error(error)) from error
@@ -153,6 +155,21 @@ def _read_yaml(path: Path) -> Any:
     if not isinstance(layer, DictConfig):
         raise ValueError(f"{path}: expected a mapping of keys to values at the top")
     return layer
+
+
+def _replace_other_kinds(merged: Any, layer: Any) -> None:
+    """Put a list in the place of a mapping, or the reverse, where both may stand; OmegaConf merges neither."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    there = dict(merged.items_ex(resolve=False))
+    for key, new in layer.items_ex(resolve=False):
+        old = there.get(key)
+        if OmegaConf.is_dict(old) and OmegaConf.is_dict(new):
+            _replace_other_kinds(old, new)
+        elif OmegaConf.is_config(old) and OmegaConf.is_config(new) and OmegaConf.is_dict(old) != OmegaConf.is_dict(new):
+            with suppress(OmegaConfBaseException):  # where only one may stand, merging says so
+                merged[key] = new
 
 
 def _check_numbers(text: str, origin: str) -> None:

@@ -1,5 +1,7 @@
 """Configuration: what is written is what is read, and what is wrong is refused by name."""
 
+import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,18 @@ from attnzoo.experiments.builtin import CONFIGS, built_in, find_config
 
 def names(config: ModelConfig) -> list[str]:
     return [layer.name for layer in config.layers()]
+
+
+def test_list_and_mapping_take_each_others_place_where_either_may_stand(tmp_path):
+    path = tmp_path / "config.yaml"
+    one, several = {"name": "rope", "options": {"theta": 5e5}}, ["rope", {"name": "fox", "options": {"acp": True}}]
+    for there, over in ((one, several), (several, one)):
+        save_config(TrainConfig(model=ModelConfig(attention=there)), path)
+        assert load_config(path, [f"model.attention={json.dumps(over)}"]).model.attention == over
+        assert load_config(path, ["model.attention=gla"]).model.attention == "gla"
+    for wrong in ("model.attention_options=[1]", "optimizer=[1]", "data.sources={a: 1}"):
+        with pytest.raises(ValueError, match=re.escape(wrong.partition("=")[0])):
+            load_config(path, [wrong])
 
 
 def test_a_written_config_reads_back_equal(tmp_path):
