@@ -350,3 +350,11 @@ def test_terminal_table_is_sorted_and_complete(results: list[RunResult], width: 
     assert all(f"{r.facts.tokens_per_second:,.0f}" in text for r in results)
     order = [text.index(f" {r.facts.label} ") for r in sorted(results, key=lambda r: r.final_loss[0])]
     assert order == sorted(order)
+
+
+def test_loss_of_a_single_window_has_no_error_in_the_terminal(results: list[RunResult]) -> None:
+    console = Console(width=100, record=True, file=StringIO())
+    print_table(terminal_table([replace(result, losses=result.losses[:1]) for result in results]), console)
+    text = console.export_text()
+    assert text.count("–") == len(results)
+    assert "nan" not in text

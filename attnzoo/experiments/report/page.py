@@ -113,7 +113,7 @@ def terminal_table(results: Sequence[RunResult]) -> Table:
             result.facts.side,
             *([escape(result.facts.group)] if groups else []),
             f"{loss:.4f}",
-            f"{error:.4f}",
+            _spread(error),
             number(result.perplexity[context - 1]),
             number(result.perplexity[-1]),
             "" if np.isnan(kept) else f"{kept:.0%}",
@@ -129,6 +129,11 @@ def number(value: float) -> str:
     if not np.isfinite(value):
         return "not finite"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 100 else f"{value:.3f}"
+
+
+def _spread(error: float) -> str:
+    """A standard error; a single window has none."""
+    return f"{error:.4f}" if np.isfinite(error) else "–"
 
 
 def _check(results: Sequence[RunResult]) -> None:
@@ -175,7 +180,7 @@ def _row(result: RunResult, ordered: Sequence[RunResult], look: Look) -> dict[st
         "facts": facts,
         "color": figures.THEME[look.color],
         "loss": f"{loss:.4f}",
-        "error": f"{error:.4f}" if np.isfinite(error) else "–",
+        "error": _spread(error),
         "behind": "best" if result is ordered[0] else f"+{behind:.3f}",
         "behind_error": "" if result is ordered[0] or not np.isfinite(paired) else f"{paired:.3f}",
         "behind_share": behind / spread if spread > 0 else 0.0,
