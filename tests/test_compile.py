@@ -56,6 +56,21 @@ def test_a_model_compiles_whole(name):
     assert_compiles(MODELS[name], "eager", [5])
 
 
+def test_the_hugging_face_class_compiles_whole_without_a_cache():
+    pytest.importorskip("transformers")
+    from hf_models import HYBRID, build
+
+    torch.compiler.reset()
+    theirs = build(HYBRID).eval()
+    tokens = torch.randint(1, theirs.config.vocab_size, (2, 9))
+    compiled = torch.compile(theirs, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            compiled(tokens, use_cache=False).logits, theirs(tokens, use_cache=False).logits, rtol=0, atol=0
+        )
+    compiled.train()(tokens, labels=tokens).loss.backward()
+
+
 def test_a_model_compiles_whole_for_lengths_that_vary():
     assert_compiles(["linear_attention", "fox", "rope"], "eager", [5, 7], dynamic=True)
 
