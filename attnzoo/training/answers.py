@@ -61,7 +61,8 @@ def task_for(subject: Subject, name: str, options: Mapping[str, Any]) -> tuple[s
         if trained.task is None:
             raise ValueError(f"{subject.title} is of {trained.title!r}, not of a task: it cannot be asked {name!r}")
         if list(task.words) != list(build_task(trained.task, trained.task_options).words):
-            others = f"whose tokens are others than those of {title!r}"
+            asked = title if name == trained.task else name  # of one task it is the options that differ
+            others = f"whose tokens are others than those of {asked!r}"
             raise ValueError(f"the run was trained on {trained.task!r}, {others}")
     if len(task.words) > subject.model.config.vocab_size:
         raise ValueError(f"the task {name!r} has {len(task.words)} tokens, the model {subject.model.config.vocab_size}")
