@@ -189,6 +189,22 @@ def test_qk_norm_bounds_every_logit(name, options, dtype):
     assert (largest > 0.05 * bound).all()  # a bound that means something
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("qk_norm", ["rms", "rms_full", "l2"])
+def test_the_bounds_of_qk_norm_allow_for_what_a_rotation_rounds(qk_norm, dtype):
+    """Sines and cosines, and what they turn, are rounded to the dtype of x: a turned vector may be longer."""
+    attn = build_attention("fox", hidden_size=8, num_heads=1, qk_norm=qk_norm, rotary=1e4).to(dtype)
+    turn = torch.linspace(0, 1000, 9000)
+    x = F.pad(torch.stack([turn.cos(), turn.sin()], -1), (0, 6))[None].to(dtype)  # in the pair that turns fastest
+    with torch.no_grad():
+        for projection in (attn.q_proj, attn.k_proj):
+            projection.weight.copy_(1000 * torch.eye(8))
+        projected = attn.project(x)
+        q, k = projected.q.double(), projected.k.double()
+        assert ((q * k).sum(-1).abs() * 8**-0.5).max() <= attn.logit_bound(dtype)
+        assert (q.norm(dim=-1) * 8**-0.5).max() <= attn.query_bounds(dtype).query
+
+
 def test_the_logit_bound_is_reached():
     """q and k along the channel with the largest weights have the bound as their logit, up to the rounding margin; q
     alone along its own largest has that of its length."""

@@ -39,7 +39,7 @@ def largest_score(layer: Normed, dtype: torch.dtype) -> Tensor | None:
     Args:
         dtype: q and k have been rounded to it.
     """
-    config, scale = layer.config, _scale(layer, dtype) * (1 + torch.finfo(dtype).eps)
+    config, scale = layer.config, _scale(layer, dtype) * _longer(layer, dtype)
     if away(layer):
         return None
     if config.qk_norm == "l2":
@@ -104,9 +104,15 @@ def away(layer: Normed) -> bool:
 
 
 def _scale(layer: Normed, dtype: torch.dtype) -> float:
-    """That of the scores, with room for one rounding to ``dtype`` and one of a bound to float32."""
+    """That of the scores, with room for a vector that is rounded to ``dtype`` and for a bound that is to float32."""
     scale: float = layer.config.key_dim**-0.5 if layer.scale is None else layer.scale
-    return abs(scale) * (1 + max(torch.finfo(x).eps for x in (dtype, torch.float32)))
+    return abs(scale) * max(_longer(layer, x) for x in (dtype, torch.float32))
+
+
+def _longer(layer: Normed, dtype: torch.dtype) -> float:
+    """How many times as long as its norm says a vector may be that has been rounded to ``dtype``; where it was turned,
+    sines and cosines were, too, and their products and sums."""
+    return float((1 + torch.finfo(dtype).eps) ** (1 if layer.angle is None else 3))
 
 
 def _weights(layer: Normed, norm: HeadNorm, heads: int) -> Tensor:
