@@ -66,6 +66,8 @@ from attnzoo.models import LanguageModel
         ({"name": "fox", "window": 2.5}, r"window: expected a whole number .*, got 2.5"),
         ({"name": "fox", "block": ["pro"]}, r"unknown block \['pro'\]"),
         ({"name": "fox", "qk_norm": None}, r"qk_norm: expected a name, got None"),
+        ({"name": "wall", "block": "hgrn2", "qk_norm": "rms"}, r"qk_norm: expected 'none' \(BoundedForgetGate makes"),
+        ({"name": "gla", "block": "hgrn2", "rotary": 1e4}, r"rotary: expected None \(BoundedForgetGate makes"),
     ],
 )
 def test_bad_options_are_named(options, message):

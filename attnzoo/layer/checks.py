@@ -26,7 +26,8 @@ def check_layer(
     """A variant can have such a layer, whose gate has these ``classes``.
 
     Raises:
-        ValueError: parts of the gate that are missing or too many, or options of the other side.
+        ValueError: parts of the gate that are missing or too many, options of the other side, or of keys that the gate
+            does not take but make.
     """
     if prune is not None and not variant.prunable:
         able = _able(lambda other: other.prunable)
@@ -48,6 +49,11 @@ def check_layer(
         raise ValueError(
             f"gate: {config.gate!r} says how strongly tokens write, and a softmax ({variant.name!r}) has no state"
         )
+    makers = [cls.__name__ for cls in classes if cls.keys is not GateProjection.keys]
+    if makers and (config.qk_norm != "none" or config.rotary is not None):
+        name, kept = ("rotary", None) if config.qk_norm == "none" else ("qk_norm", "none")
+        why = f"{makers[0]} makes the keys, behind the norm and the rotation"
+        raise ValueError(f"{name}: expected {kept!r} ({why}), got {getattr(config, name)!r}")
     for name, none in (("window", None), ("sinks", False)):
         given = getattr(config, name)
         if given != none and variant.side == "linear":
