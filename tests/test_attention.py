@@ -231,6 +231,19 @@ def test_no_direction_is_longer_than_1_in_a_16_bit_layer(name, w):
     assert 0.9 < length.min() < length.max() < 1 + 1e-6
 
 
+@pytest.mark.parametrize("options", [{}, {"num_householder": 2}], ids=str)
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "kda"])
+def test_no_reflection_grows_in_a_16_bit_layer(name, options):
+    """The state along a key that comes again and again would grow with every token, by 1e20 over 8192 of them."""
+    attn = layer(name, allow_neg_eigval=True, **options).bfloat16()
+    with torch.no_grad():
+        gate = (attn.gate.members[-1] if hasattr(attn.gate, "members") else attn.gate).beta_proj
+        gate.weight.mul_(1e3)
+        found = attn.project(rows(1, 40).bfloat16()).gate
+        erased = found.beta.double() * found.w.double().square().sum(-1)
+    assert 1.9 < erased.max() < 2 + 1e-6
+
+
 def test_no_logit_bound_without_qk_norm():
     assert layer("fox", "llama").logit_bound() is None
 

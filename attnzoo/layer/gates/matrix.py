@@ -114,7 +114,11 @@ class DeltaRule(GateProjection):
 
     def forward(self, x: Tensor, k: Tensor, stream: Stream) -> tuple[Gate, Write]:
         beta = by_factor(wide(self.beta_proj(x)).sigmoid(), -1, self.factors)
-        return Gate(w=k, beta=2 * beta if self.allow_neg_eigval else beta), DELTA_RULE
+        if self.allow_neg_eigval:
+            beta = 2 * beta
+            if k.dtype.itemsize == 2:  # a key that is rounded may be longer than 1, and the factor then expand
+                beta = beta / wide(k.detach()).square().sum(-1).clamp(min=1)
+        return Gate(w=k, beta=beta), DELTA_RULE
 
 
 class PathTransition(GateProjection):
