@@ -1,5 +1,6 @@
 """Files that are whole or as they were before, and what tells whether one has changed."""
 
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -167,12 +168,16 @@ def check_folder(folder: Path, name: str = "output_dir") -> None:
 
     Raises:
         NotADirectoryError, PermissionError: what is there already is no folder, or may not be written to.
+        OSError: a name in it is too long.
     """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         raise NotADirectoryError(f"{name}={str(folder)!r}: {str(there)!r} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise PermissionError(f"{name}={str(folder)!r}: the folder {str(there)!r} may not be written to")
+    names = folder.absolute().relative_to(there).parts
+    if any(len(os.fsencode(part)) > os.pathconf(there, "PC_NAME_MAX") for part in names):
+        raise OSError(f"{name}={str(folder)!r}: {os.strerror(errno.ENAMETOOLONG)}")
 
 
 def python_file(name: str) -> str:

@@ -195,3 +195,6 @@ def test_a_comparison_that_cannot_be_written_is_refused_before_it_trains(config_
     (tmp_path / "out" / "nope").write_text("a file")
     with pytest.raises(NotADirectoryError, match=r"nope' is not a folder"):
         run_comparison(config, None)
+    config.variants = ["fox", {"name": "nope", "label": "long" * 99}]
+    with pytest.raises(OSError, match=r"output_dir=.*: File name too long"):
+        run_comparison(config, None)
