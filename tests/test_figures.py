@@ -84,6 +84,12 @@ def test_line_names_do_not_collide_and_keep_the_order_of_the_ends() -> None:
     assert np.diff(sorted(order)).min() >= 11
 
 
+def test_letters_that_one_font_lacks_are_left_to_the_reader_s(recwarn: pytest.WarningsRecorder) -> None:
+    svg = to_svg(figures.curves([line("日本語", 1.0)], xlabel="x", ylim=(0, 4)), "one", "t")
+    assert ">日本語</text>" in svg
+    assert not recwarn.list
+
+
 def test_dot_is_drawn_at_its_value_filled_or_hollow() -> None:
     rows = [[Dot("fox", "fox", 1.5, 0.01, LOOK, True), Dot("mamba2", "mamba2", 1.75, 0.01, LOOK, False)]]
     figure = figures.pairs(rows, xlabel="loss")

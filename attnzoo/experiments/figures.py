@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import io
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -264,7 +265,8 @@ def to_svg(figure: Figure, name: str, title: str) -> str:
         title: what the figure shows, for readers who do not see it.
     """
     buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # the reader's own fonts show text
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
