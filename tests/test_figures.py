@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from itertools import combinations
 
 import numpy as np
 import pytest
 
-from attnzoo.experiments import figures
+from attnzoo.experiments import figures, run_figures
 from attnzoo.experiments.figures import Dot, Line, Look, to_svg
 from attnzoo.registry import BUILT_IN
 
@@ -82,6 +83,48 @@ def test_line_names_do_not_collide_and_keep_the_order_of_the_ends() -> None:
     order = [heights[f"v{i}"] for i in range(5)]
     assert order == sorted(order, reverse=True)  # SVG's y grows downwards
     assert np.diff(sorted(order)).min() >= 11
+
+
+LONG = "path_fox (acp={'bound': 'paper', 'eps': 0.0001, 'block': 128}, window=4096, kv_shift=True, number 1)"
+
+
+@pytest.mark.parametrize("end", ["1", "2"])
+def test_a_long_name_leaves_room_for_the_curve(end: str) -> None:
+    lines = [line(LONG[:-2] + other + ")", 1.0) for other in "12"]
+    names = {text.get_text() for text in figures.curves(lines, xlabel="x", ylim=(0, 4)).axes[0].texts}
+    assert any(name.startswith("path_fox (acp=") and name.endswith(f"number {end})") for name in names)
+    figures_of = [
+        figures.curves(lines, xlabel="x", ylim=(0, 4), names_width=len(LONG)),
+        run_figures.runs([run_figures.Runs(LONG, LONG, np.ones(3), LOOK, True)], xlabel="x"),
+    ]
+    for figure in figures_of:
+        box = figure.axes[0].get_position()
+        assert box.width > 0.3
+        assert 0 <= box.x0 < box.x1 <= 1
+
+
+def test_names_of_dots_do_not_collide_and_stay_inside_the_panel() -> None:
+    names = ["fox", "fox (acp)", "fox (window=64)", LONG]
+    rows = [
+        [Dot(name, name, 1.5 + 0.001 * i, 0.0, LOOK, filled) for i, name in enumerate(names)]
+        for filled in (True, False)
+    ]
+    figure = figures.pairs([*rows, [Dot("rope", "rope", 2.5, 0.0, LOOK, True)]], xlabel="loss")
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == 9
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height for box in boxes)
+
+
+def test_one_dot_has_an_axis_of_whole_numbers() -> None:
+    """Not of what must be added to a number that stands elsewhere."""
+    figure = figures.pairs([[Dot("fox", "fox", 10.0834, 0.0, LOOK, True)]], xlabel="speed")
+    figure.canvas.draw()
+    low, high = figure.axes[0].get_xlim()
+    ticks = [float(tick.get_text()) for tick in figure.axes[0].get_xticklabels()]
+    assert all(low - 1 <= tick <= high + 1 for tick in ticks)
+    assert high - low > 0.1
 
 
 def test_letters_that_one_font_lacks_are_left_to_the_reader_s(recwarn: pytest.WarningsRecorder) -> None:

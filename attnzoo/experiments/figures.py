@@ -48,6 +48,9 @@ DASHES: dict[str, tuple[tuple[float, ...], ...]] = {
     "softmax": ((), (8, 1.5, 1.5, 1.5)),
     "linear": ((4.5, 2), (1.5, 1.5)),
 }
+NAME = 40  # characters of a name that a figure shows
+NAME_LINE = 12.0  # points from one name to the next above it
+ROW = 400.0  # points that a row of dots is wide, with 8 on either side
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def curves(
         ylim: shared by the panels that stand side by side; values outside are cut off.
         log_y: logarithmic y axis.
         mark: an x and a word for it, drawn as a vertical rule.
-        names_width: characters to leave room for at the right; at least those of the longest label are.
+        names_width: characters to leave room for at the right; at least those of the longest name are.
         percent: shares of 1, written as per cent.
     """
     figure, axes = panel(400, 290)
@@ -165,36 +168,67 @@ def curves(
 def pairs(rows: Sequence[Sequence[Dot]], *, xlabel: str) -> Figure:
     """A row per pair of duals, a dot per variant with its standard error.
 
+    Names that would collide stand above each other, and their row takes so much more.
+
     Args:
         rows: the dots of each pair, none empty.
         xlabel: text under the axis.
     """
-    figure, axes = panel(400, 44 + 40 * len(rows), left=8)
-    reached: list[float] = []
-    for y, row in enumerate(rows):
+    reached = [end for row in rows for dot in row for end in _ends(dot)]
+    low, high = min(reached), max(reached)
+    margin = max((high - low) * 0.14 if high > low else abs(high) * 0.05, 1e-3)
+    names = [_names(row, low - margin, high + margin) for row in rows]
+    places, bottom = [], 0.0
+    for of_row in names:
+        above, below = (
+            max((line for _, line, under in of_row if under == side), default=0) * NAME_LINE / 40
+            for side in (False, True)
+        )
+        places.append(bottom + above)
+        bottom += above + 1 + below
+    figure, axes = panel(ROW, 44 + 40 * bottom, left=8)
+    for y, row, of_row in zip(places, rows, names, strict=True):
         ends = [min(dot.value for dot in row), max(dot.value for dot in row)]
         axes.plot(ends, [y, y], color=row[0].look.color, linewidth=2.2, alpha=0.35)
-        for dot in row:
-            spread = dot.error if np.isfinite(dot.error) else 0.0
-            below = not dot.filled and len(row) > 1
+        for dot, (x, line, below) in zip(row, of_row, strict=True):
+            away = 7 + NAME_LINE * line
             text = axes.annotate(
-                dot.label, (dot.value, y), (0, -7 if below else 7), textcoords="offset points", ha="center",
-                va="top" if below else "bottom", fontsize=9.5, color=dot.look.color, parse_math=False,
+                shortened(dot.label), (x, y), (0, -away if below else away), xycoords=("axes fraction", "data"),
+                textcoords="offset points", ha="center", va="top" if below else "bottom", fontsize=9.5,
+                color=dot.look.color, parse_math=False,
             )  # fmt: skip
-            ends = [dot.value - spread, dot.value + spread]
-            reached += ends
-            (bar,) = axes.plot(ends, [y, y], color=dot.look.color, linewidth=1.0)
+            (bar,) = axes.plot(_ends(dot), [y, y], color=dot.look.color, linewidth=1.0)
             face = dot.look.color if dot.filled else "none"
             (mark,) = axes.plot(dot.value, y, "o", ms=7.5, mec=dot.look.color, mfc=face, mew=1.8)
             for artist in (text, bar, mark):
                 artist.set_gid(f"series:{dot.key}")
-    margin = max((max(reached) - min(reached)) * 0.14, 1e-3)
-    axes.set_xlim(min(reached) - margin, max(reached) + margin)
-    axes.set_ylim(len(rows) - 0.35, -0.75)
+    axes.set_xlim(low - margin, high + margin)
+    axes.set_ylim(bottom - 0.35, -0.75)
     axes.set_yticks([])
+    axes.ticklabel_format(axis="x", useOffset=False)
     axes.grid(True, axis="x", color=GRID, linewidth=0.8)
     axes.set_xlabel(xlabel, loc="left")
     return figure
+
+
+def _ends(dot: Dot) -> list[float]:
+    error = dot.error if np.isfinite(dot.error) else 0.0
+    return [dot.value - error, dot.value + error]
+
+
+def _names(row: Sequence[Dot], low: float, high: float) -> list[tuple[float, int, bool]]:
+    """Where the name of each dot stands: its middle as a share of the width, on which line, and whether below."""
+    lines: dict[bool, list[float]] = {False: [], True: []}  # where the last name on each line ends
+    found = {}
+    for number in sorted(range(len(row)), key=lambda number: row[number].value):
+        dot = row[number]
+        below = not dot.filled and len(row) > 1
+        half = 3 * (len(shortened(dot.label)) + 1) / (ROW - 16)
+        x = min(max((dot.value - low) / (high - low), half), 1 - half)
+        line = next((n for n, end in enumerate(lines[below]) if end <= x - half), len(lines[below]))
+        lines[below][line : line + 1] = [x + half]
+        found[number] = (x, line, below)
+    return [found[number] for number in range(len(row))]
 
 
 def decay_map(decay: Array, length: int, cuts: Mapping[str, Array], block: int = 1) -> Figure:
@@ -307,7 +341,7 @@ def quiet(axes: Axes) -> None:
 def name_line_ends(axes: Axes, lines: Sequence[Line], right: float, characters: int) -> None:
     """Write each label right of its curve's end, pushed apart where they would collide."""
     box = axes.get_position()
-    longest = max([characters, *(len(line.label) for line in lines)])
+    longest = min(max([characters, *(len(line.label) for line in lines)]), NAME)
     width = axes.figure.get_figwidth() * 72  # type: ignore[union-attr]
     axes.set_position((box.x0, box.y0, box.width - (longest * 5.4 + 6) / width, box.height))
     height = box.height * axes.figure.get_figheight() * 72  # type: ignore[union-attr]
@@ -320,9 +354,14 @@ def name_line_ends(axes: Axes, lines: Sequence[Line], right: float, characters: 
         wanted.append(float(inside.transform(axes.transData.transform((right, end)))[1]) * height)
     for line, y in zip(lines, spread(wanted, 12.0, height), strict=True):
         axes.annotate(
-            line.label, (1, y / height), (6, 0), xycoords="axes fraction", textcoords="offset points",
+            shortened(line.label), (1, y / height), (6, 0), xycoords="axes fraction", textcoords="offset points",
             color=line.look.color, fontsize=9.5, va="center", annotation_clip=False, parse_math=False,
         ).set_gid(f"series:{line.key}")  # fmt: skip
+
+
+def shortened(name: str) -> str:
+    """A name as a figure shows it: of a long one its beginning and its end."""
+    return name if len(name) <= NAME else f"{name[: NAME - 16]}…{name[-15:]}"
 
 
 def spread(wanted: Sequence[float], gap: float, height: float) -> list[float]:

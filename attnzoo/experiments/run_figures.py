@@ -10,7 +10,19 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnzoo.experiments.figures import GRID, INK, MUTED, Array, Line, Look, name_line_ends, panel, quiet, spread
+from attnzoo.experiments.figures import (
+    GRID,
+    INK,
+    MUTED,
+    Array,
+    Line,
+    Look,
+    name_line_ends,
+    panel,
+    quiet,
+    shortened,
+    spread,
+)
 
 
 @dataclass(frozen=True)
@@ -44,14 +56,15 @@ def runs(rows: Sequence[Runs], *, xlabel: str, percent: bool = False, marks: Seq
         percent: shares of 1, written as per cent.
         marks: limits that something is expected to stay below or above, as vertical rules.
     """
-    left = 16 + 5.6 * max((len(row.label) for row in rows), default=0)
+    left = 16 + 5.6 * max((len(shortened(row.label)) for row in rows), default=0)
     figure, axes = panel(400, 46 + 24 * len(rows), left=left)
     shown = [row.values[np.isfinite(row.values)] for row in rows]
     for y, (row, values) in enumerate(zip(rows, shown, strict=True)):
         color = row.look.color
         name = axes.annotate(
-            row.label, (0, y), (-8, 0), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
-            va="center", fontsize=9.5, color=color, parse_math=False, annotation_clip=False,
+            shortened(row.label), (0, y), (-8, 0), xycoords=("axes fraction", "data"),
+            textcoords="offset points", ha="right", va="center", fontsize=9.5, color=color, parse_math=False,
+            annotation_clip=False,
         )  # fmt: skip
         artists: list[Artist] = [name]
         if values.size:
@@ -88,7 +101,7 @@ def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
         ylabel: of the other.
     """
     side, height = 330.0, 330.0  # of the axes, in points; the names stand at their right
-    names = max((len(point.label) for point in points), default=0) * 5.4 + 14
+    names = max((len(shortened(point.label)) for point in points), default=0) * 5.4 + 14
     figure, axes = panel(58 + side + names, 48 + height, left=50, bottom=38)
     box = axes.get_position()
     axes.set_position((box.x0, box.y0, side / (58 + side + names), box.height))
@@ -111,8 +124,9 @@ def gains(points: Sequence[Gains], *, xlabel: str, ylabel: str) -> Figure:
     wanted = [float((point.y.mean() - limits[0]) / (limits[1] - limits[0]) * height) for point in points]
     for point, place in zip(points, spread(wanted, 14.0, height), strict=True):
         axes.annotate(
-            point.label, (point.x.mean(), point.y.mean()), (1.03, place / height), textcoords="axes fraction",
-            color=point.look.color, fontsize=9.5, va="center", annotation_clip=False, parse_math=False,
+            shortened(point.label), (point.x.mean(), point.y.mean()), (1.03, place / height),
+            textcoords="axes fraction", color=point.look.color, fontsize=9.5, va="center", annotation_clip=False,
+            parse_math=False,
             arrowprops={"arrowstyle": "-", "color": point.look.color, "alpha": 0.35, "linewidth": 0.7, "shrinkA": 1},
         ).set_gid(f"series:{point.key}")  # fmt: skip
     axes.plot(limits, limits, color=MUTED, linewidth=0.8, dashes=(2, 2), zorder=0)
@@ -173,7 +187,13 @@ def _draw_overlaid(axes: Axes, picture: Overlaid) -> None:
         ex, ey = ((v.std(ddof=1) / root if v.size > 1 else 0.0) for v in (point.x, point.y))
         drawn = axes.errorbar(x, y, xerr=ex, yerr=ey, color=color, marker="D", markersize=6, linestyle="none")
         name = axes.annotate(
-            point.label, (x, y), (8, 6), textcoords="offset points", color=color, fontsize=9.5, parse_math=False
+            shortened(point.label),
+            (x, y),
+            (8, 6),
+            textcoords="offset points",
+            color=color,
+            fontsize=9.5,
+            parse_math=False,
         )
         for artist in (*drawn.get_children(), name):
             artist.set_gid(f"series:{point.key}")
