@@ -187,6 +187,15 @@ def test_one_run_has_no_duals_to_compare(results: list[RunResult], page: str) ->
     parse(alone)
 
 
+def test_a_long_name_does_not_cover_the_numbers_on_a_narrow_screen(page: str) -> None:
+    """Names stay at the left while numbers are scrolled, so that they must be narrower than the screen."""
+    narrow = page.partition("@media (max-width: 760px)")[2].partition("@media")[0]
+    rule = re.search(r"tbody th {([^}]*)}", narrow)
+    assert rule is not None
+    assert re.search(r"max-width: [1-5]\dvw", rule[1])
+    assert "white-space: normal" in rule[1]
+
+
 def test_rows_stand_from_the_lowest_loss_to_the_highest(page: str) -> None:
     losses = [float(x) for x in re.findall(r'<td class="n"><b>([\d.]+)<', page)]
     assert len(losses) == len(NAMES)
