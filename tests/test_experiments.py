@@ -393,6 +393,14 @@ def test_run_that_diverges_is_no_choice_and_decides_nothing(done, monkeypatch):
     assert page.count("the loss is not finite") == 2  # both seeds of the arm that has one rate
 
 
+def test_a_field_without_a_number_has_no_colour(done):
+    whole = load_outcome(Path("out/result.json"))
+    runs = tuple(replace(run, values={}, note="diverged") if run.arm != "fox" else run for run in whole.runs)
+    page = render_experiment(find(done), replace(whole, runs=runs))
+    assert '<td class="none"><b>–</b>' in page
+    assert not re.search(r'<td style="--s: \d+%"><b>–', page)  # the colour of the best
+
+
 def test_arm_after_one_that_diverged_has_no_numbers_and_says_why(chained, monkeypatch):
     trained = running.train
 

@@ -409,8 +409,10 @@ def _maps(experiment: Experiment, outcome: Outcome) -> list[dict[str, Any]]:
 
 def _field(values: Array, percent: bool, limits: tuple[float, float]) -> dict[str, Any]:
     mean, error = _cell(values, percent)
+    if mean == "–":
+        return {"mean": mean, "error": error, "share": ""}
     low, high = limits
-    share = (float(values.mean()) - low) / (high - low) if high > low and mean != "–" else 0.0
+    share = (float(values.mean()) - low) / (high - low) if high > low else 0.0
     return {"mean": mean, "error": error, "share": f"{100 * min(max(share, 0.0), 1.0):.0f}"}
 
 
