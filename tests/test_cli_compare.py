@@ -165,6 +165,22 @@ def test_report_measures_runs_that_were_trained_one_by_one(run: Any, tiny_train:
         assert f'<tr data-series="{key}"' in page
 
 
+def test_report_of_a_folder_names_runs_that_it_leaves_out(
+    run: Any, tiny_train: Path, tmp_path: Path, caplog: Any
+) -> None:
+    """Those that are not measured, beside others that are."""
+    for key in ("gla", "fox"):
+        assert run("train", tiny_train, f"output_dir={tmp_path}/runs/{key}", f"model.attention={key}").code == 0
+        ran = run("report", tmp_path / "runs", "-o", tmp_path / "page.html")
+        assert ran.code == 0, ran.err
+        assert ("left out" in caplog.text) == (key == "fox")
+    assert f"{tmp_path / 'runs' / 'fox'}" in caplog.text
+    caplog.clear()
+    ran = run("report", tmp_path / "runs", tmp_path / "runs" / "fox", "-o", tmp_path / "page.html")
+    assert ran.code == 0, ran.err
+    assert "left out" not in caplog.text
+
+
 def test_demo_compares_the_twelve_variants_on_equal_budgets() -> None:
     every = plan(load_config(DEMO, schema=CompareConfig))
     runs = [run for run in every if run.group == "own layers"]

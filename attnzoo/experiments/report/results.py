@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import math
 import os
 import platform
@@ -21,6 +22,7 @@ from attnzoo.evaluation import Array, GateMap, PruneMap, mean_and_error, perplex
 from attnzoo.files import digest, write_whole
 
 JSON_NAME, ARRAYS_NAME = "evaluation.json", "evaluation.npz"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ def _load_gate(row: dict[str, Any], arrays: dict[str, Array]) -> GateMap:
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """The runs that ``paths`` mean: each is a run, or a folder with runs directly inside it.
 
-    Of a folder the measured runs are taken, and all runs when none is measured.
+    Of a folder the measured runs are taken, and all runs when none is measured; a line of the log names those that are
+    left out.
 
     Raises:
         FileNotFoundError: a path does not exist, or there is no run in it.
@@ -196,6 +199,9 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         if not inside:
             raise FileNotFoundError(f"no run in {str(path)!r}")
         runs += inside
+    every = {file.parent for path in paths if path not in runs for file in path.glob("*/config.yaml")}
+    if left := sorted(map(str, every - set(runs))):
+        logger.warning("left out, as not measured while others are: %s; name a run to have it", ", ".join(left))
     return runs
 
 
