@@ -44,7 +44,7 @@ from attnzoo.evaluation import (
 )
 from attnzoo.evaluation.memory import RULES, UNLIMITED, Point
 from attnzoo.experiments.evaluate import lines, measures, memory, pictures
-from attnzoo.experiments.evaluate.saved import as_json, file_name, find_subject
+from attnzoo.experiments.evaluate.saved import as_json, file_name, find_subject, save
 from attnzoo.experiments.evaluate.table import EVALUATIONS, Common, measure
 from attnzoo.models import LanguageModel
 from attnzoo.training import load_run, train
@@ -470,6 +470,14 @@ def test_titles_of_maps_do_not_run_into_each_other():
     assert len(boxes) == 6
     for line in (boxes[:3], boxes[3:]):
         assert all(one.x1 < other.x0 for one, other in itertools.pairwise(line))
+
+
+def test_tokens_in_letters_that_one_font_lacks_are_shown_without_a_warning(tmp_path, recwarn):
+    matrix = np.tril(np.ones((1, 2, 2)))
+    figure = pictures.maps(AttentionMaps(("日", "本"), (LayerMap(0, "fox", matrix, matrix),)))
+    save(tmp_path, "maps", {}, figure)
+    assert ">日</text>" in (tmp_path / "maps.svg").read_text(encoding="utf-8")
+    assert not recwarn.list
 
 
 def test_words_of_small_pictures_stay_within_them():

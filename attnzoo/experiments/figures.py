@@ -290,6 +290,21 @@ def kept_blocks(heads: Sequence[str], kept: Mapping[str, Array], look: Look) -> 
     return figure
 
 
+def written(figure: Figure, name: str, transparent: bool = False) -> str:
+    """The file of a figure as SVG, the same each time; its text is shown by the fonts of who reads it.
+
+    Args:
+        figure: any matplotlib figure.
+        name: what seeds its ids.
+        transparent: without a background.
+    """
+    buffer = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # of a font that is not used
+        figure.savefig(buffer, format="svg", transparent=transparent, metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
 def to_svg(figure: Figure, name: str, title: str) -> str:
     """The figure as an ``<svg>`` element that scales with its container.
 
@@ -298,11 +313,7 @@ def to_svg(figure: Figure, name: str, title: str) -> str:
         name: unique on the page, since it seeds the ids inside the SVG.
         title: what the figure shows, for readers who do not see it.
     """
-    buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # the reader's own fonts show text
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
+    text = written(figure, name, transparent=True)
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)

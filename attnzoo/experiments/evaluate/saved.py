@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import re
@@ -13,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from attnzoo.config import load_config
 from attnzoo.experiments.builtin import find_config
+from attnzoo.experiments.figures import written
 from attnzoo.experiments.report.results import describe_machine
 from attnzoo.files import write_whole
 from attnzoo.training.subject import Subject, fresh_subject, load_subject
@@ -111,10 +110,7 @@ def save(
     write_whole(files[0], json.dumps(found, indent=1, allow_nan=False) + "\n")
     if figure is not None:
         files.append(folder / f"{name}.svg")
-        buffer = io.BytesIO()
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-            figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        write_whole(files[1], buffer.getvalue())
+        write_whole(files[1], written(figure, name))
     if page is not None:
         files.append(folder / f"{name}.html")
         write_whole(files[-1], page)
