@@ -8,7 +8,7 @@ Transformer", 2025, with the threshold of its section 3 for ``"paper"``)
 
 with log n_b = log sum_{l <= b} exp(c_b - c_l) <= log N (the normaliser of gated linear attention) and l_i the
 log-sum-exp of row i over the keys of its own row unit and NEAR key units before it, a lower bound of the whole row's
-(within 1% of the blocks that the whole one would keep; s_ii alone keeps 10 to 20% more on local heads). Both drop at
+(within 4% of the blocks that the whole one would keep; s_ii alone keeps up to 25% more on local heads). Both drop at
 most a mass eps of each row. A row unit takes its worst row, and the boundaries are made monotone by a suffix minimum
 (which only prunes less). In log2 throughout.
 
