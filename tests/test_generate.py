@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 
 import click
 import numpy as np
@@ -13,7 +14,7 @@ from tiny_runs import config_of, write_text
 
 from attnzoo import cli
 from attnzoo.data import decode, encode
-from attnzoo.data.tokenizer import byte_tokenizer
+from attnzoo.data.tokenizer import END, byte_tokenizer, decode_bytes, encode_bytes
 from attnzoo.errors import UnavailableError
 from attnzoo.models import Generator
 from attnzoo.training import exchange, load_run, train
@@ -45,6 +46,22 @@ def test_the_text_is_the_models_own_and_the_summary_says_how_it_went(run):
     assert re.search(r"30 tokens after 12 of the prompt \(.* s\), [\d.]+ tokens/s\n", said)
     assert "caches: " in said
     assert "keys kept per head: all 41\n" in said  # the last token is not read again
+
+
+def test_a_run_on_bytes_needs_no_tokenizer(run, monkeypatch):
+    options = ("--prompt", PROMPT, "--max-tokens", 8, "--temperature", 0, "--device", "cpu")
+    text = ran(run, *options)[0]
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert ran(run, *options)[0] == text
+
+
+def test_bytes_are_those_of_their_tokenizer():
+    tokenizer = byte_tokenizer()
+    for text in ("", "a gate", f"one{END}{END}zwei\0, für € 🙂{END}"):
+        assert encode_bytes(text) == tokenizer.encode(text).ids
+    for seed in range(300):
+        tokens = torch.randint(290, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
+        assert decode_bytes(tokens) == tokenizer.decode(tokens)
 
 
 def test_a_model_folder_and_its_run_say_the_same(run, tmp_path):

@@ -1,6 +1,6 @@
 """Tokenizers: byte by byte, byte-level BPE trained on local text, or given; and texts as folders of tokens.
 
-Needs tokenizers (`pip install 'attnzoo[hf]'`).
+Needs tokenizers (`pip install 'attnzoo[hf]'`), but for bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from attnzoo.data.shards import TOKENIZER, TokenShards, write_shards
-from attnzoo.data.sources import BYTES, DOCUMENT_END
+from attnzoo.data.sources import BYTES, DOCUMENT_END, decode, encode
 from attnzoo.data.texts import held_out_names, stdlib_files, text_files
 from attnzoo.data.windows import Tokens
 
@@ -175,6 +175,19 @@ def byte_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def encode_bytes(text: str) -> list[int]:
+    """What :func:`byte_tokenizer` makes of a text; tokenizers need not be installed."""
+    tokens: list[int] = []
+    for number, piece in enumerate(text.split(END)):
+        tokens += [DOCUMENT_END] * (number > 0) + encode(piece)
+    return tokens
+
+
+def decode_bytes(tokens: Iterable[int]) -> str:
+    """What it makes of tokens: text without the ends of documents, and without tokens that are no bytes."""
+    return decode(token for token in tokens if token != DOCUMENT_END and token < BYTES)
 
 
 def _shown(byte: int) -> str:

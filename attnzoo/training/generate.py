@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from attnzoo.algebra.pruning import Evict
+from attnzoo.data import DOCUMENT_END
 from attnzoo.data.shards import TOKENIZER
-from attnzoo.data.tokenizer import parse_tokenizer, read_tokenizer, special_tokens
+from attnzoo.data.tokenizer import decode_bytes, encode_bytes, parse_tokenizer, read_tokenizer, special_tokens
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.engine import Generator
 from attnzoo.models.request import Request
 from attnzoo.training.checkpoint import load_run
-from attnzoo.training.exchange import tokenizer_of
+from attnzoo.training.exchange import KEPT, is_bytes, tokenizer_of
 from attnzoo.training.subject import of_folder
 
 
@@ -53,17 +54,20 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
     Raises:
         FileNotFoundError: neither is there, or no checkpoint, or no tokenizer.
         ValueError: a model of another library, or tokens whose text nobody has said, or that are those of a task.
-        ModuleNotFoundError: tokenizers, or for a model folder transformers, is not installed.
+        ModuleNotFoundError: tokenizers, or for a model folder transformers, is not installed. A run on bytes needs
+            neither.
     """
+    of_bytes = False
     if (source / "config.yaml").is_file():
         model, config = load_run(source, device)
-        files = tokenizer_of(source, config.data)
+        of_bytes = is_bytes(config.data) and not (source / KEPT).is_dir()
+        files = {} if of_bytes else tokenizer_of(source, config.data)
         if not files and config.data.task is not None:
             raise ValueError(
                 f"{str(source)!r} was trained on the task {config.data.task!r}, whose tokens stand for no text; "
                 f"`attnzoo evaluate {shlex.quote(str(source))}` asks it"
             )
-        if not files:
+        if not files and not of_bytes:
             raise ValueError(
                 f"{str(source)!r} was trained on tokens whose text is not known here: export it, and put its "
                 f"{TOKENIZER} into the folder"
@@ -77,6 +81,8 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
             now = f"blend = {layer.forget.blend:g}, 1 from the end of forgetting.anneal_steps on"
             kind = "expected a model whose layers forget alone, got one that learns it"
             raise ValueError(f"{str(source)!r}: {kind} ({now})")
+    if of_bytes:
+        return TextModel(model.to(dtype).eval(), encode_bytes, decode_bytes, frozenset([DOCUMENT_END]))
     tokenizer = parse_tokenizer(files[TOKENIZER])
     ends = special_tokens(files).get("eos_token_id")
     return TextModel(
