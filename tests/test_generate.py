@@ -14,7 +14,7 @@ from tiny_runs import config_of, write_text
 
 from attnzoo import cli
 from attnzoo.data import decode, encode
-from attnzoo.data.tokenizer import END, byte_tokenizer, decode_bytes, encode_bytes
+from attnzoo.data.tokenizer import END, byte_tokenizer, byte_tokens, text_of_bytes
 from attnzoo.errors import UnavailableError
 from attnzoo.models import Generator
 from attnzoo.training import exchange, load_run, train
@@ -58,10 +58,10 @@ def test_a_run_on_bytes_needs_no_tokenizer(run, monkeypatch):
 def test_bytes_are_those_of_their_tokenizer():
     tokenizer = byte_tokenizer()
     for text in ("", "a gate", f"one{END}{END}zwei\0, für € 🙂{END}"):
-        assert encode_bytes(text) == tokenizer.encode(text).ids
+        assert byte_tokens(text) == tokenizer.encode(text).ids
     for seed in range(300):
         tokens = torch.randint(290, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
-        assert decode_bytes(tokens) == tokenizer.decode(tokens)
+        assert text_of_bytes(tokens) == tokenizer.decode(tokens)
 
 
 def test_a_model_folder_and_its_run_say_the_same(run, tmp_path):

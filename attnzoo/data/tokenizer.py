@@ -177,7 +177,7 @@ def byte_tokenizer() -> Any:
     return tokenizer
 
 
-def encode_bytes(text: str) -> list[int]:
+def byte_tokens(text: str) -> list[int]:
     """What :func:`byte_tokenizer` makes of a text; tokenizers need not be installed."""
     tokens: list[int] = []
     for number, piece in enumerate(text.split(END)):
@@ -185,7 +185,7 @@ def encode_bytes(text: str) -> list[int]:
     return tokens
 
 
-def decode_bytes(tokens: Iterable[int]) -> str:
+def text_of_bytes(tokens: Iterable[int]) -> str:
     """What it makes of tokens: text without the ends of documents, and without tokens that are no bytes."""
     return decode(token for token in tokens if token != DOCUMENT_END and token < BYTES)
 

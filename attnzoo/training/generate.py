@@ -17,7 +17,7 @@ import torch
 from attnzoo.algebra.pruning import Evict
 from attnzoo.data import DOCUMENT_END
 from attnzoo.data.shards import TOKENIZER
-from attnzoo.data.tokenizer import decode_bytes, encode_bytes, parse_tokenizer, read_tokenizer, special_tokens
+from attnzoo.data.tokenizer import byte_tokens, parse_tokenizer, read_tokenizer, special_tokens, text_of_bytes
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.engine import Generator
 from attnzoo.models.request import Request
@@ -82,7 +82,7 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
             kind = "expected a model whose layers forget alone, got one that learns it"
             raise ValueError(f"{str(source)!r}: {kind} ({now})")
     if of_bytes:
-        return TextModel(model.to(dtype).eval(), encode_bytes, decode_bytes, frozenset([DOCUMENT_END]))
+        return TextModel(model.to(dtype).eval(), byte_tokens, text_of_bytes, frozenset([DOCUMENT_END]))
     tokenizer = parse_tokenizer(files[TOKENIZER])
     ends = special_tokens(files).get("eos_token_id")
     return TextModel(
