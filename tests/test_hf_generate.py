@@ -216,6 +216,17 @@ def test_the_engine_has_the_adapters_of_the_call(tokens):
     assert generators[model][1] is not with_adapters
 
 
+def test_a_model_in_training_drops_nothing_on_the_engine(tokens):
+    peft = pytest.importorskip("peft")
+    model, given = build("fox"), {"max_new_tokens": 12, "do_sample": False, "engine": True}
+    drops = {"lora_dropout": 0.6, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    model.add_adapter(peft.LoraConfig(lora_alpha=64, **drops))
+    expected = model.eval().generate(tokens, **given)
+    for _ in range(2):
+        assert torch.equal(model.train().generate(tokens, **given), expected)
+        assert model.training
+
+
 def test_the_engine_samples_from_the_models_distribution(tokens):
     model = build()
     for settings in ({"top_k": 5}, {"top_p": 0.6, "top_k": 5}, {"temperature": 0.5, "top_k": 0}):

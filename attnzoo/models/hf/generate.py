@@ -145,6 +145,7 @@ def run(model: Any, call: Asked) -> Tensor:
     was_training = model.training
     try:
         generator = _engine(model, len(call.prompts), max(map(len, call.prompts)) + call.new, call.limits)
+        generator.model.eval()
         seeds = [0] * len(call.prompts)
         if call.sampling["temperature"]:
             seeds = torch.randint(2**31, (len(call.prompts),)).tolist()
