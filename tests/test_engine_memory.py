@@ -88,6 +88,29 @@ def test_eviction_that_no_step_can_promise_is_refused():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("begun", [False, True], ids=["", "begun"])
+@pytest.mark.parametrize("kind", ["fox", "path_fox", "learned"])
+def test_keys_are_given_up_by_the_weights_when_a_sequence_joins(kind, begun):
+    """With longer queries no key may go that went before; in a cache that another loop began, neither."""
+    model = that_forgets("fox", {"threshold": 1e-6}) if kind == "learned" else forgetful(kind)
+    prompt, kept = torch.randint(0, 40, (150,), generator=torch.Generator().manual_seed(2)), []
+    generator = Generator(model, 1, 400, evict=math.exp(-10))
+    for stretch in (1, 40):
+        model.attentions()[0].q_norm.weight *= stretch
+        for each in (generator, Generator(model, 1, 400, evict=math.exp(-10))):
+            if begun:
+                cache = model.new_cache()
+                model(prompt[None, :-1], cache=cache)
+                number = each.resume(cache, int(prompt[-1]), 66, Sampling(0.0))
+            else:
+                number = each.add(prompt, 66, temperature=0)
+            each.run()
+            kept.append(each.requests[number].kept[0])
+    assert kept[0] == kept[1]
+    assert kept[2] == kept[3] != kept[0]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("evict", [None, math.exp(-10), "offload"], ids=["", "evicting", "offload"])
 @pytest.mark.parametrize("name", ["fox", "path_fox"])
 def test_sequences_that_go_on_from_one_cache_share_its_whole_pages(name, evict):

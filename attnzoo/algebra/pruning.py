@@ -107,6 +107,17 @@ class QueryBounds:
     own: Tensor
     score: Tensor | None = None
 
+    def clone(self) -> QueryBounds:
+        """The same in tensors of its own."""
+        return QueryBounds(self.query.clone(), self.own.clone(), None if self.score is None else self.score.clone())
+
+    def copy_(self, other: QueryBounds) -> None:
+        """Become the same as ``other``, in place."""
+        self.query.copy_(other.query)
+        self.own.copy_(other.own)
+        if self.score is not None and other.score is not None:
+            self.score.copy_(other.score)
+
 
 def first_kept_keys(
     q: Tensor,

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.forms.cache import RecurrentState
 from attnzoo.forms.memory import size_of
 from attnzoo.forms.protocol import Call
@@ -73,6 +74,10 @@ class Memory(Protocol):
 
     def admit(self, row: int, state: Any, tokens: int) -> None:
         """The idle row ``row`` goes on from ``state``, of one sequence, to ``tokens`` tokens at most."""
+
+    def renew(self, bounds: QueryBounds) -> None:
+        """Give keys up by these bounds of the rows to come from now on, where it does so by any."""
+        return
 
     def ready(self, rows: Sequence[int]) -> bool:
         """Make room for the tokens of a step of ``rows``; whether tensors may have changed their places for it."""

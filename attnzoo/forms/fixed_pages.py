@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.algebra.gate import expand_heads
-from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.pruning import Prune, QueryBounds
 from attnzoo.algebra.transitions import compute_dtype, heads_first
 from attnzoo.forms.cache import KVCache
 from attnzoo.forms.fixed import Extend, Memory, Rows
@@ -166,6 +166,10 @@ class PagedMemory(Memory):
         self.looked[row] = one.lengths[0]
         if self.phase is not None and state.phase is not None:
             self.phase[row] = state.phase[0]
+
+    def renew(self, bounds: QueryBounds) -> None:
+        if self.evict is not None:
+            self.evict = replace(self.evict, bounds=bounds)
 
     def ready(self, rows: Sequence[int]) -> bool:
         tokens, lengths = self.rows.tokens, self.rows.lengths

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.forms.fixed import Extend, Memory, Rows, tokens_of
 from attnzoo.forms.forgetting_cache import ForgettingCache, Network
 from attnzoo.forms.forgetting_steps import take_token
@@ -55,6 +56,8 @@ class ForgettingMemory(Memory):
     ) -> ForgettingMemory:  # fmt: skip
         """Empty, for sequences of up to ``tokens`` tokens with states such as this one."""
         B, policy = len(rows.lengths), state.policy
+        if policy.bounds is not None:
+            policy = replace(policy, bounds=policy.bounds.clone())
 
         def zeros(x: Tensor, *shape: int) -> Tensor:
             return torch.zeros(B, *shape, dtype=x.dtype, device=device)
@@ -120,6 +123,10 @@ class ForgettingMemory(Memory):
         for t, one in enumerate(tokens_of(call)):
             seen = self.rows.length + kept.clamp(max=t)
             self._take(replace(self.cache, seen=seen), one, kept > t)
+
+    def renew(self, bounds: QueryBounds) -> None:
+        if self.cache.policy.bounds is not None:
+            self.cache.policy.bounds.copy_(bounds)
 
     def ready(self, rows: Sequence[int]) -> bool:
         N = self.cache.size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.fixed import Memory, Rows
 from attnzoo.forms.fixed_keys import KeyMemory
@@ -24,6 +26,7 @@ class FixedCache:
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
         rows: of the batch; all layers have the same.
         heads: query heads of the layer.
+        promised: what the weights of QK-norm promise now of the rows to come, where keys are given up by that.
         ends: by name, the windows and the tokens of a step of several, until :meth:`keep`.
         bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it: as
             they were when the last sequence joined.
@@ -35,6 +38,7 @@ class FixedCache:
     rows: Rows
     bound: Tensor | None = None
     heads: int = 1
+    promised: Callable[[], QueryBounds | None] | None = None
     ends: dict[str, Tensor] = field(default_factory=dict)
     whole: bool = False
 
@@ -74,7 +78,10 @@ class FixedCache:
             for name, x in like.windows.items()
         }
         bound = None if layer.prune is None else layer.logit_bound(like.dtype or torch.float32)
-        return FixedCache(memory, windows, rows, bound, layer.config.num_heads, whole=layer.whole_steps(memory))
+        by_bounds = like.evict is not None and not like.evict.offload
+        promised = functools.partial(layer.query_bounds, like.dtype or torch.float32) if by_bounds else None
+        whole, heads = layer.whole_steps(memory), layer.config.num_heads
+        return FixedCache(memory, windows, rows, bound, heads, promised, whole=whole)
 
     def workspace(self, tokens: int = 1) -> int:
         """Bytes that a step of so many tokens of each sequence takes besides, where they are many."""
@@ -83,6 +90,9 @@ class FixedCache:
     @torch.no_grad()
     def admit(self, row: int, cache: LayerCache, tokens: int) -> None:
         """The idle row ``row`` goes on from the only one of ``cache``, to ``tokens`` tokens at most."""
+        bounds = None if self.promised is None else self.promised()
+        if bounds is not None:
+            self.memory.renew(bounds)
         self.memory.admit(row, cache.state, tokens)
         if self.bound is not None and cache.bound is not None:
             self.bound.copy_(cache.bound)
