@@ -154,14 +154,15 @@ def test_maps_of_one_input_are_one_product_and_the_same_to_rounding(name, prompt
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_weights_that_change_in_place_count_from_the_next_sequence_on(prompts):
+@pytest.mark.parametrize("seen", [lambda weight: weight, lambda weight: weight.data], ids=["weight", "data"])
+def test_weights_that_change_in_place_count_from_the_next_sequence_on(seen, prompts):
     model = build(attention_options={"block": "pro"})
     generator = Generator(model, 2, 32, fuse=True)
     generator.add(prompts[0], 3, temperature=0)
     generator.run()
     with torch.no_grad():
-        model.blocks[1].attention.output_gate.weight.neg_()
-        model.blocks[0].mlp.up.weight.mul_(-3)
+        seen(model.blocks[1].attention.output_gate.weight).neg_()
+        seen(model.blocks[0].mlp.up.weight).mul_(-3)
     number = generator.add(prompts[1], 9, temperature=0)
     assert generator.run()[number] == alone(model, prompts[1], 9)
 

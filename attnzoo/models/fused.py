@@ -25,20 +25,13 @@ class Product:
     def __init__(self, maps: Sequence[nn.Linear]) -> None:
         self.maps, self.sizes = list(maps), [one.out_features for one in maps]
         self.weight = torch.cat([one.weight.detach() for one in maps])  # [sum of outputs, D]
-        self.versions = self._versions()
         self.given: tuple[Tensor, ...] = ()
-
-    def _versions(self) -> list[int]:
-        return [0 if one.weight.is_inference() else one.weight._version for one in self.maps]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over weights that have been changed in place."""
-        now = self._versions()
-        for new, old, rows, one in zip(now, self.versions, self.weight.split(self.sizes), self.maps, strict=True):
-            if new != old:
-                rows.copy_(one.weight)
-        self.versions = now
+        """Take over weights that have been changed in place; torch counts no changes that are made by their `data`."""
+        for rows, one in zip(self.weight.split(self.sizes), self.maps, strict=True):
+            rows.copy_(one.weight)
 
 
 class Part(nn.Module):
