@@ -45,6 +45,14 @@ def test_a_sequence_that_joins_late_changes_nothing_for_itself_and_others(prompt
     assert generator.run() == {third: alone(model, prompts[3], 6)}
 
 
+def test_a_prompt_that_changes_while_it_waits_is_what_it_was(prompts):
+    model, prompt = build(attention=["mamba2", "fox"]), prompts[1].clone()
+    generator = Generator(model, 1, 32)
+    number = generator.add(prompt, 8, temperature=0)
+    prompt.zero_()
+    assert generator.run()[number] == alone(model, prompts[1], 8)
+
+
 def test_a_sequence_that_another_loop_began_goes_on(prompts):
     model = build(attention=["mamba2", "fox"])
     cache = model.new_cache()

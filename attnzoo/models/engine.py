@@ -139,7 +139,7 @@ class Generator:
             raise ValueError(f"prompt: expected one sequence [T], got shape {list(prompt.shape)}")
         self.model.check_tokens("prompt", prompt[None])
         sampling = Sampling(temperature, top_k, top_p, seed)
-        start = prompt.to(self.device, torch.int64)
+        start = prompt.to(self.device, torch.int64, copy=True)  # as it is now
         return self._wait(start, len(prompt), prompt.tolist(), max_new_tokens, sampling, stop)
 
     def resume(
