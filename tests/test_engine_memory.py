@@ -167,6 +167,22 @@ def test_a_cache_that_a_generator_goes_on_from_keeps_its_own_keys(name, away):
     assert not away or not any(cache[0].state.evict.offload.pages[0])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["fox", "path_fox"])
+def test_a_sequence_whose_pages_have_gone_on_without_it_ends_alone(name):
+    model = forgetful(name)
+    cache, generator, prompt = model.new_cache(1e-30), Generator(model, 2, 100, evict=1e-30), torch.arange(9)
+    model(prompt[None], cache=cache)
+    gone = generator.resume(cache, 7, 9, Sampling(0.0))
+    for _ in range(2):  # the pages are known as they were before the last call
+        model(prompt[None], cache=cache)
+    number = generator.add(prompt, 9, temperature=0)
+    with pytest.raises(ValueError, match="state: expected the last that this pool of keys has given"):
+        generator.run()
+    assert generator.requests[gone].done
+    assert generator.run() == {number: alone(model, prompt, 9)}
+
+
 @pytest.mark.parametrize("away", [False, True], ids=["", "offload"])
 def test_keys_that_were_carried_to_the_last_token_go_on_in_pages(away):
     """Over the end of the page that is not whole, and from one on."""

@@ -149,7 +149,7 @@ class Generator:
 
         Args:
             cache: of :meth:`~attnzoo.models.decoder.LanguageModel.new_cache`, of one sequence without padding. It is
-                only read, when the sequence joins the batch.
+                only read, when the sequence joins the batch; until then one in pages goes on by one call at most.
             token: the one that follows, which ``cache`` has not seen.
             sampling: of the tokens after it.
 
@@ -217,7 +217,7 @@ class Generator:
             that were still on their way.
 
         Raises:
-            TypeError, ValueError: proposed tokens that are none, or beyond the vocabulary.
+            TypeError, ValueError: proposed tokens that are none, or beyond the vocabulary; see :meth:`admit` too.
             MemoryError: no room for what is taken as it is needed. Before a step nothing has changed then. Keys that
                 come back from the host are brought within it: no further step can follow.
             RuntimeError: an earlier step failed within.
@@ -266,6 +266,7 @@ class Generator:
 
         Raises:
             MemoryError: there is none though no sequence is in the batch.
+            ValueError: a sequence cannot go on from its cache (see :meth:`resume`), and has ended.
         """
         for row, there in enumerate(self.rows):
             if there is not None or not self.waiting or self._crowded:
@@ -279,6 +280,9 @@ class Generator:
                 self._crowded = True
                 logger.info("sequence %d waits until another has left: %s", request.id, error)
                 return
+            except ValueError:  # as of a cache that has gone on too far: it will never be what it was
+                self.waiting.popleft().done = True
+                raise
             self.waiting.popleft()  # not before: without room for it, it goes on waiting
             start, request.start = request.start, None
             self.rows[row], request.left = request, request.max_new_tokens
