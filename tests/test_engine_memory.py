@@ -311,6 +311,19 @@ def test_a_sequence_without_room_waits_while_others_go_on_and_is_refused_when_it
     assert generator.run()[second] == alone(model, large, 3)
 
 
+def test_a_sequence_without_room_that_is_cancelled_lets_the_next_one_join(monkeypatch):
+    model = that_forgets("fox", {"threshold": 1e-6})
+    generator = Generator(model, 2, 400)
+    generator.add([1, 2], 20)
+    generator.step()
+    monkeypatch.setattr(memory, "available", lambda device: 1 << 10)
+    large, small = generator.add(torch.arange(200) % 40, 3), generator.add([3], 20)
+    generator.step()
+    generator.cancel(large)
+    generator.step()
+    assert generator.requests[small] in generator.rows
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("evict", [None, math.exp(-10)], ids=["", "evicting"])

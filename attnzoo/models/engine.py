@@ -96,7 +96,7 @@ class Generator:
         self.requests: dict[int, Request] = {}
         self._numbers = itertools.count()  # one that has ended may be taken out of `requests`
         self._since, self._drawn, self._sent = 0, list[tuple[Tensor, list[tuple[int, Request]]]](), deque[Drawn]()
-        self._crowded = False  # there was no room for the next sequence, and none has left since
+        self._crowded = False  # there was no room for the next sequence, which still waits, and none has left since
         self._known: dict[int, list[int]] = {}  # tokens that no step has given yet
 
     def bytes(self) -> int:
@@ -200,6 +200,7 @@ class Generator:
         request.done = True
         if request in self.waiting:
             self.waiting.remove(request)
+            self._crowded = False
         elif request in self.rows:
             self._release(self.rows.index(request), request)
 
