@@ -125,12 +125,16 @@ def test_what_is_read_faster_than_looked_through_is_read(looks, monkeypatch):
 
 
 @torch.no_grad()
-def test_the_bound_of_logits_is_that_of_the_weights_when_a_sequence_joins():
+@pytest.mark.parametrize("begun", [False, True], ids=["", "begun"])
+def test_the_bound_of_logits_is_that_of_the_weights_when_a_sequence_joins(begun):
+    """Also where its cache is older than they are: the other sequences are pruned by it, too."""
     attn = layer("fox", acp=True, qk_norm="rms")
     fixed, _ = filled(attn, (3, 0), 43)
     place, before = fixed.bound.data_ptr(), fixed.bound.clone()
-    attn.k_norm.weight *= 3
     cache = attn.new_cache()
+    if begun:
+        attn(rows(1, 5), cache=cache)
+    attn.k_norm.weight *= 3
     attn(rows(1, 5), cache=cache)
     fixed.admit(1, cache, 20)
     torch.testing.assert_close(fixed.bound, 3 * before)
