@@ -26,7 +26,7 @@ class FixedCache:
         windows: by name, the last tokens that a short convolution or a shift still needs, ``[B, n, X]``.
         rows: of the batch; all layers have the same.
         heads: query heads of the layer.
-        bounded: what ``bound`` is by the weights as they are now.
+        bounded: what ``bound`` is by the weights as they are now, where something asks for it.
         promised: what the weights of QK-norm promise now of the rows to come, where keys are given up by that.
         ends: by name, the windows and the tokens of a step of several, until :meth:`keep`.
         bound: what the weights of the layer's QK-norm promise of the logits, ``[H]``, where something asks for it: as
@@ -79,12 +79,11 @@ class FixedCache:
             name: torch.zeros(len(rows.lengths), *x.shape[1:], dtype=x.dtype, device=device)
             for name, x in like.windows.items()
         }
-        bounded = functools.partial(layer.logit_bound, like.dtype or torch.float32)
-        bound = None if layer.prune is None else bounded()
-        by_bounds = like.evict is not None and not like.evict.offload
-        promised = functools.partial(layer.query_bounds, like.dtype or torch.float32) if by_bounds else None
-        whole, heads = layer.whole_steps(memory), layer.config.num_heads
-        return FixedCache(memory, windows, rows, bound, heads, promised, bounded, whole=whole)
+        dtype, gives_up = like.dtype or torch.float32, like.evict is not None and not like.evict.offload
+        bounded = None if layer.prune is None else functools.partial(layer.logit_bound, dtype)
+        promised = functools.partial(layer.query_bounds, dtype) if gives_up else None
+        bound, whole = None if bounded is None else bounded(), layer.whole_steps(memory)
+        return FixedCache(memory, windows, rows, bound, layer.config.num_heads, promised, bounded, whole=whole)
 
     def workspace(self, tokens: int = 1) -> int:
         """Bytes that a step of so many tokens of each sequence takes besides, where they are many."""
@@ -97,7 +96,7 @@ class FixedCache:
         if bounds is not None:
             self.memory.renew(bounds)
         self.memory.admit(row, cache.state, tokens)
-        bound = None if self.bound is None or self.bounded is None else self.bounded()
+        bound = None if self.bounded is None else self.bounded()
         if self.bound is not None and bound is not None:
             self.bound.copy_(bound)
         for name, window in self.windows.items():

@@ -112,6 +112,11 @@ def is_bytes(data: DataConfig) -> bool:
     return data.task is None and all(is_text(entry.source, numbers) for entry in data.weighted)
 
 
+def learned_bytes(run: Path, data: DataConfig) -> bool:
+    """Whether a run's tokens are bytes: its data may be gone, and then what it kept no tokenizer of was bytes."""
+    return is_bytes(data) and not (run / KEPT).is_dir()
+
+
 def import_model(source: Path, folder: Path, dtype: torch.dtype | None = None) -> tuple[str, ...]:
     """Write another library's model as a folder for `AutoModelForCausalLM.from_pretrained`, with its tokenizer.
 

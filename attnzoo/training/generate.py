@@ -22,7 +22,7 @@ from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.engine import Generator
 from attnzoo.models.request import Request
 from attnzoo.training.checkpoint import load_run
-from attnzoo.training.exchange import KEPT, is_bytes, tokenizer_of
+from attnzoo.training.exchange import learned_bytes, tokenizer_of
 from attnzoo.training.subject import of_folder
 
 
@@ -60,7 +60,7 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
     of_bytes = False
     if (source / "config.yaml").is_file():
         model, config = load_run(source, device)
-        of_bytes = is_bytes(config.data) and not (source / KEPT).is_dir()
+        of_bytes = learned_bytes(source, config.data)
         files = {} if of_bytes else tokenizer_of(source, config.data)
         if not files and config.data.task is not None:
             raise ValueError(

@@ -26,7 +26,7 @@ from attnzoo.models.decoder import LanguageModel
 from attnzoo.training.checkpoint import check_data, identity, load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL
-from attnzoo.training.exchange import KEPT, is_bytes, start_from, tokenizer_of
+from attnzoo.training.exchange import is_bytes, learned_bytes, start_from, tokenizer_of
 from attnzoo.training.model import new_model
 
 LONG = 2**24  # tokens that are read of a text
@@ -134,8 +134,7 @@ def load_subject(
     if (source / "config.yaml").is_file():
         checkpoint = checkpoint or usable_checkpoint(source, MODEL)
         model, config = load_run(source, device, checkpoint)
-        kept = (source / KEPT).is_dir()  # the data may be gone, and then what is not kept was bytes
-        files = tokenizer_of(source, config.data) if kept or not is_bytes(config.data) else {}
+        files = {} if learned_bytes(source, config.data) else tokenizer_of(source, config.data)
         return Subject(f"the run {source}", model.to(dtype), source, config, checkpoint, files)
     if (source / "config.json").is_file():
         model = of_folder(source, device, others=True).to(dtype).eval()
