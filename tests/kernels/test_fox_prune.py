@@ -218,3 +218,13 @@ def test_pruning_does_not_wait_for_the_device() -> None:
         run(fox_attention, case, x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("B", "G", "rep", "T"), [(1, 1, 1, 1), (2, 3, 2, 1000), (1, 40, 1, 300)])
+def test_heads_with_the_most_left_come_first(B: int, G: int, rep: int, T: int) -> None:
+    from attnzoo.kernels.common.head_order import head_order
+
+    start = torch.randint(0, 4, (B, G * rep, -(-T // ROW_UNIT)), dtype=torch.int32, device=DEVICE) * KEY_UNIT
+    order = head_order(start, G)
+    assert order is not None
+    assert torch.equal(order.long(), start.view(B * G, -1).sum(1).argsort(stable=True))

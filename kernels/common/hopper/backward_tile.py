@@ -31,17 +31,17 @@ def load_rows(d_q, d_do, d_lse, d_delta, rings, full, empty, it, i_x, i_b, i_bh,
     if HAS_START:
         b_first = gl.maximum(b_first, gl.load(p_start + i // RU, mask=m_late, other=0))
     mbarrier.wait(empty.index(b), (it // STAGES & 1) ^ 1)
-    if HAS_SINCE or HAS_START:
-        first_s.index(b).store(b_first)
-    if GATE != 0:
-        shift_s.index(b).store(gl.full([1], 0.0, gl.float32, one) + (b_at - b_ref).to(gl.float32))
-    if GATE != 0 or HAS_SINCE or HAS_START:
-        barrier()
     mbarrier.expect(full.index(b), d_q.block_type.nbytes + d_do.block_type.nbytes + 2 * d_lse.block_type.nbytes)
     tma_load(d_q, [i_x, i - back, i_h, 0], full.index(b), q_s.index(b))
     tma_load(d_lse, [i_bh, i], full.index(b), lse_s.index(b))
     tma_load(d_delta, [i_bh, i], full.index(b), delta_s.index(b))
     tma_load(d_do, [i_b, i, i_h, 0], full.index(b), do_s.index(b))
+    if HAS_SINCE or HAS_START:
+        first_s.index(b).store(b_first)
+    if GATE != 0:
+        shift_s.index(b).store(gl.full([1], 0.0, gl.float32, one) + (b_at - b_ref).to(gl.float32))
+    barrier()
+    mbarrier.arrive(full.index(b), count=1)
 
 
 @gluon.jit

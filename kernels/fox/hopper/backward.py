@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.kernels.common.head_order import head_order
 from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_descriptor
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import can_describe, cdiv, gate_kind, head_block, since_strides
@@ -115,7 +116,7 @@ def fox_backward_hopper(
         lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3], H=H, V=V, BV=BV, BT=64, RU=ROW_UNIT,
         KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink, HAS_DLSE=dlse is not None, HAS_REST=o_rest is not None,
     )  # fmt: skip
-    end, full = lse, lse
+    end, full, order = lse, lse, head_order(start, G)
     if since is not None or start is not None:
         end, full = key_bounds(since, start, B, T, H, S)
     d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
@@ -123,11 +124,12 @@ def fox_backward_hopper(
     fox_bwd_hopper_kernel[(cdiv(S, t.BS) * B * G,)](
         gluon_descriptor(q, t.BT), d_k, d_v, gluon_descriptor(do, t.BT), *d_rows,
         plain_descriptor(dq_tiles, [t.BT * BK // 256, 256]), dk if unrounded else gluon_descriptor(dk, t.BS), d_dv,
-        sums, p_dc, *gates, lse if since is None else since, lse if start is None else start, end, full, T, S,
+        sums, p_dc, *gates, lse if since is None else since, lse if start is None else start,
+        lse if order is None else order, end, full, T, S,
         min(t.heads, B * G), scale, scale * LOG2E, *since_strides(since), H=H, REP=H // G, K=K,
         BK=BK, BV=BV, BT=t.BT, BS=t.BS, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINCE=since is not None,
-        HAS_START=start is not None, STAGES=t.num_stages, UNROUNDED=unrounded, num_warps=t.num_warps,
-        maxnreg=t.maxnreg,
+        HAS_START=start is not None, HAS_ORDER=order is not None, STAGES=t.num_stages, UNROUNDED=unrounded,
+        num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     M = t.BT // 16
     fox_finish_kernel[(B * H, cdiv(T, t.BT))](

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from attnzoo.kernels.common.head_order import head_at
 from attnzoo.kernels.common.hopper.backward_tile import backward_tile, load_rows
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
 from attnzoo.kernels.common.hopper.releases import tma_add, tma_load, tma_store
@@ -123,7 +124,6 @@ def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq
     b_s = s + gl.arange(0, BS, gl.SliceLayout(1, L_S))
     n_u, off = gl.cdiv(S, KU), S - T
     it = 0
-    mbarrier.wait(keys_in, 0)
     for i_r in range(REP):
         i_h = i_g * REP + i_r
         i_bh = i_b.to(gl.int64) * H + i_h
@@ -135,6 +135,7 @@ def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq
         tiles = _row_tiles(p_end + i_bh * n_u, p_full + i_bh * n_u, s, T, S, BT, BS, KU, BOUNDED)
         i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full = tiles
         b_dc = gl.zeros([BS], gl.float32, gl.SliceLayout(1, L_S))
+        mbarrier.wait(keys_in, 0)  # after the first time it is there
         for n in range(n_mask):
             b_dk, b_dv, b_dc = backward_tile(
                 b_dk, b_dv, b_dc, rings, k_s, v_s, ds_s, dq_s, full, empty, dq_full, dq_empty, it, _row(n, tiles, BT),
@@ -156,26 +157,27 @@ def _compute(d_dk, d_dv, rings, k4_s, v4_s, ds_s, dq_s, keys_in, full, empty, dq
         gl.store(p_dk + o_s[:, None] * (H // REP * K) + o_k[None, :], b_dk * scale, mask=m_k)
     else:
         k_s.store((b_dk * scale).to(k_s.dtype))
+        fence_async_shared()
+        tma_store(d_dk, [i_b, s, i_g, 0], k4_s)
     v_s.store(b_dv.to(v_s.dtype))
     fence_async_shared()
-    if not UNROUNDED:
-        tma_store(d_dk, [i_b, s, i_g, 0], k4_s)
     tma_store(d_dv, [i_b, s, i_g, 0], v4_s)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["T", "S", "n_heads", "stride_lb", "stride_lh"])
 def fox_bwd_hopper_kernel(
-    d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start, p_end,
-    p_full, T, S, n_heads, scale, scale2, stride_lb, stride_lh,
+    d_q, d_k, d_v, d_do, d_lse, d_delta, d_dq, d_dk, d_dv, p_sum, p_dc, p_c, p_base, p_g, p_since, p_start,
+    p_order, p_end, p_full, T, S, n_heads, scale, scale2, stride_lb, stride_lh,
     H: gl.constexpr, REP: gl.constexpr, K: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
     BS: gl.constexpr, RU: gl.constexpr, KU: gl.constexpr, GATE: gl.constexpr, HAS_SINCE: gl.constexpr,
-    HAS_START: gl.constexpr, STAGES: gl.constexpr, UNROUNDED: gl.constexpr,
+    HAS_START: gl.constexpr, HAS_ORDER: gl.constexpr, STAGES: gl.constexpr, UNROUNDED: gl.constexpr,
 ):  # fmt: skip
     """dK (UNROUNDED in float32), dV, column sums of dS [B, H, S]; adds to dQ (unscaled) and to sums of dS per pair of
     rows [B, H, Tp / 2]."""
     G: gl.constexpr = H // REP
     i_s, i_bg = schedule(gl.cdiv(S, BS), n_heads)
+    i_bg = head_at(p_order, i_bg, HAS_ORDER)
     s, i_b, i_g = i_s * BS, i_bg // G, i_bg % G
     dtype: gl.constexpr = d_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BT, 1, BK], d_q.layout)
@@ -198,7 +200,7 @@ def fox_bwd_hopper_kernel(
     mbarrier.init(dq_full, count=1)
     mbarrier.init(dq_empty, count=1)
     for b in gl.static_range(STAGES):
-        mbarrier.init(full.index(b), count=1)
+        mbarrier.init(full.index(b), count=2)  # rows, and what the loader says of them
         mbarrier.init(empty.index(b), count=1)
     gl.warp_specialize(
         [

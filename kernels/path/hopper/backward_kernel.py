@@ -279,7 +279,7 @@ def path_bwd_hopper_kernel(
         mbarrier.init(keys_out.index(b), count=1)
         mbarrier.init(dk_full.index(b), count=1)
     for b in gl.static_range(STAGES):
-        mbarrier.init(full.index(b), count=1)
+        mbarrier.init(full.index(b), count=2)  # rows, and what the loader says of them
         mbarrier.init(empty.index(b), count=1)
     gl.warp_specialize(
         [
