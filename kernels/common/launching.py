@@ -53,11 +53,11 @@ def can_describe(*xs: Tensor) -> bool:
     return all(n > 0 and n % 16 == 0 for n in strides) and all(x.data_ptr() % 16 == 0 for x in xs)
 
 
-def tile_descriptor(x: Tensor, rows: int) -> Any:
-    """Descriptor of x [B, R, H, D] for tiles of ``rows`` tokens of one head."""
+def tile_descriptor(x: Tensor, rows: int, width: int | None = None) -> Any:
+    """Descriptor of x [B, R, H, D] for tiles of ``rows`` tokens of one head, ``width`` (or what holds D) wide."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, head_block(x.shape[3])])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, width or head_block(x.shape[3])])
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import triton
+from machine_code import unset_registers
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
@@ -173,7 +174,17 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                             functools.partial(path.path_attention, *qkv, w=w, beta=beta, log_decay=g, impl="triton",
                                               **given),
                         )  # fmt: skip
+            narrow = x(1, 512, 2, 32)
+            yield (
+                f"fox {kind} {K} narrow values",
+                functools.partial(fox.fox_attention, *qkv[:2], narrow, log_decay=full, impl="triton"),
+            )
             if K <= 128:
+                yield (
+                    f"path {kind} {K} narrow values",
+                    functools.partial(path.path_attention, *qkv[:2], narrow, w=w, beta=beta, log_decay=full,
+                                      impl="triton"),
+                )  # fmt: skip
                 yield (
                     f"wall {kind} {K} gate",
                     functools.partial(wall.wall_attention, *qkv, log_diag=wide(1, 512, 4, K), impl="triton"),
@@ -235,15 +246,21 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def needs(kernel: Any) -> dict[str, Any]:
-    """Shared memory, products of warpgroups and, of machine code, registers and stack (spills) per thread."""
+    """Shared memory, products of warpgroups and, of machine code, registers and stack (spills) per thread, and whether
+    it reads registers that nothing has written."""
     products = kernel.asm["ptx"].count("wgmma.mma_async")
     found = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "wgmma": products}
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if kernel.asm.get("cubin"):
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(kernel.asm["cubin"])
-            usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+            usage, sass = (
+                subprocess.run([tool, asked, file.name], capture_output=True, text=True, check=True).stdout
+                for asked in ("-res-usage", "-sass")
+            )
         found |= {name.lower(): int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", usage)}
+        if unset := unset_registers(sass):
+            found["failed"] = f"reads what nothing has written: {', '.join(unset)[:500]}"
     return found
 
 

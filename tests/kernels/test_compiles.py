@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
+from machine_code import unset_registers
+
 from attnzoo.kernels.common.device import GLUON, triton_version
 
 HERE = Path(__file__).parent
@@ -28,17 +30,54 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module")
-def compiled() -> list[dict[str, Any]]:
-    """As far as PTX: ptxas takes minutes, and no interface of Triton changes there."""
+def compiling(*arguments: str) -> list[dict[str, Any]]:
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, HERE / "compiling.py", "--ptx", *CASES], capture_output=True, text=True, env=env
-    )
+    done = subprocess.run([sys.executable, HERE / "compiling.py", *arguments], capture_output=True, text=True, env=env)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert not [row for row in rows if "failed" in row]
     assert done.returncode == 0, done.stderr[-2000:]
     return rows
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    """As far as PTX: ptxas takes minutes, and no interface of Triton changes there."""
+    return compiling("--ptx", *CASES)
+
+
+def test_machine_code_sets_what_it_reads() -> None:
+    """In the kernels of PaTH in which ptxas 12.8 left that out (``value_block``)."""
+    kernels = {row["kernel"] for row in compiling("9.0:path bf16 64 narrow:(fwd|dkdv)_portable")}
+    assert kernels == {"path_fwd_portable_kernel", "path_dkdv_portable_kernel"}
+
+
+LISTING = """
+        /*0030*/                   ULDC.64 UR6, c[0x0][0x208] ;                /* 0x0 */
+        /*0040*/                   S2UR UR4, SR_CgaCtaId ;                     /* 0x0 */
+        /*0050*/                   UIADD3 UR14, UP1, UR4, 0x2, URZ ;           /* 0x0 */
+        /*0060*/                   UIADD3.X UR15, URZ, 0x20, URZ, UP1, !UPT ;  /* 0x0 */
+        /*0070*/              @!P1 LDG.E.128 R24, desc[UR6][R2.64] ;           /* 0x0 */
+        /*0080*/                   STS.128 [R5+UR4+0x800], R24 ;               /* 0x0 */
+        /*0090*/                   ULOP3.LUT UP0, UR12, UR6, 0x40, URZ, 0xc0, !UPT ;
+        /*00a0*/                   UMOV UR13, 0x40000040 ;
+        /*00b0*/                   HGMMA.64x64x16.F32.BF16 R32, gdesc[UR12], R32, gsb0 ;
+        /*00c0*/                   HGMMA.64x64x16.F32.BF16 R32, R24, gdesc[UR12].tnspB, R32, gsb0 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "unset"),
+    [
+        ("", "", []),
+        ("UP1, UR4,", "UP1, UR14,", ["0050: UIADD3 UR14, UP1, UR14, 0x2, URZ: UR14"]),
+        ("SR_CgaCtaId", "SR_CgaCtaId, UR9", ["0040: S2UR UR4, SR_CgaCtaId, UR9: UR9"]),
+        ("ULDC.64 UR6", "ULDC UR6", ["0070: LDG.E.128 R24, desc[UR6][R2.64]: UR7"]),
+        ("[R5+UR4", "[R5+UR40", ["0080: STS.128 [R5+UR40+0x800], R24: UR40"]),
+        ("UMOV UR13", "MOV R13", ["00b0: HGMMA.64x64x16.F32.BF16 R32, gdesc[UR12], R32, gsb0: UR13"]),
+    ],
+)
+def test_registers_that_nothing_has_written_are_found(old: str, new: str, unset: list[str]) -> None:
+    assert unset_registers(LISTING.replace(old, new)) == unset
 
 
 @pytest.mark.skipif(triton_version() not in GLUON, reason=f"the Gluon kernels are for Triton {GLUON}")

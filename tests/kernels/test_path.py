@@ -35,6 +35,7 @@ CASES = [
     Case(gate="shut", T=66),
     Case(gate="ones", T=100, beta="two"),
     Case(gate="none", T=140, H=2, G=2, K=48, V=16),
+    Case(gate="open", T=330, H=2, K=48, V=32),
     Case(gate="none", T=130, beta="two"),
     Case(gate="open", T=140, beta="zero"),
     Case(gate="strong", T=200, H=1, K=32),

@@ -23,7 +23,7 @@ from pathlib import Path
 RELEASES = ("3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 GPUS = ("9.0", "8.0", "8.6", "8.9", "10.0", "12.0")
 # Of the installed release one call of each dtype and head dim; of others every kernel once, most at head dims of 128.
-EACH = "(gate|heads|step)$|gate prune$"
+EACH = "(gate|heads|step)$|gate prune$|narrow"
 SAMPLE = "bf16 128 (gate|heads|decays|tokens|gate prune|(\\w+ )?(step|rows))$|(fox|path) fp32 64 gate$"
 HERE = Path(__file__).parent
 
@@ -35,7 +35,7 @@ def runs(gpu: str, whole: bool) -> Iterator[list[str]]:
         return
     gluon = ["9.0:bf16 (64|128):hopper"] if gpu == "9.0" else []
     yield ["--ptx", f"{gpu}:{EACH if whole else SAMPLE}", *gluon]
-    yield [f"{gpu}:(fox|path) bf16 64 gate$"]
+    yield [f"{gpu}:(fox|path) bf16 64 (gate|narrow values)$"]
 
 
 def install(release: str, folder: Path) -> None:

@@ -131,9 +131,9 @@ def prune_starts(
         scale * LOG2E,
         math.log2(S), none_above(log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
         *since_strides(since), *valid_strides(valid), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
-        KU=KEY_UNIT, BR=32 if wide else 128, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=logit_bound is not None,
+        KU=KEY_UNIT, BR=32 if wide else 64, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=logit_bound is not None,
         HAS_SINCE=since is not None, HAS_VALID=valid is not None, PREC=dot_precision(q.dtype), num_warps=4,
-        num_stages=1 if wide else 2,
+        num_stages=1 if wide else 2, maxnreg=None if wide or q.element_size() > 2 else 128,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
         need, longest if base is None else base, log_decay, longest if tails is None else tails, start, T, S, NS,

@@ -34,7 +34,7 @@ from .decayed import decayed_level
 from .decayed_backward import decayed_backward
 from .dkdv import path_dkdv_portable_kernel
 from .dq import path_dq_portable_kernel
-from .forward import levels_descriptor
+from .forward import levels_descriptor, value_block
 from .inverse import new_kept, tree_block
 
 Some = Tensor | None
@@ -139,7 +139,7 @@ def _launch(
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     if do.stride(-1) != 1:
         do = do.contiguous()
-    gate = GATE_NONE if c is None else GATE_FULL
+    gate, BV = GATE_NONE if c is None else GATE_FULL, value_block(K, V)
     rows = lse.new_empty((B, H, cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
     d_key = lse.new_zeros((n + 1, B, H, T)) if gate else lse
     of_q = torch.float32 if unrounded else None
@@ -157,13 +157,13 @@ def _launch(
     end, full = limits if since is None and start is None else key_bounds(since, start, B, T, H, T)
     sizes = (B, T, levels.q.shape[2], levels.k.shape[2], n)
     strides = (*v.stride()[:3], *do.stride()[:3])
-    options = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": head_block(V), "RU": ROW_UNIT,
+    options = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": BV, "RU": ROW_UNIT,
                "KU": KEY_UNIT, "GATE": gate, "HAS_SINCE": since is not None, "HAS_START": start is not None,
                "PREC": dot_precision(v.dtype)}  # fmt: skip
     if wanted.queries or wanted.log_decay or wanted.sink:
         t = plan.of("dq")
         tma = t.tma and n > 0 and can_describe(v)
-        p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
+        p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS, BV)) if tma else (levels.k, v)
         path_dq_portable_kernel[(cdiv(T, t.BT) * B * H,)](
             block.diag, block.q, block.k, levels.q, p_k, v, p_vd, do, rows, p_w, p_dlse, d_block.q, d_levels.q,
             *gates, *limits, *sizes, min(t.heads, B * H), scale, scale * LOG2E, *strides, *since_strides(since),

@@ -188,6 +188,15 @@ def path_fwd_portable_kernel(
     tl.store(p_lse + i_bh.to(tl.int64) * T + b_row, b_m + tl.log2(b_l), mask=m_t)
 
 
+def value_block(K: int, V: int) -> int:
+    """Width of tiles of values in the portable kernels: not less than that of keys, up to 64.
+
+    With 64 columns of keys and 32 of values, ptxas 12.8 (of Triton 3.6 and 3.7, for sm_90a) leaves out what sets the
+    address of a product's operand: gradients are wrong, or the kernel fails.
+    """
+    return max(head_block(V), min(head_block(K), 64))
+
+
 def levels_descriptor(x: Tensor, rows: int) -> Any:
     """Descriptor of levels [n, B, R, H, D] for tiles of ``rows`` rows of one head; the first index is n * B."""
     return tile_descriptor(x.flatten(0, 1), rows)
@@ -264,14 +273,14 @@ def attend_levels(
         path_forward_hopper(block, levels, v, o, lse, c, base, since, start, scale, sink, o_rest)
         return
     t = plan.of("fwd")
-    tma = t.tma and n > 0 and can_describe(v)
-    p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS)) if tma else (levels.k, v)
+    tma, BV = t.tma and n > 0 and can_describe(v), value_block(K, V)
+    p_k, p_vd = (levels_descriptor(levels.k, t.BS), tile_descriptor(v, t.BS, BV)) if tma else (levels.k, v)
     path_fwd_portable_kernel[(cdiv(T, t.BT) * B * H,)](
         block.diag, block.q, block.k, levels.q, p_k, v, p_vd, o, o if o_rest is None else o_rest, lse,
         lse if c is None else c, lse if base is None else base, lse if since is None else since,
         lse if start is None else start, lse if sink is None else sink, B, T, levels.q.shape[2], levels.k.shape[2], n,
         min(t.heads, B * H), scale * LOG2E, *v.stride()[:3], *o.stride()[:3], *since_strides(since), H=H, REP=H // G,
-        K=K, V=V, BK=head_block(K), BV=head_block(V), BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT,
+        K=K, V=V, BK=head_block(K), BV=BV, BT=t.BT, BS=t.BS, BP=pair_width(t, max(K, V)), RU=ROW_UNIT,
         KU=KEY_UNIT, GATE=GATE_NONE if c is None else GATE_FULL, HAS_SINCE=since is not None,
         HAS_START=start is not None,
         HAS_REST=o_rest is not None, HAS_SINK=sink is not None, TMA=tma, PREC=dot_precision(v.dtype),
