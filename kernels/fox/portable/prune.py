@@ -10,19 +10,22 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, NEAR_UNITS, ROW_UNIT, SLACK
+from attnzoo.kernels.common.device import machine
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import (
+    can_describe,
     cdiv,
     dot_precision,
     gate_kind,
     head_block,
     power_of_2,
     since_strides,
+    tile_descriptor,
     valid_strides,
 )
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
-from attnzoo.kernels.common.tile_loads import keys_there, load_tile
+from attnzoo.kernels.common.tile_loads import keys_there, load_keys
 
 
 @triton.jit(do_not_specialize=["p_since", "T", "S", "NS", "stride_lb", "stride_lh", "stride_mb"])
@@ -31,7 +34,7 @@ def fox_prune_rows_kernel(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_lb, stride_lh, stride_mb, stride_ms,
     H: tl.constexpr, REP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, RU: tl.constexpr, KU: tl.constexpr,
     BR: tl.constexpr, GATE: tl.constexpr, TAIL: tl.constexpr, NEAR: tl.constexpr, HAS_BOUND: tl.constexpr,
-    HAS_SINCE: tl.constexpr, HAS_VALID: tl.constexpr, PREC: tl.constexpr,
+    HAS_SINCE: tl.constexpr, HAS_VALID: tl.constexpr, TMA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Worst row of each row unit, [B, H, T / RU] float64: c_i + U_i - l_i (tail) or c_i + 2 U + log N (paper).
 
@@ -39,7 +42,8 @@ def fox_prune_rows_kernel(
     p_since holds the T rows alone.
     """
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    i_b32, i_h = i_bh // H, i_bh % H
+    i_b = i_b32.to(tl.int64)
     i_bg = i_b * (H // REP) + i_h // REP
     off = S - T
     p_first = i_t * RU + off
@@ -54,14 +58,15 @@ def fox_prune_rows_kernel(
         b_worst = tl.full([], float("inf"), tl.float32)
         b_end = gate_at(p_c, p_base, b_slope, tl.minimum(p_first + RU, S) - 1, GATE, KU)
         if b_end - gate_at(p_c, p_base, b_slope, 0, GATE, KU) <= b_none:
-            p_q += i_b * stride_qb + i_h.to(tl.int64) * stride_qh
-            p_k += i_b * stride_kb + (i_h // REP).to(tl.int64) * stride_kh
+            if not TMA:
+                p_q += i_b * stride_qb + i_h.to(tl.int64) * stride_qh
+                p_k += i_b * stride_kb + (i_h // REP).to(tl.int64) * stride_kh
             p_since += i_b * stride_lb + i_h * stride_lh
             b_kmax = tl.load(p_kmax + i_bg)
             b_worst = tl.full([], float("-inf"), tl.float32)
             for i_r in range(RU // BR):
                 r = i_t * RU + i_r * BR
-                b_q = load_tile(p_q + r * stride_qt.to(tl.int64), o_t, o_k, stride_qt, T - r, K, BK, True)
+                b_q = load_keys(p_q, i_b32, r, i_h, o_t, o_k, stride_qt, T, K, BK, TMA, True)
                 b_pos, m_t = r + off + o_t, r + o_t < T
                 b_since = b_pos * 0
                 if HAS_SINCE:
@@ -70,7 +75,7 @@ def fox_prune_rows_kernel(
                 b_l = tl.zeros([BR], tl.float32)
                 for i_s in range(tl.maximum(p_first // KU - NEAR, 0), tl.cdiv(tl.minimum(r + off + BR, S), KU)):
                     s = i_s * KU
-                    b_k = load_tile(p_k + s * stride_ks.to(tl.int64), o_s, o_k, stride_ks, S - s, K, BK, True)
+                    b_k = load_keys(p_k, i_b32, s, i_h // REP, o_s, o_k, stride_ks, S, K, BK, TMA, True)
                     b_shift = base_shift(p_base, b_slope, b_c, s, GATE, KU)
                     b_y = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale2  # [BR, KU]
                     b_y += key_bias(p_c, b_slope, b_shift, s, o_s, GATE)[None, :]
@@ -124,16 +129,19 @@ def prune_starts(
     of_rows = longest if tail else norm_max(q)
     NS = cdiv(S, KEY_UNIT) if base is None else base.shape[2] - 1
     since = None if since is None else since[..., since.shape[2] - T :]
-    there = need if valid is None else valid
+    there, where = need if valid is None else valid, machine(q.device)
+    tma = where.hopper and where.descriptors and not wide and q.element_size() == 2 and T >= 64 and can_describe(q, k)
+    BR = 32 if wide else 64 if tma else 128
+    p_q, p_k = (tile_descriptor(q, BR), tile_descriptor(k, KEY_UNIT)) if tma else (q, k)
     fox_prune_rows_kernel[(B * H, n_t)](
-        q, k, of_rows, longest, longest if logit_bound is None else logit_bound, longest if c is None else c,
+        p_q, p_k, of_rows, longest, longest if logit_bound is None else logit_bound, longest if c is None else c,
         longest if base is None else base, log_decay, start if since is None else since, there, need, T, S, NS,
         scale * LOG2E,
         math.log2(S), none_above(log_eps, ROW_UNIT + (NEAR_UNITS + 1) * KEY_UNIT), *q.stride()[:3], *k.stride()[:3],
         *since_strides(since), *valid_strides(valid), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
-        KU=KEY_UNIT, BR=32 if wide else 64, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=logit_bound is not None,
-        HAS_SINCE=since is not None, HAS_VALID=valid is not None, PREC=dot_precision(q.dtype), num_warps=4,
-        num_stages=1 if wide else 2, maxnreg=None if wide or q.element_size() > 2 else 128,
+        KU=KEY_UNIT, BR=BR, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=logit_bound is not None,
+        HAS_SINCE=since is not None, HAS_VALID=valid is not None, TMA=tma, PREC=dot_precision(q.dtype), num_warps=4,
+        num_stages=1 if wide else 3 if tma else 2,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
         need, longest if base is None else base, log_decay, longest if tails is None else tails, start, T, S, NS,
