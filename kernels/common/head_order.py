@@ -14,6 +14,8 @@ from torch import Tensor
 
 from attnzoo.kernels.common.launching import power_of_2
 
+MOST_HEADS = 256  # with more, the last ones' share of the time is small
+
 
 @triton.jit(do_not_specialize=["N", "L"])
 def head_order_kernel(p_start, p_order, N, L, BN: tl.constexpr, BL: tl.constexpr):
@@ -27,17 +29,6 @@ def head_order_kernel(p_start, p_order, N, L, BN: tl.constexpr, BL: tl.constexpr
     b_sum = tl.where(m_n, b_sum, float("inf"))
     m_before = (b_sum[None, :] < b_sum[:, None]) | ((b_sum[None, :] == b_sum[:, None]) & (o_n[None, :] < o_n[:, None]))
     tl.store(p_order + tl.sum(m_before.to(tl.int32), 1), o_n, mask=m_n)
-
-
-@triton.jit
-def head_at(p_order, i_bg, HAS_ORDER: tl.constexpr):
-    """Key head that is worked on as the i_bg-th."""
-    if HAS_ORDER:
-        i_bg = tl.load(p_order + i_bg)
-    return i_bg
-
-
-MOST_HEADS = 256  # with more, the last ones' share of the time is small
 
 
 def head_order(start: Tensor | None, G: int) -> Tensor | None:

@@ -18,6 +18,7 @@ from attnzoo.forms.cache import KVCache
 from attnzoo.kernels.common.checks import share_kept
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 from attnzoo.kernels.common.dense import first_visible, running_sums
+from attnzoo.kernels.common.head_order import head_order
 from attnzoo.kernels.common.tiles import Tiles
 from attnzoo.kernels.fox import fox_attention, kept_fraction
 from attnzoo.kernels.fox.reference import prune_starts_reference
@@ -222,8 +223,6 @@ def test_pruning_does_not_wait_for_the_device() -> None:
 
 @pytest.mark.parametrize(("B", "G", "rep", "T"), [(1, 1, 1, 1), (2, 3, 2, 1000), (1, 40, 1, 300)])
 def test_heads_with_the_most_left_come_first(B: int, G: int, rep: int, T: int) -> None:
-    from attnzoo.kernels.common.head_order import head_order
-
     start = torch.randint(0, 4, (B, G * rep, -(-T // ROW_UNIT)), dtype=torch.int32, device=DEVICE) * KEY_UNIT
     order = head_order(start, G)
     assert order is not None

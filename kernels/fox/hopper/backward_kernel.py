@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from attnzoo.kernels.common.head_order import head_at
 from attnzoo.kernels.common.hopper.backward_tile import backward_tile, load_rows
 from attnzoo.kernels.common.hopper.gate_bias import gluon_bias_at, gluon_gate_at, gluon_slope
 from attnzoo.kernels.common.hopper.releases import tma_add, tma_load, tma_store
@@ -177,7 +176,8 @@ def fox_bwd_hopper_kernel(
     rows [B, H, Tp / 2]."""
     G: gl.constexpr = H // REP
     i_s, i_bg = schedule(gl.cdiv(S, BS), n_heads)
-    i_bg = head_at(p_order, i_bg, HAS_ORDER)
+    if HAS_ORDER:
+        i_bg = gl.load(p_order + i_bg)
     s, i_b, i_g = i_s * BS, i_bg // G, i_bg % G
     dtype: gl.constexpr = d_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BT, 1, BK], d_q.layout)

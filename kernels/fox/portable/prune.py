@@ -131,7 +131,7 @@ def prune_starts(
     since = None if since is None else since[..., since.shape[2] - T :]
     there, where = need if valid is None else valid, machine(q.device)
     tma = where.hopper and where.descriptors and not wide and q.element_size() == 2 and T >= 64 and can_describe(q, k)
-    BR = 32 if wide else 64 if tma else 128
+    BR, stages = (32, 1) if wide else (64, 3) if tma else (128, 2)
     p_q, p_k = (tile_descriptor(q, BR), tile_descriptor(k, KEY_UNIT)) if tma else (q, k)
     fox_prune_rows_kernel[(B * H, n_t)](
         p_q, p_k, of_rows, longest, longest if logit_bound is None else logit_bound, longest if c is None else c,
@@ -141,7 +141,7 @@ def prune_starts(
         *since_strides(since), *valid_strides(valid), H=H, REP=H // G, K=K, BK=BK, RU=ROW_UNIT,
         KU=KEY_UNIT, BR=BR, GATE=gate, TAIL=tail, NEAR=NEAR_UNITS, HAS_BOUND=logit_bound is not None,
         HAS_SINCE=since is not None, HAS_VALID=valid is not None, TMA=tma, PREC=dot_precision(q.dtype), num_warps=4,
-        num_stages=1 if wide else 3 if tma else 2,
+        num_stages=stages,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
         need, longest if base is None else base, log_decay, longest if tails is None else tails, start, T, S, NS,
