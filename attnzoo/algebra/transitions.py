@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, Gate, GateParts, is_closed
+from attnzoo.algebra.sums import running_sum
 from attnzoo.algebra.values import readable
 
 
@@ -299,8 +300,8 @@ def open_sums(g: Tensor, dim: int = -1) -> tuple[Tensor, Tensor | None]:
     """
     closed = is_closed(g)
     if readable(g) and not closed.any():
-        return g.cumsum(dim, dtype=torch.float64), None
-    return g.masked_fill(closed, 0.0).cumsum(dim, dtype=torch.float64), closed.cumsum(dim)
+        return running_sum(g, dim, torch.float64), None
+    return running_sum(g.masked_fill(closed, 0.0), dim, torch.float64), closed.cumsum(dim)
 
 
 def block_decay(g: Tensor) -> Decay:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.oracle import default_scale
 from attnzoo.algebra.pruning import Bound, Prune, first_kept_keys, kept_fraction
+from attnzoo.algebra.sums import running_sum
 from attnzoo.evaluation.layers import each_layer
 from attnzoo.evaluation.losses import Array
 from attnzoo.layer.attention import Attention
@@ -116,7 +117,7 @@ def decay_matrix(gate: Gate, samples: int) -> Array:
     if log is None:
         raise ValueError("gate: expected log_decay or log_diag, got neither")
     # A closed gate is -inf, and -inf minus -inf is nan in a difference of sums.
-    total = log.double().clamp_min(-1e4).cumsum(0)  # [T, H, channels]
+    total = running_sum(log.double().clamp_min(-1e4), 0)  # [T, H, channels]
     rows = torch.linspace(0, log.shape[0] - 1, min(samples, log.shape[0])).round().long()
     total = total[rows].movedim(1, 0)  # [H, S, channels]
     decay = torch.stack([(head[:, None] - head[None, :]).clamp_max(0).exp().mean(-1) for head in total])

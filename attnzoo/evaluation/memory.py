@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from attnzoo.algebra.forgetting import Forgetting, least
 from attnzoo.algebra.gate import expand_heads
 from attnzoo.algebra.pruning import negligible
+from attnzoo.algebra.sums import running_sum
 from attnzoo.errors import unknown
 from attnzoo.evaluation.losses import Array, token_losses
 from attnzoo.forms.forgetting import remembered_of, retention_of
@@ -235,7 +236,7 @@ class Limited(nn.Module):
         bounds, g = layer.query_bounds(call.q.dtype), call.gate.per_token(call.q).log_decay
         if bounds is None or g is None:
             raise ValueError("rule: expected a decay and QK-norm for 'certified', got a layer without one of them")
-        c = g.double().transpose(1, 2).cumsum(-1)
+        c = running_sum(g.double().transpose(1, 2), -1)
         longest = call.k.double().norm(dim=-1).cummax(1).values.transpose(1, 2)
         longest = longest.repeat_interleave(c.shape[1] // longest.shape[1], 1)
         tails = torch.logcumsumexp(-c, -1)

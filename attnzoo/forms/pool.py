@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import QueryBounds, evictable
+from attnzoo.algebra.sums import running_sum
 from attnzoo.forms.pages import PAGE as PAGE
 from attnzoo.forms.pages import Pages
 
@@ -64,7 +65,7 @@ class KeyPool(Pages):
         page = (at // PAGE).clamp(max=bits.shape[2] - 1)[:, None].expand(B, H, T)
         bits.scatter_add_(2, page, torch.where(closed, 1 << at[:, None] % PAGE, 0))
         opened = torch.nn.functional.pad(g.masked_fill(closed, 0.0), (1, 0))
-        before = total[..., None] + opened.cumsum(-1)  # [B, H, T + 1]
+        before = total[..., None] + running_sum(opened, -1)  # [B, H, T + 1]
         N = page_sum.shape[2]
         pages = torch.arange(N, device=g.device) * PAGE - self.length[:, None]  # [B, N]: its first new token
         begins = (pages >= 0) & (pages < count[:, None])

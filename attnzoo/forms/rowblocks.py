@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import Prune, first_kept_keys, keys_behind_closed
+from attnzoo.algebra.sums import running_sum
 from attnzoo.algebra.values import in_transform, readable, records
 from attnzoo.forms.readout import Band, block_logits, least_logit, readout
 
@@ -252,7 +253,7 @@ class _RowBlocks(torch.autograd.Function):
         dc = -dk[:, :, :S, K].double()
         if ctx.with_lse:
             dc[:, :, S - T :] += grads[1]
-        dg = dc.flip(-1).cumsum(-1).flip(-1).to(log_decay.dtype)
+        dg = running_sum(dc.flip(-1), -1).flip(-1).to(log_decay.dtype)
         return dq.flatten(2, 3)[:, :, :T, :K], dk[:, :, :S, :K], dv[:, :, :S, :V], dg, None, None, None, None
 
 
@@ -274,7 +275,7 @@ class _Plan:
         self.v = F.pad(_widen(v, width), (0, 0, 0, filler))
         # a closed gate is in the past here, and first_kept lies behind it: it may count as open
         gates = log_decay.masked_fill(is_closed(log_decay), 0.0)
-        self.c = F.pad(gates, (0, filler)).double().cumsum(-1)
+        self.c = running_sum(F.pad(gates, (0, filler)), -1, torch.float64)
         self.hidden = None if valid is None else F.pad(~valid, (0, filler)).expand(self.c.shape)
         start = F.pad(self.c, (1, 0))[..., self.past : -1 : rows, None]
         self.entry = (self.c[..., self.past :].unflatten(-1, (-1, rows)) - start).to(q.dtype)  # [B, H, N, C]

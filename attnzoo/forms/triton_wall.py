@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
+from attnzoo.algebra.sums import running_sum
 from attnzoo.algebra.values import records
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
@@ -112,7 +113,7 @@ def _tokens_at_once(
     from attnzoo.kernels.fox import fox_attention
 
     a, S, T = cast(Tensor, gate.log_diag).float(), seen.k.shape[1], q.shape[1]
-    total, old = a.cumsum(1).exp(), torch.arange(S + T, device=q.device).expand(len(q), -1) < S
+    total, old = running_sum(a, 1).exp(), torch.arange(S + T, device=q.device).expand(len(q), -1) < S
     first = fox_attention(
         (q * total).to(v.dtype), F.pad(seen.k.to(v.dtype), (0, 0, 0, 0, 0, T)), seen.v, log_decay=seen.log_decay,
         scale=given.scale, valid=old if seen.valid is None else old & seen.valid, return_lse=True, impl="triton",
@@ -146,7 +147,7 @@ def _token_by_token(
 
 def carried(k: Tensor, log_diag: Tensor) -> Tensor:
     """Keys ``[B, T, G, K]`` as the last of these T tokens leaves them, ``[B, T, H, K]`` float32."""
-    after = F.pad(log_diag[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
+    after = running_sum(F.pad(log_diag[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1), 1).flip(1)
     return expand_heads(k, log_diag.shape[2]).float() * after.exp()
 
 

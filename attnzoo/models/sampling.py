@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.sums import running_sum
 from attnzoo.errors import check_kinds
 
 GREEDY, PLAIN, FILTERED = range(3)  # what a step must be able to do: take the likeliest, sample, sample among some
@@ -109,10 +110,10 @@ class Samplers:
                 sizes, order = p.sort(dim=-1, descending=True, stable=True)
                 below = torch.arange(p.shape[-1], device=p.device) >= self.top_k[:, None]
                 sizes = sizes.masked_fill(below, 0.0)
-                sums = sizes.cumsum(-1)
+                sums = running_sum(sizes, -1)
                 out = below | (sums - sizes >= self.top_p[:, None] * sums[:, -1:])
                 p = p.masked_fill(out.scatter(-1, order, out), 0.0)
-            mass = p.cumsum(-1)  # in the vocabulary's order, so that rows without a filter draw as they do alone
+            mass = running_sum(p, -1)  # in the vocabulary's order, so that rows without a filter draw as they do alone
             at = uniform(self.seed, self.drawn)[:, None] * mass[:, -1:]
             sampled = torch.searchsorted(mass, at, right=True).clamp(max=p.shape[-1] - 1)[:, 0]
             likeliest = torch.where(self.temperature > 0, sampled, likeliest)

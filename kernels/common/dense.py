@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import Prune, certified_starts
+from attnzoo.algebra.sums import running_sum
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 
 
@@ -33,7 +34,7 @@ def running_sums(log_decay: Tensor | None, B: int, S: int, H: int, device: torch
         log_decay = log_decay.expand(B, S, H)
     closed = is_closed(log_decay)
     g = log_decay.double().masked_fill(closed, 0.0)
-    return g.cumsum(1).transpose(1, 2), closed.transpose(1, 2)
+    return running_sum(g, 1).transpose(1, 2), closed.transpose(1, 2)
 
 
 def window_starts(valid: Tensor, window: int) -> Tensor:
@@ -156,8 +157,8 @@ def decayed_scores(q: Tensor, k: Tensor, log_diag: Tensor, compute_dtype: torch.
     while m < size:
         (_, late_q), (early_k, _) = _halves(qh, m), _halves(kh, m)
         before, after = _halves(a, m)
-        to_border = F.pad(before[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
-        cross = (late_q * after.cumsum(-2).exp()).to(cd) @ (early_k * to_border.exp()).to(cd).mT
+        to_border = running_sum(F.pad(before[..., 1:, :], (0, 0, 0, 1)).flip(-2), -2).flip(-2)
+        cross = (late_q * running_sum(after, -2).exp()).to(cd) @ (early_k * to_border.exp()).to(cd).mT
         first, second = out.unflatten(-3, (-1, 2)).unbind(-3)
         rows = torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross.to(wide), second], -1)
         out, m = torch.cat(rows, -2), 2 * m

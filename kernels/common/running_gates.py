@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.sums import running_sum
 from attnzoo.kernels.common.arguments import check_tensors, check_values
 from attnzoo.kernels.common.constants import CLOSED, KEY_UNIT, LOG2E
 from attnzoo.kernels.common.device import HAS_TRITON, device_unavailable, on_device_of
@@ -68,7 +69,7 @@ class GateSums:
             c, base, since, tails = gate_sums(log_decay, None, S)
         done = S // KEY_UNIT  # units that are complete
         last = log_decay[:, done * KEY_UNIT :].transpose(1, 2).double()  # [B, H, less than a unit]
-        within = last.masked_fill(last <= CLOSED, 0.0).cumsum(-1) * LOG2E
+        within = running_sum(last.masked_fill(last <= CLOSED, 0.0), -1) * LOG2E
         total = within[..., -1:] if S % KEY_UNIT else within.new_zeros((*c.shape[:2], 1))
         before = torch.exp2(tails[..., done - 1 : done] + base[..., done : done + 1]) if done else 0.0 * total
         mass = before * torch.exp2(total) + torch.exp2(total - within).sum(-1, keepdim=True)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
+from attnzoo.algebra.sums import running_sum
 from attnzoo.layer.gates.base import GateProjection, Sizes, Write
 from attnzoo.layer.precision import PreciseModule, fill, wide
 from attnzoo.layer.stream import Stream
@@ -98,7 +99,7 @@ class LowerBounds(PreciseModule):
     def forward(self) -> Tensor:
         """``[layers, H K]``, from 0 in the first row to below 1 in the last."""
         shares = wide(self.logits).softmax(0)
-        return shares.cumsum(0) - shares[:1]
+        return running_sum(shares, 0) - shares[:1]
 
 
 def lower_bounds(layers: Sequence[nn.Module]) -> LowerBounds | None:
