@@ -81,6 +81,23 @@ def test_rows_that_drop_nothing_are_told_by_their_gates() -> None:
     assert bool((exact - found <= KEY_UNIT).all())
 
 
+@pytest.mark.parametrize("at", [3, 700, 1799])
+def test_the_longest_key_counts_wherever_it_is(at: int) -> None:
+    """Also among rows that drop nothing, and for a head whose key head another one reads that drops nothing at all."""
+    x = inputs(Case(T=1800, S=1800, H=2, G=1, K=8), torch.float32)
+    x["log_decay"] = torch.full_like(x["log_decay"], -0.008)
+    x["log_decay"][..., 1] = 0.0
+    plain = starts(x["q"], x["k"], x["log_decay"], Prune(), scale=0.1)
+    x["k"][:, at] *= 3
+    found = starts(x["q"], x["k"], x["log_decay"], Prune(), scale=0.1).long()
+    c, closed = running_sums(x["log_decay"], 1, 1800, 2, x["q"].device)
+    exact = prune_starts_reference(x["q"], x["k"], c, first_visible(closed, None, None), 0.1, Prune())
+    assert bool((found <= exact).all())
+    assert bool((exact - found <= KEY_UNIT).all())
+    assert 0 < int(found.max()) < int(plain.max())
+    assert int(found[:, 1].max()) == 0
+
+
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("gate", ["open", "const"])
 def test_forward_and_backward_use_the_same_boundaries(bound: str, gate: str) -> None:
