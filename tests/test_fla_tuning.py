@@ -105,6 +105,36 @@ def test_a_tuning_that_is_not_kept_says_so(
     assert caplog.messages[0].endswith("seconds to a minute, in every process (Triton 3.4 and later keep it)")
 
 
+def test_where_none_of_the_few_fits_all_are_measured(
+    tuner: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    launched: list[int] = []
+
+    def launch(room: int) -> int:
+        """The tuner's own run, where a tile of n stages needs n of room."""
+        launched.append(len(tuner.configs))
+        needed = min(c.num_stages for c in tuner.configs)
+        if needed > room:
+            raise OutOfResources(needed, room, "shared memory")
+        return room
+
+    monkeypatch.setattr(tuner, "run", launch)
+    fla_tuning.shorten()
+    assert tuner.run(3) == 3
+    tuner.cache["of another shape"] = tuner.configs[0]
+    with caplog.at_level(logging.WARNING, "attnzoo.fla"):
+        assert tuner.run(room=2) == 2
+        assert not tuner.cache
+        with pytest.raises(OutOfResources, match="Required: 2, Hardware limit: 1"):
+            tuner.run(1)
+    assert launched == [2, 2, 24, 24]
+    assert [r.getMessage()[:97] for r in caplog.records] == [
+        "flash-linear-attention's chunk_fwd_kernel_h: all its tiles are measured, as none of a few fits (o"
+    ]
+
+
 def test_one_process_measures_and_the_others_wait(tuner: Any) -> None:
     """Locks of files bind every opening of them, in this process too."""
     order: list[str] = []

@@ -15,10 +15,11 @@ import importlib.util
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor
 
@@ -66,6 +67,7 @@ OUTDATED = outdated(VERSION)
 DEVICE = "cuda"  # its kernels run there
 CLOSED_AS = -80.0  # exp of it is 2e-35
 LEAST_CHANNELS = 16  # of a product on tensor cores
+LEAST_ON_HOPPER = 64  # ptxas 12.8, of Triton 3.6 and 3.7, leaves out operands' addresses of narrower tiles
 MOST_DELTA_CHANNELS = 256
 
 
@@ -210,6 +212,37 @@ def _run(operation: Operation, call: Call, given: LinearOptions) -> tuple[Tensor
     return operation(Prepared(q, k, v, gate, options))
 
 
+def _narrow(q: Tensor, v: Tensor) -> bool:
+    """Whether there are fewer channels than its kernels are compiled rightly for."""
+    return _hopper(q) and min(q.shape[3], v.shape[3]) < LEAST_ON_HOPPER
+
+
+def widened(operation: Operation, x: Prepared, channels: int) -> tuple[Tensor, Tensor | None]:
+    """The operation on q, k and v of at least so many channels, the new ones 0."""
+    K, V = x.q.shape[3], x.v.shape[3]
+    of_k, of_v = max(0, channels - K), max(0, channels - V)
+    q, k, v = F.pad(x.q, (0, of_k)), F.pad(x.k, (0, of_k)), F.pad(x.v, (0, of_v))
+    a, scale, state = x.gate.log_diag, x.options["scale"], x.options["initial_state"]
+    gate = x.gate if a is None else replace(x.gate, log_diag=F.pad(a, (0, of_k)))
+    options = x.options | {
+        "scale": K**-0.5 if scale is None else scale,
+        "initial_state": None if state is None else F.pad(state, (0, of_v, 0, of_k)),
+    }
+    o, last = operation(Prepared(q, k, v, gate, options))
+    return o[..., :V], None if last is None else last[..., :K, :V].contiguous()
+
+
+def of_any_width(operation: Operation) -> Operation:
+    """The operation, on more channels where there are too few."""
+
+    @functools.wraps(operation)
+    def run(x: Prepared) -> tuple[Tensor, Tensor | None]:
+        return widened(operation, x, LEAST_ON_HOPPER) if _narrow(x.q, x.v) else operation(x)
+
+    return run
+
+
+@of_any_width
 def scalar_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """``chunk_simple_gla``: a scalar decay per head and token, one per head, or none."""
     if _goes_around(x):
@@ -222,25 +255,28 @@ def scalar_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
     return _op("simple_gla", "chunk_simple_gla")(x.q, x.k, x.v, **{kind: g}, **x.options)
 
 
+@of_any_width
 def diagonal_decay(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """``chunk_gla``: a decay per channel, and a scalar decay that all channels share."""
     return _op("gla", "chunk_gla")(x.q, x.k, x.v, _channels(x), **x.options)
 
 
+@of_any_width
 def delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """``chunk_delta_rule`` or ``chunk_gated_delta_rule``: one key for erasing and writing, and one strength."""
     if _goes_around(x):
         return channel_delta_rule(x)
-    beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2]).to(x.v.dtype)
+    beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
     g = x.gate.per_token(x.q).log_decay
     if g is None:
         return _op("delta_rule", "chunk_delta_rule")(x.q, x.k, x.v, beta, **x.options)
     return _op("gated_delta_rule", "chunk_gated_delta_rule")(x.q, x.k, x.v, _finite(g), beta, **x.options)
 
 
+@of_any_width
 def channel_delta_rule(x: Prepared) -> tuple[Tensor, Tensor | None]:
     """``chunk_kda``: the delta rule behind a decay per channel, and a scalar decay that all channels share."""
-    beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2]).to(x.v.dtype)
+    beta = expand_heads(cast(Tensor, x.gate.beta), x.q.shape[2])
     return _op("kda", "chunk_kda")(x.q, x.k, x.v, _channels(x), beta, **x.options)
 
 
@@ -264,8 +300,12 @@ def _goes_around(x: Prepared) -> bool:
 
 
 def _explained(call: Call) -> tuple[str, str]:
-    slow = _detour(call.gate, call.q)
-    return "chunks, a decay per channel" if slow else "", slow
+    slow, how = _detour(call.gate, call.q), []
+    if slow:
+        how.append("a decay per channel")
+    if _narrow(call.q, call.v):
+        how.append(f"heads padded to {LEAST_ON_HOPPER} channels")
+    return ", ".join(["chunks", *how]) if how else "", slow
 
 
 @functools.cache

@@ -65,6 +65,7 @@ def shorten() -> None:
         if id(tuner) in _shortened:
             continue
         _shortened.add(id(tuner))
+        tuner.run = functools.partial(_run, name, tuner, tuner.configs, tuner.run)
         tuner.configs = few(tuner.configs, TILES.get(name, USUAL))
         tuner.do_bench = _measure
         if _keeps():
@@ -97,6 +98,23 @@ def few(configs: Sequence[Any], wanted: Mapping[str, tuple[int, ...]]) -> list[A
     for name, values in wanted.items():
         left = [c for c in left if {**c.kwargs, **vars(c)}.get(name) in values] or left
     return left
+
+
+def _run(name: str, tuner: Any, everything: list[Any], run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Launch with the best of the few tiles; of all of them, where none of the few fits the shared memory."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        return run(*args, **options)
+    except OutOfResources as error:
+        if len(tuner.configs) == len(everything):
+            raise
+        logger.warning(
+            "flash-linear-attention's %s: all its tiles are measured, as none of a few fits (%s)", name, error
+        )
+        tuner.configs = everything
+        tuner.cache.clear()
+        return run(*args, **options)
 
 
 def _measure(call: Callable[[], Any], quantiles: Sequence[float]) -> Any:
