@@ -248,6 +248,34 @@ def parse_tokenizer(content: bytes) -> Any:
     return tokenizer
 
 
+def opening(tokenizer: Any) -> list[int]:
+    """The tokens that a tokenizer, of tokenizers, puts before every text: where a prompt begins.
+
+    What it puts behind ends a text, and does not belong behind a prompt.
+    """
+    if tokenizer.post_processor is None:
+        return []
+    for number in range(-1, tokenizer.get_vocab_size()):
+        text = "a" if number < 0 else tokenizer.decode([number])
+        if tokenizer.encode(text, add_special_tokens=False).ids:
+            whole = tokenizer.encode(text)
+            return list(whole.ids[: whole.special_tokens_mask.index(0)])
+    return []
+
+
+def unadorned(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files of the same tokenizer without what it puts before and behind texts, as :func:`tokenize` writes them."""
+    content = json.loads(files[TOKENIZER])
+    if (content.get("post_processor") or {}).get("type") in (None, "ByteLevel"):  # this one puts nothing there
+        return dict(files)
+    found = {**files, TOKENIZER: json.dumps({**content, "post_processor": None}, ensure_ascii=False, indent=2).encode()}
+    if SETTINGS in files:  # from which transformers may make it again
+        settings = json.loads(files[SETTINGS])
+        adds = {name: False for name in ("add_bos_token", "add_eos_token") if settings.get(name)}
+        found[SETTINGS] = json.dumps({**settings, **adds}, indent=1).encode() if adds else files[SETTINGS]
+    return found
+
+
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
     """Numbers of the tokens that a tokenizer's settings name, such as `eos_token_id`."""
     named = {kind: _special(files, f"{kind}_token") for kind in ("bos", "eos", "pad")}

@@ -6,7 +6,7 @@ file of one's own, with questions in a file beside it, needs none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,11 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     Args:
         model: an :class:`attnzoo.models.LanguageModel`.
-        encode: a text's tokens.
+        encode: a text's tokens, behind what stands before every text.
         decode: the text of tokens.
         end: the token that ends a document; None where there is none.
         window: most tokens that the model is given; None for no limit.
+        stop: other tokens that end what it writes.
 
     Raises:
         ValueError: a window below 1.
@@ -69,12 +70,13 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     def __init__(
         self, model: nn.Module, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str],
-        end: int | None, window: int | None = None,
+        end: int | None, window: int | None = None, stop: Collection[int] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         if window is not None and window < 1:
             raise ValueError(f"window: expected at least 1 token, got {window}")
         self.model, self.encode, self.decode, self.end, self.window = model, encode, decode, end, window
+        self.stop = frozenset(stop) | (frozenset() if end is None else {end})
         self.before = encode("")
         self._device = next(model.parameters()).device
 
@@ -214,8 +216,8 @@ class HarnessModel(LM):  # type: ignore[misc]
             for row in list(open_rows):
                 token = int(step[row])
                 new[row].append(token)
-                texts[row] = self.decode(new[row] if token != self.end else new[row][:-1])
-                if token == self.end or any(stop in texts[row] for stop in until if stop):
+                texts[row] = self.decode(new[row] if token not in self.stop else new[row][:-1])
+                if token in self.stop or any(stop in texts[row] for stop in until if stop):
                     open_rows.remove(row)
             if not open_rows:
                 break
@@ -249,11 +251,12 @@ def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
 def run_harness(
     model: nn.Module, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str], end: int | None,
     task: str, limit: int | None = None, shots: int | None = None, window: int | None = None,
+    stop: Collection[int] = (),
 ) -> HarnessScores:  # fmt: skip
     """Ask a model the questions of one of lm-eval's tasks, or of one that a file defines.
 
     Args:
-        model: as :class:`HarnessModel` takes it, as `encode`, `decode`, `end` and `window`.
+        model: as :class:`HarnessModel` takes it, as `encode`, `decode`, `end`, `window` and `stop`.
         task: a name that lm-eval knows, or a YAML or JSON file in its format, with its `data_files` beside it.
         limit: questions that are asked; None for all.
         shots: examples before each; None for what the task says.
@@ -266,7 +269,7 @@ def run_harness(
     for name, least, number in (("limit", 1, limit), ("shots", 0, shots)):
         if number is not None and number < least:
             raise ValueError(f"{name}: expected at least {least}, got {number}")
-    adapter = HarnessModel(model, encode, decode, end, window)
+    adapter = HarnessModel(model, encode, decode, end, window, stop)
     own = task.endswith((".yaml", ".yml", ".json"))
     asked: Any = _definition(Path(task)) if own else task
     manager = TaskManager(include_defaults=not own)  # it takes a minute to read all of the stock tasks

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnzoo import __version__
-from attnzoo.config import load_config, to_yaml
+from attnzoo.config import ModelConfig, load_config, to_yaml
 from attnzoo.data.shards import TOKENIZER as TOKENS
 from attnzoo.data.shards import is_shards, read_shards
 from attnzoo.data.sources import BYTES, is_text
-from attnzoo.data.tokenizer import byte_tokenizer, read_tokenizer, special_tokens, tokenizer_files
+from attnzoo.data.tokenizer import byte_tokenizer, read_tokenizer, special_tokens, tokenizer_files, unadorned
 from attnzoo.files import whole_folder
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
@@ -100,9 +100,12 @@ def keep_tokenizer(data: DataConfig, run: Path) -> None:
 
 
 def tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
-    """The files of the tokenizer by which a run's data was made; none where nobody said."""
+    """The files of the tokenizer by which a run's data was made; none where nobody said.
+
+    Nothing stands around the documents that a run has learned (``data.tokenize``), so it puts nothing there either.
+    """
     if (run / KEPT).is_dir():
-        return read_tokenizer(run / KEPT)
+        return unadorned(read_tokenizer(run / KEPT))
     return tokenizer_files(byte_tokenizer()) if is_bytes(data) else {}
 
 
@@ -204,11 +207,11 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
     Raises:
         FileNotFoundError: neither is there.
         ValueError: a weight of another shape, or none in common, or data by another tokenizer; or a head of its own,
-            and a model without one.
+            and a model without one, or one that is missing.
     """
     import torch
 
-    from attnzoo.models.peers import Weights
+    from attnzoo.models.peers import Weights, read_settings
 
     folder = Path(source)
     if (folder / "config.yaml").is_file():
@@ -221,6 +224,12 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
     else:
         _check_ours(folder, "start_from")
         there, prefix = Weights.of_folder(folder), "model."
+        tied = read_settings(folder).get("tie_word_embeddings", ModelConfig.tie_embeddings)
+        if not tied and prefix + HEAD not in there:
+            raise ValueError(
+                f"start_from: expected {prefix + HEAD} in {source!r}, whose config.json has "
+                "tie_word_embeddings=false, found none"
+            )
     _check_tokenizer(folder, data)
     state, new, ours = {}, [], model.state_dict()
     once, homes = _by_projection([prefix + name for name in ours]), _by_projection(there.names)

@@ -17,13 +17,13 @@ import torch
 from attnzoo.algebra.pruning import Evict
 from attnzoo.data import DOCUMENT_END
 from attnzoo.data.shards import TOKENIZER
-from attnzoo.data.tokenizer import byte_tokens, parse_tokenizer, read_tokenizer, special_tokens, text_of_bytes
+from attnzoo.data.tokenizer import byte_tokens, opening, parse_tokenizer, read_tokenizer, text_of_bytes
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.engine import Generator
 from attnzoo.models.request import Request
 from attnzoo.training.checkpoint import load_run
 from attnzoo.training.exchange import learned_bytes, tokenizer_of
-from attnzoo.training.subject import of_folder
+from attnzoo.training.subject import ends_of, of_folder
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TextModel:
 
     Args:
         model: in evaluation mode.
-        encode: text to tokens.
+        encode: text to the tokens of a prompt.
         decode: tokens to text.
         stop: tokens that end a text.
     """
@@ -84,12 +84,12 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
     if of_bytes:
         return TextModel(model.to(dtype).eval(), byte_tokens, text_of_bytes, frozenset([DOCUMENT_END]))
     tokenizer = parse_tokenizer(files[TOKENIZER])
-    ends = special_tokens(files).get("eos_token_id")
+    before = opening(tokenizer)
     return TextModel(
         model.to(dtype).eval(),
-        lambda text: list(tokenizer.encode(text).ids),
+        lambda text: [*before, *tokenizer.encode(text, add_special_tokens=False).ids],
         lambda tokens: str(tokenizer.decode(list(tokens))),
-        frozenset([] if ends is None else [ends]),
+        frozenset(ends_of(files, source)),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,7 @@ from attnzoo.data.sources import decode as decode_bytes
 from attnzoo.data.sources import encode as encode_bytes
 from attnzoo.data.tasks import Examples
 from attnzoo.data.texts import held_out_names, stdlib_files, text_files
-from attnzoo.data.tokenizer import parse_tokenizer, read_tokenizer, special_tokens
+from attnzoo.data.tokenizer import opening, parse_tokenizer, read_tokenizer, special_tokens
 from attnzoo.data.windows import Joined, Tokens
 from attnzoo.errors import UnavailableError
 from attnzoo.models.decoder import LanguageModel
@@ -70,12 +71,14 @@ class Subject:
         return None if self.config is None else self.config.data.task
 
     def encode(self, text: str) -> list[int]:
-        """A text's tokens.
+        """A text's tokens as those of a prompt: behind what the tokenizer puts before every text, and nothing after.
 
         Raises:
             ValueError: nobody has said what its tokens are.
         """
-        return encode_bytes(text) if self._bytes else list(self._tokenizer.encode(text).ids)
+        if self._bytes:
+            return encode_bytes(text)
+        return [*self._opening, *self._tokenizer.encode(text, add_special_tokens=False).ids]
 
     def document(self, text: str) -> list[int]:
         """A document's tokens but the one that ends it; of a run as `attnzoo tokenize` writes those that it learns:
@@ -92,7 +95,20 @@ class Subject:
     @property
     def end(self) -> int | None:
         """The token that ends a document, where there is one."""
-        return DOCUMENT_END if self._bytes else special_tokens(self.files).get("eos_token_id")
+        return DOCUMENT_END if self._bytes else next(iter(self._ends), None)
+
+    @property
+    def stop(self) -> frozenset[int]:
+        """The tokens that end what the model writes: of a folder also those that its settings name."""
+        return frozenset([DOCUMENT_END] if self._bytes else self._ends)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return ends_of(self.files, self.folder if self.config is None else None)
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        return opening(self._tokenizer)
 
     @property
     def _bytes(self) -> bool:
@@ -112,6 +128,19 @@ class Subject:
         if not self.files:
             raise ValueError(f"{self.title} has no tokenizer ({TOKENIZER}): its tokens stand for no text so far")
         return parse_tokenizer(self.files[TOKENIZER])
+
+
+def ends_of(files: Mapping[str, bytes], folder: Path | None) -> list[int]:
+    """The tokens that end a text: the tokenizer's own first, then those of a model folder's settings.
+
+    A chat model's `config.json` and `generation_config.json` name several, of which its tokenizer names one at most.
+    """
+    found = [special_tokens(files).get("eos_token_id")]
+    for name in ("generation_config.json", "config.json"):
+        if folder is not None and (folder / name).is_file():
+            named = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            found += named if isinstance(named, list) else [named]
+    return list(dict.fromkeys(token for token in found if token is not None))
 
 
 def load_subject(
@@ -196,15 +225,16 @@ def of_folder(folder: Path, device: str, others: bool = False) -> LanguageModel:
         raise ValueError(f"{str(folder)!r} holds a model of {kind!r}: `attnzoo import` makes it one of ours")
     from attnzoo.models.hf import AttnzooConfig
 
-    return build(Peer(AttnzooConfig.from_dict(fields).native(), _own_names), Weights.of_folder(folder)).to(device)
+    config = AttnzooConfig.from_dict(fields).native()
 
+    def own_names(weights: Any) -> Iterator[tuple[str, Tensor]]:
+        """The decoder's weights, which Hugging Face's class holds as `model`; of tied ones a folder has one."""
+        for name in sorted(weights.names):
+            yield name.removeprefix("model."), weights(name)
+        if config.tie_embeddings and "model.head.weight" not in weights:
+            yield "head.weight", weights("model.embedding.weight")
 
-def _own_names(weights: Any) -> Iterator[tuple[str, Tensor]]:
-    """The decoder's weights, which Hugging Face's class holds as `model`; of tied ones a folder has one."""
-    for name in sorted(weights.names):
-        yield name.removeprefix("model."), weights(name)
-    if "model.head.weight" not in weights:
-        yield "head.weight", weights("model.embedding.weight")
+    return build(Peer(config, own_names), Weights.of_folder(folder)).to(device)
 
 
 def held_out_text(subject: Subject, text: str | Path | None = None) -> Tokens | Joined:

@@ -298,7 +298,9 @@ def harness(
     if len(common.length) > 1:
         raise ValueError(f"length: expected one, the window of the model, got {list(common.length)}")
     most = common.length[0] if common.length else subject.context
-    return run_harness(subject.model, subject.encode, subject.decode, subject.end, task, limit, shots, most)
+    return run_harness(
+        subject.model, subject.encode, subject.decode, subject.end, task, limit, shots, most, subject.stop
+    )
 
 
 def _context(subject: Subject, usual: int | None = None) -> int:

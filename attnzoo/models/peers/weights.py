@@ -64,11 +64,11 @@ class Weights:
     def _of_folder(folder: Path) -> Weights:
         from safetensors import safe_open
 
-        if (folder / INDEX).is_file():
-            files = json.loads((folder / INDEX).read_text())["weight_map"]
-        elif (folder / WHOLE).is_file():
+        if (folder / WHOLE).is_file():  # beside an index, too: saved again over shards
             with safe_open(folder / WHOLE, "pt") as file:
                 files = dict.fromkeys(file.keys(), WHOLE)
+        elif (folder / INDEX).is_file():
+            files = json.loads((folder / INDEX).read_text())["weight_map"]
         elif (folder / PICKLED).is_file():
             return Weights.of_state(torch.load(folder / PICKLED, weights_only=True, mmap=True))
         else:
