@@ -55,6 +55,21 @@ def invoke(*arguments, code=0):
     return done
 
 
+@pytest.mark.parametrize(("asked", "said"), [
+    ("loss:tokens=1024", "256 tokens, 8 training contexts, 4"),
+    ("loss:tokens=256", "128 tokens, 4 training contexts, 2"),
+    ("loss:tokens=10", "32 tokens, a training context, 1"),
+    ("loss:factor=3,tokens=10", "96 tokens, 3 training contexts, 1"),
+])  # fmt: skip
+def test_losses_say_their_windows_and_leave_room_for_two(run, asked, said, tmp_path, caplog):
+    """8 training contexts of a long one would be one window, of more tokens than were asked for."""
+    invoke(run, "--on", asked, "--out", tmp_path)
+    assert f"loss: windows of {said} of them" in caplog.messages
+    caplog.clear()
+    invoke(run, "--on", "loss:tokens=10", "--length", 64, "--out", tmp_path)
+    assert not caplog.messages
+
+
 SMALL = {
     "loss": "loss:factor=4,tokens=512",
     "haystack": "haystack:depths=2,digits=2",

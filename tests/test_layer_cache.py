@@ -253,3 +253,19 @@ def test_a_state_is_cropped_to_a_number_of_tokens(name):
     for tokens, error in ((-1, ValueError), (4, ValueError), (2.0, TypeError), (True, TypeError), (None, TypeError)):
         with pytest.raises(error, match="tokens: expected"):
             cache.state.crop(tokens)
+
+
+@pytest.mark.parametrize("name", ["fox", "mamba2", "path_fox"])
+@torch.no_grad()
+def test_a_mask_that_hides_cached_tokens_is_refused(name):
+    """What is cached stays seen: such a mask would count for nothing."""
+    attn, x = layer(name), rows(2, 8)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, :2] = 0  # padding on the left, as it was given
+    expected, cache = attn(x, attention_mask=mask), attn.new_cache()
+    first = attn(x[:, :5], attention_mask=mask[:, :5], cache=cache)
+    hidden = mask.clone()
+    hidden[0, 1] = 0
+    with pytest.raises(ValueError, match=r"cached tokens as they were given, \[5, 3\] per row, got \[4, 3\]"):
+        attn(x[:, 5:], attention_mask=hidden, cache=cache)
+    torch.testing.assert_close(torch.cat([first, attn(x[:, 5:], attention_mask=mask, cache=cache)], 1), expected)

@@ -19,6 +19,8 @@ from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
 from attnzoo.kernels.common.dense import dense_readout, summed_gates
 from attnzoo.kernels.common.running_gates import GateSums
 
+ROWS = 8 * ROW_UNIT  # whose near keys are scored at once
+
 
 def prune_starts_reference(
     q: Tensor, k: Tensor, c: Tensor, since: Tensor, scale: float, prune: Prune,
@@ -31,20 +33,32 @@ def prune_starts_reference(
     Args:
         q, k: [B, T, H, K] and [B, S, G, K]; c: [B, H, S] running gate sums; since: [B, H, S] first visible keys.
     """
-    T, S, rep = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    T, rep, lower = q.shape[1], q.shape[2] // k.shape[2], None
     q64 = rearrange(scale * q.detach().double(), "b t h k -> b h t k")
     k64, c = repeat(k.detach().double(), "b s g k -> b (g r) s k", r=rep), c.detach()
-    off, lower = S - T, None
     if prune.bound == "tail":
-        pos, j = torch.arange(off, S, device=q.device), torch.arange(S, device=q.device)
-        near = ((pos - off) // ROW_UNIT * ROW_UNIT + off) // KEY_UNIT * KEY_UNIT - NEAR_UNITS * KEY_UNIT
-        seen = (j <= pos[:, None]) & (j >= near[:, None]) & (j >= since[..., off:, None])
-        if valid is not None:
-            seen = seen & valid[:, None, None, :]
-        logits = q64 @ k64.mT + c[..., off:, None] - c[..., None, :]
-        lower = torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
+        starts = range(0, max(T, 1), ROWS)
+        lower = torch.cat([_near_mass(q64, k64, c, since, valid, t, min(t + ROWS, T)) for t in starts], -1)
     norms = q64.norm(dim=-1), k64.norm(dim=-1).amax(-1)
     return certified_starts(*norms, c, prune, logit_bound, lower, rows=ROW_UNIT, cols=KEY_UNIT)
+
+
+def _near_mass(q: Tensor, k: Tensor, c: Tensor, since: Tensor, valid: Tensor | None, first: int, stop: int) -> Tensor:
+    """Log-sum-exp of the rows from ``first``, which begins a row unit, to ``stop`` over the keys near them.
+
+    q, k: [B, H, T, K] and [B, H, S, K], of which the result is [B, H, stop - first].
+    """
+    off = k.shape[2] - q.shape[2]
+    rows = torch.arange(first, stop, device=q.device)
+    pos = rows + off
+    near = (rows // ROW_UNIT * ROW_UNIT + off) // KEY_UNIT * KEY_UNIT - NEAR_UNITS * KEY_UNIT
+    here = slice(max(0, (first + off) // KEY_UNIT * KEY_UNIT - NEAR_UNITS * KEY_UNIT), stop + off)
+    j = torch.arange(here.start, here.stop, device=q.device)
+    seen = (j <= pos[:, None]) & (j >= near[:, None]) & (j >= since[..., first + off : stop + off, None])
+    if valid is not None:
+        seen = seen & valid[:, None, None, here]
+    logits = q[:, :, first:stop] @ k[:, :, here].mT + c[..., first + off : stop + off, None] - c[..., None, here]
+    return torch.logsumexp(logits.masked_fill(~seen, -math.inf), -1)
 
 
 @overload

@@ -81,6 +81,24 @@ def test_rows_that_drop_nothing_are_told_by_their_gates() -> None:
     assert bool((exact - found <= KEY_UNIT).all())
 
 
+def test_the_references_boundaries_take_a_long_row_in_pieces() -> None:
+    """All scores at once would be 8 T S bytes for each head: 2 GiB of a sequence of 16384 tokens."""
+    from attnzoo.kernels.fox import reference
+
+    x = inputs(Case(B=2, T=700, S=900, H=2, G=1, K=8, gate="mixed"), torch.float32)
+    c, closed = running_sums(x["log_decay"], 2, 900, 2, x["q"].device)
+    since = first_visible(closed, None, None)
+    valid = torch.ones(2, 900, dtype=torch.bool, device=x["q"].device)
+    valid[0, 300:340] = False
+    for there in (None, valid):
+        args = (x["q"], x["k"], c, since, 0.1, Prune(), None, there)
+        whole = prune_starts_reference(*args)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reference, "ROWS", 2 * ROW_UNIT)
+            assert torch.equal(prune_starts_reference(*args), whole)
+    assert int(whole.max()) > 0
+
+
 @pytest.mark.parametrize("at", [3, 700, 1799])
 def test_the_longest_key_counts_wherever_it_is(at: int) -> None:
     """Also among rows that drop nothing, and for a head whose key head another one reads that drops nothing at all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,10 @@ from attnzoo.training.subject import Subject, held_out_text, load_subject
 if TYPE_CHECKING:
     from attnzoo.evaluation.harness import HarnessScores
 
+logger = logging.getLogger("attnzoo.evaluation")
+
 ROWS, SEED = 256, 0
+FACTOR = 8  # training contexts in a window of a loss by position
 
 
 @dataclass(frozen=True)
@@ -90,14 +94,19 @@ class PruningHistory:
     steps: tuple[PrunedShares, ...]
 
 
-def loss(subject: Subject, common: Common, *, factor: int = 8, tokens: int = 65536) -> LossCurve:
+def loss(subject: Subject, common: Common, *, factor: int | None = None, tokens: int = 65536) -> LossCurve:
     """Loss by position, L(i), and perplexity by context length, P(l), on held-out text.
 
     Args:
-        factor: windows of so many training contexts.
-        tokens: held-out, in all windows.
+        factor: windows of so many training contexts; None for 8, or for as many as leave room for two windows.
+        tokens: held-out, in all windows, of which there is at least one.
     """
+    if factor is None:
+        factor = FACTOR if common.length else max(1, min(FACTOR, tokens // (2 * _context(subject))))
     windows = _windows(subject, common, factor, tokens)
+    if not common.length:
+        contexts = "a training context" if factor == 1 else f"{factor} training contexts"
+        logger.warning("loss: windows of %d tokens, %s, %d of them", windows.shape[1] - 1, contexts, len(windows))
     return measure_losses(subject.model, windows, subject.context)
 
 
