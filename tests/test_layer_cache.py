@@ -266,6 +266,6 @@ def test_a_mask_that_hides_cached_tokens_is_refused(name):
     first = attn(x[:, :5], attention_mask=mask[:, :5], cache=cache)
     hidden = mask.clone()
     hidden[0, 1] = 0
-    with pytest.raises(ValueError, match=r"cached tokens as they were given, \[5, 3\] per row, got \[4, 3\]"):
+    with pytest.raises(ValueError, match=r"all cached tokens, \[5, 3\] per row, got \[4, 3\] of them"):
         attn(x[:, 5:], attention_mask=hidden, cache=cache)
     torch.testing.assert_close(torch.cat([first, attn(x[:, 5:], attention_mask=mask, cache=cache)], 1), expected)

@@ -197,8 +197,8 @@ class Attention(PreciseModule):
             cu_seqlens: borders ``[N + 1]`` of sequences packed into one row, which know nothing of each other; the
                 rows stay packed. With a cache, its rows are these N sequences.
             attention_mask: ``[B, T]``, nonzero for tokens, zero for padding on either side; ``[B, S + T]`` with S
-                cached tokens is accepted too; on a CPU it must have as many of them as were given. Outputs at padding
-                are 0.
+                cached tokens is accepted too, of which none can be hidden (a CPU says so; the last T count). Outputs at
+                padding are 0.
             cache: from :meth:`new_cache`; it is extended in place, so that calls with pieces of any size continue one
                 another. A :class:`~attnzoo.layer.fixed.FixedCache` takes one token of each of its sequences.
 

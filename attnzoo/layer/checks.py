@@ -181,8 +181,8 @@ def valid_tokens(mask: Tensor | None, x: Tensor, cached: int = 0, seen: Tensor |
         seen: how many of those were tokens, ``[B]``.
 
     Raises:
-        TypeError, ValueError: another shape, dtype or device, other values than 0 and 1, or another number of cached
-            tokens.
+        TypeError, ValueError: another shape, dtype or device, other values than 0 and 1, or cached tokens that
+            are hidden.
     """
     if mask is None:
         return None
@@ -203,10 +203,10 @@ def valid_tokens(mask: Tensor | None, x: Tensor, cached: int = 0, seen: Tensor |
     if valid.dtype != torch.bool and bool(((valid != 0) & (valid != 1)).any()):
         raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {valid.unique().tolist()}")
     before = mask[:, : mask.shape[1] - T].bool().sum(1)
-    if seen is not None and mask.shape[1] > T and bool((before != seen).any()):
+    if seen is not None and mask.shape[1] > T and bool((before < seen).any()):
         raise ValueError(
-            f"attention_mask: expected the cached tokens as they were given, {seen.tolist()} per row, "
-            f"got {before.tolist()} (what is cached cannot be hidden)"
+            f"attention_mask: expected all cached tokens, {seen.tolist()} per row, got {before.tolist()} of them "
+            "(what is cached cannot be hidden)"
         )
     valid = valid.bool()
     return None if bool(valid.all()) else valid

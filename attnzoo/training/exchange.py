@@ -207,7 +207,7 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
     Raises:
         FileNotFoundError: neither is there.
         ValueError: a weight of another shape, or none in common, or data by another tokenizer; or a head of its own,
-            and a model without one, or one that is missing.
+            and a model without one.
     """
     import torch
 
@@ -220,22 +220,17 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
             raise FileNotFoundError(f"start_from: the run in {source!r} has no checkpoint yet")
         parts = checkpoint / PARTS
         there = Weights.of_state(join_parts(parts)) if parts.is_dir() else Weights.of_folder(checkpoint)
-        prefix = ""
+        prefix, tied = "", True
     else:
         _check_ours(folder, "start_from")
         there, prefix = Weights.of_folder(folder), "model."
         tied = read_settings(folder).get("tie_word_embeddings", ModelConfig.tie_embeddings)
-        if not tied and prefix + HEAD not in there:
-            raise ValueError(
-                f"start_from: expected {prefix + HEAD} in {source!r}, whose config.json has "
-                "tie_word_embeddings=false, found none"
-            )
     _check_tokenizer(folder, data)
     state, new, ours = {}, [], model.state_dict()
     once, homes = _by_projection([prefix + name for name in ours]), _by_projection(there.names)
     for name, tensor in ours.items():
         home = prefix + name
-        if name == HEAD and home not in there:  # a tied model's files hold it once
+        if name == HEAD and tied and home not in there:  # a tied model's files hold it once
             home = prefix + EMBEDDING
         if home not in there and _projection(home) in once:
             home = homes.get(_projection(home), home)
