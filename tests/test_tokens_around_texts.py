@@ -17,7 +17,7 @@ from hf_models import build  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
 
 from attnzoo.data.tokenizer import opening, parse_tokenizer, tokenize, unadorned  # noqa: E402
-from attnzoo.training.exchange import export_run, start_from  # noqa: E402
+from attnzoo.training.exchange import export_run  # noqa: E402
 from attnzoo.training.generate import load_text_model  # noqa: E402
 from attnzoo.training.subject import held_out_text, load_subject  # noqa: E402
 
@@ -112,32 +112,3 @@ def test_all_tokens_that_end_a_text_do(config, generation, settings, expected, t
     subject = load_subject(folder)
     assert load_text_model(folder, "cpu").stop == subject.stop == set(expected)
     assert subject.end == next(iter(expected), None)
-
-
-def test_a_head_that_is_missing_is_not_the_embedding(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    from attnzoo.data.config import DataConfig
-
-    folder = tmp_path / "model"
-    model = build("fox", tie_word_embeddings=False)
-    model.save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.head.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"head\.weight"):
-        load_subject(folder)
-    head = model.model.head.weight.clone()
-    start_from(model.model, str(folder), DataConfig(source="stdlib"))
-    assert (model.model.head.weight == head).all()  # starts anew
-
-
-def test_one_file_counts_beside_an_old_index(tmp_path):
-    """As for transformers, whose `save_pretrained` over shards leaves the index of those that it has removed."""
-    old, new = build("fox", seed=0), build("fox", seed=1)
-    old.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert (tmp_path / "model.safetensors.index.json").is_file()
-    new.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
-    found = load_subject(tmp_path).model.state_dict()
-    assert all((found[name] == x).all() for name, x in new.model.state_dict().items())

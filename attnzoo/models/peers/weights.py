@@ -12,7 +12,8 @@ from torch import Tensor
 
 from attnzoo.errors import unknown
 
-INDEX, WHOLE, PICKLED = "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class Weights:
@@ -70,9 +71,13 @@ class Weights:
         elif (folder / INDEX).is_file():
             files = json.loads((folder / INDEX).read_text())["weight_map"]
         elif (folder / PICKLED).is_file():
-            return Weights.of_state(torch.load(folder / PICKLED, weights_only=True, mmap=True))
+            return Weights.of_state(_pickled(folder / PICKLED))
+        elif (folder / PICKLED_INDEX).is_file():
+            parts = set(json.loads((folder / PICKLED_INDEX).read_text())["weight_map"].values())
+            return Weights.of_state({k: x for part in sorted(parts) for k, x in _pickled(folder / part).items()})
         else:
-            raise FileNotFoundError(f"{folder}: expected {WHOLE}, {INDEX} or {PICKLED}, found none of them")
+            names = f"{WHOLE}, {PICKLED}, or an index of parts of one of them"
+            raise FileNotFoundError(f"{folder}: expected {names}, found none of them")
         opened = {name: safe_open(folder / name, "pt") for name in set(files.values())}
         return Weights(list(files), lambda name: opened[files[name]].get_tensor(name))  # type: ignore[no-untyped-call]
 
@@ -80,6 +85,11 @@ class Weights:
     def of_state(state: Mapping[str, Tensor]) -> Weights:
         """Those of a state dict."""
         return Weights(list(state), lambda name: state[name].detach().clone())
+
+
+def _pickled(file: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.load(file, weights_only=True, mmap=True)
+    return found
 
 
 class Settings:
