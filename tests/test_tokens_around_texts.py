@@ -1,6 +1,7 @@
 """What a tokenizer puts before and behind texts: prompts begin with it, nothing ends in it, and runs never saw it."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -112,3 +113,19 @@ def test_all_tokens_that_end_a_text_do(config, generation, settings, expected, t
     subject = load_subject(folder)
     assert load_text_model(folder, "cpu").stop == subject.stop == set(expected)
     assert subject.end == next(iter(expected), None)
+
+
+def test_a_run_that_begins_anew_keeps_no_other_tokenizer(tmp_path):
+    """An attempt may have died before its first checkpoint, and the next one read other data."""
+    (tmp_path / "text.txt").write_text("the cat sat on the mat . " * 60)
+    for name in "ab":
+        tokenize([tmp_path / "text.txt"], tmp_path / name, tokenizer=folder_of(tmp_path / f"{name}0", "$A"))
+    content = json.loads((tmp_path / "b" / "tokenizer.json").read_text())
+    (tmp_path / "b" / "tokenizer.json").write_text(json.dumps(content))  # the same in other bytes
+    model = f"model={{hidden_size: 32, intermediate_size: 32, num_layers: 1, num_heads: 2, vocab_size: {len(WORDS)}}}"
+    for name in "ab":
+        settings = (f"data.source={tmp_path / name}", "data.context_length=8", model)
+        run = train(config_of(tmp_path, "run", *settings))
+        kept = (run / "tokenizer" / "tokenizer.json").read_bytes()
+        assert kept == (tmp_path / name / "tokenizer.json").read_bytes()
+        shutil.rmtree(run / "checkpoints")

@@ -90,8 +90,13 @@ def export_run(run: Path, folder: Path) -> Path:
     return folder
 
 
-def keep_tokenizer(data: DataConfig, run: Path) -> None:
-    """Copy the tokenizer of a run's data, where its files have one, into the run's folder, once."""
+def keep_tokenizer(data: DataConfig, run: Path, anew: bool) -> None:
+    """Copy the tokenizer of a run's data, where its files have one, into the run's folder, once.
+
+    ``anew``: there is no checkpoint, and what an attempt before has left may be of other data.
+    """
+    if anew:
+        shutil.rmtree(run / KEPT, ignore_errors=True)
     for source in (entry.source for entry in data.weighted):
         if is_shards(source) and not (run / KEPT).exists() and read_shards(source).tokenizer:
             with whole_folder(run / KEPT) as part:

@@ -108,7 +108,7 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         accelerator.wait_for_everyone()
         if main:
             write_config(run_dir, config)
-            keep_tokenizer(config.data, run_dir)
+            keep_tokenizer(config.data, run_dir, anew=checkpoint is None)
             remove_stale(run_dir / "checkpoints", config.keep_checkpoints)
         if progress.step < config.steps:
             run = Run(config, state, data, rows_per_part)
