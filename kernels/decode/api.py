@@ -108,7 +108,7 @@ def paged_attention(
     check_scale(scale)
     check_values(q, log_decay=log_decay, sink=sink, logit_bound=logit_bound)
     check_table(table, k.shape[1], length)
-    why = triton_unavailable(q, v) or refuse_gradients(q, k, v, decay, sink)
+    why = triton_unavailable(q, v) or refuse_gradients(q, k, v, decay, log_decay, sink)
     if pick_implementation("decode_attention", impl, why) == "reference":
         with as_given(q):
             return paged_reference(

@@ -132,15 +132,13 @@ def path_extend(
     Source: Yang et al., "PaTH Attention", 2025, section 3.4.
     """
     _check(q, k, w, beta, keys, values, gates, valid, scale, window, sink, log_diag)
-    refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink) if x is not None))
+    refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink, log_diag) if x is not None))
     from attnzoo.kernels.path.portable.decode import advance, path_advance
 
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     S, outputs, sums = keys.shape[1], [], []
     step = path_advance if traced(q) else advance
-    if valid is not None:
-        w, beta = _existing(w, valid[:, S:]), _existing(beta, valid[:, S:])
-        log_diag = None if log_diag is None else _existing(log_diag, valid[:, S:])
+    w, beta, log_diag = _new_factors(w, beta, log_diag, valid)
     if q.shape[1] <= CHUNK:
         o, lse, keys = step(q, k, w, beta, keys, values, gates, valid, sink, log_diag, window or 0, scale)
         return (o, keys, lse) if return_lse else (o, keys)
@@ -177,14 +175,25 @@ def path_step(
     """
     check_tensors({"keys": keys}, needed=("keys",))
     _check(q, k, w, beta, keys[:, :-1], values, gates, valid, scale, window, sink, log_diag)
-    refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink) if x is not None))
+    refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink, log_diag) if x is not None))
     from attnzoo.kernels.path.portable.decode import advance_into, in_place
 
     if q.shape[1] != 1 or not keys.is_contiguous() or not in_place(q.shape[2], k.shape[2], q.shape[3], values.shape[3]):
         got = f"{tuple(q.shape)} beside {k.shape[2]} key heads, keys with strides {keys.stride()}"
         raise ValueError(f"q, keys: expected one token of few heads per key head, and contiguous keys, got {got}")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    w, beta, log_diag = _new_factors(w, beta, log_diag, valid)
     return advance_into(keys, q, k, w, beta, keys[:, :-1], values, gates, valid, sink, log_diag, window or 0, scale)[0]
+
+
+def _new_factors(
+    w: Tensor, beta: Tensor, log_diag: Tensor | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The factors of the new tokens, which are the last; those that do not exist have none."""
+    if valid is None:
+        return w, beta, log_diag
+    there = valid[:, valid.shape[1] - w.shape[1] :]
+    return _existing(w, there), _existing(beta, there), None if log_diag is None else _existing(log_diag, there)
 
 
 def carry_keys(

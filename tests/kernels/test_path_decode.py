@@ -386,3 +386,26 @@ def test_no_kernel_runs_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
         path_extend(*parts(x, 7, 8), keys, x["v"])
     with pytest.raises(ValueError, match="q: expected CUDA tensors"):
         path_step(*parts(x, 7, 8), torch.cat([keys, keys[:, :1]], 1), x["v"])
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@torch.no_grad()
+def test_a_token_that_does_not_exist_leaves_the_keys_of_a_step_alone(channels: bool) -> None:
+    """As for ``path_extend``, whatever its factors hold."""
+    B, S, G, K = 2, 5, 2, 16
+    q, k, v = (torch.randn(B, S + 1, G, K, device=DEVICE) for _ in range(3))
+    w = torch.nn.functional.normalize(torch.randn(B, S + 1, G, K, device=DEVICE), dim=-1)
+    beta, a = torch.full((B, S + 1, G), 1.5, device=DEVICE), -torch.rand(B, S + 1, G, K, device=DEVICE)
+    valid = torch.ones(B, S + 1, dtype=torch.bool, device=DEVICE)
+    valid[0, -1] = False
+    keys = carry_keys(k[:, :S], w[:, :S], beta[:, :S])
+    w[0, -1] = beta[0, -1] = a[0, -1] = torch.nan
+    new, given = [x[:, S:] for x in (q, k, w, beta)], {"log_diag": a[:, S:]} if channels else {}
+    o, expected = path_extend(*new, keys, v, None, valid, **given)  # type: ignore[arg-type]
+    room = torch.cat([keys, keys[:, :1]], 1)
+    got = path_step(*new, room, v, None, valid, **given)  # type: ignore[arg-type]
+    assert torch.equal(room[0, :S], keys[0])
+    torch.testing.assert_close(room[:, :S], expected[:, :S])
+    torch.testing.assert_close(got[1:], o[1:])
+    with torch.enable_grad(), pytest.raises(ValueError, match="a cached step has no gradient"):
+        path_extend(*new, keys, v, None, valid, log_diag=torch.zeros_like(a[:, S:]).requires_grad_())
