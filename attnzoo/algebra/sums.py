@@ -16,6 +16,11 @@ def running_sum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
     return x.cumsum(dim, dtype=dtype)
 
 
+def sum_to_the_end(x: Tensor, dim: int) -> Tensor:
+    """The sum from each place on, its own number included."""
+    return running_sum(x.flip(dim), dim).flip(dim)
+
+
 def sum_by_doubling(x: Tensor, dim: int) -> Tensor:
     """The running sum by about log2(n) additions of whole tensors (Hillis and Steele, 1986), in a fixed order."""
     n, step = x.shape[dim], 1

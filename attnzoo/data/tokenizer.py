@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,6 +261,12 @@ def opening(tokenizer: Any) -> list[int]:
             whole = tokenizer.encode(text)
             return list(whole.ids[: whole.special_tokens_mask.index(0)])
     return []
+
+
+def prompt_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """What makes a text the tokens of a prompt: the :func:`opening`, and the text."""
+    before = opening(tokenizer)
+    return lambda text: [*before, *tokenizer.encode(text, add_special_tokens=False).ids]
 
 
 def unadorned(files: Mapping[str, bytes]) -> dict[str, bytes]:

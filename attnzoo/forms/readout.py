@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
-from attnzoo.algebra.sums import running_sum
+from attnzoo.algebra.sums import sum_to_the_end
 from attnzoo.algebra.transitions import block_decay
 from attnzoo.algebra.values import readable
 from attnzoo.kernels.common.constants import KEY_UNIT, NEAR_UNITS, ROW_UNIT
@@ -144,7 +144,7 @@ def decay_to(log_decay: Tensor, P: int) -> Tensor:
         return log_decay[..., :0]
     later = log_decay[..., 1:P]
     later = F.pad(later.masked_fill(is_closed(later), -torch.inf), (0, 1))
-    return running_sum(later.flip(-1), -1).flip(-1)
+    return sum_to_the_end(later, -1)
 
 
 def readout(logits: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import Prune, first_kept_keys, keys_behind_closed
-from attnzoo.algebra.sums import running_sum
+from attnzoo.algebra.sums import running_sum, sum_to_the_end
 from attnzoo.algebra.values import in_transform, readable, records
 from attnzoo.forms.readout import Band, block_logits, least_logit, readout
 
@@ -253,7 +253,7 @@ class _RowBlocks(torch.autograd.Function):
         dc = -dk[:, :, :S, K].double()
         if ctx.with_lse:
             dc[:, :, S - T :] += grads[1]
-        dg = running_sum(dc.flip(-1), -1).flip(-1).to(log_decay.dtype)
+        dg = sum_to_the_end(dc, -1).to(log_decay.dtype)
         return dq.flatten(2, 3)[:, :, :T, :K], dk[:, :, :S, :K], dv[:, :, :S, :V], dg, None, None, None, None
 
 

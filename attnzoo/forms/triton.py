@@ -177,7 +177,7 @@ def path_kernel() -> Kernel:
         if state is None or not len(state):
             o = whole_path(q, k, v, gate, given)
             return o, KVCache(carry_keys(*each(k, w, beta), log_diag=a), v, gate.log_decay, valid, carried=True)
-        refuse_gradients(q, k, v, w, beta, state.k, state.v, *(() if a is None else (a,)))
+        refuse_gradients(q, k, v, w, beta, state.k, state.v, a)
         new = KVCache(k, v, gate.log_decay, valid)
         parts, room = append_in_place(state, *growing(state, new, ("v",)), state.k)
         gates, there = parts.get("log_decay"), parts.get("valid")

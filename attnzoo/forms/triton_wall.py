@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import Gate, expand_heads
 from attnzoo.algebra.pruning import Prune
-from attnzoo.algebra.sums import running_sum
+from attnzoo.algebra.sums import running_sum, sum_to_the_end
 from attnzoo.algebra.values import records
 from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
@@ -147,7 +147,7 @@ def _token_by_token(
 
 def carried(k: Tensor, log_diag: Tensor) -> Tensor:
     """Keys ``[B, T, G, K]`` as the last of these T tokens leaves them, ``[B, T, H, K]`` float32."""
-    after = running_sum(F.pad(log_diag[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1), 1).flip(1)
+    after = sum_to_the_end(F.pad(log_diag[:, 1:], (0, 0, 0, 0, 0, 1)), 1)
     return expand_heads(k, log_diag.shape[2]).float() * after.exp()
 
 

@@ -173,12 +173,12 @@ def check_hidden(x: Tensor, hidden_size: int, projection: nn.Module) -> None:
         raise TypeError(f"x: expected the dtype of the layer, {weight.dtype} (or autocast), got {x.dtype}")
 
 
-def valid_tokens(mask: Tensor | None, x: Tensor, cached: int = 0, seen: Tensor | None = None) -> Tensor | None:
+def valid_tokens(mask: Tensor | None, x: Tensor, cached: int, seen: Tensor | None) -> Tensor | None:
     """Which of the rows ``x [B, T, D]`` are tokens, ``[B, T]`` bool; None where all are.
 
     Args:
         mask: ``[B, T]``, or ``[B, S + T]`` with the S = ``cached`` tokens before; None for no padding.
-        seen: how many of those were tokens, ``[B]``.
+        seen: how many of those were tokens, ``[B]``; None without any.
 
     Raises:
         TypeError, ValueError: another shape, dtype or device, other values than 0 and 1, or cached tokens that
@@ -202,11 +202,12 @@ def valid_tokens(mask: Tensor | None, x: Tensor, cached: int = 0, seen: Tensor |
         return valid.bool()
     if valid.dtype != torch.bool and bool(((valid != 0) & (valid != 1)).any()):
         raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {valid.unique().tolist()}")
-    before = mask[:, : mask.shape[1] - T].bool().sum(1)
-    if seen is not None and mask.shape[1] > T and bool((before < seen).any()):
-        raise ValueError(
-            f"attention_mask: expected all cached tokens, {seen.tolist()} per row, got {before.tolist()} of them "
-            "(what is cached cannot be hidden)"
-        )
+    if seen is not None and mask.shape[1] > T:
+        before = mask[:, :-T].bool().sum(1)
+        if bool((before < seen).any()):
+            raise ValueError(
+                f"attention_mask: expected all cached tokens, {seen.tolist()} per row, got {before.tolist()} of them "
+                "(what is cached cannot be hidden)"
+            )
     valid = valid.bool()
     return None if bool(valid.all()) else valid

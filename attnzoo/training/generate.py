@@ -17,7 +17,7 @@ import torch
 from attnzoo.algebra.pruning import Evict
 from attnzoo.data import DOCUMENT_END
 from attnzoo.data.shards import TOKENIZER
-from attnzoo.data.tokenizer import byte_tokens, opening, parse_tokenizer, read_tokenizer, text_of_bytes
+from attnzoo.data.tokenizer import byte_tokens, parse_tokenizer, prompt_encoder, read_tokenizer, text_of_bytes
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.engine import Generator
 from attnzoo.models.request import Request
@@ -84,10 +84,9 @@ def load_text_model(source: Path, device: str, dtype: torch.dtype | None = None)
     if of_bytes:
         return TextModel(model.to(dtype).eval(), byte_tokens, text_of_bytes, frozenset([DOCUMENT_END]))
     tokenizer = parse_tokenizer(files[TOKENIZER])
-    before = opening(tokenizer)
     return TextModel(
         model.to(dtype).eval(),
-        lambda text: [*before, *tokenizer.encode(text, add_special_tokens=False).ids],
+        prompt_encoder(tokenizer),
         lambda tokens: str(tokenizer.decode(list(tokens))),
         frozenset(ends_of(files, source)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from attnzoo.data.sources import decode as decode_bytes
 from attnzoo.data.sources import encode as encode_bytes
 from attnzoo.data.tasks import Examples
 from attnzoo.data.texts import held_out_names, stdlib_files, text_files
-from attnzoo.data.tokenizer import opening, parse_tokenizer, read_tokenizer, special_tokens
+from attnzoo.data.tokenizer import parse_tokenizer, prompt_encoder, read_tokenizer, special_tokens
 from attnzoo.data.windows import Joined, Tokens
 from attnzoo.errors import UnavailableError
 from attnzoo.models.decoder import LanguageModel
@@ -76,9 +76,7 @@ class Subject:
         Raises:
             ValueError: nobody has said what its tokens are.
         """
-        if self._bytes:
-            return encode_bytes(text)
-        return [*self._opening, *self._tokenizer.encode(text, add_special_tokens=False).ids]
+        return encode_bytes(text) if self._bytes else self._prompt(text)
 
     def document(self, text: str) -> list[int]:
         """A document's tokens but the one that ends it; of a run as `attnzoo tokenize` writes those that it learns:
@@ -107,8 +105,8 @@ class Subject:
         return ends_of(self.files, self.folder if self.config is None else None)
 
     @cached_property
-    def _opening(self) -> list[int]:
-        return opening(self._tokenizer)
+    def _prompt(self) -> Callable[[str], list[int]]:
+        return prompt_encoder(self._tokenizer)
 
     @property
     def _bytes(self) -> bool:

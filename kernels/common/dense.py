@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.pruning import Prune, certified_starts
-from attnzoo.algebra.sums import running_sum
+from attnzoo.algebra.sums import running_sum, sum_to_the_end
 from attnzoo.kernels.common.constants import KEY_UNIT, ROW_UNIT
 
 
@@ -157,7 +157,7 @@ def decayed_scores(q: Tensor, k: Tensor, log_diag: Tensor, compute_dtype: torch.
     while m < size:
         (_, late_q), (early_k, _) = _halves(qh, m), _halves(kh, m)
         before, after = _halves(a, m)
-        to_border = running_sum(F.pad(before[..., 1:, :], (0, 0, 0, 1)).flip(-2), -2).flip(-2)
+        to_border = sum_to_the_end(F.pad(before[..., 1:, :], (0, 0, 0, 1)), -2)
         cross = (late_q * running_sum(after, -2).exp()).to(cd) @ (early_k * to_border.exp()).to(cd).mT
         first, second = out.unflatten(-3, (-1, 2)).unbind(-3)
         rows = torch.cat([first, torch.zeros_like(first)], -1), torch.cat([cross.to(wide), second], -1)

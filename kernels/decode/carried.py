@@ -114,7 +114,7 @@ def paged_path_step(
     check_scale(scale)
     check_values(q, w=w, beta=beta, log_decay=log_decay, sink=sink, logit_bound=logit_bound)
     check_table(table, PAGE, length, count, T)
-    why = path_unavailable(keys, values) or refuse_gradients(q, k, v, w, beta, sink)
+    why = path_unavailable(keys, values) or refuse_gradients(q, k, v, w, beta, log_decay, sink)
     if why:
         raise ValueError(f"paged_path_step: {why}")
     from attnzoo.kernels.decode.op import path_step

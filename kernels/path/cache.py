@@ -21,9 +21,9 @@ from attnzoo.kernels.path.chunk import CHUNK, chunk_of
 SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill
 
 
-def refuse_gradients(*tensors: Tensor) -> None:
+def refuse_gradients(*tensors: Tensor | None) -> None:
     """Raise ValueError where a gradient would be expected of a cached step."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("a cached step has no gradient: expected torch.no_grad() or inputs that require none")
 
 
@@ -132,7 +132,7 @@ def path_extend(
     Source: Yang et al., "PaTH Attention", 2025, section 3.4.
     """
     _check(q, k, w, beta, keys, values, gates, valid, scale, window, sink, log_diag)
-    refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink, log_diag) if x is not None))
+    refuse_gradients(q, k, w, beta, keys, values, gates, sink, log_diag)
     from attnzoo.kernels.path.portable.decode import advance, path_advance
 
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
@@ -175,7 +175,7 @@ def path_step(
     """
     check_tensors({"keys": keys}, needed=("keys",))
     _check(q, k, w, beta, keys[:, :-1], values, gates, valid, scale, window, sink, log_diag)
-    refuse_gradients(*(x for x in (q, k, w, beta, keys, values, gates, sink, log_diag) if x is not None))
+    refuse_gradients(q, k, w, beta, keys, values, gates, sink, log_diag)
     from attnzoo.kernels.path.portable.decode import advance_into, in_place
 
     if q.shape[1] != 1 or not keys.is_contiguous() or not in_place(q.shape[2], k.shape[2], q.shape[3], values.shape[3]):
