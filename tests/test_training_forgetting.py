@@ -107,6 +107,16 @@ def test_metrics_say_what_is_forgotten(folder):
     assert all(0 < row["forgetting_kept"] <= 1 for row in rows)
 
 
+def test_parts_of_unequal_answers_weigh_the_same_in_what_layers_add(folder):
+    task = ("data.source=task:flip_flop", "data.task_options.p_ignore=0.5", "batch_size=4")
+    whole, parts = (
+        numbers(train(config_of(folder, f"parts{n}", *FORGETS, *task, f"gradient_accumulation={n}"))) for n in (1, 4)
+    )
+    for name in ("loss", "grad_norm"):
+        values = [[row[name] for row in rows if name in row] for rows in (whole, parts)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4)
+
+
 def test_a_stopped_run_goes_on_to_the_same_bits(folder):
     with pytest.raises(StoppedError):
         train(config_of(folder, "stopped", *FORGETS), on_row=stop_at(5))

@@ -68,10 +68,10 @@ class Run:
                 set_phase(self.networks, config.forgetting, step)
                 loss = self._loss(step, rows)
                 self.extra = extra_loss(self.networks, config.forgetting, step)
-                total = loss if self.extra is None else loss + self.extra.loss
                 if weight is not None:
-                    loss, total = loss * weight, total * weight
-                accelerator.backward(total)
+                    loss = loss * weight
+                # what layers add is a mean over tokens and pairs, whatever is asked: each part weighs the same
+                accelerator.backward(loss if self.extra is None else loss + self.extra.loss)
                 if accelerator.sync_gradients:
                     norm = whole(accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm))
                 self.optimizer.step()
