@@ -16,8 +16,9 @@ from attnzoo.kernels.common.jit_constants import TL_CLOSED, TL_LOG2E
 
 @triton.jit
 def const_gate(p_g, i_h):
-    """Log2 of a per-head constant gate; a closed one (-inf) becomes a finite number whose 2^g is 0."""
-    return tl.maximum(tl.load(p_g + i_h).to(tl.float32), TL_CLOSED) * TL_LOG2E
+    """Log2 of a per-head constant gate; 0 where it is closed, since the first visible keys cut the past off there."""
+    b_g = tl.load(p_g + i_h).to(tl.float32)
+    return tl.where(b_g <= TL_CLOSED, 0.0, b_g) * TL_LOG2E
 
 
 @triton.jit

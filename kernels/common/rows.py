@@ -21,6 +21,12 @@ def since_without_gate(doc: Tensor | None, window: int, S: int, device: torch.de
     return None if doc is None else doc.view(1, 1, S)
 
 
+def since_of_closed(log_decay: Tensor, S: int) -> Tensor:
+    """First visible keys [1, H, S] int32 of S positions by constant gates [H]: with a closed one a row sees itself."""
+    own = torch.arange(S, device=log_decay.device, dtype=torch.int32)
+    return (own * (log_decay <= CLOSED)[:, None])[None]
+
+
 def row_lse(lse: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None, S: int) -> Tensor:
     """The rows' log-sum-exp [B, T, H] in natural units, from log2 in the frame of each row unit [B, H, T].
 
@@ -34,7 +40,7 @@ def row_lse(lse: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tenso
     if c is not None and base is not None:
         x = x + base[..., at // KEY_UNIT] + c[..., at] - base[..., ref // KEY_UNIT] - c[..., ref]
     elif log_decay is not None:
-        x = x + (at - ref) * log_decay.clamp(min=CLOSED).double()[:, None] * LOG2E
+        x = x + (at - ref) * log_decay.masked_fill(log_decay <= CLOSED, 0.0).double()[:, None] * LOG2E
     return (x / LOG2E).float().transpose(1, 2).contiguous()
 
 
@@ -59,19 +65,21 @@ def kept_of_forward(
 
 
 def fake_of_forward(
-    q: Tensor, v: Tensor, S: int, return_lse: bool, *, gates: bool, bands: bool, starts: bool, rest: bool
+    q: Tensor, v: Tensor, S: int, return_lse: bool, *, log_decay: Tensor | None, bands: bool, starts: bool, rest: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Tensors like those that a forward operator returns: o, row_lse, lse, c, base, since, start, o_rest.
 
     Args:
         q: [B, T, H, K]; v: [B, S, G, V].
-        gates: one for each token and head; without, ``bands`` say that a window or packing bounds what rows see.
+        log_decay: [B, S, H], [H] or None.
+        bands: whether a window or packing bounds what rows see.
         starts, rest: whether there are first keys of row units, and what the rounding of o drops.
     """
     (B, T, H, _), i32 = q.shape, torch.int32
     n_u = (S + KEY_UNIT - 1) // KEY_UNIT
     o, lse = q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=torch.float32)
-    since: tuple[int, ...] = (B, H, S) if gates else (1, 1, S) if bands else (0,)
+    gates, constant = (log_decay is not None and log_decay.ndim == n for n in (3, 1))
+    since: tuple[int, ...] = (B, H, S) if gates else (1, H, S) if constant else (1, 1, S) if bands else (0,)
     return (
         o, lse.new_empty((B, T, H) if return_lse else (0,)), lse,
         lse.new_empty((B, H, n_u * KEY_UNIT) if gates else (0,)),

@@ -77,15 +77,14 @@ def fox_attention(
     A log gate of -inf (anything <= -1e4) cuts off the past exactly. To neutralise padding on the left, close
     the gate of the first real token; padding on the right is never seen by real tokens.
     Mask with it, not with a large finite number: the Triton implementation knows a logit to 2^-24 of the sum of the log
-    gates before it in its 128 rows (to 0.01 where they are -1000 each). A constant gate of -inf is one of -1e4 there:
-    with a sink, or for log-sum-exps, close a head by [B, S, H].
+    gates before it in its 128 rows (to 0.01 where they are -1000 each).
 
     Args:
         q: [B, T, H, K], the last T of S positions (T <= S: chunked prefill). bfloat16, float16 or float32; head dims
             are multiples of 8 up to 256 in the Triton implementation.
         k: [B, S, G, K], v: [B, S, G, V]; G divides H and head h reads key head h // (H / G).
-        log_decay: natural log of the forget gate, float32, <= 0: [B, S, H] (FoX), [H] (ALiBi: minus the slope; clamped
-            at -1e4) or None. Differentiable, as are q, k, v and sink.
+        log_decay: natural log of the forget gate, float32, <= 0: [B, S, H] (FoX), [H] (ALiBi: minus the slope) or None.
+            Differentiable, as are q, k, v and sink.
         scale: of the logits; default K ** -0.5.
         prune: skip blocks whose total weight is certified below ``prune.eps`` per row. Needs a gate.
         window: each row sees itself and the window - 1 keys before it; with ``valid`` only keys that exist are counted.

@@ -19,7 +19,7 @@ from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
 from attnzoo.kernels.common.launching import can_describe, gate_kind
 from attnzoo.kernels.common.plans import Plan, announce
-from attnzoo.kernels.common.rows import fake_of_forward, kept_of_forward, row_lse, since_without_gate
+from attnzoo.kernels.common.rows import fake_of_forward, kept_of_forward, row_lse, since_of_closed, since_without_gate
 from attnzoo.kernels.fox.plan import Call, few_rows, plan
 from attnzoo.kernels.fox.portable.backward import fox_backward
 from attnzoo.kernels.fox.portable.decode import fox_split_forward
@@ -58,6 +58,8 @@ def bounds(
         c, base, since, tails = gate_sums(log_decay, doc, counted if counted > 0 else S)
     else:
         since = since_without_gate(doc, counted, S, q.device)
+        if log_decay is not None:
+            since = later_of(since, since_of_closed(log_decay, S))
     if valid is not None and window > 0:
         since = later_of(since, window_starts(valid, window).int()[:, None])
     if bound:
@@ -124,8 +126,8 @@ def _forward_fake(
     lags = gate_gradient and gate_kind(log_decay) == GATE_CONST
     call = Call(1, 1, 1, int(q.shape[3]), int(v.shape[3]), q.dtype, gate_gradient, deterministic, lags=lags)
     return fake_of_forward(
-        q, v, k.shape[1], return_lse, gates=log_decay is not None and log_decay.ndim == 3,
-        bands=window > 0 or cu_seqlens is not None, starts=bool(bound), rest=plan(call, machine(q.device)).keeps_rest,
+        q, v, k.shape[1], return_lse, log_decay=log_decay, bands=window > 0 or cu_seqlens is not None,
+        starts=bool(bound), rest=plan(call, machine(q.device)).keeps_rest,
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def _forward_fake(
     # what the rounding drops is kept or not whatever the length is: it may be a symbol here
     call = Call(1, int(q.shape[3]), int(v.shape[3]), q.dtype, learns_decay, deterministic)
     given = fake_of_forward(
-        q, v, q.shape[1], return_lse, gates=log_decay is not None, bands=window > 0 or cu_seqlens is not None,
+        q, v, q.shape[1], return_lse, log_decay=log_decay, bands=window > 0 or cu_seqlens is not None,
         starts=window > 0 or bool(bound), rest=plan(call, machine(q.device)).keeps_rest,
     )  # fmt: skip
     made = q.new_empty(kept_bytes(q, k, w), dtype=torch.uint8) if keep else q.new_empty(0)

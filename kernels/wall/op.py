@@ -94,7 +94,7 @@ def _forward_fake(
     # what the rounding drops is kept or not whatever the length is: it may be a symbol here
     K, V, where = int(q.shape[3]), int(v.shape[3]), machine(q.device)
     return fake_of_forward(
-        q, v, q.shape[1], return_lse, gates=log_decay is not None, bands=window > 0 or cu_seqlens is not None,
+        q, v, q.shape[1], return_lse, log_decay=log_decay, bands=window > 0 or cu_seqlens is not None,
         starts=bool(bound), rest=plan(1, K, V, q.dtype, deterministic, True, where, learns).keeps_rest,
     )  # fmt: skip
 

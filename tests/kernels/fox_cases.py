@@ -28,7 +28,7 @@ class Case:
     G: int = 1
     K: int = 16
     V: int = 16
-    gate: str = "mixed"  # open, mixed, strong, shut, ones (log gate exactly 0), const, none
+    gate: str = "mixed"  # open, mixed, strong, shut, ones (log gate exactly 0), const, const_shut, none
     sink: bool = False
     cu_seqlens: tuple[int, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +47,8 @@ def draw_gate(case: Case, generator: torch.Generator) -> Tensor | None:
         return None
     if case.gate == "const":
         return -0.1 * torch.rand(case.H, generator=generator)
+    if case.gate == "const_shut":  # every other head closed
+        return (-0.1 * torch.rand(case.H, generator=generator)).masked_fill(torch.arange(case.H) % 2 == 0, -math.inf)
     if case.gate == "ones":
         return torch.zeros(shape)
     if case.gate == "strong":

@@ -28,6 +28,8 @@ CASES = [
     Case(gate="strong", T=200, S=200, K=40),
     Case(gate="const", T=200, S=200, sink=True),
     Case(gate="const", T=90, S=160, options={"window": 40}),
+    Case(gate="const_shut", T=200, S=200, H=4, G=2, sink=True, options={"window": 150}),
+    Case(gate="const_shut", T=190, S=230),
     Case(gate="none", T=140, S=140, sink=True),
     Case(gate="none", T=140, S=140, options={"window": 33}),
     Case(T=200, S=200, sink=True, options={"window": 70}),
@@ -258,6 +260,8 @@ ONE_PASS = [
     Case(T=900, S=1000, K=64, V=64, gate="none", sink=True, options={"window": 100}),
     Case(T=1, S=130, K=64, V=64),
     Case(T=130, S=130, K=64, V=64, gate="shut"),
+    Case(T=700, S=700, K=64, V=64, gate="const_shut", sink=True),
+    Case(T=900, S=900, H=4, G=2, K=128, V=128, gate="const_shut", options={"prune": Prune()}),
     # more blocks of rows than a GPU has multiprocessors
     Case(B=2, T=1300, S=1300, H=16, G=8, K=128, V=128, sink=True),
     Case(B=2, T=1250, S=1400, H=16, G=16, K=128, V=128, gate="strong", options={"prune": Prune()}),

@@ -37,6 +37,8 @@ VALID = [
     Case(B=2, T=70, S=70, gate="none", sink=True),
     Case(B=2, T=3, S=400, H=4, G=2, gate="open", sink=True),
     Case(B=2, T=1, S=300, gate="const", options={"window": 60}),
+    Case(B=2, T=70, S=150, gate="const_shut"),
+    Case(B=2, T=70, S=150, gate="const_shut", sink=True, options={"window": 50}),
     Case(B=2, T=2, S=500, gate="strong", options={"prune": Prune()}),
     Case(B=2, T=70, S=200, H=1, gate="strong", options={"prune": Prune()}),
 ]

@@ -17,6 +17,7 @@ CASES = [
     Case(T=24, S=900, H=2, G=1, gate="strong"),
     Case(T=16, S=300, H=2, G=1, gate="shut"),
     Case(T=1, S=513, H=2, G=1, gate="const", sink=True),
+    Case(T=1, S=300, H=2, G=1, gate="const_shut", sink=True),
     Case(T=4, S=520, H=4, G=2, gate="none"),
     Case(T=2, S=520, H=2, G=1, sink=True),
     Case(T=3, S=600, H=2, G=1, options={"window": 70}),

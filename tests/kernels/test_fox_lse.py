@@ -20,6 +20,7 @@ LSE = [
     Case(T=150, S=170, gate="mixed", sink=True, options=WITH),
     Case(T=140, S=140, gate="mixed", options=WITH),
     Case(T=140, S=140, gate="const", sink=True, options=WITH),
+    Case(T=140, S=140, gate="const_shut", sink=True, options=WITH),
     Case(B=2, T=70, S=90, gate="none", options=WITH),
     Case(T=3, S=300, H=4, G=2, gate="open", sink=True, options={"window": 90, **WITH}),
 ]

@@ -10,10 +10,11 @@ from attnzoo.kernels.common.jit_constants import TL_CLOSED, TL_LOG2E
 
 @gluon.jit
 def gluon_slope(p_g, i_h, GATE: gl.constexpr):
-    """Log2 of a per-head constant gate, as ``portable.forward._const_gate``; 0 for the other kinds."""
+    """Log2 of a per-head constant gate, as ``const_gate``; 0 for the other kinds."""
     b = gl.to_tensor(0.0)
     if GATE == 1:
-        b = gl.maximum(gl.load(p_g + i_h).to(gl.float32), TL_CLOSED) * TL_LOG2E
+        b_g = gl.load(p_g + i_h).to(gl.float32)
+        b = gl.where(b_g <= TL_CLOSED, 0.0, b_g) * TL_LOG2E
     return b
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.common.gate_bias import const_gate
-from attnzoo.kernels.common.jit_constants import TL_LOG2E
+from attnzoo.kernels.common.jit_constants import TL_CLOSED, TL_LOG2E
 from attnzoo.kernels.common.tile_loads import load_tile
 
 
@@ -37,7 +36,8 @@ def row_sums(p_t, p_decay, p_sums, p_g, b_pos, o_h, o_rep, m_r, N, R: tl.constex
         b_ref = tl.load(p_sums + o_rep * N + b_pos // PAGE, mask=m_row, other=0.0)
         b_ref += tl.load(p_own, mask=m_row & (b_own >= 0), other=0.0).to(tl.float64)
     elif GATE == 1:
-        b_slope = const_gate(p_g, o_h)
+        # a closed one becomes a finite number whose 2^g is 0: no key before the row's own has a weight
+        b_slope = tl.maximum(tl.load(p_g + o_h).to(tl.float32), TL_CLOSED) * TL_LOG2E
     return b_ref, b_slope
 
 
