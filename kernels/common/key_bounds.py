@@ -39,7 +39,7 @@ def key_bounds_kernel(p_since, p_start, p_end, p_full, T, S, n_steps, stride_lb,
     b_end = o_u * 0 + T
     b_full = o_u * 0 + T
     if HAS_SINCE:
-        p_l = p_since + i_b * stride_lb + i_h * stride_lh + (S - T)
+        p_l = p_since + i_b * stride_lb + i_h.to(tl.int64) * stride_lh + (S - T)
         b_end = _first_above(p_l, T, o_u * KU + KU - 1, n_steps)
         b_full = _first_above(p_l, T, o_u * KU, n_steps)
     if HAS_START:

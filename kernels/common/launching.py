@@ -47,6 +47,15 @@ def per_head(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.ndim != 1 else x.contiguous()
 
 
+def readable(x: Tensor) -> Tensor:
+    """x [B, R, ...], copied where kernels cannot read it in place.
+
+    That is where its last dim is strided, or tokens lie so far apart that offsets within a tile of 128 leave 32 bits.
+    """
+    near = x.shape[1] == 1 or x.stride(1) < 2**24
+    return x if x.stride(-1) == 1 and near else x.contiguous()
+
+
 def can_describe(*xs: Tensor) -> bool:
     """Whether tensor descriptors can address these [B, R, H, D] tensors: 16-byte strides and base, no broadcast."""
     strides = [n * x.element_size() for x in xs for n in x.stride()[:3]]

@@ -11,6 +11,7 @@ from attnzoo.algebra.sums import running_sum
 from attnzoo.kernels.common.arguments import check_tensors, check_values
 from attnzoo.kernels.common.constants import CLOSED, KEY_UNIT, LOG2E
 from attnzoo.kernels.common.device import HAS_TRITON, device_unavailable, on_device_of
+from attnzoo.kernels.common.launching import readable
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +139,7 @@ def _longest(k: Tensor, before: Tensor | None) -> Tensor:
     """The largest |k|^2 of each head of k [B, n, G, K] and of those ``before``. # [B, G] float32"""
     from attnzoo.kernels.common.pruning import norm_max
 
-    k = k.detach() if k.stride(-1) == 1 else k.detach().contiguous()
+    k = readable(k.detach())
     with on_device_of(k):
         return norm_max(k, before)
 

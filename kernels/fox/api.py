@@ -30,7 +30,7 @@ from attnzoo.kernels.common.checks import (
 )
 from attnzoo.kernels.common.dense import summed_gates
 from attnzoo.kernels.common.device import on_device_of
-from attnzoo.kernels.common.launching import per_head
+from attnzoo.kernels.common.launching import per_head, readable
 from attnzoo.kernels.common.running_gates import GateSums
 
 from .reference import fox_reference_with_lse, prune_starts_reference
@@ -149,7 +149,7 @@ def fox_attention(
         return (o, lse) if return_lse else o
     op = _op()
 
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (readable(x) for x in (q, k, v))
     log_decay, sink, logit_bound = (per_head(x) for x in (log_decay, sink, logit_bound))
     options = (cu_seqlens, logit_bound, scale, window or 0, *named(prune))
     if not backward:
@@ -191,7 +191,7 @@ def kept_fraction(
     if pick_implementation("fox_attention", impl, triton_unavailable(q, k)) == "triton":
         from .op import bounds
 
-        q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+        q, k = (readable(x) for x in (q, k))
         gate, logit_bound = per_head(log_decay), per_head(logit_bound)
         with on_device_of(q):
             since, start = bounds(q, k, gate, cu_seqlens, logit_bound, scale, window or 0, *named(prune))[2:]

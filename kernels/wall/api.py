@@ -15,7 +15,7 @@ from attnzoo.algebra.validation import check_flag
 from attnzoo.algebra.values import as_given
 from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
 from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, named, pick_implementation
-from attnzoo.kernels.common.launching import per_head
+from attnzoo.kernels.common.launching import per_head, readable
 
 from .reference import wall_reference_lse
 
@@ -106,7 +106,7 @@ def wall_attention(  # type: ignore[misc]  # the options above are these
             return (o, lse) if return_lse else o
         from .op import wall_forward_op
 
-        q, k, v, log_diag = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, log_diag))
+        q, k, v, log_diag = (readable(x) for x in (q, k, v, log_diag))
         sink, logit_bound = per_head(sink), per_head(logit_bound)
         scored = (x for x in (q, k, log_diag, log_decay, sink) if x is not None)
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in scored)

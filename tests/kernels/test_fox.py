@@ -13,6 +13,7 @@ from fox_cases import DEVICE, SMALL, Case, inputs, oracle, run, triton, within_b
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.constants import KEY_UNIT
+from attnzoo.kernels.common.launching import readable
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import Tiles
 from attnzoo.kernels.fox import fox_attention, plan
@@ -222,14 +223,20 @@ def test_gate_sums_of_any_heads_and_strides(
     torch.testing.assert_close(tails, mass[:, :, last.clamp(max=S - 1)], rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize(("tokens", "stride", "copied"), [(64, 2**24 - 8, False), (64, 2**24, True), (1, 2**24, False)])
+def test_tokens_too_far_apart_for_offsets_of_32_bits_are_copied(tokens: int, stride: int, copied: bool) -> None:
+    x = torch.empty_strided((1, tokens, 1, 8), (tokens * stride, stride, 8, 1), device="meta")
+    assert (readable(x) is not x) == copied
+
+
 @pytest.mark.gpu
-def test_offsets_are_64_bit() -> None:
+@pytest.mark.parametrize("stride", [2**31 // 200 // 64 * 64, 2**24 + 64])
+def test_offsets_are_64_bit(stride: int) -> None:
     """Keys and queries whose last tokens lie past 2^31 elements would wrap around in 32 bits."""
     case = Case(T=256, S=256, H=1, K=64, V=64)
     x = inputs(case, torch.bfloat16)
     far = dict(x)
     for name in "qkv":
-        stride = 2**31 // 200 // 64 * 64
         storage = torch.empty(255 * stride + 64, dtype=torch.bfloat16, device=DEVICE)
         far[name] = storage.as_strided((1, 256, 1, 64), (256 * stride, stride, 64, 1)).copy_(x[name])
     with torch.no_grad():

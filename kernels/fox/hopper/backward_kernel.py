@@ -73,7 +73,7 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, keys_in, full, e
         tiles = _row_tiles(p_end + p_unit, p_full + p_unit, s, T, S, BT, BS, KU, HAS_SINCE or HAS_START)
         i_lo, i_tail, i_mid, n_head, n_mask, n_mid, i_full = tiles
         p_ch, p_baseh = p_c + p_unit * KU, p_base + p_unit + i_bh
-        p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + i_h * stride_lh + off
+        p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + i_h.to(gl.int64) * stride_lh + off
         p_starth = p_start + i_bh.to(gl.int64) * gl.cdiv(T, RU)
         b_slope = gluon_slope(p_g, i_h, GATE)
         b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)

@@ -58,7 +58,7 @@ def _of_head(p_c, p_base, p_since, p_start, i_b, i_h, T, S, stride_lb, stride_lh
     """Where the gates' sums and the first keys of a head begin."""
     i_bh = i_b.to(gl.int64) * H + i_h
     n_u = gl.cdiv(S, KU)
-    p_since += i_b.to(gl.int64) * stride_lb + i_h * stride_lh
+    p_since += i_b.to(gl.int64) * stride_lb + i_h.to(gl.int64) * stride_lh
     return p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1), p_since, p_start + i_bh * gl.cdiv(T, RU)
 
 

@@ -32,6 +32,7 @@ from attnzoo.kernels.common.launching import (
     dot_precision,
     gate_kind,
     head_block,
+    readable,
     since_strides,
     tile_descriptor,
 )
@@ -109,7 +110,7 @@ def fox_dq_portable_kernel(
     n_s = tl.cdiv(S, KU)
     p_c += i_bh.to(tl.int64) * (n_s * KU)
     p_base += i_bh.to(tl.int64) * (n_s + 1)
-    p_since += i_b * stride_lb + i_h * stride_lh
+    p_since += i_b * stride_lb + i_h.to(tl.int64) * stride_lh
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:
         b_slope = const_gate(p_g, i_h)
@@ -234,7 +235,7 @@ def fox_dkdv_portable_kernel(
         n_u = tl.cdiv(S, KU)
         p_ch = p_c + i_bh * (n_u * KU)
         p_baseh = p_base + i_bh * (n_u + 1)
-        p_sinceh = p_since + i_b * stride_lb + i_h * stride_lh
+        p_sinceh = p_since + i_b * stride_lb + i_h.to(tl.int64) * stride_lh
         p_starth = p_start + i_bh * tl.cdiv(T, RU)
         b_slope = tl.zeros([], tl.float32)
         if GATE == 1:
@@ -296,8 +297,7 @@ def fox_backward(
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     gate, has_sink = gate_kind(log_decay), sink is not None
-    if do.stride(-1) != 1:
-        do = do.contiguous()
+    do = readable(do)
     row_pairs = lse.new_empty((B, H, cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
     settled = lse.new_empty(row_pairs.shape[:3]) if unrounded and gate else lse
     drow = torch.empty_like(lse) if has_sink or (gate and dlse is not None) else None

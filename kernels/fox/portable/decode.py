@@ -65,7 +65,9 @@ def fox_split_kernel(
     b_ref = _row_gate(p_c, p_base, b_slope, o_h, o_t * 0 + (S - T), m_r, NS, GATE, KU)  # [BT]
     b_since = b_pos * 0
     if HAS_SINCE:
-        b_since = tl.load(p_since + i_b * stride_lb + (i_g * REP + o_rep) * stride_lh + o_t, mask=m_r, other=S)
+        b_since = tl.load(
+            p_since + i_b * stride_lb + (i_g * REP + o_rep).to(tl.int64) * stride_lh + o_t, mask=m_r, other=S
+        )
     if HAS_START:
         b_since = tl.maximum(b_since, tl.load(p_start + o_h, mask=m_r, other=S))
     first = i_c * CHUNK

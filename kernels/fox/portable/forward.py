@@ -61,7 +61,7 @@ def fox_fwd_portable_kernel(
     n_s = tl.cdiv(S, KU)
     p_c += i_bh.to(tl.int64) * (n_s * KU)
     p_base += i_bh.to(tl.int64) * (n_s + 1)
-    p_since += i_b * stride_lb + i_h * stride_lh
+    p_since += i_b * stride_lb + i_h.to(tl.int64) * stride_lh
     p_valid += i_b * stride_mb
     b_slope = tl.zeros([], tl.float32)
     if GATE == 1:

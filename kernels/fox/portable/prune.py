@@ -61,7 +61,7 @@ def fox_prune_rows_kernel(
             if not TMA:
                 p_q += i_b * stride_qb + i_h.to(tl.int64) * stride_qh
                 p_k += i_b * stride_kb + (i_h // REP).to(tl.int64) * stride_kh
-            p_since += i_b * stride_lb + i_h * stride_lh
+            p_since += i_b * stride_lb + i_h.to(tl.int64) * stride_lh
             b_kmax = tl.load(p_kmax + i_bg)
             b_worst = tl.full([], float("-inf"), tl.float32)
             for i_r in range(RU // BR):

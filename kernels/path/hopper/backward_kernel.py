@@ -109,7 +109,7 @@ def _load(d_q, d_k, d_v, d_do, d_lse, d_delta, rings, k_s, v_s, values_in, keys_
                     i_end, i_full = _bounds(p_end, p_full, i_bh, s, T, BS, KU, BOUNDED)
                     p_ch, p_baseh = p_c + i_bh.to(gl.int64) * (n_u * KU), p_base + i_bh.to(gl.int64) * (n_u + 1)
                     b_ref = gluon_gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
-                p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + i_h * stride_lh
+                p_sinceh = p_since + i_b.to(gl.int64) * stride_lb + i_h.to(gl.int64) * stride_lh
                 p_starth = p_start + i_bh.to(gl.int64) * gl.cdiv(T, RU)
                 i_tail, n_mask, n_mid = _level_rows(i_end, i_full, r0, h, T, BT, BOUNDED)
                 for n in range(n_mask + n_mid):

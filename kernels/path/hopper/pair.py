@@ -89,7 +89,7 @@ def path_pair_kernel(
         i_bh = i_b * H + i_h
         p_oh, p_lowh = p_o + i_b * stride_ob + i_h * stride_oh, p_rest + i_b * stride_ob + i_h * stride_oh
         p_doh = p_do + i_b * stride_db + i_h * stride_dh
-        p_sinceh = p_since + i_b * stride_lb + i_h * stride_lh
+        p_sinceh = p_since + i_b * stride_lb + i_h.to(tl.int64) * stride_lh
         p_lseh, p_dlseh = p_lse + i_bh * T, p_dlse + i_bh * T
         b_do, b_lse, b_delta = _rows(p_oh, p_lowh, p_doh, p_lseh, p_dlseh, s, o_c, o_v, T, stride_ot, stride_dt, V, BV,
                                      HAS_REST, HAS_DLSE)  # fmt: skip

@@ -97,7 +97,7 @@ def path_dkdv_portable_kernel(
         i_h = i_g * REP + i_r
         i_bh = i_b * H + i_h
         p_rowsh = p_rows + i_bh * (n_t * RU) * 2
-        p_sinceh = p_since + i_b * stride_lb + i_h * stride_lh
+        p_sinceh = p_since + i_b * stride_lb + i_h.to(tl.int64) * stride_lh
         p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
         b_ref = gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
         b_bias = b_s.to(tl.float32)
@@ -157,7 +157,7 @@ def path_dkdv_portable_kernel(
                 i_bh = i_b * H + i_h
                 p_doh = p_do + i_b * stride_db + i_h * stride_dh
                 p_rowsh = p_rows + i_bh * (n_t * RU) * 2
-                p_sinceh = p_since + i_b * stride_lb + i_h * stride_lh
+                p_sinceh = p_since + i_b * stride_lb + i_h.to(tl.int64) * stride_lh
                 p_ch, p_baseh = p_c + i_bh * (n_u * KU), p_base + i_bh * (n_u + 1)
                 b_ref = gate_at(p_ch, p_baseh, b_slope, s, GATE, KU)
                 b_bias = b_s.to(tl.float32)
