@@ -151,6 +151,11 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             return torch.zeros(shape, dtype=dtype).requires_grad_()
 
         wide = functools.partial(x, dtype=torch.float32)
+        yield (  # tensor cores take no fewer than 16 channels
+            f"path {kind} 8 step",
+            functools.partial(path_extend, x(2, 1, 4, 8), x(2, 1, 2, 8), x(2, 1, 2, 8), wide(2, 1, 2),
+                              wide(2, 300, 2, 8), x(2, 301, 2, 8)),
+        )  # fmt: skip
         for K in (64, 128, 256):
             qkv = x(1, 512, 4, K), x(1, 512, 2, K), x(1, 512, 2, K)
             w, beta, full = x(1, 512, 2, K), wide(1, 512, 2), wide(1, 512, 4)

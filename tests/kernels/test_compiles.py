@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 CASES = (
     "8.0:decode bf16 64 step",
     "8.0:linear bf16 64 mamba2 step",
+    "8.0:path bf16 8 step",
     "9.0:decode bf16 64 (path )?rows",
     "9.0:fox bf16 128 gate$|path bf16 64 gate$:hopper",
     "8.6:path bf16 128 heads$:carry_bwd",

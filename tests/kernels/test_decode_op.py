@@ -146,6 +146,7 @@ def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None
     ({"k": torch.zeros(2, 2, 1, 4)}, r"k: expected torch.float32 \(2, 2, 1, 8\), got"),
     ({"k": torch.zeros(2, 17, 1, 8)}, r"k: expected 1 to 16 tokens, got T=17"),
     ({"keys": torch.zeros(6, 8)}, r"keys: expected \[P, PAGE, K\]"),
+    ({"decay": torch.zeros(6, 128, 1)}, "decay: expected pages of at most 64 tokens .*, got 128"),
     ({"count": torch.zeros(2)}, r"count: expected torch.int32 \(2,\), got"),
     ({"log_decay": torch.full((2, 2, 2), 0.5)}, r"log_decay: expected natural logs <= 0, got 0.5"),
 ])  # fmt: skip

@@ -22,6 +22,7 @@ CASES = [
     (Case(T=75, B=2, H=2, G=1, K=32, V=16, beta="two"), (70, 1, 3, 1)),
     (Case(T=50, H=3, G=3, K=16, V=48, gate="none"), (1, 1, 46, 2)),
     (Case(T=40, H=4, G=1, gate="shut"), (20, 19, 1)),
+    (Case(T=40, H=4, G=2, K=8, V=8), (20, 1, 19)),
     (Case(T=40, gate="strong", beta="zero"), (38, 1, 1)),
     (Case(T=160, H=1, G=1), (10, 150)),  # more than one pass of 64 tokens
 ]

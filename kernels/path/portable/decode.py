@@ -16,7 +16,7 @@ from torch import Tensor
 from attnzoo.kernels.common.dense import window_starts
 from attnzoo.kernels.common.device import multiprocessors, on_device_of
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import cdiv, per_head, power_of_2, readable
+from attnzoo.kernels.common.launching import cdiv, head_block, per_head, power_of_2, readable
 from attnzoo.kernels.path.chunk import CHUNK, close_chunk
 
 ROOM = 256  # keys are stored in multiples of this many tokens, so that growing reuses the allocator's blocks
@@ -275,7 +275,7 @@ def advance_into(
     parts = q.new_empty(B, G, splits, R, V, dtype=torch.float32)
     top, mass, sums = (q.new_empty(B, G, splits, R, dtype=torch.float32) for _ in range(3))
     o = q.new_empty(B, N, H, V, dtype=values.dtype)
-    BK, BV = power_of_2(K), power_of_2(V)
+    BK, BV = head_block(K), head_block(V)
     BC = 32 if wide else BK
     BP = power_of_2(splits) if N == 1 else MAX_SPLITS
     g, there = parts if gates is None else gates, parts if valid is None else valid
