@@ -86,10 +86,17 @@ def show(name: str, preset: bool) -> None:
     if preset:
         return _show_preset(name)
     from attnzoo.equations import describe
+    from attnzoo.errors import nearest
     from attnzoo.models.presets import names
+    from attnzoo.registry import list_variants
 
     if name in names():
         raise ValueError(f"{name!r} is no variant but a model: `attnzoo show --preset {name}`")
+    close = nearest(name, [*list_variants(), *names()])
+    if close in names():
+        raise ValueError(
+            f"unknown variant {name!r}; did you mean the model {close!r}: `attnzoo show --preset {close}`?"
+        )
     text = describe(name)
     try:
         text.encode(sys.stdout.encoding or "utf-8")

@@ -35,8 +35,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
                 file.write(content.encode() if isinstance(content, str) else content)
             os.fsync(descriptor)
             os.replace(part, path)
-        except BaseException:
+        except BaseException as error:
             part.unlink(missing_ok=True)
+            _name(error, path)
             raise
 
 
@@ -60,9 +61,16 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             if folder.exists():
                 folder.rmdir()
             os.replace(part, folder)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(part, ignore_errors=True)
+            _name(error, folder)
             raise
+
+
+def _name(error: BaseException, path: Path) -> None:
+    """Give an error the path where the system named none, as for a full disk."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = str(path)
 
 
 @contextmanager

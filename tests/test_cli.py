@@ -111,6 +111,8 @@ def test_forms_that_need_a_gpu_are_not_counted_as_verified_without_one(run: Any)
         (["show"], ["'NAME'"]),
         (["show", "fox", "nope"], ["nope"]),
         (["show", "fox-pro-760m"], ["`attnzoo show --preset fox-pro-760m`"]),
+        (["show", "fox-pro-760"], ["did you mean the model 'fox-pro-760m'", "`attnzoo show --preset fox-pro-760m`"]),
+        (["report", "pyproject.toml"], ["expected the folder of a run", "'pyproject.toml' is"]),
         (["show", "fox", "no\npe"], ["no pe"]),
         (["show", "--preset", "fox-pro-750m"], ["'fox-pro-750m'", "MODEL-BLOCK-SIZE", "did you mean 'fox-pro-760m'"]),
         (["train", "fox-pro-12m"], ["did you mean 'fox-pro-125m'", "attnzoo list --presets"]),

@@ -143,6 +143,12 @@ def test_compare_refuses_a_task_before_training(run: Any, tiny: Path, tmp_path: 
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("setting", ["train.model.attention=nope", "train.output_dir=mine"])
+def test_compare_refuses_what_its_variants_say(run: Any, tiny: Path, tmp_path: Path, setting: str) -> None:
+    assert_refused(run("compare", tiny, setting), setting.partition("=")[0], "each of the variants has its own")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_report_rebuilds_the_page_from_the_runs(run: Any, tiny: Path, tmp_path: Path) -> None:
     assert run("compare", tiny).code == 0
     first = (tmp_path / "runs" / "report.html").read_text()

@@ -61,6 +61,8 @@ def package(tmp_path):
         "a.tar.xz": tar({"in/tar.c": text("tar"), "in/b.c.gz": gzip.compress(text("gz in tar"))}),
         "b.tgz": tar({"c.c": text("tgz"), "/etc/../../up.c": text("up")}, "w:gz"),
         "c.whl": packed({"d.c": text("wheel"), "../../e.c": text("out")}),
+        "D.TAR.GZ": tar({"f.c": text("letters of any size")}, "w:gz"),
+        "g.c.GZ": gzip.compress(text("a large gz")),
         "again.c": text("plain"),
         "empty.c": b"",
         "picture.c": b"\x89PNG\0",
@@ -92,6 +94,8 @@ def test_every_text_is_a_document_and_what_is_left_out_is_named(package, tmp_pat
         "b.tgz/etc/up.c": text("up"),
         "c.whl/d.c": text("wheel"),
         "c.whl/e.c": text("out"),
+        "D.TAR.GZ/f.c": text("letters of any size"),
+        "g.c": text("a large gz"),
     }
     assert found.documents == len(written)
     assert found.left_out == {
@@ -101,6 +105,12 @@ def test_every_text_is_a_document_and_what_is_left_out_is_named(package, tmp_pat
         "not UTF-8": ["old.c"],
         "hidden": [".git/config.c"],
     }
+
+
+@pytest.mark.parametrize("pattern", ["", "../*.c"])
+def test_a_pattern_that_no_path_can_have_is_refused(package, tmp_path, pattern):
+    with pytest.raises(ValueError, match="pattern: expected a relative path without '..', such as"):
+        collect([package], tmp_path / "texts", patterns=["*.c", pattern])
 
 
 def test_several_paths_patterns_and_a_least_length(package, tmp_path):
@@ -167,7 +177,7 @@ def test_the_command_writes_tokens_and_says_what_it_found(package, tmp_path):
         for shard in (*shards.train, *shards.held_out)
         for start, stop in zip(shard.starts[:-1], shard.starts[1:], strict=True)
     ]
-    assert len(documents) == 12
+    assert len(documents) == 14
     assert text("tgz") + b"\0" in documents
     assert sorted(path.name for path in tmp_path.iterdir()) == ["package", "tokens"]
     again = CliRunner().invoke(app, ["data", "lengths", str(to)])

@@ -167,6 +167,29 @@ def test_a_pattern_of_something_that_is_no_folder_is_refused(tmp_path, shard, so
         build_data(DataConfig(source=given, context_length=8, vocab_size=1000, pattern="*.md"))
 
 
+def test_texts_beside_a_file_of_tokens_are_read_by_their_pattern(tmp_path, shard):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("some text " * 100)
+    with pytest.raises(ValueError, match=r"vocab_size is needed .*other files are read with a data.pattern of theirs"):
+        build_data(DataConfig(source=str(tmp_path), context_length=8))
+    assert build_data(DataConfig(source=str(tmp_path), context_length=8, pattern="*.txt")).vocab_size == 256
+    with pytest.raises(ValueError, match=r"data.pattern='\*.npy' .* is no such folder"):
+        build_data(DataConfig(source=str(tmp_path), context_length=8, pattern="*.npy", vocab_size=1000))
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"dtype": "int32"}, r"data.dtype='int32' is of .bin files, and .*text.txt' has none"),
+    ({"heldout_source": "held.txt", "heldout_fraction": 0.1}, r"data.heldout_fraction=0.1: all of .*held.txt' is held"),
+])  # fmt: skip
+def test_settings_that_no_source_reads_are_refused(tmp_path, given, said):
+    for name in ("text.txt", "held.txt"):
+        (tmp_path / name).write_text(f"some text of {name} " * 100)
+    if "heldout_source" in given:
+        given = {**given, "heldout_source": str(tmp_path / given["heldout_source"])}
+    with pytest.raises(ValueError, match=said):
+        build_data(DataConfig(source=str(tmp_path / "text.txt"), context_length=8, **given))
+
+
 def test_an_empty_source_is_refused():
     with pytest.raises(ValueError, match="source: expected a file, a folder or 'stdlib'"):
         DataConfig(source="")

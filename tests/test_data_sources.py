@@ -191,8 +191,8 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
 
     def data(*sources, heldout=None):
         entries = [WeightedSource(str(tmp_path / source)) for source in sources]
-        held = None if heldout is None else str(tmp_path / heldout)
-        return build_data(DataConfig(sources=entries, heldout_source=held, heldout_fraction=0.3, context_length=16))
+        held, share = (None, {"heldout_fraction": 0.3}) if heldout is None else (str(tmp_path / heldout), {})
+        return build_data(DataConfig(sources=entries, heldout_source=held, context_length=16, **share))
 
     for sources, heldout in (
         (("all", "all/inner"), None), (("all",), "all"), (("all",), "all/inner"), (("all/inner",), "all"),

@@ -70,6 +70,20 @@ def test_losses_say_their_windows_and_leave_room_for_two(run, asked, said, tmp_p
     assert not caplog.messages
 
 
+def test_results_of_another_model_are_not_written_over(run, tmp_path):
+    asked = ("--on", "loss:tokens=256", "--out", tmp_path)
+    for _ in range(2):  # its own are
+        invoke(run, *asked)
+    [file] = tmp_path.glob("*.json")
+    kept = file.read_bytes()
+    other = shutil.copytree(run, tmp_path / "other")
+    done = invoke(other, *asked, code=1)
+    assert f"folder of its own for the run {other}, and '{file}' is of the run {run}" in str(done.exception)
+    assert file.read_bytes() == kept
+    file.write_text("[]")
+    assert "is of no evaluation" in str(invoke(run, *asked, code=1).exception)
+
+
 SMALL = {
     "loss": "loss:factor=4,tokens=512",
     "haystack": "haystack:depths=2,digits=2",
@@ -258,6 +272,9 @@ def test_standard_library_is_held_out_as_the_run_held_it_out(run):
     held = held_out_names(list(files), 0.01)
     assert lengths[0] == sum(len(files[name].read_bytes()) + 1 for name in held)
     assert lengths[0] < lengths[1] < usual
+    whole = dataclasses.replace(subject.config, data=dataclasses.replace(mixed, heldout_source="a"))
+    with pytest.raises(ValueError, match="text: expected another text than 'stdlib', on all of which .* was trained"):
+        held_out_text(dataclasses.replace(subject, config=whole, texts={}), "stdlib")
 
 
 def test_rows_that_are_too_short_for_a_needle_are_left_out_and_said(run):

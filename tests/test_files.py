@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -37,6 +39,25 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> 
     with pytest.raises(OSError, match="folder"):
         write_whole(tmp_path / "folder", "text")
     assert [*tmp_path.iterdir()] == [tmp_path / "folder"]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_full_disk_is_named(several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as the system says it, without a path
+
+    monkeypatch.setattr(os, "fsync", full)
+
+    def write() -> None:
+        if several:
+            with whole_folder(tmp_path / "there") as part:
+                (part / "new").write_text("new")
+        else:
+            write_whole(tmp_path / "there", "text")
+
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'there'}'"):
+        write()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_file_takes_the_place_of_what_a_kill_left(tmp_path: Path) -> None:

@@ -276,6 +276,16 @@ def test_row_depends_on_seed_index_and_side_alone(name):
     assert all((tokens != one[2][0]).any() for tokens, _ in others)
 
 
+def test_rows_of_either_side_are_equal_only_where_rows_are_short():
+    for length, most in ((16, True), (32, False)):
+        task = build_task("flip_flop", {})
+        train, held = (
+            {rows.tobytes() for rows in Examples(task, length, held_out=side).batch(range(count))[0]}
+            for side, count in ((False, 20_000), (True, 256))
+        )
+        assert (len(held & train) > len(held) / 2) if most else not held & train
+
+
 def test_data_of_a_task():
     config = DataConfig(source="task:flip_flop", task_options={"p_ignore": 0.5}, context_length=16, seed=2)
     data = build_data(config)

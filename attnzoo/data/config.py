@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any
 
+from attnzoo.data.texts import check_pattern
 from attnzoo.errors import above, at_least, finite, one_of
 
 TASK = "task:"  # how the name of a synthetic task begins
@@ -81,9 +81,7 @@ class DataConfig:
         for name in ("source", "heldout_source"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name}: expected a file, a folder or 'stdlib', got an empty text")
-        parts = PurePath(self.pattern).parts
-        if not parts or PurePath(self.pattern).is_absolute() or ".." in parts:
-            raise ValueError(f"pattern: expected a relative path without '..', such as *.md, got {self.pattern!r}")
+        check_pattern(self.pattern)
         if self.sources and self.source != "stdlib":
             raise ValueError(f"sources: expected none beside source={self.source!r}, which is then another of them")
         self._check_task()

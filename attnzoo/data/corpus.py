@@ -19,7 +19,7 @@ from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from attnzoo.data.texts import check_readable, is_hidden
+from attnzoo.data.texts import check_pattern, check_readable, is_hidden
 from attnzoo.data.tokenizer import Tokenized, check_options, tokenize
 from attnzoo.files import check_free
 
@@ -117,6 +117,8 @@ def collect(
         FileNotFoundError: a path is not there.
         ValueError: an archive that cannot be read, JSON that is none, two files of one name, or no document at all.
     """
+    for pattern in patterns:
+        check_pattern(pattern)
     corpus, taken = Corpus(), set[bytes]()
     for name, content in _files(paths, patterns):
         text, reason = _text(name, content, json_field, min_bytes)
@@ -225,10 +227,11 @@ def _files(paths: Sequence[Path], patterns: Sequence[str]) -> Iterator[tuple[str
             with _reading(file):
                 for name, read in _opened(file, file.relative_to(root).as_posix()):
                     packed = PurePosixPath(name).suffix
-                    name = name.removesuffix(packed) if packed in DECOMPRESS else name
+                    unpack = DECOMPRESS.get(packed.lower(), bytes)
+                    name = name if unpack is bytes else name.removesuffix(packed)
                     if not any(PurePosixPath(name).match(pattern) for pattern in patterns):
                         continue
-                    content = None if is_hidden(name) else DECOMPRESS.get(packed, bytes)(read())
+                    content = None if is_hidden(name) else unpack(read())
                     yield name.encode("utf-8", "backslashreplace").decode(), content
 
 
@@ -244,13 +247,13 @@ def _reading(file: Path) -> Iterator[None]:
 
 def _opened(file: Path, name: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """What a file holds, as names and functions that read."""
-    if "".join(file.suffixes[-2:]).endswith(TARS):
+    if file.name.lower().endswith(TARS):
         with tarfile.open(file) as archive:
             for member in archive:
                 content = archive.extractfile(member) if member.isfile() else None
                 if content is not None:
                     yield _inside(name, member.name), content.read
-    elif file.suffix in (".zip", ".whl", ".jar"):
+    elif file.suffix.lower() in (".zip", ".whl", ".jar"):
         with zipfile.ZipFile(file) as packed:
             for entry in packed.infolist():
                 if not entry.is_dir():

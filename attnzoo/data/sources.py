@@ -93,8 +93,9 @@ def build_data(config: DataConfig) -> Data:
                 f"data.pattern={config.pattern!r} says which files of a folder of texts are read, and "
                 f"{source.name!r} is no such folder"
             )
-    vocab_size = _vocabulary(sources, config)
     together = [*sources, elsewhere] if elsewhere else sources
+    _check_read(together, config)
+    vocab_size = _vocabulary(sources, config)
     _check_alike(together)
     packed = config.documents == "packed"
     for source in together:
@@ -171,11 +172,24 @@ def _say_short(name: str, lengths: Sequence[int], context_length: int) -> None:
         logger.warning(text, name, len(short), len(lengths), sum(short), sum(lengths), context_length)
 
 
+def _check_read(sources: Sequence[_Source], config: DataConfig) -> None:
+    """Refuse settings that none of these sources reads."""
+    if config.heldout_source is not None and config.heldout_fraction != DataConfig.heldout_fraction:
+        raise ValueError(
+            f"data.heldout_fraction={config.heldout_fraction}: all of data.heldout_source={config.heldout_source!r} is "
+            "held out, and nothing else"
+        )
+    raw = (piece.file.suffix == ".bin" for source in sources if not source.knows_documents for piece in source.pieces)
+    if config.dtype != DataConfig.dtype and not any(raw):
+        raise ValueError(f"data.dtype={config.dtype!r} is of .bin files, and {config.title!r} has none")
+
+
 def _vocabulary(sources: Sequence[_Source], config: DataConfig) -> int:
     given = config.vocab_size
     for source in sources:
         if source.vocab_size is None and given is None:
-            raise ValueError(f"data.vocab_size is needed for the pre-tokenised {source.name!r}")
+            texts = "; its other files are read with a data.pattern of theirs" if Path(source.name).is_dir() else ""
+            raise ValueError(f"data.vocab_size is needed for the pre-tokenised {source.name!r}{texts}")
         if given is not None and given < (source.vocab_size or 0):
             kind = "text is read byte by byte" if source.text else f"{source.name!r} is of a larger vocabulary"
             raise ValueError(f"data.vocab_size={given}: {kind} and needs {source.vocab_size}")
@@ -218,7 +232,7 @@ def _read(source: str, config: DataConfig) -> _Source:
         raise FileNotFoundError(f"no data: there is no file or folder {source!r}{hint}")
     if path.is_dir() and is_shards(path):
         return _read_folder(source)
-    if _holds_numbers(path):
+    if _holds_numbers(path, config.pattern):
         files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SHARDS)
         if not files:
             raise _no_data(source, "the folder has no .npy or .bin file")
@@ -227,22 +241,25 @@ def _read(source: str, config: DataConfig) -> _Source:
     return _Source(source, _read_text(path, config), vocab_size=BYTES)
 
 
-def _holds_numbers(path: Path) -> bool:
-    return path.suffix in SHARDS or (path.is_dir() and any(file.suffix in SHARDS for file in path.iterdir()))
+def _holds_numbers(path: Path, pattern: str) -> bool:
+    if not path.is_dir():
+        return path.suffix in SHARDS
+    return any(file.suffix in SHARDS and file.match(pattern) for file in path.iterdir())
 
 
-def is_text(source: str, numbers: bool = False) -> bool:
+def is_text(source: str, pattern: str = "*", numbers: bool = False) -> bool:
     """Whether a source is read byte by byte.
 
     Args:
         source: as `DataConfig` takes it, but no task.
+        pattern: of `DataConfig`.
         numbers: whether one that is there no more may have been `.npy` or `.bin` files, as where `data.vocab_size`
             is given, which these need.
     """
     path = Path(source)
     if source == "stdlib":
         return True
-    return not is_shards(path) and not _holds_numbers(path) and (path.exists() or not numbers)
+    return not is_shards(path) and not _holds_numbers(path, pattern) and (path.exists() or not numbers)
 
 
 def _read_folder(source: str) -> _Source:

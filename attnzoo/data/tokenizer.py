@@ -16,7 +16,7 @@ import numpy as np
 
 from attnzoo.data.shards import TOKENIZER, TokenShards, write_shards
 from attnzoo.data.sources import BYTES, DOCUMENT_END, decode, encode
-from attnzoo.data.texts import held_out_names, stdlib_files, text_files
+from attnzoo.data.texts import check_pattern, held_out_names, stdlib_files, text_files
 from attnzoo.data.windows import Tokens
 
 END = "<|end|>"  # ends each document; token 0
@@ -74,6 +74,7 @@ def tokenize(
         ModuleNotFoundError: tokenizers is not installed.
     """
     check_options(vocab_size, tokenizer, heldout_fraction)
+    check_pattern(pattern)
     if pattern != "*" and not any(path.is_dir() for path in paths):
         raise ValueError(f"pattern: expected '*' without a folder whose files it could be of, got {pattern!r}")
     texts = _named(paths, pattern)

@@ -19,7 +19,7 @@ def evaluate(
     seed: int = 0,
     device: str = "cpu",
 ) -> Iterator[tuple[str, Answers]]:
-    """Each task at each length, and what a model answered, as it is measured: on rows that no training draws.
+    """Each task at each length, and what a model answered, as it is measured, on rows apart from those of training.
 
     Args:
         source: the folder of a run, or of a model as :func:`~attnzoo.training.subject.load_subject` takes it; or what

@@ -117,7 +117,7 @@ def tokenizer_of(run: Path, data: DataConfig) -> dict[str, bytes]:
 def is_bytes(data: DataConfig) -> bool:
     """Whether tokens are bytes of a text."""
     numbers = data.vocab_size is not None
-    return data.task is None and all(is_text(entry.source, numbers) for entry in data.weighted)
+    return data.task is None and all(is_text(entry.source, data.pattern, numbers) for entry in data.weighted)
 
 
 def learned_bytes(run: Path, data: DataConfig) -> bool:

@@ -44,7 +44,9 @@ def spared(model: nn.Module) -> set[str]:
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The rate of update `step` (1 is the first, `steps` the last): a linear warm-up, then a cosine that ends at 0.
+    """The rate of update `step` (1 is the first, `steps` the last): a linear warm-up, then a cosine.
+
+    The cosine would reach 0 one update after the last, so that the last one still learns.
 
     Where the run was made longer, the last :class:`~attnzoo.training.config.Extension` before the step says it. It
     depends on the step alone, so that there is no schedule to save.

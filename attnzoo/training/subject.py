@@ -273,7 +273,7 @@ def _own_text(subject: Subject) -> Tokens | Joined:
 def _tokens(subject: Subject, text: str) -> Tokens:
     found: list[int] = []
     end = [] if subject.end is None else [subject.end]
-    for file in _files(text, _held_share(subject)):
+    for file in _files(subject, text):
         try:
             found += [*subject.document(file.read_bytes().decode("utf-8")), *end]
         except UnicodeDecodeError as error:
@@ -287,18 +287,27 @@ def _tokens(subject: Subject, text: str) -> Tokens:
 
 
 def _held_share(subject: Subject) -> float:
-    """The share of the standard library that the model has not seen."""
+    """The share of the standard library that the model has not seen.
+
+    Raises:
+        ValueError: it has seen all.
+    """
     if subject.config is None:
         return DataConfig.heldout_fraction
     data = subject.config.data
     seen = any(entry.source == "stdlib" for entry in data.weighted)
+    if seen and data.heldout_source is not None:
+        raise ValueError(
+            f"text: expected another text than 'stdlib', on all of which {subject.title} was trained (data."
+            f"heldout_source={data.heldout_source!r})"
+        )
     return data.heldout_fraction if seen else DataConfig.heldout_fraction
 
 
-def _files(text: str, share: float) -> Iterable[Path]:
+def _files(subject: Subject, text: str) -> Iterable[Path]:
     if text == "stdlib":
         files = stdlib_files()
-        held = held_out_names(list(files), share)
+        held = held_out_names(list(files), _held_share(subject))
         return [files[name] for name in files if name in held]
     path = Path(text)
     if is_shards(path):

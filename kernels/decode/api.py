@@ -265,7 +265,9 @@ def check_sums(sums: Mapping[str, Tensor | None], gate: object, name: str) -> No
             raise ValueError(f"{each}: expected {'None without' if gate is None else 'a tensor with'} {name}")
     decay = sums["decay"]
     if decay is not None and decay.shape[1] > 64:
-        raise ValueError(f"decay: expected pages of at most 64 tokens (closed has a bit for each), got {decay.shape[1]}")
+        raise ValueError(
+            f"decay: expected pages of at most 64 tokens (closed has a bit for each), got {decay.shape[1]}"
+        )
 
 
 def shapes_of_sums(

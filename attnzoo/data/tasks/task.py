@@ -36,7 +36,7 @@ class Examples:
         task: what is drawn.
         length: tokens in a row.
         seed: at least 0.
-        held_out: the side that training never draws.
+        held_out: the side that is drawn from other random numbers than training.
     """
 
     def __init__(self, task: Task, length: int, seed: int = 0, *, held_out: bool = False):

@@ -39,7 +39,7 @@ def evaluate(
     RUN_OR_MODEL is a run, a model folder of Hugging Face's layout (one that export or import wrote, or of another
     library that import takes), or the name of a built-in configuration or preset, whose weights are then fresh. NAME is
     an evaluation (--list) or a task (`attnzoo data list`), whose questions are asked: at every place where something is
-    asked the likeliest token is taken. Rows and texts are ones that no training draws.
+    asked the likeliest token is taken. Rows are drawn apart from those of training; texts are held out.
     """
     import json
 
@@ -69,11 +69,17 @@ def evaluate(
         check_folder(folder, "--out")
     if subject.folder is None and not as_lines:
         click.echo(subject.title)
+    wanted = []
     for name, options in asked:
         entry = table.evaluation(name)
-        found = table.measure(subject, name, options, measures.Common(**common))
         settings = {**options, **{field: given[field] for field in entry.reads if field in given}}
         settings |= {"dtype": dtype} if dtype else {}
+        file = saved.file_name(name, settings)
+        if out is not None:
+            saved.check_own(out, file, subject.title)
+        wanted.append((name, options, settings, file, entry))
+    for name, options, settings, file, entry in wanted:
+        found = table.measure(subject, name, options, measures.Common(**common))
         content = saved.document(subject, name, settings, found)
         if as_lines:
             click.echo(json.dumps(content, allow_nan=False))
@@ -82,7 +88,7 @@ def evaluate(
         if folder is not None:
             figure = None if entry.picture is None else entry.picture(found)
             page = None if entry.page is None else entry.page(found, subject.title)
-            files = saved.save(folder, saved.file_name(name, settings), content, figure, page)
+            files = saved.save(folder, file, content, figure, page)
             if not as_lines:
                 click.echo("\n".join(str(file) for file in files))
 

@@ -90,6 +90,28 @@ def file_name(name: str, options: Mapping[str, Any]) -> str:
     return re.sub(r"[^\w.=-]+", "-", "-".join(parts)).strip("-")
 
 
+def check_own(folder: Path, name: str, title: str) -> None:
+    """Refuse to write a model's result over that of another.
+
+    Args:
+        folder: where it would go.
+        name: of its files, without an ending.
+        title: of the model.
+
+    Raises:
+        FileExistsError: a result of another model is there, or something that is none.
+    """
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return
+    try:
+        other = json.loads(path.read_bytes())["model"]
+    except (ValueError, TypeError, KeyError):
+        other = "no evaluation"
+    if other != title:
+        raise FileExistsError(f"--out: expected a folder of its own for {title}, and {str(path)!r} is of {other}")
+
+
 def save(
     folder: Path, name: str, found: Mapping[str, Any], figure: Figure | None, page: str | None = None
 ) -> list[Path]:

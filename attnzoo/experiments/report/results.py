@@ -192,7 +192,8 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     runs = []
     for path in paths:
         if not path.is_dir():
-            raise FileNotFoundError(f"no such folder: {str(path)!r}")
+            why = "is a file" if path.exists() else "is not there"
+            raise FileNotFoundError(f"expected the folder of a run, or of runs: {str(path)!r} {why}")
         inside: list[Path] = []
         for name in (JSON_NAME, "config.yaml"):
             inside = inside or ([path] if (path / name).is_file() else sorted(f.parent for f in path.glob(f"*/{name}")))
