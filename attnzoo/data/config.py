@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
-from attnzoo.data.texts import check_pattern
 from attnzoo.errors import above, at_least, finite, one_of
 
 TASK = "task:"  # how the name of a synthetic task begins
+
+
+def check_pattern(pattern: str) -> None:
+    """Whether it can say which files of a folder are read.
+
+    Raises:
+        ValueError: it is empty, absolute or leads out of the folder.
+    """
+    parts = PurePath(pattern).parts
+    if not parts or PurePath(pattern).is_absolute() or ".." in parts:
+        raise ValueError(f"pattern: expected a relative path without '..', such as *.md, got {pattern!r}")
 
 
 @dataclass

@@ -19,7 +19,8 @@ from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from attnzoo.data.texts import check_pattern, check_readable, is_hidden
+from attnzoo.data.config import check_pattern
+from attnzoo.data.texts import check_readable, is_hidden
 from attnzoo.data.tokenizer import Tokenized, check_options, tokenize
 from attnzoo.files import check_free
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Collection
-from pathlib import Path, PurePath
+from pathlib import Path
 
 # Tests and their data, generated tables, installed packages, and what differs between builds of one Python.
 STDLIB_EXCLUDED = frozenset(
@@ -41,17 +41,6 @@ def stdlib_files() -> dict[str, Path]:
 
 def _excluded_from_stdlib(name: str) -> bool:
     return not STDLIB_EXCLUDED.isdisjoint(name.split("/")) or name.startswith("_sysconfigdata")
-
-
-def check_pattern(pattern: str) -> None:
-    """Whether it can say which files of a folder are read.
-
-    Raises:
-        ValueError: it is empty, absolute or leads out of the folder.
-    """
-    parts = PurePath(pattern).parts
-    if not parts or PurePath(pattern).is_absolute() or ".." in parts:
-        raise ValueError(f"pattern: expected a relative path without '..', such as *.md, got {pattern!r}")
 
 
 def text_files(folder: Path, pattern: str = "*") -> dict[str, Path]:

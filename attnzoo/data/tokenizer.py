@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from attnzoo.data.config import check_pattern
 from attnzoo.data.shards import TOKENIZER, TokenShards, write_shards
 from attnzoo.data.sources import BYTES, DOCUMENT_END, decode, encode
-from attnzoo.data.texts import check_pattern, held_out_names, stdlib_files, text_files
+from attnzoo.data.texts import held_out_names, stdlib_files, text_files
 from attnzoo.data.windows import Tokens
 
 END = "<|end|>"  # ends each document; token 0

@@ -118,12 +118,6 @@ def plan(config: CompareConfig) -> list[Run]:
     if not config.variants:
         raise ValueError("variants: expected at least one name, got none")
     check_folder_name(config.output_dir)
-    for what, given, usual in (
-        ("model.attention", config.train.model.attention, ModelConfig().attention),
-        ("output_dir", config.train.output_dir, TrainConfig.output_dir),
-    ):
-        if given != usual:
-            raise ValueError(f"train.{what}={given!r}: expected none, since each of the variants has its own")
     runs = [_plan_one(config, entry) for entry in config.variants]
     keys = [run.key for run in runs]
     for run in runs:

@@ -358,7 +358,8 @@ def test_bf16_values_on_a_long_cache(n: int) -> None:
         "double values",
     ],
 )
-def test_wrong_cache_is_refused(name: str, change: Any, message: str) -> None:
+def test_wrong_cache_is_refused(name: str, change: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNZOO_VALIDATE", "1")  # on a GPU, too
     x = inputs(Case(T=40, H=2, G=1, K=16, V=16), torch.float32)
     q, k, w, beta = parts(x, 38, 40)
     call = {"q": q, "k": k, "w": w, "beta": beta, "keys": x["k"][:, :38], "values": x["v"], "gates": x["log_decay"]}
