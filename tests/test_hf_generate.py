@@ -77,12 +77,13 @@ def test_a_cache_goes_on_where_it_stopped(tokens):
     torch.testing.assert_close(second.logits, whole[:, -1:], rtol=1e-4, atol=1e-5)
 
 
-def test_rejected_tokens_are_taken_back():
+@pytest.mark.parametrize("number", [-3, torch.tensor(-3), torch.tensor(6)], ids=str)
+def test_rejected_tokens_are_taken_back(number):
     model = build("fox")
     rows = torch.randint(1, 64, (2, 9))
     cache = ModelCache(model.model.new_cache())
     model(rows, past_key_values=cache)
-    cache.crop(-3)
+    cache.crop(number)
     assert cache.get_seq_length() == 6
     again = model(rows[:, 6:], past_key_values=cache).logits
     torch.testing.assert_close(again, model(rows).logits[:, 6:], rtol=1e-4, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import index
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
 
     def _cropped(self, max_length: int) -> LayerCache:
         """What :meth:`crop` leaves."""
+        max_length = index(max_length)  # some releases of transformers give a tensor
         length = self.get_seq_length()
         keep = max_length if max_length > 0 else length + max_length
         if keep >= length or self.memory.seen is None:
