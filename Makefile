@@ -6,8 +6,9 @@ PYTHON ?= python3
 BIN = $(VENV)/bin
 JOBS ?= 2
 FUZZ_SEED ?= $(shell date +%s)
-# a worker keeps to its files, so that what a file prepares once is prepared once
-PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --quiet
+# a worker keeps to its files, so that what a file prepares once is prepared once; GPUs are hidden, for these tests run
+# the kernels in Triton's interpreter (test-gpu runs them on a GPU)
+PYTEST = CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --quiet
 # flash-linear-attention's kernels need a GPU, and are of use only there
 EXTRAS := dev,triton$(shell command -v nvidia-smi > /dev/null && echo ,fla)
 

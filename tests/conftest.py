@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = importlib.util.find_spec("fla") is None
     for item in items:
         if item.get_closest_marker("gpu") and not here:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and this machine has none"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and none is seen (make test-gpu)"))
         elif item.get_closest_marker("fla") and missing:
             item.add_marker(
                 pytest.mark.skip(reason="flash-linear-attention is not installed (pip install 'attnzoo[fla]')")
