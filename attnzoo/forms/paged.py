@@ -13,6 +13,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate
 from attnzoo.algebra.pruning import QueryBounds
 from attnzoo.algebra.transitions import heads_first
+from attnzoo.algebra.values import records
 from attnzoo.forms.cache import check_rows, whole
 from attnzoo.forms.offload import Offload
 from attnzoo.forms.pool import PAGE, KeyPool
@@ -132,7 +133,7 @@ class PagedCache:
         if (gate.log_decay is None) != (pool.decay is None):
             needs, has = ("none", "some") if gate.log_decay is None else ("those of all cached tokens", "none")
             raise ValueError(f"state.pool.decay: expected {needs}, as the gate is, got {has} (of another variant?)")
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        if records(q, k, v):
             raise ValueError("state: expected torch.no_grad(), as keys in pages have no gradient, got inputs with one")
 
     def begin(self) -> None:

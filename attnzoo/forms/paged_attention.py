@@ -11,6 +11,7 @@ from torch import Tensor
 from attnzoo.algebra.gate import Gate, expand_heads, is_closed
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.transitions import compute_dtype, heads_first
+from attnzoo.algebra.values import records
 from attnzoo.forms.cache import append_valid
 from attnzoo.forms.options import SoftmaxOptions, existing
 from attnzoo.forms.paged import PagedCache
@@ -82,7 +83,7 @@ def refuses_pages(call: Call, unavailable: Callable[[Tensor, Tensor], str]) -> s
         return "the triton form has no option return_lse over keys in pages"
     if call.q.shape[1] > MOST_ROWS:
         return f"the triton form reads keys in pages for 1 to {MOST_ROWS} tokens at a time"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
+    if records(call.q, call.k, call.v):
         return "keys in pages have no gradient (run it under torch.no_grad())"
     return unavailable(call.q, call.v)
 

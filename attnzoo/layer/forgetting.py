@@ -11,7 +11,7 @@ from einops import reduce
 from torch import Tensor
 
 from attnzoo.algebra.forgetting import Forgetting, blended
-from attnzoo.algebra.values import as_given
+from attnzoo.algebra.values import as_given, records
 from attnzoo.forms.fixed import Rows
 from attnzoo.forms.forgetting import Forgotten, Panel, Retention, forgetful_attention, hard_attention
 from attnzoo.forms.forgetting_cache import ForgettingCache, Network, Policy
@@ -192,7 +192,7 @@ class Forget(PreciseModule):
         if policy is not None:
             if self.blend != 1:
                 raise ValueError(f"cache: expected blend = 1 (the teacher needs all keys), got {self.blend:g}")
-            if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
+            if records(call.q, call.k, call.v):
                 raise ValueError("cache: expected torch.no_grad() where keys are forgotten, got inputs with a gradient")
             with as_given(call.q):
                 options = SoftmaxOptions(**given)

@@ -47,7 +47,7 @@ def per_head(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.ndim != 1 else x.contiguous()
 
 
-def readable(x: Tensor) -> Tensor:
+def addressable(x: Tensor) -> Tensor:
     """x [B, R, ...], copied where kernels cannot read it in place.
 
     That is where its last dim is strided, or tokens lie so far apart that offsets within a tile of 128 leave 32 bits.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.kernels.common.constants import CLOSED, KEY_UNIT, LOG2E, ROW_UNIT
+from attnzoo.algebra.gate import is_closed
+from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
 
 
 def since_without_gate(doc: Tensor | None, window: int, S: int, device: torch.device) -> Tensor | None:
@@ -24,7 +25,7 @@ def since_without_gate(doc: Tensor | None, window: int, S: int, device: torch.de
 def since_of_closed(log_decay: Tensor, S: int) -> Tensor:
     """First visible keys [1, H, S] int32 of S positions by constant gates [H]: with a closed one a row sees itself."""
     own = torch.arange(S, device=log_decay.device, dtype=torch.int32)
-    return (own * (log_decay <= CLOSED)[:, None])[None]
+    return (own * is_closed(log_decay)[:, None])[None]
 
 
 def row_lse(lse: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tensor | None, S: int) -> Tensor:
@@ -40,7 +41,7 @@ def row_lse(lse: Tensor, log_decay: Tensor | None, c: Tensor | None, base: Tenso
     if c is not None and base is not None:
         x = x + base[..., at // KEY_UNIT] + c[..., at] - base[..., ref // KEY_UNIT] - c[..., ref]
     elif log_decay is not None:
-        x = x + (at - ref) * log_decay.masked_fill(log_decay <= CLOSED, 0.0).double()[:, None] * LOG2E
+        x = x + (at - ref) * log_decay.masked_fill(is_closed(log_decay), 0.0).double()[:, None] * LOG2E
     return (x / LOG2E).float().transpose(1, 2).contiguous()
 
 

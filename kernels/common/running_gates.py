@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import is_closed
 from attnzoo.algebra.sums import running_sum
 from attnzoo.kernels.common.arguments import check_tensors, check_values
-from attnzoo.kernels.common.constants import CLOSED, KEY_UNIT, LOG2E
+from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E
 from attnzoo.kernels.common.device import HAS_TRITON, device_unavailable, on_device_of
-from attnzoo.kernels.common.launching import readable
+from attnzoo.kernels.common.launching import addressable
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +71,7 @@ class GateSums:
             c, base, since, tails = gate_sums(log_decay, None, S)
         done = S // KEY_UNIT  # units that are complete
         last = log_decay[:, done * KEY_UNIT :].transpose(1, 2).double()  # [B, H, less than a unit]
-        within = running_sum(last.masked_fill(last <= CLOSED, 0.0), -1) * LOG2E
+        within = running_sum(last.masked_fill(is_closed(last), 0.0), -1) * LOG2E
         total = within[..., -1:] if S % KEY_UNIT else within.new_zeros((*c.shape[:2], 1))
         before = torch.exp2(tails[..., done - 1 : done] + base[..., done : done + 1]) if done else 0.0 * total
         mass = before * torch.exp2(total) + torch.exp2(total - within).sum(-1, keepdim=True)
@@ -139,7 +140,7 @@ def _longest(k: Tensor, before: Tensor | None) -> Tensor:
     """The largest |k|^2 of each head of k [B, n, G, K] and of those ``before``. # [B, G] float32"""
     from attnzoo.kernels.common.pruning import norm_max
 
-    k = readable(k.detach())
+    k = addressable(k.detach())
     with on_device_of(k):
         return norm_max(k, before)
 

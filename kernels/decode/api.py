@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_scale
-from attnzoo.algebra.values import as_given, reads_values
+from attnzoo.algebra.values import as_given, reads_values, records
 from attnzoo.kernels.common.arguments import check_shapes, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import Impl, kernels_unavailable, pick_implementation, traced
 from attnzoo.kernels.common.device import multiprocessors
@@ -318,7 +318,7 @@ def _op() -> ModuleType:
 
 def refuse_gradients(*tensors: Tensor | None) -> str:
     """Why the kernels cannot serve a call of which a gradient would be expected, or ""."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if records(*tensors):
         return "a step over pages has no gradient in the kernels: expected torch.no_grad()"
     return ""
 

@@ -9,7 +9,7 @@ from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_scale
 from attnzoo.kernels.common.arguments import check_shapes, check_values, check_window
 from attnzoo.kernels.common.checks import kernels_unavailable
-from attnzoo.kernels.common.launching import readable
+from attnzoo.kernels.common.launching import addressable
 from attnzoo.kernels.decode.api import (
     check_pages,
     check_prune,
@@ -121,7 +121,7 @@ def paged_path_step(
     from attnzoo.kernels.decode.op import path_step
     from attnzoo.kernels.decode.portable.carried import Carried
 
-    q, k, v, w = (readable(x) for x in (q, k, v, w))
+    q, k, v, w = (addressable(x) for x in (q, k, v, w))
     return path_step(
         q, v, Carried(k, w, beta, keys, factor, open, near, count), log_decay, values, table, first, length, k_norm,
         decay, page_sum, total, since, n_log, closed, sink, logit_bound,
@@ -150,7 +150,7 @@ def paged_path_carry(
     from attnzoo.kernels.decode.op import path_carry
     from attnzoo.kernels.decode.portable.carried import Carried
 
-    k, w = (readable(x) for x in (k, w))
+    k, w = (addressable(x) for x in (k, w))
     path_carry(Carried(k, w, beta, keys, factor, open, None, count), table, first, length, k_norm)
 
 

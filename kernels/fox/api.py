@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
-from attnzoo.algebra.values import as_given
+from attnzoo.algebra.values import as_given, records
 from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import (
     Impl,
@@ -30,7 +30,7 @@ from attnzoo.kernels.common.checks import (
 )
 from attnzoo.kernels.common.dense import summed_gates
 from attnzoo.kernels.common.device import on_device_of
-from attnzoo.kernels.common.launching import per_head, readable
+from attnzoo.kernels.common.launching import addressable, per_head
 from attnzoo.kernels.common.running_gates import GateSums
 
 from .reference import fox_reference_with_lse, prune_starts_reference
@@ -134,7 +134,7 @@ def fox_attention(
     check_flag("return_lse", return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     given = (q, k, v, log_decay, sink, *(receivers or ()))
-    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    backward = records(*given)
     why = triton_unavailable(q, v)
     if backward and not why and (valid is not None or gate_sums is not None):
         name = "valid" if valid is not None else "gate_sums"
@@ -149,7 +149,7 @@ def fox_attention(
         return (o, lse) if return_lse else o
     op = _op()
 
-    q, k, v = (readable(x) for x in (q, k, v))
+    q, k, v = (addressable(x) for x in (q, k, v))
     log_decay, sink, logit_bound = (per_head(x) for x in (log_decay, sink, logit_bound))
     options = (cu_seqlens, logit_bound, scale, window or 0, *named(prune))
     if not backward:
@@ -191,7 +191,7 @@ def kept_fraction(
     if pick_implementation("fox_attention", impl, triton_unavailable(q, k)) == "triton":
         from .op import bounds
 
-        q, k = (readable(x) for x in (q, k))
+        q, k = (addressable(x) for x in (q, k))
         gate, logit_bound = per_head(log_decay), per_head(logit_bound)
         with on_device_of(q):
             since, start = bounds(q, k, gate, cu_seqlens, logit_bound, scale, window or 0, *named(prune))[2:]

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.gate import is_closed
 from attnzoo.kernels.common.autograd import refuse_second_derivatives
-from attnzoo.kernels.common.constants import CLOSED, GATE_CONST, GATE_FULL, KEY_UNIT
+from attnzoo.kernels.common.constants import GATE_CONST, GATE_FULL, KEY_UNIT
 from attnzoo.kernels.common.dense import segment_starts, window_starts
 from attnzoo.kernels.common.device import machine, on_device_of
 from attnzoo.kernels.common.gate_sums import gate_gradient, gate_sums
@@ -230,7 +231,7 @@ def _gate_gradient(dkey: Tensor, drow: Some, log_decay: Tensor, cu_seqlens: Some
     add up what the rounding of one sum has from another's, times the positions: 1.3% of a gradient after 2048 tokens.
     """
     if gate_kind(log_decay) == GATE_CONST:
-        return dkey.double().sum((0, 2)).float().masked_fill(log_decay <= CLOSED, 0.0)
+        return dkey.double().sum((0, 2)).float().masked_fill(is_closed(log_decay), 0.0)
     doc = None if cu_seqlens is None else segment_starts(cu_seqlens, dkey.shape[2])
     return gate_gradient(dkey, drow, log_decay, doc, T)
 

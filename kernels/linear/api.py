@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnzoo.algebra.gate import PARTS, Gate
 from attnzoo.algebra.validation import check_flag, check_scale
-from attnzoo.algebra.values import reads_values
+from attnzoo.algebra.values import reads_values, records
 from attnzoo.kernels.common.arguments import check_tensors
 from attnzoo.kernels.common.checks import kernels_unavailable, traced
 
@@ -115,7 +115,7 @@ def _check(
     check_scale(scale)
     check_flag("in_place", in_place)
     tensors = [x for x in given.values() if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if records(*tensors):
         raise ValueError("a fused step has no gradient: expected torch.no_grad() or inputs that require none")
     if reads_values(q):
         for name, part in parts.items():

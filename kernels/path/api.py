@@ -28,7 +28,7 @@ from attnzoo.kernels.common.checks import (
 )
 from attnzoo.kernels.common.dense import summed_gates
 from attnzoo.kernels.common.device import machine, on_device_of
-from attnzoo.kernels.common.launching import per_head, readable
+from attnzoo.kernels.common.launching import addressable, per_head
 
 from .plan import too_small
 from .reference import path_reference_lse, prune_starts_reference
@@ -154,8 +154,8 @@ def path_attention(  # type: ignore[misc]  # the options above are these
     if log_diag is not None:  # transitions of its own for each query head
         k, v, w, beta = (expand_heads(x, q.shape[2]) for x in (k, v, w, beta))
         receivers = None if receivers is None else tuple(expand_heads(x, q.shape[2]) for x in receivers)
-        log_diag = readable(log_diag)
-    q, k, v, w, beta = (readable(x) for x in (q, k, v, w, beta.float()))
+        log_diag = addressable(log_diag)
+    q, k, v, w, beta = (addressable(x) for x in (q, k, v, w, beta.float()))
     sink, logit_bound = per_head(sink), per_head(logit_bound)
     learns_decay = torch.is_grad_enabled() and log_decay is not None and log_decay.requires_grad
     keep = keep_carries and records(q, k, v, w, beta, log_decay, sink, *(receivers or ()))
@@ -195,7 +195,7 @@ def kept_fraction(
     if pick_implementation("path_attention", impl, triton_unavailable(q, k)) == "triton":
         from .op import starts
 
-        q, k, w, beta = (readable(x) for x in (q, k, w, beta.float()))
+        q, k, w, beta = (addressable(x) for x in (q, k, w, beta.float()))
         logit_bound = per_head(logit_bound)
         with on_device_of(q):
             since, start = starts(q, k, w, beta, log_decay, cu_seqlens, logit_bound, scale, window or 0, *named(prune))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.algebra.transitions import cut, heads_first
 from attnzoo.algebra.validation import check_scale
-from attnzoo.algebra.values import as_given, reads_values
+from attnzoo.algebra.values import as_given, reads_values, records
 from attnzoo.kernels.common.arguments import MOST, check_tensors, check_values, check_window
 from attnzoo.kernels.common.checks import kernels_unavailable, traced
 from attnzoo.kernels.path.chunk import CHUNK, chunk_of
@@ -23,7 +23,7 @@ SLAB = 4096  # tokens carried at a time, which bounds the memory of a prefill
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
     """Raise ValueError where a gradient would be expected of a cached step."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if records(*tensors):
         raise ValueError("a cached step has no gradient: expected torch.no_grad() or inputs that require none")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.algebra.values import records
 from attnzoo.kernels.common.autograd import refuse_second_derivatives
 from attnzoo.kernels.common.checks import traced
 from attnzoo.kernels.common.device import on_device_of
@@ -112,7 +113,7 @@ def rotate_vectors(
     angle: Tensor, q: Tensor, k: Tensor, w: Tensor | None, dtype: torch.dtype, received: bool, balanced: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, tuple[Tensor, ...] | None]:
     """See :func:`attnzoo.kernels.rotation.rotate`."""
-    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (angle, q, k, w))
+    learns = records(angle, q, k, w)
     op = forward_op if learns or traced(q) else forward
     *turned, sums, to_q, to_k, to_w = op(angle, q, k, w, dtype, received, balanced)
     if angle.ndim == 1:

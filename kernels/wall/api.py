@@ -12,10 +12,10 @@ from torch import Tensor
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.algebra.validation import check_flag
-from attnzoo.algebra.values import as_given
+from attnzoo.algebra.values import as_given, records
 from attnzoo.kernels.common.arguments import check_log_diag, check_tensors, check_values
 from attnzoo.kernels.common.checks import Impl, check_inputs, kernels_unavailable, named, pick_implementation
-from attnzoo.kernels.common.launching import per_head, readable
+from attnzoo.kernels.common.launching import addressable, per_head
 
 from .reference import wall_reference_lse
 
@@ -106,10 +106,10 @@ def wall_attention(  # type: ignore[misc]  # the options above are these
             return (o, lse) if return_lse else o
         from .op import wall_forward_op
 
-        q, k, v, log_diag = (readable(x) for x in (q, k, v, log_diag))
+        q, k, v, log_diag = (addressable(x) for x in (q, k, v, log_diag))
         sink, logit_bound = per_head(sink), per_head(logit_bound)
         scored = (x for x in (q, k, log_diag, log_decay, sink) if x is not None)
-        learns = torch.is_grad_enabled() and any(x.requires_grad for x in scored)
+        learns = records(*scored)
         o, lse, *_ = wall_forward_op(
             q, k, v, log_diag, log_decay, sink, cu_seqlens, logit_bound, scale, window or 0, *named(prune),
             learns, torch.are_deterministic_algorithms_enabled(), return_lse,

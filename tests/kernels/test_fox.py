@@ -13,7 +13,7 @@ from fox_cases import DEVICE, SMALL, Case, inputs, oracle, run, triton, within_b
 
 from attnzoo.algebra.pruning import Prune
 from attnzoo.kernels.common.constants import KEY_UNIT
-from attnzoo.kernels.common.launching import readable
+from attnzoo.kernels.common.launching import addressable
 from attnzoo.kernels.common.plans import Plan
 from attnzoo.kernels.common.tiles import Tiles
 from attnzoo.kernels.fox import fox_attention, plan
@@ -226,7 +226,7 @@ def test_gate_sums_of_any_heads_and_strides(
 @pytest.mark.parametrize(("tokens", "stride", "copied"), [(64, 2**24 - 8, False), (64, 2**24, True), (1, 2**24, False)])
 def test_tokens_too_far_apart_for_offsets_of_32_bits_are_copied(tokens: int, stride: int, copied: bool) -> None:
     x = torch.empty_strided((1, tokens, 1, 8), (tokens * stride, stride, 8, 1), device="meta")
-    assert (readable(x) is not x) == copied
+    assert (addressable(x) is not x) == copied
 
 
 @pytest.mark.gpu

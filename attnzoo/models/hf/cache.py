@@ -90,11 +90,10 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             ValueError: the state cannot (a recurrent one, PaTH's carried keys, the window of a convolution).
         """
-        self._keep(self._cropped(max_length))
+        self._keep(self._cropped(index(max_length)))  # some releases of transformers give a tensor
 
     def _cropped(self, max_length: int) -> LayerCache:
         """What :meth:`crop` leaves."""
-        max_length = index(max_length)  # some releases of transformers give a tensor
         length = self.get_seq_length()
         keep = max_length if max_length > 0 else length + max_length
         if keep >= length or self.memory.seen is None:
@@ -149,6 +148,7 @@ class ModelCache(Cache):  # type: ignore[misc]
 
     def crop(self, max_length: int) -> None:
         """Take tokens back in all layers, or in none where one refuses; see :meth:`LayerMemory.crop`."""
-        cropped = [layer._cropped(max_length) for layer in self.layers]
+        tokens = index(max_length)  # of a tensor once: on a GPU it is waited for
+        cropped = [layer._cropped(tokens) for layer in self.layers]
         for layer, kept in zip(self.layers, cropped, strict=True):
             layer._keep(kept)

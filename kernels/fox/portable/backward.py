@@ -27,12 +27,12 @@ from attnzoo.kernels.common.constants import KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.gate_bias import base_shift, const_gate, gate_at, gates_from, key_bias, row_shift
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import (
+    addressable,
     can_describe,
     cdiv,
     dot_precision,
     gate_kind,
     head_block,
-    readable,
     since_strides,
     tile_descriptor,
 )
@@ -297,7 +297,7 @@ def fox_backward(
     B, T, H, K = q.shape
     S, G, V = k.shape[1], k.shape[2], v.shape[3]
     gate, has_sink = gate_kind(log_decay), sink is not None
-    do = readable(do)
+    do = addressable(do)
     row_pairs = lse.new_empty((B, H, cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
     settled = lse.new_empty(row_pairs.shape[:3]) if unrounded and gate else lse
     drow = torch.empty_like(lse) if has_sink or (gate and dlse is not None) else None

@@ -14,11 +14,11 @@ from torch import Tensor
 from attnzoo.kernels.common.constants import GATE_FULL, GATE_NONE, KEY_UNIT, LOG2E, ROW_UNIT
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import (
+    addressable,
     can_describe,
     cdiv,
     dot_precision,
     head_block,
-    readable,
     since_strides,
     tile_descriptor,
 )
@@ -138,7 +138,7 @@ def _launch(
     dlse: Tensor | None, drow: Tensor | None, dv: Tensor, unrounded: bool,
 ) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
-    do = readable(do)
+    do = addressable(do)
     gate, BV = GATE_NONE if c is None else GATE_FULL, value_block(K, V)
     rows = lse.new_empty((B, H, cdiv(T, ROW_UNIT) * ROW_UNIT, 2))
     d_key = lse.new_zeros((n + 1, B, H, T)) if gate else lse

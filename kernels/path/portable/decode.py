@@ -16,7 +16,7 @@ from torch import Tensor
 from attnzoo.kernels.common.dense import window_starts
 from attnzoo.kernels.common.device import multiprocessors, on_device_of
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.launching import cdiv, head_block, per_head, power_of_2, readable
+from attnzoo.kernels.common.launching import addressable, cdiv, head_block, per_head, power_of_2
 from attnzoo.kernels.path.chunk import CHUNK, close_chunk
 
 ROOM = 256  # keys are stored in multiples of this many tokens, so that growing reuses the allocator's blocks
@@ -257,7 +257,7 @@ def advance_into(
     if N > CHUNK:
         raise ValueError(f"q: expected at most {CHUNK} new tokens, got {N}")
     keys, values = _dense_heads(keys), _dense_heads(values)
-    gates, valid = (x if x is None else readable(x) for x in (gates, valid))
+    gates, valid = (x if x is None else addressable(x) for x in (gates, valid))
     sink = per_head(sink)
     if N == 1:
         rows, k, w, beta = q.contiguous(), k.contiguous(), w.contiguous(), beta.contiguous()
