@@ -29,7 +29,7 @@ from attnzoo.forms.paged import PagedCache
 from attnzoo.forms.pages import Pages
 from attnzoo.forms.pool import PAGE, KeyPool, LastRows, in_front, longest
 from attnzoo.forms.readout import least_logit
-from attnzoo.forms.untraced import untraced
+from attnzoo.kernels.common.untraced import untraced
 
 ROWS = 128  # at a time
 NEAR = ("near_k", "near_w", "near_beta")

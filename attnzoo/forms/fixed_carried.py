@@ -20,7 +20,7 @@ from attnzoo.forms.paged import PagedCache
 from attnzoo.forms.pages import PAGE
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink
-from attnzoo.forms.untraced import untraced
+from attnzoo.kernels.common.untraced import untraced
 
 
 @dataclass(eq=False)

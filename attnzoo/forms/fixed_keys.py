@@ -17,7 +17,7 @@ from attnzoo.forms.memory import size_of
 from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.readout import attend_with_sink, decay_to, least_logit
-from attnzoo.forms.untraced import untraced
+from attnzoo.kernels.common.untraced import untraced
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from attnzoo.forms.paged import Eviction, PagedCache
 from attnzoo.forms.paged_attention import append_and_attend
 from attnzoo.forms.pool import PAGE, KeyPool
 from attnzoo.forms.protocol import Call
-from attnzoo.forms.untraced import untraced
+from attnzoo.kernels.common.untraced import untraced
 
 LONG, LARGE = 64, 2**27  # a head's pages, and bytes of all: what is less is read faster than it is looked through
 

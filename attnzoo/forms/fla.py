@@ -30,7 +30,6 @@ from attnzoo.forms.cache import RecurrentState
 from attnzoo.forms.fla_tuning import shorten, will_run
 from attnzoo.forms.options import LinearOptions, check_linear, existing
 from attnzoo.forms.protocol import Call, Kernel
-from attnzoo.forms.untraced import constant_in_traces, untraced
 from attnzoo.kernels.common.device import (
     HAS_TRITON,
     LEAST_CAPABILITY,
@@ -39,6 +38,7 @@ from attnzoo.kernels.common.device import (
     interpreted,
     machine,
 )
+from attnzoo.kernels.common.untraced import constant_in_traces, untraced
 
 logger = logging.getLogger("attnzoo.fla")
 

@@ -17,7 +17,7 @@ from attnzoo.forms.options import SoftmaxOptions
 from attnzoo.forms.pages import PAGE, resized
 from attnzoo.forms.protocol import Call
 from attnzoo.forms.softmax import SoftmaxForms
-from attnzoo.forms.untraced import untraced
+from attnzoo.kernels.common.untraced import untraced
 
 AHEAD = 16  # steps at least between two looks at how many slots are in use
 

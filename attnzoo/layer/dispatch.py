@@ -13,7 +13,7 @@ from attnzoo.algebra.values import as_given
 from attnzoo.errors import UnavailableError
 from attnzoo.forms.cache import check_state
 from attnzoo.forms.protocol import REFERENCE, Call, FormSet, is_brief
-from attnzoo.forms.untraced import constant_in_traces
+from attnzoo.kernels.common.untraced import constant_in_traces
 from attnzoo.layer.exported import exported
 from attnzoo.registry import BUILT_IN, Variant, get
 

@@ -21,7 +21,7 @@ from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.panels import Logits
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.forms.softmax import SoftmaxForms
-from attnzoo.forms.untraced import untraced
+from attnzoo.kernels.common.untraced import untraced
 from attnzoo.layer.config import AttentionConfig
 from attnzoo.layer.precision import PreciseModule, fill, wide
 from attnzoo.registry import Variant

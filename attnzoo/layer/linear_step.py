@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from attnzoo.forms.few_tokens import FEW_TOKENS
 from attnzoo.forms.fixed import MatrixMemory
-from attnzoo.forms.untraced import untraced
 from attnzoo.kernels.common.parts import Finish, Norm
+from attnzoo.kernels.common.untraced import untraced
 from attnzoo.kernels.linear import Convolution, Decay, linear_step, triton_unavailable
 from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.gates import GATES, Combined

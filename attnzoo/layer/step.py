@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from attnzoo.algebra.gate import Gate
 from attnzoo.forms.fixed_pages import PagedMemory
-from attnzoo.forms.untraced import untraced
 from attnzoo.kernels.common.parts import Finish, Norm
+from attnzoo.kernels.common.untraced import untraced
 from attnzoo.kernels.decode import Forget, Shift
 from attnzoo.layer.fixed import FixedCache, FixedStream
 from attnzoo.layer.gates import GATES
