@@ -7,6 +7,8 @@ from torch._dynamo.utils import counters
 
 from attnzoo import build_attention
 from attnzoo.config import ModelConfig
+from attnzoo.forms import fla
+from attnzoo.kernels.common.device import machine, multiprocessors
 from attnzoo.models import LanguageModel
 
 # every gate projection and every option of a layer, in few models
@@ -144,3 +146,19 @@ def test_kernels_serve_lengths_that_vary_with_one_graph(name):
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), plain(x))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiling_says_nothing(monkeypatch):
+    """Dynamo warns of every ``functools.cache`` that it meets: of ours it meets none."""
+    said = []
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once", lambda message, *rest: said.append(message))
+    for attention in MODELS.values():
+        assert_compiles(attention, "eager", [5])
+    torch._dynamo.reset()
+    there = torch.compile(
+        lambda x: (machine(x.device), multiprocessors(x.device), fla._broken(), fla._miscompiling()),
+        fullgraph=True, backend="eager",
+    )  # fmt: skip
+    device = torch.device("cpu")
+    assert there(torch.ones(2)) == (machine(device), multiprocessors(device), fla._broken(), fla._miscompiling())
+    assert not said

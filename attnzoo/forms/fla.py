@@ -38,7 +38,7 @@ from attnzoo.kernels.common.device import (
     interpreted,
     machine,
 )
-from attnzoo.kernels.common.untraced import constant_in_traces, untraced
+from attnzoo.kernels.common.untraced import cached_in_traces, untraced
 
 logger = logging.getLogger("attnzoo.fla")
 
@@ -114,8 +114,7 @@ def fla_unavailable(call: Call) -> str:
     return ""
 
 
-@functools.cache
-@constant_in_traces
+@cached_in_traces
 def _broken() -> str:
     """Why flash-linear-attention cannot be imported, or "": it imports transformers where that is installed."""
     try:
@@ -129,7 +128,7 @@ def _hopper(q: Tensor) -> bool:
     return q.is_cuda and machine(q.device).hopper
 
 
-@functools.cache
+@cached_in_traces
 def _miscompiling() -> str:
     """The version of Triton that is here, if it is one that miscompiles the gated backward, else ""."""
     triton = installed_triton()
@@ -308,7 +307,7 @@ def _explained(call: Call) -> tuple[str, str]:
     return ", ".join(["chunks", *how]) if how else "", slow
 
 
-@functools.cache
+@cached_in_traces
 def _warn(what: str) -> None:
     logger.warning("%s", what)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -11,6 +10,8 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+
+from attnzoo.kernels.common.untraced import cached_in_traces
 
 # Releases of Triton that compile every Gluon kernel for sm_90a (``make test-versions``): an experimental interface.
 GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
@@ -50,7 +51,7 @@ def machine(device: torch.device) -> Machine:
     return Machine(capability(device), triton_version(), torch.version.hip is not None)
 
 
-@functools.cache
+@cached_in_traces
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a GPU; (0, 0) for a CPU (the interpreter)."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -69,7 +70,7 @@ def sums_over_loops(where: Machine) -> dict[str, int]:
     return {"num_warps": 16} if where.blackwell and where.triton == (3, 5) else {}
 
 
-@functools.cache
+@cached_in_traces
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,10 +1,11 @@
 """What ``torch.compile`` leaves as it is, said without importing the compiler, which takes as long as importing torch.
 
-``torch.compiler`` has both as decorators, which import it where they stand.
+``torch.compiler`` has the first two as decorators, which import it where they stand.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -23,3 +24,16 @@ def constant_in_traces(function: F) -> F:
     """``torch.compiler.assume_constant_result(function)``, which sets this mark and no more."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def cached_in_traces(function: F) -> F:
+    """``functools.cache``, whose result is a constant of what is compiled: the compiler warns of caches it sees."""
+    cached = functools.cache(function)
+
+    def call(*given: Any) -> Any:
+        return cached(*given)
+
+    functools.update_wrapper(call, function)
+    del call.__wrapped__  # type: ignore[attr-defined]  # the compiler would look there
+    call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    return constant_in_traces(cast(F, call))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -308,7 +307,6 @@ def of_gates(k: Tensor) -> torch.dtype:
     return torch.float64 if k.dtype == torch.float64 else torch.float32
 
 
-@functools.cache
 def _op() -> ModuleType:
     """The module that needs Triton."""
     from . import op

@@ -6,7 +6,6 @@ A call goes on from here to ``op.py``, which asks ``plan.py`` for its kernels an
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Literal, overload
 
@@ -202,7 +201,6 @@ def kept_fraction(
     return share_kept(since, start, q, k.shape[1])
 
 
-@functools.cache
 def _op() -> ModuleType:
     """The module that needs Triton."""
     from . import op
