@@ -61,9 +61,15 @@ def outdated(version: str) -> str:
     return f"expected flash-linear-attention 0.6 or later, got {version} (pip install -U 'attnzoo[fla]')"
 
 
+def miscompiling(triton: str) -> str:
+    """The version of Triton, if it is one that miscompiles the backward of a scalar decay on Hopper, else ""."""
+    return triton if triton and Version("3.4") <= Version(triton) < Version("3.7.1") else ""
+
+
 INSTALLED = importlib.util.find_spec("fla") is not None
 VERSION = _version()  # read here, as compilers cannot trace the reading; "" if there is none, or none is said
 OUTDATED = outdated(VERSION)
+MISCOMPILING = miscompiling(installed_triton())
 DEVICE = "cuda"  # its kernels run there
 CLOSED_AS = -80.0  # exp of it is 2e-35
 LEAST_CHANNELS = 16  # of a product on tensor cores
@@ -126,13 +132,6 @@ def _broken() -> str:
 
 def _hopper(q: Tensor) -> bool:
     return q.is_cuda and machine(q.device).hopper
-
-
-@cached_in_traces
-def _miscompiling() -> str:
-    """The version of Triton that is here, if it is one that miscompiles the gated backward, else ""."""
-    triton = installed_triton()
-    return triton if triton and Version("3.4") <= Version(triton) < Version("3.7.1") else ""
 
 
 def _per_token(gate: Gate) -> bool:
@@ -283,10 +282,9 @@ def _detour(gate: Gate, q: Tensor) -> str:
     """Why a scalar decay takes the kernels with one per channel, or ""."""
     if gate.log_diag is not None or not _per_token(gate) or not torch.is_grad_enabled() or not _hopper(q):
         return ""
-    triton = _miscompiling()
-    return triton and (
-        f"Triton {triton} miscompiles flash-linear-attention's backward of a scalar decay on Hopper: its kernels with "
-        "a decay per channel run instead, which take longer; 3.7.1 mends it, which torch 2.12.1 and later bring"
+    return MISCOMPILING and (
+        f"Triton {MISCOMPILING} miscompiles flash-linear-attention's backward of a scalar decay on Hopper: its kernels "
+        "with a decay per channel run instead, which take longer; 3.7.1 mends it, which torch 2.12.1 and later bring"
     )
 
 
