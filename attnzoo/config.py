@@ -11,7 +11,7 @@ import dataclasses
 import io
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
@@ -82,18 +82,19 @@ def load_config(
         raise TypeError(f"overrides: expected a list of key=value, got the text {overrides!r}")
     layers = []
     if isinstance(path, Mapping):
-        layers.append(("the settings given", OmegaConf.create(dict(path))))
+        layers.append(("the settings given", "", OmegaConf.create(dict(path))))
     elif path is not None:
         if not Path(path).is_file():
             raise FileNotFoundError(f"no configuration file {str(path)!r}")
-        layers.append((str(path), _read_yaml(Path(path))))
+        layers.append((str(path), "", _read_yaml(Path(path), schema)))
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not key or not equals:
             raise ValueError(f"override {override!r}: expected key=value")
         try:
             _check_numbers(override.partition("=")[2], f"override {override!r}")
-            layers.append((f"override {override!r}", OmegaConf.from_dotlist([override])))
+            _check_texts(override.partition("=")[2], _type_at(schema, key), f"override {override!r}")
+            layers.append((f"override {override!r}", key, OmegaConf.from_dotlist([override])))
         except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
             value = override.partition("=")[2]
             quoted = key + '="' + value + '"'
@@ -101,12 +102,14 @@ def load_config(
             raise ValueError(f"override {override!r} is not readable: {_first_line(error)}{hint}") from error
 
     merged = OmegaConf.structured(schema)
-    for origin, layer in layers:
+    for origin, key, layer in layers:
         try:
             missing = ", ".join(sorted(OmegaConf.missing_keys(layer)))
             if missing:
                 raise ValueError(f"{missing}: ??? stands for a value that is missing; give one or leave it out")
-            _check_keys(OmegaConf.to_container(layer), schema)
+            given = cast(dict[str, Any], OmegaConf.to_container(layer))
+            _check_keys(given, schema)
+            _empty_mappings(merged, given, schema, key.split("."))
             _replace_other_kinds(merged, layer)
             merged = OmegaConf.unsafe_merge(merged, layer)  # both are ours: nothing is copied
         except OmegaConfBaseException as error:
@@ -133,7 +136,7 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(settings))))
 
 
-def _read_yaml(path: Path) -> Any:
+def _read_yaml(path: Path, schema: type[Any]) -> Any:
     """A file's keys and values as OmegaConf holds them."""
     import yaml
     from omegaconf import DictConfig, OmegaConf
@@ -147,6 +150,7 @@ def _read_yaml(path: Path) -> Any:
         if yaml.safe_load(text) is None:
             raise ValueError(f"{path} is empty: expected keys and values, or {{}} for the defaults")
         _check_numbers(text, str(path))
+        _check_texts(text, schema, str(path))
         layer = OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ValueError(f"{path} is not readable as YAML: {error}") from error
@@ -170,6 +174,57 @@ def _replace_other_kinds(merged: Any, layer: Any) -> None:
         elif OmegaConf.is_config(old) and OmegaConf.is_config(new) and OmegaConf.is_dict(old) != OmegaConf.is_dict(new):
             with suppress(OmegaConfBaseException):  # where only one may stand, merging says so
                 merged[key] = new
+
+
+def _empty_mappings(merged: Any, given: Mapping[str, Any], schema: type[Any], path: Sequence[str]) -> None:
+    """Empty the free mappings that are given whole, which OmegaConf would merge with what is there.
+
+    Args:
+        path: of an override's dotted key; a mapping that it leads into is not given whole.
+    """
+    types = typing.get_type_hints(schema)
+    for key, value in given.items():
+        inner = path[1:] if path[:1] == [key] else []
+        if not isinstance(value, Mapping) or merged[key] is None:
+            continue
+        if dataclasses.is_dataclass(types[key]):
+            _empty_mappings(merged[key], value, cast(type[Any], types[key]), inner)
+        elif isinstance(merged[key], MutableMapping) and not inner:
+            merged[key] = {}
+
+
+def _type_at(schema: Any, key: str) -> Any:
+    """What the schema says of a dotted key; None inside of a free mapping, and of a key that it lacks."""
+    for name in key.split("."):
+        schema = typing.get_type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
+    return schema
+
+
+def _check_texts(text: str, schema: Any, origin: str) -> None:
+    """Raise ValueError where the schema wants a text and YAML reads what is written as something else: 1.10 as 1.1."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    for said in _texts(yaml.compose(text, Loader=yaml.SafeLoader), schema):
+        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"text={said}"]))["text"]  # type: ignore[index,call-overload]
+        if not isinstance(read, str | None) and str(read) != said:
+            raise ValueError(f'{origin}: {said} would be read as {read}; as a text, it needs quotes: "{said}"')
+
+
+def _texts(node: Any, schema: Any) -> Iterator[str]:
+    """The values without quotes in a YAML node for which the schema wants a text."""
+    types = typing.get_args(schema)
+    if node is None:
+        return
+    if dataclasses.is_dataclass(schema) and node.id == "mapping":
+        fields = typing.get_type_hints(schema)
+        for key, value in node.value:
+            yield from _texts(value, fields.get(key.value))
+    elif typing.get_origin(schema) is list and node.id == "sequence":
+        for item in node.value:
+            yield from _texts(item, types[0])
+    elif (schema is str or types == (str, type(None))) and node.id == "scalar" and node.style is None:
+        yield node.value
 
 
 def _check_numbers(text: str, origin: str) -> None:

@@ -37,6 +37,26 @@ def test_list_and_mapping_take_each_others_place_where_either_may_stand(tmp_path
             load_config(path, [wrong])
 
 
+def test_a_mapping_given_whole_takes_the_place_of_the_one_there():
+    there = {"model": {"attention": "fox", "attention_options": {"acp": True}}}
+    for given, options in (
+        (["model.attention_options={}"], {}),
+        (["model={attention_options: {sink: true}}"], {"sink": True}),
+        (["model.attention_options.sink=true"], {"acp": True, "sink": True}),
+        (["model.attention_options={sink: true}", "model.attention_options.block=pro"], {"sink": True, "block": "pro"}),
+    ):
+        assert load_config(there, given).model.attention_options == options
+    named = {"model": {"attention": {"name": "rope", "options": {"theta": 5e5}}}}
+    assert load_config(named, ["model.attention={name: fox, options: {}}"]).model.attention == {
+        "name": "fox", "options": {},
+    }  # fmt: skip
+
+
+def test_texts_are_what_is_written():
+    for given, said in (("7", "7"), ("2026-11-26", "2026-11-26"), ("'1.10'", "1.10"), ("runs/no", "runs/no")):
+        assert load_config(None, [f"output_dir={given}"]).output_dir == said
+
+
 def test_a_written_config_reads_back_equal(tmp_path):
     config = load_config(
         None, ["steps=700", "model.attention=[fox,{name: gla,options: {acp: true}}]", "optimizer.lr=3e-4"]
@@ -104,6 +124,10 @@ def test_another_schema_may_nest_the_train_config():
             "steps=010",
             r"^override 'steps=010': 010 would be read as 8 \(base 8\); as a text, it needs quotes: \"010\"$",
         ),
+        ("output_dir=1.10", r"^override 'output_dir=1\.10': 1\.10 would be read as 1\.1; .* needs quotes: \"1\.10\"$"),
+        ("output_dir=no", r"no would be read as False"),
+        ("data={source: 007}", r"007 would be read as 7"),
+        ("data.sources=[{source: 1e3}]", r"1e3 would be read as 1000\.0"),
         ("model={num_heads: 0__17}", r"0__17 would be read as 15 \(base 8\)"),
         ("data.source=1:30", r"1:30 would be read as 90 \(base 60\); as a text, it needs quotes: \"1:30\"$"),
         ("device=cuda", r"^device: expected auto \(a GPU where there is one\) or cpu, got 'cuda'$"),
@@ -129,6 +153,7 @@ def test_a_wrong_file_is_refused(tmp_path, text):
         (b"# steps: 3\n", r"c\.yaml is empty"),
         (b"3", r"c\.yaml: expected a mapping"),
         (b"steps: ???", "steps: .* missing"),
+        (b"start_from: yes", r"c\.yaml: yes would be read as True; as a text, it needs quotes: \"yes\"$"),
         (b"model: {options: [3, 1:30:00]}", r"c\.yaml: 1:30:00 would be read as 5400 \(base 60\)"),
         (b"output_dir: \xff\xfe", r"c\.yaml is not UTF-8 text"),
         (b"output_dir: \0", r"c\.yaml is not readable as YAML"),
