@@ -188,6 +188,11 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
         (tmp_path / "all" / f"{number}.txt").write_text(f"{number:03d}." * 30)
     (tmp_path / "elsewhere.txt").write_text("another text " * 20)
     (tmp_path / "link.txt").symlink_to(inner / "7.txt")
+    (tmp_path / "linked").mkdir()
+    for number in range(20):
+        (tmp_path / "linked" / f"{number}.txt").write_text(f"{number:03d}" * 40)
+    for number in range(20):
+        (tmp_path / "linked" / f"again{number}.txt").symlink_to(tmp_path / "linked" / f"{number}.txt")
 
     def data(*sources, heldout=None):
         entries = [WeightedSource(str(tmp_path / source)) for source in sources]
@@ -197,6 +202,7 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
     for sources, heldout in (
         (("all", "all/inner"), None), (("all",), "all"), (("all",), "all/inner"), (("all/inner",), "all"),
         (("all/inner", "elsewhere.txt"), "link.txt"), (("all/inner/7.txt", "all"), None),
+        (("linked",), None),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"data: expected held-out files that no source trains on, got '.*\.txt'"):
             data(*sources, heldout=heldout)

@@ -113,6 +113,10 @@ def test_of_a_single_file_the_end_is_held_out(tmp_path):
     assert train + held == TEXT
     assert train.endswith("\n")
     assert 0.2 <= len(held) / len(TEXT) < 0.3
+    (tmp_path / "line.txt").write_text("Title\n" + TEXT.replace("\n", " "))
+    shards = tokenize([tmp_path / "line.txt"], tmp_path / "line", vocab_size=280, heldout_fraction=0.2).shards
+    held = decoded(shards.held_out, tokenizers.Tokenizer.from_file(str(shards.tokenizer)))[0]
+    assert 0.19 < len(held) / len(TEXT) < 0.21  # no line starts near
 
 
 def test_long_texts_and_many_short_ones_are_cut_alike(folder, tmp_path, monkeypatch):

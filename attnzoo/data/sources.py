@@ -109,8 +109,7 @@ def build_data(config: DataConfig) -> Data:
     trained = zip(sources, splits, strict=True)
     windows = [_windows(source, train, vocab_size, packed, config) for source, (train, _) in trained]
     held = elsewhere.everything if elsewhere else [piece for _, heldout in splits for piece in heldout]
-    if len(together) > 1:
-        _check_apart([piece for train, _ in splits for piece in train], held)
+    _check_apart([piece for train, _ in splits for piece in train], held)
     tokens = _join(held)
     if len(tokens) <= config.context_length:
         raise ValueError(
@@ -355,7 +354,7 @@ def _part(piece: _Piece, first: int, last: int) -> _Piece:
 
 
 def _check_apart(trained: Sequence[_Piece], held: Sequence[_Piece]) -> None:
-    """Whether nothing of a file is held out of one source and trained on in another."""
+    """Whether nothing of a file is held out under one name and trained on under another, or in another source."""
     by_file: dict[Path, list[_Piece]] = {}
     for piece in trained:
         by_file.setdefault(piece.file.resolve(), []).append(piece)
@@ -364,7 +363,7 @@ def _check_apart(trained: Sequence[_Piece], held: Sequence[_Piece]) -> None:
             if max(piece.first, other.first) < min(piece.first + len(piece.tokens), other.first + len(other.tokens)):
                 raise ValueError(
                     f"data: expected held-out files that no source trains on, got {str(piece.file)!r}, of which "
-                    "another source has the same tokens; give sources of which none lies in another"
+                    f"{str(other.file)!r} has the same tokens; give sources of which none lies in another or is a link"
                 )
 
 

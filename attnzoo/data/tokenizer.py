@@ -55,7 +55,7 @@ def tokenize(
     """Write texts as a folder of tokens with its tokenizer, which appears whole or not at all.
 
     Each file is a document and is held out or not as a whole, by its name; of a single file the end is held out, from
-    the start of a line. A tokenizer is trained on the training split alone.
+    the start of a line, where that is at most twice the share. A tokenizer is trained on the training split alone.
 
     Args:
         paths: text files (UTF-8) and folders of them, or `stdlib`, the Python standard library's own source.
@@ -91,7 +91,7 @@ def tokenize(
         else:
             text = _read(sides[0][0], zero)
             most = int(len(text) * (1 - cut))
-            at = text.rfind("\n", 0, most) + 1 or most
+            at = text.rfind("\n", max(0, 2 * most - len(text)), most) + 1 or most  # at most twice the share
             yield text[at:] if side else text[:at]
 
     if tokenizer is None:
