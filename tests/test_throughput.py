@@ -12,7 +12,7 @@ from attnzoo.config import ModelConfig
 from attnzoo.kernels.fox import kept_fraction
 from attnzoo.models import LanguageModel
 from attnzoo.models.presets import build
-from attnzoo.training import read_metrics, throughput, train
+from attnzoo.training import loop, read_metrics, throughput, train
 from attnzoo.training.rows import rows_of
 from attnzoo.training.throughput import Operations, blocks_kept, peak_here, peak_of
 
@@ -173,3 +173,13 @@ def test_watching_pruning_changes_no_number_that_is_trained(tmp_path):
         for every in (1, 8)
     ]
     assert tiny_runs.weights(runs[0]) == tiny_runs.weights(runs[1])
+
+
+def test_tokens_per_second_are_those_since_the_row_before(tmp_path, monkeypatch):
+    """Checkpoints and evaluations between two rows start no new count."""
+    tiny_runs.write_text(tmp_path)
+    seconds = iter(range(1000))
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: float(next(seconds)))
+    run = train(tiny_runs.config_of(tmp_path, "run", "log_every=4", "checkpoint_every=3", "eval_every=0"))
+    speeds = [row["tokens_per_second"] for row in read_metrics(run) if row["kind"] == "train"]
+    assert speeds == [4 * 32 / 2, 4 * 32 / 2]  # the clock is read before and after: a second for each stretch of steps

@@ -160,3 +160,23 @@ def test_packed_documents_train_on_a_gpu(config_of, options):
     assert all(row["blocks_kept"] == 1.0 for row in rows)  # one block
     if peak_of(torch.cuda.get_device_name()) is not None:
         assert all(0 < row["mfu"] == row["mfu_dense"] < 1 for row in rows)
+
+
+def test_a_step_in_which_nothing_is_asked_changes_nothing(tmp_path):
+    """A row of empty documents, each an end token alone, has no next token."""
+    long, empty = [np.arange(1, 33)] * 4, [np.zeros(1, int)] * 64
+    write_shards(tmp_path / "tokens", 50, [*long, *empty], long)
+    run = train(tiny_runs.config_of(
+        tmp_path, "run", f"data.source={tmp_path / 'tokens'}", "data.documents=packed", "batch_size=1", "steps=24",
+        "model.vocab_size=50", "eval_every=24",
+    ))  # fmt: skip
+    losses = [row["loss"] for row in read_metrics(run) if row["kind"] == "train"]
+    assert 0.0 in losses
+    assert min(loss for loss in losses if loss) > 0.1
+
+
+def test_a_held_out_split_that_asks_nothing_is_refused(tmp_path):
+    write_shards(tmp_path / "tokens", 50, [np.arange(1, 33)] * 8, [np.zeros(1, int)] * 64)
+    own = (f"data.source={tmp_path / 'tokens'}", "data.documents=packed", "model.vocab_size=50")
+    with pytest.raises(ValueError, match=r"held-out split of .*: expected documents of two tokens or more .* got none"):
+        train(tiny_runs.config_of(tmp_path, "run", *own))

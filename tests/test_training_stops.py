@@ -198,3 +198,15 @@ def test_a_comparison_that_cannot_be_written_is_refused_before_it_trains(config_
     config.variants = ["fox", {"name": "nope", "label": "long" * 99}]
     with pytest.raises(OSError, match=r"output_dir=.*: File name too long"):
         run_comparison(config, None)
+
+
+def test_a_signal_in_the_last_step_is_not_lost(config_of):
+    config = config_of()
+
+    def once(row):
+        if (row["step"], row["kind"]) == (6, "train"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 6, the last: the run in .* is finished"):
+        train(config, on_row=once)
+    assert outcome(train(config)) == outcome(train(config_of(run="reference")))

@@ -158,7 +158,7 @@ def _train_from(progress: Progress, run: Run, run_dir: Path, on_row: Callable[[R
                 numbers = {f"{row['kind']}/{key}": row[key] for key in row if key not in ("kind", "step")}
                 accelerator.log(numbers, step=row["step"])
 
-        clock, steps_timed = time.perf_counter(), 0
+        clock, steps_timed, seconds_timed = time.perf_counter(), 0, 0.0  # since the last row of training
         for step in range(progress.step + 1, config.steps + 1):
             last = step == config.steps
             loss, norm = run.step(step)
@@ -173,8 +173,10 @@ def _train_from(progress: Progress, run: Run, run_dir: Path, on_row: Callable[[R
             if logs or evaluates or saves:
                 elapsed = time.perf_counter() - clock
                 progress = replace(progress, step=step, tokens=tokens, seconds=progress.seconds + elapsed)
+                seconds_timed += elapsed
                 if logs:
-                    speed = steps_timed * tokens_per_step / elapsed
+                    speed = steps_timed * tokens_per_step / seconds_timed
+                    steps_timed, seconds_timed = 0, 0.0
                     record(
                         {
                             "kind": "train",
@@ -196,10 +198,12 @@ def _train_from(progress: Progress, run: Run, run_dir: Path, on_row: Callable[[R
                     if metrics is not None:
                         progress = replace(progress, metrics=metrics.sync())
                     write_checkpoint(run.state, run_dir, progress, config)
-                clock, steps_timed = time.perf_counter(), 0
+                clock = time.perf_counter()
             show(display.step, step)
             if stops and not last:
                 raise KeyboardInterrupt(f"stopped after step {step}; train in {run_dir} again to go on")
+        if stop.is_set():  # in the last step, its evaluation or its checkpoint
+            raise KeyboardInterrupt(f"stopped after step {config.steps}, the last: the run in {run_dir} is finished")
 
 
 @contextmanager

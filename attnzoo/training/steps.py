@@ -86,7 +86,7 @@ class Run:
             return [None] * len(parts)
         accelerator = self.accelerator
         counted = moved(torch.tensor([rows.counted for rows in parts]), accelerator.device)
-        total = accelerator.reduce(counted.sum(), "sum")
+        total = accelerator.reduce(counted.sum(), "sum").clamp(min=1)  # packed documents may ask nothing in a step
         return list(counted * (len(parts) * accelerator.num_processes) / total)
 
     def _loss(self, step: int, rows: Rows) -> Tensor:
@@ -137,6 +137,11 @@ class Run:
                 total += torch.tensor([float(loss) * rows.counted, rows.counted], dtype=torch.float64)
         # Two float32 numbers would not hold a sum over many tokens.
         summed = accelerator.gather(total.to(accelerator.device)[None]).sum(0)
+        if not summed[1]:
+            raise ValueError(
+                f"the held-out split of {self.config.data.title!r}: expected documents of two tokens or more in the "
+                f"first eval_tokens={self.config.eval_tokens}, got none, so that nothing is asked"
+            )
         mean = float(summed[0] / summed[1])
         if not math.isfinite(mean):
             raise self._diverged(step, f"the held-out loss is {mean}")
