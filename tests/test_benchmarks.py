@@ -55,6 +55,9 @@ def test_train_measures_the_steps_of_a_built_in_configuration_and_keeps_no_run(t
         "model.hidden_size=32",
         "data.context_length=16",
         "model.attention=[mamba2,{name: fox, options: {acp: true}}]",
+        "steps=8",  # of a run that goes on for longer than planned
+        "optimizer.warmup_steps=2",
+        "optimizer.extensions=[{after: 4, planned: 4, schedule: constant, lr: 1e-3, warmup_steps: 3}]",
     ]
     ran = run(
         "train",

@@ -85,7 +85,7 @@ def rows(config: TrainConfig, steps: int, repeats: int, trained: bool = False) -
             raise _Measured
 
     with tempfile.TemporaryDirectory() as folder:
-        optimizer = replace(config.optimizer, warmup_steps=0)
+        optimizer = replace(config.optimizer, warmup_steps=0, extensions=[])
         if trained:
             trained_gates(config, Path(folder) / "gates")
             config = replace(config, start_from=str(Path(folder) / "gates"))
