@@ -182,14 +182,14 @@ def _empty_mappings(merged: Any, given: Mapping[str, Any], schema: type[Any], pa
     Args:
         path: of an override's dotted key; a mapping that it leads into is not given whole.
     """
-    types = typing.get_type_hints(schema)
+    types, there = typing.get_type_hints(schema), dict(merged.items_ex(resolve=False))
     for key, value in given.items():
         inner = path[1:] if path[:1] == [key] else []
-        if not isinstance(value, Mapping) or merged[key] is None:
+        if not isinstance(value, Mapping) or not isinstance(there.get(key), MutableMapping):
             continue
         if dataclasses.is_dataclass(types[key]):
-            _empty_mappings(merged[key], value, cast(type[Any], types[key]), inner)
-        elif isinstance(merged[key], MutableMapping) and not inner:
+            _empty_mappings(there[key], value, cast(type[Any], types[key]), inner)
+        elif not inner:
             merged[key] = {}
 
 

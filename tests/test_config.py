@@ -52,6 +52,17 @@ def test_a_mapping_given_whole_takes_the_place_of_the_one_there():
     }  # fmt: skip
 
 
+def test_a_mapping_without_a_default_may_be_given():
+    @dataclass
+    class Schema:
+        options: dict[str, int]
+        train: TrainConfig = field(default_factory=TrainConfig)
+
+    given = ["options={a: 1}", "options.b=2", "train={data: {source: task:mqar, task_options: {pairs: 2}}}"]
+    assert load_config(None, given, Schema).options == {"a": 1, "b": 2}
+    assert load_config(None, [*given, "options={}"], Schema).options == {}
+
+
 def test_texts_are_what_is_written():
     for given, said in (("7", "7"), ("2026-11-26", "2026-11-26"), ("'1.10'", "1.10"), ("runs/no", "runs/no")):
         assert load_config(None, [f"output_dir={given}"]).output_dir == said
