@@ -186,6 +186,17 @@ def test_the_engine_gives_the_same_greedy_tokens(attention, tokens, caplog):
     assert torch.equal(model.generate(tokens[:1], short, engine=True), model.generate(tokens[:1], short))
 
 
+def test_none_takes_the_place_of_the_configurations_value_on_the_engine(tokens):
+    model, given = build(), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    model.generation_config.eos_token_id = int(model.generate(tokens, **given)[0, 10])
+    for end in ({}, {"eos_token_id": None}):
+        loop, engine = (model.generate(tokens, engine=engine, **given, **end) for engine in (False, True))
+        assert torch.equal(engine, loop)
+    model.generation_config.top_k = 1
+    drawn = {"max_new_tokens": 8, "do_sample": True, "top_k": None, "eos_token_id": None, "engine": True}
+    assert len(torch.unique(model.generate(tokens[:1].repeat(20, 1), **drawn), dim=0)) > 1
+
+
 def test_the_engine_is_kept_until_another_one_is_needed(tokens):
     model = build()
     for row in (tokens, tokens.flip(0)):

@@ -65,9 +65,9 @@ def asked(
     Raises:
         NeedsLoopError: something that only the loop of transformers does.
     """
-    given = {name: x for name, x in given.items() if x is not None}
+    given = dict(given)  # None among them takes the place of the configuration's
     helper = given.pop("assistant_model", None)
-    for name in (name for name in OTHERS & given.keys() if given[name] is not False):
+    for name in (name for name in OTHERS & given.keys() if given[name] is not None and given[name] is not False):
         raise NeedsLoopError(f"{name}: expected none, as it belongs to the loop")
     _check_model(model)
     settings, rest = model._prepare_generation_config(config, **given)
