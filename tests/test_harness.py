@@ -82,6 +82,26 @@ def test_continuations_are_scored_after_their_contexts_in_any_batch(model, monke
         assert greedy == expected[1]
 
 
+def test_a_continuation_that_merges_with_its_context_is_scored(model):
+    merges = {"self": 1, "one": 2, "sel": 3}
+
+    def merged(text):
+        for word, token in merges.items():
+            text = text.replace(word, chr(token))
+        return list(text.encode())
+
+    adapter = HarnessModel(model, merged, decode, END)
+    pairs = [("x=s", "elf"), ("x=on", "e"), ("sel", "f"), ("ab", "a longer one")]
+    found = adapter.loglikelihood([Request(*pair) for pair in pairs])
+    rows = [([*b"x=", 1], 1), ([*b"x=", 2], 1), ([END, 1], 1), ([*b"aba longer ", 2], len(b" longer ") + 2)]
+    for (value, greedy), (tokens, count) in zip(found, rows, strict=True):
+        expected = likelihood(model, tokens, count)
+        assert value == pytest.approx(expected[0], rel=1e-4)
+        assert greedy == expected[1]
+    with pytest.raises(ValueError, match="continuation: expected 1 to any number of tokens, got 0"):
+        adapter.loglikelihood([Request("ab", "")])
+
+
 def test_likeliest_continuation_is_greedy(model):
     tokens = encode("hello")
     best = int(model(torch.tensor([tokens])).logits[0, -1].argmax())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +164,17 @@ class HarnessModel(LM):  # type: ignore[misc]
         return [self.end]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """Tokens of both together, and how many are the continuation's; spaces at the context's end are its."""
+        """Tokens of both together, and how many are the continuation's; spaces at the context's end are its.
+
+        Where tokens merge across the border and both have no more than the context alone, they are those that differ.
+        """
         stripped = context.rstrip()
-        start = self._start(stripped)
-        tokens = self._tokens(context + continuation)
-        return [*start, *tokens], len(tokens) - len(self._tokens(stripped))
+        tokens, before = self._tokens(context + continuation), self._tokens(stripped)
+        asked = len(tokens) - len(before)
+        if asked < 1:
+            same = (one == other for one, other in zip(tokens, before, strict=False))
+            asked = len(tokens) - sum(takewhile(bool, same))
+        return [*self._start("" if asked == len(tokens) else stripped), *tokens], asked
 
     def _row(self, tokens: list[int], asked: int) -> tuple[list[int], int]:
         """The last tokens, as many as the window has and the one behind it, and how many of them are asked."""
