@@ -42,17 +42,6 @@ def test_another_configuration_is_not_mixed_into_a_run(config_of):
     assert load_run(run_dir)[1].log_every == 5
 
 
-def test_another_configuration_does_not_take_the_place_of_a_run_without_a_checkpoint(config_of):
-    config = config_of("checkpoint_every=0")
-    with pytest.raises(StoppedError):
-        train(config, on_row=stop_at(5))
-    rows = read_metrics(config.output_dir)
-    with pytest.raises(CheckpointError, match=r"run holds another run: optimizer\.lr was 0\.001 and is 0\.01 now"):
-        train(config_of("checkpoint_every=0", "optimizer.lr=0.01"))
-    assert read_metrics(config.output_dir) == rows
-    train(config)
-
-
 def test_a_command_that_a_refusal_names_is_quoted_as_a_shell_reads_it(config_of):
     run_dir = train(config_of(run="a run"))
     with pytest.raises(CheckpointError, match=f"`attnzoo extend '{run_dir}' --steps 12 "):

@@ -29,7 +29,6 @@ from attnzoo.files import damaged_name, digest, sync, write_whole
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL, WEIGHTS, damage, read_digests, weights_in, write_digests
 from attnzoo.training.forgetting import networks, set_phase
-from attnzoo.training.metrics import FILE as METRICS
 from attnzoo.training.sharding import TrainState, read_weights
 
 if TYPE_CHECKING:
@@ -240,13 +239,9 @@ def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | No
     Raises:
         CheckpointError: they are not, and the error names the fields that differ; or every checkpoint is damaged.
     """
-    what = f"{run_dir} holds another run"
     if newest_checkpoint(run_dir) is None:
-        metrics = run_dir / METRICS  # of a run that ended before its first checkpoint: they are deleted
-        if metrics.is_file() and metrics.stat().st_size and (run_dir / "config.yaml").is_file():
-            _check_same(what, read_config(run_dir), config)
         return None
-    before = read_config(run_dir)
+    before, what = read_config(run_dir), f"{run_dir} holds another run"
     _check_same(what, before, config)
     checkpoint = usable_checkpoint(run_dir)
     assert checkpoint is not None
