@@ -58,6 +58,31 @@ def test_packed_sequences_and_padding_are_separate_sequences(name, network):
         assert torch.isclose(attn.forget.terms.distillation, terms[0])
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("network", dense.NETWORKS)
+@pytest.mark.parametrize("name", ["nope", "fox", "path"])
+def test_padding_between_tokens_leaves_no_trace(name, network, training):
+    attn = layer(name, forgetting=Forgetting(network=network, window=2, width=8, discount=0.9, temperature=3.0))
+    attn.train(training)
+    x, pad = rows(1, 14), rows(1, 14, seed=8)
+    there = torch.tensor([1, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1]).bool()
+    x = torch.where(there[:, None], x, pad)
+    with mock.patch.object(panels, "COLUMNS", 4):
+        alone = attn(x[:, there])
+        terms = attn.forget.terms
+        between = attn(x, attention_mask=there[None])
+        assert_same(between[:, there], alone)
+        if training:
+            for term in ("distillation", "budget", "kept"):
+                assert_same(getattr(attn.forget.terms, term), getattr(terms, term))
+        else:
+            cache = attn.new_cache()
+            with torch.no_grad():
+                first = attn(x[:, :9], attention_mask=there[None, :9], cache=cache)
+                after = attn(x[:, 9:], attention_mask=there[None, 9:], cache=cache)
+            assert_same(torch.cat([first, after], 1)[:, there], alone)
+
+
 @pytest.mark.parametrize("network", dense.NETWORKS)
 def test_the_losses_of_a_network_train_it_alone(network):
     attn = layer("fox", forgetting=Forgetting(network=network, window=2, temperature=3.0, learned_budget=True))

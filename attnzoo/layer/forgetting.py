@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from attnzoo.forms.forgetting_fixed import ForgettingMemory
 from attnzoo.forms.forgetting_steps import extend_forgetting
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.panels import Logits
+from attnzoo.forms.pool import LastRows
 from attnzoo.forms.protocol import REFERENCE, Call
 from attnzoo.forms.softmax import SoftmaxForms
 from attnzoo.kernels.common.untraced import untraced
@@ -187,6 +188,20 @@ class Forget(PreciseModule):
         Raises:
             ValueError: a cache while a part of the teacher, which needs all keys, is in the output.
         """
+        valid = call.options.get("valid")
+        if valid is None:
+            return self._run(variant, form, call, policy)
+        last = LastRows.of(valid, *valid.shape)  # what runs along the rows of a panel counts none between tokens
+        q, k, v = (last.take(x) for x in (call.q, call.k, call.v))
+        gate = call.gate.map(lambda part: part if part.ndim == 1 else last.take(part))
+        options = {**call.options, "valid": last.take(valid)}
+        o, state = self._run(variant, form, replace(call, q=q, k=k, v=v, gate=gate, options=options), policy)
+        return last.put(o), state
+
+    def _run(
+        self, variant: Variant, form: str, call: Call, policy: Policy | None
+    ) -> tuple[Tensor, ForgettingCache | None]:
+        """:meth:`run` for tokens of which those that exist stand last."""
         forms, given = variant.form_set, call.options
         assert isinstance(forms, SoftmaxForms)
         if policy is not None:
