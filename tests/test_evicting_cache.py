@@ -51,6 +51,16 @@ def test_outputs_equal_those_of_a_whole_cache(name, options):
         assert live(paged) <= 2 * heads * (70 // PAGE + 2)
 
 
+@pytest.mark.parametrize("name", ["fox", "path", "path_fox"])
+@torch.no_grad()
+def test_a_window_of_one_leaves_no_page(name):
+    attn, x = forgetful(name, window=1), rows(2, 2 * PAGE + 3)
+    whole, paged = attn.new_cache(), attn.new_cache(evict=TINY)
+    for a, b in ((0, PAGE), (PAGE, PAGE + 1), (PAGE + 1, 2 * PAGE), (2 * PAGE, 2 * PAGE + 3)):
+        assert_same(attn(x[:, a:b], cache=paged), attn(x[:, a:b], cache=whole))
+    assert live(paged) <= 2 * 2
+
+
 @pytest.mark.parametrize("name", ["fox", "path_fox"])
 @torch.no_grad()
 def test_a_table_that_is_full_grows(name):

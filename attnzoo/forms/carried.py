@@ -304,14 +304,14 @@ def attend_carried(
         ids.append(torch.where(page >= 0, id, -1))
         scores.append(back @ pool.k[id][:, :, None].mT.to(dtype))
         back = back @ pool.factor[id][:, :, None].to(dtype)
-    found = torch.stack(ids, 2)  # [B, G, L]
+    found = torch.stack(ids, 2) if ids else pool.table[:, :, :0].long()  # [B, G, L]
     pages = (last[:, None] - torch.arange(found.shape[2], device=device))[:, None].expand_as(found)
     index = (pages[..., None] * PAGE + torch.arange(PAGE, device=device)).flatten(2)  # [B, G, S]
     known = (found >= 0).repeat_interleave(PAGE, -1) & (index < pool.length[:, None, None])
     hidden = (~known[:, :, None, None]).expand(B, G, 1, C, -1)
     if window is not None:
         hidden = hidden | (index[:, :, None, None] <= at[:, None, None, :, None] - window)
-    old, own = torch.cat(scores, -1), block.scores.unflatten(1, (G, R))
+    old, own = torch.cat([back[..., :0], *scores], -1), block.scores.unflatten(1, (G, R))
     if gate.log_decay is not None:
         inside = block_decay(heads_first(gate.log_decay, H, dtype))
         total_sum, page_sum, since = (cast(Tensor, x) for x in (pool.total, pool.page_sum, pool.since))
