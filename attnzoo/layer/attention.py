@@ -224,7 +224,7 @@ class Attention(PreciseModule):
             y, state = self._attend(rows, stream)
             y = packing.pack(y, x.shape[1])
         else:
-            past = (0, None) if cache is None else (cache.tokens, cache.seen)
+            past = () if cache is None else (cache.tokens, cache.seen, getattr(cache.state, "valid", None))
             stream = self._stream(x, valid_tokens(attention_mask, x, *past), cache)
             y, state = self._attend(x, stream)
         stream.commit(self, x, state)

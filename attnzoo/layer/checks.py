@@ -173,16 +173,19 @@ def check_hidden(x: Tensor, hidden_size: int, projection: nn.Module) -> None:
         raise TypeError(f"x: expected the dtype of the layer, {weight.dtype} (or autocast), got {x.dtype}")
 
 
-def valid_tokens(mask: Tensor | None, x: Tensor, cached: int, seen: Tensor | None) -> Tensor | None:
+def valid_tokens(
+    mask: Tensor | None, x: Tensor, cached: int = 0, seen: Tensor | None = None, places: Tensor | None = None
+) -> Tensor | None:
     """Which of the rows ``x [B, T, D]`` are tokens, ``[B, T]`` bool; None where all are.
 
     Args:
         mask: ``[B, T]``, or ``[B, S + T]`` with the S = ``cached`` tokens before; None for no padding.
         seen: how many of those were tokens, ``[B]``; None without any.
+        places: which of them were, ``[B, S]`` bool; None where all were, or where a state does not hold it.
 
     Raises:
-        TypeError, ValueError: another shape, dtype or device, other values than 0 and 1, or cached tokens that
-            are hidden.
+        TypeError, ValueError: another shape, dtype or device, other values than 0 and 1, or other tokens among the
+            cached ones than there are.
     """
     if mask is None:
         return None
@@ -203,11 +206,17 @@ def valid_tokens(mask: Tensor | None, x: Tensor, cached: int, seen: Tensor | Non
     if valid.dtype != torch.bool and bool(((valid != 0) & (valid != 1)).any()):
         raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {valid.unique().tolist()}")
     if seen is not None and mask.shape[1] > T:
-        before = mask[:, :-T].bool().sum(1)
-        if bool((before < seen).any()):
+        before = mask[:, :-T].bool()
+        if bool((before.sum(1) != seen).any()):
             raise ValueError(
-                f"attention_mask: expected all cached tokens, {seen.tolist()} per row, got {before.tolist()} of them "
-                "(what is cached cannot be hidden)"
+                f"attention_mask: expected the cached tokens, {seen.tolist()} per row, got {before.sum(1).tolist()} of "
+                "them (what is cached cannot be hidden, and padding is not in it)"
+            )
+        if places is not None and places.shape == before.shape and bool((before != places).any()):
+            row, place = (before != places).nonzero()[0].tolist()
+            raise ValueError(
+                f"attention_mask: expected {int(places[row, place])} at [{row}, {place}], as in the call that filled "
+                f"the cache, got {int(before[row, place])}"
             )
     valid = valid.bool()
     return None if bool(valid.all()) else valid
