@@ -1,6 +1,7 @@
 """Which implementation a layer runs, and that the kernels serve it like the reference."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from layers import D, H, rows
 
 from attnzoo import Prune, build_attention, get, list_variants
 from attnzoo.layer import dispatch
+from attnzoo.samples import random_inputs
 
 
 def test_auto_says_once_what_it_picked(caplog, monkeypatch):
@@ -91,6 +93,38 @@ def test_cached_steps_of_the_kernel_take_padding(name):
     expected = run(reference, "reference")
     for got in (run(kernel, "triton"), run(kernel, "reference"), run(reference, "triton")):
         assert (got - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("name", [name for name in TRITON if get(name).requires])
+def test_gates_of_float64_are_read_as_the_reference_reads_them(name, constant):
+    """Beside q of float32: whole calls, padding, the gates' gradients, and a cache that the reference began."""
+    variant, T = get(name), 20
+    q, k, v, gate = random_inputs(name, B=2, T=T, H=2, G=1, K=16, V=16)
+    q, k, v = q.float(), k.float(), v.float()
+    if constant:
+        if gate.log_decay is None:
+            return
+        gate = replace(gate, log_decay=gate.log_decay[0, 0].clone())
+    valid = torch.ones(2, T, dtype=torch.bool)
+    valid[1, :3] = False
+
+    def run(form, *, begins, then):
+        given = gate.map(lambda part: part.clone().requires_grad_())
+        whole, padded = (variant.forms[form](q, k, v, given, **more) for more in ({}, {"valid": valid}))
+        gradients = torch.autograd.grad((whole + padded).square().sum(), [getattr(given, n) for n in given.parts])
+        assert all(g.dtype == torch.float64 for g in gradients)
+        state, rows = None, []
+        with torch.no_grad():
+            for a, b, by in ((0, 12, begins), (12, 13, then), (13, T, then)):
+                o, state = variant.extend(q[:, a:b], k[:, a:b], v[:, a:b], gate.slice(a, b), state, form=by)
+                rows.append(o)
+        return [whole, padded, torch.cat(rows, 1), *gradients]
+
+    expected = run("parallel", begins="reference", then="reference")
+    for begins in ("triton", "reference"):
+        for got, want in zip(run("triton", begins=begins, then="triton"), expected, strict=True):
+            assert (got - want).norm() <= 1e-4 * want.norm()
 
 
 def test_a_cached_step_of_the_kernel_refuses_to_record_gradients():

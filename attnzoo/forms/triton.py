@@ -80,11 +80,13 @@ def fox_kernel(forms: Additive) -> Kernel:
         _refuse_both(given)
         if given.valid is not None:
             q, k, v = existing(given.valid, q, k, v)
+        if gate.log_decay is not None:
+            gate = replace(gate, log_decay=single(gate.log_decay))
         constant = gate.log_decay if gate.log_decay is not None and gate.log_decay.ndim == 1 else None
         gate = forms.separated(gate, q, given.valid, None)
         past = state
         q, state = forms.remember(q, k, v, gate, past, given, v.dtype)
-        q, k, g = q.to(v.dtype), state.k, state.log_decay
+        q, k, g = q.to(v.dtype), state.k, None if state.log_decay is None else single(state.log_decay)
         v, values = (expand_heads(x, k.shape[2]) for x in (v, state.v))  # a key of its own for each query head's angle
         options: dict[str, Any] = {
             "scale": given.scale, "prune": given.prune, "logit_bound": given.logit_bound, "window": given.window,
@@ -183,7 +185,7 @@ def path_kernel() -> Kernel:
         gates, there = parts.get("log_decay"), parts.get("valid")
         k, w, beta, values = each(k, w, beta, parts["v"])
         o, keys, lse = path_extend(
-            q, k, w, beta, state.k.float(), values, gates, there, scale, log_diag=a, window=window, sink=sink,
+            q, k, w, beta, state.k.float(), values, None if gates is None else single(gates), there, scale, log_diag=a, window=window, sink=sink,
             return_lse=True,
         )  # fmt: skip
         after = GrowingCache(keys, parts["v"], gates, there, carried=True, room=room)
@@ -232,7 +234,12 @@ def step_inputs(
     check_softmax(given, q, gate)
     if given.valid is not None:
         q, k, v = existing(given.valid, q, k, v)
-    return q, k, v, separated(gate.per_token(q), q, given.valid, None)
+    return q, k, v, separated(gate.per_token(q), q, given.valid, None).map(single)
+
+
+def single(part: Tensor) -> Tensor:
+    """A part of a gate as kernels read it: float64 in their float32, as the reference does beside such q."""
+    return part.float() if part.dtype == torch.float64 else part
 
 
 def whole_path(
@@ -243,10 +250,9 @@ def whole_path(
     from attnzoo.kernels.path import path_attention
 
     check_softmax(given, q, gate)
-    gate = gate.per_token(q)
-    a = None if gate.log_diag is None else gate.log_diag.float()
+    gate = gate.per_token(q).map(single)
     attention: Callable[..., Output] = partial(path_attention, receivers=receivers, keep_carries=keep_carries)
-    return on_whole(attention, q, k, v, given, w=gate.w, beta=gate.beta, log_diag=a, log_decay=gate.log_decay)
+    return on_whole(attention, q, k, v, given, **{name: getattr(gate, name) for name in gate.parts})
 
 
 def on_whole(
