@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from strategies import (
 )
 from thinning import given_variant
 
-from attnzoo import RecurrentState, get, list_variants, oracle
+from attnzoo import Prune, RecurrentState, get, list_variants, oracle
 from attnzoo.samples import Regime, random_inputs
 
 FORMS = [(name, form) for name in list_variants() for form in get(name).forms if form in CPU_FORMS]
@@ -216,14 +216,19 @@ def test_a_short_w_is_a_gate_like_others(name: str) -> None:
         assert_close(value_and_gradients(get(name).forms[form], inputs), expected, what=f"{form} of {name}")
 
 
-@pytest.mark.parametrize("sizes", [(0, 9, 2, 1, 4, 3), (2, 9, 2, 1, 4, 0)], ids=["no rows", "no value channels"])
+@pytest.mark.parametrize("T", [9, 300])
+@pytest.mark.parametrize("sizes", [(0, 2, 1, 4, 3), (2, 2, 1, 4, 0)], ids=["no rows", "no value channels"])
 @pytest.mark.parametrize("name", list_variants())
-def test_forms_of_nothing_give_nothing(name: str, sizes: tuple[int, ...]) -> None:
-    q, k, v, gate = random_inputs(name, *sizes)
+def test_forms_of_nothing_give_nothing(name: str, sizes: tuple[int, ...], T: int) -> None:
+    B, *rest = sizes
+    q, k, v, gate = random_inputs(name, B, T, *rest, dtype=torch.float32)
+    given: list[dict[str, Any]] = [{}, {"valid": torch.ones(B, T, dtype=torch.bool)}]
+    given += [{"prune": Prune(eps=1e-3)}] if get(name).prunable else []
     for form in set(CPU_FORMS) & set(get(name).forms):
-        o = get(name).forms[form](q, k, v.requires_grad_(), gate)
-        assert o.shape == (*q.shape[:3], v.shape[3])
-        assert torch.autograd.grad(o.sum(), v)[0].shape == v.shape
+        for options in given:
+            o = get(name).forms[form](q, k, v.requires_grad_(), gate, **options)
+            assert o.shape == (*q.shape[:3], v.shape[3])
+            assert torch.autograd.grad(o.sum(), v)[0].shape == v.shape
 
 
 @pytest.mark.parametrize("name", list_variants("softmax"))

@@ -87,7 +87,7 @@ def causal_attention(
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0)[..., :V], None
     if log_decay is None:
         log_decay = q.new_zeros(B, H, S)
-    if T <= 2 * PLAIN or not fused or band is not None:
+    if T <= 2 * PLAIN or not fused or band is not None or not q.numel():
         there = None if valid is None else valid[:, None]
         return _plain_rows(q, k, v, log_decay, there, first_kept, rows, band, with_lse)
     # [1, B H, ...]: each head may have its own size of blocks
@@ -149,7 +149,7 @@ def _plain_rows(
         stop = min(start + rows, T)
         row, end = S - T + start, S - T + stop
         kept = None if first_kept is None else first_kept[..., n]
-        first = int(kept.min()) if kept is not None and readable(kept) else 0
+        first = int(kept.min()) if kept is not None and kept.numel() and readable(kept) else 0
         if band is not None:
             first = max(first, band.first(row))
         args = (
