@@ -231,12 +231,10 @@ def compare(config: str, overrides: tuple[str, ...], jobs: int) -> None:
     """
     path = find_config(config, "compare")
     from attnzoo.config import load_config
-    from attnzoo.experiments.compare import CompareConfig, run_comparison
+    from attnzoo.experiments.compare import CompareConfig, check_own, run_comparison
 
-    for own in ("train.model.attention", "train.output_dir"):
-        if any(override.startswith(f"{own}=") for override in overrides):
-            raise ValueError(f"{own}: expected none, since each of the variants has its own")
     loaded = load_config(path, overrides, schema=CompareConfig)
+    check_own(path, overrides)
     at_a_time = ["--jobs", str(jobs)] if jobs > 1 else []  # no loss depends on it, but the speeds do
     command = shlex.join(["attnzoo", "compare", config, *overrides, *at_a_time])
     run_comparison(loaded, console(), command=command, jobs=jobs)

@@ -136,6 +136,12 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(settings))))
 
 
+def names_key(settings: Any, key: str) -> bool:
+    """Whether nested settings have a key, given with dots."""
+    first, _, rest = key.partition(".")
+    return isinstance(settings, dict) and first in settings and (not rest or names_key(settings[first], rest))
+
+
 def _read_yaml(path: Path, schema: type[Any]) -> Any:
     """A file's keys and values as OmegaConf holds them."""
     import yaml

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import pickle
 import signal
 import threading
 import time
@@ -13,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from command_line import assert_refused
+from rich.console import Console
 
 from attnzoo.config import load_config
+from attnzoo.data import build_data
+from attnzoo.experiments import compare as comparing
 from attnzoo.experiments import processes
 from attnzoo.experiments.builtin import built_in
 from attnzoo.experiments.compare import CompareConfig, plan
@@ -143,10 +148,56 @@ def test_compare_refuses_a_task_before_training(run: Any, tiny: Path, tmp_path: 
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("setting", ["train.model.attention=nope", "train.output_dir=mine"])
-def test_compare_refuses_what_its_variants_say(run: Any, tiny: Path, tmp_path: Path, setting: str) -> None:
-    assert_refused(run("compare", tiny, setting), setting.partition("=")[0], "each of the variants has its own")
+@pytest.mark.parametrize(("key", "setting"), [
+    ("train.model.attention", "train.model.attention=nope"), ("train.output_dir", "train.output_dir=mine"),
+    ("train.output_dir", "train={output_dir: mine}"), ("train.model.attention", "train.model={attention: nope}"),
+])  # fmt: skip
+def test_compare_refuses_what_its_variants_say(run: Any, tiny: Path, tmp_path: Path, key: str, setting: str) -> None:
+    assert_refused(run("compare", tiny, setting), f"{key}: expected none, since each of the variants has its own")
     assert not (tmp_path / "runs").exists()
+
+
+def test_compare_refuses_a_file_that_says_what_its_variants_say(run: Any, tiny: Path, tmp_path: Path) -> None:
+    settings = yaml.safe_load(tiny.read_text())
+    settings["train"]["output_dir"] = "mine"
+    tiny.write_text(yaml.safe_dump(settings))
+    assert_refused(run("compare", tiny), "train.output_dir: expected none, since each of the variants has its own")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_wrong_with_a_later_variant_shows_before_training(run: Any, tiny: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    late = "variants=[{name: fox, options: {forgetting: {}}, label: forgets}, nope]"
+    assert_refused(run("compare", tiny, late, "train.forgetting.budget=2"), "variant 'nope': forgetting: expected")
+    assert_refused(run("compare", tiny, "variants=[nope, fox]", "train.start_from=nowhere"), "start_from", "nowhere")
+    assert_refused(
+        run("compare", tiny, "variants=[nope, {name: fox, label: 1.10}]"), "in quotes as label of fox", "1.1"
+    )
+    assert not runs.exists()
+    assert run("compare", tiny, "variants=[fox]").code == 0
+    other = run("compare", tiny, "variants=[nope, fox]", "train.optimizer.lr=0.5")
+    assert_refused(other, str(runs / "fox"), "optimizer.lr was")
+    for checkpoint in (runs / "fox" / "checkpoints").iterdir():
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    assert_refused(run("compare", tiny, "variants=[nope, fox]"), "fox", "no other checkpoint is left")
+    assert not (runs / "nope").exists()
+
+
+def test_processes_of_a_comparison_open_the_data_themselves(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of memory-mapped tokens would go through a pipe and stay in each process."""
+    sizes: list[int] = []
+
+    def sent(tasks: Any, jobs: int) -> Any:
+        sizes.extend(len(pickle.dumps(task)) for task in tasks.values())
+        for label, task in tasks.items():
+            task()
+            yield label
+
+    monkeypatch.setattr(comparing, "apart", sent)
+    config = load_config(tiny, schema=CompareConfig)
+    comparing.run_comparison(config, Console(quiet=True), jobs=2)
+    assert len(sizes) == len(config.variants)
+    assert max(sizes) < 10000 < len(pickle.dumps(build_data(config.train.data)))
 
 
 def test_report_rebuilds_the_page_from_the_runs(run: Any, tiny: Path, tmp_path: Path) -> None:

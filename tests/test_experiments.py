@@ -277,6 +277,16 @@ def test_seeds_wait_for_the_learning_rates_of_their_arm_alone(own):
     assert after == {label: rates if label.startswith("fox, seed") else [] for label in tasks}
 
 
+def test_learning_rates_that_are_equal_to_six_digits_have_runs_of_their_own(own):
+    plan, experiment = Plan(own, "cpu", Path("out"), 2), find(own)
+    folders = [
+        plan.config(experiment, experiment.arms[0], lr, 0).output_dir for lr in (1e-3, 1.000001e-3, 1.0000012e-3)
+    ]
+    assert [Path(folder).name for folder in folders] == [
+        f"lr{lr}-seed0" for lr in ("0.001", "0.001000001", "0.0010000012")
+    ]
+
+
 def test_small_models_share_a_gpu(monkeypatch):
     monkeypatch.setattr(running.os, "cpu_count", lambda: 16)
     assert running._jobs_at_a_time(None, 10**13) == 16

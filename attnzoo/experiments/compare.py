@@ -6,7 +6,7 @@ import hashlib
 import logging
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 from torch import Tensor
 
-from attnzoo.config import ModelConfig, TrainConfig, to_yaml
+from attnzoo.config import ModelConfig, TrainConfig, names_key, read_settings, to_yaml
 from attnzoo.data import Data, build_data, heldout_windows
 from attnzoo.data.tasks import Examples
 from attnzoo.errors import at_least, unknown
@@ -27,12 +27,11 @@ from attnzoo.experiments import figures
 from attnzoo.experiments.processes import apart
 from attnzoo.experiments.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
 from attnzoo.experiments.report.results import JSON_NAME, describe_machine
-from attnzoo.files import check_folder
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get
 from attnzoo.terminal import print_table
-from attnzoo.training import load_run, newest_checkpoint, train
+from attnzoo.training import check_run, load_run, newest_checkpoint, train
 from attnzoo.training.checkpoint import (
     check_data,
     identity,
@@ -46,6 +45,7 @@ from attnzoo.training.exchange import is_bytes
 from attnzoo.training.metrics import rows_until
 
 ENTRY_KEYS = ("name", "label", "options", "group")
+OWN = ("train.model.attention", "train.output_dir")
 PAGE = "report.html"
 logger = logging.getLogger(__name__)
 
@@ -126,6 +126,19 @@ def plan(config: CompareConfig) -> list[Run]:
     return runs
 
 
+def check_own(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
+    """Refuse what each of the variants has of its own, where a comparison's file or overrides name it.
+
+    Raises:
+        ValueError: they do.
+    """
+    file = dict(path) if isinstance(path, Mapping) else yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    for settings in (file, read_settings(overrides)):
+        for own in OWN:
+            if names_key(settings, own):
+                raise ValueError(f"{own}: expected none, since each of the variants has its own")
+
+
 def _plan_one(config: CompareConfig, entry: object) -> Run:
     if isinstance(entry, str):
         entry = {"name": entry}
@@ -139,8 +152,10 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
         raise ValueError(f"variants: expected a mapping as options of {entry['name']}, got {options!r}")
     variant = get(entry["name"]).name
     extras = ", ".join(str(key) if value is True else f"{key}={value}" for key, value in options.items())
-    given = entry.get("label")
-    label = str(given) if given is not None else f"{variant} ({extras})" if extras else variant
+    for key in ("label", "group"):
+        if not isinstance(entry.get(key) or "", str):
+            raise ValueError(f"variants: expected words in quotes as {key} of {variant}, got {entry[key]!r}")
+    label = entry.get("label") or (f"{variant} ({extras})" if extras else variant)
     key = re.sub(r"[^\w.=]+", "-", label).strip("-")
     if not re.search(r"\w", key) or key.startswith(".") or key == PAGE:
         raise ValueError(
@@ -176,14 +191,15 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
     page = Path(config.output_dir) / PAGE
     if page.is_dir():
         raise ValueError(f"output_dir: expected a file or nothing in place of the page, got the folder {str(page)!r}")
-    for run in runs:
-        check_folder(Path(run.config.output_dir))
-    for run in runs:  # a wrong option of the last variant must not show after an hour
-        LanguageModel(run.config.model)
     data = build_data(config.train.data)
     _windows(data, config.train, config.evaluate)  # a text too short to measure must not show after training
+    for run in runs:  # what is wrong with the last variant must not show after an hour
+        try:
+            check_run(run.config, data)
+        except ValueError as error:
+            raise ValueError(f"variant {run.label!r}: {error}") from error
     if jobs > 1:
-        tasks = {run.label: partial(_trained, run, config.evaluate, data, command) for run in runs}
+        tasks = {run.label: partial(_trained_apart, run, config.evaluate, command) for run in runs}
         for number, label in enumerate(apart(tasks, jobs), 1):
             console.print(f"[{number}/{len(runs)}] {label}: done", markup=False, highlight=False)
         results = [_measured(run, config.evaluate, data, command) for run in runs]
@@ -203,6 +219,11 @@ def _trained(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> Ru
     torch.set_flush_denormal(True)  # for the evaluation of runs that need no training, as in training
     train(run.config)
     return _measured(run, evaluate, data, command)
+
+
+def _trained_apart(run: Run, evaluate: EvaluateConfig, command: str) -> RunResult:
+    """The same in a process of its own, which maps the data instead of getting a copy."""
+    return _trained(run, evaluate, build_data(run.config.data), command)
 
 
 def _measured(run: Run, evaluate: EvaluateConfig, data: Data, command: str) -> RunResult:

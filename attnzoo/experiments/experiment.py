@@ -263,10 +263,15 @@ class Experiment:
         return [expectation for expectation in self.expectations if size in (expectation.sizes or [size])]
 
 
+def rate_in_words(lr: float) -> str:
+    """A learning rate in six digits where these are all, else in as many as tell it from every other."""
+    return f"{lr:g}" if float(f"{lr:g}") == lr else repr(float(lr))
+
+
 def layers_of(experiment: Experiment, arm: Arm, size: str = "") -> str:
     """What an arm is and how it is trained, where other arms may differ, in words: at a size, or at all of them."""
     given = [f"{key}={value}" for key, value in {**experiment.options, **arm.options_at(size)}.items()]
-    rates = [f"learning rates {', '.join(f'{lr:g}' for lr in arm.lrs)}"] if arm.lrs else []
+    rates = [f"learning rates {', '.join(map(rate_in_words, arm.lrs))}"] if arm.lrs else []
     after = [f"from the weights of {arm.after}"] if arm.after else []
     others = {} if size else arm.at
     elsewhere = [f"at size {name} {key}={value}" for name, own in others.items() for key, value in own.items()]
@@ -278,7 +283,7 @@ def cost_of(experiment: Experiment, name: str) -> str:
     size = find_size(experiment, name)
     kinds = {getattr(probe, "task", None) for probe in experiment.probes}
     words = f"{' '.join((*experiment.settings, *size.settings))}; "
-    words += f"learning rates {', '.join(f'{lr:g}' for lr in size.lrs)}"
+    words += f"learning rates {', '.join(map(rate_in_words, size.lrs))}"
     words += f"; models that start from others: {' '.join(size.after)}" if size.after else ""
     words += f"; measured on {size.rows:,} rows of the task" if True in kinds else ""
     return words + (f"; measured on {size.tokens:,} tokens of held-out text" if False in kinds else "")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from attnzoo.config import TrainConfig, load_config, read_settings
+from attnzoo.config import TrainConfig, load_config, names_key, read_settings
 from attnzoo.data.tasks import build_task
 from attnzoo.errors import at_least
-from attnzoo.experiments.experiment import Arm, Experiment, find_size
+from attnzoo.experiments.experiment import Arm, Experiment, find_size, rate_in_words
 
 ALWAYS = ("progress=quiet", "tensorboard=false", "eval_every=0", "checkpoint_every=0")
 OWN = ("output_dir", "seed", "data.seed", "optimizer.lr", "model.attention", "model.attention_options", "device")
@@ -45,7 +44,7 @@ class Plan:
         given = (*experiment.settings, *size.settings, *(size.after if arm.after else ()), *arm.settings)
         settings = read_settings([*ALWAYS, *given])
         own = (*OWN, "start_from") if arm.after else OWN
-        for key in (key for key in own if key != "model.attention_options" and _names(settings, key)):
+        for key in (key for key in own if key != "model.attention_options" and names_key(settings, key)):
             raise ValueError(f"settings: {key} is set for each run (learning rates are lrs); other keys can be given")
         settings |= {"device": self.device, "seed": seed}
         settings.setdefault("optimizer", {})["lr"] = lr
@@ -64,7 +63,7 @@ class Plan:
             settings["start_from"] = self._folder(before, rates[0], seed)
         config = load_config(settings, self.overrides)
         overrides = read_settings(self.overrides)
-        for key in (key for key in own if _names(overrides, key)):
+        for key in (key for key in own if names_key(overrides, key)):
             raise ValueError(f"{key}: the experiment sets it for each run; other settings can be given")
         if config.data.task is not None:
             words = len(build_task(config.data.task, config.data.task_options).words)
@@ -72,13 +71,7 @@ class Plan:
         return config
 
     def _folder(self, arm: Arm, lr: float, seed: int) -> str:
-        return str(self.out / folder_of(arm) / f"lr{lr:g}-seed{seed}")
-
-
-def _names(settings: Any, key: str) -> bool:
-    """Whether nested settings have a key, given with dots."""
-    first, _, rest = key.partition(".")
-    return isinstance(settings, dict) and first in settings and (not rest or _names(settings[first], rest))
+        return str(self.out / folder_of(arm) / f"lr{rate_in_words(lr)}-seed{seed}")
 
 
 def folder_of(arm: Arm) -> str:

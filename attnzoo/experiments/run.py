@@ -23,7 +23,7 @@ from attnzoo.data import build_data
 from attnzoo.data.config import DataConfig
 from attnzoo.data.windows import heldout_starts
 from attnzoo.errors import unknown
-from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size
+from attnzoo.experiments.experiment import Arm, Experiment, Size, find, find_size, rate_in_words
 from attnzoo.experiments.outcome import Outcome, Trained, as_json, chosen, from_json, save_outcome
 from attnzoo.experiments.plan import Plan, folder_of
 from attnzoo.experiments.probes import Probe, Subject
@@ -204,7 +204,7 @@ def _tasks(
 
     for arm in arms:
         rates = _rates(plan, experiment, arm)
-        labels = [f"{arm.name}, learning rate {lr:g}" for lr in rates] if len(rates) > 1 else []
+        labels = [f"{arm.name}, learning rate {rate_in_words(lr)}" for lr in rates] if len(rates) > 1 else []
         for label, lr in zip(labels, rates, strict=False):
             add(label, partial(run_rate, plan, arm.name, lr), arm, 0)
         tries[arm.name] = labels

@@ -185,8 +185,8 @@ def path_kernel() -> Kernel:
         gates, there = parts.get("log_decay"), parts.get("valid")
         k, w, beta, values = each(k, w, beta, parts["v"])
         o, keys, lse = path_extend(
-            q, k, w, beta, state.k.float(), values, None if gates is None else single(gates), there, scale, log_diag=a, window=window, sink=sink,
-            return_lse=True,
+            q, k, w, beta, state.k.float(), values, None if gates is None else single(gates), there, scale,
+            log_diag=a, window=window, sink=sink, return_lse=True,
         )  # fmt: skip
         after = GrowingCache(keys, parts["v"], gates, there, carried=True, room=room)
         return (o, lse) if return_lse else o, after

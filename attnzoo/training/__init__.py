@@ -7,15 +7,16 @@ from attnzoo.lazy import lazy
 if TYPE_CHECKING:
     from attnzoo.training.checkpoint import CheckpointError, load_run, newest_checkpoint
     from attnzoo.training.extension import extend
-    from attnzoo.training.loop import train
+    from attnzoo.training.loop import check_run, train
     from attnzoo.training.metrics import read_metrics
 
-__all__ = ["CheckpointError", "extend", "load_run", "newest_checkpoint", "read_metrics", "train"]
+__all__ = ["CheckpointError", "check_run", "extend", "load_run", "newest_checkpoint", "read_metrics", "train"]
 
 __getattr__ = lazy(
     __name__,
     {
         "CheckpointError": "checkpoint",
+        "check_run": "loop",
         "extend": "extension",
         "load_run": "checkpoint",
         "newest_checkpoint": "checkpoint",

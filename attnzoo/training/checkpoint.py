@@ -234,8 +234,6 @@ def check_data(run_dir: Path, config: TrainConfig, progress: Progress, data: Dat
 def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | None:
     """The checkpoint to go on from (None: start anew), when `config` and the data are those of the run.
 
-    Damaged checkpoints that are newer are renamed to `damaged-step-*`, out of the way of those to come.
-
     Raises:
         CheckpointError: they are not, and the error names the fields that differ; or every checkpoint is damaged.
     """
@@ -250,7 +248,6 @@ def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | No
     if read_digests(checkpoint) is None:
         logger.warning("%s is of a version that wrote no digests: its files are not checked", checkpoint)
     check_data(run_dir, config, read_progress(checkpoint), data)
-    _set_aside_after(checkpoint)
     return checkpoint
 
 
@@ -398,7 +395,8 @@ def _problem(checkpoint: Path, names: Collection[str]) -> str | None:
     return damage(checkpoint, names)
 
 
-def _set_aside_after(checkpoint: Path) -> None:
+def set_aside_after(checkpoint: Path) -> None:
+    """Rename newer checkpoints, which are damaged, to `damaged-step-*`, out of the way of those to come."""
     found = checkpoints_in(checkpoint.parent)
     for damaged in found[found.index(checkpoint) + 1 :]:
         os.replace(damaged, damaged_name(damaged))

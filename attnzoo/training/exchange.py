@@ -214,6 +214,16 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
         ValueError: a weight of another shape, or none in common, or data by another tokenizer; or a head of its own,
             and a model without one.
     """
+    state, new, left = weights_for(model, source, data)
+    model.load_state_dict(state, strict=False)
+    logger.warning(
+        "%d weights from %s; starting anew: %s; left there: %s",
+        len(state), source, _listed(new), _listed(left),
+    )  # fmt: skip
+
+
+def weights_for(model: LanguageModel, source: str, data: DataConfig) -> tuple[dict[str, Any], list[str], list[str]]:
+    """What :func:`start_from` gives a model, which stays as it is; what starts anew, and what is left at the source."""
     import torch
 
     from attnzoo.models.peers import Weights, read_settings
@@ -257,12 +267,7 @@ def start_from(model: LanguageModel, source: str, data: DataConfig) -> None:
                 "matrix for both"
             )
         new = [name for name in new if name != HEAD]
-    model.load_state_dict(state, strict=False)
-    left = sorted(name.removeprefix(prefix) for name in there.unread)
-    logger.warning(
-        "%d weights from %s; starting anew: %s; left there: %s",
-        len(state), source, _listed(new), _listed(left),
-    )  # fmt: skip
+    return state, new, sorted(name.removeprefix(prefix) for name in there.unread)
 
 
 def _projection(name: str) -> str:

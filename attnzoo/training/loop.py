@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnzoo.data import build_data
+from attnzoo.data import Data, build_data
 from attnzoo.files import check_folder
 from attnzoo.training.checkpoint import (
     Progress,
@@ -25,11 +25,12 @@ from attnzoo.training.checkpoint import (
     newest_checkpoint,
     read_progress,
     remove_stale,
+    set_aside_after,
     write_checkpoint,
     write_config,
 )
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.exchange import keep_tokenizer, start_from
+from attnzoo.training.exchange import keep_tokenizer, start_from, weights_for
 from attnzoo.training.forgetting import check_forgetting
 from attnzoo.training.metrics import Metrics, Row, rows_until
 from attnzoo.training.model import new_model
@@ -76,20 +77,17 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
 
     rows_per_part = config.rows_per_part(accelerator.num_processes)
     data = build_data(config.data)
-    if data.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={config.model.vocab_size} is below the {data.vocab_size} tokens of {config.data.title!r}"
-        )
     set_seed(config.seed)
-    model: Any = new_model(config)
+    model: Any = _checked_model(config, data)
     model.recompute = config.recompute
-    check_forgetting(model, config)
 
     make_folder(run_dir)
     main = accelerator.is_main_process
     with exclusive(run_dir) if main else nullcontext():
         checkpoint = check_resumable(run_dir, config, data) if main else None
-        if main and checkpoint is None:
+        if checkpoint is not None:
+            set_aside_after(checkpoint)
+        elif main:
             _say_idle(model, data.vocab_size)
         accelerator.wait_for_everyone()
         if not main:  # the first process has moved damaged checkpoints out of the way
@@ -118,6 +116,33 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
         accelerator.wait_for_everyone()
     accelerator.free_memory()
     return run_dir
+
+
+def check_run(config: TrainConfig, data: Data) -> None:
+    """What :func:`train` refuses before it trains, while another run still does; the folder stays as it is.
+
+    Args:
+        config: of a run.
+        data: its.
+
+    Raises:
+        ValueError, OSError, CheckpointError: as :func:`train` does.
+    """
+    run_dir = Path(config.output_dir)
+    check_folder(run_dir)
+    model = _checked_model(config, data)
+    if check_resumable(run_dir, config, data) is None and config.start_from is not None:
+        weights_for(model, config.start_from, config.data)
+
+
+def _checked_model(config: TrainConfig, data: Data) -> LanguageModel:
+    if data.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} is below the {data.vocab_size} tokens of {config.data.title!r}"
+        )
+    model = new_model(config)
+    check_forgetting(model, config)
+    return model
 
 
 def _say_idle(model: LanguageModel, tokens: int) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 from attnzoo.evaluation.memory import OF_NETWORKS
 from attnzoo.experiments import figures, run_figures
 from attnzoo.experiments.claims import LEVEL, Array, AtLeast, AtMost, Correlated, Value, mean_error
-from attnzoo.experiments.experiment import Arm, Experiment, Grid, cost_of, layers_of, meanings_of
+from attnzoo.experiments.experiment import Arm, Experiment, Grid, cost_of, layers_of, meanings_of, rate_in_words
 from attnzoo.experiments.figures import Line, Look, to_svg
 from attnzoo.experiments.outcome import BETTER, Outcome, Trained
 from attnzoo.experiments.probes import Probe
@@ -197,7 +197,7 @@ def _arm(experiment: Experiment, arm: Arm, kind: tuple[str, int, str], look: Loo
 def _rate(outcome: Outcome, arm: Arm) -> str:
     """The learning rate that an arm's runs have, in words."""
     runs = outcome.of(arm.name)
-    return f"{runs[0].lr:g}" if runs else "–"
+    return rate_in_words(runs[0].lr) if runs else "–"
 
 
 def _places(probe: Probe, outcome: Outcome) -> list[float]:
@@ -423,7 +423,8 @@ def _rates(experiment: Experiment, outcome: Outcome) -> list[tuple[str, list[tup
         tried: list[Trained] = [run for run in outcome.tried if run.arm == arm.name]
         taken = _rate(outcome, arm)
         cells = [
-            (f"{run.lr:g}", f"{run.validation:.4f}" if math.isfinite(run.validation) else "diverged") for run in tried
+            (rate_in_words(run.lr), f"{run.validation:.4f}" if math.isfinite(run.validation) else "diverged")
+            for run in tried
         ]
         rows.append((arm.name, [(lr, loss, lr == taken) for lr, loss in cells]))
     return rows
