@@ -166,6 +166,26 @@ def test_characters_are_shown_when_they_are_whole_and_few_tokens_are_decoded_aga
     assert max(decoded) < 30
 
 
+def test_words_of_a_tokenizer_that_gives_the_first_one_no_space_stay_apart():
+    """As Llama 2's and Mistral's do."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words.pre_tokenizer, words.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    words.train_from_iterator(
+        ["the gate of a key closes"] * 9, tokenizers.trainers.BpeTrainer(special_tokens=["</s>"], show_progress=False)
+    )
+    end, space = words.token_to_id("</s>"), words.token_to_id("\u2581")
+    prompt, more = (
+        words.encode("the gate").ids,
+        [*words.encode("of a key").ids, end, space, *words.encode("closes").ids],
+    )
+    for before in (prompt, [end, *prompt], []):
+        unfolding = Unfolding(words.decode, before)
+        pieces = [unfolding.after(more[:n], n == len(more)) for n in range(1, len(more) + 1)]
+        assert "".join(pieces) == words.decode([*before, *more]).removeprefix(words.decode(before))
+        assert "".join(pieces).startswith(" of a key" if before else "of a key")
+
+
 def test_a_run_whose_layers_forget_goes_on_within_a_budget(run):
     layers = "model.attention=[mamba2,{name: fox, options: {forgetting: {window: 2, width: 4}}}]"
     sizes = "model={hidden_size: 32, intermediate_size: 32, num_layers: 2, num_heads: 2}"

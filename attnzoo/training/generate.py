@@ -149,7 +149,7 @@ class Continuation:
             self.source.model, 1, len(tokens) + self.max_tokens, check_every=4, evict=self.evict, budget=self.budget
         )
         number = self._generator.add(tokens, self.max_tokens, stop=self.source.stop, **self.sampling)
-        self.request = self._generator.requests[number]
+        self.request, self._prompt = self._generator.requests[number], tokens
 
     def __iter__(self) -> abc.Generator[str, None, None]:
         waits = ""  # may be the beginning of a text to stop at
@@ -174,7 +174,7 @@ class Continuation:
             generator.admit()
             int(generator.batch.tokens[0])  # waits for the device
             self.prefill_seconds = time.perf_counter() - start
-            text = Unfolding(self.source.decode)
+            text = Unfolding(self.source.decode, self._prompt)
             for _ in generator.stream():
                 if not begun:
                     begun, before = time.perf_counter(), len(request.tokens)
@@ -213,16 +213,23 @@ class Continuation:
 
 
 class Unfolding:
-    """Text from tokens that become known one after the other; only the last of them are decoded again."""
+    """Text from tokens that become known one after the other; only the last of them are decoded again.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self.decode = decode
-        self.start = self.end = 0  # the tokens decoded last, all of whose characters were whole
-        self.given = ""  # of the text from `start` on
+    Args:
+        decode: the text of tokens; what it makes of one may depend on the one before: many tokenizers give the first
+            word no space in front.
+        prompt: the tokens before, whose text is known.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()) -> None:
+        self.decode, self.tokens, self.prompt = decode, list(prompt), len(prompt)
+        self.start, self.end = 0, len(self.tokens)  # those decoded last, all of whose characters were whole
+        self.given = decode(self.tokens)  # of the text from `start` on
 
     def after(self, tokens: Sequence[int], done: bool) -> str:
-        """What is new; a character whose last bytes may be missing waits unless these are all tokens."""
-        text = self.decode(tokens[self.start :])
+        """What is new by all tokens after the prompt; a character whose last bytes may be missing waits unless done."""
+        self.tokens += tokens[len(self.tokens) - self.prompt :]
+        text = self.decode(self.tokens[self.start :])
         whole = text
         for _ in range(0 if done else 3):  # a character has at most so many bytes before its last one
             whole = whole.removesuffix("\ufffd")
@@ -231,8 +238,10 @@ class Unfolding:
             return ""
         new, self.given = whole[same:], whole
         if whole == text:
-            self.start, self.end = self.end, len(tokens)
-            self.given = self.decode(tokens[self.start :])
+            rest = self.decode(self.tokens[self.end :])
+            if rest:  # else the next word would be the first one
+                self.start, self.given = self.end, rest
+            self.end = len(self.tokens)
         return new
 
 
