@@ -128,6 +128,21 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def json_object(content: bytes, name: str | Path) -> dict[str, Any]:
+    """The keys and values of a JSON file.
+
+    Raises:
+        ValueError: it holds anything else; ``name`` says which file.
+    """
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{name} is not readable as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{name}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
 def damaged_name(path: Path) -> Path:
     """Where a damaged file or folder is kept: `damaged-` and its name beside it, with a number when that is taken."""
     names = itertools.chain([f"damaged-{path.name}"], (f"damaged-{path.name}-{n}" for n in itertools.count(2)))

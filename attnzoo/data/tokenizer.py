@@ -19,6 +19,7 @@ from attnzoo.data.shards import TOKENIZER, TokenShards, write_shards
 from attnzoo.data.sources import BYTES, DOCUMENT_END, decode, encode
 from attnzoo.data.texts import held_out_names, stdlib_files, text_files
 from attnzoo.data.windows import Tokens
+from attnzoo.files import json_object
 
 END = "<|end|>"  # ends each document; token 0
 SETTINGS = "tokenizer_config.json"
@@ -107,7 +108,7 @@ def tokenize(
     if token is None:
         raise ValueError(f"end: expected a token of the tokenizer that ends documents, got {end!r}")
     if _special(files, "eos_token") != end:  # a model stops at what it has seen documents end in
-        named = {name: {**json.loads(files[name]), "eos_token": end} for name in NAMING if name in files}
+        named = {name: {**json_object(files[name], name), "eos_token": end} for name in NAMING if name in files}
         files |= {name: json.dumps(settings, indent=1).encode() for name, settings in named.items()}
     shards = write_shards(
         folder,
@@ -273,12 +274,12 @@ def prompt_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
 
 def unadorned(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files of the same tokenizer without what it puts before and behind texts, as :func:`tokenize` writes them."""
-    content = json.loads(files[TOKENIZER])
+    content = json_object(files[TOKENIZER], TOKENIZER)
     if (content.get("post_processor") or {}).get("type") in (None, "ByteLevel"):  # this one puts nothing there
         return dict(files)
     found = {**files, TOKENIZER: json.dumps({**content, "post_processor": None}, ensure_ascii=False, indent=2).encode()}
     if SETTINGS in files:  # from which transformers may make it again
-        settings = json.loads(files[SETTINGS])
+        settings = json_object(files[SETTINGS], SETTINGS)
         adds = {name: False for name in ("add_bos_token", "add_eos_token") if settings.get(name)}
         found[SETTINGS] = json.dumps({**settings, **adds}, indent=1).encode() if adds else files[SETTINGS]
     return found
@@ -295,7 +296,7 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
 
 def _special(files: Mapping[str, bytes], kind: str) -> str | None:
     for name in NAMING:
-        token = json.loads(files.get(name, b"{}")).get(kind)
+        token = json_object(files.get(name, b"{}"), name).get(kind)
         if token:
             return str(token["content"] if isinstance(token, dict) else token)
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +22,7 @@ from attnzoo.data.texts import held_out_names, stdlib_files, text_files
 from attnzoo.data.tokenizer import parse_tokenizer, prompt_encoder, read_tokenizer, special_tokens
 from attnzoo.data.windows import Joined, Tokens
 from attnzoo.errors import UnavailableError
+from attnzoo.files import json_object
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.training.checkpoint import check_data, identity, load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
@@ -136,7 +136,7 @@ def ends_of(files: Mapping[str, bytes], folder: Path | None) -> list[int]:
     found = [special_tokens(files).get("eos_token_id")]
     for name in ("generation_config.json", "config.json"):
         if folder is not None and (folder / name).is_file():
-            named = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            named = json_object((folder / name).read_bytes(), folder / name).get("eos_token_id")
             found += named if isinstance(named, list) else [named]
     return list(dict.fromkeys(token for token in found if token is not None))
 

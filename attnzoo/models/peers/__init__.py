@@ -7,7 +7,6 @@ line has it as `attnzoo import`.
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.errors import unknown
+from attnzoo.files import json_object
 from attnzoo.models.config import ModelConfig
 from attnzoo.models.decoder import LanguageModel
 from attnzoo.models.peers.weights import Settings, Weights
@@ -175,13 +175,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         if (folder / "adapter_config.json").is_file():
             how = " (it is an adapter, which `merge_and_unload` puts into its model)"
         raise FileNotFoundError(f"no model in {str(folder)!r}: there is no config.json{how}")
-    try:
-        fields = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable as JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(fields).__name__}")
-    return fields
+    return json_object(path.read_bytes(), path)
 
 
 __all__ = ["PEERS", "Peer", "Settings", "Weights", "build", "from_peer", "peer_of", "read_settings"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.errors import unknown
+from attnzoo.files import json_object
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -69,12 +69,18 @@ class Weights:
             with safe_open(folder / WHOLE, "pt") as file:
                 files = dict.fromkeys(file.keys(), WHOLE)
         elif (folder / INDEX).is_file():
-            files = json.loads((folder / INDEX).read_text())["weight_map"]
+            files = {}
+            for part, said in _parts(folder / INDEX).items():
+                with safe_open(folder / part, "pt") as file:
+                    files |= dict.fromkeys(_all_of(said, file.keys(), folder / part), part)
         elif (folder / PICKLED).is_file():
             return Weights.of_state(_pickled(folder / PICKLED))
         elif (folder / PICKLED_INDEX).is_file():
-            parts = set(json.loads((folder / PICKLED_INDEX).read_text())["weight_map"].values())
-            return Weights.of_state({k: x for part in sorted(parts) for k, x in _pickled(folder / part).items()})
+            state: dict[str, Tensor] = {}
+            for part, said in _parts(folder / PICKLED_INDEX).items():
+                found = _pickled(folder / part)
+                state |= {name: found[name] for name in _all_of(said, found, folder / part)}
+            return Weights.of_state(state)
         else:
             names = f"{WHOLE}, {PICKLED}, or an index of parts of one of them"
             raise FileNotFoundError(f"{folder}: expected {names}, found none of them")
@@ -85,6 +91,26 @@ class Weights:
     def of_state(state: Mapping[str, Tensor]) -> Weights:
         """Those of a state dict."""
         return Weights(list(state), lambda name: state[name].detach().clone())
+
+
+def _parts(index: Path) -> dict[str, list[str]]:
+    """The files that an index names -> the tensors that it says each of them holds."""
+    place = json_object(index.read_bytes(), index.name).get("weight_map")
+    if not isinstance(place, dict) or not all(isinstance(part, str) for part in place.values()):
+        raise ValueError(f"{index.name}: expected a weight_map, from the names of tensors to those of files")
+    found: dict[str, list[str]] = {}
+    for name, part in place.items():
+        found.setdefault(part, []).append(name)
+    return found
+
+
+def _all_of(names: Sequence[str], there: Collection[str], part: Path) -> list[str]:
+    """All tensors of a part of the weights, those that its index does not name too."""
+    missing = sorted(set(names).difference(there))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{part.name} does not hold {missing[0]}{more}, and the index says that it does")
+    return list(there)
 
 
 def _pickled(file: Path) -> dict[str, Tensor]:
