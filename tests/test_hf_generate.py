@@ -239,6 +239,14 @@ def test_a_model_in_training_drops_nothing_on_the_engine(tokens):
         assert model.training
 
 
+def test_the_likeliest_token_alone_is_what_a_top_p_of_zero_leaves(tokens):
+    model = build()
+    given = {"max_new_tokens": 8, "do_sample": True, "top_p": 0.0}
+    likeliest = model.generate(tokens, max_new_tokens=8, do_sample=False)
+    for engine in (True, False):
+        assert torch.equal(model.generate(tokens, engine=engine, **given), likeliest)
+
+
 def test_the_engine_samples_from_the_models_distribution(tokens):
     model = build()
     for settings in ({"top_k": 5}, {"top_p": 0.6, "top_k": 5}, {"temperature": 0.5, "top_k": 0}):

@@ -131,6 +131,8 @@ def _sampling(settings: Any, vocab_size: int) -> dict[str, Any]:
     temperature = 1.0 if settings.temperature is None else float(settings.temperature)
     if temperature <= 0:
         raise NeedsLoopError(f"temperature: expected above 0 with do_sample, got {settings.temperature}")
+    if top_p == 0:  # transformers keeps the likeliest token alone
+        return {"temperature": 0.0}
     return {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 
 
