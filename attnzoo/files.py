@@ -53,8 +53,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     part = folder.with_name(f".{folder.name}.part")
     with _held(part, folder=True):
         try:
-            for left in part.iterdir():  # by a kill
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            _empty(part)
             yield part
             for path in (*part.rglob("*"), part):
                 sync(path)
@@ -65,6 +64,27 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
             _name(error, folder)
             raise
+
+
+@contextmanager
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder that is gone afterwards; what a kill leaves in it goes when it is asked for again.
+
+    Raises:
+        FileExistsError: another process has it.
+        OSError: it cannot be made.
+    """
+    with _held(folder, folder=True):
+        try:
+            _empty(folder)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _empty(folder: Path) -> None:
+    for left in folder.iterdir():  # by a kill
+        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
 
 def _name(error: BaseException, path: Path) -> None:

@@ -7,8 +7,10 @@ import gzip
 import io
 import json
 import lzma
+import os
 import tarfile
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnzoo.cli import app
-from attnzoo.data.corpus import collect
+from attnzoo.data import build_data
+from attnzoo.data.config import DataConfig
+from attnzoo.data.corpus import collect, tokenize_corpus
 from attnzoo.data.lengths import MARKS, document_lengths
 from attnzoo.data.shards import read_shards, write_shards
-from attnzoo.data.tokenizer import BYTES
+from attnzoo.data.texts import text_files
+from attnzoo.data.tokenizer import BYTES, tokenize
 
 
 def text(name):
@@ -125,13 +130,18 @@ def test_the_texts_under_a_name_of_json(tmp_path):
     described = {
         "documentation": "<p>The <b>first</b> &amp; best.</p><ul><li>one</li><li>two </li></ul>",
         "name": "not this",
-        "shapes": [{"documentation": "second"}, {"documentation": {"documentation": "third"}}, {"documentation": 4}],
+        "shapes": [
+            {"documentation": "second"},
+            {"documentation": {"documentation": "third"}},
+            {"documentation": 4},
+            {"documentation": ["fourth", 5, {"documentation": "fifth"}, ["not this"]]},
+        ],
     }
     into = tmp_path / "texts"
     into.mkdir()
     (tmp_path / "service.json").write_text(json.dumps(described))
     collect([tmp_path / "service.json"], into, json_field="documentation")
-    assert (into / "service.json").read_text() == "The first & best.\none\ntwo\nsecond\nthird"
+    assert (into / "service.json").read_text() == "The first & best.\none\ntwo\nsecond\nthird\nfourth\nfifth"
 
 
 @pytest.mark.parametrize(
@@ -207,3 +217,40 @@ def test_a_text_about_archives_is_none(name, tmp_path):
     (tmp_path / "into").mkdir()
     assert collect([tmp_path / "texts"], tmp_path / "into").documents == 1
     assert (tmp_path / "into" / name).read_bytes() == text(name)
+
+
+def test_folders_are_called_as_they_are_wherever_one_stands(tmp_path, monkeypatch):
+    for name in ("here/.deep", ".there", "into"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "here" / "a.txt").write_bytes(text("a"))
+    (tmp_path / ".there" / "b.txt").write_bytes(text("b"))
+    (tmp_path / ".there" / ".c.txt").write_bytes(text("c"))
+    monkeypatch.chdir(tmp_path / "here" / ".deep")
+    found = collect([Path(".."), Path("../../.there"), Path(".")], tmp_path / "into")
+    assert sorted(p.relative_to(tmp_path / "into").as_posix() for p in (tmp_path / "into").rglob("*.txt")) == [
+        "here/a.txt", "there/b.txt",
+    ]  # fmt: skip
+    assert found.left_out == {"hidden": ["there/.c.txt"]}
+
+
+def test_names_that_are_not_utf8_are_escaped(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for name in (b"a\xff.txt", b"b.txt"):
+        with open(os.fsencode(tmp_path / "texts") + b"/" + name, "wb") as file:
+            file.write(200 * text(name.decode(errors="ignore")))
+    assert sorted(text_files(tmp_path / "texts")) == ["a\\udcff.txt", "b.txt"]
+    build_data(DataConfig(source=str(tmp_path / "texts")))
+    done = tokenize([tmp_path / "texts"], tmp_path / "tokens", vocab_size=300)
+    assert done.files == 2
+
+
+def test_texts_that_a_kill_left_go_with_the_next_call(tmp_path):
+    left = tmp_path / ".tokens.texts" / "deep"
+    left.mkdir(parents=True)
+    (left / "old.txt").write_bytes(text("old"))
+    (tmp_path / "a").mkdir()
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / "a" / name).write_bytes(400 * text(name))
+    corpus, _ = tokenize_corpus([tmp_path / "a"], tmp_path / "tokens", vocab_size=300)
+    assert corpus.documents == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "tokens"]

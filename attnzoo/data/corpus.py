@@ -8,7 +8,6 @@ import hashlib
 import json
 import lzma
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +19,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from attnzoo.data.config import check_pattern
-from attnzoo.data.texts import check_readable, is_hidden
+from attnzoo.data.texts import check_readable, is_hidden, whole_name
 from attnzoo.data.tokenizer import Tokenized, check_options, tokenize
-from attnzoo.files import check_free
+from attnzoo.files import check_free, scratch_folder
 
 DECOMPRESS = {".gz": gzip.decompress, ".xz": lzma.decompress, ".bz2": bz2.decompress}
 TARS = (".tar", ".tgz", ".txz", ".tbz2", *(f".tar{packed}" for packed in (*DECOMPRESS, ".zst")))
@@ -78,11 +77,10 @@ def tokenize_corpus(
     """
     check_free(folder)
     check_options(vocab_size, tokenizer, heldout_fraction)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-texts-") as texts:
-        corpus = collect(paths, Path(texts), patterns=patterns, json_field=json_field, min_bytes=min_bytes)
+    with scratch_folder(folder.with_name(f".{folder.name}.texts")) as texts:
+        corpus = collect(paths, texts, patterns=patterns, json_field=json_field, min_bytes=min_bytes)
         done = tokenize(
-            [Path(texts)],
+            [texts],
             folder,
             vocab_size=vocab_size,
             tokenizer=tokenizer,
@@ -177,13 +175,14 @@ def _text(name: str, content: bytes | None, json_field: str | None, min_bytes: i
 
 
 def _under(value: Any, name: str) -> Iterator[str]:
-    """The texts under a name, at any depth, in order."""
+    """The texts under a name, at any depth, in order: one, or a list of them."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key == name and isinstance(inner, str):
-                yield inner
-            else:
-                yield from _under(inner, name)
+            for found in inner if key == name and isinstance(inner, list) else [inner]:
+                if key == name and isinstance(found, str):
+                    yield found
+                else:
+                    yield from _under(found, name)
     elif isinstance(value, list):
         for inner in value:
             yield from _under(inner, name)
@@ -223,17 +222,19 @@ def _files(paths: Sequence[Path], patterns: Sequence[str]) -> Iterator[tuple[str
         if path.is_dir():
             check_readable(path)
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        root = path.parent if len(paths) > 1 or not path.is_dir() else path
+        root = path if path.is_dir() else path.parent
+        place = path.resolve().name.lstrip(".") if len(paths) > 1 and path.is_dir() else ""
         for file in files:
             with _reading(file):
                 for name, read in _opened(file, file.relative_to(root).as_posix()):
                     packed = PurePosixPath(name).suffix
                     unpack = DECOMPRESS.get(packed.lower(), bytes)
                     name = name if unpack is bytes else name.removesuffix(packed)
-                    if not any(PurePosixPath(name).match(pattern) for pattern in patterns):
+                    whole = f"{place}/{name}" if place else name
+                    if not any(PurePosixPath(whole).match(pattern) for pattern in patterns):
                         continue
                     content = None if is_hidden(name) else unpack(read())
-                    yield name.encode("utf-8", "backslashreplace").decode(), content
+                    yield whole_name(whole), content
 
 
 @contextmanager

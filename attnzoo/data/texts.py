@@ -52,13 +52,18 @@ def text_files(folder: Path, pattern: str = "*") -> dict[str, Path]:
     """
     check_readable(folder)
     files = [file for file in folder.rglob(pattern) if file.is_file() and file.stat().st_size]
-    names = {file.relative_to(folder).as_posix(): file for file in files}
+    names = {whole_name(file.relative_to(folder).as_posix()): file for file in files}
     shown = {name: names[name] for name in sorted(names) if not is_hidden(name)}
     if not shown:
         raise ValueError(
             f"no data in {str(folder)!r}: the folder has no file that is not empty and matches {pattern!r}"
         )
     return shown
+
+
+def whole_name(name: str) -> str:
+    """A file's name in characters alone: bytes in it that are not UTF-8 become escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def is_hidden(name: str) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from attnzoo.data.config import check_pattern
 from attnzoo.data.shards import TOKENIZER, TokenShards, write_shards
 from attnzoo.data.sources import BYTES, DOCUMENT_END, decode, encode
-from attnzoo.data.texts import held_out_names, stdlib_files, text_files
+from attnzoo.data.texts import held_out_names, stdlib_files, text_files, whole_name
 from attnzoo.data.windows import Tokens
 from attnzoo.files import json_object
 
@@ -311,7 +311,13 @@ def _named(paths: Sequence[Path], pattern: str) -> dict[str, Path]:
             raise FileNotFoundError(f"no data: there is no file or folder {str(path)!r}")
         if path.is_file() and not path.stat().st_size:
             raise ValueError(f"no data in {str(path)!r}: the file is empty")
-        found = text_files(path, pattern) if path.is_dir() else {path.name: path} if path.exists() else stdlib_files()
+        found = (
+            text_files(path, pattern)
+            if path.is_dir()
+            else {whole_name(path.name): path}
+            if path.exists()
+            else stdlib_files()
+        )
         for name, file in found.items():
             name = f"{path.resolve().name}/{name}" if len(paths) > 1 and path.is_dir() else name
             if name in named:
