@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import re
 import typing
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any, TypeVar, cast, overload
 from attnzoo.data.config import DataConfig, WeightedSource
 from attnzoo.errors import unknown
 from attnzoo.models.config import LayerSpec, ModelConfig
+from attnzoo.settings import check_numbers
 from attnzoo.training.config import Extension, ForgettingConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "WeightedSource",
     "config_differences",
     "load_config",
-    "read_settings",
     "save_config",
     "to_yaml",
 ]
@@ -45,7 +44,6 @@ KINDS = {  # of values that a file can hold
     list: "a list",
     dict: "a mapping",
 }
-OCTAL, BASE_60 = re.compile(r"[-+]?0[0-7_]+"), re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 
 @overload
@@ -92,7 +90,7 @@ def load_config(
         if not key or not equals:
             raise ValueError(f"override {override!r}: expected key=value")
         try:
-            _check_numbers(override.partition("=")[2], f"override {override!r}")
+            check_numbers(override.partition("=")[2], f"override {override!r}")
             _check_texts(override.partition("=")[2], _type_at(schema, key), f"override {override!r}")
             layers.append((f"override {override!r}", key, OmegaConf.from_dotlist([override])))
         except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
@@ -124,24 +122,6 @@ def load_config(
         raise ValueError(f"{_section(merged, str(error))}{error}") from error
 
 
-def read_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """`key=value` settings as nested keys and values, later ones over earlier ones.
-
-    It is much faster than to give each of them to `load_config`, which can say of each what is wrong with it.
-    """
-    from omegaconf import OmegaConf
-
-    for setting in settings:
-        _check_numbers(setting.partition("=")[2], f"setting {setting!r}")
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(settings))))
-
-
-def names_key(settings: Any, key: str) -> bool:
-    """Whether nested settings have a key, given with dots."""
-    first, _, rest = key.partition(".")
-    return isinstance(settings, dict) and first in settings and (not rest or names_key(settings[first], rest))
-
-
 def _read_yaml(path: Path, schema: type[Any]) -> Any:
     """A file's keys and values as OmegaConf holds them."""
     import yaml
@@ -155,7 +135,7 @@ def _read_yaml(path: Path, schema: type[Any]) -> Any:
     try:
         if yaml.safe_load(text) is None:
             raise ValueError(f"{path} is empty: expected keys and values, or {{}} for the defaults")
-        _check_numbers(text, str(path))
+        check_numbers(text, str(path))
         _check_texts(text, schema, str(path))
         layer = OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
@@ -231,33 +211,6 @@ def _texts(node: Any, schema: Any) -> Iterator[str]:
             yield from _texts(item, types[0])
     elif (schema is str or types == (str, type(None))) and node.id == "scalar" and node.style is None:
         yield node.value
-
-
-def _check_numbers(text: str, origin: str) -> None:
-    """Raise ValueError for a number that YAML 1.1 reads otherwise than it looks: 010 as 8, 1:30 as 90."""
-    import yaml
-
-    if not (OCTAL.search(text) or BASE_60.search(text)):
-        return
-    for node in _scalars(yaml.compose(text, Loader=yaml.SafeLoader)):
-        said, digits = node.value, node.value.replace("_", "")
-        if node.style is not None or not node.tag.endswith((":int", ":float")):
-            continue
-        octal = OCTAL.fullmatch(said) and int(digits, 8) != int(digits)
-        if octal or BASE_60.fullmatch(said):
-            read = yaml.safe_load(said)
-            base = "base 8" if octal else "base 60"
-            raise ValueError(f'{origin}: {said} would be read as {read} ({base}); as a text, it needs quotes: "{said}"')
-
-
-def _scalars(node: Any) -> Iterator[Any]:
-    """The single values of a YAML node, keys included."""
-    if isinstance(node.value, str):
-        yield node
-        return
-    for item in node.value:
-        for inner in item if isinstance(item, tuple) else (item,):
-            yield from _scalars(inner)
 
 
 def save_config(config: Any, path: str | Path) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(attnzoo.__file__).resolve().parent
 
 # From the ground up. A module may use its own package and every floor below it, not the other rooms of its floor.
 FLOORS = (
-    ("errors", "files", "lazy", "terminal"),
+    ("errors", "files", "lazy", "settings", "terminal"),
     ("models.config", "data.config"),
     ("training.config",),
     ("config", "data"),

@@ -14,11 +14,11 @@ from attnzoo.config import (
     TrainConfig,
     config_differences,
     load_config,
-    read_settings,
     save_config,
 )
 from attnzoo.errors import unknown
 from attnzoo.experiments.builtin import CONFIGS, built_in, find_config
+from attnzoo.settings import read_settings
 
 
 def names(config: ModelConfig) -> list[str]:

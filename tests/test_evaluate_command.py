@@ -353,6 +353,8 @@ def test_commands_of_the_how_to_run(tmp_path, monkeypatch):
         (["--on", "loss:fctor=2"], "did you mean 'factor'"),
         (["--on", "loss:factor=two"], "factor: expected a whole number"),
         (["--on", "loss:factor=2,factor=3"], "option 'factor=3': expected factor once, got it twice"),
+        (["--on", "loss:factor=020"], "020 would be read as 16"),
+        (["--on", "loss:factor=1e-1"], r"factor: expected a whole number.*0\.1"),
         (["--on", "loss:factor=0"], "expected at least 1, got 0"),
         (["--on", "loss", "--rows", "3"], "--rows: loss does not read it"),
         (["--on", "loss", "--length", "8", "--length", "9"], r"expected one, .* got \[8, 9\]"),

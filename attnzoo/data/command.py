@@ -180,9 +180,13 @@ def read_options(texts: tuple[str, ...] | list[str]) -> dict[str, Any]:
     """KEY=VALUE as options of a task.
 
     Raises:
-        ValueError: a text of another form, a value that is no YAML, or a key that is given twice.
+        ValueError: a text of another form, a value that is no YAML or a number that YAML reads otherwise than it
+            looks, or a key that is given twice.
     """
     import yaml  # type: ignore[import-untyped]
+    from omegaconf.errors import OmegaConfBaseException
+
+    from attnzoo.settings import read_settings
 
     options: dict[str, Any] = {}
     for text in texts:
@@ -192,7 +196,7 @@ def read_options(texts: tuple[str, ...] | list[str]) -> dict[str, Any]:
         if key in options:
             raise ValueError(f"option {text!r}: expected {key} once, got it twice")
         try:
-            options[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            options |= read_settings([text])
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
             raise ValueError(f"option {text!r} is not readable") from error
     return options

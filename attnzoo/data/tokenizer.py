@@ -311,13 +311,10 @@ def _named(paths: Sequence[Path], pattern: str) -> dict[str, Path]:
             raise FileNotFoundError(f"no data: there is no file or folder {str(path)!r}")
         if path.is_file() and not path.stat().st_size:
             raise ValueError(f"no data in {str(path)!r}: the file is empty")
-        found = (
-            text_files(path, pattern)
-            if path.is_dir()
-            else {whole_name(path.name): path}
-            if path.exists()
-            else stdlib_files()
-        )
+        if path.is_dir():
+            found = text_files(path, pattern)
+        else:
+            found = {whole_name(path.name): path} if path.exists() else stdlib_files()
         for name, file in found.items():
             name = f"{path.resolve().name}/{name}" if len(paths) > 1 and path.is_dir() else name
             if name in named:

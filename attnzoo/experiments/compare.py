@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 from torch import Tensor
 
-from attnzoo.config import ModelConfig, TrainConfig, names_key, read_settings, to_yaml
+from attnzoo.config import ModelConfig, TrainConfig, to_yaml
 from attnzoo.data import Data, build_data, heldout_windows
 from attnzoo.data.tasks import Examples
 from attnzoo.errors import at_least, unknown
@@ -30,6 +30,7 @@ from attnzoo.experiments.report.results import JSON_NAME, describe_machine
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get
+from attnzoo.settings import names_key, read_settings
 from attnzoo.terminal import print_table
 from attnzoo.training import check_run, load_run, newest_checkpoint, train
 from attnzoo.training.checkpoint import (
