@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import tiny_runs
@@ -40,6 +41,19 @@ def test_another_configuration_is_not_mixed_into_a_run(config_of):
         train(config_of("model.hidden_size=32", "optimizer.lr=0.01"))
     train(config_of("log_every=5", "keep_checkpoints=1", "gradient_accumulation=2"))  # these may change
     assert load_run(run_dir)[1].log_every == 5
+
+
+def test_rows_of_a_run_without_a_checkpoint_outlast_another_configuration(config_of, caplog):
+    run = train(config_of())
+    for again, kept in (("seed=0", False), ("seed=7", True)):
+        rows = (run / "metrics.jsonl").read_bytes()
+        shutil.rmtree(run / "checkpoints")
+        train(config_of(again))
+        aside = run / "without-checkpoint-metrics.jsonl"
+        assert aside.exists() == kept
+    assert aside.read_bytes() == rows
+    assert "had other settings and no checkpoint; its rows are in without-checkpoint-metrics.jsonl" in caplog.text
+    assert read_metrics(run)[0]["loss"] != json.loads(rows.splitlines()[0])["loss"]
 
 
 def test_a_command_that_a_refusal_names_is_quoted_as_a_shell_reads_it(config_of):

@@ -268,6 +268,17 @@ def _check_same(what: str, before: TrainConfig, now: TrainConfig, step: int = 0)
         raise OtherRunError(f"{what}: {listed}", f"Give output_dir a new folder, or restore these.{hint}")
 
 
+def is_other(run_dir: Path, config: TrainConfig) -> bool:
+    """Whether a folder's run has other settings than these, in more than is free to change."""
+    if not (run_dir / "config.yaml").is_file():
+        return False
+    try:
+        _check_same("", read_config(run_dir), config)
+    except CheckpointError:
+        return True
+    return False
+
+
 def _extends(before: TrainConfig, now: TrainConfig, step: int) -> bool:
     """Whether `now` is `before` made longer at `step` or later, so that up to there they train the same."""
     known = len(before.optimizer.extensions)

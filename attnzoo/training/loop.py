@@ -20,6 +20,7 @@ from attnzoo.training.checkpoint import (
     Progress,
     check_resumable,
     exclusive,
+    is_other,
     load_state,
     make_folder,
     newest_checkpoint,
@@ -32,7 +33,7 @@ from attnzoo.training.checkpoint import (
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.exchange import keep_tokenizer, start_from, weights_for
 from attnzoo.training.forgetting import check_forgetting
-from attnzoo.training.metrics import Metrics, Row, rows_until
+from attnzoo.training.metrics import Metrics, Row, rows_until, set_rows_aside
 from attnzoo.training.model import new_model
 from attnzoo.training.optimizer import learning_rate
 from attnzoo.training.progress import Quiet, build_display
@@ -105,6 +106,8 @@ def train(config: TrainConfig, on_row: Callable[[Row], None] | None = None) -> P
             load_state(state, checkpoint)
         accelerator.wait_for_everyone()
         if main:
+            if checkpoint is None and is_other(run_dir, config):
+                set_rows_aside(run_dir)
             write_config(run_dir, config)
             keep_tokenizer(config.data, run_dir, anew=checkpoint is None)
             remove_stale(run_dir / "checkpoints", config.keep_checkpoints)

@@ -64,6 +64,16 @@ def rows_until(run_dir: Path, step: int, digest: str) -> list[Row]:
     return rows
 
 
+def set_rows_aside(run_dir: Path) -> None:
+    """Rename the rows of a run that reached no checkpoint, before another one begins in its folder; a line says so."""
+    path = run_dir / FILE
+    if path.is_file() and path.stat().st_size:
+        aside = path.with_name(f"without-checkpoint-{FILE}")
+        aside = aside if not aside.exists() else damaged_name(aside)
+        os.replace(path, aside)
+        logger.warning("%s: the run before had other settings and no checkpoint; its rows are in %s", path, aside.name)
+
+
 class Metrics:
     """Appends rows to a run's file, after forgetting those past `step` (they will come again).
 
