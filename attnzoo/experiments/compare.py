@@ -27,6 +27,7 @@ from attnzoo.experiments import figures
 from attnzoo.experiments.processes import apart
 from attnzoo.experiments.report import Facts, RunResult, load_result, save_result, terminal_table, write_report
 from attnzoo.experiments.report.results import JSON_NAME, describe_machine
+from attnzoo.files import check_folder
 from attnzoo.layer.attention import Attention
 from attnzoo.models import LanguageModel
 from attnzoo.registry import get
@@ -154,9 +155,12 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
     variant = get(entry["name"]).name
     extras = ", ".join(str(key) if value is True else f"{key}={value}" for key, value in options.items())
     for key in ("label", "group"):
-        if not isinstance(entry.get(key) or "", str):
+        if not isinstance(entry.get(key), str | int | None) or isinstance(
+            entry.get(key), bool
+        ):  # 1.10 comes as 1.1, no as False
             raise ValueError(f"variants: expected words in quotes as {key} of {variant}, got {entry[key]!r}")
-    label = entry.get("label") or (f"{variant} ({extras})" if extras else variant)
+    given = entry.get("label")
+    label = str(given) if given is not None else f"{variant} ({extras})" if extras else variant
     key = re.sub(r"[^\w.=]+", "-", label).strip("-")
     if not re.search(r"\w", key) or key.startswith(".") or key == PAGE:
         raise ValueError(
@@ -192,6 +196,8 @@ def run_comparison(config: CompareConfig, console: Console, command: str = "", j
     page = Path(config.output_dir) / PAGE
     if page.is_dir():
         raise ValueError(f"output_dir: expected a file or nothing in place of the page, got the folder {str(page)!r}")
+    for run in runs:
+        check_folder(Path(run.config.output_dir))
     data = build_data(config.train.data)
     _windows(data, config.train, config.evaluate)  # a text too short to measure must not show after training
     for run in runs:  # what is wrong with the last variant must not show after an hour
