@@ -33,14 +33,14 @@ from attnzoo.kernels.common.constants import LOG2E
 from attnzoo.kernels.common.gate_bias import const_gate
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, head_block
-from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 
 
 @triton.jit(do_not_specialize=["R"])
 def norm_max_kernel(p_x, p_max, R, stride_b, stride_r, stride_h, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
                     BR: tl.constexpr):  # fmt: skip
     """Largest |x|^2 per head of [B, R, H, D]; p_max [B, H] starts at 0."""
-    i_bh, i_r = tl.program_id(0), tl.program_id(1)
+    i_bh, i_r = head_and_tile(tl.cdiv(R, BR))
     p_x += (i_bh // H).to(tl.int64) * stride_b + (i_bh % H).to(tl.int64) * stride_h + (i_r * BR).to(tl.int64) * stride_r
     b_x = load_tile(p_x, tl.arange(0, BR), tl.arange(0, BD), stride_r, R - i_r * BR, D, BD, True).to(tl.float32)
     tl.atomic_max(p_max + i_bh, tl.max(tl.sum(b_x * b_x, 1), 0))
@@ -65,7 +65,7 @@ def norm_max(x: Tensor, before: Tensor | None = None) -> Tensor:
     (B, R, H, D), strides = x.shape, x.stride()[:3]
     if before is None:
         longest = torch.zeros((B, H), dtype=torch.float32, device=x.device)
-        norm_max_kernel[(B * H, cdiv(R, 128))](x, longest, R, *strides, H=H, D=D, BD=head_block(D), BR=128)
+        norm_max_kernel[(B * H * cdiv(R, 128),)](x, longest, R, *strides, H=H, D=D, BD=head_block(D), BR=128)
         return longest
     longest = torch.empty_like(before)
     norm_raise_kernel[(B * H,)](x, before, longest, R, *strides, H=H, D=D, BD=head_block(D), BR=16)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from attnzoo.kernels.common.gate_bias import const_gate, gate_at, gates_from
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
-from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def row_delta_kernel(
     GATE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """Pairs (lse, dO . O - dlse) per row, [B, H, Tp, 2] with Tp rounded up to RU; with a sink its weight [B, H, T]."""
-    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_bh, i_t = head_and_tile(tl.cdiv(T, RU) * (RU // BT))
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
     r = (i_t * BT).to(tl.int64)

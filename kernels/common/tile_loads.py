@@ -22,6 +22,16 @@ def load_tile(p, o_r, o_d, stride_r, R, D: tl.constexpr, BD: tl.constexpr, MASK_
 
 
 @triton.jit
+def head_and_tile(n_tiles):
+    """Head and tile of a program of a small kernel, all heads of a tile one after the other.
+
+    One axis holds them all: CUDA's other axes end at 65535, which are 4 million tokens in tiles of 64.
+    """
+    n_heads = tl.num_programs(0) // n_tiles
+    return tl.program_id(0) % n_heads, tl.program_id(0) // n_heads
+
+
+@triton.jit
 def schedule(n_blocks, n_heads):
     """Block and head of this program: groups of n_heads heads (they share the L2 cache), in a group block by block."""
     return nth(tl.program_id(0), tl.num_programs(0), n_blocks, n_heads)

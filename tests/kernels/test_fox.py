@@ -331,3 +331,26 @@ def test_long_sequences_on_the_gpu() -> None:
     for name in ("o", "dq"):
         a, b, e = (t[name][:, -1024:].double() for t in (whole, part, exact))
         assert (a - e).norm() <= 1.05 * (b - e).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_more_blocks_than_the_second_axis_of_a_grid_counts(deterministic: bool) -> None:
+    """Four million tokens and a window: the last rows equal those of the same tokens cut out."""
+    T, tail, window = (1 << 22) + 200, 2048, 500
+    torch.manual_seed(0)
+    x = {name: torch.randn(1, T, 1, 64, device=DEVICE, dtype=torch.bfloat16) for name in "qkv"}
+    x["log_decay"] = -0.1 * torch.rand(1, T, 1, device=DEVICE)
+    cotangent = torch.randn(1, T, 1, 64, device=DEVICE, dtype=torch.bfloat16)
+    found = []
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for begin in (0, T - tail):
+            leaves = {name: t[:, begin:].contiguous().requires_grad_() for name, t in x.items()}
+            o = fox_attention(**leaves, window=window, prune=Prune())
+            grads = torch.autograd.grad(o, list(leaves.values()), cotangent[:, begin:])
+            found.append([t[:, -tail + window :].float() for t in (o.detach(), *grads)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for whole, part in zip(*found, strict=True):
+        assert (whole - part).norm() <= 5e-3 * part.norm()

@@ -38,7 +38,7 @@ def test_dq_and_row_sums_reach_their_places(T: int, K: int, BK: int, sink: bool)
     pairs = sums.view(B * H, Tp // 2, 2).sum(-1)
     got = torch.full((B, T, H, K), float("nan"), device=DEVICE)
     columns = dkey.clone()
-    one_pass.fox_finish_kernel[(B * H, -(-T // BT))](
+    one_pass.fox_finish_kernel[(B * H * -(-T // BT),)](
         held, got, pairs, drow, columns, T, S, 0.5, H=H, K=K, BK=BK, BT=BT, RU=RU, M=M, N=N, GATE=2, HAS_ROW=sink
     )
     torch.testing.assert_close(got, 0.5 * dq[:, :T, :K].view(B, H, T, K).transpose(1, 2))
@@ -64,7 +64,7 @@ def test_delta_takes_the_dropped_part_of_the_output(o_rest: bool) -> None:
     dropped = (exact - o.float()).half()
     lse = torch.randn(B, H, T, generator=generator).to(DEVICE)
     rows, delta = (torch.full((B * H, Tp), float("nan"), device=DEVICE) for _ in range(2))
-    one_pass.fox_bwd_rows_kernel[(B * H, Tp // 64)](
+    one_pass.fox_bwd_rows_kernel[(B * H * (Tp // 64),)](
         o, dropped if o_rest else o, do.half(), lse, lse, rows, delta, lse, lse, lse, lse, lse, T, T, *o.stride()[:3],
         *o.stride()[:3], H=H, V=K, BV=64, BT=64, RU=RU, KU=KEY_UNIT, GATE=0, HAS_SINK=False, HAS_DLSE=False,
         HAS_REST=o_rest,

@@ -298,8 +298,9 @@ def test_memory_grows_linearly_and_stays_small() -> None:
 
 
 @pytest.mark.gpu
-def test_a_million_tokens() -> None:
-    shape = (1, 1 << 20, 1, 64)
+@pytest.mark.parametrize("T", [1 << 20, (1 << 22) + 200])
+def test_millions_of_tokens(T: int) -> None:
+    shape = (1, T, 1, 64)
     q, k, v, w = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     w = torch.nn.functional.normalize(w.float(), dim=-1)
     beta, gate = 2 * torch.rand(shape[:3], device=DEVICE), -0.5 * torch.rand(shape[:3], device=DEVICE)

@@ -13,7 +13,7 @@ from attnzoo.kernels.common.hopper.descriptors import gluon_descriptor, plain_de
 from attnzoo.kernels.common.key_bounds import key_bounds
 from attnzoo.kernels.common.launching import addressable, can_describe, cdiv, gate_kind, head_block, since_strides
 from attnzoo.kernels.common.row_delta import sink_weight
-from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.common.tile_order import tile_order
 from attnzoo.kernels.fox.plan import HOPPER_BACKWARD
 
@@ -31,7 +31,7 @@ def fox_bwd_rows_kernel(
 
     p_w: with a sink or dlse, the sum of dS over each row's keys: the sink's weight times delta, plus dlse.
     """
-    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_bh, i_t = head_and_tile(tl.cdiv(T, RU) * (RU // BT))
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
     r = (i_t * BT).to(tl.int64)
@@ -65,7 +65,7 @@ def fox_finish_kernel(
     RU: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GATE: tl.constexpr, HAS_ROW: tl.constexpr,
 ):  # fmt: skip
     """dQ [B, T, H, K] in the inputs' dtype; E, beyond the share p_w, is taken off the columns."""
-    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_bh, i_t = head_and_tile(tl.cdiv(T, BT))
     n_t = tl.cdiv(T, RU) * (RU // BT)
     b_x = tl.load(p_tiles + (i_bh.to(tl.int64) * n_t + i_t) * (BT * BK) + tl.arange(0, BT * BK))
     o_t, o_k = i_t * BT + tl.arange(0, BT), tl.arange(0, BK)
@@ -110,7 +110,7 @@ def fox_backward_hopper(
     dq, dk, dv = like.new_empty((B, T, H, K)), like.new_empty((B, S, G, K)), v.new_empty((B, S, G, V))
     gates = (lse if c is None else c, lse if base is None else base, lse if log_decay is None else log_decay)
     p_w, p_dc = lse if drow is None else drow, lse if dkey is None else dkey
-    fox_bwd_rows_kernel[(B * H, n_t * t.BT // 64)](
+    fox_bwd_rows_kernel[(B * H * (n_t * t.BT // 64),)](
         o, o if o_rest is None else o_rest, do, lse, lse if dlse is None else dlse, rows, delta, p_w, *gates,
         lse if sink is None else sink, T, S, *o.stride()[:3], *do.stride()[:3], H=H, V=V, BV=BV, BT=64, RU=ROW_UNIT,
         KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink, HAS_DLSE=dlse is not None, HAS_REST=o_rest is not None,
@@ -131,7 +131,7 @@ def fox_backward_hopper(
         num_warps=t.num_warps, maxnreg=t.maxnreg,
     )  # fmt: skip
     M = t.BT // 16
-    fox_finish_kernel[(B * H, cdiv(T, t.BT))](
+    fox_finish_kernel[(B * H * cdiv(T, t.BT),)](
         dq_tiles, dq, sums, p_w, p_dc, T, S, scale, H=H, K=K, BK=BK, BT=t.BT, RU=ROW_UNIT, M=M, N=t.num_warps // M,
         GATE=gate, HAS_ROW=has_row, num_warps=8,
     )  # fmt: skip

@@ -311,7 +311,7 @@ def fox_backward(
     limits = (lse if since is None else since, lse if start is None else start)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *since_strides(since))
     p_w, p_dlse = lse if drow is None else drow, lse if dlse is None else dlse
-    row_delta_kernel[(B * H, row_pairs.shape[2] // 64)](
+    row_delta_kernel[(B * H * (row_pairs.shape[2] // 64),)](
         o, do, lse, p_dlse, row_pairs, p_w, *gates, lse if sink is None else sink, T, S, *o.stride()[:3],
         *do.stride()[:3], H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate, HAS_SINK=has_sink,
         HAS_DLSE=dlse is not None,

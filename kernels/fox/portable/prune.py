@@ -25,7 +25,7 @@ from attnzoo.kernels.common.launching import (
     valid_strides,
 )
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
-from attnzoo.kernels.common.tile_loads import keys_there, load_keys
+from attnzoo.kernels.common.tile_loads import head_and_tile, keys_there, load_keys
 
 
 @triton.jit(do_not_specialize=["p_since", "T", "S", "NS", "stride_lb", "stride_lh", "stride_mb"])
@@ -41,7 +41,7 @@ def fox_prune_rows_kernel(
     b_none: the tail bound drops nothing from rows with c_i - c_0 above it. NS: units that c and base have room for.
     p_since holds the T rows alone.
     """
-    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_bh, i_t = head_and_tile(tl.cdiv(T, RU))
     i_b32, i_h = i_bh // H, i_bh % H
     i_b = i_b32.to(tl.int64)
     i_bg = i_b * (H // REP) + i_h // REP
@@ -133,7 +133,7 @@ def prune_starts(
     tma = where.hopper and where.descriptors and not wide and q.element_size() == 2 and T >= 64 and can_describe(q, k)
     BR, stages = (32, 1) if wide else (64, 3) if tma else (128, 2)
     p_q, p_k = (tile_descriptor(q, BR), tile_descriptor(k, KEY_UNIT)) if tma else (q, k)
-    fox_prune_rows_kernel[(B * H, n_t)](
+    fox_prune_rows_kernel[(B * H * n_t,)](
         p_q, p_k, of_rows, longest, longest if logit_bound is None else logit_bound, longest if c is None else c,
         longest if base is None else base, log_decay, start if since is None else since, there, need, T, S, NS,
         scale * LOG2E,

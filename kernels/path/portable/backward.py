@@ -148,7 +148,7 @@ def _launch(
     d_levels = Levels(torch.empty_like(levels.q, dtype=of_q), torch.empty_like(levels.k))
     gates = (lse if c is None else c, lse if base is None else base)
     p_w, p_dlse = lse if drow is None else drow, lse if dlse is None else dlse
-    row_delta_kernel[(B * H, rows.shape[2] // 64)](
+    row_delta_kernel[(B * H * (rows.shape[2] // 64),)](
         o, do, lse, p_dlse, rows, p_w, *gates, lse, lse if sink is None else sink, T, T, *o.stride()[:3],
         *do.stride()[:3], H=H, V=V, BV=head_block(V), BT=64, RU=ROW_UNIT, KU=KEY_UNIT, GATE=gate,
         HAS_SINK=sink is not None, HAS_DLSE=dlse is not None,

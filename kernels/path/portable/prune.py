@@ -21,7 +21,7 @@ from attnzoo.kernels.common.gate_bias import base_shift, gate_at, key_bias
 from attnzoo.kernels.common.jit_constants import TL_LOG2E
 from attnzoo.kernels.common.launching import cdiv, dot_precision, head_block, since_strides
 from attnzoo.kernels.common.pruning import need_rows, none_above, norm_max, prune_scan_kernel
-from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.path.head_groups import head_groups
 from attnzoo.kernels.path.levels import Leaves
 
@@ -40,7 +40,7 @@ def path_prune_rows_kernel(
     b_none: the tail bound drops nothing from rows with c_i - c_0 above it.
     """
     G: tl.constexpr = H // REP
-    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_bh, i_t = head_and_tile(tl.cdiv(T, RU))
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     i_g = i_h // REP
     o_t, o_s, o_k = tl.arange(0, KU), tl.arange(0, KU), tl.arange(0, BK)
@@ -115,7 +115,7 @@ def block_starts(
     of_rows = longest if tail else norm_max(q)
     assert block is not None or not tail
     diag, qb, kb = (q, q, k) if block is None else (block.diag, block.q, block.k)
-    path_prune_rows_kernel[(B * H, n_t)](
+    path_prune_rows_kernel[(B * H * n_t,)](
         q, diag, qb, kb, of_rows, longest, longest if logit_bound is None else logit_bound, c, base, since, need, T,
         scale * LOG2E, math.log2(T), none_above(log_eps, 2 * KEY_UNIT), *q.stride()[:3], *since_strides(since), H=H,
         REP=H // G, K=K, BK=BK, RU=ROW_UNIT, KU=KEY_UNIT, TAIL=tail, HAS_BOUND=logit_bound is not None,
