@@ -105,6 +105,17 @@ def test_parts_with_unequal_documents_count_by_their_targets(config_of):
         assert values[0] == pytest.approx(values[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("window", [12, "null"])
+def test_what_layers_that_forget_are_taught_counts_by_the_pairs_of_each_part(config_of, window):
+    layer = f"{{name: fox, options: {{window: {window}, forgetting: {{window: 3, width: 4}}}}}}"
+    given = ("batch_size=8", f"model.attention=[{layer}]", "forgetting={distill_steps: 99, distillation: 100}")
+    whole = numbers(train(config_of(*given, run="whole")))
+    parts = numbers(train(config_of(*given, "gradient_accumulation=8", run="parts")))
+    for name in ("loss", "grad_norm"):
+        values = [[row[name] for row in rows if name in row] for rows in (whole, parts)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4)
+
+
 def test_a_stopped_run_on_several_sources_goes_on_to_the_same_bits(config_of):
     reference = train(config_of(run="reference"))
     with pytest.raises(StoppedError):

@@ -81,6 +81,7 @@ class Forget(PreciseModule):
         config: of the layer.
 
     Attributes:
+        window: tokens that a row of the layer sees; None for all.
         blend: lambda now; a training run's schedule sets it before a step.
         temperature: tau now, likewise.
         distils: whether a training step computes L_r, likewise.
@@ -103,6 +104,7 @@ class Forget(PreciseModule):
         super().__init__()
         G, K, V, W = config.kv_heads, config.key_dim, config.v_dim, options.width
         self.options, self.heads = options, G
+        self.window: int | None = config.window
         self.blend, self.temperature, self.distils = options.blend, options.temperature, True
         self.collects, self.terms = True, cast(ForgettingTerms | None, None)
         shapes = {"key": (W, K + V + 2), "offset": (W,)}

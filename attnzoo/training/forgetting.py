@@ -19,6 +19,7 @@ from attnzoo.training.config import ForgettingConfig, TrainConfig
 if TYPE_CHECKING:
     from attnzoo.models import LanguageModel
     from attnzoo.training.metrics import Row
+    from attnzoo.training.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,24 @@ class Extra:
     row: dict[str, Any]
 
 
-def extra_loss(found: Sequence[Forget], config: ForgettingConfig, step: int) -> Extra | None:
+def taught(rows: Rows, network: Forget) -> int:
+    """How many pairs of these rows L_r is a mean over: those older than the remember window, in each head."""
+    young = network.options.window if network.window is None else min(network.options.window, network.window)
+    return rows.pairs(network.window) - rows.pairs(young)
+
+
+def extra_loss(
+    found: Sequence[Forget], config: ForgettingConfig, step: int, weights: Tensor | None = None
+) -> Extra | None:
     """Section 2.4's total loss without the task's, of a model with these networks; None where no layer forgets.
 
     Means over the layers, so that the weights mean the same for any number of them.
+
+    Args:
+        found: the networks.
+        config: of the run.
+        step: which one it is.
+        weights: what each layer's L_r is multiplied by, where the parts of a step have unequally many pairs.
     """
     if not found:
         return None
@@ -107,7 +122,8 @@ def extra_loss(found: Sequence[Forget], config: ForgettingConfig, step: int) -> 
         budgets.append(terms.budget.detach())
         kept.append(terms.kept)
         if terms.distillation is not None:
-            losses.append(now.distillation * terms.distillation)
+            even = terms.distillation if weights is None else weights[number] * terms.distillation
+            losses.append(now.distillation * even)
             distilled.append(terms.distillation.detach())
         network.terms, network.collects = None, False
     row: dict[str, Any] = {"kept": torch.stack(kept).mean(), "budget": torch.stack(budgets).mean()}

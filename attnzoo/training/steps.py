@@ -16,7 +16,7 @@ from attnzoo.data.tasks import Examples
 from attnzoo.data.windows import begins_within, heldout_starts
 from attnzoo.training.checkpoint import newest_checkpoint
 from attnzoo.training.config import TrainConfig
-from attnzoo.training.forgetting import Extra, extra_loss, networks, set_phase, shown
+from attnzoo.training.forgetting import Extra, extra_loss, networks, set_phase, shown, taught
 from attnzoo.training.metrics import Row
 from attnzoo.training.optimizer import learning_rate
 from attnzoo.training.rows import Rows, moved, rows_of, rows_of_answers
@@ -63,14 +63,14 @@ class Run:
         losses = []
         norm = torch.zeros(())
         parts = self.parts = [self._part(step, part) for part in range(config.gradient_accumulation)]
-        for rows, weight in zip(parts, self._weights(parts), strict=True):
+        for rows, weight, of_pairs in zip(parts, self._weights(parts), self._pair_weights(parts), strict=True):
             with accelerator.accumulate(self.model):
                 set_phase(self.networks, config.forgetting, step)
                 loss = self._loss(step, rows)
-                self.extra = extra_loss(self.networks, config.forgetting, step)
+                self.extra = extra_loss(self.networks, config.forgetting, step, of_pairs)
                 if weight is not None:
                     loss = loss * weight
-                # what layers add is a mean over tokens and pairs, whatever is asked: each part weighs the same
+                # what layers add is a mean over tokens, whatever is asked: each part weighs the same
                 accelerator.backward(loss if self.extra is None else loss + self.extra.loss)
                 if accelerator.sync_gradients:
                     norm = whole(accelerator.clip_grad_norm_(self.model.parameters(), config.optimizer.clip_norm))
@@ -84,10 +84,20 @@ class Run:
         of all processes; None where as many targets count in each of them."""
         if parts[0].cu_seqlens is None and not isinstance(self.data.train, Examples):
             return [None] * len(parts)
+        return self._shares(torch.tensor([rows.counted for rows in parts]))
+
+    def _pair_weights(self, parts: list[Rows]) -> list[Tensor | None]:
+        """The same for what each layer that forgets is taught, a mean over pairs: ``[layers]`` of each part."""
+        if not self.networks or parts[0].cu_seqlens is None:
+            return [None] * len(parts)
+        return self._shares(torch.tensor([[taught(rows, network) for network in self.networks] for rows in parts]))
+
+    def _shares(self, counted: Tensor) -> list[Tensor | None]:
+        """Numbers of each part of a step, ``[parts, ...]``, over their mean in all parts of all processes."""
         accelerator = self.accelerator
-        counted = moved(torch.tensor([rows.counted for rows in parts]), accelerator.device)
-        total = accelerator.reduce(counted.sum(), "sum").clamp(min=1)  # packed documents may ask nothing in a step
-        return list(counted * (len(parts) * accelerator.num_processes) / total)
+        counted = moved(counted, accelerator.device)
+        total = accelerator.reduce(counted.sum(0), "sum").clamp(min=1)  # packed documents may ask nothing in a step
+        return list(counted * (len(counted) * accelerator.num_processes) / total)
 
     def _loss(self, step: int, rows: Rows) -> Tensor:
         """Mean loss of a batch; weights that have run away show as gates that their forms refuse."""
