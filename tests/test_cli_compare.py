@@ -211,6 +211,18 @@ def test_report_rebuilds_the_page_from_the_runs(run: Any, tiny: Path, tmp_path: 
     assert 'data-series="fox' not in (tmp_path / "one.html").read_text()
 
 
+def test_report_names_the_run_whose_data_are_gone(run: Any, tiny_train: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert run("train", tiny_train, f"output_dir={tmp_path}/{name}").code == 0
+    config = tmp_path / "two" / "config.yaml"
+    moved = config.read_text().replace("text.txt", "gone.txt")
+    config.write_text(moved)
+    for checkpoint in (tmp_path / "two" / "checkpoints").iterdir():
+        (checkpoint / "config.yaml").write_text(moved)
+    ran = run("report", tmp_path / "one", tmp_path / "two", "-o", tmp_path / "page.html")
+    assert_refused(ran, f"the data of the run in '{tmp_path}/two'", "gone.txt")
+
+
 def test_report_measures_runs_that_were_trained_one_by_one(run: Any, tiny_train: Path, tmp_path: Path) -> None:
     hybrid = ["model.attention=[mamba2,fox]", "model.num_layers=2"]
     assert run("train", tiny_train, f"output_dir={tmp_path}/runs/gla", "model.attention=gla").code == 0

@@ -252,8 +252,8 @@ def result_of(run_dir: Path) -> RunResult:
     A run that was measured before, at another checkpoint, is measured in the same way again.
 
     Raises:
-        FileNotFoundError: no run in that folder, or none that has reached its first checkpoint.
-        ValueError: its results cannot be read, and it has no checkpoint to measure.
+        FileNotFoundError: no run in that folder, none that has reached its first checkpoint, or its data are gone.
+        ValueError: its results cannot be read, and it has no checkpoint to measure; or its data cannot be read.
         CheckpointError: its settings cannot be read, its checkpoints are damaged, or it was trained on other data than
             its source holds now.
     """
@@ -271,7 +271,12 @@ def result_of(run_dir: Path) -> RunResult:
         run = replace(run, label=saved.facts.label, group=saved.facts.group)
         command = saved.facts.command
         evaluate = EvaluateConfig(**(yaml.safe_load(saved.facts.settings).get("evaluate") or {}))
-    save_result(measure(run, evaluate, build_data(config.data), command), run_dir)
+    try:
+        data = build_data(config.data)
+    except (ValueError, FileNotFoundError) as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"the data of the run in {str(run_dir)!r}: {error}") from error
+    save_result(measure(run, evaluate, data, command), run_dir)
     return load_result(run_dir)
 
 

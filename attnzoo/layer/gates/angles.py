@@ -115,7 +115,7 @@ class Mamba3Decay(StepSize):
         pairs = int(sizes.head_dim * rotated_share) // 2
         if sizes.head_dim % 2 or not 0 < pairs <= sizes.head_dim // 2:
             raise ValueError(
-                f"rotated_share: expected two or more of an even number of channels, K = {sizes.head_dim}, "
+                f"rotated_share: expected two or more of an even number of channels, head_dim = {sizes.head_dim}, "
                 f"got {rotated_share}"
             )
         self.a_min, self.still = a_min, sizes.head_dim // 2 - pairs
