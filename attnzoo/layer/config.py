@@ -130,7 +130,10 @@ class AttentionConfig:
         if self.expand is not None and self.value_dim is not None:
             raise ValueError(f"expand: expected None with value_dim = {self.value_dim}, got {self.expand}")
         if self.expand is not None and (self.expand * self.hidden_size) % self.num_heads:
-            raise ValueError(f"expand: expected a whole number of channels per head, got {self.expand}")
+            raise ValueError(
+                f"expand: expected a whole number of channels per head, hidden_size = {self.hidden_size} over "
+                f"num_heads = {self.num_heads}, got {self.expand}"
+            )
         if self.expand is not None and self.expand * self.hidden_size / self.num_heads >= 2**31:
             raise ValueError(f"expand: expected less than 2^31 channels per head, got {self.expand}")
         if self.conv_size < 0:
