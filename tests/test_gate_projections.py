@@ -119,8 +119,8 @@ def test_phases_of_angles_from_the_input_are_as_exact_late_as_early():
         (SelectiveAngles, {}, Sizes(32, 4, 4, 7), r"head_dim .*: expected an even number"),
         (Mamba3Decay, {"a_min": 0.0}, SIZES, "a_min: expected a positive number, got 0.0"),
         (Mamba3Decay, {"dt_min": 1.0}, SIZES, "dt_min, dt_max: expected 0 < dt_min <= dt_max, got 1.0 and 0.1"),
-        (Mamba3Decay, {"rotated_share": 0.1}, SIZES, "rotated_share: expected two or more of .* K = 8, got 0.1"),
-        (Mamba3Decay, {"rotated_share": 1.5}, SIZES, "rotated_share: expected two or more of .* K = 8, got 1.5"),
+        (Mamba3Decay, {"rotated_share": 0.1}, SIZES, "rotated_share: expected two or more of .* head_dim = 8, got 0.1"),
+        (Mamba3Decay, {"rotated_share": 1.5}, SIZES, "rotated_share: expected two or more of .* head_dim = 8, got 1.5"),
         (SoftplusDiagonal, {"channel_rank": 0}, SIZES, "channel_rank: expected at least 1, got 0"),
     ],
 )
