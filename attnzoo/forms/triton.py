@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from attnzoo.forms.options import SoftmaxOptions, check_softmax, existing, separ
 from attnzoo.forms.protocol import Call, Kernel
 
 Output = Tensor | tuple[Tensor, Tensor]  # o, or (o, lse) with return_lse
+Part = TypeVar("Part", Tensor, Tensor | None)
 
 
 class Additive(Protocol):
@@ -80,13 +81,12 @@ def fox_kernel(forms: Additive) -> Kernel:
         _refuse_both(given)
         if given.valid is not None:
             q, k, v = existing(given.valid, q, k, v)
-        if gate.log_decay is not None:
-            gate = replace(gate, log_decay=single(gate.log_decay))
+        gate = replace(gate, log_decay=single(gate.log_decay))
         constant = gate.log_decay if gate.log_decay is not None and gate.log_decay.ndim == 1 else None
         gate = forms.separated(gate, q, given.valid, None)
         past = state
         q, state = forms.remember(q, k, v, gate, past, given, v.dtype)
-        q, k, g = q.to(v.dtype), state.k, None if state.log_decay is None else single(state.log_decay)
+        q, k, g = q.to(v.dtype), state.k, single(state.log_decay)
         v, values = (expand_heads(x, k.shape[2]) for x in (v, state.v))  # a key of its own for each query head's angle
         options: dict[str, Any] = {
             "scale": given.scale, "prune": given.prune, "logit_bound": given.logit_bound, "window": given.window,
@@ -185,7 +185,7 @@ def path_kernel() -> Kernel:
         gates, there = parts.get("log_decay"), parts.get("valid")
         k, w, beta, values = each(k, w, beta, parts["v"])
         o, keys, lse = path_extend(
-            q, k, w, beta, state.k.float(), values, None if gates is None else single(gates), there, scale,
+            q, k, w, beta, state.k.float(), values, single(gates), there, scale,
             log_diag=a, window=window, sink=sink, return_lse=True,
         )  # fmt: skip
         after = GrowingCache(keys, parts["v"], gates, there, carried=True, room=room)
@@ -237,9 +237,9 @@ def step_inputs(
     return q, k, v, separated(gate.per_token(q), q, given.valid, None).map(single)
 
 
-def single(part: Tensor) -> Tensor:
+def single(part: Part) -> Part:
     """A part of a gate as kernels read it: float64 in their float32, as the reference does beside such q."""
-    return part.float() if part.dtype == torch.float64 else part
+    return part.float() if part is not None and part.dtype == torch.float64 else part
 
 
 def whole_path(

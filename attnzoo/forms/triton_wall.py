@@ -16,7 +16,7 @@ from attnzoo.forms.cache import GrowingCache, KVCache, append_in_place, growing
 from attnzoo.forms.options import SoftmaxOptions, check_softmax
 from attnzoo.forms.protocol import Call, Kernel
 from attnzoo.forms.readout import attend_with_sink, least_logit
-from attnzoo.forms.triton import NO_GRADIENT, Output, expects_gradient, on_whole, refused, step_inputs
+from attnzoo.forms.triton import NO_GRADIENT, Output, expects_gradient, on_whole, refused, single, step_inputs
 
 Pair = tuple[Tensor, Tensor]
 WALL_STEPS = 16  # most tokens that continue a cache of Wall one at a time
@@ -50,13 +50,13 @@ def wall_kernel() -> Kernel:
 
         given = SoftmaxOptions(scale, prune, logit_bound, window, sink, valid, None, return_lse)
         q, k, v, gate = step_inputs(q, k, v, gate, given)
-        a, H, T = cast(Tensor, gate.log_diag).float(), q.shape[2], q.shape[1]
+        a, H, T = cast(Tensor, gate.log_diag), q.shape[2], q.shape[1]
         if state is None or not len(state):
             return whole_wall(q, k, v, gate, given), KVCache(carried(k, a), v, gate.log_decay, valid, carried=True)
         refuse_gradients(q, k, v, a, state.k, state.v)
         parts, room = append_in_place(state, *growing(state, KVCache(k, v, gate.log_decay, valid), ("v",)), state.k)
         g, there = parts.get("log_decay"), parts.get("valid")
-        seen = KVCache(state.k.float(), expand_heads(parts["v"], H), None if g is None else g.float(), there)
+        seen = KVCache(state.k.float(), expand_heads(parts["v"], H), single(g), there)
         at_once = window is None and (T > WALL_STEPS or (T > 1 and valid is None))
         o, lse, keys = (_tokens_at_once if at_once else _token_by_token)(q, k, v, gate, seen, given)
         return (o, lse) if return_lse else o, GrowingCache(keys, parts["v"], g, there, carried=True, room=room)
@@ -96,8 +96,8 @@ def whole_wall(q: Tensor, k: Tensor, v: Tensor, gate: Gate, given: SoftmaxOption
     from attnzoo.kernels.wall import wall_attention
 
     check_softmax(given, q, gate)
-    a, g = cast(Tensor, gate.log_diag).float(), gate.per_token(q).log_decay
-    return on_whole(wall_attention, q, k, v, given, log_diag=a, log_decay=None if g is None else g.float())
+    gate = gate.per_token(q).map(single)
+    return on_whole(wall_attention, q, k, v, given, log_diag=gate.log_diag, log_decay=gate.log_decay)
 
 
 def _tokens_at_once(
@@ -112,7 +112,7 @@ def _tokens_at_once(
     """
     from attnzoo.kernels.fox import fox_attention
 
-    a, S, T = cast(Tensor, gate.log_diag).float(), seen.k.shape[1], q.shape[1]
+    a, S, T = cast(Tensor, gate.log_diag), seen.k.shape[1], q.shape[1]
     total, old = running_sum(a, 1).exp(), torch.arange(S + T, device=q.device).expand(len(q), -1) < S
     first = fox_attention(
         (q * total).to(v.dtype), F.pad(seen.k.to(v.dtype), (0, 0, 0, 0, 0, T)), seen.v, log_decay=seen.log_decay,
@@ -129,7 +129,7 @@ def _token_by_token(
     """The same with a step over all keys for each new token, which a window and absent tokens may be counted in."""
     from attnzoo.kernels.fox import fox_attention
 
-    a, keys, rows = cast(Tensor, gate.log_diag).float(), seen.k, []
+    a, keys, rows = cast(Tensor, gate.log_diag), seen.k, []
     S, H = keys.shape[1], q.shape[2]
     for t in range(q.shape[1]):
         now, past = slice(t, t + 1), slice(0, S + t + 1)
