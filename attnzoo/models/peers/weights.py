@@ -66,25 +66,27 @@ class Weights:
         from safetensors import safe_open
 
         if (folder / WHOLE).is_file():  # beside an index, too: saved again over shards
-            with safe_open(folder / WHOLE, "pt") as file:
-                files = dict.fromkeys(file.keys(), WHOLE)
+            parts: dict[str, list[str]] = {WHOLE: []}
         elif (folder / INDEX).is_file():
-            files = {}
-            for part, said in _parts(folder / INDEX).items():
-                with safe_open(folder / part, "pt") as file:
-                    files |= dict.fromkeys(_all_of(said, file.keys(), folder / part), part)
+            parts = _parts(folder / INDEX)
         elif (folder / PICKLED).is_file():
             return Weights.of_state(_pickled(folder / PICKLED))
         elif (folder / PICKLED_INDEX).is_file():
             state: dict[str, Tensor] = {}
             for part, said in _parts(folder / PICKLED_INDEX).items():
                 found = _pickled(folder / part)
-                state |= {name: found[name] for name in _all_of(said, found, folder / part)}
+                _check_part(part, said, found)
+                state |= found
             return Weights.of_state(state)
         else:
             names = f"{WHOLE}, {PICKLED}, or an index of parts of one of them"
             raise FileNotFoundError(f"{folder}: expected {names}, found none of them")
-        opened = {name: safe_open(folder / name, "pt") for name in set(files.values())}
+        opened = {part: safe_open(folder / part, "pt") for part in parts}
+        files: dict[str, str] = {}
+        for part, said in parts.items():
+            there = opened[part].keys()  # type: ignore[no-untyped-call]
+            _check_part(part, said, there)
+            files |= dict.fromkeys(there, part)
         return Weights(list(files), lambda name: opened[files[name]].get_tensor(name))  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -104,13 +106,12 @@ def _parts(index: Path) -> dict[str, list[str]]:
     return found
 
 
-def _all_of(names: Sequence[str], there: Collection[str], part: Path) -> list[str]:
-    """All tensors of a part of the weights, those that its index does not name too."""
-    missing = sorted(set(names).difference(there))
+def _check_part(part: str, said: Sequence[str], there: Collection[str]) -> None:
+    """Refuse a part of the weights without a tensor that its index places there; it may hold others."""
+    missing = sorted(set(said).difference(there))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{part.name} does not hold {missing[0]}{more}, and the index says that it does")
-    return list(there)
+        raise ValueError(f"{part} does not hold {missing[0]}{more}, and the index says that it does")
 
 
 def _pickled(file: Path) -> dict[str, Tensor]:
