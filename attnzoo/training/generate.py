@@ -149,7 +149,7 @@ class Continuation:
             self.source.model, 1, len(tokens) + self.max_tokens, check_every=4, evict=self.evict, budget=self.budget
         )
         number = self._generator.add(tokens, self.max_tokens, stop=self.source.stop, **self.sampling)
-        self.request, self._prompt = self._generator.requests[number], tokens
+        self.request = self._generator.requests[number]
 
     def __iter__(self) -> abc.Generator[str, None, None]:
         waits = ""  # may be the beginning of a text to stop at
@@ -174,7 +174,7 @@ class Continuation:
             generator.admit()
             int(generator.batch.tokens[0])  # waits for the device
             self.prefill_seconds = time.perf_counter() - start
-            text = Unfolding(self.source.decode, self._prompt)
+            text = Unfolding(self.source.decode, request.prompt)
             for _ in generator.stream():
                 if not begun:
                     begun, before = time.perf_counter(), len(request.tokens)
