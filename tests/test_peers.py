@@ -357,7 +357,10 @@ def test_padding_and_steps_change_nothing_with_every_option(name):
         ({"norm_eps": 1e-5}, r"unknown option 'norm_eps' of 'fox'.*did you mean '(output|qk)_norm_eps'"),
         ({"num_qk_heads": 3}, "num_qk_heads: expected a divisor of num_heads = 4, got 3"),
         ({"num_qk_heads": 2, "num_kv_heads": 2}, "num_qk_heads: expected None with num_kv_heads = 2, got 2"),
-        ({"expand": 0.3}, "expand: expected a whole number of channels per head, hidden_size = .* = 4, got 0.3"),
+        (
+            {"expand": 0.3},
+            "expand: expected a whole number of channels per head, hidden_size = 32 over num_heads = 4, got 0.3",
+        ),
         ({"expand": 2, "value_dim": 8}, "expand: expected None with value_dim = 8, got 2"),
         ({"qk_norm_eps": float("nan")}, "qk_norm_eps: expected a number that float32 holds, got nan"),
         ({"scale": float("inf")}, "scale: expected a number that float32 holds or None, got inf"),

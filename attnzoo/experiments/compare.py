@@ -155,10 +155,9 @@ def _plan_one(config: CompareConfig, entry: object) -> Run:
     variant = get(entry["name"]).name
     extras = ", ".join(str(key) if value is True else f"{key}={value}" for key, value in options.items())
     for key in ("label", "group"):
-        if not isinstance(entry.get(key), str | int | None) or isinstance(
-            entry.get(key), bool
-        ):  # 1.10 comes as 1.1, no as False
-            raise ValueError(f"variants: expected words in quotes as {key} of {variant}, got {entry[key]!r}")
+        words = entry.get(key)
+        if isinstance(words, bool) or not isinstance(words, str | int | None):  # 1.10 comes as 1.1, no as False
+            raise ValueError(f"variants: expected words in quotes as {key} of {variant}, got {words!r}")
     given = entry.get("label")
     label = str(given) if given is not None else f"{variant} ({extras})" if extras else variant
     key = re.sub(r"[^\w.=]+", "-", label).strip("-")

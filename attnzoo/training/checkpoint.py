@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnzoo.config import config_differences, load_config, to_yaml
 from attnzoo.files import damaged_name, digest, sync, write_whole
@@ -253,10 +253,7 @@ def check_resumable(run_dir: Path, config: TrainConfig, data: Data) -> Path | No
 
 def _check_same(what: str, before: TrainConfig, now: TrainConfig, step: int = 0) -> None:
     """Refuse a configuration that does not train what another one trains up to a step, or only to another end."""
-    differences = {key: pair for key, pair in config_differences(before, now).items() if key not in FREE}
-    if _extends(before, now, step):
-        longer = ("steps", "optimizer.extensions")
-        differences = {key: pair for key, pair in differences.items() if key not in longer}
+    differences = _differences(before, now, step)
     if differences:
         listed = "; ".join(f"{key} was {old!r} and is {new!r} now" for key, (old, new) in differences.items())
         hint = ""
@@ -273,10 +270,15 @@ def is_other(run_dir: Path, config: TrainConfig) -> bool:
     if not (run_dir / "config.yaml").is_file():
         return False
     try:
-        _check_same("", read_config(run_dir), config)
-    except CheckpointError:
+        return bool(_differences(read_config(run_dir), config))
+    except CheckpointError:  # it cannot be read
         return True
-    return False
+
+
+def _differences(before: TrainConfig, now: TrainConfig, step: int = 0) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two configurations differ that are not free to, nor only in how long they train after a step."""
+    longer = ("steps", "optimizer.extensions") if _extends(before, now, step) else ()
+    return {key: x for key, x in config_differences(before, now).items() if key not in FREE and key not in longer}
 
 
 def _extends(before: TrainConfig, now: TrainConfig, step: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import re
 import shlex
@@ -20,7 +19,7 @@ from attnzoo.data.shards import TOKENIZER as TOKENS
 from attnzoo.data.shards import is_shards, read_shards
 from attnzoo.data.sources import BYTES, is_text
 from attnzoo.data.tokenizer import byte_tokenizer, read_tokenizer, special_tokens, tokenizer_files, unadorned
-from attnzoo.files import whole_folder
+from attnzoo.files import json_object, whole_folder
 from attnzoo.training.checkpoint import load_run, read_progress, usable_checkpoint
 from attnzoo.training.config import TrainConfig
 from attnzoo.training.digests import MODEL, PARTS
@@ -307,7 +306,7 @@ def _check_tokenizer(folder: Path, data: DataConfig) -> None:
 
 def _vocabulary(tokenizer: Path) -> Any:
     """What the numbers stand for."""
-    found = json.loads(tokenizer.read_bytes())["model"]["vocab"]
+    found = json_object(tokenizer.read_bytes(), tokenizer)["model"]["vocab"]
     return BYTEWISE if len(found) == BYTES else found
 
 

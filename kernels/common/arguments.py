@@ -48,9 +48,7 @@ def check_log_diag(q: Tensor, log_diag: Tensor) -> None:
 def check_log_dtype(name: str, log_gate: Tensor, q: Tensor) -> None:
     """A log gate beside q, of whatever shape."""
     if log_gate.dtype not in ((torch.float32,) if q.dtype != torch.float64 else (torch.float32, torch.float64)):
-        why = (
-            "sums of 16-bit log gates are useless" if log_gate.itemsize < 4 else f"kernels add them up beside {q.dtype}"
-        )
+        why = "sums of 16-bit log gates are useless" if log_gate.itemsize < 4 else f"q has {q.dtype}"
         raise ValueError(f"{name}: expected float32 ({why}), got {log_gate.dtype}")
 
 
