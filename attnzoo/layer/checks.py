@@ -207,7 +207,7 @@ def valid_tokens(
         raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {valid.unique().tolist()}")
     if seen is not None and mask.shape[1] > T:
         before = mask[:, :-T].bool()
-        there = before if places is None or places.shape != before.shape else before & places
+        there = before if places is None else before & places
         if bool((there.sum(1) < seen).any()):
             raise ValueError(
                 f"attention_mask: expected all cached tokens, {seen.tolist()} per row, got {there.sum(1).tolist()} of "
