@@ -6,6 +6,8 @@ rows which read a key are one range: a binary search finds its end.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,55 +18,71 @@ from attnzoo.kernels.common.launching import cdiv, since_strides
 
 
 @triton.jit
-def _first_above(p, n, bound, n_steps):
-    """First index i < n with p[i] > bound (n if none) for a block of bounds; p is monotone."""
-    lo, hi = bound * 0, bound * 0 + n
-    for _ in range(n_steps):
-        mid = (lo + hi) // 2
-        m = mid < hi
-        up = m & (tl.load(p + mid, mask=m, other=0) <= bound)
-        lo, hi = tl.where(up, mid + 1, lo), tl.where(up | (mid >= hi), hi, mid)
-    return lo
+def _halve(p, bound, lo, hi):
+    """A step of the search for the first index i in lo .. hi with p[i] > bound, for a block of bounds."""
+    mid = (lo + hi) // 2
+    m = mid < hi
+    up = m & (tl.load(p + mid, mask=m, other=0) <= bound)
+    return tl.where(up, mid + 1, lo), tl.where(up | (mid >= hi), hi, mid)
 
 
 @triton.jit(do_not_specialize=["T", "S", "n_steps", "stride_lb", "stride_lh"])
-def key_bounds_kernel(p_since, p_start, p_end, p_full, T, S, n_steps, stride_lb, stride_lh, H: tl.constexpr,
+def key_bounds_kernel(p_since, p_start, p_end, p_full, p_cut, T, S, n_steps, stride_lb, stride_lh, H: tl.constexpr,
                       RU: tl.constexpr, KU: tl.constexpr, BU: tl.constexpr, HAS_SINCE: tl.constexpr,
                       HAS_START: tl.constexpr):  # fmt: skip
-    """Per key unit [B, H, S / KU]: first row that sees none of it, first row that misses some of it."""
+    """Per key unit [B, H, S / KU]: first row that sees none of it, first row that misses some of it, and the first row
+    that pruning alone lets see none of it.
+
+    The searches go side by side: each of their steps waits for memory.
+    """
     i_bh, i_c = tl.program_id(0), tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
-    n_u = tl.cdiv(S, KU)
+    n_u, n_t = tl.cdiv(S, KU), tl.cdiv(T, RU)
     o_u = i_c * BU + tl.arange(0, BU)
-    b_end = o_u * 0 + T
-    b_full = o_u * 0 + T
-    if HAS_SINCE:
-        p_l = p_since + i_b * stride_lb + i_h.to(tl.int64) * stride_lh + (S - T)
-        b_end = _first_above(p_l, T, o_u * KU + KU - 1, n_steps)
-        b_full = _first_above(p_l, T, o_u * KU, n_steps)
-    if HAS_START:
-        n_t = tl.cdiv(T, RU)
-        b_cut = tl.minimum(_first_above(p_start + i_bh.to(tl.int64) * n_t, n_t, o_u * KU, n_steps) * RU, T)
-        b_end, b_full = tl.minimum(b_end, b_cut), tl.minimum(b_full, b_cut)
+    p_l = p_since + i_b * stride_lb + i_h.to(tl.int64) * stride_lh + (S - T)
+    p_s = p_start + i_bh.to(tl.int64) * n_t
+    none, rows = o_u * 0, o_u * 0 + T
+    b_end, b_full, b_cut, h_end, h_full, h_cut = none, none, none, rows, rows, none + n_t
+    for _ in range(n_steps):
+        if HAS_SINCE:
+            b_end, h_end = _halve(p_l, o_u * KU + KU - 1, b_end, h_end)
+            b_full, h_full = _halve(p_l, o_u * KU, b_full, h_full)
+        if HAS_START:
+            b_cut, h_cut = _halve(p_s, o_u * KU, b_cut, h_cut)
+    if not HAS_SINCE:
+        b_end, b_full = rows, rows
     p_u = i_bh.to(tl.int64) * n_u + o_u
+    if HAS_START:
+        b_cut = tl.minimum(b_cut * RU, T)
+        b_end, b_full = tl.minimum(b_end, b_cut), tl.minimum(b_full, b_cut)
+        tl.store(p_cut + p_u, b_cut, mask=o_u < n_u)
     tl.store(p_end + p_u, b_end, mask=o_u < n_u)
     tl.store(p_full + p_u, b_full, mask=o_u < n_u)
 
 
-def key_bounds(since: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int) -> tuple[Tensor, Tensor]:
-    """The same boundaries seen from the keys, for the backward pass.
+class KeyBounds(NamedTuple):
+    """The same boundaries seen from the keys, [B, H, ceil(S / KEY_UNIT)] int32.
 
-    Returns:
-        end, full [B, H, ceil(S / KEY_UNIT)] int32: rows >= end see nothing of the unit, rows < full see all of it.
+    Attributes:
+        end: rows from here on see nothing of the unit.
+        full: rows before this one see all of it.
+        cut: rows from here on see nothing of it by pruning alone; undefined without pruning.
     """
+
+    end: Tensor
+    full: Tensor
+    cut: Tensor
+
+
+def key_bounds(since: Tensor | None, start: Tensor | None, B: int, T: int, H: int, S: int) -> KeyBounds:
+    """For the backward pass, from the first keys of rows (``since``) and of units of rows (``start``)."""
     some = since if since is not None else start
     assert some is not None
     n_u = cdiv(S, KEY_UNIT)
-    end = torch.empty((B, H, n_u), dtype=torch.int32, device=some.device)
-    full = torch.empty_like(end)
+    end, full, cut = torch.empty((3, B, H, n_u), dtype=torch.int32, device=some.device)
     key_bounds_kernel[(B * H, cdiv(n_u, 128))](
-        some if since is None else since, some if start is None else start, end, full, T, S, T.bit_length() + 1,
+        some if since is None else since, some if start is None else start, end, full, cut, T, S, T.bit_length() + 1,
         *since_strides(since), H=H, RU=ROW_UNIT, KU=KEY_UNIT, BU=128, HAS_SINCE=since is not None,
         HAS_START=start is not None,
     )  # fmt: skip
-    return end, full
+    return KeyBounds(end, full, cut)

@@ -7,17 +7,16 @@ import triton.language as tl
 
 
 @triton.jit
-def pair_of_tiles(p_x, BT: tl.constexpr, BK: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Two tiles of dQ that lie one after the other, from the order in which M by N warps hold each. # [2 BT, BK]
+def held_tile(p_x, BT: tl.constexpr, BK: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """A tile of dQ from the order in which M by N warps hold it. # [BT, BK]
 
-    Loaded so that 2 M warps hold them as they hold the result of a product.
+    Loaded so that M warps hold it as they hold the result of a product.
     """
-    o_n, o_c = tl.arange(0, N)[:, None, None, None, None], tl.arange(0, BK // N // 8)[None, :, None, None, None]
-    o_x, o_m = tl.arange(0, 2)[None, None, :, None, None], tl.arange(0, M)[None, None, None, :, None]
-    o_l = tl.arange(0, 128)[None, None, None, None, :]
-    b_x = tl.load(p_x + o_x * (BT * BK) + ((o_c * N + o_n) * M + o_m) * 128 + o_l)
-    b_x = tl.permute(tl.reshape(b_x, [N, BK // N // 8, 2, M, 8, 4, 2, 2]), [2, 3, 6, 4, 0, 1, 5, 7])
-    return tl.reshape(b_x, [2 * BT, BK])
+    o_n, o_c = tl.arange(0, N)[:, None, None, None], tl.arange(0, BK // N // 8)[None, :, None, None]
+    o_m, o_l = tl.arange(0, M)[None, None, :, None], tl.arange(0, 128)[None, None, None, :]
+    b_x = tl.load(p_x + ((o_c * N + o_n) * M + o_m) * 128 + o_l)
+    b_x = tl.permute(tl.reshape(b_x, [N, BK // N // 8, M, 8, 4, 2, 2]), [2, 5, 3, 0, 1, 4, 6])
+    return tl.reshape(b_x, [BT, BK])
 
 
 @triton.jit

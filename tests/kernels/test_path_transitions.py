@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.kernels.path import levels as tr
-from attnzoo.kernels.path.portable import blocks, carry
+from attnzoo.kernels.path.portable import blocks, carry, inverse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -215,7 +215,8 @@ def test_block_kernels_within_budget(case: tuple[int, ...], hard: bool, dtype: t
         x[2][:, ::2] = x[2][:, :1].clone()
         x[3].fill_(2.0)
     x = on_device(x, dtype)
-    exact, ours = dense.block_level(*(t.double() for t in x)), blocks.block_level(*x)
+    kept = inverse.new_kept(x[0], x[2])
+    exact, ours = dense.block_level(*(t.double() for t in x)), blocks.block_level(*x, kept)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):  # its products are in bf16 too
         plain = dense.block_level(*x)
     ours = ours._replace(diag=ours.diag.tril(), m=ours.m.float().sum(0)[:, : plain.m.shape[1]])
@@ -227,7 +228,7 @@ def test_block_kernels_within_budget(case: tuple[int, ...], hard: bool, dtype: t
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
         plain_d = dense.block_level_backward(*x, d)
     d.diag.add_(torch.full_like(d.diag, torch.nan).triu(1))
-    for name, a, b, c in zip("qkwb", exact_d, blocks.block_level_backward(*x, d), plain_d, strict=True):
+    for name, a, b, c in zip("qkwb", exact_d, blocks.block_level_backward(*x, d, kept), plain_d, strict=True):
         within(f"d{name}", a, b, c, dtype)
 
 
@@ -237,7 +238,8 @@ def test_block_kernels_take_views_of_any_scale() -> None:
     x[3][:, :, 1] = 0.0
     x[0], x[1] = x[0] * 1e4, x[1] * 1e-4
     part = [t[:1, :, 1:3] for t in x]
-    whole, ours = blocks.block_level(*x), blocks.block_level(*part)
+    kept = inverse.new_kept(part[0], part[2])
+    whole, ours = blocks.block_level(*x), blocks.block_level(*part, kept)
     assert torch.equal(ours.q, whole.q[:1, :, 1:3])
     assert torch.equal(ours.k, whole.k[:1, :, 1:3])
     assert torch.equal(ours.diag.tril(), whole.diag[:1, :, 1:3].tril())
@@ -247,8 +249,8 @@ def test_block_kernels_take_views_of_any_scale() -> None:
     assert (ours.diag.tril() - exact.diag).norm() <= 1e-5 * exact.diag.norm()
     d = tr.Leaves(*(torch.randn_like(t) * 1e-4 for t in ours))
     out = [torch.full_like(t, torch.nan) for t in x]
-    blocks.block_level_backward(*part, d, out=tuple(t[:1, :, 1:3] for t in out))
-    for got, new in zip(out, blocks.block_level_backward(*part, d), strict=True):
+    blocks.block_level_backward(*part, d, kept, tuple(t[:1, :, 1:3] for t in out))
+    for got, new in zip(out, blocks.block_level_backward(*part, d, kept), strict=True):
         assert torch.equal(got[:1, :, 1:3], new)
         assert got[1:].isnan().all()
         assert got[:, :, 0].isnan().all()

@@ -117,7 +117,7 @@ def fox_backward_hopper(
     )  # fmt: skip
     end, full, order = lse, lse, head_order(start, G)
     if since is not None or start is not None:
-        end, full = key_bounds(since, start, B, T, H, S)
+        end, full, _ = key_bounds(since, start, B, T, H, S)
     d_rows = [plain_descriptor(y, [1, t.BT]) for y in (rows, delta)]
     d_k, d_v, d_dv = (gluon_descriptor(y, t.BS) for y in (k, v, dv))
     fox_bwd_hopper_kernel[(cdiv(S, t.BS) * B * G,)](

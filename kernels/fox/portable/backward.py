@@ -326,7 +326,7 @@ def fox_backward(
             TMA=tma, num_warps=t.num_warps, num_stages=t.num_stages, maxnreg=t.maxnreg,
         )  # fmt: skip
     if keys:
-        end, full = limits if since is None and start is None else key_bounds(since, start, B, T, H, S)
+        end, full = limits if since is None and start is None else key_bounds(since, start, B, T, H, S)[:2]
         t = dkdv_tiles
         tma = t.tma and can_describe(q, do)
         p_q, p_do = (tile_descriptor(q, t.BT), tile_descriptor(do, t.BT)) if tma else (q, do)

@@ -20,6 +20,7 @@ def launch_hopper_backward(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, wanted: Wanted, sink: Tensor | None,
     dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None, unrounded: bool, tiled: bool,
+    scores: torch.dtype,
 ) -> tuple[Leaves, Levels, Tensor | None, Tiles | None]:  # fmt: skip
     """As ``portable.backward.levels_backward``, where the plan says so. ``clear_tails`` has seen the levels.
 
@@ -37,12 +38,13 @@ def launch_hopper_backward(
     own = lse.new_empty((B, G, Tp, BV))
     of_q = torch.float32 if unrounded else None
     of_block = torch.empty_like(block.q, dtype=of_q), torch.empty_like(block.k)
-    d_block = Leaves(torch.empty_like(block.diag), *of_block, block.m)
+    d_block = Leaves(torch.empty_like(block.diag, dtype=scores), *of_block, block.m)
     d_levels = Levels(torch.empty_like(levels.q, dtype=of_q), torch.empty_like(levels.k))
     gates = (lse if c is None else c, lse if base is None else base)
     limits = (lse if since is None else since, lse if start is None else start)
-    end, full = limits if since is None and start is None else key_bounds(since, start, B, T, H, T)
-    cut = end if since is None or start is None else key_bounds(None, start, B, T, H, T)[0]
+    end = full = cut = lse
+    if since is not None or start is not None:
+        end, full, cut = key_bounds(since, start, B, T, H, T)
     flags = {"GATE": gate, "HAS_START": start is not None, "RU": ROW_UNIT}
     bounded = {"HAS_SINCE": since is not None, "REP": H // G, "H": H, "BK": BK, **flags}
     p_w, extra = lse if drow is None else drow, (lse if dlse is None else dlse, lse if sink is None else sink)

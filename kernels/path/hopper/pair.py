@@ -7,7 +7,7 @@ import triton.language as tl
 
 from attnzoo.kernels.common.gate_bias import gate_at, gates_from
 from attnzoo.kernels.common.row_delta import sink_weight
-from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.common.tile_order import tile_order
 from attnzoo.kernels.path.portable.dkdv import _dkdv_scores
 
@@ -71,7 +71,7 @@ def path_pair_kernel(
     G: tl.constexpr = H // REP
     n_t, n_u = tl.cdiv(T, RU), tl.cdiv(T, C)
     n_b = n_t * (RU // C)
-    i_u, i_bg = tl.program_id(0) % n_b, tl.program_id(0) // n_b
+    i_bg, i_u = head_and_tile(n_b)
     i_b32, i_g = i_bg // G, (i_bg % G).to(tl.int64)
     i_b = i_b32.to(tl.int64)
     i_t = i_u // (RU // C)
@@ -91,6 +91,11 @@ def path_pair_kernel(
         p_doh = p_do + i_b * stride_db + i_h * stride_dh
         p_sinceh = p_since + i_b * stride_lb + i_h.to(tl.int64) * stride_lh
         p_lseh, p_dlseh = p_lse + i_bh * T, p_dlse + i_bh * T
+        for i_l in range(n_levels):  # while nothing else takes registers
+            reads, r = _level_of(p_start + i_bh * n_t, i_l, i_t, HAS_START, RU)
+            if reads:
+                p_xt = p_tiles + (((i_l * B + i_b) * H + i_h) * (tl.cdiv(Tq, RU) * RU) + r + s % RU) * BK
+                tl.store(p_xt + tl.arange(0, C * BK), tl.zeros([C * BK], tl.float32))
         b_do, b_lse, b_delta = _rows(p_oh, p_lowh, p_doh, p_lseh, p_dlseh, s, o_c, o_v, T, stride_ot, stride_dt, V, BV,
                                      HAS_REST, HAS_DLSE)  # fmt: skip
         o_row = i_bh * (n_t * RU) + b_s
@@ -131,20 +136,19 @@ def path_pair_kernel(
                                      HAS_SINCE, PREC, True)  # fmt: skip
             b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PREC)
             b_dsh = b_ds.to(b_q.dtype)
-            b_dk = tl.dot(b_dsh, b_q, b_dk, input_precision=PREC)
-            b_dq = tl.dot(tl.trans(b_dsh), b_k, tl.zeros([C, BK], tl.float32), input_precision=PREC)
-            _store_rows(p_dqb + o_q, b_dq * scale, o_c, o_k, H * K, T - s - C, K)
             b_dc += tl.sum(b_ds, 1)
             if GATE != 0:
                 _add_pairs(p_sumh + C // 2, b_ds, C)
+            b_dq = tl.dot(tl.trans(b_dsh), b_k, tl.zeros([C, BK], tl.float32), input_precision=PREC)
+            _store_rows(p_dqb + o_q, b_dq * scale, o_c, o_k, H * K, T - s - C, K)
+            if REP == 1:  # nothing is held for the next head
+                b_one = tl.dot(b_dsh, b_q, input_precision=PREC)
+                _store_rows(p_dkb + o_kb, b_one * scale, o_c, o_k, G * K, C, K)
+            else:
+                b_dk = tl.dot(b_dsh, b_q, b_dk, input_precision=PREC)
         if GATE != 0:
             tl.store(p_dc + i_bh * T + b_s, b_dc, mask=b_s < T)
-        for i_l in range(n_levels):
-            reads, r = _level_of(p_start + i_bh * n_t, i_l, i_t, HAS_START, RU)
-            if reads:
-                p_xt = p_tiles + (((i_l * B + i_b) * H + i_h) * (tl.cdiv(Tq, RU) * RU) + r + s % RU) * BK
-                tl.store(p_xt + tl.arange(0, C * BK), tl.zeros([C * BK], tl.float32))
-    if meets:
+    if meets and REP > 1:
         _store_rows(p_dkb + o_kb, b_dk * scale, o_c, o_k, G * K, C, K)
     tl.store(p_dv + (i_bg.to(tl.int64) * (n_t * RU) + s) * BV + o_c[:, None] * BV + o_v[None, :], b_dv)
 
@@ -158,7 +162,7 @@ def path_finish_kernel(
     """dQ of the levels, packed, in their dtype, where rows of the unit read them; what the sums of dS over rows are off
     is taken from the sums over columns."""
     n_t = tl.cdiv(T, RU)
-    i_t, i_bh32 = tl.program_id(0) % n_t, tl.program_id(0) // n_t
+    i_bh32, i_t = head_and_tile(n_t)
     i_bh = i_bh32.to(tl.int64)
     o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
     for i_l in range(n_levels):

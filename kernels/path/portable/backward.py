@@ -72,6 +72,7 @@ def path_backward(
     drow = torch.empty_like(lse) if sink is not None or (c is not None and dlse is not None) else None
     decayed = log_diag is not None
     once = plan.backward == "hopper"
+    scores = torch.bfloat16 if q.dtype == torch.bfloat16 and not decayed else torch.float32  # as block_level rounds it
     tiled = once and tree_block(q.shape[3]) == head_block(q.shape[3])
     groups = ((group, None) for group in head_groups(q, k, backward=True, one_pass=once, decayed=decayed))
     for group, there in groups if made is None else places(made, q, k, w):
@@ -94,8 +95,9 @@ def path_backward(
         extra = group.heads(sink), group.rows(dlse), group.rows(drow)
         p_rest = None if o_rest is None else group.queries(o_rest)
         d_block, d_levels, d_key, tiles = levels_backward(
-            block, carried.levels, *saved, scale, plan, wanted, *extra, group.keys(dv), p_rest, tiled=tiled
-        )
+            block, carried.levels, *saved, scale, plan, wanted, *extra, group.keys(dv), p_rest, tiled=tiled,
+            scores=scores,
+        )  # fmt: skip
         if dkey is not None and d_key is not None:
             dkey[group.b, group.h] = d_key
         if dq is None or dk is None:
@@ -104,7 +106,8 @@ def path_backward(
         d_w, d_beta = (None if y is None else group.keys(y) for y in (dw, dbeta))
         d_leaves, out = Leaves(d_block.diag, *total), (group.queries(dq), group.keys(dk), d_w, d_beta)
         if log_diag is None:
-            block_level_backward(*x, d_leaves, out, kept)
+            assert kept is not None
+            block_level_backward(*x, d_leaves, kept, out)
         else:
             decayed_backward(*x, p_a, d_leaves, kept_decays, out, None if da is None else group.queries(da))
     return dq, dk, dv, dw, dbeta, dkey, drow, da
@@ -114,7 +117,7 @@ def levels_backward(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, sink: Tensor | None,
     dlse: Tensor | None, drow: Tensor | None, dv: Tensor, o_rest: Tensor | None, unrounded: bool = False,
-    tiled: bool = False,
+    tiled: bool = False, scores: torch.dtype = torch.float32,
 ) -> tuple[Leaves, Levels, Tensor | None, Tiles | None]:  # fmt: skip
     """Gradients of the blocks (without m), of the levels and of the keys' bias, as far as wanted; fills dv, drow.
 
@@ -123,19 +126,20 @@ def levels_backward(
     Args:
         unrounded: whether those of the carried queries are wanted in float32.
         tiled: whether tiles are, from Hopper's one pass; then those in the levels are undefined.
+        scores: dtype of those of the scores within blocks.
     """
     saved, rest = (block, levels, do, v, o, lse, c, base, since, start, scale), (wanted, sink, dlse, drow, dv)
     if plan.backward == "hopper":
         from attnzoo.kernels.path.hopper.backward import launch_hopper_backward
 
-        return launch_hopper_backward(*saved, *rest, o_rest, unrounded, tiled)
-    return *_launch(*saved, plan, *rest, unrounded), None
+        return launch_hopper_backward(*saved, *rest, o_rest, unrounded, tiled, scores)
+    return *_launch(*saved, plan, *rest, unrounded, scores), None
 
 
 def _launch(
     block: Leaves, levels: Levels, do: Tensor, v: Tensor, o: Tensor, lse: Tensor, c: Tensor | None, base: Tensor | None,
     since: Tensor | None, start: Tensor | None, scale: float, plan: Plan, wanted: Wanted, sink: Tensor | None,
-    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, unrounded: bool,
+    dlse: Tensor | None, drow: Tensor | None, dv: Tensor, unrounded: bool, scores: torch.dtype,
 ) -> tuple[Leaves, Levels, Tensor | None]:  # fmt: skip
     (B, T, H, K), (G, V), n = block.q.shape, v.shape[2:], levels.q.shape[0]
     do = addressable(do)
@@ -144,7 +148,7 @@ def _launch(
     d_key = lse.new_zeros((n + 1, B, H, T)) if gate else lse
     of_q = torch.float32 if unrounded else None
     of_block = torch.empty_like(block.q, dtype=of_q), torch.empty_like(block.k)
-    d_block = Leaves(torch.empty_like(block.diag), *of_block, block.m)
+    d_block = Leaves(torch.empty_like(block.diag, dtype=scores), *of_block, block.m)
     d_levels = Levels(torch.empty_like(levels.q, dtype=of_q), torch.empty_like(levels.k))
     gates = (lse if c is None else c, lse if base is None else base)
     p_w, p_dlse = lse if drow is None else drow, lse if dlse is None else dlse
@@ -154,7 +158,7 @@ def _launch(
         HAS_SINK=sink is not None, HAS_DLSE=dlse is not None,
     )  # fmt: skip
     limits = (lse if since is None else since, lse if start is None else start)
-    end, full = limits if since is None and start is None else key_bounds(since, start, B, T, H, T)
+    end, full = limits if since is None and start is None else key_bounds(since, start, B, T, H, T)[:2]
     sizes = (B, T, levels.q.shape[2], levels.k.shape[2], n)
     strides = (*v.stride()[:3], *do.stride()[:3])
     options = {"H": H, "REP": H // G, "K": K, "V": V, "BK": head_block(K), "BV": BV, "RU": ROW_UNIT,

@@ -5,9 +5,9 @@ With y_a = beta_a R_1 .. R_{a-1} w_a the product of a block's first i factors is
     Y = X W,   X = (I + diag(beta) tril(W W^T, -1))^-1 diag(beta),   Z = X tril(W K^T, -1)
     qb = Q - tril(Q W^T) Y,   kb = K - Z^T W,   diag = tril(Q K^T - tril(Q W^T) Z),   M = I - Y^T W.
 
-Several small kernels, one program per block and key head: latency bounds them, and code that takes few registers leaves
-room for other programs. path_inverse_kernel (inverse.py) makes X, path_product_kernel M, path_block_fwd_kernel what is
-left. Backward, path_block_bwd_kernel starts from diag, qb and kb, and path_product_bwd_kernel from M and X.
+One program per block and key head. path_block_fwd_kernel makes all of it; backward, path_block_bwd_kernel starts from
+diag, qb and kb, and path_product_bwd_kernel from M and X. Latency bounds them: what counts is how many instructions a
+program takes, and how few registers and how little shared memory, so that two or three run on a multiprocessor.
 
 Entries of the inverse stay below 2 for unit w and beta <= 2, so a float32 inverse is safe. What follows multiplies it
 in pieces of 16 bits: M, whose errors add up along the sequence, in two, the rest as the inputs ask.
@@ -21,67 +21,65 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.launching import cdiv
-from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.path.levels import BLOCK, Kept, Leaves
 
-from .inverse import _mm, _mm_pair, _pieces, _power_of_two, _unit_rows, invert, launch, new_kept, tree_block
+from .inverse import _mm, _mm_pair, _pieces, _power_of_two, _unit_lower_inverse, _unit_rows, launch, tree_block
 from .tree import new_tree
+
+
+@triton.jit
+def _zeros_as(b_acc):
+    """Zeros in the layout of the product b_acc."""
+    return tl.where(tl.arange(0, b_acc.shape[0])[:, None] < 0, b_acc, 0.0)
 
 
 @triton.jit
 def _identity(b_acc, C: tl.constexpr, DT: tl.constexpr):
     """I in the layout of the product b_acc, so that it stays in registers as a left factor. # [C, C]"""
     o_c = tl.arange(0, C)
-    never = tl.where(o_c[:, None] < 0, b_acc, 0.0)
-    return tl.where(o_c[:, None] == o_c[None, :], 1.0, never).to(DT)
+    return tl.where(o_c[:, None] == o_c[None, :], 1.0, _zeros_as(b_acc)).to(DT)
+
+
+@triton.jit
+def _store_product(p_m, plane, p_w, w_hi, w_lo, b_x, o_c, o_k, stride_wt, R, K: tl.constexpr, BK: tl.constexpr,
+                   NW: tl.constexpr, DT: tl.constexpr):  # fmt: skip
+    """M = I - Y^T W in two pieces of dtype DT, a plane apart; Y^T = W^T X^T, w in NW pieces."""
+    x_hi, x_lo = _pieces(b_x, DT)  # [C, C]
+    for i in tl.static_range(0, BK, 64):  # rows of M at a time: all at once spill
+        o_i = i + tl.arange(0, 64)
+        v_hi, v_lo = _pieces(load_tile(p_w, o_c, o_i, stride_wt, R, K, BK, True), DT)  # [C, 64]
+        b_y = tl.dot(tl.trans(v_hi), tl.trans(x_hi))  # [64, C]
+        b_y = tl.dot(tl.trans(v_hi), tl.trans(x_lo), b_y)
+        if NW == 2:
+            b_y = tl.dot(tl.trans(v_lo), tl.trans(x_hi), b_y)
+        y_hi, y_lo = _pieces(b_y, DT)
+        b_m = tl.dot(y_hi, w_hi)  # [64, BK]
+        b_m = tl.dot(y_lo, w_hi, b_m)
+        if NW == 2:
+            b_m = tl.dot(y_hi, w_lo, b_m)
+        m_hi, m_lo = _pieces(tl.where(o_i[:, None] == o_k[None, :], 1.0, 0.0) - b_m, DT)
+        p_t, m_k = p_m + o_i[:, None] * K + o_k[None, :], (o_i < K)[:, None] & (o_k < K)[None, :]
+        tl.store(p_t, m_hi, mask=m_k)
+        tl.store(p_t + plane, m_lo, mask=m_k)
 
 
 @triton.jit(do_not_specialize=["T", "B", "N"])
-def path_product_kernel(
-    p_w, p_x, p_m, T, B, N, stride_wb, stride_wt, stride_wh,
-    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, DT: tl.constexpr,
-):  # fmt: skip
-    """M = I - Y^T W, the first nC of N nodes, in two pieces of dtype DT; Y^T = W^T X^T, w in NW pieces."""
-    n_c = tl.cdiv(T, C)
-    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
-    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
-    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
-    r = (i_c * C).to(tl.int64)
-    R = T - i_c * C
-    p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
-    w_hi, w_lo = _pieces(load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True), DT)  # [C, BK]
-    b_x = tl.load(p_x + ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :])
-    x_hi, x_lo = _pieces(b_x, DT)  # [C, C]
-    b_y = tl.dot(tl.trans(w_hi), tl.trans(x_hi))  # [BK, C]
-    b_y = tl.dot(tl.trans(w_hi), tl.trans(x_lo), b_y)
-    if NW == 2:
-        b_y = tl.dot(tl.trans(w_lo), tl.trans(x_hi), b_y)
-    y_hi, y_lo = _pieces(b_y, DT)
-    b_m = tl.dot(y_hi, w_hi)  # [BK, BK]
-    b_m = tl.dot(y_lo, w_hi, b_m)
-    if NW == 2:
-        b_m = tl.dot(y_hi, w_lo, b_m)
-    m_hi, m_lo = _pieces(tl.where(o_k[:, None] == o_k[None, :], 1.0, 0.0) - b_m, DT)
-    p_m += ((i_b * N + i_c) * G + i_g) * (K * K) + o_k[:, None] * K + o_k[None, :]
-    m_k = (o_k < K)[:, None] & (o_k < K)[None, :]
-    tl.store(p_m, m_hi, mask=m_k)
-    tl.store(p_m + B * N.to(tl.int64) * (G * K * K), m_lo, mask=m_k)
-
-
-@triton.jit(do_not_specialize=["T"])
 def path_block_fwd_kernel(
-    p_q, p_k, p_w, p_x, p_diag, p_qb, p_kb, T,
+    p_q, p_k, p_w, p_beta, p_diag, p_qb, p_kb, p_m, p_kv, p_kx, p_kw, T, B, N,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh,
+    stride_bb, stride_bt, stride_bh,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NI: tl.constexpr,
-    NW: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
+    NW: tl.constexpr, NB: tl.constexpr, NP: tl.constexpr, KEEP: tl.constexpr, KW: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """diag [B, nC, H, C, C], qb = Q - (tril(Q W^T) X) W [B, T, H, K], kb [B, T, G, K].
+    """diag [B, nC, H, C, C], qb = Q - (tril(Q W^T) X) W [B, T, H, K], kb [B, T, G, K], and M, the first nC of N nodes.
 
-    q and k are NI pieces, w NW, what follows from them NP. The first term of qb and kb is a product with I: that puts
-    the tile where the second one is added.
+    With KEEP also V and X, X = V diag(beta), V = (I + diag(beta) tril(W W^T, -1))^-1, and with KW w in another dtype
+    (``levels.Kept``). w is NW pieces, NB in what is made of q and k, which are NI; what follows from them is NP. The
+    first term of qb and kb is a product with I: that puts the tile where the second one is added.
     """
     n_c = tl.cdiv(T, C)
-    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_bg, i_c = head_and_tile(n_c)
     i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
     REP: tl.constexpr = H // G
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
@@ -90,50 +88,73 @@ def path_block_fwd_kernel(
     R = T - i_c * C
     p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
     b_w = load_tile(p_w, o_c, o_k, stride_wt, R, K, BK, True)  # [C, BK]
+    if KW:
+        p_t = p_kw + ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_k[None, :]
+        tl.store(p_t, b_w.to(p_kw.dtype.element_ty), mask=m_ck)
+    b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=o_c < R, other=0.0)
+    b_beta = b_beta.to(tl.float32)
+    zeros, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
+    w_hi, w_lo = _pieces(b_w, DT)
+    b_l = tl.dot(w_hi, tl.trans(w_hi))
+    if NW == 2:
+        b_l = tl.dot(w_lo, tl.trans(w_hi), b_l)
+        b_l = tl.dot(w_hi, tl.trans(w_lo), b_l)
+    b_l = tl.where(o_c[:, None] > o_c[None, :], b_l * b_beta[:, None], 0.0)
+    b_v = _unit_lower_inverse(b_l, p_diag + ((i_b * n_c + i_c) * H + i_g * REP) * (C * C), C, DT)
+    b_x = b_v * b_beta[None, :]  # [C, C]
+    if KEEP:
+        o_cc = ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :]
+        tl.store(p_kv + o_cc, b_v.to(p_kv.dtype.element_ty))
+        x_hi, x_lo = _pieces(b_x, p_kx.dtype.element_ty)
+        tl.store(p_kx + o_cc, x_hi)
+        if p_kx.dtype.element_ty != tl.float32:
+            tl.store(p_kx + B.to(tl.int64) * n_c * G * (C * C) + o_cc, x_lo)
+    p_mt = p_m + ((i_b * N + i_c) * G + i_g) * (K * K)
+    _store_product(p_mt, B * N.to(tl.int64) * (G * K * K), p_w, w_hi, w_lo, b_x, o_c, o_k, stride_wt, R, K, BK, NW, DT)
     p_k += i_b * stride_kb + i_g * stride_kh + r * stride_kt
     b_k = load_tile(p_k, o_c, o_k, stride_kt, R, K, BK, True)
     p_q += i_b * stride_qb + r * stride_qt
-    b_x = tl.load(p_x + ((i_b * n_c + i_c) * G + i_g) * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
     b_k, b_ks = _unit_rows(b_k, NI, DT)
-    if NW == 1:
+    if NB == 1:
         b_w = b_w.to(DT)
     if NP == 1:
         b_x = b_x.to(DT)
-    zeros, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
 
-    b_kw = tl.where(o_c[:, None] < o_c[None, :], -_mm(b_k, tl.trans(b_w), zeros, NI, NW, DT), 0.0)
+    b_kw = tl.where(o_c[:, None] < o_c[None, :], -_mm(b_k, tl.trans(b_w), zeros, NI, NB, DT), 0.0)
     b_eye = _identity(b_kw, C, DT)
     b_z = _mm(b_kw, tl.trans(b_x), zeros, NP, NP, DT)  # -Z^T
     if NP == 1:
         b_z = b_z.to(DT)
-    b_kb = _mm(b_z, b_w, _mm(b_eye, b_k, wide, 1, NI, DT), NP, NW, DT) * b_ks[:, None]
+    b_kb = _mm(b_z, b_w, _mm(b_eye, b_k, wide, 1, NI, DT), NP, NB, DT) * b_ks[:, None]
     p_kb += ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_k[None, :]
     tl.store(p_kb, b_kb.to(p_kb.dtype.element_ty), mask=m_ck)
     for j in range(REP):
         i_h = i_g * REP + j
         b_q = load_tile(p_q + i_h * stride_qh, o_c, o_k, stride_qt, R, K, BK, True)
         b_q, b_qs = _unit_rows(b_q, NI, DT)
-        b_qw = tl.where(o_c[:, None] >= o_c[None, :], _mm(b_q, tl.trans(b_w), zeros, NI, NW, DT), 0.0)
+        b_qw = tl.where(o_c[:, None] >= o_c[None, :], _mm(b_q, tl.trans(b_w), zeros, NI, NB, DT), 0.0)
         if NP == 1:
             b_qw = b_qw.to(DT)
         b_a = _mm(b_qw, tl.trans(b_z), _mm(b_q, tl.trans(b_k), zeros, NI, NI, DT), NP, NP, DT)
         p_a = p_diag + ((i_b * n_c + i_c) * H + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
-        tl.store(p_a, b_a * b_qs[:, None] * b_ks[None, :], mask=o_c[:, None] >= o_c[None, :])
+        tl.store(p_a, b_a * b_qs[:, None] * b_ks[None, :], mask=o_c[:, None] >= o_c[None, :] // 4 * 4)  # four at once
         b_p = _mm(b_qw, b_x, zeros, NP, NP, DT)
         b_q += 0.0  # a copy for the compiler: it enters shared memory here, once the products above have left it
-        b_qb = _mm(-b_p, b_w, _mm(b_eye, b_q, wide, 1, NI, DT), NP, NW, DT) * b_qs[:, None]
+        b_qb = _mm(-b_p, b_w, _mm(b_eye, b_q, wide, 1, NI, DT), NP, NB, DT) * b_qs[:, None]
         p_qt = p_qb + ((i_b * T + r) * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
         tl.store(p_qt, b_qb.to(p_qb.dtype.element_ty), mask=m_ck)
 
 
 @triton.jit
-def _head_bwd(p_q, p_dqb, p_da, p_dq, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k, stride_qt, stride_dqt, R,
+def _head_bwd(p_q, p_dqb, p_da, p_dq, b_w, b_k, b_wk, b_x, b_xl, b_zt, o_c, o_k, stride_qt, stride_dqt, R,
               H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NW: tl.constexpr, NG: tl.constexpr,
               NX: tl.constexpr, DT: tl.constexpr):  # fmt: skip
-    """dQ of one query head, stored; tril(Q W^T), E = dqb W^T, dA, dQW. # [C, C] each"""
+    """Q and dqb of one query head; tril(Q W^T), E = dqb W^T, dA, dQW # [C, C] each; dQ, stored. b_wk: any product."""
     cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
     m_le = o_c[:, None] >= o_c[None, :]
-    d_a = tl.load(p_da + o_c[:, None] * C + o_c[None, :], mask=m_le & (o_c < R)[:, None], other=0.0)
+    m_a = (o_c[:, None] >= o_c[None, :] // 8 * 8) & (o_c < R)[:, None]  # what one load reads at once
+    d_a = tl.load(p_da + o_c[:, None] * C + o_c[None, :], mask=m_a, other=0.0).to(tl.float32)
+    d_a = tl.where(m_le, d_a, _zeros_as(b_wk))
     b_q = load_tile(p_q, o_c, o_k, stride_qt, R, K, BK, True)
     d_qb = load_tile(p_dqb, o_c, o_k, H * K, R, K, BK, True)
     d_e = _mm(d_qb, tl.trans(b_w), cc, 1, NW, DT)
@@ -185,7 +206,7 @@ def path_block_bwd_kernel(
     """
     REP: tl.constexpr = H // G
     n_c = tl.cdiv(T, C)
-    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_bg, i_c = head_and_tile(n_c)
     i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_up = o_c[:, None] < o_c[None, :]
@@ -204,15 +225,14 @@ def path_block_bwd_kernel(
     b_x = tl.load(p_x + o_cc)  # [C, C]
     b_xl = tl.load(p_x + B.to(tl.int64) * n_c * G * (C * C) + o_cc) if NX == 2 else b_x
     cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
-    b_kw = tl.where(m_up, _mm(b_k, tl.trans(b_w), cc, 1, NW, DT), 0.0)
-    if NG == 1:
-        b_kw = b_kw.to(DT)
+    b_wk = tl.where(m_up, _mm(b_k, tl.trans(b_w), cc, 1, NW, DT), 0.0)
+    b_kw = b_wk.to(DT) if NG == 1 else b_wk
     b_zt = _mm_pair(b_kw, b_x, b_xl, True, cc, NG, NX, DT)
     if NG == 1:
         b_zt = b_zt.to(DT)
     d_k, d_w, d_x, d_zt = wide, wide, cc, cc
     if REP == 1:
-        b_q, d_qb, b_qw, d_e, d_a, d_qw = _head_bwd(p_q, p_dqb, p_da, p_dq, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k,
+        b_q, d_qb, b_qw, d_e, d_a, d_qw = _head_bwd(p_q, p_dqb, p_da, p_dq, b_w, b_k, b_wk, b_x, b_xl, b_zt, o_c, o_k,
                                                     stride_qt, stride_dqt, R, H, K, BK, C, NW, NG, NX,
                                                     DT)  # fmt: skip
         d_x = _mm(tl.trans(b_qw), d_e, d_x, NG, NG, DT)
@@ -220,8 +240,8 @@ def path_block_bwd_kernel(
     else:
         for _ in range(REP):
             b_q, d_qb, b_qw, d_e, d_a, d_qw = _head_bwd(
-                p_q, p_dqb, p_da, p_dq, b_w, b_k, b_x, b_xl, b_zt, o_c, o_k, stride_qt, stride_dqt, R, H, K, BK, C, NW,
-                NG, NX, DT,
+                p_q, p_dqb, p_da, p_dq, b_w, b_k, b_wk, b_x, b_xl, b_zt, o_c, o_k, stride_qt, stride_dqt, R, H, K, BK,
+                C, NW, NG, NX, DT,
             )  # fmt: skip
             d_x = _mm(tl.trans(b_qw), d_e, d_x, NG, NG, DT)
             d_zt = _mm(tl.trans(d_a), b_qw, d_zt, NG, NG, DT)
@@ -273,7 +293,7 @@ def path_product_bwd_kernel(
     What goes through V twice is of dtype DV, brought near 1: there roundings are amplified most.
     """
     n_c = tl.cdiv(T, C)
-    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_bg, i_c = head_and_tile(n_c)
     i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_lo = o_c[:, None] > o_c[None, :]
@@ -289,8 +309,9 @@ def path_product_bwd_kernel(
     b_v, b_x = tl.load(p_v + o_cc), tl.load(p_x + o_cc)  # [C, C]
     cc, wide = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
     b_f = -_mm(b_w, tl.trans(d_m), wide, NW, NG, DT)
+    b_wm = -_mm(b_w, d_m, wide, NW, NG, DT)
     if NG == 1:
-        b_f = b_f.to(DT)
+        b_f, b_wm = b_f.to(DT), b_wm.to(DT)
     d_x = _mm(b_f, tl.trans(b_w), cc, NG, NW, DT) + tl.load(p_dx + o_cc)
     s, inv = _power_of_two(tl.max(tl.abs(d_x)))  # over rows, then columns, Triton 3.6 and 3.7 fail for Blackwell
     d_l = _mm(tl.trans(b_v), d_x * inv, cc, NG, NG, DV)
@@ -304,7 +325,7 @@ def path_product_bwd_kernel(
         d_s = d_s.to(DT)
     d_w = _mm(tl.trans(b_x), b_f, wide, NG, NG, DT)
     d_w = _mm(tl.trans(d_s), b_w, _mm(d_s, b_w, d_w, NG, NW, DT), NG, NW, DT)
-    d_w = _mm(b_x, -_mm(b_w, d_m, wide, NW, NG, DT), d_w, NG, NG, DT)
+    d_w = _mm(b_x, b_wm, d_w, NG, NG, DT)
     m_ck = m_c[:, None] & m_k[None, :]
     p_part += i_b * stride_pb + i_g * stride_ph + r * stride_pt + o_c[:, None] * stride_pt + o_k[None, :]
     d_w += tl.load(p_part, mask=m_ck, other=0.0)
@@ -331,15 +352,12 @@ def block_level(
         out = Leaves(diag, q.new_empty((B, T, H, K)), k.new_empty((B, T, G, K)), new_tree(q, n, G))
     pieces = 2 if w.dtype == torch.float32 else 1
     fine = q.dtype != torch.bfloat16
-    x = invert(w, beta, kept)
-    path_product_kernel[(n * B * G,)](
-        w, x, out.m, T, B, out.m.shape[2], *w.stride()[:3], G=G, K=K, BK=tree_block(K), C=BLOCK, NW=pieces,
-        DT=tl.float16, num_stages=1, **launch("product", K),
-    )  # fmt: skip
+    kv, kx, kw = kept or (w, w, w)
     path_block_fwd_kernel[(n * B * G,)](
-        q, k, w, x, out.diag, out.q, out.k, T, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], H=H, G=G, K=K,
-        BK=tree_block(K), C=BLOCK, NI=2 if q.dtype == torch.float32 else 1, NW=pieces if fine else 1,
-        NP=2 if fine else 1, DT=tl.float16, num_stages=1, **launch("block", K),
+        q, k, w, beta, out.diag, out.q, out.k, out.m, kv, kx, kw, T, B, out.m.shape[2], *q.stride()[:3],
+        *k.stride()[:3], *w.stride()[:3], *beta.stride(), H=H, G=G, K=K, BK=tree_block(K), C=BLOCK,
+        NI=2 if q.dtype == torch.float32 else 1, NW=pieces, NB=pieces if fine else 1, NP=2 if fine else 1,
+        KEEP=kept is not None, KW=kw.dtype != w.dtype, DT=tl.float16, num_stages=1, **launch("block", K),
     )  # fmt: skip
     return out
 
@@ -348,15 +366,15 @@ Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def block_level_backward(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Leaves, out: Gradients | None = None, kept: Kept | None = None
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, d: Leaves, kept: Kept, out: Gradients | None = None
 ) -> Gradients:
     """Gradients of q, k, w and beta, given those of what block_level made of them.
 
     Args:
-        d: d.diag is not read above the diagonal; d.m [B, nodes, G, K, K] begins with the leaves.
+        d: d.diag is not used above the diagonal; d.m [B, nodes, G, K, K] begins with the leaves.
+        kept: what block_level left.
         out: where to put dq, dk, dw, dbeta: views of any floating dtype, with contiguous last dims but for dbeta;
             default: new tensors in the inputs' dtypes. Without dw and dbeta d.m is not read.
-        kept: what block_level left; default: made again.
     """
     B, T, H, K = q.shape
     G, exact = k.shape[2], q.dtype == torch.float32
@@ -364,9 +382,6 @@ def block_level_backward(
         out = q.new_empty(q.shape), k.new_empty(k.shape), w.new_empty(w.shape), beta.new_empty(beta.shape)
     dq, dk, dw, dbeta = out
     fine = q.dtype != torch.bfloat16
-    if kept is None:
-        kept = new_kept(q, w)
-        invert(w, beta, kept)
     w = kept.w
     n, pieces = cdiv(T, BLOCK), 2 if fine and w.dtype == torch.float32 else 1
     dtype = tl.float32 if exact else tl.float16 if fine else tl.bfloat16

@@ -9,15 +9,13 @@ can make it alone.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attnzoo.kernels.common.launching import cdiv
-from attnzoo.kernels.common.tile_order import pair_of_tiles
+from attnzoo.kernels.common.tile_order import held_tile
 from attnzoo.kernels.path.levels import (
     BLOCK,
     EVERYTHING,
@@ -92,10 +90,13 @@ def _unit_row(i_t, s, QUERY: tl.constexpr):
 
 
 @triton.jit
-def _order(n_t, n_heads, QUERY: tl.constexpr):
-    """Unit and head of a program: those of many levels first."""
-    i_t = tl.program_id(0) // n_heads
-    return n_t - 1 - i_t if QUERY else i_t, tl.program_id(0) % n_heads
+def _order(n_u, n_heads, QUERY: tl.constexpr):
+    """Block and head of a program: those of many levels first. And whether the block is not at the end of its unit to
+    which it is carried: the second one's queries, the first one's keys."""
+    i_u = tl.program_id(0) // n_heads
+    if QUERY:
+        i_u = n_u - 1 - i_u
+    return i_u, tl.program_id(0) % n_heads, (i_u % 2 == 1) == QUERY
 
 
 @triton.jit(do_not_specialize=["T", "Tr", "B", "n", "N", "stride_sb", "stride_sh"])
@@ -105,51 +106,56 @@ def path_carry_kernel(
     NS: tl.constexpr, HAS_START: tl.constexpr, NP: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Packed rows of the levels 1 .. n [n, B, Tr, H, K] from x [B, T, H, K] at the ends of its blocks."""
-    BT: tl.constexpr = 128
-    n_t = tl.cdiv(T, BT)
-    i_t, i_bh = _order(n_t, B * H, QUERY)
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
-    o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
-    first, units = i_t * BT, tl.cdiv(T, 64)
+    C: tl.constexpr = 64
+    units = tl.cdiv(T, C)
+    i_u, i_bh, moves = _order(units, B * H, QUERY)
+    i_b, i_h, i_t = (i_bh // H).to(tl.int64), i_bh % H, i_u // 2
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     act, _ = _acts(p_start + i_b * stride_sb, i_t, i_h, T, n, stride_sh, QUERY, REP, HAS_START)
     count = _ones(act)
-    m_t = (first + o_t < T)[:, None] & (o_k < K)[None, :]
-    o_x = o_t[:, None] * (H * K) + o_k[None, :]
-    p_x += ((i_b * T + first) * H + i_h) * K
-    p_level += (i_b * Tr * H + i_h) * K
+    m_c = (i_u * C + o_c < T)[:, None] & (o_k < K)[None, :]
+    o_x = o_c[:, None] * (H * K) + o_k[None, :]
+    p_x += ((i_b * T + i_u * C) * H + i_h) * K
+    p_level += ((i_b * Tr + i_u % 2 * C) * H + i_h) * K
     p_node += (i_b * N * G + i_h // (H // G)) * (K * K)
     plane = B * N.to(tl.int64) * (G * K * K)
-    b_x = tl.load(p_x + o_x, mask=m_t & (count > 0), other=0.0).to(tl.float32)  # [BT, BK]
+    b_x = tl.load(p_x + o_x, mask=m_c & (count > 0), other=0.0).to(tl.float32)  # [C, BK]
     b_s, b_x = _scaled(b_x, NP, DT)
-    # first to the ends of the unit: its second block's queries, its first block's keys
-    i_n = 2 * i_t + 1 - QUERY
-    m_h = (o_t >= 64) == QUERY
-    for i in tl.range(0, count, num_stages=NS):
+    i_n = i_u ^ 1  # first over the unit's other block
+    if (count > 0) & (not moves):
+        s = _top_bit(act & -act)
+        p = p_level + (s * B * Tr.to(tl.int64) + _unit_row(i_t, s, QUERY)) * (H * K)
+        tl.store(p + o_x, (b_x.to(tl.float32) * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_c)
+        i_n = _scale_at(units, s + 1) + ((i_t >> s) ^ 1)
+        act &= act - 1
+    for _ in tl.range(tl.where(moves, 0, 1), count, num_stages=NS):
         b_y = _mm_node(b_x, p_node + i_n.to(tl.int64) * (G * K * K), plane, o_k, QUERY, K, BK, NP, DT)
-        b_y = tl.where((m_h | (i > 0))[:, None], b_y, b_x.to(tl.float32))
         b_x = b_y.to(b_x.dtype)
         s = _top_bit(act & -act)
         p = p_level + (s * B * Tr.to(tl.int64) + _unit_row(i_t, s, QUERY)) * (H * K)
-        tl.store(p + o_x, (b_y * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_t)
+        tl.store(p + o_x, (b_y * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_c)
         i_n = _scale_at(units, s + 1) + ((i_t >> s) ^ 1)
         act &= act - 1
 
 
 @triton.jit
-def _down(act, b_key, i_t, first, o_t, T, p_level, p_d, stride, BTr, QUERY: tl.constexpr, HAS_START: tl.constexpr):
-    """One step of a walk from the highest level of a unit of 128 tokens down to level 0.
+def _down(act, b_key, i_u, o_c, meets, p_level, p_d, stride, BTr, QUERY: tl.constexpr, HAS_START: tl.constexpr):
+    """One step of a walk from the highest level of a block down to level 0.
 
     Bit s of act stands for level s + 1, which is still to come; without any bit this step is level 0.
 
-    Returns where the level keeps the unit's gradient, which of the 128 rows have one there [BT], s, and act without
-    this level.
+    Args:
+        meets: whether the block has a gradient in level 0.
+
+    Returns where the level keeps the block's gradient, which of its rows have one there [C], s, and act without this
+    level.
     """
     last = act == 0
     s = _top_bit(act | last)
-    p = tl.where(last, p_d, p_level + (s * BTr + _unit_row(i_t, s, QUERY)) * stride)
-    m = (((o_t >= 64) == QUERY) & (first + 64 < T)) | (act > 0)
+    p = tl.where(last, p_d, p_level + (s * BTr + _unit_row(i_u // 2, s, QUERY)) * stride)
+    m = (o_c >= 0) & (meets | (act > 0))
     if HAS_START and not QUERY:
-        m = m & ((first + o_t >= tl.sum(tl.where(tl.arange(0, 32) == s, b_key, 0), 0)) | last)
+        m = m & ((i_u * 64 + o_c >= tl.sum(tl.where(tl.arange(0, 32) == s, b_key, 0), 0)) | last)
     return p, m, s, tl.where(last, 0, act - (1 << s))
 
 
@@ -164,43 +170,51 @@ def path_carry_bwd_kernel(
     Those of the levels are in p_level, or with WARPS in p_tiles (``levels.Tiles``). The running gradient D, that of x
     at the next scale, goes to p_level, in place of a level's own; level 0's goes to p_zero, packed.
     """
-    BT: tl.constexpr = 128
-    n_t = tl.cdiv(T, BT)
-    i_t, i_bh = _order(n_t, B * H, QUERY)
-    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
-    o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
-    first, units = i_t * BT, tl.cdiv(T, 64)
+    C: tl.constexpr = 64
+    units = tl.cdiv(T, C)
+    i_u, i_bh, moves = _order(units, B * H, QUERY)
+    i_b, i_h, i_t = (i_bh // H).to(tl.int64), i_bh % H, i_u // 2
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     act, b_key = _acts(p_start + i_b * stride_sb, i_t, i_h, T, n, stride_sh, QUERY, REP, HAS_START)
     count = _ones(act)
-    m_t = (first + o_t < T)[:, None] & (o_k < K)[None, :]
-    o_x = o_t[:, None] * (H * K) + o_k[None, :]
+    meets = moves & (i_t * 128 + C < T)
+    m_c = (i_u * C + o_c < T)[:, None] & (o_k < K)[None, :]
+    o_x = o_c[:, None] * (H * K) + o_k[None, :]
     BTr = B * Tr.to(tl.int64)
     p_node += (i_b * N * G + i_h // (H // G)) * (K * K)
     plane = B * N.to(tl.int64) * (G * K * K)
-    p_level += (i_b * Tr * H + i_h) * K
-    at = ((i_b * T + first) * H + i_h) * K
+    p_level += ((i_b * Tr + i_u % 2 * C) * H + i_h) * K
+    at = ((i_b * T + i_u * C) * H + i_h) * K
     p_d += at
-    p_zero += ((i_b * (n_t * 64) + (i_t - QUERY) * 64) * H + i_h) * K
-    p_tiles += (i_b * H + i_h) * (tl.cdiv(Tr, BT) * BT * BK)
-    p, m, s, act = _down(act, b_key, i_t, first, o_t, T, p_level, p_d, H * K, BTr, QUERY, HAS_START)
-    b_s, b_y = tl.full([BT], 1.0, tl.float32), tl.zeros([BT, BK], tl.float32)
+    p_tiles += ((i_b * H + i_h) * (tl.cdiv(Tr, 128) * 128) + i_u % 2 * C) * BK
+    p, m, s, act = _down(act, b_key, i_u, o_c, meets, p_level, p_d, H * K, BTr, QUERY, HAS_START)
+    b_s, b_y = tl.full([C], 1.0, tl.float32), tl.zeros([C, BK], tl.float32)
     b_x = b_y.to(DT) if NP == 1 else b_y
-    for i in tl.range(0, count, num_stages=NS):
+    products = tl.maximum(count - tl.where(moves, 0, 1), 0)
+    for i in tl.range(0, products, num_stages=NS):
+        b_d = (b_x * b_s[:, None]).to(p_level.dtype.element_ty)
         if WARPS:
-            i_r = s * (B * H).to(tl.int64) * (tl.cdiv(Tr, BT) * BT) + _unit_row(i_t, s, QUERY)
-            b_g = pair_of_tiles(p_tiles + i_r * BK, 64, BK, 4, WARPS // 4) * scale
+            tl.store(p + o_x, b_d, mask=m_c & (i > 0))
+            i_r = s * (B * H).to(tl.int64) * (tl.cdiv(Tr, 128) * 128) + _unit_row(i_t, s, QUERY)
+            b_g = held_tile(p_tiles + i_r * BK, C, BK, 4, WARPS // 4) * scale
         else:
-            b_g = tl.load(p + o_x, mask=m_t & m[:, None], other=0.0)  # before D takes its place
-        tl.store(p + o_x, (b_x * b_s[:, None]).to(p_level.dtype.element_ty), mask=m_t & (i > 0))
+            b_g = tl.load(p + o_x, mask=m_c & m[:, None], other=0.0)  # before D takes its place
+            tl.store(p + o_x, b_d, mask=m_c & (i > 0))
         b_s, b_x = _scaled(b_y * b_s[:, None] + b_g.to(tl.float32), NP, DT)
-        p, m, s, act = _down(act, b_key, i_t, first, o_t, T, p_level, p_d, H * K, BTr, QUERY, HAS_START)
-        i_n = tl.where(i + 1 < count, _scale_at(units, s + 1) + ((i_t >> s) ^ 1), 2 * i_t + 1 - QUERY).to(tl.int64)
+        p, m, s, act = _down(act, b_key, i_u, o_c, meets, p_level, p_d, H * K, BTr, QUERY, HAS_START)
+        i_n = tl.where(i + 1 < count, _scale_at(units, s + 1) + ((i_t >> s) ^ 1), i_u ^ 1).to(tl.int64)
         b_y = _mm_node(b_x, p_node + i_n * (G * K * K), plane, o_k, not QUERY, K, BK, NP, DT)
-    m_h = ((o_t >= 64) == QUERY)[:, None]
-    b_g = tl.load(p_d + o_x, mask=m_t & m_h & (first + 64 < T), other=0.0)
-    tl.store(p_zero + o_x, (b_x * b_s[:, None]).to(p_zero.dtype.element_ty), mask=m_t & m_h & (count > 0))
-    b_y = tl.where(m_h, b_y, b_x.to(tl.float32)) * b_s[:, None] + b_g.to(tl.float32)
-    tl.store(p_out + at + o_x, b_y.to(p_out.dtype.element_ty), mask=m_t)
+    b_y *= b_s[:, None]
+    if WARPS and not moves:
+        if count > 0:
+            i_r = s * (B * H).to(tl.int64) * (tl.cdiv(Tr, 128) * 128) + _unit_row(i_t, s, QUERY)
+            b_y += held_tile(p_tiles + i_r * BK, C, BK, 4, WARPS // 4) * scale
+    else:
+        b_y += tl.load(p + o_x, mask=m_c & m[:, None], other=0.0).to(tl.float32)
+    if moves:
+        p = p_zero + ((i_b * (tl.cdiv(T, 128) * C) + i_t * C) * H + i_h) * K
+    tl.store(p + o_x, (b_x * b_s[:, None]).to(p_zero.dtype.element_ty), mask=m_c & (products > 0))
+    tl.store(p_out + at + o_x, b_y.to(p_out.dtype.element_ty), mask=m_c)
 
 
 def _options(
@@ -229,7 +243,7 @@ def carry(block: Leaves, start: Tensor | None = None, out: Levels | None = None)
         tree(nodes, T, start)
         p_start, *strides = starts(start, nodes)
         for x, level, query in ((block.q, levels.q, True), (block.k, levels.k, False)):
-            path_carry_kernel[(cdiv(T, UNIT) * B * x.shape[2],)](
+            path_carry_kernel[(cdiv(T, BLOCK) * B * x.shape[2],)](
                 x, level, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], *strides,
                 **_options("carry", x, start, nodes, query),
             )  # fmt: skip
@@ -261,11 +275,8 @@ def carry_backward(
         if not read:
             continue
         p_tiles, scale, warps = tiles if tiles is not None and query else (level, 1.0, 0)
-        options = _options("carry_bwd", x, start, nodes, query, staged)
-        if warps and x.shape[3] > 64:  # or the tiles leave the nodes of a third step no shared memory
-            options["NS"] = min(2, cast(int, options["NS"]))
-        path_carry_bwd_kernel[(n_t * B * x.shape[2],)](
+        path_carry_bwd_kernel[(cdiv(T, BLOCK) * B * x.shape[2],)](
             g, level, p_tiles, z, o, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], scale, *strides,
-            WARPS=warps, **options,
+            WARPS=warps, **_options("carry_bwd", x, start, nodes, query, staged),
         )  # fmt: skip
     return *out, node_gradients(block, carried, zero, d, T, start) if wanted.transitions else nodes

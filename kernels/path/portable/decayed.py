@@ -28,7 +28,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans
 from attnzoo.kernels.common.launching import cdiv
-from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves
 
 from .inverse import _mm, _pieces, _unit_lower_inverse, tree_block
@@ -55,7 +55,7 @@ class DecayedKept(NamedTuple):
 def block_of(T, H: tl.constexpr, C: tl.constexpr):
     """Batch, head, first token, tokens and place among [B, nC, H] of a program's block."""
     n_c = tl.cdiv(T, C)
-    i_c, i_bh = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_bh, i_c = head_and_tile(n_c)
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     return i_b, i_h, (i_c * C).to(tl.int64), T - i_c * C, (i_b * n_c + i_c) * H + i_h
 

@@ -229,7 +229,7 @@ def path_forward(
     if window and since is not None:  # keys outside of the window need no carries either
         start = (since[..., ::ROW_UNIT] // KEY_UNIT * KEY_UNIT).repeat(B // since.shape[0], H // since.shape[1], 1)
     elif bound:
-        start = torch.zeros((B, H, cdiv(T, ROW_UNIT)), dtype=torch.int32, device=q.device)
+        start = torch.empty((B, H, cdiv(T, ROW_UNIT)), dtype=torch.int32, device=q.device)
     groups = ((group, None) for group in head_groups(q, k, backward=False, decayed=log_diag is not None))
     for group, room in groups if made is None else places(made, q, k, w):
         p_q, p_k = group.queries(q), group.keys(k)
@@ -245,10 +245,12 @@ def path_forward(
             assert p_since is not None
             assert p_start is not None
             assert tails is not None
-            torch.maximum(p_start, block_starts(
+            found = block_starts(
                 p_q, p_k, block, p_c, p_base, group.rows(tails), p_since, scale, bound, log_eps,
-                group.heads(logit_bound),
-            ), out=p_start)  # fmt: skip
+                group.heads(logit_bound), None if window else p_start,
+            )  # fmt: skip
+            if window:
+                torch.maximum(p_start, found, out=p_start)
         levels = carry(block, p_start, None if room is None else room.levels).levels
         if room is not None:
             clear_tails(levels, T)

@@ -1,7 +1,7 @@
 """Within a block of 64 tokens everything follows from one inverse, X = (I + diag(beta) tril(W W^T, -1))^-1 diag(beta).
 
-Here: the kernel that makes X, matrix products whose factors are split into 16-bit pieces, and the launch options of all
-kernels that work on the transitions. blocks.py uses X.
+Here: how that inverse is made, matrix products whose factors are split into 16-bit pieces, and the launch options of
+all kernels that work on the transitions. blocks.py makes X and uses it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ from torch import Tensor
 
 from attnzoo.kernels.common.device import triton_version
 from attnzoo.kernels.common.launching import cdiv, head_block
-from attnzoo.kernels.common.tile_loads import load_tile
 from attnzoo.kernels.path.levels import BLOCK, Kept
 
 # Warps and registers per thread of each kernel, for head dims up to 64 and up to 128.
 LAUNCH: dict[str, tuple[tuple[int, int | None], tuple[int, int | None]]] = {
-    "inverse": ((4, None), (4, None)),
-    "product": ((4, 96), (8, None)),
     "block": ((4, None), (4, None)),
     "block_bwd": ((4, None), (4, None)),
-    "product_bwd": ((4, None), (4, None)),
+    "product_bwd": ((4, 128), (4, 168)),
     "tree": ((4, None), (8, 128)),
-    "carry": ((8, 80), (8, 128)),
-    "carry_bwd": ((8, 128), (8, None)),
-    "node": ((4, None), (8, None)),
+    "carry": ((4, None), (4, None)),
+    "carry_bwd": ((4, None), (4, None)),
+    "node": ((4, None), (4, None)),
 }
 
 
@@ -135,47 +132,6 @@ def _unit_lower_inverse(b_l, p_l, C: tl.constexpr, DT: tl.constexpr):
     return b_x
 
 
-@triton.jit(do_not_specialize=["T", "B"])
-def path_inverse_kernel(
-    p_w, p_beta, p_x, p_kv, p_kx, p_kw, T, B, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, C: tl.constexpr, NW: tl.constexpr,
-    KV: tl.constexpr, KX: tl.constexpr, KW: tl.constexpr, DT: tl.constexpr,
-):  # fmt: skip
-    """X = V diag(beta) [B, nC, G, C, C] in float32, V = (I + diag(beta) tril(W W^T, -1))^-1, from w in NW pieces.
-
-    With KV, KX, KW also V, X and w in other dtypes (see Kept).
-    """
-    n_c = tl.cdiv(T, C)
-    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
-    i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
-    o_c = tl.arange(0, C)
-    r = (i_c * C).to(tl.int64)
-    R = T - i_c * C
-    p_w += i_b * stride_wb + i_g * stride_wh + r * stride_wt
-    b_beta = tl.load(p_beta + i_b * stride_bb + i_g * stride_bh + (r + o_c) * stride_bt, mask=o_c < R, other=0.0)
-    b_l = tl.zeros([C, C], tl.float32)
-    for c in range(0, BK, BC):
-        o_n = c + tl.arange(0, BC)
-        b_w = load_tile(p_w, o_c, o_n, stride_wt, R, K, BK, True)
-        if KW:
-            p_t = p_kw + ((i_b * T + r) * G + i_g) * K + o_c[:, None] * (G * K) + o_n[None, :]
-            tl.store(p_t, b_w.to(p_kw.dtype.element_ty), mask=(o_c < R)[:, None] & (o_n < K)[None, :])
-        b_l = _mm(b_w, tl.trans(b_w), b_l, NW, NW, DT)
-    b_beta = b_beta.to(tl.float32)
-    b_l = tl.where(o_c[:, None] > o_c[None, :], b_l * b_beta[:, None], 0.0)
-    i_cc = ((i_b * n_c + i_c) * G + i_g) * (C * C)
-    o_cc = i_cc + o_c[:, None] * C + o_c[None, :]
-    b_v = _unit_lower_inverse(b_l, p_x + i_cc, C, DT)
-    b_x = b_v * b_beta[None, :]
-    tl.store(p_x + o_cc, b_x)
-    if KV:
-        tl.store(p_kv + o_cc, b_v.to(p_kv.dtype.element_ty))
-    if KX:
-        x_hi, x_lo = _pieces(b_x, p_kx.dtype.element_ty)
-        tl.store(p_kx + o_cc, x_hi)
-        tl.store(p_kx + B.to(tl.int64) * n_c * G * (C * C) + o_cc, x_lo)
-
-
 def tree_block(K: int) -> int:
     """Width of the transition kernels' tiles for a head dim.
 
@@ -192,19 +148,3 @@ def new_kept(q: Tensor, w: Tensor) -> Kept:
     v = w.new_empty((B, cdiv(T, BLOCK), G, BLOCK, BLOCK), dtype=torch.float16 if coarse else torch.float32)
     x = v.new_empty((2, *v.shape), dtype=q.dtype) if coarse else torch.empty_like(v)
     return Kept(v, x, w.new_empty(w.shape, dtype=q.dtype) if coarse and w.dtype != q.dtype else w)
-
-
-def invert(w: Tensor, beta: Tensor, kept: Kept | None) -> Tensor:
-    """X of all blocks in float32; fills what is kept."""
-    B, T, G, K = w.shape
-    if kept is not None and kept.x.dtype == torch.float32:
-        x = kept.x
-    else:
-        x = w.new_empty((B, cdiv(T, BLOCK), G, BLOCK, BLOCK), dtype=torch.float32)
-    kv, kx, kw = (x, x, w) if kept is None else kept
-    path_inverse_kernel[(cdiv(T, BLOCK) * B * G,)](
-        w, beta, x, kv, kx, kw, T, B, *w.stride()[:3], *beta.stride(), G=G, K=K, BK=tree_block(K),
-        BC=min(64, tree_block(K)), C=BLOCK, NW=2 if w.dtype == torch.float32 else 1, KV=kv is not x, KX=kx is not x,
-        KW=kw.dtype != w.dtype, DT=tl.float16, num_stages=1, **launch("inverse", K),
-    )  # fmt: skip
-    return x

@@ -71,16 +71,15 @@ def path_prune_rows_kernel(
                 b_m = tl.max(b_y, 1)  # a row sees itself, so this is finite
                 b_m = tl.where(m_t, b_m, 0.0)
                 b_l = tl.sum(tl.exp2(b_y - b_m[:, None]), 1)
-                if r > 0:
-                    s = r - KU
-                    b_qb = load_tile(p_qb + r.to(tl.int64) * (H * K), o_t, o_k, H * K, T - r, K, BK, True)
-                    b_kb = load_tile(p_kb + s.to(tl.int64) * (G * K), o_s, o_k, G * K, T - s, K, BK, True)
-                    b_y = tl.dot(b_qb, tl.trans(b_kb), input_precision=PREC) * scale2
-                    b_y += key_bias(p_c, b_slope, base_shift(p_base, b_slope, b_c, s, 2, KU), s, o_s, 2)[None, :]
-                    b_y = tl.where((s + o_s)[None, :] >= b_since, b_y, float("-inf"))
-                    b_mn = tl.maximum(b_m, tl.max(b_y, 1))
-                    b_l = b_l * tl.exp2(b_m - b_mn) + tl.sum(tl.exp2(b_y - b_mn[:, None]), 1)
-                    b_m = b_mn
+                s = tl.maximum(r - KU, 0)  # the first block has none before it
+                b_qb = load_tile(p_qb + r.to(tl.int64) * (H * K), o_t, o_k, H * K, T - r, K, BK, True)
+                b_kb = load_tile(p_kb + s.to(tl.int64) * (G * K), o_s, o_k, G * K, T - s, K, BK, True)
+                b_y = tl.dot(b_qb, tl.trans(b_kb), input_precision=PREC) * scale2
+                b_y += key_bias(p_c, b_slope, base_shift(p_base, b_slope, b_c, s, 2, KU), s, o_s, 2)[None, :]
+                b_y = tl.where(((s + o_s)[None, :] >= b_since) & (r > 0), b_y, float("-inf"))
+                b_mn = tl.maximum(b_m, tl.max(b_y, 1))
+                b_l = b_l * tl.exp2(b_m - b_mn) + tl.sum(tl.exp2(b_y - b_mn[:, None]), 1)
+                b_m = b_mn
                 b_q = load_tile(p_q + r.to(tl.int64) * stride_qt, o_t, o_k, stride_qt, T - r, K, BK, True)
                 b_row = need_rows(b_q, b_kmax, p_bound, i_h, b_m + tl.log2(b_l), m_t, scale2, HAS_BOUND)
                 b_worst = tl.maximum(b_worst, tl.max(b_row, 0))
@@ -94,7 +93,7 @@ def path_prune_rows_kernel(
 
 def block_starts(
     q: Tensor, k: Tensor, block: Leaves | None, c: Tensor, base: Tensor, tails: Tensor, since: Tensor, scale: float,
-    bound: str, log_eps: float, logit_bound: Tensor | None,
+    bound: str, log_eps: float, logit_bound: Tensor | None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """First key of each unit of ROW_UNIT query rows, a multiple of KEY_UNIT. No host synchronisation.
 
@@ -103,13 +102,14 @@ def block_starts(
         block: what ``block_level`` makes of them; only the tail bound reads it.
         c, base, tails, since: of ``gate_sums``.
         logit_bound: [H] known bound of |scale q . k| (natural units), or None; the smaller of it and the norms counts.
+        out: contiguous, where to put the result; default: a new tensor.
 
     Returns:
         [B, H, ceil(T / ROW_UNIT)] int32, non-decreasing along the rows.
     """
     (B, T, H, K), G = q.shape, k.shape[2]
     tail, BK, n_t = bound == "tail", head_block(K), cdiv(T, ROW_UNIT)
-    start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device)
+    start = torch.empty((B, H, n_t), dtype=torch.int32, device=q.device) if out is None else out
     need = torch.empty((B, H, n_t), dtype=torch.float64, device=q.device)
     longest = norm_max(k)
     of_rows = longest if tail else norm_max(q)
@@ -119,7 +119,7 @@ def block_starts(
         q, diag, qb, kb, of_rows, longest, longest if logit_bound is None else logit_bound, c, base, since, need, T,
         scale * LOG2E, math.log2(T), none_above(log_eps, 2 * KEY_UNIT), *q.stride()[:3], *since_strides(since), H=H,
         REP=H // G, K=K, BK=BK, RU=ROW_UNIT, KU=KEY_UNIT, TAIL=tail, HAS_BOUND=logit_bound is not None,
-        PREC=dot_precision(q.dtype), num_warps=4,
+        PREC=dot_precision(q.dtype), num_warps=4, num_stages=2,
     )  # fmt: skip
     prune_scan_kernel[(B * H,)](
         need, base, longest, tails, start, T, T, base.shape[2] - 1, log_eps * LOG2E - SLACK, cdiv(T,
@@ -138,8 +138,8 @@ def path_starts(
     for group in head_groups(q, k, backward=False):
         p_q, p_k = group.queries(q), group.keys(k)
         block = block_level(p_q, p_k, group.keys(w), group.keys(beta)) if bound == "tail" else None
-        start[group.b, group.h] = block_starts(
+        block_starts(
             p_q, p_k, block, group.rows(c), group.rows(base), group.rows(tails), group.rows(since), scale, bound,
-            log_eps, group.heads(logit_bound),
+            log_eps, group.heads(logit_bound), group.rows(start),
         )  # fmt: skip
     return start

@@ -40,7 +40,7 @@ from attnzoo.kernels.path.levels import BLOCK, Carried, Leaves, Levels, tree_off
 
 from .inverse import _tile_scale, launch, tree_block
 
-STAGES = {"tree": 3, "carry": 2, "carry_bwd": 3, "node": 3}  # of the pipelined loops, where float16 pieces fit
+STAGES = {"tree": 2, "carry": 1, "carry_bwd": 2, "node": 3}  # of the pipelined loops, where float16 pieces fit
 
 
 @triton.jit

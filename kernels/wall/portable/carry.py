@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnzoo.kernels.common.channel_gates import add_gates, load_gates, meet, spans, to_nearest
 from attnzoo.kernels.common.launching import cdiv, dot_precision
-from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves, Levels, level_count, level_rows
 from attnzoo.kernels.path.portable.inverse import tree_block
 from attnzoo.kernels.wall.plan import launch
@@ -32,7 +32,7 @@ def wall_sums_kernel(p_a, p_sum, T, stride_ab, stride_at, stride_ah, H: tl.const
                      BK: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Log2 gates of each block added up, [B, nC, H, K] float32."""
     n_c = tl.cdiv(T, C)
-    i_c, i_bh = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_bh, i_c = head_and_tile(n_c)
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     p_a += i_b * stride_ab + i_h.to(tl.int64) * stride_ah + (i_c * C).to(tl.int64) * stride_at
@@ -49,7 +49,7 @@ def wall_carry_kernel(
 ):  # fmt: skip
     """Scores within a block [B, nC, H, C, C] float32, and q and k [B, T, H, K] of all levels; a program per block."""
     n_c = tl.cdiv(T, C)
-    i_c, i_bh = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_bh, i_c = head_and_tile(n_c)
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     o_c = tl.arange(0, C)
     r, R = (i_c * C).to(tl.int64), T - i_c * C

@@ -22,7 +22,7 @@ from torch import Tensor
 from attnzoo.kernels.common.channel_gates import add_gates, add_gates_of, load_gates, meet, spans, to_nearest
 from attnzoo.kernels.common.device import machine, sums_over_loops
 from attnzoo.kernels.common.launching import cdiv
-from attnzoo.kernels.common.tile_loads import load_tile
+from attnzoo.kernels.common.tile_loads import head_and_tile, load_tile
 from attnzoo.kernels.path.levels import BLOCK, Leaves, Levels, level_count
 from attnzoo.kernels.path.portable.inverse import tree_block
 from attnzoo.kernels.wall.plan import launch
@@ -67,7 +67,7 @@ def wall_carry_bwd_kernel(
     """
     G: tl.constexpr = H // REP
     n_c = tl.cdiv(T, C)
-    i_c, i_bg = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_bg, i_c = head_and_tile(n_c)
     i_b, i_g = (i_bg // G).to(tl.int64), (i_bg % G).to(tl.int64)
     o_c = tl.arange(0, C)
     r, R = (i_c * C).to(tl.int64), T - i_c * C
@@ -169,7 +169,7 @@ def wall_gates_bwd_kernel(p_part, p_da, T, B, n_levels, stride_zb, stride_zt, st
                           K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Adds to the gates' gradient of a block what comes from other blocks of its half of each level's node."""
     n_c = tl.cdiv(T, C)
-    i_c, i_bh = tl.program_id(0) % n_c, tl.program_id(0) // n_c
+    i_bh, i_c = head_and_tile(n_c)
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     b = tl.zeros([BK], tl.float32)
