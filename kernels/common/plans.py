@@ -24,7 +24,6 @@ class Plan:
             deterministic kernels.
         keeps_rest: the forward keeps what the rounding of o drops, for the gate's gradient in one pass. Lengths and
             addresses do not count: compilers ask before they know these.
-        staged: PaTH's carries load the next nodes while they multiply one; False where shared memory is small.
     """
 
     forward: Literal["split", "hopper", "portable"]
@@ -32,7 +31,6 @@ class Plan:
     keeps_rest: bool
     tiles: tuple[tuple[Kind, Tiles], ...]
     why: str = ""
-    staged: bool = True
 
     def kernels(self, backward: bool) -> str:
         """What runs, in words."""

@@ -39,9 +39,9 @@ _SAFE: dict[Kind, dict[int, Tiles]] = {
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {kind: {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 4, 1)} for kind in _SAFE}
 _TILES = TileTable(_HOPPER, _SAFE, _FLOAT32)
 _SHORTENED = _TILES._replace(hopper={kind: tiles | _HOPPER_PRUNED.get(kind, {}) for kind, tiles in _HOPPER.items()})
-# KiB of shared memory per program, at head dims over 64: of the carries' backward with all its stages, and of the block
-# kernels in float32. In 16 bits what else they need fits 99 KiB with these releases of Triton (``make test-versions``).
-_STAGED, _FLOAT32_BLOCKS, _SMALL, _FITS = 160, 176, 163, ((3, 6), (3, 7), (3, 9))
+# KiB of shared memory per program that the block kernels need in float32, at head dims over 64. In 16 bits all fits 99
+# KiB with these releases of Triton (``make test-versions``).
+_FLOAT32_BLOCKS, _SMALL, _FITS = 176, 163, ((3, 6), (3, 7), (3, 9))
 _FLOAT32_3_8 = 112  # of the block kernels in float32 at head dims up to 64 with Triton 3.8; with the others 99 suffice
 _forced: dict[Kind, Tiles] = {}
 override = functools.partial(tile_sizes.override, _forced)
@@ -93,7 +93,7 @@ def _plan(call: Call, leveled: bool, machine: Machine, forced: tuple[tuple[Kind,
     why = (forward or once or here) if machine.hopper and not levels else ""
     return Plan(
         "portable" if levels or forward else "hopper", "portable" if levels or once or here else "hopper",
-        call.decay_gradient and not once, tuple(sizes.items()), why, shared_memory(machine.capability) >= _STAGED,
+        call.decay_gradient and not once, tuple(sizes.items()), why,
     )  # fmt: skip
 
 

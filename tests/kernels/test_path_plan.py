@@ -68,8 +68,3 @@ def test_tiles_follow_capability_pruning_and_triton() -> None:
     assert not decide(Machine((9, 0), (3, 3)), K=128).of("fwd").tma  # no host-side descriptors yet
     assert decide(K=64, V=64, shortened=True).of("fwd") != decide(K=64, V=64).of("fwd")
     assert decide(AMPERE).of("fwd") == decide(Machine((12, 3), (3, 6))).of("fwd")
-
-
-@pytest.mark.parametrize(("capability", "staged"), [((8, 0), True), ((8, 6), False), ((9, 0), True), ((12, 0), False)])
-def test_little_shared_memory_takes_fewer_stages(capability: tuple[int, int], staged: bool) -> None:
-    assert decide(Machine(capability, (3, 7))).staged == staged

@@ -102,7 +102,7 @@ def path_backward(
             dkey[group.b, group.h] = d_key
         if dq is None or dk is None:
             continue
-        total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted, plan.staged, tiles)
+        total = carry_backward(block, carried, d_levels, d_block.q, d_block.k, p_start, wanted, tiles)
         d_w, d_beta = (None if y is None else group.keys(y) for y in (dw, dbeta))
         d_leaves, out = Leaves(d_block.diag, *total), (group.queries(dq), group.keys(dk), d_w, d_beta)
         if log_diag is None:

@@ -217,16 +217,14 @@ def path_carry_bwd_kernel(
     tl.store(p_out + at + o_x, b_y.to(p_out.dtype.element_ty), mask=m_c)
 
 
-def _options(
-    part: str, x: Tensor, start: Tensor | None, nodes: Tensor, query: bool, staged: bool = True
-) -> dict[str, object]:
+def _options(part: str, x: Tensor, start: Tensor | None, nodes: Tensor, query: bool) -> dict[str, object]:
     """What path_carry_kernel and path_carry_bwd_kernel are compiled for."""
     H, K = x.shape[2:]
     G = nodes.shape[3]
     return {
         "H": H, "G": G, "REP": 1 if query or start is None else start.shape[1] // G, "K": K,
         "QUERY": query, "HAS_START": start is not None, "NP": 1 if x.dtype == torch.bfloat16 else 2,
-        "DT": tl.float16, **options(part, K, x.dtype == torch.bfloat16 and staged),
+        "DT": tl.float16, **options(part, K, x.dtype == torch.bfloat16),
     }  # fmt: skip
 
 
@@ -252,7 +250,7 @@ def carry(block: Leaves, start: Tensor | None = None, out: Levels | None = None)
 
 def carry_backward(
     block: Leaves, carried: Carried, d: Levels, dq: Tensor, dk: Tensor, start: Tensor | None = None,
-    wanted: Wanted = EVERYTHING, staged: bool = True, tiles: Tiles | None = None,
+    wanted: Wanted = EVERYTHING, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of block.q and block.k in their dtypes, and of the leaves of block.m; undefined where not wanted.
 
@@ -261,7 +259,6 @@ def carry_backward(
         tiles: those of the queries, if they are not in d.
         dq, dk: gradients of level 0: rows of odd blocks of q, rows of even blocks of k that another block follows; the
             other rows are not read.
-        staged: whether there is shared memory for the nodes of several steps.
     """
     nodes, (B, T, H, K), G = carried.nodes, block.q.shape, block.k.shape[2]
     n, n_t, dtype = level_count(T), cdiv(T, UNIT), block.q.dtype
@@ -277,6 +274,6 @@ def carry_backward(
         p_tiles, scale, warps = tiles if tiles is not None and query else (level, 1.0, 0)
         path_carry_bwd_kernel[(cdiv(T, BLOCK) * B * x.shape[2],)](
             g, level, p_tiles, z, o, nodes, p_start, T, level.shape[2], B, n, nodes.shape[2], scale, *strides,
-            WARPS=warps, **_options("carry_bwd", x, start, nodes, query, staged),
+            WARPS=warps, **_options("carry_bwd", x, start, nodes, query),
         )  # fmt: skip
     return *out, node_gradients(block, carried, zero, d, T, start) if wanted.transitions else nodes
